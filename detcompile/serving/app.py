@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import IO, Any, TypeVar
 
 import msgspec
@@ -22,6 +23,7 @@ from detcompile.serving.dashboard.page import page
 from detcompile.serving.dashboard.state import state_of
 from detcompile.serving.http_errors import FAULT, HTTPError, error_of
 from detcompile.serving.journal.jobs import Call
+from detcompile.serving.limiter import Reservation
 from detcompile.serving.openai.chat import chat
 from detcompile.serving.openai.completions import complete
 from detcompile.serving.openai.response_schema import ResponsesRequest
@@ -46,7 +48,7 @@ from detcompile.serving.pooling.scores import classify, rerank, score
 from detcompile.serving.receipts.envelope import Envelope
 from detcompile.serving.receipts.routes import found_receipt, verify
 from detcompile.serving.request_log import RequestLog
-from detcompile.serving.responses import JSON, unless_left
+from detcompile.serving.responses import JSON, Reserving, unless_left
 from detcompile.serving.service import Service
 
 __all__ = ["MAX_BODY", "new_app"]
@@ -62,13 +64,15 @@ KEPT: dict[str, tuple[type, Callable[[Service, Any, Call], Awaitable[Response]]]
     "/v1/messages": (MessagesRequest, create_message),
 }
 POSTS: list[tuple[list[str], Any, Any]] = [  # beside those that the journal keeps
-    (["/tokenize", "/v1/tokenize"], TokenizeRequest, tokenize),
-    (["/detokenize", "/v1/detokenize"], DetokenizeRequest, detokenize),
-    (["/v1/messages/count_tokens"], CountTokensRequest, count_tokens),
     (["/v1/embeddings"], EmbeddingRequest, embed),
     (["/classify"], ClassifyRequest, classify),
     (["/score", "/v1/score"], ScoreRequest, score),
     (["/rerank", "/v1/rerank"], RerankRequest, rerank),
+]
+TEXTS: list[tuple[list[str], Any, Any]] = [  # what needs no engine
+    (["/tokenize", "/v1/tokenize"], TokenizeRequest, tokenize),
+    (["/detokenize", "/v1/detokenize"], DetokenizeRequest, detokenize),
+    (["/v1/messages/count_tokens"], CountTokensRequest, count_tokens),
 ]
 SHORT_BODY = 1 << 16  # bytes; a longer one is read in a thread, as others wait
 Asked = TypeVar("Asked")
@@ -121,7 +125,11 @@ def _add_posts(app: FastAPI, service: Service, max_body: int, demo: bool) -> Non
         kinds.append(kind)
 
         async def route(request: Request) -> Response:
-            return await unless_left(request, answered(_call(request, await read_body(request, max_body))))
+            async def make(reservation: Reservation) -> Response:
+                body = await read_body(request, max_body)
+                return await unless_left(request, answered(_call(request, body, reservation)))
+
+            return Reserving(make)
 
         async def answered(call: Call) -> Response:
             long = len(call.body) > SHORT_BODY
@@ -139,7 +147,9 @@ def _add_posts(app: FastAPI, service: Service, max_body: int, demo: bool) -> Non
     post([RESPONSES], ResponsesRequest, respond)
     post(["/v1/verify"], Envelope, verify)
     for paths, kind, answer in POSTS:
-        post(paths, kind, _once(answer))
+        post(paths, kind, answer)
+    for paths, kind, answer in TEXTS:
+        post(paths, kind, _without_call(answer))
     if demo:
         post(["/dashboard/kill"], KillRequest, kill_engine)
     described = app.openapi
@@ -153,17 +163,17 @@ def _add_posts(app: FastAPI, service: Service, max_body: int, demo: bool) -> Non
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def _call(request: Request, body: bytes) -> Call:
-    """A request as the journal has it."""
+def _call(request: Request, body: bytes, reservation: Reservation) -> Call:
+    """A request as the routes take it."""
     headers = request.headers
     key, last_event = headers.get("idempotency-key"), headers.get("last-event-id")
-    return Call(request.url.path, body, owner_of(request), key, last_event)
+    return Call(request.url.path, body, owner_of(request), key, last_event, reservation)
 
 
-def _once(
+def _without_call(
     answer: Callable[[Service, Asked], Awaitable[Response]],
 ) -> Callable[[Service, Asked, Call], Awaitable[Response]]:
-    """A route whose requests are not kept."""
+    """A route that looks at the body alone."""
 
     async def route(service: Service, asked: Asked, _call: Call) -> Response:
         return await answer(service, asked)
@@ -246,13 +256,15 @@ def _add_gets(app: FastAPI, service: Service, version: str, demo: bool) -> None:
 
 def _add_streams(app: FastAPI, service: Service) -> None:
     async def stream(name: str, request: Request) -> Response:
-        service.require_ready()
-        own = _call(request, b"")
-        call = await service.jobs.call(own.owner, name, own.last_event)
-        if call is None or call.endpoint not in KEPT:
-            raise HTTPError(404, f"no request is kept whose answer is {name[:100]!r}", code="stream_not_found")
-        kind, answer = KEPT[call.endpoint]
-        return await answer(service, decode_body(call.body, kind), call)
+        async def make(reservation: Reservation) -> Response:
+            service.require_ready()
+            call = await service.jobs.call(owner_of(request), name, request.headers.get("last-event-id"))
+            if call is None or call.endpoint not in KEPT:
+                raise HTTPError(404, f"no request is kept whose answer is {name[:100]!r}", code="stream_not_found")
+            kind, answer = KEPT[call.endpoint]
+            return await answer(service, decode_body(call.body, kind), replace(call, reservation=reservation))
+
+        return Reserving(make)
 
     app.add_api_route("/v1/streams/{name}", stream, methods=["GET"], name="v1_stream")
 

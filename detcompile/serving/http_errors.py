@@ -6,7 +6,7 @@ import msgspec
 
 from detcompile.errors import DetcompileError, EngineError, InvalidInput, WorkerError
 
-__all__ = ["CondemnedError", "FAULT", "HTTPError", "OverdueError", "error_of"]
+__all__ = ["CLIENT_LEFT", "CondemnedError", "FAULT", "HTTPError", "OverdueError", "error_of"]
 
 TYPES = {  # of statuses; others are invalid_request_error below 500, else api_error
     401: "authentication_error",
@@ -81,6 +81,7 @@ class CondemnedError(EngineError):
 
 ENGINE_RETRY_SECONDS = 30  # after which whoever watches the server may have started another
 OVERDUE_RETRY_SECONDS = 10
+CLIENT_LEFT = "the client left before its request was taken"
 FAULT = "the server failed at this request; its log says why"
 CODES = {401: "invalid_api_key", 413: "request_too_large", 429: "rate_limit_exceeded"}
 

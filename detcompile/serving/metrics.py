@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -41,9 +41,13 @@ class Metrics:
         self._between = Histogram("vllm:inter_token_latency_seconds", "Between tokens.", buckets=SECONDS, registry=own)
         self._whole = Histogram("vllm:e2e_request_latency_seconds", "Whole requests.", buckets=SECONDS, registry=own)
         self._queued = Histogram("vllm:request_queue_time_seconds", "In the queue.", buckets=SECONDS, registry=own)
-        Gauge("detcompile:tasks", "Tasks of the front's event loop.", registry=own).set_function(_num_tasks)
+        self.show("tasks", "Tasks of the front's event loop.", _num_tasks)
         self.registry.register(_EngineCounts(fleet))
         self._newest: dict[str, float] = {}  # when an answer's last tokens came
+
+    def show(self, name: str, text: str, value: Callable[[], float]) -> None:
+        """Add a gauge whose value is read when somebody asks."""
+        Gauge(f"detcompile:{name}", text, registry=self.registry).set_function(value)
 
     def text(self) -> bytes:
         """All of it, in Prometheus' text form."""

@@ -12,9 +12,10 @@ from starlette.types import Message, Receive, Scope, Send
 
 from detcompile.errors import DetcompileError
 from detcompile.serving.engines.answers import Answer, progress
-from detcompile.serving.http_errors import FAULT, HTTPError, error_of
+from detcompile.serving.http_errors import CLIENT_LEFT, FAULT, HTTPError, error_of
+from detcompile.serving.limiter import Reservation
 
-__all__ = ["ANSWERS", "Events", "JSON", "Whole", "event", "unless_left"]
+__all__ = ["ANSWERS", "Events", "JSON", "Reserving", "Whole", "event", "unless_left"]
 
 JSON = "application/json"
 EVENT_STREAM = "text/event-stream; charset=utf-8"
@@ -26,6 +27,27 @@ def event(content: Any, name: str = "") -> bytes:
     """A server-sent event of one JSON value, with an id where it has a name."""
     head = f"id: {name}\n".encode() if name else b""
     return head + b"data: " + msgspec.json.encode(content) + b"\n\n"
+
+
+class Reserving(Response):
+    """A response that is made when it is sent. What the request holds is given back once it is sent, or cannot be.
+
+    Args:
+        make: makes the response, given the reservation of the request.
+    """
+
+    def __init__(self, make: Callable[[Reservation], Awaitable[Response]]) -> None:
+        super().__init__()
+        self._make = make
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Make the response and send it."""
+        reservation = Reservation()
+        try:
+            response = await self._make(reservation)
+            await response(scope, receive, send)
+        finally:
+            reservation.release()
 
 
 async def unless_left(request: Request, making: Coroutine[Any, Any, Response]) -> Response:
@@ -40,10 +62,13 @@ async def unless_left(request: Request, making: Coroutine[Any, Any, Response]) -
         await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise HTTPError(400, "the client left before its request was taken")
+        raise HTTPError(400, CLIENT_LEFT)
     finally:
         leaving.cancel()
-        task.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)  # it may end with a response all the same
+        del task  # its exception refers to this frame: no cycle
 
 
 async def _left(receive: Receive) -> None:
@@ -52,19 +77,17 @@ async def _left(receive: Receive) -> None:
 
 
 class _Awaited(Response, ABC):
-    """A response whose making stops when the client is gone; what it waited for is released in any case.
+    """A response whose making stops when the client is gone.
 
     Args:
-        release: called with the answers in the end.
+        reservation: what the request holds, given back when the client leaves.
         headers: fields of the response; what the making of a whole one adds to them is sent, too.
     """
 
-    def __init__(
-        self, answers: Sequence[Answer], release: Callable[[Sequence[Answer]], None], headers: Mapping[str, str]
-    ) -> None:
+    def __init__(self, answers: Sequence[Answer], reservation: Reservation, headers: Mapping[str, str]) -> None:
         super().__init__()
         self._answers = answers
-        self._release = release
+        self._reservation = reservation
         self._fields = headers
         self._left = False  # by the client
         self._path = ""  # that was asked
@@ -77,13 +100,13 @@ class _Awaited(Response, ABC):
             await self._send(send)
         finally:
             leaving.cancel()
-            self._release(self._answers)
+            self._reservation.release()
 
     async def _release_when_left(self, receive: Receive) -> None:
         """The answers fail once the client is gone, which ends the sending, too."""
         await _left(receive)
         self._left = True
-        self._release(self._answers)
+        self._reservation.release()
 
     @abstractmethod
     async def _send(self, send: Send) -> None:
@@ -109,11 +132,11 @@ class Whole(_Awaited):
     def __init__(
         self,
         answers: Sequence[Answer],
-        release: Any,
+        reservation: Reservation,
         headers: Mapping[str, str],
         result: Callable[[], Awaitable[Any]],
     ) -> None:
-        super().__init__(answers, release, headers)
+        super().__init__(answers, reservation, headers)
         self._result = result
 
     async def _send(self, send: Send) -> None:
@@ -147,12 +170,12 @@ class Events(_Awaited):
     def __init__(
         self,
         answers: Sequence[Answer],
-        release: Any,
+        reservation: Reservation,
         headers: Mapping[str, str],
         events: AsyncIterator[bytes],
         last: bytes = DONE,
     ) -> None:
-        super().__init__(answers, release, headers)
+        super().__init__(answers, reservation, headers)
         self._events = events
         self._last = last
 

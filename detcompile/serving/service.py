@@ -1,5 +1,6 @@
 """Service: what all routes share. It admits requests, has them answered, and knows whether the server is ready."""
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from itertools import count
@@ -15,15 +16,15 @@ from detcompile.serving.engines.fleet import Fleet
 from detcompile.serving.engines.notices import News
 from detcompile.serving.engines.protocol import Delta, EngineSpec, Hello, PoolingFacts
 from detcompile.serving.grammars.check import GrammarCheck
-from detcompile.serving.http_errors import HTTPError, error_of
+from detcompile.serving.http_errors import CLIENT_LEFT, HTTPError, error_of
 from detcompile.serving.journal.job import Ask, Job, ServedModel
 from detcompile.serving.journal.jobs import Jobs
 from detcompile.serving.journal.journal import Journal
 from detcompile.serving.kept_responses import KeptResponses
+from detcompile.serving.limiter import AdmissionLimiter, Reservation, Slot
 from detcompile.serving.metrics import Metrics
 from detcompile.serving.plain_tokenizer import tokenizer_digest
 from detcompile.serving.receipts.issuer import Issued, Issuer
-from detcompile.serving.room import Room
 from detcompile.serving.texts import Texts
 from detcompile.serving.tools.families import FAMILIES, family_of
 
@@ -60,7 +61,7 @@ class Service:
         open: answers that have not ended.
         history: the newest answers that have ended.
         model: the model as replies name it; only once the engines have started.
-        room: how much may be open; routes ask it before they do what takes long.
+        limiter: bounds what is open; routes ask it before they do what takes long.
     """
 
     def __init__(
@@ -80,13 +81,14 @@ class Service:
         self.receipts = receipts or Issuer()
         self.fleet = fleet(self._progressed)
         self.metrics = Metrics(self.fleet, max_queue, max_queued_tokens)
-        self.room = Room(max_queue, max_queued_tokens, self.metrics)
+        self.limiter = AdmissionLimiter(max_queue, max_queued_tokens, self.metrics)
         self.responses = KeptResponses()
         self.deadlines = Deadlines(queue_timeout, timeout, self.fleet.cancel)
-        self.jobs = Jobs(self.submit, self.release, self.issue, lambda: self.model, self.receipts.salt, journal=journal)
+        self.jobs = Jobs(self.submit, self.issue, lambda: self.model, self.receipts.salt, journal=journal)
         self.history = History()
         self.draining = False
         self.open: dict[str, Answer] = {}
+        self._slots: dict[str, Slot] = {}  # of the open answers, by their ids
         self.created = int(time.time())
         self._name = name
         self._given_family = None if tool_parser is None else FAMILIES[tool_parser]
@@ -106,8 +108,8 @@ class Service:
         self.name = self._name or hello.name
         texts = {"special_tokens": str(sorted(hello.special_ids)), "tokenizer": str(tokenizer_digest(hello.tokenizer))}
         self.model = ServedModel(self.name, hello.fingerprint, hello.fingerprint_parts | texts)
-        self.texts = Texts(hello, self.room.waiting)
-        self.grammars = GrammarCheck(hello.tokenizer, self._queue_timeout, self.room.waiting)
+        self.texts = Texts(hello, self.limiter.waiting)
+        self.grammars = GrammarCheck(hello.tokenizer, self._queue_timeout, self.limiter.waiting)
         own = None if hello.chat_template is None else ChatTemplate(hello.chat_template)
         self.template = self._given_template or own
         self.tool_family = self._given_family or (None if self.template is None else family_of(self.template.source))
@@ -189,11 +191,12 @@ class Service:
         if asked and self.receipts.level == "off":
             raise HTTPError(400, "receipt: this server makes none (--receipts off)", param="receipt")
 
-    async def submit(self, asked: Ask, owner: str) -> list[Answer]:
-        """Have prompts answered; ``release`` them in the end, whatever comes.
+    async def submit(self, asked: Ask, owner: str, reservation: Reservation) -> list[Answer]:
+        """Have prompts answered.
 
         Args:
             owner: sha256 of the API key that asks; empty where the server has none.
+            reservation: holds the answers' slots.
 
         Raises:
             HTTPError: 429 where too much waits already, 400 for what is never taken at once, 503 without an engine.
@@ -202,58 +205,67 @@ class Service:
         prompts, params = asked.prompts, asked.params
         await self.grammars.require(params.grammar, owner)
         self.require_ready()
-        self.room.require(sum(map(len, prompts)), len(prompts) * params.n)
+        self.limiter.require(sum(map(len, prompts)), len(prompts) * params.n)
         news = News()
         answers = [Answer(f"{next(self._numbers)}", prompt, params, news, asked.priority) for prompt in prompts]
-        self._add(answers)
+        self._add(answers, reservation)
         return answers
 
     async def verify(
-        self, receipt: bytes, lengths: Sequence[int], grammar: Grammar | None, owner: str
+        self, receipt: bytes, lengths: Sequence[int], grammar: Grammar | None, owner: str, reservation: Reservation
     ) -> Verification:
-        """Have a receipt replayed, within the bounds of answers; ``release`` it in the end, whatever comes.
+        """Have a receipt replayed, within the bounds of answers.
 
         Args:
             receipt: a receipt as JSON.
             lengths: tokens of each of its samples, with those of its prompt.
             grammar: what they had to match.
             owner: as of ``submit``.
+            reservation: as of ``submit``.
 
         Raises:
             HTTPError: as of ``submit``. InvalidInput: the grammar.
         """
         await self.grammars.require(grammar, owner)
         self.require_ready()
-        self.room.require(sum(lengths), len(lengths))
+        self.limiter.require(sum(lengths), len(lengths))
         verification = Verification(f"{next(self._numbers)}", receipt, lengths)
-        self._add([verification])
+        self._add([verification], reservation)
         return verification
 
     def pool(
-        self, prompts: Sequence[list[int]], pooling: Literal["last", "first", "mean"] | None, *, normalize: bool
+        self,
+        prompts: Sequence[list[int]],
+        pooling: Literal["last", "first", "mean"] | None,
+        reservation: Reservation,
+        *,
+        normalize: bool,
     ) -> Pooling:
-        """Have the model say of each prompt what it says; ``release`` it in the end, whatever comes.
+        """Have the model say of each prompt what it says.
+
+        Args:
+            reservation: as of ``submit``.
 
         Raises:
             HTTPError: as of ``submit``.
         """
         self.require_ready()
-        self.room.require(sum(map(len, prompts)), 1)
+        self.limiter.require(sum(map(len, prompts)), 1)
         asked = Pooling(f"{next(self._numbers)}", prompts, pooling, normalize)
-        self._add([asked])
+        self._add([asked], reservation)
         return asked
 
     def release(self, answers: Sequence[Answer]) -> None:
-        """Nobody reads these any more; those that have not ended are cancelled."""
+        """Give back the slots of answers that nobody reads any more, and cancel those that have not ended."""
         for answer in answers:
+            if self.open.pop(answer.request_id, None) is None:
+                continue
+            self._slots.pop(answer.request_id).release()
             self.deadlines.forget(answer)
-            was_open, cancelled = self.open.pop(answer.request_id, None) is not None, not answer.finished
+            cancelled = not answer.finished
             if cancelled:
                 self.fleet.cancel(answer)
                 answer.fail(WorkerError("the request was cancelled"))
-            if not was_open:
-                continue
-            self.room.leave(answer)
             self.history.ended(answer, cancelled=cancelled)
             if not isinstance(answer, Verification):
                 self.metrics.ended(answer, cancelled=cancelled)
@@ -274,20 +286,26 @@ class Service:
                 )
         return job.issued
 
-    def _add(self, answers: Sequence[Answer]) -> None:
+    def _add(self, answers: Sequence[Answer], reservation: Reservation) -> None:
+        """Open answers and give them to the engines.
+
+        Raises:
+            HTTPError: the request is over, or nothing is served any more.
+        """
+        if reservation.released:
+            raise HTTPError(400, CLIENT_LEFT)
+        reservation.add(functools.partial(self.release, answers))
         for answer in answers:
             self.open[answer.request_id] = answer
-            self.room.take(answer)
+            self._slots[answer.request_id] = self.limiter.take(answer.params.n, len(answer.prompt_ids))
             self.deadlines.watch(answer)
         try:
             for answer in answers:
                 self.fleet.add(answer)
         except DetcompileError as error:
-            self.release(answers)
             raise error_of(error) from error
 
     def _progressed(self, answer: Answer, delta: Delta) -> None:
-        waited = answer.first_token is None
         self.metrics.progressed(answer, delta)
-        if waited and answer.first_token is not None and answer.request_id in self.open:
-            self.room.begun(answer)
+        if answer.first_token is not None and answer.request_id in self._slots:
+            self._slots[answer.request_id].begin()

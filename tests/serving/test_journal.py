@@ -42,7 +42,7 @@ def record(name: str, key: str, *, created: int = 1000, body: bytes = b"{}", own
 
 
 def job_of(ask: Ask, answers: list[Answer], **named: Any) -> Job:
-    return Job(ask, answers, b"salt", lambda answers: None, MODEL, kept=True, **named)
+    return Job(ask, answers, b"salt", MODEL, kept=True, **named)
 
 
 def opened(path: Path, *options: Any, now: int = 1000, **named: Any) -> Journal:

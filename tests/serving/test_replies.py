@@ -36,7 +36,7 @@ def job_of(length: int, *, kept: bool = False, **params: Any) -> Job:
     """A request of two samples, or of one, whose answer begins."""
     asked = SamplingParams(seed=1, max_tokens=length, **params)
     answer = Answer("1", [5], asked, News())
-    return Job(Ask([[5]], asked, 0, "cmpl-"), [answer], None, lambda answers: None, MODEL, kept)
+    return Job(Ask([[5]], asked, 0, "cmpl-"), [answer], None, MODEL, kept)
 
 
 async def draw(answer: Answer, ids: list[int]) -> None:

@@ -51,7 +51,7 @@ def test_what_is_overdue_is_an_error_and_leaves_the_engine(
                 await asyncio.sleep(0.01)
             short = await client.post("/v1/completions", json={"prompt": [5], "max_tokens": 3})
             assert short.status_code == 200 and not service.deadlines._timers
-            assert service.room.num_open == service.room.num_queued == 0  # what the bounds of the queue count
+            assert service.limiter.num_open == service.limiter.num_queued == 0  # what the bounds of the queue count
 
     asyncio.run(asyncio.wait_for(scenario(), 20))
 

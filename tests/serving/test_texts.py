@@ -118,7 +118,7 @@ def test_others_are_served_between_samples_which_are_read_once(
         answer.extend(Delta("1", deltas, True, None, None, 0, None))
         service = scripted()
         service.fleet.hello, service.texts = HELLO, Texts(HELLO)
-        job = Job(Ask([[5]], asked, 0, "cmpl-"), [answer], None, lambda answers: None, MODEL)
+        job = Job(Ask([[5]], asked, 0, "cmpl-"), [answer], None, MODEL)
         reply, other = _Completion(service, job), asyncio.create_task(others())
         await asyncio.sleep(0)
         if way == "whole":
@@ -145,7 +145,7 @@ def test_others_are_served_while_a_response_is_recorded_that_came_at_once() -> N
         answer.extend(Delta("1", [SampleDelta(0, [42] * 900, None, "length", None)], True, None, None, 0, None))
         service = scripted()
         service.fleet.hello, service.texts = HELLO, Texts(HELLO)
-        job = Job(Ask([[5]], asked, 0, "resp_"), [answer], None, lambda answers: None, MODEL)
+        job = Job(Ask([[5]], asked, 0, "resp_"), [answer], None, MODEL)
         recording, turns = Recording(service, job, {}, None, []), 0
         while recording.ended is None:
             await asyncio.sleep(0)

@@ -133,7 +133,7 @@ def test_a_grammar_waits_no_longer_than_the_queue_and_a_refusal_is_known(checks:
             assert status == 503 and "check of its grammar for over 0.3 s" in told["error"]["message"]
             assert (await same)[0] == 503 and (await slow)[0] == 400
             assert await ask(client, "n60") == await slow and checks == ["n60"]
-            assert (await ask(client, "b0"))[0] == 200 and service.room.num_waiting == 0
+            assert (await ask(client, "b0"))[0] == 200 and service.limiter.num_waiting == 0
 
     asyncio.run(asyncio.wait_for(scenario(), 20))
 
@@ -161,11 +161,11 @@ def test_who_leaves_waits_for_no_grammar(checks: list[str]) -> None:
                 """Nobody is there."""
 
             asked = asyncio.create_task(new_app(service, "test")(scope, receive, send))
-            while not service.room.num_waiting:
+            while not service.limiter.num_waiting:
                 await asyncio.sleep(0.01)
             left.set()
             await asked
-            assert not slow.done() and service.room.num_waiting == 0
+            assert not slow.done() and service.limiter.num_waiting == 0
             assert (await slow)[0] == 200 and checks == ["a30"] and not service.open
 
     asyncio.run(asyncio.wait_for(scenario(), 20))
@@ -256,19 +256,19 @@ def test_long_texts_wait_within_the_bound_and_not_before_shorter_ones(monkeypatc
         async with running(service) as client:
             body = {"prompt": "a " * (LONG // 2 + 1)}
             long = [asyncio.create_task(client.post("/tokenize", json=body)) for _ in range(3)]
-            while service.room.num_waiting < 3:
+            while service.limiter.num_waiting < 3:
                 await asyncio.sleep(0.01)
             short = await client.post("/v1/completions", json={"prompt": "a " * 3000, "max_tokens": 1})
             assert short.status_code == 200, short.text
             long.append(asyncio.create_task(client.post("/tokenize", json=body)))
-            while service.room.num_waiting < 4:
+            while service.limiter.num_waiting < 4:
                 await asyncio.sleep(0.01)
             for path in ("/v1/completions", "/tokenize"):
                 refused = await client.post(path, json={"prompt": "a " * 3000})
                 assert refused.status_code == 429 and refused.headers["retry-after"]
             goes_on.set()
             assert [answer.status_code for answer in await asyncio.gather(*long)] == [200] * 4
-            assert service.room.num_waiting == 0
+            assert service.limiter.num_waiting == 0
 
     asyncio.run(asyncio.wait_for(scenario(), 20))
 

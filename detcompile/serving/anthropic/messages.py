@@ -38,8 +38,8 @@ async def create_message(service: Service, asked: MessagesRequest, call: Call) -
     job = await service.jobs.job(call, functools.partial(ask_chat, service, chat, use, "msg_"))
     message = _Message(service, job, in_family(use, job.ask.family), with_receipt=bool(asked.receipt))
     if asked.stream:
-        return Events(job.answers, job.release, message.headers, message.events(), last=b"")
-    return Whole(job.answers, job.release, message.headers, message.whole)
+        return Events(job.answers, call.reservation, message.headers, message.events(), last=b"")
+    return Whole(job.answers, call.reservation, message.headers, message.whole)
 
 
 async def count_tokens(service: Service, asked: CountTokensRequest) -> Response:

@@ -3,7 +3,6 @@
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -58,7 +57,6 @@ class Job:
     Args:
         answers: one for each prompt.
         salt: salt of a receipt that holds hashes; None for another.
-        release: called with the answers when a reader goes; of a job that is kept, nothing ends then.
         model: the model that draws the answers, or drew them.
         kept: whether its client may come back for it.
 
@@ -76,7 +74,6 @@ class Job:
     ask: Ask
     answers: list[Answer]
     salt: bytes | None
-    release: Callable[[Sequence[Answer]], None]
     model: ServedModel
     kept: bool = False
     name: str = ""

@@ -4,9 +4,9 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from detcompile.errors import DetcompileError, InvalidInput, StorageError
@@ -16,6 +16,7 @@ from detcompile.serving.http_errors import HTTPError
 from detcompile.serving.journal.job import Ask, Job, ServedModel
 from detcompile.serving.journal.journal import DamagedRecord, Journal, JournalFull
 from detcompile.serving.journal.records import Record, ask_of, differing, outcome_of, record_of, restore
+from detcompile.serving.limiter import Reservation
 from detcompile.serving.receipts.issuer import Issued
 
 __all__ = ["Call", "Jobs"]
@@ -36,6 +37,7 @@ class Call:
         owner: sha256 of the API key in hex; empty where the server has none.
         key: the Idempotency-Key; None where there is none.
         last_event: the Last-Event-ID: a client that has lost a stream goes on behind this event.
+        reservation: what the request holds until it is over, or until a job that outlives it takes it.
     """
 
     endpoint: str
@@ -43,6 +45,7 @@ class Call:
     owner: str = ""
     key: str | None = None
     last_event: str | None = None
+    reservation: Reservation = field(default_factory=Reservation, compare=False)
 
     def __post_init__(self) -> None:
         if self.key is not None and not (0 < len(self.key) <= MOST_LETTERS and self.key.isprintable()):
@@ -54,8 +57,7 @@ class Jobs:
     """Makes jobs, and finds those of clients that come back. All methods are for the event loop's thread.
 
     Args:
-        submit: has the prompts of a request answered, for the owner of an API key.
-        release: called with answers that nobody waits for.
+        submit: has the prompts of a request answered, for the owner of an API key and with a reservation.
         issue: makes a job's receipt, once.
         model: returns the model that draws answers now.
         salt: gives a fresh salt for a receipt; None where it needs none.
@@ -64,22 +66,20 @@ class Jobs:
 
     def __init__(
         self,
-        submit: Callable[[Ask, str], Awaitable[list[Answer]]],
-        release: Callable[[Sequence[Answer]], None],
+        submit: Callable[[Ask, str, Reservation], Awaitable[list[Answer]]],
         issue: Callable[[Job], Awaitable[Any]],
         model: Callable[[], ServedModel],
         salt: Callable[[], bytes | None],
         journal: Journal | None = None,
     ) -> None:
         self._submit = submit
-        self._release = release
         self._issue = issue
         self._model = model
         self._salt = salt
         self._journal = journal
         self._writer = ThreadPoolExecutor(1, "journal")  # waits for the disk in the place of the event loop
-        self._live: dict[tuple[str, str], tuple[Call, asyncio.Task[Job]]] = {}
-        self._watches: set[asyncio.Task[None]] = set()
+        self._live: dict[tuple[str, str], tuple[Call, asyncio.Future[Job]]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()  # one for each live job, from its start until it is written
 
     async def job(self, call: Call, ask: Callable[[], Awaitable[Ask]]) -> Job:
         """The job of a request: the one that it has by its key, or a new one, which is in the journal by then.
@@ -93,16 +93,17 @@ class Jobs:
         """
         if call.key is None or self._journal is None:
             asked = await ask()
-            answers = await self._submit(asked, call.owner)
-            return Job(asked, answers, self._salt(), self._release, self._model(), owner=call.owner)
+            answers = await self._submit(asked, call.owner, call.reservation)
+            return Job(asked, answers, self._salt(), self._model(), owner=call.owner)
         place = (call.owner, call.key)
         if place not in self._live:
-            task = asyncio.get_running_loop().create_task(self._kept(self._journal, call, ask))
-            self._live[place] = call, task
-            task.add_done_callback(lambda done: self._begun(place, done))
-        begun, task = self._live[place]
+            self._start(place, call, ask)
+        begun, made = self._live[place]
         _require_same(begun, call)
-        return await asyncio.shield(task)
+        try:
+            return await asyncio.shield(made)
+        finally:
+            del made  # an exception of it refers to this frame: no cycle
 
     def kept(self, call: Call) -> Call:
         """A request with a key, where there is a journal: who gave it none comes back for it by the answer's id."""
@@ -141,36 +142,56 @@ class Jobs:
 
     async def stop(self) -> None:
         """Write what has ended, and close the journal; what is open there can go on later."""
-        for watch in self._watches:
-            watch.cancel()
-        await asyncio.gather(*self._watches, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         self._writer.shutdown()
         if self._journal is not None:
             self._journal.close()
 
-    def _begun(self, place: tuple[str, str], task: asyncio.Task[Job]) -> None:
-        """A job has begun; where it could not, or comes from a record that has ended, nothing is left to watch."""
-        if task.cancelled() or task.exception() is not None or task.result().restored:
-            del self._live[place]
-            return
-        watch = asyncio.get_running_loop().create_task(self._watch(place, task.result()))
-        self._watches.add(watch)
-        watch.add_done_callback(self._watches.discard)
+    def _start(self, place: tuple[str, str], call: Call, ask: Callable[[], Awaitable[Ask]]) -> None:
+        """Start the task of a request that has a key. It owns what the request holds, whoever reads the answer."""
+        reservation, loop = Reservation(), asyncio.get_running_loop()
+        call.reservation.move_to(reservation)
+        kept = replace(call, reservation=reservation)
+        made: asyncio.Future[Job] = loop.create_future()
+        task = loop.create_task(self._keep(kept, ask, made))
+        self._live[place] = kept, made
+        self._tasks.add(task)
 
-    async def _kept(self, journal: Journal, call: Call, ask: Callable[[], Awaitable[Ask]]) -> Job:
+        def over(_task: asyncio.Task[None]) -> None:  # also of a task that was cancelled before its first step
+            reservation.release()
+            made.cancel()
+            del self._live[place]
+            self._tasks.discard(task)
+
+        task.add_done_callback(over)
+
+    async def _keep(self, call: Call, ask: Callable[[], Awaitable[Ask]], made: asyncio.Future[Job]) -> None:
+        """Make a job, and write what comes of it, unless the journal has that already."""
+        try:
+            record = await self._written(lambda journal: journal.find(call.owner, key=call.key))
+            job = await (self._new(call, ask) if record is None else self._restored(record, call))
+        except Exception as error:
+            made.set_exception(error)
+            del made  # the exception refers to this frame: no cycle
+            return
+        made.set_result(job)
+        if not job.restored:
+            await self._watch(job, call.reservation)
+
+    async def _new(self, call: Call, ask: Callable[[], Awaitable[Ask]]) -> Job:
+        """A job whose request is in the journal by then."""
         assert call.key is not None
-        record = await self._written(lambda journal: journal.find(call.owner, key=call.key))
-        if record is None:
-            asked = await ask()
-            answers = await self._submit(asked, call.owner)
-            job = Job(asked, answers, self._salt(), _nothing, self._model(), kept=True, owner=call.owner)
-            new = record_of(job, (call.owner, call.key), (call.endpoint, call.body))
-            try:
-                await self._written(lambda journal: journal.add(new))
-            except BaseException:
-                self._release(job.answers)
-                raise
-            return job
+        asked = await ask()
+        answers = await self._submit(asked, call.owner, call.reservation)
+        job = Job(asked, answers, self._salt(), self._model(), kept=True, owner=call.owner)
+        new = record_of(job, (call.owner, call.key), (call.endpoint, call.body))
+        await self._written(lambda journal: journal.add(new))
+        return job
+
+    async def _restored(self, record: Record, call: Call) -> Job:
+        """The job of a request that the journal has; its answers are those of before, or are drawn again."""
         _require_same(Call(record.endpoint, record.body), call)
         _require_model(record, self._model())
         asked = ask_of(record.work)
@@ -178,12 +199,11 @@ class Jobs:
             answers = [Answer("", prompt, asked.params, News()) for prompt in asked.prompts]
             restore(answers, record.outcome)
         else:
-            answers = await self._submit(asked, call.owner)
+            answers = await self._submit(asked, call.owner, call.reservation)
         job = Job(
             asked,
             answers,
             record.work.salt,
-            _nothing,
             record.work.model,
             kept=True,
             name=record.name,
@@ -196,18 +216,16 @@ class Jobs:
             job.issued, job.cancelled = record.outcome.receipt, record.outcome.cancelled
         return job
 
-    async def _watch(self, place: tuple[str, str], job: Job) -> None:
-        """Have a job answered whoever reads it, and write what came of it."""
+    async def _watch(self, job: Job, reservation: Reservation) -> None:
+        """Wait for the end of a job, and write what came of it."""
         with contextlib.suppress(DetcompileError, HTTPError):
             try:
                 await self._answered(job)
+                reservation.release()
                 outcome = outcome_of(job)
                 await self._written(lambda journal: journal.finish(job.name, outcome))
             except InvalidInput:
                 await self._written(lambda journal: journal.drop(job.name))
-            finally:
-                self._release(job.answers)
-                del self._live[place]
 
     async def _answered(self, job: Job) -> None:
         """Wait for the end of a job, and make its receipt, unless its client has ended it.
@@ -270,7 +288,3 @@ def _require_model(record: Record, model: ServedModel) -> None:
             code="fingerprint_changed",
             in_vain=True,
         )
-
-
-def _nothing(_answers: Sequence[Answer]) -> None:
-    """A reader of a job that is kept has gone; the job goes on."""

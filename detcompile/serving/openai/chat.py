@@ -44,8 +44,8 @@ async def chat(service: Service, asked: ChatRequest, call: Call) -> Response:
     )
     reply.use = in_family(use, job.ask.family)
     if asked.stream:
-        return Events(job.answers, job.release, reply.headers, reply.events())
-    return Whole(job.answers, job.release, reply.headers, reply.whole)
+        return Events(job.answers, call.reservation, reply.headers, reply.events())
+    return Whole(job.answers, call.reservation, reply.headers, reply.whole)
 
 
 async def ask_chat(service: Service, asked: ChatRequest, use: ToolUse | None, prefix: str = "chatcmpl-") -> Ask:
@@ -59,7 +59,7 @@ async def ask_chat(service: Service, asked: ChatRequest, use: ToolUse | None, pr
         HTTPError: it cannot be served. InvalidInput: nor can its messages.
     """
     params = chat_params(asked, service.hello.default_params, use)
-    service.room.require(0, params.n)
+    service.limiter.require(0, params.n)
     prompt = await prompt_of(service, asked.messages, () if use is None else use.tools)
     template = None if service.template is None else service.template.digest
     family = None if use is None else use.family.name

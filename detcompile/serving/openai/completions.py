@@ -47,14 +47,14 @@ async def complete(service: Service, asked: CompletionRequest, call: Call) -> Re
     )
     reply.echo = echo
     if asked.stream:
-        return Events(job.answers, job.release, reply.headers, reply.events())
-    return Whole(job.answers, job.release, reply.headers, reply.whole)
+        return Events(job.answers, call.reservation, reply.headers, reply.events())
+    return Whole(job.answers, call.reservation, reply.headers, reply.whole)
 
 
 async def _ask(service: Service, asked: CompletionRequest, written: list[str | list[int]]) -> Ask:
     """What a request asks of the engines."""
     params = completion_params(asked, service.hello.default_params)
-    service.room.require(0, len(written) * params.n)  # before the prompts are tokenized
+    service.limiter.require(0, len(written) * params.n)  # before the prompts are tokenized
     special = asked.add_special_tokens is not False
     prompts = await service.texts.ids_of(written, special)
     return Ask(prompts, params, asked.priority or 0, "cmpl-")

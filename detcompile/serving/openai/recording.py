@@ -12,6 +12,7 @@ from detcompile.errors import DetcompileError, EngineError
 from detcompile.serving.engines.answers import Answer, AnswerSample, progress
 from detcompile.serving.http_errors import FAULT, HTTPError, error_of
 from detcompile.serving.journal.job import Job
+from detcompile.serving.limiter import Reservation
 from detcompile.serving.openai.logprobs import chat_entry
 from detcompile.serving.openai.reply import AT_ONCE, as_int64, headers_of
 from detcompile.serving.openai.response_output import ResponseOutput
@@ -43,6 +44,7 @@ class Recording:
         error: what came in its way.
         num_bytes: what it keeps of memory, about.
         headers: fields of HTTP that tell how to repeat it, and to open its receipt.
+        reservation: what it holds until it has ended.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Recording:
         self._whole = False  # all of the answer was taken
         self._logprobs: list[dict[str, Any]] = []  # of tokens whose text was not told yet
         self.headers = headers_of(self.name, answer.params.seed, job.salt)
+        self.reservation = Reservation()
         self._task = asyncio.get_running_loop().create_task(self._record())
 
     def cancel(self) -> None:
@@ -148,8 +151,8 @@ class Recording:
         finally:
             self._status = "failed" if self._status == "in_progress" else self._status
             self.ended = self.ended or time.monotonic()
+            self.reservation.release()
             self._wake()
-            self._job.release([self.answer])
 
     async def _told(self) -> None:
         """Tell of the answer, up to its end."""

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from detcompile.serving.http_errors import HTTPError
 from detcompile.serving.journal.job import Ask
 from detcompile.serving.journal.jobs import Call
+from detcompile.serving.limiter import Reservation
 from detcompile.serving.openai.messages import prompt_of
 from detcompile.serving.openai.parameters import chat_params
 from detcompile.serving.openai.recording import Recording
@@ -49,8 +50,9 @@ async def respond(service: Service, asked: ResponsesRequest, call: Call) -> Resp
         raise HTTPError(400, "background needs store: nobody could ask for the response", param="background")
     own = service.jobs.kept(call) if keeps else replace(call, key=None)
     recording = await _recorded(service, asked, own, functools.partial(_ask, service, asked, call.owner))
-    goes_on = background or (keeps and call.key is not None)  # when its client leaves
-    return await _answered(recording, asked, background=background, goes_on=goes_on)
+    if not background and not (keeps and call.key is not None):
+        call.reservation.add(recording.cancel)
+    return await _answered(recording, asked, call.reservation, background=background)
 
 
 async def kept_response(
@@ -68,7 +70,8 @@ async def kept_response(
     if starting_after is not None and starting_after < 0:
         raise HTTPError(400, "starting_after is the sequence_number of an event, from 0", param="starting_after")
     if stream:
-        return _stream(recording, recording.read(0 if starting_after is None else starting_after + 1))
+        events = recording.read(0 if starting_after is None else starting_after + 1)
+        return Events([recording.answer], Reservation(), {}, events, last=b"")
     return _json(recording.response())
 
 
@@ -102,7 +105,7 @@ async def _ask(service: Service, asked: ResponsesRequest, owner: str) -> Ask:
     before = await _before(service, owner, asked.previous_response_id)
     chat, use = _chat(service, asked, before)
     params = chat_params(chat, service.hello.default_params, use)
-    service.room.require(0, 1)
+    service.limiter.require(0, 1)
     prompt = await prompt_of(service, chat.messages, () if use is None else use.tools)
     template = None if service.template is None else service.template.digest
     messages, family = msgspec.json.encode(before), None if use is None else use.family.name
@@ -128,6 +131,7 @@ async def _recorded(
     told = _told(asked) | {"temperature": params.temperature, "top_p": params.top_p}
     messages = chat.messages[asked.instructions is not None :]
     recording = Recording(service, job, told, None if use is None else use.family, messages)
+    call.reservation.move_to(recording.reservation)
     if asked.store is not False:
         service.responses.add(recording)
     return recording
@@ -136,12 +140,11 @@ async def _recorded(
 class _Result(Whole):
     """A response, once it has ended; one that failed has a status of its own."""
 
-    def __init__(self, recording: Recording, headers: dict[str, str], *, goes_on: bool) -> None:
-        def release(_answers: Any) -> None:
-            if not goes_on:
-                recording.cancel()
+    def __init__(self, recording: Recording, reservation: Reservation) -> None:
+        async def response() -> dict[str, Any]:
+            return recording.response()
 
-        super().__init__([recording.answer], release, headers, self._response)
+        super().__init__([recording.answer], reservation, recording.headers, response)
         self._recording = recording
 
     async def _ended(self) -> None:
@@ -149,18 +152,17 @@ class _Result(Whole):
         if self._recording.error is not None:
             raise self._recording.error
 
-    async def _response(self) -> dict[str, Any]:
-        return self._recording.response()
 
-
-async def _answered(recording: Recording, asked: ResponsesRequest, *, background: bool, goes_on: bool) -> Response:
+async def _answered(
+    recording: Recording, asked: ResponsesRequest, reservation: Reservation, *, background: bool
+) -> Response:
     headers = recording.headers
     if asked.stream:
         events = recording.read() if background else _once_begun(recording)
-        return _stream(recording, events, headers, cancels=not goes_on)
+        return Events([recording.answer], reservation, headers, events, last=b"")
     if background:
         return _json(recording.response(), headers)
-    return _Result(recording, headers, goes_on=goes_on)
+    return _Result(recording, reservation)
 
 
 async def _once_begun(recording: Recording) -> AsyncIterator[bytes]:
@@ -172,16 +174,6 @@ async def _once_begun(recording: Recording) -> AsyncIterator[bytes]:
     await recording.begun()
     async for data in recording.read():
         yield data
-
-
-def _stream(
-    recording: Recording, events: AsyncIterator[bytes], headers: dict[str, str] | None = None, *, cancels: bool = False
-) -> Events:
-    def release(_answers: Any) -> None:
-        if cancels:
-            recording.cancel()
-
-    return Events([recording.answer], release, headers or {}, events, last=b"")
 
 
 async def _found(service: Service, owner: str, name: str) -> Recording:

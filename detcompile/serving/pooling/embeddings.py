@@ -7,6 +7,7 @@ from typing import Any
 from starlette.responses import Response
 
 from detcompile.serving.http_errors import HTTPError
+from detcompile.serving.journal.jobs import Call
 from detcompile.serving.openai.parameters import prompts_of
 from detcompile.serving.pooling.reply import Row, facts_of, pooled, require_prompts
 from detcompile.serving.pooling.schema import EmbeddingRequest
@@ -15,7 +16,7 @@ from detcompile.serving.service import Service
 __all__ = ["embed"]
 
 
-async def embed(service: Service, asked: EmbeddingRequest) -> Response:
+async def embed(service: Service, asked: EmbeddingRequest, call: Call) -> Response:
     """Answer a request.
 
     Raises:
@@ -35,7 +36,7 @@ async def embed(service: Service, asked: EmbeddingRequest) -> Response:
         return {"object": "list", "data": data}
 
     normalize = asked.normalize is not False
-    return pooled(service, prompts, result, prefix="embd-", pooling=asked.pooling, normalize=normalize)
+    return pooled(service, call, prompts, result, prefix="embd-", pooling=asked.pooling, normalize=normalize)
 
 
 def _base64(row: Row) -> str:

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from detcompile.serving.engines.answers import Pooling
 from detcompile.serving.engines.protocol import PoolingFacts
 from detcompile.serving.http_errors import HTTPError
+from detcompile.serving.journal.jobs import Call
 from detcompile.serving.responses import Whole
 from detcompile.serving.service import Service
 
@@ -65,6 +66,7 @@ def require_prompts(service: Service, prompts: Sequence[Sequence[int]], param: s
 
 def pooled(
     service: Service,
+    call: Call,
     prompts: Sequence[list[int]],
     result: Callable[[list[Row]], dict[str, Any]],
     *,
@@ -81,7 +83,7 @@ def pooled(
     Raises:
         HTTPError: no room, or no engine.
     """
-    asked = service.pool(prompts, pooling, normalize=normalize)
+    asked = service.pool(prompts, pooling, call.reservation, normalize=normalize)
     asked.name = prefix + secrets.token_hex(12)
     num_tokens = sum(map(len, prompts))
     head = {
@@ -95,7 +97,7 @@ def pooled(
     async def whole() -> dict[str, Any]:
         return head | await asyncio.to_thread(result, _rows(asked))
 
-    return Whole([asked], service.release, {"X-Request-Id": asked.name}, whole)
+    return Whole([asked], call.reservation, {"X-Request-Id": asked.name}, whole)
 
 
 def _rows(asked: Pooling) -> list[Row]:

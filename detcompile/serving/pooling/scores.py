@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from detcompile.serving.engines.protocol import PoolingFacts
 from detcompile.serving.http_errors import HTTPError
+from detcompile.serving.journal.jobs import Call
 from detcompile.serving.openai.parameters import prompts_of
 from detcompile.serving.pooling.reply import Row, facts_of, pooled, require_count, require_prompts
 from detcompile.serving.pooling.schema import ClassifyRequest, RerankRequest, ScoreRequest
@@ -22,7 +23,7 @@ __all__ = ["classify", "rerank", "score"]
 TYPED_PAIRS = "this model reads pairs by token_type_ids, which are not served"
 
 
-async def classify(service: Service, asked: ClassifyRequest) -> Response:
+async def classify(service: Service, asked: ClassifyRequest, call: Call) -> Response:
     """Answer a request for classes.
 
     Raises:
@@ -37,10 +38,10 @@ async def classify(service: Service, asked: ClassifyRequest) -> Response:
         data = [_classes(index, row, facts, asked.use_activation is not False) for index, row in enumerate(rows)]
         return {"object": "list", "data": data}
 
-    return pooled(service, prompts, result, prefix="classify-")
+    return pooled(service, call, prompts, result, prefix="classify-")
 
 
-async def score(service: Service, asked: ScoreRequest) -> Response:
+async def score(service: Service, asked: ScoreRequest, call: Call) -> Response:
     """Answer a request for the scores of pairs.
 
     Raises:
@@ -55,10 +56,10 @@ async def score(service: Service, asked: ScoreRequest) -> Response:
         data = [{"index": index, "object": "score", "score": own} for index, own in enumerate(scores)]
         return {"object": "list", "data": data}
 
-    return await _scored(service, facts, first, second, asked.use_activation is not False, result, "text_2")
+    return await _scored(service, call, facts, first, second, asked.use_activation is not False, result, "text_2")
 
 
-async def rerank(service: Service, asked: RerankRequest) -> Response:
+async def rerank(service: Service, asked: RerankRequest, call: Call) -> Response:
     """Answer a request for the order of documents; of equal scores the earlier one comes first.
 
     Raises:
@@ -75,11 +76,12 @@ async def rerank(service: Service, asked: RerankRequest) -> Response:
         return {"results": found}
 
     activates = asked.use_activation is not False
-    return await _scored(service, facts, [asked.query], asked.documents, activates, result, "documents")
+    return await _scored(service, call, facts, [asked.query], asked.documents, activates, result, "documents")
 
 
 async def _scored(
     service: Service,
+    call: Call,
     facts: PoolingFacts,
     first: Sequence[str],
     second: Sequence[str],
@@ -91,7 +93,7 @@ async def _scored(
     if facts.task == "embed":
         prompts = await service.texts.ids_of((*first, *second))
         require_prompts(service, prompts, param)
-        return pooled(service, prompts, lambda rows: result(_cosines(rows, len(first))), prefix="score-")
+        return pooled(service, call, prompts, lambda rows: result(_cosines(rows, len(first))), prefix="score-")
     if len(facts.labels) != 1:
         said = f"scores need a model with one label, and this one has {len(facts.labels)}: POST /classify"
         raise HTTPError(400, said, code="unsupported_task")
@@ -103,7 +105,7 @@ async def _scored(
         prompts.append(ids)
     require_prompts(service, prompts, param)
     found = _sigmoid if activates else float
-    return pooled(service, prompts, lambda rows: result([found(row[0]) for row in rows]), prefix="score-")
+    return pooled(service, call, prompts, lambda rows: result([found(row[0]) for row in rows]), prefix="score-")
 
 
 def _cosines(rows: list[Row], num_first: int) -> list[float]:

@@ -57,9 +57,9 @@ async def verify(service: Service, asked: Envelope, call: Call) -> Response:
     lengths, params = _lengths(receipt), params_of(receipt)
     if len(params.stop) > MAX_STOPS:
         raise InvalidInput(f"the receipt has over {MAX_STOPS} stop strings, which no server takes")
-    verification = await service.verify(payload, lengths, params.grammar, call.owner)
+    verification = await service.verify(payload, lengths, params.grammar, call.owner, call.reservation)
     signature = "unchecked" if key is None else "valid"
-    return Whole([verification], service.release, {}, functools.partial(_signed, verification, signature))
+    return Whole([verification], call.reservation, {}, functools.partial(_signed, verification, signature))
 
 
 def _lengths(receipt: Receipt) -> list[int]:

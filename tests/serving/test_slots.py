@@ -1,0 +1,275 @@
+"""Every slot comes back, wherever a request ends: its client leaves, its task is cancelled, or its answer is early."""
+
+import asyncio
+import contextlib
+import itertools
+import json
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from detcompile.serving import app as app_module
+from detcompile.serving.app import new_app
+from detcompile.serving.grammars.check import GrammarCheck
+from detcompile.serving.journal.journal import Journal
+from detcompile.serving.limiter import AdmissionLimiter, Reservation
+from detcompile.serving.metrics import Metrics
+from detcompile.serving.responses import unless_left
+from detcompile.serving.service import Service
+from tests.serving.instant_fleet import EMBEDDER, InstantFleet
+from tests.serving.scripted_service import SPEC
+from tests.serving.test_waiting import envelope_of
+
+LONG = "hello " * 800  # over 4096 letters: tokenized in a thread
+CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of request."""
+
+    path: str
+    body: dict[str, Any]
+    headers: dict[str, str] = field(default_factory=dict)
+    embeds: bool = False
+    keeps: bool = False  # with a journal
+
+
+KEY = {"idempotency-key": "{number}"}  # another one each time
+KINDS = {
+    "completion": Kind("/v1/completions", {"prompt": [5]}),
+    "samples": Kind("/v1/completions", {"prompt": [[5], [6]], "n": 2, "stream": True}),
+    "long text, echoed": Kind("/v1/completions", {"prompt": [LONG, "b"], "echo": True, "logprobs": 1}),
+    "grammar": Kind("/v1/completions", {"prompt": [5], "guided_regex": "a+"}),
+    "chat": Kind("/v1/chat/completions", CHAT),
+    "chat, streamed": Kind("/v1/chat/completions", CHAT | {"stream": True}),
+    "message": Kind("/v1/messages", CHAT),
+    "message, streamed": Kind("/v1/messages", CHAT | {"stream": True}),
+    "response": Kind("/v1/responses", {"input": "x"}),
+    "response, not stored": Kind("/v1/responses", {"input": "x", "store": False}),
+    "response, streamed": Kind("/v1/responses", {"input": "x", "stream": True}),
+    "response in the background": Kind("/v1/responses", {"input": "x", "background": True}),
+    "background, streamed": Kind("/v1/responses", {"input": "x", "background": True, "stream": True}),
+    "verification": Kind("/v1/verify", envelope_of()),
+    "embeddings": Kind("/v1/embeddings", {"input": ["a", "b"]}, embeds=True),
+    "tokens": Kind("/tokenize", {"prompt": LONG}),
+    "kept": Kind("/v1/completions", {"prompt": [5]}, KEY, keeps=True),
+    "kept, streamed": Kind("/v1/chat/completions", CHAT | {"stream": True}, KEY, keeps=True),
+    "kept response": Kind("/v1/responses", {"input": "x"}, keeps=True),
+    "kept, of a large body": Kind("/v1/completions", {"prompt": [5], "pad": "x" * 200_000}, KEY, keeps=True),
+}
+
+
+class Stepped:
+    """An awaitable that runs a coroutine and calls ``act`` at one of the points where that waits.
+
+    Args:
+        act: called with the future that it waits for.
+        at: which point, from 1.
+    """
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], at: int, act: Callable[[Any], None]) -> None:
+        self._coroutine = coroutine
+        self._at = at
+        self._act = act
+        self.count = 0
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        step: Callable[[], Any] = lambda: self._coroutine.send(None)  # noqa: E731
+        while True:
+            try:
+                waited = step()
+            except StopIteration as end:
+                return end.value
+            self.count += 1
+            if self.count == self._at:
+                self._act(waited)
+            try:
+                yield waited
+                step = lambda: self._coroutine.send(None)  # noqa: E731
+            except BaseException as raised:
+                step = lambda error=raised: self._coroutine.throw(error)  # noqa: E731
+
+
+def cancel_now(_waited: Any) -> None:
+    """Cancel the task, which waits."""
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel()
+
+
+def cancel_with_result(waited: Any) -> None:
+    """Cancel the task in the turn in which what it waits for ends, before it knows."""
+    task = asyncio.current_task()
+    assert task is not None
+    if waited is None:  # asyncio.sleep(0)
+        asyncio.get_running_loop().call_soon(task.cancel)
+    else:
+        waited.add_done_callback(lambda _: task.cancel())
+
+
+async def deaf(making: Coroutine[Any, Any, Any]) -> Any:
+    """Go on whatever cancels it, as asyncio.wait_for of Python 3.11 may."""
+    inner = asyncio.ensure_future(making)
+    while not inner.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.shield(inner)
+    return inner.result()
+
+
+class Requests:
+    """Sends requests of one kind to an application, without a connection."""
+
+    def __init__(self, app: Any, kind: Kind) -> None:
+        self._app = app
+        self._kind = kind
+        self.number = 0
+        self.left = asyncio.Event()
+
+    def ask(self) -> Coroutine[Any, Any, None]:
+        """The coroutine of one more request."""
+        self.number += 1
+        self.left = left = asyncio.Event()
+        kind = self._kind
+        body = json.dumps(kind.body).encode()
+        headers = {"content-type": "application/json"} | kind.headers
+        raw = [(name.encode(), value.format(number=self.number).encode()) for name, value in headers.items()]
+        scope = {"type": "http", "method": "POST", "path": kind.path, "headers": raw, "query_string": b""}
+        parts = [{"type": "http.request", "body": part, "more_body": part != body} for part in (body, body[:0])]
+
+        async def receive() -> dict[str, Any]:
+            await asyncio.sleep(0)
+            if parts:
+                return parts.pop()
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: dict[str, Any]) -> None:
+            await asyncio.sleep(0)
+            if message["type"] == "http.response.start":
+                self.status, self.content = message["status"], b""
+            else:
+                self.content += message["body"]
+
+        return self._app(scope, receive, send)
+
+
+@contextlib.asynccontextmanager
+async def serving(kind: Kind, folder: Path) -> AsyncIterator[tuple[Service, Requests]]:
+    """A service over instant engines."""
+    fleet = type("Embedding", (InstantFleet,), {"known": EMBEDDER}) if kind.embeds else InstantFleet
+    journal = Journal(folder / "journal") if kind.keeps else None
+    service = Service(fleet=fleet, chat_template="{{ messages[0].content }}", journal=journal)
+    await service.start(SPEC)
+    try:
+        yield service, Requests(new_app(service, "test"), kind)
+    finally:
+        await service.stop()
+
+
+async def settle(service: Service) -> None:
+    """Wait until nothing runs any more, and require that nothing is held."""
+    async with asyncio.timeout(5):
+        while len(asyncio.all_tasks()) > 1:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)  # callbacks of the last task
+    limiter = service.limiter
+    held = (limiter.num_open, limiter.num_queued, limiter.num_waiting)
+    assert held == (0, 0, 0), held
+    assert not (service.open or service._slots or service.deadlines._timers or service.jobs._live)
+
+
+@pytest.fixture(autouse=True)
+def quick_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refusal(self: GrammarCheck, *_arguments: Any) -> str:
+        await asyncio.sleep(0)
+        return ""
+
+    monkeypatch.setattr(GrammarCheck, "_refusal", refusal)
+
+
+async def reached(
+    requests: Requests, monkeypatch: pytest.MonkeyPatch, at: int, act: Callable[[Any], None], where: str
+) -> bool:
+    """Send a request and ``act`` where it waits for the ``at``-th time; return whether it came that far.
+
+    Args:
+        where: "request": points of the whole of it; "making": points of the task that makes its response; "deaf":
+            those of the whole, and that task ignores that it is cancelled.
+    """
+    stepped: list[Stepped] = []
+
+    async def finish(coroutine: Coroutine[Any, Any, Any]) -> Any:
+        stepped.append(Stepped(coroutine, at, act))
+        return await stepped[0]
+
+    async def watched(request: Any, making: Coroutine[Any, Any, Any]) -> Any:
+        return await unless_left(request, {"request": pass_on, "making": finish, "deaf": deaf}[where](making))
+
+    monkeypatch.setattr(app_module, "unless_left", watched)
+    asked = requests.ask()
+    await asyncio.gather(asyncio.create_task(asked if where == "making" else finish(asked)), return_exceptions=True)
+    return stepped[0].count >= at
+
+
+async def pass_on(making: Coroutine[Any, Any, Any]) -> Any:
+    return await making
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_request_that_ends_anywhere_gives_its_slots_back(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cancelled alone, cancelled in the turn in which what it waits for ends, or left by its client."""
+
+    async def scenario() -> None:
+        async with serving(KINDS[name], tmp_path) as (service, requests):
+            await requests.ask()
+            assert requests.status == 200
+
+            def leave(_waited: Any) -> None:
+                requests.left.set()
+
+            ways = [(act, where) for act in (cancel_now, cancel_with_result) for where in ("request", "making")]
+            for act, where in [*ways, (leave, "request"), (leave, "deaf")]:
+                for at in itertools.count(1):
+                    goes_on = await reached(requests, monkeypatch, at, act, where)
+                    await settle(service)
+                    if not goes_on:
+                        break
+
+    asyncio.run(scenario())
+
+
+def test_an_answer_that_ends_before_its_request_is_written_is_kept(tmp_path: Path) -> None:
+    kind = Kind("/v1/completions", {"prompt": [5], "pad": "x" * 200_000}, {"idempotency-key": "a"}, keeps=True)
+
+    async def scenario() -> None:
+        async with serving(kind, tmp_path) as (service, requests):
+            found = set()
+            for _ in range(3):
+                await requests.ask()
+                await settle(service)
+                found.add(requests.content)
+            assert len(found) == 1 and next(service._numbers) == 1  # one answer was drawn
+
+    asyncio.run(scenario())
+
+
+def test_a_slot_that_is_taken_too_late_comes_back_at_once() -> None:
+    metrics = Metrics(InstantFleet(), 8, 100)
+    limiter = AdmissionLimiter(8, 100, metrics)
+    reservation, other = Reservation(), Reservation()
+    reservation.add(limiter.take(2, 30).release)
+    assert b"detcompile:open_slots 2.0" in metrics.text() and b"detcompile:queued_tokens 30.0" in metrics.text()
+    reservation.move_to(other)
+    reservation.release()
+    assert (limiter.num_open, limiter.num_queued) == (2, 30)
+    other.release()
+    other.release()
+    other.add(limiter.take(1, 10).release)
+    reservation.add(limiter.take(1, 10).release)
+    assert (limiter.num_open, limiter.num_queued) == (0, 0)

@@ -5,9 +5,11 @@ from array import array
 
 from msgspec.structs import replace
 
-from detcompile.serving.engines.answers import Answer, Errand, Pooling, Verification
+from detcompile.serving.engines.answers import Answer, Errand, Pooling, Verification, given_params
 from detcompile.serving.engines.fleet import Fleet
 from detcompile.serving.engines.protocol import (
+    LENGTH,
+    Add,
     Delta,
     EngineSpec,
     Hello,
@@ -16,6 +18,8 @@ from detcompile.serving.engines.protocol import (
     SampleDelta,
     Token,
     Verified,
+    decode_command,
+    frame,
 )
 from detcompile.serving.receipts.verdict import Verdict
 from tests.serving.scripted_engine import HELLO
@@ -41,7 +45,13 @@ class InstantFleet(Fleet):
         return self.known
 
     def add(self, answer: Answer) -> None:
-        self._later(self._settle if isinstance(answer, Errand) else self._draw, answer)
+        if isinstance(answer, Errand):
+            decode_command(frame(answer.command())[LENGTH.size :])  # whatever is asked has to travel
+            self._later(self._settle, answer)
+            return
+        add = Add(answer.request_id, answer.prompt_ids, given_params(answer.params), answer.priority)
+        decode_command(frame(add)[LENGTH.size :])
+        self._later(self._draw, answer)
 
     def cancel(self, answer: Answer) -> None:
         pass

@@ -129,12 +129,12 @@ class Requests:
         self.number = 0
         self.left = asyncio.Event()
 
-    def ask(self) -> Coroutine[Any, Any, None]:
-        """The coroutine of one more request."""
+    def ask(self, other: dict[str, Any] | None = None) -> Coroutine[Any, Any, None]:
+        """The coroutine of one more request, or of one with another body."""
         self.number += 1
         self.left = left = asyncio.Event()
         kind = self._kind
-        body = json.dumps(kind.body).encode()
+        body = json.dumps(kind.body if other is None else other).encode()
         headers = {"content-type": "application/json"} | kind.headers
         raw = [(name.encode(), value.format(number=self.number).encode()) for name, value in headers.items()]
         scope = {"type": "http", "method": "POST", "path": kind.path, "headers": raw, "query_string": b""}

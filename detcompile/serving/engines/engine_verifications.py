@@ -59,21 +59,28 @@ class Verifications:
             command = self._waiting.popleft()
             self._running = (command.request_id, self._steps(command.receipt))
         name, steps = self._running
+        ended = True
         try:
-            if name not in self._cancelled:
-                next(steps)
-                return True
-        except StopIteration as end:
-            self._send(Verified(name, end.value))
+            ended = name in self._cancelled or self._verified(name, steps)
         except InvalidInput as error:
             self._send(Refused(name, str(error)))
         except torch.AcceleratorError:
             raise
-        except Exception as error:  # of this receipt alone, such as memory that it does not find
+        except Exception as error:  # of this receipt alone: no memory, or a verdict that cannot be sent
             self._send(Tokens([Delta(name, [], True, None, f"the receipt was not replayed: {error!r}", 0, None)]))
-        self._running = None
-        self._cancelled.discard(name)
+        if ended:
+            self._running = None
+            self._cancelled.discard(name)
         return True
+
+    def _verified(self, name: str, steps: Generator[None, None, Verdict]) -> bool:
+        """Run one step of a replay and send the verdict behind the last one; return whether that was sent."""
+        try:
+            next(steps)
+            return False
+        except StopIteration as end:
+            self._send(Verified(name, end.value))
+            return True
 
     def _steps(self, receipt: bytes) -> Generator[None, None, Verdict]:
         if self._replayer is None:

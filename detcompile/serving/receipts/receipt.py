@@ -35,6 +35,7 @@ __all__ = [
 Digest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]  # sha256 in hex
 Level = Literal["hashes", "tokens"]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
+Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]  # integers of 64 bits: a verdict carries them in MessagePack
 Seed = Annotated[str, Meta(pattern="^(0|[1-9][0-9]{0,19})$")]  # of 64 bits, as text: JavaScript rounds numbers
 DEFAULTS = {own.name: getattr(SamplingParams(), own.name) for own in fields(SamplingParams)}
 MAX_STOPS = 64  # of a request: each is looked for at every token
@@ -84,10 +85,10 @@ class Sample(_Strict):
             where none were asked for.
     """
 
-    index: int
+    index: Count
     token_ids: list[TokenId] | Digest
     finish_reason: Literal["stop", "length"]
-    stop_reason: int | str | None
+    stop_reason: TokenId | str | None
     text: Digest | None
     logprobs: Digest | None
 
@@ -108,7 +109,7 @@ class Prompt(_Strict):
 class LogPlace(_Strict):
     """Where a receipt stands in its server's log: the line's number, from 0, and sha256 of the line before it."""
 
-    index: int
+    index: Count
     previous: Digest | None
 
 
@@ -128,7 +129,7 @@ class Receipt(_Strict, kw_only=True):
 
     version: Literal[1] = 1
     id: str
-    created: int
+    created: Count
     model: str
     level: Level
     fingerprint: Digest

@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from typing import Any
@@ -22,18 +22,21 @@ THREADS = 4
 
 
 class _Generation(Extension):
-    """``{% generation %}``, which marks an assistant's words for training: what is in it is text as any other."""
+    """``{% generation %}``, which marks an assistant's words for training: a block whose names end with it."""
 
     tags = {"generation"}  # noqa: RUF012 - as the base class has it
 
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        body: list[nodes.Node] = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return body
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_text_of"), [], [], body).set_lineno(line)
+
+    def _text_of(self, caller: Callable[[], str]) -> str:
+        return caller()
 
 
 class ChatTemplate:
-    """A template in a sandbox, with what templates of the Hub ask for.
+    """A template in a sandbox, with the filters, functions and variables of transformers' renderer.
 
     Args:
         source: the template.
@@ -63,16 +66,35 @@ class ChatTemplate:
             raise InvalidInput(f"the chat template cannot be read: {error}") from error
         self._threads = ThreadPoolExecutor(THREADS, "chat-template")  # long prompts wait to be tokenized in others
 
-    async def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-        """The prompt of a conversation, up to where the assistant's answer begins.
+    def names(self, role: str) -> bool:
+        """Return whether the template has a word as a text of its own, as where it asks for a role."""
+        return f"'{role}'" in self.source or f'"{role}"' in self.source
+
+    async def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """Return the prompt of a conversation, up to where the assistant's answer begins.
 
         Args:
+            tools: functions that may be called.
+            add_generation_prompt: whether the prompt has the beginning of the answer.
             variables: what else the template may name, such as bos_token.
 
         Raises:
             InvalidInput: the template refuses the messages, or takes too long over them.
         """
-        given = {**variables, "messages": messages, "add_generation_prompt": True}
+        given = {
+            **variables,
+            "messages": messages,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
             async with asyncio.timeout(RENDER_SECONDS):
                 return await asyncio.get_running_loop().run_in_executor(self._threads, self._template.render, given)
@@ -82,8 +104,15 @@ class ChatTemplate:
             raise InvalidInput(f"the chat template cannot take these messages: {error}") from error
 
 
-def _as_json(value: Any, indent: int | None = None, **_options: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _as_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """The filter ``tojson``, with the arguments of transformers' in their order."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise(message: str) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer, pre_tokenizers
 
-from detcompile.errors import UnsupportedModel
+from detcompile.errors import InvalidInput, UnsupportedModel
+from detcompile.runtime.requests.prompts import require_one_reading
 
 __all__ = ["longest_token", "plain_tokenizer", "tokenizer_digest"]
 
@@ -18,11 +19,15 @@ PROBE = "A probe: Ünïcode 東京 🎉\n\tdef f(x):  return x  <s>"  # both way
 
 
 def plain_tokenizer(tokenizer: Any) -> str:
-    """The JSON of a tokenizer of transformers.
+    """Return the JSON of a tokenizer of transformers. Whether it splits special tokens is not in it.
 
     Raises:
-        UnsupportedModel: a tokenizer that only its own code can run.
+        UnsupportedModel: a tokenizer that only its own code can run, or that draws at random.
     """
+    try:
+        require_one_reading(tokenizer)
+    except InvalidInput as error:
+        raise UnsupportedModel(str(error)) from error
     backend = getattr(tokenizer, "backend_tokenizer", None)
     name = type(tokenizer).__name__
     if not isinstance(backend, Tokenizer):
@@ -30,9 +35,11 @@ def plain_tokenizer(tokenizer: Any) -> str:
     alone = Tokenizer.from_str(backend.to_str())
     alone.no_truncation()
     alone.no_padding()
+    alone.encode_special_tokens = tokenizer.split_special_tokens
+    probe = PROBE + "".join(f" {token.content}a" for token in alone.get_added_tokens_decoder().values())
     for added in (True, False):
-        ids = tokenizer(PROBE, add_special_tokens=added, verbose=False)["input_ids"]
-        if alone.encode(PROBE, add_special_tokens=added).ids != ids:
+        ids = tokenizer(probe, add_special_tokens=added, verbose=False)["input_ids"]
+        if alone.encode(probe, add_special_tokens=added).ids != ids:
             raise UnsupportedModel(f"{name} tokenizes by code of its own, which the server does not run")
         text = tokenizer.decode(ids, skip_special_tokens=added, clean_up_tokenization_spaces=False)
         if alone.decode(ids, skip_special_tokens=added) != text:

@@ -110,9 +110,12 @@ class Service:
         self.model = ServedModel(self.name, hello.fingerprint, hello.fingerprint_parts | texts)
         self.texts = Texts(hello, self.limiter.waiting)
         self.grammars = GrammarCheck(hello.tokenizer, self._queue_timeout, self.limiter.waiting)
-        own = None if hello.chat_template is None else ChatTemplate(hello.chat_template)
-        self.template = self._given_template or own
-        self.tool_family = self._given_family or (None if self.template is None else family_of(self.template.source))
+        sources = hello.chat_template, hello.tool_template
+        plain, with_tools = (None if source is None else ChatTemplate(source) for source in sources)
+        self.template = self._given_template or plain
+        self.tool_template = self._given_template or with_tools or plain
+        source = None if self.tool_template is None else self.tool_template.source
+        self.tool_family = self._given_family or (None if source is None else family_of(source))
         self.serves = True
         return hello
 

@@ -43,6 +43,8 @@ class Texts:
         self.present = hello.tokenizer is not None
         self.all_special_ids = frozenset(hello.special_ids)  # shared by all detokenizers
         self.backend_tokenizer = None if hello.tokenizer is None else Tokenizer.from_str(hello.tokenizer)
+        if self.backend_tokenizer is not None:
+            self.backend_tokenizer.encode_special_tokens = hello.split_special_tokens
         joins_bytes = self.present and isinstance(self._backend.decoder, decoders.ByteLevel)
         self._byte_of = _byte_letters() if joins_bytes else None
         self._added = {} if self.backend_tokenizer is None else self.backend_tokenizer.get_added_tokens_decoder()

@@ -1,20 +1,34 @@
 """Prompts of conversations: what a message may hold, and the text that templates make of it."""
 
 import asyncio
+import functools
 import json
+import shutil
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jinja2
 import pytest
+import transformers
 
-from detcompile.errors import InvalidInput
+from detcompile.errors import DetcompileError, InvalidInput
+from detcompile.models.hub import TINY_FOLDER
+from detcompile.runtime.engine_config import EngineConfig
+from detcompile.runtime.requests.admission import Admission
 from detcompile.serving.chat_template import ChatTemplate
+from detcompile.serving.engines.engine_process import hello_of
+from detcompile.serving.engines.protocol import Hello
+from detcompile.serving.http_errors import HTTPError
 from detcompile.serving.openai.messages import prompt_of
 from detcompile.serving.openai.schema import ChatRequest, decode_body
 from detcompile.serving.texts import Texts
+from tests.serving.chat_templates import TEMPLATES
 from tests.serving.scripted_engine import HELLO
 
 CALLS = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}\n{% endfor %}{% endfor %}"
+compiled = functools.cache(ChatTemplate)
 ITEMS = CALLS.replace("c.function | tojson", "c.function.arguments.items() | list")
 
 
@@ -50,3 +64,140 @@ def test_arguments_of_any_text_are_read_as_history(arguments: str, read: Any, it
 def test_parts_of_text_are_lines() -> None:
     parts = [{"type": "text", "text": text} for text in ("one", "two")]
     assert prompt([{"role": "user", "content": parts}], "{{ messages[0].content }}") == "one\ntwo"
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Où? <b> & 'c'",
+        "parameters": {
+            "type": "object",
+            "properties": {"town": {"type": "string"}, "days": {"type": "integer"}, "unit": {"enum": ["°C", "°F"]}},
+            "required": ["town"],
+        },
+    },
+}
+FUNCTION = {"name": "weather", "arguments": {"town": "Ås", "days": [1]}}
+CALL = {"id": "call12345", "type": "function", "function": FUNCTION}
+USER = {"role": "user", "content": "  Is it cold in Ås?\n\nTell <me> & \"all\".  "}
+CONVERSATIONS = {
+    "a question": ([USER], None),
+    "a system": ([{"role": "system", "content": "Be brief."}, USER], None),
+    "turns": ([USER, {"role": "assistant", "content": "Yes. "}, {"role": "user", "content": "東京 🎉?"}], None),
+    "tools": ([USER], [TOOL]),
+    "a call": ([USER, {"role": "assistant", "content": "", "tool_calls": [CALL]},
+                {"role": "tool", "tool_call_id": "call12345", "content": "-3 °C"}], [TOOL]),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    found = transformers.AutoTokenizer.from_pretrained(TINY_FOLDER)
+    found.add_special_tokens({"bos_token": "<s>", "additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    return found
+
+
+def hello(tokenizer: Any) -> Hello:
+    """What an engine tells the front of a tokenizer."""
+    certificate = SimpleNamespace(to_json=lambda: "{}")
+    model: Any = SimpleNamespace(
+        fingerprint_parts={}, tokenizer=tokenizer, certificate=certificate, max_context=2048, vocab_size=len(tokenizer)
+    )
+    return hello_of(model, EngineConfig(num_blocks=8), 8, "x", {})
+
+
+@functools.cache
+def texts_of(tokenizer: Any) -> tuple[Hello, Texts]:
+    known = hello(tokenizer)
+    return known, Texts(known)
+
+
+def server_ids(tokenizer: Any, template: str, messages: list[Any], tools: list[Any] | None) -> list[int]:
+    """The prompt that the server makes of a request."""
+    written = json.loads(json.dumps(messages))
+    for message in written:
+        for call in message.get("tool_calls", ()):
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+    asked = decode_body(json.dumps({"messages": written, "tools": tools}).encode(), ChatRequest)
+    known, texts = texts_of(tokenizer)
+    made = compiled(template)
+    service: Any = SimpleNamespace(
+        template=made, tool_template=made, tool_family=None, hello=known, texts=texts, name="x"
+    )
+    return asyncio.run(prompt_of(service, asked.messages, asked.tools or ()))
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_prompts_are_those_of_transformers(tokenizer: Any, family: str) -> None:
+    template, served = TEMPLATES[family], 0
+    for name, (messages, tools) in CONVERSATIONS.items():
+        how = {"chat_template": template, "tools": tools, "add_generation_prompt": True}
+        try:
+            expected = tokenizer.apply_chat_template(messages, **how)["input_ids"]
+        except (jinja2.TemplateError, TypeError, ValueError):
+            with pytest.raises(InvalidInput):
+                server_ids(tokenizer, template, messages, tools)
+            continue
+        assert server_ids(tokenizer, template, messages, tools) == expected, name
+        served += 1
+    assert served
+
+
+def test_tools_have_a_template_of_their_own() -> None:
+    found = transformers.AutoTokenizer.from_pretrained(TINY_FOLDER)
+    found.chat_template = {"default": "plain", "tool_use": "{{ tools | tojson }} <tool_call>", "rag": "other"}
+    known = hello(found)
+    assert known.chat_template == "plain" and known.tool_template == found.chat_template["tool_use"]
+    for tools in (None, [TOOL]):
+        expected = found.apply_chat_template([USER], tools=tools)["input_ids"]
+        source = known.tool_template if tools else known.chat_template
+        assert server_ids(found, source, [USER], tools) == expected
+    found.chat_template = "one"
+    assert (hello(found).chat_template, hello(found).tool_template) == ("one", None)
+
+
+def test_special_tokens_in_a_text_are_split_where_the_tokenizer_says_so(tmp_path: Path) -> None:
+    shutil.copytree(TINY_FOLDER, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors", "medusa"))
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    lengths = {}
+    for splits in (False, True):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"split_special_tokens": splits}))
+        found = transformers.AutoTokenizer.from_pretrained(tmp_path)
+        special = "".join(found.all_special_tokens)
+        expected = found(f"a{special}b")["input_ids"]
+        assert Texts(hello(found))._encode(f"a{special}b", True) == expected
+        lengths[splits] = len(expected)
+    assert lengths[True] > lengths[False]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_a_tokenizer_that_draws_is_refused(dropout: float) -> None:
+    found = transformers.AutoTokenizer.from_pretrained(TINY_FOLDER)
+    found.backend_tokenizer.model.dropout = dropout
+    refused = pytest.raises(DetcompileError, match=r"at random \(dropout 0.3\)") if dropout else nullcontext()
+    with refused:
+        hello(found)
+    with refused:
+        Admission(found, max_context=64, vocab_size=4096, eos_token_ids=[0])
+
+
+@pytest.mark.parametrize(
+    ("role", "template", "read"),
+    [
+        ("developer", "{{ messages[0].role }}", "system"),
+        ("developer", "{% if messages[0].role == 'developer' %}dev{% endif %}", "dev"),
+        ("observation", '{{ "observation" if messages[0].role == "observation" }}', "observation"),
+        ("tool", "{{ messages[0].role }}", "tool"),
+        ("narrator", "{{ messages[0].role }}", None),
+        ("", "{{ messages[0].role }}", None),
+    ],
+)
+def test_roles_are_read_or_refused(role: str, template: str, read: str | None) -> None:
+    messages = [{"role": role, "content": "x"}]
+    if read is not None:
+        assert prompt(messages, template) == read
+    else:
+        with pytest.raises(HTTPError, match=r"messages\[0\].role") as refusal:
+            prompt(messages, template)
+        assert refusal.value.status == 400 and refusal.value.content["error"]["param"] == "messages[0].role"

@@ -31,7 +31,8 @@ PARAGRAPH = "def add(a, b):\n    return a + b  # é東 🎉\n\n"
 
 @pytest.fixture(scope="module")
 def texts() -> Texts:
-    hello = SimpleNamespace(tokenizer=(TINY_FOLDER / "tokenizer.json").read_text(), special_ids=[0], max_context=2048)
+    tokenizer = (TINY_FOLDER / "tokenizer.json").read_text()
+    hello = SimpleNamespace(tokenizer=tokenizer, special_ids=[0], max_context=2048, split_special_tokens=False)
     return Texts(hello)
 
 

@@ -14,7 +14,7 @@ from detcompile.runtime.grammars.compiler import GrammarCompiler
 from detcompile.runtime.requests.bad_words import NO_WORDS, BadWords, word_tokens
 from detcompile.runtime.requests.outputs import CompletionOutput, RequestOutput
 from detcompile.runtime.requests.plain_values import flag, kind, shown, string, token_list, whole_number
-from detcompile.runtime.requests.prompts import Prompt, prompts_of, read_prompt, tokenized
+from detcompile.runtime.requests.prompts import Prompt, prompts_of, read_prompt, require_one_reading, tokenized
 from detcompile.runtime.requests.request import Request
 from detcompile.runtime.requests.resumption import resumed_samples
 from detcompile.runtime.requests.sampling_params import SamplingParams
@@ -34,6 +34,9 @@ class Admission:
         num_logits: number of ids that it can draw, 0 … num_logits - 1; None for as many as it can read.
         eos_token_ids: tokens that end a request, unless it ignores them. Those that the model cannot draw are left
             out, with a warning: no request can end with them.
+
+    Raises:
+        InvalidInput: a tokenizer that draws at random.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class Admission:
         eos_token_ids: SequenceOf[int],
         num_logits: int | None = None,
     ) -> None:
+        require_one_reading(tokenizer)
         self.tokenizer = tokenizer
         self.max_context = max_context
         self.vocab_size = vocab_size

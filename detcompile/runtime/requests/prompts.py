@@ -13,7 +13,7 @@ from tokenizers import Encoding
 from detcompile.errors import InvalidInput
 from detcompile.runtime.requests.plain_values import kind, shown, token_list
 
-__all__ = ["Prompt", "ReadPrompt", "prompts_of", "read_prompt", "tokenized"]
+__all__ = ["Prompt", "ReadPrompt", "prompts_of", "read_prompt", "require_one_reading", "tokenized"]
 
 Prompt = str | SequenceOf[int] | Mapping[str, Any] | Encoding  # also one axis of integers of numpy or torch
 WANTED = 'a string, a list of token ids, what a tokenizer gives, or {"prompt": text} or {"prompt_token_ids": ids}'
@@ -63,6 +63,23 @@ def prompts_of(prompts: Any) -> list[Any]:
         raise InvalidInput(f"prompts {shown(prompts)} is {kind(prompts)}: give {WANTED}, or a list of such")
     every = list(prompts)
     return [prompts] if every and _is_number(every[0]) else every
+
+
+def require_one_reading(tokenizer: Any) -> None:
+    """Reject a tokenizer that draws at random, so that one text would be other tokens each time.
+
+    Raises:
+        InvalidInput: it has BPE dropout, or samples of a unigram model.
+    """
+    model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
+    dropout, alpha = getattr(model, "dropout", None), getattr(model, "alpha", None)
+    sampling = (getattr(tokenizer, "sp_model_kwargs", None) or {}).get("enable_sampling", False)
+    if dropout or alpha is not None or sampling:
+        option = f"dropout {dropout:.3g}" if dropout else "sampling"
+        raise InvalidInput(
+            f"{type(tokenizer).__name__} draws tokens at random ({option}), as training may want it: one prompt would"
+            " be others each time. Switch it off in tokenizer.json, or give token ids and no tokenizer"
+        )
 
 
 def tokenized(tokenizer: Any, text: str, **options: bool) -> list[int]:

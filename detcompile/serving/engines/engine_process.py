@@ -173,7 +173,7 @@ def hello_of(
     """
     parts, tokenizer = model.fingerprint_parts, model.tokenizer
     template = getattr(tokenizer, "chat_template", None)
-    template = template.get("default") if isinstance(template, dict) else template  # several, by name
+    templates = template if isinstance(template, dict) else {"default": template}  # by the names of transformers
     special = getattr(tokenizer, "special_tokens_map", None) or {}
     return Hello(
         name=name,
@@ -189,7 +189,9 @@ def hello_of(
         tokenizer=None if tokenizer is None else plain_tokenizer(tokenizer),
         special_ids=[] if tokenizer is None else list(tokenizer.all_special_ids),
         special_tokens={key: str(token) for key, token in special.items() if isinstance(token, str)},
-        chat_template=template if isinstance(template, str) else None,
+        chat_template=templates.get("default"),
+        tool_template=templates.get("tool_use"),
+        split_special_tokens=bool(getattr(tokenizer, "split_special_tokens", False)),
         pooling=_pooling_facts(model) if isinstance(model, (CompiledClassifier, CompiledEmbedder)) else None,
     )
 

@@ -39,7 +39,7 @@ __all__ = [
     "frame",
 ]
 
-VERSION = 8
+VERSION = 9
 LENGTH = struct.Struct(">I")  # begins every frame: bytes that follow
 
 
@@ -130,11 +130,20 @@ class Hello(msgspec.Struct, kw_only=True, tag=True):
     special_ids: list[int]
     special_tokens: dict[str, str]  # by the names that chat templates have for them
     chat_template: str | None
+    tool_template: str | None = None  # of conversations with tools, where it is another
+    split_special_tokens: bool = False  # whether special tokens in a text are read as text
     pooling: PoolingFacts | None = None  # None for a causal LM
 
     def differing(self, other: "Hello") -> list[str]:
         """Names of what has two engines answer otherwise: parts of the fingerprint, and the tokenizer."""
-        ours, theirs = ({**hello.fingerprint_parts, "tokenizer": hello.tokenizer} for hello in (self, other))
+        ours, theirs = (
+            {
+                **hello.fingerprint_parts,
+                "tokenizer": hello.tokenizer,
+                "split_special_tokens": str(hello.split_special_tokens),
+            }
+            for hello in (self, other)
+        )
         found = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
         return found or ["fingerprint"] * (self.fingerprint != other.fingerprint)
 

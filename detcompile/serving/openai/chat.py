@@ -10,7 +10,7 @@ from detcompile.serving.engines.protocol import Token
 from detcompile.serving.journal.job import Ask
 from detcompile.serving.journal.jobs import Call
 from detcompile.serving.openai.logprobs import chat_entry
-from detcompile.serving.openai.messages import prompt_of
+from detcompile.serving.openai.messages import prompt_of, template_of
 from detcompile.serving.openai.parameters import chat_params
 from detcompile.serving.openai.reply import Reply
 from detcompile.serving.openai.schema import ChatRequest, require_served
@@ -60,8 +60,9 @@ async def ask_chat(service: Service, asked: ChatRequest, use: ToolUse | None, pr
     """
     params = chat_params(asked, service.hello.default_params, use)
     service.limiter.require(0, params.n)
-    prompt = await prompt_of(service, asked.messages, () if use is None else use.tools)
-    template = None if service.template is None else service.template.digest
+    tools = () if use is None else use.tools
+    template = template_of(service, tools).digest
+    prompt = await prompt_of(service, asked.messages, tools)
     family = None if use is None else use.family.name
     return Ask([prompt], params, asked.priority or 0, prefix, template, family=family)
 

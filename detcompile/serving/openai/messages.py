@@ -4,56 +4,80 @@ from collections.abc import Sequence
 from typing import Any
 
 from detcompile.errors import InvalidInput
+from detcompile.serving.chat_template import ChatTemplate
 from detcompile.serving.http_errors import HTTPError
 from detcompile.serving.openai.schema import Message, Part, Tool
 from detcompile.serving.service import Service
 from detcompile.serving.tools.written_json import read_json
 
-__all__ = ["NO_TEMPLATE", "prompt_of"]
+__all__ = ["NO_TEMPLATE", "prompt_of", "template_of"]
 
 NO_TEMPLATE = "has no chat template: use /v1/completions, or start the server with --chat-template"
+ROLES = ("system", "user", "assistant", "tool")
 SHORT_ID = 9  # letters of a call's id in templates that refuse others
 
 
 async def prompt_of(
-    service: Service, messages: Sequence[Message], tools: Sequence[Tool] = (), *, counts: bool = False
+    service: Service,
+    messages: Sequence[Message],
+    tools: Sequence[Tool] = (),
+    *,
+    counts: bool = False,
+    add_generation_prompt: bool = True,
+    add_special_tokens: bool = False,
 ) -> list[int]:
-    """Token ids of a conversation, up to where the assistant's answer begins.
+    """Return the token ids of a conversation, up to where the assistant's answer begins.
 
     Args:
-        tools: what the template is told of functions that may be called.
+        tools: functions that the template shows.
         counts: it is only counted, and may be longer than the context.
+        add_generation_prompt: whether the prompt has the beginning of the answer.
+        add_special_tokens: whether the tokenizer adds its own to those of the template.
 
     Raises:
-        HTTPError: no chat template, or a part of a message that is not served, or no room. InvalidInput: the template
-            refuses it, or it cannot fit.
+        HTTPError: no chat template, a role or a part of a message that is not served, or no room. InvalidInput: the
+            template refuses it, or it cannot fit.
     """
-    if service.template is None:
-        raise HTTPError(400, f"{service.name} {NO_TEMPLATE}", param="messages", code="no_chat_template")
-    plain = [_plain(message, f"messages[{place}]") for place, message in enumerate(messages)]
+    template = template_of(service, tools)
+    plain = [_plain(message, f"messages[{place}]", template) for place, message in enumerate(messages)]
     if service.tool_family is not None and service.tool_family.short_ids:
         plain = [_with_short_ids(message) for message in plain]
-    variables: dict[str, Any] = {**service.hello.special_tokens}
-    if tools:
-        variables["tools"] = [_told(tool) for tool in tools]
+    variables: dict[str, Any] = {
+        **service.hello.special_tokens,
+        "tools": [_told(tool) for tool in tools] or None,
+        "add_generation_prompt": add_generation_prompt,
+    }
     try:
-        text = await service.template.render(plain, **variables)
+        text = await template.render(plain, **variables)
     except InvalidInput:
         whole = [_without_cut_arguments(message) for message in plain]
         if whole == plain:
             raise
-        text = await service.template.render(whole, **variables)
+        text = await template.render(whole, **variables)
     if not counts:
         service.texts.require_fit(text)
-    return await service.texts.encode(text, add_special_tokens=False)
+    return await service.texts.encode(text, add_special_tokens=add_special_tokens)
 
 
-def _plain(message: Message, where: str) -> dict[str, Any]:
+def template_of(service: Service, tools: Sequence[Tool]) -> ChatTemplate:
+    """Return the chat template of a conversation with these tools.
+
+    Raises:
+        HTTPError: the model has none.
+    """
+    found = service.tool_template if tools else service.template
+    if found is None:
+        raise HTTPError(400, f"{service.name} {NO_TEMPLATE}", param="messages", code="no_chat_template")
+    return found
+
+
+def _plain(message: Message, where: str, template: ChatTemplate) -> dict[str, Any]:
     """A message as templates take it: parts of text are lines, and arguments of calls objects where they are any."""
     content = message.content
     if isinstance(content, list):
         content = "\n".join(_text(part, f"{where}.content[{index}]") for index, part in enumerate(content))
-    plain: dict[str, Any] = {"role": message.role, "content": content or message.refusal or ""}
+    role = _role(message.role, where, template)
+    plain: dict[str, Any] = {"role": role, "content": content or message.refusal or ""}
     given = {"name": message.name, "tool_call_id": message.tool_call_id}
     plain |= {name: value for name, value in given.items() if value is not None}
     if message.tool_calls:
@@ -64,6 +88,16 @@ def _plain(message: Message, where: str) -> dict[str, Any]:
             for call in message.tool_calls
         ]  # fmt: skip
     return plain
+
+
+def _role(role: str, where: str, template: ChatTemplate) -> str:
+    """A role that the template knows; "developer" is OpenAI's newer name of "system"."""
+    if template.names(role) or role in ROLES:
+        return role
+    if role == "developer":
+        return "system"
+    said = f"{role[:40]!r} is no role that the chat template names: give {', '.join(ROLES)} or developer"
+    raise HTTPError(400, f"{where}.role: {said}", param=f"{where}.role")
 
 
 def _text(part: Part, where: str) -> str:

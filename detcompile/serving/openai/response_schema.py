@@ -166,7 +166,7 @@ def messages_of(items: str | list[InputItem]) -> list[Message]:
         where = f"input[{place}]"
         if item.type == "message":
             role = _needed(item.role, f"{where}.role")
-            found.append(Message(role="system" if role == "developer" else role, content=_content(item.content, where)))
+            found.append(Message(role=role, content=_content(item.content, where)))
         elif item.type == "function_call":
             name, call = _needed(item.name, f"{where}.name"), _needed(item.call_id, f"{where}.call_id")
             if not found or found[-1].role != "assistant":

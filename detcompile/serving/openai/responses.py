@@ -12,7 +12,7 @@ from detcompile.serving.http_errors import HTTPError
 from detcompile.serving.journal.job import Ask
 from detcompile.serving.journal.jobs import Call
 from detcompile.serving.limiter import Reservation
-from detcompile.serving.openai.messages import prompt_of
+from detcompile.serving.openai.messages import prompt_of, template_of
 from detcompile.serving.openai.parameters import chat_params
 from detcompile.serving.openai.recording import Recording
 from detcompile.serving.openai.response_schema import InputItem, ResponsesRequest, chat_request, messages_of
@@ -106,8 +106,9 @@ async def _ask(service: Service, asked: ResponsesRequest, owner: str) -> Ask:
     chat, use = _chat(service, asked, before)
     params = chat_params(chat, service.hello.default_params, use)
     service.limiter.require(0, 1)
-    prompt = await prompt_of(service, chat.messages, () if use is None else use.tools)
-    template = None if service.template is None else service.template.digest
+    tools = () if use is None else use.tools
+    template = template_of(service, tools).digest
+    prompt = await prompt_of(service, chat.messages, tools)
     messages, family = msgspec.json.encode(before), None if use is None else use.family.name
     return Ask([prompt], params, chat.priority or 0, "resp_", template, messages, family)
 

@@ -54,7 +54,7 @@ def tool_use(
         _require_object(tool)
     if choice == "none":
         return None
-    if service.template is None or not service.template.takes_tools or service.tool_family is None:
+    if service.tool_template is None or not service.tool_template.takes_tools or service.tool_family is None:
         said = "the model's chat template takes no tools, or writes calls in a way that is not known (--tool-parser)"
         raise HTTPError(400, f"tools: {said}", param="tools", code="unsupported_parameter")
     wanted = list(tools)

@@ -227,7 +227,7 @@ def command(
         raise InvalidInput(f"--host {host} lets other machines in: add --api-keys FILE, or --insecure")
     config = {key: value for key, value in asdict(engine).items() if value is not None}
     spec = EngineSpec(model=model, config=config, **asdict(loading) | {"tp_sizes": _sizes(loading.tp_sizes)})
-    names = {"name": name, "journal": kept.opened(), **chat.options(), **bounds.of_service()}
+    names = {"name": name, "journal": kept.opened(), "keys": keys.digests, **chat.options(), **bounds.of_service()}
     fleet = functools.partial(processes.fleet, loading=loading)
     service = functools.partial(Service, **names, receipts=receipts.issuer(), fleet=fleet)
     shown = {"version": __version__, "digests": keys.digests, "max_body": bounds.max_body, **web.options()}

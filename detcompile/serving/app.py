@@ -64,15 +64,13 @@ KEPT: dict[str, tuple[type, Callable[[Service, Any, Call], Awaitable[Response]]]
     "/v1/messages": (MessagesRequest, create_message),
 }
 POSTS: list[tuple[list[str], Any, Any]] = [  # beside those that the journal keeps
+    (["/tokenize", "/v1/tokenize"], TokenizeRequest, tokenize),
+    (["/detokenize", "/v1/detokenize"], DetokenizeRequest, detokenize),
+    (["/v1/messages/count_tokens"], CountTokensRequest, count_tokens),
     (["/v1/embeddings"], EmbeddingRequest, embed),
     (["/classify"], ClassifyRequest, classify),
     (["/score", "/v1/score"], ScoreRequest, score),
     (["/rerank", "/v1/rerank"], RerankRequest, rerank),
-]
-TEXTS: list[tuple[list[str], Any, Any]] = [  # what needs no engine
-    (["/tokenize", "/v1/tokenize"], TokenizeRequest, tokenize),
-    (["/detokenize", "/v1/detokenize"], DetokenizeRequest, detokenize),
-    (["/v1/messages/count_tokens"], CountTokensRequest, count_tokens),
 ]
 SHORT_BODY = 1 << 16  # bytes; a longer one is read in a thread, as others wait
 Asked = TypeVar("Asked")
@@ -148,8 +146,6 @@ def _add_posts(app: FastAPI, service: Service, max_body: int, demo: bool) -> Non
     post(["/v1/verify"], Envelope, verify)
     for paths, kind, answer in POSTS:
         post(paths, kind, answer)
-    for paths, kind, answer in TEXTS:
-        post(paths, kind, _without_call(answer))
     if demo:
         post(["/dashboard/kill"], KillRequest, kill_engine)
     described = app.openapi
@@ -168,17 +164,6 @@ def _call(request: Request, body: bytes, reservation: Reservation) -> Call:
     headers = request.headers
     key, last_event = headers.get("idempotency-key"), headers.get("last-event-id")
     return Call(request.url.path, body, owner_of(request), key, last_event, reservation)
-
-
-def _without_call(
-    answer: Callable[[Service, Asked], Awaitable[Response]],
-) -> Callable[[Service, Asked, Call], Awaitable[Response]]:
-    """A route that looks at the body alone."""
-
-    async def route(service: Service, asked: Asked, _call: Call) -> Response:
-        return await answer(service, asked)
-
-    return route
 
 
 def _add_kept(app: FastAPI, service: Service) -> None:

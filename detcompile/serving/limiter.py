@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence, Sized
 
 from detcompile.serving.http_errors import HTTPError
 from detcompile.serving.metrics import Metrics
@@ -43,94 +43,155 @@ class Reservation:
         self._holds.close()
 
 
+class _Held:
+    """What is open and waits, of one owner or of all."""
+
+    __slots__ = ("num_open", "num_queued", "num_waiting")
+
+    def __init__(self) -> None:
+        self.num_open = self.num_queued = self.num_waiting = 0
+
+    def add(self, *, samples: int = 0, tokens: int = 0, waiting: int = 0) -> None:
+        self.num_open += samples
+        self.num_queued += tokens
+        self.num_waiting += waiting
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.num_open or self.num_queued or self.num_waiting)
+
+
 class Slot:
     """One open answer's share of the bounds. ``AdmissionLimiter.take`` makes it, ``release`` gives it back once."""
 
-    def __init__(self, limiter: "AdmissionLimiter", num_samples: int, num_tokens: int) -> None:
+    def __init__(self, limiter: "AdmissionLimiter", owner: str, num_samples: int, num_tokens: int) -> None:
         self._limiter = limiter
+        self._owner = owner
         self._num_samples = num_samples
-        self._num_queued = num_tokens
+        self._num_tokens = num_tokens
 
     def begin(self) -> None:
         """Count the prompt as read: the answer has its first token."""
-        self._limiter.num_queued -= self._num_queued
-        self._num_queued = 0
+        self._limiter.count(self._owner, tokens=-self._num_tokens)
+        self._num_tokens = 0
 
     def release(self) -> None:
         """Give the slot back."""
-        self.begin()
-        self._limiter.num_open -= self._num_samples
-        self._num_samples = 0
+        self._limiter.count(self._owner, samples=-self._num_samples, tokens=-self._num_tokens)
+        self._num_samples = self._num_tokens = 0
 
 
 class AdmissionLimiter:
-    """Admits requests within bounds.
+    """Admits requests within bounds. Where there are several API keys, each may hold half of a bound.
 
     Args:
         max_queue: samples that may be open at a time, with the requests that no engine has seen yet.
         max_queued_tokens: prompt tokens of open answers without a first token.
         metrics: counts refusals, estimates how fast prompts are read, and shows what is open.
-
-    Attributes:
-        num_open: open samples.
-        num_queued: prompt tokens of answers without a first token.
-        num_waiting: requests that wait for a grammar check or for the tokenizer.
+        keys: the API keys that the server knows now.
     """
 
-    def __init__(self, max_queue: int, max_queued_tokens: int, metrics: Metrics) -> None:
+    def __init__(self, max_queue: int, max_queued_tokens: int, metrics: Metrics, keys: Sized = ()) -> None:
         self._max_queue = max_queue
         self._max_queued_tokens = max_queued_tokens
         self._metrics = metrics
-        self.num_open = self.num_queued = self.num_waiting = 0
+        self._keys = keys
+        self._all = _Held()
+        self._owners: dict[str, _Held] = {}  # those that hold anything
         metrics.show("open_slots", "Samples that are open.", lambda: self.num_open)
         metrics.show("queued_tokens", "Prompt tokens that wait.", lambda: self.num_queued)
         metrics.show("waiting_requests", "Requests before their grammar check or tokenizer.", lambda: self.num_waiting)
 
-    def require(self, num_tokens: int, num_samples: int) -> None:
-        """Refuse what is beyond the bounds. Prompts longer than the bound alone are taken where nothing else is open.
+    @property
+    def num_open(self) -> int:
+        """Open samples."""
+        return self._all.num_open
+
+    @property
+    def num_queued(self) -> int:
+        """Prompt tokens of answers without a first token."""
+        return self._all.num_queued
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a grammar check or for the tokenizer."""
+        return self._all.num_waiting
+
+    def require(self, owner: str, num_samples: int, lengths: Sequence[int] = ()) -> None:
+        """Refuse a request beyond the bounds.
+
+        A prompt that is longer than the bound of tokens counts as that bound, so it is taken once nothing else waits.
+
+        Args:
+            owner: sha256 of the API key that asks; empty where the server has none.
+            lengths: tokens of each prompt, where they are known.
 
         Raises:
             HTTPError: 429, or 400 where it never fits.
         """
-        if num_samples > self._max_queue:
-            raise HTTPError(400, f"{num_samples} answers in one request, of {self._max_queue} at most: ask in parts")
-        num_open = self.num_open + self.num_waiting
-        fits = self.num_queued + num_tokens <= self._max_queued_tokens or not self.num_open
-        if num_open + num_samples > self._max_queue or not fits:
-            raise self._refusal()
+        most, most_tokens = self._share(self._max_queue), self._share(self._max_queued_tokens)
+        if num_samples > most:
+            raise HTTPError(400, f"{num_samples} answers in one request, of {most} at most: ask in parts")
+        if len(lengths) > 1 and sum(lengths) > most_tokens:
+            raise HTTPError(400, f"{sum(lengths)} prompt tokens in one request, of {most_tokens} at most: ask in parts")
+        num_tokens = min(sum(lengths), most_tokens)
+        own = self._owners.get(owner, _Held())
+        for held, bound, bound_tokens in (
+            (self._all, self._max_queue, self._max_queued_tokens),
+            (own, most, most_tokens),
+        ):
+            fits = held.num_open + held.num_waiting + num_samples <= bound
+            if not fits or held.num_queued + num_tokens > bound_tokens:
+                raise self._refusal(held, bound, bound_tokens)
 
     @contextlib.contextmanager
-    def waiting(self, num_own: int = 0) -> Iterator[None]:
+    def waiting(self, owner: str, num_alike: int = 0) -> Iterator[None]:
         """Count a request that waits for something else than an engine.
 
         Args:
-            num_own: requests of the same client that wait for the same: half of all that may be open, at most.
+            owner: as of ``require``.
+            num_alike: requests of the same owner that wait for the same: half of all that may be open, at most.
 
         Raises:
             HTTPError: 429.
         """
-        self.require(0, 1)
-        if num_own >= max(1, self._max_queue // 2):
-            raise self._refusal()
-        self.num_waiting += 1
+        self.require(owner, 1)
+        if num_alike >= max(1, self._max_queue // 2):
+            raise self._refusal(self._all, self._max_queue, self._max_queued_tokens)
+        self.count(owner, waiting=1)
         try:
             yield
         finally:
-            self.num_waiting -= 1
+            self.count(owner, waiting=-1)
 
-    def take(self, num_samples: int, num_tokens: int) -> Slot:
+    def take(self, owner: str, num_samples: int, num_tokens: int) -> Slot:
         """Take a slot for an answer.
 
         Args:
+            owner: as of ``require``.
             num_tokens: tokens of its prompt.
         """
-        self.num_open += num_samples
-        self.num_queued += num_tokens
-        return Slot(self, num_samples, num_tokens)
+        counted = min(num_tokens, self._share(self._max_queued_tokens))
+        self.count(owner, samples=num_samples, tokens=counted)
+        return Slot(self, owner, num_samples, counted)
 
-    def _refusal(self) -> HTTPError:
+    def count(self, owner: str, **more: int) -> None:
+        """Add to what an owner and all of them hold; for slots."""
+        own = self._owners.setdefault(owner, _Held())
+        own.add(**more)
+        self._all.add(**more)
+        if own.is_empty:
+            del self._owners[owner]
+
+    def _share(self, bound: int) -> int:
+        """What one owner may hold of a bound."""
+        return max(1, bound // 2) if len(self._keys) > 1 else bound
+
+    def _refusal(self, held: _Held, bound: int, bound_tokens: int) -> HTTPError:
         self._metrics.refused.inc()
-        wait = max(1, min(MOST_RETRY_SECONDS, math.ceil(self.num_queued / self._metrics.prefill_rate())))
-        held = f"{self.num_open} answers are open, {self.num_waiting} requests and {self.num_queued} prompt tokens wait"
-        most = f"{self._max_queue} and {self._max_queued_tokens} at most: try again in {wait} s"
-        return HTTPError(429, f"{held}, of {most}", retry_after=wait)
+        wait = max(1, min(MOST_RETRY_SECONDS, math.ceil(held.num_queued / self._metrics.prefill_rate())))
+        whose = "" if held is self._all else " of this API key"
+        open_now = f"{held.num_open} answers{whose} are open"
+        waits = f"{held.num_waiting} requests and {held.num_queued} prompt tokens wait"
+        most = f"{bound} and {bound_tokens} at most: try again in {wait} s"
+        return HTTPError(429, f"{open_now}, {waits}, of {most}", retry_after=wait)

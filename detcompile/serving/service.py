@@ -2,7 +2,7 @@
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from itertools import count
 from typing import Literal
 
@@ -51,6 +51,7 @@ class Service:
         fleet: makes the engines that serve, given what to call with each answer and its delta.
         receipts: makes the answers' receipts; None takes an Issuer that signs none.
         journal: where requests with an Idempotency-Key are written; it is closed by ``stop``.
+        keys: the API keys that the server knows now: of several, each may hold half of a bound.
 
     Raises:
         InvalidInput: a chat template that is none.
@@ -77,11 +78,12 @@ class Service:
         fleet: Callable[[Callable[[Answer, Delta], None]], Fleet] = Fleet,
         receipts: Issuer | None = None,
         journal: Journal | None = None,
+        keys: Sized = (),
     ) -> None:
         self.receipts = receipts or Issuer()
         self.fleet = fleet(self._progressed)
         self.metrics = Metrics(self.fleet, max_queue, max_queued_tokens)
-        self.limiter = AdmissionLimiter(max_queue, max_queued_tokens, self.metrics)
+        self.limiter = AdmissionLimiter(max_queue, max_queued_tokens, self.metrics, keys)
         self.responses = KeptResponses()
         self.deadlines = Deadlines(queue_timeout, timeout, self.fleet.cancel)
         self.jobs = Jobs(self.submit, self.issue, lambda: self.model, self.receipts.salt, journal=journal)
@@ -208,10 +210,10 @@ class Service:
         prompts, params = asked.prompts, asked.params
         await self.grammars.require(params.grammar, owner)
         self.require_ready()
-        self.limiter.require(sum(map(len, prompts)), len(prompts) * params.n)
+        self.limiter.require(owner, len(prompts) * params.n, [len(prompt) for prompt in prompts])
         news = News()
         answers = [Answer(f"{next(self._numbers)}", prompt, params, news, asked.priority) for prompt in prompts]
-        self._add(answers, reservation)
+        self._add(answers, owner, reservation)
         return answers
 
     async def verify(
@@ -231,15 +233,16 @@ class Service:
         """
         await self.grammars.require(grammar, owner)
         self.require_ready()
-        self.limiter.require(sum(lengths), len(lengths))
+        self.limiter.require(owner, len(lengths), lengths)
         verification = Verification(f"{next(self._numbers)}", receipt, lengths)
-        self._add([verification], reservation)
+        self._add([verification], owner, reservation)
         return verification
 
     def pool(
         self,
         prompts: Sequence[list[int]],
         pooling: Literal["last", "first", "mean"] | None,
+        owner: str,
         reservation: Reservation,
         *,
         normalize: bool,
@@ -247,15 +250,16 @@ class Service:
         """Have the model say of each prompt what it says.
 
         Args:
+            owner: as of ``submit``.
             reservation: as of ``submit``.
 
         Raises:
             HTTPError: as of ``submit``.
         """
         self.require_ready()
-        self.limiter.require(sum(map(len, prompts)), 1)
+        self.limiter.require(owner, 1, [len(prompt) for prompt in prompts])
         asked = Pooling(f"{next(self._numbers)}", prompts, pooling, normalize)
-        self._add([asked], reservation)
+        self._add([asked], owner, reservation)
         return asked
 
     def release(self, answers: Sequence[Answer]) -> None:
@@ -289,7 +293,7 @@ class Service:
                 )
         return job.issued
 
-    def _add(self, answers: Sequence[Answer], reservation: Reservation) -> None:
+    def _add(self, answers: Sequence[Answer], owner: str, reservation: Reservation) -> None:
         """Open answers and give them to the engines.
 
         Raises:
@@ -300,7 +304,7 @@ class Service:
         reservation.add(functools.partial(self.release, answers))
         for answer in answers:
             self.open[answer.request_id] = answer
-            self._slots[answer.request_id] = self.limiter.take(answer.params.n, len(answer.prompt_ids))
+            self._slots[answer.request_id] = self.limiter.take(owner, answer.params.n, len(answer.prompt_ids))
             self.deadlines.watch(answer)
         try:
             for answer in answers:

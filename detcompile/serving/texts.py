@@ -33,13 +33,13 @@ class Texts:
 
     Args:
         hello: what the engine said of its tokenizer.
-        waiting: counts a long text as long as it is read, or refuses it.
+        waiting: counts a long text as long as it is read, given the owner of the API key that asks, or refuses it.
 
     Attributes:
         present: whether there is a tokenizer; without one prompts are token ids, and answers have no text.
     """
 
-    def __init__(self, hello: Hello, waiting: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+    def __init__(self, hello: Hello, waiting: Callable[[str], AbstractContextManager[Any]] = nullcontext) -> None:
         self.present = hello.tokenizer is not None
         self.all_special_ids = frozenset(hello.special_ids)  # shared by all detokenizers
         self.backend_tokenizer = None if hello.tokenizer is None else Tokenizer.from_str(hello.tokenizer)
@@ -65,14 +65,17 @@ class Texts:
             raise InvalidInput("this model has no tokenizer: give token ids, and no text")
         return self.backend_tokenizer
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    async def encode(self, text: str, *, add_special_tokens: bool = True, owner: str = "") -> list[int]:
         """Token ids of a text.
+
+        Args:
+            owner: sha256 of the API key that asks.
 
         Raises:
             InvalidInput: there is no tokenizer, or it cannot read the text. HTTPError: no room for a long one.
         """
         if len(text) > SHORT:
-            return await self._in_thread(len(text), self._encode, text, add_special_tokens)
+            return await self._in_thread(owner, len(text), self._encode, text, add_special_tokens)
         return self._encode(text, add_special_tokens)
 
     def require_fit(self, *parts: str) -> None:
@@ -91,7 +94,9 @@ class Texts:
                 " shorten it, or compile with a larger max_context"
             )
 
-    async def ids_of(self, prompts: Sequence[str | list[int]], add_special_tokens: bool = True) -> list[list[int]]:
+    async def ids_of(
+        self, prompts: Sequence[str | list[int]], add_special_tokens: bool = True, *, owner: str = ""
+    ) -> list[list[int]]:
         """Token ids of prompts that may be these already. Others are served between two of many.
 
         Raises:
@@ -105,11 +110,11 @@ class Texts:
             if found:
                 await asyncio.sleep(0)
             if isinstance(prompt, str):
-                prompt = await self.encode(prompt, add_special_tokens=add_special_tokens)
+                prompt = await self.encode(prompt, add_special_tokens=add_special_tokens, owner=owner)
             found.append(prompt)
         return found
 
-    async def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
+    async def encode_pair(self, first: str, second: str, *, owner: str = "") -> tuple[list[int], list[int]]:
         """Token ids of two texts that are read together, and to which of the two each belongs, as the tokenizer says.
 
         Raises:
@@ -117,11 +122,11 @@ class Texts:
         """
         self.require_fit(first, second)
         if len(first) + len(second) > SHORT:
-            return await self._in_thread(len(first) + len(second), self._encode_pair, first, second)
+            return await self._in_thread(owner, len(first) + len(second), self._encode_pair, first, second)
         await asyncio.sleep(0)  # there may be many
         return self._encode_pair(first, second)
 
-    async def text_of(self, token_ids: list[int]) -> str:
+    async def text_of(self, token_ids: list[int], *, owner: str = "") -> str:
         """The text of tokens, special ones too.
 
         Raises:
@@ -129,7 +134,7 @@ class Texts:
         """
         if len(token_ids) > SHORT:
             read = functools.partial(self.decode, skip_special_tokens=False)
-            return await self._in_thread(len(token_ids), read, token_ids)
+            return await self._in_thread(owner, len(token_ids), read, token_ids)
         return self.decode(token_ids, skip_special_tokens=False)
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True, **_options: bool) -> str:
@@ -173,8 +178,8 @@ class Texts:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
 
-    async def _in_thread(self, size: int, work: Callable[..., Found], *arguments: Any) -> Found:
-        with self._waiting():
+    async def _in_thread(self, owner: str, size: int, work: Callable[..., Found], *arguments: Any) -> Found:
+        with self._waiting(owner):
             threads = self._threads[size > LONG]
             return await asyncio.get_running_loop().run_in_executor(threads, work, *arguments)
 

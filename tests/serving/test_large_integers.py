@@ -13,7 +13,7 @@ import pytest
 from msgspec import inspect
 
 from detcompile.errors import InvalidInput
-from detcompile.serving.app import KEPT, POSTS, TEXTS
+from detcompile.serving.app import KEPT, POSTS
 from detcompile.serving.engines import engine_verifications
 from detcompile.serving.engines.engine_verifications import Verifications
 from detcompile.serving.engines.protocol import Tokens, Verified, Verify, frame
@@ -26,7 +26,7 @@ from tests.serving.test_waiting import envelope_of
 
 LARGE = 10**30
 TYPES = {path: kind for path, (kind, _) in KEPT.items()} | {RESPONSES: ResponsesRequest}
-TYPES |= {paths[0]: kind for paths, kind, _ in (*POSTS, *TEXTS)}
+TYPES |= {paths[0]: kind for paths, kind, _ in POSTS}
 TEXT = {"input": "a"}
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": [5]},

@@ -22,6 +22,7 @@ from detcompile.serving.engines.engine_verifications import Verifications
 from detcompile.serving.engines.pooling_server import PoolingServer
 from detcompile.serving.engines.protocol import Cancel, Pool, Pooled, PoolingFacts, Tokens, Verify
 from detcompile.serving.http_errors import HTTPError
+from detcompile.serving.journal.jobs import Call
 from detcompile.serving.pooling import scores
 from detcompile.serving.pooling.schema import ScoreRequest
 from tests.bits import assert_bitwise_equal
@@ -209,7 +210,7 @@ def test_classes_of_a_row() -> None:
 
 def test_pairs_that_are_told_apart_by_types_are_refused() -> None:
     class Texts:
-        async def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
+        async def encode_pair(self, first: str, second: str, *, owner: str) -> tuple[list[int], list[int]]:
             return [2, 5, 3, 6, 3], [0, 0, 0, 1, 1]
 
     class Service:
@@ -230,7 +231,7 @@ def test_pairs_that_are_told_apart_by_types_are_refused() -> None:
         service.facts = PoolingFacts(task="classify", num_columns=len(labels), labels=labels, each_alone=True,
                                      reads_token_types=True)  # fmt: skip
         with pytest.raises(HTTPError, match=said):
-            asyncio.run(scores.score(service, asked))
+            asyncio.run(scores.score(service, asked, Call("/score", b"")))
 
 
 class Model:

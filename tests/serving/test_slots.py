@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine, Generator
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,6 @@ from detcompile.serving import app as app_module
 from detcompile.serving.app import new_app
 from detcompile.serving.grammars.check import GrammarCheck
 from detcompile.serving.journal.journal import Journal
-from detcompile.serving.limiter import AdmissionLimiter, Reservation
-from detcompile.serving.metrics import Metrics
 from detcompile.serving.responses import unless_left
 from detcompile.serving.service import Service
 from tests.serving.instant_fleet import EMBEDDER, InstantFleet
@@ -158,14 +156,16 @@ class Requests:
 
 
 @contextlib.asynccontextmanager
-async def serving(kind: Kind, folder: Path) -> AsyncIterator[tuple[Service, Requests]]:
+async def serving(
+    kind: Kind, folder: Path, digests: Sequence[bytes] = ()
+) -> AsyncIterator[tuple[Service, Requests]]:
     """A service over instant engines."""
     fleet = type("Embedding", (InstantFleet,), {"known": EMBEDDER}) if kind.embeds else InstantFleet
     journal = Journal(folder / "journal") if kind.keeps else None
     service = Service(fleet=fleet, chat_template="{{ messages[0].content }}", journal=journal)
     await service.start(SPEC)
     try:
-        yield service, Requests(new_app(service, "test"), kind)
+        yield service, Requests(new_app(service, "test", digests), kind)
     finally:
         await service.stop()
 
@@ -257,19 +257,3 @@ def test_an_answer_that_ends_before_its_request_is_written_is_kept(tmp_path: Pat
             assert len(found) == 1 and next(service._numbers) == 1  # one answer was drawn
 
     asyncio.run(scenario())
-
-
-def test_a_slot_that_is_taken_too_late_comes_back_at_once() -> None:
-    metrics = Metrics(InstantFleet(), 8, 100)
-    limiter = AdmissionLimiter(8, 100, metrics)
-    reservation, other = Reservation(), Reservation()
-    reservation.add(limiter.take(2, 30).release)
-    assert b"detcompile:open_slots 2.0" in metrics.text() and b"detcompile:queued_tokens 30.0" in metrics.text()
-    reservation.move_to(other)
-    reservation.release()
-    assert (limiter.num_open, limiter.num_queued) == (2, 30)
-    other.release()
-    other.release()
-    other.add(limiter.take(1, 10).release)
-    reservation.add(limiter.take(1, 10).release)
-    assert (limiter.num_open, limiter.num_queued) == (0, 0)

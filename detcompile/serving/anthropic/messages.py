@@ -35,14 +35,14 @@ async def create_message(service: Service, asked: MessagesRequest, call: Call) -
     service.require_receipts(asked.receipt)
     chat = chat_request(asked)
     use = tool_use(service, chat.tools, chat.tool_choice, chat.parallel_tool_calls)
-    job = await service.jobs.job(call, functools.partial(ask_chat, service, chat, use, "msg_"))
+    job = await service.jobs.job(call, functools.partial(ask_chat, service, chat, use, call.owner, "msg_"))
     message = _Message(service, job, in_family(use, job.ask.family), with_receipt=bool(asked.receipt))
     if asked.stream:
         return Events(job.answers, call.reservation, message.headers, message.events(), last=b"")
     return Whole(job.answers, call.reservation, message.headers, message.whole)
 
 
-async def count_tokens(service: Service, asked: CountTokensRequest) -> Response:
+async def count_tokens(service: Service, asked: CountTokensRequest, call: Call) -> Response:
     """How many tokens the prompt of a request has.
 
     Raises:
@@ -52,7 +52,8 @@ async def count_tokens(service: Service, asked: CountTokensRequest) -> Response:
     service.require_model(asked.model)
     chat = chat_request(asked)
     use = tool_use(service, chat.tools, chat.tool_choice, chat.parallel_tool_calls)
-    ids = await prompt_of(service, chat.messages, () if use is None else use.tools, counts=True)
+    tools = () if use is None else use.tools
+    ids = await prompt_of(service, chat.messages, tools, counts=True, owner=call.owner)
     return Response(msgspec.json.encode({"input_tokens": len(ids)}), media_type=JSON)
 
 

@@ -43,14 +43,14 @@ class GrammarCheck:
     Args:
         tokenizer: the model's as JSON.
         seconds: longest that a grammar may wait for its turn.
-        waiting: counts one that waits, given those of its owner that do, or refuses it.
+        waiting: counts one that waits, given its owner and those of it that do, or refuses it.
     """
 
     def __init__(
         self,
         tokenizer: str | None,
         seconds: float,
-        waiting: Callable[[int], AbstractContextManager[None]],
+        waiting: Callable[[str, int], AbstractContextManager[None]],
     ) -> None:
         self._tokenizer = tokenizer
         self._seconds = seconds
@@ -96,7 +96,7 @@ class GrammarCheck:
 
     async def _in_turn(self, tokenizer: str, grammar: Grammar, owner: str) -> str:
         with contextlib.ExitStack() as waits:
-            waits.enter_context(self._waiting(self._turns.num_waiting(owner)))
+            waits.enter_context(self._waiting(owner, self._turns.num_waiting(owner)))
             try:
                 async with self._turns.turn(owner, self._seconds):
                     waits.close()

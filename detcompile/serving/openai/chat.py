@@ -33,7 +33,7 @@ async def chat(service: Service, asked: ChatRequest, call: Call) -> Response:
     require_served(asked)
     service.require_receipts(asked.receipt)
     use = tool_use(service, asked.tools, asked.tool_choice, asked.parallel_tool_calls)
-    job = await service.jobs.job(call, functools.partial(ask_chat, service, asked, use))
+    job = await service.jobs.job(call, functools.partial(ask_chat, service, asked, use, call.owner))
     reply = _Chat(
         service,
         job,
@@ -48,21 +48,24 @@ async def chat(service: Service, asked: ChatRequest, call: Call) -> Response:
     return Whole(job.answers, call.reservation, reply.headers, reply.whole)
 
 
-async def ask_chat(service: Service, asked: ChatRequest, use: ToolUse | None, prefix: str = "chatcmpl-") -> Ask:
+async def ask_chat(
+    service: Service, asked: ChatRequest, use: ToolUse | None, owner: str, prefix: str = "chatcmpl-"
+) -> Ask:
     """What a request asks of the engines.
 
     Args:
         use: what it says of tools.
+        owner: sha256 of the API key that asks.
         prefix: how the ids of its answers begin.
 
     Raises:
         HTTPError: it cannot be served. InvalidInput: nor can its messages.
     """
     params = chat_params(asked, service.hello.default_params, use)
-    service.limiter.require(0, params.n)
+    service.limiter.require(owner, params.n)
     tools = () if use is None else use.tools
     template = template_of(service, tools).digest
-    prompt = await prompt_of(service, asked.messages, tools)
+    prompt = await prompt_of(service, asked.messages, tools, owner=owner)
     family = None if use is None else use.family.name
     return Ask([prompt], params, asked.priority or 0, prefix, template, family=family)
 

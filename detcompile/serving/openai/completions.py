@@ -34,8 +34,8 @@ async def complete(service: Service, asked: CompletionRequest, call: Call) -> Re
     require_served(asked)
     service.require_receipts(asked.receipt)
     written = prompts_of(asked.prompt, "prompt")
-    echo = [await _echoed(service, prompt) for prompt in written] if asked.echo else None
-    job = await service.jobs.job(call, functools.partial(_ask, service, asked, written))
+    echo = [await _echoed(service, prompt, call.owner) for prompt in written] if asked.echo else None
+    job = await service.jobs.job(call, functools.partial(_ask, service, asked, written, call.owner))
     reply = _Completion(
         service,
         job,
@@ -51,23 +51,23 @@ async def complete(service: Service, asked: CompletionRequest, call: Call) -> Re
     return Whole(job.answers, call.reservation, reply.headers, reply.whole)
 
 
-async def _ask(service: Service, asked: CompletionRequest, written: list[str | list[int]]) -> Ask:
+async def _ask(service: Service, asked: CompletionRequest, written: list[str | list[int]], owner: str) -> Ask:
     """What a request asks of the engines."""
     params = completion_params(asked, service.hello.default_params)
-    service.limiter.require(0, len(written) * params.n)  # before the prompts are tokenized
+    service.limiter.require(owner, len(written) * params.n)  # before the prompts are tokenized
     special = asked.add_special_tokens is not False
-    prompts = await service.texts.ids_of(written, special)
+    prompts = await service.texts.ids_of(written, special, owner=owner)
     return Ask(prompts, params, asked.priority or 0, "cmpl-")
 
 
-async def _echoed(service: Service, prompt: str | list[int]) -> str:
+async def _echoed(service: Service, prompt: str | list[int], owner: str) -> str:
     if isinstance(prompt, str):
         return prompt
     if not service.texts.present or len(prompt) > service.hello.max_context:  # which the engine refuses
         return ""
     await asyncio.sleep(0)  # there may be many
     try:
-        return await service.texts.text_of(prompt)
+        return await service.texts.text_of(prompt, owner=owner)
     except OverflowError as error:
         raise InvalidInput(f"prompt holds a token that is none: {error}") from error
 

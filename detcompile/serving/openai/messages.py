@@ -25,6 +25,7 @@ async def prompt_of(
     counts: bool = False,
     add_generation_prompt: bool = True,
     add_special_tokens: bool = False,
+    owner: str = "",
 ) -> list[int]:
     """Return the token ids of a conversation, up to where the assistant's answer begins.
 
@@ -33,6 +34,7 @@ async def prompt_of(
         counts: it is only counted, and may be longer than the context.
         add_generation_prompt: whether the prompt has the beginning of the answer.
         add_special_tokens: whether the tokenizer adds its own to those of the template.
+        owner: sha256 of the API key that asks.
 
     Raises:
         HTTPError: no chat template, a role or a part of a message that is not served, or no room. InvalidInput: the
@@ -56,7 +58,7 @@ async def prompt_of(
         text = await template.render(whole, **variables)
     if not counts:
         service.texts.require_fit(text)
-    return await service.texts.encode(text, add_special_tokens=add_special_tokens)
+    return await service.texts.encode(text, add_special_tokens=add_special_tokens, owner=owner)
 
 
 def template_of(service: Service, tools: Sequence[Tool]) -> ChatTemplate:

@@ -105,10 +105,10 @@ async def _ask(service: Service, asked: ResponsesRequest, owner: str) -> Ask:
     before = await _before(service, owner, asked.previous_response_id)
     chat, use = _chat(service, asked, before)
     params = chat_params(chat, service.hello.default_params, use)
-    service.limiter.require(0, 1)
+    service.limiter.require(owner, 1)
     tools = () if use is None else use.tools
     template = template_of(service, tools).digest
-    prompt = await prompt_of(service, chat.messages, tools)
+    prompt = await prompt_of(service, chat.messages, tools, owner=owner)
     messages, family = msgspec.json.encode(before), None if use is None else use.family.name
     return Ask([prompt], params, chat.priority or 0, "resp_", template, messages, family)
 

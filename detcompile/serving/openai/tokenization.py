@@ -6,6 +6,7 @@ import msgspec
 from starlette.responses import Response
 
 from detcompile.serving.http_errors import HTTPError
+from detcompile.serving.journal.jobs import Call
 from detcompile.serving.openai.messages import prompt_of
 from detcompile.serving.openai.schema import DetokenizeRequest, TokenizeRequest
 from detcompile.serving.responses import JSON
@@ -14,7 +15,7 @@ from detcompile.serving.service import Service
 __all__ = ["detokenize", "tokenize", "tokenizer_info"]
 
 
-async def tokenize(service: Service, asked: TokenizeRequest) -> Response:
+async def tokenize(service: Service, asked: TokenizeRequest, call: Call) -> Response:
     """Token ids of a text, or of a conversation.
 
     Raises:
@@ -25,13 +26,14 @@ async def tokenize(service: Service, asked: TokenizeRequest) -> Response:
     if (asked.prompt is None) == (not asked.messages):
         raise HTTPError(400, "give either prompt or messages", param="prompt")
     if asked.messages:
-        ids = await prompt_of(service, asked.messages, counts=True)
+        ids = await prompt_of(service, asked.messages, counts=True, owner=call.owner)
     else:
-        ids = await service.texts.encode(asked.prompt or "", add_special_tokens=asked.add_special_tokens)
+        special = asked.add_special_tokens
+        ids = await service.texts.encode(asked.prompt or "", add_special_tokens=special, owner=call.owner)
     return _told({"tokens": ids, "count": len(ids), "max_model_len": service.hello.max_context})
 
 
-async def detokenize(service: Service, asked: DetokenizeRequest) -> Response:
+async def detokenize(service: Service, asked: DetokenizeRequest, call: Call) -> Response:
     """The text of tokens.
 
     Raises:
@@ -39,7 +41,7 @@ async def detokenize(service: Service, asked: DetokenizeRequest) -> Response:
     """
     service.require_ready()
     service.require_model(asked.model)
-    return _told({"prompt": await service.texts.text_of(asked.tokens)})
+    return _told({"prompt": await service.texts.text_of(asked.tokens, owner=call.owner)})
 
 
 def tokenizer_info(service: Service) -> Response:

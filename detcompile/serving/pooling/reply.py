@@ -83,7 +83,7 @@ def pooled(
     Raises:
         HTTPError: no room, or no engine.
     """
-    asked = service.pool(prompts, pooling, call.reservation, normalize=normalize)
+    asked = service.pool(prompts, pooling, call.owner, call.reservation, normalize=normalize)
     asked.name = prefix + secrets.token_hex(12)
     num_tokens = sum(map(len, prompts))
     head = {

@@ -63,7 +63,8 @@ FLOORS = [
     ],
     [
         {"passes.lowering", "passes.packaging", "passes.training"},
-        {"passes.preparation", "passes.sharding.shares", "passes.stages", "passes.warm", "passes.whole_model"},
+        {"passes.batches", "passes.preparation", "passes.sharding.shares"}
+        | {"passes.stages", "passes.warm", "passes.whole_model"},
         {"passes.named_backend", "passes.tracing"},
         {"passes.backend"},
         {"passes.layers"},

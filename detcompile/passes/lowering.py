@@ -13,6 +13,7 @@ from detcompile.errors import UnsupportedModel
 from detcompile.facts import ModelFacts
 from detcompile.orders.numerics import Numerics
 from detcompile.parallel import PipelineStage, TensorParallel
+from detcompile.passes.batches import certify_batches
 from detcompile.passes.capture import PackedForward, StatesForward, observe_attention
 from detcompile.passes.layers.structure import Repeats
 from detcompile.passes.modules.recurrences import Recurrences
@@ -31,7 +32,7 @@ from detcompile.passes.stages import (
     release_others,
     tensors_of,
 )
-from detcompile.passes.tracing import Seen, Traced, certify_batches, find_repeats, trace_packed
+from detcompile.passes.tracing import Seen, Traced, find_repeats, trace_packed
 from detcompile.passes.warm import programs
 from detcompile.passes.warm.kept_program import kept, take_program
 from detcompile.passes.warm.program_key import label_of, program_key

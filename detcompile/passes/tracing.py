@@ -1,4 +1,4 @@
-"""Dynamo makes one graph of a model: over a padless batch, to certify it, and over a packed step, to serve it."""
+"""Dynamo makes one graph of a model over a packed step, to serve it."""
 
 import contextlib
 import logging
@@ -32,14 +32,13 @@ from detcompile.passes.programs.canonical_form import NotRun, constants_of, inpu
 from detcompile.passes.programs.example_step import ExampleStep, example_step, some_layers
 from detcompile.passes.programs.layer_views import layer_list, layers_of
 from detcompile.passes.proof.certificate import Certificate
-from detcompile.passes.roles import dense_role, packed_roles
+from detcompile.passes.roles import packed_roles
 from detcompile.step import KVGroup, KVShape, StateShape, step_leaves
 from detcompile.storage import disk_failure
 
 __all__ = [
     "Seen",
     "Traced",
-    "certify_batches",
     "find_repeats",
     "marked_layers",
     "run_on_two_tokens",
@@ -85,25 +84,6 @@ class Traced(NamedTuple):
     digest: str  # digest of the graph's canonical form
     example: ExampleStep  # the step that it was traced with
     constants: dict[str, Tensor]  # what the graph takes that is no parameter or buffer, by name
-
-
-def certify_batches(
-    model: PreTrainedModel, numerics: Numerics, expected: Expected, repeats: Repeats | None = None
-) -> None:
-    """Prove the model over a batch of several rows: what packing writes as an extent of 1 is visible here.
-
-    Args:
-        repeats: structures of the model's layers; where they are given, the first layers stand for all.
-    """
-    if repeats is not None:
-        model, expected = layers_of(model, range(repeats.prefix)), Expected(repeats.prefix)
-    backend = Backend(numerics, dense_role, expects=expected, certify_only=True)
-    device = next(model.parameters()).device
-    input_ids = torch.zeros(3, 5, dtype=torch.int64, device=device)  # two extents that no other dimension shares
-    position_ids = torch.arange(5, device=device).repeat(3, 1)
-    for tensor in (input_ids, position_ids):
-        torch._dynamo.mark_dynamic(tensor, [0, 1])
-    trace_once(DenseForward(model), backend, (input_ids, position_ids))
 
 
 def trace_packed(

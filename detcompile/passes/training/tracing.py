@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from detcompile.errors import UnsupportedModel
 from detcompile.orders.numerics import Numerics
 from detcompile.passes.backend import Backend, Expected
+from detcompile.passes.batches import certify_batches
 from detcompile.passes.capture import PackedForward
 from detcompile.passes.layers.inputs import LayerInputs
 from detcompile.passes.layers.program import LayeredProgram
@@ -27,7 +28,7 @@ from detcompile.passes.programs.layer_views import layer_list
 from detcompile.passes.proof.certificate import Certificate
 from detcompile.passes.roles import packed_roles
 from detcompile.passes.sharding.shard import pin_row_parallel
-from detcompile.passes.tracing import certify_batches, find_repeats, marked_layers, trace_once
+from detcompile.passes.tracing import find_repeats, marked_layers, trace_once
 from detcompile.passes.training.regions import TrainedRegion
 from detcompile.step import StepInputs
 

@@ -1,0 +1,137 @@
+"""Certify a model over a padless batch [B, T], which shows the batch operations that packing hides in an extent of 1.
+
+The model's Python runs once over fake tensors of unknown extents B and T; the graph of the operations that it calls is
+certified. This takes a fifth of the time of a trace by Dynamo, torch.compile's tracer. If the run fails, branches on an
+extent or is not certified, Dynamo traces the batch, and that graph decides: refusals name lines of the model's source.
+"""
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import LocalSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from transformers import PreTrainedModel
+
+from detcompile.errors import UnsupportedModel
+from detcompile.orders.numerics import Numerics
+from detcompile.passes.backend import Backend, Expected
+from detcompile.passes.capture import DenseForward
+from detcompile.passes.layers.structure import Repeats
+from detcompile.passes.pipeline import decompositions, rewrite
+from detcompile.passes.programs.layer_views import layers_of, view_of
+from detcompile.passes.proof.certificate import Certificate, certify
+from detcompile.passes.proof.inputs import Role
+from detcompile.passes.rewrites.collectives import pin_collectives
+from detcompile.passes.roles import dense_role
+from detcompile.passes.tracing import trace_once
+
+__all__ = ["certificate_of_batches", "certify_batches"]
+
+logger = logging.getLogger(__name__)
+B, T = 3, 5  # two extents that no other dimension shares
+ROWS = Role("rows", {0: "batch", 1: "tokens"})
+_PATCHING = threading.Lock()  # of torch's answers to whether it compiles
+
+
+def certify_batches(
+    model: PreTrainedModel, numerics: Numerics, expected: Expected, repeats: Repeats | None = None
+) -> None:
+    """Prove a model over a batch of several rows.
+
+    Args:
+        repeats: structures of the model's layers; where they are given, the first layers stand for all.
+
+    Raises:
+        UncertifiedOp, UnsupportedModel: rows of the batch may meet, or the model cannot be traced over a batch.
+    """
+    if repeats is not None:
+        model, expected = layers_of(model, range(repeats.prefix)), Expected(repeats.prefix)
+    device = next(model.parameters()).device
+    forward = DenseForward(view_of(model))  # modules of its own: a run may leave something behind in them
+    weights = dict((*forward.named_parameters(), *forward.named_buffers()))
+
+    def run(weights: Mapping[str, Tensor], *given: Tensor) -> Tensor:
+        return torch.func.functional_call(forward, weights, given)
+
+    try:
+        certificate_of_batches(run, weights, device, numerics, expected)
+    except Exception as error:  # of the model's code over fake tensors, which may be any
+        logger.debug("%s over a batch is traced by Dynamo: %s", type(model).__name__, error)
+        _trace_batches(model, numerics, expected, device)
+
+
+def certificate_of_batches(
+    run: Callable[..., Tensor],
+    weights: Mapping[str, Tensor],
+    device: torch.device,
+    numerics: Numerics,
+    expected: Expected | None,
+) -> Certificate:
+    """Certify the operations of ``run(weights, input_ids [B, T], position_ids [B, T])`` for unknown B and T >= 2.
+
+    Raises:
+        UnsupportedModel: the code branches on B or T.
+        UncertifiedOp: rows may meet.
+        Exception: whatever the code raises over fake tensors.
+    """
+    shapes = ShapeEnv()
+    fakes = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)
+    fakes.cache_enabled = False  # results of symbolic extents are computed faster than compared
+    unknown = StatelessSymbolicContext([DimDynamic.DUCK, DimDynamic.DUCK])
+    ids = torch.zeros(B, T, dtype=torch.int64, device=device)
+    positions = torch.arange(T, device=device).repeat(B, 1)
+    given = [
+        fakes.from_tensor(tensor, symbolic_context=unknown, source=LocalSource(name))
+        for name, tensor in (("input_ids", ids), ("position_ids", positions))
+    ]
+    held = {name: fakes.from_tensor(tensor, static_shapes=True) for name, tensor in weights.items()}
+
+    def watched(held: Mapping[str, Any], *given: Any) -> Tensor:
+        output = run(held, *given)
+        if any(torch._functionalize_has_data_mutation(tensor.elem) for tensor in (*held.values(), *given)):
+            raise UnsupportedModel("the model writes into its weights or what it is given")
+        return output
+
+    functional = dispatch_functionalize(watched, FunctionalTensorMode())
+    with torch.no_grad(), fakes, enable_python_dispatcher(), _as_if_compiling():
+        gm = make_fx(functional, decomposition_table=decompositions())(held, *given)
+    if shapes.guards:
+        raise UnsupportedModel(f"the model branches on the extents of its batch: {shapes.guards[0].expr}")
+    gm = rewrite(pin_collectives(gm, numerics))
+    *others, ids_node, positions_node = gm.graph.find_nodes(op="placeholder")
+    roles = {node.name: Role("weight") for node in others} | {ids_node.name: ROWS, positions_node.name: ROWS}
+    attention, recurrences = (None, 0) if expected is None else expected
+    return certify(gm.graph, roles, numerics, attention, recurrences)
+
+
+@contextlib.contextmanager
+def _as_if_compiling() -> Iterator[None]:
+    """Have code take the branches that it takes in Dynamo's trace of the packed forward."""
+    under_dynamo = torch.compiler.is_dynamo_compiling
+    with _PATCHING, mock.patch.object(torch.compiler, "_is_compiling_flag", True):
+        code = under_dynamo.__code__  # its code is patched, as modules import the function by its name
+        under_dynamo.__code__ = (lambda: True).__code__
+        try:
+            yield
+        finally:
+            under_dynamo.__code__ = code
+
+
+def _trace_batches(model: PreTrainedModel, numerics: Numerics, expected: Expected, device: torch.device) -> None:
+    """Have Dynamo trace the model over a batch, and certify that."""
+    backend = Backend(numerics, dense_role, expects=expected, certify_only=True)
+    input_ids = torch.zeros(B, T, dtype=torch.int64, device=device)
+    position_ids = torch.arange(T, device=device).repeat(B, 1)
+    for tensor in (input_ids, position_ids):
+        torch._dynamo.mark_dynamic(tensor, [0, 1])
+    trace_once(DenseForward(model), backend, (input_ids, position_ids))

@@ -3,13 +3,17 @@
 import asyncio
 import contextlib
 import importlib
+from collections import deque
 from typing import Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.protocols.http.flow_control import FlowControl
 
 __all__ = ["bounded_protocol"]
 
-MOST_HEAD = 1 << 16  # bytes of a request's head, or between two parts of its body; the last read may bring more
+MOST_HEAD = 1 << 16  # bytes of a request's head, or between two parts of its body
+MOST_AHEAD = 16  # unanswered requests of a connection, beyond which no more are parsed
+SLICE = 4096  # bytes that are parsed at a time
 LOOKS = 4  # at a connection, in the time that it may stand still
 
 
@@ -18,7 +22,8 @@ def bounded_protocol(seconds: float) -> type[asyncio.Protocol]:
 
     One is closed whose request, from its first byte or, where it is the first, from the connection's beginning, did not
     arrive whole in this time; and one that took none of the bytes that lay ready for it. Its request is then cancelled,
-    as that of any client that leaves. A head that is longer than MOST_HEAD is refused before it has come.
+    as that of any client that leaves. A head that is longer than MOST_HEAD is refused before it has come. A client that
+    sends requests without waiting for answers is read no further once some wait.
     Offers to go on by another protocol (RFC 9110, section 7.8), such as h2c, are ignored.
     """
     return type("BoundedProtocol", (_Connection,), {"stall": seconds})
@@ -41,11 +46,12 @@ class _Connection(_BASE):
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Begin to look."""
         super().connection_made(transport)
-        self._unfed: list[Any] = []  # what the parser is to read next, the first of it last
+        self.flow = _Flow(transport, self)
+        self._unparsed: deque[Any] = deque()  # bytes
         self._offers = False  # whether the request that is read offers another protocol
         if _COUNTS:
             self.parser = _new_parser(self)
-        self._begun: tuple[Any, ...] = ()
+        self._unanswered: deque[Any] = deque()  # uvicorn's cycles of requests, oldest first
         self._reads = False  # whether a request has begun, and is not whole
         self._unread = 0  # bytes since a head, a part of a body or a request was whole
         self._seen = (None, 0)
@@ -59,16 +65,40 @@ class _Connection(_BASE):
         self._leave()
 
     def data_received(self, data: bytes) -> None:
-        """Read, as long as something becomes whole."""
-        self._unread += len(data)
-        self._unfed = [data]
-        while self._unfed and not self.transport.is_closing():
-            super().data_received(self._unfed.pop())
-        if _COUNTS and self._unread > MOST_HEAD and not self.transport.is_closing():
-            if any(not cycle.response_complete for cycle in self._begun):
-                self.transport.abort()  # nothing can be said in the middle of an answer
-            else:
-                self.send_400_response(f"The head of a request may have {MOST_HEAD} bytes.")
+        """Parse what has come, unless too many requests wait for their answers."""
+        self._unparsed.append(data)
+        self._parse()
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether bytes have come that are not parsed yet, as too many requests wait for their answers."""
+        return bool(self._unparsed)
+
+    def on_response_complete(self) -> None:
+        """Go on with what was held back: the oldest request has its answer."""
+        if self._unanswered:
+            self._unanswered.popleft()
+        super().on_response_complete()
+        self._parse()
+
+    def _parse(self) -> None:
+        while self._unparsed and len(self._unanswered) <= MOST_AHEAD and not self.transport.is_closing():
+            data = self._unparsed.popleft()
+            if len(data) > SLICE:
+                self._unparsed.appendleft(memoryview(data)[SLICE:])
+            self._unread += len(data[:SLICE])
+            super().data_received(data[:SLICE])
+            if _COUNTS and self._unread > MOST_HEAD and not self.transport.is_closing():
+                if self._unanswered:
+                    self.transport.abort()  # nothing can be said in the middle of an answer
+                else:
+                    self.send_400_response(f"The head of a request may have {MOST_HEAD} bytes.")
+        if self.transport.is_closing():
+            self._unparsed.clear()
+        elif self._unparsed:
+            self.flow.pause_reading()
+        elif not self._unanswered:  # else whoever reads the newest request has it go on
+            self.flow.resume_reading()
 
     def on_message_begin(self) -> None:
         """A request begins."""
@@ -94,8 +124,7 @@ class _Connection(_BASE):
             return
         self._unread = 0
         super().on_headers_complete()
-        begun = (*self._begun, self.cycle)
-        self._begun = tuple(cycle for cycle in begun if cycle is not None and not cycle.response_complete)
+        self._unanswered.append(self.cycle)
 
     def decline(self, rest: memoryview) -> bool:
         """Have a request read without its offer, if it makes one: at such heads httptools stops, and takes no body.
@@ -105,12 +134,12 @@ class _Connection(_BASE):
         """
         if not self._offers:
             return False
-        self._offers = False
+        self._offers, self._unread = False, 0
         version = self.parser.get_http_version().encode()
         lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
         lines += [b"%s: %s" % (name, value) for name, value in self.headers if name != b"upgrade"]
         self.parser = _new_parser(self)
-        self._unfed += [rest, b"\r\n".join([*lines, b"\r\n"])]
+        self._unparsed.extendleft([rest, b"\r\n".join([*lines, b"\r\n"])])  # the last of these comes first
         return True
 
     def send_400_response(self, msg: str) -> None:
@@ -120,7 +149,8 @@ class _Connection(_BASE):
 
     def _leave(self) -> None:
         """Whatever is answered on this connection has no client any more."""
-        for cycle in self._begun:
+        self._unparsed.clear()
+        for cycle in self._unanswered:
             cycle.disconnected = not cycle.response_complete
             cycle.message_event.set()
 
@@ -128,7 +158,7 @@ class _Connection(_BASE):
         cycle, buffered = self.cycle, self.transport.get_write_buffer_size()
         answering = cycle is not None and not cycle.response_complete
         idle = cycle is not None and cycle.response_complete and not self._reads  # uvicorn's keep-alive ends it
-        arrives = not idle and (not answering or cycle.more_body)
+        arrives = not idle and not self._unparsed and (not answering or cycle.more_body)
         stuck = buffered > 0 and (self.flow.write_paused or not answering)  # nothing is added to the buffer
         seen = (cycle, buffered if stuck else 0)
         self._still = self._still + 1 if (arrives or stuck) and seen == self._seen else 0
@@ -137,6 +167,19 @@ class _Connection(_BASE):
             self.transport.abort()
             return
         self._timer = asyncio.get_running_loop().call_later(self.stall / LOOKS, self._look)
+
+
+class _Flow(FlowControl):
+    """uvicorn's flow control, which reads no more while its connection holds bytes back."""
+
+    def __init__(self, transport: asyncio.Transport, connection: _Connection) -> None:
+        super().__init__(transport)
+        self._connection = connection
+
+    def resume_reading(self) -> None:
+        """Read again."""
+        if not self._connection.holds_back:
+            super().resume_reading()
 
 
 class _Parser(_HTTPTOOLS.HttpRequestParser if _COUNTS else object):  # type: ignore[misc]

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from detcompile.serving.connections import bounded_protocol
+from detcompile.serving.connections import MOST_AHEAD, SLICE, bounded_protocol
 
 OFFERS = [  # Java's java.net.http.HttpClient makes the first one with every request
     b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n",
@@ -44,20 +45,25 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": data})
 
 
+connections: set[Any] = set()  # of the server of ``connected``
+
+
 @contextlib.asynccontextmanager
-async def connected() -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    config = uvicorn.Config(app, http=bounded_protocol(5), ws="none", lifespan="off", log_level="critical")
+async def connected(serves: Any = app) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    config = uvicorn.Config(serves, http=bounded_protocol(5), ws="none", lifespan="off", log_level="critical")
     config.load()
     make: Any = config.http_protocol_class
     loop, state = asyncio.get_running_loop(), ServerState()
+    state.connections = connections
     server = await loop.create_server(lambda: make(config=config, server_state=state, app_state={}), "127.0.0.1", 0)
     reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             yield reader, writer
     finally:
         writer.close()
         server.close()
+        connections.clear()
 
 
 async def answers(parts: Sequence[bytes]) -> list[Any]:
@@ -91,6 +97,63 @@ def test_an_offer_of_another_protocol_is_ignored(offer: bytes) -> None:
 def test_many_offers_in_one_packet() -> None:
     async def scenario() -> None:
         assert await answers([b"".join(asked(OFFERS[0])) * 400]) == TOLD
+
+    asyncio.run(scenario())
+
+
+def read_ahead(count: int, request: bytes) -> tuple[float, int]:
+    """Send requests at once; return the CPU seconds until all are answered, and the most that waited for answers."""
+    most = 0
+
+    async def slow(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal most
+        [connection] = connections
+        most = max(most, len(connection.pipeline))
+        await app(scope, receive, send)
+
+    async def scenario() -> float:
+        async with connected(slow) as (reader, writer):
+            start, num_answers = time.process_time(), 0
+            writer.write(request * count)
+            while num_answers < count:
+                num_answers += (await reader.read(1 << 16)).count(b"HTTP/1.1 200")
+            return time.process_time() - start
+
+    return asyncio.run(scenario()), most
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [b"GET /a HTTP/1.1\r\n\r\n", b"POST /a HTTP/1.1\r\nContent-Length: 3000\r\n\r\n" + b"x" * 3000],
+    ids=["heads", "bodies"],
+)
+def test_requests_that_are_sent_without_waiting_are_read_as_they_are_answered(request_bytes: bytes) -> None:
+    """The cost of one does not grow with those before it."""
+    for _ in range(3):  # other processes may take the caches meanwhile
+        seconds = [read_ahead(count, request_bytes) for count in (500, 1000, 4000)][1:]
+        (first, _), (second, most) = seconds
+        assert most <= MOST_AHEAD + 1 + SLICE // len(request_bytes)
+        if second < 1.6 * 4 * first:
+            return
+    pytest.fail(f"1000 requests take {first:.2f} s of CPU time, and 4000 {second:.2f} s")
+
+
+def test_a_client_that_leaves_with_requests_unread_ends_them() -> None:
+    begun, ended = asyncio.Event(), []
+
+    async def waits(scope: Any, receive: Any, send: Any) -> None:
+        begun.set()
+        while (await receive())["type"] != "http.disconnect":
+            continue
+        ended.append(scope["path"])
+
+    async def scenario() -> None:
+        async with connected(waits) as (_, writer):
+            writer.write(b"GET /a HTTP/1.1\r\n\r\n" * 5)
+            await begun.wait()
+            writer.close()
+            while not ended:
+                await asyncio.sleep(0.01)
 
     asyncio.run(scenario())
 

@@ -1,11 +1,20 @@
 """What holds for all tests of templates."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from detcompile.templates.device.gate import Gate
+from tests.templates.offline_compiler import OfflineCompiler
 from tests.templates.triton_interpreter import INTERPRETED
+
+
+@pytest.fixture(scope="session")
+def offline_compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OfflineCompiler]:
+    compiler = OfflineCompiler(tmp_path_factory.mktemp("triton"))
+    yield compiler
+    compiler.close()
 
 
 @pytest.fixture

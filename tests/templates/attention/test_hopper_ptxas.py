@@ -5,19 +5,15 @@ instruction, and says so in its log; the bits are the same, the speed is not. Th
 installed: 12.8 in Triton 3.6 and 3.7.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
+from tests.templates.offline_compiler import OfflineCompiler
 from tests.templates.triton_interpreter import INTERPRETED
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 
-# A process of its own: Triton asks for a driver, and a target is given instead.
 COMPILE = """
+import os
 from triton.backends.compiler import GPUTarget
 from triton.compiler import compile
 from triton.experimental.gluon import language as gl
@@ -25,6 +21,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from detcompile.templates.attention.hopper import REGISTERS, hopper_attention_kernel
 from detcompile.templates.attention.hopper_decode import hopper_decode_kernel, registers
 
+os.environ["TRITON_DUMP_PTXAS_LOG"] = "1"
 TYPES = {name: "*i32" for name in ("cu_ptr", "lens_ptr", "table_ptr")} | {"max_and_sum_ptr": "*fp32", "c": "fp32"}
 STRIDES = ("q_batch", "q_token", "q_head", "block_rows", "batch_rows", "head_columns", "out_batch", "out_token")
 
@@ -66,14 +63,12 @@ decode(2, 64, 64, D=128, BLOCK_SIZE=64, STAGES=4, **whole)
 decode(2, 64, 64, D=128, BLOCK_SIZE=64, STAGES=2, **whole)
 decode(16, 64, D=128, BLOCK_SIZE=16, STAGES=3, **windowed)
 decode(1, 64, 64, D=64, BLOCK_SIZE=64, STAGES=2, WINDOWED=True, SPLIT=True)
+del os.environ["TRITON_DUMP_PTXAS_LOG"]
 """
 
 
-def test_products_of_the_tensor_core_do_not_wait_for_each_other(tmp_path: Path) -> None:
-    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_DUMP_PTXAS_LOG": "1"}
-    run = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-2000:]
-    *logs, _ = run.stdout.split("=====")
+def test_products_of_the_tensor_core_do_not_wait_for_each_other(offline_compiler: OfflineCompiler) -> None:
+    *logs, _ = offline_compiler.run(COMPILE).split("=====")
     assert len(logs) == 9
     for log in logs:
         assert "registers" in log and "wgmma" not in log, log[-2000:]

@@ -1,19 +1,15 @@
 """What the merge of attention's chunks becomes on a Hopper GPU, compiled without one: the arithmetic of the merge that
 it replaces, operation by operation."""
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests.templates.offline_compiler import OfflineCompiler
 from tests.templates.triton_interpreter import INTERPRETED
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 
-# A process of its own: Triton asks for a driver, and a target is given instead.
 COMPILE = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
@@ -41,13 +37,10 @@ ptx(ASTSource, merge_kernel, DV=128, DVP=128, CHUNK=512, AHEAD=4, PDL=True, **ki
 """
 
 
-def test_merges_are_made_of_the_same_operations(tmp_path: Path) -> None:
-    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
-    run = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-2000:]
+def test_merges_are_made_of_the_same_operations(offline_compiler: OfflineCompiler) -> None:
     *marked, by_lengths = (
         set(re.findall(r"\b((?:fma|mad|mul|add|sub|div|rcp|ex2|max|min)(?:\.[a-z]+)*\.f32)\b", text))
-        for text in run.stdout.split("=====")[:-1]
+        for text in offline_compiler.run(COMPILE).split("=====")[:-1]
     )
     assert marked == [by_lengths, by_lengths]
     assert {op.split(".")[0] for op in by_lengths} == {"mul", "add", "sub", "div", "ex2", "max"}

@@ -3,14 +3,12 @@
 Unguarded it does: where that case fails, ``widened`` may go.
 """
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
-# A process of its own: Triton asks for a driver, and a target is given instead.
+from tests.templates.offline_compiler import OfflineCompiler
+
 COMPILE = """
 import sys
 import triton
@@ -53,21 +51,12 @@ else:
 """
 
 
-def compiled_ptx(kernel, folder):
-    source = folder / "compile_it.py"  # Triton reads the source of a kernel from its file
-    source.write_text(COMPILE)
-    environment = os.environ | {"TRITON_CACHE_DIR": str(folder), "TRITON_INTERPRET": "0"}
-    run = subprocess.run([sys.executable, source, kernel], env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-2000:]
-    return run.stdout
-
-
 @pytest.mark.parametrize(("kernel", "shrinks"), [("unguarded", True), ("residual", False), ("weight", False)])
-def test_operations_of_mixed_halves_stay_float32(kernel, shrinks, tmp_path):
-    shrunk = re.findall(r"\b(?:add|mul|fma)(?:\.rn)?\.f16(?:x2)?\b", compiled_ptx(kernel, tmp_path))
+def test_operations_of_mixed_halves_stay_float32(kernel, shrinks, offline_compiler: OfflineCompiler):
+    shrunk = re.findall(r"\b(?:add|mul|fma)(?:\.rn)?\.f16(?:x2)?\b", offline_compiler.run(COMPILE, kernel))
     assert bool(shrunk) == shrinks, shrunk
 
 
-def test_weights_of_heads_are_widened_by_hand(tmp_path):
+def test_weights_of_heads_are_widened_by_hand(offline_compiler: OfflineCompiler):
     """Their rotation is float16's own, so that a conversion of bfloat16 is what shows that LLVM knows."""
-    assert "cvt.f32.bf16" not in compiled_ptx("heads", tmp_path)
+    assert "cvt.f32.bf16" not in offline_compiler.run(COMPILE, "heads")

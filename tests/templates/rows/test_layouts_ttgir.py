@@ -2,18 +2,14 @@
 is loaded or stored beside. The tree of the lanes follows the layout (row_sums)."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests.templates.offline_compiler import OfflineCompiler
 from tests.templates.triton_interpreter import INTERPRETED
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 
-# A process of its own: Triton asks for a driver, and a target is given instead.
 COMPILE = """
 import json
 import re
@@ -83,12 +79,7 @@ print(json.dumps(found))
 """
 
 
-def test_a_thread_holds_what_it_loads_of_a_row(tmp_path: Path) -> None:
-    source = tmp_path / "compile_them.py"
-    source.write_text(COMPILE)
-    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
-    run = subprocess.run([sys.executable, source], env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-2000:]
-    found = json.loads(run.stdout)
+def test_a_thread_holds_what_it_loads_of_a_row(offline_compiler: OfflineCompiler) -> None:
+    found = json.loads(offline_compiler.run(COMPILE))
     assert len(found) > 30
     assert {case: pieces for case, (pieces, vector) in found.items() if pieces != [vector]} == {}

@@ -1,17 +1,14 @@
 """What the sampling kernel becomes on NVIDIA GPUs, compiled without one: single IEEE operations in float64."""
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
+from tests.templates.offline_compiler import OfflineCompiler
 from tests.templates.triton_interpreter import INTERPRETED
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 
-# A process of its own: Triton asks for a driver, and a target is given instead.
 COMPILE = """
 import sys
 from triton.backends.compiler import GPUTarget
@@ -31,14 +28,10 @@ CONSTANTS = ["3FE6A09E667F3BCD", "3FE62E42FEE00000", "3DEA39EF35793C76", "3FE555
 
 
 @pytest.mark.parametrize("capability", [80, 90])
-def test_float64_is_single_ieee_operations(capability, tmp_path):
-    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
-    run = subprocess.run(
-        [sys.executable, "-c", COMPILE, str(capability)], env=environment, capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    operations = set(re.findall(r"\b([a-z]+(?:\.[a-z]+)*\.f64)\b", run.stdout))
+def test_float64_is_single_ieee_operations(capability: int, offline_compiler: OfflineCompiler) -> None:
+    ptx = offline_compiler.run(COMPILE, str(capability))
+    operations = set(re.findall(r"\b([a-z]+(?:\.[a-z]+)*\.f64)\b", ptx))
     arithmetic = {op for op in operations if op.split(".")[0] in {"fma", "div", "mul", "add", "sub", "rcp", "mad"}}
     assert arithmetic == {"mul.rn.f64", "add.rn.f64", "sub.rn.f64", "div.rn.f64"}
-    found = set(re.findall(r"0d([0-9A-F]{16})", run.stdout))
+    found = set(re.findall(r"0d([0-9A-F]{16})", ptx))
     assert found.issuperset(CONSTANTS), "a constant was rounded"

@@ -1,4 +1,7 @@
-"""Settings that every test shares: hypothesis profiles, what runs where and first, and the device fixture.
+"""Settings that all tests share: the cache, hypothesis profiles, the budget, and the device fixture.
+
+Compiled programs and kernels are kept in .cache/tests of the checkout, so that a second run compiles nothing whose
+sources have not changed. A test that patches the package compiles anew (tests/patches.py).
 
 Hypothesis draws anew at every commit, from one seed that is printed at the end (tests/draws.py), so that
 `DETCOMPILE_TEST_SEED=...` repeats the draws of another run. What failed is kept in .hypothesis and tried first. A test
@@ -7,7 +10,6 @@ draws as many examples as CI has time for; `pytest --hypothesis-profile=explore`
 
 import gc
 import os
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,26 @@ from hypothesis import HealthCheck, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
 import detcompile.passes.named_backend  # noqa: F401 - a checkout that is not installed has no entry point
+from detcompile import config
+from detcompile.passes import lowering, whole_model
+from tests.budget import Budget
 from tests.draws import VARIABLE, seed_of_run
+from tests.patches import Patches
 
-# Tests compile anew: what they patch in this package is no part of a kept program's key. Those of kept programs, and
-# commands that run in processes of their own, say otherwise.
-os.environ["DETCOMPILE_KEEP_PROGRAMS"] = "0"
+CACHE = Path(__file__).parents[1] / ".cache" / "tests"
+os.environ.setdefault("DETCOMPILE_CACHE", str(CACHE / "detcompile"))
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE / "inductor"))
 os.environ["DETCOMPILE_PROGRESS"] = "0"
+
+PATCHES = Patches()
+
+
+def programs_kept() -> bool:
+    """Replace `detcompile.config.programs_kept` where models are compiled."""
+    return config.programs_kept() and not PATCHES.changed()
+
+
+lowering.programs_kept = whole_model.programs_kept = programs_kept
 
 # Where a CI is noticed, hypothesis would repeat itself and keep nothing: so each of these is said.
 DRAWS = settings(
@@ -37,59 +53,17 @@ settings.register_profile("ci", DRAWS, max_examples=16)
 settings.register_profile("explore", DRAWS, max_examples=500)
 settings.load_profile("ci")
 
-# Files that need the same models share a worker, and with it `tests.model_cases.compiled`; so do those that need the
-# CPU library of every instruction set, which two workers would build at once.
-TOGETHER = {
-    "server": ("tests/serving/*",),
-    "models": (
-        "tests/architectures/*",
-        "tests/commands/test_certificate_page.py",
-        "tests/commands/test_tune_speculation.py",
-        "tests/invariance/*",
-        "tests/models/test_compiled.py",
-        "tests/models/test_generation*",
-        "tests/models/test_model_object.py",
-        "tests/offline/*",
-        "tests/passes/proof/test_certificate.py",
-        "tests/runtime/requests/test_prompts.py",
-        "tests/runtime/sampling/test_rejection.py",
-        "tests/runtime/speculation/*",
-        "tests/runtime/test_engine*",
-        "tests/runtime/test_isolation.py",
-        "tests/runtime/test_threads.py",
-        "tests/test_repeat.py",
-        "tests/test_schedulers.py",
-        "tests/test_tiny_drafters.py",
-        "tests/test_workers.py",
-    ),
-    "libraries": (
-        "tests/templates/*cpu*",
-        "tests/templates/matmul/test_amx.py",
-        "tests/templates/matmul/test_batched.py",
-        "tests/templates/matmul/test_gate.py",
-        "tests/templates/test_cpp_dispatch.py",
-        "tests/templates/test_real_sizes.py",
-    ),
-}
-# They take a minute or more: begun last, one of them would leave the other workers idle.
-LONG = (
-    "models",
-    "server",
-    "tests/templates/test_triton_interpreter.py",
-    "tests/commands/test_cli.py",
-    "tests/parallel/test_tensor_parallel.py",
-    "tests/passes/rewrites/test_rope.py",
-    "libraries",
-    "tests/passes/rewrites/test_merged_linears.py",
-    "tests/models/test_export.py",
-    "tests/test_examples.py",
-    "tests/test_docs_code.py",
-)
 GPU_BYTES_OF_A_WORKER = 3 << 30
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", help="run one part of the chosen files: 3/8 takes files number 3, 11, 19 ...")
+    parser.addoption("--budget", action="store_true", help="fail beyond the limits of tests/budget.py")
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """One seed for hypothesis and for all else that is drawn, unless `--hypothesis-seed` gives another."""
+    """Draw from one seed, unless `--hypothesis-seed` gives another, and count what the tests cost."""
+    config.pluginmanager.register(Budget(checked=config.getoption("budget")))
     if config.getoption("hypothesis_seed", None) is None and config.getoption("hypothesis_profile", None) != "explore":
         hypothesis.core.global_force_seed = seed_of_run()
 
@@ -110,18 +84,20 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if only and collection_path.suffix == ".py" and not may_need_gpu(collection_path) else None
 
 
-def group_of(nodeid: str) -> str:
-    """Of TOGETHER, or else the file."""
-    file = nodeid.split("::", 1)[0]
-    return next((group for group, files in TOGETHER.items() if any(fnmatch(file, own) for own in files)), file)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What is LONG first, each group in one piece; the other files in their order."""
+@pytest.hookimpl(trylast=True)  # after -m has deselected
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    part = config.getoption("part")
+    if part is not None:
+        index, _, count = part.partition("/")
+        files = sorted({item.path for item in items})[int(index) :: int(count)]
+        items[:] = [item for item in items if item.path in files]
     hidden = {item.path for item in items if item.get_closest_marker("gpu")}
     assert all(map(may_need_gpu, hidden)), f"make gpu-test does not find the tests of {hidden}"
-    groups = {item.nodeid: group_of(item.nodeid) for item in items}
-    items.sort(key=lambda item: LONG.index(groups[item.nodeid]) if groups[item.nodeid] in LONG else len(LONG))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    PATCHES.record()
 
 
 def pytest_collection_finish() -> None:
@@ -138,20 +114,6 @@ def pytest_xdist_auto_num_workers() -> int:
     if not torch.cuda.is_available():
         return cores
     return min(cores, torch.cuda.get_device_properties(0).total_memory // GPU_BYTES_OF_A_WORKER)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Of `--dist loadfile`: a worker takes a whole file, or all that are TOGETHER."""
-    if config.getvalue("dist") != "loadfile":
-        return None
-    from xdist.scheduler import LoadFileScheduling
-
-    class Files(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return group_of(nodeid)
-
-    return Files(config, log)
 
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

@@ -1,4 +1,4 @@
-"""Cases that `make test` leaves to `make test-all`: more of a kind that it tests by fewer."""
+"""Mark cases that `make test` leaves to `make test-all` and CI's rotation."""
 
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -15,7 +15,9 @@ from detcompile.models.hub import EMBEDDED
 from detcompile.passes import lowering
 from detcompile.passes.programs.plain import run_plainly
 
-__all__ = ["ARCHITECTURES", "STATEFUL", "VOCAB_SIZE", "certified", "compiled", "random_model", "without_inductor"]
+__all__ = [
+    "ARCHITECTURES", "CANONICAL", "STATEFUL", "VOCAB_SIZE", "certified", "compiled", "random_model", "without_inductor",
+]  # fmt: skip
 
 VOCAB_SIZE = 160
 MAX_CONTEXT = 2048
@@ -49,6 +51,16 @@ ARCHITECTURES = {
     "bloom": COMMON | {"hidden_size": 80, "n_layer": 2, "n_head": 4},
     "falcon": LLAMA | {"new_decoder_architecture": True, "num_kv_heads": 2},
     "gptj": COMMON | {"n_embd": 80, "n_layer": 2, "n_head": 4, "n_positions": MAX_CONTEXT, "rotary_dim": 12},
+}
+# The programs that `make test` shares: tests that need some compiled model take one of these.
+CANONICAL = {
+    ("llama", torch.bfloat16),
+    ("qwen3", torch.float32),
+    ("qwen3", torch.bfloat16),
+    ("gpt2", torch.float32),
+    ("gemma2", torch.bfloat16),
+    ("granite_swa", torch.float32),
+    ("mamba2", torch.float32),
 }
 # Layers that carry a state from token to token: convolutions, Mamba-2, gated delta nets, RWKV; some beside attention.
 STATEFUL = {

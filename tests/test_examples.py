@@ -52,6 +52,7 @@ def test_an_agent_is_replayed_to_the_byte(tmp_path: Path) -> None:
     assert printed.count("--- seed ") == 4 and "--- 4 turns replayed, equal to the byte; fingerprint " in printed
 
 
+@EXHAUSTIVE
 def test_fine_tuning_follows_no_micro_batch(tmp_path: Path) -> None:
     printed = run("sft.py", tmp_path)
     found = re.findall(r"^(\d) micro-batches, step (\d): loss ([\d.]+)  weights (\w+)$", printed, re.M)
@@ -61,6 +62,7 @@ def test_fine_tuning_follows_no_micro_batch(tmp_path: Path) -> None:
     assert "--- equal weights after each of 6 steps, whole and in 3 micro-batches; last " in printed
 
 
+@EXHAUSTIVE
 def test_reinforcement_learning_is_on_policy_to_the_bit(tmp_path: Path) -> None:
     asked = ["--model", "tiny-draft", "--seeds", "1", "--steps", "3", "--out", str(tmp_path)]
     command = [sys.executable, "-m", "examples.rl", *asked]

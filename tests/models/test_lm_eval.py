@@ -1,6 +1,6 @@
 """lm-evaluation-harness takes a compiled model as it is, and its figures do not depend on the batch size.
 
-It needs the extra `eval`, which `make test` installs.
+It needs the extra `eval`, which `make test-all` installs.
 """
 
 from pathlib import Path
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from detcompile.models.hub import TINY_FOLDER
+from tests.exhaustive import EXHAUSTIVE
 from tests.model_cases import compiled
 
 pytest.importorskip("lm_eval", reason="needs the extra `eval`: pip install -e .[test,eval]")
@@ -16,6 +17,7 @@ pytest.importorskip("lm_eval", reason="needs the extra `eval`: pip install -e .[
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
+pytestmark = EXHAUSTIVE
 TEXTS = Path(TINY_FOLDER, "prompts.txt").read_text().split("\n---\n")[:12]
 BATCHES = (1, 3, 8)
 

@@ -57,9 +57,9 @@ CHANGES = {
 }
 # Models whose certified graph is run on each number of ranks; over four, two key heads are held by two ranks each.
 DENSE = {
-    2: ["bloom", "gemma3_text", "gpt_neox", "gptj", "opt", "phi3"],
+    2: ["bloom", "gemma3_text", "gpt_neox"],
     3: ["gpt2", "llama"],
-    4: ["falcon", "olmo2"],
+    4: ["falcon", "gptj", "olmo2", "opt", "phi3"],
 }
 # Models that are compiled and serve steps.
 SERVED = {2: [("gpt2", torch.float32), ("tiny-draft", torch.bfloat16)], 3: [], 4: [("llama", torch.bfloat16)]}

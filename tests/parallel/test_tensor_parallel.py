@@ -39,7 +39,7 @@ SERVED_ON_GPU: dict[int, list[Any]] = {
         ("phi3", torch.float16),
     ],
 }
-ON_CPU: dict[int, Any] = {2: (), 3: (), 4: EXHAUSTIVE}
+ON_CPU: dict[int, Any] = {2: (), 3: EXHAUSTIVE, 4: EXHAUSTIVE}
 DENSE_ON_GPU = {2: ["falcon", "gemma3_text", "mistral"], 3: DENSE[3], 4: ["falcon", "llama", "olmo2", "qwen3"]}
 
 

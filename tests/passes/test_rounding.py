@@ -12,6 +12,7 @@ from detcompile.passes import pipeline
 from detcompile.passes.pipeline import GraphPass, rewrite
 from detcompile.templates.cpu.shared_objects import compiler_version
 from tests.bits import assert_bitwise_equal
+from tests.exhaustive import exhaustive_unless
 
 FEATURES = 37  # no multiple of a vector
 POINTWISE: dict[str, Callable[[Tensor], Tensor]] = {
@@ -30,12 +31,17 @@ POINTWISE: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("function", POINTWISE.values(), ids=POINTWISE.keys())
-def test_an_element_ignores_its_place(function: Callable[[Tensor], Tensor], dtype: torch.dtype, device: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    exhaustive_unless(
+        lambda case: case[1] is torch.float32 or case[0] in ("silu", "softplus", "cast in the middle"),
+        [(name, dtype) for name in POINTWISE for dtype in (torch.float32, torch.bfloat16)],
+    ),
+)
+def test_an_element_ignores_its_place(name: str, dtype: torch.dtype, device: str) -> None:
     """Traced once, at two rows: in the vector body, in the tail, and alone, a row has the same bytes."""
     torch._dynamo.reset()
-    compiled = torch.compile(lambda x: function(x), backend="detcompile", fullgraph=True)
+    compiled = torch.compile(lambda x: POINTWISE[name](x), backend="detcompile", fullgraph=True)
     rows = (torch.randn(70, FEATURES, generator=torch.Generator().manual_seed(3)) * 3).to(device, dtype)
     traced = rows[:2].clone()
     torch._dynamo.decorators.mark_unbacked(traced, 0)

@@ -1,6 +1,6 @@
 """Clients that others wrote, unmodified: lm-eval, LangChain's, GuideLLM, and Schemathesis over the schema.
 
-They need the extra `clients`, which `make test` installs.
+They need the extra `clients`, which `make test-all` installs.
 """
 
 import importlib.util
@@ -26,6 +26,7 @@ from tests.serving.conftest import Server, model_of, started
 from tests.serving.test_tools import ADD, check
 
 MISSING = "needs the extra `clients`: pip install -e .[test,clients]"
+pytestmark = EXHAUSTIVE
 TEXTS = Path(TINY_FOLDER, "prompts.txt").read_text().split("\n---\n")[:6]
 TOOL = {"type": "function", "function": {"name": "add", "parameters": ADD}}
 
@@ -134,7 +135,7 @@ def pydantic_call(call: dict[str, Any]) -> Any:
 
 @pytest.mark.skipif(importlib.util.find_spec("guidellm") is None, reason=MISSING)
 @pytest.mark.parametrize(
-    "profile", ["kind=concurrent,streams=4", pytest.param("kind=poisson,rate=4", marks=EXHAUSTIVE)]
+    "profile", ["kind=concurrent,streams=4", "kind=poisson,rate=4"]
 )
 def test_guidellm_finds_no_error(profile: str, server: Server, tmp_path: Path) -> None:
     report, num_requests, num_tokens = tmp_path / "report.json", 24, 16

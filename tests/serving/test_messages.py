@@ -10,7 +10,7 @@ import pytest
 from tests.serving.conftest import Server
 from tests.serving.test_tools import ADD
 
-anthropic = pytest.importorskip("anthropic", reason="needs the extra `clients`: pip install -e .[test,clients]")
+anthropic = pytest.importorskip("anthropic", reason="needs the extra `test`: pip install -e .[test]")
 SAID = [{"role": "user", "content": "Write a function."}]
 ASKED = {"model": "tiny", "max_tokens": 40, "messages": SAID}
 OURS = {"seed": 5}

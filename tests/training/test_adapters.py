@@ -13,7 +13,10 @@ from transformers import AutoTokenizer
 
 import detcompile
 from detcompile.models.hub import TINY_FOLDER
+from tests.exhaustive import EXHAUSTIVE
 from tests.test_docs_code import blocks
+
+pytestmark = EXHAUSTIVE
 
 GUIDES = Path(__file__).parents[2] / "docs" / "guides"
 MODEL = "tiny-draft"

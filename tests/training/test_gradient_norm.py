@@ -17,6 +17,7 @@ from detcompile import clip_grad_norm_
 from detcompile.errors import InvalidInput
 from detcompile.templates.training.exactness import ExactnessGuard
 from tests.bits import assert_bitwise_equal
+from tests.exhaustive import EXHAUSTIVE
 
 SHAPES = [(7, 33), (5,), (), (12, 4, 9), (0, 3), (2, 1000)]
 
@@ -129,7 +130,7 @@ def of_rank(rank: int, world: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=EXHAUSTIVE)])
 def test_no_number_of_ranks_moves_a_bit(world, tmp_path):
     mp.spawn(of_rank, (world, str(tmp_path)), world)
     given = parameters()

@@ -8,6 +8,8 @@ from typing import Any
 
 from tests.exhaustive import EXHAUSTIVE
 
+pytestmark = EXHAUSTIVE  # test_sharding.py compares the same digests without the processes of torchrun
+
 
 def report(folder: Path, ranks: int, parts: str) -> dict[str, Any]:
     file = folder / f"{ranks}.json"
@@ -32,7 +34,6 @@ def test_weights_of_two_ranks_follow_no_split(tmp_path: Path):
     assert found["reduce"] and all(row["exact"] for row in found["reduce"])
 
 
-@EXHAUSTIVE
 def test_weights_of_one_rank_are_those_of_two_and_not_so_with_plain_torch(tmp_path: Path):
     one, two = (report(tmp_path, ranks, "ours,plain") for ranks in (1, 2))
     assert digests(one["ours"]) == digests(two["ours"])

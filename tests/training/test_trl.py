@@ -14,7 +14,9 @@ trl = pytest.importorskip("trl")
 from datasets import Dataset  # noqa: E402 - comes with trl
 
 from detcompile.trl import GRPOTrainer  # noqa: E402
-from tests.exhaustive import exhaustive_unless  # noqa: E402
+from tests.exhaustive import EXHAUSTIVE  # noqa: E402
+
+pytestmark = EXHAUSTIVE  # the extra `trl` comes with make test-all
 
 PROMPTS = ["def add(first, second):\n    return", "import json\n", "class Point:\n", "x = 1\n"]
 
@@ -56,7 +58,7 @@ def logged(made: GRPOTrainer, name: str) -> list[float]:
     return [entry[name] for entry in made.state.log_history if name in entry]
 
 
-@pytest.mark.parametrize("loss", exhaustive_unless(lambda loss: loss == "dapo", ["dapo", "dr_grpo", "cispo"]))
+@pytest.mark.parametrize("loss", ["dapo", "dr_grpo", "cispo"])
 def test_training_is_on_policy_and_follows_no_micro_batch(loss: str, sampler: Any, tmp_path: Path) -> None:
     start = {n: p.detach().float() for n, p in detcompile.load_model("tiny-draft", device="cpu").named_parameters()}
     whole = trained(tmp_path, sampler, loss_type=loss)
@@ -74,7 +76,7 @@ def test_training_is_on_policy_and_follows_no_micro_batch(loss: str, sampler: An
     assert all(weight is whole.policy.get_parameter(name) for name, weight in whole.model.named_parameters())
 
 
-@pytest.mark.parametrize("loss", exhaustive_unless(lambda loss: loss == "cispo", ["dapo", "cispo"]))
+@pytest.mark.parametrize("loss", ["dapo", "cispo"])
 def test_later_iterations_over_one_batch_are_off_policy(loss: str, sampler: Any, tmp_path: Path) -> None:
     """The ratio is to the policy that drew; it differs from 1 once a step has moved the weights."""
     whole, parts = (

@@ -67,11 +67,17 @@ def cut(
     copied = _copied(gm.graph, places, own, {node for node, trains in zip(inputs, trained) if trains})
     (output,) = gm.graph.find_nodes(op="output")
     results = [[row] for row in rows] + [list(output.args[0])]
-    parts = []
-    for place, gives in zip(range(OUTSIDE, len(rows)), results, strict=True):
-        made = [node for node in gm.graph.nodes if places.get(node) == place and node not in copied]
-        parts.append(_with_copied([node for node in made if node.op != "placeholder"], gives, copied))
-    shared = _read_elsewhere(parts, results, rows)
+    while True:
+        parts = []
+        for place, gives in zip(range(OUTSIDE, len(rows)), results, strict=True):
+            made = [node for node in gm.graph.nodes if places.get(node) == place and node not in copied]
+            parts.append(_with_copied([node for node in made if node.op != "placeholder"], gives, copied))
+        shared = _read_elsewhere(parts, results, rows)
+        # Share what a view is made of: Inductor cannot return a view whose strides depend on the number of tokens.
+        views = {node for node in shared if node.target in CHEAP}
+        if not views:
+            break
+        copied |= views
     results[0] += shared
     return [_region(gm, part, rows, gives, shared) for part, gives in zip(parts, results, strict=True)]
 

@@ -57,7 +57,7 @@ GPU_BYTES_OF_A_WORKER = 3 << 30
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--part", help="run one part of the chosen files: 3/8 takes files number 3, 11, 19 ...")
+    parser.addoption("--part", help="run one part of the chosen tests: 3/8 takes the third of eight")
     parser.addoption("--budget", action="store_true", help="fail beyond the limits of tests/budget.py")
 
 
@@ -84,13 +84,19 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if only and collection_path.suffix == ".py" and not may_need_gpu(collection_path) else None
 
 
+def unit_of(item: pytest.Item) -> str:
+    """Return what the rotation keeps together: a file, whose tests may share fixtures, or a test marked `by_item`."""
+    marker = item.get_closest_marker("exhaustive")
+    return item.nodeid if marker is not None and marker.kwargs.get("by_item") else item.nodeid.partition("::")[0]
+
+
 @pytest.hookimpl(trylast=True)  # after -m has deselected
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     part = config.getoption("part")
     if part is not None:
         index, _, count = part.partition("/")
-        files = sorted({item.path for item in items})[int(index) :: int(count)]
-        items[:] = [item for item in items if item.path in files]
+        units = sorted({unit_of(item) for item in items})[int(index) :: int(count)]
+        items[:] = [item for item in items if unit_of(item) in units]
     hidden = {item.path for item in items if item.get_closest_marker("gpu")}
     assert all(map(may_need_gpu, hidden)), f"make gpu-test does not find the tests of {hidden}"
 

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-__all__ = ["EXHAUSTIVE", "exhaustive_unless"]
+__all__ = ["EXHAUSTIVE", "EXHAUSTIVE_BY_ITEM", "exhaustive_unless"]
 
 EXHAUSTIVE = pytest.mark.exhaustive
+EXHAUSTIVE_BY_ITEM = pytest.mark.exhaustive(by_item=True)  # of files too long for one part of the rotation
 
 
 def exhaustive_unless(quick: Callable[[Any], bool], cases: Iterable[Any]) -> list[Any]:

@@ -101,6 +101,7 @@ FLOORS = [
         {"serving.request_log"},
         {
             "serving.access",
+            "serving.bodies",
             "serving.connections",
             "serving.deadlines",
             "serving.kept_responses",

@@ -26,7 +26,8 @@ import uvicorn  # noqa: E402 - once it is known to be there
 from starlette.types import ASGIApp  # noqa: E402
 
 from detcompile.serving.access import KeyFile  # noqa: E402
-from detcompile.serving.app import MAX_BODY, new_app  # noqa: E402
+from detcompile.serving.app import new_app  # noqa: E402
+from detcompile.serving.bodies import MAX_BODY  # noqa: E402
 from detcompile.serving.engines.answers import Answer  # noqa: E402
 from detcompile.serving.engines.fleet import Fleet  # noqa: E402
 from detcompile.serving.engines.handshake import SECRET_BYTES  # noqa: E402
@@ -55,7 +56,8 @@ class Bounds:
 
     def of_service(self) -> dict[str, Any]:
         """The bounds that Service takes, by its names."""
-        return {name: getattr(self, name) for name in ("max_queue", "max_queued_tokens", "queue_timeout", "timeout")}
+        names = ("max_queue", "max_queued_tokens", "max_body", "queue_timeout", "timeout")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,7 +232,7 @@ def command(
     names = {"name": name, "journal": kept.opened(), "keys": keys.digests, **chat.options(), **bounds.of_service()}
     fleet = functools.partial(processes.fleet, loading=loading)
     service = functools.partial(Service, **names, receipts=receipts.issuer(), fleet=fleet)
-    shown = {"version": __version__, "digests": keys.digests, "max_body": bounds.max_body, **web.options()}
+    shown = {"version": __version__, "digests": keys.digests, **web.options()}
     app = functools.partial(new_app, **shown)
     with asyncio.Runner(loop_factory=uvicorn.Config("").get_loop_factory()) as runner:  # uvloop's, where it is
         sys.exit(runner.run(_served(spec, (host, port), bounds, service, app, keys)))

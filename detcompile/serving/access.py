@@ -1,4 +1,4 @@
-"""Access: one ASGI layer around all routes that asks for API keys; and bodies of a bounded size and of one type."""
+"""Access: one ASGI layer around all routes that asks for API keys."""
 
 import hashlib
 import hmac
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from starlette.datastructures import Headers
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from detcompile.errors import InvalidInput
 from detcompile.serving.http_errors import HTTPError
 from detcompile.serving.responses import JSON
 
-__all__ = ["Access", "KeyFile", "owner_of", "read_body", "read_keys"]
+__all__ = ["Access", "KeyFile", "owner_of", "read_keys"]
 
 OWNER = "detcompile.owner"  # of a request, in its scope: sha256 of its key in hex
 
@@ -95,30 +95,6 @@ def owner_of(request: Request) -> str:
     """sha256 of the API key that a request has come with, in hex; empty where the server has no keys."""
     owner: str = request.scope[OWNER]
     return owner
-
-
-async def read_body(request: Request, most: int) -> bytes:
-    """The body of a request that sends JSON.
-
-    A page in a browser cannot send this type to another site unasked, which keeps pages from using a server on
-    loopback.
-
-    Raises:
-        HTTPError: another type, or over ``most`` bytes.
-    """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != JSON:
-        raise HTTPError(415, f"send the body as `Content-Type: {JSON}`", code="unsupported_media_type")
-    parts, size = [], 0
-    try:
-        async for part in request.stream():
-            size += len(part)
-            if size > most:
-                raise HTTPError(413, f"the body is over {most} bytes")
-            parts.append(part)
-    except ClientDisconnect as error:
-        raise HTTPError(400, "the client left before its body had come") from error
-    return b"".join(parts)
 
 
 def read_keys(path: Path) -> list[bytes]:

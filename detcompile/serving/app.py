@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from detcompile.errors import DetcompileError
-from detcompile.serving.access import Access, owner_of, read_body
+from detcompile.serving.access import Access, owner_of
 from detcompile.serving.anthropic.messages import count_tokens, create_message
 from detcompile.serving.anthropic.schema import CountTokensRequest, MessagesRequest
 from detcompile.serving.dashboard.kill_switch import KillRequest, kill_engine
@@ -51,9 +51,8 @@ from detcompile.serving.request_log import RequestLog
 from detcompile.serving.responses import JSON, Reserving, unless_left
 from detcompile.serving.service import Service
 
-__all__ = ["MAX_BODY", "new_app"]
+__all__ = ["new_app"]
 
-MAX_BODY = 4 << 20  # bytes of a request's body
 METHODS = ["GET", "POST", "DELETE"]
 TOLD = [  # fields of answers that pages of other sites may read
     "Retry-After", "X-Request-Id", "X-Detcompile-Seed", "X-Detcompile-Receipt", "X-Detcompile-Receipt-Salt",
@@ -80,7 +79,6 @@ def new_app(
     service: Service,
     version: str,
     digests: Sequence[bytes] = (),
-    max_body: int = MAX_BODY,
     *,
     origins: Sequence[str] = (),
     request_log: IO[str] | None = None,
@@ -91,13 +89,12 @@ def new_app(
     Args:
         version: detcompile's.
         digests: sha256 of the API keys; none lets everybody in.
-        max_body: bytes that a request's body may have.
         origins: sites whose pages may use this server from a browser.
         request_log: file that gets a line a request; None for none.
         demo: whether the page may kill engines.
     """
     app = FastAPI(title="detcompile", version=version, docs_url=None, redoc_url=None, redirect_slashes=False)
-    _add_posts(app, service, max_body, demo)
+    _add_posts(app, service, demo)
     _add_gets(app, service, version, demo)
     _add_streams(app, service)
     _add_kept(app, service)
@@ -114,7 +111,7 @@ def new_app(
     return outside if request_log is None else RequestLog(outside, request_log)
 
 
-def _add_posts(app: FastAPI, service: Service, max_body: int, demo: bool) -> None:
+def _add_posts(app: FastAPI, service: Service, demo: bool) -> None:
     kinds: list[type] = []
 
     def post(
@@ -124,8 +121,12 @@ def _add_posts(app: FastAPI, service: Service, max_body: int, demo: bool) -> Non
 
         async def route(request: Request) -> Response:
             async def make(reservation: Reservation) -> Response:
-                body = await read_body(request, max_body)
-                return await unless_left(request, answered(_call(request, body, reservation)))
+                held = Reservation()  # of the body, which the response does not need
+                try:
+                    body = await service.bodies.read(request, owner_of(request), held)
+                    return await unless_left(request, answered(_call(request, body, reservation, held)))
+                finally:
+                    held.release()
 
             return Reserving(make)
 
@@ -159,11 +160,11 @@ def _add_posts(app: FastAPI, service: Service, max_body: int, demo: bool) -> Non
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def _call(request: Request, body: bytes, reservation: Reservation) -> Call:
+def _call(request: Request, body: bytes, reservation: Reservation, held: Reservation) -> Call:
     """A request as the routes take it."""
     headers = request.headers
     key, last_event = headers.get("idempotency-key"), headers.get("last-event-id")
-    return Call(request.url.path, body, owner_of(request), key, last_event, reservation)
+    return Call(request.url.path, body, owner_of(request), key, last_event, reservation, held)
 
 
 def _add_kept(app: FastAPI, service: Service) -> None:

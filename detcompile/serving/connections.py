@@ -46,7 +46,7 @@ class _Connection(_BASE):
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Begin to look."""
         super().connection_made(transport)
-        self.flow = _Flow(transport, self)
+        self.flow = _Flow(transport)
         self._unparsed: deque[Any] = deque()  # bytes
         self._offers = False  # whether the request that is read offers another protocol
         if _COUNTS:
@@ -69,11 +69,6 @@ class _Connection(_BASE):
         self._unparsed.append(data)
         self._parse()
 
-    @property
-    def holds_back(self) -> bool:
-        """Whether bytes have come that are not parsed yet, as too many requests wait for their answers."""
-        return bool(self._unparsed)
-
     def on_response_complete(self) -> None:
         """Go on with what was held back: the oldest request has its answer."""
         if self._unanswered:
@@ -95,9 +90,10 @@ class _Connection(_BASE):
                     self.send_400_response(f"The head of a request may have {MOST_HEAD} bytes.")
         if self.transport.is_closing():
             self._unparsed.clear()
-        elif self._unparsed:
+        self.flow.held = bool(self._unparsed)
+        if self.flow.held:
             self.flow.pause_reading()
-        elif not self._unanswered:  # else whoever reads the newest request has it go on
+        elif not self._unanswered and not self.transport.is_closing():  # else who reads the newest request resumes
             self.flow.resume_reading()
 
     def on_message_begin(self) -> None:
@@ -170,15 +166,13 @@ class _Connection(_BASE):
 
 
 class _Flow(FlowControl):
-    """uvicorn's flow control, which reads no more while its connection holds bytes back."""
+    """uvicorn's flow control, which does not read while bytes that have come are ``held`` back."""
 
-    def __init__(self, transport: asyncio.Transport, connection: _Connection) -> None:
-        super().__init__(transport)
-        self._connection = connection
+    held = False
 
     def resume_reading(self) -> None:
         """Read again."""
-        if not self._connection.holds_back:
+        if not self.held:
             super().resume_reading()
 
 

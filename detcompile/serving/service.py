@@ -8,6 +8,7 @@ from typing import Literal
 
 from detcompile.errors import DetcompileError, WorkerError
 from detcompile.runtime.grammars.grammar import Grammar
+from detcompile.serving.bodies import MAX_BODY, BodyLimiter
 from detcompile.serving.chat_template import ChatTemplate
 from detcompile.serving.dashboard.history import History
 from detcompile.serving.deadlines import Deadlines
@@ -46,6 +47,7 @@ class Service:
         tool_parser: family of models as which it writes calls of functions; None for that of its chat template.
         max_queue: samples that may be open at a time, with the requests that no engine has seen yet.
         max_queued_tokens: prompt tokens, over all open answers without a token yet, beyond which no more are taken.
+        max_body: bytes that a request's body may have.
         queue_timeout: seconds that an answer may wait for its first token, and before that for its grammar's check.
         timeout: seconds that an answer may take as a whole.
         fleet: makes the engines that serve, given what to call with each answer and its delta.
@@ -63,6 +65,7 @@ class Service:
         history: the newest answers that have ended.
         model: the model as replies name it; only once the engines have started.
         limiter: bounds what is open; routes ask it before they do what takes long.
+        bodies: reads bodies within bounds.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class Service:
         tool_parser: str | None = None,
         max_queue: int = 512,
         max_queued_tokens: int = 262144,
+        max_body: int = MAX_BODY,
         queue_timeout: float = 60.0,
         timeout: float = 600.0,
         fleet: Callable[[Callable[[Answer, Delta], None]], Fleet] = Fleet,
@@ -84,6 +88,7 @@ class Service:
         self.fleet = fleet(self._progressed)
         self.metrics = Metrics(self.fleet, max_queue, max_queued_tokens)
         self.limiter = AdmissionLimiter(max_queue, max_queued_tokens, self.metrics, keys)
+        self.bodies = BodyLimiter(max_body, self.metrics, keys)
         self.responses = KeptResponses()
         self.deadlines = Deadlines(queue_timeout, timeout, self.fleet.cancel)
         self.jobs = Jobs(self.submit, self.issue, lambda: self.model, self.receipts.salt, journal=journal)

@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import time
+import weakref
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -156,6 +158,25 @@ def test_a_client_that_leaves_with_requests_unread_ends_them() -> None:
                 await asyncio.sleep(0.01)
 
     asyncio.run(scenario())
+
+
+def test_a_connection_is_freed_where_it_ends() -> None:
+    async def scenario() -> None:
+        async with connected() as (reader, writer):
+            writer.write(asked(OFFERS[0])[0])
+            await reader.readline()
+            [connection] = [weakref.ref(own) for own in connections]
+            writer.close()
+            while connections:
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        assert connection() is None
+
+    gc.disable()
+    try:
+        asyncio.run(scenario())
+    finally:
+        gc.enable()
 
 
 def test_what_is_no_request_behind_an_offer_is_refused_once() -> None:

@@ -38,6 +38,7 @@ class Call:
         key: the Idempotency-Key; None where there is none.
         last_event: the Last-Event-ID: a client that has lost a stream goes on behind this event.
         reservation: what the request holds until it is over, or until a job that outlives it takes it.
+        held: the bytes of its body, which are held until its response is made, or by that job.
     """
 
     endpoint: str
@@ -46,6 +47,7 @@ class Call:
     key: str | None = None
     last_event: str | None = None
     reservation: Reservation = field(default_factory=Reservation, compare=False)
+    held: Reservation = field(default_factory=Reservation, compare=False)
 
     def __post_init__(self) -> None:
         if self.key is not None and not (0 < len(self.key) <= MOST_LETTERS and self.key.isprintable()):
@@ -153,6 +155,7 @@ class Jobs:
         """Start the task of a request that has a key. It owns what the request holds, whoever reads the answer."""
         reservation, loop = Reservation(), asyncio.get_running_loop()
         call.reservation.move_to(reservation)
+        call.held.move_to(reservation)
         kept = replace(call, reservation=reservation)
         made: asyncio.Future[Job] = loop.create_future()
         task = loop.create_task(self._keep(kept, ask, made))

@@ -35,6 +35,11 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
 }
 
 
+Metadata = Annotated[  # bounded as OpenAI's: a response repeats it in its events
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
+]
+
+
 class InputItem(msgspec.Struct, kw_only=True):
     """A message, a call of a function, or what a call gave."""
 
@@ -89,7 +94,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     background: bool | None = None
     store: bool | None = None
     stream: bool | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     include: list[str] | None = None
     tools: list[ResponseTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None

@@ -133,6 +133,8 @@ async def _recorded(
     messages = chat.messages[asked.instructions is not None :]
     recording = Recording(service, job, told, None if use is None else use.family, messages)
     call.reservation.move_to(recording.reservation)
+    call.held.move_to(recording.reservation)
+    recording.num_bytes += len(call.body) + len(job.ask.before)
     if asked.store is not False:
         service.responses.add(recording)
     return recording

@@ -14,7 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from detcompile.errors import DetcompileError
+from detcompile.errors import DetcompileError, StorageError
 from detcompile.serving.access import Access, owner_of
 from detcompile.serving.anthropic.messages import count_tokens, create_message
 from detcompile.serving.anthropic.schema import CountTokensRequest, MessagesRequest
@@ -47,7 +47,7 @@ from detcompile.serving.pooling.schema import ClassifyRequest, EmbeddingRequest,
 from detcompile.serving.pooling.scores import classify, rerank, score
 from detcompile.serving.receipts.envelope import Envelope
 from detcompile.serving.receipts.routes import found_receipt, verify
-from detcompile.serving.request_log import RequestLog
+from detcompile.serving.request_log import LogFile, RequestLog
 from detcompile.serving.responses import JSON, Reserving, unless_left
 from detcompile.serving.service import Service
 
@@ -71,6 +71,7 @@ POSTS: list[tuple[list[str], Any, Any]] = [  # beside those that the journal kee
     (["/score", "/v1/score"], ScoreRequest, score),
     (["/rerank", "/v1/rerank"], RerankRequest, rerank),
 ]
+READY_RETRY_SECONDS = 5
 SHORT_BODY = 1 << 16  # bytes; a longer one is read in a thread, as others wait
 Asked = TypeVar("Asked")
 
@@ -95,7 +96,8 @@ def new_app(
     """
     app = FastAPI(title="detcompile", version=version, docs_url=None, redoc_url=None, redirect_slashes=False)
     _add_posts(app, service, demo)
-    _add_gets(app, service, version, demo)
+    log = None if request_log is None else LogFile(request_log)
+    _add_gets(app, service, version, log, demo)
     _add_streams(app, service)
     _add_kept(app, service)
     app.add_exception_handler(HTTPError, _refused)
@@ -108,7 +110,7 @@ def new_app(
         outside = CORSMiddleware(
             outside, allow_origins=origins, allow_methods=METHODS, allow_headers=["*"], expose_headers=TOLD
         )
-    return outside if request_log is None else RequestLog(outside, request_log)
+    return outside if log is None else RequestLog(outside, log)
 
 
 def _add_posts(app: FastAPI, service: Service, demo: bool) -> None:
@@ -193,12 +195,20 @@ def _fingerprint(service: Service) -> Response:
     return _json(own | {"default_sampling_params": service.hello.default_params})
 
 
-def _ready(service: Service) -> Response:
+async def _ready(service: Service, log: LogFile | None) -> Response:
+    service.require_ready()
     service.require_engine()
+    await service.jobs.require_writable()
+    try:
+        service.receipts.require_writable()
+        if log is not None:
+            log.require_writable()
+    except StorageError as error:
+        raise HTTPError(503, str(error), code="unavailable", retry_after=READY_RETRY_SECONDS) from error
     return _json({"status": "ready"})
 
 
-def _add_gets(app: FastAPI, service: Service, version: str, demo: bool) -> None:
+def _add_gets(app: FastAPI, service: Service, version: str, log: LogFile | None, demo: bool) -> None:
     def get(path: str, answer: Callable[[], Response], *, ready: bool = False) -> None:
         async def route() -> Response:
             if ready:
@@ -213,13 +223,17 @@ def _add_gets(app: FastAPI, service: Service, version: str, demo: bool) -> None:
 
     get("/", page)
     get("/health", health)
-    get("/ready", lambda: _ready(service), ready=True)
     get("/version", lambda: _json({"version": version}))
     get("/metrics", lambda: Response(service.metrics.text(), media_type="text/plain; version=0.0.4"))
     get("/v1/models", lambda: _json({"object": "list", "data": [_model(service)]}), ready=True)
     get("/tokenizer_info", lambda: tokenizer_info(service), ready=True)
     get("/v1/fingerprint", lambda: _fingerprint(service), ready=True)
     get("/v1/certificate", lambda: Response(service.hello.certificate, media_type=JSON), ready=True)
+
+    async def ready() -> Response:
+        return await _ready(service, log)
+
+    app.add_api_route("/ready", ready, methods=["GET"], name="ready")
 
     async def state(request: Request) -> Response:
         told = state_of(service, version, owner_of(request), demo=demo)

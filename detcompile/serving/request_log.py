@@ -1,6 +1,5 @@
 """RequestLog: a line of JSON a request, with ids, counts and times, and no text of anybody's."""
 
-import contextlib
 import json
 import time
 from collections.abc import Sequence
@@ -9,12 +8,43 @@ from typing import IO, Any
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from detcompile.errors import StorageError
 from detcompile.serving.engines.answers import Answer
 from detcompile.serving.responses import ANSWERS
 
-__all__ = ["RequestLog"]
+__all__ = ["LogFile", "RequestLog"]
 
 MOST_LETTERS = 100  # of a path, which a client may have made up
+
+
+class LogFile:
+    """A file that takes lines. One that cannot be written is left out."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+        self._error: OSError | None = None  # of the last line
+
+    def write(self, line: str) -> None:
+        """Write a line."""
+        try:
+            print(line, file=self._file, flush=True)
+            self._error = None
+        except OSError as error:
+            self._error = error
+
+    def require_writable(self) -> None:
+        """Try to write what is left of the last line, if it could not be written.
+
+        Raises:
+            StorageError: it still cannot be.
+        """
+        if self._error is None:
+            return
+        try:
+            self._file.flush()
+            self._error = None
+        except OSError as error:
+            raise StorageError(f"the request log cannot be written: {error.strerror}") from error
 
 
 class RequestLog:
@@ -22,10 +52,10 @@ class RequestLog:
 
     Args:
         inside: what answers.
-        file: takes the lines; one that cannot be written is left out.
+        file: takes the lines.
     """
 
-    def __init__(self, inside: ASGIApp, file: IO[str]) -> None:
+    def __init__(self, inside: ASGIApp, file: LogFile) -> None:
         self._inside = inside
         self._file = file
 
@@ -52,9 +82,8 @@ class RequestLog:
             self._write(found | _counts(scope.get(ANSWERS, ())))
 
     def _write(self, found: dict[str, Any]) -> None:
-        line = json.dumps({name: value for name, value in found.items() if value is not None or name == "status"})
-        with contextlib.suppress(OSError):
-            print(line, file=self._file, flush=True)
+        kept = {name: value for name, value in found.items() if value is not None or name == "status"}
+        self._file.write(json.dumps(kept))
 
 
 def _counts(answers: Sequence[Answer]) -> dict[str, Any]:

@@ -33,6 +33,7 @@ class Kind:
     path: str
     body: dict[str, Any]
     headers: dict[str, str] = field(default_factory=dict)
+    method: str = "POST"
     embeds: bool = False
     keeps: bool = False  # with a journal
 
@@ -136,7 +137,7 @@ class Requests:
         body = json.dumps(kind.body if other is None else other).encode()
         headers = {"content-type": "application/json"} | kind.headers
         raw = [(name.encode(), value.format(number=self.number).encode()) for name, value in headers.items()]
-        scope = {"type": "http", "method": "POST", "path": kind.path, "headers": raw, "query_string": b""}
+        scope = {"type": "http", "method": kind.method, "path": kind.path, "headers": raw, "query_string": b""}
         parts = [{"type": "http.request", "body": part, "more_body": part != body} for part in (body, body[:0])]
 
         async def receive() -> dict[str, Any]:

@@ -79,6 +79,7 @@ class Jobs:
         self._model = model
         self._salt = salt
         self._journal = journal
+        self._failed = False  # at the journal, since it was last written
         self._writer = ThreadPoolExecutor(1, "journal")  # waits for the disk in the place of the event loop
         self._live: dict[tuple[str, str], tuple[Call, asyncio.Future[Job]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()  # one for each live job, from its start until it is written
@@ -141,6 +142,16 @@ class Jobs:
         """
         if await self.call(owner, name) is not None:
             await self._written(lambda journal: journal.drop(name))
+
+    async def require_writable(self) -> None:
+        """Refuse to go on where the journal could not be read or written, and still cannot be.
+
+        Raises:
+            HTTPError: 503.
+        """
+        if self._failed:
+            await self._written(lambda journal: journal.require_writable())
+            self._failed = False
 
     async def stop(self) -> None:
         """Write what has ended, and close the journal; what is open there can go on later."""
@@ -260,6 +271,7 @@ class Jobs:
         except (StorageError, InvalidInput) as error:
             logger.error("%s", error)
             full = isinstance(error, JournalFull)
+            self._failed = self._failed or not full
             said = "the journal of requests is full" if full else "the journal of requests cannot be read or written"
             code = "journal_full" if full else "journal_error"
             raise HTTPError(503, f"{said}; the server's log says why", code=code, retry_after=RETRY_SECONDS) from error

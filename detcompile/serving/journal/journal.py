@@ -144,6 +144,15 @@ class Journal:
         with self._explained():
             self._file.execute("DELETE FROM requests WHERE name = ?", (name,))
 
+    def require_writable(self) -> None:
+        """Write what is there already.
+
+        Raises:
+            StorageError: the file cannot be written.
+        """
+        with self._explained():
+            self._file.execute(f"PRAGMA user_version = {FORMAT}")
+
     @property
     def num_bytes(self) -> int:
         """Bytes that the requests take."""

@@ -123,6 +123,15 @@ class Issuer:
         self._keep((owner, receipt.id), msgspec.json.encode(envelope))
         return Issued(envelope, payload_digest(envelope))
 
+    def require_writable(self) -> None:
+        """Refuse to go on where the log could not be written, and still cannot be.
+
+        Raises:
+            StorageError: why.
+        """
+        if self._log is not None:
+            self._log.require_writable()
+
     def find(self, owner: str, name: str) -> bytes | None:
         """The envelope of this owner's answer's receipt as JSON, by the answer's id; None where it is not kept."""
         return self._kept.get((owner, name))

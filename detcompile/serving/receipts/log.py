@@ -16,6 +16,7 @@ from detcompile.serving.receipts.receipt import LogPlace, Receipt, decode_receip
 __all__ = ["Line", "ReceiptLog", "read_log"]
 
 BEGINNING = b'{"payloadType":"'  # of a line
+PROBE = 4096  # bytes that are written to see whether there is room
 TAIL = 1 << 16  # bytes that are read at a time to find the last line
 
 
@@ -53,6 +54,7 @@ class ReceiptLog:
         except OSError as error:
             raise StorageError(f"--receipt-log {path} cannot be opened: {error.strerror}") from error
         self.place = LogPlace(index=0, previous=None)
+        self._failed = False  # at the last write
         try:
             self._begin(path)
         except BaseException:
@@ -66,7 +68,22 @@ class ReceiptLog:
             StorageError: it cannot be written; nothing of it is left then.
         """
         line = msgspec.json.encode(envelope)
-        data = line + b"\n"
+        self._write(line + b"\n")
+        self._size += len(line) + 1
+        self.place = LogPlace(index=self.place.index + 1, previous=_digest(line))
+
+    def require_writable(self) -> None:
+        """Try to write again, if the last try failed. What is written is cut off again, here or at the next start.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        if self._failed:
+            self._write(BEGINNING + bytes(PROBE))
+            os.ftruncate(self._file, self._size)
+
+    def _write(self, data: bytes) -> None:
+        self._failed = True
         try:
             written = os.write(self._file, data)
             if written < len(data):
@@ -74,8 +91,7 @@ class ReceiptLog:
         except OSError as error:
             os.ftruncate(self._file, self._size)
             raise StorageError(f"the receipt log cannot be written: {error.strerror}") from error
-        self._size += len(data)
-        self.place = LogPlace(index=self.place.index + 1, previous=_digest(line))
+        self._failed = False
 
     def close(self) -> None:
         """Let another server write to it; nothing is appended any more."""

@@ -45,10 +45,10 @@ PYTEST := OMP_NUM_THREADS=1 TORCHINDUCTOR_SIZE_ASSERTS=1 $(VENV_PYTHON) -m pytes
   --dist worksteal
 
 test: $(VENV)/.stamp-test
-	@$(PYTEST) -m "not exhaustive" $(if $(PYTEST_ARGS),$(PYTEST_ARGS),--budget)
+	@$(PYTEST) $(if $(PYTEST_ARGS),$(PYTEST_ARGS),--budget)
 
 test-all: $(VENV)/.stamp-test-all
-	@$(PYTEST) $(PYTEST_ARGS)
+	@$(PYTEST) -m "" $(PYTEST_ARGS)
 
 # An eighth of what test-all has besides test. Eight successive commits see all of it.
 test-rotation: PART ?= $(shell expr $$(git rev-list --count HEAD) % 8)

@@ -122,6 +122,13 @@ def pytest_xdist_auto_num_workers() -> int:
     return min(cores, torch.cuda.get_device_properties(0).total_memory // GPU_BYTES_OF_A_WORKER)
 
 
+@pytest.fixture
+def keep_patched_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep programs although the test patches the package: for tests of kept programs, whose patches change none."""
+    for module in (lowering, whole_model):
+        monkeypatch.setattr(module, "programs_kept", config.programs_kept)
+
+
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 

@@ -31,11 +31,14 @@ MODELS = {  # each has another first reader of its weights
 }
 
 
-@pytest.fixture(scope="module", params=exhaustive_unless(lambda name: name != "granite_swa", list(MODELS)))
+@pytest.fixture(scope="module", params=exhaustive_unless(lambda name: name == "llama", list(MODELS)))
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
     random_model(request.param, torch.float32, **MODELS[request.param]).save_pretrained(path)
     return path
+
+
+pytestmark = pytest.mark.usefixtures("keep_patched_programs")
 
 
 @pytest.fixture(autouse=True)

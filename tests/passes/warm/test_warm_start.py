@@ -40,9 +40,7 @@ class Compiled(Exception):
     """A program was not found."""
 
 
-@pytest.fixture(autouse=True)
-def keeping(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DETCOMPILE_KEEP_PROGRAMS", "1")
+pytestmark = pytest.mark.usefixtures("keep_patched_programs")
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from detcompile.passes.modules.quantized_layouts import AWQ_NIBBLES
 from tests.model_cases import random_model
 
-__all__ = ["CHECKPOINTS", "pack_words", "write_checkpoint"]
+__all__ = ["CHECKPOINTS", "ODD_CHECKPOINTS", "pack_words", "write_checkpoint"]
 
 GROUP = 32
 WIDTHS = {"hidden_size": 64, "intermediate_size": 160, "head_dim": 16}  # groups of 32, words of eight
@@ -28,8 +28,12 @@ def pack_words(numbers: Tensor, bits: int, dim: int) -> Tensor:
 
 
 def quantize(w: Tensor, bits: int, group: int, symmetric: bool, scales_dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """w [N, K] -> unsigned q [N, K], scales [N, G] and zeros [N, G], and the matrix in float64 that they mean."""
-    top, blocks = (1 << bits) - 1, w.float().unflatten(1, (-1, group))
+    """w [N, K] -> unsigned q [N, K], scales [N, G] and zeros [N, G], and the matrix in float64 that they mean.
+
+    The last group of K may be shorter than the others.
+    """
+    k = w.shape[1]
+    top, blocks = (1 << bits) - 1, nn.functional.pad(w.float(), (0, -k % group)).unflatten(1, (-1, group))
     if symmetric:
         scales = (blocks.abs().amax(-1) * 2 / top).to(scales_dtype)
         zeros = torch.full_like(scales, 1 << bits - 1).long()
@@ -39,19 +43,21 @@ def quantize(w: Tensor, bits: int, group: int, symmetric: bool, scales_dtype: to
         zeros = (-low / scales.float()).round().clamp(1, top).long()
     q = (blocks / scales.float()[..., None] + zeros[..., None]).round().clamp(0, top).long()
     exact = (q - zeros[..., None]).double() * scales.double()[..., None]
-    return q.flatten(1), scales, zeros, exact.flatten(1)
+    return q.flatten(1)[:, :k], scales, zeros, exact.flatten(1)[:, :k]
 
 
-def _gptq(bits: int, v2: bool, act_order: bool, w: Tensor) -> tuple[Tensors, Tensor]:
+def _gptq(
+    bits: int, v2: bool, act_order: bool, w: Tensor, group: int = GROUP, unset_order: bool = False
+) -> tuple[Tensors, Tensor]:
     k = w.shape[1]
     place = torch.randperm(k, generator=torch.Generator().manual_seed(k)) if act_order else torch.arange(k)
-    q, scales, zeros, exact = quantize(w[:, place], bits, GROUP, False, torch.float16)
+    q, scales, zeros, exact = quantize(w[:, place], bits, group, False, torch.float16)
     back = place.argsort()
     tensors = {
         "qweight": pack_words(q[:, back].t(), bits, 0),
         "qzeros": pack_words(zeros.t() - (0 if v2 else 1), bits, 1),
         "scales": scales.t().contiguous(),
-        "g_idx": (back // GROUP).int(),
+        "g_idx": torch.zeros(k, dtype=torch.int32) if unset_order else (back // group).int(),
     }
     return tensors, exact[:, back]
 
@@ -67,8 +73,7 @@ def _awq(w: Tensor) -> tuple[Tensors, Tensor]:
     return tensors, exact
 
 
-def _fp8(w: Tensor) -> tuple[Tensors, Tensor]:
-    rows, columns = 16, 32
+def _fp8(w: Tensor, rows: int = 16, columns: int = 32) -> tuple[Tensors, Tensor]:
     blocks = nn.functional.pad(w.float(), (0, -w.shape[1] % columns, 0, -w.shape[0] % rows))
     blocks = blocks.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
     scales = (blocks.abs().amax((1, 3)) / 448).clamp_min(1e-8)
@@ -77,8 +82,13 @@ def _fp8(w: Tensor) -> tuple[Tensors, Tensor]:
     return {"weight": weight, "weight_scale_inv": scales}, weight.double() * each.double()
 
 
-def _packed(bits: int, symmetric: bool, w: Tensor) -> tuple[Tensors, Tensor]:
-    q, scales, zeros, exact = quantize(w, bits, GROUP, symmetric, torch.bfloat16)
+def _compressed_fp8(w: Tensor, rows: int, columns: int) -> tuple[Tensors, Tensor]:
+    tensors, exact = _fp8(w, rows, columns)
+    return {"weight": tensors["weight"], "weight_scale": tensors["weight_scale_inv"]}, exact
+
+
+def _packed(bits: int, symmetric: bool, w: Tensor, group: int = GROUP) -> tuple[Tensors, Tensor]:
+    q, scales, zeros, exact = quantize(w, bits, group, symmetric, torch.bfloat16)
     tensors = {
         "weight_packed": pack_words(q, bits, 1),
         "weight_scale": scales,
@@ -94,8 +104,8 @@ def _int8(w: Tensor) -> tuple[Tensors, Tensor]:
     return {"weight": (q - 128).to(torch.int8), "weight_scale": scales}, exact
 
 
-def _compressed(kind: str, bits: int, form: str) -> dict:
-    group = {"weights": {"type": kind, "num_bits": bits}, "targets": ["Linear"]}
+def _compressed(kind: str, bits: int, form: str, **weights: object) -> dict:
+    group = {"weights": {"type": kind, "num_bits": bits, **weights}, "targets": ["Linear"]}
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}}
 
 
@@ -115,15 +125,45 @@ CHECKPOINTS: Mapping[str, tuple[dict, Make]] = {
     ),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}, _awq),
     "fp8": ({"quant_method": "fp8", "weight_block_size": [16, 32], "activation_scheme": "dynamic"}, _fp8),
-    "compressed int4": (_compressed("int", 4, "pack-quantized"), lambda w: _packed(4, True, w)),
-    "compressed int4 with zeros": (_compressed("int", 4, "pack-quantized"), lambda w: _packed(4, False, w)),
+    "compressed int4": (_compressed("int", 4, "pack-quantized", group_size=GROUP), lambda w: _packed(4, True, w)),
+    "compressed int4 with zeros": (
+        _compressed("int", 4, "pack-quantized", group_size=GROUP),
+        lambda w: _packed(4, False, w),
+    ),
     "compressed int8": (_compressed("int", 8, "int-quantized"), _int8),
 }
 
 
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False}
+BLOCKS = {"strategy": "block", "block_structure": [48, 48]}
+# Widths that are no multiple of a group or a block, and settings that differ by linear.
+ODD_CHECKPOINTS: Mapping[str, tuple[dict, Make]] = {
+    "fp8, partial blocks": ({"quant_method": "fp8", "weight_block_size": [48, 48]}, lambda w: _fp8(w, 48, 48)),
+    "fp8, blocks of the default": ({"quant_method": "fp8"}, lambda w: _fp8(w, 128, 128)),
+    "compressed int4, partial groups": (
+        _compressed("int", 4, "pack-quantized", strategy="group", group_size=48),
+        lambda w: _packed(4, True, w, 48),
+    ),
+    "compressed float8, partial blocks": (
+        _compressed("float", 8, "float-quantized", **BLOCKS),
+        lambda w: _compressed_fp8(w, 48, 48),
+    ),
+    "gptq, partial groups": (GPTQ | {"group_size": 48}, lambda w: _gptq(4, False, False, w, 48)),
+    "gptq, g_idx unset": (GPTQ, lambda w: _gptq(4, False, False, w, unset_order=True)),
+    "gptq, 8 bits and other groups for inputs of 160": (
+        GPTQ | {"dynamic": {r"+:.*down_proj": {"bits": 8, "group_size": 64}, r"-:lm_head": {}}},
+        lambda w: _gptq(8, False, False, w, 64) if w.shape[1] == 160 else _gptq(4, False, False, w),
+    ),
+}
+
+
 def write_checkpoint(folder: Path, name: str, dtype: torch.dtype = torch.float16) -> dict[str, Tensor]:
-    """A tiny Qwen3 quantised as CHECKPOINTS says; returns the float64 matrix that each of its linears means."""
-    config, make = CHECKPOINTS[name]
+    """Write a tiny quantised Qwen3; return the float64 matrix that each of its linears means.
+
+    Args:
+        name: key of CHECKPOINTS or ODD_CHECKPOINTS.
+    """
+    config, make = {**CHECKPOINTS, **ODD_CHECKPOINTS}[name]
     model = random_model("qwen3", dtype, **WIDTHS, attention_bias=True)
     exact: dict[str, Tensor] = {}
     with torch.no_grad():

@@ -1,5 +1,7 @@
 """How checkpoints lay out quantised linears, read into the one layout of templates/quantized/weights.py.
 
+Sizes of groups and blocks are read from the checkpoint's config, and shapes that contradict it are refused.
+
 Legend: N output features, K input features, G groups of K, per = 32 / bits numbers in an int32 word. A reader takes the
 tensors of one linear by their names in the checkpoint, and returns the weight and, where the groups are not of
 successive k, the order of K in which they are.
@@ -12,6 +14,7 @@ successive k, the order of K in which they are.
 | compressed-tensors | weight_packed [N, K / per] of q + 2^(bits - 1), or weight [N, K]; weight_scale [N, G] | its own |
 """
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -21,9 +24,10 @@ from torch import Tensor
 from detcompile.errors import UnsupportedModel
 from detcompile.templates.quantized.weights import QuantizedWeight, pack_nibbles
 
-__all__ = ["LAYOUTS", "Layout", "float8_weight", "unpack_words"]
+__all__ = ["LAYOUTS", "Layout", "block_of", "float8_weight", "unpack_words"]
 
 OTHERWISE = "load an unquantised checkpoint, or quantise it in another way"
+FP8_BLOCK = (128, 128)  # where a config does not say, in transformers' FineGrainedFP8Config
 AWQ_NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that a word holds in its i-th nibble
 Tensors = Mapping[str, Tensor]
 Read = tuple[QuantizedWeight, Tensor | None]
@@ -47,42 +51,57 @@ def unpack_words(words: Tensor, bits: int, dim: int) -> Tensor:
     return (numbers & (1 << bits) - 1).to(torch.uint8).flatten(dim, dim + 1)
 
 
-def float8_weight(name: str, weight: Tensor, scales: Tensor) -> QuantizedWeight:
-    """weight e4m3 [N, K], scales [blocks of N, blocks of K] or one -> our layout.
+def float8_weight(name: str, weight: Tensor, scales: Tensor, block: tuple[int, int] | None) -> QuantizedWeight:
+    """Convert a float8 linear to our layout.
+
+    Args:
+        name: path of the linear, for messages.
+        weight: e4m3 [N, K].
+        scales: one for the matrix, [N] or [N, 1] one per feature, or [ceil(N / rows), ceil(K / columns)].
+        block: (rows, columns) that share a scale, as the config states it; None if it states none.
 
     Raises:
-        UnsupportedModel: another float8, or scales whose blocks are not of one size.
+        UnsupportedModel: another float8, or scales of another shape.
     """
     if weight.dtype is not torch.float8_e4m3fn:
         raise UnsupportedModel(f"{name}.weight is {weight.dtype}, where float8_e4m3fn alone is read: " + OTHERWISE)
     if scales.dtype is torch.uint8:
         raise UnsupportedModel(f"{name}: scales of eight exponent bits (mxfp8) are not read: " + OTHERWISE)
+    n, k = weight.shape
     scales = scales.reshape(1, 1) if scales.numel() == 1 else scales
     scales = scales[:, None] if scales.dim() == 1 else scales
-    (n, k), (blocks_n, blocks_k) = weight.shape, scales.shape
-    rows, group = _block(n, blocks_n), _block(k, blocks_k)
-    if rows is None or group is None:
+    rows, group = block or ((n, k) if scales.shape == (1, 1) else (1, k))
+    if scales.shape != (-(-n // rows), -(-k // group)):
         raise UnsupportedModel(
-            f"{name}: scales {tuple(scales.shape)} cut {n} x {k} into no blocks of one size: " + OTHERWISE
+            f"{name}: scales {tuple(scales.shape)} do not fit a weight of {n} x {k} in blocks of {rows} x {group}, as"
+            " its config has them: fetch the checkpoint again, or " + OTHERWISE
         )
     exact = scales if scales.dtype in (torch.float16, torch.bfloat16) else scales.float()
-    return QuantizedWeight(weight, exact.t().contiguous(), None, k, group, rows)
+    return QuantizedWeight(weight, exact.t().contiguous(), None, k, min(group, k), min(rows, n))
 
 
-def _block(extent: int, blocks: int) -> int | None:
-    """The size of all blocks but the last: a power of two unless they divide the extent."""
-    if extent % blocks == 0:
-        return extent // blocks
-    size = 1 << (-(-extent // blocks) - 1).bit_length()
-    return size if -(-extent // size) == blocks else None
+def block_of(size: Any) -> tuple[int, int] | None:
+    """Return (rows, columns) of a block as configs state it; None where scales are of the matrix or of its features.
+
+    Raises:
+        UnsupportedModel: it is no pair of positive integers.
+    """
+    if size is None:
+        return None
+    pair = tuple(size) if isinstance(size, (list, tuple)) else ()
+    if len(pair) != 2 or not all(type(extent) is int and extent > 0 for extent in pair):
+        raise UnsupportedModel(f"a block of weights must be [rows, columns], got {size!r}: {OTHERWISE}")
+    return pair
 
 
 def _read_fp8(name: str, tensors: Tensors, config: Mapping[str, Any]) -> Read:
-    return float8_weight(name, tensors["weight"], tensors["weight_scale_inv"]), None
+    block = block_of(config.get("weight_block_size", FP8_BLOCK))
+    return float8_weight(name, tensors["weight"], tensors["weight_scale_inv"], block), None
 
 
 def _check_fp8(config: Mapping[str, Any]) -> None:
     _require(config, "fp8", "fmt", (None, "e4m3", "float8_e4m3fn"))
+    block_of(config.get("weight_block_size"))
 
 
 def _check_gptq(config: Mapping[str, Any]) -> None:
@@ -90,16 +109,55 @@ def _check_gptq(config: Mapping[str, Any]) -> None:
     _require(config, "gptq", "checkpoint_format", (None, "gptq", "gptq_v2"))
 
 
+def _of_module(name: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the settings of one linear: the first pattern of GPTQModel's `dynamic` that matches overrides others.
+
+    Raises:
+        UnsupportedModel: a pattern says that it is not quantised, or overrides bits with a number that is not read.
+    """
+    for pattern, overrides in (config.get("dynamic") or {}).items():
+        excludes = pattern.startswith("-:")
+        if not re.match(pattern.removeprefix("-:").removeprefix("+:"), name):
+            continue
+        if excludes:
+            raise UnsupportedModel(f"{name} is quantised, and `dynamic` of its config excludes it: {OTHERWISE}")
+        settings = {**config, **overrides}
+        _require(settings, f"gptq, `dynamic` {pattern!r}", "bits", (4, 8))
+        return settings
+    return config
+
+
+def _groups(name: str, k: int, count: int, group: Any) -> int:
+    """Return the number of k that share a scale.
+
+    Args:
+        count: groups of the scales. group: as the config states it; -1 or None if one group has all of K.
+
+    Raises:
+        UnsupportedModel: they contradict each other.
+    """
+    size = k if group in (-1, None) else group
+    if type(size) is not int or size < 1 or -(-k // size) != count:
+        raise UnsupportedModel(
+            f"{name}: {count} groups of scales do not fit K={k} in groups of {size}, which its config states: fetch the"
+            " checkpoint again, or " + OTHERWISE
+        )
+    return size
+
+
 def _read_gptq(name: str, tensors: Tensors, config: Mapping[str, Any]) -> Read:
+    config = _of_module(name, config)
     bits = config["bits"]
     q = unpack_words(tensors["qweight"], bits, 0).t()
     zeros = unpack_words(tensors["qzeros"], bits, 1).to(torch.int16)
     if config.get("checkpoint_format") != "gptq_v2":
         zeros = zeros + 1
-    k, groups = q.shape[1], len(zeros)
-    group = -(-k // groups) if config.get("group_size", -1) in (-1, None) else config["group_size"]
+    k = q.shape[1]
+    group = _groups(name, k, len(zeros), config.get("group_size"))
     in_turn = torch.arange(k, device=q.device) // group
     of_k = tensors.get("g_idx", in_turn)
+    if not config.get("desc_act") and not of_k.any():  # some tools leave it unset where groups are in turn
+        of_k = in_turn
     order = None
     if not torch.equal(of_k.long(), in_turn):
         order = of_k.argsort(stable=True)
@@ -122,7 +180,8 @@ def _read_awq(name: str, tensors: Tensors, config: Mapping[str, Any]) -> Read:
         return unpack_words(words, 4, 1).unflatten(1, (-1, 8))[:, :, places.to(words.device)].flatten(1)
 
     q, zeros = columns(tensors["qweight"]).t(), columns(tensors["qzeros"]).to(torch.int16)
-    return _integers(q, tensors["scales"], zeros, 4, q.shape[1] // len(zeros)), None
+    group = _groups(name, q.shape[1], len(zeros), config.get("group_size", config.get("q_group_size")))
+    return _integers(q, tensors["scales"], zeros, 4, group), None
 
 
 def _check_compressed(config: Mapping[str, Any]) -> None:
@@ -146,22 +205,40 @@ def _check_compressed(config: Mapping[str, Any]) -> None:
 def _read_compressed(name: str, tensors: Tensors, config: Mapping[str, Any]) -> Read:
     if "weight_g_idx" in tensors:
         raise UnsupportedModel(f"{name}: compressed-tensors with an order of activations is not read: " + OTHERWISE)
+    scheme = _scheme(name, config)
     scales = tensors["weight_scale"]
     if "weight" in tensors and tensors["weight"].dtype is torch.float8_e4m3fn:
-        return float8_weight(name, tensors["weight"], scales), None
+        return float8_weight(name, tensors["weight"], scales, block_of(scheme.get("block_structure"))), None
     zeros = tensors.get("weight_zero_point")
     if "weight" in tensors:
         q, bits, k = tensors["weight"].to(torch.int16) + 128, 8, tensors["weight"].shape[1]
         zeros = None if zeros is None else zeros.to(torch.int16) + 128
     else:
         k = int(tensors["weight_shape"][1])
-        bits = 4 if tensors["weight_packed"].shape[1] == -(-k // 8) else 8
+        bits = scheme["num_bits"]
         q = unpack_words(tensors["weight_packed"], bits, 1)[:, :k]
         zeros = None if zeros is None else unpack_words(zeros, bits, 0)[: len(q)]
     scales = scales.reshape(-1, 1) if scales.dim() < 2 else scales
     scales = scales.expand(len(q), -1)
     zeros_GN = None if zeros is None else zeros.to(torch.int16).reshape(len(q), -1).t()
-    return _integers(q, scales.t(), zeros_GN, bits, k // scales.shape[1]), None
+    group = _groups(name, k, scales.shape[1], scheme.get("group_size"))
+    return _integers(q, scales.t(), zeros_GN, bits, group), None
+
+
+def _scheme(name: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return how the config says that a linear's weights are quantised: a group that names it, or its class.
+
+    Raises:
+        UnsupportedModel: no group does.
+    """
+    groups = [(group.get("targets") or (), group["weights"]) for group in config["config_groups"].values()]
+    for targets, weights in groups:
+        if any(target == name or (target[:3] == "re:" and re.match(target[3:], name)) for target in targets):
+            return weights
+    for targets, weights in groups:
+        if "Linear" in targets:
+            return weights
+    raise UnsupportedModel(f"{name} is quantised, and no group of the config's config_groups names it: {OTHERWISE}")
 
 
 def _integers(q: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, group: int) -> QuantizedWeight:

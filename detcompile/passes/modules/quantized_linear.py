@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from detcompile.errors import UnsupportedModel
-from detcompile.passes.modules.quantized_layouts import float8_weight
+from detcompile.passes.modules.quantized_layouts import block_of, float8_weight
 from detcompile.templates.ops import ours
 from detcompile.templates.quantized.weights import QuantizedWeight, dequantized
 
@@ -66,7 +66,8 @@ def pin_quantized(model: Any) -> int:
     """
     for name, module in list(model.named_modules()):
         if type(module).__name__ == "FP8Linear" and module.weight.element_size() == 1:
-            weight = float8_weight(name, module.weight.detach(), module.weight_scale_inv.detach())
+            block = block_of(module.block_size)
+            weight = float8_weight(name, module.weight.detach(), module.weight_scale_inv.detach(), block)
             replace_module(model, name, QuantizedLinear(weight, module.bias))
     count = sum(isinstance(module, QuantizedLinear) for module in model.modules())
     method = getattr(getattr(model.config, "quantization_config", None), "quant_method", None)

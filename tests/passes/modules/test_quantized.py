@@ -28,13 +28,13 @@ from detcompile.templates.cpu.library import isa_of
 from tests.bits import assert_bitwise_equal
 from tests.invariance.axis import configuration_for
 from tests.model_cases import VOCAB_SIZE, certified, random_model
-from tests.quantized_checkpoints import CHECKPOINTS, WIDTHS, pack_words, write_checkpoint
+from tests.quantized_checkpoints import CHECKPOINTS, ODD_CHECKPOINTS, WIDTHS, pack_words, write_checkpoint
 from tests.templates.quantized.cases import quantized_weight
 
 PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("name", [*CHECKPOINTS, *ODD_CHECKPOINTS])
 def test_a_checkpoint_is_read_as_what_it_means(name: str, tmp_path: Path) -> None:
     exact = write_checkpoint(tmp_path, name)
     model = detcompile.load_model(tmp_path, device="cpu")
@@ -194,3 +194,31 @@ def test_weights_that_hold_rows_are_refused(place: int, message: str) -> None:
         torch.compile(crossed, backend=Backend(Numerics(), role_of), fullgraph=True)(x)
     found = cause(refused.value)
     assert isinstance(found, UncertifiedOp) and f"{message} holds rows" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("fp8", {"weight_block_size": [64, 64]}, r"q_proj: scales \(4, 2\) do not fit a weight of 64 x 64"),
+        ("fp8", {"weight_block_size": [64]}, r"a block of weights must be \[rows, columns\], got \[64\]"),
+        ("gptq", {"group_size": 64}, r"q_proj: 2 groups of scales do not fit K=64 in groups of 64"),
+        ("gptq", {"dynamic": {"-:.*q_proj": {}}}, "q_proj is quantised, and `dynamic` of its config excludes it"),
+        ("gptq", {"dynamic": {"+:.*q_proj": {"bits": 3}}}, r"`dynamic` .* with bits=3 is not read \(known: 4, 8\)"),
+        ("awq", {"group_size": 16}, r"q_proj: 2 groups of scales do not fit K=64 in groups of 16"),
+        ("compressed int4", {"group_size": 16}, r"q_proj: 2 groups of scales do not fit K=64 in groups of 16"),
+        ("compressed int4", {"targets": ["re:.*gate_proj"]}, "q_proj is quantised, and no group of the config"),
+    ],
+)
+def test_a_config_that_contradicts_its_tensors_is_refused(
+    name: str, change: dict, message: str, tmp_path: Path
+) -> None:
+    write_checkpoint(tmp_path, name)
+    file = tmp_path / "config.json"
+    settings = json.loads(file.read_text())
+    quantization = settings["quantization_config"]
+    for key, value in change.items():
+        group = quantization.get("config_groups", {}).get("group_0")
+        (quantization if group is None else group if key == "targets" else group["weights"])[key] = value
+    file.write_text(json.dumps(settings))
+    with pytest.raises(UnsupportedModel, match=message):
+        detcompile.load_model(tmp_path, device="cpu")

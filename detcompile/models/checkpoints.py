@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -65,6 +66,7 @@ def load_checkpoint(
     require_trust(path / "config.json", trust_remote_code)
     for file in _weight_files(path):
         _require_whole(file)
+    _require_one_copy(path)
     try:
         reading = {"local_files_only": not trust_remote_code, "trust_remote_code": trust_remote_code}
         config = AutoConfig.from_pretrained(path, **reading)
@@ -187,6 +189,26 @@ def _require_whole(file: Path) -> None:
     fault = _fault(file) or (_safetensors_fault(file) if file.suffix == ".safetensors" else _pickle_fault(file))
     if fault:
         raise InvalidInput(f"{file} {fault}: {AGAIN}")
+
+
+def _require_one_copy(path: Path) -> None:
+    """Reject a second copy of a tensor: transformers takes the copy in the file whose name sorts last.
+
+    Raises:
+        InvalidInput: naming the tensor, the file that the index maps it to, and the other one.
+    """
+    index = path / f"{WEIGHTS[0]}.index.json"
+    if not index.is_file() or (path / WEIGHTS[0]).exists():
+        return
+    places = _json_object(index)["weight_map"]
+    for part in sorted(set(places.values())):
+        with safe_open(path / part, framework="pt") as file:
+            stale = next((name for name in file.keys() if places.get(name, part) != part), None)  # noqa: SIM118 - no dict
+        if stale is not None:
+            raise InvalidInput(
+                f"{path / part} holds another copy of {stale}, which {index.name} maps to {places[stale]}: remove the"
+                " copy from it, so that one value remains"
+            )
 
 
 def _fault(file: Path) -> str:

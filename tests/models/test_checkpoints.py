@@ -129,6 +129,20 @@ def test_an_index_that_leads_nowhere_is_named(shards: Path, places: object) -> N
         load_checkpoint(shards, None)
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_a_second_copy_of_a_tensor_is_named(shards: Path, first: bool) -> None:
+    """In a listed file that sorts before or behind the one that the index names."""
+    places = json.loads((shards / INDEX).read_text())["weight_map"]
+    files = sorted(set(places.values()))
+    name = next(name for name, file in places.items() if file == files[-1 if first else 0])
+    stale = shards / files[0 if first else -1]
+    save_file(load_file(stale) | {name: torch.zeros(3)}, stale, metadata={"format": "pt"})
+    with pytest.raises(
+        InvalidInput, match=rf"{stale} holds another copy of {name}, which {INDEX} maps to {places[name]}"
+    ):
+        load_checkpoint(shards, None)
+
+
 def test_a_folder_without_a_model_is_named(folder: Path) -> None:
     (folder / WEIGHTS).unlink()
     with pytest.raises(InvalidInput, match=rf"{folder} cannot be loaded"):

@@ -1,16 +1,20 @@
-"""Random load on a server for a long time: descriptors, tasks, blocks and memory must not grow.
+"""Random load on a server for a long time: slots, descriptors, tasks, blocks and memory must not grow.
 
     python -m benchmarks.server_soak --minutes 10 --commit $(git rev-parse --short HEAD)
+    python -m benchmarks.server_soak --minutes 120 --requests 20000 --stretch 120 --commit ...
 
-Clients ask at random (all kinds of the kill drill's requests, streamed and not, with keys and without); one in seven
-leaves in the midst of its answer, one in ten reads slowly, and from time to time an engine is killed or stopped.
-Between stretches of load everybody waits, and what the server holds then is noted. One request is repeated each time,
-and must come out the same. Writes benchmarks/results/server-soak-<cores>-cores-<commit>.json.
+Clients send requests of every route at random: half of them completions (all kinds of the kill drill's, streamed and
+not, with keys and without), the others chats, messages, responses, verifications, texts, and what is refused. One in
+seven reads some lines of its answer and leaves, one in five leaves at a random moment, often before its request is
+taken, one in ten reads slowly, and from time to time an engine is killed or stopped. Between stretches of load
+everybody waits until no slot is held, and what the server holds then is noted. One request is repeated each time, and
+must come out the same. Writes benchmarks/results/server-soak-<cores>-cores-<commit>.json.
 """
 
 import argparse
 import asyncio
 import json
+import math
 import os
 import random
 import re
@@ -26,15 +30,19 @@ from typing import Any
 
 import httpx
 
-from benchmarks.kill_drill import KINDS, RESULTS, SIGNALS, engine_processes, started
+from benchmarks.kill_drill import KINDS, RESULTS, SIGNALS, TEMPLATE, engine_processes, started
 
 __all__ = ["ROOM", "Soak", "growth"]
 
 NUM_CLIENTS = 12
 REST_SECONDS = 120.0  # for all to end, and for lost engines to be replaced
-CANARY = {"model": "tiny", "prompt": [5, 6, 7], "seed": 1, "max_tokens": 24, "logprobs": 1, "return_token_ids": True}
+CANARY = {"model": "tiny", "prompt": [5, 6, 7], "seed": 1, "max_tokens": 24, "logprobs": 1, "return_token_ids": True,
+          "receipt": True}  # fmt: skip
+# "front MB" is the front's memory without "kept MB", its receipts and responses for who asks later, which are bounded.
 # What may differ between two rests without being growth: sockets that close, memory that Python keeps for later.
 ROOM = {"descriptors": 3.0, "tasks": 3.0, "threads": 3.0, "front MB": 12.0}
+HELD = ("open_slots", "queued_tokens", "waiting_requests", "body_bytes")  # gauges that are 0 when nobody asks
+MOST_GROWTH = 1.1  # of the front's memory, from the rest after the first stretch to the last
 
 
 class Soak:
@@ -47,37 +55,49 @@ class Soak:
     Attributes:
         rests: what the server held each time that nobody asked for anything.
         counts: requests by what became of them.
+        routes: requests by their routes.
     """
 
     def __init__(self, url: str, server: int, seed: int = 0) -> None:
         self.rests: list[dict[str, float]] = []
         self.counts: Counter[str] = Counter()
+        self.routes: Counter[str] = Counter()
+        self._names: list[str] = []  # of responses that were stored
+        self._envelope: Any = None  # of a receipt
         self._url = url
         self._server = server
         self._random = random.Random(seed)
         self._canary: Any = None
 
-    async def run(self, seconds: float, stretch: float, kill_every: float) -> None:
+    async def run(
+        self, seconds: float, stretch: float, kill_every: float, *, most: float = math.inf, clients: int = NUM_CLIENTS
+    ) -> None:
         """Ask for so many seconds, with a rest after each stretch of them.
 
         Args:
             kill_every: seconds of load between two disturbances of an engine; 0 for none.
+            most: requests after which it ends sooner.
+            clients: how many ask at a time.
 
         Raises:
             AssertionError: an answer that is none, or another one than before; blocks that nobody holds.
         """
         end = time.monotonic() + seconds
         await self._rest()
-        while time.monotonic() < end:
+        while time.monotonic() < end and self.routes.total() < most:
             stop = min(end, time.monotonic() + stretch)
             killer = asyncio.create_task(self._kill(kill_every, stop)) if kill_every else None
-            await asyncio.gather(*(self._client(stop) for _ in range(NUM_CLIENTS)))
+            await asyncio.gather(*(self._client(stop, most) for _ in range(clients)))
             if killer is not None:
                 killer.cancel()
             await self._rest()
 
-    async def _client(self, stop: float) -> None:
-        while time.monotonic() < stop:
+    async def _client(self, stop: float, most: float) -> None:
+        while time.monotonic() < stop and self.routes.total() < most:
+            if self._random.random() < 0.5:
+                await self._other()
+                continue
+            self.routes["/v1/completions"] += 1
             body = {"model": "tiny", "max_tokens": self._random.randint(1, 60), "return_token_ids": True}
             body |= {"prompt": [self._random.randrange(3, 400) for _ in range(self._random.randint(1, 60))]}
             body |= self._random.choice(KINDS) | {"min_tokens": 0, "stream": self._random.random() < 0.7}
@@ -87,6 +107,58 @@ class Soak:
             leaves = self._random.randint(1, 20) if self._random.random() < 1 / 7 else None
             pause = 0.1 if self._random.random() < 0.1 else 0.0
             await self._ask(body, headers, leaves, pause)
+
+    async def _other(self) -> None:
+        """One request of another route, or of a kind that is refused; its client may leave at any moment."""
+        method, path, body = self._random.choice(self._others())
+        self.routes[f"{method} {path.split('resp_')[0]}"] += 1
+        leaves = self._random.random() ** 3 if self._random.random() < 0.4 else None  # most of them within 0.1 s
+        async with httpx.AsyncClient(base_url=self._url, timeout=180, headers={"Connection": "close"}) as client:
+            try:
+                async with asyncio.timeout(leaves):
+                    answer = await client.request(method, path, json=body)
+            except TimeoutError:
+                self.counts["left at any moment"] += 1
+                return
+        if answer.status_code in (429, 503):
+            self.counts[f"refused with {answer.status_code}"] += 1
+            return
+        assert answer.status_code in (200, 400, 404), (path, answer.status_code, answer.text)
+        self.counts["other answered" if answer.status_code == 200 else "other refused"] += 1
+        if path == "/v1/responses" and answer.status_code == 200 and "store" not in body and "stream" not in body:
+            self._names = [*self._names[-50:], answer.json()["id"]]
+
+    def _others(self) -> list[tuple[str, str, Any]]:
+        """Requests of all routes but completions."""
+        draw = self._random
+        text = "x" * draw.choice([5, 50, 500, 5000])
+        length = draw.randint(1, 30)
+        chat = {"model": "tiny", "messages": [{"role": "user", "content": text[:500]}], "max_tokens": length}
+        response = {"model": "tiny", "input": text[:500], "max_output_tokens": length}
+        name = draw.choice(self._names) if self._names else "resp_none"
+        return [
+            *[("POST", "/v1/chat/completions", chat | {"stream": stream}) for stream in (True, False)],
+            *[("POST", "/v1/messages", chat | {"stream": stream}) for stream in (True, False)],
+            ("POST", "/v1/responses", response),
+            ("POST", "/v1/responses", response | {"stream": True}),
+            ("POST", "/v1/responses", response | {"store": False}),
+            ("POST", "/v1/responses", response | {"background": True}),
+            ("POST", "/v1/responses", response | {"pad": "x" * draw.choice([10, 1 << 20])}),
+            ("GET", f"/v1/responses/{name}", None),
+            ("GET", f"/v1/responses/{name}?stream=true", None),
+            ("POST", f"/v1/responses/{name}/cancel", None),
+            ("DELETE", f"/v1/responses/{name}", None),
+            ("POST", "/v1/verify", self._envelope),
+            ("POST", "/tokenize", {"prompt": text * 4}),
+            ("POST", "/detokenize", {"tokens": [5, 6, 7] * 2000}),
+            ("POST", "/v1/messages/count_tokens", {"messages": chat["messages"]}),
+            ("POST", "/v1/completions", {"prompt": [[5] * 60] * 40, "max_tokens": 1}),
+            ("POST", "/v1/completions", {"prompt": text, "max_tokens": 10**30}),
+            ("POST", "/v1/embeddings", {"input": text}),
+            ("GET", "/v1/models", None),
+            ("GET", "/dashboard/state", None),
+            ("GET", "/nothing", None),
+        ]
 
     async def _ask(self, body: dict[str, Any], headers: dict[str, str], leaves: int | None, pause: float) -> None:
         """One request; its client leaves after so many lines, and waits between two of them."""
@@ -121,23 +193,29 @@ class Soak:
         """Wait until nothing is open and an engine serves, repeat the canary, and note what the server holds."""
         end = time.monotonic() + REST_SECONDS
         async with httpx.AsyncClient(base_url=self._url, timeout=60, headers={"Connection": "close"}) as client:
-            answer = (await client.post("/v1/completions", json=CANARY)).json()["choices"]
+            found = (await client.post("/v1/completions", json=CANARY)).json()
+            answer, self._envelope = found["choices"], found["receipt"]
             self._canary = self._canary or answer
             assert answer == self._canary, "the same request has another answer"
             while True:
                 found = _numbers((await client.get("/metrics")).text)
-                quiet = not found["vllm:num_requests_running"] and not found["vllm:num_requests_waiting"]
-                if quiet and found["detcompile:engine_ready"] and len(engine_processes(self._server)) > 1:
+                held = {name: found[f"detcompile:{name}"] for name in HELD}
+                waits = any(found[f"vllm:num_requests_{name}"] for name in ("running", "waiting"))
+                serves = found["detcompile:engine_ready"] and len(engine_processes(self._server)) > 1
+                if serves and not waits and not any(held.values()):
                     break
-                assert time.monotonic() < end, f"no rest: {found}"
+                assert time.monotonic() < end, f"no rest: {held}, {found}"
                 await asyncio.sleep(0.2)
             await asyncio.sleep(1.0)  # for sockets to close
             found = _numbers((await client.get("/metrics")).text)
         assert found["vllm:kv_cache_usage_perc"] == 0.0, "blocks are held by nobody"
-        held = {"descriptors": len(os.listdir(f"/proc/{self._server}/fd")), "tasks": found["detcompile:tasks"]}
+        held = {name.replace("_", " "): found[f"detcompile:{name}"] for name in HELD}
+        held |= {"descriptors": len(os.listdir(f"/proc/{self._server}/fd")), "tasks": found["detcompile:tasks"]}
         status = Path(f"/proc/{self._server}/status").read_text()
         held["threads"] = float(re.search(r"Threads:\s+(\d+)", status)[1])  # type: ignore[index]
-        held["front MB"] = round(int(re.search(r"VmRSS:\s+(\d+)", status)[1]) / 1024, 1)  # type: ignore[index]
+        held["kept MB"] = round(found["detcompile:kept_bytes"] / 2**20, 1)
+        memory = int(re.search(r"VmRSS:\s+(\d+)", status)[1]) / 1024  # type: ignore[index]
+        held["front MB"] = round(memory - held["kept MB"], 1)
         self.rests.append(held)
 
 
@@ -165,30 +243,38 @@ def main() -> int:
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--stretch", type=float, default=30, help="seconds of load between two rests")
-    parser.add_argument("--kill-every", type=float, default=20, help="seconds between two disturbed engines")
+    parser.add_argument("--kill-every", type=float, default=20, help="seconds between two disturbed engines; 0: none")
+    parser.add_argument("--requests", type=int, default=10**9, help="requests after which it ends sooner")
+    parser.add_argument("--clients", type=int, default=NUM_CLIENTS, help="how many ask at a time")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "detcompile", "serve", "tiny", "--port", "0", "--max-restarts", "1000"]
         command += ["--journal", f"{folder}/journal", "--queue-timeout", "180", "--speculation", "always"]
+        command += ["--chat-template", f"{folder}/template.jinja"]
+        Path(folder, "template.jinja").write_text(TEMPLATE)
         url, process = started(command)
         try:
             soak = Soak(url, process.pid)
-            asyncio.run(soak.run(60 * arguments.minutes, arguments.stretch, arguments.kill_every))
+            how = {"most": arguments.requests, "clients": arguments.clients}
+            asyncio.run(soak.run(60 * arguments.minutes, arguments.stretch, arguments.kill_every, **how))
             journal = sum(path.stat().st_size for path in Path(folder).iterdir())
             process.send_signal(signal.SIGTERM)
             code = process.wait(60)
         finally:
             process.kill()
             process.wait()
-    grown = growth(soak.rests)
+    grown, warm, last = growth(soak.rests), soak.rests[min(1, len(soak.rests) - 1)], soak.rests[-1]
     result = {
         "commit": arguments.commit,
         "cores": os.cpu_count(),
         "minutes": arguments.minutes,
         "requests": dict(soak.counts),
+        "routes": dict(sorted(soak.routes.items())),
         "growth from the second third to the last": grown,
         "first rest": soak.rests[0],
-        "last rest": soak.rests[-1],
+        "rest after the first stretch": warm,
+        "last rest": last,
+        "memory against the rest after the first stretch": round(last["front MB"] / warm["front MB"], 3),
         "rests": len(soak.rests),
         "journal MB": round(journal / 2**20, 1),
         "exit code": code,
@@ -196,7 +282,8 @@ def main() -> int:
     name = f"server-soak-{os.cpu_count()}-cores-{arguments.commit}.json"
     (RESULTS / name).write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
-    return int(code != 0 or any(grown[name] > room for name, room in ROOM.items()))
+    grows = any(grown[name] > room for name, room in ROOM.items()) or last["front MB"] > MOST_GROWTH * warm["front MB"]
+    return int(code != 0 or grows)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,11 @@ class KeptResponses:
     def __init__(self) -> None:
         self._kept: dict[tuple[str, str], Any] = {}
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the responses that are kept."""
+        return sum(own.num_bytes for own in self._kept.values())
+
     def add(self, response: _Kept) -> None:
         """Keep one, and let go of those that are too old or too many."""
         self._kept[response.owner, response.name] = response

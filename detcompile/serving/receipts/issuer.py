@@ -52,6 +52,9 @@ class Issuer:
 
     Raises:
         InvalidInput: a key or a log where there are no receipts.
+
+    Attributes:
+        num_bytes: bytes of the receipts that are kept.
     """
 
     def __init__(
@@ -68,7 +71,7 @@ class Issuer:
         self._log = log
         self._version = version
         self._kept: OrderedDict[tuple[str, str], bytes] = OrderedDict()  # by owner and the answer's id
-        self._num_bytes = 0
+        self.num_bytes = 0
 
     def salt(self) -> bytes | None:
         """A fresh salt for an answer; None at a level that hides nothing."""
@@ -138,9 +141,9 @@ class Issuer:
 
     def _keep(self, place: tuple[str, str], data: bytes) -> None:
         self._kept[place] = data
-        self._num_bytes += len(data)
-        while self._num_bytes > KEPT_BYTES:
-            self._num_bytes -= len(self._kept.popitem(last=False)[1])
+        self.num_bytes += len(data)
+        while self.num_bytes > KEPT_BYTES:
+            self.num_bytes -= len(self._kept.popitem(last=False)[1])
 
 
 async def _prompt(answer: Answer, texts: Texts, salt: bytes | None) -> Prompt:

@@ -108,7 +108,7 @@ FLOORS = [
             "serving.limiter",
             "serving.metrics",
             "serving.responses",
-            "serving.texts",
+            "serving.tokenizer_pool",
         },
         {"serving.chat_template", "serving.engines", "serving.grammars", "serving.http_errors"},
         {"serving.receipts"},

@@ -12,11 +12,11 @@ from itertools import count
 
 from detcompile.errors import EngineError, GenerationError, InvalidInput
 from detcompile.runtime.kv.block_pool import NULL_BLOCK
-from detcompile.runtime.processes.trials import Trials
+from detcompile.runtime.processes.isolation import Isolation
 from detcompile.runtime.requests.deliveries import Deliveries
 from detcompile.runtime.requests.outputs import Logprobs, RequestMetrics, RequestOutput
 from detcompile.runtime.requests.plain_values import string
-from detcompile.runtime.requests.quarantine import ALONE_DEATHS
+from detcompile.runtime.requests.poison_guard import ALONE_DEATHS
 from detcompile.runtime.requests.request import Request, undrawable
 from detcompile.runtime.requests.sequence import Sequence
 from detcompile.runtime.scheduler import Scheduler
@@ -65,7 +65,7 @@ class RequestBook:
         self._owner: dict[Sequence, Request] = {}
         self._touched: dict[Request, None] = {}  # moved on since they were last delivered
         self._broken: list[Request] = []  # failed, and still scheduled
-        self._trials = Trials(scheduler.serve_alone, lambda request: self._break(request, LOST))
+        self._isolation = Isolation(scheduler.serve_alone, lambda request: self._break(request, LOST))
 
     @property
     def is_empty(self) -> bool:
@@ -112,7 +112,7 @@ class RequestBook:
             self._inbox.popleft()
         self._let_go()
         self.follow_weights()
-        self._trials.judge()
+        self._isolation.update()
 
     def deliver(self) -> None:
         """Finish a step: bring text that streams up to date, and hand on the outputs that got longer or ended."""
@@ -162,7 +162,7 @@ class RequestBook:
 
     def on_loss(self, ran: list[Sequence]) -> None:
         """The workers are lost that ran these."""
-        self._trials.died_with(dict.fromkeys(self._owner[sequence] for sequence in ran if sequence in self._owner))
+        self._isolation.died_with(dict.fromkeys(self._owner[sequence] for sequence in ran if sequence in self._owner))
 
     def on_token(self, sequence: Sequence, token: int | None, logprobs: Logprobs | None) -> bool:
         """A sequence has its next token, or None where its logits are not numbers; returns whether it goes on."""
@@ -263,7 +263,7 @@ class RequestBook:
 
     def _forget(self, request: Request) -> None:
         """A request has ended; its name stays in use until its last output is handed on."""
-        self._trials.forget(request)
+        self._isolation.forget(request)
         self._requests.pop(request.output.request_id, None)
 
     def _start(self, request: Request) -> None:

@@ -6,7 +6,7 @@ import msgspec
 
 from detcompile.errors import DetcompileError, EngineError, InvalidInput, WorkerError
 
-__all__ = ["CLIENT_LEFT", "CondemnedError", "FAULT", "HTTPError", "OverdueError", "error_of"]
+__all__ = ["BlockedRequestError", "CLIENT_LEFT", "FAULT", "HTTPError", "OverdueError", "error_of"]
 
 TYPES = {  # of statuses; others are invalid_request_error below 500, else api_error
     401: "authentication_error",
@@ -75,8 +75,8 @@ class OverdueError(DetcompileError):
         self.status = status
 
 
-class CondemnedError(EngineError):
-    """A request that engines ended with while they had nothing else."""
+class BlockedRequestError(EngineError):
+    """A request that crashed engines while it was the only one running."""
 
 
 ENGINE_RETRY_SECONDS = 30  # after which whoever watches the server may have started another
@@ -101,4 +101,4 @@ def error_of(error: DetcompileError | HTTPError, params: frozenset[str] = frozen
         return HTTPError(error.status, str(error), code="timeout", retry_after=OVERDUE_RETRY_SECONDS)
     if isinstance(error, WorkerError):
         return HTTPError(503, str(error), code="engine_error", retry_after=ENGINE_RETRY_SECONDS)
-    return HTTPError(500, str(error), code="engine_error", in_vain=isinstance(error, CondemnedError))
+    return HTTPError(500, str(error), code="engine_error", in_vain=isinstance(error, BlockedRequestError))

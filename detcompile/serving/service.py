@@ -26,7 +26,7 @@ from detcompile.serving.limiter import AdmissionLimiter, Reservation, Slot
 from detcompile.serving.metrics import Metrics
 from detcompile.serving.plain_tokenizer import tokenizer_digest
 from detcompile.serving.receipts.issuer import Issued, Issuer
-from detcompile.serving.texts import Texts
+from detcompile.serving.tokenizer_pool import TokenizerPool
 from detcompile.serving.tools.families import FAMILIES, family_of
 
 __all__ = ["Service"]
@@ -117,7 +117,7 @@ class Service:
         self.name = self._name or hello.name
         texts = {"special_tokens": str(sorted(hello.special_ids)), "tokenizer": str(tokenizer_digest(hello.tokenizer))}
         self.model = ServedModel(self.name, hello.fingerprint, hello.fingerprint_parts | texts)
-        self.texts = Texts(hello, self.limiter.waiting)
+        self.texts = TokenizerPool(hello, self.limiter.waiting)
         self.grammars = GrammarCheck(hello.tokenizer, self._queue_timeout, self.limiter.waiting)
         sources = hello.chat_template, hello.tool_template
         plain, with_tools = (None if source is None else ChatTemplate(source) for source in sources)

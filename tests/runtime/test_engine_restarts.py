@@ -132,7 +132,7 @@ def some_losses(numbers: list[int]) -> Iterator[bool]:
     return chain.from_iterable([*repeat(False, number), True] for number in numbers)
 
 
-LOSSES = st.lists(st.integers(0, 25), min_size=1, max_size=3)  # four might condemn a request, as they should
+LOSSES = st.lists(st.integers(0, 25), min_size=1, max_size=3)  # four might block a request, as they should
 
 
 @settings(max_examples=6)

@@ -23,7 +23,7 @@ from detcompile.serving.engines.protocol import Hello
 from detcompile.serving.http_errors import HTTPError
 from detcompile.serving.openai.messages import prompt_of
 from detcompile.serving.openai.schema import ChatRequest, decode_body
-from detcompile.serving.texts import Texts
+from detcompile.serving.tokenizer_pool import TokenizerPool
 from tests.serving.chat_templates import TEMPLATES
 from tests.serving.scripted_engine import HELLO
 
@@ -36,7 +36,7 @@ def prompt(messages: list[dict[str, Any]], template: str) -> str:
     """The prompt of a conversation as the server reads it, without a server."""
     asked = decode_body(json.dumps({"messages": messages}).encode(), ChatRequest)
     service: Any = SimpleNamespace(
-        template=ChatTemplate(template), tool_family=None, hello=HELLO, texts=Texts(HELLO), name="scripted"
+        template=ChatTemplate(template), tool_family=None, hello=HELLO, texts=TokenizerPool(HELLO), name="scripted"
     )
     return service.texts.decode(asyncio.run(prompt_of(service, asked.messages)), skip_special_tokens=False)
 
@@ -108,9 +108,9 @@ def hello(tokenizer: Any) -> Hello:
 
 
 @functools.cache
-def texts_of(tokenizer: Any) -> tuple[Hello, Texts]:
+def texts_of(tokenizer: Any) -> tuple[Hello, TokenizerPool]:
     known = hello(tokenizer)
-    return known, Texts(known)
+    return known, TokenizerPool(known)
 
 
 def server_ids(tokenizer: Any, template: str, messages: list[Any], tools: list[Any] | None) -> list[int]:
@@ -166,7 +166,7 @@ def test_special_tokens_in_a_text_are_split_where_the_tokenizer_says_so(tmp_path
         found = transformers.AutoTokenizer.from_pretrained(tmp_path)
         special = "".join(found.all_special_tokens)
         expected = found(f"a{special}b")["input_ids"]
-        assert Texts(hello(found))._encode(f"a{special}b", True) == expected
+        assert TokenizerPool(hello(found))._encode(f"a{special}b", True) == expected
         lengths[splits] = len(expected)
     assert lengths[True] > lengths[False]
 

@@ -361,7 +361,7 @@ def test_a_server_that_starts_ends_at_a_signal(seconds: float, signals: int) -> 
         assert_ended(found)
 
 
-@pytest.mark.parametrize("case", ["engine lost", "quarantine", "slow client"])
+@pytest.mark.parametrize("case", ["engine lost", "isolation", "slow client"])
 def test_a_server_ends_at_a_signal_whatever_goes_on(case: str) -> None:
     with server_process("1", "--spare", "--restarts", "9") as (process, lines):
         url = url_of(lines)
@@ -371,7 +371,7 @@ def test_a_server_ends_at_a_signal_whatever_goes_on(case: str) -> None:
             client = stack.enter_context(httpx.Client(timeout=30))
             answer = stack.enter_context(client.stream("POST", f"{url}/v1/completions", json=body))
             next(answer.iter_bytes())  # and no more is read
-            if case == "quarantine":
+            if case == "isolation":
                 poison = body | {"prompt": [666]}
                 stack.enter_context(httpx.Client(timeout=30).stream("POST", f"{url}/v1/completions", json=poison))
                 while sum("is lost" in line for line in lines) < 2:

@@ -16,8 +16,8 @@ from detcompile.runtime.grammars.grammar import Grammar
 from detcompile.serving.engines import fleet
 from detcompile.serving.engines.answers import Answer, Pooling, Verification
 from detcompile.serving.engines.notices import News
-from detcompile.serving.engines.placement.condemned import Condemned
-from detcompile.serving.http_errors import CondemnedError
+from detcompile.serving.engines.placement.blocklist import Blocklist
+from detcompile.serving.http_errors import BlockedRequestError
 from detcompile.serving.service import Service
 from tests.serving.scripted_engine import HELLO, POISON
 from tests.serving.scripted_service import running, scripted
@@ -119,9 +119,9 @@ def test_a_request_that_kills_engines_ends_alone(replicas: int) -> None:
     asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
-def test_what_was_condemned_is_known_by_what_it_asks_for_a_while() -> None:
+def test_blocklist_matches_prompt_not_seed() -> None:
     now = [0.0]
-    condemned = Condemned(lambda: now[0])
+    blocklist = Blocklist(lambda: now[0])
 
     def answer(prompt: list[int], **asked: Any) -> Answer:
         return Answer("1", prompt, SamplingParams(**asked), News())
@@ -131,18 +131,18 @@ def test_what_was_condemned_is_known_by_what_it_asks_for_a_while() -> None:
 
     grammar = Grammar.regex("a+")
     for own in (answer([1], seed=1, logit_bias={3: 1.0}, grammar=grammar), *errands(b"one", "last")):
-        condemned.condemn(own)
-        assert isinstance(own.error, CondemnedError)
+        blocklist.add(own)
+        assert isinstance(own.error, BlockedRequestError)
     others = (answer([2]), answer([1]), answer([1], logit_bias={3: 1.0}), *errands(b"two", "mean"))
     same = (answer([1], seed=2, logit_bias={3: 1.0}, grammar=grammar), *errands(b"one", "last"))
     for own in others:
-        condemned.require_other(own)
+        blocklist.require_unblocked(own)
     for own in same:
-        with pytest.raises(CondemnedError):
-            condemned.require_other(own)
+        with pytest.raises(BlockedRequestError):
+            blocklist.require_unblocked(own)
     now[0] = 600.0
     for own in same:
-        condemned.require_other(own)
+        blocklist.require_unblocked(own)
 
 
 def test_a_suspect_that_nobody_waits_for_holds_nobody_up() -> None:

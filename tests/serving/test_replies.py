@@ -18,7 +18,7 @@ from detcompile.serving.openai.chat import _Chat
 from detcompile.serving.openai.completions import _Completion
 from detcompile.serving.openai.parameters import chat_params, completion_params
 from detcompile.serving.openai.schema import ChatRequest, CompletionRequest, Message, StreamOptions
-from detcompile.serving.texts import Texts
+from detcompile.serving.tokenizer_pool import TokenizerPool
 from tests.serving.scripted_engine import HELLO
 
 
@@ -26,7 +26,7 @@ async def no_receipt(job: Job) -> None:
     return None
 
 
-SERVICE: Any = SimpleNamespace(texts=Texts(HELLO), issue=no_receipt)
+SERVICE: Any = SimpleNamespace(texts=TokenizerPool(HELLO), issue=no_receipt)
 MODEL = ServedModel("scripted", HELLO.fingerprint, {})
 DEFAULTS = {"temperature": 0.6, "top_k": 20, "max_tokens": 10}
 MESSAGES = [Message(role="user", content="x")]

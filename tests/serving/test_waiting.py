@@ -21,7 +21,7 @@ from detcompile.serving.journal.journal import Journal
 from detcompile.serving.plain_tokenizer import NFC_SHRINKS, longest_token, tokenizer_digest
 from detcompile.serving.receipts.envelope import seal
 from detcompile.serving.receipts.receipt import Prompt, Receipt, Sample, Served, WrittenGrammar, encode_receipt
-from detcompile.serving.texts import LONG, Texts
+from detcompile.serving.tokenizer_pool import LONG, TokenizerPool
 from tests.serving.scripted_engine import HELLO
 from tests.serving.scripted_service import running, scripted
 
@@ -194,13 +194,13 @@ def test_a_turn_that_comes_as_its_owner_leaves_is_the_next_ones() -> None:
 
 def test_a_prompt_that_can_never_fit_is_refused_before_it_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
-    real = Texts._encode
+    real = TokenizerPool._encode
 
-    def encode(self: Texts, text: str, add_special_tokens: bool) -> list[int]:
+    def encode(self: TokenizerPool, text: str, add_special_tokens: bool) -> list[int]:
         read.append(len(text))
         return real(self, text, add_special_tokens)
 
-    monkeypatch.setattr(Texts, "_encode", encode)
+    monkeypatch.setattr(TokenizerPool, "_encode", encode)
     endless = "\n" * (1 + HELLO.max_context * 4 * 32)  # of the longest token, and what NFC may make shorter
 
     async def scenario() -> None:
@@ -224,13 +224,13 @@ def test_a_prompt_that_can_never_fit_is_refused_before_it_is_tokenized(monkeypat
 
 
 def test_tokens_are_not_made_text_where_the_prompt_cannot_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    lengths, real = [], Texts.decode
+    lengths, real = [], TokenizerPool.decode
 
-    def decode(self: Texts, token_ids: list[int], **options: bool) -> str:
+    def decode(self: TokenizerPool, token_ids: list[int], **options: bool) -> str:
         lengths.append(len(token_ids))
         return real(self, token_ids, **options)
 
-    monkeypatch.setattr(Texts, "decode", decode)
+    monkeypatch.setattr(TokenizerPool, "decode", decode)
 
     async def scenario() -> None:
         async with running(scripted()) as client:
@@ -242,14 +242,14 @@ def test_tokens_are_not_made_text_where_the_prompt_cannot_fit(monkeypatch: pytes
 
 
 def test_long_texts_wait_within_the_bound_and_not_before_shorter_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    goes_on, real = threading.Event(), Texts._encode
+    goes_on, real = threading.Event(), TokenizerPool._encode
 
-    def encode(self: Texts, text: str, add_special_tokens: bool) -> list[int]:
+    def encode(self: TokenizerPool, text: str, add_special_tokens: bool) -> list[int]:
         if len(text) > LONG:
             goes_on.wait(10)
         return real(self, text, add_special_tokens)
 
-    monkeypatch.setattr(Texts, "_encode", encode)
+    monkeypatch.setattr(TokenizerPool, "_encode", encode)
 
     async def scenario() -> None:
         service = scripted(max_queue=4)

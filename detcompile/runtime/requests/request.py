@@ -30,7 +30,7 @@ class Request:
     """One prompt and its n samples, or those of them that are resumed.
 
     ``output`` is one object from the first token to the last, updated in place. ``deaths`` and ``deaths_alone`` are
-    a Quarantine's.
+    a PoisonRequestGuard's.
 
     Args:
         prompt: the prompt as text, if it was given as text.

@@ -18,7 +18,7 @@ from detcompile.serving.openai.reply import as_int64, headers_of
 from detcompile.serving.openai.tools import ToolUse, in_family, tool_use
 from detcompile.serving.responses import JSON, Events, Whole
 from detcompile.serving.service import Service
-from detcompile.serving.texts import SampleText
+from detcompile.serving.tokenizer_pool import SampleText
 
 __all__ = ["count_tokens", "create_message"]
 

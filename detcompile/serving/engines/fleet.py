@@ -11,11 +11,11 @@ from msgspec.structs import replace
 
 from detcompile.config import visible_gpus
 from detcompile.errors import DetcompileError, WorkerError
-from detcompile.runtime.requests.quarantine import Quarantine
+from detcompile.runtime.requests.poison_guard import PoisonRequestGuard
 from detcompile.serving.engines.answers import Answer
 from detcompile.serving.engines.engine_link import SILENCE_SECONDS, EngineLink
 from detcompile.serving.engines.launchers import Launcher, LocalProcess
-from detcompile.serving.engines.placement.condemned import Condemned
+from detcompile.serving.engines.placement.blocklist import Blocklist
 from detcompile.serving.engines.placement.loss import Loss
 from detcompile.serving.engines.placement.router import Router
 from detcompile.serving.engines.placement.spares import Spares
@@ -73,9 +73,9 @@ class Fleet:
         self._spares = Spares(self._new_link, keeps=spare, most_lost=most_restarts)
         self._waiting: list[Answer] = []
         self._router = Router()
-        self._condemned = Condemned()
-        self._quarantine = Quarantine(self._condemned.condemn)
-        self._court: EngineLink | None = None  # serves one suspect, and nothing else
+        self._blocklist = Blocklist()
+        self._guard = PoisonRequestGuard(self._blocklist.add)
+        self._isolated_link: EngineLink | None = None  # serves one suspect, and nothing else
         self._rolling: EngineLink | None = None  # gets nothing new
         self._past = Statistics()  # of engines that others have taken the place of
         self._restarts: list[float] = []
@@ -136,7 +136,7 @@ class Fleet:
         """
         if self.failure is not None:
             raise self.failure
-        self._condemned.require_other(answer)
+        self._blocklist.require_unblocked(answer)
         self._waiting.append(answer)
         self._place()
 
@@ -144,7 +144,7 @@ class Fleet:
         """Nobody waits for an answer any more."""
         if answer in self._waiting:
             self._waiting.remove(answer)
-        self._quarantine.forget(answer)
+        self._guard.forget(answer)
         for link in self.links:
             link.cancel(answer)
         self._place()
@@ -161,10 +161,10 @@ class Fleet:
             if not link.ready:
                 continue
             self._rolling = link
-            self._hand_over([answer for answer in link.take_back() if answer is not self._quarantine.trial])
-            if link is self._court:
-                self._court = None
-                self._quarantine.interrupt()
+            self._hand_over([answer for answer in link.take_back() if answer is not self._guard.isolated])
+            if link is self._isolated_link:
+                self._isolated_link = None
+                self._guard.interrupt()
             self._router.forget(link)
             await self._spares.end(link)
             self._rolling = None
@@ -198,23 +198,23 @@ class Fleet:
     def _news(self, answer: Answer, delta: Delta | None) -> None:
         if delta is not None:
             self._on_delta(answer, delta)
-        if self._quarantine.acquits(answer):
-            assert self._court is not None
-            self._waiting += self._court.take_back()
+        if self._guard.clears(answer):
+            assert self._isolated_link is not None
+            self._waiting += self._isolated_link.take_back()
             self._place()
 
     def _lost(self, link: EngineLink, answers: list[Answer]) -> None:
         """An engine serves no more: its answers wait for another one, and its place is taken."""
         if self._spares.lost(link):
             self._run(self._spares.keep())
-        if link is self._court:
-            self._court = None
+        if link is self._isolated_link:
+            self._isolated_link = None
         self._router.forget(link)
         if self.hello is None or self.failure is not None:
             for answer in answers:
                 answer.fail(WorkerError(f"the engine failed: {self.failure or link.failure}"))
             return
-        self._hand_over([answer for answer in answers if self._quarantine.died_with(answer)])
+        self._hand_over([answer for answer in answers if self._guard.died_with(answer)])
         if link in self.links:
             logger.warning("an engine is lost: %s; %d answers go on on another", link.failure, len(answers))
             self.losses.append(loss := Loss(time.time(), str(link.failure), len(answers)))
@@ -262,8 +262,8 @@ class Fleet:
     def _give_up(self, error: DetcompileError) -> None:
         self.failure = self.failure or error
         self._spares.close(self.failure)
-        waiting, self._waiting = self._waiting + self._quarantine.suspects, []
-        self._quarantine.suspects = []
+        waiting, self._waiting = self._waiting + self._guard.suspects, []
+        self._guard.suspects = []
         for answer in waiting + [answer for link in self.links for answer in link.take_back()]:
             answer.fail(WorkerError(f"the engine failed: {self.failure}"))
 
@@ -272,21 +272,21 @@ class Fleet:
         ready = [link for link in self.links if link.ready and link is not self._rolling]
         if not ready or self.hello is None:
             return
-        self._try_suspects(ready)
-        open_links = [link for link in ready if link is not self._court]
+        self._isolate_suspect(ready)
+        open_links = [link for link in ready if link is not self._isolated_link]
         if open_links:
             waiting, self._waiting = self._waiting, []
             for answer in waiting:
                 self._give(self._router.choose(open_links, answer), answer)
 
-    def _try_suspects(self, ready: Sequence[EngineLink]) -> None:
+    def _isolate_suspect(self, ready: Sequence[EngineLink]) -> None:
         """Have the next suspect served alone, on an engine that is cleared for it."""
-        if self._quarantine.trial is None:
-            self._court = None
-            if self._quarantine.suspects:
-                self._court = min(ready, key=lambda link: len(link.answers))
-                self._waiting += self._court.take_back()
-                self._give(self._court, self._quarantine.begin())
+        if self._guard.isolated is None:
+            self._isolated_link = None
+            if self._guard.suspects:
+                self._isolated_link = min(ready, key=lambda link: len(link.answers))
+                self._waiting += self._isolated_link.take_back()
+                self._give(self._isolated_link, self._guard.isolate_next())
 
     def _give(self, link: EngineLink, answer: Answer) -> None:
         answer.engine = self.links.index(link)

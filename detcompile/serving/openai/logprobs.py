@@ -3,14 +3,14 @@
 from typing import Any
 
 from detcompile.serving.engines.protocol import Token
-from detcompile.serving.texts import Texts
+from detcompile.serving.tokenizer_pool import TokenizerPool
 
 __all__ = ["chat_entry", "finite"]
 
 LEAST_LOGPROB = -9999.0  # stands for minus infinity, as OpenAI writes it: JSON has none
 
 
-def chat_entry(texts: Texts, entry: Token) -> dict[str, Any]:
+def chat_entry(texts: TokenizerPool, entry: Token) -> dict[str, Any]:
     """A token with its alternatives."""
     top = [_named(texts, token, logprob) for token, logprob in entry.top]
     return _named(texts, entry.token_id, entry.logprob) | {"top_logprobs": top}
@@ -21,7 +21,7 @@ def finite(logprob: float) -> float:
     return max(logprob, LEAST_LOGPROB)
 
 
-def _named(texts: Texts, token: int, logprob: float) -> dict[str, Any]:
+def _named(texts: TokenizerPool, token: int, logprob: float) -> dict[str, Any]:
     text = texts.bytes_of(token)
     return {
         "token": texts.name_of(token),

@@ -18,7 +18,7 @@ from detcompile.serving.openai.reply import AT_ONCE, as_int64, headers_of
 from detcompile.serving.openai.response_output import ResponseOutput
 from detcompile.serving.openai.schema import Message
 from detcompile.serving.service import Service
-from detcompile.serving.texts import SampleText
+from detcompile.serving.tokenizer_pool import SampleText
 from detcompile.serving.tools.families import Family
 from detcompile.serving.tools.reader import Piece, Reader
 

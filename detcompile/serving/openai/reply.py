@@ -15,7 +15,7 @@ from detcompile.serving.journal.job import Job
 from detcompile.serving.openai.schema import StreamOptions
 from detcompile.serving.responses import event
 from detcompile.serving.service import Service
-from detcompile.serving.texts import SampleText
+from detcompile.serving.tokenizer_pool import SampleText
 
 __all__ = ["AT_ONCE", "Reply", "as_int64", "headers_of"]
 

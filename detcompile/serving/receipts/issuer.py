@@ -25,7 +25,7 @@ from detcompile.serving.receipts.receipt import (
     written_grammar,
     written_params,
 )
-from detcompile.serving.texts import SampleText, Texts
+from detcompile.serving.tokenizer_pool import SampleText, TokenizerPool
 
 __all__ = ["Issued", "Issuer", "ReceiptLevel"]
 
@@ -82,7 +82,7 @@ class Issuer:
         name: tuple[str, int, str],
         answers: Sequence[Answer],
         hello: Hello,
-        texts: Texts,
+        texts: TokenizerPool,
         *,
         template: str | None,
         salt: bytes | None,
@@ -146,7 +146,7 @@ class Issuer:
             self.num_bytes -= len(self._kept.popitem(last=False)[1])
 
 
-async def _prompt(answer: Answer, texts: Texts, salt: bytes | None) -> Prompt:
+async def _prompt(answer: Answer, texts: TokenizerPool, salt: bytes | None) -> Prompt:
     known = None if answer.params.prompt_logprobs is None else commitment(answer.prompt_logprobs, salt or b"")
     samples = []
     for index, sample in enumerate(answer.samples):

@@ -21,7 +21,7 @@ from detcompile.serving.openai.completions import _Completion
 from detcompile.serving.openai.recording import Recording
 from detcompile.serving.receipts.envelope import payload_of
 from detcompile.serving.receipts.receipt import commitment, decode_receipt
-from detcompile.serving.texts import Texts
+from detcompile.serving.tokenizer_pool import TokenizerPool
 from tests.serving.scripted_engine import HELLO
 from tests.serving.scripted_service import scripted
 
@@ -30,10 +30,10 @@ PARAGRAPH = "def add(a, b):\n    return a + b  # é東 🎉\n\n"
 
 
 @pytest.fixture(scope="module")
-def texts() -> Texts:
+def texts() -> TokenizerPool:
     tokenizer = (TINY_FOLDER / "tokenizer.json").read_text()
     hello = SimpleNamespace(tokenizer=tokenizer, special_ids=[0], max_context=2048, split_special_tokens=False)
-    return Texts(hello)
+    return TokenizerPool(hello)
 
 
 async def longest_wait(work) -> tuple[float, float]:
@@ -55,7 +55,7 @@ async def longest_wait(work) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("kind", ["a text", "a pair", "many texts", "many pairs", "tokens"])
-def test_others_are_served_while_texts_are_read(kind: str, texts: Texts) -> None:
+def test_others_are_served_while_texts_are_read(kind: str, texts: TokenizerPool) -> None:
     long, short = PARAGRAPH * 2500, PARAGRAPH * 80
 
     async def many_pairs() -> None:
@@ -79,7 +79,7 @@ def test_others_are_served_while_texts_are_read(kind: str, texts: Texts) -> None
     assert min(found) <= 0.6, found
 
 
-def test_long_texts_are_read_as_short_ones_are(texts: Texts) -> None:
+def test_long_texts_are_read_as_short_ones_are(texts: TokenizerPool) -> None:
     """By calls of the tokenizer that are others'."""
     long = PARAGRAPH * 300
     backend = texts.backend_tokenizer
@@ -118,7 +118,7 @@ def test_others_are_served_between_samples_which_are_read_once(
         deltas = [SampleDelta(index, [42] * 100, tokens, "length", None) for index in range(9)]
         answer.extend(Delta("1", deltas, True, None, None, 0, None))
         service = scripted()
-        service.fleet.hello, service.texts = HELLO, Texts(HELLO)
+        service.fleet.hello, service.texts = HELLO, TokenizerPool(HELLO)
         job = Job(Ask([[5]], asked, 0, "cmpl-"), [answer], None, MODEL)
         reply, other = _Completion(service, job), asyncio.create_task(others())
         await asyncio.sleep(0)
@@ -145,7 +145,7 @@ def test_others_are_served_while_a_response_is_recorded_that_came_at_once() -> N
         answer = Answer("1", [5], asked, News())
         answer.extend(Delta("1", [SampleDelta(0, [42] * 900, None, "length", None)], True, None, None, 0, None))
         service = scripted()
-        service.fleet.hello, service.texts = HELLO, Texts(HELLO)
+        service.fleet.hello, service.texts = HELLO, TokenizerPool(HELLO)
         job = Job(Ask([[5]], asked, 0, "resp_"), [answer], None, MODEL)
         recording, turns = Recording(service, job, {}, None, []), 0
         while recording.ended is None:

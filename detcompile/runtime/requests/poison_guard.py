@@ -1,6 +1,6 @@
-"""Quarantine: what engines have died with, served one at a time until it is known whether it is to blame.
+"""PoisonRequestGuard: serve requests that crashed engines one at a time, until it is known which of them does.
 
-A server's front judges its answers by it, and an engine over worker processes its requests.
+A server's front uses it for its answers, and an engine over worker processes for its requests.
 """
 
 from collections.abc import Callable
@@ -8,11 +8,11 @@ from typing import Generic, Protocol, TypeVar
 
 from detcompile.runtime.requests.sampling_params import SamplingParams
 
-__all__ = ["ALONE_DEATHS", "Quarantine"]
+__all__ = ["ALONE_DEATHS", "PoisonRequestGuard"]
 
 CROWD_DEATHS = 2  # engines that may die with an answer among others before it is served alone
 ALONE_DEATHS = 2  # engines that may die with it alone before it is given up
-TRIAL_TOKENS = 4  # tokens of a sample that are drawn alone: the steps in flight when an engine died are among them
+ISOLATED_TOKENS = 4  # tokens of a sample that are drawn alone: the steps in flight when an engine died are among them
 
 
 class Suspect(Protocol):
@@ -40,33 +40,33 @@ class Suspect(Protocol):
 Answer = TypeVar("Answer", bound=Suspect)
 
 
-class Quarantine(Generic[Answer]):
+class PoisonRequestGuard(Generic[Answer]):
     """Says which of the answers that an engine died with have to be served alone, and which of them is.
 
     What kills an engine does so again: a sample is drawn from the same tokens with the same bits. An answer that has
-    drawn some tokens past those at which an engine died is acquitted.
+    drawn some tokens past those at which an engine died is cleared.
 
     Args:
-        condemn: ends an answer that ALONE_DEATHS engines died with while they had nothing else.
+        block: ends an answer that ALONE_DEATHS engines died with while they had nothing else.
 
     Attributes:
         suspects: answers that wait to be served alone.
-        trial: the answer that is.
+        isolated: the answer that is served alone.
     """
 
-    def __init__(self, condemn: Callable[[Answer], None]) -> None:
+    def __init__(self, block: Callable[[Answer], None]) -> None:
         self.suspects: list[Answer] = []
-        self.trial: Answer | None = None
-        self._condemn = condemn
+        self.isolated: Answer | None = None
+        self._block = block
         self._goal = 0
 
     def died_with(self, answer: Answer) -> bool:
         """An engine died with an answer; whether it may go on among others."""
-        if answer is self.trial:
-            self.trial = None
+        if answer is self.isolated:
+            self.isolated = None
             answer.deaths_alone += 1
             if answer.deaths_alone >= ALONE_DEATHS:
-                self._condemn(answer)
+                self._block(answer)
                 return False
         else:
             answer.deaths += 1
@@ -75,29 +75,29 @@ class Quarantine(Generic[Answer]):
         self.suspects.append(answer)
         return False
 
-    def begin(self) -> Answer:
-        """The next answer to serve alone."""
-        self.trial = self.suspects.pop(0)
-        self._goal = self.trial.num_tokens + TRIAL_TOKENS * self.trial.params.n
-        return self.trial
+    def isolate_next(self) -> Answer:
+        """Return the next answer to serve alone."""
+        self.isolated = self.suspects.pop(0)
+        self._goal = self.isolated.num_tokens + ISOLATED_TOKENS * self.isolated.params.n
+        return self.isolated
 
     def interrupt(self) -> None:
-        """The engine of the trial is stopped: its answer is tried again."""
-        if self.trial is not None:
-            self.suspects.insert(0, self.trial)
-            self.trial = None
+        """The engine of the isolated answer is stopped: it is tried again."""
+        if self.isolated is not None:
+            self.suspects.insert(0, self.isolated)
+            self.isolated = None
 
-    def acquits(self, answer: Answer) -> bool:
+    def clears(self, answer: Answer) -> bool:
         """Whether an answer with news was served alone, and long enough; it is no suspect then."""
-        if answer is not self.trial or not (answer.finished or answer.num_tokens >= self._goal):
+        if answer is not self.isolated or not (answer.finished or answer.num_tokens >= self._goal):
             return False
-        self.trial = None
+        self.isolated = None
         answer.deaths = answer.deaths_alone = 0
         return True
 
     def forget(self, answer: Answer) -> None:
         """Nobody waits for an answer any more."""
-        if answer is self.trial:
-            self.trial = None
+        if answer is self.isolated:
+            self.isolated = None
         if answer in self.suspects:
             self.suspects.remove(answer)

@@ -1,4 +1,4 @@
-"""Condemned: requests that engines ended with while they had nothing else, and that none is given again for a while.
+"""Blocklist: requests that crashed engines while they were the only ones running, refused for a while.
 
 Clients send again what has failed, OpenAI's own by themselves: every try would cost some more engines, and soon those
 that all other clients wait for.
@@ -10,18 +10,18 @@ from collections.abc import Callable
 
 import msgspec
 
-from detcompile.runtime.requests.quarantine import ALONE_DEATHS
+from detcompile.runtime.requests.poison_guard import ALONE_DEATHS
 from detcompile.serving.engines.answers import Answer
-from detcompile.serving.http_errors import CondemnedError
+from detcompile.serving.http_errors import BlockedRequestError
 
-__all__ = ["Condemned"]
+__all__ = ["Blocklist"]
 
 SECONDS = 600.0
 MOST = 10_000
 
 
-class Condemned:
-    """Remembers requests by what they ask, whatever their seed.
+class Blocklist:
+    """Remember requests by what they ask, whatever their seed.
 
     Args:
         clock: returns seconds.
@@ -29,27 +29,27 @@ class Condemned:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._known: dict[bytes, float] = {}  # when each was condemned, oldest first
+        self._known: dict[bytes, float] = {}  # when each was added, oldest first
 
-    def condemn(self, answer: Answer) -> None:
+    def add(self, answer: Answer) -> None:
         """Fail an answer, and those to the same request that come later."""
         self._known[_digest(answer)] = self._clock()
         while len(self._known) > MOST:
             del self._known[next(iter(self._known))]
-        answer.fail(CondemnedError(f"{ALONE_DEATHS} engines ended while they served this request alone"))
+        answer.fail(BlockedRequestError(f"{ALONE_DEATHS} engines ended while they served this request alone"))
 
-    def require_other(self, answer: Answer) -> None:
-        """Refuse an answer to a request that was condemned a short time ago.
+    def require_unblocked(self, answer: Answer) -> None:
+        """Refuse an answer to a request that is on the list.
 
         Raises:
-            CondemnedError: it was.
+            BlockedRequestError: it is.
         """
         if not self._known:
             return
         at = self._known.get(_digest(answer))
         if at is not None and self._clock() - at < SECONDS:
             minutes = SECONDS / 60
-            raise CondemnedError(
+            raise BlockedRequestError(
                 f"engines ended while they served this request alone; it is not tried again for {minutes:.0f} minutes"
             )
 

@@ -1,4 +1,4 @@
-"""Texts: the front's tokenizer. Prompts to token ids, tokens to text and to the bytes that OpenAI's logprobs show."""
+"""TokenizerPool: the front's tokenizer: prompts to token ids, tokens to text and to the bytes of OpenAI's logprobs."""
 
 import asyncio
 import functools
@@ -17,7 +17,7 @@ from detcompile.serving.engines.answers import AnswerSample
 from detcompile.serving.engines.protocol import Hello
 from detcompile.serving.plain_tokenizer import longest_token
 
-__all__ = ["SampleText", "Texts"]
+__all__ = ["SampleText", "TokenizerPool"]
 
 SHORT = 4096  # letters, or tokens; what is longer is read in a thread, as others wait
 LONG = 1 << 16  # letters, or tokens; what is longer is read in threads of its own, as others would wait behind it
@@ -28,7 +28,7 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 Found = TypeVar("Found")
 
 
-class Texts:
+class TokenizerPool:
     """Reads and writes text with the engine's tokenizer. What Detokenizer asks of one of transformers is here, too.
 
     Args:
@@ -209,7 +209,7 @@ def _encoded(backend: Tokenizer, text: str | tuple[str, str], **options: bool) -
 class SampleText:
     """The text of one sample as its tokens come, cut at stop strings where the engine cuts them."""
 
-    def __init__(self, texts: Texts, params: SamplingParams, sample: AnswerSample) -> None:
+    def __init__(self, texts: TokenizerPool, params: SamplingParams, sample: AnswerSample) -> None:
         self._detokenizer: Any = Detokenizer(texts, params) if texts.present else None
         self._sample = sample
         self._finished = False

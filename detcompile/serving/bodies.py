@@ -65,8 +65,12 @@ class BodyLimiter:
             reservation: holds the body's bytes.
 
         Raises:
-            HTTPError: another type, too many bytes, or bodies of others take their place.
+            HTTPError: another type, a body that is compressed, too many bytes, or bodies of others take their place.
         """
+        coding = request.headers.get("content-encoding", "identity").strip().lower()
+        if coding not in ("", "identity"):
+            said = f"Content-Encoding {coding[:40]!r} is not read: send the body as it is"
+            raise HTTPError(415, said, code="unsupported_media_type")
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != JSON:
             raise HTTPError(415, f"send the body as `Content-Type: {JSON}`", code="unsupported_media_type")

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from detcompile.serving.http_errors import HTTPError
+from detcompile.serving.openai.fields import COUNTED, MessageFields, require_served
 from detcompile.serving.openai.schema import (
     CalledFunction,
     ChatRequest,
@@ -25,14 +26,6 @@ from detcompile.serving.openai.schema import (
 )
 
 __all__ = ["CountTokensRequest", "MessagesRequest", "chat_request"]
-
-# Fields that mean something which is not served, and values that ask for nothing.
-UNSERVED: dict[str, tuple[Any, ...]] = {
-    "container": (),
-    "context_management": (),
-    "mcp_servers": ([],),
-    "thinking": ({"type": "disabled"},),
-}
 
 
 class Block(msgspec.Struct, kw_only=True):
@@ -82,9 +75,10 @@ class OutputConfig(msgspec.Struct, kw_only=True):
     """Settings of the text."""
 
     format: OutputFormat | None = None
+    effort: str | None = None
 
 
-class CountTokensRequest(msgspec.Struct, kw_only=True):
+class CountTokensRequest(MessageFields, kw_only=True):
     """POST /v1/messages/count_tokens."""
 
     messages: Annotated[list[InputMessage], Meta(min_length=1)]
@@ -93,10 +87,6 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
     tools: list[InputTool] | None = None
     tool_choice: InputToolChoice | None = None
     output_config: OutputConfig | None = None
-    container: Any = None
-    context_management: Any = None
-    mcp_servers: Any = None
-    thinking: Any = None
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
@@ -123,9 +113,10 @@ def chat_request(asked: CountTokensRequest) -> ChatRequest:
     Raises:
         HTTPError: a field or a block that is not served, by its name.
     """
-    for name, idle in UNSERVED.items():
-        if getattr(asked, name) is not None and getattr(asked, name) not in idle:
-            raise HTTPError(400, f"{name} is not served: leave it out", param=name, code="unsupported_parameter")
+    require_served(asked, None if isinstance(asked, MessagesRequest) else COUNTED)
+    if asked.output_config is not None and asked.output_config.effort not in (None, "high"):
+        said = "output_config.effort is not served: leave it out"
+        raise HTTPError(400, said, param="output_config.effort", code="unsupported_parameter")
     if asked.messages[-1].role == "assistant":
         said = "the last one must be the user's: answers that go on with a beginning are not served"
         raise HTTPError(400, f"messages: {said}", param="messages")

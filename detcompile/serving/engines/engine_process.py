@@ -191,6 +191,7 @@ def hello_of(
         special_tokens={key: str(token) for key, token in special.items() if isinstance(token, str)},
         chat_template=templates.get("default"),
         tool_template=templates.get("tool_use"),
+        tokenizer_class=None if tokenizer is None else type(tokenizer).__name__,
         split_special_tokens=bool(getattr(tokenizer, "split_special_tokens", False)),
         pooling=_pooling_facts(model) if isinstance(model, (CompiledClassifier, CompiledEmbedder)) else None,
     )

@@ -131,6 +131,7 @@ class Hello(msgspec.Struct, kw_only=True, tag=True):
     special_tokens: dict[str, str]  # by the names that chat templates have for them
     chat_template: str | None
     tool_template: str | None = None  # of conversations with tools, where it is another
+    tokenizer_class: str | None = None  # of transformers
     split_special_tokens: bool = False  # whether special tokens in a text are read as text
     pooling: PoolingFacts | None = None  # None for a causal LM
 

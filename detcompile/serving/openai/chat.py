@@ -9,11 +9,12 @@ from detcompile.serving.engines.answers import Answer
 from detcompile.serving.engines.protocol import Token
 from detcompile.serving.journal.job import Ask
 from detcompile.serving.journal.jobs import Call
+from detcompile.serving.openai.fields import require_served
 from detcompile.serving.openai.logprobs import chat_entry
 from detcompile.serving.openai.messages import prompt_of, template_of
 from detcompile.serving.openai.parameters import chat_params
 from detcompile.serving.openai.reply import Reply
-from detcompile.serving.openai.schema import ChatRequest, require_served
+from detcompile.serving.openai.schema import ChatRequest
 from detcompile.serving.openai.tools import Calls, ToolUse, in_family, tool_use
 from detcompile.serving.responses import Events, Whole
 from detcompile.serving.service import Service
@@ -65,7 +66,8 @@ async def ask_chat(
     service.limiter.require(owner, params.n)
     tools = () if use is None else use.tools
     template = template_of(service, tools).digest
-    prompt = await prompt_of(service, asked.messages, tools, owner=owner)
+    special = bool(asked.add_special_tokens)
+    prompt = await prompt_of(service, asked.messages, tools, owner=owner, add_special_tokens=special)
     family = None if use is None else use.family.name
     return Ask([prompt], params, asked.priority or 0, prefix, template, family=family)
 

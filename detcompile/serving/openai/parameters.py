@@ -93,9 +93,21 @@ def _with_tools(asked: Grammar | None, use: ToolUse | None) -> Grammar | None:
     return asked if use is None else use.grammar
 
 
+def _require_stream_options(asked: CompletionRequest | ChatRequest) -> None:
+    options = asked.stream_options
+    said = None
+    if options is not None and not asked.stream:
+        said = "stream_options is only allowed where stream is true"
+    elif options is not None and options.continuous_usage_stats:
+        said = "stream_options: continuous_usage_stats is not served, only include_usage"
+    if said is not None:
+        raise HTTPError(400, said, param="stream_options")
+
+
 def _params(
     asked: CompletionRequest | ChatRequest, defaults: Mapping[str, Any], length: int | None, **others: Any
 ) -> SamplingParams:
+    _require_stream_options(asked)
     given = {name: value for name in SAME if (value := getattr(asked, name)) is not None}
     lengths = [most for most in (length, defaults.get("max_tokens")) if most is not None]
     own = {"max_tokens": min(lengths, default=None), "seed": _seed(asked)}

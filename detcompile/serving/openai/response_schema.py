@@ -6,6 +6,7 @@ import msgspec
 from msgspec import Meta
 
 from detcompile.serving.http_errors import HTTPError
+from detcompile.serving.openai.fields import ResponseFields, require_served
 from detcompile.serving.openai.schema import (
     CalledFunction,
     ChatRequest,
@@ -26,14 +27,6 @@ from detcompile.serving.openai.schema import (
 __all__ = ["ResponsesRequest", "chat_request", "messages_of"]
 
 LOGPROBS = "message.output_text.logprobs"
-# Fields that mean something which is not served, and values that ask for nothing.
-UNSERVED: dict[str, tuple[Any, ...]] = {
-    "conversation": (),
-    "max_tool_calls": (),
-    "prompt": (),
-    "truncation": ("disabled",),
-}
-
 
 Metadata = Annotated[  # bounded as OpenAI's: a response repeats it in its events
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
@@ -82,9 +75,10 @@ class TextConfig(msgspec.Struct, kw_only=True):
     """Settings of the text."""
 
     format: TextFormat | None = None
+    verbosity: str | None = None
 
 
-class ResponsesRequest(msgspec.Struct, kw_only=True):
+class ResponsesRequest(ResponseFields, kw_only=True):
     """POST /v1/responses. Fields beside OpenAI's are vLLM's."""
 
     input: str | list[InputItem]
@@ -116,10 +110,6 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     stop_token_ids: list[TokenId] | None = None
     logit_bias: dict[str, float] | None = None
     priority: Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)] | None = None
-    conversation: Any = None
-    max_tool_calls: Any = None
-    prompt: Any = None
-    truncation: Any = None
 
 
 SAME = (
@@ -138,9 +128,10 @@ def chat_request(asked: ResponsesRequest, before: list[Message]) -> ChatRequest:
     Raises:
         HTTPError: a field or an item that is not served, by its name.
     """
-    for name, idle in UNSERVED.items():
-        if getattr(asked, name) is not None and getattr(asked, name) not in idle:
-            raise HTTPError(400, f"{name} is not served: leave it out", param=name, code="unsupported_parameter")
+    require_served(asked)
+    if asked.text is not None and asked.text.verbosity not in (None, "medium"):
+        said = "text.verbosity is not served: leave it out"
+        raise HTTPError(400, said, param="text.verbosity", code="unsupported_parameter")
     first = [] if asked.instructions is None else [Message(role="system", content=asked.instructions)]
     messages = [*first, *before, *messages_of(asked.input)]
     if not messages:

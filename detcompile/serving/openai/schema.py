@@ -1,16 +1,18 @@
-"""Bodies of OpenAI's requests. Fields that are unknown are ignored; known ones that are not served are refused by name.
+"""Bodies of OpenAI's requests.
 
-Fields beside OpenAI's are vLLM's, by its names and with its meanings.
+Fields beside OpenAI's are those of other servers, by their names and with their meanings; fields.py has those that are
+refused.
 """
 
 import re
 from itertools import accumulate
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from detcompile.serving.http_errors import HTTPError
+from detcompile.serving.openai.fields import TextFields, TokenizeFields
 
 __all__ = [
     "ChatRequest",
@@ -23,7 +25,6 @@ __all__ = [
     "StructuredOutputs",
     "TokenizeRequest",
     "decode_body",
-    "require_served",
 ]
 
 MAX_NESTING = 64
@@ -33,57 +34,12 @@ NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 FunctionName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
-# Fields of OpenAI's and vLLM's requests that mean something which is not served, and values that ask for nothing.
-UNSERVED: dict[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,),
-    "audio": (),
-    "bad_words": ([],),
-    "cache_salt": (),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "documents": ([],),
-    "function_call": ("none",),
-    "functions": ([],),
-    "guided_decoding_backend": (),
-    "guided_whitespace_pattern": (),
-    "include_reasoning": (True,),
-    "kv_transfer_params": (),
-    "length_penalty": (1.0,),
-    "logits_processors": ([],),
-    "mm_processor_kwargs": ({},),
-    "modalities": (["text"],),
-    "prediction": (),
-    "prompt_embeds": (),
-    "prompt_logprobs": (),
-    "reasoning_effort": (),
-    "return_tokens_as_token_ids": (False,),
-    "spaces_between_special_tokens": (True,),
-    "store": (False,),
-    "suffix": ("",),
-    "tool_choice": ("none",),
-    "tools": ([],),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
-    "verbosity": ("medium",),
-    "vllm_xargs": ({},),
-    "web_search_options": (),
-}
-CHAT_ONLY = {"tools", "tool_choice"}  # of these, served there
-
-if TYPE_CHECKING:  # mypy wants a base that is written out
-
-    class _Unserved(msgspec.Struct, kw_only=True):
-        pass
-
-else:
-    _Unserved = msgspec.defstruct("_Unserved", [(name, Any, None) for name in UNSERVED], kw_only=True)
-
 
 class StreamOptions(msgspec.Struct, kw_only=True):
     """What a stream has beside its tokens."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 class JSONSchema(msgspec.Struct, kw_only=True):
@@ -99,6 +55,7 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JSONSchema | None = None
+    schema: dict[str, Any] | None = None  # as llama.cpp has it, of both kinds of JSON
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True):
@@ -110,9 +67,12 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: Any = None
+    whitespace_pattern: Any = None
+    disable_any_whitespace: Any = None
+    disable_additional_properties: Any = None
 
 
-class _Asked(_Unserved, kw_only=True):
+class _Asked(TextFields, kw_only=True):
     """What both kinds of completion take."""
 
     model: str | None = None
@@ -143,6 +103,12 @@ class _Asked(_Unserved, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    guided_json_object: bool | None = None
+    json_schema: dict[str, Any] | str | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    ebnf: str | None = None
+    add_special_tokens: bool | None = None
     receipt: bool | None = None
 
 
@@ -154,7 +120,6 @@ class CompletionRequest(_Asked, kw_only=True):
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     echo: bool | None = None
     best_of: int | None = None
-    add_special_tokens: bool | None = None
 
 
 class Part(msgspec.Struct, kw_only=True):
@@ -236,13 +201,16 @@ class ChatRequest(_Asked, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
 
 
-class TokenizeRequest(msgspec.Struct, kw_only=True):
+class TokenizeRequest(TokenizeFields, kw_only=True):
     """POST /tokenize: a text, or a conversation."""
 
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
-    add_special_tokens: bool = True
+    tools: list[Tool] | None = None
+    add_generation_prompt: bool | None = None
+    add_special_tokens: bool | None = None  # for None those of a text, and none of a conversation
+    return_token_strs: bool | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
@@ -273,18 +241,6 @@ def decode_body(body: bytes, kind: type[Body]) -> Body:
         raise HTTPError(400, f"{param or 'the body'}: {said}", param=param) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise HTTPError(400, f"the body is no JSON: {error}") from error
-
-
-def require_served(asked: Any) -> None:
-    """Refuse a request that asks for what is not served.
-
-    Raises:
-        HTTPError: the field is named.
-    """
-    for name, idle in UNSERVED.items():
-        value = None if name in CHAT_ONLY and isinstance(asked, ChatRequest) else getattr(asked, name)
-        if value is not None and value not in idle:
-            raise HTTPError(400, f"{name} is not served: leave it out", param=name, code="unsupported_parameter")
 
 
 def _named(said: str) -> str | None:

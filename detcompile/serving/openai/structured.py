@@ -1,4 +1,4 @@
-"""Structured output: the grammar that a request asks for, by OpenAI's field or vLLM's."""
+"""Structured output: the grammar that a request asks for, by OpenAI's field or other servers'."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +12,18 @@ from detcompile.serving.openai.schema import ChatRequest, CompletionRequest, Res
 
 __all__ = ["grammar_of"]
 
+CONSTRAINTS = {  # fields that are one each, and their names among vLLM's structured_outputs
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "guided_json_object": "json_object",
+    "json_schema": "json",  # llama.cpp's and SGLang's
+    "regex": "regex",  # SGLang's
+    "grammar": "grammar",  # llama.cpp's
+    "ebnf": "grammar",  # SGLang's
+}
+
 
 def grammar_of(asked: CompletionRequest | ChatRequest) -> Grammar | None:
     """The grammar of a request; None where it asks for none.
@@ -20,9 +32,9 @@ def grammar_of(asked: CompletionRequest | ChatRequest) -> Grammar | None:
         HTTPError: several, or one that is none, by the field's name.
     """
     given: dict[str, Mapping[str, Any]] = {
-        f"guided_{name}": {name: value}
-        for name in ("json", "regex", "choice", "grammar")
-        if (value := getattr(asked, f"guided_{name}")) is not None
+        field: {name: value}
+        for field, name in CONSTRAINTS.items()
+        if (value := getattr(asked, field)) is not None and value is not False
     }
     if asked.structured_outputs is not None:
         given["structured_outputs"] = asdict(asked.structured_outputs)
@@ -40,6 +52,8 @@ def grammar_of(asked: CompletionRequest | ChatRequest) -> Grammar | None:
 
 
 def _constraint(asked: ResponseFormat) -> dict[str, Any]:
+    if asked.json_schema is None and asked.schema is not None:
+        return {"json": asked.schema}
     if asked.type == "json_object":
         return {"json_object": True}
     if asked.json_schema is None:

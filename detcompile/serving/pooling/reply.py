@@ -12,6 +12,7 @@ from detcompile.serving.engines.answers import Pooling
 from detcompile.serving.engines.protocol import PoolingFacts
 from detcompile.serving.http_errors import HTTPError
 from detcompile.serving.journal.jobs import Call
+from detcompile.serving.openai.fields import require_served
 from detcompile.serving.responses import Whole
 from detcompile.serving.service import Service
 
@@ -30,9 +31,7 @@ def facts_of(service: Service, asked: Any, *tasks: str) -> PoolingFacts:
     service.require_ready()
     service.require_model(asked.model)
     found = service.require_pooling(*tasks)
-    if asked.truncate_prompt_tokens is not None:
-        said = "truncate_prompt_tokens is not served: leave it out"
-        raise HTTPError(400, said, param="truncate_prompt_tokens", code="unsupported_parameter")
+    require_served(asked)
     return found
 
 

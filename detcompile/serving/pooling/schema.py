@@ -1,10 +1,10 @@
 """Bodies of requests for embeddings, classes and scores. Fields beside OpenAI's are vLLM's, by its names."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-import msgspec
 from msgspec import Meta
 
+from detcompile.serving.openai.fields import PoolingFields
 from detcompile.serving.openai.schema import TokenId
 
 __all__ = ["ClassifyRequest", "EmbeddingRequest", "RerankRequest", "ScoreRequest"]
@@ -12,7 +12,7 @@ __all__ = ["ClassifyRequest", "EmbeddingRequest", "RerankRequest", "ScoreRequest
 Input = str | list[str | TokenId | list[TokenId]]
 
 
-class EmbeddingRequest(msgspec.Struct, kw_only=True):
+class EmbeddingRequest(PoolingFields, kw_only=True):
     """POST /v1/embeddings. ``pooling`` is ours, as CompiledEmbedder.embed has it."""
 
     input: Input
@@ -22,30 +22,27 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True):
     normalize: bool | None = None
     pooling: Literal["last", "first", "mean"] | None = None
     add_special_tokens: bool | None = None
-    truncate_prompt_tokens: Any = None
 
 
-class ClassifyRequest(msgspec.Struct, kw_only=True):
+class ClassifyRequest(PoolingFields, kw_only=True):
     """POST /classify."""
 
     input: Input
     model: str | None = None
     use_activation: bool | None = None
     add_special_tokens: bool | None = None
-    truncate_prompt_tokens: Any = None
 
 
-class ScoreRequest(msgspec.Struct, kw_only=True):
+class ScoreRequest(PoolingFields, kw_only=True):
     """POST /v1/score: pairs of texts, one by one, or one text beside many."""
 
     text_1: str | list[str]
     text_2: str | list[str]
     model: str | None = None
     use_activation: bool | None = None
-    truncate_prompt_tokens: Any = None
 
 
-class RerankRequest(msgspec.Struct, kw_only=True):
+class RerankRequest(PoolingFields, kw_only=True):
     """POST /v1/rerank: documents by how well they fit a query; ``top_n`` 0 gives all."""
 
     query: str
@@ -53,4 +50,3 @@ class RerankRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
     top_n: Annotated[int, Meta(ge=0)] = 0
     use_activation: bool | None = None
-    truncate_prompt_tokens: Any = None

@@ -1,0 +1,225 @@
+"""Fields of requests that would change an answer: a route serves them, or refuses them by name.
+
+They are those that OpenAI, vLLM, SGLang, llama.cpp and text-generation-inference document. What nobody documents is
+ignored, as clients send fields that are newer than their server.
+"""
+
+import functools
+import inspect
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from detcompile.serving.http_errors import HTTPError
+
+__all__ = [
+    "COUNTED", "MessageFields", "PoolingFields", "ResponseFields", "TextFields", "TokenizeFields", "require_served",
+]  # fmt: skip
+
+Idle = dict[str, tuple[Any, ...]]  # by name, values that ask for nothing; null is one of all
+PROMPT: Idle = {
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+    "multi_modal_data": ({},),
+    "truncate_prompt_tokens": (),
+    "truncation_side": (),
+}
+TEXT: Idle = PROMPT | {
+    "adapter_id": (),
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (False,),
+    "allowed_token_ids": (),
+    "audio": (),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "cache_salt": (),
+    "context_length_exceeded_behavior": ("error",),
+    "custom_logit_processor": (),
+    "custom_params": ({},),
+    "decoder_input_details": (False,),
+    "do_sample": (True,),
+    "dry_multiplier": (0,),
+    "dynatemp_range": (0,),
+    "ebnf": (),
+    "echo": (False,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "frequency_penalty": (0,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "grammar": (),
+    "guided_choice": (),
+    "guided_decoding_backend": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_json_object": (False,),
+    "guided_regex": (),
+    "guided_whitespace_pattern": (),
+    "ignore_eos": (False,),
+    "include_reasoning": (True,),
+    "include_stop_str_in_output": (False,),
+    "json_schema": (),
+    "kv_transfer_params": (),
+    "length_penalty": (1,),
+    "logit_bias": ({}, []),
+    "logits_processors": ([],),
+    "logprobs": (False,),
+    "lora": ([],),
+    "lora_path": (),
+    "lora_request": (),
+    "max_completion_tokens": (),
+    "max_length": (),
+    "max_new_tokens": (),
+    "max_output_tokens": (),
+    "max_tokens": (),
+    "min_keep": (0,),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "mirostat": (0,),
+    "mirostat_mode": (0,),
+    "modalities": (["text"],),
+    "multimodal_data": ([],),
+    "n": (1,),
+    "n_cmpl": (1,),
+    "n_indent": (0,),
+    "n_predict": (),
+    "n_probs": (0,),
+    "no_repeat_ngram_size": (0,),
+    "no_stop_trim": (False,),
+    "num_beams": (1,),
+    "num_return_sequences": (1,),
+    "penalty_alpha": (0,),
+    "post_sampling_probs": (False,),
+    "prediction": (),
+    "presence_penalty": (0,),
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "prompt_truncate_len": (),
+    "reasoning": ({}, {"effort": "none"}),
+    "reasoning_effort": ("none",),
+    "receipt": (False,),
+    "regex": (),
+    "repeat_penalty": (1,),
+    "repetition_detection": (),
+    "repetition_penalty": (1,),
+    "response_fields": ([],),
+    "response_format": ({"type": "text"},),
+    "return_hidden_states": (False,),
+    "return_token_ids": (False,),
+    "return_tokens": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "samplers": (),
+    "session_params": (),
+    "skip_special_tokens": (True,),
+    "smoothing_factor": (0,),
+    "spaces_between_special_tokens": (True,),
+    "stop": ([],),
+    "stop_regex": ([],),
+    "stop_token_ids": ([],),
+    "store": (False,),
+    "structural_tag": (),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "t_max_predict_ms": (0, -1),
+    "tfs": (1,),
+    "tfs_z": (1,),
+    "thinking": ({"type": "disabled"},),
+    "thinking_budget_tokens": (),
+    "thinking_token_budget": (),
+    "tool_choice": ("none",),
+    "tools": ([],),
+    "top_a": (0,),
+    "top_logprobs": (0,),
+    "top_n_sigma": (-1,),
+    "typical": (1,),
+    "typical_p": (1,),
+    "use_beam_search": (False,),
+    "verbosity": ("medium",),
+    "vllm_xargs": ({},),
+    "watermark": (False,),
+    "web_search_options": (),
+    "xtc_probability": (0,),
+}
+RESPONSE: Idle = TEXT | {
+    "context_management": ([],),
+    "conversation": (),
+    "max_tool_calls": (),
+    "prompt": (),
+    "truncation": ("disabled",),
+}
+MESSAGE: Idle = TEXT | {"container": (), "context_management": (), "mcp_servers": ([],)}
+COUNTED = PROMPT.keys() | {"container", "context_management", "functions", "mcp_servers", "thinking"}  # of a prompt
+POOLING: Idle = PROMPT | {
+    "activation": (True,),
+    "add_special_tokens": (True,),
+    "embed_dtype": ("float32",),
+    "endianness": ("native", "little"),
+    "instruction": ("",),
+    "max_tokens_per_doc": (),
+    "messages": (),
+    "softmax": (True,),
+}
+_TABLES: dict[type, Idle] = {}  # by the base of the requests that refuse them
+
+if TYPE_CHECKING:  # mypy wants bases that are written out
+
+    class TextFields(msgspec.Struct, kw_only=True):
+        """Base of requests for text."""
+
+    class ResponseFields(msgspec.Struct, kw_only=True):
+        """Base of requests for responses."""
+
+    class MessageFields(msgspec.Struct, kw_only=True):
+        """Base of requests of Anthropic's form."""
+
+    class TokenizeFields(msgspec.Struct, kw_only=True):
+        """Base of requests for tokens."""
+
+    class PoolingFields(msgspec.Struct, kw_only=True):
+        """Base of requests for one thing of a sequence."""
+
+else:
+
+    def _base(name: str, idle: Idle) -> type[msgspec.Struct]:
+        base = msgspec.defstruct(name, [(field, Any, None) for field in idle], kw_only=True)
+        _TABLES[base] = idle
+        return base
+
+    TextFields = _base("TextFields", TEXT)
+    ResponseFields = _base("ResponseFields", RESPONSE)
+    MessageFields = _base("MessageFields", MESSAGE)
+    TokenizeFields = _base("TokenizeFields", PROMPT)
+    PoolingFields = _base("PoolingFields", POOLING)
+
+
+def require_served(asked: msgspec.Struct, names: Collection[str] | None = None) -> None:
+    """Reject a request that asks for what its route does not serve.
+
+    Args:
+        names: the fields that matter; None for all of the request's base.
+
+    Raises:
+        HTTPError: the field is named.
+    """
+    for name, idle in _refused(type(asked)).items():
+        value = getattr(asked, name)
+        if value is not None and value not in idle and (names is None or name in names):
+            raise HTTPError(400, f"{name} is not served: leave it out", param=name, code="unsupported_parameter")
+
+
+@functools.cache
+def _refused(kind: type) -> Idle:
+    """Fields of a request's base that no class above it declares anew."""
+    served: set[str] = set()
+    for base in kind.__mro__:
+        if base in _TABLES:
+            return {name: idle for name, idle in _TABLES[base].items() if name not in served}
+        served |= inspect.get_annotations(base).keys()
+    raise AssertionError(f"{kind} has no base with fields")

@@ -1,0 +1,165 @@
+"""Fields that would change an answer are served or refused by name, on every route; others are ignored."""
+
+import asyncio
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from detcompile.runtime.grammars.grammar import Grammar
+from detcompile.serving.anthropic.schema import MessagesRequest
+from detcompile.serving.http_errors import HTTPError
+from detcompile.serving.openai import fields
+from detcompile.serving.openai.parameters import completion_params
+from detcompile.serving.openai.response_schema import ResponsesRequest
+from detcompile.serving.openai.schema import ChatRequest, CompletionRequest, TokenizeRequest, decode_body
+from detcompile.serving.openai.structured import grammar_of
+from detcompile.serving.pooling.schema import ClassifyRequest, EmbeddingRequest, RerankRequest, ScoreRequest
+from tests.serving.scripted_service import running, scripted
+
+CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+ROUTES: dict[str, tuple[type, dict[str, Any]]] = {
+    "/v1/completions": (CompletionRequest, {"prompt": [5], "max_tokens": 1}),
+    "/v1/chat/completions": (ChatRequest, CHAT),
+    "/v1/responses": (ResponsesRequest, {"input": "x", "max_output_tokens": 1}),
+    "/v1/messages": (MessagesRequest, CHAT),
+    "/tokenize": (TokenizeRequest, {"prompt": "x"}),
+}
+KNOWN = {  # some that other servers document
+    "adapter_id", "bad_words", "best_of", "documents", "ebnf", "grammar", "json_schema", "logprobs", "lora_request",
+    "max_length", "max_tokens", "min_length", "mirostat", "n", "n_predict", "no_repeat_ngram_size", "num_beams",
+    "prompt_logprobs", "reasoning_effort", "regex", "repeat_penalty", "response_format", "stop", "structural_tag",
+    "structured_outputs", "tools", "typical_p", "xtc_probability",
+}  # fmt: skip
+POOLING = [EmbeddingRequest, ClassifyRequest, ScoreRequest, RerankRequest]
+ODD = {"odd": "value"}  # that no field takes for nothing
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+SERVED = {  # fields that are served on each route, beside OpenAI's and Anthropic's own
+    CompletionRequest: {"best_of", "echo", "min_p", "repetition_penalty", "grammar", "json_schema", "regex", "ebnf"},
+    ChatRequest: {"min_p", "grammar", "json_schema", "regex", "ebnf", "tools", "add_special_tokens"},
+    ResponsesRequest: {"min_p", "repetition_penalty", "tools", "stop", "ignore_eos"},
+    MessagesRequest: {"min_p", "receipt", "tools"},
+    TokenizeRequest: set(),
+}  # fmt: skip
+
+
+def test_what_a_route_does_not_serve_is_refused_on_it(in_the_root: None) -> None:
+    async def scenario() -> None:
+        async with running(scripted(chat_template=TEMPLATE)) as http:
+            for path, (kind, good) in ROUTES.items():
+                refused = fields._refused(kind)
+                assert not SERVED[kind] & refused.keys()
+                assert kind is TokenizeRequest or KNOWN <= refused.keys() | set(kind.__struct_fields__)
+                for name in refused:
+                    await refused_by_name(http, path, good, name)
+                idle = {name: values[0] for name, values in refused.items() if values}
+                answer = await http.post(path, json=good | idle | {"a_field_of_tomorrow": 1})
+                assert answer.status_code == 200, answer.text
+            counted = {"messages": CHAT["messages"], "temperature": 3, "min_tokens": 5}
+            assert (await http.post("/v1/messages/count_tokens", json=counted)).status_code == 200
+            await refused_by_name(http, "/v1/messages/count_tokens", counted, "chat_template")
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_tokens_are_those_of_the_prompt_that_a_chat_has(in_the_root: None) -> None:
+    template = (
+        "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    tool = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
+
+    async def scenario() -> None:
+        async with running(scripted(chat_template=template)) as http:
+
+            async def tokens(**asked: Any) -> list[int]:
+                answer = await http.post("/tokenize", json={"messages": CHAT["messages"]} | asked)
+                assert answer.status_code == 200, answer.text
+                return answer.json()["tokens"]
+
+            for tools in ([], [tool]):
+                answer = await http.post("/v1/chat/completions", json=CHAT | {"tools": tools})
+                assert answer.json()["usage"]["prompt_tokens"] == len(await tokens(tools=tools))
+            assert len(await tokens(tools=[tool])) > len(await tokens())
+            assert len(await tokens()) > len(await tokens(add_generation_prompt=False))
+            answer = (await http.post("/tokenize", json={"prompt": "import json", "return_token_strs": True})).json()
+            assert "".join(answer["token_strs"]) == "importĠjson" and len(answer["token_strs"]) == answer["count"]
+            assert "tokenizer_class" in (await http.get("/tokenizer_info")).json()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+@pytest.mark.parametrize(("coding", "status"), [("gzip", 415), ("br, gzip", 415), ("identity", 200), ("Identity", 200)])
+def test_a_body_that_is_compressed_is_refused(in_the_root: None, coding: str, status: int) -> None:
+    async def scenario() -> None:
+        async with running(scripted()) as http:
+            answer = await http.post("/detokenize", json={"tokens": [5]}, headers={"Content-Encoding": coding})
+            assert answer.status_code == status and (status == 200 or coding in answer.json()["error"]["message"])
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+async def refused_by_name(http: httpx.AsyncClient, path: str, good: dict[str, Any], name: str) -> None:
+    answer = await http.post(path, json=good | {name: ODD})
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["message"] == f"{name} is not served: leave it out", (path, name)
+    assert path.startswith("/v1/messages") or (error["param"], error["code"]) == (name, "unsupported_parameter")
+
+
+@pytest.mark.parametrize("kind", POOLING)
+def test_what_is_asked_of_whole_sequences_is_refused_by_name(kind: type) -> None:
+    needed = {"input": "x", "text_1": "x", "text_2": "x", "query": "x", "documents": ["x"]}
+    refused = fields._refused(kind)
+    needed = {name: value for name, value in needed.items() if name not in refused}
+    for name in refused:
+        with pytest.raises(HTTPError, match=f"^{name} is not served"):
+            fields.require_served(decode_body(msgspec.json.encode(needed | {name: ODD}), kind))
+
+
+@pytest.mark.parametrize("kind", [CompletionRequest, ChatRequest])
+@pytest.mark.parametrize(
+    ("asked", "grammar"),
+    [
+        ({"grammar": 'root ::= "a"'}, Grammar.lark('root ::= "a"')),
+        ({"ebnf": 'root ::= "a"'}, Grammar.lark('root ::= "a"')),
+        ({"regex": "a+"}, Grammar.regex("a+")),
+        ({"json_schema": {"const": 1}}, Grammar.json_schema({"const": 1})),
+        ({"json_schema": '{"const":1}'}, Grammar.json_schema('{"const":1}')),
+        ({"guided_json_object": True}, Grammar.json_object()),
+        ({"guided_json_object": False}, None),
+        ({"response_format": {"type": "json_object", "schema": {"const": 1}}}, Grammar.json_schema({"const": 1})),
+        ({"response_format": {"type": "json_schema", "schema": {"const": 1}}}, Grammar.json_schema({"const": 1})),
+        ({"response_format": {"type": "json_object", "schema": 123}}, "response_format.schema"),
+        ({"structured_outputs": {"json": {}, "whitespace_pattern": " "}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "disable_any_whitespace": True}}, "structured_outputs"),
+        ({"regex": "a", "ebnf": "b"}, "regex"),
+    ],
+)
+def test_structure_is_asked_for_by_the_names_of_other_servers(kind: type, asked: dict, grammar: Any) -> None:
+    body = msgspec.json.encode({"prompt": "x", **CHAT, **asked})
+    if isinstance(grammar, str):
+        with pytest.raises(HTTPError) as refusal:
+            grammar_of(decode_body(body, kind))
+        assert refusal.value.content["error"]["param"] == grammar
+    else:
+        assert grammar_of(decode_body(body, kind)) == grammar
+
+
+@pytest.mark.parametrize(
+    ("asked", "served"),
+    [
+        ({"stream": True, "stream_options": {"include_usage": True}}, True),
+        ({"stream_options": {"include_usage": True}}, False),
+        ({"stream_options": {}}, False),
+        ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, False),
+        ({"stream": True, "stream_options": {"include_usage": False, "include_obfuscation": False}}, True),
+    ],
+)
+def test_options_of_streams_are_those_of_streams(asked: dict, served: bool) -> None:
+    request = decode_body(msgspec.json.encode({"prompt": "x", **asked}), CompletionRequest)
+    if served:
+        assert completion_params(request, {}).max_tokens == 16
+    else:
+        with pytest.raises(HTTPError, match="stream_options"):
+            completion_params(request, {})

@@ -30,6 +30,7 @@ from detcompile.serving.openai.response_schema import ResponsesRequest
 from detcompile.serving.openai.responses import (
     RESPONSES,
     cancelled_response,
+    count_input,
     dropped_response,
     kept_response,
     respond,
@@ -146,6 +147,7 @@ def _add_posts(app: FastAPI, service: Service, demo: bool) -> None:
     for path, (kind, answer) in KEPT.items():
         post([path], kind, answer)
     post([RESPONSES], ResponsesRequest, respond)
+    post([f"{RESPONSES}/input_tokens"], ResponsesRequest, count_input)
     post(["/v1/verify"], Envelope, verify)
     for paths, kind, answer in POSTS:
         post(paths, kind, answer)

@@ -6,7 +6,7 @@ import msgspec
 
 from detcompile.errors import DetcompileError, EngineError, InvalidInput, WorkerError
 
-__all__ = ["BlockedRequestError", "CLIENT_LEFT", "FAULT", "HTTPError", "OverdueError", "error_of"]
+__all__ = ["BlockedRequestError", "CLIENT_LEFT", "FAULT", "HTTPError", "OverdueError", "error_of", "too_long"]
 
 TYPES = {  # of statuses; others are invalid_request_error below 500, else api_error
     401: "authentication_error",
@@ -77,6 +77,19 @@ class OverdueError(DetcompileError):
 
 class BlockedRequestError(EngineError):
     """A request that crashed engines while it was the only one running."""
+
+
+def too_long(size: str, max_context: int, param: str) -> HTTPError:
+    """Return the refusal of a prompt that has no room, with the code and the words that clients look for.
+
+    Args:
+        size: what it has, as "9 tokens".
+    """
+    said = (
+        f"This model's maximum context length is {max_context} tokens, and the prompt is too long: {param} has {size}."
+        " Shorten it, or compile with a larger max_context"
+    )
+    return HTTPError(400, said, param=param, code="context_length_exceeded")
 
 
 ENGINE_RETRY_SECONDS = 30  # after which whoever watches the server may have started another

@@ -15,6 +15,7 @@ from detcompile.runtime.requests.detokenizer import Detokenizer
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.serving.engines.answers import AnswerSample
 from detcompile.serving.engines.protocol import Hello
+from detcompile.serving.http_errors import too_long
 from detcompile.serving.plain_tokenizer import longest_token
 
 __all__ = ["SampleText", "TokenizerPool"]
@@ -78,33 +79,32 @@ class TokenizerPool:
             return await self._in_thread(owner, len(text), self._encode, text, add_special_tokens)
         return self._encode(text, add_special_tokens)
 
-    def require_fit(self, *parts: str) -> None:
-        """Refuse, before it is tokenized, a prompt that has more tokens than the context, whatever they are.
+    def require_fit(self, *parts: str, param: str) -> None:
+        """Reject, before it is tokenized, a prompt that has more tokens than the context, whatever they are.
+
+        Args:
+            param: the field that it stands in.
 
         Raises:
-            InvalidInput: how long it is.
+            HTTPError: how long it is.
         """
         if self._most_bytes is None or 4 * sum(map(len, parts)) <= self._most_bytes:  # UTF-8 has 4 bytes a letter
             return
         size = sum(len(part.encode(errors="surrogatepass")) for part in parts)
         if size > self._most_bytes:
-            most = self._max_context
-            raise InvalidInput(
-                f"the prompt has {size} bytes, which are over {most} tokens, and the model was compiled for {most}:"
-                " shorten it, or compile with a larger max_context"
-            )
+            raise too_long(f"{size} bytes, which are more tokens", self._max_context, param)
 
     async def ids_of(
-        self, prompts: Sequence[str | list[int]], add_special_tokens: bool = True, *, owner: str = ""
+        self, prompts: Sequence[str | list[int]], add_special_tokens: bool = True, *, param: str, owner: str = ""
     ) -> list[list[int]]:
-        """Token ids of prompts that may be these already. Others are served between two of many.
+        """Return the token ids of prompts that may be these already. Others are served between two of many.
 
         Raises:
             InvalidInput, HTTPError: as of ``encode`` and ``require_fit``.
         """
         for prompt in prompts:
             if isinstance(prompt, str):
-                self.require_fit(prompt)
+                self.require_fit(prompt, param=param)
         found: list[list[int]] = []
         for prompt in prompts:
             if found:
@@ -114,13 +114,22 @@ class TokenizerPool:
             found.append(prompt)
         return found
 
-    async def encode_pair(self, first: str, second: str, *, owner: str = "") -> tuple[list[int], list[int]]:
-        """Token ids of two texts that are read together, and to which of the two each belongs, as the tokenizer says.
+    def require_answer(self, token_ids: Sequence[int], param: str) -> None:
+        """Reject a prompt that leaves no room for a token of its answer.
+
+        Raises:
+            HTTPError: how long it is.
+        """
+        if len(token_ids) >= self._max_context:
+            raise too_long(f"{len(token_ids)} tokens", self._max_context, param)
+
+    async def encode_pair(self, first: str, second: str, *, param: str, owner: str = "") -> tuple[list[int], list[int]]:
+        """Return the token ids of two texts that are read together, and to which of the two each belongs.
 
         Raises:
             InvalidInput, HTTPError: as of ``encode`` and ``require_fit``.
         """
-        self.require_fit(first, second)
+        self.require_fit(first, second, param=param)
         if len(first) + len(second) > SHORT:
             return await self._in_thread(owner, len(first) + len(second), self._encode_pair, first, second)
         await asyncio.sleep(0)  # there may be many

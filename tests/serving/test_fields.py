@@ -1,11 +1,14 @@
 """Fields that would change an answer are served or refused by name, on every route; others are ignored."""
 
 import asyncio
+import json
+import time
 from typing import Any
 
 import httpx
 import msgspec
 import pytest
+from openai.types.responses import Response
 
 from detcompile.runtime.grammars.grammar import Grammar
 from detcompile.serving.anthropic.schema import MessagesRequest
@@ -50,7 +53,7 @@ def test_what_a_route_does_not_serve_is_refused_on_it(in_the_root: None) -> None
             for path, (kind, good) in ROUTES.items():
                 refused = fields._refused(kind)
                 assert not SERVED[kind] & refused.keys()
-                assert kind is TokenizeRequest or KNOWN <= refused.keys() | set(kind.__struct_fields__)
+                assert kind is TokenizeRequest or not KNOWN - refused.keys() - set(kind.__struct_fields__)
                 for name in refused:
                     await refused_by_name(http, path, good, name)
                 idle = {name: values[0] for name, values in refused.items() if values}
@@ -105,6 +108,61 @@ async def refused_by_name(http: httpx.AsyncClient, path: str, good: dict[str, An
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["message"] == f"{name} is not served: leave it out", (path, name)
     assert path.startswith("/v1/messages") or (error["param"], error["code"]) == (name, "unsupported_parameter")
+
+
+LONG = "word " * 9000
+LONG_PROMPTS: list[tuple[str, dict[str, Any], str]] = [
+    ("/v1/completions", {"prompt": LONG}, "prompt"),
+    ("/v1/completions", {"prompt": ["x", [5] * 2048]}, "prompt"),
+    ("/v1/completions", {"prompt": "word " * 2100, "stream": True}, "prompt"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]}, "messages"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "word " * 2100}]}, "messages"),
+    ("/v1/responses", {"input": LONG}, "input"),
+    ("/v1/messages", {"messages": [{"role": "user", "content": LONG}], "max_tokens": 1}, "messages"),
+]
+
+
+def test_a_prompt_that_is_too_long_is_refused_in_words_that_clients_know(in_the_root: None) -> None:
+    async def scenario() -> None:
+        async with running(scripted(chat_template=TEMPLATE)) as http:
+            for path, asked, param in LONG_PROMPTS:
+                answer = await http.post(path, json=asked)
+                error = answer.json()["error"]
+                assert answer.status_code == 400 and "prompt is too long" in error["message"]  # LangChain's words
+                assert error["message"].startswith("This model's maximum context length is 2048 tokens")  # LiteLLM's
+                if path != "/v1/messages":  # Anthropic's errors have neither
+                    assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+            counted = {"messages": [{"role": "user", "content": LONG}]}
+            assert (await http.post("/v1/messages/count_tokens", json=counted)).json()["input_tokens"] > 9000
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_responses_have_all_fields_of_their_type(in_the_root: None) -> None:
+    own = {"prompt_cache_key": "k", "safety_identifier": "s"}
+    given = {"presence_penalty": 0.0, "frequency_penalty": 0.5, "reasoning": None, "max_tool_calls": None}
+    asked = {"input": "x", "max_output_tokens": 1, "frequency_penalty": 0.5, **own}
+
+    async def scenario() -> None:
+        async with running(scripted(chat_template=TEMPLATE)) as http:
+            start = int(time.time())
+            whole = (await http.post("/v1/responses", json=asked)).json()
+            streamed = (await http.post("/v1/responses", json=asked | {"stream": True})).text
+            events = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: ")]
+            found = [event["response"] for event in events if "response" in event]
+            for response in (whole, *found):
+                assert response.items() >= (own | given | {"service_tier": "default"}).items()
+                Response.model_validate_json(json.dumps(response), strict=True)
+                ended = response["status"] != "in_progress"
+                assert (response["completed_at"] is not None) == ended
+                assert not ended or start <= response["completed_at"] <= time.time()
+            again = (await http.get(f"/v1/responses/{whole['id']}")).json()
+            assert again == whole
+            counted = await http.post("/v1/responses/input_tokens", json={"input": "x"})
+            expected = {"object": "response.input_tokens", "input_tokens": whole["usage"]["input_tokens"]}
+            assert counted.json() == expected
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
 @pytest.mark.parametrize("kind", POOLING)

@@ -210,7 +210,7 @@ def test_classes_of_a_row() -> None:
 
 def test_pairs_that_are_told_apart_by_types_are_refused() -> None:
     class TokenizerPool:
-        async def encode_pair(self, first: str, second: str, *, owner: str) -> tuple[list[int], list[int]]:
+        async def encode_pair(self, first: str, second: str, *, param: str, owner: str) -> tuple[list[int], list[int]]:
             return [2, 5, 3, 6, 3], [0, 0, 0, 1, 1]
 
     class Service:

@@ -29,7 +29,7 @@ def canary(http: httpx.Client) -> str:
         ("/v1/completions", GOOD | {"prompt": ""}, 400, None),
         ("/v1/completions", GOOD | {"prompt": [[1], 2]}, 400, "prompt"),
         ("/v1/completions", GOOD | {"prompt": [10**6]}, 400, None),
-        ("/v1/completions", GOOD | {"prompt": [1] * 5000}, 400, None),
+        ("/v1/completions", GOOD | {"prompt": [1] * 5000}, 400, "prompt"),
         ("/v1/completions", GOOD | {"model": "gpt-9"}, 404, "model"),
         ("/v1/completions", GOOD | {"max_tokens": -1}, 400, "max_tokens"),
         ("/v1/completions", GOOD | {"max_tokens": "3"}, 400, "max_tokens"),

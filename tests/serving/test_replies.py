@@ -39,6 +39,11 @@ def job_of(length: int, *, kept: bool = False, **params: Any) -> Job:
     return Job(Ask([[5]], asked, 0, "cmpl-"), [answer], None, MODEL, kept)
 
 
+def json_of(raw: Any) -> Any:
+    """A choice of an answer in one piece, which is JSON already."""
+    return json.loads(bytes(raw))
+
+
 async def draw(answer: Answer, ids: list[int]) -> None:
     for place, token in enumerate(ids, 1):
         ended = place == len(ids)
@@ -89,6 +94,25 @@ def test_token_ids_whose_text_is_not_complete_are_not_lost(kind: type, with_ids:
     assert "".join(texts_of) == "x東京🎉y" and len(choices) > 2
     shown = [token for choice in choices for token in choice.get("token_ids", [])]
     assert shown == (ids if with_ids else [])
+
+
+@pytest.mark.parametrize("kind", [_Completion, _Chat])
+def test_tokens_of_the_prompt_stand_where_vllm_has_them(kind: type) -> None:
+    """Beside the choices of a chat, once in a stream; in each choice of a completion, which may have many prompts."""
+
+    async def told() -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        job = job_of(3, n=2)
+        await draw(job.answers[0], [40, 41, 42])
+        whole = json.loads(json.dumps(await kind(SERVICE, job, with_ids=True).whole(), default=json_of))
+        found = b"".join([data async for data in kind(SERVICE, job, with_ids=True).events()])
+        return whole, [json.loads(line.removeprefix("data: ")) for line in found.decode().split("\n\n") if line]
+
+    whole, chunks = asyncio.run(told())
+    beside = [chunk["prompt_token_ids"] for chunk in (whole, *chunks) if "prompt_token_ids" in chunk]
+    inside = [choice["prompt_token_ids"] for chunk in (whole, *chunks) for choice in chunk["choices"]
+              if "prompt_token_ids" in choice]  # fmt: skip
+    assert (beside, inside) == (([[5]] * 2, []) if kind is _Chat else ([], [[5]] * 4))
+    assert kind is not _Chat or "prompt_token_ids" in chunks[0]
 
 
 @pytest.mark.parametrize("kind", [_Completion, _Chat])

@@ -60,13 +60,13 @@ def test_others_are_served_while_texts_are_read(kind: str, texts: TokenizerPool)
 
     async def many_pairs() -> None:
         for _ in range(50):
-            await texts.encode_pair(short[:2000], short[:2000])
+            await texts.encode_pair(short[:2000], short[:2000], param="x")
 
     async def scenario() -> float:
         work = {
             "a text": lambda: texts.encode(long),
-            "a pair": lambda: texts.encode_pair(long, "x"),
-            "many texts": lambda: texts.ids_of([short] * 50),
+            "a pair": lambda: texts.encode_pair(long, "x", param="x"),
+            "many texts": lambda: texts.ids_of([short] * 50, param="x"),
             "many pairs": many_pairs,
             "tokens": lambda: texts.text_of([300] * 1_000_000),
         }[kind]
@@ -86,9 +86,9 @@ def test_long_texts_are_read_as_short_ones_are(texts: TokenizerPool) -> None:
     assert backend is not None
     alone, pair = backend.encode(long).ids, backend.encode(long, PARAGRAPH)
     assert asyncio.run(texts.encode(long)) == alone and len(alone) > 4096
-    assert asyncio.run(texts.encode_pair(long, PARAGRAPH)) == (pair.ids, pair.type_ids)
+    assert asyncio.run(texts.encode_pair(long, PARAGRAPH, param="x")) == (pair.ids, pair.type_ids)
     assert asyncio.run(texts.text_of(alone)) == backend.decode(alone, skip_special_tokens=False)
-    assert asyncio.run(texts.ids_of([long, [1, 2], "x"])) == [alone, [1, 2], backend.encode("x").ids]
+    assert asyncio.run(texts.ids_of([long, [1, 2], "x"], param="x")) == [alone, [1, 2], backend.encode("x").ids]
 
 
 @pytest.mark.parametrize("way", ["whole", "events"])

@@ -67,6 +67,7 @@ class Job:
         issuing: held by who makes it, as it is made once.
         cancelled: whether its client has ended it, so that what was drawn by then is all of it.
         begun_before: whether it is drawn again, so that clients may have been sent more of it than there is by now.
+        ended: when all of it had been drawn, in seconds since 1970; None before.
         restored: whether the answers and the receipt are those of a record. No receipt is made for it, then.
         owner: sha256 of the API key that it came with, in hex; empty where the server has none. Nobody else finds it.
     """
@@ -79,6 +80,7 @@ class Job:
     name: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
     issued: Issued | None = None
+    ended: int | None = None
     cancelled: bool = False
     owner: str = ""
     begun_before: bool = False
@@ -89,3 +91,8 @@ class Job:
         self.name = self.name or self.ask.prefix + secrets.token_hex(12)
         for answer in self.answers:
             answer.name, answer.owner = self.name, self.owner
+
+    def end(self) -> int:
+        """Return when it ended, in seconds since 1970: now, unless that is known."""
+        self.ended = int(time.time()) if self.ended is None else self.ended
+        return self.ended

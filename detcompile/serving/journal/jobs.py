@@ -228,6 +228,7 @@ class Jobs:
         )
         if record.outcome is not None:
             job.issued, job.cancelled = record.outcome.receipt, record.outcome.cancelled
+            job.ended = record.outcome.ended
         return job
 
     async def _watch(self, job: Job, reservation: Reservation) -> None:

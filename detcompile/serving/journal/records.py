@@ -54,6 +54,7 @@ class Outcome(msgspec.Struct):
     answers: list[KeptAnswer]
     receipt: Issued | None
     cancelled: bool = False
+    ended: int | None = None  # seconds since 1970
 
 
 class Record(msgspec.Struct):
@@ -100,7 +101,7 @@ def ask_of(work: Work) -> Ask:
 
 def outcome_of(job: Job) -> Outcome:
     """What came of a request whose answers have ended."""
-    return Outcome([_kept(answer) for answer in job.answers], job.issued, job.cancelled)
+    return Outcome([_kept(answer) for answer in job.answers], job.issued, job.cancelled, job.end())
 
 
 def restore(answers: Sequence[Answer], outcome: Outcome) -> None:

@@ -77,6 +77,7 @@ class _Chat(Reply):
 
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
+    one_prompt = True
     use: ToolUse | None = None
 
     def __init__(self, *arguments: Any, **options: Any) -> None:

@@ -57,7 +57,9 @@ async def _ask(service: Service, asked: CompletionRequest, written: list[str | l
     params = completion_params(asked, service.hello.default_params)
     service.limiter.require(owner, len(written) * params.n)  # before the prompts are tokenized
     special = asked.add_special_tokens is not False
-    prompts = await service.texts.ids_of(written, special, owner=owner)
+    prompts = await service.texts.ids_of(written, special, param="prompt", owner=owner)
+    for prompt in prompts:
+        service.texts.require_answer(prompt, "prompt")
     return Ask(prompts, params, asked.priority or 0, "cmpl-")
 
 

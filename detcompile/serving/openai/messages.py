@@ -23,6 +23,7 @@ async def prompt_of(
     tools: Sequence[Tool] = (),
     *,
     counts: bool = False,
+    param: str = "messages",
     add_generation_prompt: bool = True,
     add_special_tokens: bool = False,
     owner: str = "",
@@ -32,6 +33,7 @@ async def prompt_of(
     Args:
         tools: functions that the template shows.
         counts: it is only counted, and may be longer than the context.
+        param: the field that the messages stand in.
         add_generation_prompt: whether the prompt has the beginning of the answer.
         add_special_tokens: whether the tokenizer adds its own to those of the template.
         owner: sha256 of the API key that asks.
@@ -57,8 +59,11 @@ async def prompt_of(
             raise
         text = await template.render(whole, **variables)
     if not counts:
-        service.texts.require_fit(text)
-    return await service.texts.encode(text, add_special_tokens=add_special_tokens, owner=owner)
+        service.texts.require_fit(text, param=param)
+    ids = await service.texts.encode(text, add_special_tokens=add_special_tokens, owner=owner)
+    if not counts:
+        service.texts.require_answer(ids, param)
+    return ids
 
 
 def template_of(service: Service, tools: Sequence[Tool]) -> ChatTemplate:

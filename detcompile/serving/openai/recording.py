@@ -127,6 +127,7 @@ class Recording:
             "id": self.name,
             "object": "response",
             "created_at": self._job.created,
+            "completed_at": None if self._status == "in_progress" else self._job.end(),
             "status": self._status,
             "error": self._failure,
             "incomplete_details": self._incomplete,

@@ -40,6 +40,7 @@ class Reply(ABC):
 
     kind = ""  # of the whole
     chunk_kind = ""
+    one_prompt = False  # whether its tokens stand beside the choices, and not in each of them
 
     def __init__(
         self,
@@ -85,7 +86,7 @@ class Reply(ABC):
                 choice = self._choice(len(choices), answer, sample, text, read, ended=True)
                 choices.append(msgspec.Raw(msgspec.json.encode(choice)))
         found = {"object": self.kind, **self._head, "choices": choices, "usage": self._usage()}
-        return found | await self._receipt()
+        return found | self._prompt(0) | await self._receipt()
 
     async def events(self) -> AsyncIterator[bytes]:
         """The answer as it comes: what is new of all choices at a time, as events.
@@ -138,7 +139,8 @@ class Reply(ABC):
     def _news(self, index: int, answer: Answer, sample: AnswerSample, text: SampleText) -> list[bytes]:
         """Events with what is new of a choice."""
         before, told = text.num_read, self._told
-        parts = [self._chunk([opening]) for opening in self._opening(index)] if before == 0 else []
+        openings = self._opening(index) if before == 0 else []
+        parts = [self._chunk([opening], more=self._prompt(index)) for opening in openings]
         new, read = text.take()
         told.num_read[index], told.over[index] = text.num_read, sample.finish_reason is not None
         tokens_show = self._with_ids or sample.logprobs is not None
@@ -168,9 +170,14 @@ class Reply(ABC):
             choice["stop_reason"] = stop
         if self._with_ids:
             choice["token_ids"] = list(sample.token_ids[read])
-            if read.start == 0:
+            if read.start == 0 and not self.one_prompt:
                 choice["prompt_token_ids"] = answer.prompt_ids
         return choice
+
+    def _prompt(self, index: int) -> dict[str, Any]:
+        """What stands beside the first choice's beginning: the tokens of the prompt, where all have one."""
+        shown = self._with_ids and self.one_prompt and index == 0
+        return {"prompt_token_ids": self._answers[0].prompt_ids} if shown else {}
 
     def _opening(self, index: int) -> list[dict[str, Any]]:
         """What a stream says of a choice before its first token."""

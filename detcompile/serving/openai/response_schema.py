@@ -89,6 +89,8 @@ class ResponsesRequest(ResponseFields, kw_only=True):
     store: bool | None = None
     stream: bool | None = None
     metadata: Metadata | None = None
+    safety_identifier: Annotated[str, Meta(max_length=512)] | None = None
+    prompt_cache_key: Annotated[str, Meta(max_length=512)] | None = None
     include: list[str] | None = None
     tools: list[ResponseTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None

@@ -21,14 +21,16 @@ from detcompile.serving.openai.tools import ToolUse, in_family, tool_use
 from detcompile.serving.responses import JSON, Events, Whole
 from detcompile.serving.service import Service
 
-__all__ = ["RESPONSES", "cancelled_response", "dropped_response", "kept_response", "respond"]
+__all__ = ["RESPONSES", "cancelled_response", "count_input", "dropped_response", "kept_response", "respond"]
 
 RESPONSES = "/v1/responses"  # the path
 TOLD: tuple[tuple[str, Any], ...] = (  # fields that a response repeats of its request, and what they are by default
     ("background", False), ("instructions", None), ("max_output_tokens", None), ("metadata", {}), ("store", True),
     ("parallel_tool_calls", True), ("previous_response_id", None), ("tool_choice", "auto"), ("tools", []),
-    ("top_logprobs", 0),
+    ("top_logprobs", 0), ("max_tool_calls", None), ("prompt_cache_key", None), ("reasoning", None),
+    ("safety_identifier", None),
 )  # fmt: skip
+DRAWN_WITH = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
 UNFINISHED: dict[str, str] = {  # statuses whose output is not what the model says, but a part of it, cut anywhere
     "in_progress": "still runs: wait until it has ended",
     "failed": "has failed: send its input again",
@@ -53,6 +55,21 @@ async def respond(service: Service, asked: ResponsesRequest, call: Call) -> Resp
     if not background and not (keeps and call.key is not None):
         call.reservation.add(recording.cancel)
     return await _answered(recording, asked, call.reservation, background=background)
+
+
+async def count_input(service: Service, asked: ResponsesRequest, call: Call) -> Response:
+    """Return how many tokens the prompt of a request has.
+
+    Raises:
+        HTTPError: it cannot be served. InvalidInput: nor can its messages.
+    """
+    service.require_ready()
+    service.require_model(asked.model)
+    service.require_causal()
+    chat, use = _chat(service, asked, await _before(service, call.owner, asked.previous_response_id))
+    tools = () if use is None else use.tools
+    ids = await prompt_of(service, chat.messages, tools, counts=True, param="input", owner=call.owner)
+    return _json({"object": "response.input_tokens", "input_tokens": len(ids)})
 
 
 async def kept_response(
@@ -108,7 +125,7 @@ async def _ask(service: Service, asked: ResponsesRequest, owner: str) -> Ask:
     service.limiter.require(owner, 1)
     tools = () if use is None else use.tools
     template = template_of(service, tools).digest
-    prompt = await prompt_of(service, chat.messages, tools, owner=owner)
+    prompt = await prompt_of(service, chat.messages, tools, param="input", owner=owner)
     messages, family = msgspec.json.encode(before), None if use is None else use.family.name
     return Ask([prompt], params, chat.priority or 0, "resp_", template, messages, family)
 
@@ -129,7 +146,7 @@ async def _recorded(
         return found
     chat, use = _chat(service, asked, msgspec.json.decode(job.ask.before, type=list[Message]))
     use, params = in_family(use, job.ask.family), job.ask.params
-    told = _told(asked) | {"temperature": params.temperature, "top_p": params.top_p}
+    told = _told(asked) | {name: getattr(params, name) for name in DRAWN_WITH}
     messages = chat.messages[asked.instructions is not None :]
     recording = Recording(service, job, told, None if use is None else use.family, messages)
     call.reservation.move_to(recording.reservation)
@@ -227,6 +244,7 @@ def _told(asked: ResponsesRequest) -> dict[str, Any]:
     return {name: idle if plain[name] is None else plain[name] for name, idle in TOLD} | {
         "text": text,
         "truncation": "disabled",
+        "service_tier": "default",
     }
 
 

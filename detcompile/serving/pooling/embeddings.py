@@ -27,7 +27,7 @@ async def embed(service: Service, asked: EmbeddingRequest, call: Call) -> Respon
         said = f"dimensions {asked.dimensions} is not served: the embeddings have {facts.num_columns}"
         raise HTTPError(400, said, param="dimensions")
     special = asked.add_special_tokens is not False
-    prompts = await service.texts.ids_of(prompts_of(asked.input, "input"), special, owner=call.owner)
+    prompts = await service.texts.ids_of(prompts_of(asked.input, "input"), special, param="input", owner=call.owner)
     require_prompts(service, prompts, "input")
     write = _base64 if asked.encoding_format == "base64" else list
 

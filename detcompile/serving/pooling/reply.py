@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from detcompile.serving.engines.answers import Pooling
 from detcompile.serving.engines.protocol import PoolingFacts
-from detcompile.serving.http_errors import HTTPError
+from detcompile.serving.http_errors import HTTPError, too_long
 from detcompile.serving.journal.jobs import Call
 from detcompile.serving.openai.fields import require_served
 from detcompile.serving.responses import Whole
@@ -54,10 +54,10 @@ def require_prompts(service: Service, prompts: Sequence[Sequence[int]], param: s
     hello = service.hello
     require_count(len(prompts), param)
     for index, prompt in enumerate(prompts):
-        if not 1 <= len(prompt) <= hello.max_context:
-            raise HTTPError(
-                400, f"{param} {index} has {len(prompt)} tokens: this model takes 1 to {hello.max_context}", param=param
-            )
+        if not prompt:
+            raise HTTPError(400, f"{param} {index} has no tokens: give one at least", param=param)
+        if len(prompt) > hello.max_context:
+            raise too_long(f"{len(prompt)} tokens", hello.max_context, param)
         if max(prompt) >= hello.vocab_size:
             said = f"{param} {index} holds token {max(prompt)}, and the vocabulary ends at {hello.vocab_size - 1}"
             raise HTTPError(400, said, param=param)

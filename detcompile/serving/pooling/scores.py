@@ -31,7 +31,7 @@ async def classify(service: Service, asked: ClassifyRequest, call: Call) -> Resp
     """
     facts = facts_of(service, asked, "classify")
     special = asked.add_special_tokens is not False
-    prompts = await service.texts.ids_of(prompts_of(asked.input, "input"), special, owner=call.owner)
+    prompts = await service.texts.ids_of(prompts_of(asked.input, "input"), special, param="input", owner=call.owner)
     require_prompts(service, prompts, "input")
 
     def result(rows: list[Row]) -> dict[str, Any]:
@@ -91,7 +91,7 @@ async def _scored(
 ) -> Response:
     require_count(len(second), param)  # before they are tokenized
     if facts.task == "embed":
-        prompts = await service.texts.ids_of((*first, *second), owner=call.owner)
+        prompts = await service.texts.ids_of((*first, *second), param=param, owner=call.owner)
         require_prompts(service, prompts, param)
         return pooled(service, call, prompts, lambda rows: result(_cosines(rows, len(first))), prefix="score-")
     if len(facts.labels) != 1:
@@ -100,7 +100,7 @@ async def _scored(
     prompts = []
     for index, own in enumerate(second):
         left = first[index if len(first) > 1 else 0]
-        ids, types = await service.texts.encode_pair(left, own, owner=call.owner)
+        ids, types = await service.texts.encode_pair(left, own, param=param, owner=call.owner)
         if facts.reads_token_types and any(types):
             raise HTTPError(400, TYPED_PAIRS, code="unsupported_task")
         prompts.append(ids)

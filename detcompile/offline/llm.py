@@ -85,7 +85,7 @@ class LLM:
         sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
-        priority: SequenceOf[int] | None = None,
+        priority: int | SequenceOf[int] | None = None,
         lora_request: None = None,
     ) -> list[LLMOutput]:
         """Serve prompts to their ends.
@@ -94,7 +94,7 @@ class LLM:
             prompts: one prompt or a list: text, token ids, ``{"prompt": ...}`` or ``{"prompt_token_ids": ...}``.
             sampling_params: one for all prompts, or one a prompt; None takes ``get_default_sampling_params()``.
             use_tqdm: show a bar on the terminal.
-            priority: an integer a prompt; lower is served earlier.
+            priority: an integer a prompt, or one for all; lower is served earlier.
 
         Returns:
             One LLMOutput a prompt, in their order; one that cannot be served has its ``error`` and an empty output.
@@ -106,6 +106,7 @@ class LLM:
         if lora_request is not None:
             raise InvalidInput("lora_request is not served: merge the adapter into the weights")
         engine, count = self._open(), len(prompts_of(prompts))
+        priority = [priority] * count if isinstance(priority, int) else priority
         params = self._defaults if sampling_params is None else sampling_params
         if isinstance(params, SamplingParams):
             params = [params] * count
@@ -130,13 +131,14 @@ class LLM:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        priority: int | SequenceOf[int] | None = None,
         lora_request: None = None,
     ) -> list[LLMOutput]:
         """Answer a conversation, or a list of them, in the form of the tokenizer's chat template.
 
         Args:
             messages: dicts with "role" and "content"; or a list of such lists.
-            sampling_params, use_tqdm: the same as in ``generate``.
+            sampling_params, use_tqdm, priority: the same as in ``generate``.
             chat_template: a Jinja template in place of the tokenizer's.
             add_generation_prompt: begin an answer behind the last message.
             continue_final_message: go on with the last message; ``add_generation_prompt`` has to be False then.
@@ -162,7 +164,7 @@ class LLM:
         }
         conversations = [messages] if isinstance(messages[0], Mapping) else messages
         prompts = [_rendered(tokenizer, conversation, options) for conversation in conversations]
-        return self.generate(prompts, sampling_params, use_tqdm, lora_request=lora_request)
+        return self.generate(prompts, sampling_params, use_tqdm, priority=priority, lora_request=lora_request)
 
     def get_tokenizer(self) -> Any:
         """The tokenizer.

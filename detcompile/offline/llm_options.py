@@ -27,41 +27,85 @@ ANY = object()
 QUANTIZED = "a checkpoint's own quantisation is read (docs/quantization.md)"
 ONE_ENGINE = "one engine serves one model, over tensor_parallel_size ranks"
 LOCAL = "a checkpoint is read as transformers reads it"
+NO_LORA = "merge the adapter into the weights"
+TEXT_ALONE = "prompts are text or tokens"
+PLAIN = "what the model says is given as it is; read it with a parser of your own"
+NO_ANSWER = (  # options of vLLM that choose kernels, memory, logs or downloads, and no answer
+    "aggregate_engine_logging", "all2all_backend", "async_scheduling", "attention_backend", "attention_config",
+    "collect_detailed_traces", "compilation_config", "cudagraph_capture_sizes", "cudagraph_metrics",
+    "data_parallel_backend", "dbo_decode_token_threshold", "dbo_prefill_token_threshold", "disable_cascade_attn",
+    "disable_custom_all_reduce", "disable_hybrid_kv_cache_manager", "disable_log_requests", "disable_log_stats",
+    "disable_nccl_for_dp_synchronization", "disable_uvicorn_access_log", "download_dir", "enable_dbo", "enable_eplb",
+    "enable_layerwise_nvtx_tracing", "enable_log_requests", "enable_mfu_metrics", "enable_mm_processor_stats",
+    "eplb_config", "expert_placement_strategy", "ignore_patterns", "kernel_config", "kv_cache_metrics",
+    "kv_cache_metrics_sample", "long_prefill_token_threshold", "max_cudagraph_capture_size", "max_log_len",
+    "max_logprobs", "max_long_partial_prefills", "max_num_partial_prefills", "max_parallel_loading_workers",
+    "max_seq_len_to_capture", "mm_encoder_attn_backend", "mm_encoder_tp_mode", "mm_processor_cache_gb",
+    "mm_processor_cache_type", "moe_backend", "numa_bind", "optimization_level", "otlp_traces_endpoint",
+    "prefix_caching_hash_algo", "profiler_config", "pt_load_map_location", "ray_workers_use_nsight",
+    "safetensors_load_strategy", "scheduling_policy", "served_model_name", "show_hidden_metrics_for_version",
+    "skip_mm_profiling", "stream_interval", "swap_space", "ubatch_size", "use_tqdm_on_load", "video_pruning_rate",
+)  # fmt: skip
 NEUTRAL: Mapping[str, tuple[Any, str]] = {
-    "allowed_local_media_path": ("", "prompts are text or tokens"),
-    "async_scheduling": (ANY, ""),
-    "compilation_config": (ANY, ""),
+    **dict.fromkeys(NO_ANSWER, (ANY, "")),  # scheduling_policy: of equal priorities it is first come, first served
+    "allowed_local_media_path": ("", TEXT_ALONE),
+    "calculate_kv_scales": (False, "the KV cache has the model's dtype"),
+    "code_revision": (None, "remote code is of the model's revision"),
     "config_format": ("auto", LOCAL),
     "convert": ("auto", "the model is a causal LM"),
     "cpu_offload_gb": (0, "weights and KV cache stay where the model is"),
+    "data_parallel_rank": (None, ONE_ENGINE),
     "data_parallel_size": (1, ONE_ENGINE),
-    "disable_cascade_attn": (ANY, ""),
-    "disable_custom_all_reduce": (ANY, ""),
-    "disable_log_stats": (ANY, ""),
+    "decode_context_parallel_size": (1, ONE_ENGINE),
+    "disable_sliding_window": (False, "the windows of the model's layers are kept"),
     "distributed_executor_backend": ("mp", "worker processes run the ranks"),
     "enable_expert_parallel": (False, ONE_ENGINE),
-    "enable_lora": (False, "merge the adapter into the weights"),
+    "enable_lora": (False, NO_LORA),
+    "enable_mm_embeds": (False, TEXT_ALONE),
+    "enable_prompt_embeds": (False, TEXT_ALONE),
+    "enable_sleep_mode": (False, "close() gives the memory back"),
+    "fully_sharded_loras": (False, NO_LORA),
+    "hf_config_path": (None, LOCAL),
     "hf_overrides": ({}, "change the folder's config, or compile() a module"),
     "kv_cache_dtype": ("auto", "the KV cache has the model's dtype"),
     "kv_cache_memory_bytes": (None, "gpu_memory_utilization or num_gpu_blocks_override size the KV cache"),
-    "limit_mm_per_prompt": ({}, "prompts are text or tokens"),
+    "kv_events_config": (None, "engine.prefixes has the blocks of prefixes"),
+    "kv_offloading_size": (None, "weights and KV cache stay where the model is"),
+    "kv_sharing_fast_prefill": (False, "every token is computed"),
+    "kv_transfer_config": (None, "engine.prefixes.export moves blocks between engines"),
+    "limit_mm_per_prompt": ({}, TEXT_ALONE),
     "load_format": ("auto", LOCAL),
     "logits_processors": (None, "SamplingParams has what changes logits"),
-    "max_logprobs": (ANY, ""),
-    "max_seq_len_to_capture": (ANY, ""),
-    "mm_processor_kwargs": ({}, "prompts are text or tokens"),
+    "logprobs_mode": ("raw_logprobs", "log-probabilities are the model's own, before temperature and filters"),
+    "lora_dtype": ("auto", NO_LORA),
+    "mamba_cache_dtype": ("auto", "states have the dtypes of the model"),
+    "mamba_ssm_cache_dtype": ("auto", "states have the dtypes of the model"),
+    "max_cpu_loras": (ANY, ""),
+    "max_lora_rank": (ANY, ""),
+    "max_loras": (ANY, ""),
+    "media_io_kwargs": ({}, TEXT_ALONE),
+    "mm_processor_kwargs": ({}, TEXT_ALONE),
     "model_impl": ("auto", "transformers' code of the model is compiled"),
+    "model_loader_extra_config": ({}, LOCAL),
+    "nnodes": (1, "detcompile serve runs engines over several machines (docs/serving.md)"),
+    "node_rank": (0, "detcompile serve runs engines over several machines (docs/serving.md)"),
+    "override_generation_config": ({}, "SamplingParams has what a request is drawn with"),
     "pooler_config": (None, "the model is a causal LM"),
+    "prefill_context_parallel_size": (1, ONE_ENGINE),
     "quantization": (None, QUANTIZED),
+    "reasoning_config": (None, PLAIN),
+    "reasoning_parser": ("", PLAIN),
     "runner": ("auto", "the model is a causal LM"),
-    "scheduling_policy": (ANY, ""),  # by priority, then arrival: of equal priorities it is first come, first served
-    "served_model_name": (ANY, ""),
     "skip_tokenizer_init": (False, "pass prompts as token ids; nothing reads text then"),
     "speculative_config": (None, "model.engine(speculation=SpeculationConfig()) drafts"),
-    "swap_space": (ANY, ""),
+    "structured_outputs_config": (ANY, ""),
     "task": ("generate", "the model is a causal LM"),
     "tokenizer_mode": ("auto", "pass a tokenizer of transformers"),
     "tokenizer_revision": (None, "the tokenizer is of the model's revision; or pass one of transformers"),
+    "tool_call_parser": (None, PLAIN),
+    "weight_transfer_config": (None, "model.update_weights() takes weights"),
+    "worker_cls": ("auto", "ranks run the compiled program alone"),
+    "worker_extension_cls": ("", "ranks run the compiled program alone"),
 }
 
 
@@ -107,10 +151,12 @@ def read_options(given: Mapping[str, Any]) -> LLMOptions:
     hub = {"revision": rest.pop("revision", None), "token": rest.pop("hf_token", None)}
     hub |= {"trust_remote_code": flag(rest.pop("trust_remote_code", False), "trust_remote_code") or None}
     for name, value in rest.items():
+        if value is None:
+            continue
         if name not in NEUTRAL:
-            raise InvalidInput(f"LLM has no option {name!r}; docs/engine.md has those that it takes")
+            raise InvalidInput(f"LLM has no option {name!r}: leave it out; docs/engine.md has those that it takes")
         neutral, advice = NEUTRAL[name]
-        if value is not None and neutral is not ANY and value != neutral:
+        if neutral is not ANY and value != neutral:
             raise InvalidInput(f"LLM({name}={shown(value)}) is not served: {advice}")
     return LLMOptions(
         tp,

@@ -190,7 +190,9 @@ def test_defaults_are_those_of_the_generation_config(model: CompiledModel, monke
 
 
 def test_priorities_are_one_a_prompt(llm: LLM) -> None:
-    assert len(llm.generate(["a", "b"], GREEDY, use_tqdm=False, priority=[3, -1])) == 2
+    for priority in ([3, -1], 2):
+        assert len(llm.generate(["a", "b"], GREEDY, use_tqdm=False, priority=priority)) == 2
+    assert llm.chat(CHAT, GREEDY, use_tqdm=False, chat_template="x", priority=1)[0].error is None
     for wrong, said in (([1], "2 prompts and 1 priorities"), (["a", "b"], "priority")):
         with pytest.raises(InvalidInput, match=said):
             llm.generate(["a", "b"], GREEDY, use_tqdm=False, priority=wrong)
@@ -223,7 +225,9 @@ def test_options_are_mapped() -> None:
     assert (engine.memory_fraction, engine.prefix_caching, engine.num_blocks) == (0.5, False, 44)
     assert engine.cuda_graphs is False and engine.scheduler == "prefill_first"
     assert read_options({}).engine == detcompile.EngineConfig()
-    assert read_options(dict.fromkeys(NEUTRAL)) == read_options({})
+    assert read_options(dict.fromkeys([*NEUTRAL, "an_option_of_tomorrow"])) == read_options({})
+    kernels = {"attention_config": {"backend": "FLASH_ATTN"}, "cudagraph_capture_sizes": [1], "download_dir": "/x"}
+    assert read_options(kernels | {"logprobs_mode": "raw_logprobs", "reasoning_parser": ""}) == read_options({})
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_tools_are_called_and_their_results_are_read(client: Any, http: httpx.Cl
         *SAID,
         {"role": "assistant", "content": "So:", "tool_calls": [call | {"id": whole.content[0].id}]},
         {"role": "tool", "tool_call_id": whole.content[0].id, "content": "7"},
-        {"role": "user", "content": "And now?"},
+        {"role": "user", "content": "And \nnow?"},
     ]
     chat = {"messages": history, "max_tokens": 40, "tools": CHAT_TOOLS} | OURS
     assert told.content[0].text == chatted(http, **chat)["choices"][0]["message"]["content"]

@@ -300,7 +300,7 @@ def measure_warm_compile(layers: int, keep: Keep, has: Has) -> None:
 def measure_regions(layers: int, keep: Keep, has: Has) -> None:
     """One region for all layers beside one graph of all layers: the logits' bytes, and times in turns."""
     models = {"regions": detcompile.compile(build(layers))}
-    with mock.patch.object(lowering, "find_repeats", lambda model: None):
+    with mock.patch.object(lowering, "find_repeats", lambda *_: None):
         models["one graph"], seconds = compile_seconds(build(layers), Numerics())
     keep("one graph, compile seconds", seconds)
     keep_in_turns(models, keep)

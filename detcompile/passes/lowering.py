@@ -35,7 +35,7 @@ from detcompile.passes.stages import (
 from detcompile.passes.tracing import Seen, Traced, find_repeats, trace_packed
 from detcompile.passes.warm import programs
 from detcompile.passes.warm.kept_program import kept, take_program
-from detcompile.passes.warm.program_key import label_of, program_key
+from detcompile.passes.warm.program_key import label_of, observe_run, program_key
 from detcompile.passes.whole_model import WholeModel, read_whole
 from detcompile.progress import stage
 from detcompile.step import StepInputs
@@ -213,18 +213,18 @@ def _kept_or_compiled(
     model: PreTrainedModel, numerics: Numerics, max_context: int, seen: Seen, ranks: TensorParallel | None
 ) -> _Program:
     """The program that an earlier start kept, or one that is compiled now and then kept."""
-    key = None
+    key, observed = None, observe_run(model)
     if programs_kept() or ranks is not None:  # ranks agree, also where one may keep nothing
         with stage("look for a kept program") as looking:
             if programs_kept():
-                key = program_key(model, numerics, max_context, seen, use=f"a forward of {ranks}")
+                key = program_key(model, numerics, max_context, seen, observed, use=f"a forward of {ranks}")
             found = take_program(key, model, seen, ranks)
             looking.becomes("no program is kept" if found is None else f"take a kept program of {_layers(model)}")
         if found is not None:
             return _Program(found.forward, found.certificate, found.digest, {})
     if model.device.type == "cpu":
         precompile_header()
-    repeats = None if seen.states else find_repeats(model)
+    repeats = None if seen.states else find_repeats(model, observed and observed.shown)
     captured = _layers(model) if repeats is None else f"{repeats.prefix} of {_layers(model)}"
     with stage(f"capture {captured} over a batch"):
         certify_batches(model, numerics, seen.expected, repeats)
@@ -253,13 +253,14 @@ def _stage_program(
     ranks: TensorParallel | None,
 ) -> tuple[_Program, ModelFacts]:
     """The program over the layers of a stage, kept or compiled, and its facts; the other weights are dropped."""
-    repeats = None if seen.states else find_repeats(model)
+    observed = observe_run(model)
+    repeats = None if seen.states else find_repeats(model, observed and observed.shown)
     here = layers_of_stage(model, own, repeats, carries_states=bool(seen.states))
     assert repeats is not None
     key = None
     if programs_kept():
         use = f"stage {own.index} of {own.size} of a forward of {ranks}"
-        key = program_key(model, numerics, max_context, seen, use, own.device)
+        key = program_key(model, numerics, max_context, seen, observed, use, own.device)
     move_stage(model, own, repeats)
     device, groups = next(model.parameters()).device, groups_of_stage(seen.groups, here)
     facts = replace(facts, device=device, kv_shapes=facts.kv_shapes[here.start : here.stop], kv_groups=groups)

@@ -24,7 +24,7 @@ from detcompile.passes.causes import cause, said_by
 from detcompile.passes.layers.boundary import mark_layers
 from detcompile.passes.layers.inputs import LayerInputs
 from detcompile.passes.layers.regions import NotCut
-from detcompile.passes.layers.structure import Repeats, repeats_of
+from detcompile.passes.layers.structure import Repeats, Shown, repeats_of
 from detcompile.passes.modules.attention import AttentionCall
 from detcompile.passes.modules.recurrences import Recurrences
 from detcompile.passes.programs.binding import CompiledGraph
@@ -158,11 +158,15 @@ def _trace_packed(
     return Traced(graph, certificate, digest, example, constants_of(model, step_leaves(*example), graph.inputs))
 
 
-def find_repeats(model: PreTrainedModel) -> Repeats | None:
-    """The structures of a model's layers, from a run on two tokens that computes nothing; None if it cannot be had."""
+def find_repeats(model: PreTrainedModel, whole: Shown | None = None) -> Repeats | None:
+    """The structures of a model's layers, from runs on two tokens that compute nothing; None if they cannot be had.
+
+    Args:
+        whole: what `run_on_two_tokens` has shown of the model, if it was run.
+    """
     try:
         with torch.no_grad():
-            return repeats_of(model, run_on_two_tokens)
+            return repeats_of(model, run_on_two_tokens, whole)
     except (RuntimeError, TypeError) as error:  # code that looks at values, or modules that cannot be copied
         logger.debug("the layers of %s are taken one by one: %s", type(model).__name__, error)
         return None

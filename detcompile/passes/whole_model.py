@@ -16,7 +16,7 @@ from detcompile.passes.programs.layer_views import view_of
 from detcompile.passes.sharding.shard import pin_row_parallel
 from detcompile.passes.tracing import Seen, find_repeats, trace_packed
 from detcompile.passes.warm import programs
-from detcompile.passes.warm.program_key import label_of, program_key
+from detcompile.passes.warm.program_key import ObservedRun, label_of, observe_run, program_key
 from detcompile.progress import stage
 from detcompile.weights import named_weights, weight_digests
 
@@ -50,21 +50,23 @@ def read_whole(
     with stage("capture the whole program") as capturing:
         view = view_of(model)
         pin_row_parallel(view, numerics)
-        key = None
+        key, observed = None, observe_run(view)
         if programs_kept():
-            key = program_key(view, numerics, max_context, seen, use="the digest of the whole")
+            key = program_key(view, numerics, max_context, seen, observed, use="the digest of the whole")
         known = None if key is None else programs.read(key)
         if known is not None:
             capturing.becomes("take the whole program's digest")
             return WholeModel(known.decode(), digests)
-        program, constants = _whole_program(view, numerics, seen)
+        program, constants = _whole_program(view, numerics, seen, observed)
     if key is not None and not constants:
         programs.write(key, program.encode(), label_of(model, max_context, program))
     return WholeModel(program, digests | weight_digests(constants))
 
 
-def _whole_program(view: PreTrainedModel, numerics: Numerics, seen: Seen) -> tuple[str, Mapping[str, Tensor]]:
+def _whole_program(
+    view: PreTrainedModel, numerics: Numerics, seen: Seen, observed: ObservedRun | None
+) -> tuple[str, Mapping[str, Tensor]]:
     """The digest of the program that one rank would run, and its constants."""
-    repeats = None if seen.states else find_repeats(view)
+    repeats = None if seen.states else find_repeats(view, observed and observed.shown)
     traced = trace_packed(PackedForward(view), numerics, seen, never_run, join_weights=False, repeats=repeats)
     return traced.digest, traced.constants

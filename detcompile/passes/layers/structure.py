@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from detcompile.passes.programs.layer_views import layer_list, layers_of, view_of
 from detcompile.weights import tensor_digest
 
-__all__ = ["Repeats", "Shown", "operations_of", "repeats_of"]
+__all__ = ["Repeats", "Shown", "repeats_of", "shown_by"]
 
 PLAIN = (
     bool,
@@ -55,17 +55,52 @@ class Repeats(NamedTuple):
         return tuple(other for other, first in enumerate(self.first) if first == self.first[layer])
 
 
-def repeats_of(model: PreTrainedModel, run: Callable[[PreTrainedModel], None]) -> Repeats | None:
+class Shown(NamedTuple):
+    """Operations of one run of a model, in their order, by where they stand. Values go by the place of their making.
+
+    Of a tensor that is none of the model's and comes from outside, as one made of Python's numbers, by its contents.
+
+    Attributes:
+        in_turn: the layers run one after the other, each on what the one before it gave.
+    """
+
+    before: list[Any]
+    layers: list[list[Any]]
+    after: list[Any]
+    in_turn: bool
+
+
+def shown_by(model: PreTrainedModel, run: Callable[[PreTrainedModel], None]) -> Shown:
+    """Return what a run shows; nothing is computed. The model's layers keep hooks: give a view that is dropped.
+
+    Args:
+        run: calls a model once, on the same few tokens.
+    """
+    layers = list(layer_list(model) or ())
+    recorder = _Recorder(model, layers)
+    for index, layer in enumerate(layers):
+        layer.register_forward_pre_hook(functools.partial(recorder.enter, index), with_kwargs=True)
+        layer.register_forward_hook(functools.partial(recorder.leave, index))
+    with FakeTensorMode(allow_non_fake_inputs=True), recorder:
+        run(model)
+    return recorder.shown()
+
+
+def repeats_of(
+    model: PreTrainedModel, run: Callable[[PreTrainedModel], None], whole: Shown | None = None
+) -> Repeats | None:
     """The structures of a model's layers; None where the first layers alone would not show what all of them do.
 
     Args:
-        run: calls a model once, on the same few tokens; nothing is computed, as only operations are looked at.
+        run: as of `shown_by`.
+        whole: what a run of the model has shown, if there was one.
     """
     layers = layer_list(model)
     if layers is None or len(layers) < 2:
         return None
-    whole = _shown_by(view_of(model), run)  # of modules of their own: a run may leave something behind in them
     if whole is None:
+        whole = shown_by(view_of(model), run)  # of modules of their own: a run may leave something behind in them
+    if not whole.in_turn:
         return None
     first: list[int] = []
     for index, layer in enumerate(layers):
@@ -78,42 +113,9 @@ def repeats_of(model: PreTrainedModel, run: Callable[[PreTrainedModel], None]) -
     repeats = Repeats(tuple(first))
     if repeats.prefix == len(layers):
         return None
-    shown = _shown_by(layers_of(model, range(repeats.prefix)), run)
+    shown = shown_by(layers_of(model, range(repeats.prefix)), run)
     expected = whole._replace(layers=whole.layers[: repeats.prefix])
     return repeats if shown == expected else None
-
-
-class Shown(NamedTuple):
-    """Operations of one run of a model, in their order, by where they stand. Values go by the place of their making."""
-
-    before: list[Any]
-    layers: list[list[Any]]
-    after: list[Any]
-
-
-def operations_of(model: PreTrainedModel, run: Callable[[PreTrainedModel], None]) -> list[Any]:
-    """The operations of a run in their order, each with its arguments by name and form; nothing is computed.
-
-    Of a tensor that is none of the model's and comes from outside, as one made of Python's numbers, by its contents.
-    """
-    recorder = _Recorder(model, [], contents=True)
-    with FakeTensorMode(allow_non_fake_inputs=True), recorder:
-        run(model)
-    return recorder.operations()
-
-
-def _shown_by(model: PreTrainedModel, run: Callable[[PreTrainedModel], None]) -> Shown | None:
-    """What a run shows; None if the layers do not run one after the other, each on what the one before it gave."""
-    layers = layer_list(model)
-    if layers is None:
-        return None
-    recorder = _Recorder(model, list(layers))
-    for index, layer in enumerate(layers):
-        layer.register_forward_pre_hook(functools.partial(recorder.enter, index), with_kwargs=True)
-        layer.register_forward_hook(functools.partial(recorder.leave, index))
-    with FakeTensorMode(allow_non_fake_inputs=True), recorder:
-        run(model)
-    return recorder.shown()
 
 
 class _Recorder(TorchDispatchMode):
@@ -122,14 +124,10 @@ class _Recorder(TorchDispatchMode):
     An origin is ``("weight", name)``, ``("own", name within the layer)``, ``("rows",)`` for what the layer before gave,
     ``(part, place, index)`` for the result of an operation, or ``("given", number)`` for what came from outside.
     A layer's part begins where the layer before it ends, and that of the first layer where it is called.
-
-    Args:
-        contents: whether what came from outside is written down with a digest of its contents.
     """
 
-    def __init__(self, model: nn.Module, layers: Sequence[nn.Module], contents: bool = False) -> None:
+    def __init__(self, model: nn.Module, layers: Sequence[nn.Module]) -> None:
         super().__init__()
-        self._contents = contents
         self._names: dict[int, tuple[int | None, str]] = {}  # of parameters and buffers: which layer's, and its name
         for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers()):
             self._names.setdefault(id(tensor), (None, name))
@@ -145,14 +143,9 @@ class _Recorder(TorchDispatchMode):
         self._rows: Tensor | None = None  # what the layer before gave
         self._broken = False
 
-    def shown(self) -> Shown | None:
-        if self._broken or self._part != len(self._parts) - 1:
-            return None
-        return Shown(self._parts[0], self._parts[1:-1], self._parts[-1])
-
-    def operations(self) -> list[Any]:
-        """Of a run that is not divided into layers."""
-        return self._parts[0]
+    def shown(self) -> Shown:
+        in_turn = not self._broken and self._part == len(self._parts) - 1
+        return Shown(self._parts[0], self._parts[1:-1], self._parts[-1], in_turn)
 
     def enter(self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = args[0] if args else kwargs.get("hidden_states")
@@ -208,7 +201,7 @@ class _Recorder(TorchDispatchMode):
             return ("made here" if part == self._part else part, place, index)
         self._kept.append(tensor)
         number = self._objects.setdefault(id(tensor), len(self._objects))
-        if not self._contents or isinstance(tensor, FakeTensor):
+        if isinstance(tensor, FakeTensor):
             return "given", number
         with _disable_current_modes():  # as there is nothing to read in a run that computes nothing
             return "given", number, tensor_digest(tensor)

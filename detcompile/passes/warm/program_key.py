@@ -6,7 +6,7 @@ import logging
 import platform
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from detcompile.config import sizes_asserted
 from detcompile.orders.numerics import Numerics
-from detcompile.passes.layers.structure import operations_of
+from detcompile.passes.layers.structure import Shown, shown_by
 from detcompile.passes.programs.compiling_ahead import vector_isa
 from detcompile.passes.programs.layer_views import view_of
 from detcompile.passes.tracing import Seen, run_on_two_tokens
@@ -26,7 +26,7 @@ from detcompile.sources import source_digest
 from detcompile.templates.cpu import library as cpu_library
 from detcompile.templates.cpu.shared_objects import compiler_if_any
 
-__all__ = ["cpu_facts", "label_of", "program_key"]
+__all__ = ["ObservedRun", "cpu_facts", "label_of", "observe_run", "program_key"]
 
 logger = logging.getLogger(__name__)
 # What torch computes by, besides its versions.
@@ -39,11 +39,31 @@ MODES = (
 )
 
 
+class ObservedRun(NamedTuple):
+    """One run of a model on two tokens."""
+
+    shown: Shown  # its operations
+    code: list[str]  # the Python code that it called, sorted
+
+
+def observe_run(model: PreTrainedModel) -> ObservedRun | None:
+    """Observe a run that computes nothing; None if the model does not run so."""
+    called = CalledCode()
+    try:
+        with torch.no_grad(), called:
+            shown = shown_by(view_of(model), run_on_two_tokens)
+    except (RuntimeError, RecursionError, TypeError, ValueError) as error:
+        logger.debug("%s does not run over fake tensors: %s", type(model).__name__, error)
+        return None
+    return ObservedRun(shown, sorted(called.lines))
+
+
 def program_key(
     model: PreTrainedModel,
     numerics: Numerics,
     max_context: int,
     seen: Seen,
+    observed: ObservedRun | None,
     use: str = "a forward",
     device: torch.device | None = None,
 ) -> str | None:
@@ -54,12 +74,15 @@ def program_key(
     weights are left out, since a program takes them as inputs.
 
     Args:
+        observed: the run, of the model as it is now.
         use: what is kept of the program, and by whom.
         device: where it runs, if the model is not there yet.
     """
+    if observed is None:
+        return None
     digest = hashlib.sha256(use.encode())
     try:
-        for line in _lines(model, numerics, max_context, seen, device or next(model.parameters()).device):
+        for line in _lines(model, numerics, max_context, seen, observed, device or next(model.parameters()).device):
             digest.update(json.dumps(line).encode())
     except (Undescribed, RuntimeError, RecursionError, TypeError, ValueError) as error:
         logger.debug("the program of %s is not kept: %s", type(model).__name__, error)
@@ -68,7 +91,12 @@ def program_key(
 
 
 def _lines(
-    model: PreTrainedModel, numerics: Numerics, max_context: int, seen: Seen, device: torch.device
+    model: PreTrainedModel,
+    numerics: Numerics,
+    max_context: int,
+    seen: Seen,
+    observed: ObservedRun,
+    device: torch.device,
 ) -> Iterator[Any]:
     yield [source_digest(), torch.__version__, torch.version.git_version, triton.__version__, transformers.__version__]
     yield [sys.version, *_machine(device), sizes_asserted(), *(str(mode()) for mode in MODES)]
@@ -78,13 +106,8 @@ def _lines(
     described = Descriptions(model)
     for name, module in model.named_modules():
         yield [name, described.module(module)]
-    called = CalledCode()
-    with torch.no_grad():
-        operations_of(view_of(model), run_on_two_tokens)  # what a process does once, it has done then
-        with called:
-            shown = operations_of(view_of(model), run_on_two_tokens)
-    yield hashlib.sha256(repr(shown).encode()).hexdigest()
-    yield hashlib.sha256(repr(sorted(called.lines)).encode()).hexdigest()
+    yield hashlib.sha256(repr(observed.shown).encode()).hexdigest()
+    yield hashlib.sha256(repr(observed.code).encode()).hexdigest()
 
 
 def label_of(model: PreTrainedModel, max_context: int, digest: str) -> dict[str, str]:

@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from detcompile.orders.numerics import Numerics
 from detcompile.passes.preparation import prepare
 from detcompile.passes.sharding.shard import pin_row_parallel
-from detcompile.passes.warm.program_key import program_key
+from detcompile.passes.warm.program_key import observe_run, program_key
 from tests.model_cases import random_model
 
 
@@ -78,7 +78,7 @@ def key() -> str:
 def key_of(model: PreTrainedModel, numerics: Numerics) -> str:
     seen, _ = prepare(model, numerics, 256, shared=False)
     pin_row_parallel(model, numerics)
-    found = program_key(model, numerics, 256, seen)
+    found = program_key(model, numerics, 256, seen, observe_run(model))
     assert found is not None
     return found
 

@@ -86,7 +86,7 @@ def certificate_of_batches(
     """
     shapes = ShapeEnv()
     fakes = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)
-    fakes.cache_enabled = False  # results of symbolic extents are computed faster than compared
+    fakes.cache_enabled = False  # results of unknown extents are computed faster than they are looked up
     unknown = StatelessSymbolicContext([DimDynamic.DUCK, DimDynamic.DUCK])
     ids = torch.zeros(B, T, dtype=torch.int64, device=device)
     positions = torch.arange(T, device=device).repeat(B, 1)

@@ -107,9 +107,11 @@ def pinned_codegen() -> Iterator[None]:
     with*. And before torch 2.13 its C++ remembers the unrounded value behind a cast, though the casts are to be kept.
     What a vector computes of each lane, see passes.programs.lanes. Constants are folded as far as that asks nothing of
     an unknown number of rows. And what another compiler has made of the same C++ is taken for this one's, by Inductor's
-    cache, unless the code names it.
+    cache, unless the code names it. Inductor's patterns of products, attention and random numbers are not made: a
+    certified graph holds none of these.
     """
     with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(joint_graph, "lazy_init", lambda *_: None))
         fold = joint_graph.constant_fold_uniform_value
         stack.enter_context(mock.patch.object(joint_graph, fold.__name__, functools.partial(_fold_what_is_known, fold)))
         stack.enter_context(lane_by_lane())

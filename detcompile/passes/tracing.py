@@ -148,7 +148,9 @@ def _trace_packed(
         name_inputs=partial(input_names, model, leaves),
         layers=layers,
     )
-    with inductor_config.patch(size_asserts=sizes_asserted()), contextlib.suppress(NotRun):
+    # In a few layers, fake results of unknown extents are computed faster than they are looked up.
+    caching = dynamo_config.patch(fake_tensor_cache_enabled=repeats is None)
+    with caching, inductor_config.patch(size_asserts=sizes_asserted()), contextlib.suppress(NotRun):
         trace_once(traced, backend, example if repeats is None else some_layers(example, range(repeats.prefix)))
     (graph,), (certificate,), (digest,) = backend.programs, backend.certificates, backend.digests
     if here is not None:

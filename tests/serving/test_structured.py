@@ -116,7 +116,7 @@ def test_a_grammar_that_compiles_for_hours_costs_nobody_else_anything(http: http
 
 def test_what_ends_the_checking_process_is_refused(monkeypatch: pytest.MonkeyPatch, in_the_root: None) -> None:
     async def refusals() -> list[str]:
-        check, found = GrammarCheck((TINY_FOLDER / "tokenizer.json").read_text(), 60, nullcontext), []
+        check, found = GrammarCheck((TINY_FOLDER / "tokenizer.json").read_text(), 60, lambda *_: nullcontext()), []
         for grammar in (Grammar.regex("a"), Grammar.regex("("), Grammar.regex("b")):
             try:
                 await check.require(grammar, "")
@@ -131,7 +131,7 @@ def test_what_ends_the_checking_process_is_refused(monkeypatch: pytest.MonkeyPat
         await check.require(Grammar.regex("a"), "")  # which is known by now
         await check.stop()
         with pytest.raises(InvalidInput, match="no tokenizer"):
-            await GrammarCheck(None, 60, nullcontext).require(Grammar.regex("a"), "")
+            await GrammarCheck(None, 60, lambda *_: nullcontext()).require(Grammar.regex("a"), "")
         return found
 
     found = asyncio.run(refusals())

@@ -9,15 +9,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as module_calls
 from torch.utils.checkpoint import checkpoint
 
 from detcompile.errors import InvalidInput
 from detcompile.passes.proof.certificate import Certificate
 from detcompile.passes.training.regions import TrainedRegion
 from detcompile.templates.cpu.fp_mode import float_mode
-from detcompile.training.doors import Ledger, door
+from detcompile.training.grad_accumulator import GradAccumulator, grad_handle
 
-__all__ = ["Block", "Holder", "RegionCall", "Source", "StepTensors", "Weight", "weights_of"]
+__all__ = ["Block", "Holder", "RegionCall", "Source", "StepTensors", "Weight", "require_no_hooks", "weights_of"]
+
+HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
 
 
 class Holder(nn.Module):
@@ -44,30 +47,54 @@ class Weight(NamedTuple):
     """A parameter as a region takes it."""
 
     value: Tensor  # in the dtype that the forward computes in, without a gradient
-    port: Tensor | None  # float64 stand-in whose gradient is the parameter's; None if it is not trained
+    handle: Tensor | None  # float64 stand-in whose gradient is the parameter's; None if it is not trained
 
 
 def weights_of(
-    parameters: Mapping[str, nn.Parameter], ledgers: Mapping[str, Ledger], dtypes: Mapping[str, torch.dtype]
+    parameters: Mapping[str, Tensor], accumulators: Mapping[str, GradAccumulator], dtypes: Mapping[str, torch.dtype]
 ) -> dict[str, Weight]:
-    """Parameters as regions take them, each with one port however many regions read it.
+    """Parameters as regions take them, each with one handle however many regions read it.
 
     Raises:
         InvalidInput: one is trained that was frozen, or is another than when the trainer was made.
     """
+    handles: dict[int, Tensor] = {}  # by parameter, which may have several names
     for name, parameter in parameters.items():
-        if parameter.requires_grad and name not in ledgers:
+        if not parameter.requires_grad or id(parameter) in handles:
+            continue
+        if name not in accumulators:
             raise InvalidInput(
                 f"{name} was frozen when the trainer was made, and requires a gradient now. Make the trainer of a "
                 "model where it is trained, and freeze it afterwards."
             )
+        handles[id(parameter)] = grad_handle(parameter, accumulators[name])
     return {
-        name: Weight(
-            parameter.detach().to(dtypes[name]),
-            door(parameter, ledgers[name]) if parameter.requires_grad else None,
-        )
+        name: Weight(parameter.detach().to(dtypes[name]), handles.get(id(parameter)))
         for name, parameter in parameters.items()
     }
+
+
+def require_no_hooks(trainer: nn.Module) -> None:
+    """Reject hooks on the modules of a trainer: they hold parameters, and no code of the model runs in them.
+
+    FSDP's hooks may stay, and so may hooks on the trainer itself, which run around its forward.
+
+    Raises:
+        InvalidInput: naming the module.
+    """
+    for name, module in trainer.named_modules():
+        hooks = [hook for kind in HOOKS for hook in getattr(module, f"_{kind}").values()]
+        others = [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("torch.distributed.")]
+        if name and (others or "forward" in module.__dict__):
+            raise InvalidInput(
+                f"{name} has {'hooks' if others else 'a forward of its own'}, which would be ignored: a trainer runs "
+                "compiled layers, not its modules. Remove them, and read or change the model before trainer()."
+            )
+    if any(getattr(module_calls, f"_global_{kind}") for kind in HOOKS):
+        raise InvalidInput(
+            "hooks are registered for all modules (torch.nn.modules.module.register_module_..._hook), and a trainer "
+            "runs compiled layers, not its modules. Remove these hooks."
+        )
 
 
 class RegionCall:
@@ -116,9 +143,9 @@ class RegionCall:
         given += [self._given(source, step, weights) for source in self.sources]
         for position, (place, dim) in self._sizes.items():
             given[position] = given[place].shape[dim]
-        trained = self._positions([name for name, weight in weights.items() if weight.port is not None])
+        trained = self._positions([name for name, weight in weights.items() if weight.handle is not None])
         given.append(step.table)
-        given += [weights[str(self.sources[position - self._first].weight)].port for position in trained]
+        given += [weights[str(self.sources[position - self._first].weight)].handle for position in trained]
         with float_mode(step.table.device, torch.get_num_threads()):
             outputs: Sequence[Tensor] = self.region.program(trained, self._differentiated)(*given)
         return outputs
@@ -144,14 +171,14 @@ class Block(Holder):
         dtypes: the dtype that the forward takes each parameter in, by its whole name.
 
     Attributes:
-        ledgers: what keeps the gradient of each trained parameter, by its whole name.
+        accumulators: what keeps the gradient of each trained parameter, by its whole name.
         recompute: keep the rows that enter it for the backward, and compute all else again then: the same bits.
     """
 
     def __init__(self, call: RegionCall, prefix: str, dtypes: Mapping[str, torch.dtype]) -> None:
         super().__init__()
         self.call, self.prefix, self.dtypes = call, prefix, dtypes
-        self.ledgers: dict[str, Ledger] = {}
+        self.accumulators: dict[str, GradAccumulator] = {}
         self.recompute = False
 
     def forward(
@@ -159,7 +186,7 @@ class Block(Holder):
     ) -> Tensor:
         def run(rows: Tensor) -> Tensor:
             own = {self.prefix + name: parameter for name, parameter in self.named_parameters(remove_duplicate=False)}
-            weights = {**others, **weights_of(own, self.ledgers, self.dtypes)}
+            weights = {**others, **weights_of(own, self.accumulators, self.dtypes)}
             return self.call(rows, shared, step, weights)[0]
 
         if self.recompute and torch.is_grad_enabled():

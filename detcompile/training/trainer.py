@@ -1,6 +1,7 @@
 """Trainer: a causal LM to train, whose logits are the bytes that serve it, and whose gradients are exact sums."""
 
 from collections.abc import Mapping
+from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -25,10 +26,10 @@ from detcompile.runtime.requests.sampling_params import LARGEST, MIN_TEMPERATURE
 from detcompile.templates.training.exactness import ExactnessGuard
 from detcompile.training.adapters import of_adapters, save_adapters
 from detcompile.training.agreement import require_agreement, require_same_orders
-from detcompile.training.blocks import Block, StepTensors, Weight, weights_of
+from detcompile.training.blocks import Block, StepTensors, Weight, require_no_hooks, weights_of
 from detcompile.training.certificate import TrainingCertificate, backward_of
 from detcompile.training.construction import build
-from detcompile.training.doors import Ledger
+from detcompile.training.grad_accumulator import GradAccumulator
 from detcompile.training.gradient_norm import clip_grad_norm_
 from detcompile.training.label_loss import label_loss
 from detcompile.training.packing import packed_step, padded, pieces, predicting_leaves, rows_at_once
@@ -65,11 +66,12 @@ class Trainer(Unreplicated):
         self._own = {name for call in self._built.calls for name in call.weights if not name.startswith(prefixes)}
         trained = {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
         self._guard = ExactnessGuard(tuple(trained), numerics.token_grid)
-        ledgers = {id(parameter): Ledger(parameter, name, self._guard) for name, parameter in trained.items()}
+        made = {id(parameter): GradAccumulator(parameter, name, self._guard) for name, parameter in trained.items()}
         every_name = self.named_parameters(remove_duplicate=False)
-        self._ledgers = {name: ledgers[id(held)] for name, held in every_name if id(held) in ledgers}
+        self._accumulators = {name: made[id(held)] for name, held in every_name if id(held) in made}
         for block in self.blocks:
-            block.ledgers = {name: held for name, held in self._ledgers.items() if name.startswith(block.prefix)}
+            of_block = {name: held for name, held in self._accumulators.items() if name.startswith(block.prefix)}
+            block.accumulators = of_block
         self._trained, self._sums = list(trained.values()), list[ExactSum]()
         self._mesh: DeviceMesh | None = None
         self.certificate  # noqa: B018 - nothing is trained whose backward is not proved
@@ -120,8 +122,8 @@ class Trainer(Unreplicated):
         if others:
             raise UnsupportedModel(f"parameters of {dtype} and {others} are not sharded: load the model in one dtype")
         self._mesh = mesh_of(mesh, self.device.type)
-        for ledger in self._ledgers.values():
-            ledger.leave_to(self._mesh.size())
+        for accumulator in self._accumulators.values():
+            accumulator.leave_to(self._mesh.size())
         self._sums = shard_blocks(self, self.blocks, dtype, self._mesh)
         register_fsdp_forward_method(self, "_scored")
         self._trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
@@ -165,6 +167,7 @@ class Trainer(Unreplicated):
         with torch.no_grad():
             require_agreement(self.logprobs, self.serving_weights(), self.vocab_size, model, seed)
 
+    @torch.compiler.disable  # a part of what a caller compiles: the layers are compiled already
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -193,10 +196,11 @@ class Trainer(Unreplicated):
         batch = self._batch(input_ids, attention_mask, position_ids, labels)
         step = packed_step(batch, self.numerics.token_leaf, self.device)
         weights = self._weights()
-        logits = self._built.last(self._rows(step, weights), (), step, weights)[0]
+        logits = self._logits(self._rows(step, weights), step, weights)
         loss = None if labels is None else label_loss(logits, labels, batch, num_items_in_batch)
         return CausalLMOutput(loss=loss, logits=repad(logits, batch.mask))
 
+    @torch.compiler.disable
     def logprobs(
         self,
         input_ids: Tensor,
@@ -258,11 +262,13 @@ class Trainer(Unreplicated):
 
     def _weights(self) -> dict[str, Weight]:
         """The parameters that belong to no layer, at the beginning of a forward."""
+        require_no_hooks(self)
         if all(parameter.grad is None for parameter in self._trained):
             self._guard.clear()
             for held in self._sums:
                 held.clear()
-        return weights_of({name: self.get_parameter(name) for name in self._own}, self._ledgers, self._dtypes)
+        own = {name: attrgetter(name)(self) for name in self._own}
+        return weights_of(own, self._accumulators, self._dtypes)
 
     def _rows(self, step: StepTensors, weights: Mapping[str, Weight]) -> Tensor:
         """What the last layer gives, [1, T, H]."""
@@ -272,21 +278,37 @@ class Trainer(Unreplicated):
             rows = block(rows, shared, step, others)
         return rows
 
+    def _logits(self, rows: Tensor, step: StepTensors, weights: Mapping[str, Weight]) -> Tensor:
+        """Logits [R, V] of rows [1, R, H]; a backward begins at them."""
+        logits: Tensor = self._built.last(rows, (), step, weights)[0]
+        if logits.requires_grad:
+            logits.register_hook(self._begin_backward)
+        return logits
+
+    def _begin_backward(self, gradient: Tensor) -> None:
+        if torch._C._autograd._get_current_graph_task_keep_graph():
+            raise InvalidInput(
+                "retain_graph=True or create_graph=True: a trainer's backward runs once, and has no gradient. Add the "
+                "losses of one forward and call backward() of their sum, or run the forward again."
+            )
+        self._guard.add_loss(gradient)
+
     def _chunked(
         self, rows: Tensor, targets: Tensor, temperature: float, step: StepTensors, weights: Mapping[str, Weight]
     ) -> tuple[Tensor, Tensor]:
         """Log-probabilities of ``targets`` and entropies [R], from ``rows`` [1, R, H], in pieces of whole leaves."""
 
         def of_piece(rows: Tensor, targets: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-            logits = self._built.last(rows, (), step._replace(table=table), weights)[0]
+            logits = self._logits(rows, step._replace(table=table), weights)
             found: tuple[Tensor, Tensor] = torch.ops.detcompile.token_logprobs(logits, targets, temperature)
             return found
 
         if len(step.table) == 1:  # sequences of one token, which nothing predicts
-            ports = [port for name in self._built.last.weights if (port := weights[name].port) is not None]
+            handles = [weights[name].handle for name in self._built.last.weights]
             nothing = rows.float().sum(-1).flatten()
-            for port in ports:  # their gradients are zeros and not None: ranks reduce those of the same parameters
-                nothing = nothing + (port.sum() * 0).float()
+            for handle in handles:  # gradients of zeros and not None: ranks reduce those of the same parameters
+                if handle is not None:
+                    nothing = nothing + (handle.sum() * 0).float()
             return nothing, nothing
         tables = pieces(step.table.tolist(), rows_at_once(self.vocab_size * rows.element_size(), rows.device))
         if len(tables) == 1:

@@ -1,12 +1,11 @@
 """What gradients rest on, taken away one by one: the comparison of splits has to see each."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from detcompile.training import doors, packing
+from detcompile.training import grad_accumulator, packing
+from detcompile.training.grad_accumulator import GradAccumulator
 from tests.training.cases import gradients, sequences, trained
 
 ROWS = sequences([40, 7, 130, 64, 15])
@@ -23,21 +22,19 @@ def test_nothing_differs_without_a_mutant():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_without_ports_each_micro_batch_would_be_rounded(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+def test_without_handles_each_micro_batch_would_be_rounded(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
     def rounded(ctx: object, grad: Tensor) -> tuple[Tensor, None]:
         return grad.to(dtype).double(), None
 
-    monkeypatch.setattr(doors._Door, "backward", staticmethod(rounded))
+    monkeypatch.setattr(grad_accumulator._GradHandle, "backward", staticmethod(rounded))
     assert differs()
 
 
-def test_without_a_ledger_rounded_sums_would_be_added(monkeypatch: pytest.MonkeyPatch):
-    def put_rounded(ledger: doors.Ledger, parameter: nn.Parameter, registered: Any) -> None:
-        registered.remove()
-        if parameter.grad is not None:
-            parameter.grad = parameter.grad.double()
+def test_without_an_exact_sum_rounded_sums_would_be_added(monkeypatch: pytest.MonkeyPatch):
+    def take_rounded(accumulator: GradAccumulator, grad: Tensor | None) -> None:
+        accumulator._exact = None if grad is None else grad.double()
 
-    monkeypatch.setattr(doors.Ledger, "_put_exact", put_rounded)
+    monkeypatch.setattr(GradAccumulator, "_follow", take_rounded)
     assert differs()
 
 

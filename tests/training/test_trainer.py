@@ -2,13 +2,17 @@
 
 import copy
 import pickle
+import threading
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 import detcompile
 from detcompile import EngineConfig, InvalidInput, Numerics, NumericsError, SamplingParams, UnsupportedModel
@@ -16,7 +20,7 @@ from detcompile.passes.training import tracing
 from detcompile.training import packing
 from tests.exhaustive import EXHAUSTIVE, exhaustive_unless
 from tests.model_cases import MAX_CONTEXT, compiled, random_model
-from tests.training.cases import ARCHITECTURES, gradient_errors, gradients, padded, sequences, trained
+from tests.training.cases import ARCHITECTURES, add_gradients, gradient_errors, gradients, padded, sequences, trained
 
 QUICK = {("qwen3", torch.bfloat16), ("gemma2", torch.bfloat16), ("gpt2", torch.float32)}
 CASES = [(name, dtype) for name in ARCHITECTURES for dtype in (torch.bfloat16, torch.float32)]
@@ -189,6 +193,133 @@ def test_a_trainer_whose_gradients_would_be_no_exact_sums_is_refused():
         trainer.logprobs(torch.tensor([[1, 2]]))
     trainer.get_submodule("model.norm").weight = own
     trainer.logprobs(torch.tensor([[1, 2]]))
+
+
+SPLITS = [[0, 1, 2, 3, 4, 5]], [[5, 3], [1], [0, 2, 4]]
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_penalty_beside_the_loss_leaves_gradients_that_follow_no_split(before: bool):
+    rows, trainer, found = sequences([20, 9, 5, 7, 3, 12]), trained("qwen3"), []
+    for split in SPLITS:
+        trainer.zero_grad()
+        for number, group in enumerate(split):
+            if number == (0 if before else len(split) - 1):
+                sum(parameter.pow(2).sum() for parameter in trainer.parameters()).mul(0.01).backward()
+            add_gradients(trainer, rows, [group])
+        found.append([parameter.grad for parameter in trainer.parameters()])
+    assert all(map(torch.equal, *found))
+    trainer.zero_grad()
+    penalty = trainer.get_parameter("model.norm.weight").mul(1e-9).sum()
+    with pytest.raises(InvalidInput, match=r"in one backward model\.norm\.weight got gradients of the trainer and"):
+        (trainer.logprobs(*padded(rows)).sum() / 100 + penalty).backward()
+    trainer.zero_grad()
+
+
+def test_backwards_in_several_threads_have_the_gradients_of_one():
+    rows, trainer = sequences([20, 9, 5, 7, 3, 12]), trained("qwen3")
+    one = gradients(trainer, rows, [range(6)])
+    trainer.zero_grad()
+    threads = [
+        threading.Thread(target=add_gradients, args=(trainer, rows, [group])) for group in ([0, 1], [2], [3, 4, 5])
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not [name for name in one if not torch.equal(one[name], trainer.get_parameter(name).grad)]
+
+
+@pytest.mark.parametrize("scale", [2.0**-34, 2.0**-60])
+def test_a_loss_whose_gradients_vanish_on_the_grid_is_warned_of(scale: float):
+    rows, trainer = sequences([20, 9]), trained("qwen3")
+    trainer.zero_grad()
+    loss = trainer.logprobs(*padded(rows)).sum() * scale
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loss.backward()
+    assert ["is below 2^-32" in str(entry.message) for entry in caught] == [True]
+    if scale == 2.0**-60:
+        assert not any(bool(parameter.grad.any()) for parameter in trainer.parameters())
+    trainer.zero_grad()
+
+
+def ignored(*_: Any) -> None:
+    """A hook."""
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        lambda module: module.register_forward_hook(ignored),
+        lambda module: module.register_forward_pre_hook(ignored),
+        lambda module: module.register_full_backward_hook(ignored),
+        lambda module: module.register_full_backward_pre_hook(ignored),
+    ],
+    ids=["forward", "forward pre", "backward", "backward pre"],
+)
+@pytest.mark.parametrize("name", ["model.layers.0", "model.layers.0.mlp", "lm_head"])
+def test_hooks_on_modules_are_refused_by_name(name: str, register: Callable[[nn.Module], RemovableHandle]):
+    trainer, ids = trained("qwen3"), torch.tensor([[1, 2]])
+    handle = register(trainer.get_submodule(name))
+    try:
+        for call in (trainer, trainer.logprobs):
+            with pytest.raises(InvalidInput, match=f"{name} has hooks, which would be ignored"):
+                call(ids)
+    finally:
+        handle.remove()
+    trainer(ids)
+
+
+def test_hooks_on_all_modules_and_replaced_forwards_are_refused():
+    trainer, ids = trained("qwen3"), torch.tensor([[1, 2]])
+    handle = nn.modules.module.register_module_forward_hook(ignored)
+    try:
+        with pytest.raises(InvalidInput, match="hooks are registered for all modules"):
+            trainer(ids)
+    finally:
+        handle.remove()
+    module = trainer.get_submodule("model.norm")
+    module.forward = ignored
+    try:
+        with pytest.raises(InvalidInput, match=r"model\.norm has a forward of its own"):
+            trainer(ids)
+    finally:
+        del module.forward
+    seen: list[Any] = []
+    handle = trainer.register_forward_hook(lambda *given: seen.append(given))
+    trainer(ids)
+    handle.remove()
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("option", ["retain_graph", "create_graph"])
+def test_a_backward_that_keeps_its_graph_is_refused(option: str):
+    trainer, ids = trained("qwen3"), torch.tensor([[1, 2, 3]])
+    trainer.zero_grad()
+    for loss in (trainer(ids, labels=ids).loss, trainer.logprobs(ids).sum()):
+        with pytest.raises(InvalidInput, match="a trainer's backward runs once"):
+            loss.backward(**{option: True})
+
+
+def test_torch_compile_leaves_a_trainer_as_it_is():
+    trainer, ids = trained("qwen3"), torch.tensor([[1, 2, 3]])
+    one = gradients(trainer, sequences([20]), [[0]])
+    compiled = torch.compile(trainer)
+    assert torch.equal(compiled(ids).logits, trainer(ids).logits)
+    assert torch.equal(torch.compile(lambda ids: trainer.logprobs(ids) * 2)(ids), trainer.logprobs(ids) * 2)
+    other = gradients(compiled, sequences([20]), [[0]])
+    assert not [name for name in one if not torch.equal(one[name], other[f"_orig_mod.{name}"])]
+
+
+def test_functional_call_takes_tensors_without_a_gradient():
+    trainer, ids = trained("qwen3"), torch.tensor([[1, 2, 3]])
+    for name in ("model.norm.weight", "model.layers.0.mlp.up_proj.weight"):
+        given = {name: trainer.get_parameter(name).detach() * 0.5}
+        logits = torch.func.functional_call(trainer, given, (ids,)).logits
+        assert not torch.equal(logits, trainer(ids).logits)
+        with pytest.raises(InvalidInput, match=f"{name} is another parameter .*functional_call"):
+            torch.func.functional_call(trainer, {name: given[name].requires_grad_()}, (ids,))
 
 
 def test_recomputed_layers_have_the_same_gradients():

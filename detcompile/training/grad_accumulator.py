@@ -1,0 +1,230 @@
+"""GradAccumulator: the exact float64 gradient of a parameter; its ``.grad`` is that sum, rounded once.
+
+torch's AccumulateGrad adds the gradients of micro-batches to ``.grad`` in the parameter's dtype and rounds every sum. A
+GradAccumulator takes its place: it adds multiples of 2^grid in float64, which is exact, and sets ``.grad``.
+"""
+
+import threading
+import weakref
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from detcompile.errors import InvalidInput
+from detcompile.templates.training.exactness import ExactnessGuard, round_to_grid
+
+__all__ = ["GradAccumulator", "grad_handle"]
+
+
+class _Arrival(NamedTuple):
+    """A gradient that a handle has passed to autograd."""
+
+    largest: Tensor  # magnitude of an element
+    address: int
+    version: int
+
+
+class GradAccumulator:
+    """The exact gradient of one parameter since its ``.grad`` was last None.
+
+    It follows torch's rules: a ``.grad`` of None starts a new sum, and the next gradient is added to elements that were
+    changed from outside (scaled, zeroed, replaced, by whatever means). A gradient that no handle passed on, such as
+    that of a penalty with a backward of its own, is rounded to a multiple of 2^grid and is then added exactly, too.
+    Backwards may run in several threads.
+
+    Args:
+        name: what messages call the parameter.
+        guard: bounds the gradient, so that sums which may not be exact are refused.
+
+    Attributes:
+        ranks: how many add up their gradients elsewhere (training.sharding); 0 where this keeps the sum.
+    """
+
+    def __init__(self, parameter: nn.Parameter, name: str, guard: ExactnessGuard) -> None:
+        self.name, self.guard, self.ranks = name, guard, 0
+        self._lock = threading.Lock()
+        self._exact: Tensor | None = None
+        self._bound: Tensor | None = None  # the guard's, of that sum
+        self._arrivals: dict[int, list[_Arrival]] = {}  # by autograd's number of the backward
+        self._node: Any = None
+        parameter.grad_dtype = None  # float64 gradients reach a float32 parameter
+        self.replace_accumulation(get_gradient_edge(parameter).node)
+
+    def replace_accumulation(self, node: Any) -> None:
+        """Take the place of ``node``, the parameter's AccumulateGrad. Moving the parameter to a device makes a new one.
+
+        The node holds the parameter. Its hook must not hold the accumulator, or both would never be freed.
+        """
+        with self._lock:
+            if node is self._node:
+                return
+            self._node, reference = node, weakref.WeakMethod(self._add)
+
+            def add(gradients: tuple[Tensor | None]) -> tuple[None] | None:
+                method = reference()
+                return None if method is None else method(*gradients)
+
+            self._hook = node.register_prehook(add)
+
+    def leave_to(self, ranks: int) -> None:
+        """Have so many ranks add up their gradients themselves from now on."""
+        self._hook.remove()
+        self.ranks, self._node = ranks, None
+
+    def require(self, parameter: Tensor) -> None:
+        """Refuse another parameter than this was made for; FSDP makes others, and may.
+
+        Raises:
+            InvalidInput: it is another tensor, or no longer float32.
+        """
+        if self.ranks:
+            return
+        if self._node.variable is not parameter:
+            raise InvalidInput(
+                f"{self.name} is another parameter than the trainer was made with, so its gradient is no exact sum. "
+                "Load weights without assign=True, which copies them; give torch.func.functional_call tensors that "
+                "require no gradient; or make the trainer of the changed model."
+            )
+        if parameter.dtype is not torch.float32:
+            raise InvalidInput(
+                f"{self.name} was converted to {parameter.dtype}: trained parameters are float32, and the forward "
+                "rounds them to the model's dtype. Make the trainer anew, and do not convert it."
+            )
+
+    def announce(self, gradient: Tensor) -> None:
+        """Note a gradient that a handle passes to autograd.
+
+        Raises:
+            NumericsError: ranks add it up, and their sum may not be exact. On a GPU ``Trainer.clip_grad_norm_`` says
+                so, later.
+        """
+        if self.ranks:
+            self._count(gradient)
+            return
+        backward = torch._C._current_graph_task_id()
+        if backward not in self._arrivals:  # `torch.autograd.grad` adds nothing: they are dropped when it ends
+            drop = partial(self._arrivals.pop, backward, None)
+            torch.autograd.Variable._execution_engine.queue_callback(drop)
+        arrival = _Arrival(_largest(gradient), gradient.data_ptr(), gradient._version)
+        self._arrivals.setdefault(backward, []).append(arrival)
+
+    def _count(self, magnitudes: Tensor) -> None:
+        self.guard.add(self.name, magnitudes)
+        if magnitudes.device.type == "cpu":
+            self.guard.require_one(self.name, max(1, self.ranks))
+
+    def _add(self, gradient: Tensor | None) -> tuple[None] | None:
+        """Add what autograd is about to add to ``.grad``, and leave it nothing to add.
+
+        Raises:
+            NumericsError: the sum may not be exact. On a GPU ``Trainer.clip_grad_norm_`` says so, later.
+            InvalidInput: something else than handles has a part in the gradient.
+        """
+        parameter = self._node.variable
+        if gradient is None or not parameter.requires_grad:
+            return None
+        with self._lock, torch.no_grad():
+            arrivals = self._arrivals.pop(torch._C._current_graph_task_id(), [])
+            self.guard.restart(self.name, self._follow(parameter.grad))
+            if not arrivals:
+                dense = gradient.to_dense() if gradient.layout is not torch.strided else gradient
+                largest = _largest(dense)
+                self._count(largest)
+                if dense.device.type == "cpu":
+                    self.guard.warn_if_small(f"the gradient of {self.name}", float(largest))
+                gradient = round_to_grid(dense.to(torch.float64, copy=True), self.guard.grid)
+            elif self._is_unchanged(gradient, arrivals):
+                self._count(arrivals[0].largest)
+            else:
+                announced = torch.stack([arrival.largest for arrival in arrivals]).sum()
+                self._count(torch.maximum(announced, _largest(gradient)))
+                self._require_handles_alone(gradient)
+            if self._exact is None:
+                self._exact = torch.zeros_like(parameter, dtype=torch.float64)
+            self._exact += gradient
+            self._bound = self.guard.bound_of(self.name)
+            parameter.grad = self._exact.to(parameter.dtype)
+        return (None,)
+
+    def _follow(self, grad: Tensor | None) -> Tensor | None:
+        """Have the sum be of ``.grad`` as it is now, by its values: torch counts no changes by ``.data`` or numpy.
+
+        In place, as the memory of another float64 gradient may not be there. Returns the sum's bound.
+        """
+        if grad is None:
+            self._exact = self._bound = None
+            return None
+        grad, exact, bound = grad.detach(), self._exact, self._bound
+        if exact is None or bound is None:
+            self._exact, self._bound = grad.to(torch.float64, copy=True), _largest(grad)
+        else:
+            changed = grad != exact.to(grad.dtype)
+            other = grad.masked_fill(~changed, 0.0)
+            exact.masked_fill_(changed, 0.0).add_(other)
+            kept = bound.where((~changed & (grad != 0)).any(), 0.0)
+            self._bound = torch.maximum(_largest(other), kept)
+        round_to_grid(self._exact, self.guard.grid)
+        return self._bound
+
+    def _is_unchanged(self, gradient: Tensor, arrivals: list[_Arrival]) -> bool:
+        """Whether a gradient is that of one handle, to which autograd has added nothing."""
+        (first, *others), hooks = arrivals, self._node.variable._backward_hooks
+        return not others and not hooks and first[1:] == (gradient.data_ptr(), gradient._version)
+
+    def _require_handles_alone(self, gradient: Tensor) -> None:
+        """Refuse the sum of a backward unless it is of multiples of 2^grid, as those of handles are."""
+        if gradient.dtype is torch.float64:
+            rounded = round_to_grid(gradient.clone(), self.guard.grid)
+            if bool(((gradient == rounded) | gradient.isnan()).all()):
+                return
+        if self._node.variable._backward_hooks:
+            raise InvalidInput(
+                f"a hook of {self.name} changes its gradients one by one, so that sums follow the micro-batches. "
+                "Remove it, and change .grad behind the last backward."
+            )
+        raise InvalidInput(
+            f"in one backward {self.name} got gradients of the trainer and of something else (a penalty, a second "
+            "loss), which autograd adds inexactly. Call backward() of each loss by itself: they are added exactly then."
+        )
+
+
+def _largest(values: Tensor) -> Tensor:
+    """The largest magnitude."""
+    return torch.linalg.vector_norm(values.detach(), float("inf"), dtype=torch.float64)
+
+
+class _GradHandle(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: nn.Parameter, accumulator: GradAccumulator) -> Tensor:
+        ctx.accumulator = accumulator
+        return stand_in(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.accumulator.announce(grad)
+        return grad, None
+
+
+def grad_handle(parameter: nn.Parameter, accumulator: GradAccumulator) -> Tensor:
+    """The float64 stand-in of a parameter, a zero of its shape without memory, whose gradient is the parameter's.
+
+    Raises:
+        InvalidInput: it is not the accumulator's parameter.
+    """
+    accumulator.require(parameter)
+    if not torch.is_grad_enabled():
+        return stand_in(parameter)
+    if accumulator.ranks and parameter.grad_dtype is not torch.float64:
+        parameter.grad_dtype = torch.float64  # of a parameter that was gathered
+    handle: Tensor = _GradHandle.apply(parameter, accumulator)
+    if not accumulator.ranks:
+        accumulator.replace_accumulation(handle.grad_fn.next_functions[0][0])
+    return handle
+
+
+def stand_in(parameter: Tensor) -> Tensor:
+    """A float64 zero of a parameter's shape, without memory."""
+    return parameter.new_zeros((), dtype=torch.float64).expand(parameter.shape)

@@ -111,7 +111,12 @@ class Backend:
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Compiled:
         if torch.is_grad_enabled() and any(getattr(given, "requires_grad", False) for given in example_inputs):
             raise UnsupportedModel("the templates have no gradient: call the compiled module under torch.no_grad()")
-        traced = TracedCall(call.owner if (call := current_call()) is not None else None)
+        if inductor_config.freezing:
+            raise UnsupportedModel(
+                "torch._inductor.config.freezing (TORCHINDUCTOR_FREEZING=1) makes constants of weights, which have to "
+                "stay inputs of the graph: set it to False"
+            )
+        traced = TracedCall(None) if (call := current_call()) is None else TracedCall(call.owner, call.modules)
         roles = self._roles(gm, traced)
         checked = _only_checked(gm)
         take_apart(gm, self.numerics.kv_chunk)

@@ -6,11 +6,12 @@ certificate sees. So torch.compile enters a Call around each call of what it com
 """
 
 import contextlib
+import numbers
 import sys
 import threading
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -65,6 +66,7 @@ class Call:
 
     Attributes:
         arguments: the tensors that the caller gave.
+        modules: the modules that the caller gave.
         owner: the object whose method was compiled; None if a function was compiled.
     """
 
@@ -75,7 +77,10 @@ class Call:
         self._frame: types.FrameType | None = _compile_wrapper()
         given = self._frame.f_locals
         leaves = tree_leaves((given["args"], given["kwargs"]))
+        if mark_batch:
+            _require_no_numbers({**dict(enumerate(given["args"])), **given["kwargs"]})
         self.arguments = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        self.modules = [leaf for leaf in leaves if isinstance(leaf, torch.nn.Module)]
         self.owner = getattr(given["fn"], "__self__", None)
 
     def __enter__(self) -> None:
@@ -97,7 +102,7 @@ class Call:
         raised = sys.exc_info()[1]
         new = raised is not self._raised_before
         self._frame = self._raised_before = None  # which hold this call, and what it was given
-        self.arguments = []
+        self.arguments, self.modules = [], []
         if new and self.mark_batch and isinstance(raised, FailOnRecompileLimitHit):
             raise UnsupportedModel(f"{TOO_OFTEN}\n{raised}") from raised
         if new and self.mark_batch and isinstance(raised, Unsupported):
@@ -122,6 +127,8 @@ class Call:
             file, name = _place(outside)
             hooks = " (hooks of the compiled module)" if file == module_calls.__file__ else ""
             self._complain(f"{name} in {file}:{outside.f_lineno} calls the graph, and is no part of it{hooks}")
+        elif _runs_hooks(self._frame):
+            self._complain("hooks run around the graph, of what torch.compile returned or of all modules")
 
     def _complain(self, found: str) -> None:
         text = f"{found}: what Python computes there has no certificate, and may let rows meet."
@@ -165,6 +172,35 @@ def enter_calls() -> None:
             self.backend_ctx_ctor = lambda: around_calls(self.kwargs.get("options") or {})()
 
     setattr(torch._TorchCompileWrapper, "compiler_fn", property(get, enter))  # noqa: B010
+
+
+def _runs_hooks(frame: types.FrameType | None) -> bool:
+    """Whether torch runs hooks around a call of what it compiled."""
+    while frame is not None and (place := _place(frame))[0] in (eval_frame.__file__, module_calls.__file__):
+        if place == (module_calls.__file__, "inner"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _require_no_numbers(arguments: Mapping[int | str, Any]) -> None:
+    """Reject sequences of numbers, such as x.shape: made of the batch, they would let rows follow each other.
+
+    Raises:
+        UnsupportedModel: naming the argument, by its place or keyword.
+    """
+    for name, given in arguments.items():
+        if any(map(_is_numbers, tree_leaves(given, is_leaf=_is_numbers))):
+            raise UnsupportedModel(
+                f"argument {name!r} holds a sequence of numbers (a list, a tuple or a shape): a value that was made of "
+                "the batch there would let rows meet. Give a tensor with a value for each row, or have the compiled "
+                "callable hold the numbers, as an attribute or in a closure."
+            )
+
+
+def _is_numbers(value: Any) -> bool:
+    plain = type(value) in (list, tuple, torch.Size)
+    return plain and len(value) > 0 and all(isinstance(entry, numbers.Number) for entry in value)
 
 
 def _place(frame: types.FrameType) -> tuple[str, str]:

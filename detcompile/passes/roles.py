@@ -58,8 +58,14 @@ def role_by_source(node: fx.Node, value: torch.Tensor, traced: TracedCall) -> Ro
     call = current_call()
     if is_argument is None:
         refuse([f"{name}: neither an argument of the call nor held by the module"], "an input of unknown origin")
+    if source is not None and traced.is_of_given_module(source):
+        refuse(
+            [f"{name}: held by a module among the arguments"],
+            "arguments hold rows of the batch, and a module's tensors are shared by all rows: give the tensors, or "
+            "have the compiled callable hold the module, as an attribute or in a closure",
+        )
     if not is_argument:
-        if call is not None and any(given.example is argument for argument in call.arguments):
+        if call is not None and any(_share_memory(given.example, argument) for argument in call.arguments):
             refuse([f"{name}: held by the module, and an argument of the call"], "an input of two origins")
         return Role("weight")
     rows = {d: f"dim {d}" for d, size in enumerate(value.shape) if sympy_size(size).free_symbols}
@@ -74,6 +80,13 @@ def role_by_source(node: fx.Node, value: torch.Tensor, traced: TracedCall) -> Ro
             "too; tensors inside objects other than lists, tuples and dicts have to be marked in any case",
         )
     return Role("rows", {d: names.get(d, name) for d, name in rows.items()})
+
+
+def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one is other or one.layout is not torch.strided or other.layout is not torch.strided:
+        return one is other
+    storages = one.untyped_storage(), other.untyped_storage()
+    return storages[0].nbytes() > 0 and storages[0].data_ptr() == storages[1].data_ptr()
 
 
 def join_batches(gm: fx.GraphModule, roles: Sequence[Role]) -> None:

@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,16 +41,17 @@ class TracedCall:
 
     Args:
         owner: the object whose method was compiled, or None: what it holds is no argument.
+        modules: the modules among the arguments of the call.
     """
 
-    def __init__(self, owner: object) -> None:
+    def __init__(self, owner: object, modules: Sequence[nn.Module] = ()) -> None:
         try:
             translator = InstructionTranslator.current_tx()
         except AttributeError:
             raise UnsupportedModel("this backend takes graphs that torch.compile is tracing") from None
         self._graph: Any = translator.output
         self._code = translator.f_code
-        self._owner = owner
+        self._owner, self._modules = owner, modules
         code = self._code
         num_named = code.co_argcount + code.co_kwonlyargcount
         num_packed = bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
@@ -58,14 +59,7 @@ class TracedCall:
 
     def is_argument(self, source: Source) -> bool | None:
         """Whether the caller gave it, or the compiled callable holds it; None for what is neither."""
-        root = source
-        while True:
-            if isinstance(root, NNModuleSource):
-                return False
-            base = getattr(root, "base", None)
-            if base is None:
-                break
-            root = base
+        root = list(_path(source))[-1]
         if isinstance(root, GlobalSource):
             return False
         if not isinstance(root, LocalSource):
@@ -76,7 +70,13 @@ class TracedCall:
         if name not in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] + self._packed:
             return None
         value = self._graph.local_scope.get(name)
-        return not (isinstance(value, nn.Module) or (value is self._owner and value is not None))
+        if value is None or value is self._owner:
+            return value is None
+        return not isinstance(value, nn.Module) or any(value is module for module in self._modules)
+
+    def is_of_given_module(self, source: Source) -> bool:
+        """Whether a module that the caller gave holds it, itself or in a container or object."""
+        return self.is_argument(source) is True and any(isinstance(part, NNModuleSource) for part in _path(source))
 
     def left_behind(self) -> list[str]:
         """What the next call would find changed, and what is drawn anew at each: one line for each."""
@@ -117,6 +117,14 @@ class TracedCall:
     def _is_count(self, source: Source) -> bool:
         is_extent = isinstance(source, TensorPropertySource) and source.prop is TensorProperty.SIZE and source.idx == 0
         return is_extent and self.is_argument(source) is True
+
+
+def _path(source: Source) -> Iterator[Source]:
+    """A source, and what it is a part of, out to the variable."""
+    part: Source | None = source
+    while part is not None:
+        yield part
+        part = getattr(part, "base", None)
 
 
 def _changes(var: Any, effects: side_effects.SideEffects, graph: Any) -> Iterator[str]:

@@ -257,6 +257,29 @@ def of_rows_in_an_object(m, box):
     return box.x - box.x.mean(0)
 
 
+def of_given_module(m, x, given):
+    return x - read(given).mean(0)
+
+
+def read(given):
+    """What a module holds, or the first one in a list, a dict or an object."""
+    if isinstance(given, (list, tuple, nn.ParameterList, nn.ModuleList)):
+        return read(given[0])
+    if isinstance(given, (dict, nn.ParameterDict)):
+        return read(given["x"])
+    if isinstance(given, nn.Linear):
+        return given.weight
+    return given if isinstance(given, Tensor) else read(given.x)
+
+
+def of_numbers(m, x, numbers):
+    return x * sum(numbers)
+
+
+def of_nested_numbers(m, x, options):
+    return x * options["a"][1][0]
+
+
 def by_identity(m, x):
     return x * (id(x) % 7)
 
@@ -277,7 +300,18 @@ def broken(m, x):
 
 @dataclass
 class Box:
-    x: Tensor
+    x: Any
+
+
+class Cache(nn.Module):
+    """A module that holds a batch: as a buffer, or as a plain attribute."""
+
+    def __init__(self, x: Tensor, *, buffer: bool) -> None:
+        super().__init__()
+        if buffer:
+            self.register_buffer("x", x)
+        else:
+            self.x = x
 
 
 class Pair(NamedTuple):
@@ -342,9 +376,12 @@ REFUSED: dict[str, tuple[str, Any, tuple[Any, ...]]] = {
         ("not the batch", (x,), [transposed, interleaved_rows, stacked_first, batch_behind, one_transposed]),
         ("not the batch", (x3,), [tokens_first]),
         ("which object it is", (x,), [by_identity]),
+        ("sequence of numbers", (x, [0.5, 2]), [of_numbers]),
+        ("sequence of numbers", (x, {"a": (x, (0.5, 2))}), [of_nested_numbers]),
     ]
     for function in functions
 } | {
+    "a shape given": ("sequence of numbers", *called(of_numbers, x, x.shape)),
     "a parameter given": ("no rule", *called(lambda m, w: w - w.mean(0), nn.Parameter(rows()))),
     "parameters given in a list": ("no rule", *called(lambda m, w: w[0] - w[0].mean(0), [nn.Parameter(rows())])),
     "a count returned": ("token or batch count", *called(lambda m, x: (x * 2, x.shape[0]), x)),
@@ -360,6 +397,23 @@ REFUSED: dict[str, tuple[str, Any, tuple[Any, ...]]] = {
     "lstm": (NO_GRAPH, nn.LSTM(D, D), (x3,)),
     "lstm and a mean": (NO_GRAPH, *called(lambda m, x: m.lstm(x)[0] + x.mean(0), x3)),
 }
+
+cache, parameter, linear = Cache(x, buffer=False), nn.Parameter(rows(), requires_grad=False), nn.Linear(D, 4)
+linear.weight = parameter
+MODULES = {
+    "a module with a tensor": cache,
+    "a module with a buffer": Cache(x, buffer=True),
+    "a linear": linear,
+    "a list of parameters": nn.ParameterList([parameter]),
+    "a dict of parameters": nn.ParameterDict({"x": parameter}),
+    "a list of modules": nn.ModuleList([linear]),
+    "a module in a list": [cache],
+    "a module in a tuple": (cache,),
+    "a module in a dict": {"x": cache},
+    "a module in an object": Box(cache),
+}
+for name, given in MODULES.items():
+    REFUSED[f"{name} given"] = ("held by a module among the arguments", *called(of_given_module, x, given))
 
 
 class Plain:
@@ -400,6 +454,7 @@ CERTIFIED: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "attributes": called(lambda m, x: x * m.scale + m.offset + m.table["a"] * m.table["b"][0], x),
     "a global": called(lambda m, x: x * SCALE, x),
     "a closure": (functools.partial(lambda w: lambda x: x * w, SCALE.clone())(), (x,)),
+    "a module in a closure": (functools.partial(lambda m: lambda x: m(x), nn.Linear(D, D))(), (x,)),
     "a partial": (functools.partial(torch.mul, SCALE.clone()), (x,)),
     "an object": (Plain(), (x,)),
     "a method": (Plain().__call__, (x,)),

@@ -113,6 +113,51 @@ def test_one_row_is_compiled_as_four_are() -> None:
     assert_bitwise_equal(found[0], found[1][:1])
 
 
+def center(module: nn.Module, given: Any, found: Tensor) -> Tensor:
+    """A hook that lets rows meet."""
+    return found - found.mean(0)
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        lambda run: run.register_forward_hook(center),
+        lambda run: run.register_forward_pre_hook(lambda module, given: (given[0] - given[0].mean(0),)),
+        lambda run: nn.modules.module.register_module_forward_hook(center),
+        lambda run: nn.modules.module.register_module_forward_pre_hook(lambda module, given: None),
+    ],
+    ids=["forward", "forward pre", "of all modules", "pre of all modules"],
+)
+@pytest.mark.parametrize("first", ["hook", "call"])
+@pytest.mark.filterwarnings("ignore:Using `torch.compile:UserWarning")
+def test_a_hook_of_what_torch_compile_returns_is_refused(register: Callable[[nn.Module], Any], first: str) -> None:
+    run = torch.compile(Held(lambda m, x: m.lin(x)).eval(), backend=Backend(Numerics(), certify_only=True))
+    with torch.no_grad():
+        if first == "call":
+            run(rows())
+        hook = register(run)
+        try:
+            refusal(lambda: run(rows()))
+        finally:
+            hook.remove()
+        run(rows())
+
+
+@pytest.mark.parametrize("view", [lambda x: x, lambda x: x[:], lambda x: x[1:], lambda x: x.t(), lambda x: x.detach()])
+def test_an_attribute_that_shares_memory_with_an_argument_is_refused(view: Callable[[Tensor], Tensor]) -> None:
+    module, x = Held(lambda m, x: x + m.scale[0]), torch.randn(D, D)
+    module.scale = view(x)
+    assert "two origins" in str(refusal(lambda: compiled(module)[0](x)))
+    module.scale = view(x).clone()
+    compiled(module)[0](x)
+
+
+def test_freezing_is_refused_by_the_name_of_its_setting() -> None:
+    with torch._inductor.config.patch(freezing=True):
+        found = refusal(lambda: compiled(nn.Linear(D, D))[0](rows()))
+    assert "TORCHINDUCTOR_FREEZING" in str(found)
+
+
 def test_a_guard_is_named_by_its_line() -> None:
     _, module, args = REFUSED["more_than_four"]
     found = refusal(lambda: compiled(module)[0](*args))

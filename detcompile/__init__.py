@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from detcompile.config import pin_ptxas
+from detcompile.config import pin_kernel_cache, pin_ptxas
 
 if TYPE_CHECKING:
     from detcompile.api import compile, load_model
@@ -163,4 +163,6 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *PLACES})
 
 
-pin_ptxas()  # at import: a kernel that Inductor compiles before it would have another assembler
+# At import: Inductor sets both variables when it compiles or loads its first kernel.
+pin_ptxas()
+pin_kernel_cache()

@@ -2,7 +2,7 @@
 
 | variable | default | meaning |
 |---|---|---|
-| DETCOMPILE_CACHE | ~/.cache/detcompile | compiled CPU kernels, tuner decisions, programs |
+| DETCOMPILE_CACHE | ~/.cache/detcompile | compiled kernels, tuner decisions, programs |
 | DETCOMPILE_KEEP_PROGRAMS | 1 | 0: compile() neither reads nor writes the programs in the cache |
 | DETCOMPILE_PROGRESS | 1 | 0: compile() shows no stages on standard error |
 | DETCOMPILE_CPU_ISA | the widest the machine has | amx, avx512bf16, avx512, avx2 or portable |
@@ -12,8 +12,10 @@
 | CXX | g++ | C++ compiler for the CPU templates |
 | CC | gcc, or clang | C compiler that Triton builds the launchers of GPU kernels with |
 | TRITON_PTXAS_PATH | the one that comes with Triton | assembler of GPU kernels; part of the fingerprint |
+| TRITON_CACHE_DIR | triton in DETCOMPILE_CACHE | compiled GPU kernels |
 """
 
+import contextlib
 import importlib.util
 import os
 import tempfile
@@ -31,6 +33,7 @@ __all__ = [
     "environment_without_programs",
     "gpus_shared",
     "peer_memory_allowed",
+    "pin_kernel_cache",
     "pin_ptxas",
     "programs_kept",
     "progress_shown",
@@ -105,6 +108,16 @@ def pin_ptxas() -> None:
         ptxas = Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "ptxas"
         if os.access(ptxas, os.X_OK):
             os.environ.setdefault("TRITON_PTXAS_PATH", str(ptxas))
+
+
+def pin_kernel_cache() -> None:
+    """Keep compiled GPU kernels in one folder in this process and in later ones, unless the caller decided.
+
+    Inductor sets the variable to a folder of its own when it first loads a kernel in this process. Kernels that Triton
+    compiled before that lie elsewhere, and a process that loads Inductor's kernels earlier compiles them again.
+    """
+    with contextlib.suppress(StorageError):  # raised again where the cache is needed
+        os.environ.setdefault("TRITON_CACHE_DIR", str(cache_directory() / "triton"))
 
 
 def peer_memory_allowed() -> bool:

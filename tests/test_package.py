@@ -12,6 +12,10 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
+from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
+from torch._inductor.runtime.hints import DeviceProperties, HeuristicType
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+from triton import Config, knobs
 
 import detcompile
 from detcompile import config
@@ -51,8 +55,14 @@ def test_public_names_are_sorted_and_exist():
 
 
 def test_importing_the_package_imports_no_torch_until_a_name_is_asked_for():
-    finished = _python("import sys, detcompile; print('torch' in sys.modules); detcompile.Numerics")
-    assert (finished.returncode, finished.stdout) == (0, "False\n"), finished.stderr
+    finished = _python(
+        "import os, sys\n"
+        "os.environ.pop('TRITON_CACHE_DIR', None)\n"
+        "import detcompile\n"
+        "print('torch' in sys.modules, 'TRITON_CACHE_DIR' in os.environ)\n"
+        "detcompile.Numerics"
+    )
+    assert (finished.returncode, finished.stdout) == (0, "False True\n"), finished.stderr
     with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
         detcompile.nonsense  # noqa: B018
 
@@ -85,6 +95,30 @@ def test_one_assembler_serves_all_kernels(given: str | None, tmp_path: Path, mon
     monkeypatch.delenv("TRITON_PTXAS_PATH")
     config.pin_ptxas()
     assert "TRITON_PTXAS_PATH" not in os.environ
+
+
+@pytest.mark.parametrize("given", [None, "of the caller"])
+def test_inductor_keeps_the_folder_of_compiled_kernels(
+    given: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first kernel sets the variable where it is unset, and Triton would look elsewhere from then on."""
+    monkeypatch.setenv("DETCOMPILE_CACHE", str(tmp_path))
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    if given is not None:
+        monkeypatch.setenv("TRITON_CACHE_DIR", given)
+    config.pin_kernel_cache()
+    before = knobs.cache.dir
+    device = DeviceProperties("cuda", 0, multi_processor_count=132, cc=90, warp_size=32)
+    CachingAutotuner(
+        test_public_names_are_sorted_and_exist,
+        {"device": device},
+        [Config({})],
+        save_cache_hook=None,
+        mutated_arg_names=[],
+        optimize_mem=False,
+        heuristic_type=HeuristicType.POINTWISE,
+    )
+    assert knobs.cache.dir == before == triton_cache_dir(0) == (given or str(tmp_path / "triton"))
 
 
 def test_no_module_bears_the_name_of_a_public_function():

@@ -23,7 +23,12 @@ from detcompile.storage import CACHE_ADVICE, naming
 
 __all__ = ["command"]
 
-KINDS = {"cpu": "compiled CPU kernels", "programs": "compiled programs of models", "schedules": "schedule decisions"}
+KINDS = {
+    "cpu": "compiled CPU kernels",
+    "programs": "compiled programs of models",
+    "schedules": "schedule decisions",
+    "triton": "compiled GPU kernels",
+}
 
 
 def command(

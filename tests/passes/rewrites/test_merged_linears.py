@@ -12,10 +12,12 @@ from detcompile import Backend, CompiledModel, Numerics
 from detcompile.passes import tracing
 from detcompile.passes.proof.inputs import Role
 from tests.bits import assert_bitwise_equal
+from tests.conftest import NEEDS_CUDA
 from tests.exhaustive import exhaustive_unless
 from tests.model_cases import certified, random_model
 
 BF16 = torch.bfloat16
+PRODUCTS = ("detcompile.matmul.default", "detcompile.gated_matmul.default")  # the second on GPUs
 
 
 def apart(*args: object, **kwargs: object) -> Backend:
@@ -30,7 +32,7 @@ def storages(module: nn.Module) -> dict[int, int]:
 
 
 def products(certificate: detcompile.Certificate) -> int:
-    return sum(entry.op == "detcompile.matmul.default" for entry in certificate.entries)
+    return sum(entry.op in PRODUCTS for entry in certificate.entries)
 
 
 FOUR = ["llama", "qwen3", "gemma3_text", "granite"]
@@ -77,8 +79,19 @@ def test_shared_products_with_biases_have_the_bytes_of_separate_ones() -> None:
 
 def assert_same_bytes(shared: CompiledModel, separate: CompiledModel) -> None:
     assert products(separate.certificate) == 7 + 1 and products(shared.certificate) == 4 + 1
-    tokens = torch.randint(0, 160, (3, 90), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(0, 160, (3, 90), generator=torch.Generator().manual_seed(1)).to(shared.device)
     assert_bitwise_equal(shared(tokens).logits, separate(tokens).logits)
+
+
+@pytest.mark.gpu
+@NEEDS_CUDA
+def test_shared_products_on_a_gpu_have_the_bytes_of_separate_ones() -> None:
+    def compiled() -> CompiledModel:
+        return detcompile.compile(random_model("qwen3", BF16, "cuda", num_hidden_layers=1))
+
+    with mock.patch.object(tracing, "Backend", apart):
+        separate = compiled()
+    assert_same_bytes(compiled(), separate)
 
 
 def test_memory_is_not_held_twice_and_parameters_keep_their_values() -> None:

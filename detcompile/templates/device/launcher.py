@@ -14,10 +14,29 @@ from typing import Any, NamedTuple
 import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.runtime import driver
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import DependenciesFinder, JITCallable, JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 __all__ = ["launcher"]
+
+
+def _hash_callees_first() -> None:
+    """Make Triton's keys of compiled kernels independent of the order in which kernels are first launched.
+
+    A kernel's key covers the constants that its callees read, but Triton 3.6 and 3.7 collect these before they look
+    through a callee: those of a callee that no earlier kernel called are left out. Threads that compile kernels hash
+    them in any order, so that each process looked for other keys and compiled again.
+    """
+    merge = DependenciesFinder._update_hash
+
+    def merge_hashed(finder: DependenciesFinder, callee: JITCallable) -> None:
+        callee.cache_key  # noqa: B018 - collects the callee's constants
+        merge(finder, callee)
+
+    DependenciesFinder._update_hash = merge_hashed
+
+
+_hash_callees_first()
 
 
 def launcher(kernel: Any) -> Any:

@@ -1,5 +1,8 @@
 """A kernel that is launched again by what Triton compiled for it gives what a launch by Triton gives."""
 
+import importlib
+import pkgutil
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -10,8 +13,10 @@ import triton
 import triton.language as tl
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from detcompile import templates
 from detcompile.templates.device import launcher as launching
 from detcompile.templates.device.launcher import launcher
 from tests.bits import assert_bitwise_equal
@@ -132,3 +137,39 @@ class TestOnTheGpu:
             )
             assert_bitwise_equal(y[:n], x[: n * step : step].float() + shift, f"{start} {step} {n} {shift}")
             assert y[n:].isnan().all()
+
+
+def _kernels() -> list[JITFunction]:
+    """All of the templates, each once."""
+    found = {}
+    for module in pkgutil.walk_packages(templates.__path__, f"{templates.__name__}."):
+        members = vars(importlib.import_module(module.name)).values()
+        found |= {id(member): member for member in members if isinstance(member, JITFunction)}
+    return list(found.values())
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+def test_keys_of_compiled_kernels_do_not_depend_on_which_is_launched_first() -> None:
+    """Another process, whose threads hash kernels in another order, finds them."""
+    kernels = _kernels()
+    assert len(kernels) > 100
+
+    def keys(order: Iterable[JITFunction]) -> list[str]:
+        for kernel in kernels:
+            kernel.hash, kernel.used_global_vals = None, {}
+        for kernel in order:
+            kernel.cache_key  # noqa: B018
+        return [kernel.cache_key for kernel in kernels]
+
+    assert keys(kernels) == keys(reversed(kernels))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+def test_constants_of_one_name_are_equal_in_all_that_a_kernel_calls() -> None:
+    """Triton sorts those of one name by addresses, which are others in each process."""
+    for kernel in _kernels():
+        kernel.cache_key  # noqa: B018
+        values: dict[str, set[str]] = {}
+        for (name, _), (value, _) in kernel.used_global_vals.items():
+            values.setdefault(name, set()).add(str(value))
+        assert all(len(found) == 1 for found in values.values()), (kernel, values)

@@ -59,7 +59,7 @@ def measure(buffers: list[tuple], launch: Callable) -> float:
     return 1e6 * graph_seconds([functools.partial(launch, *arguments) for arguments in buffers])
 
 
-def _in_turns(buffers: list[tuple], *launches: Callable) -> list[float]:
+def in_turns(buffers: list[tuple], *launches: Callable) -> list[float]:
     """Medians of each, taken in turns: sustained matrix work lowers the clocks of whoever comes later."""
     rounds = [[measure(buffers, launch) for launch in launches] for _ in range(5)]
     return [statistics.median(times) for times in zip(*rounds)]
@@ -111,11 +111,11 @@ def _gemm(buffers: list[tuple], radices: tuple[int, ...]) -> dict:
     (m, k), n = x.shape, w.shape[0]
     problem = matmul_gpu.gemm_problem(x, w, None, None, radices, x.new_empty(1, n))
     launch = functools.partial(matmul_gpu.matmul_cuda, bias=None, residual=None, radices=radices)
-    default_us, default_peer_us = _in_turns(buffers, launch, lambda x, w: torch.mm(x, w.t()))
+    default_us, default_peer_us = in_turns(buffers, launch, lambda x, w: torch.mm(x, w.t()))
     started = time.monotonic()
     schedule = str(matmul_gpu.tune_matmul(problem, DEVICE))
     seconds = time.monotonic() - started
-    us, peer_us = _in_turns(buffers, launch, lambda x, w: torch.mm(x, w.t()))
+    us, peer_us = in_turns(buffers, launch, lambda x, w: torch.mm(x, w.t()))
     counts = {row["problem"]: (row["admitted"], row["refused"]) for row in matmul_gpu.MATMUL.tuner(DEVICE).table()}
     row = {"M": m, "N": n, "K": k, "us": us, "peer": "cuBLAS", "peer_us": peer_us, "ratio": peer_us / us}
     row |= {"default_ratio": default_peer_us / default_us, "tflops": 2e-6 * m * n * k / us, "schedule": schedule}
@@ -138,7 +138,7 @@ def gated_rows() -> Iterator[dict]:
     for m in (1, 64, 256, 1024, 2048, 8192, 16896):
         buffers = [(torch.randn(m, k, device=DEVICE, dtype=torch.bfloat16), w) for w in weights]
         ways = matmul_gpu.gated_matmul_cuda, lambda x, w: compiled(torch.mm(x, w.t())), apart
-        us, peer_us, apart_us = _in_turns(buffers, *ways)
+        us, peer_us, apart_us = in_turns(buffers, *ways)
         row = {"kernel": "gated matmul", "M": m, "N": n // 2, "K": k, "us": us, "peer": "cuBLAS, torch.compile"}
         yield row | {"peer_us": peer_us, "ratio": peer_us / us, "ratio to launches apart": apart_us / us}
 
@@ -172,7 +172,7 @@ def attention_rows() -> Iterator[dict]:
             tuple(torch.randn(1, h, n, d, device=DEVICE, dtype=torch.bfloat16) for h in (heads, kv_heads, kv_heads))
             for _ in range(4)
         ]
-        us, *peers_us = _in_turns(qkv, ours, *peers)
+        us, *peers_us = in_turns(qkv, ours, *peers)
         row = {"kernel": "attention prefill", "keys": n, "us": us, "tflops": 2e-6 * n * n * heads * d / us}
         for name, peer_us in zip(backends, peers_us):
             row |= {f"{name}_us": peer_us, f"ratio to {name}": peer_us / us}
@@ -207,7 +207,7 @@ def _decode(batch: int, n: int, heads: int, kv_heads: int, d: int, page: int) ->
     def copy(k_cache, v_cache):  # type: ignore[no-untyped-def]
         return k_cache.view(-1)[:count].copy_(v_cache.view(-1)[:count])  # reads and writes as much as decoding reads
 
-    us, peer_us, copy_us = _in_turns(caches, ours, peer, copy)
+    us, peer_us, copy_us = in_turns(caches, ours, peer, copy)
     moved = 2 * 2 * count
     row = {"kernel": "attention decode", "batch": batch, "keys": n, "page": page, "us": us, "TB/s": moved / us * 1e-6}
     return row | {
@@ -238,7 +238,7 @@ def row_rows() -> Iterator[dict]:
         for name, (ours, plain) in cases.items():
             torch._dynamo.reset()
             ways = (functools.partial(way, weight=weight) for way in (ours, torch.compile(plain)))
-            us, peer_us = _in_turns(xs, *ways)
+            us, peer_us = in_turns(xs, *ways)
             row = {"kernel": name, "rows": t, "length": r, "us": us, "peer": "torch.compile", "peer_us": peer_us}
             moved = t * r * (2 + ours(*xs[0], weight=weight).itemsize)
             yield row | {"ratio": peer_us / us, "TB/s": moved / us * 1e-6, "order": str(row_order(r, "cuda"))}

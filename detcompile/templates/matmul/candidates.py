@@ -20,7 +20,7 @@ from detcompile.templates.matmul.schedules import (
 
 __all__ = ["candidates", "reference_schedule"]
 
-_Rows: TypeAlias = list[tuple[int, ...]]  # the sizes, warps (of all but hopper), stages, ctas (1 if left out)
+_Rows: TypeAlias = list[tuple[int, ...]]  # sizes, warps (of all but hopper), stages, ctas and nodes (1 if left out)
 _POINTERS_FEW: dict[int, _Rows] = {
     16: [(16, 64, 128, 4, 6), (16, 64, 256, 4, 5), (16, 64, 128, 4, 4), (16, 128, 64, 4, 4)],
     32: [(32, 64, 128, 4, 5), (32, 128, 64, 4, 4)],
@@ -62,6 +62,9 @@ _HOPPER_TREE: _Rows = [
     (64, 128, 64, 6),
     (128, 64, 64, 6),
     (128, 64, 128, 3),
+    (128, 128, 64, 5, 1, 2),
+    (128, 128, 64, 5),
+    (128, 128, 64, 4),
 ]
 # One open node per level lives in registers, so that tiles are smaller.
 _TMA_TREE: _Rows = [(128, 128, 64, 8, 4), (128, 64, 64, 8, 4, 2), (64, 128, 64, 8, 4, 2), (64, 64, 64, 4, 4, 3)]
@@ -191,5 +194,5 @@ def _whole_groups(problem: GemmProblem, found: list[GemmSchedule]) -> list[GemmS
 def _fits(problem: GemmProblem, schedule: HopperTiles) -> bool:
     """Whether the ring of k-groups and the nodes that wait, one float32 tile a level, fit into shared memory."""
     ring = 2 * (schedule.block_m + schedule.block_n) * schedule.block_k * schedule.stages
-    levels = len(problem.radices) - 1
-    return ring + 4 * levels * schedule.block_m * schedule.block_n <= _SHARED_BYTES
+    levels = len(problem.radices) - schedule.nodes
+    return levels >= 0 and ring + 4 * levels * schedule.block_m * schedule.block_n <= _SHARED_BYTES

@@ -8,8 +8,8 @@ The fetching warp runs ahead through a ring of STAGES k-groups, over the leaves 
 to the next, so that neither a leaf's end nor an epilogue stops the loads. Two warpgroups finish a tile one after the
 other: from then on one is ahead, by less than the ring holds, and each multiplies while the other one writes.
 
-The node that is being summed is in registers, those that wait for a sibling in shared memory: a tree costs a chain of
-additions, and no second launch.
+The node that is being summed is in registers, and with two NODES the lowest one that waits for a sibling; the others
+that wait are in shared memory. A tree costs a chain of additions, and no second launch.
 
 GATED: B is a gate's features and behind them as many of what it lets through. A program takes BB of either, sums both
 and writes silu(gate) * up alone.
@@ -70,9 +70,9 @@ def launch(schedule: HopperTiles, o: Operands) -> None:
         _descriptor(a, [ROWS, block_k]), b_desc, c_desc, out_desc, rest_desc, *o.epilogue, a, a.stride(0), ahead * 2,
         M, N, leaf_k, K // leaf_k, o.residual_stride,
         HAS_BIAS=o.bias is not None, HAS_RESIDUAL=o.residual is not None, STORED=stored, **tree_options(o.radices),
-        BB=block_b, BC=block_c, BK=block_k, GROUP=schedule.group, SWAP=swapped, GATED=gated, CONSUMERS=consumers,
-        STAGES=schedule.stages, num_warps=4, maxnreg=_registers(consumers, block_b + block_c), enable_fp_fusion=False,
-        **launch_options(o.x.device),
+        NODES=schedule.nodes, BB=block_b, BC=block_c, BK=block_k, GROUP=schedule.group, SWAP=swapped, GATED=gated,
+        CONSUMERS=consumers, STAGES=schedule.stages, num_warps=4, maxnreg=_registers(consumers, block_b + block_c),
+        enable_fp_fusion=False, **launch_options(o.x.device),
     )  # fmt: skip
 
 
@@ -97,14 +97,14 @@ def hopper_matmul_kernel(
     a_desc, b_desc, c_desc, out_desc, rest_desc, out_ptr, bias_ptr, residual_ptr, a_ptr, a_pitch, ahead,
     M, N, leaf_k, leaves, residual_stride,
     HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, STORED: gl.constexpr,
-    R0: gl.constexpr, R1: gl.constexpr, R2: gl.constexpr, R3: gl.constexpr,
+    R0: gl.constexpr, R1: gl.constexpr, R2: gl.constexpr, R3: gl.constexpr, NODES: gl.constexpr,
     BB: gl.constexpr, BC: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, SWAP: gl.constexpr,
     GATED: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Persistent programs walk the output tiles."""
     BM: gl.constexpr = BB if SWAP else 64 * CONSUMERS
     BN: gl.constexpr = 64 * CONSUMERS if SWAP else BB if GATED else BB + BC
-    LEVELS: gl.constexpr = (1 if R2 > 1 else 0) + (1 if R1 > 1 else 0) + (1 if R0 > 1 else 0)
+    LEVELS: gl.constexpr = (1 if R2 > 1 else 0) + (1 if R1 > 1 else 0) + (1 if R0 > 1 else 0) + 1 - NODES
     tiles_m = (M + BM - 1) // BM
     tiles_n = (N + BN - 1) // BN
     a_tiles = gl.allocate_shared_memory(a_desc.dtype, [STAGES * CONSUMERS, 64, BK], a_desc.layout)
@@ -139,19 +139,19 @@ def hopper_matmul_kernel(
     if CONSUMERS == 1:
         gl.warp_specialize([
             (multiply, (gl.constexpr(0), ring, held, outs, pointers, sizes, tiles_m, tiles_n, leaf_k, leaves,
-                         HAS_BIAS, HAS_RESIDUAL, STORED, R0, R1, R2, R3, LEVELS, BB, BC, BK,
-                         GROUP, SWAP, GATED, CONSUMERS, STAGES, PDL)),
+                         HAS_BIAS, HAS_RESIDUAL, STORED, R0, R1, R2, R3, NODES, LEVELS, BB, BC,
+                         BK, GROUP, SWAP, GATED, CONSUMERS, STAGES, PDL)),
             (fetch, (a_desc, b_desc, c_desc, ring, weights, tiles_m, tiles_n, leaf_k, leaves,
                       BB, BC, BK, GROUP, SWAP, GATED, CONSUMERS, STAGES, PDL)),
         ], [1], [24])  # fmt: skip
     else:
         gl.warp_specialize([
             (multiply, (gl.constexpr(0), ring, held, outs, pointers, sizes, tiles_m, tiles_n, leaf_k, leaves,
-                         HAS_BIAS, HAS_RESIDUAL, STORED, R0, R1, R2, R3, LEVELS, BB, BC, BK,
-                         GROUP, SWAP, GATED, CONSUMERS, STAGES, PDL)),
+                         HAS_BIAS, HAS_RESIDUAL, STORED, R0, R1, R2, R3, NODES, LEVELS, BB, BC,
+                         BK, GROUP, SWAP, GATED, CONSUMERS, STAGES, PDL)),
             (multiply, (gl.constexpr(1), ring, held, outs, pointers, sizes, tiles_m, tiles_n, leaf_k, leaves,
-                         HAS_BIAS, HAS_RESIDUAL, STORED, R0, R1, R2, R3, LEVELS, BB, BC, BK,
-                         GROUP, SWAP, GATED, CONSUMERS, STAGES, PDL)),
+                         HAS_BIAS, HAS_RESIDUAL, STORED, R0, R1, R2, R3, NODES, LEVELS, BB, BC,
+                         BK, GROUP, SWAP, GATED, CONSUMERS, STAGES, PDL)),
             (fetch, (a_desc, b_desc, c_desc, ring, weights, tiles_m, tiles_n, leaf_k, leaves,
                       BB, BC, BK, GROUP, SWAP, GATED, CONSUMERS, STAGES, PDL)),
         ], [4, 1], [240, 24])  # fmt: skip

@@ -75,44 +75,51 @@ def fetch(
 
 @gluon.jit
 def _close_leaf(
-    acc, leaf, node, held, R0: gl.constexpr, R1: gl.constexpr, R2: gl.constexpr, R3: gl.constexpr, NODE: gl.constexpr
-):
-    """tree.close_leaf: one leaf more. held: the nodes that wait for a sibling, by level, from `NODE` on.
+    acc, leaf, node, upper, held, R0: gl.constexpr, R1: gl.constexpr, R2: gl.constexpr, R3: gl.constexpr,
+    NODES: gl.constexpr, NODE: gl.constexpr,
+):  # fmt: skip
+    """tree.close_leaf: one leaf more. held: the nodes that wait for a sibling, by level, from `NODE` on; with two
+    NODES the lowest of them is `upper` instead.
 
-    The node returned is the whole sum after the last leaf; a node put into `held` is not looked at again in registers.
+    Returns the node, which is the whole sum after the last leaf, and `upper`. A node put into `held` is not looked at
+    again in registers.
     """
+    HELD: gl.constexpr = NODE - (NODES - 1)  # of the level above the leaves' node, if it were there
     if leaf % R3 != 0:
         acc = node + acc
     if R2 * R1 * R0 > 1:
         if leaf % R3 == R3 - 1:
             done = leaf // R3
             if done % R2 != 0:
-                acc = held.index(NODE).load(acc.type.layout) + acc
+                acc = (upper if NODES > 1 else held.index(HELD).load(acc.type.layout)) + acc
             if done % R2 != R2 - 1:
-                held.index(NODE).store(acc)
+                if NODES > 1:
+                    upper = acc
+                else:
+                    held.index(HELD).store(acc)
             else:
                 if R1 * R0 > 1:
                     done = done // R2
                     if done % R1 != 0:
-                        acc = held.index(NODE + 1).load(acc.type.layout) + acc
+                        acc = held.index(HELD + 1).load(acc.type.layout) + acc
                     if done % R1 != R1 - 1:
-                        held.index(NODE + 1).store(acc)
+                        held.index(HELD + 1).store(acc)
                     else:
                         if R0 > 1:
                             if done // R1 != 0:
-                                acc = held.index(NODE + 2).load(acc.type.layout) + acc
+                                acc = held.index(HELD + 2).load(acc.type.layout) + acc
                             if done // R1 != R0 - 1:
-                                held.index(NODE + 2).store(acc)
-    return acc
+                                held.index(HELD + 2).store(acc)
+    return acc, upper
 
 
 @gluon.jit
 def multiply(
     W: gl.constexpr, ring, held, outs, pointers, sizes, tiles_m, tiles_n, leaf_k, leaves,
     HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, STORED: gl.constexpr, R0: gl.constexpr, R1: gl.constexpr,
-    R2: gl.constexpr, R3: gl.constexpr, LEVELS: gl.constexpr, BB: gl.constexpr, BC: gl.constexpr, BK: gl.constexpr,
-    GROUP: gl.constexpr, SWAP: gl.constexpr, GATED: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-    PDL: gl.constexpr,
+    R2: gl.constexpr, R3: gl.constexpr, NODES: gl.constexpr, LEVELS: gl.constexpr, BB: gl.constexpr, BC: gl.constexpr,
+    BK: gl.constexpr, GROUP: gl.constexpr, SWAP: gl.constexpr, GATED: gl.constexpr, CONSUMERS: gl.constexpr,
+    STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup W: 64 rows of A times the tile of B, for each output tile of this program."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BB, 16])
@@ -124,6 +131,7 @@ def multiply(
     i = 0
     for work in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         node = gl.zeros([64, BB], gl.float32, LAYOUT)
+        upper = node
         rest = gl.zeros([64, BC if BC > 0 else 8], gl.float32, REST)
         for leaf in range(leaves):
             acc = gl.zeros([64, BB], gl.float32, LAYOUT)
@@ -143,7 +151,7 @@ def multiply(
             acc, rest = warpgroup_mma_wait(0, deps=(acc, rest))
             mbarrier.arrive(free.index((i + STAGES - 1) % STAGES), count=1)
             if R0 * R1 * R2 * R3 > 1:
-                node = _close_leaf(acc, leaf, node, held, R0, R1, R2, R3, W * LEVELS)
+                node, upper = _close_leaf(acc, leaf, node, upper, held, R0, R1, R2, R3, NODES, W * LEVELS)
             else:
                 node = acc
         tile_m, tile_n = _tile_of(work, tiles_m, tiles_n, GROUP)

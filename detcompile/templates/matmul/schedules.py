@@ -122,11 +122,13 @@ class HopperTiles(Tile):
 
     Attributes:
         ctas, swapped, group: The same as of ``TmaTiles``.
+        nodes: Nodes of a tree that are held in registers, 1 or 2; the others wait in shared memory.
         gated: Half of block_n is the gate's, and one launch gives silu(gate) * up; not swapped, and without a tree.
     """
 
     stages: int
     ctas: int = 1
+    nodes: int = 1
     _: KW_ONLY
     swapped: bool = False
     group: int = 8
@@ -134,7 +136,7 @@ class HopperTiles(Tile):
 
     def __str__(self) -> str:
         kind = "hopper" + "-swapped" * self.swapped + "-gated" * self.gated
-        return f"{kind}-{self.size}-s{self.stages}c{self.ctas}g{self.group}"
+        return f"{kind}-{self.size}-s{self.stages}c{self.ctas}g{self.group}" + "n2" * (self.nodes == 2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -192,7 +192,8 @@ class TestOnTheGpu:
             if swapped and width & (width - 1):
                 continue
             blocks = (width, rows) if swapped else (rows, width)
-            schedule = HopperTiles(*blocks, 64, 3, swapped=swapped)
+            nodes = 2 if len(radices) > 1 and not swapped else 1
+            schedule = HopperTiles(*blocks, 64, 3, nodes=nodes, swapped=swapped)
             for epilogue in ((), (bias,), (None, residual), (bias, residual)):
                 expected = run_schedule(plain, x, w, *epilogue, radices=radices)
                 assert_bitwise_equal(run_schedule(schedule, x, w, *epilogue, radices=radices), expected, f"{schedule}")

@@ -40,6 +40,7 @@ def problem(n: int, k: int, tokens: int, radices: tuple[int, ...] = (), **change
         (problem(24576, 4096, 32, gated=True), "pointers-swapped-gated-32x128x64"),
         (problem(24576, 4096, 64, gated=True), "pointers-swapped-64x64x64"),
         (problem(4096, 12288, 64), "hopper-64x32x128"),  # others leave multiprocessors without a tile
+        (problem(4096, 12288, 2048, EIGHT_LEAVES), "hopper-128x128x64"),
         (problem(24576, 4096, 2048), "hopper-128x256x64"),
         (problem(24576, 4096, 2048, gated=True), "hopper-gated-128x256x64"),
     ],

@@ -1,0 +1,102 @@
+"""Hashes of tokens and logits of an 8B model on one GPU, its start in seconds and compiled kernels, and workloads.
+
+    python -m benchmarks.hashes --commit $(git rev-parse --short HEAD) [--tp-sizes 1] [--repeats 2]
+
+Qwen3-8B's shape with random weights in bf16 and the workloads of benchmarks.serve. Tokens are those of workload (c),
+logits those of a dense call. EXPECTED holds the hashes of earlier commits, equal on an H100 and an H200; the script
+fails where one differs. Writes benchmarks/results/hashes-<device>-<commit>.json.
+"""
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+import triton
+
+import detcompile
+from benchmarks.model import build
+from benchmarks.serve import CONFIG, workload
+from detcompile import Numerics
+from detcompile.runtime.engine import Engine
+
+LAYERS = 36
+EXPECTED = {
+    (1,): {"tokens": "6b795d9056ad0056", "logits": "b6e3e4bebc1ac17e"},
+    (1, 2, 4, 8): {"tokens": "b384207f04e6e1ca", "logits": "5def5fbfc8d46352"},
+}
+
+
+def hashed(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def seconds_of(engine: Engine, name: str, repeats: int) -> tuple[list[float], str]:
+    """Seconds of a workload's runs, and the hash of its tokens."""
+    found, tokens = [], ""
+    for _ in range(repeats):
+        prompts, params = workload(name)
+        started = time.perf_counter()
+        outputs = engine.generate(prompts, params, progress=False)
+        torch.cuda.synchronize()
+        found.append(round(time.perf_counter() - started, 3))
+        tokens = hashed("".join(str(output.outputs[0].token_ids) for output in outputs).encode())
+    return found, tokens
+
+
+def main() -> int:
+    """Measure; the exit code says whether a hash is another than expected."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--commit", required=True)
+    parser.add_argument("--tp-sizes", default="1", help="comma-separated")
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--workloads", default="abc")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    arguments = parser.parse_args()
+    sizes = tuple(map(int, arguments.tp_sizes.split(",")))
+    counts = {"kernels compiled": 0, "kernels loaded": 0}
+
+    def note(*, cache_hit: bool, **_: object) -> None:
+        counts["kernels loaded" if cache_hit else "kernels compiled"] += 1
+
+    triton.knobs.compilation.listener = note
+    model = build(LAYERS)
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    compiled = detcompile.compile(model, numerics=Numerics(tp_sizes=sizes))
+    times = {"compile": time.perf_counter() - started}
+    engine = compiled.engine(CONFIG)
+    times["engine"] = time.perf_counter() - started - times["compile"]
+    prompts, params = workload("a")
+    engine.generate(prompts, [dataclasses.replace(params[0], max_tokens=1)], progress=False)
+    times["compile to first token"] = time.perf_counter() - started
+    report = {
+        "commit": arguments.commit,
+        "hardware": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "tp_sizes": sizes,
+        "seconds": {name: round(value, 2) for name, value in times.items()},
+        "start": dict(counts),
+    }
+    tokens = ""
+    for name in arguments.workloads:
+        report[name], tokens = seconds_of(engine, name, arguments.repeats)
+        print(name, report[name], flush=True)
+    ids = torch.randint(0, 100000, (3, 700), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        logits = compiled(ids.cuda()).logits
+    report["hashes"] = {"tokens": tokens, "logits": hashed(logits.cpu().view(torch.uint8).numpy().tobytes())}
+    report["as expected"] = report["hashes"] == EXPECTED[sizes] if sizes in EXPECTED else None
+    name = torch.cuda.get_device_name().replace(" ", "-").lower()
+    suffix = "x".join(map(str, sizes))
+    (arguments.out / f"hashes-{name}-{arguments.commit}-{suffix}.json").write_text(json.dumps(report, indent=1))
+    print(json.dumps(report), flush=True)
+    return int(report["as expected"] is False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

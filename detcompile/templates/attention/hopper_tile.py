@@ -63,8 +63,6 @@ def attend_tile(
     l = gl.zeros([64, SUMS], gl.float32, L_L)
     o = gl.zeros([64, D], gl.float32, O_L)
     total = totals.index(W)
-    if not SPLIT:
-        total.store(o)
     if WINDOWED:
         M, L, m, l, o = _attend_blocks(
             first, gl.minimum(last, lower), first, shift, ring, q, scratch, total, ones, M, L, m, l, o, pos, window, c,
@@ -93,7 +91,11 @@ def attend_tile(
         gl.store(max_and_sum + 1, l_row, mask=inside & (last > first))
         gl.store(out_ptr + partial[:, None] * D + dim[None, :], o, mask=(out_ok & (last > first))[:, None])
     else:
-        M, L, O = _merge(M, L, total.load(O_L), m, l_row, o, c, O_ROW)
+        O = o
+        if (last - 1) // CHUNK > first // CHUNK:
+            M, L, O = _merge(M, L, total.load(O_L), m, l_row, o, c, O_ROW)
+        else:
+            L = l_row  # of one chunk
         # merge.quotient. Padding, of no sequence and so of length 0, gets zeros. A token whose weights are
         # all zero does not.
         inverse = gl.where(pos < 0, 0.0, gl.div_rn(gl.full([64], 1.0, gl.float32, ROW), L))
@@ -165,11 +167,15 @@ def _scaled(o, l, alpha, O_L: gl.constexpr, L_L: gl.constexpr):
 def _close_chunk(
     n, first, total, M, L, m, l, o, c, D: gl.constexpr, CHUNK: gl.constexpr, O_L: gl.constexpr, L_L: gl.constexpr,
 ):  # fmt: skip
-    """kernels._close_chunk, with the merged chunks' o in shared memory."""
+    """kernels._close_chunk, with the merged chunks' o in shared memory; the first chunk is put there as it is."""
     if (n % CHUNK == 0) & (n > first):
         l_row = gl.convert_layout(gl.max(l, 1), m.type.layout)
-        M, L, O = _merge(M, L, total.load(O_L), m, l_row, o, c, gl.SliceLayout(1, O_L))
-        total.store(O)
+        if n - CHUNK > first:
+            M, L, o = _merge(M, L, total.load(O_L), m, l_row, o, c, gl.SliceLayout(1, O_L))
+        else:
+            M = m
+            L = l_row
+        total.store(o)
         m = gl.full([64], -float("inf"), gl.float32, m.type.layout)
         l = gl.zeros([64, SUMS], gl.float32, L_L)
         o = gl.zeros([64, D], gl.float32, O_L)

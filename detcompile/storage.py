@@ -13,12 +13,13 @@ from detcompile import config
 from detcompile.errors import StorageError
 
 __all__ = [
-    "CACHE_ADVICE", "TEMPORARY_ADVICE", "cache_folder", "disk_failure", "distrust", "in_temporary_folder", "naming",
-    "put",
+    "CACHE_ADVICE", "INDUCTOR_ADVICE", "TEMPORARY_ADVICE", "cache_folder", "disk_failure", "distrust",
+    "in_temporary_folder", "naming", "put",
 ]  # fmt: skip
 
 CACHE_ADVICE = "Free space there or make it writable, or set DETCOMPILE_CACHE to a folder of yours with room."
 TEMPORARY_ADVICE = "Free space there or make it writable, or set TMPDIR to another folder."
+INDUCTOR_ADVICE = "Free space there or make it writable, or set TORCHINDUCTOR_CACHE_DIR, or TMPDIR, to another folder."
 PLACE_ADVICE = "Free space there or make it writable, or give another place."
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EIO}

@@ -34,7 +34,7 @@ from detcompile.passes.programs.layer_views import layer_list, layers_of
 from detcompile.passes.proof.certificate import Certificate
 from detcompile.passes.roles import packed_roles
 from detcompile.step import KVGroup, KVShape, StateShape, step_leaves
-from detcompile.storage import disk_failure
+from detcompile.storage import INDUCTOR_ADVICE, disk_failure
 
 __all__ = [
     "Seen",
@@ -48,7 +48,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-DISK_ADVICE = "Free space there or make it writable, or set TORCHINDUCTOR_CACHE_DIR, or TMPDIR, to another folder."
 
 
 class Seen(NamedTuple):
@@ -208,7 +207,7 @@ def trace_once(module: DenseForward | PackedForward, backend: Backend, arguments
     except DetcompileError:
         raise
     except TorchDynamoException as error:
-        ours = cause(error) or disk_failure(error, inductor_folder(), DISK_ADVICE)
+        ours = cause(error) or disk_failure(error, inductor_folder(), INDUCTOR_ADVICE)
         if ours is not None:
             raise ours from None
         raise UnsupportedModel(
@@ -221,4 +220,4 @@ def trace_once(module: DenseForward | PackedForward, backend: Backend, arguments
             " Python's of how many there are, as math.log(x.shape[1]) does. Compute that from position_ids instead"
         ) from error
     except OSError as error:
-        raise disk_failure(error, inductor_folder(), DISK_ADVICE) or error from None
+        raise disk_failure(error, inductor_folder(), INDUCTOR_ADVICE) or error from None

@@ -16,6 +16,8 @@ from torch._inductor import cpu_vec_isa
 from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch._inductor.cpu_vec_isa import VecISA
 
+from detcompile.config import inductor_folder
+from detcompile.storage import INDUCTOR_ADVICE, naming
 from detcompile.templates.cpp_dispatch import build_direct_ops
 
 __all__ = ["precompile_header", "prepare_compiler", "vector_isa"]
@@ -26,8 +28,13 @@ _TRYING = threading.Lock()
 
 
 def vector_isa() -> VecISA:
-    """The vectors of Inductor's C++ on this machine; the first call in a process may compile a program to see."""
-    _try_vectors()
+    """Return the vectors of Inductor's C++ on this machine; the first call in a process may compile a program to see.
+
+    Raises:
+        StorageError: Inductor's cache cannot be written.
+    """
+    with naming(inductor_folder(), INDUCTOR_ADVICE):
+        _try_vectors()
     return cpu_vec_isa.pick_vec_isa()
 
 

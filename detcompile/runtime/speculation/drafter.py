@@ -20,6 +20,9 @@ NO_DRAFT = DraftTree({})
 class Drafter(abc.ABC):
     """What the engine asks of a drafter: ``propose`` and ``forget``; the rest does nothing unless a subclass says so.
 
+    A sequence is given as a DraftedSequence, a view that can be read and not written. It is the same object each time,
+    so that it may be a key.
+
     Where one of the methods raises for a sequence, the drafter is not asked about that sequence again.
 
     Attributes:
@@ -38,7 +41,7 @@ class Drafter(abc.ABC):
 
     @abc.abstractmethod
     def propose(self, sequences: SequenceOf[Sequence], max_depth: SequenceOf[int]) -> SequenceOf[DraftTree]:
-        """A tree for each sequence, whose tokens are all known, no deeper than ``max_depth``; NO_DRAFT for none."""
+        """Return a tree for each sequence, no deeper than ``max_depth``; NO_DRAFT for none. All tokens are known."""
 
     @abc.abstractmethod
     def forget(self, sequence: Sequence) -> None:

@@ -77,7 +77,7 @@ class _NGrams:
         # Tokens read last, each with the places that were known of its n-grams before.
         self._newest: deque[tuple[int, list[tuple[tuple[int, ...], int | None]]]] = deque(maxlen=num_kept)
 
-    def read(self, tokens: list[int]) -> None:
+    def read(self, tokens: SequenceOf[int]) -> None:
         """Bring ``places`` up to date."""
         oldest = agreed = self._num_read - len(self._newest)
         for token, _ in self._newest:

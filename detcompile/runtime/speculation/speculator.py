@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 from torch import Tensor
@@ -23,6 +23,7 @@ from detcompile.runtime.kv.kv_blocks import KVBlocks
 from detcompile.runtime.requests.plain_values import whole_number
 from detcompile.runtime.requests.sequence import Sequence
 from detcompile.runtime.speculation.draft_tree import DraftTree, Path
+from detcompile.runtime.speculation.drafted_sequence import DraftedSequence
 from detcompile.runtime.speculation.drafter import NO_DRAFT, Drafter, as_drafter
 from detcompile.runtime.speculation.ngram_drafter import NGramDrafter
 from detcompile.runtime.speculation.statistics import DraftStatistics
@@ -100,6 +101,7 @@ class Speculator:
         self._accepted_now = 0  # since the switch was told of a step
         self.switch = SpeculationSwitch()
         self._drafter: Drafter = config.drafter or NGramDrafter()
+        self._views: dict[Sequence, Any] = {}  # what the drafter is given of each sequence
         self._barred: set[Sequence] = set()  # the drafter failed with them
         if config.acceptance == "rejection":
             self._tell(self._drafter.give_distributions)
@@ -148,9 +150,10 @@ class Speculator:
     def observe(self, rows: Mapping[Sequence, int], hidden: Tensor) -> None:
         """Show a drafter that reads them the states that newest tokens were drawn from: rows of [R, H]."""
         rows = {sequence: row for sequence, row in rows.items() if sequence not in self._barred}
-        if not self._tell(self._drafter.observe, rows, hidden) and len(rows) > 1:
+        seen = {self._view(sequence): row for sequence, row in rows.items()}
+        if not self._tell(self._drafter.observe, seen, hidden) and len(rows) > 1:
             for sequence, row in rows.items():
-                if not self._tell(self._drafter.observe, {sequence: row}, hidden):
+                if not self._tell(self._drafter.observe, {self._view(sequence): row}, hidden):
                     self._bar(sequence)
 
     def settle(self, verification: Verification, path: Path, *, cut: bool) -> None:
@@ -185,18 +188,26 @@ class Speculator:
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended."""
         self._barred.discard(sequence)
-        self._tell(self._drafter.forget, sequence)
+        self._tell(self._drafter.forget, self._view(sequence))
+        self._views.pop(sequence, None)
+
+    def _view(self, sequence: Sequence) -> Any:
+        """What the drafter is given of a sequence, the same object each time: it may write nothing of the engine's."""
+        view = self._views.get(sequence)
+        if view is None:
+            view = self._views[sequence] = DraftedSequence(sequence)
+        return view
 
     def _propose(self, sequences: SequenceOf[Sequence], room: SequenceOf[int]) -> SequenceOf[DraftTree]:
         """The drafter's trees; where it fails, it is asked for each sequence alone, and those at fault get none."""
         try:
-            trees = self._drafter.propose(sequences, room)
+            trees = self._drafter.propose([self._view(sequence) for sequence in sequences], list(room))
             self._check(trees, len(sequences))
             return trees
         except Exception as error:
             self._note(error)
         for sequence in sequences:
-            self._tell(self._drafter.forget, sequence)  # what was begun for them
+            self._tell(self._drafter.forget, self._view(sequence))  # what was begun for them
         if len(sequences) == 1:
             self._barred.update(sequences)
             return [NO_DRAFT]
@@ -213,7 +224,7 @@ class Speculator:
 
     def _bar(self, sequence: Sequence) -> None:
         self._barred.add(sequence)
-        self._tell(self._drafter.forget, sequence)
+        self._tell(self._drafter.forget, self._view(sequence))
 
     def _note(self, error: Exception) -> None:
         if repr(error) != repr(self.error):

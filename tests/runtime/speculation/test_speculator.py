@@ -254,6 +254,52 @@ def test_a_broken_drafter_is_switched_off_and_moves_no_bit(how, goes_on, caplog)
     assert goes_on or "the drafter failed" in caplog.text
 
 
+class Writes(NGramDrafter):
+    """Does something to all that it is given, and then drafts."""
+
+    def __init__(self, write) -> None:
+        super().__init__()
+        self.write = write
+
+    def propose(self, sequences, max_depth):
+        trees = super().propose(sequences, max_depth)
+        self.write(sequences, max_depth)
+        return trees
+
+
+def to_each(write):
+    return lambda sequences, max_depth: [write(sequence) for sequence in sequences]
+
+
+WRITES = {
+    "appends tokens": to_each(lambda sequence: sequence.token_ids.append(5)),
+    "adds tokens in place": to_each(lambda sequence: sequence.token_ids.__iadd__([5])),
+    "writes a token": to_each(lambda sequence: sequence.token_ids.__setitem__(-1, 5)),
+    "clears tokens": to_each(lambda sequence: sequence.token_ids.clear()),
+    "writes generated tokens": to_each(lambda sequence: sequence.generated_ids.clear()),
+    "ends sequences": to_each(lambda sequence: setattr(sequence, "finish_reason", "stop")),
+    "appends by a method": to_each(lambda sequence: sequence.append(5)),
+    "writes a bias": to_each(lambda sequence: sequence.sampling.logit_bias.__setitem__(5, 1e4)),
+    "clears sequences": lambda sequences, max_depth: sequences.clear(),
+    "deepens": lambda sequences, max_depth: max_depth.__setitem__(slice(None), [1000] * len(max_depth)),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_what_a_drafter_writes_moves_no_bit(write):
+    model, config = compiled("qwen3", torch.float32), EngineConfig(num_blocks=400, block_size=16)
+    prompts, params = (
+        [[1, 2, 3] * 8, [4, 5, 6] * 8],
+        SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logit_bias={7: 0.5}),
+    )
+    expected = model.engine(config).generate(prompts, params, progress=False)
+    engine = model.engine(config, speculation=SpeculationConfig(drafter=Writes(write), switch="always"))
+    found = engine.generate(prompts, params, progress=False)
+    assert [output.outputs for output in found] == [output.outputs for output in expected]
+    assert not engine.speculator._views
+    engine.check()
+
+
 class AfraidOf(NGramDrafter):
     """Fails with one token; the last of each call says how many sequences it was asked for."""
 

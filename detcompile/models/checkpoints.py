@@ -2,6 +2,7 @@
 checkpoint that leaves weights to chance."""
 
 import json
+import sys
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -27,6 +28,7 @@ from detcompile.passes.modules.quantized_checkpoints import load_quantized, quan
 
 __all__ = ["TASKS", "load_checkpoint", "load_tokenizer", "require_json", "require_trust", "task_of"]
 
+WITHOUT_DOCSTRINGS = sys.flags.optimize > 1
 SETTINGS = ("config.json", "generation_config.json")  # transformers goes on without a corrupted second
 TOKENIZER_JSON = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json")
 TOKENIZER_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "merges.txt", "vocab.txt")
@@ -84,10 +86,10 @@ def load_checkpoint(
         raise
     except Exception as error:  # readers of files raise what they like
         reason = f"{type(error).__name__}: {error}" if isinstance(error, LookupError) else error
-        raise InvalidInput(
-            f"{path} cannot be loaded as a {IN_WORDS[task or 'generate']}: {reason}\nGive a local Hugging Face model"
-            " folder that is whole"
-        ) from error
+        advice = "Run Python without -OO: transformers reads docstrings, which -OO strips"
+        advice = advice if WITHOUT_DOCSTRINGS else "Give a local Hugging Face model folder that is whole"
+        what = IN_WORDS[task or "generate"]
+        raise InvalidInput(f"{path} cannot be loaded as a {what}: {reason}\n{advice}") from error
     if task == "embed" and getattr(model, "pooler", None) is not None:
         model.pooler = None  # nobody reads it, and a masked LM's checkpoint has none
         found["missing_keys"] = [key for key in found["missing_keys"] if not key.startswith("pooler.")]

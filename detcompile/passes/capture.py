@@ -5,10 +5,11 @@ records (layers, heads, windows, mask kinds) sizes the caches, and later has to 
 """
 
 import contextlib
+import functools
 import inspect
 import sys
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar
 from unittest import mock
 
 import torch
@@ -36,8 +37,9 @@ from detcompile.passes.modules.step_carrier import carry_step
 from detcompile.step import KVGroup, StepInputs, kv_groups
 
 __all__ = ["DenseForward", "PackedForward", "StatesForward", "freeze_rope", "observe_attention", "probe_attention",
-           "require_ready"]  # fmt: skip
+           "require_ready", "without_autocast"]  # fmt: skip
 
+P, R = ParamSpec("P"), TypeVar("R")
 CAUSAL_MASK, SLIDING_MASK = "create_causal_mask", "create_sliding_window_causal_mask"
 PADDING_MASK = "create_recurrent_attention_mask"  # for layers with a state; of a packed step it is None
 CHUNKED_MASK = "create_chunked_causal_mask"
@@ -51,6 +53,17 @@ KIND_OF_LAYER = {
     "chunked_attention": CHUNKED_MASK,
 }
 MASK_SHAPING = ("or_mask_function", "and_mask_function", "block_sequence_ids")  # arguments that change what is visible
+
+
+def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
+    """Run ``function`` with torch.autocast off: models are captured in the dtypes that they have."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            return function(*args, **kwargs)
+
+    return run
 
 
 class PackedForward(nn.Module):

@@ -3,15 +3,17 @@
 import contextlib
 import copy
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
 
 import detcompile
 from detcompile import CompiledModel, InvalidInput, Numerics, api
+from detcompile.models import checkpoints
 from detcompile.models.hub import TINY_FOLDER
 from tests.bits import assert_bitwise_equal
-from tests.model_cases import VOCAB_SIZE, certified, compiled, random_model
+from tests.model_cases import MAX_CONTEXT, VOCAB_SIZE, certified, compiled, random_model
 
 PROMPT = torch.tensor([[5, 17, 3, 99, 42, 7, 7, 31, 64, 2]])
 
@@ -114,6 +116,12 @@ def test_padding_moves_no_loss_whatever_its_labels(left: bool) -> None:
             torch.testing.assert_close(found[0], plain(ids, mask, labels=ignored).loss, rtol=1e-5, atol=1e-5)
 
 
+def test_a_model_that_is_compiled_under_autocast_keeps_its_dtypes() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = certified(random_model("llama", torch.float32), max_context=MAX_CONTEXT)
+    assert found.fingerprint == compiled("llama", torch.float32).fingerprint
+
+
 def test_compile_refuses_what_it_cannot_do() -> None:
     with pytest.raises(detcompile.NumericsError, match="tp=3 is not one of"):
         detcompile.compile("tiny", tp=3)
@@ -122,6 +130,8 @@ def test_compile_refuses_what_it_cannot_do() -> None:
     with pytest.raises(InvalidInput, match="give cpu or cuda"):
         detcompile.load_model("tiny", device="somewhere")
     with pytest.raises(InvalidInput, match="cannot be loaded as a causal LM"):
+        detcompile.load_model(__import__("pathlib").Path(__file__).parent)
+    with mock.patch.object(checkpoints, "WITHOUT_DOCSTRINGS", True), pytest.raises(InvalidInput, match="without -OO"):
         detcompile.load_model(__import__("pathlib").Path(__file__).parent)
     with pytest.raises(InvalidInput, match="at least one token"):
         detcompile.compile(random_model("llama", torch.float32), max_context=0)

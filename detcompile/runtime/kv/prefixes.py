@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from detcompile.errors import InvalidInput
@@ -32,12 +33,14 @@ class KVPrefix:
         token_ids: tokens of the blocks, from position 0 on; a multiple of ``block_size`` of them.
         layers: keys and values of each layer, CPU tensors of [blocks, block_size, kv_heads, head_dim] with all heads. A
             layer with a window has the last blocks alone, which later tokens see.
+        digest: blake2b, in hex, of the bytes of ``layers``.
     """
 
     fingerprint: str
     block_size: int
     token_ids: tuple[int, ...]
     layers: tuple[LayerBlocks, ...]
+    digest: str
 
     @property
     def key(self) -> str:
@@ -117,7 +120,9 @@ class Prefixes:
             ]
             layers = tuple(self._reader.read_blocks(tables))
         tokens = tuple(token_ids[: num_blocks * size])
-        return KVPrefix(fingerprint=fingerprint, block_size=size, token_ids=tokens, layers=layers)
+        return KVPrefix(
+            fingerprint=fingerprint, block_size=size, token_ids=tokens, layers=layers, digest=_digest_of(layers)
+        )
 
     def take(self, prefix: KVPrefix) -> int:
         """Have blocks of another engine found by the prompts that begin with their tokens.
@@ -130,8 +135,12 @@ class Prefixes:
                 as of ``export``.
         """
         self._require_whole()
+        whole = isinstance(prefix, KVPrefix) and _are_pairs(prefix.layers)
+        changed = whole and _digest_of(prefix.layers) != prefix.digest
         with without_interrupts(), self._turns:
             self._require_fitting(prefix)
+            if changed:
+                raise InvalidInput("the KV blocks were changed since export(): export them again")
             self._follow_weights()
             digests, pool = self._digests(prefix.token_ids), self._blocks.pool
             wanted = [
@@ -241,6 +250,14 @@ def _ids(values: Any) -> list[int]:
     if bad is not None:
         raise InvalidInput(f"token_ids hold {shown(bad)}, which is no token id")
     return token_ids
+
+
+def _digest_of(layers: Sequence[LayerBlocks]) -> str:
+    digest = hashlib.blake2b(digest_size=32)
+    for keys, values in layers:
+        for part in (keys, values):
+            digest.update(part.contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def _are_pairs(layers: Any) -> bool:

@@ -73,7 +73,7 @@ class LocalExecutor:
             )
         model = EngineModel(
             facts=self.description.facts,
-            eos_token_ids=stop_tokens(self.description.module),
+            end_tokens=lambda: stop_tokens(self.description.module),
             weights_version=self.weights.version,
             fingerprint=lambda: fingerprint(self.fingerprint_parts()),
         )

@@ -99,7 +99,7 @@ class RemoteExecutor:
         worker = RemoteWorker(self.group, *given, num_stages=self.pp)
         model = EngineModel(
             facts=facts,
-            eos_token_ids=stop_tokens(self.description.module),
+            end_tokens=lambda: stop_tokens(self.description.module),
             weights_version=self.weights.version,
             fingerprint=lambda: fingerprint(self.fingerprint_parts()),
         )

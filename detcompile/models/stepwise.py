@@ -154,7 +154,7 @@ def _sequences(
         None,
         max_context=facts.max_context,
         vocab_size=facts.num_token_ids,
-        eos_token_ids=(),
+        end_tokens=tuple,
         num_logits=facts.num_logits,
     )
     requests = (

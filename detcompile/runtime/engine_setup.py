@@ -44,7 +44,7 @@ class EngineModel(NamedTuple):
     """What an engine needs to know of a model, wherever its steps run."""
 
     facts: ModelFacts
-    eos_token_ids: tuple[int, ...]
+    end_tokens: Callable[[], tuple[int, ...]] = tuple  # those that end an answer, as they are now
     weights_version: Callable[..., int] = lambda *, look=False: 0  # LiveWeights.version
     fingerprint: Callable[[], str] = lambda: ""  # of the weights as they are
 
@@ -170,7 +170,7 @@ def engine_over(
     caches_prefixes = config.prefix_caching and not facts.state_shapes
     blocks = KVBlocks(pool, facts.kv_groups, prefix_caching=caches_prefixes, num_state_slots=num_states)
     sizes = {"max_context": facts.max_context, "vocab_size": facts.num_token_ids, "num_logits": facts.num_logits}
-    admission = Admission(tokenizer, **sizes, eos_token_ids=model.eos_token_ids)
+    admission = Admission(tokenizer, **sizes, end_tokens=model.end_tokens)
     overlap = facts.device.type == "cuda" if config.overlap is None else config.overlap
     return Engine(
         worker,

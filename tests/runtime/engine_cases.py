@@ -121,7 +121,7 @@ def engine_of(
             return inner(input_ids, position_ids, step, logits_to_keep)
 
     facts = replace(model.facts, kv_groups=groups, max_context=max_context or model.max_context)
-    return new_engine(EngineModel(facts, eos_token_ids), Forwards(run_model), config, tokenizer)
+    return new_engine(EngineModel(facts, lambda: eos_token_ids), Forwards(run_model), config, tokenizer)
 
 
 def run(engine: Engine, most_steps: int = 100_000) -> list[RequestOutput]:

@@ -98,6 +98,7 @@ def test_a_prefix_that_cannot_be_taken_leaves_no_block_behind() -> None:
         ({"layers": hollow}, "tensors on the CPU"),
         ({"layers": None}, "tensors on the CPU"),
         ({"layers": ((found.layers[0][0], None), *found.layers[1:])}, "tensors on the CPU"),
+        ({"layers": ((-found.layers[0][0], found.layers[0][1]), *found.layers[1:])}, "changed since export"),
         ({"token_ids": None}, "give a list of integers"),
         ({"token_ids": (*found.token_ids[:-1], 1 << 70)}, "is no token id"),
         ({"token_ids": (*found.token_ids[:-1], 0.5)}, "token_ids: entry"),
@@ -106,6 +107,10 @@ def test_a_prefix_that_cannot_be_taken_leaves_no_block_behind() -> None:
             other.prefixes.take(replace(found, **changed))
     with pytest.raises(InvalidInput, match="no token id"):
         engine.prefixes.export([-1] * 40)
+    found.layers[-1][1][-1].neg_()
+    with pytest.raises(InvalidInput, match="changed since export"):
+        other.prefixes.take(found)
+    found.layers[-1][1][-1].neg_()
     full = mock.patch.object(type(other.prefixes._reader), "write_blocks", side_effect=MemoryError)
     with full, pytest.raises(MemoryError):
         other.prefixes.take(found)
@@ -268,6 +273,18 @@ def test_the_models_end_token(ignore_eos, overlap, device) -> None:
     assert output.outputs[0].stop_reason == (None if ignore_eos else eos)
     assert_as_alone(model, output, params, eos_token_ids=(eos, MARK))
     assert engine.stats.num_free_blocks == engine.stats.num_blocks
+
+
+def test_end_tokens_that_change_while_an_engine_lives_end_its_next_requests(monkeypatch) -> None:
+    model = tiny_model("cpu")
+    engine, params = model.engine(config_of()), SamplingParams(max_tokens=30, seed=5)
+    tokens = engine.generate(prompt_of(9), params, progress=False)[0].outputs[0].token_ids
+    before = model.fingerprint
+    monkeypatch.setattr(model.generation_config, "eos_token_id", tokens[10])
+    assert model.fingerprint != before
+    for changed in (engine, model.engine(config_of())):
+        [output] = changed.generate(prompt_of(9), params, progress=False)
+        assert output.outputs[0].token_ids == tokens[: tokens.index(tokens[10]) + 1]
 
 
 @OVERLAP

@@ -105,7 +105,7 @@ def mortal_engine(
     facts, forward = model.facts, model.executor.forwards.plain
     make = lambda: new_worker(facts, forward, config, config.num_blocks or 0)  # noqa: E731
     worker = MortalWorker(make, losses, vain, num_stages)
-    return engine_over(worker, config.num_blocks or 0, EngineModel(facts, ()), config, tokenizer, speculation), worker
+    return engine_over(worker, config.num_blocks or 0, EngineModel(facts), config, tokenizer, speculation), worker
 
 
 def answers(engine: Engine, requests: list[tuple[list[int], SamplingParams]]) -> list[Any]:

@@ -280,7 +280,7 @@ def small_model(device, vocab_size=11, layers=1, kv_heads=8, head_dim=8):
         num_token_ids=vocab_size,
         num_logits=vocab_size,
     )
-    return EngineModel(facts, ()), Forwards(forward)
+    return EngineModel(facts), Forwards(forward)
 
 
 @pytest.mark.parametrize(("excess", "fewer"), [(-5000, 0), (0, 0), (1, 1), (3 * 64 * 256 + 1, 4)])

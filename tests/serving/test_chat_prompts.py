@@ -179,7 +179,7 @@ def test_a_tokenizer_that_draws_is_refused(dropout: float) -> None:
     with refused:
         hello(found)
     with refused:
-        Admission(found, max_context=64, vocab_size=4096, eos_token_ids=[0])
+        Admission(found, max_context=64, vocab_size=4096, end_tokens=lambda: [0])
 
 
 @pytest.mark.parametrize(

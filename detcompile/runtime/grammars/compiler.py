@@ -47,7 +47,7 @@ class GrammarCompiler:
         self._seconds = seconds
         self._given = tokenizer
         self._num_logits = num_logits
-        self._eos_token_ids = tuple(eos_token_ids)
+        self.eos_token_ids = tuple(eos_token_ids)
         self._num_words = -(-num_logits // 32)
         self._making = threading.Lock()
 
@@ -78,7 +78,7 @@ class GrammarCompiler:
         alone.no_truncation()
         alone.no_padding()
         size = max(alone.get_vocab_size(), 1 + max(alone.get_vocab().values()), self._num_logits)
-        known = list(self._eos_token_ids) or None  # None: those that look like one, and are never drawn then
+        known = list(self.eos_token_ids) or None  # None: those that look like one, and are never drawn then
         return _llguidance().LLTokenizer(alone.to_str(), n_vocab=size, eos_token=known)
 
 

@@ -4,7 +4,7 @@ import functools
 import logging
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import fields
 from typing import Any
@@ -32,8 +32,9 @@ class Admission:
         max_context: tokens a sequence may hold.
         vocab_size: number of ids that the model can read, 0 … vocab_size - 1.
         num_logits: number of ids that it can draw, 0 … num_logits - 1; None for as many as it can read.
-        eos_token_ids: tokens that end a request, unless it ignores them. Those that the model cannot draw are left
-            out, with a warning: no request can end with them.
+        end_tokens: gives the tokens that end a request, unless it ignores them. It is called for each request, as a
+            model's may change. Those that the model cannot draw are left out, with a warning: no request can end with
+            them.
 
     Raises:
         InvalidInput: a tokenizer that draws at random.
@@ -45,7 +46,7 @@ class Admission:
         *,
         max_context: int,
         vocab_size: int,
-        eos_token_ids: SequenceOf[int],
+        end_tokens: Callable[[], SequenceOf[int]],
         num_logits: int | None = None,
     ) -> None:
         require_one_reading(tokenizer)
@@ -53,14 +54,9 @@ class Admission:
         self.max_context = max_context
         self.vocab_size = vocab_size
         self.num_logits = vocab_size if num_logits is None else num_logits
-        self.eos_token_ids = tuple(token for token in eos_token_ids if 0 <= token < self.num_logits)
-        if len(self.eos_token_ids) < len(eos_token_ids):
-            logger.warning(
-                "the model's eos_token_id %s holds ids that it cannot draw (it draws 0 to %d): they are left out",
-                list(eos_token_ids),
-                self.num_logits - 1,
-            )
-        self._grammars = GrammarCompiler(tokenizer, self.num_logits, self.eos_token_ids)
+        self._end_tokens = end_tokens
+        self._listed: tuple[int, ...] | None = None  # the end tokens that `_grammars` was made for
+        self._follow_end_tokens()
         self._tokenizing = threading.Lock()  # fast tokenizers refuse two borrowers
 
     def request(
@@ -97,7 +93,8 @@ class Admission:
         self._check_drawable(token_ids, params)
         if params.stop and self.tokenizer is None:
             raise InvalidInput("stop strings need the text, and this engine has no tokenizer: use stop_token_ids")
-        bad_words, own = self._own(params)
+        grammars = self._follow_end_tokens()
+        bad_words, own = self._own(params, grammars.eos_token_ids)
         return Request(
             request_id,
             text,
@@ -109,7 +106,7 @@ class Admission:
             max_length=self.max_context,
             stream_text=streams,
             bad_words=bad_words,
-            matcher=None if own.grammar is None else self._grammars.matcher(own.grammar, own.stop_token_ids),
+            matcher=None if own.grammar is None else grammars.matcher(own.grammar, own.stop_token_ids),
             resume=None if resume is None else resumed_samples(resume, own, len(token_ids), self),
         )
 
@@ -200,14 +197,28 @@ class Admission:
                 f" {self.num_logits} only"
             )
 
-    def _own(self, params: SamplingParams) -> tuple[BadWords, SamplingParams]:
+    def _follow_end_tokens(self) -> GrammarCompiler:
+        """Return what compiles grammars, made for the model's end tokens as they are now."""
+        listed = tuple(self._end_tokens())
+        if listed != self._listed:
+            drawable = [token for token in listed if 0 <= token < self.num_logits]
+            if len(drawable) < len(listed):
+                logger.warning(
+                    "the model's eos_token_id %s holds ids that it cannot draw (it draws 0 to %d): they are left out",
+                    list(listed),
+                    self.num_logits - 1,
+                )
+            self._grammars, self._listed = GrammarCompiler(self.tokenizer, self.num_logits, drawable), listed
+        return self._grammars
+
+    def _own(self, params: SamplingParams, eos_token_ids: SequenceOf[int]) -> tuple[BadWords, SamplingParams]:
         """Words of several tokens, and a copy that nobody else changes while it is served, checked once more.
 
         The model's end tokens end it too.
         """
         bad_words, forbidden = self._bad_words(params)
         given = {own.name: getattr(params, own.name) for own in fields(SamplingParams)}
-        ends = () if params.ignore_eos else self.eos_token_ids
+        ends = () if params.ignore_eos else eos_token_ids
         given["stop_token_ids"] = tuple(dict.fromkeys((*params.stop_token_ids, *ends)))
         if forbidden:
             given["logit_bias"] = (params.logit_bias or {}) | dict.fromkeys(forbidden, -math.inf)

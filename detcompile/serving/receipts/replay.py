@@ -87,7 +87,7 @@ class Replayer:
             max_context=facts.max_context,
             vocab_size=facts.num_token_ids,
             num_logits=facts.num_logits,
-            eos_token_ids=stop_tokens(model.model),
+            end_tokens=lambda: stop_tokens(model.model),
         )
 
     def steps(self, receipt: Receipt) -> Generator[None, None, Verdict]:

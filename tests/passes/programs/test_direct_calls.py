@@ -44,6 +44,7 @@ def test_a_function_from_inductor_s_cache_calls_them_directly():
 
 def test_layouts_are_asserted_where_the_environment_asks_for_it(monkeypatch):
     ids, logits = torch.arange(6).view(2, 3), []
+    monkeypatch.setenv("DETCOMPILE_KEEP_PROGRAMS", "0")
     for asked in ("0", "1"):
         monkeypatch.setenv("TORCHINDUCTOR_SIZE_ASSERTS", asked)
         torch.manual_seed(0)

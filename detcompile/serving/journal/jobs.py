@@ -82,7 +82,8 @@ class Jobs:
         self._failed = False  # at the journal, since it was last written
         self._writer = ThreadPoolExecutor(1, "journal")  # waits for the disk in the place of the event loop
         self._live: dict[tuple[str, str], tuple[Call, asyncio.Future[Job]]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()  # one for each live job, from its start until it is written
+        # The task of each live job, from its start until it is written, and the job that it makes.
+        self._tasks: dict[asyncio.Task[None], asyncio.Future[Job]] = {}
 
     async def job(self, call: Call, ask: Callable[[], Awaitable[Ask]]) -> Job:
         """The job of a request: the one that it has by its key, or a new one, which is in the journal by then.
@@ -155,8 +156,10 @@ class Jobs:
 
     async def stop(self) -> None:
         """Write what has ended, and close the journal; what is open there can go on later."""
-        for task in self._tasks:
-            task.cancel()
+        for task, made in self._tasks.items():
+            is_made = made.done() and not made.cancelled() and made.exception() is None
+            if not (is_made and all(answer.finished for answer in made.result().answers)):
+                task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._writer.shutdown()
         if self._journal is not None:
@@ -171,13 +174,13 @@ class Jobs:
         made: asyncio.Future[Job] = loop.create_future()
         task = loop.create_task(self._keep(kept, ask, made))
         self._live[place] = kept, made
-        self._tasks.add(task)
+        self._tasks[task] = made
 
         def over(_task: asyncio.Task[None]) -> None:  # also of a task that was cancelled before its first step
             reservation.release()
             made.cancel()
             del self._live[place]
-            self._tasks.discard(task)
+            self._tasks.pop(task, None)
 
         task.add_done_callback(over)
 

@@ -14,8 +14,8 @@ from detcompile.serving.engines.protocol import Delta, SampleDelta, Statistics, 
 from detcompile.serving.http_errors import HTTPError
 from detcompile.serving.journal.job import Ask, Job, ServedModel
 from detcompile.serving.metrics import Metrics
-from detcompile.serving.openai.chat import _Chat
-from detcompile.serving.openai.completions import _Completion
+from detcompile.serving.openai.chat import ChatReply
+from detcompile.serving.openai.completions import CompletionReply
 from detcompile.serving.openai.parameters import chat_params, completion_params
 from detcompile.serving.openai.schema import ChatRequest, CompletionRequest, Message, StreamOptions
 from detcompile.serving.tokenizer_pool import TokenizerPool
@@ -74,7 +74,7 @@ def test_stop_strings_in_every_form(stop: Any) -> None:
     assert list(params.stop) == ([stop] if isinstance(stop, str) else stop or [])
 
 
-@pytest.mark.parametrize("kind", [_Completion, _Chat])
+@pytest.mark.parametrize("kind", [CompletionReply, ChatReply])
 @pytest.mark.parametrize("with_ids", [True, False])
 def test_token_ids_whose_text_is_not_complete_are_not_lost(kind: type, with_ids: bool) -> None:
     """A character may take several tokens: the first of them have no text, and still are in some chunk."""
@@ -96,7 +96,7 @@ def test_token_ids_whose_text_is_not_complete_are_not_lost(kind: type, with_ids:
     assert shown == (ids if with_ids else [])
 
 
-@pytest.mark.parametrize("kind", [_Completion, _Chat])
+@pytest.mark.parametrize("kind", [CompletionReply, ChatReply])
 def test_tokens_of_the_prompt_stand_where_vllm_has_them(kind: type) -> None:
     """Beside the choices of a chat, once in a stream; in each choice of a completion, which may have many prompts."""
 
@@ -111,11 +111,11 @@ def test_tokens_of_the_prompt_stand_where_vllm_has_them(kind: type) -> None:
     beside = [chunk["prompt_token_ids"] for chunk in (whole, *chunks) if "prompt_token_ids" in chunk]
     inside = [choice["prompt_token_ids"] for chunk in (whole, *chunks) for choice in chunk["choices"]
               if "prompt_token_ids" in choice]  # fmt: skip
-    assert (beside, inside) == (([[5]] * 2, []) if kind is _Chat else ([], [[5]] * 4))
-    assert kind is not _Chat or "prompt_token_ids" in chunks[0]
+    assert (beside, inside) == (([[5]] * 2, []) if kind is ChatReply else ([], [[5]] * 4))
+    assert kind is not ChatReply or "prompt_token_ids" in chunks[0]
 
 
-@pytest.mark.parametrize("kind", [_Completion, _Chat])
+@pytest.mark.parametrize("kind", [CompletionReply, ChatReply])
 @pytest.mark.parametrize("stop", [[], ["🎉y"]])
 def test_a_stream_that_was_lost_goes_on_behind_any_of_its_events(kind: type, stop: list[str]) -> None:
     """However the rest of it is cut: token by token, or in one event."""
@@ -164,7 +164,7 @@ def test_a_stream_that_was_lost_goes_on_behind_any_of_its_events(kind: type, sto
 def test_an_id_of_no_event_is_refused(text: str) -> None:
     job = job_of(3, kept=True)
     with pytest.raises(HTTPError, match="is of no event"):
-        _Completion(SERVICE, job, last_event=text.format(job.name))
+        CompletionReply(SERVICE, job, last_event=text.format(job.name))
 
 
 @pytest.mark.parametrize("begun_before", [False, True])
@@ -174,7 +174,7 @@ def test_a_place_that_a_choice_never_had_is_refused(place: str, begun_before: bo
 
     async def read(job: Job) -> bytes:
         options = {"last_event": f"{job.name}:{place}", "stream_options": StreamOptions(include_usage=True)}
-        return b"".join([data async for data in _Completion(SERVICE, job, **options).events()])
+        return b"".join([data async for data in CompletionReply(SERVICE, job, **options).events()])
 
     async def scenario() -> None:
         job = job_of(3, kept=True, n=2)

@@ -17,7 +17,7 @@ from detcompile.serving.engines.answers import Answer
 from detcompile.serving.engines.notices import News
 from detcompile.serving.engines.protocol import Delta, SampleDelta, Token
 from detcompile.serving.journal.job import Ask, Job, ServedModel
-from detcompile.serving.openai.completions import _Completion
+from detcompile.serving.openai.completions import CompletionReply
 from detcompile.serving.openai.recording import Recording
 from detcompile.serving.receipts.envelope import payload_of
 from detcompile.serving.receipts.receipt import commitment, decode_receipt
@@ -120,7 +120,7 @@ def test_others_are_served_between_samples_which_are_read_once(
         service = scripted()
         service.fleet.hello, service.texts = HELLO, TokenizerPool(HELLO)
         job = Job(Ask([[5]], asked, 0, "cmpl-"), [answer], None, MODEL)
-        reply, other = _Completion(service, job), asyncio.create_task(others())
+        reply, other = CompletionReply(service, job), asyncio.create_task(others())
         await asyncio.sleep(0)
         if way == "whole":
             choices = json.loads(msgspec.json.encode(await reply.whole()))["choices"]

@@ -102,7 +102,7 @@ def test_a_fault_of_the_server_is_an_event_of_a_stream(monkeypatch: pytest.Monke
         raise UnicodeEncodeError("utf-8", "\ud800", 0, 1, "a fault")
 
     monkeypatch.setattr("detcompile.serving.openai.reply.Reply._tail", failing)
-    monkeypatch.setattr("detcompile.serving.anthropic.messages._Message._end", failing)
+    monkeypatch.setattr("detcompile.serving.anthropic.messages.MessageReply._end", failing)
 
     async def scenario() -> None:
         service = scripted(chat_template=TEMPLATE)

@@ -1,8 +1,9 @@
 """`detcompile replay`: a receipt's answers, run again on this machine."""
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -11,13 +12,18 @@ import detcompile.commands.receipts.extra  # noqa: F401 - says what to install w
 from detcompile.commands.inspection.fingerprint_differences import part_differences
 from detcompile.commands.inspection.recordings import Recording
 from detcompile.commands.options import Json, Loading, Random, compile_model, logs
+from detcompile.commands.receipts.whole_answers import answer_difference, require_known, uncovered
 from detcompile.errors import DetcompileError, InvalidInput
-from detcompile.serving.receipts.decoding import Opening, read_opening
-from detcompile.serving.receipts.envelope import Envelope, payload_of, read_envelope, unsealed
+from detcompile.models.compiled import CompiledModel
+from detcompile.runtime.engine_config import EngineConfig
+from detcompile.serving.engines.engine_process import hello_of
+from detcompile.serving.receipts.decoding import Opening, Redrawn, read_opening
+from detcompile.serving.receipts.envelope import Envelope, payload_of, read_answer, unsealed
 from detcompile.serving.receipts.keys import VerifyKey, read_verify_key
 from detcompile.serving.receipts.receipt import Receipt, decode_receipt
 from detcompile.serving.receipts.replay import CHUNK, replay
 from detcompile.serving.receipts.verdict import Verdict, differs
+from detcompile.serving.tokenizer_pool import TokenizerPool
 
 __all__ = ["UNREADABLE", "command", "model_name"]
 
@@ -41,12 +47,16 @@ def command(
 ) -> None:
     """Run a receipt's answers again, all positions at once; exit 1: differs, 2: other model, 3: bad file."""
     try:
-        envelope, verify_key, hidden = _read(receipt, key, opening)
+        envelope, answer, verify_key, hidden = _read(receipt, key, opening)
         found = decode_receipt(payload_of(envelope))
         fault = None if verify_key is None else unsealed(envelope, verify_key)
         if fault is None:
             compiled = compile_model(loading.spec(model_name(found, model), random), tp)
-            verdict = replay(compiled, envelope, key=verify_key, chunk=chunk, decode=decode, opening=hidden)
+            compare = functools.partial(_compare, answer, envelope, compiled, hidden) if answer else None
+            verdict = replay(
+                compiled, envelope, key=verify_key, chunk=chunk, decode=decode, opening=hidden, compare=compare
+            )
+            verdict.uncovered = uncovered(answer) if answer else []
         else:
             verdict = differs("signatures", fault, signature="invalid")
     except DetcompileError as error:
@@ -67,13 +77,34 @@ def model_name(receipt: Receipt, given: str | None) -> str:
     return receipt.model if given is None else given
 
 
-def _read(receipt: Path, key: Path | None, opening: Path | None) -> tuple[Envelope, VerifyKey | None, Opening | None]:
+def _compare(
+    answer: dict[str, Any],
+    envelope: Envelope,
+    model: CompiledModel,
+    opening: Opening | None,
+    receipt: Receipt,
+    redrawn: Sequence[Redrawn],
+) -> Verdict | None:
+    """Return what differs between a whole answer and what was drawn; None where nothing does."""
+    texts = TokenizerPool(hello_of(model, EngineConfig(), 0, receipt.model, {}))
+    grammar = None if opening is None else opening.grammar
     try:
-        envelope = read_envelope(receipt.read_bytes())
+        return answer_difference(answer, envelope, receipt, redrawn, texts, grammar)
+    finally:
+        texts.stop()
+
+
+def _read(
+    receipt: Path, key: Path | None, opening: Path | None
+) -> tuple[Envelope, dict[str, Any], VerifyKey | None, Opening | None]:
+    try:
+        envelope, answer = read_answer(receipt.read_bytes())
     except OSError as error:
         raise InvalidInput(f"{receipt} cannot be read: {error.strerror}") from error
+    if answer:
+        require_known(answer)
     hidden = None if opening is None else read_opening(opening)
-    return envelope, None if key is None else read_verify_key(key), hidden
+    return envelope, answer, None if key is None else read_verify_key(key), hidden
 
 
 def _lines(receipt: Receipt, verdict: Verdict) -> Iterator[str]:
@@ -83,6 +114,8 @@ def _lines(receipt: Receipt, verdict: Verdict) -> Iterator[str]:
     where = "" if verdict.prompt is None or not verdict.prompt else f"prompt {verdict.prompt}, "
     field = "" if verdict.field is None else f"{verdict.field}: "
     yield f"{verdict.outcome}: {field}{where}{verdict.message}"
+    if verdict.uncovered and verdict.outcome == "equal":
+        yield f"so are the answer's other fields, but for what no receipt covers: {', '.join(verdict.uncovered)}"
 
 
 def _part_lines(verdict: Verdict) -> Iterator[str]:

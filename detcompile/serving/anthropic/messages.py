@@ -14,13 +14,13 @@ from detcompile.serving.journal.job import Job
 from detcompile.serving.journal.jobs import Call
 from detcompile.serving.openai.chat import ask_chat
 from detcompile.serving.openai.messages import prompt_of
-from detcompile.serving.openai.reply import as_int64, headers_of
+from detcompile.serving.openai.reply import ReplyContext, as_int64, headers_of
 from detcompile.serving.openai.tools import ToolUse, in_family, tool_use
 from detcompile.serving.responses import JSON, Events, Whole
 from detcompile.serving.service import Service
 from detcompile.serving.tokenizer_pool import SampleText
 
-__all__ = ["count_tokens", "create_message"]
+__all__ = ["MessageReply", "count_tokens", "create_message"]
 
 
 async def create_message(service: Service, asked: MessagesRequest, call: Call) -> Response:
@@ -36,7 +36,7 @@ async def create_message(service: Service, asked: MessagesRequest, call: Call) -
     chat = chat_request(asked)
     use = tool_use(service, chat.tools, chat.tool_choice, chat.parallel_tool_calls)
     job = await service.jobs.job(call, functools.partial(ask_chat, service, chat, use, call.owner, "msg_"))
-    message = _Message(service, job, in_family(use, job.ask.family), with_receipt=bool(asked.receipt))
+    message = MessageReply(service, job, in_family(use, job.ask.family), with_receipt=bool(asked.receipt))
     if asked.stream:
         return Events(job.answers, call.reservation, message.headers, message.events(), last=b"")
     return Whole(job.answers, call.reservation, message.headers, message.whole)
@@ -57,14 +57,14 @@ async def count_tokens(service: Service, asked: CountTokensRequest, call: Call) 
     return Response(msgspec.json.encode({"input_tokens": len(ids)}), media_type=JSON)
 
 
-class _Message:
+class MessageReply:
     """The answer to a request, in one piece or as events.
 
     Attributes:
         headers: fields of HTTP that tell how to repeat it.
     """
 
-    def __init__(self, service: Service, job: Job, use: ToolUse | None, *, with_receipt: bool) -> None:
+    def __init__(self, service: ReplyContext, job: Job, use: ToolUse | None, *, with_receipt: bool) -> None:
         self._service = service
         self._job = job
         self._with_receipt = with_receipt

@@ -19,7 +19,7 @@ from detcompile.serving.openai.tools import Calls, ToolUse, in_family, tool_use
 from detcompile.serving.responses import Events, Whole
 from detcompile.serving.service import Service
 
-__all__ = ["ask_chat", "chat"]
+__all__ = ["ChatReply", "ask_chat", "chat"]
 
 
 async def chat(service: Service, asked: ChatRequest, call: Call) -> Response:
@@ -35,7 +35,7 @@ async def chat(service: Service, asked: ChatRequest, call: Call) -> Response:
     service.require_receipts(asked.receipt)
     use = tool_use(service, asked.tools, asked.tool_choice, asked.parallel_tool_calls)
     job = await service.jobs.job(call, functools.partial(ask_chat, service, asked, use, call.owner))
-    reply = _Chat(
+    reply = ChatReply(
         service,
         job,
         stream_options=asked.stream_options,
@@ -72,7 +72,7 @@ async def ask_chat(
     return Ask([prompt], params, asked.priority or 0, prefix, template, family=family)
 
 
-class _Chat(Reply):
+class ChatReply(Reply):
     """Choices with messages, or in a stream with deltas of them."""
 
     kind = "chat.completion"

@@ -20,7 +20,7 @@ from detcompile.serving.openai.schema import CompletionRequest
 from detcompile.serving.responses import Events, Whole
 from detcompile.serving.service import Service
 
-__all__ = ["complete"]
+__all__ = ["CompletionReply", "complete"]
 
 
 async def complete(service: Service, asked: CompletionRequest, call: Call) -> Response:
@@ -37,7 +37,7 @@ async def complete(service: Service, asked: CompletionRequest, call: Call) -> Re
     written = prompts_of(asked.prompt, "prompt")
     echo = [await _echoed(service, prompt, call.owner) for prompt in written] if asked.echo else None
     job = await service.jobs.job(call, functools.partial(_ask, service, asked, written, call.owner))
-    reply = _Completion(
+    reply = CompletionReply(
         service,
         job,
         stream_options=asked.stream_options,
@@ -75,7 +75,7 @@ async def _echoed(service: Service, prompt: str | list[int], owner: str) -> str:
         raise InvalidInput(f"prompt holds a token that is none: {error}") from error
 
 
-class _Completion(Reply):
+class CompletionReply(Reply):
     """Choices with text.
 
     Attributes:

@@ -14,10 +14,9 @@ from detcompile.serving.http_errors import FAULT, HTTPError, error_of
 from detcompile.serving.journal.job import Job
 from detcompile.serving.limiter import Reservation
 from detcompile.serving.openai.logprobs import chat_entry
-from detcompile.serving.openai.reply import AT_ONCE, as_int64, headers_of
+from detcompile.serving.openai.reply import AT_ONCE, ReplyContext, as_int64, headers_of
 from detcompile.serving.openai.response_output import ResponseOutput
 from detcompile.serving.openai.schema import Message
-from detcompile.serving.service import Service
 from detcompile.serving.tokenizer_pool import SampleText
 from detcompile.serving.tools.families import Family
 from detcompile.serving.tools.reader import Piece, Reader
@@ -37,6 +36,7 @@ class Recording:
         fields: what the response tells of its request.
         family: how calls of functions are written in it; None where there are none.
         messages: the conversation before it.
+        with_receipt: also give the receipt, once it has ended.
 
     Attributes:
         events: server-sent events, each with its place as its sequence number.
@@ -49,11 +49,13 @@ class Recording:
 
     def __init__(
         self,
-        service: Service,
+        service: ReplyContext,
         job: Job,
         fields: dict[str, Any],
         family: Family | None,
         messages: list[Message],
+        *,
+        with_receipt: bool = False,
     ) -> None:
         [answer] = job.answers
         self.name, self.owner = job.name, job.owner
@@ -66,6 +68,7 @@ class Recording:
         self._job = job
         self.answer: Answer = answer
         self._fields = fields
+        self._with_receipt = with_receipt
         self._status: Status = "in_progress"
         self._failure: dict[str, Any] | None = None
         self._incomplete: dict[str, Any] | None = None
@@ -123,6 +126,7 @@ class Recording:
     def response(self) -> dict[str, Any]:
         """The response as it stands."""
         answer = self.answer
+        issued = self._job.issued if self._with_receipt and self.ended is not None else None
         return {
             "id": self.name,
             "object": "response",
@@ -137,6 +141,7 @@ class Recording:
             "seed": as_int64(answer.params.seed or 0),
             "usage": None if self.ended is None else _usage(answer),
             **self._fields,
+            **({} if issued is None else {"receipt": issued.envelope}),
         }
 
     async def _record(self) -> None:

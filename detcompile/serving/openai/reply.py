@@ -4,7 +4,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -13,14 +13,26 @@ from detcompile.serving.engines.protocol import Token
 from detcompile.serving.journal.cursor import Cursor
 from detcompile.serving.journal.job import Job
 from detcompile.serving.openai.schema import StreamOptions
+from detcompile.serving.receipts.issuer import Issued
 from detcompile.serving.responses import event
-from detcompile.serving.service import Service
-from detcompile.serving.tokenizer_pool import SampleText
+from detcompile.serving.tokenizer_pool import SampleText, TokenizerPool
 
-__all__ = ["AT_ONCE", "Reply", "as_int64", "headers_of"]
+__all__ = ["AT_ONCE", "Reply", "ReplyContext", "as_int64", "headers_of"]
 
 AT_ONCE = 64  # tokens that are read before others have their turn
 NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+class ReplyContext(Protocol):
+    """What a reply needs of the service."""
+
+    texts: TokenizerPool
+
+    async def issue(self, job: Job) -> Issued | None:
+        """Return the receipt of a job whose answers have ended; None where there is none."""
+
+    def release(self, answers: Sequence[Answer]) -> None:
+        """Cancel those that have not ended."""
 
 
 class Reply(ABC):
@@ -44,7 +56,7 @@ class Reply(ABC):
 
     def __init__(
         self,
-        service: Service,
+        service: ReplyContext,
         job: Job,
         *,
         stream_options: StreamOptions | None = None,

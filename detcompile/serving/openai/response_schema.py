@@ -112,6 +112,7 @@ class ResponsesRequest(ResponseFields, kw_only=True):
     stop_token_ids: list[TokenId] | None = None
     logit_bias: dict[str, float] | None = None
     priority: Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)] | None = None
+    receipt: bool | None = None
 
 
 SAME = (

@@ -21,7 +21,7 @@ from detcompile.serving.openai.tools import ToolUse, in_family, tool_use
 from detcompile.serving.responses import JSON, Events, Whole
 from detcompile.serving.service import Service
 
-__all__ = ["RESPONSES", "cancelled_response", "count_input", "dropped_response", "kept_response", "respond"]
+__all__ = ["RESPONSES", "TOLD", "cancelled_response", "count_input", "dropped_response", "kept_response", "respond"]
 
 RESPONSES = "/v1/responses"  # the path
 TOLD: tuple[tuple[str, Any], ...] = (  # fields that a response repeats of its request, and what they are by default
@@ -47,6 +47,7 @@ async def respond(service: Service, asked: ResponsesRequest, call: Call) -> Resp
     service.require_ready()
     service.require_model(asked.model)
     service.require_causal()
+    service.require_receipts(asked.receipt)
     background, keeps = bool(asked.background), asked.store is not False
     if background and not keeps:
         raise HTTPError(400, "background needs store: nobody could ask for the response", param="background")
@@ -148,7 +149,9 @@ async def _recorded(
     use, params = in_family(use, job.ask.family), job.ask.params
     told = _told(asked) | {name: getattr(params, name) for name in DRAWN_WITH}
     messages = chat.messages[asked.instructions is not None :]
-    recording = Recording(service, job, told, None if use is None else use.family, messages)
+    recording = Recording(
+        service, job, told, None if use is None else use.family, messages, with_receipt=bool(asked.receipt)
+    )
     call.reservation.move_to(recording.reservation)
     call.held.move_to(recording.reservation)
     recording.num_bytes += len(call.body) + len(job.ask.before)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import msgspec
 
@@ -20,11 +20,29 @@ from detcompile.serving.receipts.receipt import (
     recorded,
     recorded_sample,
 )
+from detcompile.serving.receipts.teacher_forcing import PlainLogprobs
 from detcompile.serving.receipts.verdict import Verdict, differs
 
-__all__ = ["Opening", "decoded_prompts", "opened", "read_opening", "recorded_prompt"]
+__all__ = ["Opening", "Redrawn", "RedrawnSample", "redraw", "opened", "read_opening", "recorded_prompt", "redrawn_of"]
 
 WANTED = 'give JSON: {"salt": "hex of X-Detcompile-Receipt-Salt", "prompts": [[token ids]], "grammar": source if any}'
+
+
+class RedrawnSample(NamedTuple):
+    """One sample that a replay drew, equal to the receipt's."""
+
+    token_ids: list[int]
+    logprobs: list[PlainLogprobs] | None  # None where none were asked for
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+class Redrawn(NamedTuple):
+    """A prompt of a receipt, and the samples that a replay drew for it."""
+
+    token_ids: list[int]
+    logprobs: list[PlainLogprobs | None]  # of the prompt's tokens; empty where none were asked for
+    samples: list[RedrawnSample]
 
 
 class Opening(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -85,20 +103,15 @@ def opened(receipt: Receipt, opening: Opening | None) -> list[list[int]] | Verdi
     return differs("prompts", "the salt or the prompts are not those of this receipt", prompt=at)
 
 
-def decoded_prompts(
+def redraw(
     model: CompiledModel,
     receipt: Receipt,
     prompts: Sequence[list[int]],
-    salt: bytes | None,
-    *,
-    has_text: bool,
     grammar: str | None = None,
-) -> list[Prompt]:
-    """The receipt's prompts with answers that are made now.
+) -> list[RequestOutput]:
+    """Return answers to the receipt's prompts that are made now.
 
     Args:
-        salt: hides them as the receipt's are; None where these are plain.
-        has_text: whether the model has a tokenizer.
         grammar: source of the grammar, where the receipt has a hash of it.
 
     Raises:
@@ -112,26 +125,43 @@ def decoded_prompts(
     for output in outputs:
         if output.error is not None:
             raise output.error
-    return [recorded_prompt(output, ids, salt, has_text) for output, ids in zip(outputs, prompts)]
+    return outputs
 
 
 def recorded_prompt(output: RequestOutput, token_ids: list[int], salt: bytes | None, has_text: bool) -> Prompt:
-    """A prompt as a receipt has it, of an engine's output; ``salt`` and ``has_text`` as above."""
-    known = output.prompt_logprobs
+    """Return a prompt as a receipt has it, of an engine's output.
+
+    Args:
+        salt: hides it as the receipt's are; None where these are plain.
+        has_text: whether the model has a tokenizer.
+    """
+    redrawn = redrawn_of(output, token_ids)
     samples: list[Sample] = []
-    for own in output.outputs:
-        reasons = (own.finish_reason, own.stop_reason)
-        logprobs = None if own.logprobs is None else [_plain(entry) for entry in own.logprobs]
-        samples.append(
-            recorded_sample(own.index, own.token_ids, reasons, own.text if has_text else None, logprobs, salt)
-        )
-    of_prompt = None if known is None else [None if entry is None else _plain(entry) for entry in known]
+    for own, sample in zip(output.outputs, redrawn.samples):
+        reasons = (sample.finish_reason, sample.stop_reason)
+        text = own.text if has_text else None
+        samples.append(recorded_sample(own.index, sample.token_ids, reasons, text, sample.logprobs, salt))
     return Prompt(
         token_ids=recorded(token_ids, salt),
-        logprobs=None if of_prompt is None else commitment(of_prompt, salt or b""),
+        logprobs=None if output.prompt_logprobs is None else commitment(redrawn.logprobs, salt or b""),
         samples=samples,
     )
 
 
-def _plain(entry: Logprobs) -> list[Any]:
-    return [entry.token_id, entry.logprob, list(entry.top.items())]
+def redrawn_of(output: RequestOutput, token_ids: list[int]) -> Redrawn:
+    """Return what an engine drew for a prompt."""
+    of_prompt = [None if entry is None else _plain(entry) for entry in output.prompt_logprobs or ()]
+    samples = [
+        RedrawnSample(
+            own.token_ids,
+            None if own.logprobs is None else [_plain(entry) for entry in own.logprobs],
+            own.finish_reason,
+            own.stop_reason,
+        )
+        for own in output.outputs
+    ]
+    return Redrawn(token_ids, of_prompt, samples)
+
+
+def _plain(entry: Logprobs) -> PlainLogprobs:
+    return entry.token_id, entry.logprob, list(entry.top.items())

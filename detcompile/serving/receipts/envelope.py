@@ -10,7 +10,17 @@ import msgspec
 from detcompile.errors import InvalidInput
 from detcompile.serving.receipts.keys import SigningKey, VerifyKey
 
-__all__ = ["Envelope", "PAYLOAD_TYPE", "Signature", "payload_digest", "payload_of", "read_envelope", "seal", "unsealed"]
+__all__ = [
+    "Envelope",
+    "PAYLOAD_TYPE",
+    "Signature",
+    "payload_digest",
+    "payload_of",
+    "read_answer",
+    "read_envelope",
+    "seal",
+    "unsealed",
+]
 
 PAYLOAD_TYPE = "application/vnd.detcompile.receipt+json"
 WANTED = "give an envelope: `payloadType`, `payload` and `signatures`, or an answer that has one as `receipt`"
@@ -29,12 +39,6 @@ class Envelope(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     payloadType: str
     payload: str
     signatures: list[Signature]
-
-
-class _Answer(msgspec.Struct):
-    """An answer of the server, of which the receipt alone is read."""
-
-    receipt: Envelope
 
 
 def seal(payload: bytes, key: SigningKey | None) -> Envelope:
@@ -84,11 +88,21 @@ def read_envelope(data: bytes) -> Envelope:
     Raises:
         InvalidInput: neither.
     """
+    return read_answer(data)[0]
+
+
+def read_answer(data: bytes) -> tuple[Envelope, dict[str, Any]]:
+    """Return an envelope from JSON, and the other fields of the answer that it came with, if it came with one.
+
+    Raises:
+        InvalidInput: neither an envelope nor an answer with one.
+    """
     try:
         head: Any = msgspec.json.decode(data)
         if isinstance(head, dict) and "receipt" in head:
-            return msgspec.json.decode(data, type=_Answer).receipt
-        return msgspec.json.decode(data, type=Envelope)
+            receipt = msgspec.convert(head.pop("receipt"), Envelope)
+            return receipt, head
+        return msgspec.convert(head, Envelope), {}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidInput(f"this is no receipt: {error}; {WANTED}") from error
 

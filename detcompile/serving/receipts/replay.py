@@ -1,7 +1,7 @@
 """Replay: a receipt's answers against a model, by one teacher-forced pass and the sampler over each position of it."""
 
 import itertools
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
 from detcompile.errors import InvalidInput
 from detcompile.models.compiled import CompiledModel
@@ -10,7 +10,15 @@ from detcompile.runtime.requests.admission import Admission
 from detcompile.runtime.requests.request import Request
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.serving.plain_tokenizer import plain_tokenizer, tokenizer_digest
-from detcompile.serving.receipts.decoding import Opening, decoded_prompts, opened
+from detcompile.serving.receipts.decoding import (
+    Opening,
+    Redrawn,
+    RedrawnSample,
+    opened,
+    recorded_prompt,
+    redraw,
+    redrawn_of,
+)
 from detcompile.serving.receipts.envelope import Envelope, payload_of, unsealed
 from detcompile.serving.receipts.keys import VerifyKey
 from detcompile.serving.receipts.receipt import (
@@ -41,6 +49,7 @@ def replay(
     chunk: int = CHUNK,
     decode: bool = False,
     opening: Opening | None = None,
+    compare: Callable[[Receipt, Sequence[Redrawn]], Verdict | None] | None = None,
 ) -> Verdict:
     """The verdict on an envelope's receipt.
 
@@ -50,6 +59,7 @@ def replay(
         chunk: tokens of a step at most; it cannot change a bit.
         decode: make the answers again token by token, in place of the one pass.
         opening: salt and prompts of a receipt of hashes, which is decoded then.
+        compare: compares something else with what was drawn, where that equals the receipt; returns what differs.
 
     Raises:
         InvalidInput: no receipt, one that no server gives, or one of hashes without its opening.
@@ -61,6 +71,8 @@ def replay(
     replayer = Replayer(model, chunk=chunk)
     again = decode or opening is not None
     verdict = replayer.decode(receipt, opening) if again else replayer.check(receipt)
+    if compare is not None and verdict.outcome == "equal":
+        verdict = compare(receipt, replayer.redrawn) or verdict
     verdict.signature = "unchecked" if key is None else "valid"
     return verdict
 
@@ -71,6 +83,9 @@ class Replayer:
     Args:
         chunk: tokens of a step at most.
         parts: the model's fingerprint_parts, where they are known already.
+
+    Attributes:
+        redrawn: what was drawn for each prompt of the newest receipt that was equal.
     """
 
     def __init__(self, model: CompiledModel, *, chunk: int = CHUNK, parts: Mapping[str, str] | None = None) -> None:
@@ -78,6 +93,7 @@ class Replayer:
             raise InvalidInput(f"chunk {chunk} must be at least 1 token")
         self._model = model
         self._chunk = chunk
+        self.redrawn: list[Redrawn] = []
         own = model.fingerprint_parts if parts is None else parts
         self._parts = {name: str(part) for name, part in own.items()}  # torch compares its version as numbers
         tokenizer, facts = model.tokenizer, model.facts
@@ -100,6 +116,7 @@ class Replayer:
         if apart is not None:
             return apart
         params = params_of(receipt)
+        self.redrawn = []
         num_tokens = 0
         for number, prompt in enumerate(receipt.prompts):
             verdict = yield from self._check(prompt, params)
@@ -135,12 +152,14 @@ class Replayer:
             return prompts
         salt = None if receipt.level == "tokens" or opening is None else opening.salt_bytes
         source, has_text = None if opening is None else opening.grammar, self._tokenizer is not None
-        made = decoded_prompts(self._model, receipt, prompts, salt, has_text=has_text, grammar=source)
+        outputs = redraw(self._model, receipt, prompts, source)
+        made = [recorded_prompt(output, ids, salt, has_text) for output, ids in zip(outputs, prompts)]
         for number, (given, found) in enumerate(zip(receipt.prompts, made)):
             verdict = _prompt_difference(given, found)
             if verdict is not None:
                 verdict.prompt = number
                 return verdict
+        self.redrawn = [redrawn_of(output, ids) for output, ids in zip(outputs, prompts)]
         num_samples = sum(len(prompt.samples) for prompt in made)
         return Verdict(outcome="equal", message=f"all {num_samples} answers came out again")
 
@@ -169,7 +188,16 @@ class Replayer:
             yield
         if params.prompt_logprobs is not None and prompt.logprobs != commitment(of_prompt):
             return differs("prompt_logprobs", OTHER_LOGPROBS, expected=prompt.logprobs, found=commitment(of_prompt))
-        return (yield from self._read(prompt, request, answers, logprobs))
+        verdict = yield from self._read(prompt, request, answers, logprobs)
+        if verdict.outcome == "equal":
+            kept = logprobs if params.logprobs is not None else [None] * len(answers)
+            samples = [
+                RedrawnSample(tokens, known, given.finish_reason, given.stop_reason)
+                for given, tokens, known in zip(prompt.samples, answers, kept)
+            ]
+            of_prompt = [] if params.prompt_logprobs is None else of_prompt
+            self.redrawn.append(Redrawn(prompt.token_ids, of_prompt, samples))
+        return verdict
 
     def _misshapen(self, prompt: Prompt, request: Request, answers: Sequence[list[int]]) -> Verdict | None:
         """What no answer to this request can be; None where it may be one."""

@@ -25,6 +25,7 @@ class Verdict(msgspec.Struct, kw_only=True):
         parts: each part of the fingerprint that differs, with the receipt's value and the one here, where the outcome
             is "incomparable".
         num_tokens: drawn tokens that were compared and equal.
+        uncovered: fields of a whole answer that its receipt says nothing of, where one was compared.
         signature: "valid", "invalid" with what is wrong in ``message``, or "unchecked" without a key to check by.
     """
 
@@ -38,6 +39,7 @@ class Verdict(msgspec.Struct, kw_only=True):
     found: Any = None
     parts: list[tuple[str, str | None, str | None]] = []
     num_tokens: int = 0
+    uncovered: list[str] = []
     signature: Literal["valid", "invalid", "unchecked"] = "unchecked"
 
     @property

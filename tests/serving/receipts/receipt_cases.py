@@ -1,15 +1,22 @@
 """Requests of mixed parameters, and receipts that somebody changed and sealed again."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from detcompile.commands.receipts.whole_answers import answer_difference
 from detcompile.digests import fingerprint
+from detcompile.models.compiled import CompiledModel
 from detcompile.runtime.grammars.compiler import masks_version
-from detcompile.serving.receipts.envelope import Envelope, payload_of, seal
+from detcompile.serving.receipts.decoding import Opening, Redrawn
+from detcompile.serving.receipts.envelope import Envelope, payload_of, read_answer, seal
 from detcompile.serving.receipts.keys import SigningKey
+from detcompile.serving.receipts.receipt import Receipt
+from detcompile.serving.receipts.replay import replay
+from detcompile.serving.receipts.verdict import Verdict
+from detcompile.serving.tokenizer_pool import TokenizerPool
 
-__all__ = ["REQUESTS", "TAMPERINGS", "Tampering", "changed"]
+__all__ = ["REQUESTS", "TAMPERINGS", "Tampering", "changed", "comparison"]
 
 PROMPT = "def add(a, b):"
 REQUESTS: dict[str, dict[str, Any]] = {
@@ -128,3 +135,18 @@ TAMPERINGS: dict[str, Tampering] = {
     "another library of grammars": Tampering(_grammar("zz*", "0.1"), "llguidance", "incomparable"),
     "another tokenizer": Tampering(lambda p: p["served"].update(tokenizer=OTHER), "tokenizer", "incomparable"),
 }
+
+
+def comparison(
+    data: bytes, model: CompiledModel, texts: TokenizerPool, opening: Opening | None = None
+) -> tuple[dict[str, Any], Callable[[dict[str, Any]], Verdict | None]]:
+    """The fields of an answer, and what compares others with its receipt, which is replayed once."""
+    envelope, fields = read_answer(data)
+    compare: list[Callable[[dict[str, Any]], Verdict | None]] = []
+
+    def keep(receipt: Receipt, redrawn: Sequence[Redrawn]) -> None:
+        compare.append(lambda changed: answer_difference(changed, envelope, receipt, redrawn, texts))
+
+    verdict = replay(model, envelope, opening=opening, compare=keep)
+    assert verdict.outcome == "equal", verdict
+    return fields, compare[0]

@@ -62,6 +62,13 @@ def test_an_answer_is_replayed(answer: Path, folder: Path, tmp_path: Path) -> No
     found = json.loads(run("replay", answer, "tiny", "--json", "--chunk", "5").stdout)
     assert (found["outcome"], found["num_tokens"], found["signature"]) == ("equal", 24, "unchecked")
     assert run("replay", answer, "--decode").returncode == 0
+    assert "but for what no receipt covers: usage.prompt_tokens_details.cached_tokens" in done.stdout
+    forged = json.loads(answer.read_bytes())
+    forged["choices"][1]["text"] = "another text"
+    (tmp_path / "forged.json").write_text(json.dumps(forged))
+    done = run("replay", tmp_path / "forged.json", "--key", folder / "key.pub")
+    assert done.returncode == 1 and "differs: answer.choices[1].text: " in done.stdout
+    assert "signature valid" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -91,9 +98,12 @@ def test_what_cannot_be_read_has_a_code_of_its_own(answer: Path, tmp_path: Path)
     (tmp_path / "none.json").write_text("{}")
     archive = changed(read_envelope(answer.read_bytes()), lambda p: p.update(model="model.pt2"), None)
     (tmp_path / "archive.json").write_bytes(msgspec.json.encode(archive))
+    other = {"receipt": json.loads(answer.read_bytes())["receipt"], "text": "x"}
+    (tmp_path / "other.json").write_text(json.dumps(other))
     for arguments, said in (
         (["none.json"], "this is no receipt"),
         (["missing.json"], "cannot be read"),
+        (["other.json"], "which is no answer of"),
         (["archive.json"], "which holds code: name it as MODEL"),
         ([answer, "--key", answer], "holds no public key"),
         ([answer, "--opening", answer], "holds no opening"),

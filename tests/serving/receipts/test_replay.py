@@ -14,16 +14,18 @@ from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.requests.request import Request
 from detcompile.runtime.sampling.sampler import SamplingParams
 from detcompile.runtime.speculation.speculator import SpeculationConfig
+from detcompile.serving.engines.engine_process import hello_of
 from detcompile.serving.plain_tokenizer import plain_tokenizer, tokenizer_digest
 from detcompile.serving.receipts.decoding import Opening, recorded_prompt
 from detcompile.serving.receipts.envelope import Envelope, payload_digest, payload_of, read_envelope, seal
 from detcompile.serving.receipts.keys import SigningKey, read_signing_key, read_verify_key, write_key_pair
 from detcompile.serving.receipts.receipt import Receipt, Served, decode_receipt, encode_receipt, written_params
 from detcompile.serving.receipts.replay import Replayer, replay
+from detcompile.serving.tokenizer_pool import TokenizerPool
 from tests.exhaustive import EXHAUSTIVE
 from tests.model_cases import compiled
 from tests.serving.conftest import Server, started
-from tests.serving.receipts.receipt_cases import PROMPT, REQUESTS, TAMPERINGS, changed
+from tests.serving.receipts.receipt_cases import PROMPT, REQUESTS, TAMPERINGS, changed, comparison
 
 BASE = {"model": "tiny", "prompt": PROMPT, "max_tokens": 20, "seed": 5, "receipt": True}
 JSON = {"Content-Type": "application/json"}
@@ -276,6 +278,11 @@ def test_a_receipt_of_hashes_shows_nothing_and_opens_for_its_owner(folder: Path,
     salt = answer.headers["x-detcompile-receipt-salt"]
     opening = Opening(salt=salt, prompts=[[322, 1248, 925]])
     assert replay(model, envelope, opening=opening).outcome == "equal"
+    texts = TokenizerPool(hello_of(model, EngineConfig(), 0, "", {}))
+    fields, compare = comparison(answer.content, model, texts, opening)
+    assert compare(fields) is None
+    fields["choices"][1]["logprobs"]["token_logprobs"][7] -= 1e-6
+    assert compare(fields).field == "answer.choices[1].logprobs.token_logprobs[7]"
     assert replay(model, same, opening=opening).field == "prompts"
     assert replay(model, envelope, opening=Opening(salt=salt, prompts=[[322, 1248, 926]])).field == "prompts"
     salt = guided.headers["x-detcompile-receipt-salt"]

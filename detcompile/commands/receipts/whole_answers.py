@@ -1,0 +1,234 @@
+"""Whole answers: what a saved answer says beside its receipt, compared with what a replay drew.
+
+The answer is made again by the code that served it, from what the replay drew, and compared field by field.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from detcompile.errors import InvalidInput
+from detcompile.serving.anthropic.messages import MessageReply
+from detcompile.serving.engines.answers import Answer
+from detcompile.serving.engines.notices import News
+from detcompile.serving.engines.protocol import Delta, SampleDelta, Token
+from detcompile.serving.journal.job import Ask, Job, ServedModel
+from detcompile.serving.openai.chat import ChatReply
+from detcompile.serving.openai.completions import CompletionReply
+from detcompile.serving.openai.recording import Recording
+from detcompile.serving.openai.responses import TOLD
+from detcompile.serving.openai.tools import ToolUse
+from detcompile.serving.receipts.decoding import Redrawn
+from detcompile.serving.receipts.envelope import Envelope, payload_digest
+from detcompile.serving.receipts.issuer import Issued
+from detcompile.serving.receipts.receipt import Receipt, params_of
+from detcompile.serving.receipts.verdict import Verdict, differs
+from detcompile.serving.tokenizer_pool import TokenizerPool
+from detcompile.serving.tools.families import FAMILIES
+
+__all__ = ["answer_difference", "require_known", "uncovered"]
+
+Fields = Mapping[str, Any]  # of an answer's JSON
+# How a request read calls is no part of its receipt: an answer is right if one way of reading the text makes it.
+USES = [None, *(ToolUse(family, (), None, named) for family in FAMILIES.values() for named in (False, True))]
+REPEATED = (*(name for name, _ in TOLD), "text", "truncation")  # fields that a response repeats of its request
+CACHED = {  # where an answer counts the prompt's tokens that were cached
+    "text_completion": ("usage", "prompt_tokens_details", "cached_tokens"),
+    "chat.completion": ("usage", "prompt_tokens_details", "cached_tokens"),
+    "chat.completion.chunk": ("usage", "prompt_tokens_details", "cached_tokens"),
+    "response": ("usage", "input_tokens_details", "cached_tokens"),
+    "message": ("usage", "cache_read_input_tokens"),
+}
+
+
+def require_known(fields: Fields) -> None:
+    """Refuse what no route answers with.
+
+    Raises:
+        InvalidInput: what the file holds beside its receipt cannot be compared.
+    """
+    if _kind(fields) not in CACHED:
+        raise InvalidInput(
+            f"beside the receipt are {', '.join(fields)[:200]}, which is no answer of /v1/completions,"
+            " /v1/chat/completions, /v1/responses or /v1/messages: give the answer as it came, or the receipt alone"
+        )
+
+
+def uncovered(fields: Fields) -> list[str]:
+    """Return the paths of an answer's fields that its receipt says nothing of."""
+    found = [".".join(CACHED[_kind(fields)])] if _at(fields, CACHED[_kind(fields)]) is not None else []
+    return found + ([name for name in REPEATED if name in fields] if _kind(fields) == "response" else [])
+
+
+def answer_difference(
+    fields: Fields,
+    envelope: Envelope,
+    receipt: Receipt,
+    redrawn: Sequence[Redrawn],
+    texts: TokenizerPool,
+    grammar: str | None = None,
+) -> Verdict | None:
+    """Return the first field in which an answer is not what its receipt makes of it; None where none is.
+
+    Args:
+        fields: the answer without its receipt.
+        redrawn: what a replay drew, equal to the receipt.
+        texts: the model's tokenizer.
+        grammar: the grammar's source, where the receipt has a hash of it.
+    """
+    return asyncio.run(_difference(fields, _job(fields, envelope, receipt, redrawn, grammar), _Context(texts)))
+
+
+class _Context:
+    """A ReplyContext without engines: its jobs have their receipts."""
+
+    def __init__(self, texts: TokenizerPool) -> None:
+        self.texts = texts
+
+    async def issue(self, job: Job) -> Issued | None:
+        return job.issued
+
+    def release(self, answers: Sequence[Answer]) -> None:
+        assert all(answer.finished for answer in answers)
+
+
+def _kind(fields: Fields) -> str:
+    return str(fields.get("object", fields.get("type")))
+
+
+def _at(fields: Any, path: Sequence[str]) -> Any:
+    for name in path:
+        fields = fields.get(name) if isinstance(fields, dict) else None
+    return fields
+
+
+def _job(fields: Fields, envelope: Envelope, receipt: Receipt, redrawn: Sequence[Redrawn], grammar: str | None) -> Job:
+    """Return the request that the receipt is of, with its answers."""
+    params = params_of(receipt, grammar)
+    answers = [Answer("", prompt.token_ids, params, News()) for prompt in redrawn]
+    for answer, prompt in zip(answers, redrawn):
+        samples = [
+            SampleDelta(index, own.token_ids, _tokens(own.logprobs), own.finish_reason, own.stop_reason)
+            for index, own in enumerate(prompt.samples)
+        ]
+        answer.extend(Delta("", samples, True, _tokens(prompt.logprobs), None, 0, None))
+    cached = _at(fields, CACHED[_kind(fields)])
+    if isinstance(cached, int) and 0 <= cached <= sum(len(answer.prompt_ids) for answer in answers):
+        answers[0].num_cached_tokens = cached
+    ask = Ask([answer.prompt_ids for answer in answers], params, 0, "")
+    model = ServedModel(receipt.model, receipt.fingerprint, receipt.fingerprint_parts)
+    job = Job(ask, answers, None, model, name=receipt.id, created=receipt.created, restored=True)
+    job.issued = Issued(envelope, payload_digest(envelope))
+    return job
+
+
+def _tokens(logprobs: Sequence[Any] | None) -> list[Any] | None:
+    return None if logprobs is None else [None if entry is None else Token(*entry) for entry in logprobs]
+
+
+async def _difference(fields: Fields, job: Job, context: _Context) -> Verdict | None:
+    """Return the first difference from the way of reading calls that has the fewest."""
+    closest: list[tuple[str, Any, Any]] | None = None
+    async for rendered in RENDERINGS[_kind(fields)](fields, job, context):
+        plain = msgspec.json.decode(msgspec.json.encode(rendered))
+        plain.pop("receipt")
+        if fields.get("choices") == []:  # a stream's last event: it has no choices, and usage where it was asked for
+            plain = {name: value for name, value in plain.items() if name in fields}
+            plain |= {"object": fields["object"], "choices": []}
+        found = list(_differences(fields, plain))
+        if not found:
+            return None
+        closest = found if closest is None or len(found) < len(closest) else closest
+    assert closest is not None
+    path, given, expected = closest[0]
+    said = f"{path} of the answer is {_short(given)}, and its receipt makes it {_short(expected)}"
+    return differs(f"answer.{path}", said, expected=expected, found=given)
+
+
+def _differences(given: Any, expected: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield path and values of what differs. A field that is null says nothing, as one that is not there."""
+    if isinstance(given, dict) and isinstance(expected, dict):
+        for name in [*expected, *(name for name in given if name not in expected)]:
+            yield from _differences(given.get(name), expected.get(name), f"{path}.{name}" if path else name)
+    elif isinstance(given, list) and isinstance(expected, list) and len(given) == len(expected):
+        for index, pair in enumerate(zip(given, expected)):
+            yield from _differences(*pair, f"{path}[{index}]")
+    elif isinstance(given, bool) != isinstance(expected, bool) or given != expected:
+        yield path, given, expected
+
+
+def _short(value: Any) -> str:
+    return f"{value!r:.100}"
+
+
+async def _completions(fields: Fields, job: Job, context: _Context) -> AsyncIterator[dict[str, Any]]:
+    params = job.ask.params
+    hidden = params.max_tokens == 1 and _at(fields, ("usage", "completion_tokens")) == 0  # a prompt that was scored
+    options = {"with_ids": _shows_ids(fields), "with_receipt": True, "hidden": hidden}
+    rendered = await CompletionReply(context, job, **options).whole()
+    echo = await _echo(fields, msgspec.json.decode(msgspec.json.encode(rendered["choices"])), job, context.texts)
+    if echo is None:
+        yield rendered
+    else:
+        reply = CompletionReply(context, job, **options)
+        reply.echo = echo
+        yield await reply.whole()
+
+
+async def _echo(fields: Fields, choices: Sequence[Fields], job: Job, texts: TokenizerPool) -> list[str] | None:
+    """Return what stands before the text of each prompt's first choice, or should; None for answers without echo."""
+    params, shown = job.ask.params, fields.get("choices")
+    beginnings: list[str] = []
+    for place in range(0, len(choices), params.n):
+        text = _at(shown[place], ("text",)) if isinstance(shown, list) and place < len(shown) else None
+        drawn = choices[place]["text"]
+        beginnings.append(text.removesuffix(drawn) if isinstance(text, str) and text.endswith(drawn) else "")
+    if params.prompt_logprobs is None and not any(beginnings):
+        return None
+    return [await _prompt_text(*pair, texts) for pair in zip(beginnings, job.ask.prompts)]
+
+
+async def _prompt_text(text: str, token_ids: list[int], texts: TokenizerPool) -> str:
+    """Return a text if it is that of a prompt, as its client wrote it; else the text of the prompt's tokens."""
+    if not texts.present:
+        return ""
+    read = [await texts.encode(text, add_special_tokens=special) for special in (True, False)]
+    return text if token_ids in read else await texts.text_of(token_ids)
+
+
+async def _chats(fields: Fields, job: Job, context: _Context) -> AsyncIterator[dict[str, Any]]:
+    for use in USES:
+        reply = ChatReply(context, job, with_ids=_shows_ids(fields), with_receipt=True)
+        reply.use = use
+        yield await reply.whole()
+
+
+async def _messages(fields: Fields, job: Job, context: _Context) -> AsyncIterator[dict[str, Any]]:
+    for use in USES:
+        yield await MessageReply(context, job, use, with_receipt=True).whole()
+
+
+async def _responses(fields: Fields, job: Job, context: _Context) -> AsyncIterator[dict[str, Any]]:
+    params = job.ask.params
+    repeated = {name: fields[name] for name in REPEATED if name in fields}
+    repeated |= {"temperature": params.temperature, "top_p": params.top_p}
+    for use in USES:
+        recording = Recording(context, job, repeated, None if use is None else use.family, [], with_receipt=True)
+        await recording.settled()
+        yield recording.response()
+
+
+def _shows_ids(fields: Fields) -> bool:
+    choices = fields.get("choices")
+    return isinstance(choices, list) and any(isinstance(own, dict) and "token_ids" in own for own in choices)
+
+
+RENDERINGS: dict[str, Callable[[Fields, Job, _Context], AsyncIterator[dict[str, Any]]]] = {
+    "text_completion": _completions,
+    "chat.completion": _chats,
+    "chat.completion.chunk": _chats,
+    "response": _responses,
+    "message": _messages,
+}

@@ -118,7 +118,7 @@ class _Pooling(CertifiedModel):
         text, token_ids = prompt if isinstance(prompt, str) else None, None
         if isinstance(prompt, (Mapping, Encoding)):
             try:
-                text, token_ids = read_prompt(prompt)
+                text, token_ids, _ = read_prompt(prompt)
             except InvalidInput as error:
                 raise InvalidInput(f"prompt {index}: {error}") from error
             _require_one_type(prompt.get("token_type_ids") if isinstance(prompt, Mapping) else prompt.type_ids)

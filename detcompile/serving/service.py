@@ -1,6 +1,7 @@
 """Service: what all routes share. It admits requests, has them answered, and knows whether the server is ready."""
 
 import functools
+import hashlib
 import time
 from collections.abc import Callable, Sequence, Sized
 from itertools import count
@@ -219,7 +220,8 @@ class Service:
         self.require_ready()
         self.limiter.require(owner, len(prompts) * params.n, [len(prompt) for prompt in prompts])
         news = News()
-        answers = [Answer(f"{next(self._numbers)}", prompt, params, news, asked.priority) for prompt in prompts]
+        salt = _cache_salt(owner, asked.cache_salt)
+        answers = [Answer(f"{next(self._numbers)}", prompt, params, news, asked.priority, salt) for prompt in prompts]
         self._add(answers, owner, reservation)
         return answers
 
@@ -310,6 +312,7 @@ class Service:
             raise HTTPError(400, CLIENT_LEFT)
         reservation.add(functools.partial(self.release, answers))
         for answer in answers:
+            answer.owner = owner
             self.open[answer.request_id] = answer
             self._slots[answer.request_id] = self.limiter.take(owner, answer.params.n, len(answer.prompt_ids))
             self.deadlines.watch(answer)
@@ -323,3 +326,10 @@ class Service:
         self.metrics.progressed(answer, delta)
         if answer.first_token is not None and answer.request_id in self._slots:
             self._slots[answer.request_id].begin()
+
+
+def _cache_salt(owner: str, given: str) -> str:
+    """Return the salt of a request's cached prefixes, which its API key and its own cache_salt make; "" for neither."""
+    if not (owner or given):
+        return ""
+    return hashlib.sha256(f"{owner}:{given}".encode()).hexdigest()

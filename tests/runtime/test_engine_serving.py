@@ -97,6 +97,16 @@ def test_a_hit_ends_before_the_last_token(length, cached, device) -> None:
         assert after.num_queried_tokens - before.num_queried_tokens == length
 
 
+def test_a_cache_salt_hides_prefixes_and_moves_no_bit(device) -> None:
+    model = tiny_model(device)
+    engine = engine_of(model, config_of())
+    for salt, expected in ((None, 0), ("a", 0), ("b", 0), ("a", 48), (None, 48), ("\ud800", 0), ("", 48)):
+        prompt = {"prompt_token_ids": prompt_of(64), "cache_salt": salt}
+        [output] = engine.generate(prompt, GREEDY, progress=False)
+        assert_as_alone(model, output, GREEDY)
+        assert output.metrics.num_cached_tokens == expected, salt
+
+
 def test_the_answer_is_cached_too_and_prompt_logprobs_look_nothing_up(device) -> None:
     model = tiny_model(device)
     engine = engine_of(model, config_of())

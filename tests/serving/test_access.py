@@ -83,10 +83,11 @@ def test_what_one_key_has_asked_for_no_other_finds() -> None:
                 return await client.request(method, path, json=body, headers={"Authorization": f"Bearer {key}"})
 
             async def names_of(key: str) -> set[str]:
-                rows = (await ask(key, "GET", "/dashboard/state")).json()["requests"]
-                assert [row["num_tokens"] >= 0 for row in rows] == [True, True], "all rows are shown, not all names"
-                assert all(row["has_receipt"] <= bool(row["name"]) for row in rows)
-                return {row["name"] for row in rows} - {""}
+                state = (await ask(key, "GET", "/dashboard/state")).json()
+                numbers = {row["request_id"] for row in state["requests"]}
+                held = {number for engine in state["engines"] for number, _ in engine["holdings"]}
+                assert held - {""} <= numbers and state["num_open"] == 1
+                return {row["name"] for row in state["requests"]}
 
             long = asked | {"max_output_tokens": 1000, "background": True}
             open_one = (await ask("alice", "POST", "/v1/responses", long)).json()["id"]
@@ -115,6 +116,41 @@ def test_what_one_key_has_asked_for_no_other_finds() -> None:
             assert (await ask("alice", "DELETE", f"/v1/responses/{done}")).status_code == 200
 
     asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+@pytest.mark.parametrize("keys", [(), ("alice", "bob")])
+def test_prefixes_are_shared_within_a_key_and_a_salt_alone(keys: tuple[str, ...]) -> None:
+    chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    bodies = {
+        "/v1/completions": {"prompt": "x", "max_tokens": 1},
+        "/v1/chat/completions": chat,
+        "/v1/messages": chat,
+        "/v1/responses": {"input": "x", "max_output_tokens": 1},
+    }
+
+    async def scenario() -> None:
+        service = scripted(chat_template="{{ messages[0].content }}")
+        async with running(service, [hashlib.sha256(key.encode()).digest() for key in keys]) as client:
+            salts: list[str] = []
+            add = service.fleet.add
+            service.fleet.add = lambda answer: (salts.append(answer.cache_salt), add(answer))
+            groups: dict[tuple[str, str | None], set[str]] = {}
+            for key in keys or ("",):
+                for salt in (None, "a", "b"):
+                    for path, body in bodies.items():
+                        sent = body | {"cache_salt": salt}
+                        answer = await client.post(path, json=sent, headers={"X-Api-Key": key})
+                        assert answer.status_code == 200, answer.text
+                    groups[key, salt] = set(salts)
+                    salts.clear()
+                empty = bodies["/v1/completions"] | {"cache_salt": ""}
+                refused = await client.post("/v1/completions", json=empty, headers={"X-Api-Key": key})
+                assert refused.status_code == 400 and "cache_salt" in refused.json()["error"]["message"]
+        one_each = [found.pop() for found in groups.values() if len(found) == 1]
+        assert len(set(one_each)) == len(one_each) == len(groups)
+        assert ("" in one_each) == (not keys)
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
 def test_a_key_is_the_bytes_that_were_sent() -> None:

@@ -47,6 +47,7 @@ class KVBlocks:
 
     A block's key is its group and a chained digest: blake2b over the digest of the block before it and the block's
     token ids as little-endian int64. It says all tokens from position 0 on, and so all that keys and values depend on.
+    A sequence's ``cache_salt`` begins its chain, so that sequences of other salts do not find its blocks.
 
     Args:
         groups: all layers' groups; each has a table in ``Sequence.block_tables``, at the same index.
@@ -289,9 +290,16 @@ class KVBlocks:
         """Chained digest of the tokens up to the end of block ``block``, which are known; kept in ``block_digests``."""
         digests, size = sequence.block_digests, self.pool.block_size
         for j in range(len(digests), block + 1):
-            previous = digests[-1] if digests else self.salt_digest
+            previous = digests[-1] if digests else self._root(sequence.cache_salt)
             digests.append(self.next_digest(previous, sequence.token_ids[j * size : (j + 1) * size]))
         return digests[block]
+
+    def _root(self, cache_salt: str) -> bytes:
+        """What a chain of this salt begins with."""
+        if not cache_salt:
+            return self.salt_digest
+        salt = cache_salt.encode(errors="surrogatepass")
+        return blake2b(self.salt_digest + salt, digest_size=DIGEST_BYTES).digest()
 
     def _extend(self, sequence: Sequence, num_new: int) -> None:
         """Append ``num_new`` fresh blocks to every table."""

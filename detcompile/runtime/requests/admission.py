@@ -87,7 +87,7 @@ class Admission:
         if not isinstance(params, SamplingParams):
             raise InvalidInput(f"params {shown(params)} is {kind(params)}: give SamplingParams")
         params.check_vocabulary(self.num_logits)
-        text, token_ids = self._read(prompt)
+        text, token_ids, cache_salt = self._read(prompt)
         token_ids = self._truncated(token_ids, params)
         self._check_length(token_ids, params)
         self._check_drawable(token_ids, params)
@@ -104,6 +104,7 @@ class Admission:
             arrival=arrival,
             priority=urgency,
             max_length=self.max_context,
+            cache_salt=cache_salt,
             stream_text=streams,
             bad_words=bad_words,
             matcher=None if own.grammar is None else grammars.matcher(own.grammar, own.stop_token_ids),
@@ -136,15 +137,15 @@ class Admission:
     def refusal(self, prompt: Any, error: InvalidInput) -> RequestOutput:
         """The output of a prompt that could not be queued."""
         try:
-            text, token_ids = read_prompt(prompt)
+            text, token_ids, _ = read_prompt(prompt)
         except InvalidInput:
             text, token_ids = None, []
         refused = CompletionOutput(0, finish_reason="error")
         return RequestOutput("", text, token_ids or [], None, [refused], finished=True, error=error)
 
-    def _read(self, prompt: Any) -> tuple[str | None, list[int]]:
-        """The prompt's text, if it has one, and its tokens."""
-        text, token_ids = read_prompt(prompt)
+    def _read(self, prompt: Any) -> tuple[str | None, list[int], str]:
+        """The prompt's text, if it has one, its tokens, and its cache_salt."""
+        text, token_ids, cache_salt = read_prompt(prompt)
         if token_ids is None:
             assert text is not None
             token_ids = self._tokenized(text)
@@ -153,7 +154,7 @@ class Admission:
         bad = next((token for token in token_ids if not 0 <= token < self.vocab_size), None)
         if bad is not None:
             raise InvalidInput(f"the prompt holds token {bad}; ids are 0 to {self.vocab_size - 1}")
-        return text, token_ids
+        return text, token_ids, cache_salt
 
     def _truncated(self, token_ids: list[int], params: SamplingParams) -> list[int]:
         """The prompt's end, where the parameters ask for no more."""

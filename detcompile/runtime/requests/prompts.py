@@ -1,7 +1,7 @@
 """What a prompt may be, and which prompts a call gives: text, token ids, or a dict that holds them, one or many.
 
 Dicts are those of tokenizers (``input_ids``, and ``attention_mask`` that leaves padding out) and vLLM's (``prompt``,
-``prompt_token_ids``). What is none of these is refused by name: no prompt is ever guessed at.
+``prompt_token_ids``, ``cache_salt``). What is none of these is refused by name: no prompt is ever guessed at.
 """
 
 from collections.abc import Mapping
@@ -22,10 +22,15 @@ BESIDE_IDS = {"token_type_ids", "special_tokens_mask", "offset_mapping", "length
 
 
 class ReadPrompt(NamedTuple):
-    """A prompt as it was given: text, ids, or ids with the text that they were made of."""
+    """A prompt as it was given: text, ids, or ids with the text that they were made of.
+
+    Attributes:
+        cache_salt: prompts of another salt share no cached prefix with it; "" is a salt of its own.
+    """
 
     text: str | None
     token_ids: list[int] | None
+    cache_salt: str = ""
 
 
 def read_prompt(prompt: Any) -> ReadPrompt:
@@ -102,13 +107,15 @@ def _read_dict(prompt: Mapping[str, Any]) -> ReadPrompt:
         _require_known(given, {"input_ids", "attention_mask", *BESIDE_IDS})
         ids, mask = given["input_ids"], given.get("attention_mask")
         return ReadPrompt(None, _unmasked(_only_row(ids), None if mask is None else _only_row(mask)))
-    _require_known(given, {"prompt", "prompt_token_ids"})
-    text = given.get("prompt")
+    _require_known(given, {"prompt", "prompt_token_ids", "cache_salt"})
+    text, salt = given.get("prompt"), given.get("cache_salt", "")
+    if not isinstance(salt, str):
+        raise InvalidInput(f"the prompt's cache_salt {shown(salt)} is {kind(salt)}: give a string")
     if "prompt_token_ids" in given:
         if text is not None and not isinstance(text, str):
             raise InvalidInput(f'the prompt\'s "prompt" {shown(text)} is {kind(text)}: give the text of the ids')
-        return ReadPrompt(text, _ids(given["prompt_token_ids"]))
-    return ReadPrompt(text, None) if isinstance(text, str) else ReadPrompt(None, _ids(text))
+        return ReadPrompt(text, _ids(given["prompt_token_ids"]), salt)
+    return ReadPrompt(text, None, salt) if isinstance(text, str) else ReadPrompt(None, _ids(text), salt)
 
 
 def _batch_of(prompts: Mapping[str, Any]) -> list[Any]:

@@ -40,6 +40,7 @@ class Request:
         arrival: number of requests that came before.
         priority: urgency; lower is more urgent.
         max_length: tokens that a sequence may hold.
+        cache_salt: requests of another salt share no cached prefix with it.
         stream_text: keep the text up to date after every token.
         bad_words: sequences of tokens that no sample may complete.
         matcher: stands before the first token of the grammar; each sample gets one of its own.
@@ -63,6 +64,7 @@ class Request:
         priority: int,
         max_length: int,
         stream_text: bool,
+        cache_salt: str = "",
         bad_words: BadWords = NO_WORDS,
         matcher: Matcher | None = None,
         resume: Mapping[int, list[int]] | None = None,
@@ -74,7 +76,13 @@ class Request:
             own = (self.params, bad_words, index, priority, arrival, max_length)
             behind = None if matcher is None else _matcher_behind(matcher, index, drawn)
             self._samples[index] = _Sample(
-                Sequence([*token_ids, *drawn], *own, num_prompt_tokens=len(token_ids), matcher=behind),
+                Sequence(
+                    [*token_ids, *drawn],
+                    *own,
+                    num_prompt_tokens=len(token_ids),
+                    matcher=behind,
+                    cache_salt=cache_salt,
+                ),
                 CompletionOutput(index, token_ids=[*drawn], logprobs=None if params.logprobs is None else []),
                 None if tokenizer is None else Detokenizer(tokenizer, self.params),
             )

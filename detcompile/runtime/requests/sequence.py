@@ -46,6 +46,7 @@ class Sequence:
     stop_reason: int | str | None = None  # the stop token or string that ended it
     num_prompt_tokens: int = 0  # 0: all tokens that it begins with
     matcher: Matcher | None = None  # stands where the tokens after the prompt do
+    cache_salt: str = ""  # sequences of another salt share no cached prefix with it
     ends: frozenset[int] = field(default=frozenset(), init=False)  # tokens that end it
 
     def __post_init__(self) -> None:

@@ -10,6 +10,7 @@ from msgspec import Meta
 from detcompile.serving.http_errors import HTTPError
 from detcompile.serving.openai.fields import COUNTED, MessageFields, require_served
 from detcompile.serving.openai.schema import (
+    CacheSalt,
     CalledFunction,
     ChatRequest,
     FunctionName,
@@ -101,10 +102,11 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     seed: int | None = None
     min_p: float | None = None
     priority: Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)] | None = None
+    cache_salt: CacheSalt | None = None
     receipt: bool | None = None
 
 
-SAME = ("temperature", "top_p", "top_k", "seed", "min_p", "priority")
+SAME = ("temperature", "top_p", "top_k", "seed", "min_p", "priority", "cache_salt")
 
 
 def chat_request(asked: CountTokensRequest) -> ChatRequest:

@@ -18,7 +18,7 @@ class Row(msgspec.Struct, kw_only=True):
 
     Attributes:
         request_id: counts the server's prompts.
-        name: the id of the reply, and of its receipt; empty for all but its owner.
+        name: the id of the reply, and of its receipt.
         state: "waiting" for its first token, "running", why its samples ended, "cancelled" or "failed".
         seed: decimal digits, as JavaScript's numbers have fewer bits; None of a verification.
         engine: place in the fleet of the engine that has it, or had it last; None before one did.
@@ -55,14 +55,14 @@ class History:
         self._ended.append((answer.owner, _row(answer, "cancelled" if cancelled else _state(answer))))
 
     def rows(self, open_answers: Iterable[Answer], most: int, owner: str) -> list[Row]:
-        """The newest open answers, and the newest that ended, each of them newest first; ``most`` at most.
+        """Return the newest open answers, and the newest that ended, each newest first; ``most`` at most.
 
         Args:
-            owner: sha256 of the API key whose replies are named, in hex; the ids of others ask for their texts.
+            owner: sha256 of the API key whose answers are shown, in hex.
         """
-        found = [(answer.owner, _row(answer, _state(answer))) for answer in list(open_answers)[: -most - 1 : -1]]
-        every = [*found, *reversed(self._ended)][:most]
-        return [row if own in ("", owner) else msgspec.structs.replace(row, name="") for own, row in every]
+        shown = [answer for answer in open_answers if answer.owner == owner][: -most - 1 : -1]
+        ended = [row for key, row in reversed(self._ended) if key == owner]
+        return [*(_row(answer, _state(answer)) for answer in shown), *ended][:most]
 
 
 def _row(answer: Answer, state: str) -> Row:

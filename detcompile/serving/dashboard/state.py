@@ -31,7 +31,11 @@ class Model(msgspec.Struct, kw_only=True):
 
 
 class EngineState(msgspec.Struct, kw_only=True):
-    """One engine: its counts, its newest steps, and who has its KV cache, by the numbers of requests."""
+    """One engine: its counts, its newest steps, and who has its KV cache.
+
+    Attributes:
+        holdings: blocks by the numbers of requests; of all other API keys' together, under "".
+    """
 
     ready: bool
     failure: str | None
@@ -75,7 +79,7 @@ def state_of(service: Service, version: str, owner: str, *, demo: bool) -> State
         status=_status(service),
         model=_model(service),
         receipts=service.receipts.level,
-        engines=[_engine(link) for link in fleet.links],
+        engines=[_engine(link, owner) for link in fleet.links],
         num_open=len(service.open),
         requests=_rows(service, owner),
         buckets=SECONDS,
@@ -120,8 +124,15 @@ def _model(service: Service) -> Model | None:
     )
 
 
-def _engine(link: EngineLink) -> EngineState:
-    holdings = [Holding(held.request_id.partition("-")[0], held.num_blocks) for held in link.holdings]
+def _engine(link: EngineLink, owner: str) -> EngineState:
+    shown, hidden = [], 0
+    for held in link.holdings:
+        answer = link.answers.get(held.request_id)
+        if (answer.owner if answer is not None else "") == owner:
+            shown.append(Holding(held.request_id.partition("-")[0], held.num_blocks))
+        else:
+            hidden += held.num_blocks
+    holdings = [*shown, Holding("", hidden)] if hidden else shown
     return EngineState(
         ready=link.ready,
         failure=None if link.failure is None else str(link.failure),

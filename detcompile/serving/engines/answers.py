@@ -47,6 +47,7 @@ class Answer:
         params: what was asked, with its seed.
         news: told whenever there is any; answers that are read together share one.
         priority: the engine serves lower ones first.
+        cache_salt: answers of another salt share no cached prefix with it.
 
     Attributes:
         engine: place in the fleet of the engine that has it, or had it last; None before one did.
@@ -57,11 +58,11 @@ class Answer:
         num_cached_tokens: prompt tokens that the prefix cache had, once it has ended.
         num_preemptions: times that the engine which has it took its blocks.
         name: the id of its reply, or a name of its verification; empty before there is one.
-        owner: sha256 of the API key that a reply is for; empty where nobody can ask for it by its name.
+        owner: sha256 of the API key that it is for, in hex; empty where the server has none.
     """
 
     __slots__ = (
-        "_told_prompt_logprobs", "arrival", "deaths", "deaths_alone", "engine", "error", "finished",
+        "_told_prompt_logprobs", "arrival", "cache_salt", "deaths", "deaths_alone", "engine", "error", "finished",
         "first_token", "name", "news", "num_cached_tokens", "num_preemptions", "owner", "params", "priority",
         "prompt_ids", "prompt_logprobs", "queued_seconds", "request_id", "samples", "tries",
     )  # fmt: skip
@@ -73,6 +74,7 @@ class Answer:
         params: SamplingParams,
         news: News,
         priority: int = 0,
+        cache_salt: str = "",
     ) -> None:
         self.request_id = request_id
         self.prompt_ids = prompt_ids
@@ -89,6 +91,7 @@ class Answer:
         self.first_token: float | None = None
         self.news = news
         self.priority = priority
+        self.cache_salt = cache_salt
         self.engine: int | None = None
         self.tries = 0
         self.deaths = 0

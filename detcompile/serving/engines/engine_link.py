@@ -155,7 +155,7 @@ class EngineLink:
             self._send(answer.command())
             return
         given, resume = given_params(answer.params), answer.resumption()
-        self._send(Add(answer.try_id, answer.prompt_ids, given, answer.priority, resume))
+        self._send(Add(answer.try_id, answer.prompt_ids, given, answer.priority, resume, answer.cache_salt))
 
     def cancel(self, answer: Answer) -> None:
         """The engine makes an answer no more."""

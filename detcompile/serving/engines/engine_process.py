@@ -118,7 +118,7 @@ class EngineServer(CommandLoop):
     def _add(self, command: Add) -> None:
         try:
             self._engine.add_request(
-                command.prompt,
+                {"prompt_token_ids": command.prompt, "cache_salt": command.cache_salt},
                 SamplingParams(**command.params),
                 request_id=command.request_id,
                 priority=command.priority,

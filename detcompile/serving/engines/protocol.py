@@ -39,7 +39,7 @@ __all__ = [
     "frame",
 ]
 
-VERSION = 9
+VERSION = 10
 LENGTH = struct.Struct(">I")  # begins every frame: bytes that follow
 
 
@@ -65,13 +65,19 @@ class EngineSpec(msgspec.Struct, kw_only=True, tag=True):
 
 
 class Add(msgspec.Struct, tag=True, omit_defaults=True):
-    """Serve a request; ``resume`` maps samples to the tokens that they have drawn before."""
+    """Serve a request.
+
+    Attributes:
+        resume: tokens that samples have drawn before, by their index.
+        cache_salt: requests of another salt share no cached prefix with it.
+    """
 
     request_id: str
     prompt: list[int]
     params: dict[str, Any]
     priority: int = 0
     resume: dict[int, list[int]] | None = None
+    cache_salt: str = ""
 
 
 class Verify(msgspec.Struct, tag=True):

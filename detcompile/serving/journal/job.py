@@ -39,6 +39,7 @@ class Ask:
         template: sha256 of the chat template that made the prompts.
         before: JSON of the messages that a response goes on with; empty for other requests.
         family: name of the family as which calls of functions are read; None where there are none.
+        cache_salt: requests of another salt share no cached prefix with it.
     """
 
     prompts: list[list[int]]
@@ -48,6 +49,7 @@ class Ask:
     template: str | None = None
     before: bytes = b""
     family: str | None = None
+    cache_salt: str = ""
 
 
 @dataclass(eq=False)
@@ -90,7 +92,7 @@ class Job:
     def __post_init__(self) -> None:
         self.name = self.name or self.ask.prefix + secrets.token_hex(12)
         for answer in self.answers:
-            answer.name, answer.owner = self.name, self.owner
+            answer.name = self.name
 
     def end(self) -> int:
         """Return when it ended, in seconds since 1970: now, unless that is known."""

@@ -29,6 +29,7 @@ class Work(msgspec.Struct):
     model: ServedModel
     before: bytes = b""
     family: str | None = None
+    cache_salt: str = ""
 
 
 class KeptSample(msgspec.Struct, array_like=True):
@@ -90,13 +91,15 @@ def record_of(job: Job, place: tuple[str, str], request: tuple[str, bytes]) -> R
     ask = job.ask
     params = given_params(ask.params)
     asked = (ask.prompts, params, ask.priority, ask.prefix, ask.template, job.salt)
-    return Record(job.name, *place, *request, job.created, Work(*asked, job.model, ask.before, ask.family))
+    work = Work(*asked, job.model, ask.before, ask.family, ask.cache_salt)
+    return Record(job.name, *place, *request, job.created, work)
 
 
 def ask_of(work: Work) -> Ask:
     """What is asked of the engines once more."""
     params = SamplingParams(**work.params)
-    return Ask(work.prompts, params, work.priority, work.prefix, work.template, work.before, work.family)
+    known = (work.template, work.before, work.family, work.cache_salt)
+    return Ask(work.prompts, params, work.priority, work.prefix, *known)
 
 
 def outcome_of(job: Job) -> Outcome:

@@ -69,7 +69,8 @@ async def ask_chat(
     special = bool(asked.add_special_tokens)
     prompt = await prompt_of(service, asked.messages, tools, owner=owner, add_special_tokens=special)
     family = None if use is None else use.family.name
-    return Ask([prompt], params, asked.priority or 0, prefix, template, family=family)
+    salt = asked.cache_salt or ""
+    return Ask([prompt], params, asked.priority or 0, prefix, template, family=family, cache_salt=salt)
 
 
 class ChatReply(Reply):

@@ -60,7 +60,7 @@ async def _ask(service: Service, asked: CompletionRequest, written: list[str | l
     prompts = await service.texts.ids_of(written, special, param="prompt", owner=owner)
     for prompt in prompts:
         service.texts.require_answer(prompt, "prompt")
-    return Ask(prompts, params, asked.priority or 0, "cmpl-")
+    return Ask(prompts, params, asked.priority or 0, "cmpl-", cache_salt=asked.cache_salt or "")
 
 
 async def _echoed(service: Service, prompt: str | list[int], owner: str) -> str:

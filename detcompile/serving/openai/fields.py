@@ -37,7 +37,6 @@ TEXT: Idle = PROMPT | {
     "audio": (),
     "bad_words": ([],),
     "best_of": (1,),
-    "cache_salt": (),
     "context_length_exceeded_behavior": ("error",),
     "custom_logit_processor": (),
     "custom_params": ({},),

@@ -8,6 +8,7 @@ from msgspec import Meta
 from detcompile.serving.http_errors import HTTPError
 from detcompile.serving.openai.fields import ResponseFields, require_served
 from detcompile.serving.openai.schema import (
+    CacheSalt,
     CalledFunction,
     ChatRequest,
     FunctionName,
@@ -112,13 +113,14 @@ class ResponsesRequest(ResponseFields, kw_only=True):
     stop_token_ids: list[TokenId] | None = None
     logit_bias: dict[str, float] | None = None
     priority: Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)] | None = None
+    cache_salt: CacheSalt | None = None
     receipt: bool | None = None
 
 
 SAME = (
     "model", "parallel_tool_calls", "temperature", "top_p", "seed", "top_k", "min_p", "repetition_penalty",
     "presence_penalty", "frequency_penalty", "min_tokens", "ignore_eos", "stop", "stop_token_ids", "logit_bias",
-    "priority",
+    "priority", "cache_salt",
 )  # fmt: skip
 
 

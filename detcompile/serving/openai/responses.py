@@ -128,7 +128,7 @@ async def _ask(service: Service, asked: ResponsesRequest, owner: str) -> Ask:
     template = template_of(service, tools).digest
     prompt = await prompt_of(service, chat.messages, tools, param="input", owner=owner)
     messages, family = msgspec.json.encode(before), None if use is None else use.family.name
-    return Ask([prompt], params, chat.priority or 0, "resp_", template, messages, family)
+    return Ask([prompt], params, chat.priority or 0, "resp_", template, messages, family, chat.cache_salt or "")
 
 
 def _chat(service: Service, asked: ResponsesRequest, before: list[Message]) -> tuple[ChatRequest, ToolUse | None]:

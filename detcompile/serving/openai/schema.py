@@ -34,6 +34,8 @@ NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 FunctionName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
+CacheSalt = Annotated[str, Meta(min_length=1)]
+
 
 class StreamOptions(msgspec.Struct, kw_only=True):
     """What a stream has beside its tokens."""
@@ -109,6 +111,7 @@ class _Asked(TextFields, kw_only=True):
     grammar: str | None = None
     ebnf: str | None = None
     add_special_tokens: bool | None = None
+    cache_salt: CacheSalt | None = None
     receipt: bool | None = None
 
 

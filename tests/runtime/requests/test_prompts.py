@@ -129,6 +129,7 @@ IN_ENTRIES = {
     "prompt is empty": {"input_ids": [1, 2], "attention_mask": [0, 0]},
     "are bytes|a bytes": {"prompt_token_ids": b"ab"},
     "give a list of integers": {"prompt_token_ids": "ab"},
+    "cache_salt 1 is an int: give a string": {"prompt": "a", "cache_salt": 1},
     "holds token 160": {"prompt_token_ids": [160]},
     "holds token -1": np.array([-1]),
 }

@@ -28,7 +28,7 @@ class Router:
             return links[0]
         hello = links[0].hello
         assert hello is not None
-        digests = _digests(answer.prompt_ids, hello.block_size)
+        digests = _digests(answer.prompt_ids, hello.block_size, answer.cache_salt)
 
         def cost(link: EngineLink) -> int:
             known = self._sent.get(link, OrderedDict())
@@ -54,9 +54,9 @@ class Router:
             sent.popitem(last=False)
 
 
-def _digests(token_ids: Sequence[int], block_size: int) -> list[bytes]:
-    """A digest for each full block, of it and all before it."""
-    digests, running = [], blake2b(digest_size=16)
+def _digests(token_ids: Sequence[int], block_size: int, cache_salt: str) -> list[bytes]:
+    """A digest for each full block, of it, all before it, and the salt."""
+    digests, running = [], blake2b(cache_salt.encode(), digest_size=16)
     for end in range(block_size, len(token_ids) + 1, block_size):
         running.update(b"".join(token.to_bytes(4, "little") for token in token_ids[end - block_size : end]))
         digests.append(running.digest())

@@ -10,9 +10,12 @@ from torch import Tensor
 
 from detcompile.errors import InvalidInput
 from detcompile.runtime.requests.sequence import Sequence
+from detcompile.runtime.sampling.likeliest import likeliest
+from detcompile.runtime.sampling.plan import SamplingPlan
+from detcompile.runtime.sampling.sampler import Sampler
 from detcompile.runtime.speculation.draft_tree import DraftTree
 
-__all__ = ["Drafter", "NO_DRAFT", "as_drafter", "require_fitting"]
+__all__ = ["Drafter", "NO_DRAFT", "as_drafter", "draw_drafts", "require_fitting"]
 
 NO_DRAFT = DraftTree({})
 
@@ -89,6 +92,21 @@ class _Lookalike(Drafter):
 
     def forget(self, sequence: Sequence) -> None:
         self._given.forget(sequence)
+
+
+def draw_drafts(sampler: Sampler, logits: Tensor, plan: SamplingPlan, drawn: Tensor | None = None) -> Tensor:
+    """Draw a draft from each row of ``logits`` [R', V].
+
+    Args:
+        drawn: [R', 2] int64, what ``likeliest`` gives for these logits, if that is known; this may be written to.
+
+    Returns:
+        [R, 3] int64: whether the logits are not numbers, which is the drafter's fault; whether nothing can be drawn,
+        which may be the request's, whose bias or temperature overflows; and the token.
+    """
+    drawn = likeliest(logits[: plan.num_rows]) if drawn is None else drawn
+    not_numbers = drawn[: plan.num_rows, :1].clone()
+    return torch.cat([not_numbers, sampler(logits, plan, drawn).drawn], dim=1)
 
 
 def require_fitting(drafter: Drafter | None, vocab_size: int, hidden_size: int, tokenizer: Any | None) -> None:

@@ -18,7 +18,7 @@ from detcompile.errors import EngineError, InvalidInput
 from detcompile.runtime.requests.sequence import Sequence
 from detcompile.runtime.sampling.sampler import Sampler, SampleRow
 from detcompile.runtime.speculation.draft_tree import DraftTree, Path, require_shape
-from detcompile.runtime.speculation.drafter import NO_DRAFT, Drafter
+from detcompile.runtime.speculation.drafter import NO_DRAFT, Drafter, draw_drafts
 from detcompile.runtime.speculation.medusa_heads import MedusaHeads
 
 __all__ = ["MedusaDrafter", "likeliest_paths"]
@@ -100,7 +100,7 @@ class MedusaDrafter(Drafter):
         self._states.pop(sequence, None)
 
     def _candidates(self, states: dict[Sequence, Tensor]) -> dict[Sequence, tuple[list[list[int]], list[list[float]]]]:
-        """Tokens and probabilities [K, C] of each sequence."""
+        """Tokens and probabilities [K, C] of each sequence that something can be drawn for at every head."""
         logits = self.heads(torch.stack(list(states.values())), self._lm_head)  # [K, S, V]
         rows = [
             SampleRow(
@@ -113,15 +113,17 @@ class MedusaDrafter(Drafter):
             for sequence in states
         ]
         flat = logits.flatten(0, 1)
-        sampled = self._sampler(flat, self._sampler.prepare(rows))
+        drafts = draw_drafts(self._sampler, flat, self._sampler.prepare(rows))
         likeliest = flat.float().softmax(-1).topk(self.num_candidates, dim=-1)
-        drawn, invalid = sampled.tokens.tolist(), bool(sampled.invalid.any())
-        if invalid:
+        not_numbers, invalid, drawn = drafts.T.tolist()
+        if any(not_numbers):
             raise EngineError("the Medusa heads' logits are not numbers: check their weights and their dtype")
         tokens, chances = likeliest.indices.tolist(), likeliest.values.tolist()
         found = {}
         for index, sequence in enumerate(states):
             own = range(index, len(rows), len(states))  # its row of each head
+            if any(invalid[row] for row in own):
+                continue
             found[sequence] = [_first(drawn[row], tokens[row]) for row in own], [chances[row] for row in own]
         return found
 

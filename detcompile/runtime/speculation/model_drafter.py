@@ -19,7 +19,7 @@ from detcompile.runtime.kv.kv_blocks import KVBlocks
 from detcompile.runtime.requests.sequence import Sequence
 from detcompile.runtime.sampling.sampler import Sampler, SampleRow
 from detcompile.runtime.speculation.draft_tree import DraftTree, Path, require_shape
-from detcompile.runtime.speculation.drafter import NO_DRAFT, Drafter
+from detcompile.runtime.speculation.drafter import NO_DRAFT, Drafter, draw_drafts
 from detcompile.runtime.speculation.growing_tree import FixedTree, GrowingTree
 from detcompile.runtime.speculation.tree_drafting import TreeDrafting
 from detcompile.runtime.step.builder import StepEntry, block_tables, build_arrays, pending_arrays
@@ -182,7 +182,8 @@ class ModelDrafter(Drafter):
             shadow.num_pending = depth
             shadow.num_computed = shadow.num_tokens - 1
             for level, drawn in enumerate(found):
-                self._read(sequence, drawn[row], (0,) * level, trees[sequence])
+                invalid, token = drawn[row]  # nothing but the logits decides
+                self._read(sequence, [invalid, invalid, token], (0,) * level, trees[sequence])
         return {sequence: DraftTree(tree) for sequence, tree in trees.items()}
 
     def _draft(self, depths: dict[Sequence, int]) -> dict[Sequence, DraftTree]:
@@ -204,15 +205,16 @@ class ModelDrafter(Drafter):
         for level, sequences in enumerate(levels):
             for row, sequence in enumerate(sequences):
                 self._read(sequence, next(found), (0,) * level, trees[sequence])
-                if self._distributions and not sequence.sampling.greedy:
-                    drawn_from[sequence][(0,) * (level + 1)] = self._distributions[level][row]
+                path = (0,) * (level + 1)
+                if self._distributions and not sequence.sampling.greedy and path in trees[sequence]:
+                    drawn_from[sequence][path] = self._distributions[level][row]
         self._distributions = []
         return {sequence: DraftTree(tree, drawn_from[sequence]) for sequence, tree in trees.items()}
 
     def _launch_level(
         self, sequences: list[Sequence], level: int, tables: NDArray[np.int32], pending: dict[Sequence, int]
     ) -> Tensor:
-        """The next token of each chain, [S, 2 + siblings + 1]: whether it is invalid, itself, the likeliest tokens."""
+        """The next token of each chain, [S, 3 + siblings + 1]: what ``draw_drafts`` gives, and the likeliest tokens."""
         shadows = [self._shadows[sequence] for sequence in sequences]
         rows = _rows(sequences, shadows, level)
         plan = self._sampler.prepare(rows)
@@ -224,23 +226,28 @@ class ModelDrafter(Drafter):
             positions = np.array([[shadow.num_computed for shadow in shadows]], np.int64)
             arrays = pending_arrays(positions, [pending[shadow] for shadow in shadows], tables, size)[0]
         logits = self._runner.launch(arrays)
-        drawn = self._sampler(logits, plan, self._runner.drawn).drawn
+        drawn = draw_drafts(self._sampler, logits, plan, self._runner.drawn)
         if self._gives_distributions:
             self._distributions.append(self._sampler.probabilities(logits, plan))
-        self._runner.keep(drawn)
+        self._runner.keep(drawn[:, 1:])
         for shadow in shadows:
             shadow.num_computed = shadow.num_tokens
             shadow.num_pending += 1
         if not self.siblings:
-            return drawn.clone()  # the next level's launch may write to it
+            return drawn
         return torch.cat([drawn, torch.topk(logits[: len(rows)], self.siblings + 1, dim=-1).indices], dim=1)
 
     def _read(self, sequence: Sequence, found: list[int], parent: Path, tree: dict[Path, int]) -> None:
-        """Put a level's token, and its siblings, into the tree."""
-        invalid, token, *likeliest = found
-        if invalid:
-            raise EngineError("the draft model's logits are not numbers: check its weights and its dtype")
+        """Put a level's token, and its siblings, into the tree; it ends where nothing could be drawn."""
+        not_numbers, invalid, token, *likeliest = found
         shadow = self._shadows[sequence]
+        if shadow.num_pending == 0:
+            return
+        if not_numbers:
+            raise EngineError("the draft model's logits are not numbers: check its weights and its dtype")
+        if invalid:
+            shadow.num_pending = 0
+            return
         shadow.num_pending -= 1
         shadow.token_ids.append(token)
         tree[(*parent, 0)] = token

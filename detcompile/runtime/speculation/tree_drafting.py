@@ -14,6 +14,7 @@ from detcompile.runtime.kv.kv_blocks import KVBlocks
 from detcompile.runtime.requests.sequence import Sequence
 from detcompile.runtime.sampling.sampler import Sampler, SampleRow
 from detcompile.runtime.speculation.draft_tree import DraftTree, Path
+from detcompile.runtime.speculation.drafter import draw_drafts
 from detcompile.runtime.speculation.growing_tree import FixedTree, GrowingTree
 from detcompile.runtime.step.builder import StepEntry, block_tables, build_arrays
 from detcompile.runtime.step.runner import Runner
@@ -93,14 +94,14 @@ class TreeDrafting:
         return _Node(sequence, copy, path, StepEntry(stand_in, start, len(path), start))
 
     def _run(self, nodes: list[_Node]) -> list[list[tuple[int, float]]]:
-        """Candidates of each node, (token, probability), in their order."""
+        """Candidates of each node, (token, probability), in their order; none where nothing can be drawn."""
         size = self._blocks.pool.block_size
         entries = [node.entry for node in nodes]
         plan = self._sampler.prepare([_row(node) for node in nodes])
         self._copy_heads(nodes)
         tables = block_tables([entry.sequence for entry in entries], len(self._blocks.groups))
         logits = self._runner.launch(build_arrays(entries, tables, size, {}))
-        drawn = self._sampler(logits, plan, self._runner.drawn).drawn
+        drawn = draw_drafts(self._sampler, logits, plan, self._runner.drawn)
         likeliest = torch.topk(torch.softmax(logits.float(), -1), self._num_candidates, dim=-1)
         columns = (drawn, likeliest.indices, likeliest.values)
         found = torch.cat([column.double() for column in columns], dim=1).tolist()  # one copy; ids are exact in double
@@ -124,9 +125,11 @@ class TreeDrafting:
             cache.copy_blocks(torch.tensor(list(zip(*copies)), device=cache.device))
 
     def _candidates(self, row: list[float]) -> list[tuple[int, float]]:
-        invalid, drawn, *rest = row
-        if invalid:
+        not_numbers, invalid, drawn, *rest = row
+        if not_numbers:
             raise EngineError("the draft model's logits are not numbers: check its weights and its dtype")
+        if invalid:
+            return []
         ids, chances = rest[: self._num_candidates], rest[self._num_candidates :]
         tokens = [drawn] + [token for token in ids if token != drawn]
         return [(int(token), min(1.0, chance)) for token, chance in zip(tokens, chances)]

@@ -372,6 +372,53 @@ def test_a_drafter_of_another_model_is_refused_when_the_engine_is_made():
         require_fitting(foreign, VOCAB_SIZE, 0, None)
 
 
+OVERFLOWS = SamplingParams(temperature=1e-5, seed=1, max_tokens=2, top_k=5, logit_bias={5: 3e38})
+
+
+@pytest.mark.parametrize(
+    "kind", ["draft model", "rejection", "siblings", "grown", "paths", "early exit", "layer skip", "mirror"]
+)
+def test_a_request_that_overflows_goes_alone_without_drafts(kind):
+    """Its biased logits are infinite, and the model's are not: the seven beside it keep their drafts and their bits."""
+    makes = {
+        "siblings": lambda: drafting_model("cpu").drafter(3, siblings=2),
+        "grown": lambda: drafting_model("cpu").drafter(3, tree="grown"),
+        "paths": lambda: drafting_model("cpu").drafter(2, tree=[(0,), (1,), (0, 0)]),
+        "mirror": lambda: MirrorDrafter(drafting_model("cpu").drafter(3)),
+        "rejection": lambda: drafting_model("cpu").drafter(3),
+    }
+    drafter = makes[kind]() if kind in makes else make_drafter(kind, "cpu", 3, 0, 8, 1)
+    prompts, params = [[7 + index] * 9 for index in range(7)], SamplingParams(temperature=0, max_tokens=12)
+    expected = target("cpu").engine(ROOMY).generate(prompts, params, progress=False)
+    acceptance = "rejection" if kind == "rejection" else "exact"
+    config = SpeculationConfig(drafter=drafter, switch="always", acceptance=acceptance)
+    engine = target("cpu").engine(ROOMY, speculation=config)
+    good = [engine.add_request(prompt, params) for prompt in prompts]
+    found = {}
+    engine.step()
+    engine.step()  # the others have drafts by then, and this one is asked about with its first token
+    bad = engine.add_request([30], OVERFLOWS)
+    while engine.has_unfinished_requests:
+        found |= {output.request_id: output for output in engine.step() if output.finished}
+    assert [found[name].outputs for name in good] == [output.outputs for output in expected]
+    assert "nothing is left to draw" in str(found[bad].error)
+    assert engine.speculator.error is None and engine.speculator.num_drafted > 7
+    engine.check()
+
+
+def test_heads_draft_nothing_for_a_request_that_overflows():
+    """An engine ends it at its first token, before they have a state of it."""
+    drafter, hidden = target("cpu").medusa_drafter(random_heads(0, 2)), torch.randn(8, HIDDEN)
+    sequences = [Sequence([7 + index] * 9, SamplingParams(temperature=0)) for index in range(7)]
+    rows = {sequence: row for row, sequence in enumerate(sequences)}
+    drafter.observe(rows, hidden)
+    expected = [tree.tokens for tree in drafter.propose(sequences, [2] * 7)]
+    bad = Sequence([30] * 9, OVERFLOWS)
+    drafter.observe(rows | {bad: 7}, hidden)
+    *trees, none = drafter.propose([*sequences, bad], [2] * 8)
+    assert [tree.tokens for tree in trees] == expected and all(expected) and none is NO_DRAFT
+
+
 class FailsAhead(Counting):
     def propose(self, sequences, max_depth):
         if len(self.asked) > 3:

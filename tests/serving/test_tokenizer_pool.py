@@ -1,6 +1,7 @@
 """The front reads long texts, and many of them, while it serves others."""
 
 import asyncio
+import itertools
 import json
 import time
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from detcompile.serving.openai.completions import CompletionReply
 from detcompile.serving.openai.recording import Recording
 from detcompile.serving.receipts.envelope import payload_of
 from detcompile.serving.receipts.receipt import commitment, decode_receipt
-from detcompile.serving.tokenizer_pool import TokenizerPool
+from detcompile.serving.tokenizer_pool import SampleText, TokenizerPool
 from tests.serving.scripted_engine import HELLO
 from tests.serving.scripted_service import scripted
 
@@ -137,6 +138,42 @@ def test_others_are_served_between_samples_which_are_read_once(
     asyncio.run(scenario())
     assert [count for _, count in read] == [100] * 9, "each sample once"
     assert len({turn for turn, _ in read}) == 9, "one a turn"
+
+
+WRITTEN = ["naïve = 1\n", "s = '日本 😀'\n", "plain", "é", " 東\n\n京 ", "<|endoftext|> x <|endoftext|>", "🎉🎉"]
+
+
+@pytest.mark.parametrize("prompt", [None, *WRITTEN])
+@pytest.mark.parametrize("cut", [1, 2, 3, 1000])
+def test_offsets_are_places_in_the_text(texts: TokenizerPool, prompt: str | None, cut: int) -> None:
+    """Of every token that is text of its own, whole or streamed in parts; and they never fall."""
+    encode = texts.backend_tokenizer.encode
+    echoed = [] if prompt is None else encode(prompt).ids
+    for written, stop in itertools.product(WRITTEN, ((), ("本",), ("= 1",))):
+        drawn = [*encode(written, add_special_tokens=False).ids, 200, 200, *encode("end").ids]  # bytes of no character
+        params = SamplingParams(seed=1, max_tokens=99, logprobs=0, stop=stop)
+        answer = Answer("1", echoed or [5], params, News())
+        answer.prompt_logprobs = [None, *(Token(token, -0.5, []) for token in echoed[1:])]
+        job = Job(Ask([[5]], params, 0, "cmpl-"), [answer], None, MODEL)
+        reply = CompletionReply(SimpleNamespace(texts=texts), job)
+        reply.echo = None if prompt is None else [prompt]
+        sample, parts = answer.samples[0], []
+        text = SampleText(texts, params, sample)
+        for start in range(0, len(drawn), cut):
+            new = drawn[start : start + cut]
+            reason = "length" if start + cut >= len(drawn) else None
+            tokens = [Token(token, -0.5, []) for token in new]
+            answer.extend(Delta("1", [SampleDelta(0, new, tokens, reason, None)], False, None, None, 0, None))
+            parts.append(reply._choice(0, answer, sample, *text.take(), ended=reason is not None))
+        offsets, names = ([entry for part in parts for entry in part["logprobs"][name]]
+                          for name in ("text_offset", "tokens"))  # fmt: skip
+        uncut = (prompt or "") + texts.decode(drawn)
+        assert uncut.startswith("".join(part["text"] for part in parts))
+        assert len(offsets) == len(names) == len(echoed) + len(drawn)
+        assert offsets == sorted(offsets) and offsets[0] == 0 and offsets[-1] <= len(uncut)
+        for name, offset in zip(names, offsets):
+            shown = not name.startswith(("bytes:", "<|endoftext|>"))
+            assert not shown or uncut.startswith(name, offset), (uncut, name, offset)
 
 
 def test_others_are_served_while_a_response_is_recorded_that_came_at_once() -> None:

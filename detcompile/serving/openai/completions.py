@@ -2,12 +2,15 @@
 
 import asyncio
 import functools
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from starlette.responses import Response
 
 from detcompile.errors import InvalidInput
+from detcompile.runtime.requests.detokenizer import Detokenizer
+from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.serving.engines.answers import Answer
 from detcompile.serving.engines.protocol import Token
 from detcompile.serving.journal.job import Ask
@@ -19,6 +22,7 @@ from detcompile.serving.openai.reply import Reply
 from detcompile.serving.openai.schema import CompletionRequest
 from detcompile.serving.responses import Events, Whole
 from detcompile.serving.service import Service
+from detcompile.serving.tokenizer_pool import TokenizerPool
 
 __all__ = ["CompletionReply", "complete"]
 
@@ -87,23 +91,28 @@ class CompletionReply(Reply):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._ends: dict[int, int] = {}  # letters of a choice's tokens so far, by its index
+        self._offsets: dict[int, _Offsets] = {}  # by the index of the choice
 
     def _content(
         self, index: int, answer: Answer, text: str, logprobs: list[Token] | None, *, first: bool, last: bool
     ) -> dict[str, Any]:
         known: list[Token | None] = list(logprobs or ())
         tokens = [entry.token_id for entry in known if entry is not None]
-        if self.echo is not None and first:
-            text = self.echo[index // answer.params.n] + text
-            known, tokens = [*answer.prompt_logprobs, *known], [*answer.prompt_ids, *tokens]
-        return {"text": text, "logprobs": None if logprobs is None else self._logprobs(index, tokens, known)}
+        prompt = self.echo[index // answer.params.n] if self.echo is not None and first else None
+        if logprobs is None:
+            return {"text": (prompt or "") + text, "logprobs": None}
+        reader = self._offsets.setdefault(index, _Offsets(self.texts, answer.params))
+        offsets: list[int] = []
+        if prompt is not None:
+            offsets = reader.of_prompt(answer.prompt_ids, prompt)
+            known = [*answer.prompt_logprobs, *known]
+        offsets += reader.of_drawn(tokens)
+        tokens = tokens if prompt is None else [*answer.prompt_ids, *tokens]
+        return {"text": (prompt or "") + text, "logprobs": self._logprobs(tokens, known, offsets)}
 
-    def _logprobs(self, index: int, tokens: list[int], known: list[Token | None]) -> dict[str, Any]:
-        names = [self.texts.name_of(token) for token in tokens]
-        *offsets, self._ends[index] = accumulate(map(len, names), initial=self._ends.get(index, 0))
+    def _logprobs(self, tokens: list[int], known: list[Token | None], offsets: list[int]) -> dict[str, Any]:
         return {
-            "tokens": names,
+            "tokens": [self.texts.name_of(token) for token in tokens],
             "token_logprobs": [None if entry is None else finite(entry.logprob) for entry in known],
             "top_logprobs": [None if entry is None else self._top(entry) for entry in known],
             "text_offset": offsets,
@@ -115,3 +124,44 @@ class CompletionReply(Reply):
         for token, logprob in (*entry.top, (entry.token_id, entry.logprob)):
             found.setdefault(self.texts.name_of(token), finite(logprob))
         return found
+
+
+class _Offsets:
+    """Where the tokens of one choice begin in its text, in letters.
+
+    A token that is text of its own begins where that text stands. A part of a character begins where the character
+    does, and a token that is not shown where the next one does. What a stop string cuts off counts as if it were there:
+    tokens are sent before it is known whether one does.
+    """
+
+    def __init__(self, texts: TokenizerPool, params: SamplingParams) -> None:
+        self._texts = texts
+        self._params = replace(params, stop=())
+        self._detokenizer = Detokenizer(texts, self._params) if texts.present else None
+        self._end = 0  # of the text of the tokens that were read
+
+    def of_prompt(self, token_ids: Sequence[int], text: str) -> list[int]:
+        """Return the offsets of a prompt's tokens. Its text may lack that of some, as of a BOS token."""
+        params = replace(self._params, skip_special_tokens=False)
+        detokenizer = Detokenizer(self._texts, params) if self._texts.present else None
+        offsets = []
+        for start, new in self._pieces(detokenizer, token_ids):
+            is_shown = text.startswith(new, self._end)
+            offsets.append(self._end + start * is_shown)
+            self._end += len(new) * is_shown
+        self._end = len(text)
+        return offsets
+
+    def of_drawn(self, token_ids: Sequence[int]) -> list[int]:
+        """Return the offsets of the tokens that were drawn next."""
+        offsets = []
+        for start, new in self._pieces(self._detokenizer, token_ids):
+            offsets.append(self._end + start)
+            self._end += len(new)
+        return offsets
+
+    def _pieces(self, detokenizer: Detokenizer | None, token_ids: Sequence[int]) -> Iterator[tuple[int, str]]:
+        """Yield the text that each token completes, and where in it the token itself begins."""
+        for token in token_ids:
+            new, name = "" if detokenizer is None else detokenizer.append([token]), self._texts.name_of(token)
+            yield len(new) - len(name) if new.endswith(name) else 0, new

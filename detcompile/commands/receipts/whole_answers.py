@@ -18,7 +18,7 @@ from detcompile.serving.journal.job import Ask, Job, ServedModel
 from detcompile.serving.openai.chat import ChatReply
 from detcompile.serving.openai.completions import CompletionReply
 from detcompile.serving.openai.recording import Recording
-from detcompile.serving.openai.responses import TOLD
+from detcompile.serving.openai.responses import DRAWN_WITH, REPEATED
 from detcompile.serving.openai.tools import ToolUse
 from detcompile.serving.receipts.decoding import Redrawn
 from detcompile.serving.receipts.envelope import Envelope, payload_digest
@@ -33,7 +33,6 @@ __all__ = ["answer_difference", "require_known", "uncovered"]
 Fields = Mapping[str, Any]  # of an answer's JSON
 # How a request read calls is no part of its receipt: an answer is right if one way of reading the text makes it.
 USES = [None, *(ToolUse(family, (), None, named) for family in FAMILIES.values() for named in (False, True))]
-REPEATED = (*(name for name, _ in TOLD), "text", "truncation")  # fields that a response repeats of its request
 CACHED = {  # where an answer counts the prompt's tokens that were cached
     "text_completion": ("usage", "prompt_tokens_details", "cached_tokens"),
     "chat.completion": ("usage", "prompt_tokens_details", "cached_tokens"),
@@ -59,7 +58,7 @@ def require_known(fields: Fields) -> None:
 def uncovered(fields: Fields) -> list[str]:
     """Return the paths of an answer's fields that its receipt says nothing of."""
     found = [".".join(CACHED[_kind(fields)])] if _at(fields, CACHED[_kind(fields)]) is not None else []
-    return found + ([name for name in REPEATED if name in fields] if _kind(fields) == "response" else [])
+    return found + [name for name in ("completed_at", *REPEATED) if name in fields and _kind(fields) == "response"]
 
 
 def answer_difference(
@@ -213,7 +212,8 @@ async def _messages(fields: Fields, job: Job, context: _Context) -> AsyncIterato
 async def _responses(fields: Fields, job: Job, context: _Context) -> AsyncIterator[dict[str, Any]]:
     params = job.ask.params
     repeated = {name: fields[name] for name in REPEATED if name in fields}
-    repeated |= {"temperature": params.temperature, "top_p": params.top_p}
+    repeated |= {name: getattr(params, name) for name in DRAWN_WITH}
+    job.ended = fields.get("completed_at")
     for use in USES:
         recording = Recording(context, job, repeated, None if use is None else use.family, [], with_receipt=True)
         await recording.settled()

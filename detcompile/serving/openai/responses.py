@@ -21,7 +21,16 @@ from detcompile.serving.openai.tools import ToolUse, in_family, tool_use
 from detcompile.serving.responses import JSON, Events, Whole
 from detcompile.serving.service import Service
 
-__all__ = ["RESPONSES", "TOLD", "cancelled_response", "count_input", "dropped_response", "kept_response", "respond"]
+__all__ = [
+    "DRAWN_WITH",
+    "REPEATED",
+    "RESPONSES",
+    "cancelled_response",
+    "count_input",
+    "dropped_response",
+    "kept_response",
+    "respond",
+]
 
 RESPONSES = "/v1/responses"  # the path
 TOLD: tuple[tuple[str, Any], ...] = (  # fields that a response repeats of its request, and what they are by default
@@ -30,6 +39,7 @@ TOLD: tuple[tuple[str, Any], ...] = (  # fields that a response repeats of its r
     ("top_logprobs", 0), ("max_tool_calls", None), ("prompt_cache_key", None), ("reasoning", None),
     ("safety_identifier", None),
 )  # fmt: skip
+REPEATED = (*(name for name, _ in TOLD), "service_tier", "text", "truncation")
 DRAWN_WITH = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
 UNFINISHED: dict[str, str] = {  # statuses whose output is not what the model says, but a part of it, cut anywhere
     "in_progress": "still runs: wait until it has ended",

@@ -1,0 +1,298 @@
+"""Run the mutants of tests/mutants.toml: planted faults, each of which some test has to find.
+
+Each mutant is planted in a copy of the tree, its tests run until the first failure, and the outcome goes to a JSON
+file at once, so that a run that was ended goes on where it stopped:
+
+    python -m tools.mutants --results before.json                 # all that before.json does not have
+    python -m tools.mutants --results before.json --clean         # the killing tests pass without mutants
+    python -m tools.mutants --results after.json --recorded before.json
+    python -m tools.mutants --table before.json after.json        # Markdown
+"""
+
+import argparse
+import contextlib
+import gc
+import importlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+import traceback
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import pytest
+
+from tests.draws import seed_of_run
+
+__all__ = ["MUTANTS", "Mutant", "read_mutants"]
+
+ROOT = Path(__file__).parents[1]
+MUTANTS = ROOT / "tests" / "mutants.toml"
+PASSED, FAILED, INTERRUPTED, USAGE, NOTHING_RUN = 0, 1, 2, 4, 5  # exit codes of pytest
+CRASHED = 70
+# Imported once and not by every fork, which saves seven seconds of each; nothing of the mutated package.
+PRELOADED = (
+    "torch", "torch._dynamo", "torch._inductor.compile_fx", "torch._inductor.select_algorithm", "transformers",
+    "transformers.models.auto.modeling_auto", "sklearn", "hypothesis", "tokenizers", "triton",
+)  # fmt: skip
+TIMEOUT = 1800.0  # seconds; a mutant that hangs is killed by that
+LAST_FAILED = "v/cache/lastfailed"  # in pytest's cache: node ids
+WHY_LETTERS = 160  # of the first line of a failure
+
+
+class Mutant(NamedTuple):
+    """A planted fault.
+
+    Attributes:
+        name: unique.
+        file: path in the repository.
+        breaks: the promise that it breaks.
+        old: text of the file, exactly once in it; new: what stands there instead.
+        tests: files or node ids, those that are likeliest to fail first.
+    """
+
+    name: str
+    file: str
+    breaks: str
+    old: str
+    new: str
+    tests: list[str]
+
+
+class Run(NamedTuple):
+    """One run of pytest.
+
+    Attributes:
+        code: exit code; None after a timeout.
+        failed: node id of the first failure; empty where pytest did not name one.
+        seconds: CPU seconds of pytest and all processes that it waited for.
+    """
+
+    code: int | None
+    failed: str
+    seconds: float
+    output: str
+
+
+def read_mutants() -> list[Mutant]:
+    """Return the list, in its order."""
+    return [Mutant(name, **fields) for name, fields in tomllib.loads(MUTANTS.read_text()).items()]
+
+
+def copy_tree(tree: Path, target: Path) -> None:
+    """Copy the files that git tracks or does not ignore."""
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, cwd=tree, capture_output=True, check=True).stdout.decode().split("\0")
+    for name in filter(None, names):
+        source, place = tree / name, target / name
+        if source.is_symlink() or source.exists():
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, place, follow_symlinks=False)
+
+
+def run_tests(tree: Path, tests: Sequence[str]) -> Run:
+    """Run tests in a tree until the first failure, in a fork of this process."""
+    cache, log = tree / ".pytest_cache", tree / "mutants.log"
+    for left in (cache, tree / ".hypothesis"):  # of the mutant before
+        shutil.rmtree(left, ignore_errors=True)
+    child = os.fork()
+    if child == 0:
+        options = ["-x", "-v", "--tb=short", "-m", "not exhaustive", "-o", f"cache_dir={cache}"]
+        run_in_fork(tree, log, [*options, *tests])
+    code, seconds = wait_for(child)
+    output = log.read_text(errors="replace")
+    return Run(code, first_failure(cache, output, code), seconds, output)
+
+
+def preload() -> None:
+    """Import what all tests need, under the settings of `make test`."""
+    os.environ |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_SIZE_ASSERTS": "1"}
+    for name in PRELOADED:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+
+
+def run_in_fork(tree: Path, log: Path, arguments: list[str]) -> NoReturn:
+    """Run pytest as `python -m pytest` in the tree would, and end."""
+    code = CRASHED
+    try:
+        os.setsid()
+        with log.open("wb") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        os.chdir(tree)
+        os.environ["PYTHONPATH"] = str(tree)
+        sys.path[:] = [str(tree), *(path for path in sys.path if path not in ("", str(ROOT)))]
+        for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "tools")]:
+            del sys.modules[name]  # of this checkout
+        code = int(pytest.main(arguments))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def wait_for(child: int) -> tuple[int | None, float]:
+    """Return the exit code of a process, None after a timeout, and its CPU seconds; end what it has left running."""
+    deadline = time.monotonic() + TIMEOUT
+    late = False
+    while True:
+        ended, status, usage = os.wait4(child, os.WNOHANG)
+        if ended:
+            break
+        if time.monotonic() > deadline:
+            late = True
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGKILL)
+        time.sleep(0.1)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)
+    seconds = round(usage.ru_utime + usage.ru_stime, 1)
+    return None if late else os.waitstatus_to_exitcode(status), seconds
+
+
+def first_failure(cache: Path, output: str, code: int | None) -> str:
+    """Return the node id of the test that failed, or that ran when pytest ended by itself."""
+    if code in (PASSED, USAGE, NOTHING_RUN):
+        return ""
+    listed = cache / LAST_FAILED
+    if listed.exists() and (names := list(json.loads(listed.read_text()))):
+        return str(names[0])
+    started = [line.split(" ")[0] for line in output.splitlines() if line.startswith("tests/") and "::" in line]
+    return started[-1] if started else ""
+
+
+def named_tests(tree: Path, tests: Iterable[str]) -> list[str]:
+    """Return the tests that are there, by their file where pytest would not find the node id."""
+    found = []
+    for test in tests:
+        path, _, node = test.partition("::")
+        function = node.partition("[")[0].split("::")[-1]
+        if (tree / path).exists():
+            there = not node or f"def {function}(" in (tree / path).read_text()
+            found.append(test if there else path)
+    return list(dict.fromkeys(found))
+
+
+def tried(tree: Path, mutant: Mutant, recorded: str) -> dict[str, Any]:
+    """Plant a mutant and run the recorded test, or those that the list names; returns what came of it.
+
+    Args:
+        recorded: node id of the test that found it before; empty for none.
+    """
+    place = tree / mutant.file
+    source = place.read_text()
+    if source.count(mutant.old) != 1:
+        return {"outcome": "not planted", "test": "", "seconds": 0.0, "note": f"old text {source.count(mutant.old)}×"}
+    times = place.stat()
+    place.write_text(source.replace(mutant.old, mutant.new))
+    try:
+        note, spent = "", 0.0
+        if recorded:
+            run = run_tests(tree, [recorded])
+            spent = run.seconds
+            if run.code not in (PASSED, USAGE, NOTHING_RUN):
+                return outcome(run, spent, "")
+            note = {PASSED: "passes", USAGE: "is gone", NOTHING_RUN: "is exhaustive"}[run.code]
+            note = f"the recorded test {note}"
+        tests = named_tests(tree, mutant.tests)
+        if not tests:
+            return {"outcome": "no tests", "test": "", "seconds": spent, "note": note}
+        run = run_tests(tree, tests)
+        return outcome(run, spent + run.seconds, note)
+    finally:
+        place.write_text(source)
+        os.utime(place, ns=(times.st_atime_ns, times.st_mtime_ns))  # and so its bytecode is known again
+
+
+def outcome(run: Run, seconds: float, note: str) -> dict[str, Any]:
+    """Return what a run says of a mutant, as JSON has it."""
+    seconds = round(seconds, 1)
+    if run.code in (PASSED, USAGE, NOTHING_RUN):
+        found = "survived" if run.code == PASSED else "no tests"
+        return {"outcome": found, "test": "", "seconds": seconds, "note": note}
+    how = {None: "hangs", FAILED: "", INTERRUPTED: "is not collected"}.get(run.code, f"ends pytest with {run.code}")
+    why = next((line[1:].strip() for line in run.output.splitlines() if line.startswith("E  ")), "")
+    note = ", ".join(filter(None, (note, how)))
+    return {"outcome": "killed", "test": run.failed, "seconds": seconds, "note": note, "why": why[:WHY_LETTERS]}
+
+
+def run_mutants(tree: Path, mutants: Sequence[Mutant], results: Path, recorded: dict[str, Any]) -> None:
+    """Run each mutant that the results do not have."""
+    known: dict[str, Any] = json.loads(results.read_text()) if results.exists() else {}
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        copy = Path(folder)
+        copy_tree(tree, copy)
+        for mutant in mutants:
+            if mutant.name in known:
+                continue
+            began = time.monotonic()
+            found = tried(copy, mutant, recorded.get(mutant.name, {}).get("test", ""))
+            known[mutant.name] = found
+            results.write_text(json.dumps(known, indent=1) + "\n")
+            wall = time.monotonic() - began
+            words = [found["outcome"], mutant.name, found["test"], found["note"]]
+            print(f"{found['seconds']:7.1f} s CPU {wall:6.0f} s ", " | ".join(filter(None, words)), flush=True)
+
+
+def run_clean(tree: Path, known: dict[str, Any]) -> int:
+    """Run the killing tests without a mutant; returns the exit code of pytest."""
+    tests = [found["test"] for found in known.values() if found["outcome"] == "killed"]
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        copy = Path(folder)
+        copy_tree(tree, copy)
+        run = run_tests(copy, named_tests(copy, dict.fromkeys(tests)))
+    print(run.output[-3000:], f"{run.seconds} s CPU")
+    return 1 if run.code is None else run.code
+
+
+def table(mutants: Sequence[Mutant], runs: Sequence[dict[str, Any]]) -> str:
+    """Return a Markdown table: each mutant, what it breaks, and the test of each run that found it."""
+    lines = [f"| mutant | breaks |{' test |' * len(runs)}", f"|---|---|{'---|' * len(runs)}"]
+    for mutant in mutants:
+        cells = []
+        for known in runs:
+            found = known.get(mutant.name, {"outcome": "", "test": "", "note": ""})
+            shown = found["test"].removeprefix("tests/").replace("|", "\\|")
+            cells.append(f"`{shown}`" if shown else found["outcome"])
+        lines.append(f"| {mutant.name} | {mutant.breaks} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("names", nargs="*", help="mutants to run, by a part of their names; default: all")
+    parser.add_argument("--tree", type=Path, default=ROOT, help="checkout to run; default: this one")
+    parser.add_argument("--results", type=Path, help="JSON file that outcomes are added to")
+    parser.add_argument("--recorded", type=Path, help="outcomes of before: run the test that killed each mutant")
+    parser.add_argument("--clean", action="store_true", help="run the killing tests of --results without mutants")
+    parser.add_argument("--table", type=Path, nargs="+", help="print a table of these results")
+    given = parser.parse_args()
+    mutants = [mutant for mutant in read_mutants() if not given.names or any(n in mutant.name for n in given.names)]
+    if given.table:
+        print(table(mutants, [json.loads(path.read_text()) for path in given.table]))
+        return 0
+    if given.results is None:
+        parser.error("--results is missing")
+    seed_of_run()  # into the environment: one seed for all, where a copy without git would draw its own
+    preload()
+    if given.clean:
+        return run_clean(given.tree, json.loads(given.results.read_text()))
+    recorded = {} if given.recorded is None else json.loads(given.recorded.read_text())
+    run_mutants(given.tree, mutants, given.results, recorded)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

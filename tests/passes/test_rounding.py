@@ -8,6 +8,7 @@ from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 from torch.nn import functional as F
 
+from detcompile import Backend, Numerics
 from detcompile.passes import pipeline
 from detcompile.passes.pipeline import GraphPass, rewrite
 from detcompile.templates.cpu.shared_objects import compiler_version
@@ -103,3 +104,11 @@ def test_a_cast_is_kept_whatever_is_fused() -> None:
     wide = x.float()
     expected = rounded(rounded(rounded(wide * torch.tensor(1.1)) + torch.tensor(0.3)) * wide) - torch.tensor(0.7)
     assert_bitwise_equal(torch.compile(chain, backend="detcompile")(x), expected.bfloat16())
+
+
+def test_a_mean_is_rounded_once() -> None:
+    """Terms are multiples of a power of two, whose float32 sum no order changes."""
+    torch._dynamo.reset()
+    rows = torch.randint(-255, 256, (300, FEATURES), generator=torch.Generator().manual_seed(3)) / 64
+    run = torch.compile(lambda x: x.mean(-1), backend=Backend(Numerics(), certify_only=True))
+    assert_bitwise_equal(run(rows.bfloat16()), (rows.sum(-1) / FEATURES).bfloat16())

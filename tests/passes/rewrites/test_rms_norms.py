@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from detcompile import Backend, Numerics
+from tests.bits import assert_bitwise_equal
 
 WEIGHT = torch.linspace(0.5, 2, 16)
 
@@ -34,3 +35,27 @@ def test_it_means_what_torch_computes(function: Callable[[Tensor], Tensor], whol
     found, exact = torch.compile(function, backend=backend, fullgraph=True)(x), function(x.double())
     assert any("rms_norm" in entry.op for entry in backend.certificates[0].entries) == whole
     assert float((found - exact).abs().max()) < 1e-5 * float(1 + exact.abs().max())
+
+
+ROUNDED = WEIGHT.bfloat16()
+
+
+def as_llama(x: Tensor) -> Tensor:
+    h = x.float()
+    return ROUNDED * (h * root(h, lambda mean: mean + 0.5)).to(x.dtype)
+
+
+def as_gemma(x: Tensor) -> Tensor:
+    h = x.float()
+    return (h * root(h, lambda mean: mean + 0.5) * WEIGHT).to(x.dtype)
+
+
+@pytest.mark.parametrize("written", [as_llama, as_gemma])
+def test_it_rounds_where_the_model_rounds(written: Callable[[Tensor], Tensor]) -> None:
+    """Squares are powers of two, whose sum no order changes."""
+    torch._dynamo.reset()
+    x = torch.tensor([0.5, -1.0, 2.0, -4.0])[torch.randint(4, (200, 16), generator=torch.Generator().manual_seed(3))]
+    backend = Backend(Numerics(), certify_only=True)
+    found = torch.compile(written, backend=backend, fullgraph=True)(x.bfloat16())
+    assert any("rms_norm" in entry.op for entry in backend.certificates[0].entries)
+    assert_bitwise_equal(found, written(x.bfloat16()))

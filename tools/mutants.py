@@ -274,14 +274,14 @@ def table(mutants: Sequence[Mutant], runs: Sequence[dict[str, Any]]) -> str:
 def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("names", nargs="*", help="mutants to run, by a part of their names; default: all")
+    parser.add_argument("names", nargs="*", help="mutants to run, in this order, by a part of their names; default: all")
     parser.add_argument("--tree", type=Path, default=ROOT, help="checkout to run; default: this one")
     parser.add_argument("--results", type=Path, help="JSON file that outcomes are added to")
     parser.add_argument("--recorded", type=Path, help="outcomes of before: run the test that killed each mutant")
     parser.add_argument("--clean", action="store_true", help="run the killing tests of --results without mutants")
     parser.add_argument("--table", type=Path, nargs="+", help="print a table of these results")
     given = parser.parse_args()
-    mutants = [mutant for mutant in read_mutants() if not given.names or any(n in mutant.name for n in given.names)]
+    mutants = [mutant for name in given.names or [""] for mutant in read_mutants() if name in mutant.name]
     if given.table:
         print(table(mutants, [json.loads(path.read_text()) for path in given.table]))
         return 0

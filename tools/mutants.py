@@ -15,6 +15,7 @@ import gc
 import importlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -177,10 +178,9 @@ def named_tests(tree: Path, tests: Iterable[str]) -> list[str]:
     found = []
     for test in tests:
         path, _, node = test.partition("::")
-        function = node.partition("[")[0].split("::")[-1]
+        name = re.split(r"::|\[", node)[0]  # of a function, or of a class of tests
         if (tree / path).exists():
-            there = not node or f"def {function}(" in (tree / path).read_text()
-            found.append(test if there else path)
+            found.append(test if re.search(rf"\b{name}\b", (tree / path).read_text()) else path)
     return list(dict.fromkeys(found))
 
 
@@ -274,7 +274,7 @@ def table(mutants: Sequence[Mutant], runs: Sequence[dict[str, Any]]) -> str:
 def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("names", nargs="*", help="mutants to run, in this order, by a part of their names; default: all")
+    parser.add_argument("names", nargs="*", help="mutants in the order to run, by a part of their names; default: all")
     parser.add_argument("--tree", type=Path, default=ROOT, help="checkout to run; default: this one")
     parser.add_argument("--results", type=Path, help="JSON file that outcomes are added to")
     parser.add_argument("--recorded", type=Path, help="outcomes of before: run the test that killed each mutant")

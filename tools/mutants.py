@@ -169,8 +169,8 @@ def first_failure(cache: Path, output: str, code: int | None) -> str:
     listed = cache / LAST_FAILED
     if listed.exists() and (names := list(json.loads(listed.read_text()))):
         return str(names[0])
-    started = [line.split(" ")[0] for line in output.splitlines() if line.startswith("tests/") and "::" in line]
-    return started[-1] if started else ""
+    started = [line for line in output.splitlines() if line.startswith("tests/") and "::" in line]
+    return re.sub(r" (PASSED|FAILED|ERROR|SKIPPED|XFAIL)\b.*", "", started[-1]).strip() if started else ""
 
 
 def named_tests(tree: Path, tests: Iterable[str]) -> list[str]:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from detcompile.errors import ScheduleError
+from detcompile.templates.device import gate
 from detcompile.templates.device.gate import Buckets, Gate, Tuner
 
 ENVIRONMENT = {"device": "a device", "triton": "3", "source": "digest"}
@@ -239,3 +240,13 @@ def test_buckets() -> None:
     assert [buckets.of(count) for count in (1, 8, 9, 33, 64, 1000)] == [8, 8, 16, 64, 64, 64]
     assert buckets.nearest(16) == [16, 32, 64, 8]
     assert buckets.nearest(64) == [64, 32, 16, 8]
+
+
+def test_decisions_are_for_the_sources_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DETCOMPILE_CACHE", str(tmp_path))
+    monkeypatch.setattr(gate, "_tuner", gate._tuner.__wrapped__)
+    source, paths = tmp_path / "kernel.py", []
+    for text in ("one", "other", "one"):
+        source.write_text(text)
+        paths.append(schedules_of(Probe(), sources=(str(source),)).tuner(torch.device("cpu")).path)
+    assert paths[0] == paths[2] != paths[1]

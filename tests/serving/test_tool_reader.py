@@ -11,12 +11,15 @@ from detcompile.serving.tools.reader import Piece, Reader
 
 ONE = '{"name": "add", "arguments": {"a": 1, "b": [2, "}"]}}'
 TWO = '{"arguments": {"x": "\\"{"}, "name": "sub"}'
+SLASH = r'{"name": "open", "arguments": {"x": "C:\\", "y": "}"}}'
 ADD, SUB = ("add", '{"a": 1, "b": [2, "}"]}'), ("sub", '{"x": "\\"{"}')
+OPEN = ("open", r'{"x": "C:\\", "y": "}"}')
 CASES = [
     (HERMES, f"<tool_call>\n{ONE}\n</tool_call>", "", [ADD]),
     (HERMES, f"Well:\n<tool_call>{ONE}</tool_call>\n<tool_call>\n{TWO}\n</tool_call>\n", "Well:\n", [ADD, SUB]),
     (HERMES, f"<tool_call>{ONE}</tool_call> and <tool_call>{TWO}</tool_call> more", "and more", [ADD, SUB]),
     (HERMES, f"<tool_call>{ONE}", "", [ADD]),
+    (HERMES, f"<tool_call>{SLASH}</tool_call>\n<tool_call>{ONE}</tool_call>", "", [OPEN, ADD]),
     (HERMES, "<tool_call>nothing</tool_call> x", "<tool_call>nothing</tool_call> x", []),
     (HERMES, '<tool_call>{"name": 3}</tool_call>', '<tool_call>{"name": 3}</tool_call>', []),
     (HERMES, '<tool_call>{"arguments": {}}</tool_call>', '<tool_call>{"arguments": {}}</tool_call>', []),

@@ -167,9 +167,10 @@ def test_keys_are_files_of_their_owner(tmp_path: Path, key: SigningKey) -> None:
     assert unsealed(sealed, public) is None and public.key_id == key.key_id
     with pytest.raises(StorageError, match="are not written over"):
         write_key_pair(path)
-    path.chmod(0o644)
-    with pytest.raises(InvalidInput, match="chmod 600"):
-        read_signing_key(path)
+    for mode in (0o640, 0o604, 0o620, 0o602):
+        path.chmod(mode)
+        with pytest.raises(InvalidInput, match="chmod 600"):
+            read_signing_key(path)
     path.chmod(0o600)
     for read, file in ((read_signing_key, "key.pub"), (read_verify_key, "key")):
         (tmp_path / file).chmod(0o600)

@@ -18,10 +18,10 @@ class Layer(nn.Module):
     layer_idx = 3
 
 
-def call(**kwargs: object) -> None:
-    """check_call for four query heads over two key heads."""
-    query, key = torch.zeros(1, 4, 5, 16), torch.zeros(1, 2, 5, 16)
-    check_call(Layer(), query, key, key, None, {STEP_KWARG: object()} | kwargs, both_ways=False)
+def call(mask: Tensor | None = None, *, key_heads: int = 2, **kwargs: object) -> None:
+    """Call check_call for four query heads."""
+    query, key = torch.zeros(1, 4, 5, 16), torch.zeros(1, key_heads, 5, 16)
+    check_call(Layer(), query, key, key, mask, {STEP_KWARG: object()} | kwargs, both_ways=False)
 
 
 def test_known_arguments_are_understood() -> None:
@@ -38,6 +38,12 @@ def test_known_arguments_are_understood() -> None:
         ({"sliding_window": 7, "attention_chunk": 9}, "only one of them is known"),
         ({"relative_bias": torch.zeros(1, 4, 1, 9)}, "which is no row of biases for each of its queries"),
         ({"indices": torch.zeros(3)}, "passes indices=Tensor, which the attention template does not know"),
+        ({"mask": torch.zeros(1, 1, 5, 5)}, "passes an attention mask of its own"),
+        ({"mask": torch.ones(1, 1, 5, 5, dtype=torch.bool)}, "passes an attention mask of its own"),
+        ({"is_causal": False}, "is not causal"),
+        ({"dropout": 0.1}, "asks for dropout 0.1"),
+        ({STEP_KWARG: None}, "drops the model's keyword arguments"),
+        ({"key_heads": 3}, "4 query heads over 3 key heads"),
     ],
 )
 def test_other_arguments_are_refused(kwargs: dict, message: str) -> None:

@@ -179,14 +179,23 @@ def _kind(model: PreTrainedModel) -> type[Compiled]:
 
 
 def context_of(model: PreTrainedModel, max_context: int | None) -> int:
-    """Tokens a sequence may hold; never more than a learned table of positions has rows."""
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    """Tokens a sequence may hold; never more than a learned table of positions has rows.
+
+    Raises:
+        InvalidInput: a config without layers or positions, or a max_context beyond them.
+    """
+    config = model.config.get_text_config()
+    if getattr(config, "num_hidden_layers", 1) < 1:
+        raise InvalidInput(f"{type(model).__name__}: num_hidden_layers={config.num_hidden_layers}: a model has a layer")
+    limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and isinstance(model, PoolingModel):  # RoBERTa's rows of padding are none of a sequence
         limit = min([limit, *(table.rows - table.first for table in position_tables(model))])
     given = _checked_context(max_context)
     context = limit if given is None else given
     if context is None:
         raise InvalidInput(f"{type(model).__name__} states no max_position_embeddings: pass max_context")
+    if context < 1:
+        raise InvalidInput(f"{type(model).__name__}: max_position_embeddings={context}: pass max_context, 1 at least")
     rows = {table.name: table.rows - table.first for table in position_tables(model)}
     rows |= {name: len(buffer) for name, buffer in model.named_buffers() if name.endswith("embed_positions")}  # GPT-J's
     for name, count in rows.items():

@@ -135,6 +135,9 @@ def test_compile_refuses_what_it_cannot_do() -> None:
         detcompile.load_model(__import__("pathlib").Path(__file__).parent)
     with pytest.raises(InvalidInput, match="at least one token"):
         detcompile.compile(random_model("llama", torch.float32), max_context=0)
+    for name in ("num_hidden_layers", "max_position_embeddings"):
+        with pytest.raises(InvalidInput, match=f"{name}=0"):
+            detcompile.compile(random_model("llama", torch.float32, **{name: 0}))
     with pytest.raises(InvalidInput, match="wpe has 2048 rows"):
         detcompile.compile(random_model("gpt2", torch.float32), max_context=4096)
     with pytest.raises(InvalidInput, match="embed_positions has 2048 rows"):

@@ -141,6 +141,28 @@ def test_an_audit_finds_the_answer_that_was_not_drawn(answer: Path, tmp_path: Pa
     assert run("audit", tmp_path / "none").returncode == 2
 
 
+@pytest.mark.parametrize("wrong", [False, True])
+def test_an_audit_tells_what_it_did_not_check(wrong: bool, answer: Path, tmp_path: Path) -> None:
+    """Answers of another fingerprint, and hashes: they are no faults, and nobody is told that they were equal."""
+    sealed, log = read_envelope(answer.read_bytes()), ReceiptLog(tmp_path / "log")
+    for number in range(4):
+        changes = TAMPERINGS["other weights"].change if number == 1 else lambda payload: None
+        receipt = decode_receipt(payload_of(changed(sealed, changes, None)))
+        receipt.log = log.place
+        if number == 2:
+            receipt.level = "hashes"
+            receipt.prompts[0].token_ids = receipt.prompts[0].samples[0].token_ids = "0" * 64
+        if number == 3 and wrong:
+            receipt.prompts[0].samples[1].token_ids[3] ^= 1
+        log.append(seal(encode_receipt(receipt), None))
+    done = run("audit", tmp_path / "log", "--sample", "1")
+    assert done.returncode == (1 if wrong else 3), done.stdout
+    assert "line 2, " in done.stdout and ": not checked: fingerprint_parts.weights: " in done.stdout
+    assert "line 3, " in done.stdout and ": not checked: the receipt holds hashes" in done.stdout
+    assert "2 of 4 were not checked" in done.stdout and ("1 of 2 did not come out again" in done.stdout) == wrong
+    assert wrong or f"missed it with probability {0.9**2:.3g}" in done.stdout
+
+
 def test_a_key_is_made_once(tmp_path: Path) -> None:
     done = run("keygen", tmp_path / "key")
     assert done.returncode == 0 and "--sign" in done.stdout and (tmp_path / "key.pub").exists()

@@ -67,11 +67,12 @@ class Web:
     cors: Annotated[list[str] | None, typer.Option(help="Site whose pages may use the server; repeat it.")] = None
     request_log: Annotated[Path | None, typer.Option(help="File of a JSON line a request, without texts.")] = None
     demo: Annotated[bool, typer.Option("--demo", help="Let the page kill engines, to show that answers go on.")] = False
+    root_path: Annotated[str, typer.Option(help="Path under which a proxy has the server, such as /ai.")] = ""
 
     def options(self) -> dict[str, Any]:
-        """Origins, log and kill switch, the log opened."""
+        """Origins, log, kill switch and root path, the log opened."""
         log = None if self.request_log is None else _log(self.request_log)
-        return {"origins": self.cors or (), "request_log": log, "demo": self.demo}
+        return {"origins": self.cors or (), "request_log": log, "demo": self.demo, "root_path": self.root_path}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,9 +12,9 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from detcompile.errors import DetcompileError, StorageError
+from detcompile.errors import DetcompileError, InvalidInput, StorageError
 from detcompile.serving.access import Access, owner_of
 from detcompile.serving.anthropic.messages import count_tokens, create_message
 from detcompile.serving.anthropic.schema import CountTokensRequest, MessagesRequest
@@ -85,6 +85,7 @@ def new_app(
     origins: Sequence[str] = (),
     request_log: IO[str] | None = None,
     demo: bool = False,
+    root_path: str = "",
 ) -> ASGIApp:
     """The application.
 
@@ -94,8 +95,15 @@ def new_app(
         origins: sites whose pages may use this server from a browser.
         request_log: file that gets a line a request; None for none.
         demo: whether the page may kill engines.
+        root_path: path under which a proxy has the server, such as /ai; requests come with it or without.
+
+    Raises:
+        InvalidInput: a root_path that is none, or that begins a route.
     """
-    app = FastAPI(title="detcompile", version=version, docs_url=None, redoc_url=None, redirect_slashes=False)
+    servers = [{"url": root_path}] if root_path else None
+    app = FastAPI(
+        title="detcompile", version=version, docs_url=None, redoc_url=None, redirect_slashes=False, servers=servers
+    )
     _add_posts(app, service, demo)
     log = None if request_log is None else LogFile(request_log)
     _add_gets(app, service, version, log, demo)
@@ -106,12 +114,41 @@ def new_app(
     app.add_exception_handler(RequestValidationError, _no_parameter)
     app.add_exception_handler(HTTPException, _no_route)
     app.add_exception_handler(Exception, _failed)
+    _require_free(root_path, app)
     outside: ASGIApp = Access(app, digests)
     if origins:  # around the keys, as a browser asks whether it may send one without it
         outside = CORSMiddleware(
             outside, allow_origins=origins, allow_methods=METHODS, allow_headers=["*"], expose_headers=TOLD
         )
-    return outside if log is None else RequestLog(outside, log)
+    outside = outside if log is None else RequestLog(outside, log)
+    return _without_root(root_path, outside) if root_path else outside
+
+
+def _require_free(root_path: str, app: FastAPI) -> None:
+    """Refuse a root path that cannot be told from a route's.
+
+    Raises:
+        InvalidInput: what to give.
+    """
+    if not root_path:
+        return
+    if not root_path.startswith("/") or root_path.endswith("/") or "//" in root_path:
+        raise InvalidInput(f"--root-path {root_path!r}: give a path such as /ai, with a slash before it, none behind")
+    paths = [str(route.path) for route in app.routes]  # type: ignore[attr-defined]
+    route = next((path for path in paths if f"{path}/".startswith(f"{root_path}/")), None)
+    if route is not None:
+        raise InvalidInput(f"--root-path {root_path!r}: the route {route} begins with it: take another path")
+
+
+def _without_root(root_path: str, inside: ASGIApp) -> ASGIApp:
+    """Return an application that takes paths with ``root_path`` before them, where a proxy leaves it there."""
+
+    async def outside(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and f"{scope['path']}/".startswith(f"{root_path}/"):
+            scope = {**scope, "path": scope["path"].removeprefix(root_path) or "/"}
+        await inside(scope, receive, send)
+
+    return outside
 
 
 def _add_posts(app: FastAPI, service: Service, demo: bool) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from detcompile.errors import InvalidInput
 from detcompile.serving.access import KeyFile, read_keys
+from detcompile.serving.app import new_app
 from tests.serving.scripted_service import running, scripted
 
 pytestmark = pytest.mark.usefixtures("in_the_root")
@@ -151,6 +152,32 @@ def test_prefixes_are_shared_within_a_key_and_a_salt_alone(keys: tuple[str, ...]
         assert ("" in one_each) == (not keys)
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_a_proxy_may_have_the_server_under_a_path() -> None:
+    """Whether it takes the path off or not."""
+
+    async def scenario() -> None:
+        digests = [hashlib.sha256(b"secret").digest()]
+        async with running(scripted(), digests, root_path="/ai/tiny") as client:
+            for before in ("", "/ai/tiny"):
+                assert (await client.get(f"{before}/")).status_code == 200
+                assert (await client.get(f"{before}/health")).status_code == 401
+                client.headers["X-Api-Key"] = "secret"
+                assert (await client.get(f"{before}/health")).status_code == 200
+                answer = await client.post(f"{before}/v1/completions", json={"prompt": [5], "max_tokens": 1})
+                assert (await client.get(f"{before}/v1/receipts/{answer.json()['id']}")).status_code == 200
+                assert (await client.get(f"{before}/openapi.json")).json()["servers"] == [{"url": "/ai/tiny"}]
+                del client.headers["X-Api-Key"]
+            assert (await client.get("/ai/tiny")).status_code == 200
+            client.headers["X-Api-Key"] = "secret"
+            for path in ("/ai", "/ai/health", "/ai/tinyhealth", "/ai/tiny/ai/tiny/health"):
+                assert (await client.get(path)).status_code == 404, path
+
+    asyncio.run(scenario())
+    for path in ("ai", "/ai/", "/", "//", "/v1", "/v1/models", "/dashboard"):
+        with pytest.raises(InvalidInput, match="--root-path"):
+            new_app(scripted(), "test", root_path=path)
 
 
 def test_a_key_is_the_bytes_that_were_sent() -> None:

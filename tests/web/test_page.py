@@ -93,6 +93,12 @@ def test_a_number_of_64_bits_stays_one(url: str, visit: Visit) -> None:
     page.wait_for_selector(f"td:text-is('{seed}')")
 
 
+def test_the_page_works_under_the_path_of_a_proxy(url: str, visit: Visit) -> None:
+    page = visit(f"{url}/ai")
+    run(page, max_tokens=3, seed=5)
+    assert shown(page) == expected(3) and f"{url}/ai/v1/completions" in page.locator("#curl").text_content()
+
+
 def test_what_is_asked_wrongly_is_told(url: str, visit: Visit) -> None:
     page = visit(url)
     for parameters, said in (

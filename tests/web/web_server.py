@@ -19,7 +19,7 @@ async def main() -> int:
     demo = "--no-demo" not in sys.argv
     digests = [hashlib.sha256(key.encode()).digest() for key in sys.argv[1:] if key != "--no-demo"]
     with server.listen("127.0.0.1", 0) as sock:
-        app = new_app(service, "test", digests, demo=demo)
+        app = new_app(service, "test", digests, demo=demo, root_path="/ai")
         return await server.serve(service, app, SPEC, sock, 1.0)
 
 

@@ -39,7 +39,8 @@ class Access:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through, or answer 401."""
-        free = scope["type"] != "http" or not self._digests or (scope["method"], scope["path"]) == ("GET", "/")
+        free = scope["type"] != "http" or not self._digests
+        free = free or (scope["path"] == "/" and scope["method"] in ("GET", "HEAD"))
         owner = "" if free else self._owner(Headers(scope=scope))
         if owner is not None:
             scope[OWNER] = owner

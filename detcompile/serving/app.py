@@ -254,7 +254,11 @@ def _add_gets(app: FastAPI, service: Service, version: str, log: LogFile | None,
                 service.require_ready()
             return answer()
 
+        add(path, route)
+
+    def add(path: str, route: Callable[[], Awaitable[Response]]) -> None:
         app.add_api_route(path, route, methods=["GET"], name=path.strip("/").replace("/", "_") or "page")
+        app.add_api_route(path, route, methods=["HEAD"], include_in_schema=False)  # uvicorn leaves out the body
 
     def health() -> Response:
         failure = service.fleet.failure
@@ -272,7 +276,7 @@ def _add_gets(app: FastAPI, service: Service, version: str, log: LogFile | None,
     async def ready() -> Response:
         return await _ready(service, log)
 
-    app.add_api_route("/ready", ready, methods=["GET"], name="ready")
+    add("/ready", ready)
 
     async def state(request: Request) -> Response:
         told = state_of(service, version, owner_of(request), demo=demo)

@@ -38,13 +38,18 @@ def is_loopback(host: str) -> bool:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket bound to an address, before the model takes its time to compile.
+    """A socket bound to an address, before the model takes its time to compile. ``::`` takes IPv4 clients, too.
 
     Raises:
         InvalidInput: the address is in use, or not of this machine.
     """
     try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        families = {info[0] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+        if socket.AF_INET in families:
+            return socket.create_server((host, port))
+        takes_both = ipaddress.ip_address(host).is_unspecified if ":" in host else False
+        dual = takes_both and socket.has_dualstack_ipv6()
+        return socket.create_server((host, port), family=socket.AF_INET6, dualstack_ipv6=dual)
     except OSError as error:
         raise InvalidInput(f"cannot listen on {host}, port {port}: {error}. Give another --host or --port") from error
 

@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import gc
 import json
+import re
+import socket
 import time
 import weakref
 from collections.abc import AsyncIterator, Sequence
@@ -13,7 +15,10 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
+from detcompile.serving.app import new_app
 from detcompile.serving.connections import MOST_AHEAD, SLICE, bounded_protocol
+from detcompile.serving.server import listen
+from tests.serving.scripted_service import scripted
 
 OFFERS = [  # Java's java.net.http.HttpClient makes the first one with every request
     b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n",
@@ -186,3 +191,27 @@ def test_what_is_no_request_behind_an_offer_is_refused_once() -> None:
             return await reader.read()
 
     assert asyncio.run(scenario()).count(b"HTTP/1.1 400") == 1
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6")
+def test_the_unspecified_address_takes_clients_of_both_kinds() -> None:
+    for host, clients in (("::", ["127.0.0.1", "::1"]), ("0.0.0.0", ["127.0.0.1"]), ("::1", ["::1"])):
+        with listen(host, 0) as sock:
+            for client in clients:
+                socket.create_connection((client, sock.getsockname()[1]), 5).close()
+
+
+def test_probes_may_ask_by_head() -> None:
+    """The status of GET without its body, so that the next answer on the connection is read."""
+
+    async def scenario() -> None:
+        async with connected(new_app(scripted(), "test")) as (reader, writer):
+            for path, status in (("/health", 200), ("/ready", 503), ("/", 200), ("/version", 200)):
+                for method in ("HEAD", "GET"):
+                    writer.write(f"{method} {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+                    head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                    assert head.startswith(f"HTTP/1.1 {status} "), (method, path, head)
+                    (length,) = re.findall(r"content-length: (\d+)", head)
+                    assert int(length) and (method == "HEAD" or await reader.readexactly(int(length)))
+
+    asyncio.run(scenario())

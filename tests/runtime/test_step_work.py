@@ -21,10 +21,10 @@ class Planned:
     """A tree for each of some sequences."""
 
     def __init__(self, trees):
-        self.trees = trees
+        self.trees = {tuple(sequence.token_ids): tree for sequence, tree in trees.items()}
 
     def propose(self, sequences, max_depth):
-        return [self.trees.get(sequence, DraftTree({})) for sequence in sequences]
+        return [self.trees.get(tuple(sequence.token_ids), DraftTree({})) for sequence in sequences]
 
     def forget(self, sequence):
         pass

@@ -36,7 +36,7 @@ COMMANDS = {
     ),
     "serve": "Serve a model over OpenAI's API; the seed and fingerprint of an answer repeat it bit for bit.",
     "replay": "Run a receipt's answers again, all positions at once; exit 1: differs, 2: other model, 3: bad file.",
-    "audit": "Check a receipt log: chain, signatures, and by replay a sample of its answers; exit 1 at a fault.",
+    "audit": "Check a receipt log: chain, signatures, and by replay a sample; exit 1: a fault, 3: answers not checked.",
     "keygen": "Make a key that signs receipts, and the public one that verifies them.",
     "doctor": "Look at this machine: what is here, what will be fast or slow; exit 1 if something needed is missing.",
     "cache": "List what is kept from one start to the next: kinds and sizes, and each compiled program.",

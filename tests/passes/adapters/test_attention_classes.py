@@ -1,7 +1,12 @@
 """Attention classes with a softmax of their own, and masks that models make in other ways: the meaning stays."""
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
+from transformers.masking_utils import create_causal_mask
+from transformers.models.llama.modeling_llama import LlamaModel
 
 from detcompile import UnsupportedModel
 from detcompile.passes.adapters.attention_classes import OWN_ATTENTION
@@ -110,4 +115,32 @@ def test_chunks_that_the_layers_are_not_told_are_refused() -> None:
         own = type(module)
         module.__class__ = type(own.__name__, (own,), {"__module__": __name__})
     with pytest.raises(UnsupportedModel, match=r"for layers \[0, 1\] but tells layers \[\] their chunks"):
+        probe_attention(model, 64)
+
+
+class _Shaped(LlamaModel):
+    """Asks for a mask that an argument changes."""
+
+    SHAPED: dict[str, Any] = {}
+
+    def forward(self, input_ids: Tensor, **kwargs: Any) -> Any:
+        create_causal_mask(self.config, self.embed_tokens(input_ids), None, None, **self.SHAPED)
+        return super().forward(input_ids, **kwargs)
+
+
+def _any(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return key >= 0
+
+
+BLOCKS = torch.tensor([[0, 0]])
+SHAPES: dict[str, Any] = {"or_mask_function": _any, "and_mask_function": _any, "block_sequence_ids": BLOCKS}
+
+
+@pytest.mark.parametrize("argument", SHAPES)
+def test_arguments_that_change_a_mask_are_refused(argument: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model("llama", torch.float32)
+    model.model.__class__ = _Shaped
+    probe_attention(model, 64)
+    monkeypatch.setattr(_Shaped, "SHAPED", {argument: SHAPES[argument]})
+    with pytest.raises(UnsupportedModel, match=f"changes create_causal_mask by {argument}"):
         probe_attention(model, 64)

@@ -211,3 +211,27 @@ def test_weights_that_do_not_lie_in_rows_stay_where_they_are(lie: Callable[[Tens
         assert products(backend.certificates[0]) == (2 if second is weight else 1)
     for one, other in zip(*found, strict=True):
         assert_bitwise_equal(one, other)
+
+
+class Flattened(nn.Module):
+    """Two linears of one input, the rows of the first in one with its features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Linear(16, width, bias=False) for width in (5, 7))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.a(x).view(-1), self.b(x)
+
+
+def test_rows_that_a_view_joins_with_features_lie_together() -> None:
+    module, x = Flattened(), torch.linspace(-3, 3, 48).view(3, 16)
+    found = []
+    for join in (False, True):
+        torch._dynamo.reset()
+        backend = Backend(Numerics(), certify_only=True, join_weights=join)
+        with torch.no_grad():
+            found.append(torch.compile(module, backend=backend, fullgraph=True)(x))
+        assert products(backend.certificates[0]) == (1 if join else 2)
+    for separate, shared in zip(*found, strict=True):
+        assert_bitwise_equal(shared, separate)

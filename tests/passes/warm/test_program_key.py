@@ -17,6 +17,9 @@ from detcompile.passes.warm.program_key import observe_run, program_key
 from tests.model_cases import random_model
 
 
+SCALE_OF_MODULE = 1.0
+
+
 class _Scaled(LlamaMLP):
     """Reads its numbers in every way that code has them."""
 
@@ -25,7 +28,7 @@ class _Scaled(LlamaMLP):
     def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
         y = super().forward(x * torch.tensor(scale)) * torch.tensor(self.SCALE)
         y = y * torch.tensor(self.TABLE) * self.TENSOR * torch.from_numpy(_held()) * self.scaled()
-        return y * self.LATER if x.shape[1] > 100 else y  # not in the run that the key is taken of
+        return y * self.LATER * SCALE_OF_MODULE if x.shape[1] > 100 else y  # not in the run that the key is taken of
 
     @classmethod
     def scaled(cls, by: float = 1.0) -> Tensor:
@@ -50,6 +53,7 @@ CHANGES: dict[str, Callable[[], Any]] = {
     "a list of the class": lambda: setattr(_Scaled, "TABLE", [2.0, *[1.0] * 79]),
     "a tensor of the class, in place": lambda: _Scaled.TENSOR[3:4].fill_(2.0),
     "a number for longer prompts": lambda: setattr(_Scaled, "LATER", 50.0),
+    "a number of its module, for longer prompts": lambda: globals().update(SCALE_OF_MODULE=50.0),
     "a default": lambda: setattr(_Scaled.forward, "__defaults__", (50.0,)),
     "a default of a class method": lambda: setattr(_Scaled.scaled.__func__, "__defaults__", (50.0,)),
     "an array that a function holds": lambda: _hold(2.0),
@@ -64,6 +68,7 @@ def as_it_was() -> Iterator[None]:
     _Scaled.TENSOR.fill_(1.0)
     _Scaled.forward.__defaults__ = _Scaled.scaled.__func__.__defaults__ = (1.0,)  # type: ignore[attr-defined]
     _hold(1.0)
+    globals().update(SCALE_OF_MODULE=1.0)
     if hasattr(LlamaMLP, "SCALE_OF_ALL"):
         del LlamaMLP.SCALE_OF_ALL
 

@@ -2,6 +2,7 @@
 
 import types
 from collections.abc import Callable
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.llama import modeling_llama
 
-from detcompile import CompiledModel, EngineConfig, SamplingParams
+from detcompile import CompiledModel, EngineConfig, SamplingParams, sources
 from detcompile.passes import lowering
 from detcompile.weights import tensor_digest
 from tests.model_cases import certified, random_model
@@ -173,3 +174,16 @@ def test_a_digest_sees_every_word_of_a_large_tensor():
         digests.add(tensor_digest(words))
         words[place] = 0
     assert len(digests) == 1 + len(places)
+
+
+def test_sources_of_kernels_count_and_those_of_commands_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "__file__", str(tmp_path / "sources.py"))
+
+    def digest_with(name: str) -> str:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("one more")
+        return sources.source_digest.__wrapped__()
+
+    digests = [digest_with(name) for name in ("a.py", "cpu/a.cpp", "cpu/a.h", "cpu/direct/a.cpp")]
+    assert len(set(digests)) == len(digests)
+    assert {digest_with(name) for name in ("commands/a.py", "serving/tools/a.py", "a.txt")} == {digests[-1]}

@@ -167,6 +167,18 @@ def test_requests_that_run_refuse_an_update_and_end_by_a_change(model):
     model.update_weights(noise(model, 4))
 
 
+def test_a_request_that_waits_with_tokens_of_other_weights_ends(model):
+    engine = model.engine(EngineConfig(num_blocks=40, max_num_seqs=1))
+    names = [engine.add_request(PROMPT, GREEDY)]
+    engine.step()
+    names.append(engine.add_request(PROMPT, GREEDY, resume={0: [5, 6]}))
+    engine.step()
+    with torch.no_grad():
+        model.model.get_parameter(UP).add_(0.01)
+    outputs = {output.request_id: output for _ in range(12) for output in engine.step()}
+    assert all("changed in place" in str(outputs[name].error) for name in names)
+
+
 @EXHAUSTIVE
 def test_an_archive_takes_new_weights_too(tmp_path):
     model = detcompile.compile(random_model("llama", torch.float32, num_hidden_layers=1), max_context=256)

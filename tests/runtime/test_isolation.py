@@ -149,12 +149,14 @@ def test_a_request_that_raises_at_any_call_ends_alone(after, overlap, device):
 
 def test_a_cancelled_request_that_raises_is_gone_too(device):
     engine = engine_of(tiny_model(device), config_of())
-    name = engine.add_request(prompt_of(9), SamplingParams(seed=VICTIM, max_tokens=50))
+    engine.add_request(prompt_of(9), SamplingParams(seed=VICTIM, max_tokens=50), request_id="mine")
     engine.step()
-    engine.cancel(name)
+    engine.cancel("mine")
     with mock.patch.object(Request, "end", side_effect=LookupError("planted")):
         [output] = engine.step()
     assert isinstance(output.error, EngineError) and output.finished
+    assert engine.add_request(prompt_of(9), SamplingParams(max_tokens=1), request_id="mine") == "mine"  # free again
+    engine.step()
     assert not engine.has_unfinished_requests and engine.stats.num_free_blocks == engine.stats.num_blocks
 
 

@@ -399,3 +399,22 @@ def test_a_sequence_too_large_for_the_pool_is_told_by_most_blocks() -> None:
     sequence = new_sequence(100, 100, 0)
     assert scheduler.most_blocks(sequence) == 13 + (-(-(40 + 2 * 16 - 2) // 16) + 1)
     assert new_scheduler(100, (0, 40), allocation="reserve").most_blocks(sequence) == 2 * 13
+
+
+def test_a_sequence_that_waited_finds_no_prefix_of_before():
+    """It was looked for once, where there was no room for the rest of the prompt."""
+    prompt = list(range(40))
+    scheduler = new_scheduler(4, prefix_caching=True)
+    scheduler.add(new_sequence(prompt, 1, 0))
+    drive = Drive(scheduler)
+    drive.run()
+    running, waiting = new_sequence(20, 20, 1), new_sequence(prompt, 1, 2)
+    scheduler.add(running)
+    scheduler.add(waiting)
+    drive.step()
+    assert running in scheduler.running and waiting in scheduler.waiting and waiting.block_digests
+    scheduler.remove(running)
+    scheduler.forget_prefixes(1)
+    drive.in_flight.clear()
+    (entry,) = scheduler.plan().entries
+    assert entry.sequence is waiting and entry.start == 0

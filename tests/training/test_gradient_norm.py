@@ -33,14 +33,15 @@ def parameters(scale: float = 1.0) -> list[nn.Parameter]:
     return found
 
 
-def test_the_norm_is_exact_over_rows():
+@pytest.mark.parametrize("scale", [1.0, 2.0**-30])
+def test_the_norm_is_exact_over_rows(scale: float):
     square = Fraction(0)
-    for parameter in parameters():
+    for parameter in parameters(scale):
         rows = parameter.grad.reshape(len(parameter) if parameter.dim() else 1, -1) if parameter.numel() else ()
         for row in rows:
             total = Fraction(float(torch.ops.detcompile.row_sum((row * row)[None], torch.float32)))
             square += math.floor(total * 2**96) * Fraction(1, 2**96)
-    norm = clip_grad_norm_(parameters(), 1.0)
+    norm = clip_grad_norm_(parameters(scale), 1.0)
     assert norm.dtype == torch.float64 and float(norm) == math.sqrt(square)
 
 

@@ -171,11 +171,12 @@ def test_a_wrong_gradient_is_seen(template: str, cases: list[str], in_float64: N
             checked(case)
 
 
-def test_the_row_of_padding_gets_no_gradient(in_float64: None):
+@pytest.mark.parametrize("padding", [0, 1])
+def test_the_row_of_padding_gets_no_gradient(in_float64: None, padding: int):
     weight, ids, *_ = CASES["embedding"]
     port = zeros(V, K).requires_grad_()
     g = drawn(1, T, K)
-    (found,) = torch.autograd.grad(twins.twins.embedding(weight, ids, 1, -44, port), port, g)
+    (found,) = torch.autograd.grad(twins.twins.embedding(weight, ids, padding, -44, port), port, g)
     leaf = weight.clone().requires_grad_()
-    (torchs,) = torch.autograd.grad(torch.nn.functional.embedding(ids, leaf, padding_idx=1), leaf, g)
-    assert torch.equal(found, torchs) and not found[1].any()
+    (torchs,) = torch.autograd.grad(torch.nn.functional.embedding(ids, leaf, padding_idx=padding), leaf, g)
+    assert torch.equal(found, torchs) and not found[padding].any() and bool((ids == padding).any())

@@ -13,8 +13,16 @@ from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.runtime.requests.sequence import Sequence
 from detcompile.runtime.sampling import rejection as acceptance
+from detcompile.runtime.sampling.columns import drawing_columns, proposal_columns
 from detcompile.runtime.sampling.philox import noise_keys
-from detcompile.runtime.sampling.rejection import ACCEPTANCE_STREAM, CERTAIN, NO_GUESS, RESIDUAL_STREAM, resolve
+from detcompile.runtime.sampling.rejection import (
+    ACCEPTANCE_STREAM,
+    CERTAIN,
+    NO_GUESS,
+    RESIDUAL_STREAM,
+    Proposals,
+    resolve,
+)
 from detcompile.runtime.sampling.sampler import Sampler, SampleRow
 from detcompile.runtime.speculation.draft_tree import DraftTree
 from detcompile.runtime.speculation.speculator import SpeculationConfig
@@ -111,6 +119,15 @@ def test_known_distributions_accept_more():
         rates.append(float((found == guesses[:, 0]).double().mean()))
     assert rates[0] == pytest.approx(float(torch.minimum(p, q).sum()), abs=0.01)
     assert rates[1] == pytest.approx(float((p * q).sum()), abs=0.01)
+
+
+def test_guesses_are_judged_with_numbers_of_their_own():
+    """No drafter draws with them, and no plain draw, of whichever sample."""
+    params, guess = SamplingParams(seed=5), Proposals((1,), (None,))
+    rows = [SampleRow(params, 9, sample_index=index, proposals=guess) for index in (0, 1, 99)]
+    columns = {**drawing_columns(rows), **proposal_columns(rows, [])}
+    keys = torch.cat([columns[name] for name in ("keys", "acceptance_keys", "residual_keys")])
+    assert len(keys.unique(dim=0)) == len(keys)
 
 
 @pytest.mark.parametrize("bug", ["no residual", "shared noise", "forgotten sibling"])

@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import gc
 import importlib
+import importlib.util
 import json
 import os
 import re
@@ -132,6 +133,8 @@ def run_in_fork(tree: Path, log: Path, arguments: list[str]) -> NoReturn:
         os.chdir(tree)
         os.environ["PYTHONPATH"] = str(tree)
         sys.path[:] = [str(tree), *(path for path in sys.path if path not in ("", str(ROOT)))]
+        # Processes that tests spawn import the main module by its spec, and none of this checkout is theirs.
+        sys.modules["__main__"].__spec__ = importlib.util.find_spec("pytest.__main__")
         for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "tools")]:
             del sys.modules[name]  # of this checkout
         code = int(pytest.main(arguments))
@@ -229,12 +232,12 @@ def outcome(run: Run, seconds: float, note: str) -> dict[str, Any]:
     return {"outcome": "killed", "test": run.failed, "seconds": seconds, "note": note, "why": why[:WHY_LETTERS]}
 
 
-def run_mutants(tree: Path, mutants: Sequence[Mutant], results: Path, recorded: dict[str, Any]) -> None:
+def run_mutants(mutants: Sequence[Mutant], results: Path, recorded: dict[str, Any]) -> None:
     """Run each mutant that the results do not have."""
     known: dict[str, Any] = json.loads(results.read_text()) if results.exists() else {}
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copy = Path(folder)
-        copy_tree(tree, copy)
+        copy_tree(ROOT, copy)
         for mutant in mutants:
             if mutant.name in known:
                 continue
@@ -247,12 +250,12 @@ def run_mutants(tree: Path, mutants: Sequence[Mutant], results: Path, recorded: 
             print(f"{found['seconds']:7.1f} s CPU {wall:6.0f} s ", " | ".join(filter(None, words)), flush=True)
 
 
-def run_clean(tree: Path, known: dict[str, Any]) -> int:
+def run_clean(known: dict[str, Any]) -> int:
     """Run the killing tests without a mutant; returns the exit code of pytest."""
     tests = [found["test"] for found in known.values() if found["outcome"] == "killed"]
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copy = Path(folder)
-        copy_tree(tree, copy)
+        copy_tree(ROOT, copy)
         run = run_tests(copy, named_tests(copy, dict.fromkeys(tests)))
     print(run.output[-3000:], f"{run.seconds} s CPU")
     return 1 if run.code is None else run.code
@@ -275,7 +278,6 @@ def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("names", nargs="*", help="mutants in the order to run, by a part of their names; default: all")
-    parser.add_argument("--tree", type=Path, default=ROOT, help="checkout to run; default: this one")
     parser.add_argument("--results", type=Path, help="JSON file that outcomes are added to")
     parser.add_argument("--recorded", type=Path, help="outcomes of before: run the test that killed each mutant")
     parser.add_argument("--clean", action="store_true", help="run the killing tests of --results without mutants")
@@ -290,9 +292,9 @@ def main() -> int:
     seed_of_run()  # into the environment: one seed for all, where a copy without git would draw its own
     preload()
     if given.clean:
-        return run_clean(given.tree, json.loads(given.results.read_text()))
+        return run_clean(json.loads(given.results.read_text()))
     recorded = {} if given.recorded is None else json.loads(given.recorded.read_text())
-    run_mutants(given.tree, mutants, given.results, recorded)
+    run_mutants(mutants, given.results, recorded)
     return 0
 
 

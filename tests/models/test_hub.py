@@ -274,6 +274,24 @@ def test_code_of_a_checkpoint_runs_only_where_it_is_trusted(
     assert digests(model) == digests(detcompile.load_model("org/plain", device="cpu"))
 
 
+def test_code_of_a_tokenizer_runs_only_where_the_models_did(
+    cache: Path, small: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    ran = tmp_path / "ran"
+    own_class = "tokenization_own.OwnTokenizer"
+    settings = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [own_class, own_class]}}
+    code = f"from transformers import PreTrainedTokenizerFast as OwnTokenizer\nopen({str(ran)!r}, 'w').close()\n"
+    own = {"tokenizer_config.json": json.dumps(settings).encode(), "tokenization_own.py": code.encode()}
+    put_snapshot(cache, NAME, small | own)
+    tokenizer_of(detcompile.load_model(NAME, device="cpu"))
+    assert not ran.exists()
+    put_snapshot(cache, "org/own", with_own_code(small) | own)
+    tokenizer_of(detcompile.load_model("org/own", trust_remote_code=True, device="cpu"))
+    assert ran.exists()
+
+
 def test_what_was_found_on_another_machine_is_found_again_by_its_commit(cache: Path, small: dict[str, bytes]) -> None:
     put_snapshot(cache, NAME, small)
     found = find(NAME, device="cpu")

@@ -1,6 +1,6 @@
 """Attention classes with a softmax of their own, and masks that models make in other ways: the meaning stays."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -121,7 +121,7 @@ def test_chunks_that_the_layers_are_not_told_are_refused() -> None:
 class _Shaped(LlamaModel):
     """Asks for a mask that an argument changes."""
 
-    SHAPED: dict[str, Any] = {}
+    SHAPED: ClassVar[dict[str, Any]] = {}
 
     def forward(self, input_ids: Tensor, **kwargs: Any) -> Any:
         create_causal_mask(self.config, self.embed_tokens(input_ids), None, None, **self.SHAPED)

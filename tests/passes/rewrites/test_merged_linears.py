@@ -221,7 +221,7 @@ class Flattened(nn.Module):
         self.a, self.b = (nn.Linear(16, width, bias=False) for width in (5, 7))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.a(x).view(-1).view(x.shape[0], 5), self.b(x)
+        return (self.a(x).view(-1) * 2).view(x.shape[0], 5), self.b(x)
 
 
 def test_rows_that_a_view_joins_with_features_lie_together() -> None:

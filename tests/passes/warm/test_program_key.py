@@ -16,7 +16,6 @@ from detcompile.passes.sharding.shard import pin_row_parallel
 from detcompile.passes.warm.program_key import observe_run, program_key
 from tests.model_cases import random_model
 
-
 SCALE_OF_MODULE = 1.0
 
 

@@ -175,6 +175,7 @@ class Recording:
             else:
                 await self._finish(sample.finish_reason)
         except DetcompileError as error:
+            await self._take(text, sample)  # tokens that came just before it: a journal keeps them, too
             self._fail(error)
 
     def _end(self) -> None:

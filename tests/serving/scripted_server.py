@@ -5,6 +5,7 @@
 
 import argparse
 import asyncio
+import socket
 import sys
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from detcompile.serving import server
 from detcompile.serving.access import KeyFile
 from detcompile.serving.app import new_app
 from tests.serving.scripted_service import SPEC, scripted
+
+SEND_BYTES = 16_384  # of a connection in the kernel, so that a client that does not read is soon waited for
 
 
 async def main() -> int:
@@ -27,6 +30,7 @@ async def main() -> int:
     service = scripted(replicas=given.replicas, spare=given.spare, most_restarts=given.restarts)
     server.LOST_SECONDS = 0.5
     with server.listen("127.0.0.1", 0) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)  # which its connections inherit
         keys = KeyFile(given.api_keys)
         app = new_app(service, "test", keys.digests)
         return await server.serve(service, app, SPEC, sock, *given.seconds, read_keys=keys.read_again)

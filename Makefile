@@ -11,6 +11,9 @@ PYTEST_WORKERS ?= 3
 PYTEST_ARGS ?=
 MODELS_ARGS ?=
 
+# The tests start many processes: none compiles our sources again.
+export PYTHONDONTWRITEBYTECODE :=
+
 VENV := .venv
 VENV_PYTHON := $(VENV)/bin/python
 PIP_INSTALL := $(VENV_PYTHON) -m pip install --quiet --quiet --disable-pip-version-check $(PIP_EXTRA_ARGS) -c constraints.txt

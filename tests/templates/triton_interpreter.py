@@ -9,15 +9,24 @@ import ctypes
 import os
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from tests.exhaustive import exhaustive_unless
+from tests.exhaustive import EXHAUSTIVE, exhaustive_unless
 
-__all__ = ["DEVICE", "DOT_DTYPES", "INTERPRETED", "NEEDS_GPU", "NEEDS_TRITON", "QUICK_DOT_DTYPES"]
+__all__ = [
+    "DEVICE",
+    "DOT_DTYPES",
+    "INTERPRETED",
+    "NEEDS_GPU",
+    "NEEDS_TRITON",
+    "QUICK_DOT_DTYPES",
+    "exhaustive_interpreted",
+]
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -34,6 +43,12 @@ NEEDS_TRITON = [
         reason="needs a CUDA GPU (test_triton_interpreter.py runs it in Triton's interpreter)",
     ),
 ]
+
+
+def exhaustive_interpreted(test: Callable[..., None]) -> Callable[..., None]:
+    """Leave a test that takes seconds in the interpreter to the rotation; a GPU runs it always."""
+    return EXHAUSTIVE(test) if INTERPRETED else test
+
 
 if INTERPRETED:
     from triton import language

@@ -10,7 +10,14 @@ from detcompile.errors import InvalidInput
 from detcompile.templates.attention.schedules import AttentionProblem, attention_candidates
 from tests.bits import assert_bitwise_equal
 from tests.templates.attention.cases import CHUNK, PLAIN, SCHEDULES, dense, dense_gpu, exact_attention, paged, sequence
-from tests.templates.triton_interpreter import DEVICE, DOT_DTYPES, INTERPRETED, NEEDS_TRITON, QUICK_DOT_DTYPES
+from tests.templates.triton_interpreter import (
+    DEVICE,
+    DOT_DTYPES,
+    INTERPRETED,
+    NEEDS_TRITON,
+    QUICK_DOT_DTYPES,
+    exhaustive_interpreted,
+)
 
 pytestmark = NEEDS_TRITON
 
@@ -29,6 +36,7 @@ def of_heads(bias: Tensor) -> Tensor:
     return bias[None].transpose(1, 2)
 
 
+@exhaustive_interpreted
 @pytest.mark.parametrize("dtype", QUICK_DOT_DTYPES)
 def test_every_way_to_compute_a_token_gives_its_bytes(dtype: torch.dtype) -> None:
     """Decode, prefill, pages, neighbours and schedules; biases of the padding are NaN."""

@@ -9,7 +9,13 @@ from detcompile.errors import InvalidInput
 from detcompile.templates.attention.schedules import AttentionProblem, attention_candidates
 from tests.bits import assert_bitwise_equal
 from tests.templates.attention.cases import CHUNK, PLAIN, SCHEDULES, Sequence, dense, exact_attention, paged, sequence
-from tests.templates.triton_interpreter import DOT_DTYPES, INTERPRETED, NEEDS_TRITON, QUICK_DOT_DTYPES
+from tests.templates.triton_interpreter import (
+    DOT_DTYPES,
+    INTERPRETED,
+    NEEDS_TRITON,
+    QUICK_DOT_DTYPES,
+    exhaustive_interpreted,
+)
 
 pytestmark = NEEDS_TRITON
 
@@ -17,6 +23,7 @@ SHAPE = (3, 1, 16, 24) if INTERPRETED else (6, 2, 16, 24)
 LENGTHS = [CHUNK // 2 + 5] if INTERPRETED else [17, 64, CHUNK // 2 + 5, CHUNK + 17]
 
 
+@exhaustive_interpreted
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("dtype", QUICK_DOT_DTYPES)
 def test_every_way_to_compute_a_token_gives_its_bytes(dtype: torch.dtype, length: int) -> None:

@@ -17,7 +17,15 @@ from detcompile.templates.matmul.gpu import MATMUL, gemm_problem, matmul_cuda, p
 from detcompile.templates.matmul.launch import run_schedule
 from detcompile.templates.matmul.schedules import BatchedLeaves, GemmProblem, HopperTiles, PointerTiles, TmaTiles
 from tests.bits import assert_bitwise_equal
-from tests.templates.triton_interpreter import DEVICE, DOT_DTYPES, NEEDS_GPU, NEEDS_TRITON, QUICK_DOT_DTYPES
+from tests.exhaustive import exhaustive_unless
+from tests.templates.triton_interpreter import (
+    DEVICE,
+    DOT_DTYPES,
+    INTERPRETED,
+    NEEDS_GPU,
+    NEEDS_TRITON,
+    QUICK_DOT_DTYPES,
+)
 
 pytestmark = NEEDS_TRITON
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -42,9 +50,12 @@ def problem_of(x: Tensor, w: Tensor, radices: tuple[int, ...], bucket: int) -> G
     return dataclasses.replace(gemm_problem(x, w, None, None, radices, out), bucket=bucket)
 
 
+CHAINS: list[tuple[int, tuple[int, ...]]] = [(1, ()), (127, ()), (128, ()), (129, ()), (300, ())]
+TREES = [(144, (2, 2, 2)), (390, (3, 2)), (264, (8,)), (96, (2,) * 5)]
+
+
 @pytest.mark.parametrize(
-    ("k", "radices"),
-    [(1, ()), (127, ()), (128, ()), (129, ()), (300, ()), (144, (2, 2, 2)), (390, (3, 2)), (264, (8,)), (96, (2,) * 5)],
+    ("k", "radices"), CHAINS + (exhaustive_unless(lambda tree: tree[0] == 144, TREES) if INTERPRETED else TREES)
 )
 def test_float32_has_the_bytes_of_its_order(k: int, radices: tuple[int, ...]) -> None:
     x, w = heavy_tailed(5, k), heavy_tailed(18, k, seed=1)

@@ -20,6 +20,7 @@ from detcompile.templates.rows.sums_and_norms_gpu import (
 )
 from detcompile.templates.tokens import embedding_gpu
 from tests.bits import assert_bitwise_equal
+from tests.exhaustive import EXHAUSTIVE
 from tests.templates.triton_interpreter import DEVICE, INTERPRETED, NEEDS_GPU, NEEDS_TRITON
 
 pytestmark = NEEDS_TRITON
@@ -97,7 +98,7 @@ def test_logsumexp_over_sharded_leaves_has_the_bytes_of_its_order(length: int, r
 
 NEIGHBOURS = [(dtype, length) for length in (33, 128, 1000, 4097) for dtype in DTYPES]
 if INTERPRETED:
-    NEIGHBOURS = [(torch.float16, 128), (torch.bfloat16, 1000)]
+    NEIGHBOURS = [(torch.float16, 128), pytest.param(torch.bfloat16, 1000, marks=EXHAUSTIVE)]
 
 
 @pytest.mark.parametrize(("dtype", "length"), NEIGHBOURS)

@@ -13,9 +13,17 @@ from detcompile.templates.training import attention_gpu as gpu
 from detcompile.templates.training.attention import reference_packed_attention
 from detcompile.templates.training.attention_schedules import GradientTiles, candidates, reference_tiles
 from tests.bits import assert_bitwise_equal
+from tests.exhaustive import exhaustive_unless
 from tests.templates.cases import normal
 from tests.templates.training.cases import cu_seqlens_of, packings, split
-from tests.templates.triton_interpreter import DEVICE, INTERPRETED, NEEDS_GPU, NEEDS_TRITON, QUICK_DOT_DTYPES
+from tests.templates.triton_interpreter import (
+    DEVICE,
+    INTERPRETED,
+    NEEDS_GPU,
+    NEEDS_TRITON,
+    QUICK_DOT_DTYPES,
+    exhaustive_interpreted,
+)
 
 pytestmark = NEEDS_TRITON
 LENGTHS = [3, 140] if INTERPRETED else [3, 700, 1, 129, 64, 1500]
@@ -64,7 +72,7 @@ def test_the_forward_has_servings_bytes(name, dtype):
 
 
 @pytest.mark.parametrize("dtype", QUICK_DOT_DTYPES)
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", exhaustive_unless("all".__eq__, RULES) if INTERPRETED else RULES)
 def test_no_schedule_moves_a_bit(name, dtype):
     operands, cu_seqlens = operands_of(dtype, RULES[name])
     dq, *dkv = (
@@ -78,6 +86,7 @@ def test_no_schedule_moves_a_bit(name, dtype):
             assert_bitwise_equal(found, expected, str(schedule))
 
 
+@exhaustive_interpreted
 @pytest.mark.parametrize("dtype", QUICK_DOT_DTYPES)
 @pytest.mark.parametrize("name", ["all"] if INTERPRETED else RULES)
 def test_what_else_is_packed_does_not_matter(name, dtype):
@@ -92,6 +101,7 @@ def test_what_else_is_packed_does_not_matter(name, dtype):
                 assert_bitwise_equal(own, whole[number], f"sequence {number} of {mine}")
 
 
+@exhaustive_interpreted
 @pytest.mark.parametrize("dtype", QUICK_DOT_DTYPES)
 @pytest.mark.parametrize("name", ["all"] if INTERPRETED else RULES)
 def test_gradients_are_float64_autograds(name, dtype):
@@ -119,6 +129,7 @@ def test_padding_gets_zeros(dtype):
         assert not found[count:].any()
 
 
+@exhaustive_interpreted
 @pytest.mark.parametrize("dtype", QUICK_DOT_DTYPES)
 @pytest.mark.parametrize("of_keys", [True] if INTERPRETED else [False, True])
 def test_the_gate_admits_the_candidates(of_keys, dtype, tmp_path):

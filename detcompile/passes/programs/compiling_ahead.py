@@ -19,6 +19,7 @@ from torch._inductor.cpu_vec_isa import VecISA
 from detcompile.config import inductor_folder
 from detcompile.storage import INDUCTOR_ADVICE, naming
 from detcompile.templates.cpp_dispatch import build_direct_ops
+from detcompile.templates.cpu.library import library
 
 __all__ = ["precompile_header", "prepare_compiler", "vector_isa"]
 
@@ -42,7 +43,7 @@ def vector_isa() -> VecISA:
 def prepare_compiler() -> None:
     """Start, once a process, what the first program needs whether it was kept or not. Whoever needs it finds it there
     or makes it, and hears of what fails."""
-    _start(_try_vectors, build_direct_ops)
+    _start(_try_vectors, library, build_direct_ops)
 
 
 @functools.cache

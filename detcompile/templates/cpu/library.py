@@ -12,6 +12,7 @@ import hashlib
 import platform
 import re
 import shlex
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,7 @@ _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fvisi
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # of Linux on x86-64: ARCH_REQ_XCOMP_PERM
 _adopted: dict[str, Path] = {}  # by instruction set: what another machine compiled
 _loaded: dict[str, Path] = {}  # by instruction set: what this process runs
+_BUILDING = threading.Lock()  # a thread of compile() builds while the model is captured
 _MOST_RADICES = 16  # nodes[] in rowsum.h
 
 _NUMBERS = {
@@ -117,13 +119,13 @@ def isa_of(device: torch.device) -> str:
 @functools.cache
 def pair_faults() -> int:
     """How many results of this CPU's dot product of bfloat16 pairs differ from two multiply-adds, in a fixed probe."""
-    return int(library(_PAIRS).detcompile_pair_faults())
+    return int(_probe(_PAIRS, "pairs").detcompile_pair_faults())
 
 
 @functools.cache
 def tile_faults() -> int:
     """How many results of this CPU's product of bfloat16 tiles differ from orders.EvenOdd, in a fixed probe."""
-    return int(library(_TILES).detcompile_tile_faults())
+    return int(_probe(_TILES, "tiles").detcompile_tile_faults())
 
 
 @functools.cache
@@ -246,16 +248,35 @@ def _library(name: str) -> ctypes.CDLL:
     if name == _TILES and not _tiles_permitted():  # its first instruction would end the process
         raise InvalidInput("amx: Linux lets this process use no tiles. Take the instruction set that isa() chooses.")
     path = _library_file(name)
-    if not is_intact(path):
-        flags = shlex.split(_ISA_FLAGS[name]) if platform.machine() in ("x86_64", "AMD64") else []
-        with stage(f"compile the CPU's kernels for {name}"):
-            build(path, sorted(_SOURCES.glob("*.cpp")), [*_FLAGS, *flags])
+    with _BUILDING:
+        if not is_intact(path):
+            with stage(f"compile the CPU's kernels for {name}"):
+                # The largest first: they are compiled as many at once as there are cores.
+                sources = sorted(_SOURCES.glob("*.cpp"), key=lambda source: -source.stat().st_size)
+                build(path, sources, [*_FLAGS, *_isa_flags(name)])
     loaded = ctypes.CDLL(str(path))
     _loaded[name] = path
     for function, (result, arguments) in _signatures().items():
         getattr(loaded, function).restype = result
         getattr(loaded, function).argtypes = arguments
     return loaded
+
+
+def _probe(name: str, source: str) -> ctypes.CDLL:
+    """Return a library that has the probe in ``source``: all kernels where they are built, else the probe alone.
+
+    isa() needs the probe before kernels are built, which takes seconds that a model's capture can run in.
+    """
+    if is_intact(_library_file(name)):
+        return library(name)
+    path = cache_folder("cpu") / f"probe-{_library_file(name).name}"
+    if not is_intact(path):
+        build(path, [_SOURCES / f"{source}.cpp"], [*_FLAGS, *_isa_flags(name)])
+    return ctypes.CDLL(str(path))
+
+
+def _isa_flags(name: str) -> list[str]:
+    return shlex.split(_ISA_FLAGS[name]) if platform.machine() in ("x86_64", "AMD64") else []
 
 
 def _library_file(name: str) -> Path:

@@ -27,15 +27,12 @@ from detcompile.executors import archived
 from detcompile.parallel import TensorParallel
 from tests.bits import assert_bitwise_equal
 from tests.conftest import NEEDS_CUDA
-from tests.exhaustive import exhaustive_unless
+from tests.exhaustive import EXHAUSTIVE, exhaustive_unless
 from tests.model_cases import MAX_CONTEXT, random_model
 
 COUNTS = (1, 7, 64)
-# Layers, dtype, place of the weights. Of lfm2 one layer carries a state and no keys. benchmarks/export.py takes more.
-EXPORTED = {
-    "llama": (1, torch.bfloat16, "inside"),
-    "lfm2": (2, torch.float32, "beside"),
-}
+# Layers, dtype and place of the weights: one export for all tests, as each compiles a library of C++.
+EXPORTED = {"llama": (1, torch.float32, "inside")}
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +111,18 @@ def test_what_generate_is_not_told_is_in_the_file(models: dict[str, CompiledMode
         before.generation_config = own
 
 
+@EXHAUSTIVE
+@pytest.mark.parametrize(
+    ("name", "dtype", "weights"),
+    [("llama", torch.bfloat16, "inside"), ("lfm2", torch.float32, "beside")],  # layers that carry a state
+)
+def test_other_layers_and_dtypes_give_the_bytes_of_the_jit(
+    name: str, dtype: torch.dtype, weights: str, tmp_path: Path
+) -> None:
+    found = measure(name, dtype, "cpu", tmp_path, weights)
+    assert found["equal"], found
+
+
 @pytest.mark.gpu
 @NEEDS_CUDA
 def test_on_a_gpu_it_gives_the_bytes_of_the_jit(tmp_path: Path) -> None:
@@ -125,7 +134,7 @@ def test_the_comparison_sees_one_bit_of_one_weight(
     models: dict[str, CompiledModel], archives: dict[str, Path], tmp_path: Path
 ) -> None:
     weights = Archive(archives["llama"]).weights(torch.device("cpu"))
-    weights["model.norm.weight"].view(torch.int16)[0] ^= 1
+    weights["model.norm.weight"].view(torch.int32)[0] ^= 1
     changed = detcompile.load(rewritten(archives["llama"], tmp_path / "changed.pt2", weights=weights))
     equal = compare(observe(changed, (7,)), observe(models["llama"], (7,)))
     assert not equal["prefill 7"] and not equal["decode 7"]
@@ -164,17 +173,17 @@ def test_what_is_known_of_the_model_comes_along(models: dict[str, CompiledModel]
 def test_it_has_to_keep_what_it_writes(archives: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setattr(archived, "require_kept", lambda *given: seen.append(given))
-    model = detcompile.load(archives["lfm2"])
+    model = detcompile.load(archives["llama"])
     ((forward, groups, step),) = seen
     assert forward is model.executor.forwards.plain and groups == model.facts.kv_groups
     assert bool(forward(*step).isfinite().all())
 
 
 def test_it_keeps_subnormals_whatever_the_caller_set(archives: dict[str, Path], tmp_path: Path) -> None:
-    weights = Archive(archives["lfm2"]).weights(torch.device("cpu"))
+    weights = Archive(archives["llama"]).weights(torch.device("cpu"))
     (norm,) = (name for name in weights if "norm" in name and "layers" not in name)
     weights[norm] *= 2.0**-130
-    small = detcompile.load(rewritten(archives["lfm2"], tmp_path / "small.pt2", weights=weights))
+    small = detcompile.load(rewritten(archives["llama"], tmp_path / "small.pt2", weights=weights))
     ids = torch.arange(9)[None]
     kept = small(ids).logits
     assert bool((kept.abs() < 2.0**-126).any()) and bool((kept != 0).any())

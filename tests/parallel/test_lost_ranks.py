@@ -90,6 +90,7 @@ def disturbed(model: RemoteModel, rank: int, number: int, at: int = 9) -> tuple[
     return found, engine
 
 
+@EXHAUSTIVE  # 50 CPU seconds: two ranks that start three times
 def test_a_rank_that_is_killed_costs_no_bit(two: RemoteModel) -> None:
     """Of any request; the model answers in the new processes, and other engines go on there."""
     other, before = engine_of(two), two.fingerprint

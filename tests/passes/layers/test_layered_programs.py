@@ -12,7 +12,7 @@ from detcompile.passes import lowering, tracing
 from detcompile.passes.layers.program import LayeredProgram, Unrolled
 from detcompile.templates.device.cuda_graphs import rehearsal
 from tests.bits import assert_bitwise_equal
-from tests.exhaustive import exhaustive_unless
+from tests.exhaustive import EXHAUSTIVE, exhaustive_unless
 from tests.model_cases import MAX_CONTEXT, VOCAB_SIZE, certified, random_model, without_inductor
 
 FIVE = {"num_hidden_layers": 5}
@@ -121,7 +121,8 @@ def _reads(model: Any, theirs: Any) -> None:
 OWNERS = ["the first layer", "the model"]
 
 
-@pytest.mark.parametrize("owner", exhaustive_unless(lambda owner: owner == "the model", OWNERS))
+@EXHAUSTIVE
+@pytest.mark.parametrize("owner", OWNERS)
 def test_a_weight_that_all_layers_read_is_no_layers_own(owner: str):
     def source() -> Any:
         model: Any = random_model("llama", torch.float32, **FIVE)

@@ -17,7 +17,7 @@ from detcompile.parallel import PipelineStage
 from detcompile.runtime.engine_setup import Forwards
 from detcompile.step import StepInputs
 from tests.bits import assert_bitwise_equal
-from tests.exhaustive import EXHAUSTIVE, exhaustive_unless
+from tests.exhaustive import EXHAUSTIVE
 from tests.model_cases import MAX_CONTEXT, VOCAB_SIZE, random_model, without_inductor
 from tests.passes.layers.test_layered_programs import CASES, answers
 
@@ -62,7 +62,8 @@ def test_weights_of_other_stages_are_freed() -> None:
     assert {name for name in given if ".layers.0." in name} <= alive
 
 
-@pytest.mark.parametrize("name", exhaustive_unless(lambda name: name == "gpt2", CASES))
+@EXHAUSTIVE  # tests/parallel/test_pipeline_parallel.py serves with two stages
+@pytest.mark.parametrize("name", CASES)
 def test_stages_have_the_bytes_of_the_whole(name: str):
     with without_inductor():
         stages = stages_of(name, 2)

@@ -14,6 +14,7 @@ from transformers import BertConfig, BertModel, DistilBertConfig, DistilBertMode
 
 from detcompile import Backend, Numerics
 from tests.bits import assert_bitwise_equal
+from tests.exhaustive import EXHAUSTIVE, exhaustive_unless
 from tests.torch_versions import needs_torch_2_13, skip_before_torch_2_13
 
 CHANNELS, LENGTH = 8, 21
@@ -194,13 +195,16 @@ UNTRACED = {
 }
 
 
+SLOW = ("convolutions", "encoders")  # Inductor takes 30 CPU seconds a group
+
+
 def compiled(module: nn.Module, certify_only: bool = False) -> Callable[..., Any]:
     torch._dynamo.reset()
     backend = Backend(Numerics(), certify_only=True) if certify_only else "detcompile"
     return torch.compile(module, backend=backend)
 
 
-@pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.parametrize("name", exhaustive_unless(lambda name: name not in SLOW, GROUPS))
 def test_a_row_has_its_bits_in_every_batch_and_its_meaning(name: str) -> None:
     skip_before_torch_2_13(name, UNTRACED)
     group = GROUPS[name]
@@ -255,7 +259,7 @@ def sentences() -> Tensor:
 @pytest.mark.parametrize(
     ("name", "attention", "masked", "certify_only"),
     [
-        ("bert", "sdpa", True, False),
+        pytest.param("bert", "sdpa", True, False, marks=EXHAUSTIVE),
         ("bert", "eager", True, True),
         ("roberta", "sdpa", True, True),
         ("roberta", "eager", False, True),

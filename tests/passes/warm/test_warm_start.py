@@ -28,7 +28,7 @@ from detcompile.passes.warm.descriptions import Descriptions, Undescribed
 from detcompile.progress import listening
 from detcompile.templates.cpu import library
 from tests.bits import assert_bitwise_equal
-from tests.exhaustive import EXHAUSTIVE, exhaustive_unless
+from tests.exhaustive import EXHAUSTIVE
 from tests.model_cases import MAX_CONTEXT, VOCAB_SIZE, random_model
 from tests.passes.layers.test_stages import chained
 
@@ -117,7 +117,8 @@ def test_other_weights_of_the_same_form_take_it_too(fresh: CompiledModel) -> Non
     assert_bitwise_equal(model(IDS).logits, anew(IDS).logits)
 
 
-@pytest.mark.parametrize("name", ["mamba2", *exhaustive_unless(lambda name: False, ["lfm2", "qwen3_next"])])
+@EXHAUSTIVE
+@pytest.mark.parametrize("name", ["mamba2", "lfm2", "qwen3_next"])
 def test_a_program_of_one_graph_is_taken(empty: None, name: str) -> None:
     """Layers that carry a state are not cut."""
     anew, again = compiled(random_model(name, torch.float32)), from_the_cache(random_model(name, torch.float32))
@@ -135,6 +136,7 @@ def test_a_program_that_torch_adds_something_to_is_not_kept(empty: None) -> None
     assert not programs.entries()
 
 
+@EXHAUSTIVE
 def test_stages_take_their_programs(fresh: CompiledModel, empty: None) -> None:
     def stages() -> list[Any]:
         own = [PipelineStage(size=2, index=index) for index in range(2)]
@@ -423,7 +425,8 @@ def on_two_ranks() -> tuple[set[str], str, torch.Tensor]:
         return stages, model.fingerprint, model(IDS).logits
 
 
-@pytest.mark.parametrize("one_is_lost", [False, pytest.param(True, marks=EXHAUSTIVE)])
+@EXHAUSTIVE
+@pytest.mark.parametrize("one_is_lost", [False, True])
 def test_ranks_take_their_programs_or_all_compile(
     one_is_lost: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

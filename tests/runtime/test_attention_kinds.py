@@ -11,7 +11,7 @@ from detcompile.models.compiled import CompiledModel
 from detcompile.passes.adapters.scans import pin_recurrences
 from detcompile.passes.capture import probe_attention
 from tests.invariance.axis import assert_every_axis_holds
-from tests.model_cases import VOCAB_SIZE, random_model
+from tests.model_cases import VOCAB_SIZE, certified, random_model
 from tests.runtime.engine_cases import (
     GREEDY,
     assert_as_alone,
@@ -38,7 +38,8 @@ NAMES = pytest.mark.parametrize("name", CHANGES)
 @functools.cache
 def model_of(name: str, device: str) -> CompiledModel:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    return detcompile.compile(random_model(name, dtype, device, **CHANGES[name]), max_context=768)
+    compile_model = detcompile.compile if device == "cuda" else certified  # Inductor would take most of the time
+    return compile_model(random_model(name, dtype, device, **CHANGES[name]), max_context=768)
 
 
 @torch.no_grad()

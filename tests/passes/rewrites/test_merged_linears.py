@@ -13,7 +13,7 @@ from detcompile.passes import tracing
 from detcompile.passes.proof.inputs import Role
 from tests.bits import assert_bitwise_equal
 from tests.conftest import NEEDS_CUDA
-from tests.exhaustive import exhaustive_unless
+from tests.exhaustive import EXHAUSTIVE, exhaustive_unless
 from tests.model_cases import certified, random_model
 
 BF16 = torch.bfloat16
@@ -71,6 +71,7 @@ def test_shared_products_have_the_bytes_of_separate_ones(qwen3: CompiledModel) -
     assert_same_bytes(qwen3, separate)
 
 
+@EXHAUSTIVE
 def test_shared_products_with_biases_have_the_bytes_of_separate_ones() -> None:
     with mock.patch.object(tracing, "Backend", apart):
         separate = certified(with_biases(BF16))

@@ -73,6 +73,7 @@ BAD_CALLS = {
     "labels: it holds torch.float32": lambda m: m(PROMPT, labels=PROMPT.float()),
     "labels: it is of layout": lambda m: m(PROMPT, labels=PROMPT.to_sparse()),
     "position_ids must be integers": lambda m: m(PROMPT, position_ids=PROMPT > 1),
+    "several packed texts": lambda m: m(PROMPT, position_ids=(torch.arange(PROMPT.shape[1]) % 6)[None]),
     "position_ids: it is of layout": lambda m: m(PROMPT, position_ids=PROMPT.to_sparse()),
     "names a column that is none": lambda m: m(PROMPT, logits_to_keep=torch.tensor([0, 99])),
     "logits_to_keep is torch.bool": lambda m: m(PROMPT, logits_to_keep=torch.tensor([True])),

@@ -409,6 +409,7 @@ def test_what_has_no_gradient_is_refused_by_name_at_once(name: str, message: str
             )
         ),
         ({"input_ids": torch.tensor([[1, 2]]), "past_key_values": 1}, "not served"),
+        ({"input_ids": torch.tensor([[1, 2]]), "position_ids": torch.tensor([[0, 0]])}, "several packed texts"),
     ],
 )
 def test_what_cannot_be_read_is_refused(call: dict[str, Any], message: str):

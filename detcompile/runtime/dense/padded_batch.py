@@ -51,10 +51,11 @@ def unpad(input_ids: Tensor, attention_mask: Tensor | None = None, position_ids:
     Args:
         input_ids: [B, C] integers.
         attention_mask: [B, C] of zeros and ones; None is all ones.
-        position_ids: [B, C] or [1, C]; by default a token's position is the number of its row's tokens before it.
+        position_ids: [B, C] or [1, C], counting up by one over the tokens of a row, from any start; by default from 0.
 
     Raises:
-        InvalidInput: wrong shapes or values, a row of padding alone, or padding between two tokens.
+        InvalidInput: wrong shapes or values, a row of padding alone, padding between two tokens, or several texts packed
+            into one row.
     """
     require_ids(input_ids)
     mask = _checked_mask(attention_mask, input_ids)
@@ -240,7 +241,7 @@ def _checked_mask(attention_mask: Tensor | None, input_ids: Tensor) -> NDArray[n
 
 
 def _checked_positions(position_ids: Tensor, mask: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """[B, C]."""
+    """[B, C]. transformers takes positions that do not count up by one as the start of another text in the row."""
     batch_size, length = mask.shape
     require_values(position_ids, "position_ids")
     if not holds_integers(position_ids) or position_ids.shape not in {(batch_size, length), (1, length)}:
@@ -251,6 +252,15 @@ def _checked_positions(position_ids: Tensor, mask: NDArray[np.bool_]) -> NDArray
     positions: NDArray[np.int64] = position_ids.cpu().long().expand(batch_size, length).numpy()
     if (positions[mask] < 0).any():
         raise InvalidInput("position_ids of tokens must not be negative")
+    breaks = np.argwhere(mask[:, 1:] & mask[:, :-1] & (np.diff(positions) != 1))
+    if len(breaks):
+        row, column = breaks[0]
+        before, after = positions[row, column : column + 2]
+        raise InvalidInput(
+            f"position_ids of row {row} go from {before} to {after} at column {column + 1}: they must count up by one,"
+            " as a row is one text. If the row holds several packed texts, give each a row of its own and pad: padding"
+            " is not computed"
+        )
     return positions
 
 

@@ -62,7 +62,7 @@ def test_no_mask_means_no_padding():
     assert unpadded.position_ids.tolist() == [0, 1, 0, 1]
 
 
-@pytest.mark.parametrize("positions", [[[9, 5, 7], [0, 2, 4]], [[9, 5, 7]]])
+@pytest.mark.parametrize("positions", [[[9, 5, 6], [3, 4, 4]], [[7, 8, 9]]])
 def test_explicit_positions_win(positions):
     mask = torch.tensor([[0, 1, 1], [1, 1, 0]])
     unpadded = unpad(torch.zeros(2, 3, dtype=torch.long), mask, torch.tensor(positions))
@@ -80,11 +80,32 @@ def test_explicit_positions_win(positions):
         ({"position_ids": [[0, 1]]}, "position_ids must be integers"),
         ({"position_ids": [[0.0, 1.0, 2.0]]}, "position_ids must be integers"),
         ({"position_ids": [[-1, 0, 1]]}, "negative"),
+        ({"position_ids": [[0, 1, 0]]}, "row 0 go from 1 to 0 at column 2"),  # packed texts
+        ({"position_ids": [[0, 0, 1]]}, "from 0 to 0 at column 1"),
+        ({"position_ids": [[5, 4, 3]]}, "from 5 to 4 at column 1"),
+        ({"position_ids": [[0, 1, 7]]}, "from 1 to 7 at column 2"),
+        ({"position_ids": [[0, 1, 0]], "attention_mask": [[1, 1, 1]]}, "several packed texts"),
     ],
 )
 def test_masks_and_positions_that_mean_nothing_are_refused(arguments, words):
     with pytest.raises(InvalidInput, match=words):
         unpad(torch.tensor([[1, 2, 3]]), **{name: torch.tensor(value) for name, value in arguments.items()})
+
+
+@given(padded_batches(), st.data())
+def test_texts_packed_into_one_row_are_refused(batch, data):
+    """Wherever the second text begins, at whatever position, with a mask and beside other rows."""
+    rows, starts, input_ids, mask = batch
+    positions = mask.long().cumsum(1) - 1 + data.draw(st.integers(0, 9))
+    positions[mask == 0] = data.draw(st.integers(-1, 9))  # what stands at padding does not matter
+    unpad(input_ids, mask, positions)
+    row = data.draw(st.integers(0, len(rows) - 1))
+    if len(rows[row]) > 1:
+        cut = starts[row] + data.draw(st.integers(1, len(rows[row]) - 1))
+        shift = data.draw(st.integers(-int(positions[row, cut]), 9).filter(bool))
+        positions[row, cut : starts[row] + len(rows[row])] += shift
+        with pytest.raises(InvalidInput, match=rf"row {row} go from \d+ to \d+ at column {cut}"):
+            unpad(input_ids, mask, positions)
 
 
 @pytest.mark.parametrize("input_ids", [torch.zeros(3).long(), torch.zeros(1, 3), torch.zeros(1, 0).long()])

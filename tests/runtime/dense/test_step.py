@@ -21,7 +21,7 @@ def padded(lengths, own_positions):
     width = max(lengths)
     input_ids = torch.randint(0, 100, (len(lengths), width))
     mask = torch.arange(width) >= width - torch.tensor(lengths)[:, None]
-    positions = torch.randint(0, 500, input_ids.shape) if own_positions else None
+    positions = torch.randint(0, 500, (len(lengths), 1)) + torch.arange(width) if own_positions else None
     return input_ids, unpad(input_ids, mask, positions), positions
 
 
@@ -68,6 +68,6 @@ def test_rows_and_positions_beyond_the_context_are_refused():
     check_batch(batch, vocab_size=1, max_context=4, max_new_tokens=1)
     with pytest.raises(InvalidInput, match="row 1 needs 5 tokens"):
         check_batch(batch, vocab_size=1, max_context=4, max_new_tokens=2)
-    far = unpad(torch.zeros(1, 2, dtype=torch.int64), position_ids=torch.tensor([[0, 4]]))
+    far = unpad(torch.zeros(1, 2, dtype=torch.int64), position_ids=torch.tensor([[3, 4]]))
     with pytest.raises(InvalidInput, match="position 4"):
         check_batch(far, vocab_size=1, max_context=4)

@@ -173,8 +173,8 @@ class CompiledModel(CertifiedModel):
 
         Args:
             input_ids: [B, C] integers; padding on the left, on the right or both, told by attention_mask [B, C].
-            position_ids: [B, C] or [1, C], counting up by one in each row; by default counted from the attention mask, so
-                that padding moves nothing.
+            position_ids: [B, C] or [1, C], counting up by one in each row; by default counted from the attention mask,
+                so that padding moves nothing.
             labels: [B, C], -100 where none; the loss is the mean over the batch's labels but those at padding.
             logits_to_keep: only the last so many columns, or those of an index tensor; 0 keeps all.
             return_dict: False gives a tuple, of the loss if there is one, and the logits; None does as the config says.

@@ -7,7 +7,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._inductor import config as inductor_config
 from torch._inductor.codegen import cpp as inductor_cpp
 from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -137,4 +137,10 @@ def _naming_the_compiler(group: inductor_cpp.KernelGroup, name: str | None = Non
 
 def decompositions(kept: tuple[torch._ops.OpOverload, ...] = (*KEPT_WHOLE, *POOLS)) -> dict[Any, Any]:
     """Inductor's decompositions without those of the operations that a pass takes as a whole."""
-    return {op: decomposition for op, decomposition in select_decomp_table().items() if op not in kept}
+    table = {op: decomposition for op, decomposition in select_decomp_table().items() if op not in kept}
+    return table | {torch.ops.aten.fill.Tensor: _fill}
+
+
+def _fill(into: Tensor, value: Tensor) -> Tensor:
+    """``aten.fill``, for which torch's decomposition asks whether there are two rows or more, to choose strides."""
+    return torch.zeros_like(into).where(torch.zeros((), dtype=torch.bool, device=into.device), value.to(into))

@@ -54,8 +54,8 @@ def unpad(input_ids: Tensor, attention_mask: Tensor | None = None, position_ids:
         position_ids: [B, C] or [1, C], counting up by one over the tokens of a row, from any start; by default from 0.
 
     Raises:
-        InvalidInput: wrong shapes or values, a row of padding alone, padding between two tokens, or several texts packed
-            into one row.
+        InvalidInput: wrong shapes or values, a row of padding alone, padding between two tokens, or a row that packs
+            several texts.
     """
     require_ids(input_ids)
     mask = _checked_mask(attention_mask, input_ids)

@@ -116,7 +116,7 @@ class Backend:
                 "torch._inductor.config.freezing (TORCHINDUCTOR_FREEZING=1) makes constants of weights, which have to "
                 "stay inputs of the graph: set it to False"
             )
-        traced = TracedCall(None) if (call := current_call()) is None else TracedCall(call.owner, call.modules)
+        traced = TracedCall(None) if (call := current_call()) is None else TracedCall(call.owner, call.given)
         roles = self._roles(gm, traced)
         checked = _only_checked(gm)
         take_apart(gm, self.numerics.kv_chunk)
@@ -137,7 +137,7 @@ class Backend:
         wide = {position: joined(parts) for position, parts in code.parts.items()}
         run = _in_float_mode(run, example_inputs)
         self.programs.append(CompiledGraph(run, values, list(example_inputs), roles, wide, checked, code))
-        return reporting(fed(run, wide))
+        return reporting(fed(run, wide), _held(roles, example_inputs))
 
     def _roles(self, gm: fx.GraphModule, traced: TracedCall) -> list[Role]:
         """Roles of the graph's inputs, in order; what the call leaves behind or looks at is refused before."""
@@ -146,6 +146,12 @@ class Backend:
             refuse(traced.identified(), "the module looks at more of its arguments than their values")
         roles = [self._role(node, traced) for node in gm.graph.find_nodes(op="placeholder")]
         if self.roles_of is None:
+            refuse(
+                traced.numbers(),
+                "numbers among the arguments: rows would meet through a number that was made of the batch. Give a "
+                "tensor with a value for each row, or one without dimensions if all rows share it; or have the "
+                "compiled callable hold the number, in a closure or an attribute",
+            )
             join_batches(gm, roles)
         return roles
 
@@ -272,6 +278,15 @@ class _Compilation:
         """
         devices = {given.device.type for given in self._inputs if isinstance(given, torch.Tensor)}
         return direct_ops() if self._backend.compile_graph is compile_fx_inner and devices == {"cpu"} else {}
+
+
+def _held(roles: Sequence[Role], inputs: Sequence[Any]) -> list[int]:
+    """Positions of the strided tensors that the compiled callable holds."""
+    return [
+        position
+        for position, (role, given) in enumerate(zip(roles, inputs, strict=True))
+        if role.kind == "weight" and isinstance(given, torch.Tensor) and given.layout is torch.strided
+    ]
 
 
 def _only_checked(gm: fx.GraphModule) -> frozenset[int]:

@@ -6,12 +6,13 @@ certificate sees. So torch.compile enters a Call around each call of what it com
 """
 
 import contextlib
-import numbers
+import itertools
 import sys
 import threading
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch.nn.modules import module as module_calls
 from torch.utils import _contextlib
 from torch.utils._pytree import tree_leaves
 
-from detcompile.errors import UnsupportedModel
+from detcompile.errors import UncertifiedOp, UnsupportedModel
 
 __all__ = ["Call", "GRAPH_BREAKS", "current_call", "enter_calls", "reporting"]
 
@@ -44,12 +45,13 @@ ONE_GRAPH_A_SHAPE = dynamo_config._make_closure_patcher(
     automatic_dynamic_shapes=False,
     force_parameter_static_shapes=False,  # of a parameter that is given as an argument
     recompile_limit=64,
+    skip_nnmodule_hook_guards=False,  # hooks that come after the first call are traced, too
 )
 FROM_ZERO_UP = shape_config._make_closure_patcher(backed_size_oblivious=True)
 LOUD = dynamo_config._make_closure_patcher(suppress_errors=False, fail_on_recompile_limit_hit=True)
 ADVICE = 'Compile a part that torch traces as a whole, or take options={"graph_breaks": "warn"}.'
 TOO_OFTEN = (
-    "torch made a graph for each extent and number that this module was called with, and makes no more. Mark a "
+    "torch made a graph for each extent and flag that this module was called with, and makes no more. Mark a "
     "dimension of rows that varies by torch._dynamo.mark_dynamic(tensor, dim), or call it with fewer lengths."
 )
 MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")
@@ -65,8 +67,8 @@ class Call:
         mark_batch: make the first dimension of every tensor argument symbolic.
 
     Attributes:
+        given: the positional and keyword arguments.
         arguments: the tensors that the caller gave.
-        modules: the modules that the caller gave.
         owner: the object whose method was compiled; None if a function was compiled.
     """
 
@@ -75,13 +77,12 @@ class Call:
         self.mark_batch = mark_batch
         self.num_graphs = 0
         self._frame: types.FrameType | None = _compile_wrapper()
-        given = self._frame.f_locals
-        leaves = tree_leaves((given["args"], given["kwargs"]))
+        variables = self._frame.f_locals
+        self.given = [*variables["args"], *variables["kwargs"].values()]
+        self.arguments = [leaf for leaf in tree_leaves(self.given) if isinstance(leaf, torch.Tensor)]
+        self.owner = getattr(variables["fn"], "__self__", None)
         if mark_batch:
-            _require_no_numbers({**dict(enumerate(given["args"])), **given["kwargs"]})
-        self.arguments = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        self.modules = [leaf for leaf in leaves if isinstance(leaf, torch.nn.Module)]
-        self.owner = getattr(given["fn"], "__self__", None)
+            _require_own_rows(self.arguments)
 
     def __enter__(self) -> None:
         self._stack = contextlib.ExitStack()
@@ -102,7 +103,7 @@ class Call:
         raised = sys.exc_info()[1]
         new = raised is not self._raised_before
         self._frame = self._raised_before = None  # which hold this call, and what it was given
-        self.arguments, self.modules = [], []
+        self.given, self.arguments = [], []
         if new and self.mark_batch and isinstance(raised, FailOnRecompileLimitHit):
             raise UnsupportedModel(f"{TOO_OFTEN}\n{raised}") from raised
         if new and self.mark_batch and isinstance(raised, Unsupported):
@@ -130,6 +131,20 @@ class Call:
         elif _runs_hooks(self._frame):
             self._complain("hooks run around the graph, of what torch.compile returned or of all modules")
 
+    def require_apart(self, held: Sequence[torch.Tensor]) -> None:
+        """Reject tensors of the compiled callable that begin in the memory of an argument.
+
+        Raises:
+            UncertifiedOp: there is one.
+        """
+        strided = [given.untyped_storage() for given in self.arguments if given.layout is torch.strided]
+        spans = [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in strided]
+        for tensor in held:
+            address = tensor.data_ptr()
+            if any(start <= address < end for start, end in spans):
+                line = f"a tensor {list(tensor.shape)} that the module holds shares the memory of an argument"
+                raise UncertifiedOp(f"an input of two origins:\n  {line}\nGive a copy of one of them.", (line,))
+
     def _complain(self, found: str) -> None:
         text = f"{found}: what Python computes there has no certificate, and may let rows meet."
         if self.graph_breaks == "warn":
@@ -143,13 +158,19 @@ def current_call() -> Call | None:
     return getattr(_threads, "call", None)
 
 
-def reporting(run: Callable[..., Any]) -> Callable[..., Any]:
-    """A graph that counts itself in the call that it answers."""
+def reporting(run: Callable[..., Any], held: Sequence[int]) -> Callable[..., Any]:
+    """A graph that counts itself in the call that it answers.
+
+    Args:
+        held: positions of the inputs that the compiled callable holds.
+    """
 
     def counted(*given: Any) -> Any:
         call = current_call()
         if call is not None:
             call.count_graph(sys._getframe(1))
+            if call.mark_batch:
+                call.require_apart([given[position] for position in held])
         return run(*given)
 
     return counted
@@ -183,24 +204,45 @@ def _runs_hooks(frame: types.FrameType | None) -> bool:
     return False
 
 
-def _require_no_numbers(arguments: Mapping[int | str, Any]) -> None:
-    """Reject sequences of numbers, such as x.shape: made of the batch, they would let rows follow each other.
+def _require_own_rows(arguments: Sequence[torch.Tensor]) -> None:
+    """Reject arguments that share memory other than row by row, as a batch and its last row expanded do.
 
     Raises:
-        UnsupportedModel: naming the argument, by its place or keyword.
+        UncertifiedOp: there are two.
     """
-    for name, given in arguments.items():
-        if any(map(_is_numbers, tree_leaves(given, is_leaf=_is_numbers))):
-            raise UnsupportedModel(
-                f"argument {name!r} holds a sequence of numbers (a list, a tuple or a shape): a value that was made of "
-                "the batch there would let rows meet. Give a tensor with a value for each row, or have the compiled "
-                "callable hold the numbers, as an attribute or in a closure."
-            )
+    by_storage = defaultdict[int, list[torch.Tensor]](list)
+    for given in arguments:
+        if given.layout is torch.strided and given.numel():
+            by_storage[given.untyped_storage().data_ptr()].append(given)
+    for tensors in by_storage.values():
+        for one, other in itertools.combinations(tensors, 2):
+            if not _share_rows_alone(one, other):
+                line = f"{list(one.shape)} with strides {one.stride()}, and {list(other.shape)} with {other.stride()}"
+                raise UncertifiedOp(
+                    f"two arguments share memory, and a row of one lies in other rows of the other:\n  {line}\n"
+                    "Give copies, or have the compiled callable hold what all rows share, in a closure.",
+                    (line,),
+                )
 
 
-def _is_numbers(value: Any) -> bool:
-    plain = type(value) in (list, tuple, torch.Size)
-    return plain and len(value) > 0 and all(isinstance(entry, numbers.Number) for entry in value)
+def _share_rows_alone(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one storage overlap at most in rows of the same number."""
+    first, second = sorted((one, other), key=torch.Tensor.data_ptr)
+    distance = second.data_ptr() - first.data_ptr()
+    same = distance == 0 and first.stride() == second.stride() and first.shape[1:] == second.shape[1:]
+    if same or distance >= _reach(first, 0):
+        return True
+    if first.dim() == 0 or second.dim() == 0 or len(first) == len(second) == 1:
+        return first.dim() > 0 and second.dim() > 0
+    step = first.stride(0) * first.element_size()
+    within = max(_reach(first, 1), distance + _reach(second, 1)) <= step
+    return within and step == second.stride(0) * second.element_size()
+
+
+def _reach(tensor: torch.Tensor, dim: int) -> int:
+    """Bytes from a tensor's first element to the end of its last one, over the dimensions from ``dim`` on."""
+    extents = zip(tensor.shape[dim:], tensor.stride()[dim:], strict=True)
+    return (1 + sum((size - 1) * stride for size, stride in extents)) * tensor.element_size()
 
 
 def _place(frame: types.FrameType) -> tuple[str, str]:

@@ -1,6 +1,7 @@
 """What Dynamo knows about the call it traces: where inputs come from, what the call leaves behind, and its guards."""
 
 import inspect
+import numbers
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -9,11 +10,13 @@ from typing import Any
 import sympy
 import torch
 from torch import nn
-from torch._dynamo import side_effects, variables
+from torch._dynamo import guards, side_effects, variables
 from torch._dynamo.source import (
+    GetItemSource,
     GlobalSource,
     LocalSource,
     NNModuleSource,
+    NumpyTensorSource,
     Source,
     TensorProperty,
     TensorPropertySource,
@@ -41,17 +44,17 @@ class TracedCall:
 
     Args:
         owner: the object whose method was compiled, or None: what it holds is no argument.
-        modules: the modules among the arguments of the call.
+        given: the arguments of the call.
     """
 
-    def __init__(self, owner: object, modules: Sequence[nn.Module] = ()) -> None:
+    def __init__(self, owner: object, given: Sequence[object] = ()) -> None:
         try:
             translator = InstructionTranslator.current_tx()
         except AttributeError:
             raise UnsupportedModel("this backend takes graphs that torch.compile is tracing") from None
         self._graph: Any = translator.output
         self._code = translator.f_code
-        self._owner, self._modules = owner, modules
+        self._owner, self._given = owner, given
         code = self._code
         num_named = code.co_argcount + code.co_kwonlyargcount
         num_packed = bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
@@ -72,7 +75,7 @@ class TracedCall:
         value = self._graph.local_scope.get(name)
         if value is None or value is self._owner:
             return value is None
-        return not isinstance(value, nn.Module) or any(value is module for module in self._modules)
+        return not isinstance(value, nn.Module) or any(value is one for one in self._given)
 
     def is_of_given_module(self, source: Source) -> bool:
         """Whether a module that the caller gave holds it, itself or in a container or object."""
@@ -110,6 +113,33 @@ class TracedCall:
         given = {arg.source for arg in self._graph.graphargs if isinstance(arg.example, torch.Tensor)}
         return [f"{source.name}: which object it is" for source in sources & given]
 
+    def numbers(self) -> list[str]:
+        """Numbers among the arguments that the traced code read: one line for each."""
+        scope = {"L": self._graph.local_scope, "G": self._graph.global_scope}
+        found, values = dict[str, None](), dict[Source, Any]()
+        for guard in self._graph.guards:
+            source = guard.originating_source
+            if guard.create_fn_name() in ("CONSTANT_MATCH", "EQUALS_MATCH") and self._is_given(source):
+                value = source.get_value(scope, dict(guards._get_closure_vars()), values)
+                if _holds_number(value) or (isinstance(value, bool) and self._is_entry(source)):
+                    found[f"{source.name} is {value!r}"] = None
+        for arg in self._graph.graphargs:
+            if isinstance(arg.source, NumpyTensorSource) and not arg.example.dim() and self._is_given(arg.source):
+                found[f"{arg.source.base.name} is {arg.example.item()}"] = None
+        return list(found)
+
+    def _is_given(self, source: Source) -> bool:
+        """Whether the caller gave it. An argument's default value belongs to the compiled callable."""
+        if self.is_argument(source) is not True:
+            return False
+        root: Any = list(_path(source))[-1]
+        value = self._graph.local_scope.get(root.local_name)
+        return root.local_name in self._packed or any(value is one for one in self._given)
+
+    def _is_entry(self, source: Source) -> bool:
+        """Whether it is an entry of a list or tuple, and not of the frame's *args."""
+        return isinstance(source, GetItemSource) and not self._is_of_this_call(source.base)
+
     def _is_of_this_call(self, source: Source | None) -> bool:
         """Whether it is the *args or **kwargs of the frame itself, which Python makes anew for each call."""
         return isinstance(source, LocalSource) and source.local_name in self._packed
@@ -117,6 +147,13 @@ class TracedCall:
     def _is_count(self, source: Source) -> bool:
         is_extent = isinstance(source, TensorPropertySource) and source.prop is TensorProperty.SIZE and source.idx == 0
         return is_extent and self.is_argument(source) is True
+
+
+def _holds_number(value: object) -> bool:
+    """Whether it is a number or a constant of numbers. True and False alone are flags."""
+    if isinstance(value, (tuple, list, set, frozenset, range, bytes)):
+        return any(isinstance(entry, bool) or _holds_number(entry) for entry in value)
+    return isinstance(value, numbers.Number) and not isinstance(value, bool)
 
 
 def _path(source: Source) -> Iterator[Source]:

@@ -5,6 +5,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -272,14 +273,6 @@ def read(given):
     return given if isinstance(given, Tensor) else read(given.x)
 
 
-def of_numbers(m, x, numbers):
-    return x * sum(numbers)
-
-
-def of_nested_numbers(m, x, options):
-    return x * options["a"][1][0]
-
-
 def by_identity(m, x):
     return x * (id(x) % 7)
 
@@ -312,6 +305,18 @@ class Cache(nn.Module):
             self.register_buffer("x", x)
         else:
             self.x = x
+
+    def read(self, x: Tensor) -> Tensor:
+        return self.x.mean(0)
+
+    forward = read
+
+
+class Named(nn.Module):
+    """It takes a number by name out of a dict, and has one by default."""
+
+    def forward(self, x: Tensor, options: dict[str, Any], scale: float = 2.0, *, shift: int = 1) -> Tensor:
+        return x * scale + options.get("n", shift)
 
 
 class Pair(NamedTuple):
@@ -376,12 +381,9 @@ REFUSED: dict[str, tuple[str, Any, tuple[Any, ...]]] = {
         ("not the batch", (x,), [transposed, interleaved_rows, stacked_first, batch_behind, one_transposed]),
         ("not the batch", (x3,), [tokens_first]),
         ("which object it is", (x,), [by_identity]),
-        ("sequence of numbers", (x, [0.5, 2]), [of_numbers]),
-        ("sequence of numbers", (x, {"a": (x, (0.5, 2))}), [of_nested_numbers]),
     ]
     for function in functions
 } | {
-    "a shape given": ("sequence of numbers", *called(of_numbers, x, x.shape)),
     "a parameter given": ("no rule", *called(lambda m, w: w - w.mean(0), nn.Parameter(rows()))),
     "parameters given in a list": ("no rule", *called(lambda m, w: w[0] - w[0].mean(0), [nn.Parameter(rows())])),
     "a count returned": ("token or batch count", *called(lambda m, x: (x * 2, x.shape[0]), x)),
@@ -414,6 +416,34 @@ MODULES = {
 }
 for name, given in MODULES.items():
     REFUSED[f"{name} given"] = ("held by a module among the arguments", *called(of_given_module, x, given))
+for name, function in {
+    "the method of a module": cache.read,
+    "a partial of a module": functools.partial(cache),
+    "a function around a module": functools.partial(lambda held: lambda x: held(x), cache)(),
+}.items():
+    REFUSED[f"{name} given"] = ("held by a module among the", *called(lambda m, x, given: x - given(x), x, function))
+
+NUMBERS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "an integer": (4, lambda n: n),
+    "a number": (0.5, lambda n: n),
+    "numpy's number": (np.int64(4), lambda n: n),
+    "a shape": (x.shape, lambda n: n[0]),
+    "a list of numbers": ([0.5, 2], sum),
+    "a list of flags": ([True, False], sum),
+    "a number beside a tensor": ((x, 4), lambda n: n[1]),
+    "a number in a dict": ({"a": {"b": 4}}, lambda n: n["a"]["b"]),
+    "a number in a named tuple": (Pair(x, 4), lambda n: n.z),
+    "a number in a dataclass": (Box(4), lambda n: n.x),
+    "a number in an object": (SimpleNamespace(x=4), lambda n: n.x),
+    "a set of numbers": ({3, 4}, sum),
+    "a range": (range(4), len),
+    "a slice": (slice(0, 4), lambda n: n.stop),
+    "a partial of a number": (functools.partial(max, 4), lambda n: n(1)),
+    "a number in a closure": (functools.partial(lambda n: lambda: n, 4)(), lambda n: n()),
+}
+for name, (given, take) in NUMBERS.items():
+    REFUSED[f"{name} given"] = ("numbers among the arg", *called(lambda m, x, n, take=take: x * take(n), x, given))
+REFUSED["a number given by name"] = ("numbers among the arguments", Named(), (x, {"n": 4}))
 
 
 class Plain:
@@ -444,12 +474,20 @@ class TakesOptions(nn.Module):
         return x * options["scale"]
 
 
+def set_features(m: Held, x: Tensor) -> Tensor:
+    y, z = x.clone(), x > 0
+    y[:, 0], y[:, 2:4], z[..., 1] = 5.0, -0.0, True
+    y[:, 5].fill_(2).mul_(3)
+    return torch.cat([y, z], 1)
+
+
 def attend(m: Held, x: Tensor) -> Tensor:
     heads = m.lin(x).view(x.shape[0], -1, 2, D // 2).transpose(1, 2)
     y = nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
     return y.transpose(1, 2).reshape(x.shape[0], -1, D)
 
 
+FLAGS = {"flag": True, "mode": "sum", "nothing": None}
 CERTIFIED: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "attributes": called(lambda m, x: x * m.scale + m.offset + m.table["a"] * m.table["b"][0], x),
     "a global": called(lambda m, x: x * SCALE, x),
@@ -459,7 +497,9 @@ CERTIFIED: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "an object": (Plain(), (x,)),
     "a method": (Plain().__call__, (x,)),
     "nested arguments": called(lambda m, d: d["a"]["b"][0] * 2 + d["c"][1], {"a": {"b": [x]}, "c": (x, x)}),
-    "an integer": called(lambda m, x, n: x * n, x, 3),
+    "flags": called(lambda m, x, flag, d: x * 2 if flag and d["flag"] and d["mode"] == "sum" else x, x, True, FLAGS),
+    "numbers by default": (Named(), (x, {})),
+    "a number written into features": called(set_features, x),
     "a parameter": called(lambda m, w: m.lin(w), nn.Parameter(rows())),
     "a temperature": called(lambda m, x, t: x / t, x, torch.tensor(2.0)),
     "nested outputs": called(lambda m, x: Pair(x * 2, (x + 1, None, {"k": x, "w": m.lin.bias * 2})), x),

@@ -143,13 +143,62 @@ def test_a_hook_of_what_torch_compile_returns_is_refused(register: Callable[[nn.
         run(rows())
 
 
+@pytest.mark.parametrize("inner", [True, False])
+def test_a_hook_that_comes_after_a_call_is_traced(inner: bool) -> None:
+    module = nn.Sequential(nn.Linear(D, D)).eval()
+    run, _ = compiled(module)
+    before = run(rows())
+    held = module[0] if inner else module
+    held.register_forward_hook(lambda module, given, found: found * 2)
+    assert_bitwise_equal(run(rows()), before * 2)
+    held.register_forward_hook(center)
+    assert "no rule" in str(refusal(lambda: run(rows())))
+
+
 @pytest.mark.parametrize("view", [lambda x: x, lambda x: x[:], lambda x: x[1:], lambda x: x.t(), lambda x: x.detach()])
 def test_an_attribute_that_shares_memory_with_an_argument_is_refused(view: Callable[[Tensor], Tensor]) -> None:
     module, x = Held(lambda m, x: x + m.scale[0]), torch.randn(D, D)
     module.scale = view(x)
     assert "two origins" in str(refusal(lambda: compiled(module)[0](x)))
     module.scale = view(x).clone()
-    compiled(module)[0](x)
+    run, _ = compiled(module)
+    run(x)
+    module.scale.set_(view(x))  # behind the graph that there is
+    assert "two origins" in str(refusal(lambda: run(x)))
+
+
+MEETING = {
+    "the last row expanded": lambda x: (x, x[-1:].expand(4, D)),
+    "a row": lambda x: (x, x[1]),
+    "an element": lambda x: (x, x[0, 0]),
+    "transposed": lambda x: (x, x.t()),
+    "shifted": lambda x: (x[:-1], x[1:]),
+    "flat": lambda x: (x, x.view(-1)),
+    "in a list": lambda x: (x, [x[1:]]),
+    "windows": lambda x: (x[:3], x.as_strided((3, 2 * D), (D, 1))),
+    "half a row later": lambda x: (x[:3], x.view(-1)[D // 2 : -D // 2].view(3, D)),
+}
+APART = {
+    "twice": lambda x: (x, x),
+    "as a view": lambda x: (x, x.view(4, 2, D // 2)),
+    "a column": lambda x: (x, x[:, 1]),
+    "chunks": lambda x: x.chunk(2, -1),
+    "heads": lambda x: x.view(4, 2, D // 2).unbind(1),
+    "one row": lambda x: (x[:1], x[:1].unsqueeze(1)),
+    "halves of a batch": lambda x: (x[:2], x[2:]),
+    "one temperature": lambda x: (x, *2 * [torch.tensor(2.0)]),
+}
+
+
+@pytest.mark.parametrize("name", MEETING)
+def test_arguments_whose_rows_share_memory_are_refused(name: str) -> None:
+    run, _ = compiled(lambda x, *others: (x * 2, *(y * 3 for y in tree_leaves(others))))
+    assert "share memory" in str(refusal(lambda: run(*MEETING[name](rows()))))
+
+
+@pytest.mark.parametrize("name", APART)
+def test_arguments_that_share_memory_row_by_row_are_taken(name: str) -> None:
+    compiled(lambda x, *others: (x * 2, *(y * 3 for y in others if y.dim())))[0](*APART[name](rows()))
 
 
 def test_freezing_is_refused_by_the_name_of_its_setting() -> None:
@@ -211,12 +260,12 @@ def test_a_call_that_torch_leaves_to_python_is_refused() -> None:
     with torch._dynamo.config.patch(suppress_errors=True):
         mean, _ = compiled(Held(lambda m, x: x - x.mean(0)))
         assert "no rule" in str(refusal(lambda: mean(rows())))
-    scaled, _ = compiled(Held(lambda m, x, n: x * n))
+    scaled, _ = compiled(Held(lambda m, x: x * 2))
     limited = torch._dynamo.config._make_closure_patcher(recompile_limit=2, automatic_dynamic_shapes=False)
     with mock.patch.object(calls, "ONE_GRAPH_A_SHAPE", limited):
-        for n in (1, 2):
-            scaled(rows(), n)
-        assert "for each extent and number" in str(refusal(lambda: scaled(rows(), 3)))
+        for extent in (1, 2):
+            scaled(rows(extent))
+        assert "for each extent and flag" in str(refusal(lambda: scaled(rows(3))))
     try:
         raise ValueError
     except ValueError:

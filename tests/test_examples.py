@@ -33,6 +33,7 @@ def run(name: str, folder: Path) -> str:
     return done.stdout
 
 
+@EXHAUSTIVE
 def test_offline_answers_are_equal_together_and_alone(tmp_path: Path) -> None:
     printed = run("offline.py", tmp_path)
     for seed in range(4):
@@ -40,6 +41,7 @@ def test_offline_answers_are_equal_together_and_alone(tmp_path: Path) -> None:
     assert "--- equal, together and alone; fingerprint " in printed
 
 
+@EXHAUSTIVE
 def test_no_score_and_no_verdict_of_the_judge_moves(tmp_path: Path) -> None:
     printed = run("judge.py", tmp_path)
     found = re.findall(r"^--- (.*): (\d+) of 64 scores and (\d+) of 480 verdicts move", printed, re.M)

@@ -7,6 +7,7 @@ import torch
 
 import detcompile
 from detcompile import EngineConfig, SamplingParams, SpeculationConfig
+from tests.exhaustive import EXHAUSTIVE
 from tests.model_cases import compiled
 
 PROMPTS = ("def mean(values):\n", "import json\n\n\ndef load(path):\n", "class Stack:\n    def __init__(self):\n")
@@ -22,6 +23,7 @@ def answers():
     return prompts, params, model.engine(ROOMY).generate(prompts, params, progress=False)
 
 
+@EXHAUSTIVE
 @pytest.mark.parametrize("name", ["draft", "heads"])
 def test_what_ships_is_often_right(name):
     model = compiled("tiny", torch.bfloat16)

@@ -24,6 +24,7 @@ from detcompile.commands.verification import ModelSpec
 from detcompile.errors import InvalidInput
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.runtime.speculation.ngram_drafter import NGramDrafter
+from tests.exhaustive import EXHAUSTIVE
 from tests.model_cases import compiled
 
 PLAIN = Trial("code", "none", 0, milliseconds=10.0, speedup=1.0)
@@ -33,6 +34,7 @@ def chain(nodes: int, acceptance: float, tokens: float, draft: float, millisecon
     return Trial("code", "chain", nodes, milliseconds, 10.0 / milliseconds, draft, acceptance, tokens, tokens)
 
 
+@EXHAUSTIVE
 def test_trials_are_of_both_workloads_and_all_kinds():
     model = compiled("tiny-draft", torch.bfloat16)
     workloads = [Workload.of(kind, embedded_text(kind), model, 1, 20) for kind in ("code", "prose")]

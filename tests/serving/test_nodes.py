@@ -196,6 +196,7 @@ def test_two_nodes_give_the_bytes_of_one_rank_and_what_they_lose_goes_on(
     asyncio.run(asyncio.wait_for(scenario(), PATIENCE))
 
 
+@EXHAUSTIVE
 def test_another_number_of_ranks_is_refused_and_all_of_them_end() -> None:
     async def scenario() -> None:
         dial = DialIn("127.0.0.1", 0, SECRET)

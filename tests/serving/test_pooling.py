@@ -26,6 +26,7 @@ from detcompile.serving.journal.jobs import Call
 from detcompile.serving.pooling import scores
 from detcompile.serving.pooling.schema import ScoreRequest
 from tests.bits import assert_bitwise_equal
+from tests.exhaustive import EXHAUSTIVE
 from tests.serving.conftest import Server, started
 
 TEXTS = ["def add(a, b):", "x = 1", "import os\nimport sys\n" * 9, "Ünïcode 東京"]
@@ -118,6 +119,7 @@ def test_an_embedding_model_scores_by_cosines(embedder: Server) -> None:
         assert found[0]["document"]["text"] == TEXTS[order[0]]
 
 
+@EXHAUSTIVE  # another server, and another model
 def test_a_reranker_gives_the_models_scores(reranker: Server, folder: Path) -> None:
     model = scoring_model(reranker_of(folder))
     encode = model.tokenizer.backend_tokenizer.encode

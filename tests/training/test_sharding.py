@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from tests.exhaustive import exhaustive_unless
+from tests.exhaustive import EXHAUSTIVE
 from tests.training.worlds import MUTANTS
 
+pytestmark = EXHAUSTIVE  # 36 CPU seconds a case: processes that share a trainer
 CASES = ["qwen3", "gemma2", "gpt2", "qwen3 self_attn", "qwen3 lora"]
 
 
-@pytest.fixture(scope="module", params=exhaustive_unless("qwen3".__eq__, CASES))
+@pytest.fixture(scope="module", params=CASES)
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[Any]]:
     """By world, what every rank ended with in every split: processes are what shares a trainer."""
     file = tmp_path_factory.mktemp("worlds") / "found.json"

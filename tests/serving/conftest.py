@@ -28,7 +28,7 @@ TEMPLATE = (
 )
 START_SECONDS = 240
 # GPU machines may have no packages of the extra; tests/test_package.py holds that the extra `test` brings them.
-NEEDED = ("cryptography", "fastapi", "msgspec", "openai", "prometheus_client", "uvicorn")
+NEEDED = ("anthropic", "cryptography", "fastapi", "msgspec", "openai", "prometheus_client", "uvicorn")
 collect_ignore_glob = [] if all(map(importlib.util.find_spec, NEEDED)) else ["test_*.py"]
 DEFAULTS = {"temperature": 0.9, "top_p": 0.95}  # of the model's generation_config
 

@@ -1,7 +1,8 @@
 """Fields of requests that would change an answer: a route serves them, or refuses them by name.
 
-They are those that OpenAI, vLLM, SGLang, llama.cpp and text-generation-inference document. What nobody documents is
-ignored, as clients send fields that are newer than their server.
+They are those that OpenAI, vLLM, SGLang, llama.cpp and text-generation-inference document: compared with openai 3.57,
+anthropic 2.14, vllm 0.33, sglang 0.5.23 and the schema of llama.cpp's server. What nobody documents is ignored, as
+clients send fields that are newer than their server.
 """
 
 import functools
@@ -14,7 +15,8 @@ import msgspec
 from detcompile.serving.http_errors import HTTPError
 
 __all__ = [
-    "COUNTED", "MessageFields", "PoolingFields", "ResponseFields", "TextFields", "TokenizeFields", "require_served",
+    "COUNTED", "DetokenizeFields", "MessageFields", "PoolingFields", "ResponseFields", "TextFields", "TokenizeFields",
+    "require_served",
 ]  # fmt: skip
 
 Idle = dict[str, tuple[Any, ...]]  # by name, values that ask for nothing; null is one of all
@@ -23,14 +25,17 @@ PROMPT: Idle = {
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "documents": ([],),
+    "input_ids": (),
     "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
     "multi_modal_data": ({},),
+    "task": (),
     "truncate_prompt_tokens": (),
     "truncation_side": (),
 }
 TEXT: Idle = PROMPT | {
     "adapter_id": (),
+    "adaptive_target": (-1,),
     "add_generation_prompt": (True,),
     "add_special_tokens": (False,),
     "allowed_token_ids": (),
@@ -52,6 +57,7 @@ TEXT: Idle = PROMPT | {
     "function_call": ("none",),
     "functions": ([],),
     "grammar": (),
+    "grammar_lazy": (False,),
     "guided_choice": (),
     "guided_decoding_backend": (),
     "guided_grammar": (),
@@ -67,6 +73,7 @@ TEXT: Idle = PROMPT | {
     "length_penalty": (1,),
     "logit_bias": ({}, []),
     "logits_processors": ([],),
+    "logprob_token_ids": ([],),
     "logprobs": (False,),
     "lora": ([],),
     "lora_path": (),
@@ -84,6 +91,7 @@ TEXT: Idle = PROMPT | {
     "mirostat": (0,),
     "mirostat_mode": (0,),
     "modalities": (["text"],),
+    "moderation": (),
     "multimodal_data": ([],),
     "n": (1,),
     "n_cmpl": (1,),
@@ -94,6 +102,7 @@ TEXT: Idle = PROMPT | {
     "no_stop_trim": (False,),
     "num_beams": (1,),
     "num_return_sequences": (1,),
+    "parse_tool_calls": (True,),
     "penalty_alpha": (0,),
     "post_sampling_probs": (False,),
     "prediction": (),
@@ -102,7 +111,9 @@ TEXT: Idle = PROMPT | {
     "prompt_logprobs": (),
     "prompt_truncate_len": (),
     "reasoning": ({}, {"effort": "none"}),
+    "reasoning_budget_tokens": (-1,),
     "reasoning_effort": ("none",),
+    "reasoning_format": ("none",),
     "receipt": (False,),
     "regex": (),
     "repeat_penalty": (1,),
@@ -110,11 +121,22 @@ TEXT: Idle = PROMPT | {
     "repetition_penalty": (1,),
     "response_fields": ([],),
     "response_format": ({"type": "text"},),
+    "return_flat_raw_output_top_logprobs": (False,),
     "return_hidden_states": (False,),
+    "return_input_ids_in_sglext": (False,),
+    "return_meta_info": (False,),
+    "return_output_ids_in_sglext": (False,),
+    "return_prompt_text": (False,),
+    "return_prompt_token_ids": (False,),
+    "return_routed_experts": (False,),
+    "return_sampling_mask": (False,),
     "return_token_ids": (False,),
+    "return_token_offsets": (False,),
     "return_tokens": (False,),
     "return_tokens_as_token_ids": (False,),
+    "return_weight_versions": (False,),
     "samplers": (),
+    "sampling_logprobs_mode": (),
     "session_params": (),
     "skip_special_tokens": (True,),
     "smoothing_factor": (0,),
@@ -143,28 +165,49 @@ TEXT: Idle = PROMPT | {
     "verbosity": ("medium",),
     "vllm_xargs": ({},),
     "watermark": (False,),
+    "watermarking": (False,),
     "web_search_options": (),
     "xtc_probability": (0,),
 }
 RESPONSE: Idle = TEXT | {
     "context_management": ([],),
     "conversation": (),
+    "enable_response_messages": (False,),
     "max_tool_calls": (),
+    "previous_input_messages": (),
     "prompt": (),
     "truncation": ("disabled",),
 }
-MESSAGE: Idle = TEXT | {"container": (), "context_management": (), "mcp_servers": ([],)}
-COUNTED = PROMPT.keys() | {"container", "context_management", "functions", "mcp_servers", "thinking"}  # of a prompt
+MESSAGE: Idle = TEXT | {
+    "compaction": (),
+    "container": (),
+    "context_management": (),
+    "mcp_servers": ([],),
+    "thread": (),
+}
+COUNTED = PROMPT.keys() | {  # of a prompt
+    "container", "context_management", "functions", "mcp_servers", "thinking", "thread",
+}  # fmt: skip
 POOLING: Idle = PROMPT | {
     "activation": (True,),
     "add_special_tokens": (True,),
     "embed_dtype": ("float32",),
+    "embed_override_token_id": (),
+    "embed_overrides": ([],),
     "endianness": ("native", "little"),
+    "input_type": (),
     "instruction": ("",),
+    "late_chunking_params": (),
+    "lora_path": (),
     "max_tokens_per_doc": (),
+    "max_tokens_per_query": (0,),
     "messages": (),
+    "padding": ("do_not_pad",),
     "softmax": (True,),
+    "use_activation": (True,),
 }
+TOKENIZE: Idle = PROMPT | {"reasoning_effort": ("none",), "tool_choice": ("auto",)}
+DETOKENIZE: Idle = {"skip_special_tokens": (False,)}
 _TABLES: dict[type, Idle] = {}  # by the base of the requests that refuse them
 
 if TYPE_CHECKING:  # mypy wants bases that are written out
@@ -181,6 +224,9 @@ if TYPE_CHECKING:  # mypy wants bases that are written out
     class TokenizeFields(msgspec.Struct, kw_only=True):
         """Base of requests for tokens."""
 
+    class DetokenizeFields(msgspec.Struct, kw_only=True):
+        """Base of requests for the text of tokens."""
+
     class PoolingFields(msgspec.Struct, kw_only=True):
         """Base of requests for one thing of a sequence."""
 
@@ -194,7 +240,8 @@ else:
     TextFields = _base("TextFields", TEXT)
     ResponseFields = _base("ResponseFields", RESPONSE)
     MessageFields = _base("MessageFields", MESSAGE)
-    TokenizeFields = _base("TokenizeFields", PROMPT)
+    TokenizeFields = _base("TokenizeFields", TOKENIZE)
+    DetokenizeFields = _base("DetokenizeFields", DETOKENIZE)
     PoolingFields = _base("PoolingFields", POOLING)
 
 

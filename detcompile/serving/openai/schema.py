@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from detcompile.serving.http_errors import HTTPError
-from detcompile.serving.openai.fields import TextFields, TokenizeFields
+from detcompile.serving.openai.fields import DetokenizeFields, TextFields, TokenizeFields
 
 __all__ = [
     "ChatRequest",
@@ -216,7 +216,7 @@ class TokenizeRequest(TokenizeFields, kw_only=True):
     return_token_strs: bool | None = None
 
 
-class DetokenizeRequest(msgspec.Struct, kw_only=True):
+class DetokenizeRequest(DetokenizeFields, kw_only=True):
     """POST /detokenize."""
 
     tokens: list[TokenId]

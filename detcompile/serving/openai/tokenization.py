@@ -51,10 +51,11 @@ async def detokenize(service: Service, asked: DetokenizeRequest, call: Call) -> 
     """The text of tokens.
 
     Raises:
-        HTTPError: another model.
+        HTTPError: another model, or a field that is not served.
     """
     service.require_ready()
     service.require_model(asked.model)
+    require_served(asked)
     return _told({"prompt": await service.texts.text_of(asked.tokens, owner=call.owner)})
 
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from detcompile.executors.fingerprints import source_digest
-from tools.model_checks import examine, examine_on_gpu
+from tools.model_checks import examine, examine_on_gpu, served
 from tools.model_configs import ARCHITECTURES
 from tools.models_page import page
 
@@ -33,7 +33,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 RESULTS = DOCS / "models.json"
 GPU_RESULTS = DOCS / "models_gpu.json"
 PAGE = DOCS / "models.md"
-TIME_LIMIT = 240.0  # seconds
+TIME_LIMIT = 600.0  # seconds
 MEMORY_LIMIT = 8 << 30  # bytes of data
 Result = dict[str, Any]
 
@@ -79,6 +79,16 @@ def run(model_types: Iterable[str], jobs: int, codegen: bool, rows: dict[str, Re
         save(rows)
 
 
+def run_served(model_types: Iterable[str], jobs: int, rows: dict[str, Result]) -> None:
+    """Compile and serve ``model_types`` in each dtype and put what came of it into their rows."""
+    torch.set_num_threads(1)
+    torch._inductor.config.compile_threads = 1
+    served("llama")  # as in `run`
+    for name, result in _answers(model_types, jobs, "fork", _work_served):
+        rows[name] = rows[name] | {"served": result["served"], "served_by": result["sources"]}
+        save(rows)
+
+
 def run_on_gpu(model_types: Iterable[str], jobs: int) -> None:
     """Examine ``model_types`` on the GPU and write each answer to models_gpu.json as it comes."""
     rows: dict[str, Result] = {}
@@ -100,8 +110,9 @@ def _answers(
             result = _finished(one)
             if result is not None:
                 running.remove(one)
-                told = " ".join(str(result.get(key, "")) for key in ("verdict", "reason", "seconds", "meaning"))
-                print(f"{one.model_type}: {told[:300]}", flush=True)
+                keys = ("verdict", "reason", "served", "seconds", "meaning")
+                line = " ".join(str(result[key]) for key in keys if key in result)
+                print(f"{one.model_type}: {line[:300]}", flush=True)
                 yield one.model_type, result | {"sources": sources}
 
 
@@ -118,6 +129,13 @@ def _work(model_type: str, give: Connection, codegen: bool) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_LIMIT, MEMORY_LIMIT))
     _be_silent()
     give.send(examine(model_type, codegen))
+
+
+def _work_served(model_type: str, give: Connection) -> None:
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_LIMIT, MEMORY_LIMIT))
+    _be_silent()
+    start = time.monotonic()
+    give.send({"served": served(model_type), "seconds": round(time.monotonic() - start, 1)})
 
 
 def _work_on_gpu(model_type: str, give: Connection) -> None:
@@ -160,6 +178,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--graphs", action="store_true", help="run certified graphs as they are, which leaves out the axes"
     )
+    parser.add_argument("--served", action="store_true", help="compile and serve what is certified, and keep the rest")
     parser.add_argument("--keep", action="store_true", help="keep results of older sources")
     parser.add_argument("--gpu", action="store_true", help="examine the named architectures on this machine's GPU")
     parser.add_argument("--page", action="store_true", help="examine nothing, write the page")
@@ -177,11 +196,15 @@ def main() -> None:
         return
     rows = load()
     digest = source_digest()[:12]
+    if options.served:
+        certified = [name for name, row in rows.items() if row["verdict"] == "certified"]
+        old = [name for name in certified if not options.keep or "served" not in rows[name]]
+        run_served(options.names or old, options.jobs, rows)
     fresh = {name for name, row in rows.items() if options.keep or row["sources"] == digest}
     if not options.graphs:
         fresh -= {name for name, row in rows.items() if row["verdict"] == "certified" and not row["axes"]}
     stale = [name for name in ARCHITECTURES if name not in fresh]
-    if not options.page:
+    if not (options.page or options.served):
         run(options.names or stale, options.jobs, not options.graphs, rows)
     gpu = json.loads(GPU_RESULTS.read_text(encoding="utf-8"))
     PAGE.write_text(page(rows, versions(), gpu), encoding="utf-8")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import detcompile
+from detcompile import EngineConfig, SamplingParams
 from detcompile.commands.axes import AXES, Configuration, Tokens, configurations, measure
 from detcompile.errors import DetcompileError
 from detcompile.models.compiled import CompiledModel
@@ -41,6 +42,8 @@ __all__ = [
     "examine_on_gpu",
     "one_line",
     "refusal_of",
+    "require_served",
+    "served",
     "relative_error",
     "two_rows",
 ]
@@ -52,7 +55,45 @@ CONFIGURATIONS = 3  # of each axis for each of two targets, the first of them th
 NUMERICS = Numerics(tp_sizes=(1, 2), kv_chunk=64)
 MEANING_LIMIT = 2e-5  # norm of the logits' difference from eager float32, of the norm of eager's
 
+SERVED = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+PROMPT_LENGTHS = (9, 19, 29)
+
 Result = dict[str, Any]
+
+
+def served(model_type: str) -> dict[str, str]:
+    """Return "yes" or what went wrong, by dtype, of an architecture compiled and served as users do it."""
+    found = {}
+    for name, dtype in SERVED.items():
+        try:
+            require_served(detcompile.compile(tiny_model(model_type).to(dtype), max_context=MAX_CONTEXT))
+            found[name] = "yes"
+        except Exception as error:  # whatever it is, the page says it
+            found[name] = refusal_of(error)
+    return found
+
+
+def require_served(model: CompiledModel) -> None:
+    """Call the model and an engine of it on three prompts, together and each alone.
+
+    Raises:
+        AssertionError: logits are not finite or all alike, or a prompt alone has other bits than among the others.
+    """
+    ids = (torch.arange(3 * 40) * 13 % (VOCAB_SIZE - 10) + 5).view(3, 40)
+    logits = model(ids).logits
+    assert bool(logits.isfinite().all()) and len(logits.unique()) > logits.numel() // 100, "logits that say nothing"
+    for row in range(3):
+        assert torch.equal(model(ids[row : row + 1]).logits, logits[row : row + 1]), f"row {row} alone has other bits"
+    engine = model.engine(EngineConfig(num_blocks=40, max_num_batched_tokens=64))
+    params = SamplingParams(temperature=0.9, seed=3, max_tokens=6, logprobs=2, ignore_eos=True)
+    prompts = [row[:length].tolist() for row, length in zip(ids, PROMPT_LENGTHS, strict=True)]
+    together = engine.generate(prompts, params, progress=False)
+    for number, (prompt, crowded) in enumerate(zip(prompts, together, strict=True)):
+        (alone,) = engine.generate([prompt], params, progress=False)
+        first, second = alone.outputs[0], crowded.outputs[0]
+        assert len(first.token_ids) == params.max_tokens, f"prompt {number} ended early"
+        same = (first.token_ids, first.logprobs) == (second.token_ids, second.logprobs)
+        assert same, f"prompt {number} alone has another answer"
 
 
 def examine(model_type: str, codegen: bool = True) -> Result:
@@ -66,7 +107,8 @@ def examine(model_type: str, codegen: bool = True) -> Result:
         verdict: 'certified', 'refused', 'outside' (no eager forward from input_ids alone) or 'wrong' (compiled, but
             another meaning or other bits: a bug); reason: why, where it is not certified; causal: False where a refused
             one's eager logits follow later tokens. For certified ones meaning
-            (relative error), axes (name -> holds), tp2 ('yes' or the refusal), operations (of the certificate).
+            (relative error), axes (name -> holds), tp2 ('yes' or the refusal), operations (of the certificate), and
+            with codegen served (as that function returns).
     """
     start = time.monotonic()
     with contextlib.nullcontext() if codegen else mock.patch.object(lowering, "compile_fx_inner", run_plainly):
@@ -152,7 +194,9 @@ def _measure(model_type: str, compiled: CompiledModel, ids: Tensor, expected: Te
     except Exception as error:
         return found | {"verdict": "wrong", "reason": f"compiled, then failed: {one_line(error)}"}
     found |= _verdict(found["meaning"], found["axes"])
-    return found | {"tp2": _two_ranks(model_type)} if found["verdict"] == "certified" else found
+    if found["verdict"] == "certified":
+        found |= {"tp2": _two_ranks(model_type)} | ({"served": served(model_type)} if axes else {})
+    return found
 
 
 def _verdict(meaning: float, axes: dict[str, bool]) -> Result:

@@ -32,6 +32,7 @@ def _header(rows: Mapping[str, Result], versions: Mapping[str, str], gpu: Mappin
     certified = [row for row in rows.values() if row["verdict"] == "certified"]
     measured = sum(bool(row["axes"]) for row in certified)
     shared = sum(row["tp2"] == "yes" for row in certified)
+    served = sum(set(row.get("served", {"": ""}).values()) == {"yes"} for row in certified)
     both_ways = sum(row["verdict"] == "refused" and not row.get("causal", True) for row in rows.values())
     sources = {row["sources"] for row in rows.values()}
     made_with, made_there = (" and ".join(map(" ".join, of.items())) for of in (versions, gpu["versions"]))
@@ -52,6 +53,7 @@ def _header(rows: Mapping[str, Result], versions: Mapping[str, str], gpu: Mappin
         f"| with an eager forward from `input_ids` alone: the denominator | {number['eager']} |",
         f"| **certified**, with eager's meaning | **{number['certified']}** ({share:.0f} %) |",
         f"| of these, the axes measured by bytes | {measured} |",
+        f"| of these, compiled and served in float32 and bfloat16 | {served} |",
         f"| of these, shares of two ranks can be made | {shared} |",
         f"| refused, with the operation or the reason | {number['refused']} |",
         f"| of these, eager's own logits of a token follow later tokens | {both_ways} |",
@@ -65,6 +67,8 @@ def _header(rows: Mapping[str, Result], versions: Mapping[str, str], gpu: Mappin
         f"  Contexts are up to {MAX_CONTEXT} tokens.",
         f"- **axes**: how many of {', '.join(AXES_MEASURED)} hold by bytes of every logit,",
         "  under Inductor's code. 'not run': only the certified graph was run, one operation after the other.",
+        "- **served**: the dtypes in which `detcompile.compile` as users call it compiles it, an engine generates from",
+        "  it, and a row alone has the bytes of the row among others.",
         "- **tp=2**: whether each of two ranks can be given its share of the model, or the refusal.",
         "  tests/parallel/test_plans.py compares the logits of those ranks with one rank's by bytes.",
         "- **GPU**: for a sample of architectures, the meaning in float32 against eager's on the CPU, and how many of",
@@ -102,7 +106,12 @@ def _is_name(word: str) -> bool:
 
 
 def _table(rows: Mapping[str, Result], gpu: Mapping[str, Result]) -> list[str]:
-    lines = ["## Architectures", "", "| architecture | verdict | meaning | axes | GPU | tp=2 |", "|---|" + 5 * "---|"]
+    lines = [
+        "## Architectures",
+        "",
+        "| architecture | verdict | meaning | axes | served | GPU | tp=2 |",
+        "|---|" + 6 * "---|",
+    ]
     for name, row in sorted(rows.items()):
         if row["verdict"] == "outside":
             continue
@@ -111,7 +120,10 @@ def _table(rows: Mapping[str, Result], gpu: Mapping[str, Result]) -> list[str]:
         meaning = f"{row['meaning']:.1e}" if "meaning" in row else "–"
         held = _held(row) or ("not run" if "axes" in row else "–")
         there = f"{gpu[name]['meaning']:.1e}, {_held(gpu[name])}" if "meaning" in gpu.get(name, {}) else "–"
-        cells = (f"{name} `{ARCHITECTURES[name]}`", verdict, meaning, held, there, row.get("tp2", "–"))
+        dtypes = ", ".join(
+            dtype if result == "yes" else f"{dtype}: {result}" for dtype, result in row.get("served", {}).items()
+        )
+        cells = (f"{name} `{ARCHITECTURES[name]}`", verdict, meaning, held, dtypes or "–", there, row.get("tp2", "–"))
         lines.append(f"| {' | '.join(map(_cell, cells))} |")
     return [*lines, ""]
 

@@ -74,12 +74,26 @@ _NUMBERS = {
     "double": ctypes.c_double,
 }
 _PROTOTYPE = re.compile(r"^EXPORT (void|int64_t) (\w+)\(([^)]*)\)", re.MULTILINE)
+# Kernels of training alone, 5 of 17 CPU seconds to compile: a library of their own, built when one is first called.
+_TRAINING = ("packed_attention.cpp", "pointwise_training.cpp", "row_gradients.cpp")
 
 
-def _signatures() -> dict[str, tuple[type[ctypes.c_int64] | None, list[Any]]]:
-    """What each exported function gives and takes, as its source says; what is no number is an address."""
+class _Kernels(ctypes.CDLL):
+    """The library of an instruction set, which loads the kernels of training when one is first called."""
+
+    isa = ""
+
+    def __getattr__(self, name: str) -> Any:
+        if self.isa and name.startswith("detcompile_") and name in _signatures(training=True):
+            setattr(self, name, getattr(_training_kernels(self.isa), name))
+            return self.__dict__[name]
+        return super().__getattr__(name)
+
+
+def _signatures(training: bool) -> dict[str, tuple[type[ctypes.c_int64] | None, list[Any]]]:
+    """Return the result and the arguments of each exported function, by its source; what is no number is an address."""
     found = {}
-    for source in sorted(_SOURCES.glob("*.cpp")):
+    for source in _sources(training):
         for result, name, taken in _PROTOTYPE.findall(source.read_text()):
             kinds = [argument.strip().rpartition(" ")[0] for argument in taken.split(",") if argument.strip()]
             arguments = [_NUMBERS.get(kind, ctypes.c_void_p) for kind in kinds]
@@ -248,18 +262,34 @@ def _library(name: str) -> ctypes.CDLL:
     if name == _TILES and not _tiles_permitted():  # its first instruction would end the process
         raise InvalidInput("amx: Linux lets this process use no tiles. Take the instruction set that isa() chooses.")
     path = _library_file(name)
+    loaded = _load(path, name, training=False)
+    loaded.isa = name
+    _loaded[name] = path
+    return loaded
+
+
+@functools.cache
+def _training_kernels(name: str) -> ctypes.CDLL:
+    path = _library_file(name)
+    return _load(path.with_name(f"training-{path.name}"), name, training=True)
+
+
+def _load(path: Path, name: str, training: bool) -> _Kernels:
     with _BUILDING:
         if not is_intact(path):
-            with stage(f"compile the CPU's kernels for {name}"):
-                # The largest first: they are compiled as many at once as there are cores.
-                sources = sorted(_SOURCES.glob("*.cpp"), key=lambda source: -source.stat().st_size)
-                build(path, sources, [*_FLAGS, *_isa_flags(name)])
-    loaded = ctypes.CDLL(str(path))
-    _loaded[name] = path
-    for function, (result, arguments) in _signatures().items():
+            with stage(f"compile the CPU's kernels{' of training' if training else ''} for {name}"):
+                build(path, _sources(training), [*_FLAGS, *_isa_flags(name)])
+    loaded = _Kernels(str(path))
+    for function, (result, arguments) in _signatures(training).items():
         getattr(loaded, function).restype = result
         getattr(loaded, function).argtypes = arguments
     return loaded
+
+
+def _sources(training: bool) -> list[Path]:
+    """Return the sources of a library, the largest first: as many are compiled at once as there are cores."""
+    sources = [source for source in _SOURCES.glob("*.cpp") if (source.name in _TRAINING) == training]
+    return sorted(sources, key=lambda source: (-source.stat().st_size, source.name))
 
 
 def _probe(name: str, source: str) -> ctypes.CDLL:

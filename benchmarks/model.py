@@ -24,7 +24,8 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 
 import detcompile
 from detcompile import CompiledModel, Numerics
-from detcompile.commands.verification import ModelSpec, available_axes, verify
+from detcompile.commands.verification import available_axes, verify
+from detcompile.models.spec import ModelSpec
 from detcompile.passes import lowering
 from detcompile.runtime.requests.sequence import Sequence
 from detcompile.runtime.step.builder import build_step

@@ -4,7 +4,7 @@ import asyncio
 import time
 from typing import Any
 
-from detcompile.commands.verification import ModelSpec
+from detcompile.models.spec import ModelSpec
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.requests.sampling_params import SamplingParams
 

@@ -123,7 +123,9 @@ def _write(compiled: CompiledModel, path: Path, beside: bool) -> None:
             ranks = compiled.apply(_written_share, folder, seconds=START_SECONDS)
         else:
             ranks = [_share(compiled)]
-        known = facts_of(compiled.executor.description, compiled.fingerprint_parts, compiled.weight_digests())
+        model = compiled.executor.description
+        sizes = model.module, model.facts, model.numerics, model.parameters
+        known = facts_of(*sizes, compiled.fingerprint_parts, compiled.weight_digests())
         facts = {**known, "machine": this_machine(compiled.device)}
         write_archive(path, facts, _common_members(compiled), ranks, beside)
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from detcompile.errors import InvalidInput
 
 __all__ = [
+    "SAFETENSORS_DTYPES",
     "WeightView",
     "named_weights",
     "require_weights_at",
@@ -31,6 +32,21 @@ __all__ = [
     "weights_in_place",
 ]
 
+SAFETENSORS_DTYPES = {  # by their names in the format
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 WORD = 4  # bytes, so that a product with 64 bits keeps all of a word's own
 ROW = 1 << 14  # words that share the multiplier of their row; each has one for its place in it
 BLOCK_ROWS = {"cpu": 16, "cuda": 256}  # multiplied at once: what stays in a CPU's cache; 64 MiB of products

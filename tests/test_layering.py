@@ -17,26 +17,15 @@ ROOT = Path(__file__).parents[1]
 LAYERS = [
     {"detcompile", "detcompile.__main__", "detcompile.commands"},
     {"detcompile.serving"},
-    {
-        "detcompile.commands.axes",
-        "detcompile.commands.verification",
-        "detcompile.exporting",
-        "detcompile.offline",
-        "detcompile.trl",
-    },
+    {"detcompile.exporting", "detcompile.models.spec", "detcompile.offline", "detcompile.trl"},
     {"detcompile.api", "detcompile.training", "detcompile.workers"},
     {"detcompile.models.exported", "detcompile.models.remote"},
     {"detcompile.models"},
-    {
-        "detcompile.archives.certificates",
-        "detcompile.archives.description",
-        "detcompile.archives.machine",
-        "detcompile.executors",
-    },
+    {"detcompile.executors"},
+    {"detcompile.archives"},
     {"detcompile.passes", "detcompile.runtime"},
     {"detcompile.templates"},
     {
-        "detcompile.archives",
         "detcompile.config",
         "detcompile.digests",
         "detcompile.facts",
@@ -187,9 +176,7 @@ def without_floor() -> list[str]:
 
 def are_strangers(name: str, target: str) -> bool:
     inside = lambda module, package: module == package or module.startswith(package + ".")  # noqa: E731
-    return any(
-        (inside(name, a) and inside(target, b)) or (inside(name, b) and inside(target, a)) for a, b in STRANGERS
-    )
+    return any((inside(name, a) and inside(target, b)) or (inside(name, b) and inside(target, a)) for a, b in STRANGERS)
 
 
 def imports(module: Module) -> Iterator[tuple[int, str]]:

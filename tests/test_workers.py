@@ -25,11 +25,12 @@ from transformers import PreTrainedModel
 import detcompile
 from detcompile import InvalidInput, Numerics, SamplingParams
 from detcompile.commands.axes import AXES, score
-from detcompile.commands.verification import TP, ModelSpec, verify
+from detcompile.commands.verification import TP, verify
 from detcompile.errors import EngineError, StorageError, UnsupportedModel, WorkerError
 from detcompile.executors.ranks import RankPlan
 from detcompile.models.compiled import CompiledModel
 from detcompile.models.remote import RemoteModel, compile_in_workers
+from detcompile.models.spec import ModelSpec
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.processes.start_progress import StartProgress, reading
 from detcompile.runtime.requests.outputs import RequestOutput
@@ -441,9 +442,7 @@ def test_two_ranks_serve_many_threads(two: RemoteModel) -> None:
 
 
 @settings(max_examples=3)
-@given(
-    accuracy=st.sampled_from([0.0, 0.7, 1.0]), seed=st.integers(0, 99), max_nodes=st.integers(1, 12), config=CONFIGS
-)
+@given(accuracy=st.sampled_from([0.0, 0.7, 1.0]), seed=st.integers(0, 99), max_nodes=st.integers(1, 12), config=CONFIGS)
 def test_drafts_on_two_ranks_move_no_bit(
     two: RemoteModel, accuracy: float, seed: int, max_nodes: int, config: EngineConfig
 ) -> None:

@@ -11,27 +11,13 @@ import torch
 from torch import Tensor
 
 from detcompile.errors import ArchiveError
+from detcompile.weights import SAFETENSORS_DTYPES
 
-__all__ = ["DTYPES", "SUFFIX", "StoredWeights", "files_beside", "mapped", "read_weights"]
+__all__ = ["SUFFIX", "StoredWeights", "files_beside", "mapped", "read_weights"]
 
 SUFFIX = ".safetensors"  # of such a file
-DTYPES = {  # by their names in safetensors
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 MOST_SPREAD = 1024  # elements of memory for one that is stored
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
 
 class StoredWeights(NamedTuple):
@@ -75,9 +61,7 @@ def files_beside(archive: Path, num_ranks: int) -> list[Path]:
     return [archive.with_suffix(SUFFIX if num_ranks == 1 else f".rank{rank}{SUFFIX}") for rank in range(num_ranks)]
 
 
-def read_weights(
-    path: Path, content: memoryview, strides: Mapping[str, list[int]]
-) -> Iterator[tuple[str, Tensor]]:
+def read_weights(path: Path, content: memoryview, strides: Mapping[str, list[int]]) -> Iterator[tuple[str, Tensor]]:
     """Each weight by name, in memory of its own, with its strides where they were not those of contiguous rows.
 
     Raises:
@@ -115,7 +99,7 @@ def _entries(path: Path, header: bytes) -> Iterator[tuple[str, torch.dtype, list
             shape = entry["shape"]
             if not all(type(number) is int and number >= 0 for number in (start, end, *shape)):
                 raise ValueError(f"{name} has {shape} at {start} to {end}")
-            yield name, DTYPES[entry["dtype"]], list(shape), start, end
+            yield name, SAFETENSORS_DTYPES[entry["dtype"]], list(shape), start, end
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise _no_weights(path, f"{type(error).__name__}: {error}") from error
 
@@ -146,7 +130,7 @@ def _safetensors(weights: Mapping[str, Tensor]) -> Iterator[Any]:
     end = 0
     for name, tensor in ordered:
         start, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text

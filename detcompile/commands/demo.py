@@ -16,9 +16,10 @@ from transformers import AutoTokenizer, DynamicCache, PreTrainedModel
 from detcompile.api import load_model
 from detcompile.commands.axes import AxisResult, Configuration, configurations, measure, padded_batch
 from detcompile.commands.options import Device, add_columns, compile_model, progress_bar
-from detcompile.commands.verification import RESTART, ModelSpec, available_axes, prompts_for
+from detcompile.commands.verification import RESTART, available_axes, prompts_for
 from detcompile.models.compiled import CompiledModel
 from detcompile.models.hub import TINY, TINY_FOLDER
+from detcompile.models.spec import ModelSpec
 
 __all__ = ["Comparison", "DEMO_AXES", "command", "compare_with_torch", "score_plain"]
 

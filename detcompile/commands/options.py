@@ -10,9 +10,9 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from transformers.utils import logging as transformers_logging
 
-from detcompile.commands.verification import ModelSpec
 from detcompile.models.compiled import CompiledModel
 from detcompile.models.hub import TINY
+from detcompile.models.spec import ModelSpec
 from detcompile.progress import shown
 
 __all__ = [

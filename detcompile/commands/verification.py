@@ -10,27 +10,24 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer
 
-from detcompile.api import Compiled, compile, load_model
 from detcompile.commands.axes import AXES, AxisResult, Configuration, Tokens, configurations, measure, score
 from detcompile.config import environment_without_programs
 from detcompile.errors import DetcompileError, InvalidInput
 from detcompile.exporting import export
-from detcompile.models.compiled import CompiledModel, require_causal
-from detcompile.models.exported import load
-from detcompile.models.hub import EMBEDDED, TINY, TINY_FOLDER
+from detcompile.models.compiled import CompiledModel
+from detcompile.models.hub import TINY, TINY_FOLDER
 from detcompile.models.remote import RemoteModel
-from detcompile.orders.numerics import Numerics
+from detcompile.models.spec import ARCHIVE_SUFFIX, ModelSpec
 
 __all__ = [
     "EXPORT",
-    "ModelSpec",
     "PP",
     "RESTART",
     "TP",
@@ -41,63 +38,12 @@ __all__ = [
     "verify",
 ]
 
-DTYPES = ("float32", "bfloat16", "float16")
 RESTART = "restart"  # the one axis that needs another process
 EXPORT = "export"  # the program of an archive, in another process; measured where it is asked for
 TP = "tp"  # needs as many processes as ranks, on GPUs one each; measured where it is asked for
 PP = "pp"  # the same for stages
 STAGES = (2, 4)  # that PP compares with one
-ARCHIVE_SUFFIX = ".pt2"
 PROMPT_LENGTHS = (12, 515, 67, 130, 260)  # the first two are compared: few tokens, and past a chunk of 512 keys
-
-
-@dataclass(frozen=True)
-class ModelSpec:
-    """How to build a compiled model again in another process; ``name`` may be an archive that export wrote."""
-
-    name: str
-    random: bool = False
-    dtype: str | None = None
-    device: str | None = None
-    tp_sizes: tuple[int, ...] = Numerics().tp_sizes
-    revision: str | None = None
-    token: str | None = field(default=None, repr=False)
-    trust_remote_code: bool = False
-    task: Literal["generate", "classify", "embed"] | None = None
-
-    def compile(self, tp: int = 1, pp: int = 1) -> CompiledModel:
-        """Load and compile a causal LM; where it is more than one, in ``pp * tp`` worker processes."""
-        return require_causal(self.compile_any(tp, pp), "this command")
-
-    def compile_any(self, tp: int = 1, pp: int = 1) -> Compiled:
-        """The same of any model."""
-        if self.name.endswith(ARCHIVE_SUFFIX):
-            return self._load(pp * tp)
-        model = load_model(self.name, **self.options)
-        return compile(model, tp=tp, pp=pp, numerics=Numerics(tp_sizes=tuple(self.tp_sizes)))
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """How to load it, as ``load_model`` takes it beside the name.
-
-        Raises:
-            InvalidInput: a dtype that models have none of.
-        """
-        if self.dtype and self.dtype not in DTYPES:
-            raise InvalidInput(f"{self.dtype} is no dtype of a model here: take {', '.join(DTYPES)}")
-        names = ("random", "dtype", "device", "revision", "token", "trust_remote_code", "task")
-        return {name: getattr(self, name) for name in names}
-
-    def pinned(self, model: CompiledModel) -> "ModelSpec":
-        """The same, of the commit on the Hub that ``model`` is of."""
-        commit = None if Path(self.name).exists() or self.name in EMBEDDED else model.config._commit_hash
-        return self if commit is None else replace(self, revision=commit)
-
-    def _load(self, num_ranks: int) -> CompiledModel:
-        settled = replace(self, name="", tp_sizes=tuple(self.tp_sizes), token=None) == ModelSpec("") and num_ranks == 1
-        if not settled:
-            raise InvalidInput(f"{self.name} was compiled before: its weights, dtype, device and sizes are settled")
-        return load(self.name)
 
 
 def available_axes(device_type: str) -> list[str]:

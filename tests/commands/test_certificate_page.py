@@ -21,7 +21,6 @@ from detcompile.commands.pages.measurements import Measurement, read_measurement
 from detcompile.commands.pages.order_drawing import order_drawing, order_tree
 from detcompile.commands.pages.page import STYLE
 from detcompile.commands.pages.refusal_page import REMEDIES, refusal_page, refused_in
-from detcompile.commands.verification import ModelSpec
 from detcompile.errors import (
     ArchiveError,
     CompilerNotFound,
@@ -32,6 +31,7 @@ from detcompile.errors import (
     UnsupportedModel,
     WorkerError,
 )
+from detcompile.models.spec import ModelSpec
 from detcompile.orders import KV, Blocked, EvenOdd, Experts, Row, Sequential, Tree
 from detcompile.orders.numerics import Numerics
 from detcompile.passes.proof.certificate import Certificate

@@ -23,9 +23,9 @@ from detcompile import CompiledModel
 from detcompile.commands import cli, export
 from detcompile.commands.axes import AXES
 from detcompile.commands.generate import read_prompts, with_own_seeds
-from detcompile.commands.verification import ModelSpec
 from detcompile.errors import InvalidInput
 from detcompile.models.hub import TINY_FOLDER
+from detcompile.models.spec import ModelSpec
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from tests.exhaustive import EXHAUSTIVE
 from tests.model_cases import compiled, without_inductor
@@ -216,9 +216,7 @@ def test_the_seed_repeats_an_answer_in_another_process_alone_and_otherwise_sched
     assert json.loads(done.stdout) == before
 
 
-def test_diff_finds_the_same_answers_in_another_run(
-    answered: subprocess.CompletedProcess[str], tmp_path: Path
-) -> None:
+def test_diff_finds_the_same_answers_in_another_run(answered: subprocess.CompletedProcess[str], tmp_path: Path) -> None:
     """By their requests, wherever these stand; a bit that is changed is found, and nothing explains it."""
     one, other = tmp_path / "one.jsonl", tmp_path / "other.jsonl"
     one.write_text(answered.stdout)
@@ -293,12 +291,12 @@ def test_no_two_prompts_share_a_seed() -> None:
         (("verify", "no/such/model"), "no such folder"),
         (("verify", "tiny", "--axes", "nonsense"), "no axis 'nonsense'"),
         (("check", "tiny", "--tp-sizes", "1,5"), "does not split into 5 equal leaves"),
-        (("check", "tiny", "--dtype", "int7"), "no dtype of a model"),
+        (("check", "tiny", "--dtype", "int7"), "dtype int7 is not supported"),
         (("check", "tiny", "--html", "no/such/folder.html"), "a file in a folder that exists"),
         (("generate", "no/such/model", "x"), "no such folder"),
         (("check", "org/name", "--revision", "v2"), "Run `hf download org/name --revision v2`"),
         (("export", "tiny", "m.pt2", "--revision", "v2"), "is of the Hub, and tiny is a local folder"),
-        (("check", "m.pt2", "--trust-remote-code"), "was compiled before"),
+        (("check", "m.pt2", "--trust-remote-code"), "is a compiled archive"),
         (("generate", "tiny"), "no prompt in the arguments or on standard input"),
         (("generate", "tiny", "x", "--temperature", "-1"), "temperature -1.0 must be 0"),
         (("generate", "tiny", "x", "--block-size", "7"), "block_size"),

@@ -20,8 +20,8 @@ from detcompile.commands.tuning.report import (
     speedup_plot,
     trials_table,
 )
-from detcompile.commands.verification import ModelSpec
 from detcompile.errors import InvalidInput
+from detcompile.models.spec import ModelSpec
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.runtime.speculation.ngram_drafter import NGramDrafter
 from tests.exhaustive import EXHAUSTIVE

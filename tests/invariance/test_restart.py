@@ -8,7 +8,8 @@ import torch
 
 from detcompile import DetcompileError
 from detcompile.commands import verification
-from detcompile.commands.verification import PROMPT_LENGTHS, ModelSpec, verify
+from detcompile.commands.verification import PROMPT_LENGTHS, verify
+from detcompile.models.spec import ModelSpec
 from tests.model_cases import compiled
 
 MODEL = "tiny-draft"  # as "tiny", and sooner compiled

@@ -21,9 +21,9 @@ from detcompile.archives.description import CERTIFICATE, KERNELS, read_config
 from detcompile.archives.stored_weights import StoredWeights
 from detcompile.commands import verification
 from detcompile.commands.cli import app
-from detcompile.commands.verification import ModelSpec
 from detcompile.errors import DetcompileError
 from detcompile.executors import archived
+from detcompile.models.spec import ModelSpec
 from detcompile.parallel import TensorParallel
 from tests.bits import assert_bitwise_equal
 from tests.conftest import NEEDS_CUDA
@@ -85,9 +85,7 @@ def test_a_fresh_process_without_the_models_code_gives_the_bytes_of_the_jit(
         assert all(equal.values()), (name, [what for what, same in equal.items() if not same])
 
 
-def test_it_says_of_itself_what_the_exported_model_did(
-    models: dict[str, CompiledModel], loaded: ExportedModel
-) -> None:
+def test_it_says_of_itself_what_the_exported_model_did(models: dict[str, CompiledModel], loaded: ExportedModel) -> None:
     before = models["llama"]
     assert type(loaded.config) is type(before.config) and loaded.config.to_dict() == before.config.to_dict()
     own, known = before.generation_config.to_dict(), loaded.generation_config.to_dict()

@@ -19,10 +19,11 @@ from transformers import PreTrainedModel
 import detcompile
 from detcompile import InvalidInput, Numerics, SamplingParams
 from detcompile.api import compile_here
-from detcompile.commands.verification import PP, ModelSpec, verify
+from detcompile.commands.verification import PP, verify
 from detcompile.errors import DetcompileError, EngineError, UnsupportedModel, WorkerError
 from detcompile.models.compiled import CompiledModel
 from detcompile.models.remote import RemoteModel, compile_in_workers
+from detcompile.models.spec import ModelSpec
 from detcompile.parallel import PipelineStage
 from detcompile.passes import lowering
 from detcompile.passes.programs.plain import run_plainly

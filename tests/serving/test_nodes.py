@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 
-from detcompile.commands.verification import ModelSpec
 from detcompile.config import Place
 from detcompile.errors import InvalidInput, NumericsError, WorkerError
 from detcompile.executors.ranks import Nodes
+from detcompile.models.spec import ModelSpec
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.serving.engines import rank
 from detcompile.serving.engines.answers import Answer
@@ -272,7 +272,7 @@ def test_an_engine_that_is_asked_for_nothing_ends_as_well(case: str, spec: Engin
         ({}, InvalidInput, "1 ranks, and torchrun has started 3"),
         ({"tp": 3}, NumericsError, "tp=3 is not one of"),
         ({"tp": 3, "name": "model.pt2"}, InvalidInput, "model.pt2: .* load no archive"),
-        ({"pp": 3, "dtype": "float64"}, InvalidInput, "float64 is no dtype of a model here"),
+        ({"pp": 3, "dtype": "float64"}, InvalidInput, "dtype float64 is not supported"),
     ],
 )
 def test_what_these_ranks_cannot_share_is_refused(asked: dict[str, Any], error: type[Exception], text: str) -> None:

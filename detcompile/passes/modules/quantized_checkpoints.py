@@ -18,10 +18,10 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from detcompile.archives.stored_weights import DTYPES
 from detcompile.errors import UnsupportedModel
 from detcompile.passes.modules.quantized_layouts import LAYOUTS
 from detcompile.passes.modules.quantized_linear import QuantizedLinear, replace_module
+from detcompile.weights import SAFETENSORS_DTYPES
 
 __all__ = ["load_quantized", "quantization_of"]
 
@@ -156,9 +156,10 @@ def _tensors(files: Iterable[str]) -> Iterable[tuple[str, torch.Tensor]]:
         for name, entry in header.items():
             if name == "__metadata__":
                 continue
-            if entry["dtype"] not in DTYPES:
+            if entry["dtype"] not in SAFETENSORS_DTYPES:
+                known = ", ".join(SAFETENSORS_DTYPES)
                 raise UnsupportedModel(
-                    f"{name} in {file} is {entry['dtype']}, which is not read (known: {', '.join(DTYPES)}): load an "
-                    "unquantised checkpoint"
+                    f"{name} in {file} is {entry['dtype']}, which is not read (known: {known}): load an unquantised"
+                    " checkpoint"
                 )
-            yield name, torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]], device="meta")
+            yield name, torch.empty(entry["shape"], dtype=SAFETENSORS_DTYPES[entry["dtype"]], device="meta")

@@ -14,11 +14,11 @@ from typing import Any
 from transformers.utils import logging as transformers_logging
 
 from detcompile.api import Compiled
-from detcompile.commands.verification import ModelSpec
 from detcompile.config import engine_secret, show_gpus
 from detcompile.digests import fingerprint
 from detcompile.errors import DetcompileError, EngineError, InvalidInput
 from detcompile.models.pooling import CompiledClassifier, CompiledEmbedder
+from detcompile.models.spec import ModelSpec
 from detcompile.offline.default_params import configured_params
 from detcompile.orders.numerics import Numerics
 from detcompile.passes.warm.program_key import cpu_facts
@@ -159,9 +159,7 @@ def delta_of(output: RequestOutput) -> Delta:
     )
 
 
-def hello_of(
-    model: Compiled, config: EngineConfig, num_blocks: int, name: str, defaults: dict[str, Any]
-) -> Hello:
+def hello_of(model: Compiled, config: EngineConfig, num_blocks: int, name: str, defaults: dict[str, Any]) -> Hello:
     """What the front has to know of a model.
 
     Args:

@@ -19,12 +19,12 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from detcompile.api import require_declared
-from detcompile.commands.verification import ARCHIVE_SUFFIX, ModelSpec
 from detcompile.config import Place, engine_secret, place_of_torchrun
 from detcompile.errors import DetcompileError, InvalidInput, WorkerError
 from detcompile.executors.ranks import Nodes
 from detcompile.models.loading import find
 from detcompile.models.remote import RemoteModel, compile_in_workers
+from detcompile.models.spec import ARCHIVE_SUFFIX, ModelSpec
 from detcompile.orders.numerics import Numerics
 from detcompile.runtime.processes.dialled_rank import DialledRank
 from detcompile.runtime.processes.process import serve as obey

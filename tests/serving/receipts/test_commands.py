@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from detcompile.commands import cli
-from detcompile.commands.verification import ModelSpec
 from detcompile.models.compiled import CompiledModel
+from detcompile.models.spec import ModelSpec
 from detcompile.serving.receipts.envelope import payload_digest, payload_of, read_envelope, seal
 from detcompile.serving.receipts.keys import read_signing_key, write_key_pair
 from detcompile.serving.receipts.log import ReceiptLog

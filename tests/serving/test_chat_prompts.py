@@ -16,7 +16,7 @@ import transformers
 from detcompile.errors import DetcompileError, InvalidInput
 from detcompile.models.hub import TINY_FOLDER
 from detcompile.runtime.engine_config import EngineConfig
-from detcompile.runtime.requests.admission import Admission
+from detcompile.runtime.requests import admission
 from detcompile.serving.chat_template import ChatTemplate
 from detcompile.serving.engines.engine_process import hello_of
 from detcompile.serving.engines.protocol import Hello
@@ -171,6 +171,26 @@ def test_special_tokens_in_a_text_are_split_where_the_tokenizer_says_so(tmp_path
     assert lengths[True] > lengths[False]
 
 
+@pytest.mark.parametrize(
+    ("changes", "ends", "named"),
+    [
+        ({}, [0], ()),
+        ({"eos_token": "<|pad|>"}, [0], ("eos_token '<|pad|>' (token 1)",)),
+        ({"eos_token": "<|pad|>"}, [0, 1], ()),
+        ({"eos_token": "<|pad|>"}, [], ("end tokens []",)),
+        ({"extra_special_tokens": {"eot_token": "<|pad|>"}}, [0], ("eot_token '<|pad|>' (token 1)",)),
+        ({"eos_token": None}, [0], ()),
+    ],
+)
+def test_an_end_token_of_the_tokenizer_alone_warns_once(changes: dict, ends: list, named: tuple, caplog) -> None:
+    admission._warn_of_end.cache_clear()
+    found = transformers.AutoTokenizer.from_pretrained(TINY_FOLDER, **changes)
+    for _ in range(2):
+        admission.Admission(found, max_context=64, vocab_size=4096, end_tokens=lambda: ends)
+    assert len(caplog.records) == len(named)
+    assert all(words in caplog.text for words in named)
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_a_tokenizer_that_draws_is_refused(dropout: float) -> None:
     found = transformers.AutoTokenizer.from_pretrained(TINY_FOLDER)
@@ -179,7 +199,7 @@ def test_a_tokenizer_that_draws_is_refused(dropout: float) -> None:
     with refused:
         hello(found)
     with refused:
-        Admission(found, max_context=64, vocab_size=4096, end_tokens=lambda: [0])
+        admission.Admission(found, max_context=64, vocab_size=4096, end_tokens=lambda: [0])
 
 
 @pytest.mark.parametrize(

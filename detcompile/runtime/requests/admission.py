@@ -28,7 +28,8 @@ class Admission:
     """Turns prompts into requests of one model.
 
     Args:
-        tokenizer: a tokenizer of transformers; None for a model that takes token ids only.
+        tokenizer: a tokenizer of transformers; None for a model that takes token ids only. If its end token is none of
+            the model's, a warning says so, once in a process.
         max_context: tokens a sequence may hold.
         vocab_size: number of ids that the model can read, 0 … vocab_size - 1.
         num_logits: number of ids that it can draw, 0 … num_logits - 1; None for as many as it can read.
@@ -57,6 +58,7 @@ class Admission:
         self._end_tokens = end_tokens
         self._listed: tuple[int, ...] | None = None  # the end tokens that `_grammars` was made for
         self._follow_end_tokens()
+        self._compare_end_tokens()
         self._tokenizing = threading.Lock()  # fast tokenizers refuse two borrowers
 
     def request(
@@ -212,6 +214,14 @@ class Admission:
             self._grammars, self._listed = GrammarCompiler(self.tokenizer, self.num_logits, drawable), listed
         return self._grammars
 
+    def _compare_end_tokens(self) -> None:
+        """Warn of end tokens that the tokenizer names and the model goes on behind, as transformers does."""
+        for name in ("eos_token", "eot_token"):
+            token_id = getattr(self.tokenizer, f"{name}_id", None)
+            ends = self._grammars.eos_token_ids
+            if isinstance(token_id, int) and token_id < self.num_logits and token_id not in ends:
+                _warn_of_end(f"{name} {getattr(self.tokenizer, name)!r}", token_id, ends)
+
     def _own(self, params: SamplingParams, eos_token_ids: SequenceOf[int]) -> tuple[BadWords, SamplingParams]:
         """Words of several tokens, and a copy that nobody else changes while it is served, checked once more.
 
@@ -226,3 +236,15 @@ class Admission:
         for name in ("logprobs", "prompt_logprobs"):
             given[name] = self.num_logits if given[name] == -1 else given[name]
         return bad_words, SamplingParams(**given)
+
+
+@functools.cache
+def _warn_of_end(token: str, token_id: int, ends: tuple[int, ...]) -> None:
+    logger.warning(
+        "the tokenizer's %s (token %d) is not among the model's end tokens %s: answers go on behind it. Add it to"
+        " generation_config.eos_token_id, or pass stop_token_ids=[%d]",
+        token,
+        token_id,
+        list(ends),
+        token_id,
+    )

@@ -99,6 +99,8 @@ def test_a_prefix_that_cannot_be_taken_leaves_no_block_behind() -> None:
         ({"layers": None}, "tensors on the CPU"),
         ({"layers": ((found.layers[0][0], None), *found.layers[1:])}, "tensors on the CPU"),
         ({"layers": ((-found.layers[0][0], found.layers[0][1]), *found.layers[1:])}, "changed since export"),
+        ({"token_ids": (*found.token_ids[:-1], 1)}, "changed since export"),
+        ({"token_ids": found.token_ids[::-1]}, "changed since export"),
         ({"token_ids": None}, "give a list of integers"),
         ({"token_ids": (*found.token_ids[:-1], 1 << 70)}, "is no token id"),
         ({"token_ids": (*found.token_ids[:-1], 0.5)}, "token_ids: entry"),

@@ -6,7 +6,7 @@ is what the other engine would compute. Heads travel whole, and each rank takes 
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -33,7 +33,7 @@ class KVPrefix:
         token_ids: tokens of the blocks, from position 0 on; a multiple of ``block_size`` of them.
         layers: keys and values of each layer, CPU tensors of [blocks, block_size, kv_heads, head_dim] with all heads. A
             layer with a window has the last blocks alone, which later tokens see.
-        digest: blake2b, in hex, of the bytes of ``layers``.
+        digest: blake2b, in hex, of ``key`` and the bytes of ``layers``.
     """
 
     fingerprint: str
@@ -45,7 +45,7 @@ class KVPrefix:
     @property
     def key(self) -> str:
         """What the bytes are a function of, as sha256 in hex: fingerprint, block size and tokens."""
-        tokens = b"".join(token.to_bytes(8, "little") for token in self.token_ids)
+        tokens = b"".join(int(token).to_bytes(8, "little") for token in self.token_ids)
         return hashlib.sha256(f"{self.fingerprint} {self.block_size} ".encode() + tokens).hexdigest()
 
 
@@ -120,9 +120,8 @@ class Prefixes:
             ]
             layers = tuple(self._reader.read_blocks(tables))
         tokens = tuple(token_ids[: num_blocks * size])
-        return KVPrefix(
-            fingerprint=fingerprint, block_size=size, token_ids=tokens, layers=layers, digest=_digest_of(layers)
-        )
+        prefix = KVPrefix(fingerprint=fingerprint, block_size=size, token_ids=tokens, layers=layers, digest="")
+        return replace(prefix, digest=_digest_of(prefix))
 
     def take(self, prefix: KVPrefix) -> int:
         """Have blocks of another engine found by the prompts that begin with their tokens.
@@ -135,12 +134,14 @@ class Prefixes:
                 as of ``export``.
         """
         self._require_whole()
-        whole = isinstance(prefix, KVPrefix) and _are_pairs(prefix.layers)
-        changed = whole and _digest_of(prefix.layers) != prefix.digest
+        if not isinstance(prefix, KVPrefix):
+            raise InvalidInput(f"prefix {shown(prefix)} is {kind(prefix)}: give what an engine's export() returned")
+        _ids(prefix.token_ids)
+        changed = not _are_pairs(prefix.layers) or _digest_of(prefix) != prefix.digest
         with without_interrupts(), self._turns:
             self._require_fitting(prefix)
             if changed:
-                raise InvalidInput("the KV blocks were changed since export(): export them again")
+                raise InvalidInput("the KV blocks, or their tokens, were changed since export(): export them again")
             self._follow_weights()
             digests, pool = self._digests(prefix.token_ids), self._blocks.pool
             wanted = [
@@ -212,13 +213,10 @@ class Prefixes:
             )
 
     def _require_fitting(self, prefix: KVPrefix) -> None:
-        if not isinstance(prefix, KVPrefix):
-            raise InvalidInput(f"prefix {shown(prefix)} is {kind(prefix)}: give what an engine's export() returned")
         ours = self._fingerprint()
         if prefix.fingerprint != ours:
             raise InvalidInput(f"the KV blocks are of the model {prefix.fingerprint}, and this one is {ours}")
         size = self._blocks.pool.block_size
-        _ids(prefix.token_ids)
         if prefix.block_size != size or len(prefix.token_ids) % size:
             said = f"{len(prefix.token_ids)} tokens in blocks of {prefix.block_size}"
             raise InvalidInput(
@@ -252,9 +250,9 @@ def _ids(values: Any) -> list[int]:
     return token_ids
 
 
-def _digest_of(layers: Sequence[LayerBlocks]) -> str:
-    digest = hashlib.blake2b(digest_size=32)
-    for keys, values in layers:
+def _digest_of(prefix: KVPrefix) -> str:
+    digest = hashlib.blake2b(prefix.key.encode(), digest_size=32)
+    for keys, values in prefix.layers:
         for part in (keys, values):
             digest.update(part.contiguous().view(torch.uint8).numpy())
     return digest.hexdigest()

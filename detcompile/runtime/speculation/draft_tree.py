@@ -6,6 +6,7 @@ guess for what follows ``(0,)``. The root, the sequence's newest token, is ``()`
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from torch import Tensor
@@ -18,7 +19,7 @@ Path = tuple[int, ...]
 
 
 class DraftTree:
-    """Draft tokens by path, parents before children.
+    """Draft tokens by path, parents before children. It cannot be written: the engine verifies what it was made of.
 
     Args:
         tokens: token id of each node.
@@ -32,8 +33,8 @@ class DraftTree:
 
     def __init__(self, tokens: Mapping[Path, int], distributions: Mapping[Path, Tensor] | None = None) -> None:
         self._shape = _shape(tuple(tokens))
-        self.tokens = {path: tokens[path] for path in self._shape.paths}
-        self.distributions = distributions or {}
+        self.tokens = MappingProxyType({path: tokens[path] for path in self._shape.paths})
+        self.distributions = MappingProxyType(dict(distributions or {}))
         self._child: dict[tuple[Path, int], Path] = {}
         for (path, token), parent in zip(self.tokens.items(), self._shape.parents):
             if self._child.setdefault((parent, token), path) is not path:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from detcompile.errors import InvalidInput
 from detcompile.runtime.kv.kv_blocks import KVBlocks
-from detcompile.runtime.requests.plain_values import whole_number
+from detcompile.runtime.requests.plain_values import kind, shown, whole_number
 from detcompile.runtime.requests.sequence import Sequence
 from detcompile.runtime.speculation.draft_tree import DraftTree, Path
 from detcompile.runtime.speculation.drafted_sequence import DraftedSequence
@@ -234,6 +234,9 @@ class Speculator:
     def _check(self, trees: SequenceOf[DraftTree], count: int) -> None:
         if len(trees) != count:
             raise InvalidInput(f"the drafter gave {len(trees)} trees for {count} sequences")
+        other = next((tree for tree in trees if not isinstance(tree, DraftTree)), None)
+        if other is not None:
+            raise InvalidInput(f"the drafter gave {shown(other)}, {kind(other)}: give a DraftTree")
         bad = next((t for tree in trees for t in tree.tokens.values() if not 0 <= t < self.vocab_size), None)
         if bad is not None:
             raise InvalidInput(f"the drafter gave token {bad}; ids are 0 to {self.vocab_size - 1}")

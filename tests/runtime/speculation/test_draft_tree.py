@@ -22,6 +22,16 @@ from detcompile.step import KVGroup
 SHAPE = [(0,), (0, 0), (0, 1), (1,), (0, 0, 0)]
 
 
+def test_a_tree_cannot_be_written_after_it_is_made():
+    given = {(0,): 5}
+    tree = DraftTree(given)
+    given[1,] = 6
+    for tokens in (tree.tokens, tree.distributions):
+        with pytest.raises(TypeError, match="does not support item assignment"):
+            tokens[0,] = 7
+    assert tree.tokens == {(0,): 5}
+
+
 def test_a_tree_of_a_shape_knows_its_relatives():
     tree = DraftTree.of(SHAPE, [5, 6, 7, 8, 9])
     assert tree.along((0, 0, 0)) == [5, 6, 9]

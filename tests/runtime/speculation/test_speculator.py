@@ -3,6 +3,7 @@
 import functools
 import itertools
 import random
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -238,6 +239,8 @@ class Broken:
             return []
         if self.how == "foreign tokens":
             return [DraftTree.chain([VOCAB_SIZE + 5])] * len(sequences)
+        if self.how == "no trees":
+            return [SimpleNamespace(tokens={(0,): 5})] * len(sequences)
         return [DraftTree.chain([1] * 1000)] * len(sequences)
 
     def forget(self, sequence):
@@ -245,7 +248,8 @@ class Broken:
 
 
 @pytest.mark.parametrize(
-    ("how", "goes_on"), [("raises", False), ("too few", False), ("foreign tokens", False), ("too deep", True)]
+    ("how", "goes_on"),
+    [("raises", False), ("too few", False), ("foreign tokens", False), ("no trees", False), ("too deep", True)],
 )
 def test_a_broken_drafter_is_switched_off_and_moves_no_bit(how, goes_on, caplog):
     config = EngineConfig(num_blocks=400, block_size=16)

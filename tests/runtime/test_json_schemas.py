@@ -217,3 +217,57 @@ def test_schemas_in_lark_are_read_where_they_stand() -> None:
     assert takes(started(Grammar.lark(source.replace("<%json>", ""))), "%json { %json xtrue")
     layout = '{"x-guidance": {"item_separator": " ; "}, "type": "array", "items": {"type": "null"}}'
     assert takes(started(Grammar.lark(f"start: own\nown: %json {layout}")), "[null ; null]")
+
+
+CONTROLS = ["\x00", "\x01", "\x0b", "\x1f", "\x7f"]  # that have no escape but \u, or that llguidance gives none
+
+
+@pytest.mark.parametrize("letter", CONTROLS)
+def test_no_text_is_taken_without_its_control_letters(letter: str) -> None:
+    text, number = f"a{letter}b", f"\\x{ord(letter):02x}"
+    names = {"additionalProperties": False, "required": []}
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"const": text}, '"ab"'),
+        ({"const": [{"c": text}]}, '[{"c": "ab"}]'),
+        ({"const": {text: 1}}, '{"ab": 1}'),
+        ({"enum": [text, "c"]}, '"ab"'),
+        ({"enum": [[text], "c"]}, '["ab"]'),
+        ({"items": {"anyOf": [{"const": text}, {"const": "c"}]}}, '["ab"]'),
+        ({"$ref": "#/$defs/x", "$defs": {"x": {"enum": [text, "c"]}}}, '"ab"'),
+        *[
+            case
+            for pattern in (
+                text,
+                f"a{number}b",
+                f"a\\u{ord(letter):04x}b",
+                f"a\\x{{{ord(letter):x}}}b",
+                f"a[{number}]b",
+            )
+            for case in (
+                ({"type": "string", "pattern": f"^(c|{pattern})$"}, '"ab"'),
+                (
+                    {"type": "object", "patternProperties": {f"^(c|{pattern})$": {"type": "integer"}}, **names},
+                    '{"ab": 1}',
+                ),
+            )
+        ],
+    ]
+    for schema, wrong in cases:
+        try:
+            start = started(Grammar.json_schema(schema))
+        except InvalidInput as refusal:
+            assert "\\u" in str(refusal)
+            continue
+        assert not takes(start, wrong), schema
+        rest = "c" if "c" in json.dumps(schema) else None
+        assert rest is None or any(takes(start, text) for text in ('"c"', '{"c": 1}', '["c"]', "[]")), schema
+
+
+def test_classes_of_letters_keep_those_that_can_be_written() -> None:
+    for pattern, right in (
+        (r"^[^\x00-\x1f]+$", "ab"),
+        (r"^a[\x00-\x20]b$", "a b"),
+        (r"^\\x01$", "\\x01"),
+        ("^a\x01*b$", "ab"),
+    ):
+        assert takes(started(Grammar.json_schema({"type": "string", "pattern": pattern})), json.dumps(right)), pattern

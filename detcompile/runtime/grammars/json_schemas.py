@@ -6,6 +6,7 @@ escape here: ``{"\u0061": 1}`` would be a further property to the masks and the 
 
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -25,6 +26,13 @@ SCALARS = (
     "exclusiveMaximum", "multipleOf",
 )  # fmt: skip
 NEEDS_ESCAPES = re.compile(r"[\x00-\x1f\x7f]|\\[xucv0pP]")  # of a pattern that may match nothing that can be written
+UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")  # llguidance writes these with \u alone
+PATTERN_PARTS = re.compile(  # of a regular expression: a class, a letter by its number or name, an escape, a letter
+    r"(?P<set>\[\^?\]?(?:\\.|[^\]\\])*\])|\\(?:[xuU]\{(?P<braced>[0-9a-fA-F]+)\}|x(?P<byte>[0-9a-fA-F]{2})"
+    r"|u(?P<short>[0-9a-fA-F]{4})|U(?P<long>[0-9a-fA-F]{8})|(?P<name>[av]))|\\.|.",
+    re.S,
+)
+NOTHING = r"[a&&b]"  # a class without letters
 LARK = re.compile(  # what a %json of a Lark grammar may be confused with, and then the %json itself
     r'"(?:\\.|[^"\\\n])*"|(?:#|//)[^\n]*|/(?:\\.|[^/\\])+/|<[^<>\s]+>|(?P<json>%json)\s*'
 )
@@ -99,11 +107,49 @@ def _prepare(schema: Schema) -> None:
             del own["uniqueItems"]
         if own.get("format") in UNCHECKED_FORMATS:
             del own["format"]
+        _leave_out_unwritable(schema, own)
         fewest, required = own.get("minProperties"), own.get("required")
         num_required = len(set(map(str, required))) if isinstance(required, list) else 0
         if isinstance(fewest, int) and fewest - num_required > 1:
             said = "an object may have one name twice, so only one more than are required can be counted"
             raise _refusal(schema, f"minProperties {fewest} is not kept: {said}")
+
+
+def _leave_out_unwritable(schema: Schema, own: Schema) -> None:
+    """Take out of a schema what a text without \\u cannot have: llguidance would take it without these letters."""
+    values = own.get("enum")
+    if isinstance(values, list):
+        own["enum"] = [value for value in values if not _is_unwritable(value)]
+    if _is_unwritable(own.get("const")) or (values and not own["enum"]):
+        raise _refusal(schema, f"{_shown(own)} matches no text that is written without \\u")
+    if isinstance(own.get("pattern"), str):
+        own["pattern"] = _writable_pattern(own["pattern"])
+    if isinstance(own.get("patternProperties"), dict):
+        own["patternProperties"] = {_writable_pattern(name): part for name, part in own["patternProperties"].items()}
+
+
+def _is_unwritable(value: Any) -> bool:
+    """Whether a value has a letter that has to be escaped with \\u."""
+    if isinstance(value, dict):
+        return any(_is_unwritable(part) for part in (*value, *value.values()))
+    if isinstance(value, list):
+        return any(map(_is_unwritable, value))
+    return isinstance(value, str) and UNWRITABLE.search(value) is not None
+
+
+def _writable_pattern(pattern: str) -> str:
+    """Return a pattern in which single letters that cannot be written match nothing; classes lose them anyway."""
+
+    def part(found: re.Match[str]) -> str:
+        inner = found["set"] and PATTERN_PARTS.fullmatch(found["set"][1:-1])  # a class of one letter is that letter
+        letter = inner or found
+        code = letter["braced"] or letter["byte"] or letter["short"] or letter["long"]
+        text = {"a": "\a", "v": "\v"}.get(letter["name"], letter[0])
+        if code is not None:
+            text = chr(min(int(code, 16), sys.maxunicode))
+        return NOTHING if UNWRITABLE.fullmatch(text) else found[0]
+
+    return PATTERN_PARTS.sub(part, pattern)
 
 
 def _subschemas(schema: Schema) -> Iterator[Schema]:

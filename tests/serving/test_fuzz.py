@@ -1,5 +1,6 @@
 """Requests that are nearly right, and bytes that are none: no 5xx, no engine lost, no bit of a canary moved."""
 
+import base64
 import copy
 import json
 import random
@@ -93,6 +94,18 @@ def mutated(draw: random.Random) -> tuple[str, bytes]:
     return path, bytes(data[: draw.randrange(len(data) + 1)] if draw.random() < 0.05 else data)
 
 
+def other_receipt(draw: random.Random, envelope: dict[str, Any]) -> bytes:
+    """An envelope around a payload that is nearly a receipt, or one that is nearly an envelope."""
+    payload = json.loads(base64.b64decode(envelope["payload"]))
+    for _ in range(draw.choice([1, 1, 2, 3])):
+        other_value(draw, payload, [json.loads(json.dumps(payload))])
+    sealed = envelope | {"payload": base64.b64encode(json.dumps(payload).encode()).decode()}
+    if draw.random() < 0.3:
+        sealed = json.loads(json.dumps(sealed))
+        other_value(draw, sealed, [envelope])
+    return json.dumps(sealed).encode()
+
+
 def raw(draw: random.Random) -> bytes:
     """Bytes that are no request, or one of bad framing."""
     path, body = mutated(draw)
@@ -171,7 +184,8 @@ def resident_bytes(pid: int) -> int:
 def test_nothing_that_is_sent_is_a_fault_of_the_server(count: int, server: Server, http: httpx.Client) -> None:
     draw = random.Random(f"{seed_of_run()} fuzz {count}")
     host, port = server.url.removeprefix("http://").split(":")
-    canary = http.post("/v1/completions", json=CANARY).json()["choices"]
+    answer = http.post("/v1/completions", json=CANARY | {"receipt": True}).json()
+    canary = answer["choices"]
     seen: dict[int, int] = {}
     slow = Slow((host, int(port)), 30)
     for number in range(count):
@@ -182,6 +196,8 @@ def test_nothing_that_is_sent_is_a_fault_of_the_server(count: int, server: Serve
             found = send((host, int(port)), data)
         else:
             path, data = mutated(draw)
+            if number % 10 == 8:
+                path, data = "/v1/verify", other_receipt(draw, answer["receipt"])
             try:
                 head = {"Content-Type": "application/json"}
                 found = [http.post(path, content=data, headers=head, timeout=LEAVES_SECONDS).status_code]

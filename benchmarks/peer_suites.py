@@ -1,0 +1,200 @@
+"""Checks of other projects, run against `detcompile serve`, and how many hold.
+
+    git clone https://github.com/ggml-org/llama.cpp; git clone https://github.com/json-schema-org/JSON-Schema-Test-Suite
+    pip download --no-deps sglang; unzip sglang-*.whl -d sglang; git clone https://github.com/vllm-project/vllm
+    detcompile serve tiny --name tiny --port 8123 --chat-template benchmarks/results/template.jinja
+    python -m benchmarks.peer_suites --url http://127.0.0.1:8123 --commit $(git rev-parse --short HEAD) \
+        --llama-cpp llama.cpp --json-schema JSON-Schema-Test-Suite --sglang sglang --vllm vllm
+
+Their code stays in these folders, and only the glue is ours: where the server is, what the model is called, and for
+SGLang's script its route /generate in terms of /v1/completions. What is not given is not run. Every check that does not
+hold is counted under the first of REASONS that its message matches; those that match none are printed.
+
+- llama.cpp: tools/server/tests/unit, files that ask for routes that both have.
+- SGLang: sglang/test/test_deterministic.py, modes single, prefix and radix_cache, greedy and drawn.
+- vLLM: tests/v1/determinism/test_online_batch_invariance.py.
+- JSON Schema: every instance of tests/draft2020-12 under the masks of its schema, in the server's grammar compiler.
+
+Open Responses' checks (github.com/openresponses/openresponses, `bun run bin/compliance-test.ts --base-url URL/v1`) need
+bun, and are not started here. Writes benchmarks/results/peer-suites-<commit>.json.
+"""
+
+import argparse
+import collections
+import importlib
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import types
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import httpx
+
+from benchmarks.kill_drill import RESULTS
+from detcompile.errors import InvalidInput
+from detcompile.runtime.grammars.grammar import Grammar
+from tests.runtime.test_json_schemas import started, takes
+
+__all__ = ["json_schema", "llama_cpp", "sglang", "vllm"]
+
+FILES = ("basic", "chat_completion", "compat_anthropic", "compat_oai_responses", "completion", "security", "stream",
+         "tokenize", "tool_call")  # fmt: skip
+REASONS = {  # why a check of llama.cpp's does not apply, by what its message or its source says
+    "its own route, or another method": r"(404|405) == 200|== 404|'(?:/slots|/props|/apply-template|/infill)",
+    "a server with other options": r"server\.(n_slots|api_key|jinja|server_slots|n_ctx|chat_template)|api_key|401",
+    "a field that the docs refuse by name": r"is not served|unsupported_parameter|400 == 200",
+    "its own fields of an answer": r"KeyError|timings|'(?:index|tokens_cached|generation_settings|__verbose)",
+    "its own error types": r"\['(?:error|code|type|message)'\]|invalid_request_error|ServerError",
+    "text of its own model": r"match_regex|re_content|content|prompt_tokens|completion_tokens|usage",
+    "its program or its files": r"FileNotFound|No such file|download|llama-server|Connection(?:Refused)?Error",
+}
+
+
+def llama_cpp(folder: Path, url: str) -> dict[str, Any]:
+    """Tests of llama.cpp's server; they take an external one."""
+    tests = folder / "tools" / "server" / "tests"
+    files = [f"unit/test_{name}.py" for name in FILES if (tests / f"unit/test_{name}.py").exists()]
+    return _pytest(tests, files, {"DEBUG_EXTERNAL": "1", "PORT": url.rpartition(":")[2]})
+
+
+def vllm(folder: Path, url: str) -> dict[str, Any]:
+    """vLLM's determinism test over HTTP: 32 prompts alone and together, tokens and log-probabilities."""
+    tests = folder / "tests" / "v1" / "determinism"
+    source = (tests / "utils.py").read_text()
+    prompts = re.search(r"^def _random_prompt.*?(?=^def |\Z)", source, re.M | re.S)
+    assert prompts is not None
+    glue = (
+        "import contextlib, random, openai, pytest\n"
+        "BACKENDS, TEST_MODEL, skip_if_not_cuda_alike = ['any'], 'tiny', pytest.mark.filterwarnings('default')\n"
+        f"class RemoteOpenAIServer(contextlib.nullcontext):\n    def __init__(self, *_): super().__init__(self)\n"
+        f"    def get_client(self): return openai.OpenAI(base_url={url + '/v1'!r}, api_key='none')\n"
+    )
+    with tempfile.TemporaryDirectory() as name:
+        place = Path(name)
+        (place / "tests").mkdir()
+        (place / "utils.py").write_text(glue + prompts[0])
+        (place / "tests" / "utils.py").write_text("from utils import *\n")
+        (place / "test_online.py").write_text((tests / "test_online_batch_invariance.py").read_text())
+        return _pytest(place, ["test_online.py"], {})
+
+
+def sglang(folder: Path, url: str) -> dict[str, Any]:
+    """SGLang's deterministic script: whether each mode has one text for one prompt."""
+    sys.modules["sglang.profiler"] = types.ModuleType("sglang.profiler")
+    sys.modules["sglang.profiler"].run_profile = None  # type: ignore[attr-defined]
+    sys.modules["sglang"] = types.ModuleType("sglang")
+    sys.path.insert(0, str(folder / "sglang" / "test"))
+    suite = importlib.import_module("test_deterministic")
+    suite.requests = types.SimpleNamespace(post=lambda to, json=None, stream=False: _generated(url, to, json))  # type: ignore[attr-defined]
+    host, port = url.removeprefix("http://").split(":")
+    found: dict[str, Any] = {}
+    for mode, temperature in [(mode, heat) for mode in ("single", "prefix", "radix_cache") for heat in (0.0, 0.8)]:
+        arguments = suite.BenchArgs(host=host, port=int(port), test_mode=mode, temperature=temperature, n_trials=6)
+        arguments.max_new_tokens = 24
+        random.seed(1)
+        distinct = suite.test_deterministic(arguments)
+        found[f"{mode}, temperature {temperature}"] = distinct
+    held = sum(all(number == 1 for number in distinct) for distinct in found.values())
+    return {"passed": held, "failed": len(found) - held, "texts of one prompt": found}
+
+
+def json_schema(folder: Path) -> dict[str, Any]:
+    """Instances of the suite under the masks of their schemas; none that is wrong may be taken."""
+    counts: collections.Counter[str] = collections.Counter()
+    taken: list[str] = []
+    for file in sorted((folder / "tests" / "draft2020-12").glob("*.json")):
+        for case in json.loads(file.read_text()):
+            try:
+                start = started(Grammar.json_schema(case["schema"]))
+            except InvalidInput:
+                counts["schemas refused by name"] += 1
+                continue
+            counts["schemas taken"] += 1
+            for test in case["tests"]:
+                try:
+                    took = takes(start, json.dumps(test["data"], ensure_ascii=False))
+                except KeyError:  # a byte that the tokenizer of bytes has no name for
+                    continue
+                counts[f"{'right' if test['valid'] else 'wrong'} instances {'taken' if took else 'refused'}"] += 1
+                if took and not test["valid"]:
+                    taken.append(f"{file.stem}: {case['description']}: {test['description']}")
+    return {**counts, "passed": counts["wrong instances refused"], "failed": len(taken), "wrong instances": taken[:20]}
+
+
+def _generated(url: str, to: str, asked: dict[str, Any] | None) -> Any:
+    """What SGLang's route /generate would answer."""
+    answer = types.SimpleNamespace(status_code=200, json=dict)
+    if not to.endswith("/generate"):  # /flush_cache
+        return answer
+    assert asked is not None
+    given = asked["sampling_params"]
+    prompt = asked.get("text") if asked.get("input_ids") is None else [3 + token % 4000 for token in asked["input_ids"]]
+    body = {"prompt": prompt, "seed": given["sampling_seed"], "max_tokens": given["max_new_tokens"], "logprobs": 0}
+    body |= {name: given[name] for name in ("temperature", "frequency_penalty", "presence_penalty")}
+    found = httpx.post(f"{url}/v1/completions", json=body | {"return_token_ids": True}, timeout=600).json()
+    told = [
+        {
+            "text": choice["text"],
+            "output_ids": choice["token_ids"],
+            "meta_info": {
+                "output_token_logprobs": list(zip(choice["logprobs"]["token_logprobs"], choice["token_ids"]))
+            },
+        }
+        for choice in found["choices"]
+    ]
+    answer.json = lambda: told if len(told) > 1 or isinstance(asked.get("text"), list) else told[0]
+    return answer
+
+
+def _pytest(folder: Path, files: list[str], environment: dict[str, str]) -> dict[str, Any]:
+    """Run tests of others where they are; counts, and the reasons of those that do not hold."""
+    with tempfile.TemporaryDirectory() as name:
+        report = Path(name, "report.xml")
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", "."]
+        command += ["--junitxml", str(report), "-o", "junit_family=xunit1", *files]
+        Path(name, "wget.py").touch()  # llama.cpp's tests import it for files that an external server has
+        path = os.pathsep.join([str(folder), name])
+        inherited = os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
+        subprocess.run(command, cwd=folder, env=inherited | environment, stdout=subprocess.DEVNULL)
+        cases = list(ElementTree.parse(report).iter("testcase"))
+    counts, reasons, others = collections.Counter[str](), collections.Counter[str](), []
+    for case in cases:
+        bad = [part for part in case if part.tag in ("failure", "error")]
+        skipped = any(part.tag == "skipped" for part in case)
+        counts["failed" if bad else "skipped" if skipped else "passed"] += 1
+        if bad:
+            said = f"{bad[0].get('message')}\n{bad[0].text}"
+            reason = next((name for name, pattern in REASONS.items() if re.search(pattern, said)), "other")
+            reasons[reason] += 1
+            others.append(f"{reason}: {case.get('classname')}::{case.get('name')}: {str(bad[0].get('message'))[:300]}")
+    return {**counts, "reasons": dict(reasons), "not held": sorted(others)}
+
+
+def main() -> int:
+    """Run what is given; the exit code says whether bits differed, or an answer broke its schema."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--commit", default="unknown")
+    parser.add_argument("--url", default="http://127.0.0.1:8000")
+    for name in ("llama-cpp", "sglang", "vllm", "json-schema"):
+        parser.add_argument(f"--{name}", type=Path)
+    arguments = parser.parse_args()
+    result: dict[str, Any] = {"commit": arguments.commit}
+    for run in (llama_cpp, sglang, vllm):
+        folder = getattr(arguments, run.__name__)
+        if folder is not None:
+            result[run.__name__] = run(folder.resolve(), arguments.url)
+    if arguments.json_schema is not None:
+        result["json_schema"] = json_schema(arguments.json_schema)
+    (RESULTS / f"peer-suites-{arguments.commit}.json").write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
+    return int(any(result.get(name, {}).get("failed") for name in ("sglang", "vllm", "json_schema")))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

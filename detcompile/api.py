@@ -103,11 +103,14 @@ def compile(
         raise InvalidInput(f"pp={pp}: stages are processes that compile() starts; call it where no ranks were started")
     if pp * tp > 1 and alone:
         options = {"replicate_attention": replicate_attention}
-        return compile_in_workers(given, tp=tp, pp=pp, numerics=numerics, max_context=max_context, options=options)
-    with shown(progress):
-        beside = isinstance(given, Load) and tp == 1 and given.device.type == "cuda"
-        with given.under_way(beside=beside) if isinstance(given, Load) else nullcontext(given) as module:
-            return compile_here(module, tp, numerics, max_context, tp_group, replicate_attention)
+        compiled = compile_in_workers(given, tp=tp, pp=pp, numerics=numerics, max_context=max_context, options=options)
+    else:
+        with shown(progress):
+            beside = isinstance(given, Load) and tp == 1 and given.device.type == "cuda"
+            with given.under_way(beside=beside) if isinstance(given, Load) else nullcontext(given) as module:
+                compiled = compile_here(module, tp, numerics, max_context, tp_group, replicate_attention)
+    compiled.tokenizer  # noqa: B018 - its files may change, or be of another folder, once this has returned
+    return compiled
 
 
 def compile_here(

@@ -111,6 +111,7 @@ def find_checkpoint(
             )
         if local.suffix == ".pt2" and local.is_file():
             raise InvalidInput(f"{name} is an archive, which was compiled before: give it to detcompile.load()")
+        local = local.absolute()  # the working directory may change later
         return Checkpoint(local, str(local))
     if not isinstance(name, str) or not is_hub_id(name):
         raise InvalidInput(f"{name or repr(name)}: no such folder; {CHOICES}")

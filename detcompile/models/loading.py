@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
 import torch
+from torch._dynamo.convert_frame import compile_lock
 from transformers import AutoConfig, PreTrainedModel
 
 from detcompile.errors import InvalidInput
@@ -72,7 +73,7 @@ class Load(NamedTuple):
             found = find_checkpoint(name, revision=commit, weights=not self.random, code=self.trust_remote_code)
             return self._replace(checkpoint=found).on(device)
         title = self.checkpoint.title
-        with stage(f"load {title}") as loading:
+        with compile_lock, stage(f"load {title}") as loading:  # transformers patches torch while it loads
             if self.random:
                 model = self._random(device)
             else:
@@ -192,7 +193,8 @@ def tokenizer_of(model: Any) -> Any | None:
     snapshot = None if commit is None else cached_snapshot(model.name_or_path, commit)
     folder = getattr(model, "tokenizer_folder", None) or snapshot or model.name_or_path
     trusted = type(model.config).__module__.startswith("transformers_modules.")
-    return load_tokenizer(str(folder), trusted) if folder else None
+    with compile_lock:
+        return load_tokenizer(str(folder), trusted) if folder else None
 
 
 def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

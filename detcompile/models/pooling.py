@@ -3,6 +3,7 @@ model, what they say of a row depends on that row's own tokens."""
 
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -21,7 +22,7 @@ from detcompile.runtime.dense.padded_batch import UnpaddedBatch, check_batch, re
 from detcompile.runtime.dense.step import dense_step, two_way_step
 from detcompile.runtime.kv.block_pool import BLOCK_SIZE
 from detcompile.runtime.requests.plain_values import flag, kind, shown, token_list
-from detcompile.runtime.requests.prompts import Prompt, prompts_of, read_prompt, tokenized
+from detcompile.runtime.requests.prompts import Prompt, private_copy, prompts_of, read_prompt, tokenized
 from detcompile.templates.cpu.fp_mode import float_mode
 
 __all__ = ["CompiledClassifier", "CompiledEmbedder", "Prompts"]
@@ -126,9 +127,14 @@ class _Pooling(CertifiedModel):
             token_ids = token_list(prompt, f"prompts are texts, or lists of token ids: {index}")
         if token_ids is not None:
             return token_ids
-        if self.tokenizer is None:
+        if self._reader is None:
             raise InvalidInput("the model has no tokenizer: give lists of token ids")
-        return tokenized(self.tokenizer, text or "")
+        return tokenized(self._reader, text or "")
+
+    @cached_property
+    def _reader(self) -> Any | None:
+        """The tokenizer that reads prompts."""
+        return private_copy(self.tokenizer)
 
 
 class CompiledClassifier(_Pooling):
@@ -210,7 +216,6 @@ class CompiledEmbedder(_Pooling):
             return embeddings
         with float_mode(embeddings.device):
             return embeddings / torch.ops.detcompile.row_sum(embeddings * embeddings).sqrt()[:, None]
-
 
     def _output(self, batch: UnpaddedBatch) -> ModelOutput:
         return BaseModelOutput(last_hidden_state=repad(self._run(batch, np.arange(len(batch.token_ids))), batch.mask))

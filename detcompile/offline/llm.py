@@ -23,7 +23,7 @@ from detcompile.offline.llm_outputs import LLMOutput, llm_output
 from detcompile.runtime.dense.padded_batch import seed_of_row
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.requests.plain_values import kind, shown
-from detcompile.runtime.requests.prompts import Prompt, prompts_of, tokenized
+from detcompile.runtime.requests.prompts import Prompt, private_copy, prompts_of, tokenized
 from detcompile.runtime.requests.sampling_params import SamplingParams
 
 __all__ = ["LLM"]
@@ -78,6 +78,7 @@ class LLM:
         self._tokenizer = self.model.tokenizer if tokenizer is None else _tokenizer(tokenizer)
         self._defaults = SamplingParams(**configured_params(self.model) if read.config_defaults else {})
         self.engine: Engine | None = self.model.engine(read.engine, tokenizer=self._tokenizer)
+        self._reader = private_copy(self._tokenizer)  # get_tokenizer() hands the other out
 
     def generate(
         self,
@@ -118,7 +119,7 @@ class LLM:
                 f"{len(refused)} of {len(outputs)} prompts have no answer but an error; the first: {refused[0]}",
                 stacklevel=2,
             )
-        return [llm_output(output, self._tokenizer) for output in outputs]
+        return [llm_output(output, self._reader) for output in outputs]
 
     def chat(
         self,
@@ -163,7 +164,11 @@ class LLM:
             **(chat_template_kwargs or {}),
         }
         conversations = [messages] if isinstance(messages[0], Mapping) else messages
-        prompts = [_rendered(tokenizer, conversation, options) for conversation in conversations]
+        texts = [_rendered(tokenizer, conversation, options) for conversation in conversations]
+        prompts = [
+            {"prompt": text, "prompt_token_ids": tokenized(self._reader, text, add_special_tokens=False)}
+            for text in texts  # which have the special tokens of the template
+        ]
         return self.generate(prompts, sampling_params, use_tqdm, priority=priority, lora_request=lora_request)
 
     def get_tokenizer(self) -> Any:
@@ -243,16 +248,16 @@ def _are_params(params: Any) -> bool:
     return isinstance(params, SequenceOf) and all(isinstance(own, SamplingParams) for own in params)
 
 
-def _rendered(tokenizer: Any, conversation: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """A prompt: the conversation as text, and its tokens; special tokens are in the template."""
+def _rendered(tokenizer: Any, conversation: Any, options: Mapping[str, Any]) -> str:
+    """Return a conversation as the text of a prompt."""
     if isinstance(conversation, (str, Mapping)) or not isinstance(conversation, SequenceOf):
         said = f"{shown(conversation)}, which is {kind(conversation)}"
         raise InvalidInput(f"messages hold {said}: give a list of messages, or a list of such lists")
     try:
-        text = tokenizer.apply_chat_template(list(conversation), tokenize=False, **options)
+        text: str = tokenizer.apply_chat_template(list(conversation), tokenize=False, **options)
     except Exception as error:  # templates are programs
         raise InvalidInput(
             f"the chat template cannot render {shown(conversation)}: {error}. Give messages with a role and a content,"
             " and a chat_template if the tokenizer has none"
         ) from error
-    return {"prompt": text, "prompt_token_ids": tokenized(tokenizer, text, add_special_tokens=False)}
+    return text

@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.convert_frame import compile_lock
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, PreTrainedModel
 
@@ -36,8 +37,8 @@ from detcompile.passes.modules.recurrences import Recurrences
 from detcompile.passes.modules.step_carrier import carry_step
 from detcompile.step import KVGroup, StepInputs, kv_groups
 
-__all__ = ["DenseForward", "PackedForward", "StatesForward", "freeze_rope", "observe_attention", "probe_attention",
-           "require_ready", "without_autocast"]  # fmt: skip
+__all__ = ["DenseForward", "PackedForward", "StatesForward", "freeze_rope", "isolated", "observe_attention",
+           "probe_attention", "require_ready"]  # fmt: skip
 
 P, R = ParamSpec("P"), TypeVar("R")
 CAUSAL_MASK, SLIDING_MASK = "create_causal_mask", "create_sliding_window_causal_mask"
@@ -55,12 +56,16 @@ KIND_OF_LAYER = {
 MASK_SHAPING = ("or_mask_function", "and_mask_function", "block_sequence_ids")  # arguments that change what is visible
 
 
-def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
-    """Run ``function`` with torch.autocast off: models are captured in the dtypes that they have."""
+def isolated(function: Callable[P, R]) -> Callable[P, R]:
+    """Run ``function``, which captures a model, apart from the caller's other threads and from torch.autocast.
+
+    Capture patches torch and transformers, so only one thread captures at a time. The lock is Dynamo's, which a
+    torch.compile of another thread takes too.
+    """
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        with compile_lock, torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             return function(*args, **kwargs)
 
     return run

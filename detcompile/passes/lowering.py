@@ -14,7 +14,7 @@ from detcompile.facts import ModelFacts
 from detcompile.orders.numerics import Numerics
 from detcompile.parallel import PipelineStage, TensorParallel
 from detcompile.passes.batches import certify_batches
-from detcompile.passes.capture import PackedForward, StatesForward, observe_attention, without_autocast
+from detcompile.passes.capture import PackedForward, StatesForward, isolated, observe_attention
 from detcompile.passes.layers.structure import Repeats
 from detcompile.passes.modules.recurrences import Recurrences
 from detcompile.passes.preparation import prepare
@@ -72,7 +72,7 @@ class Lowered:
     stage: StagePart | None = None
 
 
-@without_autocast
+@isolated
 def lower(
     model: PreTrainedModel,
     numerics: Numerics,
@@ -129,7 +129,7 @@ def lower(
     )
 
 
-@without_autocast
+@isolated
 def lower_view(view: PreTrainedModel, numerics: Numerics, max_context: int) -> Lowered:
     """A program over a part of a model that ``lower`` has changed; it shares the weights (passes.programs.layer_views).
 
@@ -147,7 +147,7 @@ def lower_view(view: PreTrainedModel, numerics: Numerics, max_context: int) -> L
     )
 
 
-@without_autocast
+@isolated
 def lower_with_states(model: PreTrainedModel, numerics: Numerics, certificate: Certificate) -> Callable[..., Any]:
     """The forward of a model that ``lower`` has changed, which also returns the states [R, H] that its head reads.
 

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from detcompile.errors import UnsupportedModel
 from detcompile.orders.numerics import Numerics
-from detcompile.passes.capture import PackedForward, observe_attention, without_autocast
+from detcompile.passes.capture import PackedForward, isolated, observe_attention
 from detcompile.passes.modules.recurrences import Recurrences
 from detcompile.passes.programs.aot import Packaging
 from detcompile.passes.programs.canonical_form import input_names, never_run
@@ -33,7 +33,7 @@ class Packaged(NamedTuple):
     views: dict[str, WeightView]
 
 
-@without_autocast
+@isolated
 def package(
     model: PreTrainedModel,
     numerics: Numerics,

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 from collections.abc import Iterator
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -191,9 +192,9 @@ def test_weights_made_in_inference_mode_are_refused_and_those_of_a_name_are_not_
         model = random_model("llama", torch.float32, num_hidden_layers=1)
     with pytest.raises(InvalidInput, match=r"embed_tokens.weight was made in torch.inference_mode"):
         detcompile.compile(model)
-    monkeypatch.setattr("detcompile.api.compile_here", lambda module, *_: module)
+    monkeypatch.setattr(api, "compile_here", lambda module, *_: SimpleNamespace(model=module, tokenizer=None))
     with torch.inference_mode():
-        loaded = detcompile.compile("tiny", device="cpu")
+        loaded = detcompile.compile("tiny", device="cpu").model
     assert not any(parameter.is_inference() for parameter in loaded.parameters())
 
 

@@ -14,7 +14,7 @@ from detcompile.errors import UnsupportedModel
 from detcompile.orders.numerics import Numerics
 from detcompile.passes.backend import Backend, Expected
 from detcompile.passes.batches import certify_batches
-from detcompile.passes.capture import PackedForward, without_autocast
+from detcompile.passes.capture import PackedForward, isolated
 from detcompile.passes.layers.inputs import LayerInputs
 from detcompile.passes.layers.program import LayeredProgram
 from detcompile.passes.layers.structure import Repeats
@@ -59,7 +59,7 @@ class WholeSequences(PackedForward):
         return logits.squeeze(0)
 
 
-@without_autocast
+@isolated
 def trace_regions(model: PreTrainedModel, numerics: Numerics, max_context: int) -> TracedRegions:
     """Rewrite, capture and certify a model's forward, and cut it where its layers meet. The model is changed in place.
 

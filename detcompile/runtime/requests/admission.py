@@ -14,7 +14,7 @@ from detcompile.runtime.grammars.compiler import GrammarCompiler
 from detcompile.runtime.requests.bad_words import NO_WORDS, BadWords, word_tokens
 from detcompile.runtime.requests.outputs import CompletionOutput, RequestOutput
 from detcompile.runtime.requests.plain_values import flag, kind, shown, string, token_list, whole_number
-from detcompile.runtime.requests.prompts import Prompt, prompts_of, read_prompt, require_one_reading, tokenized
+from detcompile.runtime.requests.prompts import Prompt, private_copy, prompts_of, read_prompt, tokenized
 from detcompile.runtime.requests.request import Request
 from detcompile.runtime.requests.resumption import resumed_samples
 from detcompile.runtime.requests.sampling_params import SamplingParams
@@ -28,8 +28,8 @@ class Admission:
     """Turns prompts into requests of one model.
 
     Args:
-        tokenizer: a tokenizer of transformers; None for a model that takes token ids only. If its end token is none of
-            the model's, a warning says so, once in a process.
+        tokenizer: a tokenizer of transformers, which is copied; None for a model that takes token ids only. If its end
+            token is none of the model's, a warning says so, once in a process.
         max_context: tokens a sequence may hold.
         vocab_size: number of ids that the model can read, 0 … vocab_size - 1.
         num_logits: number of ids that it can draw, 0 … num_logits - 1; None for as many as it can read.
@@ -38,7 +38,7 @@ class Admission:
             them.
 
     Raises:
-        InvalidInput: a tokenizer that draws at random.
+        InvalidInput: a tokenizer that draws at random, or that cannot be copied.
     """
 
     def __init__(
@@ -50,8 +50,7 @@ class Admission:
         end_tokens: Callable[[], SequenceOf[int]],
         num_logits: int | None = None,
     ) -> None:
-        require_one_reading(tokenizer)
-        self.tokenizer = tokenizer
+        self.tokenizer = private_copy(tokenizer)
         self.max_context = max_context
         self.vocab_size = vocab_size
         self.num_logits = vocab_size if num_logits is None else num_logits

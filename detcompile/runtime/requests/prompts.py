@@ -4,16 +4,17 @@ Dicts are those of tokenizers (``input_ids``, and ``attention_mask`` that leaves
 ``prompt_token_ids``, ``cache_salt``). What is none of these is refused by name: no prompt is ever guessed at.
 """
 
+import copy
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Any, NamedTuple
 
-from tokenizers import Encoding
+from tokenizers import Encoding, Tokenizer
 
 from detcompile.errors import InvalidInput
 from detcompile.runtime.requests.plain_values import kind, shown, token_list
 
-__all__ = ["Prompt", "ReadPrompt", "prompts_of", "read_prompt", "require_one_reading", "tokenized"]
+__all__ = ["Prompt", "ReadPrompt", "private_copy", "prompts_of", "read_prompt", "require_one_reading", "tokenized"]
 
 Prompt = str | SequenceOf[int] | Mapping[str, Any] | Encoding  # also one axis of integers of numpy or torch
 WANTED = 'a string, a list of token ids, what a tokenizer gives, or {"prompt": text} or {"prompt_token_ids": ids}'
@@ -68,6 +69,33 @@ def prompts_of(prompts: Any) -> list[Any]:
         raise InvalidInput(f"prompts {shown(prompts)} is {kind(prompts)}: give {WANTED}, or a list of such")
     every = list(prompts)
     return [prompts] if every and _is_number(every[0]) else every
+
+
+def private_copy(tokenizer: Any) -> Any:
+    """Return a copy of a tokenizer, without truncation and padding, that only the engine uses.
+
+    A tokenizer of the tokenizers library keeps the truncation and padding of its latest call, so threads that share one
+    cut or pad each other's prompts.
+
+    Args:
+        tokenizer: a tokenizer of transformers; None is returned as it is.
+
+    Raises:
+        InvalidInput: it draws at random, or it cannot be copied.
+    """
+    require_one_reading(tokenizer)
+    try:
+        copied = copy.deepcopy(tokenizer)
+    except Exception as error:  # __deepcopy__ and __getstate__ of any tokenizer
+        raise InvalidInput(
+            f"{type(tokenizer).__name__} cannot be copied ({error}), and an engine keeps a copy of its tokenizer: give"
+            " one that copy.deepcopy() takes, or token ids and no tokenizer"
+        ) from error
+    backend = getattr(copied, "backend_tokenizer", None)
+    if isinstance(backend, Tokenizer):
+        backend.no_truncation()
+        backend.no_padding()
+    return copied
 
 
 def require_one_reading(tokenizer: Any) -> None:

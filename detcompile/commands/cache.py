@@ -6,6 +6,7 @@ import shutil
 import stat
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -31,11 +32,17 @@ KINDS = {
 }
 
 
+THREADS = f"{programs.KEY_PART}threads"
+
+
 def command(
     clear: Annotated[bool, typer.Option("--clear", help="Remove all of it; it is made again when needed.")] = False,
     json_output: Json = False,
 ) -> None:
-    """List what is kept from one start to the next: kinds and sizes, and each compiled program."""
+    """List what is kept from one start to the next: kinds and sizes, and each compiled program.
+
+    Where a model has several, the last column says what of the newest one's key an older one's differs in.
+    """
     folder = cache_directory()
     sizes = {kind: _size(folder / kind) for kind in KINDS}
     if clear:
@@ -45,7 +52,11 @@ def command(
                     shutil.rmtree(folder / kind)
     kept = programs.entries() if (folder / "programs").exists() else []
     if json_output:
-        listed = [{**entry.label, "path": str(entry.path), "bytes": entry.size, "made": entry.made} for entry in kept]
+        differences = _differences(kept)
+        listed = [
+            {**entry.label, "path": str(entry.path), "bytes": entry.size, "made": entry.made, "differs_in": differs}
+            for entry, differs in zip(kept, differences, strict=True)
+        ]
         print(json.dumps({"folder": str(folder), "bytes": sizes, "programs": listed, "cleared": clear}))
         return
     console = Console(width=None if is_terminal(sys.stdout) else 140)
@@ -68,10 +79,28 @@ def _size(folder: Path) -> int:
 
 
 def _table(kept: list[programs.Entry]) -> Table:
-    table = Table("model", "layers", "dtype", "max_context", "program", "size", "made", title="Compiled programs")
-    for entry in kept:
+    columns = ("model", "layers", "dtype", "max_context", "program", "size", "made", "not the newest's")
+    table = Table(*columns, title="Compiled programs")
+    for entry, differs in zip(kept, _differences(kept), strict=True):
         label = entry.label
         made = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.made))
         names = [escape(label.get(name, "?")) for name in ("model", "layers", "dtype", "max_context")]
-        table.add_row(*names, escape(label.get("program", "?")[:12]), decimal(entry.size), made)
+        table.add_row(*names, escape(label.get("program", "?")[:12]), decimal(entry.size), made, ", ".join(differs))
     return table
+
+
+def _differences(kept: list[programs.Entry]) -> list[list[str]]:
+    """Return for each program the parts of its key that the newest program of the same model has otherwise."""
+    newest = {_model(entry): entry for entry in kept}  # the latest is last
+    return [_differing(entry.label, newest[_model(entry)].label) for entry in kept]
+
+
+def _model(entry: programs.Entry) -> tuple[str | None, ...]:
+    return entry.label.get("model"), entry.label.get("layers")
+
+
+def _differing(label: Mapping[str, str], newest: Mapping[str, str]) -> list[str]:
+    names = [name for name in (*label, *newest) if name.startswith(programs.KEY_PART)]
+    differing = dict.fromkeys(name for name in names if label.get(name) != newest.get(name))
+    threads = {THREADS: f"threads ({label.get(THREADS)}, not {newest.get(THREADS)})"}
+    return [threads.get(name, name.removeprefix(programs.KEY_PART)) for name in differing]

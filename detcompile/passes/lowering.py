@@ -35,7 +35,7 @@ from detcompile.passes.stages import (
 from detcompile.passes.tracing import Seen, Traced, find_repeats, trace_packed
 from detcompile.passes.warm import programs
 from detcompile.passes.warm.kept_program import kept, take_program
-from detcompile.passes.warm.program_key import label_of, observe_run, program_key
+from detcompile.passes.warm.program_key import ProgramKey, label_of, observe_run, program_key
 from detcompile.passes.whole_model import WholeModel, read_whole
 from detcompile.progress import stage
 from detcompile.step import StepInputs
@@ -221,7 +221,7 @@ def _kept_or_compiled(
         with stage("look for a kept program") as looking:
             if programs_kept():
                 key = program_key(model, numerics, max_context, seen, observed, use=f"a forward of {ranks}")
-            found = take_program(key, model, seen, ranks)
+            found = take_program(key and key.digest, model, seen, ranks)
             looking.becomes("no program is kept" if found is None else f"take a kept program of {_layers(model)}")
         if found is not None:
             return _Program(found.forward, found.certificate, found.digest, {})
@@ -235,15 +235,18 @@ def _kept_or_compiled(
         forward, traced = _compile_packed(PackedForward(model), numerics, seen, repeats)
         count = sum(traced.certificate.counts.values())
         compiling.becomes(f"capture {captured}, certify {count} operations and compile")
-    if key is not None:
-        _keep(key, traced, model, max_context, ranks)
+    _keep(key, traced, model, max_context, ranks)
     return _Program(forward, traced.certificate, traced.digest, traced.constants)
 
 
-def _keep(key: str, traced: Traced, model: PreTrainedModel, max_context: int, ranks: TensorParallel | None) -> None:
-    content = kept(traced, model, ranks)
-    if content is not None:
-        programs.write(key, content, label_of(model, max_context, traced.digest))
+def _keep(
+    key: ProgramKey | None, traced: Traced, model: PreTrainedModel, max_context: int, ranks: TensorParallel | None
+) -> None:
+    """Keep a program, where no rank has to leave that out."""
+    may_keep = key is not None if ranks is None else bool(ranks.least(key is not None))
+    content = kept(traced, model, ranks) if may_keep else None
+    if key is not None and content is not None:
+        programs.write(key.digest, content, label_of(model, max_context, traced.digest, key))
 
 
 def _stage_program(
@@ -268,7 +271,7 @@ def _stage_program(
     device, groups = next(model.parameters()).device, groups_of_stage(seen.groups, here)
     facts = replace(facts, device=device, kv_shapes=facts.kv_shapes[here.start : here.stop], kv_groups=groups)
     with stage("look for a kept program") as looking:
-        found = take_program(key, model, seen._replace(groups=groups), ranks, here)
+        found = take_program(key and key.digest, model, seen._replace(groups=groups), ranks, here)
         looking.becomes("no program is kept" if found is None else f"take a kept program of {len(here)} layers")
     if found is not None:
         release_others(model, found.weights)
@@ -282,8 +285,7 @@ def _stage_program(
         traced = trace_packed(PackedForward(model), numerics, seen, compile_fx_inner, repeats=repeats, here=here)
         forward = bind(traced.graph.run, binding_of(traced.graph, traced.example))
         require_kept(forward, groups, traced.example)
-    if key is not None:
-        _keep(key, traced, model, max_context, ranks)
+    _keep(key, traced, model, max_context, ranks)
     release_others(model, tensors_of(traced.graph))
     part = StagePart(traced.graph.code.stage, traced.graph.code.rows)
     return _Program(forward, traced.certificate, traced.digest, traced.constants, part), facts

@@ -53,13 +53,13 @@ def read_whole(
         key, observed = None, observe_run(view)
         if programs_kept():
             key = program_key(view, numerics, max_context, seen, observed, use="the digest of the whole")
-        known = None if key is None else programs.read(key)
+        known = None if key is None else programs.read(key.digest)
         if known is not None:
             capturing.becomes("take the whole program's digest")
             return WholeModel(known.decode(), digests)
         program, constants = _whole_program(view, numerics, seen, observed)
     if key is not None and not constants:
-        programs.write(key, program.encode(), label_of(model, max_context, program))
+        programs.write(key.digest, program.encode(), label_of(model, max_context, program, key))
     return WholeModel(program, digests | weight_digests(constants))
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import os
 import platform
 import sys
 from collections.abc import Iterator
@@ -22,16 +23,17 @@ from detcompile.passes.programs.layer_views import view_of
 from detcompile.passes.tracing import Seen, run_on_two_tokens
 from detcompile.passes.warm.called_code import CalledCode
 from detcompile.passes.warm.descriptions import Descriptions, Undescribed
+from detcompile.passes.warm.programs import KEY_PART
 from detcompile.sources import source_digest
 from detcompile.templates.cpu import library as cpu_library
 from detcompile.templates.cpu.shared_objects import compiler_if_any
 
-__all__ = ["ObservedRun", "cpu_facts", "label_of", "observe_run", "program_key"]
+__all__ = ["ObservedRun", "ProgramKey", "cpu_facts", "inductor_settings", "label_of", "observe_run", "program_key"]
 
 logger = logging.getLogger(__name__)
-# What torch computes by, besides its versions.
+PART_DIGITS = 12  # of the digest of a part of a key
+# What torch computes by, besides its versions and its threads.
 MODES = (
-    torch.get_num_threads,
     torch.get_default_dtype,
     torch.get_float32_matmul_precision,
     torch.are_deterministic_algorithms_enabled,
@@ -58,6 +60,18 @@ def observe_run(model: PreTrainedModel) -> ObservedRun | None:
     return ObservedRun(shown, sorted(called.lines))
 
 
+class ProgramKey(NamedTuple):
+    """The name of a kept program.
+
+    Attributes:
+        digest: sha256 over all parts.
+        parts: a digest of each part by its name; the number of threads is given as it is.
+    """
+
+    digest: str
+    parts: dict[str, str]
+
+
 def program_key(
     model: PreTrainedModel,
     numerics: Numerics,
@@ -66,8 +80,8 @@ def program_key(
     observed: ObservedRun | None,
     use: str = "a forward",
     device: torch.device | None = None,
-) -> str | None:
-    """sha256 over what decides the program of a model whose modules have been changed; None where that is not all seen.
+) -> ProgramKey | None:
+    """Digest what decides the program of a model whose modules have been changed; None where that is not all seen.
 
     Of the model: each module's class and what it holds, attributes, the form of each weight, the operations of one run
     on two tokens with the contents of tensors from outside, and the Python code that this run called. Values of
@@ -80,45 +94,66 @@ def program_key(
     """
     if observed is None:
         return None
-    digest = hashlib.sha256(use.encode())
+    digest, parts = hashlib.sha256(use.encode()), {"use": _short(use)}
+    place = device or next(model.parameters()).device
     try:
-        for line in _lines(model, numerics, max_context, seen, observed, device or next(model.parameters()).device):
-            digest.update(json.dumps(line).encode())
+        for name, line in _parts(model, numerics, max_context, seen, observed, place):
+            text = json.dumps(line)
+            digest.update(text.encode())
+            parts[name] = text if name == "threads" else _short(text)
     except (Undescribed, RuntimeError, RecursionError, TypeError, ValueError) as error:
         logger.debug("the program of %s is not kept: %s", type(model).__name__, error)
         return None
-    return digest.hexdigest()
+    return ProgramKey(digest.hexdigest(), parts)
 
 
-def _lines(
+def inductor_settings() -> list[tuple[str, str]]:
+    """Return the settings of Inductor that a program may depend on: no folders, caches or traces of its work."""
+    settings = inductor_config.save_config_portable(ignore_private_configs=False)
+    return sorted(
+        (name, repr(value))
+        for name, value in settings.items()
+        if not (isinstance(value, str) and os.path.isabs(value))  # xpu.cutlass_dir may be the working directory
+    )
+
+
+def _parts(
     model: PreTrainedModel,
     numerics: Numerics,
     max_context: int,
     seen: Seen,
     observed: ObservedRun,
     device: torch.device,
-) -> Iterator[Any]:
-    yield [source_digest(), torch.__version__, torch.version.git_version, triton.__version__, transformers.__version__]
-    yield [sys.version, *_machine(device), sizes_asserted(), *(str(mode()) for mode in MODES)]
-    yield hashlib.sha256(inductor_config.save_config()).hexdigest()
-    yield [repr(numerics), max_context, repr(seen.groups), repr(seen.kv_shapes), repr(seen.states)]
-    yield [[call.layer, call.num_heads, call.shape, call.chunk, call.window] for call in seen.attention]
+) -> Iterator[tuple[str, Any]]:
+    versions = [torch.__version__, torch.version.git_version, triton.__version__, transformers.__version__]
+    yield "versions", [source_digest(), sys.version, *versions]
+    yield "machine", _machine(device)
+    yield "threads", torch.get_num_threads()
+    yield "torch's modes", [sizes_asserted(), *(str(mode()) for mode in MODES)]
+    yield "Inductor's settings", inductor_settings()
+    caches = [repr(seen.groups), repr(seen.kv_shapes), repr(seen.states)]
+    yield "numerics, context and caches", [repr(numerics), max_context, *caches]
+    yield "attention", [[call.layer, call.num_heads, call.shape, call.chunk, call.window] for call in seen.attention]
     described = Descriptions(model)
-    for name, module in model.named_modules():
-        yield [name, described.module(module)]
-    yield hashlib.sha256(repr(observed.shown).encode()).hexdigest()
-    yield hashlib.sha256(repr(observed.code).encode()).hexdigest()
+    yield "modules", [[name, described.module(module)] for name, module in model.named_modules()]
+    yield "operations", hashlib.sha256(repr(observed.shown).encode()).hexdigest()
+    yield "Python code", hashlib.sha256(repr(observed.code).encode()).hexdigest()
 
 
-def label_of(model: PreTrainedModel, max_context: int, digest: str) -> dict[str, str]:
-    """What a kept program is of, for who lists them.
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:PART_DIGITS]
+
+
+def label_of(model: PreTrainedModel, max_context: int, digest: str, key: ProgramKey) -> dict[str, str]:
+    """Return what a kept program is of, to be listed.
 
     Args:
         digest: the digest of the program.
     """
     layers = model.config.get_text_config().num_hidden_layers
     names = {"model": type(model).__name__, "layers": str(layers), "dtype": str(model.dtype)}
-    return names | {"max_context": str(max_context), "program": digest}
+    parts = {f"{KEY_PART}{name}": part for name, part in key.parts.items()}
+    return names | {"max_context": str(max_context), "program": digest} | parts
 
 
 def cpu_facts() -> list[str]:

@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 from detcompile import storage
 
-__all__ = ["Entry", "entries", "read", "write"]
+__all__ = ["KEY_PART", "Entry", "entries", "read", "write"]
 
 FOLDER = "programs"
 MAGIC = b"detcompile program 1"
+KEY_PART = "key: "  # before the names of a key's parts in a label
 
 
 class Entry(NamedTuple):

@@ -1,19 +1,25 @@
 """What code holds besides weights is a part of the key of a kept program, wherever it stands."""
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor import config as inductor_config
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from detcompile.orders.numerics import Numerics
 from detcompile.passes.preparation import prepare
 from detcompile.passes.sharding.shard import pin_row_parallel
-from detcompile.passes.warm.program_key import observe_run, program_key
+from detcompile.passes.warm.program_key import inductor_settings, observe_run, program_key
 from tests.model_cases import random_model
 
 SCALE_OF_MODULE = 1.0
@@ -84,7 +90,7 @@ def key_of(model: PreTrainedModel, numerics: Numerics) -> str:
     pin_row_parallel(model, numerics)
     found = program_key(model, numerics, 256, seen, observe_run(model))
     assert found is not None
-    return found
+    return found.digest
 
 
 @pytest.fixture(scope="module")
@@ -105,3 +111,54 @@ def test_another_compiler_is_another_key(before: str, monkeypatch: pytest.Monkey
 def test_what_code_holds_is_a_part_of_it(name: str, before: str) -> None:
     CHANGES[name]()
     assert key() != before
+
+
+def test_no_folder_is_part_of_it(before: str) -> None:
+    """Inductor sets xpu.cutlass_dir to the working directory, and other settings to folders of the machine."""
+    elsewhere = {name: "/elsewhere" for name, value in inductor_config.get_config_copy().items() if "/" in str(value)}
+    assert "xpu.cutlass_dir" in elsewhere or "xpu.cutlass_dir" not in inductor_config._config
+    with inductor_config.patch(elsewhere):
+        assert key() == before
+    shown = json.dumps(inductor_settings())
+    assert not any(str(folder) in shown for folder in (Path.cwd(), Path.home(), Path(torch.__file__).parent))
+
+
+CODEGEN = {
+    "cpp.simdlen": 256,
+    "cpp.min_chunk_size": 1,
+    "cpp.threads": 3,
+    "epilogue_fusion": False,
+    "max_fusion_size": 1,
+    "split_reductions": False,
+    "fallback_random": True,
+    "_use_fp64_for_unbacked_floats": False,
+}
+
+
+@pytest.mark.parametrize("name", CODEGEN)
+def test_settings_of_code_are_part_of_it(name: str) -> None:
+    before = inductor_settings()
+    with inductor_config.patch({name: CODEGEN[name]}):
+        assert inductor_settings() != before
+    assert inductor_settings() == before
+
+
+IN_A_FOLDER = """
+import detcompile, torch
+from detcompile.passes import lowering
+lowering.take_program = lambda key, *_: print("key", key) or exit()
+detcompile.compile("tiny", device="cpu")
+"""
+
+
+@pytest.mark.exhaustive
+def test_three_working_directories_have_one_key(tmp_path: Path) -> None:
+    keys = set()
+    for name in ("a", "b", "c/d"):
+        folder = tmp_path / name
+        folder.mkdir(parents=True)
+        command = [sys.executable, "-c", IN_A_FOLDER]
+        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
+        output = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True).stdout
+        keys |= {line for line in output.splitlines() if line.startswith("key ")}
+    assert len(keys) == 1

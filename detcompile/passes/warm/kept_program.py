@@ -47,16 +47,19 @@ class KeptProgram(NamedTuple):
 
 
 def kept(traced: Traced, model: nn.Module, ranks: TensorParallel | None = None) -> bytes | None:
-    """A compiled program as bytes; None where it holds more than code and named weights.
+    """Return a compiled program as bytes, or None where it holds more than code and named weights.
 
     A program of one graph has lost here what torch does around its code; it is kept where nothing of that is missed in
-    a step, which ranks that share a model do not try.
+    a step. Ranks that share the model all call this, as such a step sums over them.
     """
     code: LayeredCode | None = traced.graph.code
-    if code is None or traced.constants:
+    bare = code is not None and not traced.constants
+    if ranks is not None:
+        bare = bool(ranks.least(bare))
+    if code is None or not bare:
         return None
     program, parts = code.program, code.parts
-    if program.unrolled.regions == (0,) and (ranks is not None or not _is_all_of(traced, program)):
+    if program.unrolled.regions == (0,) and not _is_all_of(traced, program):
         return None
     graphs = {id(run): run for run in program.runs.values()}
     if not all(isinstance(run, CompiledFxGraph) for run in graphs.values()):

@@ -1,6 +1,8 @@
 """A program that an earlier compile() kept: what decides it, what it gives, and what is not believed."""
 
 import gc
+import json
+import os
 import shutil
 import subprocess
 import sys
@@ -23,6 +25,7 @@ from detcompile.models.remote import RemoteModel
 from detcompile.parallel import PipelineStage
 from detcompile.passes import lowering
 from detcompile.passes.layers.program import LayeredProgram
+from detcompile.passes.tracing import find_repeats
 from detcompile.passes.warm import programs
 from detcompile.passes.warm.descriptions import Descriptions, Undescribed
 from detcompile.progress import listening
@@ -397,6 +400,13 @@ def test_the_command_lists_and_clears(fresh: CompiledModel, tmp_path: Path, monk
     assert "0 bytes" in run_here("cache").stdout
     programs.storage.put(programs.storage.cache_folder("programs") / entry.path.name, content)
     assert "Qwen3ForCausalLM" in run_here("cache").stdout
+    label = dict(entry.label) | {"key: threads": "7", "key: Inductor's settings": "other"}
+    programs.write("newer", b"whole", label)
+    os.utime(programs.storage.cache_folder("programs") / entry.path.name, (0, 0))
+    shown = " ".join(run_here("cache").stdout.replace("│", "").split())
+    assert "threads (1, not 7)" in shown and "Inductor's settings" in shown
+    [older, newer] = json.loads(run_here("cache", "--json").stdout)["programs"]
+    assert sorted(older["differs_in"]) == ["Inductor's settings", "threads (1, not 7)"] and newer["differs_in"] == []
     listed = run_here("cache", "--json").stdout
     assert '"layers": "3"' in listed and '"cleared": false' in listed
     assert "Removed" in run_here("cache", "--clear").stdout
@@ -416,31 +426,45 @@ class Heard:
         self.ended_stages.append(text)
 
 
-def on_two_ranks() -> tuple[set[str], str, torch.Tensor]:
+def on_two_ranks(model: PreTrainedModel) -> tuple[set[str], str, torch.Tensor]:
     """Stages of rank 0, the fingerprint and logits of two processes that share a model."""
     heard = Heard()
-    with listening(heard), compiled(source(), tp=2) as model:
-        assert isinstance(model, RemoteModel)
+    with listening(heard), compiled(model, tp=2) as shared:
+        assert isinstance(shared, RemoteModel)
         stages = {text.removeprefix("rank 0 of 2: ") for text in heard.ended_stages}
-        return stages, model.fingerprint, model(IDS).logits
+        return stages, shared.fingerprint, shared(IDS).logits
+
+
+def of_one_graph() -> PreTrainedModel:
+    """A model whose layers are in no list of modules that is traced layer by layer."""
+    model = random_model("openai-gpt", torch.float32)
+    assert find_repeats(model) is None
+    return model
 
 
 @EXHAUSTIVE
-@pytest.mark.parametrize("one_is_lost", [False, True])
+@pytest.mark.parametrize(
+    ("one_is_lost", "make", "layers"),
+    [(False, source, "3 layers"), (True, source, "3 layers"), (False, of_one_graph, "2 layers")],
+)
 def test_ranks_take_their_programs_or_all_compile(
-    one_is_lost: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    one_is_lost: bool,
+    make: Callable[[], PreTrainedModel],
+    layers: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shutil.copytree(cache_directory() / "cpu", tmp_path / "cpu")
     monkeypatch.setenv("DETCOMPILE_CACHE", str(tmp_path))
-    forwards, whole_digest = "take a kept program of 3 layers", "take the whole program's digest"
+    forwards, whole_digest = f"take a kept program of {layers}", "take the whole program's digest"
     taken = {forwards, whole_digest}
-    stages, fingerprint, logits = on_two_ranks()
+    stages, fingerprint, logits = on_two_ranks(make())
     assert {"no program is kept", "capture the whole program"} <= stages and not taken & stages
     kept = programs.entries()
     assert len(kept) == 3  # a rank's own, and the digest of the whole
     if one_is_lost:  # both compile then
         max(kept, key=lambda entry: entry.size).path.unlink()
-    stages, again, theirs = on_two_ranks()
+    stages, again, theirs = on_two_ranks(make())
     assert again == fingerprint
     assert_bitwise_equal(theirs, logits)
     assert taken & stages == ({whole_digest} if one_is_lost else taken)

@@ -18,6 +18,7 @@ from detcompile.models.loading import Load, LoadOptions, find, loaded_before
 from detcompile.models.pooling import CompiledClassifier, CompiledEmbedder
 from detcompile.models.remote import compile_in_workers
 from detcompile.orders.numerics import Numerics
+from detcompile.other_names import naming_equivalents
 from detcompile.parallel import PipelineStage, tensor_parallel
 from detcompile.passes import named_backend  # noqa: F401 - torch.compile knows the name from here on
 from detcompile.passes.capture import require_ready
@@ -29,9 +30,38 @@ from detcompile.runtime.requests import plain_values
 
 __all__ = ["Compiled", "compile", "compile_here", "context_of", "load_model", "numerics_of", "require_declared"]
 
+CALLED_HERE = {
+    "attn_implementation": "attention is compiled as the model declares it; leave it out",
+    "backend": 'torch.compile(module, backend="detcompile") takes torch.compile\'s arguments',
+    "cache_dir": "set HF_HUB_CACHE",
+    "device_map": "pass device; tp and pp share a model among GPUs",
+    "dynamic": 'torch.compile(module, backend="detcompile") takes torch.compile\'s arguments',
+    "fullgraph": 'torch.compile(module, backend="detcompile") takes torch.compile\'s arguments',
+    "gpu_memory_utilization": "pass config=EngineConfig(memory_fraction=...) to engine()",
+    "hf_token": "pass token",
+    "load_in_4bit": "a checkpoint's own quantisation is read (docs/quantization.md)",
+    "load_in_8bit": "a checkpoint's own quantisation is read (docs/quantization.md)",
+    "local_files_only": "set HF_HUB_OFFLINE=1",
+    "low_cpu_mem_usage": "leave it out",
+    "max_len": "pass max_context",
+    "max_length": "pass max_context",
+    "max_model_len": "pass max_context",
+    "max_num_seqs": "pass config=EngineConfig(max_num_seqs=...) to engine()",
+    "max_seq_len": "pass max_context",
+    "mode": 'torch.compile(module, backend="detcompile") takes torch.compile\'s arguments',
+    "pipeline_parallel_size": "pass pp",
+    "quantization": "a checkpoint's own quantisation is read (docs/quantization.md)",
+    "quantization_config": "a checkpoint's own quantisation is read (docs/quantization.md)",
+    "subfolder": "give the subfolder as a local folder",
+    "tensor_parallel_size": "pass tp",
+    "tokenizer": "pass it to engine()",
+    "torch_dtype": "pass dtype",
+    "use_auth_token": "pass token",
+}
 Compiled = CompiledModel | CompiledClassifier | CompiledEmbedder
 
 
+@naming_equivalents("compile()", CALLED_HERE)
 @torch.inference_mode(False)  # nobody could tell whether weights that are loaded in it have changed
 def compile(
     model: PreTrainedModel | str | Path,
@@ -148,7 +178,10 @@ def compile_here(
 def require_declared(tp: int, numerics: Numerics) -> None:
     """Raise NumericsError unless this many ranks may share a model."""
     if tp not in numerics.tp_sizes:
-        raise NumericsError(f"tp={tp} is not one of Numerics.tp_sizes={numerics.tp_sizes}: declare it there")
+        raise NumericsError(
+            f"tp={tp} is not one of Numerics.tp_sizes={numerics.tp_sizes}: declare it, such as by"
+            f" numerics=Numerics(tp_sizes=(1, {max(tp, 2)})) in Python or --tp-sizes 1,{max(tp, 2)} of a command"
+        )
 
 
 def _checked_context(max_context: int | None) -> int | None:
@@ -209,6 +242,7 @@ def context_of(model: PreTrainedModel, max_context: int | None) -> int:
     return context
 
 
+@naming_equivalents("load_model()", CALLED_HERE)
 def load_model(
     name: str | Path,
     *,

@@ -29,6 +29,7 @@ LAYERS = [
         "detcompile.config",
         "detcompile.digests",
         "detcompile.facts",
+        "detcompile.other_names",
         "detcompile.orders",
         "detcompile.parallel",
         "detcompile.progress",

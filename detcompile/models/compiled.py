@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence as SequenceOf
 from copy import deepcopy
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
 from detcompile.errors import InvalidInput
@@ -15,10 +17,12 @@ from detcompile.models.call_arguments import require_served, require_tensors
 from detcompile.models.certified import CertifiedModel
 from detcompile.models.drafting import draft_with
 from detcompile.models.generation import GenerationOutput, Generator
+from detcompile.models.model_object import AnyConfig
 from detcompile.models.padded_calls import padded_output
+from detcompile.other_names import naming_equivalents
 from detcompile.runtime.dense.padded_batch import unpad
 from detcompile.runtime.engine import Engine
-from detcompile.runtime.engine_config import EngineConfig
+from detcompile.runtime.engine_config import VLLM_NAMES, EngineConfig
 from detcompile.runtime.kv.block_pool import BLOCK_SIZE
 from detcompile.runtime.kv.kv_blocks import KVBlocks
 from detcompile.runtime.kv.plain_blocks import plain_blocks
@@ -30,6 +34,9 @@ from detcompile.runtime.speculation.speculator import SpeculationConfig
 from detcompile.runtime.step.interfaces import StepRunner
 
 __all__ = ["CompiledModel", "require_causal"]
+
+ENGINE_NAMES = {own.name: f"pass config=EngineConfig({own.name}=...)" for own in fields(EngineConfig)}
+ENGINE_NAMES |= {name: f"{there}; settings are config=EngineConfig(...)" for name, there in VLLM_NAMES.items()}
 
 
 class CompiledModel(CertifiedModel):
@@ -43,6 +50,7 @@ class CompiledModel(CertifiedModel):
         super().__init__(executor)
         self._generator = Generator()
 
+    @naming_equivalents("engine()", ENGINE_NAMES)
     def engine(
         self,
         config: EngineConfig | None = None,
@@ -228,6 +236,9 @@ class CompiledModel(CertifiedModel):
         """
         batch = input_ids, attention_mask
         return self._generator.generate(self.executor, self.engine, lambda: self.tokenizer, batch, kwargs)
+
+
+AutoModelForCausalLM.register(AnyConfig, CompiledModel)
 
 
 def require_causal(compiled: CertifiedModel, where: str) -> CompiledModel:

@@ -9,9 +9,16 @@ from transformers import GenerationConfig, GenerationMixin, PretrainedConfig
 from detcompile.errors import InvalidInput
 from detcompile.executors.executor import Executor
 
-__all__ = ["ModelObject"]
+__all__ = ["AnyConfig", "ModelObject"]
 
 SHOWN_OF_PROGRAM = 12  # digits
+
+
+class AnyConfig(PretrainedConfig):
+    """The config under which transformers' Auto classes list compiled models.
+
+    Of a model whose class none of them lists, a pipeline logs an error with the names of all models.
+    """
 
 
 class ModelObject:

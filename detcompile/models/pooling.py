@@ -11,12 +11,14 @@ import torch
 from numpy.typing import NDArray
 from tokenizers import Encoding
 from torch import Tensor
+from transformers import AutoModelForSequenceClassification
 from transformers.modeling_outputs import BaseModelOutput, SequenceClassifierOutput
 from transformers.utils import ModelOutput
 
 from detcompile.errors import InvalidInput
 from detcompile.models.call_arguments import require_served, require_tensors
 from detcompile.models.certified import CertifiedModel
+from detcompile.models.model_object import AnyConfig
 from detcompile.passes.modules.pooling_heads import FIRST, LAST, attends_both_ways
 from detcompile.runtime.dense.padded_batch import UnpaddedBatch, check_batch, repad, unpad
 from detcompile.runtime.dense.step import dense_step, two_way_step
@@ -173,6 +175,9 @@ class CompiledClassifier(_Pooling):
     def _pooled(self, batch: UnpaddedBatch) -> NDArray[np.int64]:
         """[B]: the packed token of each row that the head reads."""
         return _first(batch) if self.model.pooled_token == FIRST else _last(batch)
+
+
+AutoModelForSequenceClassification.register(AnyConfig, CompiledClassifier)
 
 
 class CompiledEmbedder(_Pooling):

@@ -10,6 +10,7 @@ from typing import Any, get_args
 from rich.progress import track
 
 from detcompile.errors import EngineError, InvalidInput
+from detcompile.other_names import naming_equivalents
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.engine_loop import EngineLoop
 from detcompile.runtime.kv.kv_blocks import KVBlocks
@@ -29,6 +30,13 @@ from detcompile.runtime.step.interfaces import StepWorker
 from detcompile.runtime.step_turns import StepTurns
 
 __all__ = ["Engine"]
+
+REQUEST_NAMES = {
+    "lora_request": "merge the adapter into the weights",
+    "prompt_token_ids": "pass the token ids as the prompt",
+    "sampling_params": "pass params",
+    "use_tqdm": "pass progress to generate()",
+}
 
 
 class Engine:
@@ -93,6 +101,7 @@ class Engine:
         self.prefixes = prefixes(self._steps.turns, self._book.follow_weights)
         self._loop = EngineLoop(self._steps)  # steps this engine while somebody streams
 
+    @naming_equivalents("engine.add_request", REQUEST_NAMES)
     def add_request(
         self,
         prompt: Prompt,
@@ -153,6 +162,7 @@ class Engine:
         self._steps.step()
         return self._deliveries.take()
 
+    @naming_equivalents("engine.stream", REQUEST_NAMES)
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
     ) -> AsyncIterator[RequestOutput]:
@@ -185,6 +195,7 @@ class Engine:
                 self.cancel(name)
                 self._loop.wake()
 
+    @naming_equivalents("engine.generate", REQUEST_NAMES)
     def generate(
         self,
         prompts: Prompt | SequenceOf[Prompt],
@@ -192,6 +203,7 @@ class Engine:
         *,
         progress: bool = True,
         priority: SequenceOf[int] | None = None,
+        strict: bool = False,
     ) -> list[RequestOutput]:
         """Serve prompts to their ends.
 
@@ -200,24 +212,28 @@ class Engine:
             params: how to draw: one for all prompts, or one a prompt.
             progress: show a bar on the terminal.
             priority: an integer a prompt, as ``add_request`` takes it.
+            strict: raise the refusal of a prompt, before any is served, instead of giving it as an ``error``.
 
         Returns:
             One RequestOutput a prompt, in their order. A prompt that cannot be served has its ``error`` set and one
             empty output of finish_reason "error"; the others are served all the same.
 
         Raises:
-            InvalidInput: neither a prompt nor a list of them, or not one params a prompt.
+            InvalidInput: neither a prompt nor a list of them, or not one params a prompt; with ``strict`` a prompt
+                that cannot be served, by its index.
             EngineError: the engine failed.
         """
         mailbox, results = Mailbox(self._steps.turns), []
         found: dict[str, RequestOutput] = {}
         try:
-            for prompt, own, urgency in self._admission.asked(prompts, params, priority):
+            for index, (prompt, own, urgency) in enumerate(self._admission.asked(prompts, params, priority)):
                 try:
                     to: dict[str, Any] = {"receiver": mailbox.receive, "output_kind": "final_only"}
                     name = self._add(None, "generate", prompt, own, priority=urgency, **to)
                     results.append(RequestOutput(name, None, [], None, []))
                 except InvalidInput as error:
+                    if strict:
+                        raise InvalidInput(f"prompt {index}: {error}") from error
                     results.append(self._admission.refusal(prompt, error))
             left = {output.request_id for output in results if output.error is None}
             ended = self._steps.serve(left, mailbox)

@@ -6,11 +6,12 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from detcompile.errors import InvalidInput
+from detcompile.other_names import naming_equivalents
 from detcompile.runtime.kv.block_pool import check_block_size
 from detcompile.runtime.requests.plain_values import flag, number, or_none, shown, string, whole_number
 from detcompile.runtime.step.runner import MOST_SEQUENCES
 
-__all__ = ["AllocationName", "EngineConfig", "SchedulerName"]
+__all__ = ["AllocationName", "EngineConfig", "SchedulerName", "VLLM_NAMES"]
 
 SchedulerName = Literal["stall_free", "prefill_first", "simple_chunking"]
 AllocationName = Literal["lazy", "reserve"]
@@ -86,6 +87,23 @@ class EngineConfig:
             raise InvalidInput(f"EngineConfig: tbt_slo needs scheduler='stall_free', and not {self.scheduler!r}")
         _require(0 < self.memory_fraction <= 1, "memory_fraction", self, "above 0 and at most 1")
 
+
+# What vLLM calls the settings, and options of vLLM that are no settings of an engine here.
+VLLM_NAMES = {
+    "enable_chunked_prefill": 'pass scheduler="stall_free" for True, "prefill_first" for False',
+    "enable_prefix_caching": "pass prefix_caching",
+    "enforce_eager": "pass cuda_graphs=False for True",
+    "gpu_memory_utilization": "pass memory_fraction",
+    "max_model_len": "pass max_context to compile()",
+    "max_num_batch_tokens": "pass max_num_batched_tokens",
+    "num_gpu_blocks_override": "pass num_blocks",
+    "num_speculative_tokens": "pass speculation=SpeculationConfig(...) to engine()",
+    "pipeline_parallel_size": "pass pp to compile()",
+    "scheduling_policy": "pass priority to generate() or add_request()",
+    "speculative_config": "pass speculation=SpeculationConfig(...) to engine()",
+    "tensor_parallel_size": "pass tp to compile()",
+}
+EngineConfig.__init__ = naming_equivalents("EngineConfig", VLLM_NAMES)(EngineConfig.__init__)  # type: ignore[method-assign]
 
 READERS: dict[str, Callable[[Any, str], Any]] = {
     "scheduler": string,

@@ -4,14 +4,17 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, GenerationConfig, pipeline
+import transformers.pipelines.base
+from transformers import DynamicCache, GenerationConfig, Pipeline, pipeline
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 import detcompile
-from detcompile import CompiledModel, InvalidInput
+from detcompile import CompiledClassifier, CompiledModel, InvalidInput
 from detcompile.executors.description import ParameterCount
 from tests.bits import assert_bitwise_equal
 from tests.model_cases import VOCAB_SIZE, compiled, random_model
@@ -168,6 +171,16 @@ def test_a_pipeline_finds_what_it_needs() -> None:
     assert "CompiledModel" in repr(made)
     with pytest.raises(InvalidInput, match=r"to\(\): .*not for meta"):
         pipeline("text-generation", model=ours, tokenizer=ours.tokenizer, device="meta")
+
+
+def test_a_pipeline_logs_no_list_of_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[str] = []
+    monkeypatch.setattr(transformers.pipelines.base.logger, "error", logged.append)
+    ours = compiled("tiny", torch.float32)
+    pipeline("text-generation", model=ours, tokenizer=ours.tokenizer)
+    checked = SimpleNamespace(task="text-classification", model=object.__new__(CompiledClassifier))
+    Pipeline.check_model_type(checked, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES)
+    assert logged == []
 
 
 def test_a_pipeline_generates_alone_as_in_a_batch() -> None:

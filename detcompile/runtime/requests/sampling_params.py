@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 from detcompile.errors import InvalidInput
+from detcompile.other_names import naming_equivalents
 from detcompile.runtime.grammars.grammar import Grammar
 from detcompile.runtime.requests.plain_values import flag, kind, number, or_none, shown, token_list, whole_number
 
@@ -280,6 +281,42 @@ RULES: dict[str, _Rule] = {
     ),
     "grammar": _Rule(or_none(lambda value, _: Grammar.of(value)), lambda _: True, "a Grammar"),
 }
+
+GRAMMARS = "pass grammar=Grammar.json_schema(...), .regex(...), .choice(...) or .lark(...)"
+BEAMS = "rows are sampled or greedy here; n gives several answers to choose from"
+EQUIVALENTS = {
+    "best_of": "n gives several answers; choose among them by their logprobs",
+    "bos_token_id": "put it into the prompt",
+    "detokenize": "pass token ids to an engine of a model without a tokenizer, or ignore the text",
+    "do_sample": "temperature=0 is greedy, and anything above it samples",
+    "early_stopping": BEAMS,
+    "eos_token_id": "pass stop_token_ids",
+    "extra_args": "nothing reads it",
+    "flat_logprobs": "logprobs has them",
+    "guided_choice": GRAMMARS,
+    "guided_decoding": GRAMMARS,
+    "guided_grammar": GRAMMARS,
+    "guided_json": GRAMMARS,
+    "guided_regex": GRAMMARS,
+    "length_penalty": BEAMS,
+    "logits_processors": "logit_bias, bad_words_ids, allowed_token_ids and grammar change logits",
+    "max_length": "pass max_tokens, which does not count the prompt",
+    "max_new_tokens": "pass max_tokens",
+    "min_new_tokens": "pass min_tokens",
+    "no_repeat_ngram_size": "repetition_penalty and bad_words_ids are served",
+    "num_beams": BEAMS,
+    "num_return_sequences": "pass n",
+    "output_kind": "engine.add_request takes it",
+    "spaces_between_special_tokens": "the tokenizer decides it",
+    "stop_strings": "pass stop",
+    "structured_outputs": GRAMMARS,
+    "suppress_tokens": "pass logit_bias with -inf, or allowed_token_ids",
+    "thinking_token_budget": "max_tokens bounds the whole answer",
+    "top_n_tokens": "pass logprobs",
+    "typical_p": "top_k, top_p and min_p are served",
+    "use_beam_search": BEAMS,
+}
+SamplingParams.__init__ = naming_equivalents("SamplingParams", EQUIVALENTS)(SamplingParams.__init__)  # type: ignore[method-assign]
 
 
 def _require(condition: bool, message: str) -> None:

@@ -18,7 +18,7 @@ from detcompile.models.compiled import CompiledModel, require_causal
 from detcompile.models.exported import load
 from detcompile.models.remote import RemoteModel
 from detcompile.offline.default_params import configured_params
-from detcompile.offline.llm_options import LLMOptions, read_options
+from detcompile.offline.llm_options import NO_LORA, TEXT_ALONE, LLMOptions, read_options
 from detcompile.offline.llm_outputs import LLMOutput, llm_output
 from detcompile.runtime.dense.padded_batch import seed_of_row
 from detcompile.runtime.engine import Engine
@@ -88,6 +88,8 @@ class LLM:
         *,
         priority: int | SequenceOf[int] | None = None,
         lora_request: None = None,
+        tokenization_kwargs: None = None,
+        mm_processor_kwargs: None = None,
     ) -> list[LLMOutput]:
         """Serve prompts to their ends.
 
@@ -98,25 +100,32 @@ class LLM:
             priority: an integer a prompt, or one for all; lower is served earlier.
 
         Returns:
-            One LLMOutput a prompt, in their order; one that cannot be served has its ``error`` and an empty output.
+            One LLMOutput a prompt, in their order; one that failed while it was served has its ``error``.
 
         Raises:
-            InvalidInput: neither a prompt nor a list of them, or not one of each a prompt.
+            InvalidInput: neither a prompt nor a list of them, not one of each a prompt, or a prompt that cannot be
+                served: it is too long, say. None is served then.
             EngineError: this is closed, or the engine failed.
         """
-        if lora_request is not None:
-            raise InvalidInput("lora_request is not served: merge the adapter into the weights")
+        unserved = {
+            "lora_request": (lora_request, NO_LORA),
+            "tokenization_kwargs": (tokenization_kwargs, "pass token ids, or truncate_prompt_tokens"),
+            "mm_processor_kwargs": (mm_processor_kwargs, TEXT_ALONE),
+        }
+        for name, (value, advice) in unserved.items():
+            if value is not None:
+                raise InvalidInput(f"{name} is not served: {advice}")
         engine, count = self._open(), len(prompts_of(prompts))
         priority = [priority] * count if isinstance(priority, int) else priority
         params = self._defaults if sampling_params is None else sampling_params
         if isinstance(params, SamplingParams):
             params = [params] * count
         seeded = [self._seeded(own) for own in params] if _are_params(params) else params
-        outputs = engine.generate(prompts, seeded, progress=bool(use_tqdm), priority=priority)
-        refused = [output.error for output in outputs if output.error is not None]
-        if refused:
+        outputs = engine.generate(prompts, seeded, progress=bool(use_tqdm), priority=priority, strict=True)
+        failed = [output.error for output in outputs if output.error is not None]
+        if failed:
             warnings.warn(
-                f"{len(refused)} of {len(outputs)} prompts have no answer but an error; the first: {refused[0]}",
+                f"{len(failed)} of {len(outputs)} prompts have no answer but an error; the first: {failed[0]}",
                 stacklevel=2,
             )
         return [llm_output(output, self._reader) for output in outputs]
@@ -128,12 +137,15 @@ class LLM:
         use_tqdm: bool = True,
         *,
         chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         priority: int | SequenceOf[int] | None = None,
         lora_request: None = None,
+        tokenization_kwargs: None = None,
+        mm_processor_kwargs: None = None,
     ) -> list[LLMOutput]:
         """Answer a conversation, or a list of them, in the form of the tokenizer's chat template.
 
@@ -141,6 +153,7 @@ class LLM:
             messages: dicts with "role" and "content"; or a list of such lists.
             sampling_params, use_tqdm, priority: the same as in ``generate``.
             chat_template: a Jinja template in place of the tokenizer's.
+            chat_template_content_format: "auto" alone: the template gets the messages as they are.
             add_generation_prompt: begin an answer behind the last message.
             continue_final_message: go on with the last message; ``add_generation_prompt`` has to be False then.
             tools: JSON schemas of functions, for the template.
@@ -150,6 +163,9 @@ class LLM:
             InvalidInput: no template, or messages that it does not take.
         """
         self._open()
+        if chat_template_content_format != "auto":
+            form = shown(chat_template_content_format)
+            raise InvalidInput(f"chat_template_content_format={form} is not served: the template gets what you give")
         tokenizer = self.get_tokenizer()
         if isinstance(messages, (str, Mapping)) or not isinstance(messages, SequenceOf) or not len(messages):
             raise InvalidInput(f"messages {shown(messages)} is {kind(messages)}: give a list of messages, or of lists")
@@ -169,7 +185,9 @@ class LLM:
             {"prompt": text, "prompt_token_ids": tokenized(self._reader, text, add_special_tokens=False)}
             for text in texts  # which have the special tokens of the template
         ]
-        return self.generate(prompts, sampling_params, use_tqdm, priority=priority, lora_request=lora_request)
+        unserved = {"lora_request": lora_request, "tokenization_kwargs": tokenization_kwargs}
+        unserved |= {"mm_processor_kwargs": mm_processor_kwargs}
+        return self.generate(prompts, sampling_params, use_tqdm, priority=priority, **unserved)
 
     def get_tokenizer(self) -> Any:
         """The tokenizer.

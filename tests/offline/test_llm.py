@@ -4,6 +4,7 @@ import gc
 import weakref
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +17,10 @@ from detcompile.runtime.dense.padded_batch import seed_of_row
 from detcompile.runtime.sampling.logprobs import token_logprobs
 from tests.model_cases import compiled, without_inductor
 from tests.models.hub_cases import COMMIT, put_snapshot, with_cache
+from tests.offline.vllm_arguments import DEFAULTS
 
 # vLLM's examples/offline_inference/basic/basic.py with the import and the model changed.
-SCRIPT = '''
+SCRIPT = """
 from detcompile import LLM, SamplingParams
 
 # Sample prompts.
@@ -51,7 +53,7 @@ def main():
 
 if __name__ == "__main__":
     main()
-'''
+"""
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% if not loop.last or add_generation_prompt %}</>"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}{{ style }}"
@@ -167,12 +169,25 @@ def test_a_tokenizer_that_does_not_know_an_id_leaves_its_text_out(model: Compile
     assert texts == [dict.fromkeys(entry) | dict.fromkeys(range(300), "a") for entry in texts]
 
 
-def test_a_prompt_that_is_refused_has_an_empty_output(model: CompiledModel, llm: LLM) -> None:
-    with pytest.warns(UserWarning, match="2 of 3 prompts have no answer but an error; the first: "):
-        outputs = llm.generate(["def", "", [10**6]], GREEDY, use_tqdm=False)
-    assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error", "error"]
-    assert [output.outputs[0].text for output in outputs[1:]] == ["", ""]
-    assert all(isinstance(output.error, InvalidInput) and output.seed is None for output in outputs[1:])
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "prompt 1: the prompt is empty"),
+        ([10**6], "prompt 1: the prompt holds token 1000000"),
+        ([5] * 4000, "prompt 1: the prompt has 4000 tokens"),
+        (5.0, "prompt 1: the prompt 5.0 is neither"),
+    ],
+    ids=["empty", "an unknown token", "too long", "no prompt"],
+)
+def test_a_refused_prompt_raises_before_any_is_served(llm: LLM, prompt: Any, message: str) -> None:
+    steps = llm.engine.stats.num_steps
+    with pytest.raises(InvalidInput, match=message):
+        llm.generate(["def", prompt], GREEDY, use_tqdm=False)
+    assert llm.engine.stats.num_steps == steps
+    assert llm.generate("def", GREEDY, use_tqdm=False)[0].error is None
+
+
+def test_a_refused_prompt_has_an_empty_output(model: CompiledModel) -> None:
     [output] = model.engine(detcompile.EngineConfig(num_blocks=20)).generate([[10**6]], GREEDY, progress=False)
     assert len(output.outputs) == 1 and output.outputs[0].finish_reason == "error"
     assert output.outputs[0].text == "" and output.outputs[0].token_ids == [] and output.num_cached_tokens == 0
@@ -230,6 +245,35 @@ def test_options_are_mapped() -> None:
     assert read_options(kernels | {"logprobs_mode": "raw_logprobs", "reasoning_parser": ""}) == read_options({})
 
 
+def test_every_default_of_vllm_is_taken() -> None:
+    plain = read_options({})
+    for name, value in DEFAULTS.items():
+        options = read_options({name: value})
+        assert options == plain or name == "gpu_memory_utilization", name
+    assert read_options(DEFAULTS | {"gpu_memory_utilization": 0.9}) == plain
+
+
+ENGINE_OPTIONS = ("gpu_memory_utilization", "num_gpu_blocks_override")  # refused by EngineConfig's names
+
+
+def test_no_argument_of_vllm_is_unknown() -> None:
+    for name in DEFAULTS:
+        try:
+            read_options({name: "a value of no option"})
+        except InvalidInput as error:
+            assert name in str(error) or name in ENGINE_OPTIONS, str(error)
+            assert "LLM has no option" not in str(error)
+
+
+@pytest.mark.parametrize("name", ["lora_request", "tokenization_kwargs", "mm_processor_kwargs"])
+def test_arguments_of_a_request_are_refused_by_name(llm: LLM, name: str) -> None:
+    with pytest.raises(InvalidInput, match=f"{name} is not served"):
+        llm.generate("def", GREEDY, use_tqdm=False, **{name: {"a": 1}})
+    with pytest.raises(InvalidInput, match=f"{name} is not served"):
+        llm.chat(CHAT, GREEDY, use_tqdm=False, chat_template="x", **{name: {"a": 1}})
+    assert llm.generate("def", GREEDY, use_tqdm=False, **{name: None})[0].error is None
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -266,8 +310,8 @@ def test_a_folder_is_loaded_in_the_dtype_and_length_that_are_asked_for() -> None
     with without_inductor(), LLM(str(folder), **options) as llm:
         assert llm.model.dtype == torch.bfloat16 and llm.model.max_context == 64
         assert llm.get_tokenizer().name_or_path == own and llm.generate("def", GREEDY, use_tqdm=False)[0].error is None
-        with pytest.warns(UserWarning, match="compiled for 64"):
-            assert "compiled for 64" in str(llm.generate([[5] * 64], GREEDY, use_tqdm=False)[0].error)
+        with pytest.raises(InvalidInput, match="compiled for 64"):
+            llm.generate([[5] * 64], GREEDY, use_tqdm=False)
         assert repr(llm) == f"LLM({llm.model!r})"
         there = options | {"dtype": "auto", "max_model_len": None}
         assert repr(LLM(llm.model, trust_remote_code=True, **there)) == repr(llm)

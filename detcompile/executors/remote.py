@@ -22,7 +22,7 @@ from detcompile.parallel import TensorParallel, rank_device
 from detcompile.runtime.dense.end_tokens import stop_tokens
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import EngineConfig
-from detcompile.runtime.engine_setup import EngineModel, engine_over
+from detcompile.runtime.engine_setup import EngineModel, engine_over, require_block_tables
 from detcompile.runtime.processes.group import WorkerGroup
 from detcompile.runtime.processes.packed_tensors import PackedTensor, pack_tensor, unpack_tensor
 from detcompile.runtime.processes.remote_worker import (
@@ -84,6 +84,7 @@ class RemoteExecutor:
         ``memory_fraction`` is of each rank's GPU; ranks on one GPU or on a CPU share what it leaves.
         """
         facts = self.description.facts
+        require_block_tables(facts, config)
         if self.pp > 1:
             config = self._of_stages(config, speculation)
         if config.restarts:

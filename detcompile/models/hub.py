@@ -4,6 +4,7 @@ Files of the Hub lie in its own cache (HF_HUB_CACHE or HF_HOME), shared with tra
 """
 
 import glob
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,6 +41,10 @@ CODE = "*.py"
 CHOICES = (
     f"give a local Hugging Face model folder, an embedded model ({' or '.join(map(repr, EMBEDDED))}), or the id of a"
     " repository on the Hugging Face Hub, such as Qwen/Qwen3-0.6B"
+)
+ADDRESS = (
+    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?P<owner>[^/?#]+)/(?P<repository>[^/?#]+)"
+    r"(?:/(?:tree|blob|resolve)/(?P<revision>[^/?#]+))?(?:[/?#].*)?"
 )
 UNREACHABLE = (httpx.TransportError, OfflineModeIsEnabled, LocalEntryNotFoundError)
 MOST_NAMED = 3
@@ -102,6 +107,7 @@ def find_checkpoint(
             for what is not on the Hub.
         StorageError: the cache cannot be written.
     """
+    _require_no_address(str(name))
     local = EMBEDDED.get(str(name)) or Path(name)
     if name != "" and _exists(local):
         if revision is not None:
@@ -116,6 +122,23 @@ def find_checkpoint(
     if not isinstance(name, str) or not is_hub_id(name):
         raise InvalidInput(f"{name or repr(name)}: no such folder; {CHOICES}")
     return _from_hub(_Request(name, revision, token), weights, code)
+
+
+def _require_no_address(name: str) -> None:
+    """Reject an address, and a GGUF file, by the name to write instead.
+
+    Raises:
+        InvalidInput: naming it.
+    """
+    address = re.fullmatch(ADDRESS, name)
+    if address is not None:
+        repository = f"{address['owner']}/{address['repository']}"
+        revision = f", revision={address['revision']!r}" if address["revision"] else ""
+        raise InvalidInput(f"{name} is an address: give the repository's id, {repository!r}{revision}")
+    if "://" in name:
+        raise InvalidInput(f"{name} is an address: {CHOICES}")
+    if name.endswith(".gguf"):
+        raise InvalidInput(f"{name}: GGUF is not read; give the checkpoint that it was made of, in safetensors")
 
 
 def is_hub_id(name: str) -> bool:

@@ -36,6 +36,7 @@ __all__ = [
     "new_engine",
     "new_worker",
     "rehearse_steps",
+    "require_block_tables",
     "room_for_cache",
 ]
 
@@ -71,8 +72,10 @@ def new_engine(
         ranks: the ranks that share the model. All of them get as many blocks, since each schedules by its own count.
 
     Raises:
-        InvalidInput: the cache would not hold one block, or the drafter is not for this model.
+        InvalidInput: the cache would not hold one block, the block tables do not fit, or the drafter is not for this
+            model.
     """
+    require_block_tables(model.facts, config)
     facts, forward = model.facts, _forward(model.facts, forwards, tokenizer, speculation)
     rehearse_steps(facts, forward, config)
     sized = config.num_blocks is None
@@ -95,6 +98,20 @@ def new_engine(
         worker.memory.refill()
     worker.is_alone, worker.head_shares = ranks is None, int(ranks is None)
     return engine_over(worker, num_blocks, model, config, tokenizer, speculation, num_states)
+
+
+def require_block_tables(facts: ModelFacts, config: EngineConfig) -> None:
+    """Reject a context so long that the block tables of all sequences do not fit the memory.
+
+    Raises:
+        InvalidInput: naming the context and the number of sequences.
+    """
+    size = 4 * len(facts.kv_groups) * config.max_num_seqs * _longest(facts, config)
+    if size > available_memory():
+        raise InvalidInput(
+            f"block tables of max_num_seqs={config.max_num_seqs} sequences of max_context={facts.max_context} tokens"
+            f" take {size / 2**30:.1f} GiB: compile with a smaller max_context, or lower max_num_seqs"
+        )
 
 
 def rehearse_steps(facts: ModelFacts, forward: Forward, config: EngineConfig, num_ranks: int = 1) -> None:

@@ -89,7 +89,7 @@ def test_a_path_wins_over_an_id(cache: Path, tmp_path: Path, monkeypatch: pytest
     put_snapshot(cache, NAME, tiny())
     shutil.copytree(TINY_FOLDER / "draft", tmp_path / NAME)
     monkeypatch.chdir(tmp_path)
-    assert find_checkpoint(NAME) == (Path(NAME), NAME, None)
+    assert find_checkpoint(NAME) == (tmp_path / NAME, str(tmp_path / NAME), None)
     assert find_checkpoint("tiny").folder == TINY_FOLDER
     with pytest.raises(InvalidInput, match="revision='main' is of the Hub, and org/name is a local folder"):
         find_checkpoint(NAME, revision="main")
@@ -104,6 +104,27 @@ def test_what_is_no_id_never_asks_the_hub(name: str, monkeypatch: pytest.MonkeyP
     with pytest.raises(InvalidInput, match="give a local Hugging Face model folder, an embedded model"):
         detcompile.load_model(name)
     assert not is_hub_id(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("https://huggingface.co/Qwen/Qwen3-0.6B", "id, 'Qwen/Qwen3-0.6B'$"),
+        ("http://www.huggingface.co/Qwen/Qwen3-0.6B/", "id, 'Qwen/Qwen3-0.6B'$"),
+        ("huggingface.co/Qwen/Qwen3-0.6B", "id, 'Qwen/Qwen3-0.6B'$"),
+        ("https://hf.co/Qwen/Qwen3-0.6B/tree/v1", "id, 'Qwen/Qwen3-0.6B', revision='v1'$"),
+        ("https://huggingface.co/Qwen/Qwen3-0.6B/blob/main/config.json", "'Qwen/Qwen3-0.6B', revision='main'$"),
+        ("https://huggingface.co/Qwen/Qwen3-0.6B?library=vllm", "id, 'Qwen/Qwen3-0.6B'$"),
+        ("hf://Qwen/Qwen3-0.6B", "is an address: give a local"),
+        ("https://example.com/model", "is an address: give a local"),
+        ("model.gguf", "GGUF is not read"),
+        ("org/model.Q4_K_M.gguf", "GGUF is not read"),
+    ],
+)
+def test_addresses_and_gguf_are_told_what_to_write(name: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the Hub"))
+    with pytest.raises(InvalidInput, match=message):
+        find_checkpoint(name)
 
 
 def test_an_incomplete_cache_is_told_from_none(cache: Path, small: dict[str, bytes]) -> None:

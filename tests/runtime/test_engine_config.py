@@ -9,6 +9,7 @@ import torch
 from detcompile import CompiledModel, EngineConfig, InvalidInput
 from detcompile.runtime.kv.kv_cache import KVCache
 from detcompile.step import KVGroup, KVShape, StateShape
+from tests.runtime.engine_cases import engine_of, tiny_model
 
 BAD = [
     {"num_blocks": "50"},
@@ -53,6 +54,13 @@ def test_an_engine_takes_settings_of_their_own_types_alone(settings) -> None:
     model = SimpleNamespace(tokenizer=None)
     with pytest.raises(InvalidInput, match=r"give (EngineConfig|SpeculationConfig)\(\.\.\.\)"):
         CompiledModel.engine(model, **settings)
+
+
+def test_a_context_without_memory_for_tables_is_refused() -> None:
+    config = EngineConfig(num_blocks=8)
+    with pytest.raises(InvalidInput, match="max_num_seqs=1024 sequences of max_context=1000000000000 tokens"):
+        engine_of(tiny_model("cpu"), config, max_context=10**12)
+    assert engine_of(tiny_model("cpu"), EngineConfig(num_blocks=8, max_num_seqs=1), max_context=10**6)
 
 
 @pytest.mark.parametrize("num_blocks", [2 * 10**9, 1 << 62], ids=["no_memory", "no_int64"])

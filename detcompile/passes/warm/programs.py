@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from detcompile import storage
 
-__all__ = ["KEY_PART", "Entry", "entries", "read", "write"]
+__all__ = ["Entry", "KEY_PART", "entries", "read", "write"]
 
 FOLDER = "programs"
 MAGIC = b"detcompile program 1"

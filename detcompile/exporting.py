@@ -21,6 +21,8 @@ from detcompile.models.certified import CertifiedModel
 from detcompile.models.compiled import CompiledModel, require_causal
 from detcompile.models.remote import RemoteModel
 from detcompile.passes.packaging import package
+from detcompile.progress import shown as shown_stages
+from detcompile.progress import stage
 from detcompile.runtime.requests.plain_values import file_path, shown
 from detcompile.storage import disk_failure, naming
 from detcompile.templates.cpu import library as cpu_library
@@ -45,7 +47,7 @@ def export(
 
     Args:
         model: from ``compile``; or what ``compile`` takes, which is then called with its defaults.
-        path: ends with .pt2; replaced once the new file is whole.
+        path: ends with .pt2; replaced once the new file is whole. Its folder is looked at before anything is compiled.
         weights: "inside", or "beside": in a file of safetensors of the same name, or one a rank, which has to stay next
             to it. A file there that is no such one of the archive's is not replaced.
 
@@ -79,7 +81,8 @@ def export(
     if isinstance(compiled, RemoteModel) and compiled.stages > 1:
         raise UnsupportedModel(f"export of a model in stages: compile it with pp=1 instead of pp={compiled.stages}")
     try:
-        _write(compiled, path, weights == "beside")
+        with shown_stages(None):
+            _write(compiled, path, weights == "beside")
     except OSError as error:
         raise disk_failure(error, path) or error from error
     return path
@@ -119,15 +122,17 @@ def _weights_of(path: Path) -> list[str]:
 
 def _write(compiled: CompiledModel, path: Path, beside: bool) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as folder:
-        if isinstance(compiled, RemoteModel):
-            ranks = compiled.apply(_written_share, folder, seconds=START_SECONDS)
-        else:
-            ranks = [_share(compiled)]
+        with stage("compile the program of the file"):
+            if isinstance(compiled, RemoteModel):
+                ranks = compiled.apply(_written_share, folder, seconds=START_SECONDS)
+            else:
+                ranks = [_share(compiled)]
         model = compiled.executor.description
         sizes = model.module, model.facts, model.numerics, model.parameters
         known = facts_of(*sizes, compiled.fingerprint_parts, compiled.weight_digests())
         facts = {**known, "machine": this_machine(compiled.device)}
-        write_archive(path, facts, _common_members(compiled), ranks, beside)
+        with stage(f"write {path.name}"):
+            write_archive(path, facts, _common_members(compiled), ranks, beside)
 
 
 def _share(compiled: CompiledModel) -> Share:

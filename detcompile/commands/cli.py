@@ -8,6 +8,7 @@ import io
 import sys
 from collections.abc import Callable
 from dataclasses import is_dataclass
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -16,7 +17,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from detcompile import __version__
-from detcompile.errors import DetcompileError
+from detcompile.errors import DetcompileError, InvalidInput
 from detcompile.models.weight_files import files_at_hand
 from detcompile.read_ahead import read_ahead
 
@@ -54,6 +55,8 @@ class _Command(TyperCommand):
     """A command by its name and help, which becomes the real one when its arguments are read."""
 
     def make_context(self, info_name: str | None, args: list[str], *rest: Any, **kwargs: Any) -> Any:
+        if self.name == "export":
+            _require_folders(args)
         _read_weights_ahead(args)
         return _loaded(self.name or "").make_context(info_name, args, *rest, **kwargs)
 
@@ -77,6 +80,17 @@ def _read_weights_ahead(args: list[str]) -> None:
     if not any(argument.startswith(("--random", "--revision")) for argument in args):
         for name in args:
             read_ahead(files_at_hand(name))
+
+
+def _require_folders(args: list[str]) -> None:
+    """Reject an export into a folder that is not there, before the command's modules are imported.
+
+    Raises:
+        InvalidInput: naming the file.
+    """
+    for path in (Path(argument) for argument in args if argument.endswith(".pt2")):
+        if not path.parent.is_dir():
+            raise InvalidInput(f"export to {path}: give a file in a folder that exists, whose name ends with .pt2")
 
 
 def _loaded(name: str) -> Any:

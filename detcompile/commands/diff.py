@@ -16,7 +16,10 @@ __all__ = ["command"]
 
 MOST_SHOWN = 12  # details of a part, and of what was asked; --json has all
 MOST_LETTERS = 160  # of a value
-FILE = "A file of `check --json`, `verify --json` or `generate --json`, saved fingerprint_parts, or an exported .pt2."
+FILE = (
+    "A file of `check --json`, `verify --json` or `generate --json`, saved fingerprint_parts, an exported .pt2, or a"
+    " model, which is compiled with the defaults of `check`."
+)
 
 
 def command(

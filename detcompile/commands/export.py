@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from detcompile.commands.options import Loading, Model, Random, compile_model, progress_bar
+from detcompile.commands.options import Loading, Model, Random, compile_model
 from detcompile.exporting import export, require_target
 
 __all__ = ["command"]
@@ -23,7 +23,5 @@ def command(
     """Write the compiled model to one file, which every command takes as MODEL, and detcompile.load in Python."""
     require_target(path, tp if beside else 0)
     compiled = compile_model(loading.spec(model, random), tp)
-    with progress_bar() as progress:
-        progress.add_task(f"exporting to {path.name}", total=None)
-        export(compiled, path, weights="beside" if beside else "inside")
+    export(compiled, path, weights="beside" if beside else "inside")
     print(f"{path}: {path.stat().st_size} bytes, fingerprint {compiled.fingerprint}")

@@ -20,7 +20,7 @@ __all__ = ["Bounds", "Chat", "EngineOptions", "Kept", "Loading", "Processes", "R
 NEEDED = ("fastapi", "uvicorn", "msgspec", "jinja2", "prometheus_client", "cryptography")
 missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
 if missing:
-    raise InvalidInput(f'{", ".join(missing)} is not installed: pip install "detcompile[serve]"')
+    raise InvalidInput(f"{', '.join(missing)} is not installed: pip install '.[serve]' in a checkout of detcompile")
 
 import uvicorn  # noqa: E402 - once it is known to be there
 from starlette.types import ASGIApp  # noqa: E402

@@ -34,7 +34,11 @@ def command(
     configurations: Annotated[int, typer.Option(min=2, help="Configurations an axis, for each of two prompts.")] = 6,
     seed: Annotated[int, typer.Option(help="Of the configurations drawn.")] = 0,
 ) -> None:
-    """Measure on this machine that the bits stay equal along each axis; exit 1 if any axis fails."""
+    """Measure on this machine that the bits stay equal along each axis; exit 1 if any axis fails.
+
+    The twelve axes here vary how the model's logits are computed. The contract's other four (scheduler, speculation,
+    sampling, the trainer's forward) vary what is built on logits, and the project's tests measure them.
+    """
     spec = loading.spec(model, random)
     chosen = axes.split(",") if axes else None
     require_axes(chosen or ())  # before the time that compiling takes

@@ -1,4 +1,4 @@
-"""Trainers of TRL that are on policy to the bit: pip install 'detcompile[trl]'."""
+"""Trainers of TRL that are on policy to the bit: pip install '.[trl]' in a checkout."""
 
 from detcompile.trl.grpo import GRPOTrainer
 

@@ -24,7 +24,7 @@ from detcompile.trl.requirements import require_exact
 try:
     import trl
 except ImportError as error:
-    raise ImportError("trl is not installed: pip install 'detcompile[trl]'") from error
+    raise ImportError("trl is not installed: pip install '.[trl]' in a checkout of detcompile") from error
 
 __all__ = ["GRPOTrainer"]
 

@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from typer.testing import CliRunner
 
 from detcompile.archives.archive import Share, write_archive
 from detcompile.archives.stored_weights import StoredWeights
-from detcompile.commands import cli
+from detcompile.commands import cli, options
 from detcompile.commands.inspection.fingerprint_differences import MEANINGS
+from detcompile.commands.verification import ModelSpec
 from detcompile.digests import fingerprint, weights_digest
 from detcompile.errors import ArchiveError, InvalidInput
 
@@ -315,7 +317,22 @@ def test_bad_files_are_named(content: str, said: str, tmp_path: Path) -> None:
         assert isinstance(error, InvalidInput) and said in str(error) and str(file) in str(error)
 
 
+def test_a_model_is_compiled_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    def compile_model(spec: ModelSpec) -> Any:
+        made.append(spec.name)
+        return SimpleNamespace(fingerprint_parts=PARTS, weight_digests=lambda: DIGESTS)
+
+    monkeypatch.setattr(options, "compile_model", compile_model)
+    file = saved(tmp_path / "a.json", printed(PARTS, DIGESTS))
+    for name in ("tiny", str(tmp_path), "org/name"):
+        finished = CliRunner().invoke(cli.app, ["diff", name, file])
+        assert finished.exit_code == 0 and "Equal fingerprints" in finished.output, finished.output
+    assert made == ["tiny", str(tmp_path), "org/name"]
+
+
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    for place in (tmp_path, tmp_path / "gone"):
+    for place in (tmp_path / "gone", tmp_path / "gone.jsonl", Path("gone.json"), Path("gone.pt2")):
         error = CliRunner().invoke(cli.app, ["diff", str(place), str(place)]).exception
         assert isinstance(error, InvalidInput) and "no such file" in str(error)

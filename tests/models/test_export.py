@@ -6,7 +6,9 @@ import json
 import shutil
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ from detcompile.errors import DetcompileError
 from detcompile.executors import archived
 from detcompile.models.spec import ModelSpec
 from detcompile.parallel import TensorParallel
+from detcompile.progress import listening
 from tests.bits import assert_bitwise_equal
 from tests.conftest import NEEDS_CUDA
 from tests.exhaustive import EXHAUSTIVE, exhaustive_unless
@@ -158,6 +161,18 @@ def test_the_axis_of_verify_loads_it_elsewhere(
     else:
         result = verify()["export"]
         assert result.configurations == 4 and result.holds
+
+
+def test_export_shows_what_it_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stages: list[str] = []
+    heard = SimpleNamespace(begins=stages.append, ended=lambda *_: None)
+    for name in ("_share", "facts_of", "_common_members", "write_archive"):
+        monkeypatch.setattr(exporting, name, lambda *_: {})
+    device = torch.device("cpu")
+    model = SimpleNamespace(executor=mock.MagicMock(), fingerprint_parts={}, weight_digests=dict, device=device)
+    with listening(heard):
+        exporting._write(model, tmp_path / "m.pt2", False)
+    assert stages == ["compile the program of the file", "write m.pt2"]
 
 
 def test_what_is_known_of_the_model_comes_along(models: dict[str, CompiledModel], loaded: ExportedModel) -> None:

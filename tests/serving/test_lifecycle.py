@@ -239,7 +239,7 @@ def test_without_the_extra_the_command_says_what_to_install() -> None:
         "from detcompile.commands.cli import main; main()"
     )
     finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert finished.returncode == 2 and 'msgspec is not installed: pip install "detcompile[serve]"' in finished.stderr
+    assert finished.returncode == 2 and "msgspec is not installed: pip install '.[serve]'" in finished.stderr
 
 
 def test_sighup_has_the_keys_read_again(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """What a file says of bits: the parts of a fingerprint, and of a run its answers. Checked before anything is compared.
 
-Read are JSON of `detcompile check --json`, of `detcompile verify --json` and of a saved ``model.fingerprint_parts``,
-archives that export wrote, and the JSON lines of `detcompile generate --json`.
+Read are models by their names, JSON of `detcompile check --json`, of `detcompile verify --json` and of a saved
+``model.fingerprint_parts``, archives that export wrote, and the JSON lines of `detcompile generate --json`.
 """
 
 import importlib
@@ -19,7 +19,8 @@ __all__ = ["Recording", "read_recording"]
 
 ARCHIVE_MARK = b"PK\x03\x04"
 PARTS = ("weights", "program")  # of every fingerprint: what holds them is a mapping of parts
-WANTED = "give JSON of `detcompile check --json` or `detcompile generate --json`, or an exported .pt2"
+WANTED = "give JSON of `detcompile check --json` or `detcompile generate --json`, an exported .pt2, or a model's name"
+FILES = (".json", ".jsonl", ".pt2", ".txt")  # what is no name of a model
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Recording:
     """A fingerprint, and a run where the file holds one.
 
     Attributes:
-        path: the file.
+        path: the file, or the model's name.
         parts: parts of the fingerprint, by name.
         weight_digests: the digest of each weight by its name; None where the file has none.
         requests: requests of the run, each as `detcompile generate --json` writes it; None where there is no run.
@@ -45,14 +46,17 @@ class Recording:
 
 
 def read_recording(path: Path) -> Recording:
-    """Read a file.
+    """Read a file, or compile the model that is no file: a folder, an embedded model, or an id on the Hub.
 
     Raises:
         InvalidInput: it cannot be read, is none of these, or contradicts itself.
         ArchiveError: an archive that is damaged.
+        Also what ``compile`` raises.
     """
     if not path.is_file():
-        raise InvalidInput(f"{path}: no such file; {WANTED}")
+        if path.suffix in FILES or (not path.is_dir() and str(path).startswith((".", "/", "~"))):
+            raise InvalidInput(f"{path}: no such file; {WANTED}")
+        return _of_model(str(path))
     try:
         with path.open("rb") as file:
             is_archive = file.read(len(ARCHIVE_MARK)) == ARCHIVE_MARK
@@ -66,6 +70,14 @@ def read_recording(path: Path) -> Recording:
     if len(objects) > 1:
         raise InvalidInput(f"{path} holds {len(objects)} JSON objects, and the first is no request: {WANTED}")
     return _print(objects[0], path)
+
+
+def _of_model(name: str) -> Recording:
+    """A model that is compiled for this, as `detcompile check` does; only this needs all of torch."""
+    options = importlib.import_module("detcompile.commands.options")
+    verification = importlib.import_module("detcompile.commands.verification")
+    compiled = options.compile_model(verification.ModelSpec(name))
+    return Recording(Path(name), compiled.fingerprint_parts, compiled.weight_digests())
 
 
 def _of_archive(path: Path) -> Recording:

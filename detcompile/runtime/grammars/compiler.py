@@ -203,4 +203,4 @@ def _llguidance() -> Any:
     try:
         return importlib.import_module("llguidance")
     except ImportError as error:
-        raise InvalidInput('grammars need llguidance: pip install "detcompile[serve]"') from error
+        raise InvalidInput("grammars need llguidance: pip install '.[serve]' in a checkout of detcompile") from error

@@ -59,7 +59,8 @@ class RayActors:
         try:
             self._ray: Any = importlib.import_module("ray")
         except ImportError as error:
-            raise InvalidInput('--backend ray: Ray is not installed: pip install "detcompile[ray]"') from error
+            advice = "pip install '.[ray]' in a checkout of detcompile"
+            raise InvalidInput(f"--backend ray: Ray is not installed: {advice}") from error
         self._address = address
         self._bundle = {"CPU": cpus} | ({"GPU": gpus} if gpus else {})
         self._module = module

@@ -177,5 +177,5 @@ def test_without_the_extra_the_commands_say_what_to_install() -> None:
         "from detcompile.commands.cli import main; main()"
     )
     finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    said = 'cryptography is not installed: pip install "detcompile[serve]"'
+    said = "cryptography is not installed: pip install '.[serve]' in a checkout"
     assert finished.returncode == 2 and said in finished.stderr

@@ -19,7 +19,7 @@ VENV_PYTHON := $(VENV)/bin/python
 PIP_INSTALL := $(VENV_PYTHON) -m pip install --quiet --quiet --disable-pip-version-check $(PIP_EXTRA_ARGS) -c constraints.txt
 LINTED := detcompile tests benchmarks examples tools
 
-.PHONY: demo rl test test-all test-rotation web-test check docs gpu-test bench census models clean help
+.PHONY: demo rl test test-all test-rotation web-test check docs gpu-test bench models clean help
 
 help:
 	@echo "make demo      plain torch beside detcompile on the embedded model"
@@ -32,7 +32,6 @@ help:
 	@echo "make docs      the site, into build/site"
 	@echo "make gpu-test  the tests that need a CUDA GPU, under $(PYTHON) and its own packages"
 	@echo "make bench     benchmarks, under $(PYTHON) and its own packages; BENCHMARKS='templates model' for some"
-	@echo "make census    regenerate docs/census.md from the pinned transformers"
 	@echo "make models    examine every architecture (hours on two cores) and regenerate docs/models.md; MODELS_ARGS=-h"
 	@echo "make clean     remove caches and .venv"
 
@@ -85,9 +84,6 @@ gpu-test:
 bench:
 	@$(PYTHON) -c '$(HAS_TORCH)'
 	@PYTHONPATH=$(CURDIR) $(PYTHON) -m benchmarks $(BENCHMARKS)
-
-census: $(VENV)/.stamp-test
-	@$(VENV_PYTHON) -m tools.generate_census
 
 models: $(VENV)/.stamp-test
 	@OMP_NUM_THREADS=1 $(VENV_PYTHON) -m tools.generate_models $(MODELS_ARGS)

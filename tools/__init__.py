@@ -1,1 +1,1 @@
-"""Generators of pages in docs: the census, and what became of every model."""
+"""Generators of pages in docs, and checks of every architecture."""

@@ -45,7 +45,6 @@ def _header(rows: Mapping[str, Result], versions: Mapping[str, str], gpu: Mappin
         f"Measured on a CPU in float32, with {made_with}, for all {len(rows)} architectures of",
         "`MODEL_FOR_CAUSAL_LM_MAPPING`, as tiny random models of their default configuration, told to be causal",
         "decoders where it asks (tools/model_configs.py).",
-        "[census.md](census.md) forecasts from source what is measured here.",
         "",
         "| | architectures |",
         "|---|---|",

@@ -11,8 +11,7 @@ import sys
 import torch
 
 SCRIPTS = (
-    "templates", "training_ops", "experts_and_quantized", "model", "dispatch", "serve", "memory", "speculation",
-    "at_size", "cpu",
+    "templates", "training_ops", "experts_and_quantized", "model", "serve", "memory", "speculation", "at_size", "cpu",
 )  # fmt: skip
 SEVERAL_GPUS = ("collectives",)
 

@@ -1,4 +1,4 @@
-"""Everything read from the environment, once, and nowhere else.
+"""Environment variables. No other module reads the environment.
 
 | variable | default | meaning |
 |---|---|---|
@@ -43,10 +43,10 @@ __all__ = [
 
 
 def cache_directory() -> Path:
-    """Folder for artifacts that can be rebuilt at any time.
+    """Return the folder for artifacts that can be rebuilt at any time.
 
     Raises:
-        StorageError: none is named, and this user has no home folder.
+        StorageError: DETCOMPILE_CACHE is not set, and this user has no home folder.
     """
     named = os.environ.get("DETCOMPILE_CACHE")
     try:
@@ -56,34 +56,34 @@ def cache_directory() -> Path:
 
 
 def cpu_isa_override() -> str | None:
-    """The instruction set forced by the user, or None to take the widest available."""
+    """Return the CPU instruction set forced by the user, or None to use the widest available."""
     return os.environ.get("DETCOMPILE_CPU_ISA")
 
 
 def cxx_compiler() -> str:
-    """Command that compiles C++17, and C++20 against torch's headers."""
+    """Return the command that compiles C++17, and C++20 against torch's headers."""
     return os.environ.get("CXX", "g++")
 
 
 def c_compiler() -> str | None:
-    """Command that Triton builds the launchers of GPU kernels with; None lets it take gcc, or clang."""
+    """Return the C compiler command for Triton's kernel launchers; None lets Triton pick gcc or clang."""
     return os.environ.get("CC")
 
 
 def compiler_environment(folder: str) -> dict[str, str]:
-    """Environment for a C++ compiler: it keeps its own files in ``folder`` and complains in English."""
+    """Return the environment for a C++ compiler: temporary files in ``folder``, messages in English."""
     return os.environ | {"TMPDIR": folder, "LC_ALL": "C"}
 
 
 def inductor_folder() -> Path:
-    """Where torch's Inductor writes, as far as it was said."""
+    """Return TORCHINDUCTOR_CACHE_DIR, or the temporary folder if it is not set."""
     return Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or tempfile.gettempdir())
 
 
 def settle_symmetric_memory() -> None:
-    """Have communicators and memory opened without NVLink multicast, and on one GPU by several ranks where they may.
+    """Turn NVLink multicast off, and let ranks share a GPU if DETCOMPILE_SHARED_GPUS allows it.
 
-    What the caller has set in the environment stays.
+    Variables that the caller has set stay unchanged.
     """
     settings = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
     if gpus_shared():
@@ -93,15 +93,15 @@ def settle_symmetric_memory() -> None:
 
 
 def gpus_shared() -> bool:
-    """Whether several ranks may take one GPU. NCCL refuses that; gloo then carries what kernels do not."""
+    """Return whether several ranks may share one GPU. NCCL cannot do that, so gloo replaces it."""
     return os.environ.get("DETCOMPILE_SHARED_GPUS", "0") == "1"
 
 
 def pin_ptxas() -> None:
-    """Have one assembler for all kernels of this process, unless the caller decided.
+    """Use Triton's ptxas for all kernels of this process, unless the caller chose another one.
 
-    Otherwise Inductor puts torch's in the place of Triton's once it has compiled a kernel in this process, but not
-    where another process did: kernels would come from either, and fingerprints would differ.
+    Otherwise Inductor switches to torch's ptxas once it compiles a kernel in this process, but not if another process
+    compiled it. Kernels would then come from different assemblers, and fingerprints would differ.
     """
     triton = importlib.util.find_spec("triton")
     if triton is not None and triton.origin is not None:
@@ -111,32 +111,32 @@ def pin_ptxas() -> None:
 
 
 def pin_kernel_cache() -> None:
-    """Keep compiled GPU kernels in one folder in this process and in later ones, unless the caller decided.
+    """Keep compiled GPU kernels in one folder across processes, unless the caller chose another one.
 
-    Inductor sets the variable to a folder of its own when it first loads a kernel in this process. Kernels that Triton
-    compiled before that lie elsewhere, and a process that loads Inductor's kernels earlier compiles them again.
+    Inductor changes TRITON_CACHE_DIR when it first loads a kernel. Kernels that Triton compiled earlier would lie in
+    another folder, and a process that loads Inductor's kernels first would compile them again.
     """
-    with contextlib.suppress(StorageError):  # raised again where the cache is needed
+    with contextlib.suppress(StorageError):  # raised again when the cache is used
         os.environ.setdefault("TRITON_CACHE_DIR", str(cache_directory() / "triton"))
 
 
 def peer_memory_allowed() -> bool:
-    """Whether kernels may write into the memory of other GPUs."""
+    """Return whether kernels may write into the memory of other GPUs."""
     return os.environ.get("DETCOMPILE_PEER_MEMORY", "1") != "0"
 
 
 def engine_secret() -> bytes:
-    """What an engine of another machine proves to have to its front, and what the front asks for; empty: not set."""
+    """Return the secret shared by the server and engines on other machines; empty if not set."""
     return os.environ.get("DETCOMPILE_ENGINE_SECRET", "").encode()
 
 
 class Place(NamedTuple):
-    """What torchrun tells a process that it has started.
+    """The position of a process in a torchrun job.
 
     Attributes:
-        rank: number of the process among all. size: how many they are.
-        local_rank: number of the process on this machine. local_size: how many are here.
-        host: address of the store where they meet. port: where the store listens.
+        rank, size: index of the process, and number of processes.
+        local_rank, local_size: the same on this machine.
+        host, port: address of the rendezvous store.
     """
 
     rank: int
@@ -148,48 +148,50 @@ class Place(NamedTuple):
 
 
 def place_of_torchrun() -> Place:
-    """The place that torchrun gives to this process.
+    """Return this process's position in its torchrun job.
 
     Raises:
-        InvalidInput: torchrun has not started it.
+        InvalidInput: torchrun did not start this process.
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
     try:
         rank, size, local_rank, local_size, port = (int(os.environ[name]) for name in names)
         return Place(rank, size, local_rank, local_size, os.environ["MASTER_ADDR"], port)
     except (KeyError, ValueError) as error:
-        told = ", ".join((*names, "MASTER_ADDR"))
-        raise InvalidInput(f"{error}: torchrun tells a process {told}: start this one with torchrun") from error
+        variables = ", ".join((*names, "MASTER_ADDR"))
+        raise InvalidInput(f"{error}: torchrun sets {variables}: start this process with torchrun") from error
 
 
 def visible_gpus(first: int, count: int) -> str:
-    """Some of the GPUs that this process may see, as CUDA_VISIBLE_DEVICES names them; none where that is empty."""
+    """Return ``count`` visible GPUs from index ``first`` on, in the syntax of CUDA_VISIBLE_DEVICES."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = map(str, range(first + count)) if named is None else filter(None, map(str.strip, named.split(",")))
     return ",".join([*names][first : first + count])
 
 
 def show_gpus(names: str) -> None:
-    """Let this process, in which CUDA has not begun, see these GPUs alone."""
+    """Restrict this process to these GPUs. Call it before CUDA is initialized."""
     os.environ["CUDA_VISIBLE_DEVICES"] = names
 
 
 def progress_shown() -> bool:
-    """Whether compile() shows its stages, where the call does not say."""
+    """Return whether compile() shows progress by default."""
     return os.environ.get("DETCOMPILE_PROGRESS", "1") != "0"
 
 
 def programs_kept() -> bool:
-    """Whether compile() keeps programs in the cache, and takes those that it finds there."""
+    """Return whether compile() reads and writes compiled programs in the cache."""
     return os.environ.get("DETCOMPILE_KEEP_PROGRAMS", "1") != "0"
 
 
 def environment_without_programs() -> dict[str, str]:
-    """Environment of a process that compiles anew whatever is kept."""
+    """Return the environment for a process that ignores cached programs."""
     return os.environ | {"DETCOMPILE_KEEP_PROGRAMS": "0"}
 
 
 def sizes_asserted() -> bool:
-    """Whether a compiled model asserts the sizes and strides of its tensors. Inductor's own default is yes, and costs a
-    tenth of a token's step on a CPU; all but a few tests have it."""
+    """Return whether a compiled model asserts the sizes and strides of its tensors.
+
+    Inductor does so by default, which costs a tenth of a decode step on a CPU. Most tests turn it on.
+    """
     return os.environ.get("TORCHINDUCTOR_SIZE_ASSERTS", "0") == "1"

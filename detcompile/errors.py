@@ -9,7 +9,7 @@ DetcompileError
 ├── InvalidInput          a call's arguments cannot be served (also a ValueError)
 │   └── NumericsError     a Numerics that no order can satisfy
 ├── ScheduleError         no schedule of a template may run on this device
-├── StorageError          a folder or file cannot be written, is full, or may be somebody else's
+├── StorageError          a folder or file cannot be written, is full, or may belong to another user
 ├── TrainerMismatch       a trainer's log-probabilities are not those of an engine
 ├── UnsupportedModel      the model cannot be captured with its meaning intact
 └── UncertifiedOp         the certificate refuses the compiled graph
@@ -55,9 +55,9 @@ class InvalidInput(DetcompileError, ValueError):
 
 
 class GenerationError(EngineError, InvalidInput):
-    """A request's own parameters leave it no token to draw, or its grammar is too large where its answer has come to.
+    """A request's own parameters leave it no token to sample, or its grammar grows too large during the answer.
 
-    It ends alone. That can only be told once the model has run, so ``add_request`` cannot refuse it.
+    Other requests continue. ``add_request`` cannot reject such a request: the failure shows only while it runs.
     """
 
 
@@ -70,14 +70,14 @@ class ScheduleError(DetcompileError):
 
 
 class StorageError(DetcompileError):
-    """A folder or file cannot be written, has no room left, or may hold what somebody else put there."""
+    """A folder or file cannot be written, is full, or may hold files that another user put there."""
 
 
 class TrainerMismatch(DetcompileError):
-    """A trainer's log-probabilities are not, byte for byte, those of the engine that it shall train for.
+    """A trainer's log-probabilities are not byte for byte those of the engine it trains for.
 
     Attributes:
-        weights: names of the weights that differ; none where the program or the machine does.
+        weights: names of the weights that differ; empty if the program or the machine differs.
     """
 
     def __init__(self, message: str, weights: tuple[str, ...] = ()) -> None:
@@ -105,7 +105,7 @@ class WorkerError(EngineError):
     """A worker process died, hung or raised, and all workers of its group were ended.
 
     Attributes:
-        rank: the failed worker's rank; None where none of them is to blame, as after ``close``.
+        rank: rank of the failed worker; None if no worker is at fault, for example after ``close``.
     """
 
     def __init__(self, message: str, rank: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Stages of a long call: where it stands and what each took, on standard error, or told to who listens."""
+"""Progress of a long call: its stages and their durations, on standard error or sent to a listener."""
 
 import contextlib
 import sys
@@ -16,67 +16,67 @@ __all__ = ["Listener", "Stage", "aside", "is_terminal", "listener", "listening",
 
 
 class Listener(Protocol):
-    """What is told of stages, which may lie within each other."""
+    """Receives the stages of a call. Stages may be nested."""
 
     def begins(self, text: str) -> None:
-        """A stage begins, or goes on as another text says."""
+        """A stage begins, or its text changes."""
 
     def ended(self, text: str, seconds: float) -> None:
-        """A stage has ended, without an exception."""
+        """A stage has ended without an exception."""
 
 
 _listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
 
 class Stage:
-    """A stage that is under way."""
+    """A running stage."""
 
     def __init__(self, text: str) -> None:
         self.text = text
 
     def becomes(self, text: str) -> None:
-        """Say more of it, now that more is known."""
+        """Change the stage's text."""
         self.text = text
-        told = _listener.get()
-        if told is not None:
-            told.begins(text)
+        current = _listener.get()
+        if current is not None:
+            current.begins(text)
 
 
 @contextlib.contextmanager
 def stage(text: str) -> Iterator[Stage]:
-    """Tell who listens that a stage begins, and how long it took."""
-    told, start = _listener.get(), time.perf_counter()
-    under_way = Stage(text)
-    if told is not None:
-        told.begins(text)
-    yield under_way
-    if told is not None:
-        told.ended(under_way.text, time.perf_counter() - start)
+    """Report the block to the listener as a stage, with its duration."""
+    current, start = _listener.get(), time.perf_counter()
+    running = Stage(text)
+    if current is not None:
+        current.begins(text)
+    yield running
+    if current is not None:
+        current.ended(running.text, time.perf_counter() - start)
 
 
 def listener() -> Listener | None:
-    """The listener that is told of stages now; None if there is none."""
+    """Return the current listener, or None."""
     return _listener.get()
 
 
 @contextlib.contextmanager
 def aside() -> Iterator[None]:
-    """Leave the terminal's line to what shows a progress of its own."""
-    told = _listener.get()
-    if not isinstance(told, _Spinner):
+    """Pause the spinner while the block shows its own progress."""
+    current = _listener.get()
+    if not isinstance(current, _Spinner):
         yield
         return
-    told.status.stop()
+    current.status.stop()
     try:
         yield
     finally:
-        told.status.start()
+        current.status.start()
 
 
 @contextlib.contextmanager
-def listening(told: Listener | None) -> Iterator[None]:
-    """Tell this listener of the stages within, and no other; None for nobody."""
-    before = _listener.set(told)
+def listening(listener: Listener | None) -> Iterator[None]:
+    """Send the stages inside the block to this listener only; None discards them."""
+    before = _listener.set(listener)
     try:
         yield
     finally:
@@ -85,15 +85,15 @@ def listening(told: Listener | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def shown(progress: bool | None) -> Iterator[None]:
-    """Show the stages within on standard error.
+    """Show the stages inside the block on standard error.
 
     Args:
-        progress: False for silence; None leaves it to who listens already, and to the environment.
+        progress: False hides them; None keeps the current listener, or follows DETCOMPILE_PROGRESS.
     """
     wanted = config.progress_shown() if progress is None else progress
     if progress is not False and _listener.get() is not None:
         yield
-    elif not wanted or sys.stderr is None:  # print() would take standard output then
+    elif not wanted or sys.stderr is None:  # print(file=None) would write to standard output
         with listening(None):
             yield
     elif is_terminal(sys.stderr):
@@ -106,12 +106,12 @@ def shown(progress: bool | None) -> Iterator[None]:
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Whether somebody sits before a stream of sys; a process that was started without one has None there."""
+    """Return whether a stream of ``sys`` is a terminal. It is None if the process has no such stream."""
     return stream is not None and not stream.closed and stream.isatty()
 
 
 class _Spinner:
-    """Of a terminal: what is under way, in one line that goes when the call ends."""
+    """Shows the running stage in one line of the terminal, removed when the call ends."""
 
     def __init__(self, status: Status) -> None:
         self.status = status
@@ -124,7 +124,7 @@ class _Spinner:
 
 
 class _Lines:
-    """Elsewhere: a line for what has ended."""
+    """Prints one line for each stage that has ended."""
 
     def begins(self, text: str) -> None:
         pass

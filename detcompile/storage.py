@@ -1,4 +1,4 @@
-"""Where detcompile writes: folders of the cache that are this user's alone, and what a disk refuses, by its path."""
+"""File writes: cache folders that only this user can write, and disk errors that name the path."""
 
 import contextlib
 import errno
@@ -28,12 +28,12 @@ OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def cache_folder(name: str) -> Path:
-    """A folder of the cache, made if there is none, which nobody but this user and root can write.
+    """Return a folder of the cache; create it if needed.
 
-    What lies there is loaded as code or believed, so a folder that others could have filled is refused.
+    Its files are loaded as code, so only this user and root may be able to write to it.
 
     Raises:
-        StorageError: it cannot be made, or is not this user's alone.
+        StorageError: the folder cannot be created, or others can write to it.
     """
     root = config.cache_directory()
     for folder in (root, root / name):
@@ -49,27 +49,27 @@ def cache_folder(name: str) -> Path:
 
 
 def distrust(path: Path, *, sticky: bool = False) -> str:
-    """Why what lies at ``path`` may be somebody else's than this user's or root's; empty if it cannot.
+    """Return why another user may have written ``path``; empty if only this user and root could.
 
     Args:
-        sticky: others may write to a folder where they cannot rename what is ours, as in /tmp.
+        sticky: accept a folder that others can write if its sticky bit is set, as for /tmp.
 
     Raises:
-        OSError: there is nothing, or it cannot be looked at.
+        OSError: the path does not exist or cannot be read.
     """
-    found = path.stat()
-    if found.st_uid not in (0, os.geteuid()):
-        return f"{path} belongs to {_user(found.st_uid)}, not to {_user(os.geteuid())}"
-    if found.st_mode & OTHERS_WRITE and not (sticky and found.st_mode & stat.S_ISVTX):
-        return f"{path} can be written by others (mode {stat.S_IMODE(found.st_mode):o})"
+    status = path.stat()
+    if status.st_uid not in (0, os.geteuid()):
+        return f"{path} belongs to {_user(status.st_uid)}, not to {_user(os.geteuid())}"
+    if status.st_mode & OTHERS_WRITE and not (sticky and status.st_mode & stat.S_ISVTX):
+        return f"{path} can be written by others (mode {stat.S_IMODE(status.st_mode):o})"
     return ""
 
 
 def put(path: Path, content: bytes) -> None:
-    """Write a file of the cache: whole or absent, however many processes do, and writable by this user alone.
+    """Write a cache file atomically, writable by this user only. Several processes may write the same file.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:
@@ -85,7 +85,7 @@ def put(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def naming(path: Path, advice: str = PLACE_ADVICE) -> Iterator[None]:
-    """What fails here for the disk's sake fails as a StorageError that names ``path`` and says what to do."""
+    """Turn an OSError inside the block into a StorageError that names ``path`` and ends with ``advice``."""
     try:
         yield
     except OSError as error:
@@ -94,13 +94,13 @@ def naming(path: Path, advice: str = PLACE_ADVICE) -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_temporary_folder() -> Iterator[None]:
-    """What fails here for want of room, or of a folder, for temporary files fails as a StorageError that says so."""
+    """Turn a failure to write temporary files inside the block into a StorageError."""
     try:
         yield
     except OSError as error:
         place = Path(str(error.filename or tempfile.tempdir or "TMPDIR"))
         raise _failed(place, error.strerror or str(error), TEMPORARY_ADVICE) from error
-    except RuntimeError as error:  # of torch, which tells by its text what the disk has said
+    except RuntimeError as error:  # torch reports disk errors in its message only
         failed = disk_failure(error, Path(tempfile.gettempdir()), TEMPORARY_ADVICE)
         if failed is None:
             raise
@@ -108,10 +108,10 @@ def in_temporary_folder() -> Iterator[None]:
 
 
 def disk_failure(error: BaseException, folder: Path, advice: str = PLACE_ADVICE) -> StorageError | None:
-    """The full or unwritable disk that an exception of other people's code, or what it was made of, complains about.
+    """Return a StorageError if an exception, or one of its causes, reports a full or unwritable disk.
 
     Args:
-        folder: where it was written to, if the exception says no path.
+        folder: path to name if the exception has none.
     """
     seen: BaseException | None = error
     while seen is not None:

@@ -1,11 +1,11 @@
-"""The weights of a model: a digest of each that is cheap to compute again, one of all, and where they are.
+"""Digests and memory addresses of a model's weights.
 
 A tensor's digest is two sums modulo 2^64 of word · odd(place) over its bytes in words of 32 bits, row-major:
 multilinear hashing (Lemire and Kaser, "Strongly universal string hashing is fast", The Computer Journal 2014) with
-multipliers that are fixed. Integer sums have no order, so that any device and any number of threads finds the same.
-Changes that are not made to collide do so with a chance of about 2^-64; an export's members have a sha256 each.
+fixed multipliers. Integer sums do not depend on order, so every device and thread count gives the same digest.
+Accidental changes collide with probability 2^-64; members of an exported archive also have a sha256 each.
 
-With tensor parallelism the digests are of the whole weights: ranks compute them before they take their shares.
+With tensor parallelism digests cover whole weights: ranks compute them before they take their shards.
 """
 
 import functools
@@ -47,15 +47,15 @@ SAFETENSORS_DTYPES = {  # by their names in the format
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-WORD = 4  # bytes, so that a product with 64 bits keeps all of a word's own
-ROW = 1 << 14  # words that share the multiplier of their row; each has one for its place in it
-BLOCK_ROWS = {"cpu": 16, "cuda": 256}  # multiplied at once: what stays in a CPU's cache; 64 MiB of products
+WORD = 4  # bytes: the product with a 64-bit multiplier then depends on every bit of a word
+ROW = 1 << 14  # words in a row: a word is multiplied by its row's and its column's multiplier
+BLOCK_ROWS = {"cpu": 16, "cuda": 256}  # rows per block: fits a CPU's cache; 64 MiB of products on a GPU
 SALTS, ROWS_SALT = (0x9E3779B97F4A7C15, 0xD1B54A32D192ED03), 0x2545F4914F6CDD1D
 GOLDEN, MIX = np.uint64(0x9E3779B97F4A7C15), (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 class WeightView(NamedTuple):
-    """Where a tensor lies in one that holds it; ``offset`` counts elements from that one's first."""
+    """A tensor as a view of another one, ``held_in``; ``offset`` counts elements from the first one of ``held_in``."""
 
     held_in: str
     shape: list[int]
@@ -64,13 +64,13 @@ class WeightView(NamedTuple):
 
 
 def named_weights(model: nn.Module, *, every_name: bool = False) -> dict[str, Tensor]:
-    """Every parameter and buffer, those that no checkpoint holds among them; tied ones once, or by every name."""
+    """Return all parameters and buffers, non-persistent ones too; tied ones once, or under every name."""
     parameters = model.named_parameters(remove_duplicate=not every_name)
     return {**dict(parameters), **dict(model.named_buffers(remove_duplicate=not every_name))}
 
 
 def views_in(whole: Mapping[str, Tensor], parts: Mapping[str, Tensor]) -> dict[str, WeightView]:
-    """Where in ``whole`` each of ``parts`` lies; without those that lie in none of them."""
+    """Return each tensor of ``parts`` as a view of one in ``whole``; omit those that share no memory with it."""
     by_storage: dict[tuple[int, torch.dtype], list[tuple[str, Tensor]]] = {}
     for name, tensor in whole.items():
         by_storage.setdefault((tensor.untyped_storage().data_ptr(), tensor.dtype), []).append((name, tensor))
@@ -84,18 +84,18 @@ def views_in(whole: Mapping[str, Tensor], parts: Mapping[str, Tensor]) -> dict[s
 
 
 def _extent(tensor: Tensor) -> int:
-    """Elements from the first to the last."""
+    """Return the number of elements spanned in memory, from the first to the last."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())) if tensor.numel() else 0
 
 
 def weights_in_place(
     model: nn.Module, addresses: Mapping[str, int], constants: Mapping[str, Tensor], *, every_name: bool = False
 ) -> dict[str, Tensor]:
-    """The parameters and buffers of a model, and what its graph takes besides; InvalidInput if one was moved.
+    """Return a model's parameters and buffers, and its graph's ``constants``.
 
     Args:
-        addresses: where they were.
-        every_name: give tied ones under each of their names, and leave ``constants`` out.
+        addresses: addresses at compile time; InvalidInput is raised if a weight has moved.
+        every_name: list tied weights under each of their names, and omit ``constants``.
     """
     require_weights_at(addresses, model)
     if every_name:
@@ -104,20 +104,20 @@ def weights_in_place(
 
 
 def weight_digests(weights: Mapping[str, Tensor], on_read: Callable[[int, int], None] | None = None) -> dict[str, str]:
-    """The digest of each weight, by its name.
+    """Return the digest of each weight by name.
 
     Args:
-        on_read: is told the bytes read so far and of how many, once a part in a thousand or more, and at the end.
+        on_read: called with (bytes read, total bytes) at most 1000 times, and at the end.
     """
     digests: dict[str, str] = {}
-    done, told, total = 0, 0, sum(tensor.nbytes for tensor in weights.values())
+    done, reported, total = 0, 0, sum(tensor.nbytes for tensor in weights.values())
 
     def read(num_bytes: int) -> None:
-        nonlocal done, told
+        nonlocal done, reported
         done += num_bytes
-        if on_read is not None and (done == total or 1000 * (done - told) >= total):
+        if on_read is not None and (done == total or 1000 * (done - reported) >= total):
             on_read(done, total)
-            told = done
+            reported = done
 
     for name, tensor in weights.items():
         digests[name] = tensor_digest(tensor, read)
@@ -125,10 +125,10 @@ def weight_digests(weights: Mapping[str, Tensor], on_read: Callable[[int, int], 
 
 
 def tensor_digest(tensor: Tensor, on_read: Callable[[int], None] = lambda _: None) -> str:
-    """Dtype, shape, and the two sums over the bytes.
+    """Return a digest: dtype, shape, and the two sums over the bytes.
 
     Args:
-        on_read: is told the bytes of each piece.
+        on_read: called with the number of bytes of each piece.
     """
     sums = torch.zeros(len(SALTS), dtype=torch.int64, device=tensor.device)
     at = 0
@@ -138,20 +138,20 @@ def tensor_digest(tensor: Tensor, on_read: Callable[[int], None] = lambda _: Non
             words = _words(piece)
             sums += _sums(words, at // ROW)
             at += len(words)
-    found = "".join(f"{value % (1 << 64):016x}" for value in sums.tolist())
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} {found}"
+    digits = "".join(f"{value % (1 << 64):016x}" for value in sums.tolist())
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} {digits}"
 
 
 def weight_addresses(model: nn.Module) -> dict[str, int]:
-    """Where each parameter and buffer begins in memory; another address is another storage."""
+    """Return the address of each parameter and buffer."""
     return {name: tensor.data_ptr() for name, tensor in named_weights(model).items()}
 
 
 def require_weights_at(addresses: Mapping[str, int], model: nn.Module) -> None:
-    """Fail unless every weight is where it was: a compiled graph holds the storage that it was given.
+    """Check that no weight has moved: a compiled graph keeps reading the original storage.
 
     Raises:
-        InvalidInput: one is not.
+        InvalidInput: a weight has another storage.
     """
     now = weight_addresses(model)
     moved = next((name for name, address in addresses.items() if now.get(name) != address), None)
@@ -163,7 +163,7 @@ def require_weights_at(addresses: Mapping[str, int], model: nn.Module) -> None:
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensor's bytes in row-major order, some whole rows of words at a time, without a copy of all of it."""
+    """Yield the tensor's bytes in row-major order, whole rows of words at a time, without copying all of it."""
     block = BLOCK_ROWS.get(tensor.device.type, BLOCK_ROWS["cpu"]) * ROW * WORD
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
@@ -171,13 +171,13 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
         yield from tensor.contiguous().reshape(-1).view(torch.uint8).split(block)
         return
     line = tensor[0].numel() * tensor.element_size()
-    whole = ROW * WORD // math.gcd(line, ROW * WORD)  # lines that fill rows of words
+    whole = ROW * WORD // math.gcd(line, ROW * WORD)  # lines that fill whole rows of words
     for lines in tensor.split(whole * max(1, block // (whole * line))):
         yield from lines.contiguous().reshape(-1).view(torch.uint8).split(block)
 
 
 def _words(piece: Tensor) -> Tensor:
-    """[n] int32; zeros fill the last word."""
+    """Return the bytes as int32 words [n]; the last word is zero-padded."""
     if len(piece) % WORD:
         piece = torch.cat([piece, piece.new_zeros(-len(piece) % WORD)])
     aligned = piece.data_ptr() % WORD == 0 and piece.storage_offset() % WORD == 0
@@ -185,20 +185,20 @@ def _words(piece: Tensor) -> Tensor:
 
 
 def _sums(words: Tensor, first_row: int) -> Tensor:
-    """[SALTS]: Σ row multiplier · Σ place multiplier · word, of words that begin with a row."""
+    """Return [SALTS]: Σ row multiplier · Σ column multiplier · word. ``words`` starts at a row boundary."""
     whole = len(words) // ROW
     wide = words.to(torch.int64)
     lines, rest = wide[: whole * ROW].view(whole, ROW), wide[whole * ROW :]
-    found = []
+    totals = []
     for salt in SALTS:
         places = _places(salt, words.device)
-        # a GPU has no product of integer matrices; a CPU's needs half the time
+        # integer mv: missing on GPUs, twice as fast on CPUs
         sums = lines.mv(places) if words.device.type == "cpu" else (lines * places).sum(1)
         if len(rest):
             sums = torch.cat([sums, (rest * places[: len(rest)]).sum().view(1)])
         rows = torch.from_numpy(_odd(first_row, len(sums), salt ^ ROWS_SALT)).to(words.device)
-        found.append((sums * rows).sum())
-    return torch.stack(found)
+        totals.append((sums * rows).sum())
+    return torch.stack(totals)
 
 
 @functools.cache
@@ -207,7 +207,7 @@ def _places(salt: int, device: torch.device) -> Tensor:
 
 
 def _odd(start: int, count: int, salt: int) -> NDArray[np.int64]:
-    """Odd numbers of 64 bits by their index: splitmix64."""
+    """Return odd 64-bit multipliers for indices from ``start`` on (splitmix64)."""
     x = np.arange(start, start + count, dtype=np.uint64) * GOLDEN + np.uint64(salt)
     x = (x ^ (x >> np.uint64(30))) * MIX[0]
     x = (x ^ (x >> np.uint64(27))) * MIX[1]

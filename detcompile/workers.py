@@ -1,6 +1,6 @@
-"""What a worker process does: hold one rank's compiled model, and run the steps that the parent planned.
+"""The worker process: holds one rank's compiled model, and runs the steps that the parent plans.
 
-Named by ``executors.ranks`` and called through ``runtime.processes.group``; nothing else imports it.
+``executors.ranks`` names this module, and ``runtime.processes.group`` calls it; nothing else imports it.
 """
 
 import contextlib
@@ -46,19 +46,18 @@ __all__ = ["RankServer", "load_for_rank"]
 
 
 class _Served(NamedTuple):
-    """The worker of one engine of the parent's."""
+    """The worker of one of the parent's engines."""
 
     worker: Worker
     reader: WorkReader
-    launched: deque[tuple[LaunchedStep, Callable[[], float]]]  # with what gives the seconds that it took in a stage
+    launched: deque[tuple[LaunchedStep, Callable[[], float]]]  # and its seconds in this stage
 
 
 class RankServer:
-    """The commands of one rank. What a step returns travels only where the parent reads it: from the first rank of the
-    last stage.
+    """The commands of one rank. Only the first rank of the last stage returns the results of a step.
 
     Args:
-        note: tells the parent what goes on.
+        note: sends a progress text to the parent.
     """
 
     def __init__(self, rank: int, plan: RankPlan, note: Callable[[str], None]) -> None:
@@ -71,17 +70,17 @@ class RankServer:
         self._host = plan.host or "127.0.0.1"
         self._store: dist.TCPStore | None = None
         self._made: dict[int, _Served | Runner] = {}
-        self._room = Room(0)  # of the engine that is made next
+        self._room = Room(0)  # for the next engine
 
     def open_store(self) -> int:
-        """Rank 0 opens the place where the ranks meet, on a port that the system picks; returns the port."""
+        """Open the rendezvous store on rank 0, on a free port; return the port."""
         if self.rank:
             return 0
         self._store = dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
         return self._store.port
 
     def start(self, port: int) -> ModelDescription | None:
-        """Join the other ranks, load and compile, or load what was compiled; returns what the parent has to know."""
+        """Join the other ranks, then load and compile the model, or load an archive; return its description."""
         plan = self.plan
         transformers_logging.disable_progress_bar()  # the parent shows one for all ranks
         torch.set_num_threads(plan.num_threads)
@@ -101,16 +100,16 @@ class RankServer:
         with stage("load the model"):
             model = load_for_rank(plan, device)
         part = replace(self._stage, device=device) if plan.pp > 1 else None
-        numbers = plan.tp, plan.numerics, plan.max_context, tp_group
-        compiled = compile_here(model, *numbers, on_read=self._tell_read, stage=part, **plan.options)
+        arguments = plan.tp, plan.numerics, plan.max_context, tp_group
+        compiled = compile_here(model, *arguments, on_read=self._tell_read, stage=part, **plan.options)
         causal = require_causal(compiled, "a worker process")
         if part is not None:
-            torch._dynamo.reset()  # it keeps what was traced, the weights of other stages with it
+            torch._dynamo.reset()  # it keeps traced modules, with the weights of other stages
             self._connect(causal)
         return causal
 
     def _connect(self, model: CompiledModel) -> None:
-        """Have the stage's forward take rows from the stage before and send them to the next."""
+        """Make the stage's forward receive rows from the previous stage and send them to the next one."""
         executor, part = model.executor, model.executor.description.stage
         assert isinstance(executor, LocalExecutor) and part is not None
         before = self.rank - self.plan.tp if self._stage.index else None
@@ -123,40 +122,39 @@ class RankServer:
         self.note(reading(done, total))
 
     def fingerprint_parts(self) -> dict[str, str] | None:
-        """Parts of the model's fingerprint, from rank 0; every rank takes part where the ranks share the work."""
+        """Return the parts of the model's fingerprint on rank 0. Collective: every rank must call it."""
         parts = self.model.fingerprint_parts
         return parts if self.rank == 0 else None
 
     def identity(self) -> str | None:
-        """What this process was given, from rank 0: the fingerprint, of weights that nobody has changed in place."""
+        """Return a fingerprint of program and weights on rank 0, ignoring in-place changes of weights."""
         if self.rank:
             return None
         weights = weights_digest(self._executor.weights.given())
         return fingerprint({"weights": weights, **self._executor.origin.fixed_parts})
 
     def weights_version(self) -> int:
-        """Counts the contents that the weights here have had."""
+        """Return the version of the local weights."""
         return self.model.executor.weights.version(look=True)
 
     def update_weights(self, path: str) -> int:
-        """Take this rank's share of new weights, which are in a file; the version of the weights."""
-        given = torch.load(path, map_location="cpu", mmap=True)
-        return self.model.executor.weights.update(given)
+        """Update this rank's shard from a file of new weights; return the new version."""
+        return self.model.executor.weights.update(torch.load(path, map_location="cpu", mmap=True))
 
     def weight_digests(self) -> dict[str, str] | None:
-        """Digests of the whole weights by name, from rank 0; every rank takes part."""
+        """Return digests of the whole weights on rank 0. Collective: every rank must call it."""
         digests = self.model.weight_digests()
         return digests if self.rank == 0 else None
 
     def affordable_blocks(self, config: EngineConfig, num_sharers: int, drafts: bool) -> int:
-        """KV blocks that this rank has room for, beside as many of the others on its device."""
+        """Return how many KV blocks fit on this rank's device if ``num_sharers`` ranks share it."""
         facts, forward = self.model.facts, self._executor.forwards.plain
         rehearse_steps(facts, forward, config, self.plan.num_ranks)
         self._room = room_for_cache(facts, forward, config, drafts=drafts, num_sharers=num_sharers)
         return affordable_blocks(facts, config, self._room, num_sharers)
 
     def new_worker(self, name: int, config: EngineConfig, num_blocks: int, with_states: bool) -> None:
-        """Make the worker of an engine, whose steps hand out their hidden states or not."""
+        """Create an engine's worker; its steps return hidden states if ``with_states``."""
         forwards = self._executor.forwards
         forward = forwards.plain
         if with_states:
@@ -169,7 +167,7 @@ class RankServer:
         self._made[name] = _Served(worker, WorkReader(), deque())
 
     def launch(self, name: int, packed: PackedWork) -> None:
-        """Start a step of an engine."""
+        """Launch a step of an engine."""
         served = self._served(name)
         for number in packed.forgotten:
             served.worker.sampler.forget(number)
@@ -178,7 +176,7 @@ class RankServer:
             served.launched.append((launched, float if forward is None else forward.timed()))
 
     def collect(self, name: int) -> RankStep | None:
-        """Wait for the oldest step launched; its hidden states beside the rest."""
+        """Wait for the oldest launched step; return its result, with hidden states packed separately."""
         served = self._served(name)
         launched, seconds = served.launched.popleft()
         result = served.worker.collect(launched)
@@ -190,53 +188,55 @@ class RankServer:
         return RankStep(result._replace(hidden=None), hidden, seconds())
 
     def read_blocks(self, name: int, tables: Sequence[Sequence[int]]) -> list[tuple[PackedTensor, PackedTensor]]:
-        """Read blocks of an engine's KV cache: the heads of this rank."""
+        """Read blocks of an engine's KV cache: this rank's heads."""
         layers = self._served(name).worker.read_blocks(tables)
         return [(pack_tensor(keys), pack_tensor(values)) for keys, values in layers]
 
     def write_blocks(
         self, name: int, tables: Sequence[Sequence[int]], packed: Sequence[tuple[PackedTensor, PackedTensor]]
     ) -> None:
-        """Write blocks of an engine's KV cache: the heads of this rank, out of all."""
+        """Write blocks of an engine's KV cache: this rank's heads, cut out of all heads."""
         whole = [[unpack_tensor(part).chunk(self.plan.tp, 2)[self.rank] for part in parts] for parts in packed]
         self._served(name).worker.write_blocks(tables, [(keys, values) for keys, values in whole])
 
     def new_runner(self, name: int, num_blocks: int, block_size: int, cuda_graphs: bool) -> None:
-        """Make a KV cache, and what runs steps over it."""
+        """Create a KV cache and a runner over it."""
         self._made[name] = self._executor.new_runner(num_blocks, block_size, cuda_graphs)
 
     def run(self, name: int, arrays: StepArrays) -> PackedTensor | None:
-        """Logits of a step."""
+        """Run a step; return its logits."""
         with self._connected():
             logits = self._runner(name).run(arrays)
         return pack_tensor(logits) if self._answers else None
 
     def fill_caches(self, name: int, value: float) -> None:
-        """Write a value into every slot of a runner's cache."""
+        """Fill a runner's cache with a value."""
         self._runner(name).fill_caches(value)
 
     def apply(self, packed: bytes) -> Any:
-        """A function of the caller's, of this rank's model; it is pickled with its other arguments.
+        """Call a pickled function of the caller with this rank's model and the pickled arguments.
 
         Raises:
-            InvalidInput: this process does not find it, or what its arguments are made of.
+            InvalidInput: this process cannot import the function, or a class of its arguments.
         """
         try:
             function, args = pickle.loads(packed)
         except (ImportError, AttributeError) as error:
-            raise InvalidInput(f"apply: the workers do not find it ({error}): give what they can import") from error
+            raise InvalidInput(
+                f"apply: the workers cannot import the function ({error}): move it to a module that they can import"
+            ) from error
         return function(self.model, *args)
 
     def free(self, name: int) -> None:
-        """Drop a worker or a runner, its cache with it, or what is left of one that could not be made."""
+        """Drop a worker or a runner with its cache, or the rest of one whose creation failed."""
         self._made.pop(name, None)
 
     def kept(self) -> list[int]:
-        """Names of the workers and runners here."""
+        """Return the names of the workers and runners in this process."""
         return list(self._made)
 
     def _join(self, device: torch.device, port: int) -> dist.ProcessGroup | None:
-        """Meet the other ranks; returns the group of those of this stage, None if these are all."""
+        """Join the other ranks; return the group of this stage's ranks, or None if no subgroup is needed."""
         plan = self.plan
         settle_symmetric_memory()
         store = self._store or dist.TCPStore(self._host, port, is_master=False)
@@ -249,7 +249,7 @@ class RankServer:
 
     @contextlib.contextmanager
     def _connected(self) -> Iterator[StageForward | None]:
-        """Steps inside are the pipeline's, if this is a stage of one."""
+        """Connect steps inside the block to the other pipeline stages, if there are any."""
         forward = self._executor.forwards.plain
         if isinstance(forward, StageForward):
             with forward.connected():
@@ -275,10 +275,10 @@ class RankServer:
 
 
 def load_for_rank(plan: RankPlan, device: torch.device) -> PreTrainedModel:
-    """The module: on the rank's device where it may have to be whole there, otherwise on the CPU, mapped and not read.
+    """Load the module: on the rank's device if it may be needed whole there, otherwise mapped on the CPU.
 
-    compile() then cuts each weight and moves the share, of its stage's layers. So a rank reads what it keeps and what
-    the fingerprint hashes, the ranks share the file's pages, and no device ever holds the whole model.
+    compile() then shards each weight of the stage's layers and moves the shard to the device. So a rank reads only its
+    shard and what the fingerprint hashes, ranks share the file's pages, and no device holds the whole model.
     """
     if plan.load is not None:
         module = plan.load(torch.device("cpu"))

@@ -1,9 +1,9 @@
-"""The file that export writes, checked byte by byte when it is opened: a zip in torch's .pt2 layout with a manifest.
+"""The exported file: a zip in torch's .pt2 layout with a manifest. Every byte is checked when it is opened.
 
-The manifest holds the sha256 of every other member. The zip's comment, its last bytes, is the sha256 of all that is no
-member's contents, so that no byte goes unchecked. Each rank has a library and its share of the weights: one member in
-the format of safetensors, or a file of that format beside the archive. Members are stored as they are, so that weights
-are read from the file's pages without a copy of the whole.
+The manifest holds the sha256 of every other member. The zip's comment, at the end of the file, holds the sha256 of all
+bytes outside of member contents. Each rank has a compiled library and a shard of the weights, either as a safetensors
+member or as a safetensors file next to the archive. Members are not compressed, so that weights are read from mapped
+pages without copying the file.
 """
 
 import hashlib
@@ -29,24 +29,24 @@ from detcompile.errors import ArchiveError
 
 __all__ = ["Archive", "EXTRA", "Share", "library_folder", "write_archive"]
 
-ROOT = "detcompile"  # the folder that torch's reader expects around everything
-LIBRARIES = "data/aotinductor"  # where torch looks for what AOTInductor wrote, a folder each
+ROOT = "detcompile"  # top folder that torch's reader expects
+LIBRARIES = "data/aotinductor"  # where torch looks for AOTInductor's outputs, one folder each
 EXTRA = "extra/detcompile"
 MANIFEST, MANIFEST_DIGEST = f"{EXTRA}/manifest.json", f"{EXTRA}/manifest.sha256"
 LAYOUT = {"archive_format": b"pt2", "archive_version": b"0", "byteorder": b"little", ".data/version": b"3\n"}
-OF_A_RANK = re.compile(rf"(?:{EXTRA}|{LIBRARIES})/rank(\d+)[./]")
+RANK_MEMBER = re.compile(rf"(?:{EXTRA}|{LIBRARIES})/rank(\d+)[./]")
 LOCAL_HEADER = b"PK\x03\x04"
 CHUNK_BYTES = 1 << 24
 COMMENT_BYTES = 2 * hashlib.sha256().digest_size  # in hex
 
 
 class Share(NamedTuple):
-    """A rank's share of an archive.
+    """One rank's part of an archive.
 
     Attributes:
-        facts: entries of the manifest, as JSON has them; "weights" is added.
+        facts: the rank's manifest entries, plain JSON values; ``write_archive`` adds "weights".
         files: files of the rank's library.
-        weights: the rank's share of the weights.
+        weights: the rank's shard of the weights.
     """
 
     facts: Mapping[str, Any]
@@ -55,7 +55,7 @@ class Share(NamedTuple):
 
 
 def library_folder(rank: int) -> str:
-    """The folder of the members that are a rank's library."""
+    """Return the folder that holds the members of a rank's library."""
     return f"{LIBRARIES}/rank{rank}"
 
 
@@ -66,11 +66,12 @@ def write_archive(
     ranks: Sequence[Share],
     beside: bool = False,
 ) -> None:
-    """Write an archive, and the weights into files next to it if so wanted; each takes its place when it is whole.
+    """Write an archive. Each file is written under a temporary name and renamed when it is complete.
 
     Args:
-        facts: entries of the manifest, as JSON has them; "members" and "ranks" are added.
-        members: contents by name, besides those of the ranks.
+        facts: manifest entries, plain JSON values; "members" and "ranks" are added.
+        members: contents by name, without the ranks' members.
+        beside: write the weights to files next to the archive.
 
     Raises:
         OSError: a file cannot be written.
@@ -105,17 +106,17 @@ def write_archive(
 
 
 class Archive:
-    """An archive, opened and found whole but for what is other ranks', which they look at.
+    """An opened archive. All bytes are checked, except for members of other ranks, which those ranks check.
 
     Args:
-        rank: the rank whose share is read; None reads none.
+        rank: the rank whose part is read; None reads no rank's part.
 
     Attributes:
         facts: the manifest.
 
     Raises:
-        ArchiveError: when made, if the file is not one, is cut short or was changed since it was written, or has
-            members or a manifest that export never writes.
+        ArchiveError: the file is not an archive, is truncated, was changed since it was written, or has members or a
+            manifest that export never writes. Raised by the constructor.
     """
 
     def __init__(self, path: Path, rank: int | None = 0) -> None:
@@ -127,7 +128,7 @@ class Archive:
             raise _damaged(path, "the directory of its members")
         for name in (MANIFEST, MANIFEST_DIGEST):
             if name not in self._places:
-                raise ArchiveError(f"{path} holds no {name}: no archive of detcompile. Give one that export wrote")
+                raise ArchiveError(f"{path} holds no {name}: not a detcompile archive. Give one that export wrote")
         if _digest(self._view(MANIFEST)) != self.read(MANIFEST_DIGEST).decode(errors="replace"):
             raise _damaged(path, MANIFEST)
         self.facts: dict[str, Any] = parsed(path, MANIFEST, self.read(MANIFEST))
@@ -135,24 +136,24 @@ class Archive:
         self._require_whole()
 
     def read(self, name: str) -> bytes:
-        """A member's contents."""
+        """Return a member's contents."""
         return bytes(self._view(name))
 
     def names(self, folder: str) -> list[str]:
-        """Names of the members in a folder."""
+        """Return the names of the members in a folder."""
         return [name for name in self._places if name.startswith(f"{folder}/")]
 
     @property
     def share(self) -> dict[str, Any]:
-        """What of the manifest is this rank's."""
+        """This rank's entries of the manifest."""
         assert self.rank is not None
         return self.facts["ranks"][self.rank]
 
     def weights(self, device: torch.device) -> dict[str, Tensor]:
-        """Every weight of this rank, on the device, in memory of its own.
+        """Copy this rank's weights to the device; return them by name.
 
         Raises:
-            ArchiveError: the file of weights beside the archive is missing or was changed, or holds no weights.
+            ArchiveError: the weights file next to the archive is missing, changed or malformed.
         """
         assert self.rank is not None
         where = self.share["weights"]
@@ -189,9 +190,9 @@ def _weights_name(rank: int) -> str:
 
 
 def _rank_of(name: str) -> int | None:
-    """Whose member this is; None: everyone's."""
-    found = OF_A_RANK.match(name)
-    return None if found is None else int(found[1])
+    """Return the rank that a member belongs to; None if it belongs to all."""
+    match = RANK_MEMBER.match(name)
+    return None if match is None else int(match[1])
 
 
 def _damaged(path: Path, what: str) -> ArchiveError:
@@ -199,37 +200,38 @@ def _damaged(path: Path, what: str) -> ArchiveError:
 
 
 def _places(content: mmap.mmap, path: Path) -> dict[str, tuple[int, int]]:
-    """Where each member's bytes begin, and how many there are."""
-    file: Any = content  # reads, seeks and tells, but says nothing of being a file
+    """Return (start, size) of each member's contents."""
+    file: Any = content  # mmap has read, seek and tell, but no file type
     try:
         with zipfile.ZipFile(file) as archive:
             infos = archive.infolist()
-    except Exception as error:  # zipfile raises what it likes at what it is given
-        raise ArchiveError(f"{path} is cut short, damaged or no archive ({error}): copy or export it again") from error
+    except Exception as error:  # zipfile raises many types on malformed input
+        message = f"{path} is truncated, damaged or not an archive ({error}): copy or export it again"
+        raise ArchiveError(message) from error
     places: dict[str, tuple[int, int]] = {}
     for info in infos:
         _require_plain(info, path)
-        header = content[info.header_offset : info.header_offset + 30]  # ends with the lengths of a name and of extras
+        header = content[info.header_offset : info.header_offset + 30]  # ends with lengths of name and extra fields
         lengths = [int.from_bytes(header[at : at + 2], "little") for at in (26, 28)]
         start = info.header_offset + len(header) + sum(lengths)
         if header[:4] != LOCAL_HEADER or start + info.file_size > len(content):
             raise _damaged(path, info.filename)
         name = info.filename.removeprefix(f"{ROOT}/")
         if name in places:
-            raise _damaged(path, f"{name}, which is there twice,")
+            raise _damaged(path, f"{name}, which occurs twice,")
         places[name] = (start, info.file_size)
     ends = sorted((start, start + size, name) for name, (start, size) in places.items())
     for (_, end, _), (start, _, name) in itertools.pairwise(ends):
         if start < end:
-            raise _damaged(path, f"{name}, which shares its bytes,")
+            raise _damaged(path, f"{name}, which overlaps another member,")
     folders = {name[:at] for name in places for at in range(len(name)) if name[at] == "/"}
     for name in sorted(folders & places.keys()):
-        raise _damaged(path, f"{name}, a file and a folder,")
+        raise _damaged(path, f"{name}, which is both a file and a folder,")
     return places
 
 
 def _require_plain(info: zipfile.ZipInfo, path: Path) -> None:
-    """A member is a file, stored as it is, below ROOT: nothing that is written out by its name could go elsewhere."""
+    """Require an uncompressed regular file below ROOT, so that unpacking cannot write outside of the target folder."""
     inside = info.filename.startswith(f"{ROOT}/") and plain_name(info.filename) and plain_name(info.orig_filename)
     is_file = stat.S_IFMT(info.external_attr >> 16) in (0, stat.S_IFREG)
     stored = info.compress_type == zipfile.ZIP_STORED and info.compress_size == info.file_size
@@ -238,7 +240,7 @@ def _require_plain(info: zipfile.ZipInfo, path: Path) -> None:
 
 
 def _seal(file: IO[bytes], path: Path) -> None:
-    """Write the digest of what is no member's contents over the comment."""
+    """Write the digest of all bytes outside of member contents into the zip comment."""
     file.flush()
     with mmap.mmap(file.fileno(), 0) as content:
         content[-COMMENT_BYTES:] = _frame_digest(content, _places(content, path))
@@ -261,7 +263,7 @@ def _digest(content: memoryview) -> str:
 
 
 class _put_into_place:
-    """Opens a file under another name, and gives it its own once it was written to the end."""
+    """Open a temporary file; rename it to ``path`` if the block succeeds, otherwise delete it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -274,7 +276,7 @@ class _put_into_place:
     def __exit__(self, failed: Any, *_: Any) -> None:
         self._file.close()
         if failed is None:
-            os.chmod(self._name, 0o666 & ~_umask())  # as any other new file
+            os.chmod(self._name, 0o666 & ~_umask())  # the mode of a new file
             os.replace(self._name, self.path)
         else:
             with suppress(OSError):

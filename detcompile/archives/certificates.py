@@ -1,4 +1,4 @@
-"""A certificate as an archive holds it, whole, and back."""
+"""Certificates to and from the JSON of an archive."""
 
 import dataclasses
 import json
@@ -13,14 +13,14 @@ __all__ = ["certificate_json", "read_certificate"]
 
 
 def certificate_json(certificate: Certificate) -> bytes:
-    """A certificate as JSON, whole."""
+    """Serialize a certificate as JSON."""
     entries = [dataclasses.asdict(entry) for entry in certificate.entries]
     sums = [_order_json(order) for order in certificate.sums]
     return json.dumps({"entries": entries, "sums": sums}, indent=1).encode()
 
 
 def read_certificate(content: dict[str, Any], numerics: Numerics) -> Certificate:
-    """The certificate that ``certificate_json`` wrote. What is none fails with whatever exception it comes to."""
+    """Return the certificate that ``certificate_json`` wrote. Malformed content raises any exception."""
     entries = tuple(Entry(**{**entry, "holds_for": tuple(entry["holds_for"])}) for entry in content["entries"])
     return Certificate(entries, numerics, tuple(_order(order) for order in content["sums"]))
 
@@ -34,6 +34,6 @@ def _order_json(order: SumOrder) -> dict[str, Any]:
 def _order(content: dict[str, Any]) -> SumOrder:
     kind = getattr(orders, content["order"])
     if not (isinstance(kind, type) and issubclass(kind, SumOrder)):
-        raise ValueError(f"{content['order']} is no order of a sum")
+        raise ValueError(f"{content['order']} is not a SumOrder")
     fields = {name: _order(value) if isinstance(value, dict) else value for name, value in content.items()}
     return kind(**{name: tuple(v) if isinstance(v, list) else v for name, v in fields.items() if name != "order"})

@@ -1,4 +1,4 @@
-"""What of a machine a compiled program depends on: recorded when it is exported, compared when it is loaded."""
+"""Machine properties that a compiled program depends on: recorded at export, compared at load."""
 
 import platform
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from detcompile.templates.cpu import library as cpu_library
 
 __all__ = ["obstacle", "this_machine"]
 
-# What /proc/cpuinfo has to list for code that Inductor compiled for an instruction set.
+# CPU flags in /proc/cpuinfo that Inductor's code for an instruction set needs.
 VECTOR_FLAGS = {
     "avx2": {"avx2", "fma", "f16c"},
     "avx512": {"avx512f", "avx512dq", "avx512vl", "avx512bw", "fma"},
@@ -23,17 +23,17 @@ VECTOR_FLAGS = {
 
 
 def this_machine(device: torch.device) -> dict[str, str]:
-    """Parts of this machine by name: what a program compiled here for ``device`` needs where it runs."""
-    found = {"device": device.type, "platform": platform.machine(), "torch": torch.__version__}
+    """Return the properties of this machine that a program compiled for ``device`` depends on."""
+    machine = {"device": device.type, "platform": platform.machine(), "torch": torch.__version__}
     if device.type == "cpu":
-        return found | {"isa": cpu_library.isa(), "vectors": str(vector_isa())}
+        return machine | {"isa": cpu_library.isa(), "vectors": str(vector_isa())}
     major, minor = torch.cuda.get_device_capability(device)
     name = torch.cuda.get_device_name(device)
-    return found | {"gpu": name, "capability": f"{major}.{minor}", "triton": triton.__version__}
+    return machine | {"gpu": name, "capability": f"{major}.{minor}", "triton": triton.__version__}
 
 
 def obstacle(made: Mapping[str, str]) -> str:
-    """Why a program made for another machine does not run here with its bits, and what to do; empty if it does."""
+    """Return why a program made on another machine cannot reproduce its bits here, and what to do; empty if it can."""
     if made["torch"] != torch.__version__:
         return f"it was made with torch {made['torch']}, this is {torch.__version__}: install that one, or export again"
     if made["platform"] != platform.machine():
@@ -54,7 +54,7 @@ def _cpu_obstacle(made: Mapping[str, str]) -> str:
         here = str(vector_isa())
         return "" if here == made["vectors"] else f"it was made for {made['vectors']}, this is {here}: export it here"
     missing = sorted(set().union(*(VECTOR_FLAGS[kind] for kind in kinds)) - _cpu_flags())
-    return f"its code needs {', '.join(missing)}, which this CPU has not: export it here" if missing else ""
+    return f"its code needs {', '.join(missing)}, which this CPU lacks: export it here" if missing else ""
 
 
 def _gpu_obstacle(made: Mapping[str, str]) -> str:

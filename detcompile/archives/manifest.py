@@ -1,5 +1,7 @@
-"""What an archive's manifest has to look like before anything of it is believed: for each field a check of its type and
-range. Digests show damage and no intent: whoever forges a manifest forges its digest too."""
+"""Validation of an archive's manifest: a type and range check for each field.
+
+Digests detect damage, not forgery: a forged manifest has a matching digest. So every field is checked before use.
+"""
 
 import json
 import re
@@ -12,36 +14,36 @@ from detcompile.errors import ArchiveError
 __all__ = ["parsed", "plain_name", "require_model", "require_shares"]
 
 Check = Callable[[Any], bool]
-MOST = 1 << 40  # of any count
-MOST_FEATURES = 1 << 24  # of a cache's slot or a state, in one layer
+MOST = 1 << 40  # the largest count
+MOST_FEATURES = 1 << 24  # elements of a KV slot or a state in one layer
 HEX = re.compile(r"[0-9a-f]{64}")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 def plain_name(name: object) -> bool:
-    """Whether a name, with / between folders, stays inside of the folder that it is written to, on any system."""
+    """Return whether a relative path with / separators stays inside its folder on any operating system."""
     if not isinstance(name, str) or not name.isprintable() or any(mark in name for mark in '\\:*?"<>|'):
         return False
     return all(part not in ("", ".", "..") and len(part.encode(errors="replace")) < 256 for part in name.split("/"))
 
 
 def parsed(path: Path, name: str, content: bytes) -> Any:
-    """A member that holds JSON.
+    """Parse a JSON member.
 
     Raises:
-        ArchiveError: it does not.
+        ArchiveError: the member is not valid JSON.
     """
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise _forged(path, f"{name} is no JSON ({error})") from error
+        raise _forged(path, f"{name} is not valid JSON ({error})") from error
 
 
 def require_shares(path: Path, facts: Any) -> None:
-    """Fail unless the manifest lists its members, and weights for every rank.
+    """Check that the manifest lists its members, and weights for every rank.
 
     Raises:
-        ArchiveError: naming the field.
+        ArchiveError: a field is missing or invalid; the message names it.
     """
     _require(path, facts, {"members": _named(_record(sha256=_digest, bytes=_count), plain_name), "ranks": _some(_dict)})
     for rank, share in enumerate(facts["ranks"]):
@@ -52,10 +54,10 @@ def require_shares(path: Path, facts: Any) -> None:
 
 
 def require_model(path: Path, facts: Mapping[str, Any]) -> None:
-    """Fail unless the manifest describes a model.
+    """Check that the manifest describes a model.
 
     Raises:
-        ArchiveError: naming the field.
+        ArchiveError: a field is missing or invalid; the message names it.
     """
     _require(path, facts, MODEL)
     machine = facts["machine"]
@@ -69,7 +71,7 @@ def require_model(path: Path, facts: Mapping[str, Any]) -> None:
 
 def _require(path: Path, record: Any, checks: Mapping[str, Check], where: str = "manifest") -> None:
     if not isinstance(record, dict):
-        raise _forged(path, f"{where} is no object")
+        raise _forged(path, f"{where} is not an object")
     for name, check in checks.items():
         if name not in record:
             raise _forged(path, f"{where} has no {name}")
@@ -114,7 +116,7 @@ def _argument(value: object) -> bool:
 
 
 def _features(value: object) -> bool:
-    """Extents of a tensor of a moderate size."""
+    """Check the shape of a tensor of at most MOST_FEATURES elements."""
     if not isinstance(value, list) or not all(_count(extent) for extent in value):
         return False
     size = 1
@@ -128,7 +130,7 @@ def _kv_shape(value: object) -> bool:
 
 
 def _whole(value: object) -> bool:
-    """Nothing, or an integer of either sign."""
+    """Check for None or an integer of either sign."""
     return value is None or (type(value) is int and -MOST < value < MOST)
 
 
@@ -149,7 +151,7 @@ def _pairs(first: Check, second: Check) -> Check:
 
 
 def _named(check: Check, name: Check = _text) -> Check:
-    return lambda value: isinstance(value, dict) and all(name(key) and check(own) for key, own in value.items())
+    return lambda value: isinstance(value, dict) and all(name(key) and check(item) for key, item in value.items())
 
 
 def _record(**checks: Check) -> Check:
@@ -169,14 +171,14 @@ MODEL: dict[str, Check] = {
     "machine": lambda value: (
         _named(_text)(value) and {"platform", "torch", "device"} <= value.keys() and value["device"] in ON
     ),
-    "numerics": _dict,  # Numerics looks at it itself
+    "numerics": _dict,  # checked by Numerics
     "max_context": _positive,
     "dtype": lambda value: value in DTYPES,
     "num_token_ids": _positive,
     "num_logits": _positive,
     "name_or_path": _text,
     "num_parameters": lambda value: _list(_count)(value) and len(value) == 2,
-    "config": _dict,  # transformers looks at it itself
+    "config": _dict,  # checked by transformers
     "generation_config": lambda value: (
         _dict(value) and _optional(_list(_count))(value.get("eos_token_id")) and _whole(value.get("pad_token_id"))
     ),

@@ -1,4 +1,4 @@
-"""Weights in the format of safetensors: written without a copy of the whole, and read from a file's pages."""
+"""Weights in safetensors format: streamed on writing, read from mapped pages."""
 
 import json
 import math
@@ -15,17 +15,17 @@ from detcompile.weights import SAFETENSORS_DTYPES
 
 __all__ = ["SUFFIX", "StoredWeights", "files_beside", "mapped", "read_weights"]
 
-SUFFIX = ".safetensors"  # of such a file
-MOST_SPREAD = 1024  # elements of memory for one that is stored
+SUFFIX = ".safetensors"
+MOST_SPREAD = 1024  # elements of memory that strides may span per stored element
 DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
 
 class StoredWeights(NamedTuple):
-    """Weights in the format of safetensors.
+    """Weights to store in safetensors format.
 
     Attributes:
-        strides: strides of those that are not contiguous.
-        content: the tensors, as long as they were not written, or the file that holds them.
+        strides: strides of the tensors that are not contiguous.
+        content: the tensors, or the file that they were written to.
     """
 
     strides: dict[str, list[int]]
@@ -33,12 +33,12 @@ class StoredWeights(NamedTuple):
 
     @classmethod
     def of(cls, weights: Mapping[str, Tensor]) -> "StoredWeights":
-        """Not written yet."""
+        """Wrap tensors that are not written yet."""
         strides = {name: list(tensor.stride()) for name, tensor in weights.items() if not tensor.is_contiguous()}
         return cls(strides, weights)
 
     def written_to(self, path: Path) -> "StoredWeights":
-        """The same in a file, which another process can read.
+        """Write the weights to a file that another process can read; return its StoredWeights.
 
         Raises:
             OSError: the file cannot be written.
@@ -49,7 +49,7 @@ class StoredWeights(NamedTuple):
         return self._replace(content=path)
 
     def parts(self) -> Iterator[Any]:
-        """The bytes, piece by piece."""
+        """Yield the bytes in pieces."""
         if isinstance(self.content, Path):
             yield memoryview(mapped(self.content))
         else:
@@ -57,24 +57,25 @@ class StoredWeights(NamedTuple):
 
 
 def files_beside(archive: Path, num_ranks: int) -> list[Path]:
-    """Where the weights of each rank lie, if not inside of the archive."""
+    """Return the path of each rank's weights file next to the archive."""
     return [archive.with_suffix(SUFFIX if num_ranks == 1 else f".rank{rank}{SUFFIX}") for rank in range(num_ranks)]
 
 
 def read_weights(path: Path, content: memoryview, strides: Mapping[str, list[int]]) -> Iterator[tuple[str, Tensor]]:
-    """Each weight by name, in memory of its own, with its strides where they were not those of contiguous rows.
+    """Yield a copy of each weight with its name. Non-contiguous weights get their strides back.
 
     Raises:
-        ArchiveError: what is in this file are no weights.
+        ArchiveError: the content is not valid.
     """
     length = int.from_bytes(content[:8], "little")
     data = content[8 + length :]
     for name, dtype, shape, start, end in _entries(path, bytes(content[8 : 8 + length])):
-        own = strides.get(name, [])
+        stride = strides.get(name, [])
         size = math.prod(shape)
         in_place = start <= end <= len(data) and end - start == size * dtype.itemsize
-        if not in_place or (name in strides and not _spreads(own, shape)):
-            raise _no_weights(path, f"{name} has {end - start} bytes, shape {shape} and strides {own or 'of its rows'}")
+        if not in_place or (name in strides and not _valid_strides(stride, shape)):
+            layout = f"shape {shape} and strides {stride or 'of its rows'}"
+            raise _damaged_weights(path, f"{name} has {end - start} bytes, {layout}")
         tensor = torch.empty(size, dtype=dtype, device="cpu")
         if end > start:
             tensor.view(torch.uint8).copy_(torch.frombuffer(data[start:end], dtype=torch.uint8))
@@ -84,15 +85,15 @@ def read_weights(path: Path, content: memoryview, strides: Mapping[str, list[int
         yield name, tensor
 
 
-def _spreads(strides: list[int], shape: list[int]) -> bool:
-    """Whether elements of a tensor lie apart, and not too far."""
+def _valid_strides(strides: list[int], shape: list[int]) -> bool:
+    """Return whether a tensor's elements do not overlap and span at most MOST_SPREAD times its size."""
     reach = sum(stride * (extent - 1) for stride, extent in zip(strides, shape))
     apart = all(stride or extent < 2 for stride, extent in zip(strides, shape))
     return len(strides) == len(shape) and apart and reach <= MOST_SPREAD * math.prod(shape)
 
 
 def _entries(path: Path, header: bytes) -> Iterator[tuple[str, torch.dtype, list[int], int, int]]:
-    """Name, dtype, shape and place of each weight."""
+    """Yield name, dtype, shape, start and end of each weight."""
     try:
         for name, entry in json.loads(header).items():
             start, end = entry["data_offsets"]
@@ -101,18 +102,18 @@ def _entries(path: Path, header: bytes) -> Iterator[tuple[str, torch.dtype, list
                 raise ValueError(f"{name} has {shape} at {start} to {end}")
             yield name, SAFETENSORS_DTYPES[entry["dtype"]], list(shape), start, end
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise _no_weights(path, f"{type(error).__name__}: {error}") from error
+        raise _damaged_weights(path, f"{type(error).__name__}: {error}") from error
 
 
-def _no_weights(path: Path, reason: str) -> ArchiveError:
+def _damaged_weights(path: Path, reason: str) -> ArchiveError:
     return ArchiveError(f"{path} is damaged: its weights are not what export wrote ({reason}): export it again")
 
 
 def mapped(path: Path) -> mmap.mmap:
-    """A file's pages, private to this process.
+    """Map a file copy-on-write.
 
     Raises:
-        ArchiveError: it cannot be read, or is empty.
+        ArchiveError: the file cannot be read, or is empty.
     """
     try:
         with path.open("rb") as file:
@@ -124,7 +125,7 @@ def mapped(path: Path) -> mmap.mmap:
 
 
 def _safetensors(weights: Mapping[str, Tensor]) -> Iterator[Any]:
-    """The parts of a file of safetensors: the header's length, the header, each tensor's bytes, widest dtype first."""
+    """Yield a safetensors file in parts: header length and header, then each tensor's bytes, widest dtype first."""
     ordered = sorted(weights.items(), key=lambda item: (-item[1].element_size(), item[0]))
     header: dict[str, Any] = {}
     end = 0

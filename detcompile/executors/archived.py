@@ -1,4 +1,4 @@
-"""ArchivedProgram: the program that an archive holds, run in this process without Python code of the model."""
+"""ArchivedProgram: runs the program of an archive in this process, without the model's Python code."""
 
 import json
 import tempfile
@@ -33,14 +33,14 @@ from detcompile.templates.cpu.fp_mode import in_float_mode
 __all__ = ["ArchivedProgram", "executor_from"]
 
 CONVERTS_DTYPES = TorchVersion(torch.__version__) >= "2.12"  # https://github.com/pytorch/pytorch/pull/173562
-DTYPE_NUMBERS = {ScalarType.HALF: 5, ScalarType.FLOAT: 6, ScalarType.DOUBLE: 7, ScalarType.BFLOAT16: 15}  # torch's own
+DTYPE_NUMBERS = {ScalarType.HALF: 5, ScalarType.FLOAT: 6, ScalarType.DOUBLE: 7, ScalarType.BFLOAT16: 15}
 
 
 def executor_from(archive: Archive, ranks: TensorParallel | None = None) -> LocalExecutor:
-    """What runs the program of an archive; one rank's, where ranks share the model.
+    """Return the executor of an archive's program; of this rank's program if ranks share the model.
 
     Raises:
-        UnsupportedModel: the program, run over one step, did not write its KV caches in place.
+        UnsupportedModel: a trial step did not write the KV caches in place.
     """
     facts, share = archive.facts, archive.share
     library = library_folder(0 if ranks is None else ranks.rank)
@@ -64,11 +64,11 @@ def executor_from(archive: Archive, ranks: TensorParallel | None = None) -> Loca
 
 
 class ArchivedProgram:
-    """The archive behind a LocalExecutor: what it does not hold is refused.
+    """The archive behind a LocalExecutor. Operations that need the module are rejected.
 
     Args:
         parts: the parts of the fingerprint.
-        folder: holds what was loaded; lives as long as this object.
+        folder: the unpacked files; lives as long as this object.
     """
 
     def __init__(self, parts: Mapping[str, str], folder: "tempfile.TemporaryDirectory[str]") -> None:
@@ -76,27 +76,27 @@ class ArchivedProgram:
         self._folder = folder
 
     def head_weight(self) -> NoReturn:
-        """An archive has no head by name.
+        """Reject: an archive does not name its head's weight.
 
         Raises:
             InvalidInput: always.
         """
         raise InvalidInput(
-            "an archive gives no hidden states, which Medusa heads read, and does not say which of its weights is the"
-            " head: compile the model"
+            "an archive has no hidden states for Medusa heads, and does not record which weight is the output head:"
+            " compile the model instead"
         )
 
     def with_layers(self, layers: tuple[int, ...]) -> NoReturn:
-        """An archive has one program, of all layers.
+        """Reject: an archive has one program, of all layers.
 
         Raises:
             InvalidInput: always.
         """
-        raise InvalidInput("an archive holds the whole model only: compile the model to draft with some of its layers")
+        raise InvalidInput("an archive has one program of all layers: compile the model to draft with some of them")
 
 
 def _unpacked(archive: Archive, library: str) -> "tempfile.TemporaryDirectory[str]":
-    """A folder with the members that are read as files."""
+    """Unpack the members that are read as files into a temporary folder."""
     with in_temporary_folder():
         folder = tempfile.TemporaryDirectory(prefix="detcompile-")
         for name in (*archive.names(library), *archive.names(TOKENIZER)):
@@ -125,7 +125,7 @@ def _described(archive: Archive, folder: "tempfile.TemporaryDirectory[str]") -> 
 
 
 class _Library:
-    """AOTInductor's library, called like the forward that the JIT compiled."""
+    """AOTInductor's library with the call signature of a compiled forward."""
 
     def __init__(
         self, folder: Path, arguments: list[int | str], weights: dict[str, Tensor], ranks: TensorParallel | None
@@ -137,7 +137,7 @@ class _Library:
         on_gpu = next(iter(weights.values())).device.type == "cuda"
         runners: Any = torch._C._aoti
         if on_gpu:
-            # Without the runtime's own bookkeeping of threads: its CUDA events cannot be asked about after a capture.
+            # True: no run tracking in the runtime, whose CUDA events cannot be queried after a graph capture.
             self._runner = runners.AOTIModelContainerRunnerCuda(str(library), 1, "cuda", str(folder), True)
         else:
             self._runner = runners.AOTIModelContainerRunnerCpu(str(library), 1)
@@ -145,16 +145,16 @@ class _Library:
 
     @torch.no_grad()
     def __call__(self, input_ids: Tensor, position_ids: Tensor, step: StepInputs, logits_to_keep: Tensor) -> Tensor:
-        given = step_leaves(input_ids, position_ids, step, logits_to_keep)
+        inputs = step_leaves(input_ids, position_ids, step, logits_to_keep)
         with self._one_at_a_time:
-            (logits,) = self._runner.run([given[a] if isinstance(a, int) else a for a in self._arguments])
+            (logits,) = self._runner.run([inputs[a] if isinstance(a, int) else a for a in self._arguments])
         return logits
 
 
 def _for_this_process(operations: str, group: str) -> str:
-    """The operations of a program, as AOTInductor lists them, over this group and with dtypes as this torch reads them.
+    """Adapt AOTInductor's list of operations: set the process group, and convert dtype numbers for this torch.
 
-    The list has a dtype by its number in torch.export's schema. Before 2.12 torch took that for its own number.
+    The list numbers dtypes as torch.export's schema does. Torch before 2.12 read them as its own numbers.
     """
 
     def adapted(value: dict[str, Any]) -> dict[str, Any]:

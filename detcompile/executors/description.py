@@ -1,4 +1,4 @@
-"""ModelDescription: what is known of a compiled model, wherever it runs."""
+"""ModelDescription: certificate, orders and sizes of a compiled model, in this process or elsewhere."""
 
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -15,31 +15,31 @@ __all__ = ["ModelDescription", "ParameterCount"]
 
 
 class ParameterCount(NamedTuple):
-    """Elements of a model's parameters, shared ones once, as its checkpoint stores them."""
+    """Number of parameter elements in the checkpoint; tied parameters count once."""
 
     total: int
     embeddings: int
 
     @classmethod
     def of(cls, module: nn.Module) -> "ParameterCount":
-        """The count of a whole module."""
+        """Count the parameters of a whole module."""
         tables = {each.weight for each in module.modules() if isinstance(each, nn.Embedding)}
         return cls(sum(each.numel() for each in module.parameters()), sum(each.numel() for each in tables))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDescription:
-    """What is known of a compiled model, wherever it runs.
+    """A compiled model, in this process or elsewhere.
 
     Attributes:
-        module: the Hugging Face module; where that is not in this process, what stands for it: its ``config``,
-            ``generation_config`` and ``name_or_path``; and of an archive the ``tokenizer_folder``.
+        module: the Hugging Face module. If it is not in this process, a namespace with its ``config``,
+            ``generation_config`` and ``name_or_path``, and with ``tokenizer_folder`` if it came from an archive.
         numerics: the declared orders.
         certificate: the proof.
         program: digest of the certified graph, over the whole weights.
-        facts: the model's sizes; where ranks share it, the first rank's.
-        parameters: how many parameters the whole model has.
-        stage: the part of the layers that is run here, of which ``facts`` are then; None where all are.
+        facts: the model's sizes; those of the first rank if ranks share it.
+        parameters: number of parameters of the whole model.
+        stage: the pipeline stage that runs here, which ``facts`` then describe; None if all layers run here.
     """
 
     module: Any
@@ -51,7 +51,7 @@ class ModelDescription:
     stage: StagePart | None = None
 
     def elsewhere(self) -> "ModelDescription":
-        """The same for a process that does not hold the module."""
+        """Return the description without the module, for another process."""
         module = SimpleNamespace(
             config=self.module.config,
             generation_config=getattr(self.module, "generation_config", None),

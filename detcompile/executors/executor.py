@@ -1,4 +1,4 @@
-"""Executor: what a compiled model asks of that which runs it. LocalExecutor and RemoteExecutor answer."""
+"""Executor: the interface that runs a compiled model. LocalExecutor and RemoteExecutor implement it."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -17,24 +17,24 @@ __all__ = ["Executor", "Weights"]
 
 
 class Weights(Protocol):
-    """The weights that an executor's steps read."""
+    """The weights of an executor's model."""
 
     def digests(self) -> dict[str, str]:
-        """The digest of every weight as it is now, whole."""
+        """Return the current digest of every whole weight."""
 
     def version(self, *, look: bool = False) -> int:
-        """Counts the contents that the weights have had; ``look`` also finds changes that nothing else shows."""
+        """Return a counter that rises when weights change; ``look`` also detects untracked changes."""
 
     def update(self, source: Mapping[str, Tensor]) -> int:
-        """Copy new contents into the weights; returns their version."""
+        """Copy new contents into the weights; return the new version."""
 
 
 class Executor(Protocol):
     """Runs a compiled model's steps and holds its weights.
 
     Attributes:
-        description: what is known of the model.
-        ranks: the ranks with which this process shares the model; None if with none.
+        description: the model's certificate, orders and sizes.
+        ranks: the tensor-parallel group of this process; None if the model is not sharded here.
     """
 
     description: ModelDescription
@@ -42,19 +42,19 @@ class Executor(Protocol):
 
     @property
     def weights(self) -> Weights:
-        """The weights that its steps read."""
+        """The model's weights."""
 
     def fingerprint_parts(self) -> dict[str, str]:
-        """What the contract holds fixed, by name. Reads every weight."""
+        """Return the parts of the fingerprint by name. Reads every weight."""
 
     def new_engine(self, config: EngineConfig, tokenizer: Any | None, speculation: SpeculationConfig | None) -> Engine:
-        """A serving engine, ready to serve."""
+        """Create a serving engine."""
 
     def new_runner(self, num_blocks: int, block_size: int, cuda_graphs: bool, num_states: int) -> StepRunner:
-        """A KV cache of so many blocks and states, and what runs steps over it."""
+        """Create a KV cache and a runner over it."""
 
     def drafting(self, layers: tuple[int, ...] | None) -> LocalExecutor:
-        """What runs these layers for drafts in this process; None for all."""
+        """Return an executor in this process that drafts with these layers; None uses all layers."""
 
     def head_weight(self) -> Tensor:
-        """[V, H] of the language-model head, whole."""
+        """Return the whole weight [V, H] of the language-model head."""

@@ -1,4 +1,4 @@
-"""The parts of a fingerprint: everything the contract holds fixed. Equal fingerprints mean equal bits."""
+"""The parts of a fingerprint. Equal fingerprints mean equal bits."""
 
 import hashlib
 import json
@@ -33,11 +33,11 @@ def fingerprint_parts(
     dtype: torch.dtype,
     device: torch.device,
 ) -> dict[str, str]:
-    """What the contract holds fixed besides the weights and the end tokens, by name, to tell fingerprints apart.
+    """Return all parts of the fingerprint by name, except weights and end tokens.
 
     Args:
-        config: what ``config_digest`` gave when the model was lowered.
-        program: digest of the graph that was certified (passes.programs.canonical_form).
+        config: result of ``config_digest`` when the model was lowered.
+        program: digest of the certified graph (passes.programs.canonical_form).
         dtype: dtype of the KV cache.
     """
     return {
@@ -56,16 +56,16 @@ def fingerprint_parts(
 
 
 def config_digest(config: Mapping[str, object]) -> str:
-    """sha256, in hex, of a model's config as it is now; one that is changed later changes no program."""
+    """Return the sha256, in hex, of a model's config. Take it at lowering: later changes do not change the program."""
     fixed = {key: value for key, value in config.items() if key not in VOLATILE_CONFIG}
     return hashlib.sha256(json.dumps(fixed, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def end_tokens(module: Any) -> str:
-    """The part that says which tokens end an answer, and may not be drawn before ``min_tokens``; as they are now.
+    """Return the fingerprint part with the current end tokens, which are also masked until ``min_tokens``.
 
     Raises:
-        InvalidInput: the model's generation_config has no token ids there.
+        InvalidInput: ``eos_token_id`` of the model's generation_config is invalid.
     """
     return str(sorted(set(stop_tokens(module))))
 

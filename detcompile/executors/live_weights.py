@@ -1,4 +1,4 @@
-"""The tensors that a model's graphs read: what they hold now, whether that was changed, and new contents for them."""
+"""The tensors that a model's graphs read: digests, change detection and updates."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
@@ -12,29 +12,29 @@ from detcompile.weights import tensor_digest, weight_digests
 
 __all__ = ["LiveWeights", "tensors_by_name"]
 
-SAMPLES = 256  # elements of each tensor that a look reads
+SAMPLES = 256  # elements of each tensor that change detection compares
 RELOAD = "load and compile the model again"
 
 
 class Shares(Protocol):
-    """What knows a model before ranks took shares of it (passes.sharding.shares)."""
+    """The whole model before sharding (passes.sharding.shares)."""
 
     def whole(self, *, every_name: bool) -> Mapping[str, Tensor]:
-        """Tensors of the shapes and dtypes of the whole parameters, by name."""
+        """Return tensors with the shapes and dtypes of the whole parameters, by name."""
 
     def take(self, contents: Mapping[int, Tensor]) -> Mapping[str, Tensor]:
-        """What this rank keeps of every parameter, by name; ``contents`` are by the id of each tensor of ``whole``."""
+        """Return this rank's shard of every parameter by name; ``contents`` maps ids of tensors of ``whole``."""
 
 
 class LiveWeights:
-    """The weights of a compiled model, or a rank's share of them.
+    """The weights of a compiled model, or one rank's shard of them.
 
     Args:
-        held: the tensors here by name, each once.
-        named: the same with every name of each; default: ``held``.
-        whole: digests of the whole weights that the tensors here do not tell; of a share, all of them.
-        is_share: the tensors here are a rank's share.
-        shares: what takes that share of new weights.
+        held: returns the local tensors by name, each once.
+        named: the same under every name of tied weights; default: ``held``.
+        whole: digests of whole weights that cannot be computed from the local tensors; all of them for a shard.
+        is_share: the local tensors are one rank's shard.
+        shares: cuts this rank's shard out of new weights.
     """
 
     def __init__(
@@ -51,57 +51,56 @@ class LiveWeights:
         self._named = named or held
         self._whole, self._shares = dict(whole), shares
         self._share = weight_digests(held()) if is_share else None
-        self._last: dict[str, str] | None = None  # digests, as far as they were read
+        self._last: dict[str, str] | None = None  # digests, if they were read
         self._tensors = tuple(held().values())
         self._samples = _samples(self._tensors)
         self._version, self._writes, self._seen = 0, self._count_writes(), self._look()
 
     def digests(self) -> dict[str, str]:
-        """The digest of every weight as it is now, whole. Reads all that is here.
+        """Return the current digest of every whole weight. Reads all local tensors.
 
         Raises:
-            InvalidInput: a share was changed by something that did not tell what the whole is now.
+            InvalidInput: a shard was changed in place, so the whole weight is unknown.
         """
-        found = weight_digests(self._held())
-        if self._last is not None and found != self._last:
+        digests = weight_digests(self._held())
+        if self._last is not None and digests != self._last:
             self._changed()
-        self._last = found
+        self._last = digests
         if self._share is None:
-            return self._whole | found
-        changed = [name for name, digest in found.items() if self._share.get(name) != digest]
+            return self._whole | digests
+        changed = [name for name, digest in digests.items() if self._share.get(name) != digest]
         if changed:
             raise InvalidInput(
-                f"a rank's share of {changed[0]} was changed in place, which does not tell what the whole weight is"
-                f" now: {RELOAD}"
+                f"a rank's share of {changed[0]} was changed in place, so the whole weight is unknown: {RELOAD}"
             )
         return dict(self._whole)
 
     def given(self) -> dict[str, str]:
-        """Digests of the whole weights as they were loaded, or given to ``update``; a share reads nothing for it."""
+        """Return digests of the whole weights as loaded or updated; reads nothing if the tensors are a shard."""
         return self.digests() if self._share is None else dict(self._whole)
 
     def version(self, *, look: bool = False) -> int:
-        """Counts the contents that the weights have had.
+        """Return a counter that rises when weights change.
 
-        A change in place is seen by torch's version counters; those that go past them (``.data``, numpy, other
-        libraries) with ``look``, which reads some elements of each tensor, or when all are read for their digests.
+        Torch's version counters detect in-place changes. Changes that bypass them (``.data``, numpy, other libraries)
+        are detected with ``look``, which compares some elements of each tensor, or when digests are read.
         """
         if self._count_writes() != self._writes or (look and not _same(self._look(), self._seen)):
             self._changed()
         return self._version
 
     def update(self, source: Mapping[str, Tensor]) -> int:
-        """Copy new contents into the tensors that graphs read: all of them, or none if one does not fit.
+        """Copy new contents into the tensors that graphs read. If one does not fit, nothing is changed.
 
         Raises:
-            InvalidInput: a name, a shape or a dtype that is not the model's; or, of a share, not all parameters.
+            InvalidInput: a name, shape or dtype is not the model's; or a parameter is missing and this is a shard.
         """
         if self._share is not None:
             return self._update_share(source)
         pairs = _fitting(source, self._named())
         with torch.no_grad():
-            for target, given in pairs:
-                target.copy_(given)
+            for target, source_tensor in pairs:
+                target.copy_(source_tensor)
         self._changed()
         return self._version
 
@@ -134,13 +133,13 @@ class LiveWeights:
 
 
 def tensors_by_name(source: object, what: str) -> dict[str, Tensor]:
-    """What ``LiveWeights.update`` takes, from a module, a mapping or pairs.
+    """Convert a module, a mapping or pairs to the argument of ``LiveWeights.update``.
 
     Args:
-        what: a word for the source, for messages.
+        what: the source's name in error messages.
 
     Raises:
-        InvalidInput: it is none of these, or holds something else than plain tensors.
+        InvalidInput: the source has another type, or holds values other than plain dense tensors.
     """
     held: Any = source.state_dict() if isinstance(source, nn.Module) else source
     try:
@@ -165,24 +164,24 @@ def tensors_by_name(source: object, what: str) -> dict[str, Tensor]:
 
 
 def _fitting(given: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Each tensor that is to be written, once, and its new contents, which share no memory with any of them."""
+    """Return (target, new contents) pairs, each target once. New contents share no memory with any target."""
     storages = {target.untyped_storage().data_ptr() for target in targets.values()}
     pairs: dict[int, tuple[str, Tensor, Tensor]] = {}
     for name, tensor in given.items():
         target = targets.get(name)
         if target is None:
             raise InvalidInput(f"update_weights: the model has no {name}. Its names are those of state_dict()")
-        for what, own, other in (("shape", target.shape, tensor.shape), ("dtype", target.dtype, tensor.dtype)):
-            if own != other:
+        for what, expected, actual in (("shape", target.shape, tensor.shape), ("dtype", target.dtype, tensor.dtype)):
+            if expected != actual:
                 raise InvalidInput(
-                    f"update_weights: {name} has {what} {_plain(other)}, the model's has {_plain(own)}: give tensors as"
-                    " the model has them, so that nothing is rounded on the way"
+                    f"update_weights: {name} has {what} {_plain(actual)}, the model's has {_plain(expected)}: give"
+                    " tensors as the model has them, so that nothing is rounded on the way"
                 )
         tied = pairs.get(id(target))
         if tied is not None and tensor_digest(tied[2]) != tensor_digest(tensor):
             raise InvalidInput(f"update_weights: {tied[0]} and {name} are one weight, and were given two contents")
-        own_memory = tensor.untyped_storage().data_ptr() in storages
-        pairs[id(target)] = (name, target, tensor.detach().clone() if own_memory else tensor.detach())
+        shares_memory = tensor.untyped_storage().data_ptr() in storages
+        pairs[id(target)] = (name, target, tensor.detach().clone() if shares_memory else tensor.detach())
     return [(target, tensor) for _, target, tensor in pairs.values()]
 
 
@@ -191,7 +190,7 @@ def _plain(value: object) -> object:
 
 
 def _samples(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Views of some elements, spread over each tensor; together where torch can join them."""
+    """Return views of elements spread over each tensor, grouped by dtype and device."""
     by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
@@ -201,7 +200,7 @@ def _samples(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """[n]: a view; along the longest dimension of what does not lie in one piece."""
+    """Return a 1-D view [n]; for a non-contiguous tensor, along its longest dimension."""
     if tensor.is_contiguous():
         return tensor.view(-1)[:: max(1, tensor.numel() // SAMPLES)]
     longest = max(range(tensor.dim()), key=lambda dim: tensor.shape[dim])
@@ -209,5 +208,5 @@ def _sample(tensor: Tensor) -> Tensor:
     return line[:: max(1, len(line) // SAMPLES)]
 
 
-def _same(found: list[Tensor], seen: list[Tensor]) -> bool:
-    return all(torch.equal(one, other) for one, other in zip(found, seen))
+def _same(now: list[Tensor], before: list[Tensor]) -> bool:
+    return all(map(torch.equal, now, before))

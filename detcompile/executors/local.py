@@ -1,4 +1,4 @@
-"""LocalExecutor: runs a model's steps in this process, by a forward of the JIT or of an archive."""
+"""LocalExecutor: runs a model in this process, compiled here or loaded from an archive."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -23,24 +23,24 @@ __all__ = ["LocalExecutor", "Origin"]
 
 
 class Origin(Protocol):
-    """What a forward was made from, for those who need more of it than its steps."""
+    """The source of a forward: a module lowered in this process, or an archive."""
 
     @property
     def fixed_parts(self) -> Mapping[str, str]:
-        """The parts of the fingerprint besides the weights."""
+        """The parts of the fingerprint, without weights."""
 
     def head_weight(self) -> Tensor:
-        """[V, H] of the language-model head, of all ranks together; each of them has to call this."""
+        """Return the whole weight [V, H] of the language-model head. Collective: every rank must call it."""
 
     def with_layers(self, layers: tuple[int, ...]) -> "LocalExecutor":
-        """What runs some of the layers, over the same weights."""
+        """Return an executor of some of the layers that shares the weights."""
 
 
 class LocalExecutor:
     """An Executor in this process, which may be one of the ranks that share a model.
 
     Args:
-        forwards: what runs a step.
+        forwards: run a step.
         weights: the tensors that ``forwards`` read.
         origin: a LoweredModule or an ArchivedProgram.
     """
@@ -60,15 +60,15 @@ class LocalExecutor:
         self.ranks = ranks
 
     def fingerprint_parts(self) -> dict[str, str]:
-        """What the contract holds fixed, by name. Reads every weight."""
+        """Return the parts of the fingerprint by name. Reads every weight."""
         weights = weights_digest(self.weights.digests())
         return {"weights": weights, **self.origin.fixed_parts, "end_tokens": end_tokens(self.description.module)}
 
     def new_engine(self, config: EngineConfig, tokenizer: Any | None, speculation: SpeculationConfig | None) -> Engine:
-        """A serving engine, its KV cache in this process."""
+        """Create a serving engine with its KV cache in this process."""
         if self.ranks is not None and speculation is not None and speculation.switch == "automatic":
             raise InvalidInput(
-                "ranks that share a model have to take the same steps, and each would switch speculation by its own"
+                "ranks that share a model must run the same steps, but each would switch speculation by its own"
                 " clock: pass SpeculationConfig(switch='always')"
             )
         model = EngineModel(
@@ -80,18 +80,18 @@ class LocalExecutor:
         return new_engine(model, self.forwards, config, tokenizer, speculation, self.ranks)
 
     def new_runner(self, num_blocks: int, block_size: int, cuda_graphs: bool, num_states: int = 0) -> Runner:
-        """A KV cache of so many blocks and states, and what runs steps over it."""
+        """Create a KV cache and a runner over it."""
         cache = new_cache(self.description.facts, num_blocks, block_size, num_states)
         return Runner(self.forwards.plain, cache, cuda_graphs)
 
     def drafting(self, layers: tuple[int, ...] | None) -> "LocalExecutor":
-        """What runs these layers for drafts; None for all."""
+        """Return an executor that drafts with these layers; None uses all layers."""
         if layers is None:
             return self
         if self.ranks is not None:
-            raise InvalidInput("ranks that share a model do not draft with its layers: compile with tp=1")
+            raise InvalidInput("drafting with some layers needs a model that is not sharded: compile with tp=1")
         return self.origin.with_layers(layers)
 
     def head_weight(self) -> Tensor:
-        """[V, H] of the language-model head, of all ranks together; each of them has to call this."""
+        """Return the whole weight [V, H] of the language-model head. Collective: every rank must call it."""
         return self.origin.head_weight()

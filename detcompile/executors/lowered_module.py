@@ -1,4 +1,4 @@
-"""LoweredModule: a Hugging Face module that was lowered in this process, and what else can be made of it."""
+"""LoweredModule: a Hugging Face module lowered in this process."""
 
 from collections.abc import Mapping
 from functools import cached_property, partial
@@ -31,10 +31,10 @@ def executor_of(
     parameters: ParameterCount,
     ranks: TensorParallel | None = None,
 ) -> LocalExecutor:
-    """What runs a module that was lowered in this process.
+    """Return the executor of a module that was lowered in this process.
 
     Args:
-        parameters: parameters that the module had before it was lowered.
+        parameters: number of parameters before lowering.
         ranks: the ranks that share the module.
     """
     description = ModelDescription(
@@ -57,36 +57,36 @@ class LoweredModule:
     """The module behind a LocalExecutor.
 
     Args:
-        recurrences: the operations that carry a state from token to token; None if there are none.
+        recurrences: the operations that carry state from token to token; None if the model has none.
     """
 
     def __init__(self, description: ModelDescription, recurrences: Recurrences | None) -> None:
         self.description = description
         self.recurrences = recurrences
         self._config = config_digest(description.module.config.to_dict())
-        self._parts: dict[tuple[int, ...], LocalExecutor] = {}  # some of the layers, for drafting
+        self._parts: dict[tuple[int, ...], LocalExecutor] = {}  # executors of some layers, for drafting
 
     @cached_property
     def fixed_parts(self) -> Mapping[str, str]:
-        """The parts of the fingerprint besides the weights."""
+        """The parts of the fingerprint, without weights."""
         known = self.description
         given = (self._config, known.numerics, known.certificate, known.program)
         return fingerprint_parts(*given, known.facts.max_context, known.facts.dtype, known.facts.device)
 
     def forward_with_states(self) -> Forward:
-        """The forward that also returns the states [R, H] that the head reads; compiled when first asked for."""
+        """Return the forward that also returns the head's input states [R, H]; compiled on first use."""
         return self._forward_with_states
 
     def head_weight(self) -> Tensor:
-        """[V, H] of the language-model head, of all ranks together; each of them has to call this."""
+        """Return the whole weight [V, H] of the language-model head. Collective: every rank must call it."""
         head = self.description.module.get_output_embeddings()
         if head is None:
-            raise InvalidInput("no hidden states: this model has no head of its own: take another drafter")
+            raise InvalidInput("this model has no output head to read hidden states of: use another drafter")
         weight: Tensor = head.whole_weight() if isinstance(head, GatheredLinear) else head.weight.detach()
         return weight
 
     def with_layers(self, layers: tuple[int, ...]) -> LocalExecutor:
-        """What runs some of the layers, over the same weights; compiled when first asked for."""
+        """Return an executor of some of the layers that shares the weights; compiled on first use."""
         if layers not in self._parts:
             known = self.description
             view = layers_of(known.module, layers)

@@ -1,4 +1,4 @@
-"""The start of worker processes that share a model: what each rank is told, and the processes that were told."""
+"""Starts the worker processes that share a model."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any, NamedTuple
@@ -16,16 +16,16 @@ from detcompile.runtime.processes.group import WorkerGroup
 
 __all__ = ["Nodes", "RankPlan", "start_ranks"]
 
-STEP_SECONDS = {"cuda": 300.0, "cpu": 3600.0}  # a step may compile GPU kernels on its way; CPUs take their time
+STEP_SECONDS = {"cuda": 300.0, "cpu": 3600.0}  # a step may compile GPU kernels; CPUs are slow
 
 
 class Nodes(NamedTuple):
-    """Ranks that torchrun has started, on one machine or several; those of a machine stand together.
+    """Ranks that torchrun started on one or more machines; ranks of one machine are consecutive.
 
     Attributes:
-        host: address at which the ranks reach rank 0's machine, which is this one.
-        num_here: how many are on this machine.
-        dialled: all but rank 0, which is started here.
+        host: address of rank 0's machine, which is this one.
+        num_here: number of ranks on this machine.
+        dialled: all ranks but rank 0, which this process starts.
     """
 
     host: str
@@ -34,41 +34,41 @@ class Nodes(NamedTuple):
 
     @property
     def num_ranks(self) -> int:
-        """Ranks on all machines."""
+        """Number of ranks on all machines."""
         return 1 + len(self.dialled)
 
 
 class RankPlan(NamedTuple):
-    """What every rank is told at its start."""
+    """The arguments with which every rank starts."""
 
     tp: int
     numerics: Numerics
     device_type: str
     num_threads: int
-    options: Mapping[str, Any]  # of compile(), handed on
-    load: Callable[[torch.device], PreTrainedModel] | None = None  # what loads a model that was given by its name
-    file: int | None = None  # descriptor of a saved module
-    build: Callable[[], PreTrainedModel] | None = None  # what else makes the module, on the rank's device
-    archive: str | None = None  # that export wrote, which each rank loads instead
+    options: Mapping[str, Any]  # passed on to compile()
+    load: Callable[[torch.device], PreTrainedModel] | None = None  # loads a model given by name
+    file: int | None = None  # file descriptor of a saved module
+    build: Callable[[], PreTrainedModel] | None = None  # builds the module on the rank's device
+    archive: str | None = None  # path of an exported archive, which each rank loads instead
     max_context: int | None = None
     pp: int = 1
-    host: str | None = None  # address of rank 0's machine, where torchrun has started the ranks; None: all are on it
+    host: str | None = None  # address of rank 0's machine if torchrun started the ranks; None: one machine
 
     @property
     def num_ranks(self) -> int:
-        """Processes: those of the first stage, then those of the next."""
+        """Number of processes, ordered by stage."""
         return self.pp * self.tp
 
 
 def start_ranks(
     plan: RankPlan, step_seconds: float | None = None, saved: IO[bytes] | None = None, nodes: Nodes | None = None
 ) -> RemoteExecutor:
-    """Start the plan's processes, and wait until each of them has its share of the model.
+    """Start the plan's processes, and wait until each has loaded its shard of the model.
 
     Args:
-        step_seconds: time after which a step counts as hung; None takes STEP_SECONDS.
-        saved: the open file of ``plan.file``, which belongs to the result.
-        nodes: processes that were started, and that no others take the place of; None starts all of them here.
+        step_seconds: time after which a step counts as hung; None uses STEP_SECONDS.
+        saved: the open file of ``plan.file``; the result takes ownership.
+        nodes: ranks that already run and are never replaced; None starts all ranks here.
 
     Raises:
         WorkerError: a rank could not start.
@@ -87,9 +87,9 @@ def start_ranks(
 
 
 def _require_gpus(plan: RankPlan, num_here: int) -> None:
-    found, needed = torch.cuda.device_count(), 1 if gpus_shared() else num_here
-    if plan.device_type == "cuda" and found < needed:
+    num_gpus, needed = torch.cuda.device_count(), 1 if gpus_shared() else num_here
+    if plan.device_type == "cuda" and num_gpus < needed:
         instead = "take fewer ranks, or a module on the CPU" if plan.archive is None else "export it with a smaller tp"
-        shared = "; DETCOMPILE_SHARED_GPUS=1 lets ranks share GPUs, to compare bits and not for speed" if found else ""
+        shared = "; DETCOMPILE_SHARED_GPUS=1 lets ranks share GPUs, slowly, to compare bits" if num_gpus else ""
         sizes = f"tp={plan.tp}" if plan.pp == 1 else f"pp={plan.pp}, tp={plan.tp}"
-        raise InvalidInput(f"{sizes} needs {needed} GPUs, this machine has {found}: {instead}{shared}")
+        raise InvalidInput(f"{sizes} needs {needed} GPUs, this machine has {num_gpus}: {instead}{shared}")

@@ -1,7 +1,7 @@
-"""RemoteExecutor: runs a model's steps in worker processes, one a rank.
+"""RemoteExecutor: runs a model in worker processes, one for each rank.
 
-This process keeps what decides: requests, scheduler, prefix cache, block tables. The workers hold what computes:
-weights, KV caches, samplers. So a step sends its arrays, and gets its tokens back.
+This process holds requests, scheduler, prefix cache and block tables. The workers hold weights, KV caches and samplers.
+A step sends its arrays to the workers, and gets its tokens back.
 """
 
 import pickle
@@ -39,32 +39,32 @@ __all__ = ["RemoteExecutor"]
 
 
 class RemoteExecutor:
-    """An Executor whose steps run in worker processes. A worker that fails ends all of them.
+    """An Executor whose steps run in worker processes. If one worker fails, all of them are ended.
 
     Args:
         ranks: the processes.
-        pp: stages that they are; the ranks of a stage stand together.
+        pp: number of pipeline stages; ranks of one stage are consecutive.
     """
 
     def __init__(self, ranks: StartedRanks, pp: int = 1) -> None:
         self.pp = pp
         self.description = ranks.description
-        self.ranks: TensorParallel | None = None  # this process is none of them
+        self.ranks: TensorParallel | None = None  # this process is not a rank
         self.weights = ranks.weights
         self._started = ranks
         self._abandoned: deque[int] = deque()
 
     @property
     def group(self) -> WorkerGroup:
-        """The processes; others once an engine had them started in the place of lost ones."""
+        """The current processes. They change when lost ones are replaced."""
         return self._started.group
 
     def revive(self) -> None:
-        """Have others in the place of processes that are found lost.
+        """Replace the processes if they are lost.
 
         Raises:
             WorkerError: a rank could not start, or the workers were closed.
-            EngineError: the weights are not to be had again.
+            EngineError: the weights cannot be restored.
         """
         if self.group.failure is not None:
             self._started.renewed(self.group)
@@ -74,19 +74,19 @@ class RemoteExecutor:
         self._started.close()
 
     def fingerprint_parts(self) -> dict[str, str]:
-        """What the contract holds fixed, by name; the same as of a model in this process."""
+        """Return the parts of the fingerprint by name; equal to those of the model in one process."""
         parts: dict[str, str] = self.group.call("fingerprint_parts", seconds=START_SECONDS)[0]
         return parts | {"end_tokens": end_tokens(self.description.module)}
 
     def new_engine(self, config: EngineConfig, tokenizer: Any | None, speculation: SpeculationConfig | None) -> Engine:
-        """A serving engine, its KV cache in the workers.
+        """Create a serving engine with its KV cache in the workers.
 
-        ``memory_fraction`` is of each rank's GPU; ranks on one GPU or on a CPU share what it leaves.
+        ``memory_fraction`` applies to each rank's GPU. Ranks on one GPU or on a CPU divide the memory that is left.
         """
         facts = self.description.facts
         require_block_tables(facts, config)
         if self.pp > 1:
-            config = self._of_stages(config, speculation)
+            config = self._stage_config(config, speculation)
         if config.restarts:
             self.revive()
         num_blocks, drafts = config.num_blocks, speculation is not None
@@ -107,12 +107,12 @@ class RemoteExecutor:
         return engine_over(worker, num_blocks, model, config, tokenizer, speculation)
 
     def new_runner(self, num_blocks: int, block_size: int, cuda_graphs: bool, num_states: int = 0) -> RemoteRunner:
-        """A KV cache in the workers, and what runs steps over it; ranks share no model that has states."""
+        """Create a KV cache in the workers and a runner over it. Models with states are never sharded."""
         given = (num_blocks, block_size, cuda_graphs)
         return RemoteRunner(self.group, self._abandoned, given, self.description.facts.device)
 
     def drafting(self, layers: tuple[int, ...] | None) -> NoReturn:
-        """A draft model is small, and its logits are read at every token.
+        """Reject drafting: a draft model is small, and its logits are read at every token.
 
         Raises:
             InvalidInput: always.
@@ -120,21 +120,21 @@ class RemoteExecutor:
         raise InvalidInput("a drafter runs in the caller's process: compile the draft model with tp=1")
 
     def head_weight(self) -> Tensor:
-        """[V, H] of the language-model head, on the device of ``description``; it travels whole."""
+        """Return the whole weight [V, H] of the language-model head, on the model's device."""
         weight = answer(self.apply(_head_of_first_rank, seconds=START_SECONDS))
         return unpack_tensor(weight).to(self.description.facts.device)
 
     def apply(self, function: Callable[..., Any], *args: Any, seconds: float | None = None) -> list[Any]:
-        """``function(model, *args)`` in every worker, with that rank's CompiledModel; the results, in rank order.
+        """Call ``function(model, *args)`` in every worker, with its CompiledModel; return the results in rank order.
 
         Raises:
-            InvalidInput: what is no function or no time, or what the workers cannot be given.
+            InvalidInput: ``function`` or ``seconds`` is invalid, or an argument cannot be sent to the workers.
         """
         seconds = or_none(number)(seconds, "seconds")
         if not callable(function) or (seconds is not None and seconds <= 0):
             raise InvalidInput(f"apply({shown(function)}, seconds={seconds}): give a function, and more than 0 seconds")
         if getattr(function, "__module__", None) == "__main__":
-            raise InvalidInput(f"{function} is of the main script, which workers do not have: import it from a module")
+            raise InvalidInput(f"{function} is in the main script, which workers do not import: move it to a module")
         try:
             packed = pickle.dumps((function, args))
         except (AttributeError, TypeError, ValueError, RuntimeError, pickle.PicklingError) as error:
@@ -144,14 +144,14 @@ class RemoteExecutor:
             ) from error
         free_abandoned(self.group, self._abandoned)
         results = self.group.call("apply", packed, seconds=seconds)
-        self.weights.ask()  # it may have changed them
+        self.weights.refresh()  # the function may have changed them
         return results
 
-    def _of_stages(self, config: EngineConfig, speculation: SpeculationConfig | None) -> EngineConfig:
-        """Settings of an engine over stages, of which the first reads tokens and the last draws them."""
+    def _stage_config(self, config: EngineConfig, speculation: SpeculationConfig | None) -> EngineConfig:
+        """Turn overlap off for an engine over pipeline stages; reject drafters that read hidden states."""
         if speculation is not None and speculation.reads_states:
             raise InvalidInput(
-                f"pp={self.pp}: this drafter reads hidden states, which stages do not hand out: take another drafter,"
+                f"pp={self.pp}: this drafter reads hidden states, which stages do not return: use another drafter,"
                 " or compile with pp=1"
             )
         return replace(config, overlap=False)
@@ -166,7 +166,7 @@ class RemoteExecutor:
         group: WorkerGroup,
         name: int,
     ) -> None:
-        """Have processes make an engine's worker; where they are not the ``first``, they measure their steps again."""
+        """Create an engine's worker in the processes; replacements of ``first`` measure their memory again."""
         if group is not first and config.num_blocks is None:
             self._affordable_blocks(group, config, drafts)
         group.call("new_worker", name, config, num_blocks, with_states, seconds=START_SECONDS)
@@ -174,8 +174,8 @@ class RemoteExecutor:
     def _affordable_blocks(self, group: WorkerGroup, config: EngineConfig, drafts: bool) -> int:
         devices = {rank_device(self.description.facts.device.type, rank) for rank in range(group.num_ranks)}
         sharers = -(-group.num_ranks // len(devices))
-        found: list[int] = group.call("affordable_blocks", config, sharers, drafts, seconds=START_SECONDS)
-        return min(found)
+        num_blocks: list[int] = group.call("affordable_blocks", config, sharers, drafts, seconds=START_SECONDS)
+        return min(num_blocks)
 
 
 def _head_of_first_rank(model: Any) -> PackedTensor | None:

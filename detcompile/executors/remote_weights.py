@@ -1,4 +1,4 @@
-"""RemoteWeights: the weights that worker processes share, and what others in their place would have to be given."""
+"""RemoteWeights: the weights in worker processes, and the updates that replacement processes need."""
 
 import contextlib
 import tempfile
@@ -20,17 +20,17 @@ RELOAD = "compile the model again"
 
 
 class _Update(NamedTuple):
-    """New contents that the workers took."""
+    """An update that the workers have applied."""
 
     names: frozenset[str]
-    file: IO[bytes]  # without a name, so that it ends with this process
+    file: IO[bytes]  # unlinked, so that it is deleted with this process
 
 
 class RemoteWeights:
-    """The weights that the workers share.
+    """The weights in the worker processes.
 
-    The files of ``update`` are kept as far as no later one gave the same names, so that processes in the place of lost
-    ones can be given what those had.
+    Files of updates are kept until a later update covers all of their names, so that replacement processes can be
+    brought to the same state.
 
     Args:
         group: processes whose target serves ``identity``, ``weight_digests``, ``weights_version`` and
@@ -41,69 +41,69 @@ class RemoteWeights:
         self._group = group
         self._updates: list[_Update] = []  # oldest first
         weakref.finalize(self, _drop, self._updates).atexit = False
-        self._identity = _identity(group)  # program and weights, as they were given
-        self._version = self._known = 0  # of the contents now, and of those that start and updates make
-        self._before = 0  # versions counted before the processes began
+        self._identity = _identity(group)  # digest of program and weights
+        self._version = self._known = 0  # the current version, and the one after the last update
+        self._before = 0  # versions counted by earlier processes
 
     @property
     def files(self) -> list[int]:
-        """Descriptors that processes in the place of lost ones have to inherit."""
+        """File descriptors that replacement processes inherit."""
         return [update.file.fileno() for update in self._updates]
 
     def digests(self) -> dict[str, str]:
-        """The digest of every weight as it is now, whole; every worker looks at its share."""
+        """Return the current digest of every whole weight; every worker checks its shard."""
         digests: dict[str, str] = self._group.call("weight_digests", seconds=START_SECONDS)[0]
         return digests
 
     def version(self, *, look: bool = False) -> int:
-        """Counts the contents that the weights have had, as far as ``ask`` has heard of them."""
+        """Return the version as of the last ``refresh`` or ``update``."""
         return self._version
 
-    def ask(self) -> None:
-        """Have the workers look whether their weights were changed."""
+    def refresh(self) -> None:
+        """Ask the workers whether their weights have changed."""
         self._version = self._before + max(self._group.call("weights_version"))
 
     def update(self, source: Mapping[str, Tensor]) -> int:
-        """Have every worker take its share of new weights, which travel in a temporary file that all of them map.
+        """Update every worker's shard through a temporary file that all workers map.
 
         Raises:
-            InvalidInput: they are not all of the model's parameters, or do not fit; or the model takes no new ones.
-            StorageError: there is no room for the file; nothing has changed then.
+            InvalidInput: parameters are missing or do not fit, or the model cannot be updated.
+            StorageError: the file cannot be written; nothing has changed then.
         """
         with contextlib.ExitStack() as files:
             with in_temporary_folder():
                 named = files.enter_context(tempfile.NamedTemporaryFile())
                 torch.save({name: tensor.detach().cpu() for name, tensor in source.items()}, named)
                 named.flush()
-                new = _Update(frozenset(source), open(named.name, "rb"))  # noqa: SIM115 - kept without its name
+                new = _Update(frozenset(source), open(named.name, "rb"))  # noqa: SIM115 - kept open
             try:
-                told = self._group.call("update_weights", named.name, seconds=START_SECONDS)
+                versions = self._group.call("update_weights", named.name, seconds=START_SECONDS)
             except BaseException:
                 new.file.close()
                 raise
         _drop(self._updates, new.names)
         self._updates.append(new)
-        self._version = self._known = self._before + max(told)
+        self._version = self._known = self._before + max(versions)
         self._identity = _identity(self._group)
         return self._version
 
     def require_known(self) -> None:
-        """Fail where other processes cannot be given the weights as they are.
+        """Check that the current weights can be restored in replacement processes.
 
         Raises:
-            EngineError: something else than ``update`` has changed them.
+            EngineError: weights were changed in place, not by ``update``.
         """
         if self._version != self._known:
             raise EngineError(
-                "the workers are lost, and with them weights that were changed in place (apply): others would have"
-                f" those of before. {RELOAD}, and change weights by update_weights()"
+                "the workers are lost, and with them weights that were changed in place (apply), which new workers"
+                f" would not have. {RELOAD}, and change weights with update_weights()"
             )
 
     def restore(self, group: WorkerGroup) -> None:
-        """Give processes that have just started what the lost ones had.
+        """Apply all updates to replacement processes.
 
         Raises:
-            EngineError: they hold another model.
+            EngineError: they loaded another model.
         """
         for number in self.files:
             group.call("update_weights", f"/dev/fd/{number}", seconds=START_SECONDS)
@@ -115,12 +115,12 @@ class RemoteWeights:
         self._group = group
 
     def close(self) -> None:
-        """Keep nothing for other processes."""
+        """Close the files of all updates."""
         _drop(self._updates)
 
 
 def _drop(updates: list[_Update], names: frozenset[str] | None = None) -> None:
-    """Close and forget the updates of which all is in ``names``; None: all."""
+    """Close and remove the updates that ``names`` covers; None removes all."""
     for update in [each for each in updates if names is None or each.names <= names]:
         update.file.close()
         updates.remove(update)

@@ -1,4 +1,4 @@
-"""Stages of a pipeline as one model: what their processes say of their parts, joined and compared with the whole."""
+"""Joins the descriptions of pipeline stages into that of the whole model."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,11 +13,11 @@ __all__ = ["joined_description"]
 
 
 def joined_description(stages: Sequence[ModelDescription]) -> ModelDescription:
-    """What is known of a model, from what its stages know, in their order; of one stage, the same.
+    """Join the descriptions of all stages, in order. A model without stages has one description, returned as is.
 
     Raises:
-        UnsupportedModel: the stages do not prove what the whole model's certificate does.
-        InvalidInput: they are of two models.
+        UnsupportedModel: the stages' certificates do not add up to the whole model's.
+        InvalidInput: the stages hold different models.
     """
     first = stages[0]
     if first.stage is None:

@@ -1,4 +1,4 @@
-"""StartedRanks: the worker processes that share a model, and others in their place where they are lost."""
+"""StartedRanks: the worker processes that share a model, and their replacement when they are lost."""
 
 import threading
 import weakref
@@ -17,17 +17,17 @@ __all__ = ["StartedRanks"]
 
 
 class StartedRanks:
-    """Processes of workers.RankServer, from their start to ``close`` or to this object's end. Any thread may call.
+    """Processes of workers.RankServer. They end at ``close`` or with this object. Thread-safe.
 
     Args:
-        begin: starts processes, which inherit these descriptors.
-        saved: the file that they read the model from, where it is one without a name.
-        again: whether others may be started in the place of lost ones.
+        begin: starts processes that inherit these file descriptors.
+        saved: the unlinked file that processes load the model from, if any.
+        again: whether lost processes may be replaced.
 
     Attributes:
-        group: the processes.
-        description: what they say of the model.
-        weights: the weights that they share.
+        group: the current processes.
+        description: the model's description.
+        weights: the weights in the processes.
 
     Raises:
         WorkerError: a rank could not start.
@@ -44,15 +44,15 @@ class StartedRanks:
         self._renewing = threading.Lock()
         self._closed = False
         self.group = begin(self._files([]))
-        self.description = _served(self.group)
+        self.description = _loaded(self.group)
         self.weights = RemoteWeights(self.group)
 
     def renewed(self, lost: WorkerGroup) -> WorkerGroup:
-        """The processes in the place of ``lost``, with the weights that those had; started now, if they were not yet.
+        """Return the replacement of ``lost`` with the same weights; start it if no other thread has.
 
         Raises:
-            WorkerError: a rank could not start, the workers were closed, or no others may be started.
-            EngineError: the weights are not to be had again.
+            WorkerError: a rank could not start, the workers were closed, or replacement is not allowed.
+            EngineError: the weights cannot be restored.
         """
         with self._renewing:
             failure = self.group.failure
@@ -64,7 +64,7 @@ class StartedRanks:
             return self.group
 
     def close(self) -> None:
-        """End the processes; others that are being started end when they have."""
+        """End the processes. Replacements that are starting end as soon as they have started."""
         self._closed = True
         with self._renewing:
             self.group.close()
@@ -75,7 +75,7 @@ class StartedRanks:
     def _started_again(self) -> WorkerGroup:
         group = self._begin(self._files(self.weights.files))
         try:
-            _served(group)
+            _loaded(group)
             self.weights.restore(group)
             if self._closed:
                 raise WorkerError("the workers were closed: compile the model again to use it")
@@ -89,16 +89,16 @@ class StartedRanks:
         return [*([] if self._saved is None else [self._saved.fileno()]), *others]
 
 
-def _served(group: WorkerGroup) -> ModelDescription:
-    """Wait until every rank has its share of the model; what they say of it."""
+def _loaded(group: WorkerGroup) -> ModelDescription:
+    """Wait until every rank has loaded its shard; return the model's description."""
     with aside(), StartProgress(group.num_ranks) as progress:
         group.on_note = progress.on_note
         try:
             with stage(f"start {group.num_ranks} worker processes"):
                 group.result(group.started)
             port = group.call("open_store")[0]
-            told = group.call("start", port, seconds=START_SECONDS)
-            description = joined_description([part for part in told if part is not None])
+            parts = group.call("start", port, seconds=START_SECONDS)
+            description = joined_description([part for part in parts if part is not None])
         except BaseException:
             group.close()
             raise

@@ -1,4 +1,4 @@
-"""GRPOTrainer: TRL's, with completions of an engine and log-probabilities of a trainer that have the same bits."""
+"""GRPOTrainer: TRL's trainer with bitwise equal log-probabilities from the sampler and the trainer."""
 
 import copy
 from pathlib import Path
@@ -30,9 +30,9 @@ __all__ = ["GRPOTrainer"]
 
 
 class GRPOTrainer(trl.GRPOTrainer):
-    """TRL's GRPOTrainer whose completions, log-probabilities and gradients are detcompile's.
+    """TRL's GRPOTrainer with completions, log-probabilities and gradients computed by detcompile.
 
-    The log-probabilities of the sampler and of the trainer are equal to the bit, which the logs show:
+    The sampler's and the trainer's log-probabilities are bitwise equal. The logs show it:
     ``sampling/kl`` and ``sampling/sampling_logp_difference/max`` are 0 until a step has moved the weights. The weights
     after a step do not depend on how its batch is split into ``per_device_train_batch_size`` and
     ``gradient_accumulation_steps``.
@@ -41,18 +41,18 @@ class GRPOTrainer(trl.GRPOTrainer):
         model: a name as for ``compile``, or a Hugging Face causal LM in eval mode, which keeps its parameters.
         reward_funcs: TRL's.
         args: TRL's GRPOConfig. Losses: "dapo", "dr_grpo", "cispo".
-        sampler: compiled model that draws completions, e.g. over several ranks; its weights follow the trained ones.
-            None compiles ``model``.
-        engine: how its engine is made.
+        sampler: compiled model that samples completions, for example over several ranks. Its weights are updated
+            from the trained ones. None compiles ``model``.
+        engine: configuration of the sampler's engine.
         **keywords: TRL's other arguments.
 
     Attributes:
         policy: the ``Trainer``; ``model`` is the Hugging Face model over its parameters, for saving.
 
     Raises:
-        InvalidInput: a field of ``args`` or an argument that would make gradients follow micro-batches, or the policy
-            differ from what drew the completions; the message names it.
-        UnsupportedModel: the model is not served, or has no gradient.
+        InvalidInput: a field of ``args`` or an argument would make gradients depend on micro-batching, or the policy
+            differ from the sampler; the message names it.
+        UnsupportedModel: the model is not supported, or has no gradient.
     """
 
     optimizer: Any
@@ -78,16 +78,16 @@ class GRPOTrainer(trl.GRPOTrainer):
         keywords.setdefault("processing_class", tokenizer_of(held))
         super().__init__(held, reward_funcs, args, **keywords)
         self._engine = self.sampler.engine(engine or EngineConfig())
-        self._served: tuple[int, int] | None = None  # the step, and the versions of the weights that the engine has
+        self._served: tuple[int, int] | None = None  # step and weights version of the engine's weights
         self._num_drawn = 0
 
     def train(self, *given: Any, **keywords: Any) -> Any:
-        """TRL's; completions are of the weights of now from its first step, however it goes on."""
+        """Train as TRL does. The first step copies the current weights to the sampler."""
         self._served = None
         return super().train(*given, **keywords)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """``detcompile.AdamW`` with the configuration's numbers, where no other was given."""
+        """Create ``detcompile.AdamW`` from the configuration, unless another optimizer was given."""
         if self.optimizer is None:
             names = set(self.get_decay_parameter_names(self.model))
             trained = [(n in names, p) for n, p in self.model.named_parameters() if p.requires_grad]
@@ -102,7 +102,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _generate_single_turn(
         self, prompt_ids: list[list[int]], images: Any, multimodal_fields: Any, *unused: Any, **keywords: Any
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """A completion of every prompt under the weights of now, and the log-probabilities of its tokens."""
+        """Sample a completion of each prompt with the current weights; return token ids and their log-probabilities."""
         if images or multimodal_fields:
             raise InvalidInput("images are not served: the policy reads tokens alone.")
         step = self.state.global_step
@@ -135,16 +135,16 @@ class GRPOTrainer(trl.GRPOTrainer):
         batch_size: int | None = None,
         **keywords: Any,
     ) -> tuple[Tensor, Tensor, None]:
-        """Log-probabilities and entropies [B, logits_to_keep] of the last tokens, by the policy."""
+        """Compute log-probabilities and entropies [B, logits_to_keep] of the last tokens with the policy."""
         given = sorted(name for name, value in keywords.items() if value is not None and not isinstance(value, bool))
         if given:
             raise InvalidInput(f"{', '.join(given)}: the policy reads tokens alone.")
         logprobs, entropies = [], []
         with torch.autocast(input_ids.device.type, enabled=False):
             for ids, mask in zip(*(part.split(batch_size or len(part)) for part in (input_ids, attention_mask))):
-                found = self.policy.logprobs(ids, mask, temperature=self.temperature)
-                logprobs.append(found[:, -logits_to_keep:])
-                entropies.append(found.entropy[:, -logits_to_keep:])  # type: ignore[attr-defined]
+                scored = self.policy.logprobs(ids, mask, temperature=self.temperature)
+                logprobs.append(scored[:, -logits_to_keep:])
+                entropies.append(scored.entropy[:, -logits_to_keep:])  # type: ignore[attr-defined]
         return torch.cat(logprobs), torch.cat(entropies), None
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
@@ -166,7 +166,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         return -(advantages * logprobs).sum(dtype=torch.float64) / denominator
 
     def _denominator(self, inputs: dict[str, Any], num_rows: int) -> float:
-        """What the losses of a step's micro-batches are divided by: a number of the step, or of all that was drawn."""
+        """Return the loss denominator: a constant of the step, or the number of sampled tokens."""
         training = self.model.training
         steps = self.current_gradient_accumulation_steps if training else 1
         if self.loss_type == "dr_grpo":
@@ -175,7 +175,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         return drawn * steps / self.args.steps_per_generation if training else drawn
 
     def _show(self, logprobs: Tensor, entropies: Tensor, mask: Tensor, drawn: Tensor | None) -> None:
-        """Log how far the trainer's log-probabilities are from the sampler's, which are at temperature 1."""
+        """Log how much the trainer's log-probabilities differ from the sampler's, which are at temperature 1."""
         metrics = self._metrics["train" if self.model.training else "eval"]
         metrics["entropy"].append(float(entropies[mask].mean()))
         if drawn is None or self.temperature != 1.0:
@@ -189,19 +189,19 @@ class GRPOTrainer(trl.GRPOTrainer):
         return self.policy.clip_grad_norm_(self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        """The norm of the gradients, and where nothing was clipped, a look at whether their sums were exact."""
+        """Return the gradient norm; if clipping was off, compute it, which also checks that the sums were exact."""
         return self.policy.clip_grad_norm_(torch.inf) if grad_norm is None else grad_norm
 
 
 def _capped_ratio(logprobs: Tensor, old: Tensor, most: float) -> Tensor:
-    """min(e^(logprobs - old), most), pinned: the term of a clipped objective whose advantages are 1."""
+    """Return min(e^(logprobs - old), most) in the pinned arithmetic of the clipped objective with advantages 1."""
     given = (tensor.detach().contiguous() for tensor in (logprobs, old, torch.ones_like(old)))
     terms, _ = policy_terms(*given, low=0.0, high=most, denominator=1.0)
     return -terms
 
 
 def _share_parameters(model: PreTrainedModel, policy: torch.nn.Module) -> None:
-    """Put the policy's parameters into the Hugging Face model, under the same names."""
+    """Replace the Hugging Face model's parameters with the policy's, by name."""
     for name, parameter in policy.named_parameters(remove_duplicate=False):
-        module, _, own = name.rpartition(".")
-        setattr(model.get_submodule(module), own, parameter)
+        module, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(module), attribute, parameter)

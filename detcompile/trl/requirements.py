@@ -1,4 +1,4 @@
-"""What a GRPOConfig may ask for: losses that no micro-batch moves, and completions drawn from the policy itself."""
+"""Supported GRPOConfig options: losses independent of micro-batching, completions sampled from the policy."""
 
 from typing import Any
 
@@ -8,15 +8,15 @@ __all__ = ["require_exact"]
 
 LOSSES = ("cispo", "dapo", "dr_grpo")
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")  # detcompile.AdamW takes their place
-MICRO_BATCH = "its value follows the split into micro-batches"
-SAMPLER = "completions are drawn by detcompile's engine"
-FILTER = "completions would be drawn from another distribution than the one that is trained"
-ALONE: dict[str, tuple[Any, str]] = {  # field -> the one value that is served, and why
-    "beta": (0.0, "the reference's divergence is no sum with a pinned exponential"),
-    "cast_lm_head_to_fp32": (False, "the head has the rounding of serving"),
+MICRO_BATCH = "its value depends on the split into micro-batches"
+SAMPLER = "detcompile's engine samples the completions"
+FILTER = "completions would be sampled from another distribution than the trained one"
+ALONE: dict[str, tuple[Any, str]] = {  # field -> the only supported value, and why
+    "beta": (0.0, "the divergence from the reference model has no pinned exponential"),
+    "cast_lm_head_to_fp32": (False, "the head must round as in serving"),
     "delta": (None, "the clipped objective has no second bound"),
     "entropy_coef": (0.0, MICRO_BATCH),
-    "fp16": (False, "a scaled loss leaves the range in which sums are exact"),
+    "fp16": (False, "a scaled loss exceeds the range in which sums are exact"),
     "generation_kwargs": (None, SAMPLER),
     "importance_sampling_level": ("token", "a sequence's ratio is a sum without a pinned order"),
     "min_p": (None, FILTER),
@@ -26,7 +26,7 @@ ALONE: dict[str, tuple[Any, str]] = {  # field -> the one value that is served, 
     "top_k": (0, FILTER),
     "top_p": (1.0, FILTER),
     "use_adaptive_entropy": (False, MICRO_BATCH),
-    "use_liger_kernel": (False, "layers are those of serving"),
+    "use_liger_kernel": (False, "layers must be those of serving"),
     "use_transformers_continuous_batching": (False, SAMPLER),
     "use_vllm": (False, SAMPLER),
 }
@@ -38,23 +38,23 @@ REFUSED = {  # arguments of the trainer
 
 
 def require_exact(args: Any, keywords: dict[str, Any]) -> None:
-    """Refuse by name what would make gradients follow micro-batches, or the policy differ from what drew.
+    """Reject options that make gradients depend on micro-batching, or the policy differ from the sampler.
 
     Raises:
-        InvalidInput: a field of ``args`` or an argument in ``keywords`` that is not served.
+        InvalidInput: a field of ``args`` or an argument in ``keywords`` is not supported.
     """
     if args.loss_type not in LOSSES:
         raise InvalidInput(
-            f"loss_type={args.loss_type!r}: the weight of a token there follows its sequence or micro-batch, or is no "
-            f"pinned function. Take one of {', '.join(LOSSES)}, whose weights are functions of the global batch."
+            f"loss_type={args.loss_type!r} weights tokens by sequence or micro-batch, or without pinned arithmetic. "
+            f"Use one of {', '.join(LOSSES)}, whose weights depend on the global batch only."
         )
     for name, (served, why) in ALONE.items():
         if (value := getattr(args, name)) != served:
             raise InvalidInput(f"{name}={value!r} is not served: {why}. Leave it at {served!r}.")
     if (optim := str(getattr(args.optim, "value", args.optim))) not in OPTIMIZERS:
-        raise InvalidInput(f"optim={optim!r} is not served: take adamw_torch, or pass optimizers=(yours, None).")
+        raise InvalidInput(f"optim={optim!r} is not served: use adamw_torch, or pass optimizers=(yours, None).")
     if args.world_size > 1:
-        raise InvalidInput(f"{args.world_size} processes: gradients are not added over processes here. Start one.")
+        raise InvalidInput(f"{args.world_size} processes: gradients are not summed over processes. Start one process.")
     for name, why in REFUSED.items():
         if keywords.get(name) is not None:
             raise InvalidInput(f"{name} is not served: {why}.")

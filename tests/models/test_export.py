@@ -250,7 +250,7 @@ def test_it_drafts_for_the_model_and_the_model_for_it(models: dict[str, Compiled
         speculation = detcompile.SpeculationConfig(drafter=small.drafter(3, num_sequences=2), switch="always")
         answer = target.engine(config, speculation=speculation).generate([[1, 2, 3]], params, progress=False)[0]
         assert answer.outputs[0].token_ids == plain
-    with pytest.raises(InvalidInput, match="whole model only"):
+    with pytest.raises(InvalidInput, match="one program of all layers"):
         loaded.drafter(layers=1)
     with pytest.raises(InvalidInput, match="hidden states"):
         loaded.medusa_drafter("tiny")
@@ -286,7 +286,7 @@ def test_a_flipped_bit_of_a_member_is_refused(archives: dict[str, Path], tmp_pat
 def test_a_truncated_file_is_refused(archives: dict[str, Path], tmp_path: Path, kept: float) -> None:
     content = archives["llama"].read_bytes()
     (tmp_path / "m.pt2").write_bytes(content[: int(kept * len(content))])
-    with pytest.raises(ArchiveError, match=r"cut short|empty"):
+    with pytest.raises(ArchiveError, match=r"truncated|empty"):
         detcompile.load(tmp_path / "m.pt2")
 
 

@@ -151,7 +151,7 @@ def test_drafts_move_no_bit(
 
 def test_what_stages_do_not_serve_is_refused_by_name(stages: RemoteModel, tmp_path: Path) -> None:
     drafter = stages.medusa_drafter(MedusaHeads(80, 2).to(torch.bfloat16), num_nodes=4)
-    with pytest.raises(InvalidInput, match="reads hidden states, which stages do not hand out"):
+    with pytest.raises(InvalidInput, match="reads hidden states, which stages do not return"):
         stages.engine(EngineConfig(num_blocks=40), speculation=SpeculationConfig(drafter=drafter))
     with pytest.raises(UnsupportedModel, match="in stages"):
         detcompile.export(stages, tmp_path / "m.pt2")

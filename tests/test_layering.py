@@ -49,6 +49,7 @@ FLOORS = [
         {"templates.training"},
         {"templates.attention", "templates.collectives", "templates.experts", "templates.quantized"},
         {"templates.matmul", "templates.recurrences", "templates.rows", "templates.tokens"},
+        {"templates.registration"},
         {"templates.cpu", "templates.device"},
     ],
     [

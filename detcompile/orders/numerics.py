@@ -19,6 +19,8 @@ from detcompile.orders.row_orders import Row
 from detcompile.orders.token_orders import KV
 
 __all__ = [
+    "COARSEST_GRID",
+    "FINEST_GRID",
     "KEY_BLOCK",
     "KV_BLOCK",
     "Numerics",
@@ -33,7 +35,7 @@ __all__ = [
 KV_BLOCK = 64  # keys that one step of the online softmax takes
 KEY_BLOCK = 128  # keys that one step of a query's gradient takes
 _TILE_BLOCK = 32  # k of AMX's tiles of bfloat16
-_FINEST_GRID, _COARSEST_GRID = -96, 0  # magnitudes up to 2^-45 and to 2^51
+FINEST_GRID, COARSEST_GRID = -96, 0  # magnitudes up to 2^-45 and to 2^51
 _FP32_BLOCK = 128  # one long float32 chain is less accurate than cuBLAS, blocks of 128 are more
 
 
@@ -118,10 +120,10 @@ class Numerics:
                 f"Numerics.token_leaf={leaf!r}: a leaf of a gradient's sum is whole blocks of {KV_BLOCK} tokens; use a "
                 f"positive multiple of {KV_BLOCK}, such as 1024"
             )
-        if type(grid) is not int or not _FINEST_GRID <= grid <= _COARSEST_GRID:
+        if type(grid) is not int or not FINEST_GRID <= grid <= COARSEST_GRID:
             raise NumericsError(
                 f"Numerics.token_grid={grid!r}: sums are rounded to multiples of 2^token_grid; use an integer from "
-                f"{_FINEST_GRID} to {_COARSEST_GRID}, such as -44"
+                f"{FINEST_GRID} to {COARSEST_GRID}, such as -44"
             )
         if not isinstance(sizes, tuple | list) or tuple(sizes) != (1,):
             raise NumericsError(

@@ -227,13 +227,9 @@ def _for_step(problem: AttentionProblem, device: torch.device, T: int, S: int, k
 
 def _check(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> None:
     where = "attention on the GPU"
-    rule.check(where, q, q.shape[-2])
+    rule.check(where, q.shape[-2], k.shape[2])
     if q.dtype != k.dtype or k.dtype != v.dtype:
         raise InvalidInput(f"{where}: q is {q.dtype}, keys {k.dtype}, values {v.dtype}; use one dtype for all")
-    if q.shape[-2] % k.shape[2]:
-        raise InvalidInput(f"{where}: {q.shape[-2]} query heads do not share {k.shape[2]} KV heads evenly")
-    if rule.kv_chunk % kernels.KEYS.value:
-        raise InvalidInput(f"{where}: kv_chunk={rule.kv_chunk} must be a multiple of {kernels.KEYS.value}")
 
 
 def _unit_rows(t: Tensor) -> Tensor:

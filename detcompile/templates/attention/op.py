@@ -25,29 +25,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from detcompile.errors import InvalidInput, NumericsError
-from detcompile.orders.numerics import KV_BLOCK
+from detcompile.errors import InvalidInput
 from detcompile.templates.attention.gpu import dense_attention_cuda, paged_attention_cuda
 from detcompile.templates.attention.operands import Caches, StepMetadata
-from detcompile.templates.attention.scores import RULE, AttentionRule
+from detcompile.templates.attention.scores import RULE, AttentionRule, rule_operands
 from detcompile.templates.cpu import library as cpu_library
+from detcompile.templates.registration import define
 
 __all__ = [
     "CpuScores",
-    "check_heads",
+    "KEYS",
+    "check_slots",
     "dense_attention_cpu",
-    "holds_copies",
     "paged_attention_cpu",
     "reference_attention",
 ]
-
-_LIBRARY = torch.library.Library("detcompile", "FRAGMENT")
-_LIBRARY.define(
-    "paged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, "
-    f"Tensor cu_seqlens, Tensor seq_lens, Tensor block_table, {RULE}) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_LIBRARY.define(f"dense_attention(Tensor q, Tensor k, Tensor v, {RULE}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 
 _LOG2_E = math.log2(math.e)
 _FAULTS = {  # enum Fault of attention.cpp
@@ -55,6 +47,7 @@ _FAULTS = {  # enum Fault of attention.cpp
     2: "cu_seqlens must start at 0 and ascend to at most T; it does not at sequence {where}",
     3: "seq_lens[{where}] is less than the sequence's tokens in this step, or more than its block_table row holds",
     4: "block_table[{where}] names a block that the caches do not have, at a position that a token sees",
+    5: "slot_mapping[{where}] is a slot that an earlier place has too",
 }
 
 
@@ -75,16 +68,13 @@ def paged_attention_cpu(
     Rows past cu_seqlens[S] are padding and get zeros.
 
     Raises:
-        InvalidInput: tensors that do not fit together, or metadata that points outside the caches; nothing is written.
-        NumericsError: kv_chunk is not a multiple of 64.
+        InvalidInput: heads that do not fit together, or metadata that points outside the caches; nothing is written.
     """
-    check_heads("paged_attention", q, k, v, rule.kv_chunk, 3)
-    rule.check("detcompile::paged_attention", q, q.shape[1])
     T, Hq, D = q.shape
     Hkv, Dv = v.shape[1], v.shape[2]
+    rule.check("detcompile::paged_attention", Hq, Hkv)
+    check_slots("paged_attention", slot_mapping, T)
     num_blocks, block_size = caches.k.shape[:2]
-    _check_caches(*caches, (num_blocks, block_size, Hkv, D), (num_blocks, block_size, Hkv, Dv))
-    _check_metadata(slot_mapping, step, T)
     out = torch.empty((T, Hq, Dv), dtype=q.dtype, device="cpu")
     q, k, v = _unit_last_stride(q), _unit_last_stride(k), _unit_last_stride(v)
     S, max_blocks = step.block_table.shape
@@ -109,18 +99,11 @@ def dense_attention_cpu(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, *,
     """q [B, Hq, T, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv] -> [B, Hq, T, Dv], q.dtype; token t sits at position t.
 
     Raises:
-        InvalidInput: tensors that do not fit together.
-        NumericsError: kv_chunk is not a multiple of 64.
+        InvalidInput: heads that do not fit together.
     """
-    check_heads("dense_attention", q, k, v, rule.kv_chunk, 4)
-    rule.check("detcompile::dense_attention", q, q.shape[1])
     B, Hq, T, D = q.shape
     Hkv, Dv = v.shape[1], v.shape[3]
-    if k.shape[2] != T or k.shape[0] != B:
-        raise InvalidInput(
-            f"detcompile::dense_attention: q {tuple(q.shape)} and k {tuple(k.shape)} must agree in batch and tokens. "
-            "Attend with a cache through paged_attention."
-        )
+    rule.check("detcompile::dense_attention", Hq, Hkv)
     out = torch.empty((B, Hq, T, Dv), dtype=q.dtype, device="cpu")
     q, k, v = _unit_last_stride(q), _unit_last_stride(k), _unit_last_stride(v)
     given = CpuScores(rule)
@@ -150,20 +133,30 @@ def _flat_dense(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda q, k, v, *rule: attend(q, k, v, AttentionRule(*rule))
 
 
-_LIBRARY.impl("paged_attention", _flat_paged(paged_attention_cpu), "CPU")
-_LIBRARY.impl("paged_attention", _flat_paged(paged_attention_cuda), "CUDA")
-_LIBRARY.impl("dense_attention", _flat_dense(dense_attention_cpu), "CPU")
-_LIBRARY.impl("dense_attention", _flat_dense(dense_attention_cuda), "CUDA")
-
-
-@torch.library.register_fake("detcompile::paged_attention", lib=_LIBRARY)
-def _(q, k, v, *rest):
-    return q.new_empty((q.shape[0], q.shape[1], v.shape[2]))
-
-
-@torch.library.register_fake("detcompile::dense_attention", lib=_LIBRARY)
-def _(q, k, v, *rest):
-    return q.new_empty((q.shape[0], q.shape[1], q.shape[2], v.shape[3]))
+KEYS = {  # declarations of what a step's keys are read from
+    "k_cache": "unit float Blocks Size Hkv>0 D",
+    "v_cache": "unit k_cache Blocks Size Hkv Dv",
+    "cu_seqlens": "contiguous int32 S+1",
+    "seq_lens": "contiguous int32 S",
+    "block_table": "contiguous int32 S B",
+}
+define(
+    "paged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, "
+    f"Tensor cu_seqlens, Tensor seq_lens, Tensor block_table, {RULE}) -> Tensor",
+    {"q": "float T Hq>0 D", "k": "q T Hkv D", "v": "q T Hkv Dv", "slot_mapping": "contiguous int64 Places"}
+    | KEYS
+    | rule_operands("T Hq"),
+    cpu=_flat_paged(paged_attention_cpu),
+    cuda=_flat_paged(paged_attention_cuda),
+    fake=lambda q, k, v, *rest: q.new_empty((q.shape[0], q.shape[1], v.shape[2])),
+)
+define(
+    f"dense_attention(Tensor q, Tensor k, Tensor v, {RULE}) -> Tensor",
+    {"q": "float N Hq>0 T D", "k": "q N Hkv>0 T D", "v": "q N Hkv T Dv"} | rule_operands("N Hq T"),
+    cpu=_flat_dense(dense_attention_cpu),
+    cuda=_flat_dense(dense_attention_cuda),
+    fake=lambda q, k, v, *rest: q.new_empty((q.shape[0], q.shape[1], q.shape[2], v.shape[3])),
+)
 
 
 def reference_attention(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
@@ -214,53 +207,15 @@ def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def holds_copies(slot_mapping: Tensor, T: int) -> bool:
-    """Whether a slot mapping has one or more places for each of T tokens."""
-    count = slot_mapping.numel()
-    return slot_mapping.dim() == 1 and (count == T or (T > 0 and count > 0 and count % T == 0))
+def check_slots(op: str, slot_mapping: Tensor, T: int) -> None:
+    """Raises InvalidInput unless a slot mapping has one or more places for each of T tokens."""
+    count = len(slot_mapping)
+    if count != T and (T == 0 or count == 0 or count % T):
+        raise InvalidInput(
+            f"detcompile::{op}: slot_mapping has {count} places; {T} tokens need T, 2 T, … of them. Build the step's "
+            "metadata as step.StepInputs describes it."
+        )
 
 
 def _unit_last_stride(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def check_heads(op: str, q: Tensor, k: Tensor, v: Tensor, kv_chunk: int, dims: int) -> None:
-    """Raises for heads that do not fit together, [T, heads, width] or [B, heads, T, width], and for a bad kv_chunk."""
-    if not q.dim() == k.dim() == v.dim() == dims:
-        raise InvalidInput(f"detcompile::{op}: q, k and v have {q.dim()}, {k.dim()}, {v.dim()} dims; give them {dims}.")
-    fits = k.shape[:-1] == v.shape[:-1] and q.shape[-1] == k.shape[-1] and q.shape[0] == k.shape[0]
-    if not fits or q.shape[1] % k.shape[1]:
-        raise InvalidInput(
-            f"detcompile::{op}: q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit: k and v need "
-            "the same tokens and heads, q and k the same head dim, and the key heads must divide the query heads."
-        )
-    if not q.dtype == k.dtype == v.dtype:
-        raise InvalidInput(f"detcompile::{op}: q, k and v are {q.dtype}, {k.dtype}, {v.dtype}. Convert them to one.")
-    if kv_chunk < KV_BLOCK or kv_chunk % KV_BLOCK:
-        raise NumericsError(f"detcompile::{op}: kv_chunk = {kv_chunk} must be a multiple of {KV_BLOCK}; use 512.")
-
-
-def _check_caches(k_cache: Tensor, v_cache: Tensor, k_shape: tuple[int, ...], v_shape: tuple[int, ...]) -> None:
-    if k_cache.shape != k_shape or v_cache.shape != v_shape or k_cache.dtype != v_cache.dtype:
-        raise InvalidInput(
-            f"detcompile::paged_attention: caches {tuple(k_cache.shape)} {k_cache.dtype} and {tuple(v_cache.shape)} "
-            f"{v_cache.dtype} must be {k_shape} and {v_shape}, of one dtype. Allocate them for this layer's heads."
-        )
-    if k_cache.stride(3) != 1 or v_cache.stride(3) != 1:
-        raise InvalidInput("detcompile::paged_attention: the caches need a unit last stride. Make them contiguous.")
-
-
-def _check_metadata(slot_mapping: Tensor, step: StepMetadata, T: int) -> None:
-    S = step.block_table.shape[0]
-    slots = tuple(slot_mapping.shape) if holds_copies(slot_mapping, T) else (T,)
-    for name, tensor, dtype, shape in (
-        ("slot_mapping", slot_mapping, torch.int64, slots),
-        ("cu_seqlens", step.cu_seqlens, torch.int32, (S + 1,)),
-        ("seq_lens", step.seq_lens, torch.int32, (S,)),
-        ("block_table", step.block_table, torch.int32, tuple(step.block_table.shape)),
-    ):
-        if tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
-            raise InvalidInput(
-                f"detcompile::paged_attention: {name} must be contiguous {dtype} {shape}, not {tensor.dtype} "
-                f"{tuple(tensor.shape)}. Build the step's metadata as step.StepInputs describes it."
-            )

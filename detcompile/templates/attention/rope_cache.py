@@ -19,25 +19,14 @@ from torch import Tensor
 from detcompile.errors import InvalidInput
 from detcompile.step import PADDING_SLOT
 from detcompile.templates.attention.gpu import cached_attention_cuda
-from detcompile.templates.attention.op import holds_copies, paged_attention_cpu
+from detcompile.templates.attention.op import KEYS, check_slots, paged_attention_cpu
 from detcompile.templates.attention.operands import Caches, HeadNorm, StepMetadata
 from detcompile.templates.attention.rope_cache_gpu import rope_cache_cuda
-from detcompile.templates.attention.scores import RULE, AttentionRule
+from detcompile.templates.attention.scores import RULE, AttentionRule, rule_operands
+from detcompile.templates.registration import define
 from detcompile.templates.rows.norms import rms_norm_cpu
 
 __all__ = ["cached_attention_cpu", "rope_cache_cpu"]
-
-_LIBRARY = torch.library.Library("detcompile", "FRAGMENT")
-_LIBRARY.define(
-    "rope_cache(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? q_weight, Tensor? k_weight, float? eps, "
-    "bool round_before_weight, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_LIBRARY.define(
-    "cached_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor cu_seqlens, Tensor seq_lens, "
-    f"Tensor block_table, {RULE}) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
 
 
 def rope_cache_cpu(
@@ -48,9 +37,9 @@ def rope_cache_cpu(
     A negative slot takes nothing.
 
     Raises:
-        InvalidInput: tensors that do not fit together, or a slot that the caches do not have; nothing is written.
+        InvalidInput: heads that cannot be rotated so, or a slot that the caches do not have; nothing is written.
     """
-    _check(q, k, v, cos, sin, caches, slot_mapping)
+    _check(q, cos, caches, slot_mapping)
     heads = []
     for x, weight in ((q, norm.q_weight), (k, norm.k_weight)):
         n = x if norm.eps is None else rms_norm_cpu(x, weight, norm.eps, norm.round_before_weight)
@@ -101,40 +90,49 @@ def _flat_cached(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return flat
 
 
-_LIBRARY.impl("rope_cache", _flat_rope_cache(rope_cache_cpu), "CPU")
-_LIBRARY.impl("rope_cache", _flat_rope_cache(rope_cache_cuda), "CUDA")
-_LIBRARY.impl("cached_attention", _flat_cached(cached_attention_cpu), "CPU")
-_LIBRARY.impl("cached_attention", _flat_cached(cached_attention_cuda), "CUDA")
+define(
+    "rope_cache(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? q_weight, Tensor? k_weight, float? eps, "
+    "bool round_before_weight, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping) -> Tensor",
+    {
+        "q": "float T Hq D",
+        "k": "q T Hkv D",
+        "v": "q T Hkv Dv",
+        "cos": "q T E",
+        "sin": "q T E",
+        "q_weight": "float D",
+        "k_weight": "float D",
+        "k_cache": "unit float Blocks Size Hkv D",
+        "v_cache": "unit k_cache Blocks Size Hkv Dv",
+        "slot_mapping": "contiguous int64 Places",
+    },
+    cpu=_flat_rope_cache(rope_cache_cpu),
+    cuda=_flat_rope_cache(rope_cache_cuda),
+    fake=lambda q, *rest: q.new_empty(q.shape),
+)
+define(
+    "cached_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor cu_seqlens, Tensor seq_lens, "
+    f"Tensor block_table, {RULE}) -> Tensor",
+    {"q": "float T Hq>0 D"} | KEYS | rule_operands("T Hq"),
+    cpu=_flat_cached(cached_attention_cpu),
+    cuda=_flat_cached(cached_attention_cuda),
+    fake=lambda q, k_cache, v_cache, *rest: q.new_empty((q.shape[0], q.shape[1], v_cache.shape[3])),
+)
 
 
-@torch.library.register_fake("detcompile::rope_cache", lib=_LIBRARY)
-def _(q, *rest):
-    return q.new_empty(q.shape)
-
-
-@torch.library.register_fake("detcompile::cached_attention", lib=_LIBRARY)
-def _(q, k_cache, v_cache, *rest):
-    return q.new_empty((q.shape[0], q.shape[1], v_cache.shape[3]))
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, caches: Caches, slots: Tensor) -> None:
-    k_cache, v_cache = caches
-    T, E = q.shape[0], cos.shape[-1]
-    fits = len(k) == len(v) == T and cos.shape == sin.shape == (T, E) and holds_copies(slots, T)
-    if not fits or E % 2 or q.shape[2] < E or q.shape[2] != k.shape[2]:
+def _check(q: Tensor, cos: Tensor, caches: Caches, slots: Tensor) -> None:
+    check_slots("rope_cache", slots, len(q))
+    E = cos.shape[-1]
+    if E % 2 or q.shape[2] < E:
         raise InvalidInput(
-            f"detcompile::rope_cache: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, cos "
-            f"{tuple(cos.shape)} and slot_mapping {tuple(slots.shape)} do not fit: one row a token, "
-            "its slots in T, 2 T, … places, an even number of rotated features."
+            f"detcompile::rope_cache: {E} features of a head of {q.shape[2]} cannot be rotated: give cos and sin an"
+            " even number of them, at most the head's."
         )
-    if k_cache.shape[2:] != k.shape[1:] or v_cache.shape[2:] != v.shape[1:] or k_cache.shape[:2] != v_cache.shape[:2]:
-        raise InvalidInput(
-            f"detcompile::rope_cache: caches {tuple(k_cache.shape)} and {tuple(v_cache.shape)} must hold rows of "
-            f"{tuple(k.shape[1:])} and {tuple(v.shape[1:])}. Allocate them for this layer's heads."
-        )
-    if T and not PADDING_SLOT <= int(slots.min()) <= int(slots.max()) < k_cache.shape[0] * k_cache.shape[1]:
+    num_slots = caches.k.shape[0] * caches.k.shape[1]
+    if len(slots) and not PADDING_SLOT <= int(slots.min()) <= int(slots.max()) < num_slots:
         raise InvalidInput(
             f"detcompile::rope_cache: slot_mapping holds {int(slots.min())} to {int(slots.max())}; the caches have "
-            f"slots 0 to {k_cache.shape[0] * k_cache.shape[1] - 1}, and {PADDING_SLOT} is none. Build it as "
-            "step.StepInputs describes."
+            f"slots 0 to {num_slots - 1}, and {PADDING_SLOT} is none. Build it as step.StepInputs describes."
         )
+    written = slots[slots != PADDING_SLOT]
+    if len(written.unique()) < len(written):
+        raise InvalidInput("detcompile::rope_cache: slot_mapping names a slot twice. Give each token its own.")

@@ -17,15 +17,39 @@ import triton.language as tl
 from torch import Tensor
 
 from detcompile.errors import InvalidInput
+from detcompile.orders.numerics import KV_BLOCK
 from detcompile.templates.device.exponential import LOG2_E
 
-__all__ = ["AttentionRule", "RULE", "first_seen", "join_sink", "related", "sequence_of", "shaped", "tanh"]
+__all__ = [
+    "AttentionRule",
+    "RULE",
+    "first_seen",
+    "join_sink",
+    "related",
+    "rule_operands",
+    "sequence_of",
+    "shaped",
+    "tanh",
+]
 
 # The fields of AttentionRule, as the schemas of the operations end.
 RULE = (
     "float scale, int sliding_window, int kv_chunk, float softcap=0.0, Tensor? sinks=None, "
     "Tensor? alibi_slopes=None, int attention_chunk=0, Tensor? relative_bias=None"
 )
+
+
+def rule_operands(rows: str) -> dict[str, str | range]:
+    """Declarations of RULE's tensors and integers, for q whose rows have these sizes, heads `Hq` among them."""
+    tokens = range(2**63)
+    return {
+        "sliding_window": tokens,
+        "kv_chunk": range(KV_BLOCK, 2**31, KV_BLOCK),
+        "sinks": "floating Hq",
+        "alibi_slopes": "floating Hq",
+        "attention_chunk": tokens,
+        "relative_bias": f"floating {rows} E>0",
+    }
 
 
 class AttentionRule(NamedTuple):
@@ -52,9 +76,11 @@ class AttentionRule(NamedTuple):
     attention_chunk: int = 0
     relative_bias: Tensor | None = None
 
-    def check(self, where: str, q: Tensor, heads: int) -> None:
-        """Raises InvalidInput for what has no meaning."""
-        if min(self.sliding_window, self.attention_chunk) < 0 or (self.sliding_window and self.attention_chunk):
+    def check(self, where: str, heads: int, kv_heads: int) -> None:
+        """Raises InvalidInput for what has no meaning, for these counts of query and key heads."""
+        if heads % kv_heads:
+            raise InvalidInput(f"{where}: {heads} query heads do not share {kv_heads} key heads evenly.")
+        if self.sliding_window and self.attention_chunk:
             raise InvalidInput(
                 f"{where}: sliding_window={self.sliding_window}, attention_chunk={self.attention_chunk}: one of them "
                 "may be a positive number of tokens, and the other is 0, for none."
@@ -63,18 +89,6 @@ class AttentionRule(NamedTuple):
             raise InvalidInput(
                 f"{where}: scale={self.scale}, softcap={self.softcap}: both must be finite, and softcap positive, or 0 "
                 "for none."
-            )
-        for name, values in (("sinks", self.sinks), ("alibi_slopes", self.alibi_slopes)):
-            if values is not None and (tuple(values.shape) != (heads,) or not values.is_floating_point()):
-                raise InvalidInput(
-                    f"{where}: {name} must be floating point [{heads}], one a query head, not {values.dtype} "
-                    f"{tuple(values.shape)}."
-                )
-        bias = self.relative_bias
-        if bias is not None and (bias.shape[:-1] != q.shape[:-1] or not bias.shape[-1] or not bias.is_floating_point()):
-            raise InvalidInput(
-                f"{where}: relative_bias must be floating point {[*q.shape[:-1], 'E']}, E > 0, biases for each row of "
-                f"q, not {bias.dtype} {tuple(bias.shape)}."
             )
 
     @property

@@ -20,15 +20,11 @@ from detcompile.parallel import process_group
 from detcompile.templates.collectives.gather_gpu import columns_over_peers, rows_over_peers
 from detcompile.templates.collectives.peer_memory import peer_memory
 from detcompile.templates.device.cuda_graphs import is_alone
+from detcompile.templates.registration import define
 
 __all__ = ["all_gather_columns", "gather", "sharded_embedding"]
 
 c10d = torch.ops._c10d_functional
-
-_LIBRARY = torch.library.Library("detcompile", "FRAGMENT")
-_TAGS = (torch.Tag.pt2_compliant_tag,)
-_LIBRARY.define("all_gather_columns(Tensor x, str group, int columns) -> Tensor", tags=_TAGS)
-_LIBRARY.define("sharded_embedding(Tensor weight, Tensor ids, int first, str group) -> Tensor", tags=_TAGS)
 
 
 def gather(x: Tensor, group: str) -> Tensor:
@@ -87,16 +83,17 @@ def sharded_embedding(weight: Tensor, ids: Tensor, first: int, group: str, peers
     return c10d.wait_tensor(c10d.all_reduce(rows.view(unit), "sum", group)).view(rows.dtype)
 
 
-for _device in ("CPU", "CUDA"):
-    _LIBRARY.impl("all_gather_columns", all_gather_columns, _device)
-    _LIBRARY.impl("sharded_embedding", sharded_embedding, _device)
-
-
-@torch.library.register_fake("detcompile::all_gather_columns", lib=_LIBRARY)
-def _(x, group, columns):
-    return x.new_empty((x.shape[0], columns))
-
-
-@torch.library.register_fake("detcompile::sharded_embedding", lib=_LIBRARY)
-def _(weight, ids, first, group):
-    return weight.new_empty((*ids.shape, weight.shape[1]))
+define(
+    "all_gather_columns(Tensor x, str group, int columns) -> Tensor",
+    {"x": "any M N", "columns": range(2**31)},
+    cpu=all_gather_columns,
+    cuda=all_gather_columns,
+    fake=lambda x, group, columns: x.new_empty((x.shape[0], columns)),
+)
+define(
+    "sharded_embedding(Tensor weight, Tensor ids, int first, str group) -> Tensor",
+    {"weight": "any V D", "ids": "ids ...", "first": range(2**31)},
+    cpu=sharded_embedding,
+    cuda=sharded_embedding,
+    fake=lambda weight, ids, first, group: weight.new_empty((*ids.shape, weight.shape[1])),
+)

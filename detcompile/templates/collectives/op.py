@@ -35,6 +35,7 @@ from detcompile.templates.device.cuda_graphs import is_alone, is_for_graph
 from detcompile.templates.matmul.gpu import matmul_cuda
 from detcompile.templates.matmul.launch import sum_partials_cuda
 from detcompile.templates.matmul.op import matmul_cpu
+from detcompile.templates.registration import define
 
 __all__ = [
     "TWO_SHOT_BYTES",
@@ -50,19 +51,6 @@ TWO_SHOT_BYTES = 1 << 20  # of one partial; from here on moving less is worth a 
 _CALL = struct.Struct("PqPqqPPqPqqqPq5i")  # struct Call of matmul_call.h
 
 c10d = torch.ops._c10d_functional
-
-_LIBRARY = torch.library.Library("detcompile", "FRAGMENT")
-_TAGS = (torch.Tag.pt2_compliant_tag,)
-_LIBRARY.define(
-    "matmul_all_reduce(Tensor x, Tensor w, Tensor? bias, Tensor? residual, int[] radices, int[] radices_above,"
-    " str group, ScalarType out_dtype) -> Tensor",
-    tags=_TAGS,
-)
-_LIBRARY.define(
-    "tree_all_reduce(Tensor partial, Tensor? bias, Tensor? residual, int[] radices, str group, ScalarType out_dtype)"
-    " -> Tensor",
-    tags=_TAGS,
-)
 
 
 def partial_product(x: Tensor, w: Tensor, radices: Sequence[int], out: Tensor | None = None) -> Tensor:
@@ -152,13 +140,9 @@ def tree_all_reduce(
             All of these give the same bits.
 
     Raises:
-        InvalidInput: the radices do not make the group's size, or shapes do not fit.
+        InvalidInput: the radices do not make the group's size.
     """
     _require_tree(radices, group)
-    if partial.dim() < 2 or partial.dtype is not torch.float32:
-        raise InvalidInput(
-            f"detcompile::tree_all_reduce: partial {tuple(partial.shape)} of {partial.dtype} must be float32 [..., N]"
-        )
     shape = partial.shape
     if is_alone():
         return partial.new_zeros(shape, dtype=out_dtype)
@@ -254,16 +238,27 @@ def _reduce_thengather(
     return gather(own, group).view(-1, N)[:M].contiguous()
 
 
-for _device in ("CPU", "CUDA"):
-    _LIBRARY.impl("matmul_all_reduce", matmul_all_reduce, _device)
-    _LIBRARY.impl("tree_all_reduce", tree_all_reduce, _device)
-
-
-@torch.library.register_fake("detcompile::matmul_all_reduce", lib=_LIBRARY)
-def _(x, w, bias, residual, radices, radices_above, group, out_dtype):
+def _product_fake(x, w, bias, residual, radices, radices_above, group, out_dtype):
     return x.new_empty((x.shape[0], w.shape[0]), dtype=out_dtype)
 
 
-@torch.library.register_fake("detcompile::tree_all_reduce", lib=_LIBRARY)
-def _(partial, bias, residual, radices, group, out_dtype):
+def _fake(partial, bias, residual, radices, group, out_dtype):
     return partial.new_empty(partial.shape, dtype=out_dtype)
+
+
+define(
+    "matmul_all_reduce(Tensor x, Tensor w, Tensor? bias, Tensor? residual, int[] radices, int[] radices_above,"
+    " str group, ScalarType out_dtype) -> Tensor",
+    {"x": "float M K", "w": "x N K", "bias": "float N", "residual": "float M N"},
+    cpu=matmul_all_reduce,
+    cuda=matmul_all_reduce,
+    fake=_product_fake,
+)
+define(
+    "tree_all_reduce(Tensor partial, Tensor? bias, Tensor? residual, int[] radices, str group, ScalarType out_dtype)"
+    " -> Tensor",
+    {"partial": "float32 ... M N", "bias": "float N", "residual": "float ... M N"},
+    cpu=tree_all_reduce,
+    cuda=tree_all_reduce,
+    fake=_fake,
+)

@@ -2,12 +2,13 @@
 //
 // Legend: T tokens, S sequences, B batch, Hq Hkv heads, D Dv head dims. Strides count elements.
 #include "attention_tile.h"
+#include "distinct.h"
 #include "kernels.h"
 
 namespace {
 
 // what is wrong with the metadata of a step; values are those of templates/attention/op.py
-enum Fault : int64_t { kFine = 0, kBadSlot = 1, kBadCuSeqlens = 2, kBadSeqLen = 3, kBadBlock = 4 };
+enum Fault : int64_t { kFine = 0, kBadSlot = 1, kBadCuSeqlens = 2, kBadSeqLen = 3, kBadBlock = 4, kSameSlot = 5 };
 
 struct Metadata {
   const int64_t* slot_mapping; const int32_t* cu_seqlens; const int32_t* seq_lens; const int32_t* block_table;
@@ -28,7 +29,8 @@ struct Metadata {
       for (int64_t block = first / block_size; block <= (length - 1) / block_size; block++)
         if (block_table[s * max_blocks + block] < 0 || block_table[s * max_blocks + block] >= num_blocks) return kBadBlock;
     }
-    return kFine;
+    *where = first_repeat(slot_mapping, num_slots, num_blocks * block_size);
+    return *where < 0 ? kFine : kSameSlot;
   }
 };
 
@@ -92,7 +94,7 @@ EXPORT int64_t detcompile_paged_attention(const char* q, const char* k, const ch
                          relative ? relative + first * Hq * sizes[12] : nullptr, nullptr});
   }
   attend(h, sequences, num_threads);
-  int64_t used = cu_seqlens[S];
-  std::memset(out + used * Hq * Dv * bytes, 0, (T - used) * Hq * Dv * bytes);
+  int64_t used = cu_seqlens[S], padding = (T - used) * Hq * Dv * bytes;
+  if (padding > 0) std::memset(out + used * Hq * Dv * bytes, 0, padding);
   return kFine;
 }

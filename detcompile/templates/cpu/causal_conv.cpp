@@ -52,7 +52,6 @@ EXPORT int64_t detcompile_causal_conv(const char* x, const float* weight, const 
   if (steps.T * conv.C < 16384) num_threads = 1;  // a parallel region costs more
 #pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1)
   for (int64_t task = 0; task < tasks; task++) conv.run(steps, task / vecs, task % vecs * kLanes);
-  int64_t used = steps.S ? cu_seqlens[steps.S] : 0;
-  std::memset(out + used * conv.C * item_size(dtype), 0, (steps.T - used) * conv.C * item_size(dtype));
+  steps.clear_padding(out, conv.C * item_size(dtype));
   return kStatesFine;
 }

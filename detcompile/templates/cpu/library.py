@@ -9,6 +9,7 @@ pairs and of tiles are used only on a machine where they were compared with thei
 import ctypes
 import functools
 import hashlib
+import math
 import platform
 import re
 import shlex
@@ -65,7 +66,7 @@ _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # of Linux on x8
 _adopted: dict[str, Path] = {}  # by instruction set: what another machine compiled
 _loaded: dict[str, Path] = {}  # by instruction set: what this process runs
 _BUILDING = threading.Lock()  # a thread of compile() builds while the model is captured
-_MOST_RADICES = 16  # nodes[] in rowsum.h
+_MOST_RADICES, _MOST_LEAVES = 16, 1 << 20  # nodes[] in rowsum.h; kernels take each leaf in turn
 
 _NUMBERS = {
     "int64_t": ctypes.c_int64,
@@ -233,9 +234,10 @@ def radices_array(radices: tuple[int, ...]) -> ctypes.Array[ctypes.c_int64]:
     Raises:
         NumericsError: a radix below 1, or more leaves than any row has use for.
     """
-    if any(radix < 1 for radix in radices) or len(radices) > _MOST_RADICES:
+    if any(radix < 1 for radix in radices) or len(radices) > _MOST_RADICES or math.prod(radices) > _MOST_LEAVES:
         raise NumericsError(
-            f"radices {radices}: at most {_MOST_RADICES}, each at least 1. Take them from Numerics.radices."
+            f"radices {radices}: at most {_MOST_RADICES}, each at least 1, with a product of at most {_MOST_LEAVES}."
+            " Take them from Numerics.radices."
         )
     return (ctypes.c_int64 * len(radices))(*radices)
 

@@ -88,7 +88,6 @@ EXPORT int64_t detcompile_linear_recurrence(const float* q, const float* k, cons
 #pragma omp parallel for schedule(dynamic) num_threads(num_threads) if (num_threads > 1)
   for (int64_t task = 0; task < tasks; task++)
     r.run(steps, task / tiles / r.H, task / tiles % r.H, task % tiles * kTileValues);
-  int64_t used = steps.S ? cu_seqlens[steps.S] : 0;
-  std::memset(out + used * r.H * r.V, 0, (steps.T - used) * r.H * r.V * sizeof(float));
+  steps.clear_padding(out, r.H * r.V * sizeof(float));
   return kStatesFine;
 }

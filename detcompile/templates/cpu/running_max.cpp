@@ -34,7 +34,6 @@ EXPORT int64_t detcompile_running_max(const float* x, const float* decay, float*
   RunningMax most{x, decay, state, out, sizes[3]};
   for (int64_t s = 0; s < steps.S; s++)  // of heads, which are few: no threads
     for (int64_t c = 0; c < most.C; c += kLanes) most.run(steps, s, c);
-  int64_t used = steps.S ? cu_seqlens[steps.S] : 0;
-  std::memset(out + used * most.C, 0, (steps.T - used) * most.C * sizeof(float));
+  steps.clear_padding(out, most.C * sizeof(float));
   return kStatesFine;
 }

@@ -60,8 +60,9 @@ EXPORT int64_t detcompile_token_matmul(const void* packed, const int32_t* leaves
   if (leaves[0] < 0) return 0;
   for (int64_t i = 0; i < count; i++)
     if (leaves[i + 1] < leaves[i] || leaves[i + 1] * rows_a_token > T) return i;
+  if (N * K == 0) return -1;
   std::memset(out, 0, N * K * sizeof(double));
-  if (N * K == 0 || count == 0) return -1;
+  if (count == 0) return -1;
   Grid grid{magic, limit};
   double most = limit / double(count);
   int64_t height = std::min(N, std::max(kLeastRows, kScratchFloats / K));
@@ -107,6 +108,7 @@ EXPORT int64_t detcompile_token_scatter(const void* g, int64_t g_stride, const i
                                         int64_t D, double magic, double limit, int32_t dtype, int32_t num_threads) {
   for (int64_t t = 0; t < T; t++)
     if (ids[t] < 0 || ids[t] >= V) return t;
+  if (V * D == 0) return -1;
   std::memset(out, 0, V * D * sizeof(double));
   std::vector<int64_t> order(T), starts;
   for (int64_t t = 0; t < T; t++) order[t] = t;

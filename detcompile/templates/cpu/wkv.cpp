@@ -54,7 +54,6 @@ EXPORT int64_t detcompile_wkv(const float* k, const float* v, const float* decay
   if (steps.T * average.C < 16384) num_threads = 1;  // a parallel region costs more
 #pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1)
   for (int64_t task = 0; task < tasks; task++) average.run(steps, task / vecs, task % vecs * kLanes);
-  int64_t used = steps.S ? cu_seqlens[steps.S] : 0;
-  std::memset(out + used * average.C, 0, (steps.T - used) * average.C * sizeof(float));
+  steps.clear_padding(out, average.C * sizeof(float));
   return kStatesFine;
 }

@@ -21,13 +21,9 @@ from detcompile.orders.numerics import matmul_order
 from detcompile.templates.cpu import library as cpu_library
 from detcompile.templates.experts.gpu import expert_matmul_cuda
 from detcompile.templates.matmul.op import pack_call
+from detcompile.templates.registration import define
 
 __all__ = ["expert_matmul_cpu", "reference_expert_matmul"]
-
-_LIBRARY = torch.library.Library("detcompile", "FRAGMENT")
-_TAGS = (torch.Tag.pt2_compliant_tag,)
-_LIBRARY.define("expert_matmul(Tensor x, Tensor ids, Tensor w, Tensor? bias, int[] radices=[]) -> Tensor", tags=_TAGS)
-_LIBRARY.define("expert_matmul_partial(Tensor x, Tensor ids, Tensor w, int[] radices, int tp) -> Tensor", tags=_TAGS)
 
 
 def expert_matmul_cpu(
@@ -45,13 +41,13 @@ def expert_matmul_cpu(
     be left out.
 
     Raises:
-        InvalidInput: shapes or dtypes that do not fit together, or an id outside [0, E].
+        InvalidInput: rows of x that are not the ids', or an id outside [0, E].
         NumericsError: K does not split into prod(radices) leaves.
     """
     radices = tuple(radices or ())  # AOTInductor hands None where the graph has an empty list
-    _check(x, ids, w, bias, radices)
+    _check(x, ids, radices)
     num_experts, N = w.shape[:2]
-    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) <= num_experts:
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) <= num_experts:
         raise InvalidInput(
             f"detcompile::expert_matmul: ids from {int(ids.min())} to {int(ids.max())} for {num_experts} experts. The "
             "router has to choose among the experts (or give their number, for none)."
@@ -60,8 +56,9 @@ def expert_matmul_cpu(
         w = w.contiguous()
     flat = ids.flatten()
     rows_of = torch.argsort(flat, stable=True)
-    choices = max(1, ids.numel() * x.shape[-1] // max(1, x.numel()))
-    rows = x.reshape(-1, x.shape[-1])[rows_of // choices]
+    rows = x.flatten(0, -2)
+    choices = max(1, len(flat) // max(1, len(rows)))
+    rows = rows[rows_of // choices]
     counts = torch.bincount(flat, minlength=num_experts + 1)
     products = rows.new_empty((len(flat), N), dtype=out_dtype or x.dtype)
     products[len(flat) - int(counts[num_experts]) :] = 0
@@ -81,7 +78,7 @@ def _expert_matmul_cuda(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     radices = tuple(radices or ())
-    _check(x, ids, w, bias, radices)
+    _check(x, ids, radices)
     return expert_matmul_cuda(x, ids, w, bias, radices, out_dtype)
 
 
@@ -93,20 +90,28 @@ def _partial_cuda(x: Tensor, ids: Tensor, w: Tensor, radices: Sequence[int] | No
     return _expert_matmul_cuda(x, ids, w, None, radices, torch.float32)
 
 
-_LIBRARY.impl("expert_matmul", expert_matmul_cpu, "CPU")
-_LIBRARY.impl("expert_matmul", _expert_matmul_cuda, "CUDA")
-_LIBRARY.impl("expert_matmul_partial", _partial_cpu, "CPU")
-_LIBRARY.impl("expert_matmul_partial", _partial_cuda, "CUDA")
-
-
-@torch.library.register_fake("detcompile::expert_matmul", lib=_LIBRARY)
-def _(x, ids, w, bias, radices=()):
+def _fake(x, ids, w, bias, radices=()):
     return x.new_empty((*ids.shape, w.shape[1]))
 
 
-@torch.library.register_fake("detcompile::expert_matmul_partial", lib=_LIBRARY)
-def _(x, ids, w, radices, tp):
+def _partial_fake(x, ids, w, radices, tp):
     return x.new_empty((*ids.shape, w.shape[1]), dtype=torch.float32)
+
+
+define(
+    "expert_matmul(Tensor x, Tensor ids, Tensor w, Tensor? bias, int[] radices=[]) -> Tensor",
+    {"x": "float * K", "ids": "int64 ...", "w": "x E N K", "bias": "float E N"},
+    cpu=expert_matmul_cpu,
+    cuda=_expert_matmul_cuda,
+    fake=_fake,
+)
+define(
+    "expert_matmul_partial(Tensor x, Tensor ids, Tensor w, int[] radices, int tp) -> Tensor",
+    {"x": "float * K", "ids": "int64 ...", "w": "x E N K", "tp": range(1, 2**31)},
+    cpu=_partial_cpu,
+    cuda=_partial_cuda,
+    fake=_partial_fake,
+)
 
 
 def reference_expert_matmul(x: Tensor, ids: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -116,21 +121,11 @@ def reference_expert_matmul(x: Tensor, ids: Tensor, w: Tensor, bias: Tensor | No
     return y if bias is None else y + bias.double()[ids]
 
 
-def _check(x: Tensor, ids: Tensor, w: Tensor, bias: Tensor | None, radices: tuple[int, ...]) -> None:
-    if w.dim() != 3 or x.shape[-1] != w.shape[2] or x.shape[:-1] not in (ids.shape, ids.shape[:1]):
+def _check(x: Tensor, ids: Tensor, radices: tuple[int, ...]) -> None:
+    if ids.dim() == 0 or x.shape[:-1] not in (ids.shape, ids.shape[:1]):
         raise InvalidInput(
-            f"detcompile::expert_matmul: x {tuple(x.shape)}, ids {tuple(ids.shape)} and w {tuple(w.shape)} must be "
-            "[T, K] or [T, C, K], [T, C] and [E, N, K]. Flatten the tokens."
+            f"detcompile::expert_matmul: x {tuple(x.shape)} must be [T, K] or [T, C, K] for ids [T, C] = "
+            f"{tuple(ids.shape)}. Flatten the tokens."
         )
-    if x.dtype != w.dtype or ids.dtype != torch.int64:
-        raise InvalidInput(
-            f"detcompile::expert_matmul: x is {x.dtype}, w is {w.dtype} and ids are {ids.dtype}. The op multiplies "
-            "equal dtypes and takes int64 ids: convert one."
-        )
-    if bias is not None and bias.shape != w.shape[:2]:
-        raise InvalidInput(
-            f"detcompile::expert_matmul: bias {tuple(bias.shape)} must be [E, N] = {tuple(w.shape[:2])}. Reshape it."
-        )
-    cpu_library.radices_array(radices)  # refuses a radix below 1
     if x.shape[-1] % math.prod(radices):
         matmul_order(x.shape[-1], x.dtype, radices)  # raises, and names the tp_sizes that fit

@@ -10,29 +10,19 @@ their weights make of the values. On a GPU each matrix is a product of its own, 
 import torch
 from torch import Tensor
 
-from detcompile.errors import InvalidInput
 from detcompile.templates.cpu import library as cpu_library
 from detcompile.templates.matmul.gpu import matmul_cuda
 from detcompile.templates.matmul.op import pack_call
+from detcompile.templates.registration import define
 
 __all__ = ["batched_matmul_cpu", "reference_batched_matmul"]
 
-_LIBRARY = torch.library.Library("detcompile", "FRAGMENT")
-_LIBRARY.define(
-    "batched_matmul(Tensor x, Tensor w, ScalarType? out_dtype=None) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
-)
-
 
 def batched_matmul_cpu(x: Tensor, w: Tensor, out_dtype: torch.dtype | None = None, isa: str | None = None) -> Tensor:
-    """The op on the CPU, x [..., M, K] and w [..., N, K] -> [..., M, N] in out_dtype (default x.dtype).
-
-    Raises:
-        InvalidInput: shapes or dtypes that do not fit together.
-    """
+    """The op on the CPU, x [..., M, K] and w [..., N, K] -> [..., M, N] in out_dtype (default x.dtype)."""
     x_BMK, w_BNK = _operands(x, w)
     (B, M, K), N = x_BMK.shape, w_BNK.shape[1]
     rows, out = x_BMK.reshape(B * M, K).contiguous(), torch.empty((B * M, N), dtype=out_dtype or x.dtype, device="cpu")
-    cpu_library.dtype_code(out)  # refuses what the kernels do not write
     if out.numel():
         call = pack_call(rows, w_BNK[0], None, None, out, ())
         counts = torch.full((B,), M, dtype=torch.int64, device="cpu")
@@ -48,13 +38,17 @@ def _batched_matmul_cuda(x: Tensor, w: Tensor, out_dtype: torch.dtype | None = N
     return out_BMN.view(*x.shape[:-1], w.shape[-2])
 
 
-_LIBRARY.impl("batched_matmul", batched_matmul_cpu, "CPU")
-_LIBRARY.impl("batched_matmul", _batched_matmul_cuda, "CUDA")
-
-
-@torch.library.register_fake("detcompile::batched_matmul", lib=_LIBRARY)
-def _(x, w, out_dtype=None):
+def _fake(x, w, out_dtype=None):
     return x.new_empty((*x.shape[:-1], w.shape[-2]), dtype=out_dtype or x.dtype)
+
+
+define(
+    "batched_matmul(Tensor x, Tensor w, ScalarType? out_dtype=None) -> Tensor",
+    {"x": "float ... M K>0", "w": "x ... N K"},
+    cpu=batched_matmul_cpu,
+    cuda=_batched_matmul_cuda,
+    fake=_fake,
+)
 
 
 def reference_batched_matmul(x: Tensor, w: Tensor) -> Tensor:
@@ -64,11 +58,5 @@ def reference_batched_matmul(x: Tensor, w: Tensor) -> Tensor:
 
 def _operands(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     """x as [B, M, K], w as [B, N, K] of unit stride along N or K."""
-    fits = x.dim() == w.dim() >= 3 and x.shape[:-2] == w.shape[:-2] and x.shape[-1] == w.shape[-1] > 0
-    if not fits or x.dtype != w.dtype:
-        raise InvalidInput(
-            f"detcompile::batched_matmul: x {tuple(x.shape)} of {x.dtype} and w {tuple(w.shape)} of {w.dtype} must be "
-            "[..., M, K] and [..., N, K] of one dtype, with the same leading dimensions. Expand or convert one."
-        )
     x_BMK, w_BNK = (value.reshape(value.shape[:-2].numel(), *value.shape[-2:]) for value in (x, w))
     return x_BMK, w_BNK if 1 in w_BNK.stride()[1:] else w_BNK.contiguous()

@@ -23,20 +23,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from detcompile.errors import InvalidInput
 from detcompile.orders.numerics import matmul_order
 from detcompile.templates.cpu import library as cpu_library
 from detcompile.templates.matmul.gpu import matmul_cuda
+from detcompile.templates.registration import define
 
 __all__ = ["matmul_cpu", "pack_call", "reference_matmul"]
 
 _CALL = struct.Struct("PqPqqPPqPqqqPq5i")  # struct Call of matmul_call.h
-
-_LIBRARY = torch.library.Library("detcompile", "FRAGMENT")
-_LIBRARY.define(
-    "matmul(Tensor x, Tensor w, Tensor? bias, Tensor? residual, int[] radices, ScalarType? out_dtype=None) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
 
 
 def matmul_cpu(
@@ -51,14 +45,13 @@ def matmul_cpu(
     """The op on the CPU; `isa` picks an instruction set (amx gives bfloat16 other bits than the others).
 
     Raises:
-        InvalidInput: shapes or dtypes that do not fit together.
         NumericsError: K is not a multiple of the product of the radices.
     """
     radices = tuple(radices or ())  # AOTInductor hands None where the graph has an empty list
-    _check(x, w, bias, residual, radices)
+    if x.shape[1] % math.prod(radices):
+        matmul_order(x.shape[1], x.dtype, radices)  # raises, and names the tp_sizes that fit
     M, N = x.shape[0], w.shape[0]
     out = torch.empty((M, N), dtype=out_dtype or x.dtype, device="cpu")
-    cpu_library.dtype_code(out)  # refuses what the kernels do not write
     if M == 0 or N == 0:
         return out
     if x.stride(1) != 1:
@@ -74,13 +67,17 @@ def matmul_cpu(
     return out
 
 
-_LIBRARY.impl("matmul", matmul_cpu, "CPU")
-_LIBRARY.impl("matmul", matmul_cuda, "CUDA")
-
-
-@torch.library.register_fake("detcompile::matmul", lib=_LIBRARY)
-def _(x, w, bias, residual, radices, out_dtype=None):
+def _fake(x, w, bias, residual, radices, out_dtype=None):
     return x.new_empty((x.shape[0], w.shape[0]), dtype=out_dtype or x.dtype)
+
+
+define(
+    "matmul(Tensor x, Tensor w, Tensor? bias, Tensor? residual, int[] radices, ScalarType? out_dtype=None) -> Tensor",
+    {"x": "float M K", "w": "x N K", "bias": "float N", "residual": "float M N"},
+    cpu=matmul_cpu,
+    cuda=matmul_cuda,
+    fake=_fake,
+)
 
 
 def reference_matmul(x: Tensor, w: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
@@ -116,25 +113,3 @@ def pack_call(
         cpu_library.dtype_code(out),
         cpu_library.thread_count(),
     )
-
-
-def _check(x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, radices: Sequence[int]) -> None:
-    if x.dim() != 2 or w.dim() != 2 or x.shape[1] != w.shape[1]:
-        raise InvalidInput(
-            f"detcompile::matmul: x {tuple(x.shape)} and w {tuple(w.shape)} must be [M, K] and [N, K]. "
-            "Flatten the leading dimensions of x; pass nn.Linear's weight as it is."
-        )
-    if x.dtype != w.dtype:
-        raise InvalidInput(
-            f"detcompile::matmul: x is {x.dtype} and w is {w.dtype}. Convert one: the op multiplies equal dtypes."
-        )
-    if bias is not None and bias.shape != (w.shape[0],):
-        raise InvalidInput(f"detcompile::matmul: bias {tuple(bias.shape)} must be [N] = ({w.shape[0]},). Reshape it.")
-    if residual is not None and residual.shape != (x.shape[0], w.shape[0]):
-        raise InvalidInput(
-            f"detcompile::matmul: residual {tuple(residual.shape)} must be [M, N] = ({x.shape[0]}, {w.shape[0]})."
-            " Expand it."
-        )
-    cpu_library.radices_array(tuple(radices))  # refuses a radix below 1
-    if x.shape[1] % math.prod(radices):
-        matmul_order(x.shape[1], x.dtype, tuple(radices))  # raises, and names the tp_sizes that fit

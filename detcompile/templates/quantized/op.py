@@ -19,18 +19,12 @@ from detcompile.templates.cpu import library as cpu_library
 from detcompile.templates.matmul.op import matmul_cpu, reference_matmul
 from detcompile.templates.quantized.gpu import dequant_matmul_cuda
 from detcompile.templates.quantized.weights import KINDS, QuantizedWeight, dequantized, require_quantized
+from detcompile.templates.registration import define
 
 __all__ = ["dequant_matmul_cpu", "dequantized_cpu", "reference_dequant_matmul"]
 
 _CALL = struct.Struct("PqPPqPqqqqq4i")  # struct Call of dequantize.cpp
 _TILE_BYTES = 1 << 21  # of dequantised weights: they stay in a core's cache until they are multiplied
-
-_LIBRARY = torch.library.Library("detcompile", "FRAGMENT")
-_LIBRARY.define(
-    "dequant_matmul(Tensor x, Tensor w, Tensor scales, Tensor? zeros, Tensor? bias, Tensor? residual, int group, "
-    "int rows, int[] radices, ScalarType? out_dtype=None) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
 
 
 def dequant_matmul_cpu(
@@ -49,11 +43,11 @@ def dequant_matmul_cpu(
     """The op on the CPU: x [M, K], w, scales and zeros as weights.py has them, bias [N], residual [M, N] -> [M, N].
 
     Raises:
-        InvalidInput: shapes or dtypes that do not fit together.
+        InvalidInput: parts of the weight that do not fit together.
         NumericsError: K is not a multiple of the product of the radices.
     """
     weight = QuantizedWeight(w, scales, zeros, x.shape[-1], group, rows)
-    require_quantized(x, weight)
+    require_quantized(weight)
     N, K = len(w), x.shape[1]
     out = torch.empty((len(x), N), dtype=out_dtype or x.dtype, device="cpu")
     features = max(64, _TILE_BYTES // max(1, K * x.element_size()))
@@ -107,17 +101,31 @@ def _dequant_matmul_cuda(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     weight = QuantizedWeight(w, scales, zeros, x.shape[-1], group, rows)
-    require_quantized(x, weight)
+    require_quantized(weight)
     return dequant_matmul_cuda(x, weight, bias, residual, radices or (), out_dtype)
 
 
-_LIBRARY.impl("dequant_matmul", dequant_matmul_cpu, "CPU")
-_LIBRARY.impl("dequant_matmul", _dequant_matmul_cuda, "CUDA")
-
-
-@torch.library.register_fake("detcompile::dequant_matmul", lib=_LIBRARY)
-def _(x, w, scales, zeros, bias, residual, group, rows, radices, out_dtype=None):
+def _fake(x, w, scales, zeros, bias, residual, group, rows, radices, out_dtype=None):
     return x.new_empty((x.shape[0], w.shape[0]), dtype=out_dtype or x.dtype)
+
+
+define(
+    "dequant_matmul(Tensor x, Tensor w, Tensor scales, Tensor? zeros, Tensor? bias, Tensor? residual, int group, "
+    "int rows, int[] radices, ScalarType? out_dtype=None) -> Tensor",
+    {
+        "x": "float M K",
+        "w": "quantized N W",
+        "scales": "float G R",
+        "zeros": "int16 G R",
+        "bias": "float N",
+        "residual": "float M N",
+        "group": range(1, 2**31),
+        "rows": range(1, 2**31),
+    },
+    cpu=dequant_matmul_cpu,
+    cuda=_dequant_matmul_cuda,
+    fake=_fake,
+)
 
 
 def reference_dequant_matmul(

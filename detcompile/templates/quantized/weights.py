@@ -81,25 +81,22 @@ def dequantized(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
     return ((q.to(wide) - zeros) * scales).to(dtype)
 
 
-def require_quantized(x: Tensor, weight: QuantizedWeight) -> None:
-    """Fail unless the parts fit each other and activations x [M, K].
+def require_quantized(weight: QuantizedWeight) -> None:
+    """Fail unless the parts fit each other.
 
     Raises:
         InvalidInput: they do not.
     """
-    w, scales, zeros, k, group, rows = weight
-    if w.dtype not in KINDS:
-        raise InvalidInput(f"detcompile::dequant_matmul: w is {w.dtype}; it takes uint8 (int4), int8 and float8_e4m3fn")
+    w, scales, _, k, group, rows = weight
     width = -(-k // NIBBLE_BLOCK) * 64 if w.dtype is torch.uint8 else k
-    if x.dim() != 2 or x.shape[1] != k or w.dim() != 2 or w.shape[1] != width or group < 1 or rows < 1:
+    if w.shape[1] != width:
         raise InvalidInput(
-            f"detcompile::dequant_matmul: x {tuple(x.shape)} and w {tuple(w.shape)} {w.dtype} must be [M, {k}] and "
-            f"[N, {width}], group={group} and rows={rows} positive. Flatten x; pack w with pack_nibbles."
+            f"detcompile::dequant_matmul: w {tuple(w.shape)} {w.dtype} must be [N, {width}] for K = {k}. Pack four bits"
+            " with pack_nibbles."
         )
     shape = (-(-k // group), -(-w.shape[0] // rows))
-    if scales.shape != shape or (zeros is not None and (zeros.shape != shape or zeros.dtype is not torch.int16)):
-        given = None if zeros is None else (tuple(zeros.shape), zeros.dtype)
+    if scales.shape != shape:
         raise InvalidInput(
-            f"detcompile::dequant_matmul: scales {tuple(scales.shape)} and zeros {given} must be {shape} and int16: "
-            f"one for {group} k of {rows} features. Transpose or convert them."
+            f"detcompile::dequant_matmul: scales and zeros {tuple(scales.shape)} must be {shape}: one for {group} k of "
+            f"{rows} features. Transpose them."
         )

@@ -12,22 +12,12 @@ are zeros; those of earlier steps are in its state, [num_slots, W - 1, C] in x.d
 import torch
 from torch import Tensor
 
-from detcompile.errors import InvalidInput
 from detcompile.templates.cpu import library as cpu_library
 from detcompile.templates.recurrences.causal_conv_gpu import causal_conv_cuda
-from detcompile.templates.recurrences.states import check_state_steps, dense_steps, run_on_cpu
+from detcompile.templates.recurrences.states import STEPS, dense_steps, run_on_cpu
+from detcompile.templates.registration import define
 
 __all__ = ["causal_conv_cpu", "reference_causal_conv"]
-
-_LIBRARY = torch.library.Library("detcompile", "FRAGMENT")
-_LIBRARY.define(
-    "causal_conv(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) state, Tensor state_slots, Tensor cu_seqlens, "
-    "Tensor seq_lens) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_LIBRARY.define(
-    "dense_causal_conv(Tensor x, Tensor weight, Tensor? bias) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
-)
 
 
 def causal_conv_cpu(
@@ -44,9 +34,9 @@ def causal_conv_cpu(
     """The op on the CPU: x [T, C], weight [C, W], bias [C] -> [T, C]; rows past cu_seqlens[S] get zeros.
 
     Raises:
-        InvalidInput: tensors that do not fit together, or metadata that points outside the state; nothing is written.
+        InvalidInput: metadata that points outside the state; nothing is written.
     """
-    x = _checked(x, weight, bias, state, state_slots, cu_seqlens, seq_lens)
+    x = x if x.stride(1) == 1 else x.contiguous()
     (T, C), W = x.shape, weight.shape[1]
     taps = weight.detach().t().float().contiguous()
     offset = None if bias is None else bias.detach().float().contiguous()
@@ -64,7 +54,7 @@ def _causal_conv_cuda(
     cu_seqlens: Tensor,
     seq_lens: Tensor,
 ) -> Tensor:
-    x = _checked(x, weight, bias, state, state_slots, cu_seqlens, seq_lens)
+    x = x if x.stride(1) == 1 else x.contiguous()
     return causal_conv_cuda(x, weight, bias, state, state_slots, cu_seqlens, seq_lens)
 
 
@@ -76,20 +66,21 @@ def _dense_causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
     return torch.ops.detcompile.causal_conv(x.reshape(B * T, C), weight, bias, state, *steps).view(B, T, C)
 
 
-_LIBRARY.impl("causal_conv", causal_conv_cpu, "CPU")
-_LIBRARY.impl("causal_conv", _causal_conv_cuda, "CUDA")
-_LIBRARY.impl("dense_causal_conv", _dense_causal_conv, "CPU")
-_LIBRARY.impl("dense_causal_conv", _dense_causal_conv, "CUDA")
-
-
-@torch.library.register_fake("detcompile::causal_conv", lib=_LIBRARY)
-def _(x, weight, bias, state, state_slots, cu_seqlens, seq_lens):
-    return x.new_empty(x.shape)
-
-
-@torch.library.register_fake("detcompile::dense_causal_conv", lib=_LIBRARY)
-def _(x, weight, bias):
-    return x.new_empty(x.shape)
+define(
+    "causal_conv(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) state, Tensor state_slots, Tensor cu_seqlens, "
+    "Tensor seq_lens) -> Tensor",
+    {"x": "float T C", "weight": "float C W>0", "bias": "float C", "state": "contiguous x Slots W-1 C"} | STEPS,
+    cpu=causal_conv_cpu,
+    cuda=_causal_conv_cuda,
+    fake=lambda x, *rest: x.new_empty(x.shape),
+)
+define(
+    "dense_causal_conv(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
+    {"x": "float B T C", "weight": "float C W>0", "bias": "float C"},
+    cpu=_dense_causal_conv,
+    cuda=_dense_causal_conv,
+    fake=lambda x, weight, bias: x.new_empty(x.shape),
+)
 
 
 def reference_causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -99,15 +90,3 @@ def reference_causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None) -> Ten
     taps = (padded[:, w : w + x.shape[1]] * weight[:, w].double() for w in range(W))
     total = torch.stack(list(taps)).sum(0)
     return total if bias is None else total + bias.double()
-
-
-def _checked(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, *steps: Tensor) -> Tensor:
-    """x with a unit last stride."""
-    fits = x.dim() == 2 and weight.dim() == 2 and weight.shape[0] == x.shape[1] and weight.shape[1] > 0
-    if not fits or (bias is not None and tuple(bias.shape) != (x.shape[1],)):
-        raise InvalidInput(
-            f"detcompile::causal_conv: x {tuple(x.shape)}, weight {tuple(weight.shape)} and bias "
-            f"{None if bias is None else tuple(bias.shape)} must be [T, C], [C, W] and [C]."
-        )
-    check_state_steps("causal_conv", state, (weight.shape[1] - 1, x.shape[1]), x.dtype, *steps)
-    return x if x.stride(1) == 1 else x.contiguous()

@@ -23,19 +23,13 @@ from torch import Tensor
 
 from detcompile.errors import InvalidInput
 from detcompile.templates.recurrences.linear_gpu import linear_recurrence_cuda
-from detcompile.templates.recurrences.states import check_state_steps, dense_steps, run_on_cpu
+from detcompile.templates.recurrences.states import STEPS, dense_steps, run_on_cpu
+from detcompile.templates.registration import define
 
 __all__ = ["decay_kind", "linear_recurrence_cpu", "reference_linear_recurrence"]
 
-_LIBRARY = torch.library.Library("detcompile", "FRAGMENT")
-_OPERANDS = "Tensor q, Tensor k, Tensor v, Tensor decay, Tensor? beta, Tensor? rates"
-_LIBRARY.define(
-    f"linear_recurrence({_OPERANDS}, Tensor(a!) state, Tensor state_slots, Tensor cu_seqlens, Tensor seq_lens) "
-    "-> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_LIBRARY.define(f"dense_linear_recurrence({_OPERANDS}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 
+_OPERANDS = "Tensor q, Tensor k, Tensor v, Tensor decay, Tensor? beta, Tensor? rates"
 PER_HEAD, PER_KEY, PER_VALUE = 0, 1, 2  # enum DecayKind of linear_recurrence.cpp
 
 
@@ -56,9 +50,10 @@ def linear_recurrence_cpu(
     """The op on the CPU: q and k [T, G, K], v [T, H, V], all float32 -> [T, H, V]; rows past cu_seqlens[S] get zeros.
 
     Raises:
-        InvalidInput: tensors that do not fit together, or metadata that points outside the state; nothing is written.
+        InvalidInput: heads or decays that do not fit together, or metadata that points outside the state; nothing is
+            written.
     """
-    kind = _check(q, k, v, decay, beta, rates, state, state_slots, cu_seqlens, seq_lens)
+    kind = _check(q, v, decay, rates)
     (T, H, V), (G, K) = v.shape, q.shape[1:]
     given = [None if value is None else value.contiguous() for value in (q, k, v, decay, beta, rates)]
     out, steps = torch.empty((T, H, V), dtype=torch.float32, device="cpu"), (state_slots, cu_seqlens, seq_lens)
@@ -77,7 +72,7 @@ def _linear_recurrence_cuda(
     cu_seqlens: Tensor,
     seq_lens: Tensor,
 ) -> Tensor:
-    kind = _check(q, k, v, decay, beta, rates, state, state_slots, cu_seqlens, seq_lens)
+    kind = _check(q, v, decay, rates)
     return linear_recurrence_cuda(kind, q, k, v, decay, beta, rates, state, state_slots, cu_seqlens, seq_lens)
 
 
@@ -92,20 +87,30 @@ def _dense_linear_recurrence(
     return torch.ops.detcompile.linear_recurrence(*packed, rates, state, *steps).view(B, T, H, V)
 
 
-_LIBRARY.impl("linear_recurrence", linear_recurrence_cpu, "CPU")
-_LIBRARY.impl("linear_recurrence", _linear_recurrence_cuda, "CUDA")
-_LIBRARY.impl("dense_linear_recurrence", _dense_linear_recurrence, "CPU")
-_LIBRARY.impl("dense_linear_recurrence", _dense_linear_recurrence, "CUDA")
-
-
-@torch.library.register_fake("detcompile::linear_recurrence", lib=_LIBRARY)
-def _(q, k, v, decay, beta, rates, state, state_slots, cu_seqlens, seq_lens):
-    return v.new_empty(v.shape)
-
-
-@torch.library.register_fake("detcompile::dense_linear_recurrence", lib=_LIBRARY)
-def _(q, k, v, decay, beta, rates):
-    return v.new_empty(v.shape)
+_PACKED = {
+    "q": "float32 T G>0 K",
+    "k": "float32 T G K",
+    "v": "float32 T H V",
+    "decay": "float32 T H *",
+    "beta": "float32 T H",
+    "rates": "float32 H K V",
+}
+_DENSE = {name: text if name == "rates" else text.replace(" T", " B T") for name, text in _PACKED.items()}
+define(
+    f"linear_recurrence({_OPERANDS}, Tensor(a!) state, Tensor state_slots, Tensor cu_seqlens, Tensor seq_lens) "
+    "-> Tensor",
+    _PACKED | {"state": "contiguous float32 Slots H K V"} | STEPS,
+    cpu=linear_recurrence_cpu,
+    cuda=_linear_recurrence_cuda,
+    fake=lambda q, k, v, *rest: v.new_empty(v.shape),
+)
+define(
+    f"dense_linear_recurrence({_OPERANDS}) -> Tensor",
+    _DENSE,
+    cpu=_dense_linear_recurrence,
+    cuda=_dense_linear_recurrence,
+    fake=lambda q, k, v, *rest: v.new_empty(v.shape),
+)
 
 
 def reference_linear_recurrence(
@@ -136,30 +141,12 @@ def decay_kind(decay: Tensor, rates: Tensor | None) -> int:
     return PER_VALUE if rates is not None else PER_KEY if decay.dim() == 3 else PER_HEAD
 
 
-def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor,
-    beta: Tensor | None,
-    rates: Tensor | None,
-    state: Tensor,
-    *steps: Tensor,
-) -> int:
-    fits = q.dim() == v.dim() == 3 and q.shape == k.shape and q.shape[0] == v.shape[0]
-    if not fits or v.shape[1] % max(q.shape[1], 1):
-        raise InvalidInput(
-            f"detcompile::linear_recurrence: q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} must be "
-            "[T, G, K], [T, G, K] and [T, H, V], with H a multiple of G."
-        )
-    (T, H, V), K = v.shape, q.shape[2]
+def _check(q: Tensor, v: Tensor, decay: Tensor, rates: Tensor | None) -> int:
+    (T, H, V), (G, K) = v.shape, q.shape[1:]
+    if H % G:
+        raise InvalidInput(f"detcompile::linear_recurrence: {H} heads of v do not share {G} groups of q and k evenly.")
     kind = decay_kind(decay, rates)
     expected = [(T, H), (T, H, K), (T, H, V)][kind]
-    for name, value, shape in (("decay", decay, expected), ("beta", beta, (T, H)), ("rates", rates, (H, K, V))):
-        if value is not None and tuple(value.shape) != shape:
-            raise InvalidInput(f"detcompile::linear_recurrence: {name} {tuple(value.shape)} must be {shape}.")
-    for name, value in (("q", q), ("k", k), ("v", v), ("decay", decay), ("beta", beta), ("rates", rates)):
-        if value is not None and value.dtype != torch.float32:
-            raise InvalidInput(f"detcompile::linear_recurrence: {name} is {value.dtype}. Convert it to float32.")
-    check_state_steps("linear_recurrence", state, (H, K, V), torch.float32, *steps)
+    if tuple(decay.shape) != expected:
+        raise InvalidInput(f"detcompile::linear_recurrence: decay {tuple(decay.shape)} must be {expected}.")
     return kind

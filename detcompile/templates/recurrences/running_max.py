@@ -11,19 +11,11 @@ rounding a token. The state between steps is [num_slots, 1, C] float32 (template
 import torch
 from torch import Tensor
 
-from detcompile.errors import InvalidInput
 from detcompile.templates.recurrences.running_max_gpu import running_max_cuda
-from detcompile.templates.recurrences.states import check_state_steps, dense_steps, run_on_cpu
+from detcompile.templates.recurrences.states import STEPS, dense_steps, run_on_cpu
+from detcompile.templates.registration import define
 
 __all__ = ["reference_running_max", "running_max_cpu"]
-
-_LIBRARY = torch.library.Library("detcompile", "FRAGMENT")
-_LIBRARY.define(
-    "running_max(Tensor x, Tensor decay, Tensor(a!) state, Tensor state_slots, Tensor cu_seqlens, Tensor seq_lens) "
-    "-> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_LIBRARY.define("dense_running_max(Tensor x, Tensor decay) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 
 
 def running_max_cpu(
@@ -39,19 +31,11 @@ def running_max_cpu(
     """The op on the CPU: x and decay [T, C] float32 -> [T, C]; rows past cu_seqlens[S] get zeros.
 
     Raises:
-        InvalidInput: tensors that do not fit together, or metadata that points outside the state; nothing is written.
+        InvalidInput: metadata that points outside the state; nothing is written.
     """
-    _check(x, decay, state, state_slots, cu_seqlens, seq_lens)
     (T, C), given, steps = x.shape, [x.contiguous(), decay.contiguous()], (state_slots, cu_seqlens, seq_lens)
     out = torch.empty((T, C), dtype=torch.float32, device="cpu")
     return run_on_cpu("running_max", given, state, steps, out, [C], isa)
-
-
-def _running_max_cuda(
-    x: Tensor, decay: Tensor, state: Tensor, state_slots: Tensor, cu_seqlens: Tensor, seq_lens: Tensor
-) -> Tensor:
-    _check(x, decay, state, state_slots, cu_seqlens, seq_lens)
-    return running_max_cuda(x, decay, state, state_slots, cu_seqlens, seq_lens)
 
 
 def _dense_running_max(x: Tensor, decay: Tensor) -> Tensor:
@@ -62,20 +46,21 @@ def _dense_running_max(x: Tensor, decay: Tensor) -> Tensor:
     return torch.ops.detcompile.running_max(x.flatten(0, 1), decay.flatten(0, 1), state, *steps).view(B, T, C)
 
 
-_LIBRARY.impl("running_max", running_max_cpu, "CPU")
-_LIBRARY.impl("running_max", _running_max_cuda, "CUDA")
-_LIBRARY.impl("dense_running_max", _dense_running_max, "CPU")
-_LIBRARY.impl("dense_running_max", _dense_running_max, "CUDA")
-
-
-@torch.library.register_fake("detcompile::running_max", lib=_LIBRARY)
-def _(x, decay, state, state_slots, cu_seqlens, seq_lens):
-    return x.new_empty(x.shape)
-
-
-@torch.library.register_fake("detcompile::dense_running_max", lib=_LIBRARY)
-def _(x, decay):
-    return x.new_empty(x.shape)
+define(
+    "running_max(Tensor x, Tensor decay, Tensor(a!) state, Tensor state_slots, Tensor cu_seqlens, Tensor seq_lens) "
+    "-> Tensor",
+    {"x": "float32 T C", "decay": "float32 T C", "state": "contiguous float32 Slots 1 C"} | STEPS,
+    cpu=running_max_cpu,
+    cuda=running_max_cuda,
+    fake=lambda x, *rest: x.new_empty(x.shape),
+)
+define(
+    "dense_running_max(Tensor x, Tensor decay) -> Tensor",
+    {"x": "float32 B T C", "decay": "float32 B T C"},
+    cpu=_dense_running_max,
+    cuda=_dense_running_max,
+    fake=lambda x, decay: x.new_empty(x.shape),
+)
 
 
 def reference_running_max(x: Tensor, decay: Tensor) -> Tensor:
@@ -85,12 +70,3 @@ def reference_running_max(x: Tensor, decay: Tensor) -> Tensor:
         most = torch.maximum(most + decay[:, t].double(), x[:, t].double())
         outs.append(most)
     return torch.stack(outs, 1)
-
-
-def _check(x: Tensor, decay: Tensor, state: Tensor, *steps: Tensor) -> None:
-    if x.dim() != 2 or x.shape != decay.shape or {x.dtype, decay.dtype} != {torch.float32}:
-        raise InvalidInput(
-            f"detcompile::running_max: x {tuple(x.shape)} {x.dtype} and decay {tuple(decay.shape)} {decay.dtype} must "
-            "be [T, C] float32."
-        )
-    check_state_steps("running_max", state, (1, x.shape[1]), torch.float32, *steps)

@@ -15,29 +15,20 @@ from detcompile.errors import InvalidInput
 from detcompile.step import NO_SLOT
 from detcompile.templates.cpu import library as cpu_library
 
-__all__ = ["check_state_steps", "dense_steps", "run_on_cpu"]
+__all__ = ["STEPS", "dense_steps", "run_on_cpu"]
+
+STEPS = {  # declarations of the last three arguments
+    "state_slots": "contiguous int32 S",
+    "cu_seqlens": "contiguous int32 S+1",
+    "seq_lens": "contiguous int32 S",
+}
 
 _FAULTS = {  # enum StateFault of states.h
     1: "cu_seqlens must start at 0 and ascend to at most T; it does not at sequence {where}",
     2: "seq_lens[{where}] is less than the sequence's tokens in this step",
     3: "state_slots[{where}] is neither NO_SLOT nor a slot of the state",
+    4: "state_slots[{where}] is a slot that an earlier sequence has too",
 }
-
-
-def check_state_steps(op: str, state: Tensor, shape: tuple[int, ...], dtype: torch.dtype, *steps: Tensor) -> None:
-    """Raise InvalidInput unless ``state`` is [num_slots, *shape] and state_slots, cu_seqlens and seq_lens fit."""
-    if tuple(state.shape[1:]) != shape or state.dtype != dtype or not state.is_contiguous():
-        raise InvalidInput(
-            f"detcompile::{op}: state {tuple(state.shape)} {state.dtype} must be contiguous {dtype} [num_slots, "
-            f"{', '.join(map(str, shape))}]. Allocate it for this layer."
-        )
-    S = steps[0].shape[0] if steps[0].dim() else 0
-    for name, tensor, extent in zip(("state_slots", "cu_seqlens", "seq_lens"), steps, (S, S + 1, S), strict=True):
-        if tensor.dtype != torch.int32 or tuple(tensor.shape) != (extent,) or not tensor.is_contiguous():
-            raise InvalidInput(
-                f"detcompile::{op}: {name} must be contiguous int32 ({extent},), not {tensor.dtype} "
-                f"{tuple(tensor.shape)}. Build the step's metadata as step.StepInputs describes it."
-            )
 
 
 def run_on_cpu(

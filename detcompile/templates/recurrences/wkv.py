@@ -18,19 +18,13 @@ num, den, m.
 import torch
 from torch import Tensor
 
-from detcompile.errors import InvalidInput
-from detcompile.templates.recurrences.states import check_state_steps, dense_steps, run_on_cpu
+from detcompile.templates.recurrences.states import STEPS, dense_steps, run_on_cpu
 from detcompile.templates.recurrences.wkv_gpu import wkv_cuda
+from detcompile.templates.registration import define
 
 __all__ = ["reference_wkv", "wkv_cpu"]
 
-_LIBRARY = torch.library.Library("detcompile", "FRAGMENT")
 _OPERANDS = "Tensor k, Tensor v, Tensor decay, Tensor bonus"
-_LIBRARY.define(
-    f"wkv({_OPERANDS}, Tensor(a!) state, Tensor state_slots, Tensor cu_seqlens, Tensor seq_lens) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_LIBRARY.define(f"dense_wkv({_OPERANDS}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 
 
 def wkv_cpu(
@@ -48,27 +42,12 @@ def wkv_cpu(
     """The op on the CPU: k and v [T, C], decay and bonus [C], float32 -> [T, C]; rows past cu_seqlens[S] get zeros.
 
     Raises:
-        InvalidInput: tensors that do not fit together, or metadata that points outside the state; nothing is written.
+        InvalidInput: metadata that points outside the state; nothing is written.
     """
-    _check(k, v, decay, bonus, state, state_slots, cu_seqlens, seq_lens)
     T, C = v.shape
     given = [value.contiguous() for value in (k, v, decay, bonus)]
     out, steps = torch.empty((T, C), dtype=torch.float32, device="cpu"), (state_slots, cu_seqlens, seq_lens)
     return run_on_cpu("wkv", given, state, steps, out, [C], isa)
-
-
-def _wkv_cuda(
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor,
-    bonus: Tensor,
-    state: Tensor,
-    state_slots: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-) -> Tensor:
-    _check(k, v, decay, bonus, state, state_slots, cu_seqlens, seq_lens)
-    return wkv_cuda(k, v, decay, bonus, state, state_slots, cu_seqlens, seq_lens)
 
 
 def _dense_wkv(k: Tensor, v: Tensor, decay: Tensor, bonus: Tensor) -> Tensor:
@@ -79,20 +58,21 @@ def _dense_wkv(k: Tensor, v: Tensor, decay: Tensor, bonus: Tensor) -> Tensor:
     return torch.ops.detcompile.wkv(k.flatten(0, 1), v.flatten(0, 1), decay, bonus, state, *steps).view(B, T, C)
 
 
-_LIBRARY.impl("wkv", wkv_cpu, "CPU")
-_LIBRARY.impl("wkv", _wkv_cuda, "CUDA")
-_LIBRARY.impl("dense_wkv", _dense_wkv, "CPU")
-_LIBRARY.impl("dense_wkv", _dense_wkv, "CUDA")
-
-
-@torch.library.register_fake("detcompile::wkv", lib=_LIBRARY)
-def _(k, v, decay, bonus, state, state_slots, cu_seqlens, seq_lens):
-    return v.new_empty(v.shape)
-
-
-@torch.library.register_fake("detcompile::dense_wkv", lib=_LIBRARY)
-def _(k, v, decay, bonus):
-    return v.new_empty(v.shape)
+_ROWS = {"k": "float32 T C", "v": "float32 T C", "decay": "float32 C", "bonus": "float32 C"}
+define(
+    f"wkv({_OPERANDS}, Tensor(a!) state, Tensor state_slots, Tensor cu_seqlens, Tensor seq_lens) -> Tensor",
+    _ROWS | {"state": "contiguous float32 Slots 3 C"} | STEPS,
+    cpu=wkv_cpu,
+    cuda=wkv_cuda,
+    fake=lambda k, v, *rest: v.new_empty(v.shape),
+)
+define(
+    f"dense_wkv({_OPERANDS}) -> Tensor",
+    _ROWS | {"k": "float32 B T C", "v": "float32 B T C"},
+    cpu=_dense_wkv,
+    cuda=_dense_wkv,
+    fake=lambda k, v, decay, bonus: v.new_empty(v.shape),
+)
 
 
 def reference_wkv(k: Tensor, v: Tensor, decay: Tensor, bonus: Tensor) -> Tensor:
@@ -104,17 +84,3 @@ def reference_wkv(k: Tensor, v: Tensor, decay: Tensor, bonus: Tensor) -> Tensor:
         exponents = torch.cat([k[:, :t] + ages * decay, k[:, t : t + 1] + bonus], 1)
         outs.append((torch.softmax(exponents, 1) * v[:, : t + 1]).sum(1))
     return torch.stack(outs, 1)
-
-
-def _check(k: Tensor, v: Tensor, decay: Tensor, bonus: Tensor, state: Tensor, *steps: Tensor) -> None:
-    fits = k.dim() == 2 and k.shape == v.shape and tuple(decay.shape) == tuple(bonus.shape) == (k.shape[1],)
-    if not fits:
-        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in zip("kv", (k, v)))
-        raise InvalidInput(
-            f"detcompile::wkv: {shapes}, decay {tuple(decay.shape)} and bonus {tuple(bonus.shape)} must be [T, C], "
-            "[T, C], [C] and [C]."
-        )
-    for name, value in (("k", k), ("v", v), ("decay", decay), ("bonus", bonus)):
-        if value.dtype != torch.float32:
-            raise InvalidInput(f"detcompile::wkv: {name} is {value.dtype}. Convert it to float32.")
-    check_state_steps("wkv", state, (3, k.shape[1]), torch.float32, *steps)

@@ -15,33 +15,20 @@ GPU of the dtype.
 import torch
 from torch import Tensor
 
-from detcompile.errors import InvalidInput
 from detcompile.templates.cpu import library as cpu_library
+from detcompile.templates.registration import define
 from detcompile.templates.rows.sums import rows_of
 from detcompile.templates.rows.sums_and_norms_gpu import layer_norm_cuda, rms_norm_cuda
 
 __all__ = ["layer_norm_cpu", "reference_layer_norm", "reference_rms_norm", "rms_norm_cpu"]
 
-_LIBRARY = torch.library.Library("detcompile", "FRAGMENT")
-_LIBRARY.define(
-    "rms_norm(Tensor x, Tensor? weight, float eps, bool round_before_weight) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_LIBRARY.define(
-    "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
-)
-
 
 def rms_norm_cpu(
     x: Tensor, weight: Tensor | None, eps: float, round_before_weight: bool, isa: str | None = None
 ) -> Tensor:
-    """The op on the CPU, x [..., R] -> [..., R].
-
-    Raises:
-        InvalidInput: rows without elements, a weight that is not [R], or a dtype without an order.
-    """
-    rows, M, R = rows_of("rms_norm", x)
-    weight = _row_parameter("rms_norm", "weight", weight, R)
+    """The op on the CPU, x [..., R] -> [..., R]."""
+    rows, M, R = rows_of(x)
+    weight = None if weight is None else weight.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device="cpu")
     cpu_library.library(isa).detcompile_rms_norm(
         rows.data_ptr(),
@@ -60,14 +47,10 @@ def rms_norm_cpu(
 
 
 def layer_norm_cpu(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, isa: str | None = None) -> Tensor:
-    """The op on the CPU, x [..., R] -> [..., R].
-
-    Raises:
-        InvalidInput: rows without elements, a weight or bias that is not [R], or a dtype without an order.
-    """
-    rows, M, R = rows_of("layer_norm", x)
-    weight = _row_parameter("layer_norm", "weight", weight, R)
-    bias = _row_parameter("layer_norm", "bias", bias, R)
+    """The op on the CPU, x [..., R] -> [..., R]."""
+    rows, M, R = rows_of(x)
+    weight = None if weight is None else weight.contiguous()
+    bias = None if bias is None else bias.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device="cpu")
     cpu_library.library(isa).detcompile_layer_norm(
         rows.data_ptr(),
@@ -86,20 +69,20 @@ def layer_norm_cpu(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: f
     return out
 
 
-_LIBRARY.impl("rms_norm", rms_norm_cpu, "CPU")
-_LIBRARY.impl("rms_norm", rms_norm_cuda, "CUDA")
-_LIBRARY.impl("layer_norm", layer_norm_cpu, "CPU")
-_LIBRARY.impl("layer_norm", layer_norm_cuda, "CUDA")
-
-
-@torch.library.register_fake("detcompile::rms_norm", lib=_LIBRARY)
-def _(x, weight, eps, round_before_weight):
-    return x.new_empty(x.shape)
-
-
-@torch.library.register_fake("detcompile::layer_norm", lib=_LIBRARY)
-def _(x, weight, bias, eps):
-    return x.new_empty(x.shape)
+define(
+    "rms_norm(Tensor x, Tensor? weight, float eps, bool round_before_weight) -> Tensor",
+    {"x": "float ... R>0", "weight": "float R"},
+    cpu=rms_norm_cpu,
+    cuda=rms_norm_cuda,
+    fake=lambda x, weight, eps, round_before_weight: x.new_empty(x.shape),
+)
+define(
+    "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor",
+    {"x": "float ... R>0", "weight": "float R", "bias": "float R"},
+    cpu=layer_norm_cpu,
+    cuda=layer_norm_cuda,
+    fake=lambda x, weight, bias, eps: x.new_empty(x.shape),
+)
 
 
 def reference_rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -115,11 +98,3 @@ def reference_layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, 
     n = (h - h.mean(-1, keepdim=True)) * torch.rsqrt(h.var(-1, correction=0, keepdim=True) + eps)
     n = n if weight is None else n * weight.double()
     return n if bias is None else n + bias.double()
-
-
-def _row_parameter(op: str, name: str, parameter: Tensor | None, R: int) -> Tensor | None:
-    if parameter is None:
-        return None
-    if parameter.shape != (R,):
-        raise InvalidInput(f"detcompile::{op}: {name} {tuple(parameter.shape)} must be [R] = ({R},). Reshape it.")
-    return parameter.contiguous()

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from detcompile.templates.cpu import library as cpu_library
+from detcompile.templates.registration import define
 from detcompile.templates.rows.softmax_gpu import log_softmax_cuda, logsumexp_cuda, softmax_cuda
 from detcompile.templates.rows.sums import rows_of
 
@@ -33,68 +34,55 @@ __all__ = [
 
 _KINDS = {"softmax": 0, "log_softmax": 1, "logsumexp": 2}  # enum Kind of softmax.cpp
 
-_LIBRARY = torch.library.Library("detcompile", "FRAGMENT")
-_LIBRARY.define(
-    "softmax(Tensor x, ScalarType? out_dtype, int[] radices) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
-)
-_LIBRARY.define(
-    "log_softmax(Tensor x, ScalarType? out_dtype, int[] radices) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
-)
-_LIBRARY.define("logsumexp(Tensor x, int[] radices) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-
 
 def softmax_cpu(
     x: Tensor, out_dtype: torch.dtype | None, radices: Sequence[int] | None, isa: str | None = None
 ) -> Tensor:
-    """The op on the CPU, x [..., R] -> [..., R] of out_dtype (default x.dtype).
-
-    Raises:
-        InvalidInput: rows without elements, a dtype without an order, or radices that are not positive.
-    """
+    """The op on the CPU, x [..., R] -> [..., R] of out_dtype (default x.dtype)."""
     return _launch("softmax", x, torch.empty(x.shape, dtype=out_dtype or x.dtype, device="cpu"), radices, isa)
 
 
 def log_softmax_cpu(
     x: Tensor, out_dtype: torch.dtype | None, radices: Sequence[int] | None, isa: str | None = None
 ) -> Tensor:
-    """The op on the CPU, x [..., R] -> [..., R] of out_dtype (default x.dtype).
-
-    Raises:
-        InvalidInput: rows without elements, a dtype without an order, or radices that are not positive.
-    """
+    """The op on the CPU, x [..., R] -> [..., R] of out_dtype (default x.dtype)."""
     return _launch("log_softmax", x, torch.empty(x.shape, dtype=out_dtype or x.dtype, device="cpu"), radices, isa)
 
 
 def logsumexp_cpu(x: Tensor, radices: Sequence[int] | None, isa: str | None = None) -> Tensor:
-    """The op on the CPU, x [..., R] -> [...] float32.
-
-    Raises:
-        InvalidInput: rows without elements, a dtype without an order, or radices that are not positive.
-    """
+    """The op on the CPU, x [..., R] -> [...] float32."""
     return _launch("logsumexp", x, torch.empty(x.shape[:-1], dtype=torch.float32, device="cpu"), radices, isa)
 
 
-_LIBRARY.impl("softmax", softmax_cpu, "CPU")
-_LIBRARY.impl("softmax", softmax_cuda, "CUDA")
-_LIBRARY.impl("log_softmax", log_softmax_cpu, "CPU")
-_LIBRARY.impl("log_softmax", log_softmax_cuda, "CUDA")
-_LIBRARY.impl("logsumexp", logsumexp_cpu, "CPU")
-_LIBRARY.impl("logsumexp", logsumexp_cuda, "CUDA")
-
-
-@torch.library.register_fake("detcompile::softmax", lib=_LIBRARY)
-def _(x, out_dtype, radices):
+def _fake(x, out_dtype, radices):
     return x.new_empty(x.shape, dtype=out_dtype or x.dtype)
 
 
-@torch.library.register_fake("detcompile::log_softmax", lib=_LIBRARY)
-def _(x, out_dtype, radices):
-    return x.new_empty(x.shape, dtype=out_dtype or x.dtype)
-
-
-@torch.library.register_fake("detcompile::logsumexp", lib=_LIBRARY)
-def _(x, radices):
+def _logsumexp_fake(x, radices):
     return x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+define(
+    "softmax(Tensor x, ScalarType? out_dtype, int[] radices) -> Tensor",
+    {"x": "float ... R>0"},
+    cpu=softmax_cpu,
+    cuda=softmax_cuda,
+    fake=_fake,
+)
+define(
+    "log_softmax(Tensor x, ScalarType? out_dtype, int[] radices) -> Tensor",
+    {"x": "float ... R>0"},
+    cpu=log_softmax_cpu,
+    cuda=log_softmax_cuda,
+    fake=_fake,
+)
+define(
+    "logsumexp(Tensor x, int[] radices) -> Tensor",
+    {"x": "float ... R>0"},
+    cpu=logsumexp_cpu,
+    cuda=logsumexp_cuda,
+    fake=_logsumexp_fake,
+)
 
 
 def reference_softmax(x: Tensor) -> Tensor:
@@ -113,7 +101,7 @@ def reference_logsumexp(x: Tensor) -> Tensor:
 
 
 def _launch(kind: str, x: Tensor, out: Tensor, radices: Sequence[int] | None, isa: str | None) -> Tensor:
-    rows, M, R = rows_of(kind, x)
+    rows, M, R = rows_of(x)
     radices = radices or ()  # AOTInductor hands None where the graph has an empty list
     cpu_library.library(isa).detcompile_softmax(
         _KINDS[kind],

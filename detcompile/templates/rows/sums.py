@@ -13,26 +13,18 @@ rows may be strided.
 import torch
 from torch import Tensor
 
-from detcompile.errors import InvalidInput
 from detcompile.templates.cpu import library as cpu_library
+from detcompile.templates.registration import define
 from detcompile.templates.rows.sums_and_norms_gpu import SQUARE, row_sum_cuda, row_var_mean_cuda
 
 __all__ = [
     "reference_row_sum", "reference_row_var_mean", "row_square_sum", "row_sum_cpu", "row_var_mean_cpu", "rows_of",
 ]  # fmt: skip
 
-_LIBRARY = torch.library.Library("detcompile", "FRAGMENT")
-_LIBRARY.define("row_sum(Tensor x, ScalarType? out_dtype=None) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-_LIBRARY.define("row_var_mean(Tensor x, float correction) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
-
 
 def row_sum_cpu(x: Tensor, out_dtype: torch.dtype | None = None, isa: str | None = None) -> Tensor:
-    """The op on the CPU, x [..., R] -> [...].
-
-    Raises:
-        InvalidInput: rows without elements, or a dtype without an order.
-    """
-    rows, M, R = rows_of("row_sum", x)
+    """The op on the CPU, x [..., R] -> [...]."""
+    rows, M, R = rows_of(x)
     out = torch.empty(x.shape[:-1], dtype=out_dtype or x.dtype, device="cpu")
     cpu_library.library(isa).detcompile_row_sum(
         rows.data_ptr(),
@@ -48,12 +40,8 @@ def row_sum_cpu(x: Tensor, out_dtype: torch.dtype | None = None, isa: str | None
 
 
 def row_var_mean_cpu(x: Tensor, correction: float, isa: str | None = None) -> tuple[Tensor, Tensor]:
-    """The op on the CPU, x [..., R] -> (var, mean), each [...] float32.
-
-    Raises:
-        InvalidInput: rows without elements, or a dtype without an order.
-    """
-    rows, M, R = rows_of("row_var_mean", x)
+    """The op on the CPU, x [..., R] -> (var, mean), each [...] float32."""
+    rows, M, R = rows_of(x)
     var = torch.empty(x.shape[:-1], dtype=torch.float32, device="cpu")
     mean = torch.empty_like(var)
     cpu_library.library(isa).detcompile_row_var_mean(
@@ -70,20 +58,28 @@ def row_var_mean_cpu(x: Tensor, correction: float, isa: str | None = None) -> tu
     return var, mean
 
 
-_LIBRARY.impl("row_sum", row_sum_cpu, "CPU")
-_LIBRARY.impl("row_sum", row_sum_cuda, "CUDA")
-_LIBRARY.impl("row_var_mean", row_var_mean_cpu, "CPU")
-_LIBRARY.impl("row_var_mean", row_var_mean_cuda, "CUDA")
-
-
-@torch.library.register_fake("detcompile::row_sum", lib=_LIBRARY)
-def _(x, out_dtype=None):
+def _row_sum_fake(x, out_dtype=None):
     return x.new_empty(x.shape[:-1], dtype=out_dtype or x.dtype)
 
 
-@torch.library.register_fake("detcompile::row_var_mean", lib=_LIBRARY)
-def _(x, correction):
+def _row_var_mean_fake(x, correction):
     return x.new_empty(x.shape[:-1], dtype=torch.float32), x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+define(
+    "row_sum(Tensor x, ScalarType? out_dtype=None) -> Tensor",
+    {"x": "float ... R>0"},
+    cpu=row_sum_cpu,
+    cuda=row_sum_cuda,
+    fake=_row_sum_fake,
+)
+define(
+    "row_var_mean(Tensor x, float correction) -> (Tensor, Tensor)",
+    {"x": "float ... R>0"},
+    cpu=row_var_mean_cpu,
+    cuda=row_var_mean_cuda,
+    fake=_row_var_mean_fake,
+)
 
 
 def row_square_sum(x: Tensor) -> Tensor:
@@ -102,14 +98,8 @@ def reference_row_var_mean(x: Tensor, correction: float) -> tuple[Tensor, Tensor
     return torch.var_mean(x.double(), -1, correction=correction)
 
 
-def rows_of(op: str, x: Tensor) -> tuple[Tensor, int, int]:
-    """x [..., R] as [M, R] of unit last stride (a view where the strides allow it), M, and R.
-
-    Raises:
-        InvalidInput: no last dim, or an empty one.
-    """
-    if x.dim() == 0 or x.shape[-1] == 0:
-        raise InvalidInput(f"detcompile::{op}: x {tuple(x.shape)} has no elements in its last dim. Pass [..., R > 0].")
+def rows_of(x: Tensor) -> tuple[Tensor, int, int]:
+    """x [..., R > 0] as [M, R] of unit last stride (a view where the strides allow it), M, and R."""
     R = x.shape[-1]
     M = x.numel() // R
     rows = x if x.dim() == 2 else x.reshape(M, R)

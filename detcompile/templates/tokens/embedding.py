@@ -8,24 +8,18 @@ from torch import Tensor
 
 from detcompile.errors import InvalidInput
 from detcompile.templates.cpu import library as cpu_library
+from detcompile.templates.registration import define
 from detcompile.templates.tokens.embedding_gpu import embedding_cuda
 
 __all__ = ["embedding_cpu", "reference_embedding"]
-
-_LIBRARY = torch.library.Library("detcompile", "FRAGMENT")
-_LIBRARY.define("embedding(Tensor weight, Tensor ids) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 
 
 def embedding_cpu(weight: Tensor, ids: Tensor, isa: str | None = None) -> Tensor:
     """The op on the CPU, weight [V, D], ids [...] int64 or int32 -> [..., D].
 
     Raises:
-        InvalidInput: an id outside the table, or a table or ids of the wrong kind.
+        InvalidInput: an id outside the table.
     """
-    if weight.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
-        raise InvalidInput(
-            f"detcompile::embedding: weight {tuple(weight.shape)} must be [V, D], and ids ({ids.dtype}) int64 or int32."
-        )
     V, D = weight.shape
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     ids = ids.contiguous()
@@ -50,13 +44,13 @@ def embedding_cpu(weight: Tensor, ids: Tensor, isa: str | None = None) -> Tensor
     return out
 
 
-_LIBRARY.impl("embedding", embedding_cpu, "CPU")
-_LIBRARY.impl("embedding", embedding_cuda, "CUDA")
-
-
-@torch.library.register_fake("detcompile::embedding", lib=_LIBRARY)
-def _(weight, ids):
-    return weight.new_empty((*ids.shape, weight.shape[1]))
+define(
+    "embedding(Tensor weight, Tensor ids) -> Tensor",
+    {"weight": "any V D", "ids": "ids ..."},
+    cpu=embedding_cpu,
+    cuda=embedding_cuda,
+    fake=lambda weight, ids: weight.new_empty((*ids.shape, weight.shape[1])),
+)
 
 
 def reference_embedding(weight: Tensor, ids: Tensor) -> Tensor:

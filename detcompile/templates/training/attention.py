@@ -28,9 +28,10 @@ import torch
 from torch import Tensor
 
 from detcompile.errors import InvalidInput
-from detcompile.templates.attention.op import CpuScores, check_heads
-from detcompile.templates.attention.scores import RULE, AttentionRule
+from detcompile.templates.attention.op import CpuScores
+from detcompile.templates.attention.scores import RULE, AttentionRule, rule_operands
 from detcompile.templates.cpu import library as cpu_library
+from detcompile.templates.registration import LIBRARY, define
 from detcompile.templates.training.attention_gpu import packed_attention_backward_cuda, packed_attention_cuda
 
 __all__ = [
@@ -39,17 +40,6 @@ __all__ = [
     "packed_attention_cpu",
     "reference_packed_attention",
 ]
-
-_LIBRARY = torch.library.Library("detcompile", "FRAGMENT")
-_TAGS = (torch.Tag.pt2_compliant_tag,)
-_LIBRARY.define(
-    f"packed_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, {RULE}) -> (Tensor, Tensor)", tags=_TAGS
-)
-_LIBRARY.define(
-    "packed_attention_backward(Tensor g, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor cu_seqlens, "
-    f"{RULE}) -> (Tensor, Tensor, Tensor, Tensor)",
-    tags=_TAGS,
-)
 
 
 class Attended(NamedTuple):
@@ -68,10 +58,9 @@ def packed_attention_cpu(
     """The op on the CPU: q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv], cu_seqlens [S + 1] int32 -> out, lse.
 
     Raises:
-        InvalidInput: tensors that do not fit together.
-        NumericsError: kv_chunk is not a multiple of 64.
+        InvalidInput: heads or cu_seqlens that do not fit together.
     """
-    check_packed("packed_attention", q, k, v, cu_seqlens, rule)
+    rule.check("detcompile::packed_attention", q.shape[1], k.shape[1])
     q, k, v, cu_seqlens = (tensor.contiguous() for tensor in (q, k, v, cu_seqlens))
     out, lse = _like_forward(q, v)
     given = CpuScores(rule)
@@ -90,10 +79,9 @@ def packed_attention_backward_cpu(
     """The op on the CPU: g [T, Hq, Dv] -> dq, dk and dv like q, k and v, and sink_rows [T or 0, Hq] float32.
 
     Raises:
-        InvalidInput: tensors that do not fit together, or biases by distance, which have no gradient here.
-        NumericsError: kv_chunk is not a multiple of 64.
+        InvalidInput: heads or cu_seqlens that do not fit together, or biases by distance, which have no gradient here.
     """
-    check_gradient(g, given, cu_seqlens, rule)
+    _check_gradient(given, rule)
     g, cu_seqlens = g.contiguous(), cu_seqlens.contiguous()
     q, k, v, out, lse = (tensor.contiguous() for tensor in given)
     dq, dk, dv = (torch.zeros_like(tensor) for tensor in (q, k, v))
@@ -115,14 +103,14 @@ def packed_attention_backward_cpu(
 def _packed_attention_cuda(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, rule: AttentionRule
 ) -> tuple[Tensor, Tensor]:
-    check_packed("packed_attention", q, k, v, cu_seqlens, rule)
+    rule.check("detcompile::packed_attention", q.shape[1], k.shape[1])
     return packed_attention_cuda(q, k, v, cu_seqlens, rule)
 
 
 def _packed_attention_backward_cuda(
     g: Tensor, given: Attended, cu_seqlens: Tensor, rule: AttentionRule
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    check_gradient(g, given, cu_seqlens, rule)
+    _check_gradient(given, rule)
     return packed_attention_backward_cuda(g, given, cu_seqlens, rule)
 
 
@@ -136,19 +124,7 @@ def _flat_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
     )
 
 
-_LIBRARY.impl("packed_attention", _flat(packed_attention_cpu), "CPU")
-_LIBRARY.impl("packed_attention", _flat(_packed_attention_cuda), "CUDA")
-_LIBRARY.impl("packed_attention_backward", _flat_backward(packed_attention_backward_cpu), "CPU")
-_LIBRARY.impl("packed_attention_backward", _flat_backward(_packed_attention_backward_cuda), "CUDA")
-
-
-@torch.library.register_fake("detcompile::packed_attention", lib=_LIBRARY)
-def _(q, k, v, *rest):
-    return _like_forward(q, v)
-
-
-@torch.library.register_fake("detcompile::packed_attention_backward", lib=_LIBRARY)
-def _(g, q, k, v, out, lse, cu_seqlens, *rule):
+def _backward_fake(g, q, k, v, out, lse, cu_seqlens, *rule):
     sinks = AttentionRule(*rule).sinks
     rows = lse.new_empty(lse.shape if sinks is not None else (0, q.shape[1]))
     return (*(tensor.new_empty(tensor.shape) for tensor in (q, k, v)), rows)
@@ -156,6 +132,32 @@ def _(g, q, k, v, out, lse, cu_seqlens, *rule):
 
 def _like_forward(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return q.new_empty((*q.shape[:2], v.shape[2])), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+define(
+    f"packed_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, {RULE}) -> (Tensor, Tensor)",
+    {"q": "float T Hq>0 D", "k": "q T Hkv>0 D", "v": "q T Hkv Dv", "cu_seqlens": "int32 S+1"} | rule_operands("T Hq"),
+    cpu=_flat(packed_attention_cpu),
+    cuda=_flat(_packed_attention_cuda),
+    fake=lambda q, k, v, *rest: _like_forward(q, v),
+)
+define(
+    "packed_attention_backward(Tensor g, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor cu_seqlens, "
+    f"{RULE}) -> (Tensor, Tensor, Tensor, Tensor)",
+    {
+        "g": "float T Hq>0 Dv",
+        "q": "g T Hq D",
+        "k": "g T Hkv>0 D",
+        "v": "g T Hkv Dv",
+        "out": "g T Hq Dv",
+        "lse": "float32 T Hq",
+        "cu_seqlens": "int32 S+1",
+    }
+    | rule_operands("T Hq"),
+    cpu=_flat_backward(packed_attention_backward_cpu),
+    cuda=_flat_backward(_packed_attention_backward_cuda),
+    fake=_backward_fake,
+)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -172,7 +174,7 @@ def _backward(ctx: Any, g: Tensor, _lse: Tensor) -> tuple[Any, ...]:
     return dq, dk, dv, None, None, None, None, None, d_sinks, None, None, None
 
 
-torch.library.register_autograd("detcompile::packed_attention", _backward, setup_context=_setup, lib=_LIBRARY)
+torch.library.register_autograd("detcompile::packed_attention", _backward, setup_context=_setup, lib=LIBRARY)
 
 
 def reference_packed_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, rule: AttentionRule) -> Tensor:
@@ -201,28 +203,8 @@ def reference_packed_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tens
     return torch.cat(parts)
 
 
-def check_packed(op: str, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, rule: AttentionRule) -> None:
-    """Raises for operands of packed attention that do not fit together."""
-    check_heads(op, q, k, v, rule.kv_chunk, 3)
-    rule.check(f"detcompile::{op}", q, q.shape[1])
-    if cu_seqlens.dim() != 1 or len(cu_seqlens) == 0 or cu_seqlens.dtype != torch.int32:
-        raise InvalidInput(
-            f"detcompile::{op}: cu_seqlens {cu_seqlens.dtype} {tuple(cu_seqlens.shape)} must be [S + 1] int32, where "
-            "each sequence begins and the last one ends."
-        )
-
-
-def check_gradient(g: Tensor, given: Attended, cu_seqlens: Tensor, rule: AttentionRule) -> None:
-    """Raises for operands of packed attention's backward that do not fit together."""
-    q, k, v, out, lse = given
-    check_packed("packed_attention_backward", q, k, v, cu_seqlens, rule)
-    shape = (*q.shape[:2], v.shape[2])
-    if not g.shape == out.shape == shape or g.dtype != q.dtype or out.dtype != q.dtype or lse.shape != shape[:2]:
-        raise InvalidInput(
-            f"detcompile::packed_attention_backward: g {g.dtype} {tuple(g.shape)} and out {out.dtype} "
-            f"{tuple(out.shape)} must be {q.dtype} {shape}, and lse {tuple(lse.shape)} {shape[:2]}. Pass what "
-            "packed_attention gave."
-        )
+def _check_gradient(given: Attended, rule: AttentionRule) -> None:
+    rule.check("detcompile::packed_attention_backward", given.q.shape[1], given.k.shape[1])
     if rule.relative_bias is not None:
         raise InvalidInput(
             "detcompile::packed_attention_backward: biases by distance have no gradient here. Train a model without "

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from detcompile.errors import InvalidInput
 from detcompile.templates.cpu import library as cpu_library
+from detcompile.templates.registration import LIBRARY, define
 from detcompile.templates.rows.softmax_gpu import log_normalizer_cuda
 from detcompile.templates.rows.sums_and_norms_gpu import P_LOG_P, row_sum_cuda
 from detcompile.templates.training.row_gradients_gpu import logit_gradients
@@ -36,18 +37,6 @@ __all__ = [
 
 ELEMENTS_AT_ONCE = 1 << 27  # bounds the memory of logits divided by a temperature, or copied as rows are not aligned
 
-_LIBRARY = torch.library.Library("detcompile", "FRAGMENT")
-_TAGS = (torch.Tag.pt2_compliant_tag,)
-_LIBRARY.define(
-    "token_logprobs(Tensor logits, Tensor targets, float temperature=1.0, int[] radices=[]) -> (Tensor, Tensor)",
-    tags=_TAGS,
-)
-_LIBRARY.define(
-    "token_logprobs_backward(Tensor g, Tensor? g_entropy, Tensor logits, Tensor targets, float temperature=1.0, "
-    "int[] radices=[]) -> Tensor",
-    tags=_TAGS,
-)
-
 
 def token_logprobs_cpu(
     logits: Tensor, targets: Tensor, temperature: float = 1.0, radices: Sequence[int] = (), isa: str | None = None
@@ -55,10 +44,9 @@ def token_logprobs_cpu(
     """The op on the CPU, logits [M, V], targets [M] integers -> logprobs and entropies [M] float32.
 
     Raises:
-        InvalidInput: operands that do not fit together, a target out of the vocabulary, or a temperature that is not
-            positive.
+        InvalidInput: a target out of the vocabulary, or a temperature that is not positive.
     """
-    _check("token_logprobs", logits, targets, temperature)
+    _check_temperature("token_logprobs", temperature)
     logits, targets = logits.contiguous(), _in_vocabulary(targets, logits.shape[1])
     logprobs, entropies = (torch.empty(len(logits), dtype=torch.float32, device="cpu") for _ in range(2))
     cpu_library.library(isa).detcompile_token_logprobs(
@@ -81,9 +69,9 @@ def token_logprobs_backward_cpu(
     """The op on the CPU: gradients [M] float32 of logprobs and entropies -> dlogits [M, V] of the logits' dtype.
 
     Raises:
-        InvalidInput: as token_logprobs_cpu, or gradients that are not one float32 a row.
+        InvalidInput: as token_logprobs_cpu.
     """
-    _check_gradients(g, g_entropy, logits, targets, temperature)
+    _check_temperature("token_logprobs_backward", temperature)
     logits, targets, g = logits.contiguous(), _in_vocabulary(targets, logits.shape[1]), g.contiguous()
     g_entropy = None if g_entropy is None else g_entropy.contiguous()
     out = torch.empty(logits.shape, dtype=logits.dtype, device="cpu")
@@ -100,7 +88,7 @@ def token_logprobs_cuda(
     logits: Tensor, targets: Tensor, temperature: float = 1.0, radices: Sequence[int] = ()
 ) -> tuple[Tensor, Tensor]:
     """The op on the GPU; a target out of the vocabulary is not looked for."""
-    _check("token_logprobs", logits, targets, temperature)
+    _check_temperature("token_logprobs", temperature)
     logprobs, entropies = (logits.new_empty(len(logits), dtype=torch.float32) for _ in range(2))
     for rows in _pieces(logits):
         x, normalizer = _normalized(logits[rows], temperature, radices)
@@ -119,7 +107,7 @@ def token_logprobs_backward_cuda(
     radices: Sequence[int] = (),
 ) -> Tensor:
     """The op on the GPU; a target out of the vocabulary is not looked for."""
-    _check_gradients(g, g_entropy, logits, targets, temperature)
+    _check_temperature("token_logprobs_backward", temperature)
     logits, g, targets = logits.contiguous(), g.contiguous(), targets.contiguous()
     out = torch.empty_like(logits)
     for rows in _pieces(logits):
@@ -146,20 +134,25 @@ def _entropies(x: Tensor, normalizer: Tensor) -> Tensor:
     return -row_sum_cuda(x, torch.float32, term=P_LOG_P, normalizer=normalizer)
 
 
-_LIBRARY.impl("token_logprobs", token_logprobs_cpu, "CPU")
-_LIBRARY.impl("token_logprobs", token_logprobs_cuda, "CUDA")
-_LIBRARY.impl("token_logprobs_backward", token_logprobs_backward_cpu, "CPU")
-_LIBRARY.impl("token_logprobs_backward", token_logprobs_backward_cuda, "CUDA")
-
-
-@torch.library.register_fake("detcompile::token_logprobs", lib=_LIBRARY)
-def _(logits, targets, temperature=1.0, radices=()):
+def _fake(logits, targets, temperature=1.0, radices=()):
     return tuple(logits.new_empty(logits.shape[:1], dtype=torch.float32) for _ in range(2))
 
 
-@torch.library.register_fake("detcompile::token_logprobs_backward", lib=_LIBRARY)
-def _(g, g_entropy, logits, targets, temperature=1.0, radices=()):
-    return logits.new_empty(logits.shape)
+define(
+    "token_logprobs(Tensor logits, Tensor targets, float temperature=1.0, int[] radices=[]) -> (Tensor, Tensor)",
+    {"logits": "float M V>0", "targets": "integer M"},
+    cpu=token_logprobs_cpu,
+    cuda=token_logprobs_cuda,
+    fake=_fake,
+)
+define(
+    "token_logprobs_backward(Tensor g, Tensor? g_entropy, Tensor logits, Tensor targets, float temperature=1.0, "
+    "int[] radices=[]) -> Tensor",
+    {"g": "float32 M", "g_entropy": "float32 M", "logits": "float M V>0", "targets": "integer M"},
+    cpu=token_logprobs_backward_cpu,
+    cuda=token_logprobs_backward_cuda,
+    fake=lambda g, g_entropy, logits, *rest: logits.new_empty(logits.shape),
+)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -178,7 +171,7 @@ def _backward(ctx: Any, g: Tensor | None, g_entropy: Tensor | None) -> tuple[Any
     return ours(g, g_entropy, logits, targets, ctx.temperature, ctx.radices), None, None, None
 
 
-torch.library.register_autograd("detcompile::token_logprobs", _backward, setup_context=_setup, lib=_LIBRARY)
+torch.library.register_autograd("detcompile::token_logprobs", _backward, setup_context=_setup, lib=LIBRARY)
 
 
 def reference_token_logprobs(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -187,24 +180,9 @@ def reference_token_logprobs(logits: Tensor, targets: Tensor, temperature: float
     return logprobs.gather(1, targets[:, None]).squeeze(1), -(logprobs.exp() * logprobs).sum(-1)
 
 
-def _check(op: str, logits: Tensor, targets: Tensor, temperature: float) -> None:
-    if logits.dim() != 2 or logits.shape[1] == 0 or targets.shape != logits.shape[:1] or targets.is_floating_point():
-        raise InvalidInput(
-            f"detcompile::{op}: logits {tuple(logits.shape)} must be [M, V > 0] and targets {targets.dtype} "
-            f"{tuple(targets.shape)} one integer for each row."
-        )
+def _check_temperature(op: str, temperature: float) -> None:
     if not temperature > 0:
         raise InvalidInput(f"detcompile::{op}: temperature={temperature} must be positive; 1.0 is the model's own.")
-
-
-def _check_gradients(g: Tensor, g_entropy: Tensor | None, logits: Tensor, targets: Tensor, temperature: float) -> None:
-    _check("token_logprobs_backward", logits, targets, temperature)
-    for name, given in (("g", g), ("g_entropy", g_entropy)):
-        if given is not None and (given.shape != logits.shape[:1] or given.dtype != torch.float32):
-            raise InvalidInput(
-                f"detcompile::token_logprobs_backward: {name} {given.dtype} {tuple(given.shape)} must be float32 "
-                f"{tuple(logits.shape[:1])}."
-            )
 
 
 def _in_vocabulary(targets: Tensor, size: int) -> Tensor:

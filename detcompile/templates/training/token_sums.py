@@ -19,8 +19,10 @@ import torch
 from torch import Tensor
 
 from detcompile.errors import InvalidInput
+from detcompile.orders.numerics import COARSEST_GRID, FINEST_GRID
 from detcompile.templates.cpu import library as cpu_library
 from detcompile.templates.matmul.op import pack_call
+from detcompile.templates.registration import define
 from detcompile.templates.training.exactness import limit_of, magic_of
 from detcompile.templates.training.token_sums_gpu import token_matmul_cuda, token_scatter_cuda, token_sum_cuda
 
@@ -34,14 +36,6 @@ __all__ = [
 
 GRID = -44  # of Numerics.token_grid
 
-_LIBRARY = torch.library.Library("detcompile", "FRAGMENT")
-_TAGS = (torch.Tag.pt2_compliant_tag,)
-_LIBRARY.define(
-    f"token_matmul(Tensor g, Tensor x, Tensor leaves, int rows_a_token=1, int grid={GRID}) -> Tensor", tags=_TAGS
-)
-_LIBRARY.define(f"token_sum(Tensor g, int grid={GRID}) -> Tensor", tags=_TAGS)
-_LIBRARY.define(f"token_scatter(Tensor g, Tensor ids, int num_rows, int grid={GRID}) -> Tensor", tags=_TAGS)
-
 
 def token_matmul_cpu(
     g: Tensor, x: Tensor, leaves: Tensor, rows_a_token: int = 1, grid: int = GRID, isa: str | None = None
@@ -49,9 +43,8 @@ def token_matmul_cpu(
     """The op on the CPU, g [T, N], x [T, K], leaves [L + 1] int32 -> [N, K] float64.
 
     Raises:
-        InvalidInput: operands that do not fit together, or leaves that do not ascend within the rows.
+        InvalidInput: leaves that do not ascend within the rows.
     """
-    check_product(g, x, leaves)
     out = torch.empty((g.shape[1], x.shape[1]), dtype=torch.float64, device="cpu")
     g_NT, x_KT, leaves = g.t().contiguous(), x.contiguous().t(), leaves.contiguous()
     nowhere = torch.empty(0, dtype=torch.float32, device="cpu")  # the product of a leaf goes to memory of its own
@@ -68,12 +61,7 @@ def token_matmul_cpu(
 
 
 def token_sum_cpu(g: Tensor, grid: int = GRID, isa: str | None = None) -> Tensor:
-    """The op on the CPU, g [T, N] -> [N] float64.
-
-    Raises:
-        InvalidInput: g has not two dims, or a dtype without a template.
-    """
-    check_rows("token_sum", g)
+    """The op on the CPU, g [T, N] -> [N] float64."""
     g = g if g.stride(1) == 1 else g.contiguous()
     out = torch.empty(g.shape[1], dtype=torch.float64, device="cpu")
     cpu_library.library(isa).detcompile_token_sum(
@@ -87,9 +75,8 @@ def token_scatter_cpu(g: Tensor, ids: Tensor, num_rows: int, grid: int = GRID, i
     """The op on the CPU, g [T, D], ids [T] integers -> [V, D] float64.
 
     Raises:
-        InvalidInput: ids that are not one a row, or one outside of [0, V).
+        InvalidInput: an id outside of [0, V).
     """
-    check_scattered(g, ids)
     g = g if g.stride(1) == 1 else g.contiguous()
     ids = ids.to(torch.int64).contiguous()
     out = torch.empty((num_rows, g.shape[1]), dtype=torch.float64, device="cpu")
@@ -105,42 +92,48 @@ def token_scatter_cpu(g: Tensor, ids: Tensor, num_rows: int, grid: int = GRID, i
     return out
 
 
-def _token_matmul_cuda(g: Tensor, x: Tensor, leaves: Tensor, rows_a_token: int = 1, grid: int = GRID) -> Tensor:
-    check_product(g, x, leaves)
-    return token_matmul_cuda(g, x, leaves, rows_a_token, grid)
+_GRID_RANGE = range(FINEST_GRID, COARSEST_GRID + 1)
 
 
-def _token_sum_cuda(g: Tensor, grid: int = GRID) -> Tensor:
-    check_rows("token_sum", g)
-    return token_sum_cuda(g, grid)
-
-
-def _token_scatter_cuda(g: Tensor, ids: Tensor, num_rows: int, grid: int = GRID) -> Tensor:
-    check_scattered(g, ids)
-    return token_scatter_cuda(g, ids, num_rows, grid)
-
-
-_LIBRARY.impl("token_matmul", token_matmul_cpu, "CPU")
-_LIBRARY.impl("token_matmul", _token_matmul_cuda, "CUDA")
-_LIBRARY.impl("token_sum", token_sum_cpu, "CPU")
-_LIBRARY.impl("token_sum", _token_sum_cuda, "CUDA")
-_LIBRARY.impl("token_scatter", token_scatter_cpu, "CPU")
-_LIBRARY.impl("token_scatter", _token_scatter_cuda, "CUDA")
-
-
-@torch.library.register_fake("detcompile::token_matmul", lib=_LIBRARY)
-def _(g, x, leaves, rows_a_token=1, grid=GRID):
+def _token_matmul_fake(g, x, leaves, rows_a_token=1, grid=GRID):
     return g.new_empty((g.shape[1], x.shape[1]), dtype=torch.float64)
 
 
-@torch.library.register_fake("detcompile::token_sum", lib=_LIBRARY)
-def _(g, grid=GRID):
+def _token_sum_fake(g, grid=GRID):
     return g.new_empty((g.shape[1],), dtype=torch.float64)
 
 
-@torch.library.register_fake("detcompile::token_scatter", lib=_LIBRARY)
-def _(g, ids, num_rows, grid=GRID):
+def _token_scatter_fake(g, ids, num_rows, grid=GRID):
     return g.new_empty((num_rows, g.shape[1]), dtype=torch.float64)
+
+
+define(
+    f"token_matmul(Tensor g, Tensor x, Tensor leaves, int rows_a_token=1, int grid={GRID}) -> Tensor",
+    {
+        "g": "float T N",
+        "x": "g T K",
+        "leaves": "int32 L+1",
+        "rows_a_token": range(1, 2**31),
+        "grid": _GRID_RANGE,
+    },
+    cpu=token_matmul_cpu,
+    cuda=token_matmul_cuda,
+    fake=_token_matmul_fake,
+)
+define(
+    f"token_sum(Tensor g, int grid={GRID}) -> Tensor",
+    {"g": "float T N", "grid": _GRID_RANGE},
+    cpu=token_sum_cpu,
+    cuda=token_sum_cuda,
+    fake=_token_sum_fake,
+)
+define(
+    f"token_scatter(Tensor g, Tensor ids, int num_rows, int grid={GRID}) -> Tensor",
+    {"g": "float T D", "ids": "integer T", "num_rows": range(2**31), "grid": _GRID_RANGE},
+    cpu=token_scatter_cpu,
+    cuda=token_scatter_cuda,
+    fake=_token_scatter_fake,
+)
 
 
 def reference_token_matmul(g: Tensor, x: Tensor, leaves: Tensor, rows_a_token: int = 1) -> Tensor:
@@ -152,33 +145,3 @@ def reference_token_matmul(g: Tensor, x: Tensor, leaves: Tensor, rows_a_token: i
 def reference_token_scatter(g: Tensor, ids: Tensor, num_rows: int) -> Tensor:
     """The op's value in float64, without a grid."""
     return g.new_zeros((num_rows, g.shape[1]), dtype=torch.float64).index_add_(0, ids.long(), g.double())
-
-
-def check_product(g: Tensor, x: Tensor, leaves: Tensor) -> None:
-    """Raises InvalidInput for operands of token_matmul that do not fit together."""
-    if g.dim() != 2 or x.dim() != 2 or g.shape[0] != x.shape[0] or g.dtype != x.dtype:
-        raise InvalidInput(
-            f"detcompile::token_matmul: g {g.dtype} {tuple(g.shape)} and x {x.dtype} {tuple(x.shape)} must be [T, N] "
-            "and [T, K] of one dtype. Flatten the dims before the last."
-        )
-    if leaves.dim() != 1 or len(leaves) == 0 or leaves.dtype != torch.int32:
-        raise InvalidInput(
-            f"detcompile::token_matmul: leaves {leaves.dtype} {tuple(leaves.shape)} must be [L + 1] int32, where each "
-            "leaf begins and the last one ends. Take them from training.packing.leaf_table."
-        )
-
-
-def check_rows(op: str, g: Tensor) -> None:
-    """Raises InvalidInput for gradients that are no matrix."""
-    if g.dim() != 2:
-        raise InvalidInput(f"detcompile::{op}: g {tuple(g.shape)} must be [T, N]. Flatten the dims before the last.")
-
-
-def check_scattered(g: Tensor, ids: Tensor) -> None:
-    """Raises InvalidInput for operands of token_scatter that do not fit together."""
-    check_rows("token_scatter", g)
-    if ids.shape != g.shape[:1] or ids.is_floating_point():
-        raise InvalidInput(
-            f"detcompile::token_scatter: ids {ids.dtype} {tuple(ids.shape)} must be one integer for each of the "
-            f"{g.shape[0]} rows of g. Flatten both."
-        )

@@ -114,8 +114,8 @@ def test_the_biases_of_another_query_may_be_nan(dtype):
     [((1, 6, TOKENS, 0), torch.float32), ((1, 6, 3, 5), torch.float32), ((1, 6, TOKENS, 5), torch.int32)],
 )
 def test_what_has_no_meaning_is_refused(shape, dtype):
-    with pytest.raises(InvalidInput, match="relative_bias must be floating point"):
-        dense_cpu(*_qkv(torch.float32), *_order(), torch.zeros(shape, dtype=dtype))
+    with pytest.raises(InvalidInput, match=r"relative_bias is .*; it must be .* \[N, Hq, T, E>0\]"):
+        torch.ops.detcompile.dense_attention(*_qkv(torch.float32), *_order(), torch.zeros(shape, dtype=dtype))
 
 
 def test_the_ops_and_their_fakes_agree():

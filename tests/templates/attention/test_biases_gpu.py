@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from detcompile.errors import InvalidInput
 from detcompile.templates.attention.schedules import AttentionProblem, attention_candidates
 from tests.bits import assert_bitwise_equal
 from tests.templates.attention.cases import CHUNK, PLAIN, SCHEDULES, dense, dense_gpu, exact_attention, paged, sequence
@@ -91,8 +90,3 @@ def test_kernels_that_know_no_biases_are_no_candidates() -> None:
     }
     found = attention_candidates(AttentionProblem(**fields, **kinds))
     assert found and {schedule.kernel for schedule in found} == {"plain"}
-
-
-def test_biases_of_other_rows_are_refused() -> None:
-    with pytest.raises(InvalidInput, match="relative_bias must be floating point"):
-        dense(sequence(3, *SHAPE, torch.float32), relative_bias=of_heads(biases(4, torch.float32)))

@@ -109,8 +109,9 @@ def test_as_accurate_as_torch(dtype, kind, attention_chunk):
 
 @pytest.mark.parametrize(("window", "attention_chunk"), [(5, 5), (0, -1), (-1, 0)])
 def test_what_has_no_meaning_is_refused(window, attention_chunk):
-    with pytest.raises(InvalidInput, match=f"sliding_window={window}, attention_chunk={attention_chunk}"):
-        dense_cpu(*_qkv(torch.float32), *_order(attention_chunk, window=window))
+    both = f"sliding_window={window}, attention_chunk={attention_chunk}:"
+    with pytest.raises(InvalidInput, match=f"{both}|= -1 must be from 0"):
+        torch.ops.detcompile.dense_attention(*_qkv(torch.float32), *_order(attention_chunk, window=window))
 
 
 def test_the_ops_and_their_fakes_agree():

@@ -283,27 +283,27 @@ def test_the_op_and_its_fake_agree(dtype):
 @pytest.mark.parametrize(
     ("x", "w", "bias", "residual", "message"),
     [
-        ((2, 8), (5, 9), None, None, r"x \(2, 8\) and w \(5, 9\)"),
-        ((2, 3, 8), (5, 8), None, None, r"Flatten the leading dimensions"),
-        ((2, 8), (5, 8), (4,), None, r"bias \(4,\) must be \[N\] = \(5,\)"),
-        ((2, 8), (5, 8), None, (5,), r"residual \(5,\) must be \[M, N\] = \(2, 5\)"),
+        ((2, 8), (5, 9), None, None, r"w is torch\.float32 \(5, 9\) .* \[N, K\] with K = 8"),
+        ((2, 3, 8), (5, 8), None, None, r"x .* must be .* \[M, K\]"),
+        ((2, 8), (5, 8), (4,), None, r"bias .* \(4,\) .* \[N\] with N = 5"),
+        ((2, 8), (5, 8), None, (5,), r"residual .* \[M, N\] with M = 2, N = 5"),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(x, w, bias, residual, message):
     bias, residual = (None if shape is None else torch.zeros(shape) for shape in (bias, residual))
     with pytest.raises(InvalidInput, match=message):
-        matmul_cpu(torch.zeros(x), torch.zeros(w), bias, residual, ())
+        torch.ops.detcompile.matmul(torch.zeros(x), torch.zeros(w), bias, residual, ())
 
 
 def test_dtypes_that_do_not_fit_are_refused():
-    with pytest.raises(InvalidInput, match=r"x is torch\.float32 and w is torch\.bfloat16"):
-        matmul_cpu(torch.zeros(2, 8), torch.zeros(5, 8, dtype=torch.bfloat16), None, None, ())
-    with pytest.raises(InvalidInput, match=r"torch\.float64: .*Convert it first"):
-        matmul_cpu(torch.zeros(2, 8).double(), torch.zeros(5, 8).double(), None, None, ())
+    with pytest.raises(InvalidInput, match=r"w is torch\.bfloat16 .* must be torch\.float32"):
+        torch.ops.detcompile.matmul(torch.zeros(2, 8), torch.zeros(5, 8, dtype=torch.bfloat16), None, None, ())
+    with pytest.raises(InvalidInput, match=r"x is torch\.float64 .*Convert"):
+        torch.ops.detcompile.matmul(torch.zeros(2, 8).double(), torch.zeros(5, 8).double(), None, None, ())
 
 
 def test_leaves_that_do_not_divide_k_are_refused():
     with pytest.raises(NumericsError, match=r"K=12 does not split into 8 equal leaves.*tp_sizes that fit"):
         matmul_cpu(torch.zeros(2, 12), torch.zeros(5, 12), None, None, (2, 2, 2))
     with pytest.raises(NumericsError, match="at least 1"):
-        matmul_cpu(torch.zeros(2, 12), torch.zeros(5, 12), None, None, (0,))
+        torch.ops.detcompile.matmul(torch.zeros(2, 12), torch.zeros(5, 12), None, None, (0,))

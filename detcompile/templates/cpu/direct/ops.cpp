@@ -29,6 +29,7 @@ struct Kernels {
 } kernels;
 
 constexpr size_t kMostRadices = 16;            // _MOST_RADICES of templates/cpu/library.py
+constexpr int64_t kMostLeaves = 1 << 20;       // _MOST_LEAVES there
 constexpr int64_t kKeyBlock = 64;              // KV_BLOCK of orders/numerics.py
 constexpr double kLog2E = 1.4426950408889634;  // _LOG2_E of templates/attention/op.py: a score's bits hang on it
 
@@ -55,22 +56,31 @@ const void* read(const Optional& tensor) { return tensor ? tensor->const_data_pt
 template <class T>
 T* write(const Tensor& tensor) { return static_cast<T*>(tensor.mutable_data_ptr()); }
 
+// Whether its storage has the memory that its sizes and strides describe: it may have been freed
+bool has_memory(const Tensor& tensor) {
+  size_t bytes = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize(), tensor.storage_offset());
+  return tensor.numel() == 0 || tensor.storage().nbytes() >= bytes;
+}
+
 bool is_vector(const Optional& tensor, int64_t length) {
   if (!tensor) return true;
-  return tensor->dim() == 1 && tensor->size(0) == length && (length == 1 || tensor->stride(0) == 1) && code_of(tensor) >= 0;
+  return tensor->dim() == 1 && tensor->size(0) == length && (length == 1 || tensor->stride(0) == 1) && code_of(tensor) >= 0 &&
+         has_memory(*tensor);
 }
 
 bool is_residual(const Optional& tensor, int64_t M, int64_t N) {
   if (!tensor) return true;
-  return tensor->dim() == 2 && tensor->size(0) == M && tensor->size(1) == N && tensor->stride(1) == 1 && code_of(tensor) >= 0;
+  return tensor->dim() == 2 && tensor->size(0) == M && tensor->size(1) == N && tensor->stride(1) == 1 && code_of(tensor) >= 0 &&
+         has_memory(*tensor);
 }
 
 bool divide(int64_t K, at::IntArrayRef radices) {
+  int64_t rest = K;
   for (int64_t radix : radices) {
-    if (radix < 1 || K % radix != 0) return false;
-    K /= radix;
+    if (radix < 1 || rest % radix != 0) return false;
+    rest /= radix;
   }
-  return radices.size() <= kMostRadices;
+  return radices.size() <= kMostRadices && K / rest <= kMostLeaves;
 }
 
 Tensor matmul(const Tensor& x, const Tensor& w, const Optional& bias, const Optional& residual, at::IntArrayRef radices,
@@ -79,7 +89,7 @@ Tensor matmul(const Tensor& x, const Tensor& w, const Optional& bias, const Opti
   bool plain = x.dim() == 2 && w.dim() == 2 && x.numel() > 0 && w.numel() > 0 && x.size(1) == w.size(1) &&
                x.scalar_type() == w.scalar_type() && code_of(x) >= 0 && code_of(to) >= 0 && x.stride(1) == 1 &&
                (w.stride(0) == 1 || w.stride(1) == 1) && is_vector(bias, w.size(0)) &&
-               is_residual(residual, x.size(0), w.size(0)) && divide(x.size(1), radices);
+               is_residual(residual, x.size(0), w.size(0)) && divide(x.size(1), radices) && has_memory(x) && has_memory(w);
   if (!plain) {
     static const auto op = in_python<decltype(matmul)>("detcompile::matmul");
     return op.call(x, w, bias, residual, radices, out_dtype);
@@ -129,7 +139,7 @@ struct Rows {
   int64_t count() const { return x.numel() / R; }
 };
 
-bool has_rows(const Tensor& x) { return x.dim() > 0 && x.numel() > 0 && code_of(x) >= 0; }
+bool has_rows(const Tensor& x) { return x.dim() > 0 && x.numel() > 0 && code_of(x) >= 0 && has_memory(x); }
 
 Tensor rms_norm(const Tensor& x, const Optional& weight, double eps, bool round_before_weight) {
   if (!has_rows(x) || !is_vector(weight, x.size(-1))) {
@@ -156,26 +166,29 @@ Tensor layer_norm(const Tensor& x, const Optional& weight, const Optional& bias,
 }
 
 bool is_list(const Tensor& tensor, ScalarType dtype) {
-  return tensor.dim() == 1 && tensor.scalar_type() == dtype && tensor.is_contiguous();
+  return tensor.dim() == 1 && tensor.scalar_type() == dtype && tensor.is_contiguous() && has_memory(tensor);
 }
 
-// As check_heads, _check_caches and _check_metadata of templates/attention/op.py
+// As templates/attention/op.py declares the operands
 bool heads_fit(const Tensor& q, const Tensor& k, const Tensor& v) {
   for (const Tensor* rows : {&q, &k, &v}) {
     if (rows->dim() != 3 || rows->numel() == 0 || rows->stride(2) != 1) return false;
-    if (rows->size(0) != q.size(0) || rows->scalar_type() != q.scalar_type()) return false;
+    if (rows->size(0) != q.size(0) || rows->scalar_type() != q.scalar_type() || !has_memory(*rows)) return false;
   }
   return code_of(q) >= 0 && k.size(1) == v.size(1) && k.size(2) == q.size(2) && q.size(1) % k.size(1) == 0;
 }
 bool caches_fit(const Tensor& k_cache, const Tensor& v_cache, const Tensor& k, const Tensor& v) {
   if (k_cache.dim() != 4 || v_cache.dim() != 4) return false;
   if (k_cache.scalar_type() != v_cache.scalar_type() || code_of(k_cache) < 0) return false;
+  if (k_cache.const_data_ptr() == v_cache.const_data_ptr()) return false;
+  for (const Tensor* cache : {&k_cache, &v_cache})  // others may have elements that share memory
+    if (!cache->is_non_overlapping_and_dense() || !has_memory(*cache)) return false;
   return k_cache.size(0) == v_cache.size(0) && k_cache.size(1) == v_cache.size(1) && k_cache.size(2) == k.size(1) &&
          v_cache.size(2) == v.size(1) && k_cache.size(3) == k.size(2) && v_cache.size(3) == v.size(2) && k_cache.stride(3) == 1 &&
          v_cache.stride(3) == 1;
 }
 bool metadata_fits(const Tensor& slots, const Tensor& cu_seqlens, const Tensor& seq_lens, const Tensor& table, int64_t T) {
-  if (table.dim() != 2 || table.scalar_type() != at::kInt || !table.is_contiguous()) return false;
+  if (table.dim() != 2 || table.scalar_type() != at::kInt || !table.is_contiguous() || !has_memory(table)) return false;
   return is_list(slots, at::kLong) && slots.size(0) > 0 && slots.size(0) % T == 0 && is_list(cu_seqlens, at::kInt) &&
          cu_seqlens.size(0) == table.size(0) + 1 && is_list(seq_lens, at::kInt) && seq_lens.size(0) == table.size(0);
 }

@@ -1,0 +1,27 @@
+// Whether the places that a step writes are distinct: two tokens in one place would leave it to the threads who is last.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace {
+
+// The first index of places[count] whose place an earlier one has too, or -1. Places are below `bound`; negative ones are none.
+template <class T>
+int64_t first_repeat(const T* places, int64_t count, int64_t bound) {
+  static thread_local std::vector<uint64_t> taken;  // a bit a place; all are 0 between calls
+  if (count < 2) return -1;
+  if (int64_t(taken.size()) <= bound / 64) taken.resize(bound / 64 + 1);
+  int64_t repeat = -1, seen = 0;
+  for (; seen < count && repeat < 0; seen++) {
+    if (places[seen] < 0) continue;
+    uint64_t bit = uint64_t{1} << places[seen] % 64, &bits = taken[places[seen] / 64];
+    if (bits & bit) repeat = seen;
+    bits |= bit;
+  }
+  for (int64_t i = 0; i < seen; i++)
+    if (places[i] >= 0) taken[places[i] / 64] = 0;
+  return repeat;
+}
+
+}  // namespace

@@ -8,9 +8,11 @@ Accidental changes collide with probability 2^-64; members of an exported archiv
 With tensor parallelism digests cover whole weights: ranks compute them before they take their shards.
 """
 
+import bisect
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +25,8 @@ from detcompile.errors import InvalidInput
 __all__ = [
     "SAFETENSORS_DTYPES",
     "WeightView",
+    "copy_mapped_weights",
+    "in_mapped_file",
     "named_weights",
     "require_weights_at",
     "tensor_digest",
@@ -47,6 +51,7 @@ SAFETENSORS_DTYPES = {  # by their names in the format
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+MAPPINGS, SHARED_MEMORY = Path("/proc/self/maps"), ("/memfd:", "/dev/")  # under these, memory is shared on purpose
 WORD = 4  # bytes: the product with a 64-bit multiplier then depends on every bit of a word
 ROW = 1 << 14  # words in a row: a word is multiplied by its row's and its column's multiplier
 BLOCK_ROWS = {"cpu": 16, "cuda": 256}  # rows per block: fits a CPU's cache; 64 MiB of products on a GPU
@@ -67,6 +72,38 @@ def named_weights(model: nn.Module, *, every_name: bool = False) -> dict[str, Te
     """Return all parameters and buffers, non-persistent ones too; tied ones once, or under every name."""
     parameters = model.named_parameters(remove_duplicate=not every_name)
     return {**dict(parameters), **dict(model.named_buffers(remove_duplicate=not every_name))}
+
+
+def copy_mapped_weights(model: nn.Module) -> None:
+    """Copy the weights that lie in a mapped file into memory of this process.
+
+    Loaders of safetensors map a file: what is written into it later would change the weights, and a file that is cut
+    would end the process. Parameters stay the same objects, tied ones stay tied.
+    """
+    copies: dict[tuple[int, torch.Size, tuple[int, ...], torch.dtype], Tensor] = {}
+    for tensor in in_mapped_file(named_weights(model).values()):
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if place not in copies:
+            copies[place] = tensor.detach().clone()
+        tensor.data = copies[place]
+
+
+def in_mapped_file(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Those of the tensors on the CPU whose memory is a part of a file that other processes can open by its path."""
+    spans = []
+    for line in MAPPINGS.read_text().splitlines():
+        place, *_, path = line.split(maxsplit=5)  # start-end, rights, offset, device, inode and, of a file, its path
+        if path.startswith("/") and not path.startswith(SHARED_MEMORY) and not path.endswith(" (deleted)"):
+            start, end = (int(address, 16) for address in place.split("-"))
+            spans.append((start, end))
+    spans.sort()
+    starts = [start for start, _ in spans]
+
+    def is_inside(address: int) -> bool:
+        index = bisect.bisect_right(starts, address) - 1
+        return index >= 0 and address < spans[index][1]
+
+    return [tensor for tensor in tensors if tensor.device.type == "cpu" and is_inside(tensor.data_ptr())]
 
 
 def views_in(whole: Mapping[str, Tensor], parts: Mapping[str, Tensor]) -> dict[str, WeightView]:

@@ -39,6 +39,7 @@ from detcompile.passes.warm.program_key import ProgramKey, label_of, observe_run
 from detcompile.passes.whole_model import WholeModel, read_whole
 from detcompile.progress import stage
 from detcompile.step import StepInputs
+from detcompile.weights import copy_mapped_weights
 
 __all__ = ["Lowered", "lower", "lower_view", "lower_with_states"]
 
@@ -113,6 +114,7 @@ def lower(
         seen = Seen.of(observe_attention(model, numerics.kv_chunk))
     facts = _facts(model, seen, vocabulary, max_context)
     if pipeline_stage is None:
+        copy_mapped_weights(model)
         program = _kept_or_compiled(model, numerics, max_context, seen, ranks)
     else:
         program, facts = _stage_program(model, numerics, max_context, seen, facts, pipeline_stage, ranks)
@@ -268,6 +270,7 @@ def _stage_program(
         use = f"stage {own.index} of {own.size} of a forward of {ranks}"
         key = program_key(model, numerics, max_context, seen, observed, use, own.device)
     move_stage(model, own, repeats)
+    copy_mapped_weights(model)
     device, groups = next(model.parameters()).device, groups_of_stage(seen.groups, here)
     facts = replace(facts, device=device, kv_shapes=facts.kv_shapes[here.start : here.stop], kv_groups=groups)
     with stage("look for a kept program") as looking:

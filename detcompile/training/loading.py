@@ -15,6 +15,7 @@ from detcompile.progress import shown, stage
 from detcompile.training.adapters import require_no_dropout
 from detcompile.training.agreement import require_same_orders
 from detcompile.training.trainer import Trainer
+from detcompile.weights import copy_mapped_weights
 
 __all__ = ["trainer"]
 
@@ -70,6 +71,7 @@ def trainer(
         orders, context = numerics_of(numerics), context_of(module, max_context)
         if check is not None:
             require_same_orders(orders, context, check)
+        copy_mapped_weights(module)
         with stage(f"trace, prove and compile {type(module).__name__} forward and backward"):
             made = Trainer(module, orders, context)
         for block in made.blocks:

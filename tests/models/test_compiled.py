@@ -2,7 +2,9 @@
 
 import contextlib
 import copy
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -12,7 +14,9 @@ import torch
 import detcompile
 from detcompile import CompiledModel, InvalidInput, Numerics, api
 from detcompile.models import checkpoints
+from detcompile.models.checkpoints import load_checkpoint
 from detcompile.models.hub import TINY_FOLDER
+from detcompile.weights import in_mapped_file, named_weights
 from tests.bits import assert_bitwise_equal
 from tests.model_cases import MAX_CONTEXT, VOCAB_SIZE, certified, compiled, random_model
 
@@ -206,6 +210,22 @@ def test_the_fingerprint_of_weights_that_do_not_run_is_refused() -> None:
     up.data = up.data.clone()
     with pytest.raises(InvalidInput, match=r"layers\.0\.mlp\.up_proj\.weight was given another storage"):
         _ = model.fingerprint
+
+
+def test_files_overwritten_or_cut_change_no_compiled_model(tmp_path: Path) -> None:
+    random_model("qwen3", torch.float32, num_hidden_layers=1, tie_word_embeddings=True).save_pretrained(tmp_path)
+    loaded = load_checkpoint(tmp_path, None)
+    assert in_mapped_file(loaded.parameters()), "the loader maps no file: nothing is tested"
+    model = certified(loaded)
+    assert in_mapped_file(named_weights(loaded, every_name=True).values()) == []
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    before, file = model.fingerprint, tmp_path / "model.safetensors"
+    with file.open("r+b") as stream:
+        stream.seek(-(file.stat().st_size // 2), 2)
+        stream.write(bytes(1000))
+    assert model.fingerprint == before
+    os.truncate(file, 10)
+    assert model.fingerprint == before
 
 
 def test_the_fingerprint_holds_what_the_contract_fixes() -> None:

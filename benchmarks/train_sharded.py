@@ -35,8 +35,6 @@ from benchmarks.cpu import cpu_name
 from detcompile.training.optimizer import local_part
 from detcompile.training.sharding import whole
 
-__all__ = ["SHAPES", "begin", "build", "build_on_current_device", "model_arguments"]
-
 COMMON = {"max_position_embeddings": 4096, "bos_token_id": None, "eos_token_id": None, "head_dim": 128}
 
 
@@ -97,12 +95,6 @@ def build(arguments: argparse.Namespace, device: torch.device) -> PreTrainedMode
     torch.manual_seed(0)
     with device:
         return AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **sizes), dtype=torch.bfloat16).eval()
-
-
-def build_on_current_device(arguments: argparse.Namespace) -> PreTrainedModel:
-    """``build`` on the device that this process computes on."""
-    cuda = torch.cuda.is_available()
-    return build(arguments, torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"))
 
 
 def mesh_of(arguments: argparse.Namespace, device: torch.device) -> DeviceMesh:

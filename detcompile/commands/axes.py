@@ -1,7 +1,7 @@
-"""The axes that one process can measure, as experiments: one target sequence under many configurations, by bytes.
+"""Invariance axes measured in one process: run a target sequence under many configurations and compare bytes.
 
-A configuration says who else is in the batch, how tokens are split into steps, how rows are padded and where keys
-live. ``score`` runs one and returns the target's logits; ``measure`` runs all of an axis and counts distinct results.
+A configuration sets the rest of the batch, the split of tokens into steps, the padding and the placement of KV blocks.
+``score`` runs one and returns the target's logits; ``measure`` runs all of an axis and counts distinct results.
 """
 
 import random
@@ -33,7 +33,7 @@ CHUNK_EDGES = (
     511,
     512,
     513,
-)  # blocks, tiles and chunks, and their neighbours
+)  # sizes of blocks, tiles and chunks, and their neighbors
 BLOCK_SIZES = (16, 32, 48, 64, 128, 256)
 Tokens = tuple[int, ...]
 
@@ -44,10 +44,10 @@ class Configuration:
 
     Attributes:
         rows: token ids of every sequence.
-        target: index of the row that is compared.
-        steps: (row, tokens) pairs of each forward step; empty: all rows whole, in one step.
-        padding: None to pack; otherwise padding columns (left, right) around the longest row, through a padded call.
-        block_size, placement, poison: size of KV blocks, seed of their order, NaN in all slots beforehand.
+        target: index of the compared row.
+        steps: (row, tokens) pairs of each forward step; empty runs all rows whole in one step.
+        padding: None packs the rows; otherwise a padded call with (left, right) padding columns around the longest row.
+        block_size, placement, poison: size of KV blocks; seed of their order; fill all slots with NaN first.
         cuda_graphs: replay small steps from CUDA graphs.
     """
 
@@ -62,7 +62,7 @@ class Configuration:
     cuda_graphs: bool = False
 
     def describe(self) -> str:
-        """A few words for a table."""
+        """Describe the configuration for a table."""
         words = [f"batch of {len(self.rows)}"]
         words += [f"{len(self.steps)} steps"] if self.steps else []
         words += [f"padded {self.align} {self.padding}"] if self.padding else []
@@ -71,12 +71,12 @@ class Configuration:
 
 @dataclass
 class AxisResult:
-    """What one axis measured; equal bits mean one unique result and a divergence of exactly 0.
+    """Measurements of one axis. Equal bits mean one unique result and a divergence of exactly 0.
 
     Attributes:
-        unique_logits: the most distinct byte strings of logits that one target gave.
-        unique_outputs: the most distinct sequences of likeliest tokens that one target gave.
-        max_probability_divergence: the largest difference of any token's probability from the first configuration.
+        unique_logits: number of distinct logits (by bytes), maximum over targets.
+        unique_outputs: number of distinct argmax sequences, maximum over targets.
+        max_probability_divergence: largest difference of a token's probability from the first configuration.
     """
 
     configurations: int = 0
@@ -92,11 +92,11 @@ class AxisResult:
 
     @property
     def figures(self) -> tuple[str, str, str]:
-        """Unique logits, unique outputs and the divergence, as tables show them."""
+        """Unique logits, unique outputs and divergence as text for tables."""
         return str(self.unique_logits), str(self.unique_outputs), f"{self.max_probability_divergence:.3g}"
 
     def add(self, target: Tokens, logits: Tensor) -> None:
-        """Take the logits [len(target), V] of one more configuration."""
+        """Add the logits [len(target), V] of one configuration."""
         logits = logits.detach().cpu()
         seen_logits, seen_outputs, first = self._by_target.setdefault(target, (set(), set(), logits))
         seen_logits.add(logit_bytes(logits))
@@ -105,13 +105,13 @@ class AxisResult:
         self.configurations += 1
         self.unique_logits = max(self.unique_logits, len(seen_logits))
         self.unique_outputs = max(self.unique_outputs, len(seen_outputs))
-        # NaN fails too: max() of Python would drop it
+        # keep NaN, which fails: Python's max() would drop it
         self.max_probability_divergence = (
             divergence if divergence != divergence else max(self.max_probability_divergence, divergence)
         )
 
     def to_json(self) -> dict[str, int | float]:
-        """The measured numbers."""
+        """Return the measurements as a JSON object."""
         return {
             "configurations": self.configurations,
             "unique_logits": self.unique_logits,
@@ -121,7 +121,7 @@ class AxisResult:
 
 
 def logit_bytes(logits: Tensor) -> str:
-    """sha256 of shape, dtype and bytes."""
+    """Return the sha256 of shape, dtype and bytes."""
     flat = logits.detach().cpu().contiguous()
     return sha256(f"{tuple(flat.shape)} {flat.dtype}".encode() + flat.view(torch.uint8).numpy().tobytes()).hexdigest()
 
@@ -132,7 +132,7 @@ def _probabilities(logits: Tensor) -> Tensor:
 
 @torch.no_grad()
 def score(model: CompiledModel, configuration: Configuration) -> Tensor:
-    """Logits [len(target), V] of the target row, each token given those before it."""
+    """Return the logits [len(target), V] of the target row, with teacher forcing."""
     if configuration.padding is not None:
         return _score_padded(model, configuration)
     sequences = [Sequence(list(row)) for row in configuration.rows]
@@ -159,7 +159,7 @@ def score(model: CompiledModel, configuration: Configuration) -> Tensor:
 
 
 def padded_batch(configuration: Configuration) -> tuple[Tensor, Tensor, slice]:
-    """input_ids [B, C], attention_mask [B, C] and the columns of the target."""
+    """Return input_ids [B, C], attention_mask [B, C] and the target's columns."""
     left, right = configuration.padding or (0, 0)
     longest = max(len(row) for row in configuration.rows)
     shape = (len(configuration.rows), left + longest + right)
@@ -181,7 +181,7 @@ def _score_padded(model: CompiledModel, configuration: Configuration) -> Tensor:
 def measure(
     model: CompiledModel, plan: SequenceOf[Configuration], tick: Callable[[], None] = lambda: None
 ) -> AxisResult:
-    """Run the configurations of an axis; ``tick`` is called after each."""
+    """Run the configurations of an axis; call ``tick`` after each."""
     result = AxisResult()
     for configuration in plan:
         result.add(configuration.rows[configuration.target], score(model, configuration))
@@ -190,10 +190,10 @@ def measure(
 
 
 def configurations(axis: str, prompts: SequenceOf[Tokens], count: int, rng: random.Random) -> list[Configuration]:
-    """``count`` configurations of an axis for each target, the first of them the target alone in one step.
+    """Return ``count`` configurations of an axis for each target; the first runs the target alone in one step.
 
     Args:
-        axis: a key of AXES. prompts: targets and neighbours, at least two.
+        axis: a key of AXES. prompts: targets and neighbors, at least two.
     """
     plans = []
     for target in prompts[:2]:
@@ -234,7 +234,7 @@ def _padding(target: Tokens, prompts: SequenceOf[Tokens], rng: random.Random) ->
 
 
 def split(length: int, rng: random.Random, largest: int | None = None) -> list[int]:
-    """Chunk sizes that sum to ``length``, near the edges of blocks and tiles."""
+    """Split ``length`` into random chunk sizes near the edges of blocks and tiles."""
     sizes = []
     while length:
         size = min(length, rng.choice(CHUNK_EDGES) if largest is None else rng.randint(1, largest))
@@ -244,7 +244,7 @@ def split(length: int, rng: random.Random, largest: int | None = None) -> list[i
 
 
 def interleave(rows: SequenceOf[Tokens], target: int, chunks: list[int], rng: random.Random):
-    """Steps in which the target takes ``chunks`` and its neighbours advance by as much as chance gives them."""
+    """Return steps that split the target into ``chunks`` and advance the other rows by random amounts."""
     left = [len(row) for row in rows]
     steps = []
     for chunk in chunks:

@@ -1,4 +1,4 @@
-"""`detcompile check`: a model's certificate, or why it has none, as text, JSON or a page."""
+"""`detcompile check`: shows a model's certificate, or why it was refused, as text, JSON or a page."""
 
 import json
 from datetime import UTC, datetime
@@ -40,17 +40,17 @@ def command(
         compiled = compile_model(loading.spec(model, random))
     except DetcompileError as error:
         if html is not None:
-            asked = {"device": loading.device, "dtype": loading.dtype, "made": _now()}
-            facts = {name: said for name, said in asked.items() if said is not None}
+            options = {"device": loading.device, "dtype": loading.dtype, "made": _now()}
+            facts = {name: value for name, value in options.items() if value is not None}
             write_text_file(html, refusal_page(error, title=Path(model).name, facts=facts))
         raise
     parts = compiled.fingerprint_parts
     if html is not None:
         write_text_file(html, _page(compiled, Path(model).name, parts, measured))
     if json_output:
-        found = {"fingerprint": fingerprint(parts), "fingerprint_parts": parts}
-        found |= {"weight_digests": compiled.weight_digests(), **json.loads(compiled.certificate.to_json())}
-        print(json.dumps(found))
+        record = {"fingerprint": fingerprint(parts), "fingerprint_parts": parts}
+        record |= {"weight_digests": compiled.weight_digests(), **json.loads(compiled.certificate.to_json())}
+        print(json.dumps(record))
         return
     print(compiled.certificate)
     print(f"\n{compiled.certificate.summary()}; fingerprint {fingerprint(parts)}")
@@ -59,15 +59,15 @@ def command(
 def _page(
     compiled: CompiledModel, name: str, parts: dict[str, str], measured: tuple[str, dict[str, Measurement]] | None
 ) -> str:
-    """The certificate's page.
+    """Render the certificate as an HTML page.
 
     Raises:
-        InvalidInput: what was measured is of another fingerprint.
+        InvalidInput: the measurements belong to another fingerprint.
     """
-    own = fingerprint(parts)
-    if measured is not None and measured[0] != own:
+    digest = fingerprint(parts)
+    if measured is not None and measured[0] != digest:
         raise InvalidInput(
-            f"--verify: that was measured of fingerprint {measured[0]}, and this model has {own}: run"
+            f"--verify: the file was measured with fingerprint {measured[0]}, but this model has {digest}: run"
             f" `detcompile verify {name} --json` with the same options again"
         )
     facts = {
@@ -75,7 +75,7 @@ def _page(
         "device": f"{compiled.device}: {parts['device']}",
         "dtype": str(compiled.dtype).removeprefix("torch."),
         "made": _now(),
-        "fingerprint": own,
+        "fingerprint": digest,
     }
     axes = None if measured is None else measured[1]
     return certificate_page(compiled.certificate, title=name, facts=facts, parts=parts, measured=axes)

@@ -23,8 +23,8 @@ from detcompile.read_ahead import read_ahead
 
 __all__ = ["COMMANDS", "app", "main", "module_of"]
 
-# By name, the first line of each command's help; the module of the name has the command itself. A module is imported
-# when its command runs, so that --help and --version take no time.
+# The first help line of each command. A command's module is imported only when it runs, so that --help and --version
+# are fast.
 COMMANDS = {
     "verify": "Measure on this machine that the bits stay equal along each axis; exit 1 if any axis fails.",
     "check": "Print the certificate: every operation, its place in the model's source, its class, order and proof.",
@@ -48,11 +48,11 @@ COMMANDS = {
 }
 
 
-FOLDERS = {"replay": "receipts", "audit": "receipts", "keygen": "receipts"}  # of modules that do not lie beside this
+FOLDERS = {"replay": "receipts", "audit": "receipts", "keygen": "receipts"}  # modules in subfolders
 
 
 class _Command(TyperCommand):
-    """A command by its name and help, which becomes the real one when its arguments are read."""
+    """A placeholder with name and help; loads the real command when its arguments are parsed."""
 
     def make_context(self, info_name: str | None, args: list[str], *rest: Any, **kwargs: Any) -> Any:
         if self.name == "export":
@@ -70,13 +70,13 @@ class _Commands(TyperGroup):
 
 
 def module_of(name: str) -> str:
-    """The module of a command."""
+    """Return the module of a command."""
     folder = f"{FOLDERS[name]}." if name in FOLDERS else ""
     return f"detcompile.commands.{folder}{name.replace('-', '_')}"
 
 
 def _read_weights_ahead(args: list[str]) -> None:
-    """Have the weights of a model that is an argument come from the disk while the command's modules are imported."""
+    """Start reading the model's weights from disk while the command's modules are imported."""
     if not any(argument.startswith(("--random", "--revision")) for argument in args):
         for name in args:
             read_ahead(files_at_hand(name))
@@ -94,7 +94,7 @@ def _require_folders(args: list[str]) -> None:
 
 
 def _loaded(name: str) -> Any:
-    """The command that typer makes of a module's function."""
+    """Import a command's module and build its typer command."""
     module = importlib.import_module(module_of(name))
     command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     command.command(name)(_with_options(module.command))
@@ -102,7 +102,7 @@ def _loaded(name: str) -> Any:
 
 
 def _with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The command as typer takes it: each parameter that is a dataclass has become its fields, as options."""
+    """Expand each dataclass parameter of a command into its fields, as typer options."""
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
     taken: list[inspect.Parameter] = []
@@ -141,10 +141,10 @@ def _options(
 
 
 def main() -> None:
-    """Entry point: our own errors end with their message and exit code 2, without a traceback."""
+    """Run the command line. A DetcompileError prints its message and exits with code 2, without a traceback."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # an answer may hold what a terminal's encoding does not
+            stream.reconfigure(errors="backslashreplace")  # answers may exceed the terminal's encoding
     try:
         app()
     except DetcompileError as error:

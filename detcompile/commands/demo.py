@@ -1,4 +1,4 @@
-"""`detcompile demo`: the main job on the embedded model, plain torch beside detcompile over the same configurations."""
+"""`detcompile demo`: compares plain torch and detcompile on the embedded model, with the same configurations."""
 
 import functools
 import random
@@ -28,7 +28,7 @@ DEMO_PROMPT = '''def mean(values: list[float]) -> float:
     """Return the arithmetic mean of a list of numbers."""
 '''
 DEMO_TOKENS = 64
-DEMO_LENGTHS = (12, 67, 33, 130)  # of prompts; plain torch on a CPU without bfloat16 reads 300 tokens a second
+DEMO_LENGTHS = (12, 67, 33, 130)  # prompt lengths; plain torch on a CPU without bfloat16 reads 300 tokens a second
 
 
 def command(
@@ -45,19 +45,19 @@ def command(
     steps = (2 * len(DEMO_AXES) - 1) * 2 * configurations
     with progress_bar(total=True) as progress:
         task = progress.add_task("measuring", total=steps)
-        found = compare_with_torch(
+        comparisons = compare_with_torch(
             compiled,
             count=configurations,
             tick=lambda axis: progress.update(task, advance=1, description=f"measuring {axis}"),
         )
-    console.print(_table(found, compiled.dtype))
-    if not all(comparison.ours.holds for comparison in found):
+    console.print(_table(comparisons, compiled.dtype))
+    if not all(comparison.ours.holds for comparison in comparisons):
         raise typer.Exit(1)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One axis measured on plain torch and on detcompile; torch is None where it has no such freedom."""
+    """One axis measured on plain torch and on detcompile; ``torch`` is None if the axis does not exist there."""
 
     axis: str
     torch: AxisResult | None
@@ -66,9 +66,9 @@ class Comparison:
 
 @torch.no_grad()
 def score_plain(model: PreTrainedModel, configuration: Configuration) -> Tensor:
-    """Logits [len(target), V] of the target row under Hugging Face's own forward.
+    """Return the logits [len(target), V] of the target row from the plain Hugging Face forward.
 
-    Rows of one step share a padded batch; a target split into steps runs alone over a DynamicCache.
+    Rows of one step form a padded batch; a target that is split into steps runs alone with a DynamicCache.
     """
     target = configuration.rows[configuration.target]
     chunks = [n for step in configuration.steps for row, n in step if row == configuration.target]
@@ -88,7 +88,7 @@ def score_plain(model: PreTrainedModel, configuration: Configuration) -> Tensor:
 def compare_with_torch(
     model: CompiledModel, *, count: int, seed: int = 0, tick: Callable[[str], None] = lambda axis: None
 ) -> list[Comparison]:
-    """Measure DEMO_AXES on both, the same configurations in the same order; ``tick(axis)`` after each measurement."""
+    """Measure DEMO_AXES on both with the same configurations; call ``tick(axis)`` after each measurement."""
     plain = load_model(TINY, device=model.device)
     prompts = prompts_for(model, ModelSpec(TINY), seed, DEMO_LENGTHS)
     comparisons = []
@@ -113,7 +113,7 @@ def _show_completion(compiled: CompiledModel, console: Console) -> None:
     console.print(text, markup=False, highlight=False)
 
 
-def _table(found: list[Comparison], dtype: torch.dtype) -> Table:
+def _table(comparisons: list[Comparison], dtype: torch.dtype) -> Table:
     table = Table(
         title=f"A prompt under all configurations of an axis, {str(dtype).removeprefix('torch.')}, worse of two",
         caption="logits: distinct byte strings; outputs: distinct likeliest tokens; max Δp: largest difference of a"
@@ -122,7 +122,7 @@ def _table(found: list[Comparison], dtype: torch.dtype) -> Table:
     add_columns(
         table, "axis", "runs", "torch\nlogits", "\noutputs", "\nmax Δp", "ours\nlogits", "\noutputs", "\nmax Δp"
     )
-    for comparison in found:
+    for comparison in comparisons:
         theirs = comparison.torch.figures if comparison.torch else ("–", "–", "–")
         table.add_row(comparison.axis, str(comparison.ours.configurations), *theirs, *comparison.ours.figures)
     return table

@@ -1,4 +1,4 @@
-"""`detcompile diff`: two fingerprints, or two runs, and what explains that they differ."""
+"""`detcompile diff`: compares two fingerprints or two runs, and explains the difference."""
 
 import json
 from collections.abc import Iterator
@@ -14,8 +14,8 @@ from detcompile.commands.inspection.run_differences import Parting, RequestDiffe
 
 __all__ = ["command"]
 
-MOST_SHOWN = 12  # details of a part, and of what was asked; --json has all
-MOST_LETTERS = 160  # of a value
+MOST_SHOWN = 12  # details of a part, and numbers of requests; --json has all
+MOST_LETTERS = 160  # characters of a value
 FILE = (
     "A file of `check --json`, `verify --json` or `generate --json`, saved fingerprint_parts, an exported .pt2, or a"
     " model, which is compiled with the defaults of `check`."
@@ -77,10 +77,10 @@ def _run_lines(runs: RunComparison) -> Iterator[str]:
         if numbers:
             more = " …" if len(numbers) > MOST_SHOWN else ""
             yield f"only in {name}: request {', '.join(map(str, numbers[:MOST_SHOWN]))}{more}"
-    asked = next((one for one in runs.differences if one.asked), None)
-    if asked is not None:
-        yield f"request {asked.a} of A and {asked.b} of B ask differently:"
-        yield from (f"  {name}: {_short(x)} in A, {_short(y)} in B" for name, (x, y) in asked.asked.items())
+    changed = next((one for one in runs.differences if one.asked), None)
+    if changed is not None:
+        yield f"request {changed.a} of A and {changed.b} of B ask differently:"
+        yield from (f"  {name}: {_short(x)} in A, {_short(y)} in B" for name, (x, y) in changed.asked.items())
     if runs.first is not None and runs.first.parting is not None:
         yield from _parting_lines(runs.first, runs.first.parting)
 
@@ -94,7 +94,7 @@ def _parting_lines(request: RequestDifference, parting: Parting) -> Iterator[str
 
 
 def _explanation(parts: list[PartDifference], runs: RunComparison | None) -> str:
-    """One sentence: whether all is equal, or what explains that it is not."""
+    """Return one sentence: equal, or what explains the difference."""
     names = ", ".join(part.part for part in parts)
     if runs is None:
         return f"Other fingerprints ({names}): bits may differ." if parts else "Equal fingerprints: equal bits."
@@ -116,7 +116,7 @@ def _explanation(parts: list[PartDifference], runs: RunComparison | None) -> str
     return f"Explained: {'; '.join(reasons)}."
 
 
-# What may differ between equal fingerprints, and why.
+# What may differ despite equal fingerprints, and why.
 OUTSIDE = {
     "text": "equal tokens read as other text: the tokenizer is no part of the fingerprint",
     "error": "a request that is refused depends on the engine's settings, which are no part of the fingerprint",

@@ -1,4 +1,4 @@
-"""`detcompile doctor`: this machine as detcompile sees it, and what that means."""
+"""`detcompile doctor`: shows what this machine has, and what is missing or slow."""
 
 import json
 from collections.abc import Iterator
@@ -24,22 +24,22 @@ def command(
 ) -> None:
     """Look at this machine: what is here, what will be fast or slow; exit 1 if something needed is missing."""
     machine = look_at_machine()
-    found = findings(machine)
-    ready = all(finding.level != "missing" for finding in found)
+    results = findings(machine)
+    ready = all(finding.level != "missing" for finding in results)
     if json_output:
-        print(json.dumps({"ready": ready, "machine": asdict(machine), "findings": [asdict(one) for one in found]}))
+        print(json.dumps({"ready": ready, "machine": asdict(machine), "findings": [asdict(one) for one in results]}))
     else:
-        _show(machine, found, ready)
+        _show(machine, results, ready)
     if not ready:
         raise typer.Exit(1)
 
 
-def _show(machine: Machine, found: list[Finding], ready: bool) -> None:
+def _show(machine: Machine, results: list[Finding], ready: bool) -> None:
     console = Console()
-    for label, said in _facts(machine):
-        console.print(Text(label.ljust(LABEL), "bold") + Text(said), soft_wrap=True)
+    for label, text in _facts(machine):
+        console.print(Text(label.ljust(LABEL), "bold") + Text(text), soft_wrap=True)
     console.print()
-    for finding in found:
+    for finding in results:
         level = Text(finding.level.ljust(LABEL), STYLES[finding.level])
         console.print(level + Text(f"{finding.about}: {finding.said}"), soft_wrap=True)
         if finding.advice:

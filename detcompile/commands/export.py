@@ -1,4 +1,4 @@
-"""`detcompile export`: a compiled model written to one file."""
+"""`detcompile export`: writes a compiled model to one file."""
 
 from pathlib import Path
 from typing import Annotated

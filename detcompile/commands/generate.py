@@ -1,4 +1,4 @@
-"""`detcompile generate`: prompts in, answers out, as text or as JSON lines."""
+"""`detcompile generate`: answers prompts, as text or as JSON lines."""
 
 import json
 import sys
@@ -45,7 +45,7 @@ NUM_SEEDS = 1 << 64
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Options of a request, by the names that SamplingParams has for them."""
+    """Options of a request, named as in SamplingParams."""
 
     max_tokens: Annotated[int, typer.Option(help="Generated tokens at most.")] = 128
     min_tokens: Annotated[int, typer.Option(help="Nothing ends the answer up to this many tokens.")] = 0
@@ -63,13 +63,13 @@ class Sampling:
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end-of-sequence token.")] = False
 
     def params(self) -> SamplingParams:
-        """The request's parameters, checked."""
+        """Return the checked SamplingParams."""
         return SamplingParams(**asdict(self) | {"stop": tuple(self.stop or ())})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Serving:
-    """Options of the engine, by the names that EngineConfig has for them."""
+    """Options of the engine, named as in EngineConfig."""
 
     scheduler: Annotated[SchedulerName, typer.Option(help="How steps are made up; changes no bit.")] = "stall_free"
     allocation: Annotated[AllocationName, typer.Option(help="When KV blocks are taken.")] = "lazy"
@@ -79,9 +79,9 @@ class Serving:
     num_blocks: Annotated[int | None, typer.Option(help="Of the KV cache; default: as memory allows.")] = None
 
     def config(self, num_sequences: int) -> EngineConfig:
-        """The engine's settings for so many sequences in all, checked."""
-        seats = min(num_sequences, 1024) if self.max_num_seqs is None else self.max_num_seqs
-        return EngineConfig(**asdict(self) | {"max_num_seqs": seats})
+        """Return the checked EngineConfig for this number of sequences."""
+        slots = min(num_sequences, 1024) if self.max_num_seqs is None else self.max_num_seqs
+        return EngineConfig(**asdict(self) | {"max_num_seqs": slots})
 
 
 def command(
@@ -98,14 +98,14 @@ def command(
     """Answer prompts; the seed printed repeats an answer bit for bit. Exit 2 if a prompt could not be answered."""
     if sampling.logprobs is not None and not json_output:
         raise typer.BadParameter("log-probabilities are printed as JSON only: add --json", param_hint="--logprobs")
-    asked = read_prompts(prompts or [], file)
+    texts = read_prompts(prompts or [], file)
     params = sampling.params()
-    config = serving.config(params.n * len(asked))
+    config = serving.config(params.n * len(texts))
     compiled = compile_model(loading.spec(model, random))
     engine = compiled.engine(config)
-    stream = len(asked) == 1 and params.n == 1 and not json_output and is_terminal(sys.stdout)
-    each = with_own_seeds(params, len(asked))
-    outputs = _stream(engine, asked, each) if stream else _answer(engine, asked, each)
+    stream = len(texts) == 1 and params.n == 1 and not json_output and is_terminal(sys.stdout)
+    each = with_own_seeds(params, len(texts))
+    outputs = _stream(engine, texts, each) if stream else _answer(engine, texts, each)
     if not stream:
         print_json(outputs, each, compiled.fingerprint_parts) if json_output else show(outputs)
     for number, output in enumerate(outputs, 1):
@@ -115,10 +115,10 @@ def command(
 
 
 def read_prompts(given: Sequence[str], file: Path | None) -> list[str]:
-    """The prompts given, or those in a file, or on standard input: one a line, blank lines skipped.
+    """Return the given prompts, or those of a file or standard input: one per line, blank lines skipped.
 
     Raises:
-        InvalidInput: no prompt, two sources of them, or a file that cannot be read or is no text.
+        InvalidInput: there is no prompt, both sources are given, or the file is not readable text.
     """
     if given and file is not None:
         raise InvalidInput(f"prompts as arguments and in {file}: give one or the other")
@@ -134,7 +134,7 @@ def read_prompts(given: Sequence[str], file: Path | None) -> list[str]:
 
 
 def with_own_seeds(params: SamplingParams, count: int) -> list[SamplingParams]:
-    """One a prompt: seed, seed + 1, …, so that no two prompts share their random numbers; fresh seeds for None."""
+    """Return the parameters of each prompt, with seeds seed, seed + 1, …; None leaves seeds to the engine."""
     if params.seed is None:
         return [params] * count
     return [replace(params, seed=(params.seed + index) % NUM_SEEDS) for index in range(count)]
@@ -148,18 +148,18 @@ def answer(
     stream_text: bool = False,
     tick: Callable[[RequestOutput], None] = lambda output: None,
 ) -> list[RequestOutput]:
-    """Serve prompts to their ends; one output each, in their order. One that cannot be served has its ``error`` set.
+    """Run prompts to completion; return one output each, in order. A rejected prompt has its ``error`` set.
 
     Args:
-        tick: called with an output whenever it got longer or ended.
+        tick: called with each output that grew or finished.
     """
     outputs: dict[int, RequestOutput] = {}
     places: dict[str, int] = {}
-    for place, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+    for place, (prompt, sampling) in enumerate(zip(prompts, params, strict=True)):
         try:
-            places[engine.add_request(prompt, own, stream_text=stream_text)] = place
+            places[engine.add_request(prompt, sampling, stream_text=stream_text)] = place
         except InvalidInput as error:
-            outputs[place] = RequestOutput("", prompt, [], own.seed, [], finished=True, error=error)
+            outputs[place] = RequestOutput("", prompt, [], sampling.seed, [], finished=True, error=error)
             tick(outputs[place])
     while engine.has_unfinished_requests:
         for output in engine.step():
@@ -169,20 +169,20 @@ def answer(
 
 
 def as_json(output: RequestOutput, params: SamplingParams, parts: Mapping[str, str]) -> dict[str, Any]:
-    """One request as a JSON object, with all that decides its bits, as `detcompile diff` reads it.
+    """Return a request as a JSON object for `detcompile diff`, with everything that determines its bits.
 
-    Floats keep every bit: Python writes the shortest text that reads back equal.
+    Floats keep every bit: Python's float repr round-trips.
 
     Args:
-        params: what was asked. parts: the parts of the model's fingerprint.
+        params: the request's parameters. parts: the parts of the model's fingerprint.
     """
-    asked = asdict(params)
-    del asked["seed"]  # the output's is the one that was drawn
+    settings = asdict(params)
+    del settings["seed"]  # the output has the seed that was used
     return {
         "prompt": output.prompt,
         "prompt_token_ids": output.prompt_token_ids,
         "seed": output.seed,
-        "params": asked,
+        "params": settings,
         "fingerprint": fingerprint(parts),
         "fingerprint_parts": dict(parts),
         "outputs": [_completion(completion) for completion in output.outputs],
@@ -193,13 +193,13 @@ def as_json(output: RequestOutput, params: SamplingParams, parts: Mapping[str, s
 def print_json(
     outputs: Sequence[RequestOutput], params: Sequence[SamplingParams], parts: Mapping[str, str]
 ) -> None:
-    """Print a JSON line a request to standard output."""
-    for output, own in zip(outputs, params, strict=True):
-        print(json.dumps(as_json(output, own, parts)))
+    """Print one JSON line for each request to standard output."""
+    for output, sampling in zip(outputs, params, strict=True):
+        print(json.dumps(as_json(output, sampling, parts)))
 
 
 def show(outputs: Sequence[RequestOutput]) -> None:
-    """Print texts to standard output, with a heading each if there are several."""
+    """Print texts to standard output, with headings if there are several."""
     texts = [(number, output, part) for number, output in enumerate(outputs, 1) for part in output.outputs]
     for number, output, part in texts:
         if len(outputs) > 1 or len(texts) > 1:
@@ -209,7 +209,7 @@ def show(outputs: Sequence[RequestOutput]) -> None:
 
 
 def summary(number: int, output: RequestOutput) -> str:
-    """A line that says how a request ended, and with which seed it can be repeated."""
+    """Return a line with how a request ended, and the seed that repeats it."""
     if output.error is not None:
         return f"prompt {number}: {type(output.error).__name__}: {output.error}"
     ends = ", ".join(f"{len(part.token_ids)} tokens ({part.finish_reason})" for part in output.outputs)
@@ -223,7 +223,7 @@ def _answer(engine: Engine, prompts: list[str], params: list[SamplingParams]) ->
 
 
 def _stream(engine: Engine, prompts: list[str], params: list[SamplingParams]) -> list[RequestOutput]:
-    """One prompt into a terminal: its text as it comes."""
+    """Answer one prompt, printing text as it is generated."""
     console, shown = Console(), 0
     console.print(prompts[0], style="dim", end="", markup=False, highlight=False, soft_wrap=True)
 

@@ -1,4 +1,4 @@
-"""What several commands take and show: options, the model that these name, progress on standard error, tables."""
+"""Options, model loading, progress and tables that several commands share."""
 
 import time
 from dataclasses import asdict, dataclass
@@ -44,7 +44,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 
 @dataclass(frozen=True, kw_only=True)
 class Loading:
-    """Options of how MODEL is loaded, by the names that load_model has for them."""
+    """Options for loading MODEL, named as in load_model."""
 
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: the checkpoint's.")] = None
     device: Device = None
@@ -56,15 +56,15 @@ class Loading:
     ] = False
 
     def spec(self, model: str, random: bool = False) -> ModelSpec:
-        """The model of this name, loaded so."""
+        """Return the ModelSpec of a model with these options."""
         return ModelSpec(model, random, **asdict(self) | {"tp_sizes": sizes(self.tp_sizes)})
 
 
 def sizes(text: str) -> tuple[int, ...]:
-    """The integers in an option such as 1,2,4,8.
+    """Parse an option such as 1,2,4,8.
 
     Raises:
-        typer.BadParameter: it holds something else.
+        typer.BadParameter: an item is not an integer.
     """
     try:
         return tuple(int(size) for size in text.split(","))
@@ -73,9 +73,9 @@ def sizes(text: str) -> tuple[int, ...]:
 
 
 def compile_model(spec: ModelSpec, tp: int = 1) -> CompiledModel:
-    """Load and compile a model, over ``tp`` ranks; says how long it took."""
+    """Load and compile a model over ``tp`` ranks; print how long it took."""
     transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()  # ours covers the load
+    transformers_logging.disable_progress_bar()  # replaced by our progress
     start = time.perf_counter()
     with shown(None):
         compiled = spec.compile(tp)
@@ -86,12 +86,12 @@ def compile_model(spec: ModelSpec, tp: int = 1) -> CompiledModel:
 
 
 def progress_bar(total: bool = False) -> Progress:
-    """Progress on standard error, gone when it ends; a bar where the ``total`` is known, else a spinner."""
+    """Return a transient progress display on standard error: a bar if ``total``, else a spinner."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     return Progress(*(Progress.get_default_columns() if total else columns), console=logs, transient=True)
 
 
 def add_columns(table: Table, *names: str) -> None:
-    """Columns of a table of axes: names to the left, numbers to the right."""
+    """Add columns to a table of axes: names left-aligned, numbers right-aligned."""
     for name in names:
         table.add_column(name, justify="left" if name == "axis" else "right")

@@ -1,4 +1,4 @@
-"""`detcompile serve`: an OpenAI-compatible server whose answers can be run again."""
+"""`detcompile serve`: an OpenAI-compatible server with reproducible answers."""
 
 import asyncio
 import functools
@@ -44,7 +44,7 @@ from detcompile.serving.service import Service  # noqa: E402
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """Options of how much is taken at a time."""
+    """Options for limits and timeouts."""
 
     max_queue: Annotated[int, typer.Option(min=1, help="Samples open at a time; beyond: 429.")] = 512
     max_queued_tokens: Annotated[int, typer.Option(min=1, help="Prompt tokens that wait; beyond: 429.")] = 262144
@@ -55,14 +55,14 @@ class Bounds:
     stall: Annotated[float, typer.Option(min=0.1, help="Seconds that a connection may stand still.")] = STALL_SECONDS
 
     def of_service(self) -> dict[str, Any]:
-        """The bounds that Service takes, by its names."""
+        """Return the limits that Service takes as keyword arguments."""
         names = ("max_queue", "max_queued_tokens", "max_body", "queue_timeout", "timeout")
         return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Web:
-    """Options of who may ask, and of what is noted, by the names that new_app has for them."""
+    """Options for access and logging, named as in new_app."""
 
     cors: Annotated[list[str] | None, typer.Option(help="Site whose pages may use the server; repeat it.")] = None
     request_log: Annotated[Path | None, typer.Option(help="File of a JSON line a request, without texts.")] = None
@@ -70,7 +70,7 @@ class Web:
     root_path: Annotated[str, typer.Option(help="Path under which a proxy has the server, such as /ai.")] = ""
 
     def options(self) -> dict[str, Any]:
-        """Origins, log, kill switch and root path, the log opened."""
+        """Return keyword arguments for new_app; open the request log."""
         log = None if self.request_log is None else _log(self.request_log)
         return {"origins": self.cors or (), "request_log": log, "demo": self.demo, "root_path": self.root_path}
 
@@ -86,7 +86,7 @@ class Receipts:
     receipt_log: Annotated[Path | None, typer.Option(help="File that every receipt is appended to, chained.")] = None
 
     def issuer(self) -> Issuer:
-        """The issuer of receipts."""
+        """Create the issuer of receipts."""
         key = None if self.sign is None else read_signing_key(self.sign)
         log = None if self.receipt_log is None else ReceiptLog(self.receipt_log)
         if log is not None and log.num_cut:
@@ -105,13 +105,13 @@ class Kept:
     journal_hours: Annotated[float, typer.Option(min=0.01, help="Hours that a request is kept for.")] = 24.0
 
     def opened(self) -> Journal | None:
-        """The journal, opened."""
+        """Open the journal."""
         return None if self.journal is None else Journal(self.journal, self.journal_bytes, 3600 * self.journal_hours)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Processes:
-    """Options of the engine processes, by the names that Fleet has for them."""
+    """Options of the engine processes."""
 
     replicas: Annotated[int, typer.Option(min=1, help="Engines, each with the whole model.")] = 1
     spare: Annotated[
@@ -131,10 +131,10 @@ class Processes:
     max_restarts: Annotated[int, typer.Option(min=0, help="Engines started again in a minute; beyond: exit 70.")] = 5
 
     def fleet(self, on_delta: Callable[[Answer, Delta], None], *, loading: "Loading") -> Fleet:
-        """The engines, which call ``on_delta`` with what they draw.
+        """Create the fleet of engines, which call ``on_delta`` with generated tokens.
 
         Args:
-            loading: the model that they load.
+            loading: how engines load the model.
         """
         launcher: Launcher | None = None
         if self.backend == "ray":
@@ -146,13 +146,13 @@ class Processes:
             launcher = RayActors(self.ray_address, gpus=gpus, cpus=ranks)
         elif self.dial_in is not None:
             launcher = _dial_in(self.dial_in)
-        spare = self.spare and launcher is None  # who dials in and is not needed yet waits as one
+        spare = self.spare and launcher is None  # with --dial-in, surplus engines wait as spares
         return Fleet(on_delta, launcher, replicas=self.replicas, spare=spare, most_restarts=self.max_restarts)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chat:
-    """Options of conversations, by the names that Service has for them."""
+    """Options for chats, named as in Service."""
 
     chat_template: Annotated[Path | None, typer.Option(help="A Jinja file, in place of the tokenizer's.")] = None
     tool_parser: Annotated[
@@ -161,14 +161,14 @@ class Chat:
     ] = None
 
     def options(self) -> dict[str, Any]:
-        """Name and template, the template as text."""
+        """Return keyword arguments for Service; read the template file."""
         template = None if self.chat_template is None else _read(self.chat_template)
         return {"chat_template": template, "tool_parser": self.tool_parser}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loading:
-    """Options of how the engine process loads MODEL, by the names that EngineSpec has for them."""
+    """Options for loading MODEL in the engine process, named as in EngineSpec."""
 
     random: Annotated[bool, typer.Option("--random", help="Random weights for the model's config.json.")] = False
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: the checkpoint's.")] = None
@@ -195,7 +195,7 @@ class Loading:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """Options of the engine, by the names that EngineConfig has for them."""
+    """Options of the engine, named as in EngineConfig."""
 
     max_num_seqs: Annotated[int | None, typer.Option(help="Sequences that run at a time.")] = None
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="Token budget of a step.")] = None
@@ -235,7 +235,7 @@ def command(
     service = functools.partial(Service, **names, receipts=receipts.issuer(), fleet=fleet)
     shown = {"version": __version__, "digests": keys.digests, **web.options()}
     app = functools.partial(new_app, **shown)
-    with asyncio.Runner(loop_factory=uvicorn.Config("").get_loop_factory()) as runner:  # uvloop's, where it is
+    with asyncio.Runner(loop_factory=uvicorn.Config("").get_loop_factory()) as runner:  # uvloop's if it is installed
         sys.exit(runner.run(_served(spec, (host, port), bounds, service, app, keys)))
 
 
@@ -248,7 +248,7 @@ async def _served(
     keys: KeyFile,
 ) -> int:
     with listen(*address) as sock:
-        service = make_service()  # of the running loop
+        service = make_service()  # needs the running event loop
         return await serve(service, make_app(service), spec, sock, bounds.drain, bounds.stall, keys.read_again)
 
 

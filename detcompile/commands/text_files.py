@@ -1,4 +1,4 @@
-"""Text from files, from standard input and to files: UTF-8, or what a byte order mark says; what is none is refused."""
+"""Reads and writes text files: UTF-8, or the encoding of a byte order mark. Other content is rejected."""
 
 import codecs
 import sys
@@ -9,7 +9,7 @@ from detcompile.storage import naming
 
 __all__ = ["read_input", "read_text_file", "require_place", "write_text_file"]
 
-MARKS = (  # UTF-32's begins as UTF-16's
+MARKS = (  # UTF-32 before UTF-16, whose mark is a prefix of it
     (codecs.BOM_UTF8, "utf-8"),
     (codecs.BOM_UTF32_LE, "utf-32-le"),
     (codecs.BOM_UTF32_BE, "utf-32-be"),
@@ -32,34 +32,34 @@ def read_text_file(path: Path) -> str:
 
 
 def read_input() -> str:
-    """Standard input, read as ``read_text_file`` reads a file."""
+    """Read standard input as ``read_text_file`` reads a file."""
     where = "standard input"
     if sys.stdin is None:
         raise InvalidInput(f"{where} cannot be read: it is closed")
     try:
         stream = getattr(sys.stdin, "buffer", None)
         return _text(sys.stdin.read().encode() if stream is None else stream.read(), where)
-    except (OSError, ValueError) as error:  # closed since
+    except (OSError, ValueError) as error:  # closed in the meantime
         if isinstance(error, InvalidInput):
             raise
         raise InvalidInput(f"{where} cannot be read: {error}") from error
 
 
 def require_place(path: Path, option: str) -> None:
-    """Fail before the work is done where what ``option`` asks for cannot be written.
+    """Check early that the output file of ``option`` can be written.
 
     Raises:
-        InvalidInput: no such folder, or a folder of that name.
+        InvalidInput: the folder does not exist, or the path is a folder.
     """
     if not path.parent.is_dir() or path.is_dir():
         raise InvalidInput(f"{option} {path}: give the name of a file in a folder that exists")
 
 
 def write_text_file(path: Path, text: str) -> None:
-    """Write a file in UTF-8, whatever the text holds.
+    """Write a UTF-8 file; characters that cannot be encoded are escaped.
 
     Raises:
-        StorageError: it cannot be written.
+        StorageError: the file cannot be written.
     """
     with naming(path):
         path.write_text(text, encoding="utf-8", errors="backslashreplace")
@@ -72,12 +72,12 @@ def _text(content: bytes, where: str) -> str:
     except UnicodeDecodeError as error:
         at = len(mark) + error.start
         raise InvalidInput(
-            f"{where} is no {encoding.upper()} text: byte {at} is 0x{content[at : at + 1].hex()} ({error.reason})."
+            f"{where} is not {encoding.upper()} text: byte {at} is 0x{content[at : at + 1].hex()} ({error.reason})."
             " Convert it, as by `iconv -f LATIN1 -t UTF-8`"
         ) from error
     if "\0" in text:
         raise InvalidInput(
-            f"{where} holds a null character at {text.index(chr(0))}, as UTF-16 without a byte order mark does, and"
-            " what is no text: convert it to UTF-8"
+            f"{where} holds a null character at {text.index(chr(0))}: it is binary, or UTF-16 without a byte order"
+            " mark. Convert it to UTF-8"
         )
     return text.replace("\r\n", "\n").replace("\r", "\n")

@@ -1,4 +1,4 @@
-"""`detcompile tune-speculation`: drafts tried on code and on prose, as a table, JSON and a plot."""
+"""`detcompile tune-speculation`: measures drafts on code and prose; prints a table or JSON, and writes a plot."""
 
 import json
 from dataclasses import asdict, replace
@@ -46,13 +46,13 @@ def command(
     workloads = [Workload.of(kind, read_text(kind, file), target, batch, prompt_tokens) for kind, file in texts]
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=0, ignore_eos=True)
     trials = _measured(target, small, workloads, sizes(nodes), params, repeats)
-    found = [one for kind in KINDS if (one := advice(trials, kind)) is not None]
+    results = [one for kind in KINDS if (one := advice(trials, kind)) is not None]
     write_text_file(plot, speedup_plot(trials, f"{model}, draft {draft or 'none'}, batch {batch}, {target.device}"))
     if json_output:
-        print(json.dumps({"trials": [trial.to_json() for trial in trials], "advice": [asdict(one) for one in found]}))
+        print(json.dumps({"trials": [trial.to_json() for trial in trials], "advice": [asdict(one) for one in results]}))
         return
     Console().print(trials_table(trials))
-    print(advice_text(trials, found))
+    print(advice_text(trials, results))
     logs.print(f"plot: {plot}", highlight=False)
 
 

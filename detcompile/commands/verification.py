@@ -1,6 +1,6 @@
-"""The axes that there are on a device, and their measurement: what `detcompile verify` and `detcompile demo` run.
+"""Measures the invariance axes of a device for `detcompile verify` and `detcompile demo`.
 
-Run as a module it is the other process of the restart axis: it reads a request on standard input and saves logits.
+Run as a module, it is the second process of the restart axis: it reads a request from standard input and saves logits.
 """
 
 import functools
@@ -38,22 +38,22 @@ __all__ = [
     "verify",
 ]
 
-RESTART = "restart"  # the one axis that needs another process
-EXPORT = "export"  # the program of an archive, in another process; measured where it is asked for
-TP = "tp"  # needs as many processes as ranks, on GPUs one each; measured where it is asked for
-PP = "pp"  # the same for stages
-STAGES = (2, 4)  # that PP compares with one
-PROMPT_LENGTHS = (12, 515, 67, 130, 260)  # the first two are compared: few tokens, and past a chunk of 512 keys
+RESTART = "restart"  # runs in another process
+EXPORT = "export"  # an exported archive in another process; measured on request only
+TP = "tp"  # one process for each rank, on GPUs one GPU each; measured on request only
+PP = "pp"  # the same for pipeline stages
+STAGES = (2, 4)  # numbers of stages that PP compares with one
+PROMPT_LENGTHS = (12, 515, 67, 130, 260)  # the first two are targets: one short, one longer than a chunk of 512 keys
 
 
 def available_axes(device_type: str) -> list[str]:
-    """Axes that are measured on this kind of device by default: all but TP, PP and EXPORT."""
+    """Return the axes measured by default on this device type: all but TP, PP and EXPORT."""
     axes = [axis for axis in AXES if axis != "cuda_graphs" or device_type == "cuda"]
     return [*axes, RESTART]
 
 
 def require_axes(axes: Sequence[str], device_type: str | None = None) -> None:
-    """Raise InvalidInput for an axis that does not exist on this type of device, or on any."""
+    """Raise InvalidInput for an axis that does not exist on this device type, or on any."""
     known = [*available_axes(device_type or "cuda"), EXPORT, PP, TP]
     for axis in axes:
         if axis not in known:
@@ -64,7 +64,7 @@ def require_axes(axes: Sequence[str], device_type: str | None = None) -> None:
 def prompts_for(
     model: CompiledModel, spec: ModelSpec, seed: int, lengths: Sequence[int] = PROMPT_LENGTHS
 ) -> list[Tokens]:
-    """Real prompts for the embedded model, random tokens for any other; targets first."""
+    """Return prompts, targets first: real text for the embedded model, random tokens for others."""
     lengths = [min(length, model.max_context - 1) for length in lengths]
     if spec.name == TINY and not spec.random:
         return [tokens[:length] for tokens, length in zip(embedded_prompts(lengths), lengths, strict=True)]
@@ -73,7 +73,7 @@ def prompts_for(
 
 
 def embedded_prompts(lengths: Sequence[int]) -> list[Tokens]:
-    """The shipped prompts as tokens: for each length, the shortest that has as many, joined with others if none has."""
+    """Tokenize the shipped prompts; for each length, return the shortest prompt that reaches it, or all joined."""
     tokenizer = AutoTokenizer.from_pretrained(TINY_FOLDER, local_files_only=True)
     texts = (TINY_FOLDER / "prompts.txt").read_text().split("\n---\n")
     encoded = sorted((tuple(tokenizer(text)["input_ids"]) for text in texts), key=len)
@@ -90,21 +90,21 @@ def verify(
     seed: int = 0,
     tick: Callable[[str], None] = lambda axis: None,
 ) -> dict[str, AxisResult]:
-    """Measure ``axes`` with ``count`` configurations for each of two targets; ``tick(axis)`` is called after each.
+    """Measure ``axes`` with ``count`` configurations for each of two targets; call ``tick(axis)`` after each.
 
     Raises:
-        InvalidInput: an axis that does not exist or not on this device; TP without another declared size, PP with fewer
-            layers than two, or either on a machine without so many GPUs.
-        UnsupportedModel, NumericsError: the model cannot be shared among a declared number of ranks, or not be cut into
-            stages; EXPORT of a model that came from an archive.
+        InvalidInput: an axis does not exist on this device; TP with one declared size only; PP with fewer than two
+            layers; or too few GPUs for TP or PP.
+        UnsupportedModel, NumericsError: the model cannot be sharded over a declared number of ranks, or cut into
+            stages; EXPORT of a model that was loaded from an archive.
     """
     require_axes(axes, model.device.type)
     prompts, spec = prompts_for(model, spec, seed), spec.pinned(model)
     results = {}
     for axis in axes:
         if axis in (PP, TP):
-            how = _sizes(model, axis), count, seed, functools.partial(tick, axis)
-            results[axis] = _in_workers(model, spec, axis, prompts, *how)
+            settings = _sizes(model, axis), count, seed, functools.partial(tick, axis)
+            results[axis] = _in_workers(model, spec, axis, prompts, *settings)
         elif axis == RESTART:
             results[axis] = _restart(model, spec, prompts[:2])
             tick(axis)
@@ -120,7 +120,7 @@ def verify(
 
 
 def _sizes(model: CompiledModel, axis: str) -> tuple[int, ...]:
-    """Numbers of ranks or stages that are compared with one."""
+    """Return the numbers of ranks or stages to compare with one."""
     if axis == TP:
         sizes = model.numerics.tp_sizes[1:]
         if not sizes:
@@ -131,7 +131,7 @@ def _sizes(model: CompiledModel, axis: str) -> tuple[int, ...]:
     num_layers = len(model.facts.kv_shapes)
     sizes = tuple(size for size in STAGES if size <= num_layers)
     if not sizes:
-        raise InvalidInput(f"axis {PP!r}: the model has {num_layers} layer, and two stages need two")
+        raise InvalidInput(f"axis {PP!r}: two stages need two layers, and the model has {num_layers}")
     return sizes
 
 
@@ -145,7 +145,7 @@ def _in_workers(
     seed: int,
     tick: Callable[[], None],
 ) -> AxisResult:
-    """The targets in one process, then in every number of ranks or stages, alone and among others in chunks."""
+    """Compare the targets in one process with every number of ranks or stages, alone and in chunked batches."""
     result = AxisResult()
     for target in prompts[:2]:
         result.add(target, score(model, Configuration((target,))))
@@ -162,7 +162,7 @@ def _in_workers(
 
 
 def _restart(model: CompiledModel, spec: ModelSpec, targets: Sequence[Tokens]) -> AxisResult:
-    """The same targets in this process and in a fresh one."""
+    """Compare the targets in this process with a new one."""
     result = AxisResult()
     for target in targets:
         result.add(target, score(model, Configuration((target,))))
@@ -175,13 +175,13 @@ def _restart(model: CompiledModel, spec: ModelSpec, targets: Sequence[Tokens]) -
             text=True,
             capture_output=True,
             check=False,
-            env=environment_without_programs(),  # compiled anew, and compared
+            env=environment_without_programs(),  # compile again instead of reading the cache
         )
         if child.returncode:
             raise DetcompileError(f"the restarted process failed with {child.returncode}:\n{child.stderr[-4000:]}")
         answer: dict[str, Any] = torch.load(path)
     if answer["fingerprint"] != model.fingerprint:
-        raise DetcompileError("the restarted process has another fingerprint: the model's files changed meanwhile")
+        raise DetcompileError("the restarted process has another fingerprint: the model's files have changed")
     for target, logits in zip(targets, answer["logits"], strict=True):
         result.add(target, logits)
     return result

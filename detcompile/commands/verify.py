@@ -1,4 +1,4 @@
-"""`detcompile verify`: the axes of the contract measured on a user's model and machine."""
+"""`detcompile verify`: measures the contract's axes on the user's model and machine."""
 
 import json
 from collections.abc import Mapping
@@ -41,7 +41,7 @@ def command(
     """
     spec = loading.spec(model, random)
     chosen = axes.split(",") if axes else None
-    require_axes(chosen or ())  # before the time that compiling takes
+    require_axes(chosen or ())  # fail before compiling
     compiled = compile_model(spec)
     chosen = chosen or available_axes(compiled.device.type)
     with progress_bar() as progress:

@@ -292,10 +292,10 @@ def edited(**changes: Any) -> dict[str, Any]:
     ("content", "said"),
     [
         ("", "is empty"),
-        ("{", "line 1 is no JSON"),
+        ("{", "line 1 is not valid JSON"),
         ("[" * 100_000, "JSON"),
-        ("[1]", "is no JSON object"),
-        (json.dumps({"a": 1}), "holds no fingerprint_parts"),
+        ("[1]", "is not a JSON object"),
+        (json.dumps({"a": 1}), "has no fingerprint_parts"),
         ("\n".join([json.dumps(PARTS)] * 2), "holds 2 JSON objects"),
         (json.dumps(PARTS | {"torch": 2}), "mappings of text to text"),
         (json.dumps(printed(PARTS) | {"fingerprint": "0" * 64}), "was changed: its parts make fingerprint"),
@@ -306,7 +306,7 @@ def edited(**changes: Any) -> dict[str, Any]:
         (json.dumps(edited(prompt_token_ids=[True])), "prompt_token_ids is"),
         (json.dumps(edited(seed="7")), "seed is '7'"),
         ("\n".join(map(json.dumps, [RUN[0], *with_parts(RUN[:1], PARTS | {"torch": "3"})])), "request 2 is of another"),
-        ("\n".join([json.dumps(RUN[0]), "3"]), "line 2 is no JSON object"),
+        ("\n".join([json.dumps(RUN[0]), "3"]), "line 2 is not a JSON object"),
     ],
 )
 def test_bad_files_are_named(content: str, said: str, tmp_path: Path) -> None:

@@ -20,12 +20,12 @@ TEXT = "def f():\nä€𝄞\n"
 MARKED = ("utf-8-sig", "utf-16", "utf-32")  # Python's names of encodings that write a mark
 BIG = {"utf-16-be": b"\xfe\xff", "utf-32-be": b"\x00\x00\xfe\xff"}
 REFUSED = {
-    "latin-1": ("füße\n".encode("latin-1"), r"is no UTF-8 text: byte 1 is 0xfc .*iconv"),
-    "half of a character": ("a€".encode()[:-1], r"is no UTF-8 text: byte 1 is 0xe2"),
-    "half of a pair": (b"\xff\xfea\x00\x3d\xd8", r"is no UTF-16-LE text: byte 4 is 0x3d"),
-    "an odd byte": (b"\xff\xfea\x00b", r"is no UTF-16-LE text: byte 4 is 0x62"),
-    "UTF-16 without a mark": ("abc".encode("utf-16-le"), r"a null character at 1, .*UTF-8"),
-    "no text": (bytes(range(256)), r"is no UTF-8 text|null character"),
+    "latin-1": ("füße\n".encode("latin-1"), r"is not UTF-8 text: byte 1 is 0xfc .*iconv"),
+    "half of a character": ("a€".encode()[:-1], r"is not UTF-8 text: byte 1 is 0xe2"),
+    "half of a pair": (b"\xff\xfea\x00\x3d\xd8", r"is not UTF-16-LE text: byte 4 is 0x3d"),
+    "an odd byte": (b"\xff\xfea\x00b", r"is not UTF-16-LE text: byte 4 is 0x62"),
+    "UTF-16 without a mark": ("abc".encode("utf-16-le"), r"a null character at 1: .*UTF-8"),
+    "no text": (bytes(range(256)), r"is not UTF-8 text|null character"),
 }
 
 
@@ -54,16 +54,16 @@ def test_any_text_comes_back(tmp_path_factory: pytest.TempPathFactory, text: str
         assert read_text_file(file) == text
 
 
-@pytest.mark.parametrize(("content", "told"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize(("content", "reason"), REFUSED.values(), ids=REFUSED)
 def test_what_is_no_text_is_refused_by_its_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, told: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, reason: str
 ) -> None:
     file = tmp_path / "prompts"
     file.write_bytes(content)
-    with pytest.raises(InvalidInput, match=rf"{file} ({told}|holds {told})"):
+    with pytest.raises(InvalidInput, match=rf"{file} ({reason}|holds {reason})"):
         read_prompts([], file)
     on_input(monkeypatch, content)
-    with pytest.raises(InvalidInput, match=rf"standard input ({told}|holds {told})"):
+    with pytest.raises(InvalidInput, match=rf"standard input ({reason}|holds {reason})"):
         read_prompts([], None)
     with pytest.raises(InvalidInput, match=rf"--code: {file} "):
         read_text("code", file)

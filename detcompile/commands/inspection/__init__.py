@@ -1,1 +1,1 @@
-"""What `detcompile doctor` looks at on a machine, and what `detcompile diff` reads in files."""
+"""Inspects the machine for `detcompile doctor`, and reads files for `detcompile diff`."""

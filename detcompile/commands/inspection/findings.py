@@ -1,4 +1,4 @@
-"""What a machine's facts mean for detcompile: what is missing, what will be slow or fast here and why, what to know."""
+"""Findings of `detcompile doctor`: what is missing on a machine, and what will be slow or fast."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ __all__ = ["DEPENDENCIES", "Finding", "Level", "findings"]
 
 Level = Literal["missing", "slow", "fast", "note"]
 LEVELS: tuple[Level, ...] = ("missing", "slow", "fast", "note")
-# From which version on and below which one: as pyproject.toml has it.
+# Supported versions (from, below), as in pyproject.toml.
 DEPENDENCIES: dict[str, tuple[str, str | None]] = {
     "python": ("3.11", None),
     "torch": ("2.11", "2.14"),
@@ -19,20 +19,20 @@ DEPENDENCIES: dict[str, tuple[str, str | None]] = {
     "triton": ("3.6", None),
 }
 GIB = 1 << 30
-LEAST_FREE = GIB  # of the cache's disk; kernels and a few programs are some hundred MB
+LEAST_FREE = GIB  # free bytes on the cache's disk; kernels and a few programs take some hundred MB
 FEW_CORES = 4
 INSTALL = "run `pip install .` in the project's folder"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing to know.
+    """One finding.
 
     Attributes:
-        level: "missing" is what detcompile cannot do its work without; "slow" and "fast" are what decides speed here.
+        level: "missing" if detcompile cannot work without it; "slow" and "fast" affect speed; "note" is information.
         about: the part of the machine.
-        said: what it is, and why it matters.
-        advice: what to do; empty if there is nothing.
+        said: the text: what it is, and why it matters.
+        advice: what to do; empty if nothing.
     """
 
     level: Level
@@ -42,9 +42,9 @@ class Finding:
 
 
 def findings(machine: Machine) -> list[Finding]:
-    """Every finding, the missing first."""
-    found = [finding for rule in RULES for finding in rule(machine)]
-    return sorted(found, key=lambda finding: LEVELS.index(finding.level))
+    """Return all findings, missing ones first."""
+    results = [finding for rule in RULES for finding in rule(machine)]
+    return sorted(results, key=lambda finding: LEVELS.index(finding.level))
 
 
 def _packages(machine: Machine) -> Iterator[Finding]:
@@ -59,9 +59,9 @@ def _packages(machine: Machine) -> Iterator[Finding]:
         if _numbers(version) < _numbers(least):
             yield Finding("missing", name, f"{version} is older than {least}", f"install {name} {least} or later")
         elif below is not None and _numbers(version) >= _numbers(below):
-            said = f"{version} is outside of the range that is tested, {least} to below {below}"
+            text = f"{version} is outside of the range that is tested, {least} to below {below}"
             advice = f"install {name} below {below}, or run `detcompile verify` on your model before you rely on it"
-            yield Finding("note", name, said, advice)
+            yield Finding("note", name, text, advice)
 
 
 def _gpus(machine: Machine) -> Iterator[Finding]:
@@ -69,12 +69,12 @@ def _gpus(machine: Machine) -> Iterator[Finding]:
     for gpu in dict.fromkeys(gpus.found):
         yield _gpu(gpu)
     if gpus.found and machine.compilers.c is None:
-        said = "Triton compiles launchers of GPU kernels with one, and there is neither gcc nor clang nor what CC names"
+        text = "Triton compiles launchers of GPU kernels with one, and there is neither gcc nor clang nor what CC names"
         advice = "install gcc (Debian, Ubuntu: apt-get install gcc), or name a C compiler in CC"
-        yield Finding("missing", "C compiler", said, advice)
+        yield Finding("missing", "C compiler", text, advice)
     if gpus.found and not gpus.ptxas_is_tritons:
-        said = f"kernels are assembled by {gpus.ptxas}, as TRITON_PTXAS_PATH says: it is part of the fingerprint"
-        yield Finding("note", "ptxas", said, "unset TRITON_PTXAS_PATH to have Triton's own, and others' fingerprints")
+        text = f"kernels are assembled by {gpus.ptxas}, as TRITON_PTXAS_PATH says: it is part of the fingerprint"
+        yield Finding("note", "ptxas", text, "unset TRITON_PTXAS_PATH to have Triton's own, and others' fingerprints")
     if not gpus.found and gpus.driver is not None:
         why = "torch was built for CPUs" if gpus.cuda is None else f"torch for CUDA {gpus.cuda} does not see its GPU"
         advice = "install a torch for CUDA" if gpus.cuda is None else "see whether CUDA_VISIBLE_DEVICES hides it"
@@ -86,79 +86,79 @@ def _gpus(machine: Machine) -> Iterator[Finding]:
 def _gpu(gpu: GPU) -> Finding:
     capability = "{}.{}".format(*gpu.capability)
     if gpu.capability[0] == 9:
-        said = f"{gpu.name} is a Hopper: 16-bit products and attention take the kernels made for it"
-        return Finding("fast", "GPU", said)
-    said = f"{gpu.name} (compute capability {capability}) is no Hopper: all kernels are the plain ones"
+        text = f"{gpu.name} is a Hopper: 16-bit products and attention take the kernels made for it"
+        return Finding("fast", "GPU", text)
+    text = f"{gpu.name} (compute capability {capability}) is no Hopper: all kernels are the plain ones"
     if gpu.capability[0] < 8:
-        return Finding("slow", "GPU", f"{said}, and it has no units for bfloat16", "take --dtype float16")
-    return Finding("slow", "GPU", said)
+        return Finding("slow", "GPU", f"{text}, and it has no units for bfloat16", "take --dtype float16")
+    return Finding("slow", "GPU", text)
 
 
 def _cpu(machine: Machine) -> Iterator[Finding]:
     cpu = machine.cpu
     if cpu.wanted_isa is not None and cpu.isas and cpu.isa is None:
-        said = f"DETCOMPILE_CPU_ISA={cpu.wanted_isa}, and this CPU runs {', '.join(cpu.isas)}"
-        yield Finding("missing", "CPU", said, "set one of these, or unset it")
+        text = f"DETCOMPILE_CPU_ISA={cpu.wanted_isa}, and this CPU runs {', '.join(cpu.isas)}"
+        yield Finding("missing", "CPU", text, "set one of these, or unset it")
     if cpu.isas and cpu.isa is not None:
         yield from _isa(cpu.isa, cpu.isas)
         if cpu.isa != cpu.isas[0]:
-            said = f"DETCOMPILE_CPU_ISA={cpu.isa} has the kernels take less than this CPU's {cpu.isas[0]}"
-            yield Finding("note", "CPU", said, "unset it to have the widest")
+            text = f"DETCOMPILE_CPU_ISA={cpu.isa} has the kernels take less than this CPU's {cpu.isas[0]}"
+            yield Finding("note", "CPU", text, "unset it to have the widest")
     granted = min(cpu.usable, cpu.quota) if cpu.quota else cpu.usable
     if cpu.threads is not None and cpu.threads > granted:
-        said = f"torch computes in {cpu.threads} threads, and this process is granted {granted:g} of {cpu.cores} cores"
-        yield Finding("slow", "CPU", said, f"set OMP_NUM_THREADS={max(1, int(granted))}; no bit depends on it")
+        text = f"torch computes in {cpu.threads} threads, and this process is granted {granted:g} of {cpu.cores} cores"
+        yield Finding("slow", "CPU", text, f"set OMP_NUM_THREADS={max(1, int(granted))}; no bit depends on it")
     if not machine.gpus.found and granted < FEW_CORES:
         yield Finding("slow", "CPU", f"{granted:g} cores compile and answer; large models are slow with few")
 
 
 def _isa(isa: str, isas: tuple[str, ...]) -> Iterator[Finding]:
-    """What the instruction set of our C++ kernels means."""
+    """Yield findings about the instruction set of the C++ kernels."""
     if isa == "amx":
-        said = "the C++ kernels take AVX-512, and AMX's tiles for bfloat16 once compile()'s probe has passed"
-        yield Finding("fast", "CPU", said)
-        said = "tiles add in an order of their own: bfloat16 bits are other than those of CPUs without AMX"
+        text = "the C++ kernels take AVX-512, and AMX's tiles for bfloat16 once compile()'s probe has passed"
+        yield Finding("fast", "CPU", text)
+        text = "tiles add in an order of their own: bfloat16 bits are other than those of CPUs without AMX"
         advice = f"where these have to agree, set DETCOMPILE_CPU_ISA={isas[1]} here, which is slower"
-        yield Finding("note", "CPU", said, advice)
+        yield Finding("note", "CPU", text, advice)
     elif isa == "avx512bf16":
-        said = "the C++ kernels take AVX-512, and its dot products of bfloat16 once compile()'s probe has passed"
-        yield Finding("fast", "CPU", said)
+        text = "the C++ kernels take AVX-512, and its dot products of bfloat16 once compile()'s probe has passed"
+        yield Finding("fast", "CPU", text)
     elif isa == "avx512":
         yield Finding("fast", "CPU", "the C++ kernels take AVX-512")
     elif isa == "avx2":
-        said = "the C++ kernels take AVX2, whose vectors are half as wide as AVX-512's; their bits are the same"
-        yield Finding("slow", "CPU", said)
+        text = "the C++ kernels take AVX2, whose vectors are half as wide as AVX-512's; their bits are the same"
+        yield Finding("slow", "CPU", text)
     else:
-        said = "the C++ kernels take no vectors beyond this architecture's least; their bits are the same"
-        yield Finding("slow", "CPU", said)
+        text = "the C++ kernels take no vectors beyond this architecture's least; their bits are the same"
+        yield Finding("slow", "CPU", text)
 
 
 def _compilers(machine: Machine) -> Iterator[Finding]:
     compilers = machine.compilers
     if compilers.failure:
         level: Level = "note" if machine.gpus.found else "missing"
-        said = "the CPU's kernels and programs cannot be compiled; only exported models run on the CPU"
-        yield Finding(level, "C++ compiler", said, compilers.failure)
+        text = "the CPU's kernels and programs cannot be compiled; only exported models run on the CPU"
+        yield Finding(level, "C++ compiler", text, compilers.failure)
     if compilers.python_headers is None:
-        said = "Python.h is not here: neither Inductor's CPU programs nor Triton's launchers compile"
-        yield Finding("missing", "Python headers", said, "install them (Debian, Ubuntu: apt-get install python3-dev)")
+        text = "Python.h is not here: neither Inductor's CPU programs nor Triton's launchers compile"
+        yield Finding("missing", "Python headers", text, "install them (Debian, Ubuntu: apt-get install python3-dev)")
 
 
 def _cache(machine: Machine) -> Iterator[Finding]:
     cache = machine.cache
     if cache.failure:
-        said = "compiled kernels and programs cannot be kept in it, and compile() fails"
-        yield Finding("missing", "cache", said, cache.failure)
+        text = "compiled kernels and programs cannot be kept in it, and compile() fails"
+        yield Finding("missing", "cache", text, cache.failure)
     elif cache.free < LEAST_FREE:
-        said = f"{cache.free / GIB:.1f} GiB are free on the disk of {cache.folder}"
-        yield Finding("note", "cache", said, "free space there, or set DETCOMPILE_CACHE to a folder with room")
+        text = f"{cache.free / GIB:.1f} GiB are free on the disk of {cache.folder}"
+        yield Finding("note", "cache", text, "free space there, or set DETCOMPILE_CACHE to a folder with room")
     if not machine.programs_kept:
-        said = "DETCOMPILE_KEEP_PROGRAMS=0: every start compiles its model anew"
-        yield Finding("slow", "cache", said, "unset it to start in seconds the second time")
+        text = "DETCOMPILE_KEEP_PROGRAMS=0: every start compiles its model anew"
+        yield Finding("slow", "cache", text, "unset it to start in seconds the second time")
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """(2, 13, 0) of "2.13.0+cpu"."""
+    """Parse "2.13.0+cpu" as (2, 13, 0)."""
     return tuple(int(number) for number in re.findall(r"\d+", re.split(r"[^\d.]", version, maxsplit=1)[0]))
 
 

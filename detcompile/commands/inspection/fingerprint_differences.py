@@ -1,4 +1,4 @@
-"""Two fingerprints, part by part: which differ, how, and what that means for bits."""
+"""Compares two fingerprints part by part."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from detcompile.commands.inspection.recordings import Recording
 
 __all__ = ["MEANINGS", "PartDifference", "part_differences"]
 
-# By part, what another value of it means.
+# What a different value of each part means.
 MEANINGS = {
     "weights": "other weights: a checkpoint, an update or a change in place",
     "program": "another certified graph: code, attributes or hooks of the model, a dtype, or other passes",
@@ -32,10 +32,10 @@ class PartDifference:
     """A part that differs.
 
     Attributes:
-        part: the part's name.
-        a, b: the part's values; None where a file has no such part.
-        meaning: what another value of the part means.
-        details: the weights or the orders that differ; empty of other parts.
+        part: name of the part.
+        a, b: its values; None if a file lacks the part.
+        meaning: what a different value means.
+        details: weights or orders that differ; empty for other parts.
     """
 
     part: str
@@ -46,8 +46,8 @@ class PartDifference:
 
 
 def part_differences(a: Recording, b: Recording) -> list[PartDifference]:
-    """Every part that differs, in the order in which the contract lists them."""
-    found = []
+    """Return every part that differs, in the order of the contract."""
+    differences = []
     for part in dict.fromkeys((*MEANINGS, *a.parts, *b.parts)):
         one, other = a.parts.get(part), b.parts.get(part)
         if one == other:
@@ -57,8 +57,8 @@ def part_differences(a: Recording, b: Recording) -> list[PartDifference]:
             details = _weights(a.weight_digests, b.weight_digests)
         elif part == "orders" and one is not None and other is not None:
             details = _only(one.split("; "), other.split("; "))
-        found.append(PartDifference(part, one, other, MEANINGS.get(part, OTHER), tuple(details)))
-    return found
+        differences.append(PartDifference(part, one, other, MEANINGS.get(part, OTHER), tuple(details)))
+    return differences
 
 
 def _weights(a: Mapping[str, str] | None, b: Mapping[str, str] | None) -> Iterator[str]:

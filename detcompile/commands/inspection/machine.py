@@ -1,6 +1,6 @@
-"""What is here: versions, CPU, GPUs, compilers, cache and settings, as facts. What they mean is in ``findings``.
+"""Collects facts about this machine: versions, CPU, GPUs, compilers, cache and settings.
 
-Packages are imported by name and one by one, so that one that is missing or broken is a fact as well.
+Packages are imported one by one, so that a missing or broken one is reported too. ``findings`` interprets the facts.
 """
 
 import importlib
@@ -23,7 +23,7 @@ CPUINFO = Path("/proc/cpuinfo")
 DRIVER = Path("/proc/driver/nvidia/version")
 DRIVER_DEVICES = (Path("/dev/nvidiactl"), Path("/proc/driver/nvidia/gpus"))
 QUOTAS = Path("/sys/fs/cgroup")  # version 2: cpu.max; version 1: two files in cpu/
-PROBED = ("amx", "avx512bf16")  # taken only where a compiled probe finds their dot products as the orders say
+PROBED = ("amx", "avx512bf16")  # used only if a compiled probe finds that their dot products follow the orders
 QUERY = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 
 
@@ -32,15 +32,15 @@ class CPU:
     """The processor.
 
     Attributes:
-        cores: cores of the machine, as the system counts them.
+        cores: logical cores of the machine.
         usable: cores that this process may run on.
-        quota: cores' worth of time that the cgroup grants; None if it grants all.
-        threads: threads that torch computes with; None without torch.
-        memory: bytes of the machine's memory.
-        available: bytes that this process can still take; None without torch.
-        isas: instruction sets that our C++ kernels have code for here, widest first; none without torch.
-        isa: the instruction set that they take; None if what DETCOMPILE_CPU_ISA names is not to be had.
-        wanted_isa: what DETCOMPILE_CPU_ISA says.
+        quota: CPU quota of the cgroup, in cores; None if unlimited.
+        threads: torch's number of threads; None without torch.
+        memory: the machine's memory in bytes.
+        available: bytes that this process can still allocate; None without torch.
+        isas: instruction sets that the C++ kernels support here, widest first; empty without torch.
+        isa: the instruction set in use; None if the one in DETCOMPILE_CPU_ISA is not supported.
+        wanted_isa: value of DETCOMPILE_CPU_ISA.
     """
 
     name: str
@@ -56,7 +56,7 @@ class CPU:
 
     @property
     def isa_is_probed(self) -> bool:
-        """Whether a probe of the first compile() may still turn the instruction set down."""
+        """Whether a probe at the first compile() may still reject the instruction set."""
         return self.isa in PROBED
 
 
@@ -71,13 +71,13 @@ class GPU:
 
 @dataclass(frozen=True, kw_only=True)
 class GPUs:
-    """The GPUs, and what runs them.
+    """The GPUs and their software.
 
     Attributes:
-        cuda: the CUDA version that torch was built for; None of a build for CPUs.
-        driver: version of NVIDIA's driver; None where there is none.
-        ptxas: the assembler that kernels are made with, and its version; None without Triton.
-        ptxas_is_tritons: whether the assembler comes with Triton, to which detcompile pins it.
+        cuda: CUDA version of the torch build; None for a CPU build.
+        driver: version of NVIDIA's driver; None without a driver.
+        ptxas: path and version of the assembler; None without Triton.
+        ptxas_is_tritons: whether it is Triton's own assembler, which detcompile uses by default.
     """
 
     found: tuple[GPU, ...] = ()
@@ -97,12 +97,12 @@ class Hub:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """All that ``look_at_machine`` finds.
+    """The facts about a machine.
 
     Attributes:
-        versions: versions by package; None of one that is not installed.
-        broken: packages that cannot be imported, and why.
-        programs_kept: compile() keeps programs for the next start.
+        versions: version of each package; None if it is not installed.
+        broken: packages that cannot be imported, with the reason.
+        programs_kept: whether compile() caches programs.
     """
 
     system: str
@@ -117,7 +117,7 @@ class Machine:
 
 
 def look_at_machine() -> Machine:
-    """Everything, in a few seconds, most of which torch's import takes."""
+    """Collect all facts. Takes a few seconds, mostly for importing torch."""
     broken: dict[str, str] = {}
     modules = {name: _imported(name, broken) for name in (*PACKAGES, "huggingface_hub.constants")}
     torch, constants = modules["torch"], modules["huggingface_hub.constants"]
@@ -136,7 +136,7 @@ def look_at_machine() -> Machine:
 
 
 def look_at_cpu(torch: Any) -> CPU:
-    """The processor; less is known of it without torch, which is None then."""
+    """Return the CPU; some fields stay empty if ``torch`` is None."""
     lines = CPUINFO.read_text(errors="replace").splitlines() if CPUINFO.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     known: dict[str, Any] = {
@@ -157,35 +157,35 @@ def look_at_cpu(torch: Any) -> CPU:
 
 
 def look_at_gpus(torch: Any, triton: Any) -> GPUs:
-    """The GPUs that torch sees, and what runs them; None for a package that cannot be imported."""
-    found: tuple[GPU, ...] = ()
+    """Return the GPUs that torch sees. Arguments are None for packages that cannot be imported."""
+    gpus: tuple[GPU, ...] = ()
     if torch is not None and torch.cuda.is_available():
         every = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-        found = tuple(GPU(name=one.name, memory=one.total_memory, capability=(one.major, one.minor)) for one in every)
+        gpus = tuple(GPU(name=one.name, memory=one.total_memory, capability=(one.major, one.minor)) for one in every)
     tool = getattr(getattr(getattr(triton, "knobs", None), "nvidia", None), "ptxas", None)
-    own = Path(triton.__file__).parent if triton is not None else None
+    package = Path(triton.__file__).parent if triton is not None else None
     return GPUs(
-        found=found,
+        found=gpus,
         cuda=None if torch is None else torch.version.cuda,
         driver=_driver(),
         ptxas=None if tool is None else f"{tool.path} {tool.version}",
-        ptxas_is_tritons=tool is None or own is None or Path(tool.path).is_relative_to(own),
+        ptxas_is_tritons=tool is None or package is None or Path(tool.path).is_relative_to(package),
     )
 
 
 def _imported(name: str, broken: dict[str, str]) -> Any:
-    """The module; or None, and the reason in ``broken``."""
+    """Import a module; on failure return None and record the reason in ``broken``."""
     try:
         return importlib.import_module(name)
-    except Exception as error:  # a broken installation raises what it likes
+    except Exception as error:  # a broken installation may raise anything
         broken[name] = f"{type(error).__name__}: {error}"
         return None
 
 
 def _version(name: str, module: Any) -> str | None:
-    own = getattr(module, "__version__", None)
-    if own is not None:
-        return str(own)
+    version = getattr(module, "__version__", None)
+    if version is not None:
+        return str(version)
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -193,9 +193,9 @@ def _version(name: str, module: Any) -> str | None:
 
 
 def _driver() -> str | None:
-    """Version of NVIDIA's driver; "unknown" where there is one that does not say."""
-    if DRIVER.exists() and (said := re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", DRIVER.read_text(errors="replace"))):
-        return said[1]
+    """Return the version of NVIDIA's driver: None without a driver, "unknown" if the version cannot be read."""
+    if DRIVER.exists() and (match := re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", DRIVER.read_text(errors="replace"))):
+        return match[1]
     try:
         done = subprocess.run(QUERY, capture_output=True, text=True, check=True, timeout=20)
         return done.stdout.split()[0]
@@ -204,12 +204,12 @@ def _driver() -> str | None:
 
 
 def _quota() -> float | None:
-    """Cores' worth of time that the container's cgroup grants; None if it grants all, or there is no file to say."""
+    """Return the CPU quota of the cgroup in cores; None if it is unlimited or unknown."""
     try:
         if (QUOTAS / "cpu.max").exists():
             granted, period = (QUOTAS / "cpu.max").read_text().split()
         else:
             granted, period = ((QUOTAS / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
         return int(granted) / int(period) if int(granted) > 0 else None
-    except (OSError, ValueError):  # "max" is no number
+    except (OSError, ValueError):  # "max" is not a number
         return None

@@ -1,7 +1,7 @@
-"""What a file says of bits: the parts of a fingerprint, and of a run its answers. Checked before anything is compared.
+"""Reads and checks a fingerprint or a run.
 
-Read are models by their names, JSON of `detcompile check --json`, of `detcompile verify --json` and of a saved
-``model.fingerprint_parts``, archives that export wrote, and the JSON lines of `detcompile generate --json`.
+Sources: a model by its name, JSON of `detcompile check --json` or `detcompile verify --json`, a saved
+``model.fingerprint_parts``, an exported archive, or the JSON lines of `detcompile generate --json`.
 """
 
 import importlib
@@ -18,20 +18,20 @@ from detcompile.errors import InvalidInput
 __all__ = ["Recording", "read_recording"]
 
 ARCHIVE_MARK = b"PK\x03\x04"
-PARTS = ("weights", "program")  # of every fingerprint: what holds them is a mapping of parts
+PARTS = ("weights", "program")  # every fingerprint has these: a mapping that holds them is one of parts
 WANTED = "give JSON of `detcompile check --json` or `detcompile generate --json`, an exported .pt2, or a model's name"
 FILES = (".json", ".jsonl", ".pt2", ".txt")  # what is no name of a model
 
 
 @dataclass(frozen=True)
 class Recording:
-    """A fingerprint, and a run where the file holds one.
+    """A fingerprint, and a run if the file has one.
 
     Attributes:
         path: the file, or the model's name.
         parts: parts of the fingerprint, by name.
-        weight_digests: the digest of each weight by its name; None where the file has none.
-        requests: requests of the run, each as `detcompile generate --json` writes it; None where there is no run.
+        weight_digests: digest of each weight by name; None if the file has no digests.
+        requests: the run's requests, as `detcompile generate --json` writes them; None if the file has no run.
     """
 
     path: Path
@@ -41,16 +41,16 @@ class Recording:
 
     @property
     def fingerprint(self) -> str:
-        """The fingerprint that the parts make."""
+        """The fingerprint of the parts."""
         return fingerprint(self.parts)
 
 
 def read_recording(path: Path) -> Recording:
-    """Read a file, or compile the model that is no file: a folder, an embedded model, or an id on the Hub.
+    """Read a file, or compile a model: a folder, an embedded model, or an id on the Hub.
 
     Raises:
-        InvalidInput: it cannot be read, is none of these, or contradicts itself.
-        ArchiveError: an archive that is damaged.
+        InvalidInput: the file cannot be read, has another format, or is inconsistent.
+        ArchiveError: the archive is damaged.
         Also what ``compile`` raises.
     """
     if not path.is_file():
@@ -81,7 +81,7 @@ def _of_model(name: str) -> Recording:
 
 
 def _of_archive(path: Path) -> Recording:
-    """The manifest of an archive; only this needs torch."""
+    """Read an archive's manifest. Only this needs torch."""
     archives = importlib.import_module("detcompile.archives.archive")
     manifest = importlib.import_module("detcompile.archives.manifest")
     facts = archives.Archive(path, rank=None).facts
@@ -90,43 +90,43 @@ def _of_archive(path: Path) -> Recording:
 
 
 def _objects(text: str, path: Path) -> list[dict[str, Any]]:
-    """One JSON object, over any lines, or one a line."""
+    """Parse one JSON object, or one per line."""
     try:
         whole = json.loads(text)
-        found, where = [whole], [f"{path}"]
+        objects, where = [whole], [f"{path}"]
     except ValueError:
         lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
         where = [f"{path}, line {number}" for number, _ in lines]
-        found = [_parsed(line, place) for (_, line), place in zip(lines, where, strict=True)]
+        objects = [_parsed(line, place) for (_, line), place in zip(lines, where, strict=True)]
     except RecursionError as error:
         raise InvalidInput(f"{path} is nested too deeply: {WANTED}") from error
-    if not found:
+    if not objects:
         raise InvalidInput(f"{path} is empty: {WANTED}")
-    for one, place in zip(found, where, strict=True):
+    for one, place in zip(objects, where, strict=True):
         if not isinstance(one, dict):
-            raise InvalidInput(f"{place} is no JSON object: {WANTED}")
-    return found
+            raise InvalidInput(f"{place} is not a JSON object: {WANTED}")
+    return objects
 
 
 def _parsed(line: str, where: str) -> Any:
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"{where} is no JSON ({error}): {WANTED}") from error
+        raise InvalidInput(f"{where} is not valid JSON ({error}): {WANTED}") from error
 
 
-def _print(found: dict[str, Any], path: Path) -> Recording:
-    """A fingerprint's parts: under their name, or the object itself."""
-    bare = all(name in found for name in PARTS) and "fingerprint_parts" not in found
-    parts = found if bare else found.get("fingerprint_parts")
-    digests = None if bare else found.get("weight_digests")
+def _print(record: dict[str, Any], path: Path) -> Recording:
+    """Read the fingerprint_parts of an object, or an object that is the parts."""
+    bare = all(name in record for name in PARTS) and "fingerprint_parts" not in record
+    parts = record if bare else record.get("fingerprint_parts")
+    digests = None if bare else record.get("weight_digests")
     if parts is None:
-        raise InvalidInput(f"{path} holds no fingerprint_parts: {WANTED}")
+        raise InvalidInput(f"{path} has no fingerprint_parts: {WANTED}")
     if not _named(parts) or not (digests is None or _named(digests)):
         raise InvalidInput(f"{path}: fingerprint_parts and weight_digests are mappings of text to text")
-    said = found.get("fingerprint", fingerprint(parts))
-    if said != fingerprint(parts):
-        raise InvalidInput(f"{path} was changed: its parts make fingerprint {fingerprint(parts)}, and it says {said}")
+    recorded = record.get("fingerprint", fingerprint(parts))
+    if recorded != fingerprint(parts):
+        raise InvalidInput(f"{path} was changed: its parts make fingerprint {fingerprint(parts)}, not {recorded}")
     if digests is not None and weights_digest(digests) != parts.get("weights"):
         raise InvalidInput(f"{path} was changed: its weight_digests do not make the part `weights`")
     return Recording(path, parts, digests)
@@ -146,7 +146,7 @@ def _run(requests: list[dict[str, Any]], path: Path) -> Recording:
 
 
 def _named(value: object) -> bool:
-    return isinstance(value, dict) and all(isinstance(own, str) for own in value.values())
+    return isinstance(value, dict) and all(isinstance(item, str) for item in value.values())
 
 
 def _tokens(value: object) -> bool:

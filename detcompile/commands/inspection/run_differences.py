@@ -1,8 +1,8 @@
-"""Two runs, request by request: where their answers part first, and whether what was asked explains it.
+"""Compares two runs request by request: where answers first differ, and whether the inputs explain it.
 
-Requests are paired by what they asked (prompt tokens, parameters and seed), wherever in the runs they stand; those that
-are left are paired in their order, and what they asked differently is said. Of logprobs that one run reports more of,
-those that both report are compared.
+Requests with equal inputs (prompt tokens, parameters and seed) are paired, wherever they stand in the runs. The others
+are paired in order, and their different inputs are reported. If one run reports more logprobs, only those that both
+report are compared.
 """
 
 import json
@@ -13,19 +13,19 @@ from typing import Any
 
 __all__ = ["Parting", "RequestDifference", "RunComparison", "compare_runs"]
 
-REPORTING = ("logprobs", "prompt_logprobs")  # parameters that decide what is reported, and no bit of it
-ENDS = ("finish_reason", "stop_reason")  # compared behind tokens and logprobs
+REPORTING = ("logprobs", "prompt_logprobs")  # parameters that change what is reported, and no bits
+ENDS = ("finish_reason", "stop_reason")  # compared after tokens and logprobs
 
 
 @dataclass(frozen=True)
 class Parting:
-    """Where the answers to a request part first.
+    """Where two answers to a request first differ.
 
     Attributes:
         what: "tokens", "logprobs", "tokens and logprobs" at one position, "samples", "ends", "text" or "error".
-        sample: index of the sample; None where it is of the whole request.
-        position: place of the token in the answer, from 0; None where it is of no token.
-        a, b: what stands there, None for nothing.
+        sample: index of the sample; None if the whole request differs.
+        position: index of the token in the answer, from 0; None if no token differs.
+        a, b: the two values; None if absent.
     """
 
     what: str
@@ -40,9 +40,9 @@ class RequestDifference:
     """A pair of requests that differs.
 
     Attributes:
-        a, b: numbers of the two in their runs, from 1.
-        asked: what the two asked differently, by name, as (in A, in B).
-        parting: the place where the answers part; None where these are equal.
+        a, b: their numbers in the runs, from 1.
+        asked: inputs that differ, by name, as (in A, in B).
+        parting: where the answers first differ; None if they are equal.
     """
 
     a: int
@@ -58,7 +58,7 @@ class RunComparison:
     Attributes:
         num_pairs: pairs of requests.
         differences: pairs that differ, in the order of A.
-        only_in_a, only_in_b: numbers of requests that have no partner.
+        only_in_a, only_in_b: numbers of requests without a partner.
     """
 
     num_pairs: int
@@ -68,36 +68,36 @@ class RunComparison:
 
     @property
     def equal(self) -> bool:
-        """Whether every request of one is in the other, with the same answer."""
+        """Whether both runs hold the same requests with the same answers."""
         return not (self.differences or self.only_in_a or self.only_in_b)
 
     @property
     def first(self) -> RequestDifference | None:
-        """The first pair whose answers part."""
+        """The first pair whose answers differ."""
         return next((one for one in self.differences if one.parting is not None), None)
 
 
 def compare_runs(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> RunComparison:
     """Compare the requests of two runs, each as `detcompile generate --json` writes it."""
     pairs, only_in_a, only_in_b = _paired(a, b)
-    found = []
+    differences = []
     for one, other in pairs:
-        asked = _asked_differently(a[one], b[other])
+        changed = _changed_inputs(a[one], b[other])
         parting = _parting(a[one], b[other])
-        if asked or parting:
-            found.append(RequestDifference(one + 1, other + 1, asked, parting))
+        if changed or parting:
+            differences.append(RequestDifference(one + 1, other + 1, changed, parting))
     numbers = [tuple(place + 1 for place in places) for places in (only_in_a, only_in_b)]
-    return RunComparison(len(pairs), tuple(found), *numbers)
+    return RunComparison(len(pairs), tuple(differences), *numbers)
 
 
 def _paired(
     a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]
 ) -> tuple[list[tuple[int, int]], list[int], list[int]]:
-    """Places that belong together, in the order of A; those of A, and of B, that are left."""
+    """Return paired indices in the order of A, then the unpaired indices of A and of B."""
     free: dict[str, list[int]] = {}
     for place, request in enumerate(b):
-        free.setdefault(_bits(_asked(request)), []).append(place)
-    partners = [places.pop(0) if (places := free.get(_bits(_asked(request)))) else None for request in a]
+        free.setdefault(_bits(_inputs(request)), []).append(place)
+    partners = [places.pop(0) if (places := free.get(_bits(_inputs(request)))) else None for request in a]
     left_a = [place for place, partner in enumerate(partners) if partner is None]
     left_b = sorted(place for places in free.values() for place in places)
     for one, other in zip(left_a, left_b):
@@ -106,17 +106,17 @@ def _paired(
     return pairs, left_a[len(left_b) :], left_b[len(left_a) :]
 
 
-def _asked(request: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides a request's answer besides the fingerprint, by name."""
-    asked = {name: value for name, value in request["params"].items() if name not in REPORTING}
-    if asked.get("temperature") != 0:  # a greedy answer has no random numbers
-        asked["seed"] = request["seed"]
+def _inputs(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the inputs that determine an answer besides the fingerprint, by name."""
+    inputs = {name: value for name, value in request["params"].items() if name not in REPORTING}
+    if inputs.get("temperature") != 0:  # a greedy answer uses no random numbers
+        inputs["seed"] = request["seed"]
     tokens = request["prompt_token_ids"]
-    return {"prompt_token_ids": tokens, **asked} if tokens else {"prompt": request.get("prompt"), **asked}
+    return {"prompt_token_ids": tokens, **inputs} if tokens else {"prompt": request.get("prompt"), **inputs}
 
 
-def _asked_differently(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    one, other = _asked(a), _asked(b)
+def _changed_inputs(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    one, other = _inputs(a), _inputs(b)
     names = dict.fromkeys((*one, *other))
     both = {name: (one.get(name), other.get(name)) for name in names}
     return {name: values for name, values in both.items() if _bits(values[0]) != _bits(values[1])}
@@ -132,7 +132,7 @@ def _parting(a: Mapping[str, Any], b: Mapping[str, Any]) -> Parting | None:
 
 
 def _of_sample(a: Mapping[str, Any], b: Mapping[str, Any]) -> Parting | None:
-    """Tokens and logprobs by position, then how the sample ended, then its text."""
+    """Compare tokens and logprobs by position, then how the sample ended, then its text."""
     tokens = list(zip_longest(a["token_ids"], b["token_ids"]))
     reported = a["logprobs"] is not None and b["logprobs"] is not None
     logprobs = list(zip_longest(a["logprobs"], b["logprobs"])) if reported else []
@@ -170,5 +170,5 @@ def _logprob_at(logprobs: list[tuple[Any, Any]], place: int, side: int) -> dict[
 
 
 def _bits(value: Any) -> str:
-    """Text that is equal for equal bits: Python writes the shortest that reads back as the same float."""
+    """Serialize a value so that equal text means equal bits: Python's float repr round-trips."""
     return json.dumps(value, sort_keys=True)

@@ -1,4 +1,4 @@
-"""The compilers and the cache of this machine, tried out: a small program compiled, a file written and removed."""
+"""Tests the compilers and the cache: compiles a small program, writes and removes a file."""
 
 import os
 import shlex
@@ -32,14 +32,14 @@ TRIAL_FLAGS = ("-std=c++20", "-fopenmp", "-shared", "-fPIC", "-x", "c++")
 
 @dataclass(frozen=True, kw_only=True)
 class Compilers:
-    """What C++ and C are compiled with.
+    """The C++ and C compilers.
 
     Attributes:
-        cxx: the command for C++.
-        version: what it says of itself; None where it does not run.
-        failure: why it cannot compile what the CPU kernels need, C++20 with OpenMP; empty if it can.
-        c: the path of the C compiler that Triton takes for the launchers of GPU kernels; None if there is none.
-        python_headers: the folder of Python.h; None if it is not there.
+        cxx: the C++ command.
+        version: its version text; None if it does not run.
+        failure: why it cannot compile C++20 with OpenMP for the CPU kernels; empty if it can.
+        c: path of the C compiler for Triton's kernel launchers; None if there is no compiler.
+        python_headers: the folder of Python.h; None if it is missing.
     """
 
     cxx: str
@@ -51,12 +51,12 @@ class Compilers:
 
 @dataclass(frozen=True, kw_only=True)
 class Cache:
-    """The cache's folder.
+    """The cache folder.
 
     Attributes:
-        folder: the path; None where no home folder says one.
-        num_bytes: size of what it holds.
-        free: bytes left on its disk.
+        folder: the path; None if this user has no home folder.
+        num_bytes: size of its files.
+        free: free bytes on its disk.
         failure: why it cannot be used, and what to do; empty if it can.
     """
 
@@ -67,7 +67,7 @@ class Cache:
 
 
 def look_at_compilers() -> Compilers:
-    """Run the compilers."""
+    """Test the compilers."""
     command = config.cxx_compiler()
     try:
         version, failure = compiler_version(), _trial(command)
@@ -75,16 +75,16 @@ def look_at_compilers() -> Compilers:
         version, failure = None, str(error)
     wanted = config.c_compiler()
     names = shlex.split(wanted)[:1] if wanted else ["gcc", "clang"]
-    found = next((path for name in names if (path := shutil.which(name))), None)
+    c_path = next((path for name in names if (path := shutil.which(name))), None)
     headers = Path(sysconfig.get_path("include"))
     there = (headers / "Python.h").is_file()
     return Compilers(
-        cxx=command, version=version, failure=failure, c=found, python_headers=str(headers) if there else None
+        cxx=command, version=version, failure=failure, c=c_path, python_headers=str(headers) if there else None
     )
 
 
 def look_at_cache() -> Cache:
-    """Measure the cache, and write to it."""
+    """Measure the cache, and test that it can be written."""
     folder = None
     try:
         folder = config.cache_directory()
@@ -98,7 +98,7 @@ def look_at_cache() -> Cache:
 
 
 def _trial(command: str) -> str:
-    """Why a program like the kernels is not compiled; empty if it is."""
+    """Return why a small C++ program cannot be compiled; empty if it can."""
     try:
         with tempfile.TemporaryDirectory() as folder:
             done = subprocess.run(
@@ -113,25 +113,25 @@ def _trial(command: str) -> str:
         return f"a program could not be compiled: {error}"
     if done.returncode == 0:
         return ""
-    said = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[-200:])
-    return f"{command!r} compiles no C++20 with OpenMP: {said.strip()}. Install g++ 11 or later, or name it in CXX."
+    message = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[-200:])
+    return f"{command!r} compiles no C++20 with OpenMP: {message.strip()}. Install g++ 11 or later, or name it in CXX."
 
 
 def _obstacle(folder: Path, place: Path) -> str:
-    """Why code may not be loaded from the cache; empty if it may.
+    """Return why code must not be loaded from the cache; empty if it may.
 
     Args:
-        place: the folder, or the nearest one above it that is there.
+        place: the folder, or its nearest existing parent.
 
     Raises:
-        StorageError: it cannot be written.
+        StorageError: the folder cannot be written.
     """
-    for own in (place, *(folder / kind for kind in KINDS)):
-        if not own.exists():
+    for path in (place, *(folder / kind for kind in KINDS)):
+        if not path.exists():
             continue
-        if own.is_relative_to(folder) and (reason := distrust(own, sticky=own == folder)):
+        if path.is_relative_to(folder) and (reason := distrust(path, sticky=path == folder)):
             return f"{reason}, and code is loaded from it: run `chmod go-w` on it, or set DETCOMPILE_CACHE."
-        with naming(own, CACHE_ADVICE), tempfile.TemporaryFile(dir=own):
+        with naming(path, CACHE_ADVICE), tempfile.TemporaryFile(dir=path):
             pass
     if os.statvfs(place).f_flag & os.ST_NOEXEC:
         return f"{place} is on a disk that runs no code (noexec): set DETCOMPILE_CACHE to a folder elsewhere."

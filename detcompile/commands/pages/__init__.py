@@ -1,1 +1,1 @@
-"""Pages that commands write: a certificate or a refusal, and the drawings of its sums."""
+"""HTML pages of certificates and refusals."""

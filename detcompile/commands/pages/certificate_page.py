@@ -1,4 +1,4 @@
-"""The certificate as a page, for people who read proofs: the claim, what was measured, sums as trees, operations."""
+"""Renders a certificate as HTML: the claim, measurements, sums as trees, and operations."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -34,13 +34,13 @@ def certificate_page(
     parts: Mapping[str, str],
     measured: Mapping[str, Measurement] | None = None,
 ) -> str:
-    """HTML of a proof.
+    """Render a certificate as HTML.
 
     Args:
         title: the model's name.
-        facts: what the page is about, by name: device, dtype, date, fingerprint.
-        parts: the fingerprint's.
-        measured: what `detcompile verify` found along each axis; None if that was not given.
+        facts: device, dtype, date and fingerprint, by name.
+        parts: the parts of the fingerprint.
+        measured: results of `detcompile verify` by axis; None if not given.
     """
     claims = [(str(count), kind, CLASSES.get(kind, "")) for kind, count in sorted(certificate.counts.items())]
     sums = "".join(_sum(str(order), order_drawing(order), certificate.entries) for order in certificate.sums)
@@ -66,31 +66,31 @@ def _measured(measured: Mapping[str, Measurement] | None) -> str:
         for axis, one in measured.items()
     ]
     failed = [axis for axis, one in measured.items() if not one.holds]
-    said = "<p class='good'>The bits were equal along every axis that was measured.</p>"
+    verdict = "<p class='good'>The bits were equal along every axis that was measured.</p>"
     if failed:
-        said = f"<p class='bad'>The bits were not equal along {escape(', '.join(failed))}.</p>"
+        verdict = f"<p class='bad'>The bits were not equal along {escape(', '.join(failed))}.</p>"
     names = ("axis", "configurations", "unique logits", "unique outputs", "max probability divergence")
-    return f"<h2>Measured by detcompile verify</h2>{said}{table('measured axes', names, rows)}"
+    return f"<h2>Measured by detcompile verify</h2>{verdict}{table('measured axes', names, rows)}"
 
 
 def _sum(order: str, drawing: str, entries: Sequence[Entry]) -> str:
-    own = [entry for entry in entries if entry.order == order]
-    names = ", ".join(sorted({entry.op.removeprefix("detcompile.").removesuffix(".default") for entry in own}))
-    count = sum(entry.count for entry in own)
+    matching = [entry for entry in entries if entry.order == order]
+    names = ", ".join(sorted({entry.op.removeprefix("detcompile.").removesuffix(".default") for entry in matching}))
+    count = sum(entry.count for entry in matching)
     caption = f"<figcaption><b>{escape(order)}</b>: {count} × {escape(names)}</figcaption>"
     return f"<figure>{caption}{scrolled(drawing, order)}</figure>"
 
 
 def _layers(entries: Sequence[Entry]) -> str:
-    """A fold for each stretch of operations that came from one block of the model."""
+    """Render a collapsible table for each run of operations from one block of the model."""
     folds = []
     for (block, shared), stretch in groupby(entries, key=lambda entry: (_block(entry.layer), entry.layers)):
-        own = list(stretch)
-        sums = sum(bool(entry.order) for entry in own)
+        block_entries = list(stretch)
+        sums = sum(bool(entry.order) for entry in block_entries)
         name = block or "around the layers"
-        rows = [(e.op, e.layer, e.place, e.kind, e.order, e.proof) for e in own]
+        rows = [(e.op, e.layer, e.place, e.kind, e.order, e.proof) for e in block_entries]
         listed = table(name, ("operation", "layer", "source", "class", "order", "proof"), rows, {0: "op"})
-        counted = f"{len(own)} operations, {sums} with sums"
+        counted = f"{len(block_entries)} operations, {sums} with sums"
         counted += f"; the proof of layers {shared}, of one structure" if shared else ""
         summary = f"<summary><b>{escape(name)}</b> <span class='muted'>{counted}</span></summary>"
         folds.append(f"<details>{summary}{listed}</details>")
@@ -98,7 +98,7 @@ def _layers(entries: Sequence[Entry]) -> str:
 
 
 def _block(layer: str) -> str:
-    """model.layers.3.self_attn.q_proj -> model.layers.3; what is in no numbered block has none."""
+    """Return model.layers.3 for model.layers.3.self_attn.q_proj; empty outside of numbered blocks."""
     parts = layer.split(".")
     numbered = next((index for index, part in enumerate(parts) if part.isdigit()), None)
     return "" if numbered is None else ".".join(parts[: numbered + 1])

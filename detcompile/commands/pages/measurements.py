@@ -1,4 +1,4 @@
-"""What `detcompile verify --json` wrote, read back: the figures of each axis, of one fingerprint."""
+"""Reads the output of `detcompile verify --json`."""
 
 import json
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ DIVERGENCE = "max_probability_divergence"
 
 @dataclass(frozen=True)
 class Measurement:
-    """The figures of one axis; equal bits mean one unique result and a divergence of 0."""
+    """The measurements of one axis. Equal bits mean one unique result and a divergence of 0."""
 
     configurations: int
     unique_logits: int
@@ -30,14 +30,14 @@ class Measurement:
 
 
 def read_measurements(path: Path) -> tuple[str, dict[str, Measurement]]:
-    """The fingerprint, and the figures by axis.
+    """Return the fingerprint, and the measurements by axis.
 
     Raises:
-        InvalidInput: the file cannot be read, or is not what `detcompile verify --json` writes.
+        InvalidInput: the file cannot be read, or has another format.
     """
     try:
-        found = json.loads(read_text_file(path))
-        return str(found["fingerprint"]), {axis: _read(one) for axis, one in found["axes"].items()}
+        content = json.loads(read_text_file(path))
+        return str(content["fingerprint"]), {axis: _read(one) for axis, one in content["axes"].items()}
     except InvalidInput:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -49,5 +49,5 @@ def read_measurements(path: Path) -> tuple[str, dict[str, Measurement]]:
 def _read(figures: Any) -> Measurement:
     counts, divergence = {name: figures[name] for name in COUNTS}, figures[DIVERGENCE]
     if not all(type(count) is int and count >= 0 for count in counts.values()) or type(divergence) is not float:
-        raise ValueError(f"{[*counts.values(), divergence]} are no figures of an axis")
+        raise ValueError(f"{[*counts.values(), divergence]} are not measurements of an axis")
     return Measurement(**counts, divergence=divergence)

@@ -1,4 +1,4 @@
-"""A SumOrder drawn as a tree in SVG: the sum on top, what it adds below it from left to right."""
+"""Draws a SumOrder as an SVG tree: the sum on top, its addends below from left to right."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -10,19 +10,19 @@ from detcompile.orders.sum_order import SumOrder
 
 __all__ = ["Node", "order_drawing", "order_tree"]
 
-MOST_CHILDREN = 8  # drawn of a node; the others are counted
-LETTER, LINE, PAD, GAP, DROP = 6.7, 15, 8, 14, 26  # pixels; DROP: from a box to those below it
+MOST_CHILDREN = 8  # children drawn for a node; more are counted
+LETTER, LINE, PAD, GAP, DROP = 6.7, 15, 8, 14, 26  # pixels; DROP: from a box to its children
 
 
 class Node(NamedTuple):
-    """Lines of text, and what is added to get it, in that order."""
+    """A box with lines of text; the sum of its children, in order."""
 
     text: tuple[str, ...]
     children: tuple["Node", ...] = ()
 
 
 def order_drawing(order: SumOrder) -> str:
-    """An <svg> element."""
+    """Render an order as an <svg> element."""
     tree = order_tree(order)
     width, height = _width(tree), _height(tree)
     body = "".join(_draw(tree, 1.0, 1.0))
@@ -33,7 +33,7 @@ def order_drawing(order: SumOrder) -> str:
 
 
 def order_tree(order: SumOrder) -> Node:
-    """What is added to what."""
+    """Return the tree of an order."""
     if isinstance(order, Tree):
         return _levels(order, order.radices, 0)
     if isinstance(order, Sequential | Blocked | EvenOdd):
@@ -52,7 +52,7 @@ def order_tree(order: SumOrder) -> Node:
 
 
 def _levels(order: Tree, radices: tuple[int, ...], first: int) -> Node:
-    """A node of a tree whose leaves begin with the leaf ``first``."""
+    """Return a subtree whose first leaf has index ``first``."""
     if not radices:
         return _leaf(order.leaf, first * int(order.leaf.k))
     below = math.prod(radices[1:])
@@ -102,18 +102,18 @@ def _row(order: Row) -> Node:
 
 
 def _shown(count: int, node: Callable[[int], Node]) -> tuple[Node, ...]:
-    """The first children, and how many more there are."""
+    """Return the children; if there are many, the first ones, a count and the last one."""
     if count <= MOST_CHILDREN:
         return tuple(node(i) for i in range(count))
     first = (node(i) for i in range(MOST_CHILDREN - 2))
     return (*first, Node((f"… {count - MOST_CHILDREN + 1} more",)), node(count - 1))
 
 
-def _own_width(node: Node) -> float:
+def _box_width(node: Node) -> float:
     return max(map(len, node.text)) * LETTER + 2 * PAD
 
 
-def _own_height(node: Node) -> float:
+def _box_height(node: Node) -> float:
     return len(node.text) * LINE + PAD
 
 
@@ -122,16 +122,16 @@ def _width_below(node: Node) -> float:
 
 
 def _width(node: Node) -> float:
-    return max(_own_width(node), _width_below(node))
+    return max(_box_width(node), _width_below(node))
 
 
 def _height(node: Node) -> float:
-    return _own_height(node) + max((DROP + _height(child) for child in node.children), default=0)
+    return _box_height(node) + max((DROP + _height(child) for child in node.children), default=0)
 
 
 def _draw(node: Node, left: float, top: float) -> Iterator[str]:
-    """Elements of a node and all below it."""
-    middle, box, bottom = left + _width(node) / 2, _own_width(node), top + _own_height(node)
+    """Yield the SVG elements of a node and its descendants."""
+    middle, box, bottom = left + _width(node) / 2, _box_width(node), top + _box_height(node)
     place = middle - _width_below(node) / 2
     for child in node.children:
         center = place + _width(child) / 2

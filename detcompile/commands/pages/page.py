@@ -1,4 +1,4 @@
-"""An HTML page that needs nothing beside itself: its style, light and dark, and boxes in which wide things scroll."""
+"""A self-contained HTML page: light and dark style, tables, and scrolling boxes."""
 
 from collections.abc import Iterable, Mapping
 from html import escape
@@ -34,7 +34,7 @@ svg rect { fill: var(--box); stroke: var(--edge); }
 
 
 def page(title: str, *parts: str) -> str:
-    """A whole page.
+    """Render a page.
 
     Args:
         title: plain text. parts: HTML.
@@ -64,8 +64,8 @@ def table(label: str, columns: Iterable[str], rows: Iterable[Iterable[str]], cla
 
 
 def fact_table(facts: Mapping[str, str]) -> str:
-    """Names and plain texts, a line each."""
-    return f"<dl>{''.join(f'<dt>{escape(name)}</dt><dd>{escape(said)}</dd>' for name, said in facts.items())}</dl>"
+    """Render names and plain texts, one line each."""
+    return f"<dl>{''.join(f'<dt>{escape(name)}</dt><dd>{escape(text)}</dd>' for name, text in facts.items())}</dl>"
 
 
 def _cell(text: str, kind: str | None) -> str:

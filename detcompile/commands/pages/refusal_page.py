@@ -1,4 +1,4 @@
-"""A refusal as a page: the operations that no rule proves, in groups of one remedy, or what else the error says."""
+"""Renders a refusal as HTML: unproven operations grouped by remedy, or the error message."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -20,14 +20,14 @@ class Refused(NamedTuple):
 
 
 class Remedy(NamedTuple):
-    """What helps against refusals whose operation or reason has one of these words."""
+    """Advice for refusals whose operation or reason contains one of these words."""
 
     title: str
     words: tuple[str, ...]
     advice: str
 
 
-# The first that has a word counts.
+# The first one with a matching word applies.
 REMEDIES = (
     Remedy(
         "Random numbers",
@@ -87,33 +87,33 @@ DOCTOR = "Run `detcompile doctor`: it tries out the compilers and the cache of t
 
 
 def refusal_page(error: DetcompileError, *, title: str, facts: Mapping[str, str]) -> str:
-    """HTML of a refusal.
+    """Render a refusal as HTML.
 
     Args:
         title: the model's name.
-        facts: what was asked, by name: device, dtype, date.
+        facts: requested device and dtype, and date, by name.
     """
     lines = error.offenders if isinstance(error, UncertifiedOp) else ()
     heading = f"{title} was refused"
     if not lines:
         advice = f"<p>{escape(DOCTOR)}</p>" if isinstance(error, (CompilerNotFound, StorageError)) else ""
-        told = f"<p class='bad'>Nothing was compiled: {type(error).__name__}.</p><pre>{escape(str(error))}</pre>"
-        return page(heading, fact_table(facts), told, advice)
+        summary = f"<p class='bad'>Nothing was compiled: {type(error).__name__}.</p><pre>{escape(str(error))}</pre>"
+        return page(heading, fact_table(facts), summary, advice)
     groups: dict[Remedy, Counter[Refused]] = {}
     for line in lines:
         refused = refused_in(line)
         groups.setdefault(_remedy(refused), Counter())[refused] += 1
-    told = (
+    summary = (
         f"<p class='bad'>Nothing was compiled: {len(lines)} operations could make a row's bits depend on other"
         " rows.</p><p>Each group has one remedy. What stands behind a refused operation was not looked at, so that"
         " others may follow.</p>"
     )
     listed = [_group(remedy, groups[remedy]) for remedy in REMEDIES if remedy in groups]
-    return page(heading, fact_table(facts), told, *listed)
+    return page(heading, fact_table(facts), summary, *listed)
 
 
 def refused_in(line: str) -> Refused:
-    """The parts of ``op at place: reason``; a line of another form is a reason."""
+    """Parse ``op at place: reason``; any other line is a reason."""
     head, colon, reason = line.partition(": ")
     if not colon:
         return Refused("", "", line)
@@ -122,11 +122,11 @@ def refused_in(line: str) -> Refused:
 
 
 def _remedy(refused: Refused) -> Remedy:
-    said = f"{refused.op} {refused.reason}"
-    return next(remedy for remedy in REMEDIES if not remedy.words or any(word in said for word in remedy.words))
+    text = f"{refused.op} {refused.reason}"
+    return next(remedy for remedy in REMEDIES if not remedy.words or any(word in text for word in remedy.words))
 
 
-def _group(remedy: Remedy, found: Mapping[Refused, int]) -> str:
-    rows = [(str(count), *refused) for refused, count in found.items()]
+def _group(remedy: Remedy, counts: Mapping[Refused, int]) -> str:
+    rows = [(str(count), *refused) for refused, count in counts.items()]
     listed = table(remedy.title, ("times", "operation", "source", "reason"), rows, {1: "op", 3: "bad"})
     return f"<h2>{escape(remedy.title)}</h2><p>{escape(remedy.advice)}</p>{listed}"

@@ -1,11 +1,10 @@
-"""`detcompile audit`: a receipt log, its chain, its signatures, and a sample of its answers run again."""
+"""`detcompile audit`: checks a receipt log: its chain, its signatures, and a replayed sample of its answers."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-import detcompile.commands.receipts.extra  # noqa: F401 - says what to install where the server's packages are missing
 from detcompile.commands.options import Loading, Random, compile_model, logs, progress_bar
 from detcompile.commands.receipts.replay import model_name
 from detcompile.errors import DetcompileError, InvalidInput
@@ -17,9 +16,9 @@ from detcompile.serving.receipts.replay import replay
 
 __all__ = ["UNCHECKED", "command"]
 
-UNCHECKED = 3  # exit code: nothing was wrong, and some of the sample could not be checked
+UNCHECKED = 3  # exit code: no fault, but some of the sample could not be checked
 
-TOLD_SHARES = (0.1, 0.01)  # of wrong receipts, whose chance to be missed is told
+REPORTED_SHARES = (0.1, 0.01)  # shares of wrong receipts to report the miss probability for
 
 
 def command(
@@ -53,7 +52,7 @@ def command(
     if chosen:
         compiled = compile_model(loading.spec(model_name(chosen[0].receipt, model), random), tp)
         num_checked = _replay(log, chosen, compiled)
-    for share in TOLD_SHARES:
+    for share in REPORTED_SHARES:
         missed = miss_probability(share, num_checked)
         print(f"were {share:.0%} of all receipts wrong, this audit would have missed it with probability {missed:.3g}")
     if num_checked < len(chosen):
@@ -61,7 +60,7 @@ def command(
 
 
 def _replay(log: Path, chosen: list[Line], model: CompiledModel) -> int:
-    """Replay lines and print those that differ, or that cannot be checked here; returns how many were equal."""
+    """Replay lines; print those that differ or cannot be checked here. Return how many were equal."""
     faults, num_unchecked = 0, 0
     with progress_bar(total=True) as bar:
         task = bar.add_task("replaying", total=len(chosen))

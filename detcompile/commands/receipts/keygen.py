@@ -1,11 +1,10 @@
-"""`detcompile keygen`: a key that signs receipts."""
+"""`detcompile keygen`: makes a key pair for receipts."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-import detcompile.commands.receipts.extra  # noqa: F401 - says what to install where the server's packages are missing
 from detcompile.serving.receipts.keys import write_key_pair
 
 __all__ = ["command"]

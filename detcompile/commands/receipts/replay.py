@@ -1,4 +1,4 @@
-"""`detcompile replay`: a receipt's answers, run again on this machine."""
+"""`detcompile replay`: runs a receipt's answers again on this machine."""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -8,7 +8,6 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-import detcompile.commands.receipts.extra  # noqa: F401 - says what to install where the server's packages are missing
 from detcompile.commands.inspection.fingerprint_differences import part_differences
 from detcompile.commands.inspection.recordings import Recording
 from detcompile.commands.options import Json, Loading, Random, compile_model, logs
@@ -48,10 +47,10 @@ def command(
     """Run a receipt's answers again, all positions at once; exit 1: differs, 2: other model, 3: bad file."""
     try:
         envelope, answer, verify_key, hidden = _read(receipt, key, opening)
-        found = decode_receipt(payload_of(envelope))
+        decoded = decode_receipt(payload_of(envelope))
         fault = None if verify_key is None else unsealed(envelope, verify_key)
         if fault is None:
-            compiled = compile_model(loading.spec(model_name(found, model), random), tp)
+            compiled = compile_model(loading.spec(model_name(decoded, model), random), tp)
             compare = functools.partial(_compare, answer, envelope, compiled, hidden) if answer else None
             verdict = replay(
                 compiled, envelope, key=verify_key, chunk=chunk, decode=decode, opening=hidden, compare=compare
@@ -62,15 +61,15 @@ def command(
     except DetcompileError as error:
         logs.print(f"{type(error).__name__}: {error}", markup=False, highlight=False)
         raise typer.Exit(UNREADABLE) from error
-    print(msgspec.json.encode(verdict).decode() if json_output else "\n".join(_lines(found, verdict)))
+    print(msgspec.json.encode(verdict).decode() if json_output else "\n".join(_lines(decoded, verdict)))
     raise typer.Exit(verdict.exit_code)
 
 
 def model_name(receipt: Receipt, given: str | None) -> str:
-    """The model to replay a receipt on.
+    """Return the name of the model to replay a receipt on.
 
     Raises:
-        InvalidInput: none was given, and the receipt names an archive, which is code: nobody runs that unasked.
+        InvalidInput: no model was given, and the receipt names an archive. An archive holds code: it must be named.
     """
     if given is None and receipt.model.endswith(ARCHIVE_SUFFIX):
         raise InvalidInput(f"the receipt is of {receipt.model!r}, an archive, which holds code: name it as MODEL")
@@ -85,7 +84,7 @@ def _compare(
     receipt: Receipt,
     redrawn: Sequence[Redrawn],
 ) -> Verdict | None:
-    """Return what differs between a whole answer and what was drawn; None where nothing does."""
+    """Return the difference between a whole answer and the replay; None if they are equal."""
     texts = TokenizerPool(hello_of(model, EngineConfig(), 0, receipt.model, {}))
     grammar = None if opening is None else opening.grammar
     try:
@@ -119,7 +118,7 @@ def _lines(receipt: Receipt, verdict: Verdict) -> Iterator[str]:
 
 
 def _part_lines(verdict: Verdict) -> Iterator[str]:
-    """The parts that differ, as `detcompile diff` tells them: A is the receipt, B what is here."""
+    """Yield the parts that differ, as `detcompile diff` prints them: A is the receipt, B this machine."""
     sides = [{name: value for name, *values in verdict.parts if (value := values[side]) is not None} for side in (0, 1)]
     for side in sides:
         side.pop("tokenizer", None)

@@ -1,6 +1,6 @@
-"""Whole answers: what a saved answer says beside its receipt, compared with what a replay drew.
+"""Compares all fields of a saved answer, not only its receipt, with a replay.
 
-The answer is made again by the code that served it, from what the replay drew, and compared field by field.
+The serving code renders the replayed tokens again, and the result is compared field by field.
 """
 
 import asyncio
@@ -30,10 +30,10 @@ from detcompile.serving.tools.families import FAMILIES
 
 __all__ = ["answer_difference", "require_known", "uncovered"]
 
-Fields = Mapping[str, Any]  # of an answer's JSON
-# How a request read calls is no part of its receipt: an answer is right if one way of reading the text makes it.
+Fields = Mapping[str, Any]  # an answer's JSON object
+# A receipt does not record how tool calls were parsed: an answer is right if one of these ways produces it.
 USES = [None, *(ToolUse(family, (), None, named) for family in FAMILIES.values() for named in (False, True))]
-CACHED = {  # where an answer counts the prompt's tokens that were cached
+CACHED = {  # path of the number of cached prompt tokens
     "text_completion": ("usage", "prompt_tokens_details", "cached_tokens"),
     "chat.completion": ("usage", "prompt_tokens_details", "cached_tokens"),
     "chat.completion.chunk": ("usage", "prompt_tokens_details", "cached_tokens"),
@@ -43,10 +43,10 @@ CACHED = {  # where an answer counts the prompt's tokens that were cached
 
 
 def require_known(fields: Fields) -> None:
-    """Refuse what no route answers with.
+    """Reject fields that are not an answer of a known route.
 
     Raises:
-        InvalidInput: what the file holds beside its receipt cannot be compared.
+        InvalidInput: the file's other fields cannot be compared.
     """
     if _kind(fields) not in CACHED:
         raise InvalidInput(
@@ -56,9 +56,9 @@ def require_known(fields: Fields) -> None:
 
 
 def uncovered(fields: Fields) -> list[str]:
-    """Return the paths of an answer's fields that its receipt says nothing of."""
-    found = [".".join(CACHED[_kind(fields)])] if _at(fields, CACHED[_kind(fields)]) is not None else []
-    return found + [name for name in ("completed_at", *REPEATED) if name in fields and _kind(fields) == "response"]
+    """Return the paths of an answer's fields that its receipt does not cover."""
+    paths = [".".join(CACHED[_kind(fields)])] if _at(fields, CACHED[_kind(fields)]) is not None else []
+    return paths + [name for name in ("completed_at", *REPEATED) if name in fields and _kind(fields) == "response"]
 
 
 def answer_difference(
@@ -69,19 +69,19 @@ def answer_difference(
     texts: TokenizerPool,
     grammar: str | None = None,
 ) -> Verdict | None:
-    """Return the first field in which an answer is not what its receipt makes of it; None where none is.
+    """Return the first field of an answer that differs from the replay; None if all fields agree.
 
     Args:
         fields: the answer without its receipt.
-        redrawn: what a replay drew, equal to the receipt.
+        redrawn: the replayed samples, equal to the receipt's.
         texts: the model's tokenizer.
-        grammar: the grammar's source, where the receipt has a hash of it.
+        grammar: source of the grammar if the receipt has only its hash.
     """
     return asyncio.run(_difference(fields, _job(fields, envelope, receipt, redrawn, grammar), _Context(texts)))
 
 
 class _Context:
-    """A ReplyContext without engines: its jobs have their receipts."""
+    """A ReplyContext without engines, for jobs that already have receipts."""
 
     def __init__(self, texts: TokenizerPool) -> None:
         self.texts = texts
@@ -104,13 +104,13 @@ def _at(fields: Any, path: Sequence[str]) -> Any:
 
 
 def _job(fields: Fields, envelope: Envelope, receipt: Receipt, redrawn: Sequence[Redrawn], grammar: str | None) -> Job:
-    """Return the request that the receipt is of, with its answers."""
+    """Rebuild the receipt's request with its answers."""
     params = params_of(receipt, grammar)
     answers = [Answer("", prompt.token_ids, params, News()) for prompt in redrawn]
     for answer, prompt in zip(answers, redrawn):
         samples = [
-            SampleDelta(index, own.token_ids, _tokens(own.logprobs), own.finish_reason, own.stop_reason)
-            for index, own in enumerate(prompt.samples)
+            SampleDelta(index, sample.token_ids, _tokens(sample.logprobs), sample.finish_reason, sample.stop_reason)
+            for index, sample in enumerate(prompt.samples)
         ]
         answer.extend(Delta("", samples, True, _tokens(prompt.logprobs), None, 0, None))
     cached = _at(fields, CACHED[_kind(fields)])
@@ -128,26 +128,26 @@ def _tokens(logprobs: Sequence[Any] | None) -> list[Any] | None:
 
 
 async def _difference(fields: Fields, job: Job, context: _Context) -> Verdict | None:
-    """Return the first difference from the way of reading calls that has the fewest."""
+    """Return the first difference, using the way of parsing tool calls with the fewest differences."""
     closest: list[tuple[str, Any, Any]] | None = None
     async for rendered in RENDERINGS[_kind(fields)](fields, job, context):
         plain = msgspec.json.decode(msgspec.json.encode(rendered))
         plain.pop("receipt")
-        if fields.get("choices") == []:  # a stream's last event: it has no choices, and usage where it was asked for
+        if fields.get("choices") == []:  # a stream's last event: no choices, and usage if requested
             plain = {name: value for name, value in plain.items() if name in fields}
             plain |= {"object": fields["object"], "choices": []}
-        found = list(_differences(fields, plain))
-        if not found:
+        differences = list(_differences(fields, plain))
+        if not differences:
             return None
-        closest = found if closest is None or len(found) < len(closest) else closest
+        closest = differences if closest is None or len(differences) < len(closest) else closest
     assert closest is not None
     path, given, expected = closest[0]
-    said = f"{path} of the answer is {_short(given)}, and its receipt makes it {_short(expected)}"
-    return differs(f"answer.{path}", said, expected=expected, found=given)
+    message = f"{path} of the answer is {_short(given)}, and its receipt makes it {_short(expected)}"
+    return differs(f"answer.{path}", message, expected=expected, found=given)
 
 
 def _differences(given: Any, expected: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield path and values of what differs. A field that is null says nothing, as one that is not there."""
+    """Yield path and values of each difference. A null field equals a missing one."""
     if isinstance(given, dict) and isinstance(expected, dict):
         for name in [*expected, *(name for name in given if name not in expected)]:
             yield from _differences(given.get(name), expected.get(name), f"{path}.{name}" if path else name)
@@ -164,7 +164,7 @@ def _short(value: Any) -> str:
 
 async def _completions(fields: Fields, job: Job, context: _Context) -> AsyncIterator[dict[str, Any]]:
     params = job.ask.params
-    hidden = params.max_tokens == 1 and _at(fields, ("usage", "completion_tokens")) == 0  # a prompt that was scored
+    hidden = params.max_tokens == 1 and _at(fields, ("usage", "completion_tokens")) == 0  # scores the prompt only
     options = {"with_ids": _shows_ids(fields), "with_receipt": True, "hidden": hidden}
     rendered = await CompletionReply(context, job, **options).whole()
     echo = await _echo(fields, msgspec.json.decode(msgspec.json.encode(rendered["choices"])), job, context.texts)
@@ -177,7 +177,7 @@ async def _completions(fields: Fields, job: Job, context: _Context) -> AsyncIter
 
 
 async def _echo(fields: Fields, choices: Sequence[Fields], job: Job, texts: TokenizerPool) -> list[str] | None:
-    """Return what stands before the text of each prompt's first choice, or should; None for answers without echo."""
+    """Return the echo that each prompt's first choice should begin with; None for answers without echo."""
     params, shown = job.ask.params, fields.get("choices")
     beginnings: list[str] = []
     for place in range(0, len(choices), params.n):
@@ -190,7 +190,7 @@ async def _echo(fields: Fields, choices: Sequence[Fields], job: Job, texts: Toke
 
 
 async def _prompt_text(text: str, token_ids: list[int], texts: TokenizerPool) -> str:
-    """Return a text if it is that of a prompt, as its client wrote it; else the text of the prompt's tokens."""
+    """Return ``text`` if it encodes to the prompt's tokens, else the decoded tokens."""
     if not texts.present:
         return ""
     read = [await texts.encode(text, add_special_tokens=special) for special in (True, False)]
@@ -222,7 +222,7 @@ async def _responses(fields: Fields, job: Job, context: _Context) -> AsyncIterat
 
 def _shows_ids(fields: Fields) -> bool:
     choices = fields.get("choices")
-    return isinstance(choices, list) and any(isinstance(own, dict) and "token_ids" in own for own in choices)
+    return isinstance(choices, list) and any(isinstance(choice, dict) and "token_ids" in choice for choice in choices)
 
 
 RENDERINGS: dict[str, Callable[[Fields, Job, _Context], AsyncIterator[dict[str, Any]]]] = {

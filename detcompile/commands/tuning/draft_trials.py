@@ -1,8 +1,8 @@
-"""Drafts that pay on a workload: each kind of drafts measured beside plain decoding, and what a draft's size is worth.
+"""Measures speculative drafts on a workload, and estimates which draft size pays off.
 
-The arithmetic is that of Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", ICML 2023: with
-guesses that are right at rate a, a draft of n guesses that costs c plain steps each, and a verification that costs v
-plain steps, tokens come (1 - a^(n + 1)) / (1 - a) / (n c + v) times as soon.
+The formula is from Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", ICML 2023. Let a be
+the acceptance rate, n the guesses in a draft, c the cost of a guess and v that of a verification, both in plain steps.
+The speedup is (1 - a^(n + 1)) / (1 - a) / (n c + v).
 """
 
 import ast
@@ -29,12 +29,12 @@ __all__ = ["Advice", "Trial", "Workload", "advice", "embedded_text", "plan", "tu
 
 FOLDER = Path(detcompile.__file__).parent
 MOST_GUESSES = 16
-MOST_CHARACTERS = 16  # a token, on average
+MOST_CHARACTERS = 16  # upper bound of the mean characters per token
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Prompts cut from a text, each to be continued.
+    """Prompts cut from a text.
 
     Args:
         kind: "code" or "prose".
@@ -46,10 +46,10 @@ class Workload:
 
     @classmethod
     def of(cls, kind: str, text: str, model: CompiledModel, count: int, length: int, seed: int = 0) -> "Workload":
-        """``count`` runs of ``length`` tokens from lines at random places of a text.
+        """Cut ``count`` prompts of ``length`` tokens from random lines of a text.
 
         Raises:
-            InvalidInput: a model without a tokenizer, or a text that is too short.
+            InvalidInput: the model has no tokenizer, or the text is too short.
         """
         if model.tokenizer is None:
             raise InvalidInput("tuning needs a tokenizer in the model's folder, to read the texts")
@@ -68,16 +68,16 @@ class Workload:
 
 @dataclass(frozen=True)
 class Trial:
-    """One kind of drafts on one workload.
+    """Measurements of one kind of drafts on one workload.
 
     Attributes:
-        kind: the workload's.
+        kind: the workload's kind.
         drafts: "none", "n-gram", "chain" or "grown".
         nodes: guesses in a draft.
         milliseconds: time per token of each sequence.
-        speedup: times as soon as plain decoding.
-        draft_milliseconds: time per step for drafting alone.
-        acceptance: share of guesses reached that were right.
+        speedup: speedup over plain decoding.
+        draft_milliseconds: drafting time per step.
+        acceptance: share of verified guesses that were right.
         tokens: tokens per step.
         expected: tokens per step by the formula.
     """
@@ -93,22 +93,22 @@ class Trial:
     expected: float = 1.0
 
     def to_json(self) -> dict[str, Any]:
-        """The figures as a JSON object."""
+        """Return the measurements as a JSON object."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What the best chain of a draft model says about the draft's size.
+    """Advice on a draft model's size, from its best chain.
 
     Attributes:
-        kind: the workload's.
-        acceptance: share of guesses reached that were right.
+        kind: the workload's kind.
+        acceptance: share of verified guesses that were right.
         cost: time of a guess, in plain steps.
-        verification: time of a step without its drafting, in plain steps.
-        guesses, speedup: the best by the formula.
-        half_rate: the acceptance at which a draft of half the cost is as good.
-        double_rate: the acceptance at which one of twice the cost is; None if no rate is enough.
+        verification: time of a step without drafting, in plain steps.
+        guesses, speedup: the optimum of the formula.
+        half_rate: acceptance at which a draft of half the cost is equally fast.
+        double_rate: acceptance at which a draft of twice the cost is equally fast; None if no rate is.
     """
 
     kind: str
@@ -122,7 +122,7 @@ class Advice:
 
 
 def plan(draft: CompiledModel | None, nodes: Sequence[int]) -> Iterator[tuple[str, int, Drafter]]:
-    """The kinds of drafts to try: name, nodes, drafter."""
+    """Yield the kinds of drafts to try: name, nodes, drafter."""
     for count in nodes:
         yield "n-gram", count, NGramDrafter(count)
     if draft is None:
@@ -144,10 +144,10 @@ def tune_speculation(
     repeats: int = 1,
     tick: Callable[[str], None] = lambda name: None,
 ) -> list[Trial]:
-    """Measure plain decoding, then each kind of drafts, on each workload; ``tick(name)`` before each kind.
+    """Measure plain decoding, then each kind of drafts, on each workload; call ``tick(name)`` before each kind.
 
     Raises:
-        InvalidInput: drafts of no node, a workload that the model cannot serve, or a draft for another model.
+        InvalidInput: a draft size is below 1, the model cannot serve a workload, or the draft model does not fit.
         EngineError: the drafter failed.
     """
     if not nodes or min(nodes) < 1:
@@ -162,7 +162,7 @@ def tune_speculation(
     for name, count, drafter in plan(draft, nodes):
         tick(f"{name} {count}")
         del engine
-        gc.collect()  # engines refer to themselves, and their caches are large
+        gc.collect()  # engines are reference cycles with large caches
         speculation = SpeculationConfig(drafter=drafter, max_nodes=count, switch="always")
         engine = model.engine(config, speculation=speculation)
         for workload in workloads:
@@ -171,7 +171,7 @@ def tune_speculation(
 
 
 def advice(trials: Sequence[Trial], kind: str) -> Advice | None:
-    """What the chains of one workload say; None if there were none, or none of their guesses was right."""
+    """Return advice from the chains of one workload; None if there are none, or no guess was right."""
     chains = [trial for trial in trials if (trial.kind, trial.drafts) == (kind, "chain") and trial.acceptance > 0]
     if not chains:
         return None
@@ -188,7 +188,7 @@ def advice(trials: Sequence[Trial], kind: str) -> Advice | None:
 
 
 def embedded_text(kind: str) -> str:
-    """Texts that are always at hand: this package's source, and what its docstrings say."""
+    """Return built-in text: this package's source, or its docstrings."""
     sources = [path.read_text(encoding="utf-8") for path in sorted(FOLDER.rglob("*.py"))]
     if kind == "code":
         return "\n".join(sources)
@@ -198,16 +198,16 @@ def embedded_text(kind: str) -> str:
 
 
 def _config(model: CompiledModel, workloads: Sequence[Workload], params: SamplingParams, nodes: int) -> EngineConfig:
-    """A cache that holds every sequence with all branches of its tree."""
-    seats = max(len(workload.prompts) for workload in workloads)
+    """Return a config whose cache holds every sequence with all branches of its draft tree."""
+    slots = max(len(workload.prompts) for workload in workloads)
     length = max(len(prompt) for workload in workloads for prompt in workload.prompts) + (params.max_tokens or 0)
     size = EngineConfig().block_size
-    blocks = seats * (-(-length // size) + 2 + 2 * nodes) * len(model.facts.kv_groups)
-    return EngineConfig(max_num_seqs=seats, num_blocks=blocks + 1, prefix_caching=False)
+    blocks = slots * (-(-length // size) + 2 + 2 * nodes) * len(model.facts.kv_groups)
+    return EngineConfig(max_num_seqs=slots, num_blocks=blocks + 1, prefix_caching=False)
 
 
 def _best_chain(rate: float, cost: float, verification: float) -> tuple[int, float]:
-    """Guesses and speedup of the best chain."""
+    """Return guesses and speedup of the best chain by the formula."""
     speedups = {
         count: expected_tokens(rate, count) / (count * cost + verification) for count in range(1, MOST_GUESSES + 1)
     }
@@ -225,34 +225,34 @@ def _trial(
 ) -> Trial:
     speculator = engine.speculator
     assert speculator is not None
-    _answers(engine, workload, params)  # what is compiled and captured then is no cost of a draft
+    _answers(engine, workload, params)  # warm up: compile kernels and capture graphs
     speculator.statistics, speculator.draft_seconds = DraftStatistics(), 0.0
     taken, tokens = _measure(engine, workload, params, repeats)
     if speculator.error is not None:
         raise speculator.error
     assert tokens == expected, "speculation changed tokens"
-    found = speculator.statistics
-    steps = max(1.0, found.num_trees / len(workload.prompts))
+    statistics = speculator.statistics
+    steps = max(1.0, statistics.num_trees / len(workload.prompts))
     return Trial(
         workload.kind,
         *name,
         taken,
         plain / taken,
         1e3 * speculator.draft_seconds / steps,
-        found.acceptance_rate,
-        found.tokens_per_step,
-        found.expected_tokens_per_step,
+        statistics.acceptance_rate,
+        statistics.tokens_per_step,
+        statistics.expected_tokens_per_step,
     )
 
 
 def _measure(engine: Engine, workload: Workload, params: SamplingParams, repeats: int) -> tuple[float, list[list[int]]]:
-    """The least milliseconds a token of each sequence over so many runs of a warm engine, and the tokens."""
+    """Return the fewest milliseconds per token over ``repeats`` runs of a warm engine, and the tokens."""
     taken = []
     for _ in range(repeats):
         started = time.perf_counter()
         tokens = _answers(engine, workload, params)
         taken.append(time.perf_counter() - started)
-    return 1e3 * min(taken) / max(len(own) for own in tokens), tokens
+    return 1e3 * min(taken) / max(map(len, tokens)), tokens
 
 
 def _answers(engine: Engine, workload: Workload, params: SamplingParams) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""What `detcompile tune-speculation` prints: a table, a plot as SVG, and what the figures say of the draft's size."""
+"""Output of `detcompile tune-speculation`: a table, an SVG plot, and advice on the draft's size."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,10 +17,10 @@ COLORS = ("#2a6f97", "#81b29a", "#e07a5f")
 
 
 def read_text(kind: str, file: Path | None) -> str:
-    """A workload's text: the file's, or one that comes with the package.
+    """Return a workload's text: of the file, or built-in text if ``file`` is None.
 
     Raises:
-        InvalidInput: a file that cannot be read.
+        InvalidInput: the file cannot be read.
     """
     if file is None:
         return embedded_text(kind)
@@ -31,7 +31,7 @@ def read_text(kind: str, file: Path | None) -> str:
 
 
 def trials_table(trials: Sequence[Trial]) -> Table:
-    """One row a kind of drafts and workload; the fastest of each workload is bold."""
+    """Return a table of all trials; the fastest of each workload is bold."""
     table = Table(
         title="Speculation on this machine",
         caption="times: as soon as plain decoding; draft: ms of a step for drafting; right: α, share of the guesses"
@@ -50,8 +50,8 @@ def trials_table(trials: Sequence[Trial]) -> Table:
     return table
 
 
-def advice_text(trials: Sequence[Trial], found: Sequence[Advice]) -> str:
-    """What to take, and what another draft would have to be."""
+def advice_text(trials: Sequence[Trial], advices: Sequence[Advice]) -> str:
+    """Return which drafts to use, and what another draft model would need to achieve."""
     lines = []
     for kind in sorted({trial.kind for trial in trials}):
         best = max((trial for trial in trials if trial.kind == kind), key=lambda trial: trial.speedup)
@@ -60,7 +60,7 @@ def advice_text(trials: Sequence[Trial], found: Sequence[Advice]) -> str:
         else:
             times = f"{best.speedup:.2f} times plain decoding"
             lines.append(f"{kind}: take {best.drafts} with {best.nodes} nodes, {times}.")
-    for one in found:
+    for one in advices:
         double = "no rate is enough" if one.double_rate is None else f"{one.double_rate:.2f} or more is needed"
         lines.append(
             f"{one.kind}, draft size: a guess costs {one.cost:.3f} plain steps and is right {one.acceptance:.2f} of the"
@@ -72,7 +72,7 @@ def advice_text(trials: Sequence[Trial], found: Sequence[Advice]) -> str:
 
 
 def speedup_plot(trials: Sequence[Trial], note: str) -> str:
-    """Speedup over nodes, a panel a workload, a line a kind of drafts; as SVG."""
+    """Plot the speedup over nodes as SVG: a panel for each workload, a line for each kind of drafts."""
     drafted = [trial for trial in trials if trial.drafts != "none"]
     kinds, names = sorted({trial.kind for trial in drafted}), list(dict.fromkeys(trial.drafts for trial in drafted))
     most = max(trial.nodes for trial in drafted)
@@ -94,8 +94,8 @@ def speedup_plot(trials: Sequence[Trial], note: str) -> str:
         parts.append(_text(left, 58, kind, 11))
         parts.append(_text(left - 4, y + 4, "1", 10, "end"))
         for name, color in zip(names, COLORS):
-            own = sorted((t for t in drafted if (t.kind, t.drafts) == (kind, name)), key=lambda trial: trial.nodes)
-            places = [at(panel, trial.nodes, trial.speedup) for trial in own]
+            matching = sorted((t for t in drafted if (t.kind, t.drafts) == (kind, name)), key=lambda trial: trial.nodes)
+            places = [at(panel, trial.nodes, trial.speedup) for trial in matching]
             points = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
             parts.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="2"/>')
             parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}"/>' for x, y in places]

@@ -22,7 +22,7 @@ missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
 if missing:
     raise InvalidInput(f"{', '.join(missing)} is not installed: pip install '.[serve]' in a checkout of detcompile")
 
-import uvicorn  # noqa: E402 - once it is known to be there
+import uvicorn  # noqa: E402 - after the check above
 from starlette.types import ASGIApp  # noqa: E402
 
 from detcompile.serving.access import KeyFile  # noqa: E402

@@ -1,8 +1,8 @@
-"""What a sum is: orders of addition as values, references that evaluate in them, and the choice among them.
+"""Orders of addition as values: their references, and the functions that choose them.
 
-A SumOrder is a floating-point sum as a tree of additions: equal orders give equal bits, whatever the schedule. Each
-prints itself, hashes, states the symbols of its sizes and evaluates a reference in exactly its order. No order knows
-how many rows it will be applied to.
+A SumOrder is a floating-point sum as a tree of additions: equal orders give equal bits on any schedule. An order can be
+printed and hashed, lists the symbols of its sizes, and evaluates a reference in exactly its order. No order depends on
+the number of rows.
 
 SumOrder
 ├── Sequential, Blocked, EvenOdd, Tree    GEMMs

@@ -1,7 +1,7 @@
-"""Float32 arithmetic with the order written out, vectorised with numpy: what the orders' references are made of.
+"""Float32 arithmetic in an explicit order, vectorized with numpy; the orders' references use it.
 
-Every sum keeps its float32 inputs' dtype, and each addition rounds once. Nothing is reassociated: numpy adds arrays
-element by element, and `np.sum`, whose order is numpy's own, appears nowhere.
+Sums stay in float32, and each addition rounds once. Nothing is reassociated: numpy adds arrays element by element, and
+`np.sum`, whose order numpy chooses, is never used.
 """
 
 from collections.abc import Sequence
@@ -12,19 +12,19 @@ __all__ = ["add_halves", "add_left_to_right", "add_pairs", "add_tree", "fma_floa
 
 
 LEAST_NORMAL = 2.0**-126
-ROUNDS_TO_NORMAL = 2.0**-126 - 2.0**-151  # the least magnitude that 24 bits round up to 2^-126
+ROUNDS_TO_NORMAL = 2.0**-126 - 2.0**-151  # the smallest magnitude that rounds up to 2^-126 in 24 bits
 
 
 def fma_float32(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """a * b + c with one rounding, to nearest even, subnormals kept; a, b and c are float32 and broadcast."""
+    """Return a * b + c, rounded once to nearest even, keeping subnormals; a, b and c are float32 and broadcast."""
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         return _fma_to_odd(a, b, c).astype(np.float32)
 
 
 def fma_flushed(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """fma_float32 where a subnormal operand counts as a zero of its sign, and a result tiny after rounding becomes one.
+    """Return fma_float32 with subnormal operands and results flushed to zeros of their sign.
 
-    What x86 computes with FTZ and DAZ set, and one half of AVX512-BF16's VDPBF16PS (Intel SDM: "DAZ, FTZ, RNE").
+    x86 does this with FTZ and DAZ set, and so does each half of AVX512-BF16's VDPBF16PS (Intel SDM: "DAZ, FTZ, RNE").
     """
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         odd = _fma_to_odd(*(np.where(np.abs(x) < LEAST_NORMAL, np.copysign(np.float32(0), x), x) for x in (a, b, c)))
@@ -32,7 +32,7 @@ def fma_flushed(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 
 
 def _fma_to_odd(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """a * b + c in float64, rounded to odd, after which rounding to float32 is as if from the exact value.
+    """Return a * b + c in float64, rounded to odd: rounding it to float32 equals rounding the exact value.
 
     The product of two float32 is exact in float64, and two-sum (Knuth, TAOCP 4.2.2) gives the error of its sum with c:
     Boldo and Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd", IEEE TC
@@ -44,14 +44,14 @@ def _fma_to_odd(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     virtual = total - product
     error = (product - (total - virtual)) + (addend - virtual)
     bits = total.view(np.int64)
-    # An infinite total has a NaN error, and is exact or wanted as it is.
+    # An infinite total has a NaN error; keep it as is.
     inexact_and_even = np.isfinite(total) & (error != 0) & (bits & 1 == 0)
     away_from_zero = (error > 0) == (total > 0)
     return (bits + np.where(inexact_and_even, np.where(away_from_zero, 1, -1), 0)).view(np.float64)
 
 
 def add_left_to_right(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """((parts[0] + parts[1]) + parts[2]) + ...; at least one part."""
+    """Return ((parts[0] + parts[1]) + parts[2]) + ...; at least one part."""
     total = parts[0]
     for part in parts[1:]:
         total = total + part
@@ -59,9 +59,9 @@ def add_left_to_right(parts: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def add_tree(parts: Sequence[np.ndarray], radices: tuple[int, ...]) -> np.ndarray:
-    """The root of the tree over prod(radices) parts; a node adds its children left to right.
+    """Sum prod(radices) parts as a tree; a node adds its children left to right.
 
-    Radices run from root to leaf, so that the last one joins neighbours; () has one part, which is the root.
+    Radices run from root to leaf: the last one joins neighbors. () has one part, the root.
     """
     for radix in reversed(radices):
         parts = [add_left_to_right(parts[i : i + radix]) for i in range(0, len(parts), radix)]
@@ -70,14 +70,14 @@ def add_tree(parts: Sequence[np.ndarray], radices: tuple[int, ...]) -> np.ndarra
 
 
 def add_pairs(values: np.ndarray) -> np.ndarray:
-    """[..., power of two] -> [...]: neighbours are added, ((0+1)+(2+3))..., until one is left."""
+    """[..., power of two] -> [...]: add adjacent pairs, ((0+1)+(2+3))..., until one is left."""
     while values.shape[-1] > 1:
         values = values[..., 0::2] + values[..., 1::2]
     return values[..., 0]
 
 
 def add_halves(values: np.ndarray) -> np.ndarray:
-    """[..., power of two] -> [...]: the upper half is added onto the lower half until one is left."""
+    """[..., power of two] -> [...]: add the upper half to the lower half until one is left."""
     while values.shape[-1] > 1:
         half = values.shape[-1] // 2
         values = values[..., :half] + values[..., half:]
@@ -85,5 +85,5 @@ def add_halves(values: np.ndarray) -> np.ndarray:
 
 
 def pad_last(values: np.ndarray, length: int) -> np.ndarray:
-    """[..., n] -> [..., length], with 0.0 behind; n <= length."""
+    """[..., n] -> [..., length]: append 0.0; n <= length."""
     return np.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, length - values.shape[-1])])

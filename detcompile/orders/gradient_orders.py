@@ -1,4 +1,4 @@
-"""How a backward sums: over tokens exactly, and over the keys and queries of one sequence in a fixed order.
+"""Orders of backward sums: over tokens exactly, over one sequence's keys and queries in a fixed order.
 
 Legend: D dims of a head.
 """
@@ -17,15 +17,15 @@ __all__ = ["Exact", "Keys", "Queries"]
 
 @dataclass(frozen=True, slots=True)
 class Exact(SumOrder):
-    """A sum over tokens that has no order: leaves are summed in `leaf`, rounded once to a grid, and added exactly.
+    """A sum over tokens that does not depend on order: leaf sums are rounded to a grid and added exactly.
 
-    A leaf is made of up to `tokens` tokens of one sequence, from a multiple of `tokens` of that sequence on. Its
-    float32 sum is rounded to a multiple of 2^grid, to nearest even. Sums of such multiples are exact in float64 as long
-    as none exceeds 2^(53 + grid), whatever their order (Demmel and Nguyen, "Fast Reproducible Floating-Point
-    Summation", ARITH 2013, round to a grid for this reason too).
+    A leaf covers up to `tokens` tokens of one sequence and starts at a multiple of `tokens` in that sequence. It is
+    summed in float32 in the order `leaf`, and rounded to a multiple of 2^grid, to nearest even. Sums of such multiples
+    are exact in float64 in any order, as long as none exceeds 2^(53 + grid). Demmel and Nguyen, "Fast Reproducible
+    Floating-Point Summation", ARITH 2013, also round to a grid.
 
     Raises:
-        NumericsError: the grid is no integer, or so fine or so coarse that float64 or float32 has no such numbers.
+        NumericsError: the grid is not an integer, or is outside of the range of float32 or float64.
     """
 
     leaf: SumOrder
@@ -36,7 +36,7 @@ class Exact(SumOrder):
         grid = self.grid
         if type(grid) is not int or not -149 <= grid <= 76:
             raise NumericsError(f"Exact: grid={grid!r} must be an exponent of two from -149 to 76")
-        object.__setattr__(self, "grid", 1)  # the other sizes have to be positive
+        object.__setattr__(self, "grid", 1)  # SumOrder requires positive sizes
         SumOrder.__post_init__(self)
         object.__setattr__(self, "grid", grid)
 
@@ -45,13 +45,13 @@ class Exact(SumOrder):
 
     @property
     def limit(self) -> float:
-        """Sums are exact where the leaves' magnitudes add up to no more than this."""
+        """Largest sum of the leaves' magnitudes for which sums are exact."""
         return 2.0 ** (51 + self.grid)
 
     def evaluate(self, leaves: np.ndarray) -> np.ndarray:
         """leaves [count, ...], rounded to float32 first, -> [...] float64, in exact arithmetic.
 
-        An element without a finite leaf is NaN.
+        An element with a non-finite leaf is NaN.
 
         Raises:
             InvalidInput: the order is symbolic.
@@ -74,10 +74,10 @@ class Exact(SumOrder):
 
 @dataclass(frozen=True, slots=True)
 class Keys(SumOrder):
-    """A query's gradient: blocks of `block` keys at absolute positions, descending from the query's own.
+    """A query's gradient: blocks of `block` keys at absolute positions, in descending order from the query's block.
 
-    In a block keys ascend in one chain of float32 multiply-adds from 0.0; the block sums are added to a running sum
-    that starts at 0.0. The fast deterministic schedule of FlashAttention 3's backward visits the blocks so.
+    Within a block keys ascend in one chain of float32 multiply-adds from 0.0. Block sums are added to a running sum
+    that starts at 0.0. FlashAttention 3's fast deterministic backward uses the same block order.
     """
 
     block: Size = 128
@@ -90,7 +90,7 @@ class Keys(SumOrder):
         """ds [queries, keys], 0 where a key is not seen, and k [keys, D] of one sequence -> [queries, D] float32.
 
         Raises:
-            InvalidInput: the order is symbolic, or ds and k have other numbers of keys.
+            InvalidInput: the order is symbolic, or ds and k have different numbers of keys.
         """
         self._check_numeric()
         self._check_extent("the last dim of ds", ds.shape[-1], len(k))
@@ -104,10 +104,10 @@ class Keys(SumOrder):
 
 @dataclass(frozen=True, slots=True)
 class Queries(SumOrder):
-    """A key's or value's gradient: for each of `heads` query heads one chain over the queries of its sequence.
+    """A key's or value's gradient: for each of `heads` query heads, one chain over the queries of the sequence.
 
-    A chain of float32 multiply-adds starts at 0.0 and ascends; it may start at any query up to the key's own, since
-    the terms of queries that do not see the key are zeros. The heads' sums are added left to right.
+    A chain of float32 multiply-adds starts at 0.0 and ascends. It may start at any query up to the key's position,
+    because earlier queries do not see the key and contribute zeros. The heads' sums are added left to right.
     """
 
     heads: Size
@@ -120,7 +120,7 @@ class Queries(SumOrder):
         """weights [heads, queries, keys], 0 where a key is not seen, and rows [heads, queries, D] -> [keys, D] float32.
 
         Raises:
-            InvalidInput: the order is symbolic, or there are other heads.
+            InvalidInput: the order is symbolic, or the number of heads differs.
         """
         self._check_extent("the first dim of weights", len(weights), self.heads)
         return add_left_to_right([_chain(weight, row) for weight, row in zip(weights, rows, strict=True)])

@@ -1,7 +1,7 @@
-"""How a GEMM sums its features: evaluate(x [M, K], w [N, K]) -> [M, N], in exactly the order's additions.
+"""Orders of a GEMM's sums over K: evaluate(x [M, K], w [N, K]) -> [M, N] performs exactly the order's additions.
 
-The references compute as the CPU templates do, in float32 with numpy: one fused multiply-add a k, which for bfloat16 is
-float32.fma_flushed. A GPU's tensor core takes the k-groups in the same order and rounds inside a group as it does.
+The references compute like the CPU templates, in float32 with numpy: one fused multiply-add for each k, for bfloat16
+float32.fma_flushed. A GPU's tensor core takes groups of k in the same order; rounding inside a group is the hardware's.
 
 Legend: M tokens, N output features, K summed features, L leaves of a tree.
 """
@@ -24,17 +24,17 @@ FusedMultiplyAdd: TypeAlias = Callable[[np.ndarray, np.ndarray, np.ndarray], np.
 
 
 class _MatmulOrder(SharedOrder):
-    """A GEMM order without a tree: one leaf, held whole by the only rank there can be."""
+    """A GEMM order without a tree: one leaf on one rank."""
 
     __slots__ = ()
     k: Size
 
     def leaf_slices(self) -> list[slice]:
-        """The range of K that each leaf sums, in order."""
+        """Return the range of K that each leaf sums, in order."""
         return [slice(0, self.k)]
 
     def subtree(self, tp_size: int) -> "_MatmulOrder":
-        """The order in which one of `tp_size` ranks sums its share of K."""
+        """Return the order in which one of `tp_size` ranks sums its share of K."""
         self._depth_of(tp_size)
         return self
 
@@ -72,7 +72,7 @@ class Sequential(_MatmulOrder):
 
 @dataclass(frozen=True, slots=True)
 class Blocked(_MatmulOrder):
-    """Each `block` k, the last maybe fewer, are Sequential; block sums are added left to right, from the first on."""
+    """Blocks of `block` k (the last may be shorter) are summed sequentially; block sums are added left to right."""
 
     k: Size
     block: Size = 128
@@ -88,10 +88,10 @@ class Blocked(_MatmulOrder):
 
 @dataclass(frozen=True, slots=True)
 class EvenOdd(_MatmulOrder):
-    """Each `block` k, the last maybe fewer, are one chain of the even and one of the odd; both start at 0.0.
+    """Each block of `block` k is one chain of even k and one of odd k, both from 0.0. The last block may be shorter.
 
-    A block's two chains are added to each other, and their sum to an accumulator that starts at 0.0 and walks the
-    blocks upwards. AMX's product of bfloat16 tiles (Intel SDM, TDPBF16PS), where all additions flush as fma_flushed.
+    A block's two chains are added, and their sum is added to an accumulator that starts at 0.0, blocks ascending. This
+    is AMX's product of bfloat16 tiles (Intel SDM, TDPBF16PS), where all additions flush like fma_flushed.
     """
 
     k: Size
@@ -114,7 +114,7 @@ class Tree(_MatmulOrder):
     """prod(radices) equal contiguous leaves of K; a node of radix r adds its r children left to right in float32.
 
     Radices run from root to leaf: after (1, 3, 6) they are (3, 2), and leaves 2i and 2i+1 meet first. A rank holds
-    whole subtrees and ships one float32 partial. (2, 2, 2) is the balanced binary tree of tree-based invariant kernels
+    whole subtrees and sends one float32 partial. (2, 2, 2) is the balanced binary tree of tree-based invariant kernels
     (TBIK; Zhang et al., "Deterministic Inference across Tensor Parallel Sizes", arXiv:2511.17826).
 
     Raises:
@@ -141,11 +141,11 @@ class Tree(_MatmulOrder):
         return f"Tree({self.k}, {'x'.join(map(str, self.radices))}, {self.leaf})"
 
     def leaf_slices(self) -> list[slice]:
-        """The range of K that each leaf sums, in order."""
+        """Return the range of K that each leaf sums, in order."""
         return [slice(i, i + self.leaf.k) for i in range(0, self.k, self.leaf.k)]
 
     def subtree(self, tp_size: int) -> _MatmulOrder:
-        """The order in which one of `tp_size` ranks sums its share of K: a Tree, or the leaf itself.
+        """Return the order in which one of `tp_size` ranks sums its share of K: a Tree, or the leaf itself.
 
         Raises:
             InvalidInput: no level of this tree has `tp_size` nodes.

@@ -1,4 +1,4 @@
-"""Row: how a reduction sums one axis, as a value and its reference: evaluate(terms [..., R]) -> [...], R the length."""
+"""Row: the order of a reduction over one axis; evaluate(terms [..., R]) -> [...], R the length."""
 
 import math
 from dataclasses import dataclass
@@ -22,10 +22,12 @@ class Row(SharedOrder):
     Element i belongs to step i // (lanes * vector), lane (i // vector) % lanes, place i % vector. Each (lane, place)
     adds its terms over ascending steps, from 0.0; a missing tail adds nothing. Then the places of a lane are combined
     in adjacent pairs, ((0+1)+(2+3))...; then the lanes of each group of 32 by halving (lane i += lane i+16, then 8, 4,
-    2, 1); then the groups by halving. With radices, the row is prod(radices) leaves of ceil(length / prod(radices)),
-    each such a row of its own, combined as in Tree, so that a row sharded over ranks keeps its bits. With a chunk, a
-    leaf is cut into chunks of so many terms, each summed in that way; their sums, padded with 0.0 to a power of two of
-    at least 32, are combined as lanes are.
+    2, 1); then the groups by halving.
+
+    With radices, the row is split into prod(radices) leaves of ceil(length / prod(radices)) terms. Each leaf is summed
+    as above, and leaves are combined as in Tree, so that a row sharded over ranks keeps its bits. With a chunk, a leaf
+    is split into chunks of that many terms, each summed as above. The chunk sums, padded with 0.0 to a power of two of
+    at least 32, are combined like lanes.
     """
 
     length: Size
@@ -38,7 +40,7 @@ class Row(SharedOrder):
         chunk = self.chunk
         if type(chunk) is not int or chunk < 0:
             raise NumericsError(f"Row: chunk={chunk!r} must be a number of terms, or 0 for whole leaves")
-        object.__setattr__(self, "chunk", max(chunk, 1))  # the other sizes have to be positive
+        object.__setattr__(self, "chunk", max(chunk, 1))  # SumOrder requires positive sizes
         SumOrder.__post_init__(self)
         object.__setattr__(self, "chunk", chunk)
         for name in ("lanes", "vector"):
@@ -53,12 +55,12 @@ class Row(SharedOrder):
 
     @property
     def leaf_length(self) -> Size:
-        """Terms in each leaf, counting the padding of the last ones."""
+        """Terms in each leaf, with padding."""
         leaves = math.prod(self.radices)
         return -(-self.length // leaves) if isinstance(self.length, int) else sympy.ceiling(self.length / leaves)
 
     def subtree(self, tp_size: int) -> "Row":
-        """The order in which one of `tp_size` ranks sums its share, which is padded with 0.0 to a whole subtree.
+        """Return the order in which one of `tp_size` ranks sums its share, padded with 0.0 to a whole subtree.
 
         Raises:
             InvalidInput: no level of this tree has `tp_size` nodes.

@@ -1,4 +1,4 @@
-"""SumOrder: what every order of additions can do, whatever it sums. The others of this folder are kinds of it."""
+"""SumOrder: base class of all orders of addition."""
 
 import dataclasses
 import hashlib
@@ -14,22 +14,22 @@ from detcompile.orders.float32 import add_tree
 
 __all__ = ["QUIET", "SharedOrder", "Size", "SumOrder"]
 
-Size: TypeAlias = int | sympy.Expr  # a size may be symbolic, so that a certificate can tell what an order depends on
+Size: TypeAlias = int | sympy.Expr  # may be symbolic, so that a certificate can show what an order depends on
 
-QUIET = np.errstate(over="ignore", invalid="ignore")  # an infinity or NaN is an answer here, as on the device
+QUIET = np.errstate(over="ignore", invalid="ignore")  # infinities and NaN are results here, as on the device
 
 
 class SumOrder:
     """A sum as a tree of additions. The subclasses are frozen dataclasses, equal iff their type and fields are.
 
     Raises:
-        NumericsError: when built, if a size is a number but no integer of at least 1.
+        NumericsError: a size is a number but not an integer >= 1. Raised by the constructor.
     """
 
     __slots__ = ()
 
     def __post_init__(self) -> None:
-        """Turn sympy numbers into ints, so that equal orders are equal; refuse what is not a positive integer."""
+        """Convert sympy numbers to ints, so that equal orders compare equal; reject sizes below 1."""
         for name, value in _fields(self):
             if isinstance(value, tuple | list):
                 object.__setattr__(self, name, tuple(_checked_size(self, name, size) for size in value))
@@ -38,11 +38,11 @@ class SumOrder:
 
     @property
     def symbols(self) -> frozenset[sympy.Symbol]:
-        """The free symbols of its sizes; empty if every size is a number."""
+        """Free symbols of the sizes; empty if every size is a number."""
         return _symbols(tuple(value for _, value in _fields(self)))
 
     def digest(self) -> str:
-        """sha256, in hex, of the type and every field; the same in every process."""
+        """Return the sha256, in hex, of type and fields; equal in every process."""
         return hashlib.sha256(_canonical(self).encode()).hexdigest()
 
     def _check_numeric(self) -> None:
@@ -51,20 +51,20 @@ class SumOrder:
             raise InvalidInput(f"{self} cannot be evaluated: its sizes hold {names}; give numbers instead")
 
     def _check_extent(self, what: str, extent: int, size: Size) -> None:
-        """Refuse `what`, which holds `extent` terms, unless this order sums as many."""
+        """Raise InvalidInput unless this order sums `extent` terms, the length of `what`."""
         self._check_numeric()
         if extent != size:
             raise InvalidInput(f"{self} sums {size} terms, but {what} holds {extent}; slice or pad {what} to fit")
 
 
 class SharedOrder(SumOrder):
-    """An order that ranks may share, each holding whole subtrees; without radices, one rank holds all of it."""
+    """An order that may be sharded: each rank holds whole subtrees. Without radices, one rank holds all of it."""
 
     __slots__ = ()
 
     @QUIET
     def combine(self, parts: Sequence[np.ndarray]) -> np.ndarray:
-        """The sum of the ranks' float32 partials, given in rank order: the levels of the tree above the subtrees.
+        """Sum the ranks' float32 partials, given in rank order, through the tree's levels above the subtrees.
 
         Raises:
             InvalidInput: no level of this tree has `len(parts)` nodes.
@@ -72,7 +72,7 @@ class SharedOrder(SumOrder):
         return add_tree(parts, _radices(self)[: self._depth_of(len(parts))])
 
     def _depth_of(self, tp_size: int) -> int:
-        """The level of the tree that has `tp_size` nodes."""
+        """Return the level of the tree that has `tp_size` nodes."""
         radices = _radices(self)
         sizes = [math.prod(radices[:depth]) for depth in range(len(radices) + 1)]
         if tp_size not in sizes:
@@ -108,7 +108,7 @@ def _symbols(value: object) -> frozenset[sympy.Symbol]:
 
 
 def _canonical(value: object) -> str:
-    """Text that tells any two orders apart, symbols of one name but other assumptions included."""
+    """Return text that is unique for an order, also for symbols of one name with different assumptions."""
     if isinstance(value, SumOrder):
         return f"{type(value).__name__}({', '.join(f'{name}={_canonical(field)}' for name, field in _fields(value))})"
     if isinstance(value, tuple):

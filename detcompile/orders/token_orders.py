@@ -1,4 +1,4 @@
-"""How one token sums over what is its own: the keys that it attends to, and the outputs of its experts.
+"""Orders of a token's sums over the keys that it attends to, and over the outputs of its experts.
 
 Legend: D Dv dims of a head's keys and values.
 """
@@ -21,11 +21,11 @@ __all__ = ["Experts", "KV"]
 class KV(SumOrder):
     """Keys at absolute positions: chunks of `chunk` keys, each with a fresh online softmax over blocks of `block`.
 
-    Inside a chunk blocks ascend; the chunks' partials (maximum m, sum l, output o) are merged ascending. Where a
-    sequence is cut into prefill chunks, pages or splits appears nowhere. A block without a visible key changes nothing.
+    Inside a chunk blocks ascend; the chunks' partials (maximum m, sum l, output o) are merged ascending. The
+    order does not depend on prefill chunks, pages or splits. A block without a visible key changes nothing.
 
     Raises:
-        NumericsError: chunk is no multiple of block.
+        NumericsError: chunk is not a multiple of block.
     """
 
     chunk: Size
@@ -44,11 +44,11 @@ class KV(SumOrder):
     def evaluate(
         self, q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int, window: int, scale: float
     ) -> np.ndarray:
-        """The query at `position`, q [D], over k [keys, D] and v [keys, Dv] -> [Dv] float32.
+        """Attend with the query at `position`, q [D], over k [keys, D] and v [keys, Dv] -> [Dv] float32.
 
-        Key p is visible iff position - window < p <= position; window 0 shows every key up to `position`. This is the
-        reference of the order of blocks and chunks, not of a template's bits: the exponential is numpy's, and one
-        chain runs through the blocks of a chunk, where a template uses its own lanes and may sum each block by itself.
+        Key p is visible iff position - window < p <= position; window 0 shows every key up to `position`. This is a
+        reference for the order of blocks and chunks, not for a template's bits: it uses numpy's exponential, and one
+        chain through the blocks of a chunk, while a template uses lanes and may sum each block separately.
 
         Raises:
             InvalidInput: the order is symbolic, or k or v end before `position`.
@@ -69,7 +69,7 @@ class KV(SumOrder):
     def _chunk_partial(
         self, q: np.ndarray, k: np.ndarray, v: np.ndarray, visible: slice, scale: float
     ) -> tuple[np.float32, np.float32, np.ndarray]:
-        """(m, l, o [Dv]) of the visible keys of one chunk."""
+        """Return (m, l, o [Dv]) of one chunk's visible keys."""
         m, l, o = _nothing_seen(v.shape[-1])
         log2_scale = np.float32(scale * math.log2(math.e))
         for start in range(visible.start // self.block * self.block, visible.stop, self.block):
@@ -105,5 +105,5 @@ def _nothing_seen(head_dim: int) -> tuple[np.float32, np.float32, np.ndarray]:
 
 
 def _finite(maximum: np.float32) -> np.float32:
-    """What scores are taken against: 0 while none of them is above -inf, so that keys without weight leave no NaN."""
+    """Return the maximum to subtract from scores: 0 instead of -inf, which would give NaN."""
     return np.float32(0) if maximum == -np.inf else maximum

@@ -115,9 +115,9 @@ def _show_completion(compiled: CompiledModel, console: Console) -> None:
 
 def _table(comparisons: list[Comparison], dtype: torch.dtype) -> Table:
     table = Table(
-        title=f"A prompt under all configurations of an axis, {str(dtype).removeprefix('torch.')}, worse of two",
+        title=f"One prompt under all configurations of an axis, {str(dtype).removeprefix('torch.')}, the worse of two prompts",
         caption="logits: distinct byte strings; outputs: distinct likeliest tokens; max Δp: largest difference of a"
-        " probability. 1, 1 and 0: the bits do not depend on the axis.",
+        " probability. 1, 1 and 0 mean that no bit follows the axis.",
     )
     add_columns(
         table, "axis", "runs", "torch\nlogits", "\noutputs", "\nmax Δp", "ours\nlogits", "\noutputs", "\nmax Δp"

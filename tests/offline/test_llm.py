@@ -141,7 +141,8 @@ def test_a_conversation_is_rendered_by_the_template(llm: LLM) -> None:
     options |= {"continue_final_message": True, "chat_template_kwargs": {}}
     assert llm.chat(CHAT, GREEDY, **options)[0].prompt == "<system>Write Python.</><user>def mean("
     with pytest.raises(InvalidInput, match="chat template cannot render"):
-        llm.chat(CHAT, GREEDY, use_tqdm=False)  # this tokenizer has none
+        llm.chat(CHAT, GREEDY, use_tqdm=False, chat_template="{{ raise_exception('no') }}")
+    assert llm.chat(CHAT, GREEDY, use_tqdm=False)[0].prompt == "# Write Python.\n# def mean(\n"
     for messages in ("hello", {}, [], 3, [3], [None], [CHAT, "hello"], [CHAT, CHAT[0]]):
         with pytest.raises(InvalidInput, match="messages"):
             llm.chat(messages, GREEDY, chat_template=TEMPLATE)

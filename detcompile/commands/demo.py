@@ -115,7 +115,7 @@ def _show_completion(compiled: CompiledModel, console: Console) -> None:
 
 def _table(comparisons: list[Comparison], dtype: torch.dtype) -> Table:
     table = Table(
-        title=f"One prompt under all configurations of an axis, {str(dtype).removeprefix('torch.')}, the worse of two prompts",
+        title=f"All configurations of an axis, {str(dtype).removeprefix('torch.')}, for the worse of two prompts",
         caption="logits: distinct byte strings; outputs: distinct likeliest tokens; max Δp: largest difference of a"
         " probability. 1, 1 and 0 mean that no bit follows the axis.",
     )

@@ -98,7 +98,7 @@ def assert_the_same_weights(found: dict[str, Tensor]) -> None:
         assert found[name].stride() == tensor.stride(), name
 
 
-def test_what_was_written_comes_back(inside: Path) -> None:
+def test_archive_round_trips(inside: Path) -> None:
     archive = Archive(inside)
     assert {name: archive.facts[name] for name in FACTS} == FACTS
     assert {name: archive.read(name) for name in MEMBERS} == MEMBERS
@@ -134,7 +134,7 @@ def test_damaged_weights_beside_are_refused(tmp_path: Path, damage) -> None:
 
 
 @pytest.mark.parametrize("beside", [False, True])
-def test_each_rank_reads_and_checks_its_own(tmp_path: Path, beside: bool) -> None:
+def test_each_rank_checks_its_own_members(tmp_path: Path, beside: bool) -> None:
     path = tmp_path / "m.pt2"
     ranks = [share(tmp_path, rank) for rank in range(2)]
     ranks[1] = ranks[1]._replace(weights=ranks[1].weights.written_to(tmp_path / "written"))
@@ -167,7 +167,7 @@ def test_every_changed_byte_is_seen(inside: Path, at: float, change: int) -> Non
 
 
 @given(end=st.floats(0, 1, exclude_max=True))
-def test_a_file_that_is_cut_short_is_refused(inside: Path, end: float) -> None:
+def test_truncated_file_is_rejected(inside: Path, end: float) -> None:
     content = inside.read_bytes()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "short.pt2")
@@ -192,7 +192,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
             Archive(tmp_path / f"{name}.pt2")
 
 
-def test_a_write_that_fails_leaves_the_old_file(inside: Path, tmp_path: Path) -> None:
+def test_failed_write_keeps_the_old_file(inside: Path, tmp_path: Path) -> None:
     path = tmp_path / "m.pt2"
     path.write_bytes(inside.read_bytes())
     with pytest.raises(FileNotFoundError):
@@ -268,7 +268,7 @@ OUTSIDE = [
 
 @pytest.mark.parametrize("name", OUTSIDE)
 @pytest.mark.parametrize("folder", [library_folder(0), f"{EXTRA}/tokenizer", ""])
-def test_a_member_that_would_be_written_elsewhere_is_refused(
+def test_member_outside_the_folder_is_rejected(
     inside: Path, tmp_path: Path, folder: str, name: str
 ) -> None:
     member = f"{ROOT}/{folder}/{name}" if folder else name
@@ -290,7 +290,7 @@ def test_links_compressed_and_repeated_members_are_refused(inside: Path, tmp_pat
 
 
 @pytest.mark.parametrize("drop", [f"{EXTRA}/notes.txt", f"{EXTRA}/rank0.safetensors"])
-def test_a_listed_member_that_is_not_there_is_named(inside: Path, tmp_path: Path, drop: str) -> None:
+def test_missing_listed_member_is_named(inside: Path, tmp_path: Path, drop: str) -> None:
     with pytest.raises(ArchiveError, match=f"m.pt2 is damaged: {drop}"):
         Archive(forged(tmp_path / "m.pt2", inside, drop=drop)).weights(CPU)
 
@@ -304,7 +304,7 @@ def test_weights_beside_are_beside(inside: Path, tmp_path: Path, place: str) -> 
 
 
 @pytest.mark.parametrize("manifest", [b"", b"{", b"[]", b"null", b"\xff", b"[" * 200_000, b'{"members": {}}'])
-def test_a_manifest_that_is_none_is_refused(inside: Path, tmp_path: Path, manifest: bytes) -> None:
+def test_malformed_manifest_is_rejected(inside: Path, tmp_path: Path, manifest: bytes) -> None:
     with pytest.raises(ArchiveError, match=r"m\.pt2 is not what export wrote"):
         Archive(forged(tmp_path / "m.pt2", inside, facts=manifest))
 
@@ -332,7 +332,7 @@ def with_odd(facts: Any, draw: st.DataObject) -> Any:
 
 @settings(max_examples=80)
 @given(draw=st.data())
-def test_a_forged_manifest_fails_as_that_alone(inside: Path, draw: st.DataObject) -> None:
+def test_forged_manifest_raises_only_archive_error(inside: Path, draw: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = forged(Path(folder, "m.pt2"), inside, facts=with_odd(Archive(inside).facts, draw))
         try:
@@ -344,7 +344,7 @@ def test_a_forged_manifest_fails_as_that_alone(inside: Path, draw: st.DataObject
 
 @settings(max_examples=300)
 @given(draw=st.data())
-def test_forged_facts_of_a_model_are_refused_or_of_the_right_types(draw: st.DataObject) -> None:
+def test_forged_facts_are_rejected_or_well_typed(draw: st.DataObject) -> None:
     facts = with_odd(MODEL, draw)
     facts.setdefault("ranks", [])
     try:

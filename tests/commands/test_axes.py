@@ -5,7 +5,7 @@ import torch
 from detcompile.commands.axes import AxisResult
 
 
-def test_one_bit_of_one_logit_is_a_difference() -> None:
+def test_one_logit_bit_is_a_difference() -> None:
     logits, result = torch.tensor([[1.0, 2.0, 3.0]]), AxisResult()
     other = logits.clone()
     other.view(torch.int32)[0, 0] += 1

@@ -74,7 +74,7 @@ def tags_of(page: str) -> dict[str, int]:
     return parser.counts
 
 
-def test_a_page_holds_every_operation_and_every_sum():
+def test_page_lists_every_operation_and_sum():
     certificate = compiled("qwen3", torch.float32).certificate
     page = certificate_page(certificate, title="a <model>", facts=FACTS, parts=PARTS)
     counts = tags_of(page)
@@ -148,7 +148,7 @@ def test_figures_of_another_model_are_refused(tmp_path, monkeypatch):
     assert result.exit_code == 2 and "--html" in result.output
 
 
-def test_check_shows_what_was_measured_of_the_same_model(tmp_path, monkeypatch):
+def test_check_shows_measurements_of_same_model(tmp_path, monkeypatch):
     model = compiled("qwen3", torch.float32)
     monkeypatch.setattr(ModelSpec, "compile", lambda spec, tp: model)
     file = tmp_path / "verify.json"
@@ -175,7 +175,7 @@ REFUSED = {
 }
 
 
-def test_a_refusal_names_each_operation_under_its_remedy():
+def test_refusal_groups_operations_by_remedy():
     lines = (*REFUSED, *REFUSED)
     counts = tags_of(page := refusal_page(UncertifiedOp("many", lines), title="m", facts={"device": "cpu"}))
     groups = set(REFUSED.values())
@@ -188,7 +188,7 @@ def test_a_refusal_names_each_operation_under_its_remedy():
     assert [remedy.title for remedy in REMEDIES if escape(remedy.advice) not in page] == []
 
 
-def test_a_line_of_a_refusal_is_taken_apart():
+def test_refusal_line_is_parsed():
     assert refused_in("<f at 0x1> at a.py:3 in g: a: b") == ("<f at 0x1>", "a.py:3 in g", "a: b")
     assert refused_in("k_cache[0]: what attention wrote is not kept") == (
         *("k_cache[0]", ""),
@@ -197,7 +197,7 @@ def test_a_line_of_a_refusal_is_taken_apart():
     assert refused_in("nothing of the kind") == ("", "", "nothing of the kind")
 
 
-def test_a_model_that_is_refused_gets_a_page_with_advice(tmp_path, monkeypatch):
+def test_refused_model_gets_page_with_advice(tmp_path, monkeypatch):
     def refused(spec, tp):
         model = random_model("llama", torch.float32, num_hidden_layers=1)
         mlp = model.model.layers[0].mlp
@@ -229,7 +229,7 @@ def test_check_writes_every_refusal_and_still_fails(tmp_path, monkeypatch, error
     assert ("detcompile doctor" in page) == isinstance(error, (CompilerNotFound, StorageError))
 
 
-def test_a_page_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+def test_unwritable_page_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(ModelSpec, "compile", mock.Mock(side_effect=UnsupportedModel("no")))
     place = tmp_path / "page.html"
     full = mock.patch.object(type(place), "write_text", side_effect=OSError(errno.ENOSPC, "No space left on device"))
@@ -265,7 +265,7 @@ def test_every_order_is_drawn_within_its_frame(order):
 
 
 @pytest.mark.parametrize("leaf", [Blocked(192, 128), EvenOdd(192, 32)], ids=str)
-def test_the_leaves_of_a_tree_are_its_ranges(leaf):
+def test_tree_leaves_are_its_ranges(leaf):
     """What is drawn is what is summed: every k once, from left to right."""
     tree = order_tree(Tree(768, (2, 2), leaf))
     drawn = [line for node in leaves(tree) for line in node.text if line.startswith("k = ")]

@@ -76,7 +76,7 @@ def test_help_and_version_import_no_torch():
         assert shown in done.stdout and done.stdout.splitlines()[-1] == "False"
 
 
-def test_the_list_of_commands_has_the_first_line_of_each_ones_help():
+def test_command_list_shows_first_help_lines():
     for name, line in cli.COMMANDS.items():
         command = importlib.import_module(cli.module_of(name)).command
         assert inspect.getdoc(command).splitlines()[0] == line
@@ -103,7 +103,7 @@ QUICK_AXES = ("padding", "decode")  # tests/invariance measures the others
 
 
 @pytest.mark.parametrize("axes", [QUICK_AXES, pytest.param((), id="all", marks=EXHAUSTIVE)])
-def test_verify_prints_one_json_object_and_every_axis_holds(axes: tuple[str, ...]) -> None:
+def test_verify_prints_json_and_axes_hold(axes: tuple[str, ...]) -> None:
     chosen = ("--axes", ",".join(axes)) if axes else ()
     with mock.patch.object(ModelSpec, "compile", compiled_here):
         done = run_here("verify", MODEL, "--json", "--configurations", "3", "--device", "cpu", *chosen)
@@ -131,7 +131,7 @@ def test_check_prints_the_certificate_of_random_weights(tmp_path) -> None:
     assert "Tree(384, 2, Blocked(192, block=128))" in found["orders"]
 
 
-def test_other_processes_take_the_commit_that_was_compiled() -> None:
+def test_other_processes_load_the_compiled_commit() -> None:
     """Also where the branch has moved since; and no token is in what a spec prints."""
     model = SimpleNamespace(config=SimpleNamespace(_commit_hash=COMMIT))
     spec = ModelSpec("org/name", revision="main", token="hf_secret")
@@ -141,7 +141,7 @@ def test_other_processes_take_the_commit_that_was_compiled() -> None:
 
 
 @EXHAUSTIVE
-def test_an_archive_is_taken_where_a_model_is(tmp_path: Path) -> None:
+def test_archive_is_accepted_as_model(tmp_path: Path) -> None:
     archive = tmp_path / "model.pt2"
     with mock.patch.object(ModelSpec, "compile", compiled_here):
         done = run_here("export", MODEL, str(archive), "--beside")
@@ -193,7 +193,7 @@ def test_generate_prints_one_json_object_a_prompt(answered: subprocess.Completed
             assert all(len(step["top"]) == 2 and step["logprob"] <= 0 for step in part["logprobs"])
 
 
-def test_a_prompt_that_is_refused_leaves_the_others_answered(answered: subprocess.CompletedProcess[str]) -> None:
+def test_rejected_prompt_leaves_others_answered(answered: subprocess.CompletedProcess[str]) -> None:
     assert answered.returncode == 2
     refused = [entry for entry in map(json.loads, answered.stdout.splitlines()) if entry["error"] is not None]
     assert len(refused) == 1 and refused[0]["outputs"] == [] and "compiled for 2048" in refused[0]["error"]
@@ -201,7 +201,7 @@ def test_a_prompt_that_is_refused_leaves_the_others_answered(answered: subproces
     assert "prompt 1: 24 tokens (length); seed 7" in answered.stderr
 
 
-def test_the_seed_repeats_an_answer_in_another_process_alone_and_otherwise_scheduled(
+def test_seed_repeats_answer_in_another_process(
     answered: subprocess.CompletedProcess[str], tmp_path: Path
 ) -> None:
     before = json.loads(answered.stdout.splitlines()[3])
@@ -216,7 +216,7 @@ def test_the_seed_repeats_an_answer_in_another_process_alone_and_otherwise_sched
     assert json.loads(done.stdout) == before
 
 
-def test_diff_finds_the_same_answers_in_another_run(answered: subprocess.CompletedProcess[str], tmp_path: Path) -> None:
+def test_diff_finds_equal_answers_across_runs(answered: subprocess.CompletedProcess[str], tmp_path: Path) -> None:
     """By their requests, wherever these stand; a bit that is changed is found, and nothing explains it."""
     one, other = tmp_path / "one.jsonl", tmp_path / "other.jsonl"
     one.write_text(answered.stdout)
@@ -305,7 +305,7 @@ def test_no_two_prompts_share_a_seed() -> None:
         (("generate", "tiny", "x", "--logprobs", "1"), "add --json"),
     ],
 )
-def test_bad_input_ends_with_a_message_and_code_2(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
+def test_bad_input_exits_with_message_and_2(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
     with with_cache(tmp_path, offline=True):
         done = run_here(*arguments)
     assert done.returncode == 2

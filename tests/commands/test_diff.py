@@ -80,7 +80,7 @@ def test_a_file_equals_itself(content: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("part", MEANINGS)
-def test_each_part_that_differs_is_named_with_its_meaning(part: str, tmp_path: Path) -> None:
+def test_differing_part_is_named_with_meaning(part: str, tmp_path: Path) -> None:
     other = PARTS | {part: "two"}
     code, found, lines = compared(tmp_path, PARTS, printed(other))
     assert code == 1 and found["equal"] is False
@@ -164,7 +164,7 @@ def other_end(run: list[Any]) -> None:
         (other_end, (1, 0, None), "ends"),
     ],
 )
-def test_the_first_difference_is_found_and_not_explained(change, where, what, tmp_path: Path) -> None:
+def test_first_difference_is_reported_as_unexplained(change, where, what, tmp_path: Path) -> None:
     code, found, lines = compared(tmp_path, RUN, changed(change))
     first = found["runs"]["differences"][0]
     parting = first["parting"]
@@ -204,7 +204,7 @@ def test_what_was_asked_explains_other_answers(tmp_path: Path) -> None:
     assert "seed: 8 in A, 80 in B" in lines
 
 
-def test_the_seed_of_a_greedy_request_explains_nothing(tmp_path: Path) -> None:
+def test_greedy_seed_explains_nothing(tmp_path: Path) -> None:
     def greedy(run: list[Any], seed: int) -> None:
         run[1]["params"] = PARAMS | {"temperature": 0.0}
         run[1]["seed"] = seed
@@ -227,7 +227,7 @@ def test_logprobs_that_both_report_are_compared(tmp_path: Path) -> None:
     assert code == 1 and found["runs"]["differences"][0]["a"] == 2
 
 
-def test_what_is_outside_of_the_contract_is_explained(tmp_path: Path) -> None:
+def test_differences_outside_the_contract_are_explained(tmp_path: Path) -> None:
     def refuse(run: list[Any]) -> None:
         run[2]["outputs"], run[2]["error"] = [], "no blocks"
 
@@ -332,7 +332,7 @@ def test_a_model_is_compiled_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert made == ["tiny", str(tmp_path), "org/name"]
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_missing_file_is_named(tmp_path: Path) -> None:
     for place in (tmp_path / "gone", tmp_path / "gone.jsonl", Path("gone.json"), Path("gone.pt2")):
         error = CliRunner().invoke(cli.app, ["diff", str(place), str(place)]).exception
         assert isinstance(error, InvalidInput) and "no such file" in str(error)

@@ -96,7 +96,7 @@ def test_this_machine_has_what_is_needed(tmp_path: Path) -> None:
     assert "detcompile.api" not in modules and "detcompile.passes.graphs" not in modules
 
 
-def test_a_compiler_that_is_not_there_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "/no/such/g++ -m64")
     with mock.patch.object(looking, "look_at_gpus", lambda *_: NO_GPU):
         code, found = diagnosed()
@@ -149,7 +149,7 @@ def open_inside(place: Path) -> None:
         (open_inside, "cpu can be written by others"),
     ],
 )
-def test_a_cache_that_cannot_be_used_is_missed(make, said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_cache_is_reported(make, said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = tmp_path / "of a user" / "cache"
     if make is not in_a_file:
         place.parent.mkdir()
@@ -181,7 +181,7 @@ def test_a_cache_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert [path.name for path in tmp_path.rglob("*")] == ["cpu", "kernels.so"]
 
 
-def test_a_package_that_cannot_be_imported_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     code, found = diagnosed()
     assert code == 1 and list(found["machine"]["broken"]) == ["tokenizers"]

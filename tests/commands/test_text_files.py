@@ -55,7 +55,7 @@ def test_any_text_comes_back(tmp_path_factory: pytest.TempPathFactory, text: str
 
 
 @pytest.mark.parametrize(("content", "reason"), REFUSED.values(), ids=REFUSED)
-def test_what_is_no_text_is_refused_by_its_place(
+def test_non_text_input_is_rejected_with_position(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, reason: str
 ) -> None:
     file = tmp_path / "prompts"
@@ -100,7 +100,7 @@ def test_a_process_without_streams_has_no_terminal(tmp_path: Path, monkeypatch: 
     assert not printed.getvalue()
 
 
-def test_the_command_ends_with_the_place_and_code_2(tmp_path: Path) -> None:
+def test_command_exits_with_position_and_2(tmp_path: Path) -> None:
     file = tmp_path / "prompts"
     file.write_bytes("füße\n".encode("latin-1"))
     done = run("generate", "tiny", "--file", str(file))

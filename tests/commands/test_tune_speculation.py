@@ -35,7 +35,7 @@ def chain(nodes: int, acceptance: float, tokens: float, draft: float, millisecon
 
 
 @EXHAUSTIVE
-def test_trials_are_of_both_workloads_and_all_kinds():
+def test_trials_cover_all_workloads_and_kinds():
     model = compiled("tiny-draft", torch.bfloat16)
     workloads = [Workload.of(kind, embedded_text(kind), model, 1, 20) for kind in ("code", "prose")]
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -68,7 +68,7 @@ class SlowAtFirst(NGramDrafter):
         return super().propose(sequences, max_depth)
 
 
-def test_what_only_the_first_draft_costs_is_not_counted(monkeypatch):
+def test_warmup_of_drafts_is_not_counted(monkeypatch):
     drafter = ("n-gram", 2, SlowAtFirst())
     monkeypatch.setattr("detcompile.commands.tuning.draft_trials.plan", lambda draft, nodes: iter([drafter]))
     model = compiled("tiny-draft", torch.bfloat16)
@@ -105,7 +105,7 @@ def test_advice_follows_the_formula():
     assert "leave speculation off" in advice_text([PLAIN, chain(2, 0.0, 1.0, 1.0, 12.0)], [])
 
 
-def test_the_table_and_the_plot_show_every_trial():
+def test_table_and_plot_show_every_trial():
     trials = [PLAIN, chain(2, 0.8, 2.44, 1.0, 4.5), chain(5, 0.8, 3.69, 2.5, 4.0)]
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(trials_table(trials))

@@ -47,7 +47,7 @@ def test_fma_rounds_the_exact_value_once(a, b, c):
     assert_fma_is_exact(np.float32(a), np.float32(b), np.float32(c))
 
 
-def test_fma_on_values_that_cancel_and_on_subnormals():
+def test_fma_with_cancellation_and_subnormals():
     rng = np.random.default_rng(0)
     for scale in (1.0, 1e-20, 1e-23, 1e12):
         a, b = (rng.standard_normal((2, 500)) * scale).astype(np.float32)
@@ -58,7 +58,7 @@ def test_fma_on_values_that_cancel_and_on_subnormals():
 
 @pytest.mark.parametrize("product_sign", [1, -1])
 @pytest.mark.parametrize("sign", [1, -1])
-def test_fma_is_right_where_rounding_twice_is_wrong(sign, product_sign):
+def test_fma_avoids_double_rounding(sign, product_sign):
     """a * b is half a unit of c, less 2**-46 of itself: float64 sees a tie, and would round away from an odd c."""
     a = np.float32(sign * product_sign * 2.0**-24 * (1 + 2.0**-23))
     b = np.float32(1 - 2.0**-23)
@@ -77,7 +77,7 @@ def flushed(value: float) -> Fraction:
     *[st.floats(-(2.0**-40), 2.0**-40, width=32) | FLOATS for _ in range(2)],
     st.floats(-(2.0**-124), 2.0**-124, width=32),
 )
-def test_flushed_fma_takes_and_gives_zeros_for_subnormals(a, b, c):
+def test_flushed_fma_zeroes_subnormals(a, b, c):
     """A result is tiny if it is below 2^-126 after rounding to 24 bits, as x86 says, whatever the exponent."""
     exact = flushed(a) * flushed(b) + flushed(c)
     actual = float(fma_flushed(np.float32(a), np.float32(b), np.float32(c)))
@@ -150,7 +150,7 @@ def test_the_additions_written_out(actual, expected):
     assert actual() == expected
 
 
-def test_a_tree_refuses_parts_it_has_no_place_for():
+def test_tree_rejects_surplus_parts():
     with pytest.raises(AssertionError, match="parts are left"):
         add_tree(list(np.ones(6, np.float32)), (2, 2))
 

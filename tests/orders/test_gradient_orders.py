@@ -29,7 +29,7 @@ def on_grid(values: np.ndarray, grid: int) -> np.ndarray:
 
 
 @given(SEEDS, GRIDS, st.integers(1, 40))
-def test_float64_and_int64_sums_in_any_order_are_the_exact_one(seed, grid, count):
+def test_float64_and_int64_sums_are_exact(seed, grid, count):
     leaves = heavy_tailed(seed, count, 3) * 2.0 ** (grid + 44) * 2.0**-4
     expected = Exact(Sequential(64), 64, grid).evaluate(leaves)
     shuffled = np.random.default_rng(seed).permutation(on_grid(leaves, grid))
@@ -39,13 +39,13 @@ def test_float64_and_int64_sums_in_any_order_are_the_exact_one(seed, grid, count
     assert (multiples.sum(0) * 2.0**grid).tobytes() == expected.tobytes()
 
 
-def test_a_leaf_is_rounded_once_to_nearest_even():
+def test_leaf_is_rounded_once_to_even():
     order = Exact(Sequential(1), 1, -2)
     assert order.evaluate(np.array([[0.125], [0.375], [0.376], [-0.125]])).tolist() == [0.0 + 0.5 + 0.5 - 0.0]
     assert order.evaluate(np.array([[0.375]])).tolist() == [0.5] and order.evaluate(np.array([[0.125]])).tolist() == [0]
 
 
-def test_what_is_beyond_exactness_is_refused_and_nan_is_nan():
+def test_inexact_sums_are_rejected_nan_stays_nan():
     order = Exact(Sequential(1), 1, -44)
     assert order.limit == 128.0
     assert order.evaluate(np.array([[100.0], [-28.0]])).tolist() == [72.0]
@@ -55,7 +55,7 @@ def test_what_is_beyond_exactness_is_refused_and_nan_is_nan():
 
 
 @given(SEEDS, st.integers(1, 9), st.sampled_from([1, 2, 4]))
-def test_keys_descend_in_blocks_and_ascend_in_each(seed, count, block):
+def test_key_blocks_descend_and_keys_ascend(seed, count, block):
     ds, k = np.tril(heavy_tailed(seed, count, count)), heavy_tailed(seed + 1, count, 2)
     expected = np.zeros((count, 2), np.float32)
     for query in range(count):

@@ -98,7 +98,7 @@ def test_broken_choices_of_gradients_are_refused(choice, message):
         Numerics(**choice)
 
 
-def test_choices_of_gradients_are_no_part_of_what_a_forward_is_fingerprinted_by():
+def test_gradient_choices_leave_forward_fingerprint_unchanged():
     choices = [Numerics(), Numerics(token_leaf=64), Numerics(token_grid=-40)]
     assert {repr(choice) for choice in choices} == {"Numerics(tp_sizes=(1, 2, 4, 8), kv_chunk=512)"}
     assert len({choice.digest() for choice in choices}) == 1
@@ -107,19 +107,19 @@ def test_choices_of_gradients_are_no_part_of_what_a_forward_is_fingerprinted_by(
     assert Numerics(train_tp_sizes=[1]).for_training() == f"Numerics({every})"
 
 
-def test_numerics_cannot_be_changed_or_given_by_position():
+def test_numerics_are_frozen_and_keyword_only():
     with pytest.raises(dataclasses.FrozenInstanceError):
         Numerics().kv_chunk = 64
     with pytest.raises(TypeError):
         Numerics((1, 2))
 
 
-def test_a_list_of_sizes_is_the_same_choice():
+def test_list_of_sizes_equals_tuple():
     assert Numerics(tp_sizes=[1, 2]) == Numerics(tp_sizes=(1, 2))
     assert Numerics(tp_sizes=[1, 2]).digest() == Numerics(tp_sizes=(1, 2)).digest()
 
 
-def test_digests_tell_choices_apart_and_survive_a_restart():
+def test_digests_are_unique_and_survive_restarts():
     choices = [Numerics(), Numerics(kv_chunk=64), Numerics(tp_sizes=(1,)), Numerics(tp_sizes=(1, 8))]
     assert len({choice.digest() for choice in choices}) == len(choices)
     code = "from detcompile.orders.numerics import Numerics; print(Numerics().digest())"
@@ -127,7 +127,7 @@ def test_digests_tell_choices_apart_and_survive_a_restart():
     assert restarted.strip() == Numerics().digest()
 
 
-def test_no_choosing_function_can_see_the_batch_or_the_current_tp():
+def test_order_choice_cannot_see_batch_or_tp():
     allowed = {"k", "length", "dtype", "device_type", "isa", "radices", "numerics"}
     for name in numerics.__all__:
         chooser = getattr(numerics, name)
@@ -148,7 +148,7 @@ def test_matmul_orders():
 
 
 @given(CHAINS, st.integers(1, 40), DTYPES)
-def test_a_row_parallel_order_has_the_declared_sizes(tp_sizes, leaf_k, dtype):
+def test_row_parallel_order_has_declared_sizes(tp_sizes, leaf_k, dtype):
     choice = Numerics(tp_sizes=tp_sizes)
     order = matmul_order(leaf_k * choice.leaves, dtype, choice.radices)
     assert len(order.leaf_slices()) == choice.leaves
@@ -157,7 +157,7 @@ def test_a_row_parallel_order_has_the_declared_sizes(tp_sizes, leaf_k, dtype):
 
 
 @given(CHAINS, st.integers(1, 5000))
-def test_k_is_refused_unless_it_splits_evenly_and_what_fits_is_named(tp_sizes, k):
+def test_uneven_k_is_rejected_with_fitting_sizes(tp_sizes, k):
     choice = Numerics(tp_sizes=tp_sizes)
     if k % choice.leaves == 0:
         matmul_order(k, torch.bfloat16, choice.radices)
@@ -227,7 +227,7 @@ def test_kv_order_follows_the_declared_chunk():
     assert kv_order(Numerics(kv_chunk=128)) == KV(128, 64)
 
 
-def test_token_orders_follow_the_declared_leaf_and_grid():
+def test_token_orders_use_declared_leaf_and_grid():
     choice = Numerics(token_leaf=256, token_grid=-40)
     assert token_product_order(choice, torch.bfloat16) == Exact(Sequential(256), 256, -40)
     assert token_product_order(choice, torch.bfloat16, "amx") == Exact(EvenOdd(256), 256, -40)

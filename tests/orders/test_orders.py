@@ -68,7 +68,7 @@ def test_blocked_adds_the_chains_of_its_blocks(seed, k):
 
 
 @given(SEEDS, st.sampled_from([1, 2, 31, 32, 33, 63, 64, 65, 100]))
-def test_even_odd_adds_the_two_chains_of_its_blocks(seed, k):
+def test_even_odd_adds_two_chains_per_block(seed, k):
     x_MK, w_NK = heavy_tailed(seed, 2, k), heavy_tailed(seed + 1, 2, k)
     expected = np.zeros((2, 2), np.float32)
     for m, n in np.ndindex(2, 2):
@@ -78,7 +78,7 @@ def test_even_odd_adds_the_two_chains_of_its_blocks(seed, k):
     assert same_bits(EvenOdd(k).evaluate(x_MK, w_NK), expected)
 
 
-def test_even_odd_flushes_every_addition_with_its_chains():
+def test_even_odd_flushes_every_addition():
     x_MK, w_NK = np.array([[1.5, -1.0]], np.float32), np.array([[2.0**-126, 2.0**-126]], np.float32)
     assert EvenOdd(2).evaluate(x_MK, w_NK) == 2.0**-127
     assert EvenOdd(2).evaluate(x_MK, w_NK, fma_flushed).tobytes() == bytes(4)
@@ -86,7 +86,7 @@ def test_even_odd_flushes_every_addition_with_its_chains():
 
 
 @given(SEEDS, st.integers(1, 9), RADICES, DTYPES, st.sampled_from(["", "amx"]))
-def test_ranks_of_every_declared_size_combine_to_the_whole(seed, leaf_k, radices, dtype, isa):
+def test_ranks_combine_to_the_whole_sum(seed, leaf_k, radices, dtype, isa):
     k = leaf_k * math.prod(radices)
     order = matmul_order(k, dtype, radices, isa)
     x_MK, w_NK = heavy_tailed(seed, 3, k), heavy_tailed(seed + 1, 4, k)
@@ -140,7 +140,7 @@ X, W = heavy_tailed(10, 16, 768), heavy_tailed(11, 16, 768)
         (Tree(768, (2, 2), Sequential(192)), lambda: Sequential(768).evaluate(X, W)),
     ],
 )
-def test_a_planted_swap_changes_the_bits_of_a_matmul(order, planted):
+def test_planted_swap_changes_matmul_bits(order, planted):
     assert not same_bits(order.evaluate(X, W), planted())
 
 
@@ -224,7 +224,7 @@ def halved(values: list[np.float32]) -> np.float32:
 
 
 @given(SEEDS, st.integers(1, 1500), st.sampled_from([1, 8, 32, 64, 256]), st.sampled_from([1, 2, 4, 8]), RADICES)
-def test_row_adds_element_by_element_as_its_contract_says(seed, length, lanes, vector, radices):
+def test_row_adds_in_its_documented_order(seed, length, lanes, vector, radices):
     terms = heavy_tailed(seed, length)
     leaf_length = math.ceil(length / math.prod(radices))
     leaves = [terms[i * leaf_length : (i + 1) * leaf_length] for i in range(math.prod(radices))]
@@ -233,7 +233,7 @@ def test_row_adds_element_by_element_as_its_contract_says(seed, length, lanes, v
 
 
 @given(SEEDS, st.integers(1, 1500), st.sampled_from([1, 3, 8, 40, 512]))
-def test_a_row_in_chunks_combines_them_as_lanes(seed, length, chunk):
+def test_row_combines_chunks_like_lanes(seed, length, chunk):
     terms = heavy_tailed(seed, length)
     sums = [row_one_by_one(terms[i : i + chunk], 8, 4) for i in range(0, length, chunk)]
     padded = sums + [np.float32(0)] * (max(32, 1 << (len(sums) - 1).bit_length()) - len(sums))
@@ -271,7 +271,7 @@ TERMS = heavy_tailed(12, 16, 4000)
         lambda: TERMS.sum(-1),
     ],
 )
-def test_a_planted_swap_changes_the_bits_of_a_row(planted):
+def test_planted_swap_changes_row_bits(planted):
     assert not same_bits(Row(4000, 128, 8).evaluate(TERMS), planted())
 
 
@@ -321,7 +321,7 @@ def test_kv_never_reads_an_invisible_key(seed, position, window):
 
 
 @given(SEEDS, POSITIONS, st.sampled_from([0, 2, 64, 65, 100, 129, 200]))
-def test_kv_processes_or_skips_a_masked_block_with_the_same_bits(seed, position, window):
+def test_masked_kv_block_changes_no_bits(seed, position, window):
     q, k, v = attention_inputs(seed, 320)
     k = k[np.argsort(k @ q)]  # every block moves the running maximum
     expected = masked_attention(q, k, v, position, window, chunk=128)
@@ -373,7 +373,7 @@ def test_kv_has_no_negative_zero():
         pytest.param(KV(128), slice(None), 1, id="keys one position further on"),
     ],
 )
-def test_a_planted_swap_changes_the_bits_of_attention(order, keys, shift):
+def test_planted_swap_changes_attention_bits(order, keys, shift):
     """The scores rise with the position, so that every block moves the running maximum."""
     for seed in range(8):
         q, k, v = attention_inputs(seed, 400)

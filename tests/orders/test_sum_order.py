@@ -71,7 +71,7 @@ def test_a_sympy_number_is_a_number():
         Queries(TOKENS),
     ],
 )
-def test_an_order_states_its_symbols_wherever_they_hide(order):
+def test_order_reports_nested_symbols(order):
     assert order.symbols == {TOKENS}
     assert "tokens" in str(order)
     inputs = {Row: 1, Experts: 1, Exact: 1, KV: 6}.get(type(order), 2)

@@ -18,12 +18,14 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import sqlite3
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ from typing import Any
 import httpx
 
 from benchmarks.kill_drill import RESULTS, TEMPLATE
+from detcompile.models.hub import TINY_FOLDER
 from tests.serving.test_fuzz import CANARY, FINE, LEAVES_SECONDS, mutated, odd, other_receipt, raw, send
 
 __all__ = ["Hostile"]
@@ -40,6 +43,7 @@ KEYS = ["a", "b", "", "x y", "x" * 255, "x" * 256, "é", "'; DROP TABLE requests
 ALLOWED = FINE | {409, 422}
 CODES = {"unavailable", "timeout", "journal_error", "journal_full", "record_damaged"}  # of a 503 that is meant
 NUM_FLIPS = 200
+MOST_TOKENS = 8  # of an answer whose request names no bound
 
 
 class Hostile:
@@ -61,8 +65,9 @@ class Hostile:
         self._canary, self._envelope = answer["choices"], answer["receipt"]
         self._ids = [answer["id"]]
 
-    def run(self, count: int) -> None:
-        """Send so many requests."""
+    def run(self, count: int, seconds: float) -> None:
+        """Send so many requests, or as many as there is time for."""
+        self._end = time.monotonic() + seconds
         with concurrent.futures.ThreadPoolExecutor(NUM_CLIENTS) as pool:
             list(pool.map(self._client, range(NUM_CLIENTS), [count // NUM_CLIENTS] * NUM_CLIENTS))
 
@@ -83,6 +88,8 @@ class Hostile:
         host, port = self._url.removeprefix("http://").split(":")
         with httpx.Client(base_url=self._url, timeout=LEAVES_SECONDS) as http:
             for _ in range(count):
+                if time.monotonic() > self._end:
+                    return
                 kind = draw.choice(["body", "body", "body", "bytes", "receipt", "receipt", "key", "key"])
                 if kind == "bytes":
                     data = raw(draw)
@@ -149,7 +156,13 @@ class Hostile:
 def started(folder: Path) -> tuple[str | None, "subprocess.Popen[str]", list[str]]:
     """A server with a journal, once it is ready: where it listens (None where it ended), its process and its lines."""
     (folder / "template").write_text(TEMPLATE)
-    command = [sys.executable, "-m", "detcompile", "serve", "tiny", "--port", "0", "--journal", str(folder / "journal")]
+    model = folder / "tiny"
+    if not model.exists():
+        shutil.copytree(TINY_FOLDER, model, ignore=shutil.ignore_patterns("draft", "medusa"))
+        config = json.loads((model / "generation_config.json").read_text())
+        (model / "generation_config.json").write_text(json.dumps(config | {"max_new_tokens": MOST_TOKENS}))
+    command = [sys.executable, "-m", "detcompile", "serve", str(model), "--port", "0"]
+    command += ["--journal", str(folder / "journal")]
     command += ["--queue-timeout", "600", "--chat-template", str(folder / "template")]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
@@ -191,9 +204,10 @@ def main() -> int:
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--schemathesis", type=int, default=10, help="examples of each operation; 0: none")
+    parser.add_argument("--minutes", type=float, default=60, help="after which no more are sent")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
-    result: dict[str, Any] = {"commit": arguments.commit, "requests": arguments.requests, "seed": arguments.seed}
+    result: dict[str, Any] = {"commit": arguments.commit, "seed": arguments.seed}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         url, process, lines = started(folder)
@@ -202,13 +216,14 @@ def main() -> int:
             hostile = Hostile(url, arguments.seed)
             if arguments.schemathesis and importlib.util.find_spec("schemathesis"):
                 result["schemathesis"] = schemathesis(url, arguments.schemathesis, arguments.seed)
-            hostile.run(arguments.requests)
+            hostile.run(arguments.requests, 60 * arguments.minutes)
             hostile.require_sound()
             process.send_signal(signal.SIGTERM)
             result["exit code"] = process.wait(120)
         finally:
             process.kill()
             process.wait()
+        result["requests"] = sum(found.total() for found in hostile.statuses.values())
         result["statuses"] = {kind: dict(sorted(found.items())) for kind, found in sorted(hostile.statuses.items())}
         result["faults"] = hostile.faults
         result["log"] = [line.rstrip() for line in lines if "Traceback" in line or "lost" in line]

@@ -1,7 +1,7 @@
-"""How much memory there is, how much of it is taken, and whether an error says that it ran out.
+"""Total and used memory of a GPU or the host, and detection of out-of-memory errors.
 
-A GPU has what this process may take of it (``torch.cuda.set_per_process_memory_fraction``); a CPU has what is available
-now, within the limits of every cgroup that the process is in.
+A GPU's total is what this process may use (``torch.cuda.set_per_process_memory_fraction``). The host's is what is
+available now, within the limits of every cgroup of the process.
 """
 
 import contextlib
@@ -15,28 +15,28 @@ __all__ = ["GPUMemory", "StepMemory", "available_memory", "cgroup_room", "gpu_me
 
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
-# Limits, bytes in use, and the key of memory.stat for cached pages of files, which give way to other uses.
+# Names of limit files, the usage file, and memory.stat's key for reclaimable page cache.
 VERSION_1 = (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
 VERSION_2 = (("memory.max", "memory.high"), "memory.current", "inactive_file")
-# In messages of CUDA and Triton, of torch's CPU allocator, and of torch where the bytes are no int64.
+# Messages of CUDA and Triton, of torch's CPU allocator, and of torch if the bytes exceed int64.
 SIGNS = ("out of memory", "can't allocate memory", "storage size calculation overflowed")
 
 
 class GPUMemory(NamedTuple):
     """Bytes of one GPU."""
 
-    total: int  # bytes that this process may take
-    used: int  # bytes that all processes hold, the allocator's cache included
-    reserved: int  # bytes that this process's allocator holds, for tensors and graphs
+    total: int  # that this process may use
+    used: int  # by all processes, including the allocator's cache
+    reserved: int  # by this process's allocator, for tensors and graphs
 
     @property
     def outside(self) -> int:
-        """Bytes that are no tensors of this process: contexts, kernels, CUDA graphs' nodes, other processes."""
+        """Bytes that are not this process's tensors: contexts, kernels, CUDA graph nodes, other processes."""
         return self.used - self.reserved
 
 
 def gpu_memory(device: torch.device) -> GPUMemory:
-    """What a GPU holds now. What the allocator only keeps for later is given back first."""
+    """Return a GPU's memory after emptying the allocator's cache."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
@@ -46,17 +46,17 @@ def gpu_memory(device: torch.device) -> GPUMemory:
 
 
 class StepMemory:
-    """What the allocator of a GPU keeps between steps: one block that their tensors are cut from.
+    """The memory that the allocator of a GPU keeps between steps: one block from which steps' tensors are cut.
 
-    Steps of ever other sizes would each leave blocks that fit no later one. Where more than ``most`` is kept after a
-    step, everything is given back, and one block taken anew.
+    Steps of changing sizes would otherwise leave blocks that fit no later step. If more than ``most`` is kept after a
+    step, everything is released and one block is allocated again.
 
     Args:
-        block: bytes of the block that is kept.
+        block: bytes of the block.
         most: bytes that may be kept after a step.
 
     Attributes:
-        num_refills: times that a block was taken.
+        num_refills: how often the block was allocated.
     """
 
     def __init__(self, device: torch.device, block: int, most: int) -> None:
@@ -65,15 +65,15 @@ class StepMemory:
         self.most = most
         self.num_refills = 0
         torch.cuda.empty_cache()
-        self._least = self._fixed = self._kept()  # what cannot be given back: of the graphs' pool, above all
+        self._least = self._fixed = self._kept()  # cannot be released: mainly the graphs' pool
 
     def tidy(self) -> None:
-        """Tidy up once the tensors of a step that allocated are gone. Waits for the device where too much is kept."""
+        """Clean up after a step that allocated, once its tensors are gone. May wait for the device."""
         if self._kept() - self._fixed > self.most:
             self.refill()
 
     def refill(self) -> None:
-        """Keep one block, or less where others' tensors hold on to an earlier one."""
+        """Allocate and free one block; a smaller one if tensors still hold parts of an earlier block."""
         torch.cuda.empty_cache()
         self.num_refills += 1
         self._fixed = self._kept()
@@ -90,18 +90,18 @@ class StepMemory:
 
 
 def available_memory() -> int:
-    """Bytes of the host's memory that this process can still take."""
+    """Return the bytes of host memory that this process can still use."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     room = cgroup_room()
     return free if room is None else min(free, room)
 
 
 def cgroup_room(root: Path = CGROUPS, membership: Path = OWN_CGROUPS) -> int | None:
-    """Bytes that the limits of this process's cgroups leave, the tightest of all levels; None where there is none.
+    """Return the bytes left by the tightest limit of this process's cgroups; None without a limit.
 
     Args:
-        root: where cgroups are mounted: version 2's, or version 1's controllers in folders by their names.
-        membership: the file that names the process's cgroups.
+        root: mount point of cgroups v2, or the folder with v1's controllers.
+        membership: the file that lists the process's cgroups.
     """
     try:
         lines = membership.read_text().splitlines()
@@ -118,14 +118,15 @@ def cgroup_room(root: Path = CGROUPS, membership: Path = OWN_CGROUPS) -> int | N
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """Whether the error says that a device or the host has no memory left."""
+    """Return True if the error means that the device or the host is out of memory."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in SIGNS)
 
 
 def _rooms(mount: Path, path: str, version: tuple[tuple[str, ...], str, str]) -> list[int]:
-    """What each level from the mount to the cgroup leaves; inside a container the path may name levels above it."""
+    """Return the free bytes under each cgroup limit, from the mount point down; inside a container, ``path`` may name
+    ancestors outside it."""
     limits, usage, cached = version
     folder = mount / path.lstrip("/")
     rooms = []
@@ -138,7 +139,7 @@ def _rooms(mount: Path, path: str, version: tuple[tuple[str, ...], str, str]) ->
 
 
 def _number(file: Path) -> int | None:
-    """What the file says; None for "max", and where there is no such file."""
+    """Return the number in a file; None for "max" or a missing file."""
     try:
         return int(file.read_text())
     except (OSError, ValueError):

@@ -1,7 +1,7 @@
 """Short garbage collections while requests run.
 
-A full collection of Python visits every object of the process, those of the traced and compiled model among them: 0.2 s
-and more in which no step is launched. While requests run, collections look only at what was made since they began.
+A full collection visits every object of the process, including the traced and compiled model, and stalls the engine for
+0.2 s or more. While requests run, collections visit only objects made since they began.
 """
 
 import gc
@@ -10,19 +10,19 @@ __all__ = ["GCPauses"]
 
 
 class GCPauses:
-    """Takes the objects that exist out of garbage collection, and puts them back; also those that others took out."""
+    """Freezes existing objects out of garbage collection, and unfreezes all objects, including those others froze."""
 
     def __init__(self) -> None:
         self._short = False
 
     def shorten(self) -> None:
-        """Collect nothing that exists now; nothing more happens until ``restore``."""
+        """Exclude existing objects from collection; repeated calls do nothing until ``restore``."""
         if not self._short:
             gc.freeze()
             self._short = True
 
     def restore(self) -> None:
-        """Everything may be collected again."""
+        """Allow everything to be collected again."""
         if self._short:
             gc.unfreeze()
             self._short = False

@@ -1,8 +1,8 @@
-"""Policies: how one step is made up. No choice made here can change a bit.
+"""Policies: how a step is composed. No choice made here can change a bit.
 
-A policy is a function that makes up a step out of the same three moves: decode, prefill, admit. Where the budget is
-smaller than the number of decoding sequences, those that had no part in a step for longest go first: each moves at
-least once in ceil(running / budget) of the steps that decode.
+A policy is a function that composes a step from three moves: decode, prefill, admit. If the budget is smaller than the
+number of decoding sequences, the least recently served go first, so each moves at least once in ceil(running / budget)
+steps that decode.
 
 Source: stall-free batching and chunked prefills: Agrawal et al., "Taming Throughput-Latency Tradeoff in LLM Inference
 with Sarathi-Serve", OSDI 2024.
@@ -20,28 +20,28 @@ from detcompile.runtime.step.builder import StepEntry
 
 __all__ = ["NextStep", "PROMPT_LOGPROBS_CHUNK", "Policy", "new_policy"]
 
-PROMPT_LOGPROBS_CHUNK = 512  # prompt tokens a step whose logits are all wanted: bounds the memory of their logprobs
+PROMPT_LOGPROBS_CHUNK = 512  # most prompt tokens per step with logits of all: bounds the memory of prompt logprobs
 
-# Of prompts in a step of a pipeline: a part of all that waits, so that steps behind each other take about as long.
-ROUNDS = 6  # of steps that run at a time, which what waits is spread over
-FEWEST = 64  # tokens: fewer take as long
+# Prompt tokens of a pipeline step are a share of all waiting ones, so that consecutive steps take about as long.
+ROUNDS = 6  # rounds of lanes over which the waiting prompt tokens are spread
+FEWEST = 64  # tokens; smaller chunks are not faster
 
 
 class NextStep:
-    """A step in the making: what has a part in it, what had to give up its blocks for it, and the budget that is left.
+    """A step being composed: its entries, the sequences preempted for it, and the remaining budget.
 
     A sequence's ``num_computed`` advances when it enters.
 
     Args:
-        cut: token budget of a step while memory is short, which parts prompts under every policy; None where the
-            config's budget holds.
-        pace: bounds the prompt tokens of a step that decodes; None where only the budget does.
-        num_lanes: steps that run at a time: this one takes its share of what there is to do, and no sequence whose
-            newest token another is about to draw.
+        cut: reduced token budget while memory is short, which splits prompts under every policy; None uses the
+            config's budget.
+        pace: limits the prompt tokens of a step that decodes; None leaves only the budget.
+        num_lanes: steps in flight. This step takes its share of the work, and no sequence whose newest token another
+            step is about to draw.
 
     Attributes:
         budget: tokens that may still enter.
-        entries: parts of the step by sequence, decodes first, then in the order in which they entered.
+        entries: the step's entries by sequence: decodes first, then in order of entering.
     """
 
     def __init__(
@@ -62,18 +62,18 @@ class NextStep:
         self._blocks = blocks
         self._config = config
         self._parts_prompts = cut is not None or config.scheduler != "prefill_first"
-        self._prompt_logits = PROMPT_LOGPROBS_CHUNK  # rows of prompt tokens that may still be asked for
+        self._prompt_logits = PROMPT_LOGPROBS_CHUNK  # prompt tokens with wanted logits that may still enter
         self._pace = pace
         self._shape = StepShape()  # of the entries, for the pace
-        self._lost: set[Sequence] = set()  # the preempted ones, to look up
+        self._lost: set[Sequence] = set()  # same as ``preempted``, for lookups
         if num_lanes > 1 and self._parts_prompts:
             self.budget = min(self.budget, self._share())
 
     def ready(self) -> tuple[list[Sequence], list[Sequence]]:
-        """Running sequences that decode, and those whose prompt is not computed yet."""
+        """Return running sequences that decode, and running sequences with an unfinished prompt."""
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
-        elsewhere = 0  # keys of the sequences whose next token other steps are about to draw
+        elsewhere = 0  # total length of the sequences that other steps are decoding
         for sequence in self._queues.running:
             if self._num_lanes > 1 and sequence.num_pending:
                 elsewhere += sequence.num_tokens
@@ -88,7 +88,7 @@ class NextStep:
         return self._part(decodes, elsewhere) if self._num_lanes > 1 else decodes, prefills
 
     def decode(self, ready: Iterable[Sequence]) -> None:
-        """One token of each of these, least recently served first, as the budget allows."""
+        """Add one token of each sequence, least recently served first, within the budget."""
         for sequence in sorted(ready, key=lambda s: s.last_step):
             if self.budget == 0:
                 return
@@ -96,16 +96,16 @@ class NextStep:
                 self._extend(sequence, 1)
 
     def prefill(self, ready: Iterable[Sequence]) -> None:
-        """The next chunks of these, whose prompt is not computed yet, the most urgent first."""
+        """Add the next prompt chunks of these sequences, most urgent first."""
         for sequence in sorted(ready, key=self._queues.urgency):
             if self.budget > 0 and sequence not in self._lost and self.chunk(sequence):
                 self._extend(sequence, self.chunk(sequence))
 
     def admit(self) -> None:
-        """Start waiting sequences in the order of their urgency, until seats, budget or blocks run out.
+        """Start waiting sequences in order of urgency, until max_num_seqs, the budget or the blocks run out.
 
-        Nobody passes the most urgent one, and nobody starts in a step that took blocks away from another. Where prompts
-        are computed whole, one that is longer than the budget takes a step of its own.
+        No sequence overtakes a more urgent one, and none starts in a step that preempted another. If prompts are
+        computed whole, a prompt longer than the budget gets a step of its own.
         """
         running, waiting = self._queues.running, self._queues.waiting
         if self.preempted or not waiting or len(running) >= self._config.max_num_seqs:
@@ -130,7 +130,7 @@ class NextStep:
         del waiting[:started]
 
     def chunk(self, sequence: Sequence) -> int:
-        """Tokens of a prompt that the step still has room for; none where it has all the prompt logits it may have."""
+        """Return how many prompt tokens still fit in the step; 0 if its quota of prompt logits is used up."""
         wanted = sequence.num_uncomputed
         if sequence.gives_prompt_logits(sequence.num_computed):
             wanted = min(wanted, self._prompt_logits)
@@ -138,22 +138,22 @@ class NextStep:
         return wanted if self._pace is None else self._pace.chunk(self._shape, sequence.num_computed, wanted)
 
     def _first_chunk(self, sequence: Sequence) -> int:
-        """The chunk of a sequence that has its blocks: some of it also where its cached beginning fills the pace."""
+        """Return the first chunk of a sequence that has blocks: not 0 even if the pace is used up."""
         return self.chunk(sequence) or min(sequence.num_uncomputed, self.budget, LEAST_CHUNK)
 
     def _part(self, decodes: list[Sequence], elsewhere: int) -> list[Sequence]:
-        """Those of the sequences that decode, the least recently served first, which read their part of all keys."""
+        """Return this lane's share of the decodes, by keys read, least recently served first."""
         left = (elsewhere + sum(sequence.num_tokens for sequence in decodes)) / self._num_lanes
         part: list[Sequence] = []
         for sequence in sorted(decodes, key=lambda s: s.last_step):
             left -= sequence.num_tokens
-            if part and 2 * left < -sequence.num_tokens:  # the larger half of it would be too much
+            if part and 2 * left < -sequence.num_tokens:  # stop here if that is closer to the share
                 break
             part.append(sequence)
         return part
 
     def _share(self) -> int:
-        """Tokens of this step: a part of the decodes, and of all prompt tokens that wait."""
+        """Return this step's token budget: a share of the decodes and of all waiting prompt tokens."""
         num_decodes = waiting = 0
         rounds = ROUNDS * self._num_lanes
         for sequence in (*self._queues.running, *self._queues.waiting):
@@ -168,8 +168,8 @@ class NextStep:
     def _start(self, sequence: Sequence) -> bool:
         """Give a waiting sequence its cached prefix and blocks for its first chunk, or nothing.
 
-        Without sliding windows it gets the blocks of its whole prompt; with them, those of a chunk, as it will free
-        blocks on the way, once the pool has room for all that it will hold at a time.
+        Without sliding windows it gets the blocks of its whole prompt. With them it gets the blocks of one chunk,
+        because it frees blocks on the way, provided that the pool has room for its peak.
         """
         blocks, reuse = self._blocks, not sequence.wants_prompt_logits
         windowed = any(group.window for group in blocks.groups)
@@ -187,7 +187,7 @@ class NextStep:
         return True
 
     def _extend(self, sequence: Sequence, num_tokens: int) -> None:
-        """Put a running sequence into the step, at the price of less urgent ones if its blocks run out."""
+        """Add a running sequence, preempting less urgent ones if blocks run out."""
         while not self._blocks.grow(sequence, sequence.num_computed + num_tokens):
             victim = max(self._queues.running, key=self._queues.urgency)
             self._preempt(victim)
@@ -206,7 +206,7 @@ class NextStep:
         sequence.last_step = self._queues.step
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Give up a sequence's blocks; it starts over from its tokens, and comes to the same bits."""
+        """Preempt a sequence: free its blocks. It restarts from its tokens and produces the same bits."""
         entry = self.entries.pop(sequence, None)
         if entry is not None:
             self.budget += entry.num_tokens
@@ -224,7 +224,7 @@ Policy = Callable[[NextStep], None]
 
 
 def new_policy(name: SchedulerName) -> Policy:
-    """The policy of that name, which may remember the steps before."""
+    """Return the policy of that name; it may keep state between steps."""
     policies: dict[SchedulerName, Policy] = {
         "stall_free": _stall_free,
         "prefill_first": _prefill_first,
@@ -234,9 +234,9 @@ def new_policy(name: SchedulerName) -> Policy:
 
 
 def _stall_free(step: NextStep) -> None:
-    """Every decode, then prefill chunks in what is left of the budget."""
+    """Every decode, then prefill chunks in the rest of the budget."""
     decodes, prefills = step.ready()
-    if len(decodes) >= step.budget and prefills:  # a small budget goes round
+    if len(decodes) >= step.budget and prefills:  # share a small budget in turn
         step.decode(decodes + prefills)
         return
     step.decode(decodes)
@@ -245,7 +245,7 @@ def _stall_free(step: NextStep) -> None:
 
 
 def _prefill_first(step: NextStep) -> None:
-    """Whole prompts if one can start, otherwise every decode."""
+    """Whole prompts if any can start, otherwise every decode."""
     step.prefill(step.ready()[1])
     step.admit()
     if not step.entries:
@@ -253,7 +253,7 @@ def _prefill_first(step: NextStep) -> None:
 
 
 class _SimpleChunking:
-    """A step of prefill chunks, then a step of decodes; what has nothing to do leaves its turn to the other."""
+    """Alternate steps of prefill chunks and of decodes; skip a turn without work."""
 
     def __init__(self) -> None:
         self._prefills = True  # whose turn it is

@@ -1,4 +1,4 @@
-"""StepTurns: the steps of an engine, one at a time, whichever threads ask for them; and what a step that fails ends."""
+"""StepDriver: runs an engine's steps one at a time, on whichever threads ask for them, and handles a failed step."""
 
 from collections.abc import Iterator
 
@@ -14,11 +14,11 @@ __all__ = ["StepTurns"]
 
 
 class StepTurns:
-    """Lets threads take turns at steps. Any thread may call.
+    """Lets threads take turns at steps. Thread-safe.
 
     Attributes:
-        turns: taken for every step, and by whoever needs that none runs.
-        failure: what a step failed with, after which there is no other; None while all is well.
+        turns: the lock held during every step, and by whoever needs that no step runs.
+        failure: the exception that a step failed with, after which there are no further steps; None if none failed.
     """
 
     def __init__(self, pipeline: Pipeline, book: RequestBook) -> None:
@@ -30,14 +30,14 @@ class StepTurns:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step can do anything."""
+        """True if a step would do anything."""
         return self.failure is None and (self._pipeline.busy or not self._book.is_empty)
 
     def step(self, place: Place | None = None) -> None:
-        """A step in turn, whose outputs are delivered; none if ``place`` was excused before its turn came.
+        """Run a step and deliver its outputs; do nothing if ``place`` was excused before its turn.
 
         Raises:
-            EngineError: the step failed, or one did before. Every request has ended then.
+            EngineError: this or an earlier step failed; every request has ended.
         """
         with without_interrupts():
             if not self.turns.take(place or Place()):
@@ -57,7 +57,7 @@ class StepTurns:
                 self.turns.give()
 
     def serve(self, names: set[str], mailbox: Mailbox) -> Iterator[RequestOutput]:
-        """Takes turns at steps until these requests have ended, whoever made their outputs.
+        """Run steps until these requests have ended, and yield their outputs; other threads may run the steps too.
 
         Raises:
             EngineError: a step failed.
@@ -74,21 +74,21 @@ class StepTurns:
             self.step(mailbox.place)
 
     def drop_cancelled(self) -> None:
-        """End what was cancelled without a step for the others, and leave nothing of it queued."""
+        """End cancelled requests without a step for the others, and remove them from the queue."""
         with without_interrupts(), self.turns:
             if self.failure is None:
                 self._book.update()
                 self._book.deliver()
                 if self._book.is_empty and self._pipeline.busy:
-                    self.step()  # nothing is launched: what ran is read back
+                    self.step()  # launches nothing: only reads back the step in flight
 
     def require_alive(self) -> None:
-        """Raise EngineError if a step failed before."""
+        """Raise EngineError if a step has failed."""
         if self.failure is not None:
             raise EngineError(f"this engine failed before: {self.failure}. Make a new one")
 
     def _end_all(self, error: BaseException) -> None:
-        """A step raised. An interrupt between the stages of a step fails it too; before and after them, it does not."""
+        """Handle an exception of a step. An interrupt fails the engine only if it arrived in mid-step."""
         self._pauses.restore()
         text = f"a step failed, and all requests with it: {error}. The cause is below; make a new engine"
         if isinstance(error, Exception) or self._pipeline.mid_step:

@@ -1,4 +1,4 @@
-"""From a planned step to what a worker needs to run it."""
+"""Build a worker's input (StepWork) from a planned step."""
 
 import itertools
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ __all__ = ["Draw", "build_work", "lay_out"]
 
 
 class Draw(NamedTuple):
-    """The next token of a sequence, from logits in ``row``; those after a tree's nodes, in the rows behind it."""
+    """A token to draw: a sequence's next one from logits in ``row``, and those of its draft tree in the rows after."""
 
     sequence: Sequence
     row: int
@@ -28,7 +28,7 @@ class Draw(NamedTuple):
 def lay_out(
     entries: SequenceOf[StepEntry], drafted: Mapping[Sequence, Verification]
 ) -> tuple[list[StepEntry], list[Draw]]:
-    """The entries without a tree, and every token to draw: theirs, then those of the trees."""
+    """Return the entries without a draft tree, and all tokens to draw: theirs first, then the trees'."""
     plain = [entry for entry in entries if entry.sequence not in drafted] if drafted else list(entries)
     ready = [sequence for sequence, start, num_tokens, _ in plain if start + num_tokens == sequence.num_tokens]
     draws = [Draw(sequence, row) for row, sequence in enumerate(ready)]
@@ -47,12 +47,12 @@ def build_work(
     block_size: int,
     pending: dict[Sequence, int],
 ) -> StepWork:
-    """The arrays of a step; its rows of logits are those of ``draws`` and then all of ``prompts``.
+    """Build the arrays of a step; its rows of logits are those of ``draws``, then all of ``prompts``.
 
     Args:
-        entries: the sequences without a tree, in their order; those with one, named by ``draws``, come behind them.
+        entries: sequences without a tree, in order; sequences with one, named by ``draws``, follow.
         prompts: entries whose prompt logprobs are wanted.
-        pending: rows of the previous step's sampled tokens that are the newest token of a sequence.
+        pending: for each sequence whose newest token is not read back, its row in the previous step's sampled tokens.
     """
     parts: list[StepArrays] = []
     if entries:
@@ -68,7 +68,7 @@ def build_work(
         spans = [np.arange(num_tokens) + first[sequence] for sequence, _, num_tokens, _ in prompts]
         arrays = arrays._replace(logits_to_keep=np.concatenate([arrays.logits_to_keep, *spans]))
     if not len(arrays.logits_to_keep):
-        arrays = arrays._replace(logits_to_keep=np.zeros(1, np.int64))  # a graph gives one row at least
+        arrays = arrays._replace(logits_to_keep=np.zeros(1, np.int64))  # a graph returns at least one row
     return StepWork(arrays, rows, _prompt_rows(prompts, len(rows)))
 
 
@@ -79,7 +79,7 @@ def _plain_arrays(
     block_size: int,
     pending: dict[Sequence, int],
 ) -> StepArrays:
-    """Logits of those entries whose token is drawn."""
+    """Build the arrays of plain entries; keep logits of those that draw a token."""
     sequences = [entry.sequence for entry in entries]
     width = max(len(table) for sequence in sequences for table in sequence.block_tables)
     arrays = build_arrays(entries, tables.rows(sequences, width), block_size, pending)

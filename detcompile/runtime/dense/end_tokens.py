@@ -1,4 +1,4 @@
-"""Tokens that end an answer, and the one that fills what is behind it, as a model's configuration has them."""
+"""End-of-sequence tokens from a model's configuration."""
 
 from collections.abc import Sequence, Set
 from typing import Any
@@ -9,20 +9,20 @@ __all__ = ["stop_tokens", "token_ids"]
 
 
 def stop_tokens(model: Any) -> tuple[int, ...]:
-    """The end tokens of the model's ``generation_config``.
+    """Return the end tokens of the model's ``generation_config``.
 
     Raises:
-        InvalidInput: neither a token id nor several.
+        InvalidInput: the value is neither a token id nor a list of them.
     """
     config = getattr(model, "generation_config", None)
     return token_ids(getattr(config, "eos_token_id", None), "generation_config.eos_token_id")
 
 
 def token_ids(value: Any, name: str) -> tuple[int, ...]:
-    """One token id, several, or none.
+    """Return one token id, several or none as a tuple.
 
     Raises:
-        InvalidInput: neither a token id nor several.
+        InvalidInput: the value is neither a token id nor a list of them.
     """
     if value is None:
         return ()

@@ -1,4 +1,4 @@
-"""Tensors as callers give them: whether they can be what they are given for."""
+"""Checks of tensors that callers pass."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ __all__ = ["holds_integers", "require_ids", "require_integers", "require_values"
 
 
 def require_ids(input_ids: Tensor) -> None:
-    """Fail unless a tensor is a padded batch of integers.
+    """Reject input_ids that are not a padded batch of integers.
 
     Raises:
         InvalidInput: another shape or dtype, or no values.
@@ -22,10 +22,10 @@ def require_ids(input_ids: Tensor) -> None:
 
 
 def require_integers(tensor: Tensor, name: str) -> None:
-    """Fail unless a tensor holds integers.
+    """Reject a tensor that does not hold integers.
 
     Raises:
-        InvalidInput: naming the tensor.
+        InvalidInput: names the tensor.
     """
     require_values(tensor, name)
     if not holds_integers(tensor):
@@ -33,10 +33,10 @@ def require_integers(tensor: Tensor, name: str) -> None:
 
 
 def require_values(tensor: Tensor, name: str) -> None:
-    """Fail unless a tensor holds its values, one beside the other.
+    """Reject a tensor without values (meta device), or one that is sparse or nested.
 
     Raises:
-        InvalidInput: naming the tensor.
+        InvalidInput: names the tensor.
     """
     if tensor.is_meta:
         raise InvalidInput(f"{name}: it is on the meta device, which holds no values: pass a tensor of a real device")
@@ -46,5 +46,5 @@ def require_values(tensor: Tensor, name: str) -> None:
 
 
 def holds_integers(tensor: Tensor) -> bool:
-    """Whether the dtype is one of integers; that of truth values is none."""
+    """Return True for integer dtypes; bool does not count."""
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)

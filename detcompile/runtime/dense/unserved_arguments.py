@@ -1,6 +1,6 @@
-"""Arguments of Hugging Face's ``generate`` that are refused, with what to do instead, and those that change nothing.
+"""Arguments of Hugging Face's ``generate`` that are rejected, with an alternative, and those without effect.
 
-A name of transformers' GenerationConfig is in one of these tables or served: a test asks for each.
+Every name of transformers' GenerationConfig is in one of these tables or served; a test checks this.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ __all__ = ["INERT", "UNSERVED", "Unserved", "is_neutral"]
 
 
 class Unserved(NamedTuple):
-    """What an argument may be all the same, beside None and what is empty; and what to do instead of it."""
+    """Values that are accepted (besides None and empty ones), and what to do instead of the argument."""
 
     harmless: tuple[Any, ...]
     advice: str
@@ -69,8 +69,8 @@ UNSERVED: Mapping[str, Unserved] = {
     "use_mtp": Unserved((False,), DRAFTS),
     "watermarking_config": Unserved((), PROCESSORS + " served"),
 }
-# Speed and memory of another cache than the one here; parts of what is refused above, which Hugging Face does not read
-# without it; where logits are no numbers generate fails whatever is asked; and what holds of every model here.
+# Settings of other caches' speed and memory; settings that only matter with an argument rejected above; settings that
+# matter only for NaN logits, which fail here anyway; and settings that are true of every model here.
 INERT = {
     "assistant_confidence_threshold", "assistant_ensemble_weight", "assistant_lookbehind", "bos_token_id",
     "cache_config", "cache_implementation", "compile_config", "continuous_batching_config",
@@ -82,7 +82,7 @@ INERT = {
 
 
 def is_neutral(value: Any, harmless: tuple[Any, ...]) -> bool:
-    """Whether an argument of such a value asks for nothing."""
+    """Return True if an argument with this value has no effect."""
     if value is None or (isinstance(value, (list, tuple, dict)) and not value):
         return True
     return isinstance(value, (bool, int, float)) and value in harmless

@@ -1,4 +1,4 @@
-"""StepClock: seconds of steps, each from the end of the one before it."""
+"""StepClock: measures steps, each from the end of the previous one."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ __all__ = ["StepClock"]
 
 
 class StepClock:
-    """Runs while steps are made, and not while the caller has their tokens.
+    """Runs during steps, and pauses while the caller processes their tokens.
 
     Args:
         clock: returns seconds.
@@ -17,23 +17,23 @@ class StepClock:
         self.start_over()
 
     def start_over(self) -> None:
-        """What has passed so far is no step's time."""
-        self._ended: float | None = None  # the step before, if it left sequences that run
+        """Restart the clock; the time so far belongs to no step."""
+        self._ended: float | None = None  # end of the previous step, if sequences are still running
         self._resumed, self._seconds = self._clock(), 0.0
 
     def resume(self) -> None:
-        """The caller asks for a step."""
+        """Resume when the caller asks for a step."""
         self._resumed = self._clock()
 
     def pause(self) -> None:
-        """The caller gets what came of it."""
+        """Pause when the caller gets the results."""
         self._seconds += self._clock() - self._resumed
 
     def lap(self, *, goes_on: bool) -> tuple[float, float]:
-        """A step has ended: its seconds, without and with the caller's time in between.
+        """Return the seconds of a step that has ended, without and with the caller's time in between.
 
         Args:
-            goes_on: sequences run, so that the caller's time before the next end counts for that.
+            goes_on: sequences are running, so the caller's time counts towards the next step.
         """
         now = self._clock()
         seconds = self._seconds + now - self._resumed

@@ -1,4 +1,4 @@
-"""DialledRank: one rank's process that somebody else has started, as the caller sees it at its end of a connection."""
+"""DialledRank: a rank's process that someone else has started, as seen from this end of its connection."""
 
 import math
 import socket
@@ -11,17 +11,17 @@ __all__ = ["DialledRank"]
 
 
 class DialledRank:
-    """A process that serves commands from its ``channel``, and ends by itself once that is closed.
+    """A process that serves commands from its ``channel`` and ends by itself once that is closed.
 
     Args:
-        connection: leads to the process, which runs ``process.serve`` as one that dialled.
+        connection: leads to the process, which runs ``process.serve`` with ``dialled``.
         id: the process's id on its machine.
 
     Attributes:
-        silence_seconds: time without a beat after which a command counts as never answered.
+        silence_seconds: time without a beat after which a running command counts as lost.
     """
 
-    is_stopped = False  # asked of a machine, which may be another one: beats tell
+    is_stopped = False  # unknown on another machine: beats replace it
 
     def __init__(self, connection: socket.socket, id: int) -> None:
         self.id = id
@@ -31,26 +31,26 @@ class DialledRank:
 
     @property
     def ending(self) -> Any | None:
-        """How the process ended, as far as that is known: its connection tells."""
+        """How the process ended, as far as its connection shows; None while it is open."""
         return None if self.channel.fileno() >= 0 else "closed"
 
     def is_silent(self, since: float) -> bool:
-        """Whether a process that has had something to do since then has not told that it runs."""
+        """Return True if a process that has been busy since ``since`` has sent no beat for too long."""
         return time.monotonic() - max(since, self.channel.moved) > self.silence_seconds
 
     def death(self) -> str:
-        """How a process whose connection is closed has ended, in words."""
+        """Describe how a process with a closed connection ended."""
         return f"the connection to its process {self.id} at {self._where} was closed: that machine's log may say why"
 
     def kill(self) -> None:
-        """Nothing: it ends with its connection."""
+        """Do nothing: the process ends with its connection."""
 
     def reap(self) -> None:
-        """Nothing: it is waited for by whoever started it."""
+        """Do nothing: whoever started the process waits for it."""
 
 
 class _Beaten(Channel):
-    """A channel without the beats among its messages."""
+    """A channel that drops beats."""
 
     def pull(self) -> list[Any]:
         return [message for message in super().pull() if message[1] != BEAT]

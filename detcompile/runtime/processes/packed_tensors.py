@@ -1,4 +1,4 @@
-"""Tensors as bytes, for the way between a parent and its ranks."""
+"""Tensors as bytes, for transfer between a parent and its ranks."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ __all__ = ["PackedTensor", "pack_tensor", "unpack_tensor"]
 
 
 class PackedTensor(NamedTuple):
-    """A tensor as bytes, which also holds what numpy has no dtype for."""
+    """A tensor as bytes; works for dtypes that numpy does not have."""
 
     memory: NDArray[np.uint8]
     dtype: torch.dtype
@@ -19,11 +19,11 @@ class PackedTensor(NamedTuple):
 
 
 def pack_tensor(tensor: Tensor) -> PackedTensor:
-    """Copy a tensor to the host, as bytes."""
+    """Copy a tensor to the host as bytes."""
     flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
     return PackedTensor(flat.numpy(), tensor.dtype, tuple(tensor.shape))
 
 
 def unpack_tensor(packed: PackedTensor) -> Tensor:
-    """The tensor on the CPU; it shares the memory."""
+    """Return the tensor on the CPU, sharing the memory."""
     return torch.from_numpy(packed.memory).view(packed.dtype).view(packed.shape)

@@ -1,9 +1,9 @@
-"""What a worker process runs: commands in, answers out, until its parent is gone. Also the frames that both speak.
+"""Main program of a worker process: runs its parent's commands until the parent is gone. Also the frames they exchange.
 
-Python runs this file by its path and it imports the standard library alone: a rank is there at once, reports even an
-import that fails, and the caller's script needs no ``if __name__ == "__main__"``.
+Python runs this file by its path, and it imports only the standard library. A rank therefore starts at once, can report
+even a failing import, and the caller's script needs no ``if __name__ == "__main__"``.
 
-A command is (ticket, name, arguments): the target's method of that name is called. An answer is (ticket, kind, value).
+A command is (ticket, name, arguments): call the target's method of that name. An answer is (ticket, kind, value).
 """
 
 import contextlib
@@ -29,15 +29,15 @@ __all__ = ["BEAT", "Channel", "DONE", "NOTE", "RAISED", "encode", "serve"]
 
 DONE, RAISED, NOTE, BEAT = "done", "raised", "note", "beat"  # kinds of answers
 BEAT_SECONDS = 0.25
-HEADER = struct.Struct("<QQ")  # number of parts; bytes of their lengths and of the parts together
+HEADER = struct.Struct("<QQ")  # number of parts; bytes of the lengths and the parts together
 ALIGNMENT = 16  # bytes; each part of a frame begins at a multiple
-LEAST_BESIDE = 1 << 14  # bytes; smaller buffers travel inside the pickle
-MOST_PARTS = 512  # a call of sendmsg takes no more than 1024
+LEAST_BESIDE = 1 << 14  # bytes; smaller buffers go inside the pickle
+MOST_PARTS = 512  # sendmsg accepts at most 1024
 SET_PARENT_DEATH_SIGNAL = 1  # prctl(2)
 
 
 def encode(message: Any) -> list[memoryview]:
-    """A message as a frame: its header, then the pickle, then large buffers, which nobody copies."""
+    """Encode a message as a frame: header, pickle, then large buffers, which are not copied."""
     beside: list[memoryview] = []
 
     def keep_inside(buffer: pickle.PickleBuffer) -> bool:
@@ -55,10 +55,10 @@ def encode(message: Any) -> list[memoryview]:
 
 
 class Channel:
-    """Frames over a stream socket; no call but ``receive`` and ``send`` ever waits.
+    """Frames over a stream socket; only ``receive`` and ``send`` block.
 
     Attributes:
-        moved: when bytes went last, either way, by time.monotonic.
+        moved: time of the last transfer in either direction (time.monotonic).
     """
 
     moved = 0.0
@@ -68,23 +68,23 @@ class Channel:
         self._socket = connection
         self._unsent: deque[memoryview] = deque()
         self._header = bytearray(HEADER.size)
-        self._body: bytearray | None = None  # None while the header is read
+        self._body: bytearray | None = None  # None while reading the header
         self._num_parts = 0
         self._filled = 0
 
     def fileno(self) -> int:
-        """Descriptor of the socket."""
+        """Return the socket's descriptor."""
         return self._socket.fileno()
 
     def close(self) -> None:
-        """The other side reads an end, whoever else holds a copy of the socket."""
+        """Close the connection for both sides, even if others hold a copy of the socket."""
         self._unsent.clear()
-        with contextlib.suppress(OSError):  # the other side may have gone first
+        with contextlib.suppress(OSError):  # the other side may have closed first
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
     def push(self, frame: list[memoryview]) -> bool:
-        """Send as much of a frame, and of those before it, as the socket takes; returns whether nothing is left."""
+        """Send as much of this and earlier frames as the socket accepts. Return True if everything was sent."""
         self._unsent.extend(piece for piece in frame if piece.nbytes)
         while self._unsent:
             try:
@@ -100,10 +100,10 @@ class Channel:
         return True
 
     def pull(self) -> list[Any]:
-        """Messages that have arrived whole.
+        """Return the messages that have arrived completely.
 
         Raises:
-            EOFError: the other side is gone, and everything that it said was read.
+            EOFError: the other side is gone, and all its messages were read.
         """
         messages: list[Any] = []
         while True:
@@ -112,7 +112,7 @@ class Channel:
                 got = self._socket.recv_into(memoryview(target)[self._filled :])
             except BlockingIOError:
                 return messages
-            except OSError:  # reset, or of a machine that is gone
+            except OSError:  # connection reset, or the machine is gone
                 got = 0
             if not got:
                 if messages:
@@ -130,14 +130,14 @@ class Channel:
                     self._body = None
 
     def receive(self) -> list[Any]:
-        """Wait for messages, one at least."""
+        """Wait for messages and return at least one."""
         while True:
             if messages := self.pull():
                 return messages
             select.select([self._socket], [], [])
 
     def send(self, frame: list[memoryview]) -> None:
-        """Send a frame, waiting until the socket has taken it."""
+        """Send a frame; wait until the socket has accepted it."""
         done = self.push(frame)
         while not done:
             select.select([], [self._socket], [])
@@ -154,35 +154,37 @@ def _decode(body: memoryview, num_parts: int) -> Any:
 
 
 def main() -> None:
-    """Serve the socket named on the command line."""
+    """Serve the socket given on the command line."""
     given = json.loads(sys.argv[1])
     sys.path[:] = given["path"]
     os.set_inheritable(given["socket"], False)
     connection = socket.socket(fileno=given["socket"])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's Ctrl-C; it then ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends this process
     if given["die_with_thread"] and sys.platform == "linux":
         ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     serve(connection)
 
 
 def serve(connection: socket.socket, *, dialled: bool = False) -> None:
-    """Obey the commands of a connection. Never returns: the end of the connection is this process's.
+    """Run the commands of a connection. Never returns: this process ends with the connection.
 
     Args:
-        dialled: somebody else has started this process. It tells every 0.25 s of a command that it runs, as the caller
-            cannot ask its machine, and ends with exit code 1 where it kills its group otherwise.
+        dialled: the process was started by someone else. While a command runs it sends a beat every 0.25 s, because the
+            caller cannot watch it; and it ends with exit code 1 instead of killing its process group.
     """
     end = functools.partial(os._exit, 1) if dialled else _end
     threading.Thread(target=_end_with_caller, args=(connection.fileno(), end), daemon=True).start()
     try:
         _serve(Channel(connection), dialled)
-    except (EOFError, OSError):  # of the socket alone: what commands raise is answered
+    except (EOFError, OSError):  # from the socket only: exceptions of commands are sent back
         end()
 
 
 def _serve(channel: Channel, beats: bool) -> None:
-    """The first command builds the target, each later one is a method of it. Commands without a ticket are answered
-    only where they fail."""
+    """Run commands. The first builds the target; the others are its methods.
+
+    A command without a ticket is answered only if it fails.
+    """
     sending = threading.Lock()
     busy = threading.Event()
 
@@ -225,7 +227,7 @@ def _build(target: str, arguments: tuple[Any, ...], note: Callable[[str], None])
 
 
 def _portable(error: BaseException) -> BaseException | None:
-    """The error, if the other side can read it."""
+    """Return the error if it can be pickled, else None."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -234,7 +236,7 @@ def _portable(error: BaseException) -> BaseException | None:
 
 
 def _end_with_caller(fileno: int, end: Callable[[], None]) -> None:
-    """Wait until the other end of the socket is closed, whatever the main thread does; then end at once."""
+    """Wait until the other end of the socket is closed, whatever the main thread does; then end the process at once."""
     poller = select.poll()
     poller.register(fileno, select.POLLRDHUP if sys.platform == "linux" else select.POLLHUP)
     poller.poll()
@@ -242,7 +244,7 @@ def _end_with_caller(fileno: int, end: Callable[[], None]) -> None:
 
 
 def _end() -> None:
-    """End this process and those that it started."""
+    """Kill this process and its children."""
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpgrp(), signal.SIGKILL)
     os._exit(1)

@@ -1,4 +1,4 @@
-"""RankProcess: one rank's process as its parent sees it: started, watched, and ended with all that it has started."""
+"""RankProcess: a rank's process as its parent sees it. Starts it, watches it, and ends it with all its children."""
 
 import contextlib
 import json
@@ -19,14 +19,14 @@ from detcompile.runtime.processes.process import Channel
 
 __all__ = ["ENDING_SECONDS", "RankProcess", "end_processes"]
 
-ENDING_SECONDS = 1.0  # between asking a process to end and killing it
+ENDING_SECONDS = 1.0  # grace period between asking a process to end and killing it
 
 
 class RankProcess:
     """A process that serves commands from its ``channel``.
 
     Args:
-        files: descriptors that the process inherits, under the same numbers.
+        files: descriptors that the process inherits under the same numbers.
     """
 
     def __init__(self, files: Sequence[int]) -> None:
@@ -43,9 +43,9 @@ class RankProcess:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", str(Path(worker_process.__file__)), json.dumps(given)],
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # standard output belongs to the caller's results
+                stdout=2,  # standard output is reserved for the caller's results
                 pass_fds=(theirs.fileno(), *files),
-                process_group=0,  # the terminal's Ctrl-C is the parent's alone
+                process_group=0,  # Ctrl-C in the terminal reaches only the parent
             )
             undone.pop_all()
 
@@ -56,14 +56,14 @@ class RankProcess:
 
     @property
     def ending(self) -> Any | None:
-        """How the process ended, if it has. It is not waited for, so that its id, and its group's, stay taken."""
+        """How the process ended, or None. It is not reaped here, so its process and group ids stay reserved."""
         return os.waitid(os.P_PID, self.id, os.WEXITED | os.WNOHANG | os.WNOWAIT)
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a signal has stopped the process, which then says and does nothing until another one continues it.
+        """True if a signal has stopped the process, which then does nothing until another signal continues it.
 
-        Asked of Linux, not of the process: one that compiles, or that two cores have no time for, is silent too.
+        Read from Linux: a process that compiles, or waits for a busy core, may be silent but is not stopped.
         """
         try:
             stat = Path(f"/proc/{self.id}/stat").read_text(errors="replace")
@@ -72,11 +72,11 @@ class RankProcess:
         return stat.rpartition(")")[2].split()[:1] == ["T"]
 
     def is_silent(self, since: float) -> bool:
-        """Never, as ``is_stopped`` knows."""
+        """Return False: ``is_stopped`` detects a stopped process."""
         return False
 
     def death(self) -> str:
-        """How a process whose connection is closed has ended, in words; its end may take a moment."""
+        """Describe how a process with a closed connection ended; wait a moment for its exit status."""
         deadline = time.monotonic() + ENDING_SECONDS
         while (ended := self.ending) is None and time.monotonic() < deadline:
             time.sleep(0.005)
@@ -88,28 +88,28 @@ class RankProcess:
         return f"its process was ended by {signal.Signals(ended.si_status).name}{advice}"
 
     def kill(self) -> None:
-        """End the process and its group at once."""
+        """Kill the process and its group."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.id, signal.SIGKILL)
 
     def reap(self) -> None:
-        """Wait for the end of a process that was killed, and give its id back."""
+        """Wait for a killed process and release its id."""
         self._process.wait()
 
 
 def end_processes(processes: list[RankProcess | DialledRank], owner: int) -> None:
-    """Let the processes end, kill those that do not, with all that they have started.
+    """Let the processes end; kill those that do not, with all their children.
 
     Args:
-        processes: a list that may have grown since this call was arranged.
-        owner: id of the process that started them; a fork of it has inherited the call and leaves them alone.
+        processes: a list that may still grow after this call is registered.
+        owner: id of the process that started them; in a fork of it this call does nothing.
     """
     if os.getpid() != owner:
         return
     for process in processes:
-        process.channel.close()  # they end when they see it
+        process.channel.close()  # they end when they notice
     for process in processes:
-        if process.is_stopped:  # it sees nothing
+        if process.is_stopped:  # it cannot notice
             process.kill()
     deadline = time.monotonic() + ENDING_SECONDS
     while time.monotonic() < deadline and any(process.ending is None for process in processes):

@@ -1,4 +1,4 @@
-"""Copies of outputs, for callers to keep and to change: all of an output, or what is new in it."""
+"""Copies of outputs that callers may keep and change: full copies and deltas."""
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
@@ -12,10 +12,10 @@ OutputKind = Literal["cumulative", "delta", "final_only"]  # vLLM's RequestOutpu
 
 
 class Cursor:
-    """How far one reader has come in an output that grows.
+    """How much of a growing output one reader has received.
 
     Args:
-        num_drawn: tokens, by sample, that the reader has had before the first delta.
+        num_drawn: tokens per sample that the reader already had before the first delta.
     """
 
     def __init__(self, num_drawn: SequenceOf[int]) -> None:
@@ -26,7 +26,7 @@ class Cursor:
         self._num_prompt_logprobs = 0
 
     def delta(self, output: RequestOutput) -> RequestOutput:
-        """What is new since the last delta: samples that got longer or ended, each with its new part alone."""
+        """Return what is new since the last delta: the samples that grew or ended, with only their new parts."""
         known = output.prompt_logprobs
         new = None if known is None else known[self._num_prompt_logprobs :]
         self._num_prompt_logprobs = 0 if known is None else len(known)
@@ -57,7 +57,7 @@ class Cursor:
 
 
 def joined(first: RequestOutput, then: RequestOutput) -> RequestOutput:
-    """Two deltas of one request as one; both are the caller's."""
+    """Merge two consecutive deltas of one request, which the caller owns."""
     parts = {sample.index: sample for sample in first.outputs}
     for sample in then.outputs:
         before = parts.get(sample.index)
@@ -75,7 +75,7 @@ def joined(first: RequestOutput, then: RequestOutput) -> RequestOutput:
 
 
 def copy_of(output: RequestOutput) -> RequestOutput:
-    """An output as it is now. Written out: a step makes one a request."""
+    """Return a copy of an output. Written out field by field for speed: every step copies one per request."""
     metrics, known = output.metrics, output.prompt_logprobs
     return RequestOutput(
         output.request_id,

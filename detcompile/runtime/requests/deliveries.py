@@ -1,4 +1,4 @@
-"""Where outputs go: to whoever waits for a request, as a copy of their own, or else to the next ``step``."""
+"""Delivery of outputs: to a request's receiver, as a copy, or to the next ``step``."""
 
 import threading
 from collections import deque
@@ -16,14 +16,14 @@ Receiver = Callable[[RequestOutput | EngineError], None]
 
 
 def dropped(_output: RequestOutput | EngineError) -> None:
-    """The receiver of a request that nobody waits for any more."""
+    """Receiver of an abandoned request: discards its outputs."""
 
 
 class Mailbox:
-    """Finished outputs of the requests of one ``generate``, put there by whichever thread made them.
+    """Finished outputs of one ``generate`` call, filled by whichever thread runs the steps.
 
     Args:
-        turns: the turns in which ``place`` waits; it is excused when something has come.
+        turns: the lock in which ``place`` waits; the place is excused when an output arrives.
     """
 
     def __init__(self, turns: Turns) -> None:
@@ -33,7 +33,7 @@ class Mailbox:
         self._outputs: deque[RequestOutput] = deque()
 
     def receive(self, output: RequestOutput | EngineError) -> None:
-        """A Receiver."""
+        """Receive an output (a Receiver)."""
         if isinstance(output, EngineError):
             self.error = output
         elif output.finished:
@@ -41,12 +41,12 @@ class Mailbox:
         self._turns.excuse(self.place)
 
     def taken(self) -> list[RequestOutput]:
-        """What has come since."""
+        """Remove and return the outputs that have arrived."""
         return [self._outputs.popleft() for _ in range(len(self._outputs))]
 
 
 class _Route(NamedTuple):
-    """Where the outputs of a request go; None leaves them to ``take``."""
+    """Destination of a request's outputs; without a receiver, ``take`` returns them."""
 
     receiver: Receiver | None
     kind: OutputKind
@@ -54,7 +54,7 @@ class _Route(NamedTuple):
 
 
 class Deliveries:
-    """The receivers of an engine's requests, and what has none. Any thread may call."""
+    """Receivers of an engine's requests, and the outputs without a receiver. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -63,23 +63,23 @@ class Deliveries:
 
     @property
     def any_kept(self) -> bool:
-        """Whether ``take`` has anything."""
+        """True if ``take`` has anything to return."""
         return bool(self._kept)
 
     def expect(self, output: RequestOutput, name: str, receiver: Receiver | None, kind: OutputKind) -> None:
-        """Give a request's outputs, of this kind, to ``receiver``; None: keep them for ``take``."""
+        """Route a request's outputs of this kind to ``receiver``; None keeps them for ``take``."""
         cursor = Cursor([len(sample.token_ids) for sample in output.outputs]) if kind == "delta" else None
         with self._lock:
             self._routes[name] = _Route(receiver, kind, cursor)
 
     def drop(self, request_id: str) -> None:
-        """Nobody waits for a request any more, which somebody did."""
+        """Discard further outputs of a request that has a receiver."""
         with self._lock:
             if request_id in self._routes:
                 self._routes[request_id] = _Route(dropped, "final_only", None)
 
     def give(self, output: RequestOutput) -> bool:
-        """Hand on a copy of an output; False if its receiver cannot be reached any more."""
+        """Deliver a copy of an output. Return False if its receiver cannot be reached any more."""
         with self._lock:
             receiver, kind, cursor = self._routes.get(output.request_id, _Route(None, "cumulative", None))
             if output.finished:
@@ -94,22 +94,22 @@ class Deliveries:
             return True
         try:
             receiver(copy)
-        except Exception:  # a coroutine's loop that is closed, say: its neighbours go on
+        except Exception:  # for example a closed event loop: other requests continue
             return False
         return True
 
     def take(self) -> list[RequestOutput]:
-        """Outputs without a receiver, the newest of each request, or its deltas as one."""
+        """Remove and return outputs without a receiver: the newest per request, or its merged deltas."""
         with self._lock:
             kept, self._kept = self._kept, {}
         return list(kept.values())
 
     def fail(self, text: str, cause: BaseException) -> None:
-        """Tell every receiver that nothing comes any more."""
+        """Tell every receiver that the engine has failed."""
         with self._lock:
             routes, self._routes = self._routes, {}
         for receiver in (route.receiver for route in routes.values() if route.receiver is not None):
-            error = EngineError(text)  # one each: a traceback grows on it
+            error = EngineError(text)  # one per receiver: raising it attaches a traceback
             error.__cause__ = cause
             try:
                 receiver(error)

@@ -1,4 +1,4 @@
-"""What a request gives back."""
+"""Outputs of a request."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -10,25 +10,25 @@ __all__ = ["CompletionOutput", "Logprobs", "RequestMetrics", "RequestOutput"]
 
 
 class Logprobs(NamedTuple):
-    """Log-probabilities (fp32, natural logarithm) at one position, under the model itself."""
+    """Log-probabilities (fp32, natural logarithm) at one position, before any sampling parameter applies."""
 
-    token_id: int  # the token that stands there
+    token_id: int  # the token at this position
     logprob: float
-    top: dict[int, float]  # the likeliest tokens, likeliest first
-    rank: int  # of the token that stands there: 1 is the likeliest
+    top: dict[int, float]  # logprobs of the most likely tokens, most likely first
+    rank: int  # rank of ``token_id``; 1 is the most likely
 
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One sample of a request, as far as it has come.
+    """One sample of a request so far.
 
     Attributes:
-        index: place among the request's n samples.
-        text: the tokens as text; "" without a tokenizer.
-        token_ids: the tokens drawn, a final stop token included.
-        logprobs: one entry a token, if they were asked for.
-        finish_reason: None while it runs; "stop", "length", "abort" or "error".
-        stop_reason: the stop token id or stop string that ended it, if one did.
+        index: index among the request's n samples.
+        text: decoded text; "" without a tokenizer.
+        token_ids: generated tokens, including a final stop token.
+        logprobs: one entry per token, if requested.
+        finish_reason: None while running; then "stop", "length", "abort" or "error".
+        stop_reason: the stop token id or stop string that ended the sample, if any.
     """
 
     index: int
@@ -40,7 +40,7 @@ class CompletionOutput:
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """Sum of the tokens' logprobs in the order of the tokens, float64."""
+        """Sum of the tokens' logprobs in token order, float64."""
         return None if self.logprobs is None else sum(entry.logprob for entry in self.logprobs)
 
 
@@ -55,7 +55,7 @@ class RequestMetrics:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     num_drafted_tokens: int = 0
-    num_accepted_tokens: int = 0  # drafts that were right
+    num_accepted_tokens: int = 0  # accepted draft tokens
 
     @property
     def time_to_first_token(self) -> float | None:
@@ -68,13 +68,13 @@ class RequestOutput:
     """A request and its samples so far.
 
     Attributes:
-        request_id: the id that ``add_request`` gave back.
-        prompt: text of the prompt, where it was given as text.
+        request_id: the id returned by ``add_request``.
+        prompt: the prompt's text, if it was given as text.
         prompt_token_ids: tokens of the prompt.
-        seed: seed of the random numbers; the same prompt, parameters and seed give the same tokens and logprobs again.
-        prompt_logprobs: one entry a prompt token, None for the first, if they were asked for.
-        error: why the request ended with finish_reason "error", or was refused; its outputs hold what came before, one
-            empty one of a prompt that was refused.
+        seed: seed of the random numbers; the same prompt, parameters and seed reproduce the tokens and logprobs.
+        prompt_logprobs: one entry per prompt token (None for the first), if requested.
+        error: why the request failed or was rejected. ``outputs`` then holds what was generated before; a rejected
+            prompt has one empty output.
     """
 
     request_id: str
@@ -89,5 +89,5 @@ class RequestOutput:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Tokens of the prompt that came from the prefix cache."""
+        """Number of prompt tokens taken from the prefix cache."""
         return 0 if self.metrics is None else self.metrics.num_cached_tokens

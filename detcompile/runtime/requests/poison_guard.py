@@ -1,6 +1,6 @@
-"""PoisonRequestGuard: serve requests that crashed engines one at a time, until it is known which of them does.
+"""PoisonRequestGuard: serve requests that crashed engines one at a time, until the culprit is known.
 
-A server's front uses it for its answers, and an engine over worker processes for its requests.
+The server's front end uses it for answers; an engine over worker processes uses it for requests.
 """
 
 from collections.abc import Callable
@@ -10,18 +10,18 @@ from detcompile.runtime.requests.sampling_params import SamplingParams
 
 __all__ = ["ALONE_DEATHS", "PoisonRequestGuard"]
 
-CROWD_DEATHS = 2  # engines that may die with an answer among others before it is served alone
-ALONE_DEATHS = 2  # engines that may die with it alone before it is given up
-ISOLATED_TOKENS = 4  # tokens of a sample that are drawn alone: the steps in flight when an engine died are among them
+CROWD_DEATHS = 2  # crashes among other answers before an answer is served alone
+ALONE_DEATHS = 2  # crashes alone before an answer is given up
+ISOLATED_TOKENS = 4  # tokens per sample drawn alone; must cover the steps in flight when an engine crashed
 
 
 class Suspect(Protocol):
-    """An answer in the making.
+    """An answer in progress.
 
     Attributes:
-        params: what was asked.
-        deaths: engines that ended while they had it among others, since it was last served alone.
-        deaths_alone: engines that ended while they had nothing else.
+        params: the request's parameters.
+        deaths: crashes while it ran among others, since it was last served alone.
+        deaths_alone: crashes while it ran alone.
     """
 
     params: SamplingParams
@@ -30,28 +30,28 @@ class Suspect(Protocol):
 
     @property
     def finished(self) -> bool:
-        """Whether no token comes any more."""
+        """True once no more tokens follow."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens drawn so far, over all samples."""
+        """Number of tokens drawn so far, over all samples."""
 
 
 Answer = TypeVar("Answer", bound=Suspect)
 
 
 class PoisonRequestGuard(Generic[Answer]):
-    """Says which of the answers that an engine died with have to be served alone, and which of them is.
+    """Decides which answers of a crashed engine must be served alone, and finds the one that crashes engines.
 
-    What kills an engine does so again: a sample is drawn from the same tokens with the same bits. An answer that has
-    drawn some tokens past those at which an engine died is cleared.
+    A poison request crashes an engine again, because a sample is drawn from the same tokens with the same bits. An
+    answer that gets some tokens past the point of the crash is cleared.
 
     Args:
-        block: ends an answer that ALONE_DEATHS engines died with while they had nothing else.
+        block: ends an answer that crashed ALONE_DEATHS engines while it ran alone.
 
     Attributes:
-        suspects: answers that wait to be served alone.
-        isolated: the answer that is served alone.
+        suspects: answers waiting to be served alone.
+        isolated: the answer being served alone.
     """
 
     def __init__(self, block: Callable[[Answer], None]) -> None:
@@ -61,7 +61,7 @@ class PoisonRequestGuard(Generic[Answer]):
         self._goal = 0
 
     def died_with(self, answer: Answer) -> bool:
-        """An engine died with an answer; whether it may go on among others."""
+        """Count a crash against an answer. Return True if it may continue among others."""
         if answer is self.isolated:
             self.isolated = None
             answer.deaths_alone += 1
@@ -82,13 +82,13 @@ class PoisonRequestGuard(Generic[Answer]):
         return self.isolated
 
     def interrupt(self) -> None:
-        """The engine of the isolated answer is stopped: it is tried again."""
+        """Put the isolated answer back at the head of the queue: its engine was stopped, not crashed."""
         if self.isolated is not None:
             self.suspects.insert(0, self.isolated)
             self.isolated = None
 
     def clears(self, answer: Answer) -> bool:
-        """Whether an answer with news was served alone, and long enough; it is no suspect then."""
+        """Clear an answer that has run alone for long enough. Return True if it was cleared."""
         if answer is not self.isolated or not (answer.finished or answer.num_tokens >= self._goal):
             return False
         self.isolated = None
@@ -96,7 +96,7 @@ class PoisonRequestGuard(Generic[Answer]):
         return True
 
     def forget(self, answer: Answer) -> None:
-        """Nobody waits for an answer any more."""
+        """Drop an answer that nobody waits for."""
         if answer is self.isolated:
             self.isolated = None
         if answer in self.suspects:

@@ -1,8 +1,8 @@
-"""Queues: the sequences that run and those that wait, and which of them is the most urgent.
+"""Queues of running and waiting sequences, ordered by urgency.
 
-Urgency: (priority - steps waited // aging, arrival). The most urgent sequence is never preempted and is admitted first;
-every other one becomes the most urgent in time, since nothing that arrives later can pass it after ``aging`` steps for
-each priority between them.
+Urgency is (priority - steps waited // aging, arrival). The most urgent sequence is admitted first and never preempted.
+Every sequence becomes the most urgent one in time: waiting ``aging`` steps counts as one priority level, so later
+arrivals cannot pass it forever.
 """
 
 from collections.abc import Iterator
@@ -13,15 +13,15 @@ __all__ = ["Queues"]
 
 
 class Queues:
-    """Where each sequence of an engine stands, from its arrival to its end; its blocks are somebody else's.
+    """Tracks each sequence of an engine from arrival to end. Blocks are managed elsewhere.
 
     Args:
-        aging: steps after which a waiting sequence counts as one priority more urgent.
+        aging: steps of waiting that make a sequence one priority level more urgent.
 
     Attributes:
-        running: sequences that run, in the order of their admission.
-        waiting: sequences that wait and may be planned, in any order.
-        aside: sequences that wait while others are served alone.
+        running: running sequences, in order of admission.
+        waiting: waiting sequences that may be planned, in any order.
+        aside: waiting sequences held back while others are served alone.
         step: steps planned so far.
     """
 
@@ -41,22 +41,22 @@ class Queues:
         return sequence in self._waiting_since
 
     def urgency(self, sequence: Sequence) -> tuple[int, int, int]:
-        """Sort key of a sequence: the smallest is the most urgent."""
+        """Return the sort key of a sequence; the smallest key is the most urgent."""
         waited = self.step - self._waiting_since[sequence]
         return sequence.priority - waited // self._aging, sequence.arrival, sequence.sample_index
 
     def add(self, sequence: Sequence) -> None:
-        """Let a sequence wait that has just arrived."""
+        """Queue a sequence that has just arrived."""
         self._waiting_since.setdefault(sequence, self.step)
         self._wait(sequence)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Let a running sequence wait again."""
+        """Return a running sequence to the waiting queue."""
         del self.running[sequence]
         self._wait(sequence)
 
     def leave_alone(self, sequences: frozenset[Sequence] | None) -> None:
-        """Set all others that wait aside, and those that come, until this is called again; None sets none aside."""
+        """Hold back all waiting and arriving sequences except these; None holds back nothing."""
         self._alone = sequences
         waiting = [*self.waiting, *self.aside]
         self.waiting[:], self.aside[:] = [], []
@@ -64,7 +64,7 @@ class Queues:
             self._wait(sequence)
 
     def remove(self, sequence: Sequence) -> bool:
-        """Forget a finished or cancelled sequence; returns whether it was running."""
+        """Forget a finished or cancelled sequence. Return True if it was running."""
         self._waiting_since.pop(sequence)
         if sequence in self.running:
             del self.running[sequence]

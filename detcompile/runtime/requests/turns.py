@@ -1,6 +1,6 @@
-"""Turns: one thread at a time touches an engine, in the order in which they asked, and Ctrl-C waits for the turn's end.
+"""A fair lock for engine steps: threads get it in arrival order, and Ctrl-C waits until it is released.
 
-A thread that steps again and again gives way to those that wait: threading.Lock would let it have the lock every time.
+With threading.Lock, a thread that steps in a loop could take the lock every time and starve the waiting threads.
 """
 
 import contextlib
@@ -13,17 +13,17 @@ __all__ = ["Place", "Turns", "without_interrupts"]
 
 
 class Place:
-    """Where a thread waits for its turn. Reused turn after turn."""
+    """A thread's position in the queue. Reused from turn to turn."""
 
     def __init__(self) -> None:
-        self._called = threading.Lock()  # held while nothing has come
+        self._called = threading.Lock()  # released to wake the waiting thread
         self._called.acquire()
-        self._excused = False  # has what it would take a turn for
+        self._excused = False  # its result has arrived, so it needs no turn
         self._has_turn = False
 
 
 class Turns:
-    """A lock that is handed on in order. The thread that has it may take it again (``with turns:`` inside)."""
+    """A reentrant lock that is granted in arrival order."""
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
@@ -39,7 +39,7 @@ class Turns:
         self.give()
 
     def take(self, place: Place) -> bool:
-        """Wait for a turn; ``give`` ends it. False, and no turn, if the place was excused before it came."""
+        """Wait for a turn, which ``give`` ends. Return False, without a turn, if the place was excused first."""
         me = threading.get_ident()
         with self._mutex:
             if place._excused:
@@ -64,14 +64,14 @@ class Turns:
             return True
 
     def give(self) -> None:
-        """End a turn: the next that waits has it."""
+        """Release the lock to the next waiting thread."""
         with self._mutex:
             self._depth -= 1
             if self._depth == 0:
                 self._hand_on()
 
     def excuse(self, place: Place) -> None:
-        """What the place waits for has come: its next ``take``, or the one under way, returns at once."""
+        """Make the current or next ``take`` of this place return False at once: its result has arrived."""
         with self._mutex:
             place._excused = True
             if place in self._waiting:
@@ -80,7 +80,7 @@ class Turns:
 
     def _hand_on(self) -> None:
         if self._waiting:
-            self._owner = 0  # no thread's, until the next one is awake
+            self._owner = 0  # reserved until the next thread is awake
             place = self._waiting.popleft()
             place._has_turn = True
             place._called.release()
@@ -88,7 +88,7 @@ class Turns:
             self._owner = None
 
     def _leave(self, place: Place) -> None:
-        """An exception ended the wait: the turn may have come by then."""
+        """Leave the queue after an exception; pass the turn on if it has just been granted."""
         with self._mutex:
             if place in self._waiting:
                 self._waiting.remove(place)
@@ -99,9 +99,9 @@ class Turns:
 
 @contextlib.contextmanager
 def without_interrupts() -> Iterator[None]:
-    """Ctrl-C in the main thread raises KeyboardInterrupt at the end, and a second one at once.
+    """Delay KeyboardInterrupt in the main thread until the block ends; a second Ctrl-C raises at once.
 
-    Half of a step would leave an engine that serves nobody any more.
+    Interrupting a step halfway would leave the engine unusable.
     """
     in_main = threading.current_thread() is threading.main_thread()
     if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:

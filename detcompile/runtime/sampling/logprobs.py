@@ -1,4 +1,4 @@
-"""Log-probabilities under the model itself: of chosen tokens, and of the likeliest.
+"""Log-probabilities under the model itself, of chosen tokens and of the most likely tokens.
 
 Legend: R rows, V vocabulary size, N alternatives.
 """
@@ -17,18 +17,18 @@ ELEMENTS_AT_ONCE = 1 << 24  # bounds the memory of many rows; they are independe
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probabilities under the model itself, before bias, penalties, temperature and filters."""
+    """Log-probabilities before bias, penalties, temperature and filters."""
 
-    chosen: Tensor  # [R] fp32, of the tokens drawn
-    top_ids: Tensor  # [R, N] int64, the likeliest tokens, likeliest first, the lowest id first among equals
-    top: Tensor  # [R, N] fp32, theirs
-    rank: Tensor  # [R] int64, the place of each drawn token among all in that order, from 1
+    chosen: Tensor  # [R] fp32, of the drawn tokens
+    top_ids: Tensor  # [R, N] int64, the most likely tokens, most likely first; ties: lowest id first
+    top: Tensor  # [R, N] fp32, logprobs of ``top_ids``
+    rank: Tensor  # [R] int64, rank of each drawn token in that order, from 1
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int = 0, radices: Sequence[int] = ()) -> TokenLogprobs:
-    """Logprobs of ``tokens`` [R] int64 and of the ``num_top`` likeliest tokens, from ``logits`` [R, V].
+    """Return logprobs of ``tokens`` [R] int64 and of the ``num_top`` most likely tokens, from ``logits`` [R, V].
 
-    Works on the device of ``logits`` without waiting for it.
+    Runs on the device of ``logits`` without waiting for it.
     """
     rows_at_once = max(1, ELEMENTS_AT_ONCE // logits.shape[1])
     pieces = [
@@ -46,17 +46,17 @@ def _token_logprobs(logits: Tensor, tokens: Tensor, num_top: int, radices: Seque
 
 
 def _rank(logprobs: Tensor, tokens: Tensor, chosen: Tensor) -> Tensor:
-    """One more than the tokens [R] int64 that stand before ``tokens`` [R]: likelier, or as likely with a lower id."""
+    """Return ranks: 1 + the number of tokens that are likelier than ``tokens`` [R], or equal with a lower id."""
     ids = torch.arange(logprobs.shape[1], device=logprobs.device)
     before = (logprobs > chosen[:, None]) | ((logprobs == chosen[:, None]) & (ids < tokens[:, None]))
     return before.sum(1) + 1
 
 
 def _likeliest(logprobs: Tensor, num_top: int) -> Tensor:
-    """Ids [R, N] of the highest of ``logprobs`` [R, V] fp32.
+    """Return ids [R, N] of the highest of ``logprobs`` [R, V] fp32.
 
-    topk leaves open which of equal values it takes, so it is given int64 that differ: the value, order kept, in the
-    high half, and the id, counted down, in the low half.
+    topk may pick any of several equal values, so it gets distinct int64 keys: the value in the high half, in an
+    order-preserving encoding, and the id, counted down, in the low half.
     """
     vocab_size = logprobs.shape[1]
     if num_top == 0:

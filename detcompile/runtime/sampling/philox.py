@@ -1,15 +1,15 @@
-"""Random numbers that are a function of (seed, position, stream, token id) and of nothing else.
+"""Random numbers that depend only on (seed, position, stream, token id).
 
-Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) needs no state: request, position
-and token id go into its key and counter, so a row of noise cannot depend on its batch, and a vocabulary shard can
-draw its own columns. The logarithm is built from single IEEE float64 operations, each a kernel of its own: torch's
-``log`` may take a vector routine in the body of a tensor and a scalar one in its tail, with other bits, and CUDA has a
-third. These operations are rounded the same everywhere, so CPU and CUDA give one bit pattern.
+Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) is stateless: request, position
+and token id form its key and counter. A row of noise therefore cannot depend on its batch, and a vocabulary shard can
+draw its own columns. The logarithm is built from single IEEE float64 operations, each its own kernel: torch's ``log``
+may use a vector routine in the body of a tensor and a scalar one in its tail, with different bits, and CUDA has a third
+routine. The single operations round the same everywhere, so CPU and CUDA give the same bits.
 
-The noise here is the definition; tokens are drawn by templates.tokens.gumbel, whose kernels are compared with it by
-bytes.
+This module defines the noise. Tokens are drawn by templates.tokens.gumbel, whose kernels are tested against it byte for
+byte.
 
-Legend: R rows, V vocabulary size, G = ceil(V / 4) counters a row.
+Legend: R rows, V vocabulary size, G = ceil(V / 4) counters per row.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ __all__ = ["gumbel_noise", "gumbel_noise_of", "noise_keys", "philox4x32", "porta
 
 NUM_ROUNDS = 10
 WORD_MASK = 0xFFFFFFFF
-# Multipliers less 2^32, so that a product with a 32-bit word stays within int64: a * M = a * (M - 2^32) + (a << 32).
+# Multipliers minus 2^32, so that a product with a 32-bit word fits in int64: a * M = a * (M - 2^32) + (a << 32).
 MULTIPLIERS = (0xD2511F53 - (1 << 32), 0xCD9E8D57 - (1 << 32))
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 
@@ -43,19 +43,19 @@ LOG_POLYNOMIAL = (
 def gumbel_noise(
     seeds: Sequence[int], positions: Sequence[int], vocab_size: int, device: torch.device, stream: int = 0
 ) -> Tensor:
-    """Standard Gumbel noise [R, V] float64; element (r, v) depends on seeds[r], positions[r], stream and v alone.
+    """Return standard Gumbel noise [R, V] float64; element (r, v) depends on seeds[r], positions[r], stream and v.
 
     Args:
         seeds: R of them, 0 <= seed < 2^64.
         positions: R of them, 0 <= position < 2^64.
-        stream: 0 <= stream < 2^32, keeps several uses of one (seed, position) apart.
+        stream: 0 <= stream < 2^32, separates several uses of one (seed, position).
     """
     keys = noise_keys(seeds, positions, [stream] * len(seeds))
     return gumbel_noise_of(keys.to(device), vocab_size)
 
 
 def noise_keys(seeds: Sequence[int], positions: Sequence[int], streams: Sequence[int]) -> Tensor:
-    """[R, 5] int64 on the CPU, 32-bit words: seed (low, high), position (low, high), stream."""
+    """Return [R, 5] int64 on the CPU, 32-bit words: seed (low, high), position (low, high), stream."""
     words = [
         (seed & WORD_MASK, seed >> 32, position & WORD_MASK, position >> 32, stream)
         for seed, position, stream in zip(seeds, positions, streams, strict=True)
@@ -64,20 +64,20 @@ def noise_keys(seeds: Sequence[int], positions: Sequence[int], streams: Sequence
 
 
 def gumbel_noise_of(keys: Tensor, vocab_size: int) -> Tensor:
-    """Standard Gumbel noise [R, V] float64 of ``noise_keys`` [R, 5], on their device.
+    """Return standard Gumbel noise [R, V] float64 of ``noise_keys`` [R, 5], on their device.
 
-    The uniform under it is (word + 1/2) / 2^32, strictly inside (0, 1), so the noise lies in (-3.2, 22.9).
+    The underlying uniform is (word + 1/2) / 2^32, strictly inside (0, 1), so the noise lies in (-3.2, 22.9).
     """
     return -portable_log(-portable_log(uniform_of(keys, vocab_size)))
 
 
 def uniform_of(keys: Tensor, count: int) -> Tensor:
-    """Uniform numbers [R, count] float64, strictly inside (0, 1), of ``noise_keys`` [R, 5], on their device."""
+    """Return uniform numbers [R, count] float64, strictly inside (0, 1), of ``noise_keys`` [R, 5], on their device."""
     return (_words(keys, count).to(torch.float64) + 0.5) * 2.0**-32
 
 
 def philox4x32(counter: Sequence[Tensor], key: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Ten rounds of Philox4x32; four counter words and two key words, int64 in [0, 2^32), broadcast together."""
+    """Compute ten rounds of Philox4x32: four counter words, two key words, int64 in [0, 2^32), broadcast together."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(NUM_ROUNDS):
@@ -89,7 +89,7 @@ def philox4x32(counter: Sequence[Tensor], key: Sequence[Tensor]) -> tuple[Tensor
 
 
 def portable_log(x: Tensor) -> Tensor:
-    """Natural logarithm of positive, normal float64 numbers, within 1 ulp, same bits on every device.
+    """Return the natural logarithm of positive, normal float64 numbers, within 1 ulp, with the same bits everywhere.
 
     x = 2^e * (1 + f) with 1 + f in [sqrt(1/2), sqrt(2)); then the series in s = f / (2 + f).
     """
@@ -108,7 +108,7 @@ def portable_log(x: Tensor) -> Tensor:
 
 
 def _words(keys: Tensor, vocab_size: int) -> Tensor:
-    """[R, V] int64 in [0, 2^32): token v takes word v % 4 of counter (v // 4, position, stream) under key seed."""
+    """Return [R, V] int64 in [0, 2^32): token v takes word v % 4 of counter (v // 4, position, stream)."""
     key0, key1, position_low, position_high, stream = keys.unsqueeze(-1).unbind(1)
     group = torch.arange(-(-vocab_size // 4), dtype=torch.int64, device=keys.device).unsqueeze(0)
     words = torch.stack(philox4x32((group, position_low, position_high, stream), (key0, key1)), dim=-1)
@@ -116,6 +116,6 @@ def _words(keys: Tensor, vocab_size: int) -> Tensor:
 
 
 def _multiply(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of word * (multiplier + 2^32), without leaving int64."""
+    """Return the high and low 32 bits of word * (multiplier + 2^32) without leaving int64."""
     product = word * multiplier
     return (product >> 32) + word, product & WORD_MASK

@@ -1,7 +1,7 @@
-"""DraftTree: tokens that may come next, as a tree of guesses.
+"""DraftTree: guesses for the next tokens, as a tree.
 
 A node is named by its path: ``(0,)`` is the first guess for the next token, ``(1,)`` another one, ``(0, 2)`` the third
-guess for what follows ``(0,)``. The root, the sequence's newest token, is ``()``. A list of paths is a shape.
+guess for the token after ``(0,)``. The root, the sequence's newest token, is ``()``. A list of paths is a shape.
 """
 
 import functools
@@ -23,12 +23,12 @@ class DraftTree:
 
     Args:
         tokens: token id of each node.
-        distributions: probabilities [V] (float32, on the target's device) that nodes were drawn from at random, given
-            the older siblings: only ``acceptance="rejection"`` reads them. A node without
-            is taken for the only token that could have been proposed there, which is never wrong and accepts less.
+        distributions: probabilities [V] (float32, on the target's device) from which nodes were drawn at random, given
+            their older siblings. Only ``acceptance="rejection"`` reads them. A node without one is treated as the only
+            token that could have been proposed there, which is always correct but accepts fewer guesses.
 
     Raises:
-        InvalidInput: a node without its parent, or two children of one node with the same token.
+        InvalidInput: a node has no parent, or two children of a node have the same token.
     """
 
     def __init__(self, tokens: Mapping[Path, int], distributions: Mapping[Path, Tensor] | None = None) -> None:
@@ -42,12 +42,12 @@ class DraftTree:
 
     @classmethod
     def chain(cls, tokens: Sequence[int]) -> "DraftTree":
-        """Each token the only guess after the one before."""
+        """Return a chain: each token is the only guess after the previous one."""
         return cls({(0,) * (depth + 1): token for depth, token in enumerate(tokens)})
 
     @classmethod
     def of(cls, shape: Sequence[Path], tokens: Sequence[int]) -> "DraftTree":
-        """A tree of a shape such as ``[(0,), (0, 0), (0, 1), (1,)]``, and the token of each of its nodes."""
+        """Return a tree of a shape such as ``[(0,), (0, 0), (0, 1), (1,)]``, with the token of each node."""
         return cls(dict(zip(require_shape(shape), tokens, strict=True)))
 
     def __len__(self) -> int:
@@ -55,46 +55,46 @@ class DraftTree:
 
     @property
     def depth(self) -> int:
-        """Tokens of the longest path."""
+        """Length of the longest path."""
         return self._shape.depth
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """Paths of the nodes, parents before children: trees of equal paths have one shape."""
+        """Paths of the nodes, parents before children: trees with equal paths share a shape."""
         return self._shape.paths
 
     def child(self, path: Path, token: int) -> Path | None:
-        """The node that guesses ``token`` after ``path``."""
+        """Return the node that guesses ``token`` after ``path``, or None."""
         return self._child.get((path, token))
 
     def children(self, path: Path) -> list[Path]:
-        """The guesses for what follows ``path``, the first guess first."""
+        """Return the guesses for the token after ``path``, first guess first."""
         return list(self._shape.children.get(path, ()))
 
     def branches(self) -> list[Path]:
-        """Every leaf, that of the first guesses first, so that most nodes are on the first branches."""
+        """Return all leaves, that of the first guesses first, so that most nodes lie on the first branches."""
         return sorted(path for path in self.tokens if path not in self._shape.children)
 
     def along(self, leaf: Path) -> list[int]:
-        """Tokens from below the root to ``leaf``."""
+        """Return the tokens from below the root to ``leaf``."""
         return [self.tokens[leaf[: depth + 1]] for depth in range(len(leaf))]
 
     def pruned(self, max_nodes: int, max_depth: int) -> "DraftTree":
-        """The first ``max_nodes`` nodes, level by level, that lie no deeper than ``max_depth``."""
+        """Return the first ``max_nodes`` nodes, level by level, that are at most ``max_depth`` deep."""
         if len(self.tokens) <= max_nodes and self.depth <= max_depth:
             return self
         return self.only([path for path in self.tokens if len(path) <= max_depth][: max(0, max_nodes)])
 
     def only(self, paths: Iterable[Path]) -> "DraftTree":
-        """The tree of these nodes, whose parents are among them."""
+        """Return the tree of these nodes, which must include their parents."""
         return DraftTree({path: self.tokens[path] for path in paths}, self.distributions)
 
 
 class _Shape(NamedTuple):
-    """What trees of the same paths share."""
+    """Data shared by trees with the same paths."""
 
     paths: tuple[Path, ...]  # level by level
-    parents: tuple[Path, ...]  # of each
+    parents: tuple[Path, ...]  # of each path
     children: dict[Path, tuple[Path, ...]]
     depth: int
 
@@ -111,10 +111,10 @@ def _shape(paths: tuple[Path, ...]) -> _Shape:
 
 
 def require_shape(paths: Sequence[Path]) -> tuple[Path, ...]:
-    """The paths of a tree's nodes, in their order.
+    """Return the checked paths of a tree's nodes, in order.
 
     Raises:
-        InvalidInput: none, one twice, a negative index, or a node without its parent.
+        InvalidInput: there are no paths, one occurs twice or has a negative index, or a node has no parent.
     """
     shape = tuple(tuple(path) for path in paths)
     known = set(shape)

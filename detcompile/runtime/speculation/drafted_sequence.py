@@ -1,4 +1,4 @@
-"""DraftedSequence: a sequence of the engine as a drafter sees it. It can be read, and not written."""
+"""DraftedSequence: a drafter's read-only view of a sequence."""
 
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
@@ -12,7 +12,7 @@ __all__ = ["DraftedSequence"]
 
 
 class DraftedSequence:
-    """A view of a sequence; each has one, from its first step to ``Drafter.forget``."""
+    """A read-only view of a sequence, which exists from its first step to ``Drafter.forget``."""
 
     __slots__ = ("_sampling", "_sequence")
 
@@ -23,7 +23,7 @@ class DraftedSequence:
 
     @property
     def token_ids(self) -> SequenceOf[int]:
-        """The prompt and the tokens generated after it; slices are lists."""
+        """The prompt and the generated tokens; slices are lists."""
         return _ReadOnly(self._sequence.token_ids)
 
     @property
@@ -33,7 +33,7 @@ class DraftedSequence:
 
     @property
     def sample_index(self) -> int:
-        """Which of a request's n samples this is."""
+        """Index of this sample among the request's n samples."""
         return self._sequence.sample_index
 
     @property
@@ -43,42 +43,42 @@ class DraftedSequence:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
+        """Number of tokens of the prompt."""
         return self._sequence.num_prompt_tokens
 
     @property
     def num_tokens(self) -> int:
-        """Tokens drawn so far, those of the prompt included."""
+        """Number of tokens so far, including the prompt."""
         return self._sequence.num_tokens
 
     @property
     def num_generated(self) -> int:
-        """Tokens drawn after the prompt."""
+        """Number of tokens after the prompt."""
         return self._sequence.num_generated
 
     @property
     def generated_ids(self) -> list[int]:
-        """Tokens after the prompt, a copy."""
+        """A copy of the tokens after the prompt."""
         return self._sequence.generated_ids
 
     @property
     def max_length(self) -> int:
-        """Tokens that the context has room for."""
+        """Most tokens that the context can hold."""
         return self._sequence.max_length
 
     @property
     def most_tokens(self) -> int:
-        """Tokens that this sequence can ever hold."""
+        """Maximum number of tokens that this sequence can hold."""
         return self._sequence.most_tokens
 
     @property
     def priority(self) -> int:
-        """Lower is more urgent."""
+        """Priority; lower is more urgent."""
         return self._sequence.priority
 
 
 class _ReadOnly(SequenceOf[int]):
-    """A list of token ids that cannot be written; it compares and adds like a list."""
+    """A read-only list of token ids that compares and adds like a list."""
 
     __slots__ = ("_list",)
 

@@ -1,4 +1,4 @@
-"""DraftStatistics: how right the drafts of an engine were, and the tokens a step that this lets expect."""
+"""DraftStatistics: acceptance of an engine's drafts, and the expected tokens per step."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ __all__ = ["DraftStatistics", "expected_tokens"]
 
 
 def expected_tokens(rate: float, depth: int) -> float:
-    """Tokens of a step whose chain of ``depth`` guesses is right at ``rate`` each: (1 - rate^(depth + 1)) / (1 - rate).
+    """Return the tokens per step of a chain accepted at ``rate`` per guess: (1 - rate^(depth + 1)) / (1 - rate).
 
     Source: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", ICML 2023, equation 1.
     """
@@ -16,12 +16,12 @@ def expected_tokens(rate: float, depth: int) -> float:
 
 @dataclass(slots=True)
 class DraftStatistics:
-    """Counts over every tree that was verified.
+    """Counts over all verified trees.
 
     Attributes:
-        num_drafted, num_accepted: nodes, and those that were right.
-        num_rejected: trees whose guesses ended in being wrong; the others were right to a leaf, or cut by a stop.
-        depths: how many trees were so deep.
+        num_drafted, num_accepted: nodes, and accepted nodes.
+        num_rejected: trees that ended in a wrong guess; the others were accepted to a leaf, or cut by a stop.
+        depths: number of trees by depth.
     """
 
     num_drafted: int = 0
@@ -30,7 +30,7 @@ class DraftStatistics:
     depths: Counter[int] = field(default_factory=Counter)
 
     def add(self, num_nodes: int, depth: int, num_accepted: int, *, rejected: bool) -> None:
-        """One more tree."""
+        """Count a tree."""
         self.num_drafted += num_nodes
         self.num_accepted += num_accepted
         self.num_rejected += rejected
@@ -38,23 +38,23 @@ class DraftStatistics:
 
     @property
     def num_trees(self) -> int:
-        """Trees that were verified."""
+        """Number of verified trees."""
         return self.depths.total()
 
     @property
     def acceptance_rate(self) -> float:
-        """Share of the nodes reached below which a guess was right: the alpha of Leviathan et al."""
+        """Fraction of reached nodes below which a guess was right: the alpha of Leviathan et al."""
         reached = self.num_accepted + self.num_rejected
         return self.num_accepted / reached if reached else 0.0
 
     @property
     def tokens_per_step(self) -> float:
-        """Measured: tokens that a sequence with drafts got in a step."""
+        """Measured tokens per step of a sequence with drafts."""
         return 1.0 + self.num_accepted / self.num_trees if self.num_trees else 1.0
 
     @property
     def expected_tokens_per_step(self) -> float:
-        """What ``acceptance_rate`` lets expect of trees of these depths."""
+        """Tokens per step expected from ``acceptance_rate`` for trees of these depths."""
         if not self.num_trees:
             return 1.0
         rate = self.acceptance_rate

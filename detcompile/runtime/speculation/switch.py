@@ -1,16 +1,16 @@
-"""SpeculationSwitch: whether the next step should draft, from what steps have taken and given so far.
+"""SpeculationSwitch: decides whether the next step should draft, from the durations and tokens of earlier steps.
 
-For steps of like load it compares the seconds a token of plain steps (which overlap, where the engine overlaps) with
-those of steps that drafted, drafting included. It reads no clock and draws nothing: its answers follow from what it is
-told.
+For steps of similar load it compares seconds per token of plain steps (overlapping, if the engine overlaps) with those
+of drafting steps, drafting included. It reads no clock and draws no random numbers: its answers depend only on what it
+is told.
 
-What it may lose is bounded by an account in units of plain steps. A step that drafted pays in what it gained or takes
-out what it lost; a plain step pays in RATE; nobody drafts on an empty account. So the tokens of n plain steps take the
-time of n * (1 + RATE) + DEPOSIT at most, and beside that the overdraft of one step and the WARM_UP drafts of each load,
-in which kernels are compiled and graphs captured: in the long run never slower than 0.97 times plain decoding. Later
-steps that compile or capture count for OUTLIER medians of their kind: they come once, and say nothing of the next.
-A single step may also take so long, for one request's sake or the machine's, that paying it off would end drafts for
-everybody: a debt is cut at DEBT, and at twice as much each time that it is reached again before drafts have paid.
+Its possible loss is bounded by an account in units of plain steps. A drafting step adds its gain or subtracts its loss;
+a plain step adds RATE; with an empty account nothing is drafted. The tokens of n plain steps therefore take at most the
+time of n * (1 + RATE) + DEPOSIT, plus the overdraft of one step and the WARM_UP drafts of each load, which compile
+kernels and capture graphs: in the long run never slower than 0.97 times plain decoding. Later steps that compile or
+capture count as at most OUTLIER medians of their kind, because they occur once. A single step may still take so long,
+because of one request or the machine, that paying it off would stop drafting for everybody. A debt is therefore capped
+at DEBT, and at twice as much each time the cap is reached again before drafts have paid off.
 """
 
 import statistics
@@ -19,45 +19,45 @@ from typing import NamedTuple
 
 __all__ = ["Load", "SpeculationSwitch"]
 
-RATE = 0.02  # of the time may go into trying again
+RATE = 0.02  # fraction of the time that may be spent on trying again
 DEPOSIT = 2.0  # plain steps, at the start and before trying again
-DEBT = 16.0  # plain steps, the first time
-SAVINGS = 16.0  # plain steps; what speculation gained, kept for its bad spells
-WARM_UP = 3  # steps that drafted, of each load, that are not counted
-NUM_PLAIN = 3  # plain steps that must be known of a load
-NUM_TRIED = 5  # steps that drafted, before they count
+DEBT = 16.0  # plain steps: the first cap of a debt
+SAVINGS = 16.0  # plain steps: most gain that is saved for bad phases
+WARM_UP = 3  # first drafting steps of each load, which are not counted
+NUM_PLAIN = 3  # plain steps that must be known for a load
+NUM_TRIED = 5  # drafting steps before they count
 PAUSE = 32  # plain steps before trying again
-REFRESH = 256  # steps that drafted in a row, after which plain ones are measured again
-PLAIN_WINDOW, DRAFTED_WINDOW = 5, 16  # steps kept
-OUTLIER = 4.0  # medians: what a step counts for at most
+REFRESH = 256  # consecutive drafting steps after which plain ones are measured again
+PLAIN_WINDOW, DRAFTED_WINDOW = 5, 16  # number of steps kept
+OUTLIER = 4.0  # a step counts as at most this many medians
 
 
 class Load(NamedTuple):
-    """What a step runs."""
+    """Contents of a step."""
 
     num_decodes: int
     num_prefill_tokens: int = 0
 
     @property
     def bucket(self) -> tuple[int, int]:
-        """Loads whose steps take about as long: two buckets an octave of decodes, one of prefill tokens."""
+        """Bucket of loads whose steps take about as long: two per octave of decodes, one per octave of prefill."""
         size = max(0, self.num_decodes - 1).bit_length()
         lower_half = size > 1 and self.num_decodes <= 3 << (size - 2)
         return 2 * size - lower_half, (self.num_prefill_tokens + 63).bit_length()
 
 
 class SpeculationSwitch:
-    """Says whether to draft, step after step."""
+    """Decides step by step whether to draft."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, int], _Known] = {}
         self._account = DEPOSIT
-        self._saving = False  # the account was emptied: wait until the deposit is there again
+        self._saving = False  # the account was emptied: wait until it holds the deposit again
         self._most_debt = DEBT
-        self._num_plain = 0  # in a row
+        self._num_plain = 0  # consecutive plain steps
 
     def wants(self, load: Load) -> bool:
-        """Whether a step of this load should draft."""
+        """Return True if a step of this load should draft."""
         known = self._known.get(load.bucket)
         if load.num_decodes == 0 or known is None or known.num_fresh < NUM_PLAIN or self._saving:
             return False
@@ -65,17 +65,17 @@ class SpeculationSwitch:
         return gain is None or gain > 1.0
 
     def gain(self, load: Load) -> float | None:
-        """How many times sooner tokens come with drafts, as measured; None where that is not known."""
+        """Return the measured speedup of drafting at this load; None if unknown."""
         known = self._known.get(load.bucket)
         return None if known is None else known.gain
 
     def observe(self, load: Load, seconds: float, tokens: float, *, drafted: bool) -> None:
-        """A step has finished.
+        """Record a finished step.
 
         Args:
-            seconds: from the end of the step before to its own.
-            tokens: tokens that each decode got, on average.
-            drafted: whether the step should draft, even if there was nothing to guess.
+            seconds: from the end of the previous step to its end.
+            tokens: average number of tokens per decode.
+            drafted: the step was to draft, even if there was nothing to guess.
         """
         if load.num_decodes == 0:
             return
@@ -103,7 +103,7 @@ class SpeculationSwitch:
 
     def _observe_plain(self, known: "_Known", seconds: float) -> None:
         known.num_waited += 1
-        if self._num_plain == 1:  # it filled the pipeline again, which is part of what the drafts before cost
+        if self._num_plain == 1:  # it refilled the pipeline, which is part of the cost of the drafts before
             if known.plain:
                 more = seconds / statistics.median(known.plain) - 1.0
                 self._pay(-min(max(0.0, more), OUTLIER))
@@ -120,7 +120,7 @@ class SpeculationSwitch:
             known.drafted.clear()  # try again
 
     def _pay(self, gained: float) -> None:
-        """Plain steps that were gained, or lost."""
+        """Add gained (or subtract lost) plain steps."""
         self._account = min(self._account + gained, SAVINGS)
         if self._account < -self._most_debt:
             self._account = -self._most_debt
@@ -129,23 +129,23 @@ class SpeculationSwitch:
 
 
 class _Known:
-    """What is known of steps of one load."""
+    """Measurements of steps of one load."""
 
     def __init__(self) -> None:
         self.plain: deque[float] = deque(maxlen=PLAIN_WINDOW)  # seconds
-        self.drafted: deque[tuple[float, float]] = deque(maxlen=DRAFTED_WINDOW)  # seconds, tokens a decode
-        self.num_fresh = 0  # plain steps measured since they were last asked for
+        self.drafted: deque[tuple[float, float]] = deque(maxlen=DRAFTED_WINDOW)  # seconds, tokens per decode
+        self.num_fresh = 0  # plain steps measured since the last refresh
         self.num_drafted = self.num_since_plain = 0
-        self.num_waited = 0  # plain steps since one that drafted, whatever other loads did meanwhile
+        self.num_waited = 0  # plain steps since the last drafting step of this load
 
     @property
     def most_seconds(self) -> float:
-        """That a step which drafted counts for."""
+        """Most seconds that a drafting step counts for."""
         return OUTLIER * statistics.median(seconds for seconds, _ in self.drafted)
 
     @property
     def gain(self) -> float | None:
-        """Tokens a second of steps that drafted over those of plain ones."""
+        """Tokens per second of drafting steps relative to plain steps."""
         if len(self.drafted) < NUM_TRIED or not self.plain:
             return None
         most = self.most_seconds

@@ -1,4 +1,4 @@
-"""What runs steps, as an engine and a call see it: in this process, or in others."""
+"""Interfaces of what runs steps, in this process or in others."""
 
 from collections.abc import Hashable
 from typing import Any, Protocol
@@ -13,21 +13,22 @@ __all__ = ["Forgetful", "StepRunner", "StepWorker"]
 
 
 class Forgetful(Protocol):
-    """Keeps something of every sequence that has had a row."""
+    """Keeps state of every sequence that has had a row."""
 
     def forget(self, key: Hashable) -> None:
-        """A sequence will have no more rows."""
+        """Drop the state of a sequence that will have no more rows."""
 
 
 class StepWorker(BlockReader, Protocol):
-    """Runs steps and draws their tokens. Worker and RemoteWorker do.
+    """Runs steps and draws their tokens: Worker or RemoteWorker.
 
     Attributes:
-        accepts_rejection: whether the sampler can accept guesses by rejection.
-        is_alone: no other rank takes part in its steps, so that it may go on without one that could not be launched.
-        num_stages: stages of the pipeline that it is, each of which runs a step while the others run others.
-        idle_share: share of the stages' time in which they had no step, while there were any; 0 before the first.
-        shortest_step: seconds that the slowest stage took for the shortest step; infinity where there is one stage.
+        accepts_rejection: True if the sampler supports rejection sampling of guesses.
+        is_alone: True if no other rank takes part in its steps, so that a step that could not be launched can be
+            dropped.
+        num_stages: number of pipeline stages, each of which can run a different step.
+        idle_share: fraction of the stages' time without a step while there was work; 0 before the first step.
+        shortest_step: the slowest stage's seconds for the shortest step; infinity with a single stage.
     """
 
     accepts_rejection: bool
@@ -36,43 +37,43 @@ class StepWorker(BlockReader, Protocol):
 
     @property
     def idle_share(self) -> float:
-        """See above."""
+        """See the class."""
 
     @property
     def shortest_step(self) -> float:
-        """See above."""
+        """See the class."""
 
     @property
     def sampler(self) -> Forgetful:
-        """What keeps the sequences' draws."""
+        """Keeps the sequences' sampling state."""
 
     def launch(self, work: StepWork) -> Any:
-        """Start a step; nothing waits for it. What comes back is for ``collect``."""
+        """Start a step without waiting. Pass the result to ``collect``."""
 
     def collect(self, launched: Any) -> StepResult:
-        """Wait for the oldest step that was not collected, and read what it drew."""
+        """Wait for the oldest step not collected yet, and read the tokens it drew."""
 
     def restart(self) -> None:
-        """Have other processes in the place of those that were lost, with nothing in the KV cache; asked only then.
+        """Start new processes in place of lost ones, with an empty KV cache. Call it only after a loss.
 
         Raises:
-            WorkerError: these are lost, too.
-            EngineError: they would have other weights.
+            WorkerError: the new processes are lost, too.
+            EngineError: the new processes would have different weights.
         """
 
     def recover(self) -> None:
-        """Settle what a launch that ran out of memory has left; asked only of a worker that is alone."""
+        """Clean up after a launch that ran out of memory. Call it only if ``is_alone``."""
 
 
 class StepRunner(Protocol):
-    """Runs steps over a KV cache of its own. Runner and RemoteRunner do."""
+    """Runs steps over its own KV cache: Runner or RemoteRunner."""
 
     @property
     def is_lost(self) -> bool:
-        """Whether what runs the steps has ended, so that every call raises."""
+        """True if the process that runs the steps has ended, so that every call raises."""
 
     def run(self, arrays: StepArrays) -> Tensor:
-        """The logits [R, V] of a step."""
+        """Run a step and return its logits [R, V]."""
 
     def fill_caches(self, value: float) -> None:
-        """Write ``value`` into every slot of the KV cache and into every state."""
+        """Fill every slot of the KV cache and every state with ``value``."""

@@ -287,6 +287,6 @@ def _finish(due: _InFlight, scheduler: Scheduler, served: dict[Sequence, _Served
         sequence.append(END if len(request.times) == request.arrival.num_output else 0)
     for sequence, _, _, _ in due.entries:
         if sequence in scheduler.running:
-            scheduler.blocks.settle(sequence)
+            scheduler.blocks.commit(sequence)
         if sequence.finish_reason is not None:
             scheduler.remove(sequence)

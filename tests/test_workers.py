@@ -36,7 +36,7 @@ from detcompile.runtime.processes.start_progress import StartProgress, reading
 from detcompile.runtime.requests.outputs import RequestOutput
 from detcompile.runtime.sampling import plan as sampling_plan
 from detcompile.runtime.sampling.plan import RowNeeds
-from detcompile.runtime.sampling.rows import SampleRow
+from detcompile.runtime.sampling.sampling_tensors import SampleRow
 from detcompile.runtime.speculation.drafter import Drafter
 from detcompile.runtime.speculation.medusa_heads import MedusaHeads
 from detcompile.runtime.speculation.speculator import SpeculationConfig
@@ -511,7 +511,7 @@ def test_kv_blocks_that_do_not_fit_are_refused_and_nothing_is_written(two: Remot
     small = alone().engine(EngineConfig(block_size=16, num_blocks=5, max_num_batched_tokens=16))
     assert small.prefixes.take(prefix) == 0 and small.prefixes.export(prompt) is None
     small.check()
-    with pytest.raises(InvalidInput, match="finds no prefixes"):
+    with pytest.raises(InvalidInput, match="has no prefix cache"):
         alone().engine(replace(config, prefix_caching=False)).prefixes.export(prompt)
 
 

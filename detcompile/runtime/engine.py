@@ -40,25 +40,25 @@ REQUEST_NAMES = {
 
 
 class Engine:
-    """Serves requests over one KV cache. Made by ``CompiledModel.engine``; any thread may call it, many at a time.
+    """Serves requests over one KV cache. Made by ``CompiledModel.engine``. Thread-safe.
 
-    Threads take turns at steps; each gets the outputs that it waits for, as its own copies. A request that fails ends
-    alone, with its ``error``; a step that fails on the device ends all of them, and the engine.
+    Threads take turns at steps; each receives copies of the outputs it waits for. A request that fails ends alone, with
+    its ``error`` set. A step that fails on the device ends every request and the engine.
 
     Args:
         worker: runs the steps.
         blocks: the blocks of the worker's KV cache.
         admission: turns prompts into checked requests.
-        overlap: launch a step before the last one's tokens are read back, unless it drafts.
-        max_context: tokens that a sequence may hold.
-        prefixes: makes what exports KV blocks, given what every step takes, and what forgets those of other weights.
-        weights_version: returns another number once the model's weights are others; what was computed under other
-            weights is not used.
+        overlap: launch a step before the previous one's tokens are read back, unless it drafts.
+        max_context: most tokens that a sequence may hold.
+        prefixes: builds the Prefixes, given the lock of the steps and a function that forgets blocks of outdated
+            weights.
+        weights_version: returns a new number when the model's weights change; results of older weights are not used.
 
     Attributes:
-        config: the settings it was made with.
-        prefixes: gives KV blocks to other engines of the model, and takes theirs.
-        speculator: drafts, and counts how right drafts were; None without speculation.
+        config: the engine's settings.
+        prefixes: exchanges KV blocks with other engines of the model.
+        speculator: drafts tokens and counts accepted drafts; None without speculation.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Engine:
         weights_version: Callable[..., int] = lambda *, look=False: 0,
     ) -> None:
         if speculation is not None and speculation.acceptance == "rejection" and not worker.accepts_rejection:
-            raise InvalidInput("workers in other processes accept exactly: take acceptance='exact', or tp=1")
+            raise InvalidInput("acceptance='rejection' needs the model in this process: set 'exact', or tp=1")
         self.config = config
         self.speculator = None if speculation is None else Speculator(speculation, blocks, admission.vocab_size)
         self._blocks, self._admission = blocks, admission
@@ -99,7 +99,7 @@ class Engine:
         )
         self._steps = StepTurns(self._pipeline, self._book)
         self.prefixes = prefixes(self._steps.turns, self._book.follow_weights)
-        self._loop = EngineLoop(self._steps)  # steps this engine while somebody streams
+        self._loop = EngineLoop(self._steps)  # steps this engine during stream()
 
     @naming_equivalents("engine.add_request", REQUEST_NAMES)
     def add_request(
@@ -113,51 +113,51 @@ class Engine:
         resume: Mapping[int, SequenceOf[int]] | None = None,
         output_kind: OutputKind = "cumulative",
     ) -> str:
-        """Queue a request; ``step`` serves it. May be called from any thread.
+        """Queue a request, which ``step`` serves. Thread-safe.
 
         Args:
-            prompt: text, token ids, or a dict of them (runtime.requests.prompts).
-            params: how to draw and when to end; None takes the defaults.
-            request_id: the request's id, if the caller names it.
+            prompt: text, token ids, or a dict of them (see runtime.requests.prompts).
+            params: how to draw and when to stop; None takes the defaults.
+            request_id: id of the request; None generates one.
             priority: an integer; lower is served earlier.
-            stream_text: keep ``outputs[i].text`` up to date after every token, not only at the end.
-            resume: samples to go on with, by their index, and the tokens that each has drawn before; samples not named
-                are not served. The same prompt, parameters and seed end in the bits of one run. Logprobs are of the
-                tokens drawn here, prompt logprobs come with sample 0.
-            output_kind: "cumulative": ``step`` returns all of an output that got longer; "delta": what is new of it,
-                with text only if ``stream_text``; "final_only": an output that has ended.
+            stream_text: update ``outputs[i].text`` after every token, not only at the end.
+            resume: samples to continue, by index, with the tokens that each has drawn before; other samples are not
+                served. With the same prompt, parameters and seed, the result has the bits of an uninterrupted run.
+                Logprobs cover only tokens drawn here; prompt logprobs come with sample 0.
+            output_kind: "cumulative": ``step`` returns the whole output whenever it grows; "delta": only what is new,
+                with text only if ``stream_text``; "final_only": only finished outputs.
 
         Returns:
             The request's id.
 
         Raises:
-            InvalidInput: a prompt or parameters that cannot be served; nothing is queued then.
+            InvalidInput: the prompt or the parameters cannot be served; nothing is queued.
             EngineError: the engine has failed before.
         """
-        how: dict[str, Any] = {"stream_text": stream_text, "resume": resume, "output_kind": output_kind}
-        return self._add(request_id, "request", prompt, params, priority=priority, **how)
+        options: dict[str, Any] = {"stream_text": stream_text, "resume": resume, "output_kind": output_kind}
+        return self._add(request_id, "request", prompt, params, priority=priority, **options)
 
     def cancel(self, request_id: str) -> None:
-        """End a request at its next step, wherever it stands; unknown or finished ones are left alone."""
+        """Cancel a request before its next step. Unknown or finished ids are ignored."""
         self._book.cancel(request_id)
 
     @property
     def failed(self) -> bool:
-        """Whether a step failed, so that this engine serves no more."""
+        """True if a step failed; the engine then serves no more requests."""
         return self._steps.failure is not None
 
     @property
     def has_unfinished_requests(self) -> bool:
-        """Whether ``step`` has anything left to do, or to give."""
+        """True if ``step`` has work left or outputs to return."""
         return self._pipeline.busy or self._deliveries.any_kept or not self._book.is_empty
 
     def step(self) -> list[RequestOutput]:
-        """Run a step; returns the outputs of ``add_request`` that got longer or ended, each to one of several threads.
+        """Run one step. Return the outputs of ``add_request`` that grew or ended since the last call.
 
-        Plan, draft, build, launch, collect and settle (runtime/pipeline.py), in turn with other threads.
+        Each output is returned to only one thread. The stages of a step are in runtime/pipeline.py.
 
         Raises:
-            EngineError: a step failed on the device. Every request has ended then, and the engine serves no more.
+            EngineError: a step failed on the device; every request has ended, and the engine serves no more.
         """
         self._steps.step()
         return self._deliveries.take()
@@ -166,12 +166,12 @@ class Engine:
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
     ) -> AsyncIterator[RequestOutput]:
-        """``async for output in engine.stream(prompt, params)``: the request's output after each of its steps.
+        """Yield a request's output after each of its steps: ``async for output in engine.stream(prompt, params)``.
 
-        While anybody streams, a thread of the engine's own steps it. Leaving the iteration cancels the request.
+        A background thread steps the engine while any request streams. Leaving the iteration cancels the request.
 
         Raises:
-            InvalidInput: as ``add_request``. EngineError: the engine failed.
+            InvalidInput: as in ``add_request``. EngineError: the engine failed.
         """
         loop, outputs = asyncio.get_running_loop(), asyncio.Queue[RequestOutput | EngineError]()
 
@@ -205,31 +205,32 @@ class Engine:
         priority: SequenceOf[int] | None = None,
         strict: bool = False,
     ) -> list[RequestOutput]:
-        """Serve prompts to their ends.
+        """Serve prompts until they are finished.
 
         Args:
-            prompts: one prompt, or a list of prompts (runtime.requests.prompts says what one may be).
-            params: how to draw: one for all prompts, or one a prompt.
-            progress: show a bar on the terminal.
-            priority: an integer a prompt, as ``add_request`` takes it.
-            strict: raise the refusal of a prompt, before any is served, instead of giving it as an ``error``.
+            prompts: one prompt, or a list of prompts (see runtime.requests.prompts).
+            params: one SamplingParams for all prompts, or one per prompt.
+            progress: show a progress bar on the terminal.
+            priority: one integer per prompt, as in ``add_request``.
+            strict: raise the error of an invalid prompt before any prompt is served, instead of returning it.
 
         Returns:
-            One RequestOutput a prompt, in their order. A prompt that cannot be served has its ``error`` set and one
-            empty output of finish_reason "error"; the others are served all the same.
+            One RequestOutput per prompt, in order. A prompt that cannot be served has its ``error`` set and one empty
+            output with finish_reason "error"; the others are served as usual.
 
         Raises:
-            InvalidInput: neither a prompt nor a list of them, or not one params a prompt; with ``strict`` a prompt
-                that cannot be served, by its index.
+            InvalidInput: ``prompts`` is neither a prompt nor a list, or the number of params differs; with ``strict``
+                also an invalid prompt, named by its index.
             EngineError: the engine failed.
         """
         mailbox, results = Mailbox(self._steps.turns), []
-        found: dict[str, RequestOutput] = {}
+        finished: dict[str, RequestOutput] = {}
         try:
-            for index, (prompt, own, urgency) in enumerate(self._admission.asked(prompts, params, priority)):
+            each = self._admission.per_prompt(prompts, params, priority)
+            for index, (prompt, prompt_params, level) in enumerate(each):
                 try:
                     to: dict[str, Any] = {"receiver": mailbox.receive, "output_kind": "final_only"}
-                    name = self._add(None, "generate", prompt, own, priority=urgency, **to)
+                    name = self._add(None, "generate", prompt, prompt_params, priority=level, **to)
                     results.append(RequestOutput(name, None, [], None, []))
                 except InvalidInput as error:
                     if strict:
@@ -238,31 +239,31 @@ class Engine:
             left = {output.request_id for output in results if output.error is None}
             ended = self._steps.serve(left, mailbox)
             for output in track(ended, "generating", total=len(left), disable=not progress, transient=True):
-                found[output.request_id] = output
-        except BaseException:  # an interrupt, above all: do not go on with what nobody waits for
-            names = [o.request_id for o in results if o.error is None and o.request_id not in found]
+                finished[output.request_id] = output
+        except BaseException:  # KeyboardInterrupt above all: cancel the requests that nobody waits for
+            names = [o.request_id for o in results if o.error is None and o.request_id not in finished]
             with contextlib.suppress(EngineError):
                 self._abandon(names)
             raise
-        return [found.get(output.request_id, output) for output in results]
+        return [finished.get(output.request_id, output) for output in results]
 
     @property
     def stats(self) -> EngineStats:
-        """What the engine has done so far."""
+        """Statistics of the engine so far."""
         with without_interrupts(), self._steps.turns:
             return self._pipeline.stats(self._book.num_held_blocks())
 
     def check(self) -> None:
-        """Assert that no block is lost and none counted twice; between steps, at any time."""
+        """Assert that no block is lost or counted twice. Call it at any time between steps."""
         with without_interrupts(), self._steps.turns:
             self._blocks.check(self._scheduler.running, self._pipeline.forked)
 
     @contextlib.contextmanager
     def idle(self) -> Iterator[None]:
-        """No step begins while this is entered.
+        """Prevent steps while this context is active.
 
         Raises:
-            InvalidInput: requests are queued or running that nobody has cancelled.
+            InvalidInput: requests are queued or running and not cancelled.
         """
         with self._steps.turns:
             self._steps.drop_cancelled()
@@ -283,7 +284,7 @@ class Engine:
         resume: Mapping[int, SequenceOf[int]] | None = None,
         output_kind: OutputKind = "cumulative",
     ) -> str:
-        """Queue a request under its own id, or one of its kind that nobody has; its outputs go to ``receiver``."""
+        """Queue a request under ``request_id`` or a generated id; its outputs go to ``receiver``."""
         self._steps.require_alive()
         if output_kind not in get_args(OutputKind):
             raise InvalidInput(f"output_kind {output_kind!r} must be one of {', '.join(get_args(OutputKind))}")
@@ -303,12 +304,12 @@ class Engine:
         def check(name: str) -> None:
             if receiver is not None or output_kind != "cumulative":
                 self._deliveries.expect(request.output, name, receiver, output_kind)
-            self._steps.require_alive()  # once it is expected: a failure from here on is told to the receiver
+            self._steps.require_alive()  # checked again: from here on, a failure reaches the receiver
 
         return self._book.admit(request, kind if request_id is None else None, check)
 
     def _abandon(self, names: SequenceOf[str]) -> None:
-        """Nobody waits for these any more: they end now, and nothing of them is left queued."""
+        """Cancel requests that nobody waits for, and remove them from the queue at once."""
         for name in names:
             self._deliveries.drop(name)
             self.cancel(name)

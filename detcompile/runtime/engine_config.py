@@ -1,4 +1,4 @@
-"""EngineConfig: how an engine schedules, and how much memory it takes. None of it can change a bit of any result."""
+"""EngineConfig: scheduling and memory settings. No setting can change a bit of any result."""
 
 import math
 from collections.abc import Callable
@@ -16,7 +16,7 @@ __all__ = ["AllocationName", "EngineConfig", "SchedulerName", "VLLM_NAMES"]
 SchedulerName = Literal["stall_free", "prefill_first", "simple_chunking"]
 AllocationName = Literal["lazy", "reserve"]
 MOST_BLOCKS = (1 << 31) - 1  # block tables are int32
-MOST_TOKENS = (1 << 31) - 1  # of a step: cu_seqlens are int32
+MOST_TOKENS = (1 << 31) - 1  # per step: cu_seqlens are int32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,30 +24,29 @@ class EngineConfig:
     """Settings of ``CompiledModel.engine``.
 
     Args:
-        scheduler: "stall_free": every decode in every step, prefill chunks in what the token budget leaves
+        scheduler: "stall_free": every decode in every step, and prefill chunks in the rest of the token budget
             (Sarathi-Serve, OSDI 2024); "prefill_first": whole prompts before any decode (vLLM's first scheduler);
-            "simple_chunking": steps of prefill chunks and steps of decodes in turn.
-        max_num_batched_tokens: the token budget of a step.
-        max_num_seqs: sequences that run at a time.
-        block_size: tokens a KV block, a multiple of 16.
-        num_blocks: blocks of the KV cache; None sizes it by memory_fraction.
-        memory_fraction: share of a GPU's memory that weights, the worst step, CUDA graphs and the KV cache may take
-            together, beside what others hold there already. On a CPU: share of the memory available now, for the KV
-            cache alone.
-        allocation: "lazy" takes blocks as a sequence grows and preempts the least urgent one where they run out;
-            "reserve" takes them for prompt and max_tokens together before a sequence starts.
-        prefix_caching: reuse the keys and values of prompts' common beginnings.
-        cuda_graphs: replay steps whose shapes come back from CUDA graphs; None does on a GPU.
-        overlap: plan and launch a step before the last one's tokens are read back; None does on a GPU.
-        aging: steps after which a waiting request counts as one priority more urgent.
-        tbt_slo: milliseconds that should pass between two tokens of an answer at most, in 99 of 100 steps. Steps that
-            decode take no more prompt tokens than fit, by what steps have taken so far; None: the budget alone bounds
-            them. For "stall_free" alone.
-        restarts: how often in a minute worker processes that are lost are started again, where ranks run in such; 0
-            lets the first loss end the engine.
+            "simple_chunking": alternating steps of prefill chunks and of decodes.
+        max_num_batched_tokens: token budget of a step.
+        max_num_seqs: most sequences that run at a time.
+        block_size: tokens per KV block, a multiple of 16.
+        num_blocks: blocks of the KV cache; None derives it from memory_fraction.
+        memory_fraction: fraction of a GPU's memory for weights, the largest step, CUDA graphs and the KV cache
+            together, including what other processes already hold. On a CPU: fraction of the memory available now, for
+            the KV cache alone.
+        allocation: "lazy" allocates blocks as a sequence grows, and preempts the least urgent sequence when they run
+            out; "reserve" allocates them for prompt and max_tokens before a sequence starts.
+        prefix_caching: reuse keys and values of common prompt prefixes.
+        cuda_graphs: replay recurring step shapes from CUDA graphs; None enables it on a GPU.
+        overlap: plan and launch a step before the previous one's tokens are read back; None enables it on a GPU.
+        aging: steps of waiting that make a request one priority level more urgent.
+        tbt_slo: target for the time between two tokens of an answer, in milliseconds, to be met by 99 of 100 steps.
+            Steps with decodes take only as many prompt tokens as fit, judged by measured step times; None: only the
+            token budget limits them. Needs "stall_free".
+        restarts: how often per minute lost worker processes are restarted; with 0, the first loss ends the engine.
 
     Raises:
-        InvalidInput: a value that cannot be.
+        InvalidInput: a value is invalid.
     """
 
     scheduler: SchedulerName = "stall_free"
@@ -66,7 +65,7 @@ class EngineConfig:
 
     @property
     def whole_prompts(self) -> bool:
-        """Whether every prompt is computed in one step."""
+        """True if every prompt is computed in one step."""
         return self.scheduler == "prefill_first"
 
     def __post_init__(self) -> None:
@@ -82,9 +81,9 @@ class EngineConfig:
         fits = self.num_blocks is None or 2 <= self.num_blocks <= MOST_BLOCKS
         _require(fits, "num_blocks", self, f"None, or at least 2 and at most {MOST_BLOCKS}")
         finite = self.tbt_slo is None or 0 < self.tbt_slo < math.inf
-        _require(finite, "tbt_slo", self, "None, or above 0 milliseconds, and finite")
+        _require(finite, "tbt_slo", self, "None, or finite and above 0 milliseconds")
         if self.tbt_slo is not None and self.scheduler != "stall_free":
-            raise InvalidInput(f"EngineConfig: tbt_slo needs scheduler='stall_free', and not {self.scheduler!r}")
+            raise InvalidInput(f"EngineConfig: tbt_slo needs scheduler='stall_free', got {self.scheduler!r}")
         _require(0 < self.memory_fraction <= 1, "memory_fraction", self, "above 0 and at most 1")
 
 
@@ -127,5 +126,5 @@ def _require(condition: bool, name: str, config: EngineConfig, wanted: str) -> N
         raise InvalidInput(f"EngineConfig: {name}={shown(getattr(config, name))} must be {wanted}")
 
 
-if READERS.keys() != {own.name for own in fields(EngineConfig)}:
+if READERS.keys() != {entry.name for entry in fields(EngineConfig)}:
     raise TypeError(f"READERS and the fields of EngineConfig differ: {READERS.keys() ^ set(EngineConfig.__slots__)}")

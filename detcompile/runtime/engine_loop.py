@@ -1,4 +1,4 @@
-"""EngineLoop: a thread that steps an engine while coroutines wait for what it serves."""
+"""EngineLoop: a thread that steps an engine while coroutines wait for outputs."""
 
 import threading
 
@@ -7,11 +7,11 @@ from detcompile.runtime.step_turns import StepTurns
 
 __all__ = ["EngineLoop"]
 
-IDLE_SECONDS = 60.0  # an idle thread ends, so that an engine which nobody holds can be freed
+IDLE_SECONDS = 60.0  # an idle thread ends, so that an unreferenced engine can be freed
 
 
 class EngineLoop:
-    """Steps an engine in a thread of its own while it has work."""
+    """Steps an engine in a background thread while it has work."""
 
     def __init__(self, steps: StepTurns) -> None:
         self._steps = steps
@@ -19,7 +19,7 @@ class EngineLoop:
         self._thread: threading.Thread | None = None
 
     def wake(self) -> None:
-        """There is work: the thread goes on, or a new one begins. May be called from any thread."""
+        """Wake the thread, or start a new one. Thread-safe."""
         with self._work:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="detcompile engine", daemon=True)
@@ -33,14 +33,14 @@ class EngineLoop:
             except BaseException as error:
                 with self._work:
                     self._thread = None
-                if isinstance(error, EngineError):  # every receiver has been told
+                if isinstance(error, EngineError):  # every receiver has received it
                     return
                 raise
 
     def _has_work(self) -> bool:
-        """Waits for it; False where none came, and the next ``wake`` begins another thread then."""
+        """Wait for work. Return False after IDLE_SECONDS without any; the next ``wake`` then starts a new thread."""
         with self._work:
-            found = self._steps.has_work or self._work.wait_for(lambda: self._steps.has_work, IDLE_SECONDS)
-            if not found:
+            has_work = self._steps.has_work or self._work.wait_for(lambda: self._steps.has_work, IDLE_SECONDS)
+            if not has_work:
                 self._thread = None
-            return found
+            return has_work

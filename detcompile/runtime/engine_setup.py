@@ -1,4 +1,4 @@
-"""From a compiled forward to an engine: how large the KV cache may be, and what is warmed up before serving."""
+"""Set up an engine over a compiled forward: size the KV cache, and warm up before serving."""
 
 import functools
 import gc
@@ -45,16 +45,16 @@ class EngineModel(NamedTuple):
     """What an engine needs to know of a model, wherever its steps run."""
 
     facts: ModelFacts
-    end_tokens: Callable[[], tuple[int, ...]] = tuple  # those that end an answer, as they are now
+    end_tokens: Callable[[], tuple[int, ...]] = tuple  # current end-of-sequence tokens
     weights_version: Callable[..., int] = lambda *, look=False: 0  # LiveWeights.version
-    fingerprint: Callable[[], str] = lambda: ""  # of the weights as they are
+    fingerprint: Callable[[], str] = lambda: ""  # of the current weights
 
 
 class Forwards(NamedTuple):
-    """What runs a model's steps in this process."""
+    """Forwards that run a model's steps in this process."""
 
     plain: Forward
-    with_states: Callable[[], Forward] | None = None  # compiles it; None where hidden states cannot be had
+    with_states: Callable[[], Forward] | None = None  # compiles it; None if hidden states are not available
 
 
 @shown(None)
@@ -66,14 +66,13 @@ def new_engine(
     speculation: SpeculationConfig | None = None,
     ranks: TensorParallel | None = None,
 ) -> Engine:
-    """An engine with its KV cache, ready to serve.
+    """Return an engine with its KV cache, ready to serve.
 
     Args:
-        ranks: the ranks that share the model. All of them get as many blocks, since each schedules by its own count.
+        ranks: the ranks that share the model. All get the same number of blocks, because each schedules on its own.
 
     Raises:
-        InvalidInput: the cache would not hold one block, the block tables do not fit, or the drafter is not for this
-            model.
+        InvalidInput: not even one block fits, the block tables do not fit, or the drafter does not match the model.
     """
     require_block_tables(model.facts, config)
     facts, forward = model.facts, _forward(model.facts, forwards, tokenizer, speculation)
@@ -89,7 +88,7 @@ def new_engine(
     worker = new_worker(facts, forward, config, num_blocks, num_states, room.step)
     if sized and room.step is not None:
         fitting = least(num_blocks - _blocks_too_many(facts, config, room.step, room.graphs))
-        if fitting < num_blocks:  # graphs took more than those that were tried
+        if fitting < num_blocks:  # the graphs took more than estimated
             del worker
             gc.collect()
             num_blocks = _require_some(fitting, facts, config, room)
@@ -115,10 +114,10 @@ def require_block_tables(facts: ModelFacts, config: EngineConfig) -> None:
 
 
 def rehearse_steps(facts: ModelFacts, forward: Forward, config: EngineConfig, num_ranks: int = 1) -> None:
-    """Compile and gate the kernels of an engine's steps where it is on a GPU; other ranks and stages take no part.
+    """Compile and check the kernels of an engine's steps on a GPU; other ranks and stages take no part.
 
     Args:
-        num_ranks: processes of the model, which share the machine's cores.
+        num_ranks: processes of the model that share the machine's cores.
     """
     if facts.device.type == "cuda":
         steps = rehearsed_steps(*_step_sizes(facts, config))
@@ -128,11 +127,11 @@ def rehearse_steps(facts: ModelFacts, forward: Forward, config: EngineConfig, nu
 def _forward(
     facts: ModelFacts, forwards: Forwards, tokenizer: Any | None, speculation: SpeculationConfig | None
 ) -> Forward:
-    """The forward that an engine runs: with hidden states where its drafter reads them."""
+    """Return the forward that an engine runs: with hidden states if its drafter reads them."""
     if speculation is not None and facts.state_shapes:
         raise InvalidInput(
-            "speculation: this model's layers carry a state from token to token, which rejected guesses would leave in"
-            " it: make the engine without speculation"
+            "speculation: this model's layers carry a recurrent state, which rejected guesses would corrupt: make the"
+            " engine without speculation"
         )
     if speculation is None or not speculation.reads_states:
         return forwards.plain
@@ -148,18 +147,18 @@ def new_worker(
     num_states: int = 0,
     step: StepNeeds | None = None,
 ) -> Worker:
-    """What runs an engine's steps, with its KV cache and its states, warmed up.
+    """Return a warmed-up worker with its KV cache and states.
 
     Args:
-        step: what was left free for its steps, which then keep to it.
+        step: memory left free for its steps; the worker then stays within it.
     """
     cuda_graphs = _has_graphs(facts, config)
     runner = Runner(forward, new_cache(facts, num_blocks, config.block_size, num_states), cuda_graphs)
-    worker = Worker(runner, Sampler(facts.num_logits, facts.device, penalised_seats=config.max_num_seqs if step else 0))
+    worker = Worker(runner, Sampler(facts.num_logits, facts.device, penalised_slots=config.max_num_seqs if step else 0))
     if cuda_graphs:
         worker.warm_up(config.max_num_seqs, config.max_num_batched_tokens, min(num_blocks, _longest(facts, config)))
     if step is not None:
-        worker.memory = StepMemory(facts.device, step.block, step.most + step.most // 16)  # half of what is left beside
+        worker.memory = StepMemory(facts.device, step.block, step.most + step.most // 16)  # half of the spare 1/8
         worker.memory.refill()
     return worker
 
@@ -173,12 +172,12 @@ def engine_over(
     speculation: SpeculationConfig | None,
     num_states: int = 0,
 ) -> Engine:
-    """An engine whose steps ``worker`` runs, here or in other processes, over a KV cache of ``num_blocks`` blocks.
+    """Return an engine whose steps ``worker`` runs, over a KV cache of ``num_blocks`` blocks.
 
-    A model whose layers carry states serves at most ``num_states`` sequences at a time, and finds no cached prefixes.
+    A model with recurrent states serves at most ``num_states`` sequences at a time and has no prefix cache.
 
     Raises:
-        InvalidInput: the drafter is not for this model.
+        InvalidInput: the drafter does not match the model.
     """
     facts = model.facts
     if speculation is not None:
@@ -203,20 +202,20 @@ def engine_over(
 
 
 def affordable_blocks(facts: ModelFacts, config: EngineConfig, room: Room, num_sharers: int = 1) -> int:
-    """Blocks that fit the room beside the states, and no more than all seats can use.
+    """Return the number of blocks that fit beside the states, capped at what max_num_seqs sequences can use.
 
     Args:
-        num_sharers: ranks that have their blocks on this device.
+        num_sharers: ranks whose blocks are on this device.
 
     Raises:
-        InvalidInput: not even one.
+        InvalidInput: not even one block fits.
     """
     per_block = _bytes_per_block(facts, config)
-    seats, longest = config.max_num_seqs, -(-facts.max_context // config.block_size)
-    if not per_block:  # blocks that hold nothing only count what a step computes
+    num_seqs, longest = config.max_num_seqs, -(-facts.max_context // config.block_size)
+    if not per_block:  # blocks without content only limit what a step computes
         chunk = -(-max(config.max_num_batched_tokens, facts.max_context) // config.block_size)
-        return 3 * seats + 2 * chunk + 2
-    useful = seats * longest * len(facts.kv_groups) + 1
+        return 3 * num_seqs + 2 * chunk + 2
+    useful = num_seqs * longest * len(facts.kv_groups) + 1
     left = room.cache
     if facts.state_shapes:
         left -= affordable_states(facts, config, room) * KVCache.bytes_per_state(facts.state_shapes, facts.dtype)
@@ -226,21 +225,21 @@ def affordable_blocks(facts: ModelFacts, config: EngineConfig, room: Room, num_s
 def room_for_cache(
     facts: ModelFacts, forward: Forward, config: EngineConfig, *, drafts: bool, num_sharers: int = 1
 ) -> Room:
-    """What memory_fraction leaves of a GPU beside weights, the worst step and the CUDA graphs; of a host, all of it.
+    """Return the memory budget of the KV cache: what memory_fraction leaves beside weights, steps and CUDA graphs.
 
     Args:
         drafts: steps verify guesses.
-        num_sharers: ranks on this device, each with a step and graphs of its own.
+        num_sharers: ranks on this device, each with its own step and graphs.
     """
     if facts.device.type != "cuda":
         return Room(int(available_memory() * config.memory_fraction))
-    gc.unfreeze()  # by an engine that was left with requests
-    gc.collect()  # an engine that is gone may hang in a cycle, with all its memory
+    gc.unfreeze()  # an earlier engine may have been dropped while it had requests
+    gc.collect()  # a dropped engine in a reference cycle would still hold its memory
     layouts, sequences, tokens, width = _step_sizes(facts, config)
     runner = Runner(forward, new_cache(facts, 2, config.block_size), False)
     step = step_needs(
         runner,
-        functools.partial(Sampler, facts.num_logits, facts.device, penalised_seats=sequences),
+        functools.partial(Sampler, facts.num_logits, facts.device, penalised_slots=sequences),
         num_tokens=max(tokens, facts.max_context) if config.whole_prompts else tokens,
         num_sequences=sequences,
         num_drafts=DRAFT_ROWS if drafts else 0,
@@ -258,7 +257,7 @@ def room_for_cache(
 
 
 def _blocks_too_many(facts: ModelFacts, config: EngineConfig, step: StepNeeds, graphs: GraphNeeds) -> int:
-    """Blocks of a warmed-up engine that its steps, and the graphs that are still to come, have no room beside."""
+    """Return how many KV blocks to give up so that steps and not-yet-captured CUDA graphs still fit in memory."""
     memory = gpu_memory(facts.device)
     excess = memory.used + step.total - step.counts + graphs.later - int(memory.total * config.memory_fraction)
     return max(0, -(-excess // max(1, _bytes_per_block(facts, config))))
@@ -268,7 +267,7 @@ def _require_some(num_blocks: int, facts: ModelFacts, config: EngineConfig, room
     if num_blocks < 2:
         raise InvalidInput(
             f"memory_fraction={config.memory_fraction} leaves {max(0, room.cache) / 2**30:.2f} GiB for the KV cache,"
-            f" whose blocks take {_bytes_per_block(facts, config) / 2**20:.1f} MiB: raise it, or lower"
+            f" too little for blocks of {_bytes_per_block(facts, config) / 2**20:.1f} MiB: raise it, or lower"
             " max_num_batched_tokens or max_num_seqs"
         )
     return num_blocks
@@ -279,12 +278,12 @@ def _bytes_per_block(facts: ModelFacts, config: EngineConfig) -> int:
 
 
 def _longest(facts: ModelFacts, config: EngineConfig) -> int:
-    """Blocks of the longest sequence and a token more."""
+    """Return the number of blocks of the longest sequence plus one token."""
     return -(-(facts.max_context + 1) // config.block_size)
 
 
 def _step_sizes(facts: ModelFacts, config: EngineConfig) -> tuple[list[tuple[int, int, int]], int, int, int]:
-    """Layouts of the CUDA graphs, and tokens, sequences and table width of the largest step."""
+    """Return the CUDA graphs' layouts, and tokens, sequences and table width of the largest step."""
     largest = config.max_num_seqs, config.max_num_batched_tokens, _longest(facts, config)
     graphs = graph_layouts(*largest, config.block_size) if _has_graphs(facts, config) else []
     return graphs, *largest

@@ -1,8 +1,7 @@
-"""What an engine takes of a GPU beside its weights and its KV cache, measured: the worst step, and the CUDA graphs;
-and the room that is left.
+"""Measure what an engine needs of a GPU beside its weights and KV cache: the largest step and the CUDA graphs.
 
-Steps run over a cache of a few blocks: what they allocate does not hang on its size. Every kernel that they launch has
-been gated and loaded before the measurement.
+Steps run over a cache of a few blocks, because what they allocate does not depend on its size. Every kernel has been
+checked and loaded before the measurement.
 """
 
 from collections.abc import Callable
@@ -24,10 +23,10 @@ from detcompile.runtime.step.worker import PromptRows, StepWork, Worker, idle_ar
 
 __all__ = ["GraphNeeds", "Room", "StepNeeds", "affordable_states", "graph_needs", "step_needs"]
 
-STATE_SHARE = 2  # sequences' states may take one part in so many of the memory that is left
-PARTS = (8, 5, 3)  # eighths of the rows: the allocator keeps blocks that fit one size of step and not another
-NUM_LOGPROBS = 20  # of each token
-NUM_SAMPLED_GRAPHS = 8  # beside those of the largest size
+STATE_SHARE = 2  # recurrent states may take 1 / STATE_SHARE of the remaining memory
+PARTS = (8, 5, 3)  # eighths of the rows: the allocator may keep blocks that fit only one size of step
+NUM_LOGPROBS = 20  # per token
+NUM_SAMPLED_GRAPHS = 8  # besides those of the largest size
 FILTERED = SamplingParams(temperature=1.0, top_p=0.9, top_k=50, logprobs=NUM_LOGPROBS, logit_bias={0: 1.0}, seed=0)
 PENALISED = SamplingParams(
     temperature=1.0,
@@ -42,15 +41,15 @@ PENALISED = SamplingParams(
 
 
 class StepNeeds(NamedTuple):
-    """Bytes that steps take of a GPU beside weights, caches and graphs."""
+    """Bytes of GPU memory that steps need beside weights, caches and graphs."""
 
-    counts: int  # bytes of the sampler's penalties, there from the start
-    block: int  # bytes that the largest step takes of an allocator that keeps nothing
-    most: int  # bytes that steps of other sizes take where the allocator keeps one such block
+    counts: int  # the sampler's penalty counts, allocated from the start
+    block: int  # needed by the largest step if the allocator keeps nothing
+    most: int  # needed by steps of other sizes if the allocator keeps one such block
 
     @property
     def total(self) -> int:
-        """What has to be left free; steps in an order that was not tried may take somewhat more."""
+        """Bytes to leave free, with a margin for orders of steps that were not tried."""
         return self.counts + self.most + self.most // 8
 
 
@@ -64,20 +63,20 @@ def step_needs(
     num_prompt_tokens: int,
     width: int,
 ) -> StepNeeds:
-    """What the largest step takes, with all that a sampler can be asked for.
+    """Measure the largest step, with all sampling features in use.
 
     Args:
         runner: a runner without CUDA graphs.
         new_sampler: makes a sampler like the engine's.
         num_tokens: tokens of the largest step.
         num_sequences: sequences of the largest step.
-        num_drafts: most rows of draft trees, beside one of each sequence.
-        num_prompt_tokens: most rows of prompt tokens whose logprobs are wanted.
+        num_drafts: most rows of draft trees, besides one row per sequence.
+        num_prompt_tokens: most prompt tokens whose logprobs are wanted.
         width: blocks of the widest table.
     """
     rows = num_sequences, num_drafts, num_prompt_tokens
     steps = [_busiest(runner, num_tokens, width, *(-(-part * most // PARTS[0]) for most in rows)) for part in PARTS]
-    _peak(runner, new_sampler(), steps[:1])  # kernels are gated and loaded, which is not the step's
+    _peak(runner, new_sampler(), steps[:1])  # loads kernels, whose memory is not the step's
     before = gpu_memory(runner.kv_cache.device).reserved
     sampler = new_sampler()
     counts = gpu_memory(runner.kv_cache.device).reserved - before
@@ -86,7 +85,7 @@ def step_needs(
 
 
 def _peak(runner: Runner, sampler: Sampler, steps: list[StepWork], block: int = 0) -> int:
-    """Bytes that are reserved over these steps, at most, if the allocator keeps a block of so many before them."""
+    """Return the peak of reserved bytes over these steps, if the allocator keeps a block of ``block`` bytes before."""
     device = runner.kv_cache.device
     before = gpu_memory(device).reserved
     if block:
@@ -101,21 +100,20 @@ def _peak(runner: Runner, sampler: Sampler, steps: list[StepWork], block: int = 
 
 
 class GraphNeeds(NamedTuple):
-    """Bytes that CUDA graphs take of a GPU."""
+    """Bytes of GPU memory that CUDA graphs need."""
 
-    first: int = 0  # bytes of the graphs that are captured before anyone is served, and of the pool of all
-    later: int = 0  # bytes of those that come while serving
+    first: int = 0  # graphs captured before serving, and the shared pool
+    later: int = 0  # graphs captured while serving
 
 
 def graph_needs(worker: Worker, layouts: list[tuple[int, int, int]]) -> GraphNeeds:
-    """What the CUDA graphs of ``layouts`` will take: their pool, their inputs, and what the driver keeps of each.
+    """Estimate the memory of the CUDA graphs of ``layouts``: their pool, their inputs, and the driver's share.
 
-    Some are captured: all of the largest bucket, which come first and make the pool as large as it has to be, and some
-    of every size.
+    Captures some of them: all of the largest bucket, which give the pool its full size, and some of every other size.
 
     Args:
         worker: a worker whose runner has captured nothing yet.
-        layouts: tokens, sequences and table width of each graph, as ``graph_layouts`` gives them.
+        layouts: tokens, sequences and table width of each graph, from ``graph_layouts``.
     """
     if not layouts:
         return GraphNeeds()
@@ -140,18 +138,18 @@ def graph_needs(worker: Worker, layouts: list[tuple[int, int, int]]) -> GraphNee
 
 
 class Room(NamedTuple):
-    """Bytes of a device."""
+    """Memory budget of a device, in bytes."""
 
-    cache: int  # that memory_fraction leaves for the KV cache and the states
-    step: StepNeeds | None = None  # left free beside them; None where it was not measured
+    cache: int  # for the KV cache and the states
+    step: StepNeeds | None = None  # left free for steps; None if not measured
     graphs: GraphNeeds = GraphNeeds()
 
 
 def affordable_states(facts: ModelFacts, config: EngineConfig, room: Room) -> int:
-    """Sequences whose states fit their share of the room, and no more than seats.
+    """Return how many sequences' states fit in their share of the memory, at most max_num_seqs.
 
     Raises:
-        InvalidInput: not even one's.
+        InvalidInput: not even one state fits.
     """
     if not facts.state_shapes:
         return 0
@@ -159,8 +157,8 @@ def affordable_states(facts: ModelFacts, config: EngineConfig, room: Room) -> in
     share = room.cache // STATE_SHARE
     if share < per_state:
         raise InvalidInput(
-            f"memory_fraction={config.memory_fraction} leaves {max(0, share) / 2**30:.2f} GiB for states, of which a"
-            f" sequence takes {per_state / 2**20:.1f} MiB: raise it, or lower max_num_batched_tokens"
+            f"memory_fraction={config.memory_fraction} leaves {max(0, share) / 2**30:.2f} GiB for recurrent states of"
+            f" {per_state / 2**20:.1f} MiB per sequence: raise it, or lower max_num_batched_tokens"
         )
     return min(config.max_num_seqs, share // per_state)
 
@@ -168,12 +166,12 @@ def affordable_states(facts: ModelFacts, config: EngineConfig, room: Room) -> in
 def _busiest(
     runner: Runner, num_tokens: int, width: int, num_sequences: int, num_drafts: int, num_prompt_tokens: int
 ) -> StepWork:
-    """A step whose rows ask for everything; as many rows of each kind as its tokens allow."""
-    own = min(num_sequences, num_tokens)
-    drafts = min(num_drafts, num_tokens - own)
-    prompt = min(num_prompt_tokens, num_tokens - own - drafts)
-    arrays = idle_arrays(num_tokens, own, len(runner.kv_cache.groups), width)
-    rows = [SampleRow(PENALISED, 1, key=index, token_ids=(0,)) for index in range(own)]
-    rows += [SampleRow(FILTERED, 1, key=own + index) for index in range(drafts)]
+    """Return a step whose rows use every sampling feature, with as many rows of each kind as its tokens allow."""
+    decodes = min(num_sequences, num_tokens)
+    drafts = min(num_drafts, num_tokens - decodes)
+    prompt = min(num_prompt_tokens, num_tokens - decodes - drafts)
+    arrays = idle_arrays(num_tokens, decodes, len(runner.kv_cache.groups), width)
+    rows = [SampleRow(PENALISED, 1, key=index, token_ids=(0,)) for index in range(decodes)]
+    rows += [SampleRow(FILTERED, 1, key=decodes + index) for index in range(drafts)]
     prompts = (PromptRows(len(rows), (0,) * prompt, NUM_LOGPROBS),) if prompt else ()
     return StepWork(arrays._replace(logits_to_keep=np.arange(len(rows) + prompt)), tuple(rows), prompts)

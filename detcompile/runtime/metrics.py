@@ -1,4 +1,4 @@
-"""What an engine has done, and how long its steps took."""
+"""Statistics of an engine and the durations of its steps."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -9,15 +9,15 @@ from detcompile.runtime.scheduler import Scheduler
 
 __all__ = ["EngineStats", "StepRecord", "Tally"]
 
-MOST_RECORDS = 4096  # the last steps, of which a record is kept
+MOST_RECORDS = 4096  # number of most recent steps to keep
 
 
 class StepRecord(NamedTuple):
     """One step, in seconds of a monotonic clock."""
 
     launched: float
-    finished: float  # its tokens were read back
-    host_seconds: float  # spent on the host to plan, build and launch it, and to finish it
+    finished: float  # when its tokens were read back
+    host_seconds: float  # host time to plan, build, launch and finish it
     num_prefill_tokens: int
     num_decodes: int
     num_waiting: int
@@ -25,28 +25,28 @@ class StepRecord(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counts since the engine started, and its state now.
+    """Counts since the engine started, and its current state.
 
     Attributes:
         num_steps: steps that finished.
         num_prefill_tokens: prompt tokens computed.
         num_generated_tokens: tokens drawn and kept.
-        num_preemptions: times that a sequence lost its blocks.
-        num_running: sequences that run now.
-        num_waiting: sequences that wait now.
-        num_blocks: blocks of the KV cache that sequences may have.
-        num_free_blocks: blocks that are free now, those with cached content that nobody uses included.
+        num_preemptions: number of times that a sequence lost its blocks.
+        num_running: running sequences.
+        num_waiting: waiting sequences.
+        num_blocks: usable blocks of the KV cache.
+        num_free_blocks: free blocks, including unused ones with cached content.
         num_queried_tokens: prompt tokens looked up in the prefix cache.
         num_cached_tokens: prompt tokens found there.
-        num_evicted_blocks: blocks whose cached content was forgotten for lack of empty ones.
-        num_held_blocks: blocks that each request has, by its id; one that several of them share counts for each.
-        host_seconds: time spent on the host in all steps together.
-        idle_share: share of the time of a pipeline's stages in which they had no step, while there were any.
-        recent: the last steps, oldest first.
-        token_bound: tokens that the last step with decodes and a prompt could have had for its tbt_slo; 0 without one.
+        num_evicted_blocks: blocks whose cached content was evicted for lack of empty ones.
+        num_held_blocks: number of blocks per request id; a shared block counts for each request.
+        host_seconds: total host time of all steps.
+        idle_share: fraction of the pipeline stages' time without a step while there was work.
+        recent: the most recent steps, oldest first.
+        token_bound: token limit of the last step with decodes and a prompt under tbt_slo; 0 without tbt_slo.
         num_late_steps: steps with decodes that took longer than tbt_slo.
-        cost_error_seconds: absolute differences of what steps took and what was predicted, added up, with a tbt_slo.
-        num_restarts: times that lost worker processes were started again.
+        cost_error_seconds: sum of absolute differences between predicted and measured step times, with tbt_slo.
+        num_restarts: number of times that lost worker processes were restarted.
     """
 
     num_steps: int
@@ -71,12 +71,12 @@ class EngineStats:
 
     @property
     def cache_hit_rate(self) -> float:
-        """Share of looked-up prompt tokens that were cached."""
+        """Fraction of looked-up prompt tokens that were cached."""
         return self.num_cached_tokens / self.num_queried_tokens if self.num_queried_tokens else 0.0
 
 
 class Tally:
-    """Counts of an engine that runs."""
+    """Running counters of an engine."""
 
     def __init__(self) -> None:
         self.num_preemptions = 0
@@ -85,7 +85,7 @@ class Tally:
         self._records: deque[StepRecord] = deque(maxlen=MOST_RECORDS)
 
     def add(self, record: StepRecord, num_generated_tokens: int) -> None:
-        """One more step has finished."""
+        """Count a finished step."""
         self._num_steps += 1
         self._num_prefill_tokens += record.num_prefill_tokens
         self._num_generated_tokens += num_generated_tokens
@@ -95,8 +95,8 @@ class Tally:
     def stats(
         self, scheduler: Scheduler, num_held_blocks: Mapping[str, int], idle_share: float, num_restarts: int
     ) -> EngineStats:
-        """The counts, and the state of the engine's parts now."""
-        found, pool, pace = scheduler.blocks.statistics, scheduler.blocks.pool, scheduler.pace
+        """Return the counters together with the current state of the engine."""
+        cache, pool, pace = scheduler.blocks.statistics, scheduler.blocks.pool, scheduler.pace
         return EngineStats(
             num_steps=self._num_steps,
             num_prefill_tokens=self._num_prefill_tokens,
@@ -106,9 +106,9 @@ class Tally:
             num_waiting=scheduler.num_waiting,
             num_blocks=pool.num_usable,
             num_free_blocks=pool.num_free,
-            num_queried_tokens=found.num_queried_tokens,
-            num_cached_tokens=found.num_hit_tokens,
-            num_evicted_blocks=found.num_evictions,
+            num_queried_tokens=cache.num_queried_tokens,
+            num_cached_tokens=cache.num_hit_tokens,
+            num_evicted_blocks=cache.num_evictions,
             num_held_blocks=num_held_blocks,
             host_seconds=self._host_seconds,
             recent=tuple(self._records),

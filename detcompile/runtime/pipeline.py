@@ -1,13 +1,12 @@
-"""Pipeline: the steps of an engine. Plan, draft, build, launch; collect and settle, one step behind with ``overlap``.
+"""Pipeline: runs an engine's steps. Plan, draft, build, launch; collect and commit a step later with ``overlap``.
 
-With ``overlap`` a step is launched before the one ahead of it was read back: input tokens that the host does not know
-yet are taken from the device, where that step will have drawn them. A sequence that turns out to have ended has run one
-row too many, which nobody reads. A step that drafts needs to know every token before it, and what follows one needs
-to know where it ended, so there the step ahead is read back first; what the caller does with its tokens has time while
-the next one runs.
+With ``overlap`` a step is launched before the previous one is read back. Input tokens that the host does not know yet
+are taken from the device, where the previous step draws them. A sequence that turns out to have ended has run one extra
+row, which nobody reads. A step that drafts needs to know every earlier token, and a step after it needs to know where
+it ended; in these cases the previous step is read back first. The caller can process tokens while the next step runs.
 
-A pipeline of stages has several steps under way (``Lanes``), each of sequences whose tokens are all known: no step
-waits for a token of another.
+A pipeline of stages has several steps in flight (``Lanes``), each over sequences whose tokens are all known, so no step
+waits for tokens of another.
 """
 
 import time
@@ -36,7 +35,7 @@ __all__ = ["Pipeline"]
 
 
 class _InFlight(NamedTuple):
-    """A step that was launched and not read back."""
+    """A step that was launched and is not read back yet."""
 
     step: PlannedStep
     launched: LaunchedStep
@@ -46,23 +45,24 @@ class _InFlight(NamedTuple):
 
 
 class _OutOfMemory(EngineError):
-    """Why a step was not launched."""
+    """A step was not launched because memory ran out."""
 
 
 class Pipeline:
     """Runs the steps that a scheduler plans.
 
     Args:
-        book: keeps the requests, and hears what happened to their sequences.
+        book: keeps the requests, and is notified of what happens to their sequences.
         scheduler: plans the steps.
-        worker: runs them.
-        speculator: drafts; None where no step does.
+        worker: runs the steps.
+        speculator: drafts tokens; None without speculation.
         width: blocks of the longest sequence.
-        overlap: launch a step before the last one's tokens are read back, if it does not draft.
+        overlap: launch a step before the previous one's tokens are read back, unless it drafts.
         clock: returns seconds, for the speculator's switch.
 
     Attributes:
-        mid_step: a step has begun and not ended; where an exception left it so, the engine cannot go on.
+        mid_step: True between the beginning and the end of a step. If an exception leaves it True, the engine cannot
+            continue.
     """
 
     def __init__(
@@ -82,27 +82,27 @@ class Pipeline:
         self._overlap, self._speculator = overlap, speculator
         self._tables = BlockTables(len(scheduler.blocks.groups), scheduler.config.max_num_seqs, width)
         self._planner = StepPlanner(scheduler, speculator, book, worker, self._tables, self.tally)
-        self._in_flight: deque[_InFlight] = deque()  # at most one, or one a lane
+        self._in_flight: deque[_InFlight] = deque()  # at most one, or one per lane
         self._lanes = Lanes(worker.num_stages)
         self._clock = StepClock(clock)
         self._restarts = Restarts(scheduler.config.restarts)
 
     @property
     def busy(self) -> bool:
-        """Whether a step was launched and not read back."""
+        """True if a step was launched and is not read back yet."""
         return bool(self._in_flight)
 
     @property
     def forked(self) -> list[int]:
-        """Blocks of the steps in flight that belong to branches of drafts, and to no sequence."""
+        """Blocks of the steps in flight that belong to draft branches and not to a sequence."""
         draws = [draw for flying in self._in_flight for draw in flying.step.draws]
-        found = [draw.verification.forked for draw in draws if draw.verification is not None]
-        return [block for forked in found for block in forked.reshape(-1).tolist()]
+        branches = [draw.verification.forked for draw in draws if draw.verification is not None]
+        return [block for forked in branches for block in forked.reshape(-1).tolist()]
 
     def step(self) -> None:
-        """Plan, draft, build and launch a step; collect and settle it, or one that was launched before it.
+        """Plan, draft, build and launch a step; collect and commit it, or the one launched before it.
 
-        As far as there is anything to do. Where the worker's processes are lost, others take their place.
+        Restarts worker processes that are lost.
         """
         self.mid_step = True
         self._clock.resume()
@@ -116,36 +116,36 @@ class Pipeline:
         self.mid_step = False
 
     def _step_in_stages(self) -> bool:
-        """Launch a step while there are fewer than lanes; settle the oldest where all have one, or no step can be."""
+        """Launch a step if fewer steps than lanes are in flight; commit the oldest if all lanes are busy or idle."""
         self._scheduler.num_lanes = num_lanes = self._lanes.count
-        if len(self._in_flight) < num_lanes:  # but where lanes have just become fewer
+        if len(self._in_flight) < num_lanes:  # false if the number of lanes has just shrunk
             launched = self._launch({}, self._planner.wants_drafts())
-            assert not isinstance(launched, _OutOfMemory), "stages share their steps"
+            assert not isinstance(launched, _OutOfMemory), "a step of a stage cannot be dropped"
             if launched is not None:
                 self._in_flight.append(launched)
                 if len(self._in_flight) < num_lanes:
                     return True
         if not self._in_flight:
             return False
-        self._settle(self._in_flight.popleft())
+        self._commit(self._in_flight.popleft())
         return True
 
     def _step_alone(self) -> bool:
-        """With ``overlap``, settle the step that was launched before, otherwise this one.
+        """Run a step; with ``overlap``, commit the previous step instead of this one.
 
-        A step that drafts, and one behind a step that did or that bad words or a grammar wait for, comes after the one
-        before it was settled; so do the smaller steps in the place of one that found no memory.
+        The previous step is committed before the launch if this one or the previous one drafts, or if bad words or a
+        grammar need its tokens; and before smaller steps that replace one that ran out of memory.
         """
         before = self._in_flight.popleft() if self._in_flight else None
         due = before
         if due is not None and (due.step.drafting or due.step.awaited or self._planner.wants_drafts()):
-            self._settle(due)
+            self._commit(due)
             due = None
         pending = {} if due is None else {draw.sequence: draw.row for draw in due.step.draws}
         launched = self._launch(pending, self._planner.wants_drafts())
         while isinstance(launched, _OutOfMemory):
             if due is not None:
-                self._settle(due)
+                self._commit(due)
                 due = None
             launched = self._launch({}, drafting=False)
         if not self._overlap:
@@ -153,30 +153,30 @@ class Pipeline:
         elif launched is not None:
             self._in_flight.append(launched)
         if due is not None:
-            self._settle(due)
+            self._commit(due)
         return before is not None or launched is not None
 
     def stats(self, num_held_blocks: Mapping[str, int]) -> EngineStats:
-        """What the steps have done so far.
+        """Return the statistics of the steps so far.
 
         Args:
-            num_held_blocks: blocks that each request has, by its id.
+            num_held_blocks: number of blocks per request id.
         """
         return self.tally.stats(self._scheduler, num_held_blocks, self._worker.idle_share, self._restarts.count)
 
     def forget(self, sequence: Sequence) -> None:
-        """A sequence has ended: nothing of it is kept."""
+        """Drop all state of a sequence that has ended."""
         self._worker.sampler.forget(sequence)
-        self._tables.leave(sequence)
+        self._tables.remove(sequence)
         if self._speculator is not None:
             self._speculator.forget(sequence)
         self._scheduler.remove(sequence)
 
     def _launch(self, pending: dict[Sequence, int], drafting: bool) -> "_InFlight | _OutOfMemory | None":
-        """Plan, draft, build and launch the next step; None where nothing can run.
+        """Plan, draft, build and launch the next step; None if nothing can run.
 
         Args:
-            pending: rows of the step in flight whose tokens are the newest of their sequences.
+            pending: for each sequence whose newest token is in the step in flight, its row there.
         """
         started = time.perf_counter()
         step = self._planner.next_step(pending, drafting)
@@ -184,7 +184,7 @@ class Pipeline:
             return None
         launched = self._try(step.work)
         if isinstance(launched, _OutOfMemory):
-            self._planner.take_back(step, launched)
+            self._planner.roll_back(step, launched)
             return launched
         for draw in step.draws:
             draw.sequence.num_pending += 1
@@ -194,44 +194,44 @@ class Pipeline:
         return _InFlight(step, launched, time.monotonic(), host_seconds, self._scheduler.num_waiting)
 
     def _try(self, work: StepWork) -> "LaunchedStep | _OutOfMemory":
-        """Launch it, or find that a worker which can do without the step had no memory for it."""
+        """Launch a step; return _OutOfMemory if memory ran out and the step can be dropped."""
         try:
             return self._worker.launch(work)
         except Exception as error:
             if not self._worker.is_alone or not ran_out_of_memory(error):
                 raise
             message = str(error)
-        self._worker.recover()  # out of the except clause, as the error holds the step's tensors
+        self._worker.recover()  # outside the except clause, because the error keeps the step's tensors alive
         return _OutOfMemory(message)
 
     def _start_over(self, lost: WorkerError) -> None:
-        """The KV cache is gone, and steps in flight with it: every sequence begins again from its tokens."""
+        """Restart lost workers. The KV cache is gone: every sequence restarts from its tokens."""
         self._in_flight.clear()
         ran = self._scheduler.start_over()
         for sequence in ran:
-            self._planner.lost_seat(sequence)
+            self._planner.reset(sequence)
         self._book.on_loss(ran)
         self._restarts.restart(self._worker, lost)
         self._clock.start_over()
 
-    def _settle(self, due: _InFlight) -> None:
-        """Collect a step, and hand what it drew to the requests; what ended is forgotten."""
+    def _commit(self, due: _InFlight) -> None:
+        """Collect a step, pass its tokens to the requests, and forget sequences that have ended."""
         result, step = self._worker.collect(due.launched), due.step
         self._restarts.progressed()
         started = time.perf_counter()
-        for entry, found in zip(step.prompts, result.prompt_logprobs, strict=True):
+        for entry, logprobs in zip(step.prompts, result.prompt_logprobs, strict=True):
             if self._book.is_open(entry.sequence):
-                if isinstance(found, str):
-                    self._book.on_error(entry.sequence, f"its prompt's logprobs: {found}")
+                if isinstance(logprobs, str):
+                    self._book.on_error(entry.sequence, f"its prompt's logprobs: {logprobs}")
                 else:
-                    self._book.on_prompt_logprobs(entry.sequence, entry.start + 1, found)
+                    self._book.on_prompt_logprobs(entry.sequence, entry.start + 1, logprobs)
         num_generated = 0
         ended: list[Sequence] = []
         newest: dict[Sequence, int] = {}
         for draw in step.draws:
             sequence = draw.sequence
             sequence.num_pending -= 1
-            if self._book.is_open(sequence):  # neither cancelled nor ended meanwhile
+            if self._book.is_open(sequence):  # not cancelled or ended in the meantime
                 goes_on, count, row = self._follow(draw, result)
                 num_generated += count
                 if goes_on:
@@ -241,22 +241,22 @@ class Pipeline:
             elif self._speculator is not None and draw.verification is not None:
                 self._speculator.discard(draw.verification)
         if self._speculator is not None and result.hidden is not None and not self._in_flight:
-            self._speculator.observe(newest, result.hidden)  # a step launched meanwhile has overwritten the states
+            self._speculator.observe(newest, result.hidden)  # valid only if no later step has overwritten the states
         for entry in step.plan.entries:
             if entry.sequence in self._scheduler.running:
-                self._scheduler.blocks.settle(entry.sequence)
-        for sequence in ended:  # now that its blocks can be found again
+                self._scheduler.blocks.commit(entry.sequence)
+        for sequence in ended:  # after their blocks were published
             self.forget(sequence)
         self._record(due, num_generated, time.perf_counter() - started)
         self._observe(step)
 
     def _follow(self, draw: Draw, result: StepResult) -> tuple[bool, int, int]:
-        """Hand on the token drawn after a sequence's newest one, and those after drafts that were right.
+        """Append the token drawn after a sequence's newest one, and the tokens after accepted drafts.
 
-        Returns whether the sequence goes on, how many tokens it got, and the row of the last of them.
+        Returns whether the sequence continues, how many tokens it got, and the row of the last one.
         """
         sequence, first, verification = draw
-        seated = sequence in self._scheduler.running  # a step of another stage may have taken its blocks
+        running = sequence in self._scheduler.running  # false if a step of another stage took its blocks
         path: Path = ()
         count = 0
         while True:
@@ -273,10 +273,10 @@ class Pipeline:
             if not goes_on or child is None:
                 break
             path = child
-            sequence.num_computed += seated
+            sequence.num_computed += running
         if verification is not None and self._speculator is not None:
-            if seated:
-                self._speculator.settle(verification, path, cut=child is not None)
+            if running:
+                self._speculator.commit(verification, path, cut=child is not None)
                 self._tables.changed(sequence, verification.start // self._scheduler.blocks.pool.block_size)
             else:
                 self._speculator.discard(verification)
@@ -284,9 +284,9 @@ class Pipeline:
         return goes_on, count, row
 
     def _observe(self, step: PlannedStep) -> None:
-        """Tell the switch what a step took, from the end of the one before, and gave.
+        """Report the step's duration, from the end of the previous step, to the scheduler and the speculator.
 
-        The pace counts the caller's time in between, too: those who wait for their tokens wait for it.
+        The pace also counts the caller's time between steps, because clients wait for it too.
         """
         seconds, since = self._clock.lap(goes_on=bool(self._scheduler.running))
         self._scheduler.observe(step.plan, len(step.work.arrays.input_ids), since)

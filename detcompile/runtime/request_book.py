@@ -1,7 +1,7 @@
-"""RequestBook: the requests of an engine, from their admission to their last output, and what happens to each.
+"""RequestBook: an engine's requests, from admission to the last output.
 
-The pipeline tells it what happened to sequences (``on_token`` and the like). What raises on the way of one request ends
-that request with the error, and no other: it leaves before the next step is planned, as one that was cancelled does.
+The pipeline reports what happens to sequences (``on_token`` and the like). An exception on behalf of one request ends
+only that request: it leaves before the next step is planned, like a cancelled one.
 """
 
 import threading
@@ -24,20 +24,20 @@ from detcompile.runtime.step.builder import StepEntry
 
 __all__ = ["CHANGED", "RequestBook"]
 
-LOST = f"its workers ended {ALONE_DEATHS} times while they served it alone"
-CHANGED = "the weights were changed in place while it ran: change them by update_weights(), when nothing runs"
+LOST = f"its workers crashed {ALONE_DEATHS} times while they served it alone"
+CHANGED = "the weights were changed in place while it ran: use update_weights() while no request runs"
 
 
 class RequestBook:
-    """Follows requests. ``admit``, ``cancel`` and the properties may be used from any thread, the rest between steps.
+    """Tracks requests. ``admit``, ``cancel`` and the properties are thread-safe; call the rest between steps.
 
     Args:
-        together: start all samples of a request at once; otherwise the others start when the first has the prompt in
-            the cache.
+        together: start all samples of a request at once. Otherwise the other samples start once the first one has the
+            prompt in the cache.
         vocab_size: number of ids that the model can read.
         forget: called with a sequence that has ended and is still scheduled.
-        deliveries: where outputs go.
-        weights_version: returns another number once the weights are others; ``look`` may take a while.
+        deliveries: receives the outputs.
+        weights_version: returns a new number when the weights change; with ``look`` it may take a while.
     """
 
     def __init__(
@@ -57,30 +57,30 @@ class RequestBook:
         self._deliveries = deliveries
         self._weights_version = weights_version
         self._version = weights_version(look=True)
-        self._admitting = threading.Lock()  # of ``_names``
-        self._names: set[str] = set()  # of requests whose last output was not handed on
+        self._admitting = threading.Lock()  # guards ``_names``
+        self._names: set[str] = set()  # requests whose last output was not delivered yet
         self._numbers = count()
-        self._inbox: deque[Request | str] = deque()  # to start, or to cancel by name, between steps
+        self._inbox: deque[Request | str] = deque()  # requests to start and ids to cancel, between steps
         self._requests: dict[str, Request] = {}
         self._owner: dict[Sequence, Request] = {}
-        self._touched: dict[Request, None] = {}  # moved on since they were last delivered
-        self._broken: list[Request] = []  # failed, and still scheduled
+        self._touched: dict[Request, None] = {}  # changed since the last delivery
+        self._broken: list[Request] = []  # failed but still scheduled
         self._isolation = Isolation(scheduler.serve_alone, lambda request: self._break(request, LOST))
 
     @property
     def is_empty(self) -> bool:
-        """Whether no request is queued or runs, and none has an output that was not handed on."""
+        """True if no request is queued, running or waiting for delivery."""
         return not (self._inbox or self._requests or self._touched)
 
     def admit(self, request: Request, kind: str | None, check: Callable[[str], None]) -> str:
-        """Queue a request and return its name from now on. Two of one name never get in.
+        """Queue a request and return its id. An id in use is rejected.
 
         Args:
-            kind: gives the request a name of this kind that nobody has; None where it has a name.
-            check: called with the name before it is queued, and may raise.
+            kind: prefix of a generated id; None if the request has an id.
+            check: called with the id before the request is queued; may raise.
 
         Raises:
-            InvalidInput: the name is in use.
+            InvalidInput: the id is in use.
         """
         with self._admitting:
             if kind is not None:
@@ -88,84 +88,84 @@ class RequestBook:
                 request.output.request_id = name
             name = request.output.request_id
             if name in self._names:
-                raise InvalidInput(f"request_id {name!r} is in use: give every request its own")
+                raise InvalidInput(f"request_id {name!r} is in use: give every request a unique id")
             check(name)
             self._names.add(name)
             self._inbox.append(request)
         return name
 
     def cancel(self, request_id: str) -> None:
-        """End a request before the next step; unknown or finished ones are left alone, and what is no name refused."""
+        """Cancel a request before the next step. Unknown or finished ids are ignored; a non-string id is rejected."""
         self._inbox.append(string(request_id, "request_id"))
 
     def update(self) -> None:
-        """Prepare a step: let go of what has ended, and start and cancel what other threads asked for."""
+        """Prepare a step: drop requests that have ended; start and cancel requests as other threads asked."""
         for request in list(self._touched):
-            self._settle(request)
-        self._let_go()
+            self._release(request)
+        self._drop_broken()
         while self._inbox:
-            asked = self._inbox[0]  # taken out when it is done, so that the book never seems empty meanwhile
-            if isinstance(asked, str):
-                self._attempt(self._cancel, self._requests.get(asked))
+            item = self._inbox[0]  # removed only when done, so that ``is_empty`` stays false
+            if isinstance(item, str):
+                self._attempt(self._cancel, self._requests.get(item))
             else:
-                self._attempt(self._start, asked)
+                self._attempt(self._start, item)
             self._inbox.popleft()
-        self._let_go()
+        self._drop_broken()
         self.follow_weights()
         self._isolation.update()
 
     def deliver(self) -> None:
-        """Finish a step: bring text that streams up to date, and hand on the outputs that got longer or ended."""
+        """Finish a step: update streamed text, and deliver the outputs that grew or ended."""
         for request in list(self._touched):
             try:
                 for sequence in request.stream():
                     self._forget_sequence(sequence)
             except Exception as error:
                 self._break(request, error)
-            self._settle(request)
-        self._let_go()
+            self._release(request)
+        self._drop_broken()
         touched, self._touched = self._touched, {}
         for request in touched:
             self._deliver(request.output)
 
     def fail(self, error: BaseException, text: str) -> None:
-        """The engine failed: every request ends, and whoever waits for one is told the text."""
+        """Fail every request after an engine failure, and send ``text`` to every receiver."""
         for request in self._requests.values():
             request.fail(EngineError(f"the engine failed: {error}"))
         self._deliveries.fail(text, error)
 
     def is_open(self, sequence: Sequence) -> bool:
-        """Whether anybody still waits for the tokens of a sequence."""
+        """Return True if someone still waits for the sequence's tokens."""
         return sequence in self._owner
 
     def num_held_blocks(self) -> dict[str, int]:
-        """Blocks of the KV cache that each request has, by its name; those that have none are left out."""
+        """Return the number of KV blocks per request id, without requests that hold none."""
         held: dict[str, int] = {}
         for sequence, request in self._owner.items():
             if sequence.block_tables:
                 name = request.output.request_id
-                own = sum(len(table) - table.count(NULL_BLOCK) for table in sequence.block_tables)
-                held[name] = held.get(name, 0) + own
+                num_blocks = sum(len(table) - table.count(NULL_BLOCK) for table in sequence.block_tables)
+                held[name] = held.get(name, 0) + num_blocks
         return held
 
     def on_admission(self, entry: StepEntry) -> None:
-        """A sequence got its first seat, or one again; ``entry.start`` tokens came from the cache."""
+        """Record that a sequence was admitted, with ``entry.start`` tokens from the cache."""
         metrics = self._metrics_of(entry.sequence)
         if metrics is not None and metrics.first_scheduled is None:
             metrics.first_scheduled, metrics.num_cached_tokens = time.monotonic(), entry.start
 
     def on_preemption(self, sequence: Sequence) -> None:
-        """A sequence lost its seat and waits again."""
+        """Record that a sequence was preempted and waits again."""
         metrics = self._metrics_of(sequence)
         if metrics is not None:
             metrics.num_preemptions += 1
 
     def on_loss(self, ran: list[Sequence]) -> None:
-        """The workers are lost that ran these."""
+        """Handle the crash of the workers that ran these sequences."""
         self._isolation.died_with(dict.fromkeys(self._owner[sequence] for sequence in ran if sequence in self._owner))
 
     def on_token(self, sequence: Sequence, token: int | None, logprobs: Logprobs | None) -> bool:
-        """A sequence has its next token, or None where its logits are not numbers; returns whether it goes on."""
+        """Append a token (None if the logits were NaN or infinite). Return True if the sequence continues."""
         request = self._owner[sequence]
         self._touched[request] = None
         try:
@@ -177,29 +177,29 @@ class RequestBook:
             self._break(request, error)
         return sequence.finish_reason is None
 
-    def on_prompt_logprobs(self, sequence: Sequence, start: int, found: list[Logprobs]) -> None:
-        """A sequence has logprobs of its prompt's tokens from ``start`` on."""
+    def on_prompt_logprobs(self, sequence: Sequence, start: int, entries: list[Logprobs]) -> None:
+        """Add logprobs of the prompt's tokens from ``start`` on."""
         request = self._owner[sequence]
         try:
-            request.add_prompt_logprobs(start, found)
+            request.add_prompt_logprobs(start, entries)
         except Exception as error:
             self._break(request, error)
 
     def on_draft(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
-        """So many drafts of a sequence were tried, and so many were right."""
+        """Count drafted and accepted tokens of a sequence."""
         metrics = self._metrics_of(sequence)
         if metrics is not None:
             metrics.num_drafted_tokens += num_drafted
             metrics.num_accepted_tokens += num_accepted
 
     def on_error(self, sequence: Sequence, error: Exception | str) -> None:
-        """What a sequence's request asks for raised, or finds no memory: it ends, and the others go on."""
+        """End only this sequence's request, with the error."""
         request = self._owner.get(sequence)
         if request is not None:
             self._break(request, error)
 
     def _deliver(self, output: RequestOutput) -> None:
-        """Hand an output on; the last one of a request frees its name, which another one may have from now on."""
+        """Deliver an output; a request's last output frees its id."""
         if not self._deliveries.give(output) and not output.finished:
             self.cancel(output.request_id)
         if output.finished:
@@ -215,7 +215,7 @@ class RequestBook:
             self._break(request, error)
 
     def follow_weights(self) -> None:
-        """End what has tokens or keys of other weights than there are now, and let no prefix of theirs be found."""
+        """Detect changed weights: end requests with tokens or keys of the old weights, and forget their prefixes."""
         version = self._weights_version(look=not self._scheduler.running)
         if version == self._version:
             return
@@ -223,11 +223,11 @@ class RequestBook:
         for request in list(self._requests.values()):
             if any(s in self._scheduler.running or s.num_generated for s in request.sequences):
                 self._break(request, CHANGED)
-        self._let_go()
+        self._drop_broken()
         self._scheduler.forget_prefixes(version)
 
-    def _settle(self, request: Request) -> None:
-        """Let go of what has ended; let the other samples start once the first has the prompt in the cache."""
+    def _release(self, request: Request) -> None:
+        """Drop samples that have ended; start the other samples once the first one has the prompt in the cache."""
         try:
             for sequence in request.sequences:
                 if sequence.finish_reason is not None:
@@ -239,8 +239,8 @@ class RequestBook:
             self._forget(request)
 
     def _break(self, request: Request, error: Exception | str) -> None:
-        """End a request as it stands. Its sequences stay scheduled until nobody goes through them."""
-        name = f"request {request.output.request_id} failed, and it alone"
+        """Fail a request as it is. Its sequences stay scheduled until it is safe to remove them."""
+        name = f"request {request.output.request_id} failed (other requests continue)"
         if isinstance(error, GenerationError):
             failure: EngineError = GenerationError(f"{name}: {error}")
         else:
@@ -253,7 +253,8 @@ class RequestBook:
         self._touched[request] = None
         self._broken.append(request)
 
-    def _let_go(self) -> None:
+    def _drop_broken(self) -> None:
+        """Remove the sequences of failed requests from the scheduler."""
         broken, self._broken = self._broken, []
         for request in broken:
             for sequence in request.sequences:
@@ -262,7 +263,7 @@ class RequestBook:
             self._forget(request)
 
     def _forget(self, request: Request) -> None:
-        """A request has ended; its name stays in use until its last output is handed on."""
+        """Drop a request that has ended; its id stays in use until the last output is delivered."""
         self._isolation.forget(request)
         self._requests.pop(request.output.request_id, None)
 
@@ -291,7 +292,7 @@ class RequestBook:
         self._forget(request)
 
     def _metrics_of(self, sequence: Sequence) -> RequestMetrics | None:
-        """None of a request that has just ended."""
+        """Return the metrics of a sequence's request; None if the request has just ended."""
         request = self._owner.get(sequence)
         return None if request is None else request.output.metrics
 

@@ -1,8 +1,8 @@
-"""Scheduler: which sequences run in the next step, how many tokens of each, and the blocks they take and give back.
+"""Scheduler: which sequences run in the next step, how many tokens of each, and which blocks they take or free.
 
-No choice made here can change a bit. A policy makes up each step (runtime/policies.py) in the order of urgency
-(runtime/requests/queues.py). What is planned can be undone: where a step could not be built or found no memory, its
-sequences stand where they stood.
+No choice made here can change a bit. A policy composes each step (runtime/policies.py) in order of urgency
+(runtime/requests/queues.py). A plan can be undone: if a step cannot be built or runs out of memory, its sequences
+return to their earlier state.
 """
 
 from typing import NamedTuple
@@ -21,19 +21,19 @@ from detcompile.step import NO_SLOT
 
 __all__ = ["Scheduler", "StepPlan"]
 
-CALM_STEPS = 16  # after which a token budget that was cut for want of memory doubles
+CALM_STEPS = 16  # steps after which a token budget that was cut for lack of memory doubles
 
 
 class StepPlan(NamedTuple):
-    """One step: what runs, decodes first, and what had to give up its blocks for it."""
+    """One step: its entries, decodes first, and the sequences that were preempted for it."""
 
     entries: tuple[StepEntry, ...]
     preempted: tuple[Sequence, ...]
-    admitted: tuple[Sequence, ...]  # the last of the entries
+    admitted: tuple[Sequence, ...]  # newly admitted; the last of the entries
 
 
 class Scheduler:
-    """Sequences that wait or run, and the policy that picks from them.
+    """Waiting and running sequences, and the policy that picks from them.
 
     A planned sequence's ``num_computed`` advances at once, so that the next step can be planned while this one runs.
 
@@ -41,10 +41,10 @@ class Scheduler:
         num_stages: stages of the pipeline that runs the steps.
 
     Attributes:
-        num_lanes: steps that run at a time, each of other sequences; whoever runs them may change it between plans.
-        running: sequences that run, in the order of their admission; never changed from outside.
-        waiting: sequences that wait and may be planned, in any order; never changed from outside.
-        pace: what bounds prompt tokens beside decodes, and learns from ``observe``; None without a tbt_slo.
+        num_lanes: steps in flight at a time, each with different sequences; the pipeline may change it between plans.
+        running: running sequences in order of admission; read-only for callers.
+        waiting: waiting sequences that may be planned, in any order; read-only for callers.
+        pace: limits prompt tokens beside decodes, and learns from ``observe``; None without tbt_slo.
     """
 
     def __init__(self, config: EngineConfig, blocks: KVBlocks, num_stages: int = 1) -> None:
@@ -57,38 +57,38 @@ class Scheduler:
         self._queues = Queues(config.aging)
         self.running, self.waiting = self._queues.running, self._queues.waiting
         self._policy = new_policy(config.scheduler)
-        self._cut: int | None = None  # tokens of a step, for a while after memory ran out
-        self._calm = 0  # steps planned since
-        self._preempted: tuple[Sequence, ...] = ()  # by plans that failed, and for those that are served alone
+        self._cut: int | None = None  # reduced token budget after memory ran out
+        self._calm = 0  # steps planned since then
+        self._preempted: tuple[Sequence, ...] = ()  # by failed plans, or to serve others alone
 
     @property
     def budget(self) -> int:
-        """Tokens of a step."""
+        """Token budget of a step."""
         return self.config.max_num_batched_tokens if self._cut is None else self._cut
 
     @property
     def num_unfinished(self) -> int:
-        """Sequences that run, or wait and may be planned."""
+        """Number of sequences that run, or wait and may be planned."""
         return len(self.running) + len(self.waiting)
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that wait."""
+        """Number of waiting sequences."""
         return len(self.waiting) + len(self._queues.aside)
 
     def most_blocks(self, sequence: Sequence) -> int:
-        """Blocks that a sequence can come to hold: what the pool must have, or it could never finish."""
+        """Return the most blocks that a sequence can need; with fewer in the pool, it could never finish."""
         most = sequence.most_tokens
         if self.config.allocation == "reserve":
             return self.blocks.needed(most)
-        in_flight = (1 + self._most_in_flight) * self.config.max_num_batched_tokens  # and of the step that is planned
+        in_flight = (1 + self._most_in_flight) * self.config.max_num_batched_tokens  # plus 1 for the step being planned
         return self.blocks.peak(most, most if self.config.whole_prompts else in_flight)
 
     def require_room(self, sequence: Sequence) -> None:
-        """Fail unless the pool has the ``most_blocks`` of a sequence.
+        """Reject a sequence that needs more blocks than the pool has.
 
         Raises:
-            InvalidInput: it could never finish.
+            InvalidInput: the sequence could never finish.
         """
         needed, there = self.most_blocks(sequence), self.blocks.pool.num_usable
         if needed > there:
@@ -99,25 +99,25 @@ class Scheduler:
             )
 
     def add(self, sequence: Sequence) -> None:
-        """Let a sequence wait that the pool has room for."""
+        """Queue a sequence that has passed ``require_room``."""
         self._queues.add(sequence)
 
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence in self._queues
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a finished or cancelled sequence and give its blocks back."""
+        """Forget a finished or cancelled sequence and free its blocks."""
         if self._queues.remove(sequence):
             self.blocks.release(sequence)
 
     def forget_prefixes(self, version: int) -> None:
-        """Let no prefix be found that was cached before; nothing runs."""
+        """Forget all cached prefixes; nothing may be running."""
         for sequence in self._queues:
             sequence.block_digests = []
         self.blocks.forget_prefixes(b"weights %d" % version)
 
     def plan(self) -> StepPlan:
-        """The next step; without entries if nothing can run before pending tokens are read back."""
+        """Plan the next step; it has no entries if nothing can run before pending tokens are read back."""
         if self._cut is not None and self._calm >= CALM_STEPS:
             self._cut, self._calm = 2 * self._cut, 0
             if self._cut >= self.config.max_num_batched_tokens:
@@ -135,8 +135,8 @@ class Scheduler:
         return StepPlan(tuple(step.entries.values()), preempted, tuple(step.admitted))
 
     def faulty(self) -> dict[Sequence, Exception]:
-        """Sequences that raise where they are asked what ``plan`` asks, and what they raise."""
-        found: dict[Sequence, Exception] = {}
+        """Return the sequences that raise when asked what ``plan`` asks, with their exceptions."""
+        errors: dict[Sequence, Exception] = {}
         step = self._next_step()
         for sequence in (*self.running, *self.waiting):
             try:
@@ -145,23 +145,23 @@ class Scheduler:
                 _ = sequence.num_pending, sequence.num_uncomputed, sequence.most_tokens, sequence.block_tables
                 _ = sequence.wants_prompt_logits
             except Exception as error:
-                found[sequence] = error
-        return found
+                errors[sequence] = error
+        return errors
 
     def observe(self, plan: StepPlan, num_tokens: int, seconds: float) -> None:
-        """A planned step of so many tokens, those of drafts among them, ended so long after the one before it."""
+        """Report a step's tokens, drafts included, and its seconds since the end of the previous step."""
         if self.pace is not None:
             self.pace.observe(StepShape.of(plan.entries)._replace(num_tokens=num_tokens), seconds)
 
     def undo(self, plan: StepPlan) -> None:
-        """A planned step was not launched: its sequences have computed what they had before, and keep their blocks."""
+        """Undo a plan that was not launched; its sequences keep their blocks."""
         for entry in plan.entries:
             entry.sequence.num_computed = entry.start
 
-    def take_back(self, plan: StepPlan, budget: int) -> list[Sequence]:
-        """A planned step found no memory: its sequences stand where they stood, and the next steps have ``budget``.
+    def roll_back(self, plan: StepPlan, budget: int) -> list[Sequence]:
+        """Undo a step that ran out of memory, and limit the next steps to ``budget`` tokens.
 
-        Where layers carry a state, which the step may have moved on, its sequences are preempted, and returned.
+        Sequences with a recurrent state, which the step may have advanced, are preempted and returned.
         """
         stateful = [entry.sequence for entry in plan.entries if entry.sequence.state_slot != NO_SLOT]
         self.undo(plan)
@@ -172,7 +172,7 @@ class Scheduler:
         return stateful
 
     def start_over(self) -> list[Sequence]:
-        """Nothing is left of the KV cache: all sequences wait, with their tokens alone. Those that ran are returned."""
+        """Clear the KV cache: all sequences wait with only their tokens. Return those that were running."""
         ran = list(self.running)
         for sequence in ran:
             self._queues.preempt(sequence)
@@ -183,8 +183,8 @@ class Scheduler:
         return ran
 
     def serve_alone(self, sequences: frozenset[Sequence] | None) -> None:
-        """Plan these and no others, whose blocks are taken, until this is called again; None plans all."""
-        others = () if sequences is None else tuple(own for own in self.running if own not in sequences)
+        """Plan only these sequences, and preempt the others, until the next call; None plans all."""
+        others = () if sequences is None else tuple(s for s in self.running if s not in sequences)
         for sequence in others:
             self._queues.preempt(sequence)
             self.blocks.release(sequence)
@@ -197,7 +197,7 @@ class Scheduler:
         return NextStep(self._queues, self.blocks, self.config, self._cut, self.num_lanes, self.pace)
 
     def _drop(self, step: NextStep) -> None:
-        """Nothing of a step that could not be planned was run; what lost its blocks on the way has lost them."""
+        """Drop a step that could not be planned; sequences preempted on the way stay preempted."""
         for entry in step.entries.values():
             entry.sequence.num_computed = entry.start
         self.waiting[:] = [sequence for sequence in self.waiting if sequence not in self.running]

@@ -1,7 +1,7 @@
 """StepPlanner: plan, draft and build the next step.
 
-A request that raises on the way ends alone, and the step is planned anew without it. A step that finds no memory is
-taken back: its sequences stand where they stood, run in smaller steps, and come to the same bits.
+If a request raises on the way, only that request ends, and the step is planned again without it. A step that runs out
+of memory is rolled back: its sequences run again in smaller steps and produce the same bits.
 """
 
 import logging
@@ -30,30 +30,30 @@ logger = logging.getLogger(__name__)
 
 
 class PlannedStep(NamedTuple):
-    """A step that can be launched, and whose its rows of logits are."""
+    """A step ready to launch, and the owners of its rows of logits."""
 
     plan: StepPlan
     work: StepWork
     draws: list[Draw]
-    prompts: tuple[StepEntry, ...]  # parts whose prompt logprobs are wanted
+    prompts: tuple[StepEntry, ...]  # entries whose prompt logprobs are wanted
     load: Load
-    drafting: bool  # it may hold drafts, so that where it ends is known once it is read back
-    awaited: bool = False  # bad words or masks of what follows hang on its tokens, which the host has to know
+    drafting: bool  # it may hold drafts, so its end is known only when it is read back
+    awaited: bool = False  # the next step's bad words or grammar masks need its tokens on the host
 
 
 class _Faulty(Exception):
-    """Sequences raise where a step with them is planned."""
+    """Some sequences raise while a step with them is planned."""
 
-    def __init__(self, found: dict[Sequence, Exception]) -> None:
+    def __init__(self, errors: dict[Sequence, Exception]) -> None:
         super().__init__()
-        self.found = found
+        self.errors = errors
 
 
 class StepPlanner:
-    """Makes steps that a worker can launch, one after another.
+    """Prepares steps for a worker, one after another.
 
     Args:
-        tables: block tables of the running sequences, as the steps read them.
+        tables: block tables of the running sequences.
     """
 
     def __init__(
@@ -71,18 +71,18 @@ class StepPlanner:
         self._worker = worker
         self._tables = tables
         self._tally = tally
-        self._load = Load(0)  # of the last step planned: the next one will be like it
+        self._load = Load(0)  # of the last planned step; the next one will be similar
 
     def wants_drafts(self) -> bool:
-        """Whether the next step should draft, for which every token before it has to be known."""
+        """Return True if the next step should draft; every earlier token must then be known."""
         return self._speculator is not None and self._speculator.wants(self._load)
 
     def next_step(self, pending: dict[Sequence, int], drafting: bool) -> PlannedStep | None:
-        """Plan, draft and build; None where nothing can run before pending tokens are read back.
+        """Plan, draft and build a step; None if nothing can run before pending tokens are read back.
 
         Args:
-            pending: rows of the step ahead whose tokens are the newest of their sequences, and not read back yet.
-            drafting: whether to draft; nothing may be pending then.
+            pending: for each sequence whose newest token is not read back yet, its row in the step ahead.
+            drafting: draft tokens; nothing may be pending then.
         """
         while True:
             self._book.update()
@@ -93,28 +93,28 @@ class StepPlanner:
                 drafted = self._draft(plan) if drafting else {}
                 return self._build(plan, drafted, pending, drafting)
             except _Faulty as error:
-                for sequence, own in error.found.items():
-                    self._book.on_error(sequence, own)
+                for sequence, fault in error.errors.items():
+                    self._book.on_error(sequence, fault)
 
-    def take_back(self, step: PlannedStep, error: Exception) -> None:
-        """A step found no memory: plan smaller from here on. A sequence for whose one token there is none ends.
+    def roll_back(self, step: PlannedStep, error: Exception) -> None:
+        """Undo a step that ran out of memory, and plan smaller steps. A sequence whose single token does not fit ends.
 
-        What the step wrote to the cache is written again, with the same bits, before anyone reads it.
+        The cache entries that the step wrote are written again, with the same bits, before they are read.
         """
         for draw in step.draws:
             self._worker.sampler.forget(draw.sequence)
             if self._speculator is not None and draw.verification is not None:
                 self._speculator.discard(draw.verification)
         num_tokens = len(step.work.arrays.input_ids)
-        for sequence in self._scheduler.take_back(step.plan, max(1, num_tokens // 2)):
-            self.lost_seat(sequence)
-        logger.warning("a step of %d tokens ran out of memory and is tried in parts: %s", num_tokens, error)
+        for sequence in self._scheduler.roll_back(step.plan, max(1, num_tokens // 2)):
+            self.reset(sequence)
+        logger.warning("a step of %d tokens ran out of memory and is split into smaller steps: %s", num_tokens, error)
         if num_tokens == 1:
             self._book.on_error(step.plan.entries[0].sequence, error)
 
-    def lost_seat(self, sequence: Sequence) -> None:
-        """A preempted sequence starts over from its tokens, also in the sampler."""
-        self._tables.leave(sequence)
+    def reset(self, sequence: Sequence) -> None:
+        """Reset a preempted sequence, which restarts from its tokens."""
+        self._tables.remove(sequence)
         self._worker.sampler.forget(sequence)
         self._tally.num_preemptions += 1
         self._book.on_preemption(sequence)
@@ -125,8 +125,8 @@ class StepPlanner:
         except Exception as error:
             raise self._faulty(self._scheduler.faulty()) from error
         for sequence in plan.preempted:
-            self.lost_seat(sequence)
-        for entry in plan.entries[len(plan.entries) - len(plan.admitted) :]:  # what was admitted stands last
+            self.reset(sequence)
+        for entry in plan.entries[len(plan.entries) - len(plan.admitted) :]:  # admitted sequences come last
             self._book.on_admission(entry)
         if plan.entries:
             num_tokens = sum(entry.num_tokens for entry in plan.entries)
@@ -135,7 +135,7 @@ class StepPlanner:
         return plan
 
     def _draft(self, plan: StepPlan) -> dict[Sequence, Verification]:
-        """Trees for the decodes, within what the plan leaves of the token budget and of a step's rows."""
+        """Draft trees for the decodes, within the plan's remaining token budget and rows."""
         if self._speculator is None:
             return {}
         rows_left = min(self._scheduler.config.max_num_seqs + DRAFT_ROWS, MOST_SEQUENCES) - len(plan.entries)
@@ -161,24 +161,24 @@ class StepPlanner:
         size = self._scheduler.blocks.pool.block_size
         work = build_work(entries, draws, prompts, self._tables, size, pending)
         sequences = [draw.sequence for draw in draws]
-        awaited = any(own.bad_words is not NO_WORDS or own.matcher is not None for own in sequences)
+        awaited = any(sequence.bad_words is not NO_WORDS or sequence.matcher is not None for sequence in sequences)
         return PlannedStep(plan, work, draws, prompts, self._load, drafting, awaited)
 
     def _unbuildable(
         self, plan: StepPlan, drafted: Mapping[Sequence, Verification], pending: dict[Sequence, int]
     ) -> dict[Sequence, Exception]:
-        """Sequences whose part in a step cannot be built even alone."""
-        found: dict[Sequence, Exception] = {}
+        """Return the sequences whose part of a step cannot be built even alone, with their errors."""
+        errors: dict[Sequence, Exception] = {}
         for entry in plan.entries:
-            own = {entry.sequence: drafted[entry.sequence]} if entry.sequence in drafted else {}
+            tree = {entry.sequence: drafted[entry.sequence]} if entry.sequence in drafted else {}
             try:
-                self._built(plan._replace(entries=(entry,)), own, pending, drafting=False)
+                self._built(plan._replace(entries=(entry,)), tree, pending, drafting=False)
             except Exception as error:
-                found[entry.sequence] = error
-        return found
+                errors[entry.sequence] = error
+        return errors
 
-    def _faulty(self, found: dict[Sequence, Exception]) -> Exception:
-        """What to raise for a step that could not be planned: of nobody's fault, it is everybody's."""
-        if any(self._book.is_open(sequence) for sequence in found):
-            return _Faulty(found)
-        return EngineError("a step could not be planned, and no request is to blame")
+    def _faulty(self, errors: dict[Sequence, Exception]) -> Exception:
+        """Return the exception for a failed plan: it blames the faulty requests, or else the engine."""
+        if any(self._book.is_open(sequence) for sequence in errors):
+            return _Faulty(errors)
+        return EngineError("a step could not be planned, and no single request caused it")

@@ -38,7 +38,7 @@ from tests.models.generation_cases import Recorder, model_of, padded_batch
         ({"max_new_tokens": 10**30}, "was compiled for"),
         ({"generation_config": {"max_new_tokens": 3}}, "generation_config .* is a dict: give a GenerationConfig"),
         ({"generation_config": "greedy"}, "generation_config 'greedy' is a str: give a GenerationConfig"),
-        ({"pad_token_id": 10**30}, "pad_token_id 10* is in no tensor"),
+        ({"pad_token_id": 10**30}, "pad_token_id 10* does not fit"),
     ],
     ids=lambda value: re.sub(" at 0x[0-9a-f]+", "", str(value)),  # the same in every worker
 )
@@ -93,7 +93,7 @@ def test_two_lengths_of_one_call_are_told(caplog: pytest.LogCaptureFixture) -> N
 
 @pytest.mark.parametrize("watched", [{}, {"streamer": Recorder()}])
 def test_rows_without_a_token_to_draw_are_an_error(watched: dict) -> None:
-    with pytest.raises(EngineError, match="nothing is left to draw"):
+    with pytest.raises(EngineError, match="no token left to draw"):
         model_of("qwen3").generate(*padded_batch(), suppress_tokens=list(range(VOCAB_SIZE)), **watched)
 
 

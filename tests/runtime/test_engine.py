@@ -102,12 +102,12 @@ def test_a_prefix_that_cannot_be_taken_leaves_no_block_behind() -> None:
         ({"token_ids": (*found.token_ids[:-1], 1)}, "changed since export"),
         ({"token_ids": found.token_ids[::-1]}, "changed since export"),
         ({"token_ids": None}, "give a list of integers"),
-        ({"token_ids": (*found.token_ids[:-1], 1 << 70)}, "is no token id"),
+        ({"token_ids": (*found.token_ids[:-1], 1 << 70)}, "is not a token id"),
         ({"token_ids": (*found.token_ids[:-1], 0.5)}, "token_ids: entry"),
     ):
         with pytest.raises(InvalidInput, match=said):
             other.prefixes.take(replace(found, **changed))
-    with pytest.raises(InvalidInput, match="no token id"):
+    with pytest.raises(InvalidInput, match="not a token id"):
         engine.prefixes.export([-1] * 40)
     found.layers[-1][1][-1].neg_()
     with pytest.raises(InvalidInput, match="changed since export"):
@@ -192,7 +192,7 @@ def test_logits_that_are_no_numbers_end_their_request_alone(later, overlap, devi
     for prompt, own in zip(prompts, params):
         engine.add_request(prompt, own)
     good, bad, other = sorted(run(engine), key=lambda output: int(output.request_id.split("-")[-1]))
-    assert isinstance(bad.error, EngineError) and "not numbers" in str(bad.error)
+    assert isinstance(bad.error, EngineError) and "NaN or infinite" in str(bad.error)
     assert bad.finished and bad.outputs[0].finish_reason == "error"
     assert bad.outputs[0].token_ids == [MARK] * later
     assert_as_alone(model, good, params[0])

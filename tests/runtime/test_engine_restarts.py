@@ -271,7 +271,7 @@ def test_a_request_that_ends_workers_ends_alone(kills, num_stages):
     engine, worker = mortal_engine(config, NEVER, num_stages=num_stages)
     worker.kills = kills
     found = answers(engine, requests)
-    assert isinstance(found[3][2], EngineError) and "ended 2 times while they served it alone" in str(found[3][2])
+    assert isinstance(found[3][2], EngineError) and "crashed 2 times while they served it alone" in str(found[3][2])
     assert [own for row, own in enumerate(found) if row != 3] == [own for row, own in enumerate(expected) if row != 3]
     assert engine.stats.num_restarts == 4
     worker.kills = lambda work: False

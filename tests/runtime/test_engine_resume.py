@@ -80,8 +80,8 @@ def test_a_stop_string_is_found_across_the_cut():
         ({0: 5}, DRAWN, "give a list of integers"),
         ({0: [1] * 12}, DRAWN, "after 12 tokens, of 12"),
         ({0: [4, 5]}, replace(DRAWN, stop_token_ids=(5,)), "ended at token 5"),
-        ({0: [0, 1]}, replace(DRAWN, stop="ab"), "has ended at 'ab'"),
-        ({0: [1]}, replace(DRAWN, seed=None), "goes on only with the seed"),
+        ({0: [0, 1]}, replace(DRAWN, stop="ab"), "has already ended at 'ab'"),
+        ({0: [1]}, replace(DRAWN, seed=None), "needs its original seed"),
     ],
 )
 def test_what_cannot_go_on_is_refused(resume, params, said):

@@ -298,7 +298,7 @@ def test_an_engine_whose_graphs_take_more_than_was_measured_gives_up_blocks(exce
 
 
 def test_counts_of_penalties_have_their_memory_from_the_start():
-    counts = TokenCounts(20, torch.device("cpu"), seats=5)
+    counts = TokenCounts(20, torch.device("cpu"), num_slots=5)
     memory = counts.words.data_ptr()
     for key in range(5):
         counts.place(key, [1, 2], 2, 0)

@@ -136,5 +136,5 @@ def test_a_request_that_may_draw_nothing_ends_with_the_reason() -> None:
 
 def test_a_word_that_the_tokenizer_cannot_read_is_refused() -> None:
     engine = engine_of(tiny_model("cpu"), config_of(), tokenizer=LetterTokenizer())
-    with pytest.raises(InvalidInput, match="whose tokens"):
+    with pytest.raises(InvalidInput, match="cannot draw the tokens"):
         engine.add_request([1, 2], SamplingParams(bad_words=["ab", chr(97 + VOCAB_SIZE)]))

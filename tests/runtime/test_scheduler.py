@@ -67,7 +67,7 @@ class Drive:
             sequence.append(self.tokens.randrange(50))
         for sequence, _, _, _ in plan.entries:
             if sequence in self.scheduler.running:
-                self.scheduler.blocks.settle(sequence)
+                self.scheduler.blocks.commit(sequence)
         for sequence in samples:
             if sequence.finish_reason is not None:
                 self.scheduler.remove(sequence)

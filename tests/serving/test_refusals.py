@@ -148,7 +148,7 @@ def test_parameters_that_leave_nothing_to_draw_are_the_clients_fault(http: httpx
         for sent in (body | changes, body | changes | {"stream": True}):
             answer = http.post(path, json=sent)
             assert answer.status_code == 400, answer.text
-            assert "nothing is left to draw" in answer.json()["error"]["message"]
+            assert "no token left to draw" in answer.json()["error"]["message"]
 
 
 def test_a_client_that_leaves_ends_its_request(http: httpx.Client, server: Server) -> None:

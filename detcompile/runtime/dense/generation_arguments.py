@@ -1,7 +1,7 @@
-"""The arguments of Hugging Face's ``generate``: which are served, which change nothing here, and which are refused.
+"""Read the arguments of Hugging Face's ``generate``: served, without effect, or rejected.
 
-An argument of the call goes before the ``generation_config`` of the call, and that before the model's own; where none
-says anything, DEFAULTS do. What would choose other tokens and is not served is refused by name, wherever it stands.
+An argument of the call takes precedence over the call's ``generation_config``, which takes precedence over the model's;
+then come DEFAULTS. An argument that would change tokens and is not served is rejected by name, wherever it comes from.
 Names and meanings are those of transformers 5.17 (generation/configuration_utils.py, utils.py, logits_process.py).
 """
 
@@ -20,12 +20,12 @@ __all__ = ["DEFAULTS", "GenerationArguments", "read_arguments"]
 
 logger = logging.getLogger(__name__)
 
-# What is served of a ``generation_config``, and what it is where nobody says anything: Hugging Face's defaults.
+# Served settings of a ``generation_config``, with Hugging Face's defaults.
 DEFAULTS: Mapping[str, Any] = {
     "bad_words_ids": None,
     "do_sample": False,
     "eos_token_id": None,
-    "max_length": None,  # then NEW_TOKENS more than the prompts' columns
+    "max_length": None,  # defaults to the prompts' columns + NEW_TOKENS
     "max_new_tokens": None,
     "min_length": 0,
     "min_new_tokens": None,
@@ -43,31 +43,31 @@ DEFAULTS: Mapping[str, Any] = {
     "top_p": 1.0,
 }
 NEW_TOKENS = 20
-# What an explicit None stands for: no filter, no penalty, no such output.
+# Meaning of an explicit None: no filter, no penalty, no such output.
 NOTHING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "min_length": 0}
-# Served arguments of the call alone.
+# Served arguments that exist only in the call.
 CALL_ONLY = ("cuda_graphs", "seed", "stopping_criteria", "streamer", "tokenizer")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationArguments:
-    """What a call of ``generate`` asks for, checked.
+    """The checked arguments of a ``generate`` call.
 
     Attributes:
-        max_new_tokens: columns behind the prompts at most.
-        min_new_tokens: end tokens are forbidden up to this many columns.
-        sampling: temperature, filters and penalty by their names in SamplingParams, which check them.
+        max_new_tokens: most columns after the prompts.
+        min_new_tokens: end tokens are forbidden for this many columns.
+        sampling: temperature, filters and penalty by their names in SamplingParams, which checks them.
         bad_words_ids: lists of token ids that no row may complete.
         suppress_tokens: tokens that are never drawn.
         eos_token_id: tokens that end a row.
         pad_token_id: fills rows that ended early.
-        num_return_sequences: rows of the answer for each prompt.
-        stop_strings: texts that end a row where they appear at its end.
-        stopping_criteria: functions of Hugging Face's kind that end rows.
-        streamer: gets the prompts and then each column of tokens.
-        tokenizer: reads the stop strings; None takes the model's.
-        seed: one for all rows, or one a row.
-        cuda_graphs: replay steps from CUDA graphs; None does on a GPU.
+        num_return_sequences: rows of the answer per prompt.
+        stop_strings: texts that end a row when its text ends with them.
+        stopping_criteria: Hugging Face stopping criteria.
+        streamer: receives the prompts and then each column of tokens.
+        tokenizer: decodes text for the stop strings; None takes the model's.
+        seed: one for all rows, or one per row.
+        cuda_graphs: replay steps from CUDA graphs; None enables it on a GPU.
     """
 
     max_new_tokens: int
@@ -91,12 +91,12 @@ class GenerationArguments:
 
     @property
     def padding(self) -> int | None:
-        """The pad token, or the first that ends a row."""
+        """The pad token, or else the first end token."""
         return next(iter(self.eos_token_id), None) if self.pad_token_id is None else self.pad_token_id
 
     @property
     def stepwise(self) -> bool:
-        """Whether each column has to be seen before the next one is made, or its logits are wanted."""
+        """True if each column must be seen before the next one is made, or logits are requested."""
         observed = self.streamer is not None or bool(self.stopping_criteria) or bool(self.stop_strings)
         return observed or (self.return_dict_in_generate and (self.output_scores or self.output_logits))
 
@@ -104,16 +104,16 @@ class GenerationArguments:
 def read_arguments(
     model: Any, given: Mapping[str, Any], num_columns: int, num_logits: int | None = None
 ) -> GenerationArguments:
-    """The arguments of a call.
+    """Read and check the arguments of a call.
 
     Args:
-        model: what has the model's own ``generation_config``, and a ``config`` if it is known.
+        model: has the model's ``generation_config``, and a ``config`` if it is known.
         given: keyword arguments of the call.
-        num_columns: columns of the prompts, which ``max_length`` and ``min_length`` count too.
-        num_logits: end tokens of a ``generation_config`` beyond them are left out, as no row can end with them.
+        num_columns: columns of the prompts, which count towards ``max_length`` and ``min_length``.
+        num_logits: end tokens of a ``generation_config`` at or beyond it are ignored: no row can end with them.
 
     Raises:
-        InvalidInput: an argument that is unknown, cannot be served, or has a value that cannot be.
+        InvalidInput: an argument is unknown, not served, or has an invalid value.
     """
     configs = (given.get("generation_config"), getattr(model, "generation_config", None))
     _check_known(given)
@@ -127,10 +127,10 @@ def read_arguments(
     suppressed = token_ids(settings["suppress_tokens"], "suppress_tokens")
     for name, ids in (("eos_token_id", eos), ("suppress_tokens", suppressed)):
         _require_tokens(ids, name, num_logits)
-    asked = settings["num_return_sequences"]
-    count = 1 if asked is None else _whole(asked, "num_return_sequences", 1)
+    requested = settings["num_return_sequences"]
+    count = 1 if requested is None else _whole(requested, "num_return_sequences", 1)
     if count > 1 and not do_sample:
-        raise InvalidInput(f"num_return_sequences={count} of a greedy call would be equal: pass do_sample=True, or 1")
+        raise InvalidInput(f"num_return_sequences={count} of a greedy call gives equal rows: pass do_sample=True, or 1")
     return GenerationArguments(
         max_new_tokens=most,
         min_new_tokens=_min_new_tokens(settings, num_columns, most),
@@ -150,11 +150,11 @@ def read_arguments(
 
 
 def _setting(name: str, given: Mapping[str, Any], configs: tuple[Any, Any]) -> Any:
-    """The first that says something: the call, also by None (but for max_length), a config, the default."""
+    """Return the first value given: in the call (None counts, except for max_length), a config, or the defaults."""
     if name in given and not (name == "max_length" and given[name] is None):
         return NOTHING.get(name) if given[name] is None else given[name]
-    found = (getattr(config, name, None) for config in configs)
-    value = next((value for value in found if value is not None), DEFAULTS[name])
+    values = (getattr(config, name, None) for config in configs)
+    value = next((value for value in values if value is not None), DEFAULTS[name])
     return NOTHING.get(name) if value is None else value
 
 
@@ -173,17 +173,17 @@ def _refuse_unserved(given: Mapping[str, Any], configs: tuple[Any, Any]) -> None
         if name in given:
             source, value = name, given[name]
         else:
-            found = (getattr(config, name, None) for config in configs)
-            source, value = f"generation_config.{name}", next((value for value in found if value is not None), None)
+            values = (getattr(config, name, None) for config in configs)
+            source, value = f"generation_config.{name}", next((value for value in values if value is not None), None)
         if not is_neutral(value, harmless):
             raise InvalidInput(
-                f"{source} = {shown(value)} is not served, and without it other tokens or outputs come out: {advice}"
-                + ("" if source == name else f"; {name}=None in the call goes on without it")
+                f"{source} = {shown(value)} is not served, and ignoring it would change tokens or outputs: {advice}"
+                + ("" if source == name else f"; pass {name}=None in the call to go on without it")
             )
 
 
 def _max_new_tokens(settings: Mapping[str, Any], given: Mapping[str, Any], num_columns: int, config: Any) -> int:
-    """``max_new_tokens`` goes before ``max_length``, wherever they stand, as in GenerationMixin."""
+    """Return max_new_tokens, which takes precedence over ``max_length`` wherever both stand, as in GenerationMixin."""
     longest = settings["max_length"]
     if settings["max_new_tokens"] is not None:
         if given.get("max_length") is not None:
@@ -194,19 +194,19 @@ def _max_new_tokens(settings: Mapping[str, Any], given: Mapping[str, Any], num_c
     left = _whole(longest, "max_length", 1) - num_columns
     if left < 1:
         raise InvalidInput(
-            f"max_length = {longest} (of the call, or generation_config.max_length) leaves no new token behind prompts"
+            f"max_length = {longest} (of the call, or generation_config.max_length) leaves no new token after prompts"
             f" of {num_columns} columns: pass max_new_tokens"
         )
     return left
 
 
 def _min_new_tokens(settings: Mapping[str, Any], num_columns: int, most: int) -> int:
-    asked = settings["min_new_tokens"]
+    requested = settings["min_new_tokens"]
     least = max(0, _whole(settings["min_length"], "min_length", 0) - num_columns)
-    if asked is not None:
-        least = _whole(asked, "min_new_tokens", 0)
+    if requested is not None:
+        least = _whole(requested, "min_new_tokens", 0)
     if least > most:
-        name = "min_length" if asked is None else "min_new_tokens"
+        name = "min_length" if requested is None else "min_new_tokens"
         warnings.warn(
             f"Unfeasible length constraints: `{name}` asks for {least} new tokens, and {most} is the maximum, at which"
             " generation stops",
@@ -223,7 +223,7 @@ def _sampling(settings: Mapping[str, Any], do_sample: bool) -> dict[str, Any]:
 
 
 def _bad_words(words: Any, eos: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Without the end tokens, which Hugging Face lets no list of bad words forbid."""
+    """Return bad words without single end tokens: Hugging Face ignores EOS in bad_words_ids."""
     if words is None:
         return ()
     if not isinstance(words, (list, tuple)):
@@ -243,16 +243,16 @@ def _strings(value: Any) -> tuple[str, ...]:
 
 
 def _call_only(given: Mapping[str, Any]) -> dict[str, Any]:
-    found = {name: given[name] for name in CALL_ONLY if given.get(name) is not None}
-    criteria = found.get("stopping_criteria", ())
+    arguments = {name: given[name] for name in CALL_ONLY if given.get(name) is not None}
+    criteria = arguments.get("stopping_criteria", ())
     if not isinstance(criteria, (list, tuple)) or not all(map(callable, criteria)):
         raise InvalidInput(f"stopping_criteria {shown(criteria)}: give a StoppingCriteriaList, or a list of functions")
-    streamer = found.get("streamer")
+    streamer = arguments.get("streamer")
     if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
-        raise InvalidInput(f"streamer {shown(streamer)} is {kind(streamer)}: give one with put() and end()")
-    if "cuda_graphs" in found:
-        found["cuda_graphs"] = flag(found["cuda_graphs"], "cuda_graphs")
-    return found | {"stopping_criteria": tuple(criteria)}
+        raise InvalidInput(f"streamer {shown(streamer)} is {kind(streamer)}: give an object with put() and end()")
+    if "cuda_graphs" in arguments:
+        arguments["cuda_graphs"] = flag(arguments["cuda_graphs"], "cuda_graphs")
+    return arguments | {"stopping_criteria": tuple(criteria)}
 
 
 def _flag(settings: Mapping[str, Any], name: str) -> bool:
@@ -267,17 +267,17 @@ def _require_tokens(ids: tuple[int, ...], name: str, num_logits: int | None) -> 
 
 
 def _padding(value: Any) -> int | None:
-    """What an answer is filled with; some configs say -1."""
+    """Return the checked pad token; some configs use -1."""
     if value is None:
         return None
-    found = whole_number(value, "pad_token_id")
-    if not -(1 << 63) <= found < 1 << 63:
-        raise InvalidInput(f"pad_token_id {shown(found)} is in no tensor of int64: give the id of a token")
-    return found
+    token = whole_number(value, "pad_token_id")
+    if not -(1 << 63) <= token < 1 << 63:
+        raise InvalidInput(f"pad_token_id {shown(token)} does not fit in int64: give the id of a token")
+    return token
 
 
 def _whole(value: Any, name: str, least: int) -> int:
-    found = whole_number(value, name)
-    if found < least:
-        raise InvalidInput(f"{name}={found} must be at least {least}")
-    return found
+    number = whole_number(value, name)
+    if number < least:
+        raise InvalidInput(f"{name}={number} must be at least {least}")
+    return number

@@ -1,4 +1,4 @@
-"""From padded batches to rows and back.
+"""Convert padded batches to packed rows and back.
 
 Legend: B rows and C columns of a padded batch, R rows of logits, V vocabulary size.
 """
@@ -29,33 +29,33 @@ __all__ = [
     "unpad",
 ]
 
-IGNORED_LABEL = -100  # Hugging Face's label of a token that the loss leaves out
+IGNORED_LABEL = -100  # Hugging Face's label of a token without loss
 
 
 class UnpaddedBatch(NamedTuple):
-    """A padded batch without its padding, on the host: the tokens of one row behind those of the row before."""
+    """A padded batch without its padding, on the host: the rows' tokens one after another."""
 
     token_ids: NDArray[np.int64]  # [T]
     position_ids: NDArray[np.int64]  # [T]
-    lengths: NDArray[np.int64]  # [B], from 1 up
-    mask: NDArray[np.bool_]  # [B, C]: where the tokens stood
+    lengths: NDArray[np.int64]  # [B], at least 1
+    mask: NDArray[np.bool_]  # [B, C]: true at tokens, false at padding
 
     def rows(self) -> list[list[int]]:
-        """The token ids, a list a row."""
+        """Return the token ids, one list per row."""
         return [tokens.tolist() for tokens in np.split(self.token_ids, self.lengths.cumsum()[:-1])]
 
 
 def unpad(input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None) -> UnpaddedBatch:
-    """Token ids and positions of each row, without padding on the left, on the right, or on both sides.
+    """Remove padding on the left, on the right, or on both sides of each row.
 
     Args:
         input_ids: [B, C] integers.
         attention_mask: [B, C] of zeros and ones; None is all ones.
-        position_ids: [B, C] or [1, C], counting up by one over the tokens of a row, from any start; by default from 0.
+        position_ids: [B, C] or [1, C], counting up by one over the tokens of a row from any start; default: from 0.
 
     Raises:
-        InvalidInput: wrong shapes or values, a row of padding alone, padding between two tokens, or a row that packs
-            several texts.
+        InvalidInput: wrong shapes or values, a row with only padding, padding between two tokens, or a row with several
+            packed texts.
     """
     require_ids(input_ids)
     mask = _checked_mask(attention_mask, input_ids)
@@ -68,10 +68,10 @@ def unpad(input_ids: Tensor, attention_mask: Tensor | None = None, position_ids:
 
 
 def check_batch(batch: UnpaddedBatch, vocab_size: int, max_context: int, max_new_tokens: int = 0) -> None:
-    """Fail unless a model can read every row, and go on by ``max_new_tokens``.
+    """Check that a model can read every row and continue it by ``max_new_tokens``.
 
     Raises:
-        InvalidInput: a token, a length or a position out of range.
+        InvalidInput: a token, a length or a position is out of range.
     """
     longest = int(batch.lengths.max()) + max_new_tokens
     if longest > max_context:
@@ -90,19 +90,18 @@ def check_batch(batch: UnpaddedBatch, vocab_size: int, max_context: int, max_new
 
 
 def keep_columns(mask: NDArray[np.bool_], logits_to_keep: int | Tensor) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Hugging Face's ``logits_to_keep`` of a padded batch, said of the packed tokens.
+    """Translate Hugging Face's ``logits_to_keep`` of a padded batch to packed tokens.
 
     Args:
         mask: [B, C], from ``unpad``.
-        logits_to_keep: the last so many columns; 0 keeps all; or a tensor, [K] of column indices
-            or [C] of truth values.
+        logits_to_keep: number of last columns, 0 for all; or a tensor of column indices [K] or bools [C].
 
     Returns:
-        Packed token indices [R] whose logits are wanted, row by row, and the mask [B, K] for ``repad``, ``mask`` itself
-        where all are.
+        Packed token indices [R] whose logits are wanted, row by row, and the mask [B, K] for ``repad`` (``mask`` itself
+        if all are kept).
 
     Raises:
-        InvalidInput: no count, or no columns of the batch.
+        InvalidInput: an invalid count, or columns outside the batch.
     """
     if isinstance(logits_to_keep, Tensor):
         columns = _columns_of(logits_to_keep, mask.shape[1])
@@ -119,10 +118,10 @@ def keep_columns(mask: NDArray[np.bool_], logits_to_keep: int | Tensor) -> tuple
 
 
 def repad(logits: Tensor, mask: NDArray[np.bool_]) -> Tensor:
-    """[R, V] -> [B, C, V]: rows in order to the R true places of ``mask`` [B, C], zeros elsewhere."""
+    """Scatter [R, V] to [B, C, V]: rows in order to the R true places of ``mask`` [B, C], zeros elsewhere."""
     count = np.count_nonzero(mask)
     if count != logits.shape[0]:
-        raise InvalidInput(f"{logits.shape[0]} rows of logits for {count} tokens: give one a token")
+        raise InvalidInput(f"{logits.shape[0]} rows of logits for {count} tokens: give one row per token")
     if count == mask.size:
         return logits.view(*mask.shape, logits.shape[-1])
     padded = logits.new_zeros(*mask.shape, logits.shape[-1])
@@ -131,18 +130,18 @@ def repad(logits: Tensor, mask: NDArray[np.bool_]) -> Tensor:
 
 
 def language_loss(logits: Tensor, labels: Tensor, mask: NDArray[np.bool_]) -> Tensor:
-    """Mean cross entropy, fp32, of labels one column to the right; a sum over tokens, so it depends on the batch.
+    """Return the mean cross entropy, fp32, of labels one column to the right; a sum over tokens of the whole batch.
 
-    A label counts where both it and the column that predicts it are tokens, so that padding moves nothing: labels at
-    padding are as IGNORED_LABEL, and a row's first token is predicted by nobody, wherever the row begins.
+    A label counts only if both it and the column that predicts it are tokens. Labels at padding count as IGNORED_LABEL,
+    and a row's first token has no prediction, so padding changes nothing.
 
     Args:
         logits: [B, C, V] of any float dtype.
-        labels: [B, C] token ids; IGNORED_LABEL where there is none.
-        mask: [B, C], true where there are tokens.
+        labels: [B, C] token ids, or IGNORED_LABEL.
+        mask: [B, C], true at tokens.
 
     Raises:
-        InvalidInput: no label, or one out of the vocabulary.
+        InvalidInput: there are no labels, or one is outside the vocabulary.
     """
     wanted = labels[:, 1:].to(logits.device)
     counted = (wanted != IGNORED_LABEL) & torch.from_numpy(mask[:, 1:] & mask[:, :-1]).to(logits.device)
@@ -158,9 +157,9 @@ def language_loss(logits: Tensor, labels: Tensor, mask: NDArray[np.bool_]) -> Te
 
 
 def inferred_mask(input_ids: Tensor, pad_token_id: int | None, eos_token_ids: Sequence[int]) -> Tensor | None:
-    """The attention mask of a batch that came without one, as Hugging Face infers it: padding is the pad token.
+    """Infer the attention mask of a batch without one, like Hugging Face: pad tokens are padding.
 
-    None, all ones, where there is no pad token or it also ends rows, and so may be a token.
+    Returns None (all ones) if there is no pad token, or if it is also an end token and may therefore be real.
 
     Raises:
         InvalidInput: a pad token stands between two others.
@@ -177,10 +176,10 @@ def inferred_mask(input_ids: Tensor, pad_token_id: int | None, eos_token_ids: Se
 
 
 def row_seeds(seed: int | Sequence[int] | None, rows: int) -> list[int]:
-    """A seed for each row of a batch: drawn by torch for None, by ``seed_of_row`` of one, or those of a list.
+    """Return a seed per row: drawn by torch for None, derived by ``seed_of_row`` from one int, or taken from a list.
 
     Raises:
-        InvalidInput: a list of not as many different seeds as rows, or a seed out of range.
+        InvalidInput: the list does not have one distinct seed per row, or a seed is out of range.
     """
     if seed is None:
         return torch.empty(rows, dtype=torch.int64, device="cpu").random_().tolist()
@@ -190,16 +189,16 @@ def row_seeds(seed: int | Sequence[int] | None, rows: int) -> list[int]:
         seeds = [seed_of_row(_checked_seed(whole_number(seed, "seed")), row) for row in range(rows)]
     if len(set(seeds)) != rows or len(seeds) != rows:
         raise InvalidInput(
-            f"{len(set(seeds))} different seeds for {rows} rows: give one a row, so that no rows share random numbers,"
-            " or one int for all, from which each row's is made"
+            f"{len(set(seeds))} different seeds for {rows} rows: give each row its own, so that rows share no random"
+            " numbers, or one int, from which each row's seed is derived"
         )
-    return [_checked_seed(own) for own in seeds]
+    return [_checked_seed(row_seed) for row_seed in seeds]
 
 
 def seed_of_row(seed: int, row: int) -> int:
-    """The seed of a batch's row, whatever the batch's size: ``seed`` itself of row 0.
+    """Return the seed of a row, whatever the batch's size: ``seed`` itself for row 0.
 
-    Of the others it is the first eight bytes, little-endian, of the sha256 of "{seed}/{row}" in decimal ASCII.
+    For other rows it is the first eight bytes, little-endian, of sha256("{seed}/{row}") in decimal ASCII.
     """
     if row == 0:
         return seed
@@ -213,14 +212,14 @@ def _checked_seed(seed: int) -> int:
 
 
 def _checked_mask(attention_mask: Tensor | None, input_ids: Tensor) -> NDArray[np.bool_]:
-    """[B, C], each row one run of tokens."""
+    """Return the mask [B, C], after checking that each row is one run of tokens."""
     if attention_mask is None:
         return np.ones(input_ids.shape, np.bool_)
     require_values(attention_mask, "attention_mask")
     if attention_mask.shape != input_ids.shape:
         raise InvalidInput(
             f"attention_mask {list(attention_mask.shape)} must have the shape of input_ids {list(input_ids.shape)};"
-            " masks of another kind are the model's business, not the caller's"
+            " 4-D and other masks are not accepted"
         )
     is_token = attention_mask == 1
     if not (is_token | (attention_mask == 0)).all():
@@ -241,7 +240,7 @@ def _checked_mask(attention_mask: Tensor | None, input_ids: Tensor) -> NDArray[n
 
 
 def _checked_positions(position_ids: Tensor, mask: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """[B, C]. transformers takes positions that do not count up by one as the start of another text in the row."""
+    """Return positions [B, C]. transformers reads a jump in positions as the start of another text in the row."""
     batch_size, length = mask.shape
     require_values(position_ids, "position_ids")
     if not holds_integers(position_ids) or position_ids.shape not in {(batch_size, length), (1, length)}:
@@ -258,14 +257,14 @@ def _checked_positions(position_ids: Tensor, mask: NDArray[np.bool_]) -> NDArray
         before, after = positions[row, column : column + 2]
         raise InvalidInput(
             f"position_ids of row {row} go from {before} to {after} at column {column + 1}: they must count up by one,"
-            " as a row is one text. If the row holds several packed texts, give each a row of its own and pad: padding"
+            " because a row is one text. If the row holds several packed texts, give each its own row and pad: padding"
             " is not computed"
         )
     return positions
 
 
 def _columns_of(wanted: Tensor, length: int) -> NDArray[np.int64]:
-    """[K]: the columns that a tensor names, as torch's indexing does."""
+    """Return the columns [K] that a tensor selects, as in torch's indexing."""
     require_values(wanted, "logits_to_keep")
     flags = wanted.dtype is torch.bool
     if wanted.dim() != 1 or not (flags or holds_integers(wanted)) or (flags and len(wanted) != length):
@@ -275,6 +274,6 @@ def _columns_of(wanted: Tensor, length: int) -> NDArray[np.int64]:
         )
     named = wanted.cpu() if flags else wanted.cpu().long()
     if not flags and ((named < -length) | (named >= length)).any():
-        raise InvalidInput(f"logits_to_keep names a column that is none: input_ids have 0 to {length - 1}")
+        raise InvalidInput(f"logits_to_keep names a column outside the batch: input_ids have 0 to {length - 1}")
     columns: NDArray[np.int64] = torch.arange(length, device="cpu")[named].numpy()
     return columns

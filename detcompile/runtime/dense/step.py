@@ -1,4 +1,4 @@
-"""The one step of a dense call: every token of a padded batch, over a KV cache made for it.
+"""The single step of a dense call: every token of a padded batch, over a new KV cache.
 
 Legend: as in runtime/step/builder.py.
 """
@@ -14,7 +14,7 @@ __all__ = ["dense_step", "two_way_step"]
 
 
 def dense_step(batch: UnpaddedBatch, num_groups: int, logits_to_keep: NDArray[np.int64]) -> tuple[StepArrays, int]:
-    """What ``build_step`` gives for new sequences, and the blocks of BLOCK_SIZE tokens that the cache needs.
+    """Return what ``build_step`` gives for new sequences, and the number of blocks of BLOCK_SIZE that the cache needs.
 
     Args:
         logits_to_keep: [R] indices of packed tokens.
@@ -22,9 +22,9 @@ def dense_step(batch: UnpaddedBatch, num_groups: int, logits_to_keep: NDArray[np
     counts = -(-batch.lengths // BLOCK_SIZE)
     ends = counts.cumsum()
     columns = np.arange(counts.max())
-    own = (ends - counts)[:, None] + columns + (NULL_BLOCK + 1)
-    groups = np.arange(num_groups)[:, None, None] * ends[-1]  # each group's blocks behind those of the one before
-    tables = np.where(columns < counts[:, None], own + groups, NULL_BLOCK).astype(np.int32)
+    blocks = (ends - counts)[:, None] + columns + (NULL_BLOCK + 1)
+    groups = np.arange(num_groups)[:, None, None] * ends[-1]  # offset of each group's blocks
+    tables = np.where(columns < counts[:, None], blocks + groups, NULL_BLOCK).astype(np.int32)
     cu_seqlens, _, slots = token_places(np.zeros_like(batch.lengths), batch.lengths, tables, BLOCK_SIZE)
     arrays = StepArrays(
         input_ids=batch.token_ids,
@@ -43,10 +43,10 @@ def dense_step(batch: UnpaddedBatch, num_groups: int, logits_to_keep: NDArray[np
 def two_way_step(
     batch: UnpaddedBatch, num_groups: int, logits_to_keep: NDArray[np.int64]
 ) -> tuple[StepArrays, int]:
-    """``dense_step`` for a model whose tokens see those behind them too.
+    """Return ``dense_step`` for a model with bidirectional attention.
 
-    Each token is a sequence of its own that shares its row's blocks and stands at its end: keys are written before any
-    token attends, so that it sees them all, in the order in which a last token would.
+    Each token becomes its own sequence, which shares its row's blocks and ends at the row's end. Keys are written
+    before any token attends, so each token sees all keys, in the order in which a last token would.
     """
     arrays, num_blocks = dense_step(batch, num_groups, logits_to_keep)
     row = np.repeat(np.arange(len(batch.lengths)), batch.lengths)

@@ -1,4 +1,4 @@
-"""GrammarCompiler: grammars as matchers over the tokens of one tokenizer, by llguidance."""
+"""GrammarCompiler: compile grammars to matchers over the tokens of one tokenizer, with llguidance."""
 
 import importlib
 import importlib.metadata
@@ -24,21 +24,21 @@ from detcompile.runtime.grammars.matcher import NO_CONTINUATION, Matcher, token_
 __all__ = ["COMPILE_SECONDS", "GrammarCompiler", "compiled_within", "definition_of", "masks_version"]
 
 COMPILE_SECONDS = 1.0
-MOST_LEFT = 4  # threads that compile what nobody waits for any more; beside so many, no new one is started
-COMPILE_STACK = 256 << 20  # bytes: rules that name each other nest as deep as there is source for
-LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}  # of LLParserLimits, beside its own bounds of each step
+MOST_LEFT = 4  # abandoned threads that still compile; with this many, no new one is started
+COMPILE_STACK = 256 << 20  # bytes: rules that refer to each other nest deeply
+LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}  # LLParserLimits, besides its limits per step
 ONE_OF = "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf"
-REVISION = 2  # of what is made of a grammar for llguidance; grows with each change that moves masks
+REVISION = 2  # of how grammars are prepared for llguidance; increase it with each change that changes masks
 
 
 class GrammarCompiler:
-    """Makes matchers. Any thread may.
+    """Makes matchers. Thread-safe.
 
     Args:
-        tokenizer: a tokenizer of transformers; None for a model that takes token ids only.
-        num_logits: ids that the model can draw.
-        eos_token_ids: tokens that end a request by themselves.
-        seconds: longest that a grammar may take to compile.
+        tokenizer: a tokenizer of transformers; None for a model that takes only token ids.
+        num_logits: number of ids that the model can draw.
+        eos_token_ids: the model's end-of-sequence tokens.
+        seconds: time limit for compiling a grammar.
     """
 
     def __init__(
@@ -52,13 +52,13 @@ class GrammarCompiler:
         self._making = threading.Lock()
 
     def matcher(self, grammar: Grammar, stop_token_ids: Sequence[int]) -> Matcher:
-        """A matcher before the first token.
+        """Return a matcher before the first token.
 
         Args:
-            stop_token_ids: tokens that end the sequence, wherever the text may end.
+            stop_token_ids: tokens that end the sequence wherever the text may end.
 
         Raises:
-            InvalidInput: no llguidance or no tokenizer that it reads, or a grammar that is none or too large.
+            InvalidInput: llguidance is missing, the tokenizer is unsupported, or the grammar is invalid or too large.
         """
         made = compiled_within(grammar, self._tokenizer_once(), self._seconds)
         ends = token_bits([token for token in stop_token_ids if token < self._num_logits], self._num_words)
@@ -78,12 +78,12 @@ class GrammarCompiler:
         alone.no_truncation()
         alone.no_padding()
         size = max(alone.get_vocab_size(), 1 + max(alone.get_vocab().values()), self._num_logits)
-        known = list(self.eos_token_ids) or None  # None: those that look like one, and are never drawn then
+        known = list(self.eos_token_ids) or None  # None: llguidance guesses them, and they are never drawn
         return _llguidance().LLTokenizer(alone.to_str(), n_vocab=size, eos_token=known)
 
 
 def masks_version() -> str | None:
-    """Return what names the masks: llguidance's version, and of what is given to it; None without the library."""
+    """Return what identifies the masks: llguidance's version and our revision; None without the library."""
     try:
         return f"{importlib.metadata.version('llguidance')}+r{REVISION}"
     except importlib.metadata.PackageNotFoundError:
@@ -91,10 +91,10 @@ def masks_version() -> str | None:
 
 
 def definition_of(grammar: Grammar) -> str:
-    """A grammar in llguidance's own form.
+    """Return a grammar in llguidance's format.
 
     Raises:
-        InvalidInput: a source that is none.
+        InvalidInput: the source is invalid.
     """
     llguidance = _llguidance()
     try:
@@ -115,17 +115,17 @@ def definition_of(grammar: Grammar) -> str:
 
 
 def compiled_within(grammar: Grammar, tokenizer: Any, seconds: float) -> Any:
-    """llguidance's matcher of a grammar.
+    """Compile a grammar to llguidance's matcher.
 
     Args:
-        tokenizer: llguidance's.
-        seconds: longest that it may take.
+        tokenizer: llguidance's tokenizer.
+        seconds: time limit.
 
     Raises:
-        InvalidInput: a grammar that is none, too large, or takes longer; any, where too many compile on behind those
-            who have been told so.
+        InvalidInput: the grammar is invalid, too large or too slow to compile; or too many earlier grammars that were
+            too slow still compile.
     """
-    found: list[Any] = []
+    results: list[Any] = []
 
     def make() -> None:
         try:
@@ -133,15 +133,15 @@ def compiled_within(grammar: Grammar, tokenizer: Any, seconds: float) -> Any:
             if made.is_error():
                 raise InvalidInput(_refusal(grammar, _reason(grammar, tokenizer) or made.get_error()))
             _require_continuations(grammar, tokenizer)
-            found.append(made)
+            results.append(made)
         except InvalidInput as error:
-            found.append(error)
+            results.append(error)
 
     with _starting:
         _left[:] = [thread for thread in _left if thread.is_alive()]
         if len(_left) >= MOST_LEFT:
-            said = f"{MOST_LEFT} grammars that took over {seconds:g} s still compile in this process"
-            raise InvalidInput(f"grammar: {said}: wait until they have ended, or start it anew")
+            running = f"{MOST_LEFT} grammars that took over {seconds:g} s still compile in this process"
+            raise InvalidInput(f"grammar: {running}: wait until they have ended, or restart the process")
         before = threading.stack_size(COMPILE_STACK)
         try:
             thread = threading.Thread(target=make, daemon=True)
@@ -149,16 +149,16 @@ def compiled_within(grammar: Grammar, tokenizer: Any, seconds: float) -> Any:
         finally:
             threading.stack_size(before)
     thread.join(seconds)
-    if not found:
+    if not results:
         _left.append(thread)
         raise InvalidInput(f"grammar: this {grammar.kind} takes over {seconds:g} s to compile: give a smaller one")
-    if isinstance(found[0], InvalidInput):
-        raise found[0]
-    return found[0]
+    if isinstance(results[0], InvalidInput):
+        raise results[0]
+    return results[0]
 
 
-_starting = threading.Lock()  # of a thread with a stack of another size
-_left: list[threading.Thread] = []  # that nobody waits for any more; each takes a core, and memory as it goes
+_starting = threading.Lock()  # held while a thread with another stack size is started
+_left: list[threading.Thread] = []  # abandoned threads; each takes a core and memory until it ends
 
 
 def _matcher(tokenizer: Any, definition: str) -> Any:
@@ -167,7 +167,7 @@ def _matcher(tokenizer: Any, definition: str) -> Any:
 
 
 def _reason(grammar: Grammar, tokenizer: Any) -> str | None:
-    """Why a schema in a Lark grammar cannot be served, with its title; None where it is none of these."""
+    """Return why a schema in a Lark grammar cannot be served, with its title; None if no schema is at fault."""
     for schema in schemas_of_lark(prepared_lark(grammar.source)) if grammar.kind == "lark" else ():
         error = _matcher(tokenizer, _llguidance().LLMatcher.grammar_from_json_schema(json.dumps(schema))).get_error()
         if error:
@@ -182,7 +182,7 @@ def _require_continuations(grammar: Grammar, tokenizer: Any) -> None:
         if not probe.is_error() and probe.consume_tokens(tokenizer.tokenize_str(before)):
             probe.compute_bitmask()
             return not probe.get_error().startswith(NO_CONTINUATION)
-        return True  # it is refused for that, or never gets there
+        return True  # rejected elsewhere for that, or never reached
 
     schemas = schemas_of_lark(grammar.source) if grammar.kind == "lark" else []
     if grammar.kind == "json_schema" and isinstance(schema := json.loads(grammar.source), dict):

@@ -1,4 +1,4 @@
-"""Grammar: what the text of an answer has to match, as its source."""
+"""Grammar: what the text of an answer must match, given by its source."""
 
 import hashlib
 import json
@@ -17,15 +17,15 @@ STRUCTURED = {"json": "json_schema", "regex": "regex", "choice": "choice", "gram
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A text that an answer has to match as a whole, from its first token to its end.
+    """A constraint on the whole text of an answer.
 
     Args:
-        kind: "json_schema"; "json_object", any JSON object; "regex", of Rust's syntax; "lark", a grammar of
+        kind: "json_schema"; "json_object", any JSON object; "regex", in Rust's syntax; "lark", a grammar in
             llguidance's dialect of Lark, or llama.cpp's GBNF; "choice", a JSON list of texts.
-        source: the schema, regular expression, grammar or list; nothing for "json_object". 64 KB at most.
+        source: the schema, regular expression, grammar or list; empty for "json_object". At most 64 KB.
 
     Raises:
-        InvalidInput: a kind that there is not, or a source that is none or too long.
+        InvalidInput: the kind is unknown, or the source is invalid or too long.
     """
 
     kind: Kind
@@ -39,7 +39,7 @@ class Grammar:
         try:
             size = len(self.source.encode())
         except UnicodeEncodeError as error:
-            raise InvalidInput("grammar: the source holds half of a surrogate pair, which is no text") from error
+            raise InvalidInput("grammar: the source holds half of a surrogate pair, which is not valid text") from error
         if size > MAX_SOURCE:
             raise InvalidInput(f"grammar: the source has {size} bytes, of {MAX_SOURCE} at most")
         if self.kind == "choice":
@@ -47,39 +47,39 @@ class Grammar:
 
     @property
     def digest(self) -> str:
-        """sha256, in hex, of kind and source."""
+        """sha256 of kind and source, in hex."""
         return hashlib.sha256(f"{self.kind}\0{self.source}".encode()).hexdigest()
 
     @staticmethod
     def json_schema(schema: Any) -> "Grammar":
-        """JSON of a schema: a dict, JSON text, or a class with pydantic's ``model_json_schema``."""
+        """Return a grammar of JSON that matches a schema: a dict, JSON text, or a pydantic model class."""
         if hasattr(schema, "model_json_schema"):
             schema = schema.model_json_schema()
         return Grammar("json_schema", schema if isinstance(schema, str) else _as_json(schema))
 
     @staticmethod
     def json_object() -> "Grammar":
-        """Any JSON object."""
+        """Return a grammar of any JSON object."""
         return Grammar("json_object")
 
     @staticmethod
     def regex(pattern: str) -> "Grammar":
-        """Text that a regular expression matches as a whole."""
+        """Return a grammar of text that a regular expression matches as a whole."""
         return Grammar("regex", pattern)
 
     @staticmethod
     def lark(source: str) -> "Grammar":
-        """Text of a context-free grammar."""
+        """Return a grammar from a context-free grammar's source."""
         return Grammar("lark", source)
 
     @staticmethod
     def choice(texts: Sequence[str]) -> "Grammar":
-        """One of some texts."""
+        """Return a grammar of exactly these texts."""
         return Grammar("choice", _as_json(list(texts) if isinstance(texts, (tuple, set)) else texts))
 
     @staticmethod
     def of(given: Any) -> "Grammar":
-        """A Grammar itself, its two fields as a mapping, or vLLM's StructuredOutputsParams, as such or as a mapping.
+        """Convert a Grammar, a mapping of its two fields, or vLLM's StructuredOutputsParams (object or mapping).
 
         Raises:
             InvalidInput: none of these, or not exactly one constraint.
@@ -91,8 +91,8 @@ class Grammar:
             return Grammar(**fields)
         named = {name: value for name, value in fields.items() if value is not None and value is not False}
         if len(named) != 1 or not named.keys() <= set(_NAMES):
-            found = ", ".join(sorted(map(str, named))) or "none"
-            raise InvalidInput(f"grammar: give a Grammar, or one of {', '.join(_NAMES)}; not {found[:100]}")
+            names = ", ".join(sorted(map(str, named))) or "none"
+            raise InvalidInput(f"grammar: give a Grammar, or one of {', '.join(_NAMES)}; not {names[:100]}")
         [(name, value)] = named.items()
         if name == "json_object":
             return Grammar.json_object()

@@ -1,7 +1,7 @@
-r"""JSON schemas as llguidance gets them: with fixed options, and without what it takes and would not keep.
+r"""Prepare JSON schemas for llguidance: set fixed options, and reject keywords that llguidance would not enforce.
 
-llguidance reads a name or string of JSON by its spelling, and a parser by what the spelling means. So ``\u`` is no
-escape here: ``{"\u0061": 1}`` would be a further property to the masks and the property ``a`` to everybody else.
+llguidance compares names and strings by their spelling, while a parser compares their meaning. Therefore ``\u`` escapes
+are disabled: ``{"\u0061": 1}`` would be an additional property to the masks but the property ``a`` to every parser.
 """
 
 import json
@@ -14,43 +14,43 @@ from detcompile.errors import InvalidInput
 
 __all__ = ["ESCAPES", "prepared_lark", "prepared_schema", "require_continuations", "schemas_of_lark"]
 
-WHITESPACE = r"(\x20|\x0A\x20{0,20})?"  # where JSON may have some: as it is written, and nothing to get lost in
-ESCAPES = {"json_allowed_escapes": 'nrbtf\\"'}  # letters that may follow a backslash
-LAYOUT = {"item_separator", "key_separator", "whitespace_flexible", "whitespace_pattern"}  # options of a %json in Lark
-UNCHECKED_FORMATS = {"binary", "directory-path", "file-path", "password", "path"}  # which every string has
-MAPS = ("properties", "patternProperties", "$defs", "definitions")  # keywords with schemas by names
+WHITESPACE = r"(\x20|\x0A\x20{0,20})?"  # optional whitespace as usually written, and bounded
+ESCAPES = {"json_allowed_escapes": 'nrbtf\\"'}  # characters that may follow a backslash
+LAYOUT = {"item_separator", "key_separator", "whitespace_flexible", "whitespace_pattern"}  # options of %json in Lark
+UNCHECKED_FORMATS = {"binary", "directory-path", "file-path", "password", "path"}  # any string has these formats
+MAPS = ("properties", "patternProperties", "$defs", "definitions")  # keywords that map names to schemas
 LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 SINGLES = ("items", "additionalItems", "additionalProperties")
 SCALARS = (
     "type", "enum", "const", "pattern", "minLength", "maxLength", "minimum", "maximum", "exclusiveMinimum",
     "exclusiveMaximum", "multipleOf",
 )  # fmt: skip
-NEEDS_ESCAPES = re.compile(r"[\x00-\x1f\x7f]|\\[xucv0pP]")  # of a pattern that may match nothing that can be written
-UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")  # llguidance writes these with \u alone
-PATTERN_PARTS = re.compile(  # of a regular expression: a class, a letter by its number or name, an escape, a letter
+NEEDS_ESCAPES = re.compile(r"[\x00-\x1f\x7f]|\\[xucv0pP]")  # a pattern that may match only text that needs escapes
+UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")  # llguidance can write these only with \u
+PATTERN_PARTS = re.compile(  # parts of a pattern: a class, a character by number or name, an escape, a character
     r"(?P<set>\[\^?\]?(?:\\.|[^\]\\])*\])|\\(?:[xuU]\{(?P<braced>[0-9a-fA-F]+)\}|x(?P<byte>[0-9a-fA-F]{2})"
     r"|u(?P<short>[0-9a-fA-F]{4})|U(?P<long>[0-9a-fA-F]{8})|(?P<name>[av]))|\\.|.",
     re.S,
 )
-NOTHING = r"[a&&b]"  # a class without letters
-LARK = re.compile(  # what a %json of a Lark grammar may be confused with, and then the %json itself
+NOTHING = r"[a&&b]"  # an empty class
+LARK = re.compile(  # tokens that may contain "%json" without being one, then %json itself
     r'"(?:\\.|[^"\\\n])*"|(?:#|//)[^\n]*|/(?:\\.|[^/\\])+/|<[^<>\s]+>|(?P<json>%json)\s*'
 )
 Schema = dict[str, Any]
-Alive = Callable[[Schema, str], bool]  # whether anything may follow a text that begins as a schema says
+Alive = Callable[[Schema, str], bool]  # whether a text that begins like this can continue under a schema
 
 
 def prepared_schema(source: str) -> Schema:
-    """Return a schema with the options that all schemas have.
+    """Return a schema with the fixed options.
 
     Raises:
-        InvalidInput: it is no JSON, or has a keyword that would not be kept.
+        InvalidInput: the source is not JSON, or a keyword would not be enforced.
     """
     schema = json.loads(source)
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
-        raise InvalidInput("a JSON schema that matches something is an object or true")
+        raise InvalidInput("a JSON schema must be an object or true")
     if "x-guidance" in schema:
         raise InvalidInput("x-guidance sets options of llguidance, which are fixed here: leave it out")
     _prepare(schema)
@@ -58,18 +58,18 @@ def prepared_schema(source: str) -> Schema:
 
 
 def prepared_lark(source: str) -> str:
-    """Return a Lark grammar whose JSON schemas have fixed options, but for their layout.
+    """Return a Lark grammar whose JSON schemas have the fixed options, except layout options.
 
     Raises:
-        InvalidInput: a schema in it has a keyword or an option that would not be kept.
+        InvalidInput: a schema has a keyword or an option that would not be enforced.
     """
     parts, end = [], 0
     for start, stop, schema in _placed(source):
-        own = schema.get("x-guidance", {})
-        if not isinstance(own, dict) or not own.keys() <= LAYOUT:
-            raise InvalidInput(f"x-guidance in a grammar may set {', '.join(sorted(LAYOUT))}, and nothing else")
+        options = schema.get("x-guidance", {})
+        if not isinstance(options, dict) or not options.keys() <= LAYOUT:
+            raise InvalidInput(f"x-guidance in a grammar may set only {', '.join(sorted(LAYOUT))}")
         _prepare(schema)
-        parts += [source[end:start], _written(schema | {"x-guidance": own | ESCAPES})]
+        parts += [source[end:start], _written(schema | {"x-guidance": options | ESCAPES})]
         end = stop
     return "".join([*parts, source[end:]])
 
@@ -80,39 +80,39 @@ def schemas_of_lark(source: str) -> list[Schema]:
 
 
 def require_continuations(schema: Schema, alive: Alive) -> None:
-    """Refuse a schema that lets a text begin which nothing can go on with.
+    """Reject a schema under which a text may begin that cannot be completed.
 
-    llguidance does not look for such ends. They come of references that only lead to themselves, of strings that need
-    an escape and numbers that are not there, and of patterns whose only names are those of properties.
+    llguidance does not detect such dead ends. They come from references that lead only to themselves, strings that need
+    an escape, numbers that do not exist, and name patterns that match only names of properties.
 
     Raises:
-        InvalidInput: the keyword that makes it so.
+        InvalidInput: names the keyword at fault.
     """
     every = list(_subschemas(schema))
     _require_ends_of_references(schema, every)
-    closed = any(own.get("additionalProperties") is False for own in every)
-    for own in every:
-        for scalar in _suspects(own):
+    closed = any(part.get("additionalProperties") is False for part in every)
+    for part in every:
+        for scalar in _suspects(part):
             if not alive(scalar, ""):
-                said = "has no number" if "multipleOf" in scalar else "matches no text that is written without \\u"
-                raise _refusal(schema, f"{_shown(scalar)} {said}")
-        if closed and isinstance(own.get("patternProperties"), dict):
-            _require_other_names(schema, own, alive)
+                reason = "has no number" if "multipleOf" in scalar else "matches no text that is written without \\u"
+                raise _refusal(schema, f"{_shown(scalar)} {reason}")
+        if closed and isinstance(part.get("patternProperties"), dict):
+            _require_other_names(schema, part, alive)
 
 
 def _prepare(schema: Schema) -> None:
-    """Take out what asks for nothing, and refuse what would not be kept."""
-    for own in _subschemas(schema):
-        if own.get("uniqueItems") is False:
-            del own["uniqueItems"]
-        if own.get("format") in UNCHECKED_FORMATS:
-            del own["format"]
-        _leave_out_unwritable(schema, own)
-        fewest, required = own.get("minProperties"), own.get("required")
+    """Remove keywords without effect, and reject those that would not be enforced."""
+    for part in _subschemas(schema):
+        if part.get("uniqueItems") is False:
+            del part["uniqueItems"]
+        if part.get("format") in UNCHECKED_FORMATS:
+            del part["format"]
+        _leave_out_unwritable(schema, part)
+        fewest, required = part.get("minProperties"), part.get("required")
         num_required = len(set(map(str, required))) if isinstance(required, list) else 0
         if isinstance(fewest, int) and fewest - num_required > 1:
-            said = "an object may have one name twice, so only one more than are required can be counted"
-            raise _refusal(schema, f"minProperties {fewest} is not kept: {said}")
+            reason = "a name may occur twice in an object, so at most one more than the required ones can be counted"
+            raise _refusal(schema, f"minProperties {fewest} is not kept: {reason}")
 
 
 def _leave_out_unwritable(schema: Schema, own: Schema) -> None:
@@ -153,40 +153,40 @@ def _writable_pattern(pattern: str) -> str:
 
 
 def _subschemas(schema: Schema) -> Iterator[Schema]:
-    """A schema and those in it, wherever JSON Schema has any or a reference names one. Each comes once."""
+    """Yield a schema and all schemas in it, including those that references name. Each is yielded once."""
     waiting: list[Any] = [schema]
     seen: set[int] = set()
     while waiting:
-        own = waiting.pop()
-        if not isinstance(own, dict) or id(own) in seen:
+        part = waiting.pop()
+        if not isinstance(part, dict) or id(part) in seen:
             continue
-        seen.add(id(own))
-        yield own
-        waiting += [_target(schema, own)] + [own.get(name) for name in SINGLES]
-        waiting += [part for name in MAPS if isinstance(own.get(name), dict) for part in own[name].values()]
-        waiting += [part for name in (*LISTS, "items") if isinstance(own.get(name), list) for part in own[name]]
+        seen.add(id(part))
+        yield part
+        waiting += [_target(schema, part)] + [part.get(name) for name in SINGLES]
+        waiting += [inner for name in MAPS if isinstance(part.get(name), dict) for inner in part[name].values()]
+        waiting += [inner for name in (*LISTS, "items") if isinstance(part.get(name), list) for inner in part[name]]
 
 
-def _target(schema: Schema, own: Schema) -> Any:
-    """What a reference within the schema names; None for another one."""
-    reference = own.get("$ref")
+def _target(schema: Schema, part: Schema) -> Any:
+    """Return what a reference within the schema names; None for other references."""
+    reference = part.get("$ref")
     if not isinstance(reference, str) or not re.match(r"#(/|$)", reference):
         return None
-    found: Any = schema
-    for part in reference.split("/")[1:]:
-        part = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, list) and part.isdecimal() and int(part) < len(found):
-            found = found[int(part)]
-        elif isinstance(found, dict):
-            found = found.get(part)
+    target: Any = schema
+    for step in reference.split("/")[1:]:
+        step = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(target, list) and step.isdecimal() and int(step) < len(target):
+            target = target[int(step)]
+        elif isinstance(target, dict):
+            target = target.get(step)
         else:
             return None
-    return found
+    return target
 
 
 def _require_ends_of_references(schema: Schema, every: list[Schema]) -> None:
-    """Refuse references that lead to themselves without a letter between."""
-    ends: set[int] = set()  # ids of schemas that are known to match something, or to be refused elsewhere
+    """Reject references that lead to themselves without consuming text."""
+    ends: set[int] = set()  # ids of schemas that can match something, or are rejected elsewhere
 
     def ended(part: Any) -> bool:
         return not isinstance(part, dict) or id(part) in ends
@@ -194,24 +194,24 @@ def _require_ends_of_references(schema: Schema, every: list[Schema]) -> None:
     grows = True
     while grows:
         before = len(ends)
-        for own in reversed(every):
-            one_of, all_of = own.get("anyOf") or [None], own.get("allOf") or [None]
-            if ended(_target(schema, own)) and any(map(ended, one_of)) and all(map(ended, all_of)):
-                ends.add(id(own))
+        for entry in reversed(every):
+            one_of, all_of = entry.get("anyOf") or [None], entry.get("allOf") or [None]
+            if ended(_target(schema, entry)) and any(map(ended, one_of)) and all(map(ended, all_of)):
+                ends.add(id(entry))
         grows = len(ends) > before
-    for own in every:
-        if id(own) not in ends:
-            raise _refusal(schema, f"{_shown(own)} leads to itself alone, so that no text matches it")
+    for entry in every:
+        if id(entry) not in ends:
+            raise _refusal(schema, f"{_shown(entry)} leads only to itself, so no text matches it")
 
 
-def _suspects(own: Schema) -> Iterator[Schema]:
-    """Schemas of scalars in a schema, without those in others in it, that may match nothing."""
-    bounded = own.keys() & {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
-    pattern, values = own.get("pattern"), own["enum"] if isinstance(own.get("enum"), list) else []
-    values = [*values, own["const"]] if "const" in own else values
+def _suspects(schema: Schema) -> Iterator[Schema]:
+    """Yield scalar schemas of a schema, without nested schemas, that may match nothing."""
+    bounded = schema.keys() & {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
+    pattern, values = schema.get("pattern"), schema["enum"] if isinstance(schema.get("enum"), list) else []
+    values = [*values, schema["const"]] if "const" in schema else values
     texts = [text for text in (pattern, *values) if isinstance(text, str)]
-    if ("multipleOf" in own and bounded) or any(map(NEEDS_ESCAPES.search, texts)):
-        yield {name: own[name] for name in SCALARS if name in own}
+    if ("multipleOf" in schema and bounded) or any(map(NEEDS_ESCAPES.search, texts)):
+        yield {name: schema[name] for name in SCALARS if name in schema}
     inner = [value for value in values if isinstance(value, (dict, list))]
     while inner:
         value = inner.pop()
@@ -220,10 +220,10 @@ def _suspects(own: Schema) -> Iterator[Schema]:
             yield {"const": value}
 
 
-def _require_other_names(schema: Schema, own: Schema, alive: Alive) -> None:
-    """Refuse patterns of names that match none but those of properties, where a comma may follow these."""
-    names = dict.fromkeys([*(own.get("properties") or ()), *(own.get("required") or ())])
-    patterns = {pattern: part is not False and {"const": 0} for pattern, part in own["patternProperties"].items()}
+def _require_other_names(schema: Schema, part: Schema, alive: Alive) -> None:
+    """Reject name patterns that match only names of properties, if a comma may follow these properties."""
+    names = dict.fromkeys([*(part.get("properties") or ()), *(part.get("required") or ())])
+    patterns = {name: value is not False and {"const": 0} for name, value in part["patternProperties"].items()}
     if not names or not any(patterns.values()):
         return
     probe = {
@@ -236,16 +236,16 @@ def _require_other_names(schema: Schema, own: Schema, alive: Alive) -> None:
     before = "{" + "".join(f"{json.dumps(name, ensure_ascii=False)}:0," for name in names)
     if not alive(probe, before):
         raise _refusal(
-            schema, f"patternProperties {_shown(list(patterns))} match names of properties alone: ask it of these"
+            schema, f"patternProperties {_shown(list(patterns))} match only names of properties: constrain those"
         )
 
 
 def _placed(source: str) -> Iterator[tuple[int, int, Schema]]:
-    """Where the schemas of a Lark grammar begin and end. What is no JSON is left to who reads the grammar."""
+    """Yield the schemas of a Lark grammar with their start and end; invalid JSON is left to llguidance."""
     at = 0
-    while found := LARK.search(source, at):
-        at = found.end()
-        if found["json"]:
+    while match := LARK.search(source, at):
+        at = match.end()
+        if match["json"]:
             try:
                 schema, stop = json.JSONDecoder().raw_decode(source, at)
             except ValueError:
@@ -255,9 +255,9 @@ def _placed(source: str) -> Iterator[tuple[int, int, Schema]]:
                 at = stop
 
 
-def _refusal(schema: Mapping[str, Any], said: str) -> InvalidInput:
+def _refusal(schema: Mapping[str, Any], reason: str) -> InvalidInput:
     title = schema.get("title")
-    return InvalidInput(f"the schema {_shown(title)}: {said}" if isinstance(title, str) else said)
+    return InvalidInput(f"the schema {_shown(title)}: {reason}" if isinstance(title, str) else reason)
 
 
 def _shown(value: Any) -> str:

@@ -1,9 +1,9 @@
-"""Matcher: where a sequence stands in its grammar, and which tokens may follow.
+"""Matcher: the state of a sequence in its grammar, and the tokens that may follow.
 
-A mask is a function of the grammar, the tokenizer and the sequence's own tokens, drafted ones included. So it is the
-same after a preemption, on another engine that goes on with the tokens, and wherever the row stands in a step.
+A mask depends only on the grammar, the tokenizer and the sequence's tokens, including drafted ones. It is therefore the
+same after a preemption, on another engine that resumes the sequence, and anywhere in a step.
 
-Legend: W words of 32 tokens each, a bit a token, lowest first.
+Legend: W words of 32 tokens each, one bit per token, lowest first.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ from detcompile.errors import GenerationError
 __all__ = ["Mask", "Matcher", "NO_CONTINUATION", "token_bits"]
 
 Mask = NDArray[np.int32]  # [W]
-NO_CONTINUATION = "NoExtensionBias"  # begins the error of a matcher that no token can go on with
+NO_CONTINUATION = "NoExtensionBias"  # start of llguidance's error if no token can follow
 Path = tuple[int, ...]
 
 
@@ -25,9 +25,9 @@ class _State(NamedTuple):
     """What may follow some tokens.
 
     Attributes:
-        matcher: llguidance's; consumed by nobody but the state that takes its place.
-        mask: tokens that may be drawn, among them those that end the sequence where the text may end.
-        complete: the text is whole, and no token can go on with it.
+        matcher: llguidance's matcher; only the next state may consume it.
+        mask: tokens that may be drawn, including end tokens if the text may end here.
+        complete: the text is complete and cannot continue.
     """
 
     matcher: Any
@@ -39,9 +39,9 @@ class Matcher:
     """Follows one sequence through a grammar.
 
     Args:
-        matcher: llguidance's LLMatcher before the first token; taken over.
+        matcher: llguidance's LLMatcher before the first token; this object takes ownership.
         ends: tokens that end the sequence wherever the text may end.
-        ignored: tokens that are no text, such as those that llguidance lets end one; only ``ends`` of them are drawn.
+        ignored: tokens that are not text, such as llguidance's own end tokens; only those in ``ends`` may be drawn.
     """
 
     def __init__(self, matcher: Any, ends: Mask, ignored: Mask) -> None:
@@ -49,15 +49,15 @@ class Matcher:
         self._text = ~(ends | ignored)
         self._ignored = ~ignored
         self._root = self._state_of(matcher)
-        self._known: dict[Path, _State | None] = {}  # behind drafted tokens
+        self._known: dict[Path, _State | None] = {}  # states after drafted tokens
 
     @property
     def complete(self) -> bool:
-        """Whether the text is whole, and no token can go on with it."""
+        """True if the text is complete and cannot continue."""
         return self._root.complete
 
     def copy(self) -> "Matcher":
-        """One that stands where this one does."""
+        """Return an independent matcher in the same state."""
         other = object.__new__(Matcher)
         vars(other).update(vars(self))
         other._root = self._root._replace(matcher=self._root.matcher.deep_copy())
@@ -65,26 +65,26 @@ class Matcher:
         return other
 
     def append(self, token: int) -> None:
-        """The sequence has a token more, which does not end it.
+        """Advance by a token that does not end the sequence.
 
         Raises:
-            GenerationError: the grammar forbids it, or nothing may follow, or it is too large to say what may.
+            GenerationError: the grammar forbids the token, allows nothing after it, or is too large at this point.
         """
         known, self._known = self._known, {}
         state = known.get((token,))
         if state is None:
             state = self._after(self._root.matcher, token)
         else:
-            self._known = {path[1:]: own for path, own in known.items() if len(path) > 1 and path[0] == token}
+            self._known = {path[1:]: later for path, later in known.items() if len(path) > 1 and path[0] == token}
         self._root = state
 
     def mask(self, drafted: Sequence[int] = ()) -> Mask | None:
-        """Tokens that may follow ``drafted`` ones; None where these are forbidden or end the sequence."""
+        """Return the tokens that may follow ``drafted``; None if these are forbidden or end the sequence."""
         state = self._behind(tuple(drafted))
         return None if state is None else state.mask
 
     def along(self, tokens: Sequence[int]) -> Iterator[Mask | None]:
-        """Follow these; what each of them may be, and None behind one that is forbidden or ends the sequence."""
+        """Advance along ``tokens``, yielding the mask before each; None after a forbidden or ending token."""
         goes_on = True
         for token in tokens:
             yield self._root.mask if goes_on else None
@@ -105,7 +105,7 @@ class Matcher:
         try:
             return self._after(before.matcher.deep_copy(), token)
         except GenerationError:
-            return None  # should this token be drawn, its request is told
+            return None  # if this token is really drawn, ``append`` raises the error
 
     def _after(self, matcher: Any, token: int) -> _State:
         if not matcher.consume_token(token):
@@ -113,18 +113,18 @@ class Matcher:
         return self._state_of(matcher)
 
     def _state_of(self, matcher: Any) -> _State:
-        found = np.frombuffer(matcher.compute_bitmask(), np.int32)[: len(self._ends)]
+        allowed = np.frombuffer(matcher.compute_bitmask(), np.int32)[: len(self._ends)]
         if matcher.is_error():
             dead = matcher.get_error().startswith(NO_CONTINUATION)
-            reason = "lets nothing follow here, and no end" if dead else "is too large at this place"
+            reason = "allows neither a token nor the end here" if dead else "is too large at this point"
             raise GenerationError(f"the grammar {reason}: {_first_line(matcher.get_error())}")
         accepts = matcher.is_accepting()
-        mask = (found & self._ignored) | self._ends if accepts else found & self._ignored
-        return _State(matcher, mask, accepts and not (found & self._text).any())
+        mask = (allowed & self._ignored) | self._ends if accepts else allowed & self._ignored
+        return _State(matcher, mask, accepts and not (allowed & self._text).any())
 
 
 def token_bits(tokens: Sequence[int], num_words: int) -> Mask:
-    """The mask [W] of some tokens; those beyond it are left out."""
+    """Return the mask [W] of these tokens; tokens beyond it are ignored."""
     words = np.zeros(num_words, np.uint32)
     for token in tokens:
         if token < 32 * num_words:

@@ -1,6 +1,6 @@
 """KVBlocks: the blocks of every admitted sequence, over all KV groups, and the prefixes that sequences share.
 
-A hit ends at a block border, so a shared block is full and is never written again: nothing is ever copied.
+A cache hit ends at a block boundary. A shared block is therefore full and never written again, so nothing is copied.
 """
 
 from collections.abc import Iterable
@@ -19,42 +19,42 @@ from detcompile.step import NO_SLOT, KVGroup
 
 __all__ = ["KVBlocks", "KVStatistics"]
 
-DIGEST_BYTES = 32  # prompts come from strangers: no collision may be findable
+DIGEST_BYTES = 32  # prompts are untrusted: collisions must be infeasible
 
 
 class KVStatistics(NamedTuple):
-    """Counts since the start; a sequence admitted again after a preemption counts again."""
+    """Counts since the start; a sequence admitted again after a preemption is counted again."""
 
-    num_queried_tokens: int  # tokens of the sequences admitted with a look at the cache
-    num_hit_tokens: int  # tokens among those that were found there
-    num_evictions: int  # blocks whose content was forgotten for lack of empty ones
+    num_queried_tokens: int  # tokens of sequences that were looked up in the prefix cache
+    num_hit_tokens: int  # tokens of those that were cached
+    num_evictions: int  # cached blocks that were reused for lack of empty ones
 
 
 @dataclass(slots=True)
 class _Progress:
-    """What ``settle`` has done for one admitted sequence."""
+    """Progress of ``commit`` for one admitted sequence."""
 
-    num_published: int  # blocks at the head of the table that need no publishing any more
-    first_held: list[int]  # one a group: table entries before it are NULL_BLOCK, the others are blocks
+    num_published: int  # blocks at the head of the table that are already published
+    first_held: list[int]  # per group: index of the first table entry that is not NULL_BLOCK
 
 
 class KVBlocks:
-    """Gives sequences their blocks, shares blocks of equal content among them, and takes blocks back.
+    """Allocates blocks to sequences, shares blocks of equal content, and frees blocks.
 
-    A sequence is between ``admit`` and ``release``; in between it alternates ``grow``, a step, and ``settle``. All its
+    A sequence lives between ``admit`` and ``release``; in between, ``grow``, a step and ``commit`` alternate. All its
     block tables have the same length; the table of a window group starts with NULL_BLOCK where no query looks any
-    more. ``token_ids`` may only grow meanwhile, and this object must be the only user of ``pool``.
+    more. Meanwhile ``token_ids`` may only grow, and this object must be the only user of ``pool``.
 
-    A block's key is its group and a chained digest: blake2b over the digest of the block before it and the block's
-    token ids as little-endian int64. It says all tokens from position 0 on, and so all that keys and values depend on.
-    A sequence's ``cache_salt`` begins its chain, so that sequences of other salts do not find its blocks.
+    A block's key is its group and a chained digest: blake2b over the previous block's digest and the block's token ids
+    as little-endian int64. The digest identifies all tokens from position 0 on, which determine the keys and values. A
+    sequence's ``cache_salt`` starts its chain, so sequences with different salts never share blocks.
 
     Args:
         groups: all layers' groups; each has a table in ``Sequence.block_tables``, at the same index.
-        prefix_caching: publish full blocks and look prompts up among them.
-        salt: begins every chain; what the contents depend on besides tokens (model, dtype of the cache) belongs here.
-        num_state_slots: sequences that can have a state at a time; 0 for a model whose layers carry none. A prefix has
-            no state of its own, so such models have no prefix caching.
+        prefix_caching: publish full blocks, and look up prompts among them.
+        salt: starts every chain; must identify everything besides tokens that contents depend on (model, cache dtype).
+        num_state_slots: sequences that can have a recurrent state at a time; 0 if the layers have none. Prefixes have
+            no state, so models with states have no prefix caching.
     """
 
     def __init__(
@@ -82,27 +82,27 @@ class KVBlocks:
 
     @property
     def statistics(self) -> KVStatistics:
-        """What prefix caching has found and lost so far."""
+        """Prefix cache statistics so far."""
         return KVStatistics(self._num_queried_tokens, self._num_hit_tokens, self.pool.num_evictions)
 
     def forget_prefixes(self, salt: bytes) -> None:
-        """Begin every chain with another salt: nothing that was published is found again. No sequence is admitted."""
-        assert not self._progress, "a running sequence would publish keys of before"
+        """Change the salt, so that nothing published before is found. No sequence may be admitted."""
+        assert not self._progress, "a running sequence would publish keys of the old weights"
         self.salt_digest = blake2b(salt, digest_size=DIGEST_BYTES).digest()
 
     def needed(self, num_tokens: int, num_computed: int = 0) -> int:
-        """Blocks, over all groups, that a sequence without hits holds to compute tokens num_computed … num_tokens - 1.
+        """Return the blocks, over all groups, to compute tokens num_computed … num_tokens - 1 without cache hits.
 
-        A group of window w holds the blocks of positions num_computed - w + 1 … num_tokens - 1, the others all.
+        A group of window w needs the blocks of positions num_computed - w + 1 … num_tokens - 1; other groups need all.
         """
         stop = self.pool.blocks_for(num_tokens)
         return sum(stop - self.first_visible(group, num_computed) for group in self.groups)
 
     def peak(self, num_tokens: int, chunk: int) -> int:
-        """Blocks that a sequence of ``num_tokens`` tokens ever holds, at most, if no step computes over ``chunk``.
+        """Return the most blocks that a sequence of ``num_tokens`` tokens holds, with steps of up to ``chunk`` tokens.
 
         A group of window w never holds more than ceil((w + chunk - 2) / block_size) + 1. With steps in flight,
-        ``chunk`` is the tokens from the first one not settled to the last one that has a block.
+        ``chunk`` spans from the first uncommitted token to the last one that has a block.
         """
         whole = self.pool.blocks_for(num_tokens)
         return sum(
@@ -111,26 +111,26 @@ class KVBlocks:
         )
 
     def admit(self, sequence: Sequence, num_tokens: int, *, reuse: bool = True) -> int | None:
-        """Give a new sequence its longest cached prefix, and blocks to compute on from there to ``num_tokens``.
+        """Give a new sequence its longest cached prefix, and blocks up to ``num_tokens``.
 
-        Sets ``block_tables`` and ``num_computed``. The hit is a multiple of the block size, leaves one token to
-        compute, and may be longer than ``num_tokens``.
+        Sets ``block_tables`` and ``num_computed``. The hit is a multiple of the block size, leaves at least one token
+        to compute, and may be longer than ``num_tokens``.
 
         Args:
             num_tokens: tokens to have blocks for, counted from position 0.
-            reuse: look for a cached prefix; False computes every token, for callers that want the logits of all.
+            reuse: look up a cached prefix; False computes every token, for callers that need all logits.
 
         Returns:
-            The number of tokens hit; None if the blocks do not suffice, or no state is free, with nothing changed but
-            digests computed.
+            The number of tokens hit. None if too few blocks or no state slot are free; nothing changes then, except
+            that digests may have been computed.
         """
         assert sequence not in self._progress, "a sequence is admitted once, then released"
-        assert sequence.num_computed == 0 and not any(sequence.block_tables), "a sequence that others gave blocks"
+        assert sequence.num_computed == 0 and not any(sequence.block_tables), "the sequence already has blocks"
         looks = self.prefix_caching and reuse
         num_hit = self._longest_hit(sequence) if looks else 0
         first_held = [self.first_visible(group, num_hit * self.pool.block_size) for group in self.groups]
         hits = [
-            [self._found(index, sequence.block_digests[j]) for j in range(first, num_hit)]
+            [self._cached(index, sequence.block_digests[j]) for j in range(first, num_hit)]
             for index, first in enumerate(first_held)
         ]
         shared = [block for table in hits for block in table]
@@ -150,7 +150,7 @@ class KVBlocks:
         return sequence.num_computed
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Blocks so that positions < ``num_tokens`` can be written; False, and nothing changed, if too few are free."""
+        """Allocate blocks for positions < ``num_tokens``. Return False, with nothing changed, if too few are free."""
         assert sequence in self._progress, "only an admitted sequence grows"
         num_new = self.pool.blocks_for(num_tokens) - len(sequence.block_tables[0])
         if num_new * len(self.groups) > self.pool.num_free:
@@ -160,10 +160,10 @@ class KVBlocks:
         return True
 
     def branch(self, sequence: Sequence, start: int, num_tokens: int) -> list[list[int]] | None:
-        """Tables of a draft that parts from the sequence at index ``start``: its blocks before, then fresh ones.
+        """Return tables of a draft that branches off at index ``start``: the sequence's blocks, then new ones.
 
-        The caller copies what stands before ``start`` in its block, and gives the fresh blocks back by ``discard``
-        before anything else happens to the sequence. None if too few are free.
+        The caller copies the tokens before ``start`` in its block, and frees the new blocks with ``discard`` before
+        anything else happens to the sequence. None if too few blocks are free.
         """
         first = start // self.pool.block_size
         num_new = self.pool.blocks_for(num_tokens) - first
@@ -176,10 +176,10 @@ class KVBlocks:
         ]
 
     def fork(self, start: int, num_tokens: int, num_branches: int) -> NDArray[np.int32]:
-        """Blocks [G, branches, n] of drafts that part from a sequence at index ``start``, from that index' block on.
+        """Allocate blocks [G, branches, n] for drafts that branch off at index ``start``, from its block on.
 
-        For ``num_branches`` at once, or as many as the pool has blocks for. The caller copies what stands before
-        ``start`` in its block, and gives them back by ``adopt`` or ``discard``.
+        Serves ``num_branches`` drafts, or as many as the pool has blocks for. The caller copies the tokens before
+        ``start`` in its block, and returns the blocks with ``adopt`` or ``discard``.
         """
         num_new = self.pool.blocks_for(num_tokens) - start // self.pool.block_size
         count = min(num_branches, self.pool.num_free // (num_new * len(self.groups)))
@@ -187,22 +187,22 @@ class KVBlocks:
         return np.array(fresh, np.int32).reshape(len(self.groups), count, num_new)
 
     def adopt(self, sequence: Sequence, blocks: SequenceOf[list[int]], first: int) -> None:
-        """A draft was right: its ``blocks`` of each group replace the sequence's own from entry ``first`` on."""
-        for own, forked in zip(sequence.block_tables, blocks, strict=True):
-            self.pool.free(own[first : first + len(forked)])
-            own[first : first + len(forked)] = forked
+        """Accept a draft: its ``blocks`` of each group replace the sequence's blocks from entry ``first`` on."""
+        for table, forked in zip(sequence.block_tables, blocks, strict=True):
+            self.pool.free(table[first : first + len(forked)])
+            table[first : first + len(forked)] = forked
 
     def discard(self, blocks: SequenceOf[int]) -> None:
-        """Drafts were wrong: blocks of their own are free again."""
+        """Reject drafts: free their blocks."""
         self.pool.free(blocks)
 
-    def settle(self, sequence: Sequence) -> None:
-        """Publish the blocks that known tokens have filled; free those of window groups that no later query sees.
+    def commit(self, sequence: Sequence) -> None:
+        """Publish blocks that known tokens have filled; free blocks of window groups that no later query reads.
 
-        Called once a step's tokens are known. Tokens computed beyond ``token_ids`` (in flight, or drafts that may be
-        rejected) are not published, and free nothing. ``num_computed`` may count steps that were launched and still
-        run, as later steps run after them; it must not count a step that is still being planned, where another
-        sequence could get a freed block while this one reads it.
+        Call it once a step's tokens are known. Tokens computed beyond ``token_ids`` (in flight, or drafts that may be
+        rejected) are not published and free nothing. ``num_computed`` may count launched steps that still run, because
+        later steps run after them. It must not count a step that is still being planned: another sequence could get a
+        freed block while that step reads it.
         """
         progress = self._progress[sequence]
         num_known = min(sequence.num_computed, len(sequence.token_ids))
@@ -222,22 +222,22 @@ class KVBlocks:
                 progress.first_held[index] = first
 
     def release(self, sequence: Sequence) -> None:
-        """Take all blocks back, at any time; the sequence can be admitted again, here or elsewhere."""
+        """Free all blocks of a sequence, at any time; it can be admitted again, here or elsewhere."""
         del self._progress[sequence]
-        # Position by position, so that what is evicted first is the tail of every group, not all of one group.
+        # Position by position, so that every group's tail is evicted before its head.
         self.pool.free([block for entries in zip(*sequence.block_tables) for block in entries if block != NULL_BLOCK])
         if self._keeps_states:
             self._free_slots.append(sequence.state_slot)
             sequence.state_slot = NO_SLOT
         sequence.block_tables = []
-        sequence.block_digests = []  # another KVBlocks has another salt, or another block size
+        sequence.block_digests = []  # another KVBlocks may have another salt or block size
         sequence.num_computed = 0
 
     def check(self, sequences: Iterable[Sequence], forked: SequenceOf[int] = ()) -> None:
         """Assert that ``sequences`` are those admitted, that their tables are sound, and that the pool agrees.
 
         Args:
-            forked: blocks of drafts, which ``fork`` gave and nobody gave back yet.
+            forked: blocks from ``fork`` that were not returned yet.
         """
         sequences = list(sequences)
         assert len(sequences) == len(self._progress) and set(sequences) == self._progress.keys(), "sequences lost"
@@ -247,28 +247,28 @@ class KVBlocks:
             assert self.pool.blocks_for(sequence.num_computed) <= len(tables[0]), "computed tokens without a block"
             for table, first in zip(tables, progress.first_held):
                 nulls = [j for j, block in enumerate(table) if block == NULL_BLOCK]
-                assert nulls == list(range(first)), f"NULL_BLOCK at {nulls} of a table that holds all from {first} on"
+                assert nulls == list(range(first)), f"NULL_BLOCK at {nulls} of a table with blocks from {first} on"
             num_known = min(sequence.num_computed, len(sequence.token_ids))
             assert progress.num_published <= num_known // self.pool.block_size, "unknown content was published"
             num_full = len(sequence.token_ids) // self.pool.block_size
-            assert len(sequence.block_digests) <= num_full, "digests of tokens that are not known"
+            assert len(sequence.block_digests) <= num_full, "digests of unknown tokens"
         if self._keeps_states:
             slots = [sequence.state_slot for sequence in sequences] + self._free_slots
-            assert sorted(slots) == list(range(self.num_state_slots)), f"states of two sequences, or of none: {slots}"
+            assert sorted(slots) == list(range(self.num_state_slots)), f"state slots shared or lost: {slots}"
         self.pool.check([forked, *(table for sequence in sequences for table in sequence.block_tables)])
 
     def next_digest(self, previous: bytes, token_ids: SequenceOf[int]) -> bytes:
-        """Digest of a full block behind another one, or behind ``salt_digest``."""
+        """Return the digest of a full block after the block with digest ``previous`` (or ``salt_digest``)."""
         return blake2b(previous + self._tokens_as_bytes(*token_ids), digest_size=DIGEST_BYTES).digest()
 
     def first_visible(self, group: KVGroup, position: int) -> int:
-        """The first block of which a query at ``position``, or a later one, sees a key."""
+        """Return the first block that queries at ``position`` or later read."""
         return max(0, position - group.window + 1) // self.pool.block_size if group.window else 0
 
     def _longest_hit(self, sequence: Sequence) -> int:
-        """The largest number of blocks after which every group has what the next query sees; one token is left over."""
+        """Return the largest number of blocks to reuse such that every group has all keys that the next query reads."""
         longest = 0
-        runs = [0] * len(self.groups)  # cached blocks in a row, up to the one looked at
+        runs = [0] * len(self.groups)  # consecutive cached blocks up to the current one
         for num_blocks in range(1, (len(sequence.token_ids) - 1) // self.pool.block_size + 1):
             digest = self._digest(sequence, num_blocks - 1)
             for index, group in enumerate(self.groups):
@@ -280,14 +280,14 @@ class KVBlocks:
                 longest = num_blocks
         return longest
 
-    def _found(self, group: int, digest: bytes) -> int:
-        """The block that ``_longest_hit`` saw."""
+    def _cached(self, group: int, digest: bytes) -> int:
+        """Return a block that ``_longest_hit`` has found."""
         block = self.pool.lookup((group, digest))
         assert block is not None
         return block
 
     def _digest(self, sequence: Sequence, block: int) -> bytes:
-        """Chained digest of the tokens up to the end of block ``block``, which are known; kept in ``block_digests``."""
+        """Return the chained digest of the tokens up to the end of block ``block``; cached in ``block_digests``."""
         digests, size = sequence.block_digests, self.pool.block_size
         for j in range(len(digests), block + 1):
             previous = digests[-1] if digests else self._root(sequence.cache_salt)
@@ -295,14 +295,14 @@ class KVBlocks:
         return digests[block]
 
     def _root(self, cache_salt: str) -> bytes:
-        """What a chain of this salt begins with."""
+        """Return the start of the digest chain for this salt."""
         if not cache_salt:
             return self.salt_digest
         salt = cache_salt.encode(errors="surrogatepass")
         return blake2b(self.salt_digest + salt, digest_size=DIGEST_BYTES).digest()
 
     def _extend(self, sequence: Sequence, num_new: int) -> None:
-        """Append ``num_new`` fresh blocks to every table."""
+        """Append ``num_new`` new blocks to every table."""
         blocks = self.pool.allocate(num_new * len(self.groups))
         for index, table in enumerate(sequence.block_tables):
             table += blocks[index * num_new : (index + 1) * num_new]

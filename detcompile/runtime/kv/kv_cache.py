@@ -1,4 +1,4 @@
-"""The tensors that hold keys and values, one block id space for all layers."""
+"""KVCache: tensors of keys and values, with one block id space for all layers."""
 
 import contextlib
 import functools
@@ -20,26 +20,26 @@ from detcompile.templates.tokens.block_copies_gpu import copy_blocks_cuda
 __all__ = ["KVCache", "KVShape", "new_cache"]
 
 Kind = tuple[int, int]  # heads, head_dim
-Place = tuple[Kind, int]  # which of the tensors of a kind
+Place = tuple[Kind, int]  # kind, and index among the tensors of that kind
 
 
 class KVCache:
     """Keys and values of every layer: ``k_caches[layer]`` is [num_blocks, block_size, kv_heads, head_dim].
 
-    Layer i of every KV group is the same tensor: a block belongs to one group at a time, so that no two layers ever
-    use one place of it.
+    The i-th layers of all KV groups share one tensor. A block belongs to one group at a time, so no two layers ever use
+    the same memory.
 
     Args:
         shapes: heads and widths of each layer.
         groups: groups of layers that share a block table (``step.kv_groups``).
-        dtype: dtype of keys, values and states that do not name their own.
-        device: where the tensors are.
+        dtype: dtype of keys, values and states without a dtype of their own.
+        device: device of the tensors.
         num_blocks: blocks of the cache, the reserved block 0 included.
-        block_size: tokens a block, a multiple of 16.
-        states: what the model's layers carry from token to token; ``states[i]`` is [num_state_slots, *shape].
+        block_size: tokens per block, a multiple of 16.
+        states: recurrent states of the model's layers; ``states[i]`` is [num_state_slots, *shape].
 
     Raises:
-        InvalidInput: a size that cannot be, or finds no memory.
+        InvalidInput: a size is invalid or does not fit in memory.
     """
 
     def __init__(
@@ -56,13 +56,13 @@ class KVCache:
     ) -> None:
         check_block_size(block_size)
         if num_blocks <= 0:
-            raise InvalidInput(f"a cache of {num_blocks} blocks can hold nothing: num_blocks must be positive")
+            raise InvalidInput(f"num_blocks must be positive, got {num_blocks}")
         self.groups = tuple(groups)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.device = torch.device(device)
 
-        # What a slot holds before it is written does not matter: attention selects by position, NaN or not.
+        # Uninitialized memory is fine: attention selects by position, so stale values (even NaN) are never used.
         counts, k_places, v_places = _places(tuple(shapes), self.groups)
         with _fitting(f"{num_blocks} KV blocks of {block_size} tokens", "num_blocks, or None to size it", self.device):
             self._storages = {
@@ -79,25 +79,25 @@ class KVCache:
             )
 
     def copy_blocks(self, block_copies: Tensor) -> None:
-        """Copy the first tokens of blocks over those of others, in every layer.
+        """Copy the first tokens of blocks over those of other blocks, in every layer.
 
         Args:
-            block_copies: [3, N] int64 where the cache is: blocks, those written to, none of which is another's source,
-                and the number of tokens; entries of 0 tokens are padding.
+            block_copies: [3, N] int64 on the cache's device: source blocks, target blocks, numbers of tokens. No
+                target may be another copy's source; entries of 0 tokens are padding.
         """
         copy = copy_blocks_cuda if self.device.type == "cuda" else _copy_blocks
         for storage in self._storages.values():
             copy(storage, block_copies)
 
     def read_blocks(self, tables: Sequence[Sequence[int]]) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of blocks, one table a KV group, on the CPU: [blocks, block_size, kv_heads, head_dim]."""
+        """Return keys and values of blocks (one table per KV group) on the CPU: [blocks, block_size, kv_heads, dim]."""
         return [
             (self.k_caches[layer][blocks].cpu(), self.v_caches[layer][blocks].cpu())
             for layer, blocks in self._blocks_of_layers(tables)
         ]
 
     def write_blocks(self, tables: Sequence[Sequence[int]], layers: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Write what ``read_blocks`` gives."""
+        """Write blocks as returned by ``read_blocks``."""
         for layer, blocks in self._blocks_of_layers(tables):
             for cache, part in zip((self.k_caches[layer], self.v_caches[layer]), layers[layer], strict=True):
                 cache[blocks] = part.to(self.device)
@@ -110,20 +110,20 @@ class KVCache:
     def bytes_per_block(
         shapes: Sequence[KVShape], groups: Sequence[KVGroup], dtype: torch.dtype, block_size: int
     ) -> int:
-        """Memory that one block takes in all tensors together."""
+        """Return the bytes of one block in all tensors together."""
         widest = max(groups, key=lambda group: len(group.layers)).layers
         elements = sum(shapes[i].kv_heads * (shapes[i].head_dim + shapes[i].v_head_dim) for i in widest)
         return elements * block_size * dtype.itemsize
 
     @staticmethod
     def bytes_per_state(states: Sequence[StateShape], dtype: torch.dtype) -> int:
-        """Memory that the states of one sequence take."""
+        """Return the bytes of one sequence's states."""
         return sum(math.prod(state.shape) * _dtype(state, dtype).itemsize for state in states)
 
 
 @contextlib.contextmanager
 def _fitting(what: str, less: str, device: torch.device) -> Iterator[None]:
-    """Say what found no memory, and what to give less of."""
+    """Turn running out of memory into an InvalidInput that says what to make smaller."""
     try:
         yield
     except RuntimeError as error:
@@ -134,7 +134,7 @@ def _fitting(what: str, less: str, device: torch.device) -> Iterator[None]:
 
 @functools.lru_cache(maxsize=64)
 def _places(shapes: tuple[KVShape, ...], groups: tuple[KVGroup, ...]) -> tuple[Counter[Kind], list[Place], list[Place]]:
-    """How many tensors of each kind there are, and which of them holds each layer's keys, and its values."""
+    """Return the number of tensors of each kind, and each layer's tensor for keys and for values."""
     place = {layer: index for group in groups for index, layer in enumerate(group.layers)}
     widest = max(groups, key=lambda group: len(group.layers)).layers
     shape = [shapes[layer] for layer in widest]
@@ -146,7 +146,7 @@ def _places(shapes: tuple[KVShape, ...], groups: tuple[KVGroup, ...]) -> tuple[C
 
 
 def _copy_blocks(storage: Tensor, block_copies: Tensor) -> None:
-    """``copy_blocks_cuda``, on a CPU."""
+    """Copy blocks on a CPU, like ``copy_blocks_cuda``."""
     for source, target, num_tokens in block_copies.T.tolist():
         if num_tokens:
             storage[:, target, :num_tokens] = storage[:, source, :num_tokens]
@@ -157,7 +157,7 @@ def _dtype(state: StateShape, dtype: torch.dtype) -> torch.dtype:
 
 
 def new_cache(facts: ModelFacts, num_blocks: int, block_size: int, num_states: int = 0) -> KVCache:
-    """An empty KV cache of the model, with the states of so many sequences."""
+    """Return an empty KV cache of the model, with states for ``num_states`` sequences."""
     return KVCache(
         facts.kv_shapes,
         facts.kv_groups,

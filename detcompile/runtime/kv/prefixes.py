@@ -1,7 +1,7 @@
-"""Prefixes: KV blocks of one engine for another one of the same model, whatever the tp of either.
+"""Prefixes: move KV blocks between engines of the same model, whatever the tp of either.
 
-Keys and values are functions of the fingerprint and of the tokens up to theirs, so what moves needs no comparison: it
-is what the other engine would compute. Heads travel whole, and each rank takes its own.
+Keys and values depend only on the fingerprint and the tokens up to theirs, so a moved block has the same bits that the
+other engine would compute. Blocks hold all heads; each rank takes its own.
 """
 
 import hashlib
@@ -29,11 +29,11 @@ class KVPrefix:
 
     Args:
         fingerprint: fingerprint of the model that computed them.
-        block_size: tokens a block.
-        token_ids: tokens of the blocks, from position 0 on; a multiple of ``block_size`` of them.
-        layers: keys and values of each layer, CPU tensors of [blocks, block_size, kv_heads, head_dim] with all heads. A
-            layer with a window has the last blocks alone, which later tokens see.
-        digest: blake2b, in hex, of ``key`` and the bytes of ``layers``.
+        block_size: tokens per block.
+        token_ids: tokens of the blocks, from position 0 on; a multiple of ``block_size``.
+        layers: keys and values of each layer, CPU tensors of [blocks, block_size, kv_heads, head_dim] with all heads.
+            A layer with a window has only the last blocks, which later tokens can see.
+        digest: blake2b of ``key`` and the bytes of ``layers``, in hex.
     """
 
     fingerprint: str
@@ -44,38 +44,38 @@ class KVPrefix:
 
     @property
     def key(self) -> str:
-        """What the bytes are a function of, as sha256 in hex: fingerprint, block size and tokens."""
+        """sha256, in hex, of what determines the bytes: fingerprint, block size and tokens."""
         tokens = b"".join(int(token).to_bytes(8, "little") for token in self.token_ids)
         return hashlib.sha256(f"{self.fingerprint} {self.block_size} ".encode() + tokens).hexdigest()
 
 
 class BlockReader(Protocol):
-    """What holds the KV cache of an engine. Worker and RemoteWorker do.
+    """Holder of an engine's KV cache: Worker or RemoteWorker.
 
     Attributes:
-        head_shares: ranks that have a share of the heads each, and are read and written together; 0 where blocks are
-            not to be had whole.
+        head_shares: number of ranks that hold a share of the heads each, and are read and written together; 0 if whole
+            blocks cannot be read.
     """
 
     head_shares: int
 
     def read_blocks(self, tables: Sequence[Sequence[int]]) -> list[LayerBlocks]:
-        """Blocks of every layer; a table of blocks for each KV group."""
+        """Return blocks of every layer, given one table per KV group."""
 
     def write_blocks(self, tables: Sequence[Sequence[int]], layers: Sequence[LayerBlocks]) -> None:
-        """Write blocks as ``read_blocks`` gives them."""
+        """Write blocks as returned by ``read_blocks``."""
 
 
 class Prefixes:
-    """Gives prefixes out of an engine's cache, and takes those of others into it. Any thread may call.
+    """Exports prefixes from an engine's cache and imports those of other engines. Thread-safe.
 
     Args:
         blocks: the engine's blocks.
-        facts: heads and widths of each layer, of one rank, and their dtype.
+        facts: heads, widths and dtype of each layer on one rank.
         reader: holds the blocks' contents.
-        turns: taken while blocks are read or written, so that no step is planned.
-        follow_weights: forgets the blocks of other weights than there are now.
-        fingerprint: gives the model's fingerprint as its weights are now.
+        turns: held while blocks are read or written, so that no step is planned.
+        follow_weights: forgets blocks of outdated weights.
+        fingerprint: returns the fingerprint of the model with its current weights.
     """
 
     def __init__(
@@ -95,27 +95,27 @@ class Prefixes:
         self._fingerprint = fingerprint
 
     def export(self, token_ids: Sequence[int]) -> KVPrefix | None:
-        """The longest prefix of these tokens that the cache has in full blocks; None if it has not one of them.
+        """Return the longest prefix of these tokens that is cached in full blocks; None if no block is cached.
 
         Args:
             token_ids: token ids of a prompt, or of a prompt and its answer.
 
         Raises:
-            InvalidInput: what is no token id, the engine keeps no prefixes, or ranks under torchrun or stages share the
-                model.
+            InvalidInput: a token id is invalid, the engine has no prefix cache, or the model is split into stages or
+                over ranks of torchrun.
         """
         self._require_whole()
         token_ids = _ids(token_ids)
         size = self._blocks.pool.block_size
         with without_interrupts(), self._turns:
-            fingerprint = self._fingerprint()  # which sees every change of the weights
+            fingerprint = self._fingerprint()  # detects every change of the weights
             self._follow_weights()
             digests = self._digests(token_ids)
             num_blocks = self._longest(digests)
             if not num_blocks:
                 return None
             tables = [
-                [self._held(index, digest) for digest in digests[first:num_blocks]]
+                [self._cached(index, digest) for digest in digests[first:num_blocks]]
                 for index, first in enumerate(self._firsts(num_blocks))
             ]
             layers = tuple(self._reader.read_blocks(tables))
@@ -124,14 +124,14 @@ class Prefixes:
         return replace(prefix, digest=_digest_of(prefix))
 
     def take(self, prefix: KVPrefix) -> int:
-        """Have blocks of another engine found by the prompts that begin with their tokens.
+        """Import blocks of another engine, so that prompts with these tokens find them.
 
         Returns:
-            The tokens that are found here now; 0 where too few blocks are free, with nothing changed.
+            The number of tokens now cached here; 0, with nothing changed, if too few blocks are free.
 
         Raises:
-            InvalidInput: the prefix is of another model, block size or kind of cache, was changed since ``export``, or
-                as of ``export``.
+            InvalidInput: the prefix belongs to another model, block size or kind of cache, was changed since
+                ``export``, or as ``export``.
         """
         self._require_whole()
         if not isinstance(prefix, KVPrefix):
@@ -168,7 +168,7 @@ class Prefixes:
     def _write(
         self, fresh: Sequence[Sequence[int]], missing: Sequence[Sequence[int]], layers: Sequence[LayerBlocks]
     ) -> None:
-        """Write the rows that are missing here into fresh blocks."""
+        """Write the missing rows into newly allocated blocks."""
         if any(missing):
             rows_of = {
                 layer: missing[index] for index, group in enumerate(self._blocks.groups) for layer in group.layers
@@ -177,39 +177,40 @@ class Prefixes:
             self._reader.write_blocks(fresh, parts)
 
     def _digests(self, token_ids: Sequence[int]) -> list[bytes]:
-        """What the full blocks of these tokens are published under."""
+        """Return the keys under which the full blocks of these tokens are published."""
         size, digests = self._blocks.pool.block_size, [self._blocks.salt_digest]
         for start in range(0, len(token_ids) - size + 1, size):
             digests.append(self._blocks.next_digest(digests[-1], token_ids[start : start + size]))
         return digests[1:]
 
     def _longest(self, digests: Sequence[bytes]) -> int:
-        """The largest number of blocks after which every group has what later tokens see."""
+        """Return the largest number of blocks such that every group has all keys that later tokens see."""
         lookup = self._blocks.pool.lookup
         for num_blocks in range(len(digests), 0, -1):
             firsts = enumerate(self._firsts(num_blocks))
-            if all(lookup((index, own)) is not None for index, first in firsts for own in digests[first:num_blocks]):
+            keys = ((index, digest) for index, first in firsts for digest in digests[first:num_blocks])
+            if all(lookup(key) is not None for key in keys):
                 return num_blocks
         return 0
 
     def _firsts(self, num_blocks: int) -> list[int]:
-        """For each group the first block that a token behind so many blocks sees."""
+        """Return, for each group, the first block visible to the token after ``num_blocks`` full blocks."""
         return [
             self._blocks.first_visible(group, num_blocks * self._blocks.pool.block_size)
             for group in self._blocks.groups
         ]
 
-    def _held(self, group: int, digest: bytes) -> int:
+    def _cached(self, group: int, digest: bytes) -> int:
         block = self._blocks.pool.lookup((group, digest))
-        assert block is not None, "_longest has seen it"
+        assert block is not None, "_longest has found it"
         return block
 
     def _require_whole(self) -> None:
         if not self._blocks.prefix_caching:
-            raise InvalidInput("this engine finds no prefixes: make it with prefix_caching, of a model without states")
+            raise InvalidInput("this engine has no prefix cache: set prefix_caching, and use a model without states")
         if not self._reader.head_shares:
             raise InvalidInput(
-                "KV blocks of stages (pp), or of ranks under torchrun, are not exported: compile with tp"
+                "KV blocks of pipeline stages (pp), or of ranks under torchrun, cannot be exported: compile with tp"
             )
 
     def _require_fitting(self, prefix: KVPrefix) -> None:
@@ -218,9 +219,9 @@ class Prefixes:
             raise InvalidInput(f"the KV blocks are of the model {prefix.fingerprint}, and this one is {ours}")
         size = self._blocks.pool.block_size
         if prefix.block_size != size or len(prefix.token_ids) % size:
-            said = f"{len(prefix.token_ids)} tokens in blocks of {prefix.block_size}"
             raise InvalidInput(
-                f"the KV blocks hold {said}, and this engine's hold {size}: make both with one block_size"
+                f"the KV blocks hold {len(prefix.token_ids)} tokens in blocks of {prefix.block_size}, and this engine's"
+                f" hold {size}: make both with one block_size"
             )
         num_blocks = len(prefix.token_ids) // size
         firsts = self._firsts(num_blocks)
@@ -233,20 +234,20 @@ class Prefixes:
         ]  # fmt: skip
         if not _are_pairs(prefix.layers):
             raise InvalidInput("the KV blocks' keys and values must be tensors on the CPU, as export() returned them")
-        found = [[(tuple(part.shape), part.dtype) for part in parts] for parts in prefix.layers]
-        if found != expected:
+        layouts = [[(tuple(part.shape), part.dtype) for part in parts] for parts in prefix.layers]
+        if layouts != expected:
             raise InvalidInput(
-                "the KV blocks have other layers, heads or dtypes than this engine's: a head that several ranks hold is"
-                " not taken for one"
+                "the KV blocks have other layers, heads or dtypes than this engine's: heads that are replicated over"
+                " ranks cannot be moved"
             )
 
 
 def _ids(values: Any) -> list[int]:
-    """Token ids, which blocks are known by."""
+    """Return checked token ids."""
     token_ids = token_list(values, "token_ids")
     bad = next((token for token in token_ids if not 0 <= token < 1 << 63), None)
     if bad is not None:
-        raise InvalidInput(f"token_ids hold {shown(bad)}, which is no token id")
+        raise InvalidInput(f"token_ids hold {shown(bad)}, which is not a token id")
     return token_ids
 
 
@@ -259,7 +260,7 @@ def _digest_of(prefix: KVPrefix) -> str:
 
 
 def _are_pairs(layers: Any) -> bool:
-    """Whether these are pairs of tensors on the CPU."""
+    """Return True if ``layers`` are pairs of CPU tensors."""
     return isinstance(layers, Sequence) and all(
         isinstance(pair, Sequence) and len(pair) == 2 and all(isinstance(part, Tensor) and part.is_cpu for part in pair)
         for pair in layers

@@ -1,8 +1,8 @@
-"""CostModel: seconds of a step by what is in it, fitted to the steps that an engine has run.
+"""CostModel: predicts the seconds of a step from its contents, fitted to the steps that an engine has run.
 
 A step reads the weights once, multiplies its tokens, reads the keys of its decodes, and pairs its prompt tokens with
-the keys that they see. Seconds are a constant and a multiple of each: found by least squares of the relative error,
-over the newest steps of every size, so that what is seen often does not drown what is seen rarely.
+the keys that they see. The model is linear in these, fitted by least squares of the relative error over the newest
+steps of every size, so that frequent sizes do not drown rare ones.
 """
 
 from collections import deque
@@ -15,32 +15,32 @@ from detcompile.runtime.step.builder import StepEntry
 
 __all__ = ["CostModel", "StepShape"]
 
-LEAST_SECONDS = 1e-6  # of a step, taken or predicted
-KEPT_STEPS = 64  # of each size: powers of two of tokens
-FEW_TOKENS = 64  # whose products may cost no more than the weights that they read
-FIT_STEPS = 16  # after which the model is fitted anew
-LEAST_STEPS = 8  # without which nothing is known
-OUTLIER = 5.0  # of the median error: a step that compiled something, or was interrupted, says nothing of the next
-MARGIN_STEPS = 512  # the newest, over which the margin is taken
+LEAST_SECONDS = 1e-6  # least duration of a step, measured or predicted
+KEPT_STEPS = 64  # steps kept per size (power of two of tokens)
+FEW_TOKENS = 64  # up to so many, a product may cost no more than reading its weights
+FIT_STEPS = 16  # steps between fits
+LEAST_STEPS = 8  # steps needed for predictions
+OUTLIER = 5.0  # median errors: steps that compiled something or were interrupted are ignored
+MARGIN_STEPS = 512  # newest steps, from which the margin is taken
 
 
 class StepShape(NamedTuple):
-    """What a step computes."""
+    """Amount of work in a step."""
 
     num_tokens: int = 0
-    decode_keys: int = 0  # that the decodes read, together
-    prefill_pairs: float = 0.0  # of a prompt token and a key that it sees
+    decode_keys: int = 0  # total keys read by the decodes
+    prefill_pairs: float = 0.0  # pairs of a prompt token and a key that it sees
 
     @staticmethod
     def of(entries: Iterable[StepEntry]) -> "StepShape":
-        """The shape of a step with these parts."""
+        """Return the shape of a step with these entries."""
         shape = StepShape()
         for entry in entries:
             shape = shape.with_part(entry)
         return shape
 
     def with_part(self, entry: StepEntry) -> "StepShape":
-        """The shape with one more part."""
+        """Return the shape with one more entry."""
         start, count = entry.start, entry.num_tokens
         if count == 1 and start >= entry.sequence.num_prompt_tokens:
             return StepShape(self.num_tokens + count, self.decode_keys + start + count, self.prefill_pairs)
@@ -49,11 +49,11 @@ class StepShape(NamedTuple):
 
 
 class CostModel:
-    """Predicts seconds of steps.
+    """Predicts the seconds of steps.
 
     Attributes:
-        margin: share by which one step in a hundred has taken longer than predicted, among the newest.
-        most_tokens: tokens of the largest step seen.
+        margin: relative excess over the prediction that only one in a hundred of the newest steps exceeded.
+        most_tokens: tokens of the largest step so far.
     """
 
     def __init__(self) -> None:
@@ -66,15 +66,15 @@ class CostModel:
 
     @property
     def known(self) -> bool:
-        """Whether enough steps were seen to predict any."""
+        """True if enough steps were observed to make predictions."""
         return self._weights.size > 0
 
     def observe(self, shape: StepShape, seconds: float) -> float:
-        """A step has taken so long; returns how much longer than was predicted, 0 where nothing was."""
+        """Record a step's duration. Return its excess over the prediction; 0 without a prediction."""
         features = _features(shape.num_tokens, shape.decode_keys, shape.prefill_pairs)
         seconds = max(LEAST_SECONDS, seconds)
         predicted = max(LEAST_SECONDS, self.seconds(shape)) if self.known else seconds
-        if self.known and predicted > LEAST_SECONDS:  # of nothing there is no share
+        if self.known and predicted > LEAST_SECONDS:  # otherwise there is no relative error
             self._errors.append(seconds / predicted - 1)
         self.most_tokens = max(self.most_tokens, shape.num_tokens)
         kept = self._steps.setdefault(shape.num_tokens.bit_length(), deque(maxlen=KEPT_STEPS))
@@ -85,19 +85,19 @@ class CostModel:
         return seconds - predicted
 
     def seconds(self, shape: StepShape) -> float:
-        """Predicted seconds of a step of this shape."""
+        """Return the predicted seconds of a step of this shape."""
         return float(_features(shape.num_tokens, shape.decode_keys, shape.prefill_pairs) @ self._weights)
 
     def seconds_with(self, shape: StepShape, start: int, counts: np.ndarray) -> np.ndarray:
-        """Predicted seconds of steps of this shape with a chunk more: so many tokens behind ``start`` of one prompt."""
+        """Return predicted seconds of this shape plus one prompt chunk of each of ``counts`` tokens after ``start``."""
         pairs = shape.prefill_pairs + counts * (start + (counts + 1) / 2)
-        found: np.ndarray = _features(shape.num_tokens + counts, shape.decode_keys, pairs) @ self._weights
-        return found
+        seconds: np.ndarray = _features(shape.num_tokens + counts, shape.decode_keys, pairs) @ self._weights
+        return seconds
 
     def _fit(self) -> None:
         rows = [step for kept in self._steps.values() for step in kept]
         seconds = np.array([row[1] for row in rows])
-        features = np.array([row[0] for row in rows]) / seconds[:, None]  # of the relative error
+        features = np.array([row[0] for row in rows]) / seconds[:, None]  # relative error
         weights = _positive_least_squares(features)
         error = np.abs(features @ weights - 1)
         fine = error <= max(0.02, OUTLIER * float(np.median(error)))
@@ -107,7 +107,7 @@ class CostModel:
 
 
 def _features(num_tokens: "int | np.ndarray", decode_keys: int, pairs: "float | np.ndarray") -> np.ndarray:
-    """[..., 5] float64."""
+    """Return features [..., 5] float64."""
     tokens = np.asarray(num_tokens, float)
     beyond = np.maximum(0.0, tokens - FEW_TOKENS)
     columns = np.broadcast_arrays(np.ones_like(tokens), tokens, beyond, float(decode_keys), np.asarray(pairs, float))
@@ -115,15 +115,15 @@ def _features(num_tokens: "int | np.ndarray", decode_keys: int, pairs: "float | 
 
 
 def _positive_least_squares(features: np.ndarray) -> np.ndarray:
-    """Weights [5], none below 0, with which the features come nearest to 1: no part of a step takes negative time."""
+    """Return the non-negative weights [5] that bring features @ weights closest to 1."""
     scale = np.maximum(np.abs(features).max(0), 1e-30)
     active = features.any(0)
     weights = np.zeros(features.shape[1])
     while active.any():
-        found = np.linalg.lstsq(features[:, active] / scale[active], np.ones(len(features)), rcond=1e-6)[0]
+        solution = np.linalg.lstsq(features[:, active] / scale[active], np.ones(len(features)), rcond=1e-6)[0]
         weights[:] = 0.0
-        weights[active] = found / scale[active]
-        if (found >= 0).all():
+        weights[active] = solution / scale[active]
+        if (solution >= 0).all():
             break
         active &= weights > 0
     return weights

@@ -1,7 +1,7 @@
-"""Pace: how many prompt tokens a step may take, so that nobody waits longer for a next token than was asked for.
+"""Pace: limits the prompt tokens of steps with decodes, so that the time between two tokens meets its target.
 
-No choice made here can change a bit. What a step costs is measured (CostModel). Nothing is bounded where nobody waits:
-steps without a decode take the whole token budget.
+No choice made here can change a bit. Step costs are measured (CostModel). Steps without decodes are not limited: they
+take the whole token budget.
 """
 
 from typing import Any
@@ -12,22 +12,22 @@ from detcompile.runtime.pacing.cost_model import CostModel, StepShape
 
 __all__ = ["LEAST_CHUNK", "Pace"]
 
-LEAST_CHUNK = 64  # tokens of a prompt that a step takes in any case; chunks are multiples, or reach the prompt's end
-FIRST_TOKENS = 256  # of a step, until larger ones were measured
+LEAST_CHUNK = 64  # least tokens of a prompt chunk; chunks are multiples of it, or reach the prompt's end
+FIRST_TOKENS = 256  # limit of a step until larger ones were measured
 
 
 class Pace:
-    """Bounds the prompt tokens of steps that decode.
+    """Limits the prompt tokens of steps that decode.
 
     Args:
-        seconds: longest time that should pass between two tokens.
+        seconds: target for the time between two tokens.
 
     Attributes:
-        num_lanes: steps that run at a time, each of other sequences: so many are between two tokens.
-        model: what steps cost.
-        num_late: steps with decodes that took longer than that.
-        error_seconds: absolute differences of what steps took and what was predicted, added up.
-        bound: tokens that the last step which was bounded could have had.
+        num_lanes: steps in flight, each with different sequences: this many steps lie between two tokens.
+        model: predicts step costs.
+        num_late: steps with decodes that missed the target.
+        error_seconds: sum of absolute differences between predicted and measured durations.
+        bound: token limit of the last limited step.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -39,25 +39,25 @@ class Pace:
         self._seconds = seconds
 
     def observe(self, shape: StepShape, seconds: float) -> None:
-        """A step has ended, so long after the one before it."""
+        """Record a step that ended ``seconds`` after the previous one."""
         self.error_seconds += abs(self.model.observe(shape, seconds))
         self.num_late += shape.decode_keys > 0 and self.num_lanes * seconds > self._seconds
 
     def full(self, shape: StepShape) -> bool:
-        """Whether a step of decodes has no room for a prompt: none should start."""
+        """Return True if the decodes alone use up the time, so that no prompt should start."""
         return shape.decode_keys > 0 and self.model.known and self._late(self.model.seconds(shape))
 
     def chunk(self, shape: StepShape, start: int, wanted: int) -> int:
-        """Tokens of a prompt that a step may take.
+        """Return how many tokens of a prompt a step may take.
 
         Args:
-            shape: what it has already, its decodes above all.
-            start: the prompt's tokens that are computed.
-            wanted: tokens of it that could be computed in this step.
+            shape: the step so far, above all its decodes.
+            start: number of prompt tokens already computed.
+            wanted: most tokens to compute in this step.
         """
         if shape.decode_keys == 0:
             return wanted
-        alone = shape.prefill_pairs == 0  # no other prompt has a part in it
+        alone = shape.prefill_pairs == 0  # no other prompt in this step
         fits = self._fitting(shape, start, wanted)
         fits = fits if fits == wanted else fits // LEAST_CHUNK * LEAST_CHUNK
         return max(fits, min(wanted, LEAST_CHUNK)) if alone else fits
@@ -70,9 +70,9 @@ class Pace:
         counts = np.append(np.arange(LEAST_CHUNK, most, LEAST_CHUNK), most)
         late = self._late(self.model.seconds_with(shape, start, counts))
         first = int(np.argmax(late)) if late.any() else len(counts)
-        found = 0 if first == 0 else int(counts[first - 1])
-        self.bound = shape.num_tokens + found
-        return found
+        fits = 0 if first == 0 else int(counts[first - 1])
+        self.bound = shape.num_tokens + fits
+        return fits
 
     def _late(self, seconds: Any) -> Any:
         return self.num_lanes * seconds * (1 + self.model.margin) > self._seconds

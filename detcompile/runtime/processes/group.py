@@ -1,6 +1,6 @@
-"""WorkerGroup: n processes, one a rank, that obey the same commands in the same order, and whose end is never missed.
+"""WorkerGroup: n processes, one per rank, that run the same commands in the same order; a lost process is detected.
 
-It knows nothing of models: a target is built in every process, and a command calls one of its methods there.
+The group is independent of models: a target is built in every process, and a command calls one of its methods.
 """
 
 import contextlib
@@ -20,14 +20,14 @@ from detcompile.runtime.processes.rank_process import RankProcess, end_processes
 
 __all__ = ["WorkerGroup"]
 
-POLL_SECONDS = 0.2  # between looks at the processes and the clock, while nothing arrives
-SETTLE_SECONDS = 0.5  # wait for deaths after a rank raised: it may only feel that another one died
-REFUSAL_SECONDS = 30.0  # time for the other ranks to answer a command that one rank has refused
-STOPPED_SECONDS = 0.6  # longest that a process may be stopped, as by a tool that looks into it
+POLL_SECONDS = 0.2  # interval of checking processes and deadlines while nothing arrives
+SETTLE_SECONDS = 0.5  # after a rank raised, wait this long for deaths: the error may be caused by another rank's death
+REFUSAL_SECONDS = 30.0  # time for the other ranks to answer a command that one rank has rejected
+STOPPED_SECONDS = 0.6  # longest that a process may be stopped, for example by a debugger
 
 
 class _Fault(NamedTuple):
-    """What happened to a rank. The least is told: a death explains the errors of others, an error their silence."""
+    """What happened to a rank. The smallest is reported: a death explains others' errors, an error their silence."""
 
     severity: int  # 0: died, 1: raised, 2: late
     rank: int
@@ -35,7 +35,7 @@ class _Fault(NamedTuple):
 
 
 class _Pending:
-    """A command that is not answered by all ranks yet."""
+    """A command that some ranks have not answered yet."""
 
     def __init__(self, name: str, num_ranks: int, seconds: float) -> None:
         self.name = name
@@ -47,23 +47,23 @@ class _Pending:
 
 
 class WorkerGroup:
-    """Processes that live as long as this object, or until one of them fails.
+    """Processes that live as long as this object, or until one of them fails. Thread-safe.
 
-    Every command goes to all ranks. Several may be under way; each rank serves them in order. A DetcompileError that a
-    command raises is raised here too, and the group goes on; any other exception, a process that ends or is stopped,
-    and a command that takes too long end all processes. Any thread may call.
+    Every command goes to all ranks. Several may be in progress; each rank runs them in order. A DetcompileError raised
+    by a command is raised here too, and the group continues. Any other exception, a process that ends or is stopped, or
+    a command that times out ends all processes.
 
     Args:
-        target: "module:function"; every process calls it as function(rank, *args, note), where note(text) tells the
-            caller how it gets on, and keeps the result, whose methods are the commands.
-        args: what every process passes to the function behind its rank.
-        step_seconds: longest that a command may take once its turn has come, where nothing else is said.
-        start_seconds: longest that building the target may take.
-        files: descriptors that the processes inherit, under the same numbers.
-        dialled: processes of the last ranks, which somebody else has started; the others are started here.
+        target: "module:function". Every process calls function(rank, *args, note), where note(text) reports progress to
+            the caller, and keeps the result, whose methods are the commands.
+        args: arguments of the function after the rank.
+        step_seconds: default time limit of a command, from its turn on.
+        start_seconds: time limit for building the target.
+        files: descriptors that the processes inherit under the same numbers.
+        dialled: processes of the last ranks, started by someone else; the others are started here.
 
     Raises:
-        WorkerError: from every call after a failure, with the rank and its traceback; no process is left then.
+        WorkerError: from every call after a failure, with the rank and its traceback; all processes have ended.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class WorkerGroup:
         self._stopped_since: dict[int, float] = {}
         self._failure: WorkerError | None = None
         self._processes: list[RankProcess | DialledRank] = []
-        self._channels: list[Channel] = []  # theirs
+        self._channels: list[Channel] = []  # of the processes
         self._ended = weakref.finalize(self, end_processes, self._processes, os.getpid())
         self._poller = select.poll()
         self._rank_of: dict[int, int] = {}
@@ -106,28 +106,28 @@ class WorkerGroup:
                 self._send([rank], encode((self.started, target, (rank, *args))))
 
     def post(self, name: str, *args: Any) -> None:
-        """Call a method in every process; nobody waits for it. If it fails, a later call here says so."""
+        """Call a method in every process without waiting. If it fails, a later call raises the error."""
         self._command(None, name, args)
 
     def submit(self, name: str, *args: Any, seconds: float | None = None) -> int:
-        """Call a method in every process; returns a ticket for ``result``, which must be asked for.
+        """Call a method in every process. Return a ticket, whose ``result`` must be fetched.
 
         Args:
-            seconds: longest that it may take; default: step_seconds.
+            seconds: time limit; default: step_seconds.
         """
         ticket = next(self._tickets)
         self._command(ticket, name, args, self.step_seconds if seconds is None else seconds)
         return ticket
 
     def result(self, ticket: int) -> list[Any]:
-        """Wait for a command; what it returned, one entry a rank.
+        """Wait for a command and return its values, one per rank.
 
         Raises:
-            DetcompileError: what the command raised, of the lowest rank that did.
+            DetcompileError: the error of the lowest rank that raised one.
         """
         with self._lock, self._ending_on_interrupt():
             self._check()
-            assert ticket in self._pending or ticket in self._answered, "a ticket is asked for once"
+            assert ticket in self._pending or ticket in self._answered, "fetch the result of a ticket only once"
             self._wait(lambda: ticket in self._answered)
             answer = self._answered.pop(ticket)
         if answer.refusals:
@@ -135,11 +135,11 @@ class WorkerGroup:
         return answer.values
 
     def call(self, name: str, *args: Any, seconds: float | None = None) -> list[Any]:
-        """``submit`` and ``result``."""
+        """Call a method in every process and wait for the values."""
         return self.result(self.submit(name, *args, seconds=seconds))
 
     def close(self) -> None:
-        """End the processes, whatever they do; again does nothing."""
+        """End the processes, whatever they do; repeated calls do nothing."""
         with self._lock:
             if self._failure is None:
                 self._failure = WorkerError("the workers were closed: compile the model again to use it")
@@ -147,7 +147,7 @@ class WorkerGroup:
 
     @property
     def failure(self) -> WorkerError | None:
-        """Why every call raises from here on; also where a process has ended and no call has noticed."""
+        """The error that every call raises from now on, or None. Also detects a process that has just ended."""
         with contextlib.suppress(WorkerError), self._lock:
             self._check()
             self._check_processes()
@@ -155,7 +155,7 @@ class WorkerGroup:
 
     @property
     def process_ids(self) -> list[int]:
-        """Process ids, one a rank."""
+        """Process ids, one per rank."""
         return [process.id for process in self._processes]
 
     def _command(self, ticket: int | None, name: str, args: tuple[Any, ...], seconds: float = 0.0) -> None:
@@ -167,7 +167,7 @@ class WorkerGroup:
             self._send(range(self.num_ranks), frame)
 
     def _send(self, ranks: Sequence[int], frame: list[memoryview]) -> None:
-        """Answers are read meanwhile, so that no two processes wait for each other to read."""
+        """Send a frame and read answers meanwhile, so that no two processes wait for each other to read."""
         unsent = {rank for rank in ranks if not self._push(rank, frame)}
         self._ask_for_room(unsent, select.POLLIN | select.POLLOUT)
 
@@ -188,13 +188,13 @@ class WorkerGroup:
         try:
             return self._channels[rank].push(frame)
         except OSError:
-            self._read(rank)  # its last words
+            self._read(rank)  # it may have sent a last message
             self._fail(self._death_of(rank))
 
     def _wait(self, finished: Callable[[], bool], unsent: Collection[int] = ()) -> None:
-        """Serve the channels until ``finished``; ``unsent`` are ranks that have not read all of a command yet."""
+        """Serve the channels until ``finished``; ``unsent`` are ranks that have not read a whole command yet."""
         since = looked = time.monotonic()
-        self._stopped_since.clear()  # nobody has looked meanwhile
+        self._stopped_since.clear()  # outdated: processes were not checked meanwhile
         while not finished():
             for fileno, event in self._poller.poll(POLL_SECONDS * 1000):
                 if event != select.POLLOUT:
@@ -243,7 +243,7 @@ class WorkerGroup:
     def _check_processes(self) -> None:
         for rank, process in enumerate(self._processes):
             if process.ending is not None:
-                self._read(rank)  # it may have said why
+                self._read(rank)  # it may have sent the reason
                 self._fail(self._death_of(rank))
             if not process.is_stopped:
                 self._stopped_since.pop(rank, None)
@@ -255,7 +255,7 @@ class WorkerGroup:
         for rank, answered in enumerate(self._last_answer):
             pending = next((pending for pending in self._pending.values() if rank in pending.missing), None)
             if pending is not None and self._processes[rank].is_silent(pending.since):
-                self._fail(_Fault(0, rank, "nothing is heard of it: its process is stopped, or its machine is gone"))
+                self._fail(_Fault(0, rank, "no sign of life from it: its process is stopped, or its machine is gone"))
             if pending is not None and now - max(pending.since, answered) > pending.seconds:
                 silent = sorted(pending.missing)
                 others = f", like ranks {silent[1:]}," if len(silent) > 1 else ""
@@ -267,17 +267,17 @@ class WorkerGroup:
         return _Fault(0, rank, self._processes[rank].death())
 
     def _fail(self, fault: _Fault) -> NoReturn:
-        """End the group and raise what explains it best."""
+        """End the group and raise the best explanation."""
         if self._failure is None:
-            self._failure = WorkerError("the workers failed")  # for whoever comes while others are looked at
-            worst = min([fault, *(self._settle() if fault.severity == 1 else [])])
+            self._failure = WorkerError("the workers failed")  # for other threads, until the reason is known
+            worst = min([fault, *(self._await_deaths() if fault.severity == 1 else [])])
             text = f"worker of rank {worst.rank} of {self.num_ranks} failed: {worst.text}"
             self._failure = WorkerError(f"{text}\nAll workers were ended: compile the model again", worst.rank)
             self._ended()
         raise self._failure
 
-    def _settle(self) -> list[_Fault]:
-        """Ranks that die within a moment."""
+    def _await_deaths(self) -> list[_Fault]:
+        """Return the ranks that die within SETTLE_SECONDS."""
         deadline = time.monotonic() + SETTLE_SECONDS
         while time.monotonic() < deadline:
             if dead := [rank for rank, process in enumerate(self._processes) if process.ending is not None]:
@@ -287,7 +287,7 @@ class WorkerGroup:
 
     @contextlib.contextmanager
     def _ending_on_interrupt(self) -> Iterator[None]:
-        """An interrupt may have cut a message in two, so nothing more can be said to the workers."""
+        """End the workers on an interrupt: it may have cut a message in two."""
         try:
             yield
         except WorkerError:

@@ -1,4 +1,4 @@
-"""Isolation: serve requests that workers were lost with alone, until it is known which of them crashes workers."""
+"""Isolation: serve requests that crashed workers one at a time, until the culprit is known."""
 
 from collections.abc import Callable, Iterable
 
@@ -10,11 +10,11 @@ __all__ = ["Isolation"]
 
 
 class Isolation:
-    """Has an engine serve the suspects of a PoisonRequestGuard, one after another.
+    """Makes an engine serve the suspects of a PoisonRequestGuard one after another.
 
     Args:
-        serve_alone: has the engine plan these sequences and no others; None: all.
-        block: ends a request that workers were lost with too often.
+        serve_alone: makes the engine plan only these sequences; None: all.
+        block: ends a request that crashed workers too often.
     """
 
     def __init__(
@@ -22,25 +22,25 @@ class Isolation:
     ) -> None:
         self._serve_alone = serve_alone
         self._guard = PoisonRequestGuard(block)
-        self._under_way = False  # others are kept from being planned
+        self._under_way = False  # other sequences are held back
 
     def died_with(self, requests: Iterable[Request]) -> None:
-        """Workers were lost while they had these."""
+        """Count a crash of the workers against these requests."""
         for request in requests:
             self._guard.died_with(request)
 
     def update(self) -> None:
-        """Serve the next suspect alone once the one before is done, or all; called before each step."""
-        known = self._guard
-        if known.isolated is not None and not known.clears(known.isolated):
+        """Before each step: once the isolated request is cleared, isolate the next suspect, or serve all again."""
+        guard = self._guard
+        if guard.isolated is not None and not guard.clears(guard.isolated):
             return
-        if known.suspects:
+        if guard.suspects:
             self._under_way = True
-            self._serve_alone(frozenset(known.isolate_next().sequences))
+            self._serve_alone(frozenset(guard.isolate_next().sequences))
         elif self._under_way:
             self._under_way = False
             self._serve_alone(None)
 
     def forget(self, request: Request) -> None:
-        """A request has ended."""
+        """Drop a request that has ended."""
         self._guard.forget(request)

@@ -1,6 +1,6 @@
-"""RemoteWorker: a Worker whose steps run in the processes of a WorkerGroup, and what goes over the wire.
+"""RemoteWorker: a Worker whose steps run in the processes of a WorkerGroup, and its wire format.
 
-A sequence's parameters and tokens go over once, with its first row; later rows name it by a number.
+A sequence's parameters and tokens are sent once, with its first row; later rows refer to it by a number.
 """
 
 import math
@@ -36,36 +36,36 @@ __all__ = [
 ]
 
 NO_TOKENS: tuple[int, ...] = ()
-NAMES = count(1)  # names of what this process has made in its workers
+NAMES = count(1)  # names of this process's objects in the workers
 
 
 class PackedWork(NamedTuple):
-    """A StepWork without its rows, and the rows as numbers."""
+    """A StepWork with its rows encoded as numbers."""
 
     work: StepWork
-    rows: NDArray[np.int64]  # [R, 4]: the sequence's number, position, num_generated, sample_index
-    new: dict[int, tuple[SamplingParams, Sequence[int]]]  # sequences that had no row before: parameters and tokens
+    rows: NDArray[np.int64]  # [R, 4]: sequence number, position, num_generated, sample_index
+    new: dict[int, tuple[SamplingParams, Sequence[int]]]  # sequences without earlier rows: parameters and tokens
     forgotten: tuple[int, ...]  # sequences that will have no more rows
     forbidden: dict[int, tuple[int, ...]]  # by row: tokens that would complete a bad word
-    masks: dict[int, Mask]  # by row: tokens that a grammar lets it draw
+    masks: dict[int, Mask]  # by row: tokens that a grammar allows
 
 
 class RankStep(NamedTuple):
-    """What the first rank of a stage says of a step."""
+    """Answer of the first rank of a stage about a step."""
 
-    result: StepResult | None  # of the last stage
+    result: StepResult | None  # from the last stage
     hidden: PackedTensor | None
-    busy_seconds: float  # that it did not wait for another stage's rows
+    busy_seconds: float  # without waiting for another stage's rows
 
 
 class WorkReader:
-    """The other end: gives the rows back what they share."""
+    """Decodes PackedWork in a worker; remembers the sequences' parameters."""
 
     def __init__(self) -> None:
         self._params: dict[int, SamplingParams] = {}
 
     def read(self, packed: PackedWork) -> StepWork:
-        """The step as it was packed, its rows keyed by number."""
+        """Decode a step; its rows' keys are numbers."""
         for number in packed.forgotten:
             self._params.pop(number, None)
         self._params |= {number: params for number, (params, _) in packed.new.items()}
@@ -86,25 +86,25 @@ class WorkReader:
 
 
 def answer(values: Sequence[Any]) -> Any:
-    """What the one rank that answers a command returned; the others return None."""
+    """Return the value of the one rank that answers a command; the others return None."""
     return next(value for value in values if value is not None)
 
 
 def free_abandoned(group: WorkerGroup, abandoned: "deque[int]") -> None:
-    """Let the workers drop what nobody holds here any more."""
+    """Make the workers free objects that nobody holds here any more."""
     while True:
         try:
             name = abandoned.popleft()
-        except IndexError:  # other threads free, too
+        except IndexError:  # other threads free too
             return
         group.post("free", name)
 
 
 class _Remote:
-    """Something that the workers keep under a name for as long as this object lives.
+    """An object that the workers keep under a name for as long as this proxy lives.
 
-    What nobody holds any more may be found out in the middle of anything, so it is only noted, and told to the workers
-    before the next command.
+    Garbage collection may run at any point, so a dead proxy is only noted; the workers are told before the next
+    command.
     """
 
     def __init__(self, group: WorkerGroup, abandoned: "deque[int]") -> None:
@@ -118,7 +118,7 @@ class _Remote:
 
 
 class RemoteStep:
-    """A step that the workers were told of, and what collects it, once they were told to."""
+    """A step sent to the workers; ``ticket`` collects it once that was requested."""
 
     ticket: int | None = None
 
@@ -126,13 +126,12 @@ class RemoteStep:
 class RemoteWorker(_Remote):
     """Runs steps and draws tokens in the workers, in the order of the launches.
 
-    Args:
         group: processes whose target serves ``launch``, ``collect``, ``read_blocks``, ``write_blocks`` and ``free``.
-        abandoned: names to be freed, shared by all that belongs to the group.
-        make: makes the worker of a name in the processes of a group.
-        renewed: returns the group in the place of one that was lost.
-        device: device that hidden states are handed out on.
-        num_stages: stages of the pipeline that the workers are.
+        abandoned: names to free, shared by all objects of the group.
+        make: creates the worker of a name in the processes of a group.
+        renewed: returns a new group in place of a lost one.
+        device: device on which hidden states are returned.
+        num_stages: number of pipeline stages.
     """
 
     accepts_rejection = False
@@ -165,16 +164,17 @@ class RemoteWorker(_Remote):
         self._make(self._group, self.name)
 
     def restart(self) -> None:
-        """Go on in the processes that take the place of those that were lost, where nothing is in the KV cache."""
+        """Continue in new processes in place of the lost ones, with an empty KV cache."""
         self._group = self._renewed(self._group)
         self._stages.interrupted()
         self._begin()
 
     def launch(self, work: StepWork) -> RemoteStep:
-        """Start a step; nothing waits for it.
+        """Start a step without waiting.
 
-        Stages tell what came of a step as soon as they know, while others run later ones: on a CPU, where a launch is
-        the step, before they are told of the next one, and on a GPU behind its launch, which takes the host's time.
+        Stages report the result of a step as soon as they know it, while others run later steps. On a CPU, a launch
+        runs the step, so its result is requested before the next launch; on a GPU it is requested after the next
+        launch, because it blocks the host.
         """
         self._tell_abandoned()
         self._group.post("launch", self.name, self._pack(work))
@@ -182,30 +182,30 @@ class RemoteWorker(_Remote):
         before, launched = self._newest, RemoteStep()
         if self.num_stages > 1:
             if before is not None:
-                self._ask(before)
+                self._request_result(before)
             if self._device.type == "cpu":
-                self._ask(launched)
+                self._request_result(launched)
         self._newest = launched
         return launched
 
     def collect(self, launched: RemoteStep) -> StepResult:
-        """Wait for the oldest step that was not collected."""
-        told = [step for step in self._group.result(self._ask(launched)) if step is not None]
-        self._stages.ended([step.busy_seconds for step in told])
-        result, hidden, _ = told[-1]
+        """Wait for the oldest step not collected yet, and return its result."""
+        answers = [step for step in self._group.result(self._request_result(launched)) if step is not None]
+        self._stages.ended([step.busy_seconds for step in answers])
+        result, hidden, _ = answers[-1]
         assert isinstance(result, StepResult)
         return result if hidden is None else result._replace(hidden=unpack_tensor(hidden).to(self._device))
 
-    def _ask(self, launched: RemoteStep) -> int:
-        """Tell the workers to collect a step, if they were not told."""
+    def _request_result(self, launched: RemoteStep) -> int:
+        """Ask the workers to collect a step, once. Return the ticket."""
         if launched.ticket is None:
             launched.ticket = self._group.submit("collect", self.name)
         return launched.ticket
 
     def read_blocks(self, tables: Sequence[Sequence[int]]) -> list[LayerBlocks]:
-        """Blocks of the KV caches, one table a KV group, with the heads of all ranks."""
+        """Return blocks of the KV caches with the heads of all ranks, given one table per KV group."""
         ranks = self._group.call("read_blocks", self.name, tables)
-        layers = [[[unpack_tensor(part) for part in own] for own in zip(*parts)] for parts in zip(*ranks)]
+        layers = [[[unpack_tensor(part) for part in shares] for shares in zip(*parts)] for parts in zip(*ranks)]
         return [(torch.cat(keys, 2), torch.cat(values, 2)) for keys, values in layers]
 
     def write_blocks(self, tables: Sequence[Sequence[int]], layers: Sequence[LayerBlocks]) -> None:
@@ -214,26 +214,26 @@ class RemoteWorker(_Remote):
         self._group.call("write_blocks", self.name, tables, packed)
 
     def recover(self) -> None:
-        """Never asked for: a rank that could not launch a step leaves the others waiting in it."""
-        raise AssertionError("ranks share their steps")
+        """Not supported: a rank that could not launch a step leaves the others waiting in it."""
+        raise AssertionError("ranks share their steps: recover() is for a single worker")
 
     @property
     def idle_share(self) -> float:
-        """Share of the stages' time in which they had no step, while there were any; 0 before the first."""
+        """Fraction of the stages' time without a step while there was work; 0 before the first step."""
         return self._stages.idle_share if self.num_stages > 1 else 0.0
 
     @property
     def shortest_step(self) -> float:
-        """Seconds that the slowest stage took for the shortest step; infinity before the first, and without stages."""
+        """The slowest stage's seconds for the shortest step; infinity before the first step or with a single stage."""
         return self._stages.shortest if self.num_stages > 1 else math.inf
 
     @property
     def sampler(self) -> "RemoteWorker":
-        """Itself: an engine tells a worker's sampler what it can forget."""
+        """This object: an engine calls ``forget`` on its worker's sampler."""
         return self
 
     def forget(self, key: Hashable) -> None:
-        """A sequence will have no more rows."""
+        """Note that a sequence will have no more rows."""
         number = self._numbers.pop(key, None)
         if number is not None:
             self._forgotten.append(number)
@@ -254,13 +254,13 @@ class RemoteWorker(_Remote):
 
 
 class RemoteRunner(_Remote):
-    """Runs steps over a KV cache that the workers hold.
+    """Runs steps over a KV cache in the workers.
 
     Args:
         group: processes whose target serves ``new_runner``, ``run``, ``fill_caches`` and ``free``.
-        abandoned: names to be freed, shared by all that belongs to the group.
-        args: what ``new_runner`` is given behind the name.
-        device: device that logits are handed out on.
+        abandoned: names to free, shared by all objects of the group.
+        args: arguments of ``new_runner`` after the name.
+        device: device on which logits are returned.
     """
 
     def __init__(self, group: WorkerGroup, abandoned: "deque[int]", args: Sequence[Any], device: torch.device) -> None:
@@ -271,13 +271,13 @@ class RemoteRunner(_Remote):
 
     @property
     def is_lost(self) -> bool:
-        """Whether its processes have ended."""
+        """True if its processes have ended."""
         return self._group.failure is not None
 
     def run(self, arrays: StepArrays) -> Tensor:
-        """Run a step in the workers, as ``Runner.run`` does; return its logits [R, V] on ``device``."""
+        """Run a step in the workers, like ``Runner.run``; return its logits [R, V] on ``device``."""
         return unpack_tensor(answer(self._group.call("run", self.name, arrays))).to(self.device)
 
     def fill_caches(self, value: float) -> None:
-        """Write ``value`` into every slot of the workers' KV caches and every state."""
+        """Fill every slot of the workers' KV caches and every state with ``value``."""
         self._group.post("fill_caches", self.name, value)

@@ -1,4 +1,4 @@
-"""Restarts: workers that an engine has lost are started again, as often as may be."""
+"""Restarts: restart lost workers of an engine, within a limit."""
 
 import logging
 import time
@@ -14,17 +14,17 @@ logger = logging.getLogger(__name__)
 
 
 class Restartable(Protocol):
-    """What runs steps in processes that can be lost."""
+    """Runs steps in processes that can be lost."""
 
     def restart(self) -> None:
-        """Have other processes in the place of those that were lost, with nothing in the KV cache."""
+        """Start new processes in place of lost ones, with an empty KV cache."""
 
 
 class Restarts:
-    """Counts how often workers were started again.
+    """Restarts workers and counts the restarts.
 
     Args:
-        most: restarts within a minute, and without a step in between, after which the next loss is final.
+        most: restarts per minute, and restarts without a step in between, after which the next loss is final.
         clock: returns seconds.
 
     Attributes:
@@ -36,22 +36,22 @@ class Restarts:
         self._most = most
         self._clock = clock
         self._recent: list[float] = []
-        self._in_vain = 0  # since a step was read back
+        self._in_vain = 0  # restarts since a step was read back
 
     def progressed(self) -> None:
-        """A step was read back."""
+        """Note that a step was read back."""
         self._in_vain = 0
 
     def restart(self, worker: Restartable, lost: WorkerError) -> None:
-        """Start the processes again, once more where those are lost before they serve.
+        """Restart the processes, again if they are lost before they serve.
 
         Raises:
-            WorkerError: ``lost``, or what ended the processes after it, where they were closed or that was too often.
-            Also what starting them raises.
+            WorkerError: ``lost`` or a later loss, if the workers were closed or the limit is reached; or the restart
+                failed.
         """
         while lost.rank is not None and self._may():
             self.count += 1
-            logger.warning("workers are lost and started again: %s", str(lost).partition("\n")[0])
+            logger.warning("workers were lost and are restarted: %s", str(lost).partition("\n")[0])
             try:
                 return worker.restart()
             except WorkerError as error:
@@ -59,7 +59,7 @@ class Restarts:
         raise lost
 
     def _may(self) -> bool:
-        """Count one more, unless there were too many."""
+        """Count a restart if the limit allows one more."""
         now = self._clock()
         self._recent = [past for past in self._recent if now - past < WINDOW_SECONDS]
         if max(len(self._recent), self._in_vain) >= self._most:

@@ -1,4 +1,4 @@
-"""What comes into an engine, checked: prompts, parameters, and the limits of the model that serves them."""
+"""Admission: checks prompts and parameters against the limits of a model, and makes requests of them."""
 
 import functools
 import logging
@@ -28,17 +28,16 @@ class Admission:
     """Turns prompts into requests of one model.
 
     Args:
-        tokenizer: a tokenizer of transformers, which is copied; None for a model that takes token ids only. If its end
-            token is none of the model's, a warning says so, once in a process.
-        max_context: tokens a sequence may hold.
+        tokenizer: a tokenizer of transformers, which is copied; None accepts only token ids. If its end token is not an
+            end token of the model, a warning says so once per process.
+        max_context: most tokens that a sequence may hold.
         vocab_size: number of ids that the model can read, 0 … vocab_size - 1.
-        num_logits: number of ids that it can draw, 0 … num_logits - 1; None for as many as it can read.
-        end_tokens: gives the tokens that end a request, unless it ignores them. It is called for each request, as a
-            model's may change. Those that the model cannot draw are left out, with a warning: no request can end with
-            them.
+        num_logits: number of ids that the model can draw, 0 … num_logits - 1; None for vocab_size.
+        end_tokens: returns the tokens that end a request (unless it ignores them). Called for every request, since a
+            model's end tokens may change. Tokens that the model cannot draw are dropped with a warning.
 
     Raises:
-        InvalidInput: a tokenizer that draws at random, or that cannot be copied.
+        InvalidInput: the tokenizer draws at random or cannot be copied.
     """
 
     def __init__(
@@ -55,10 +54,10 @@ class Admission:
         self.vocab_size = vocab_size
         self.num_logits = vocab_size if num_logits is None else num_logits
         self._end_tokens = end_tokens
-        self._listed: tuple[int, ...] | None = None  # the end tokens that `_grammars` was made for
+        self._listed: tuple[int, ...] | None = None  # the end tokens that `_grammars` was built for
         self._follow_end_tokens()
         self._compare_end_tokens()
-        self._tokenizing = threading.Lock()  # fast tokenizers refuse two borrowers
+        self._tokenizing = threading.Lock()  # fast tokenizers are not thread-safe ("already borrowed")
 
     def request(
         self,
@@ -72,15 +71,15 @@ class Admission:
         resume: Mapping[int, SequenceOf[int]] | None = None,
         with_text: bool = True,
     ) -> Request:
-        """A request that the model can serve.
+        """Return a request that the model can serve.
 
         Args:
-            resume: samples to go on with, and the tokens that they have drawn.
-            with_text: whether anybody wants the text; stop strings are found either way.
+            resume: samples to continue, with the tokens that each has drawn.
+            with_text: decode text for the output; stop strings are detected either way.
 
         Raises:
-            InvalidInput: what is no prompt, an empty or too long one, ids out of the vocabulary, text without a
-                tokenizer or that it cannot read, parameters that this model cannot satisfy, arguments of another type.
+            InvalidInput: the prompt is malformed, empty, too long, outside the vocabulary, or text that cannot be
+                tokenized; or parameters do not fit the model or have the wrong type.
         """
         string(request_id, "request_id")
         urgency, streams = whole_number(priority, "priority"), flag(stream_text, "stream_text")
@@ -95,40 +94,40 @@ class Admission:
         if params.stop and self.tokenizer is None:
             raise InvalidInput("stop strings need the text, and this engine has no tokenizer: use stop_token_ids")
         grammars = self._follow_end_tokens()
-        bad_words, own = self._own(params, grammars.eos_token_ids)
+        bad_words, checked = self._checked(params, grammars.eos_token_ids)
         return Request(
             request_id,
             text,
             token_ids,
-            own,
-            self.tokenizer if with_text or own.stop else None,
+            checked,
+            self.tokenizer if with_text or checked.stop else None,
             arrival=arrival,
             priority=urgency,
             max_length=self.max_context,
             cache_salt=cache_salt,
             stream_text=streams,
             bad_words=bad_words,
-            matcher=None if own.grammar is None else grammars.matcher(own.grammar, own.stop_token_ids),
-            resume=None if resume is None else resumed_samples(resume, own, len(token_ids), self),
+            matcher=None if checked.grammar is None else grammars.matcher(checked.grammar, checked.stop_token_ids),
+            resume=None if resume is None else resumed_samples(resume, checked, len(token_ids), self),
         )
 
-    def asked(
+    def per_prompt(
         self,
         prompts: Any,
         params: SamplingParams | SequenceOf[SamplingParams] | None,
         priority: SequenceOf[int] | None = None,
     ) -> list[tuple[Any, SamplingParams | None, int]]:
-        """Each prompt with its parameters and its priority, 0 where none are given.
+        """Pair each prompt with its parameters and its priority (default 0).
 
         Raises:
-            InvalidInput: neither a prompt nor a list of them, or not one params or priority a prompt.
+            InvalidInput: ``prompts`` is neither a prompt nor a list, or the lengths of the lists differ.
         """
         every = prompts_of(prompts)
         urgency = [0] * len(every) if priority is None else token_list(priority, "priority")
         if len(urgency) != len(every):
             raise InvalidInput(f"{len(every)} prompts and {len(urgency)} priorities: give one each")
         if params is None or isinstance(params, SamplingParams):
-            return [(prompt, params, own) for prompt, own in zip(every, urgency)]
+            return [(prompt, params, level) for prompt, level in zip(every, urgency)]
         if not isinstance(params, SequenceOf) or isinstance(params, (str, bytes)):
             raise InvalidInput(f"params {shown(params)} is {kind(params)}: give SamplingParams, or a list")
         if len(params) != len(every):
@@ -136,7 +135,7 @@ class Admission:
         return list(zip(every, params, urgency))
 
     def refusal(self, prompt: Any, error: InvalidInput) -> RequestOutput:
-        """The output of a prompt that could not be queued."""
+        """Return the output of a prompt that was rejected."""
         try:
             text, token_ids, _ = read_prompt(prompt)
         except InvalidInput:
@@ -145,7 +144,7 @@ class Admission:
         return RequestOutput("", text, token_ids or [], None, [refused], finished=True, error=error)
 
     def _read(self, prompt: Any) -> tuple[str | None, list[int], str]:
-        """The prompt's text, if it has one, its tokens, and its cache_salt."""
+        """Return the prompt's text (if it has one), its tokens and its cache_salt."""
         text, token_ids, cache_salt = read_prompt(prompt)
         if token_ids is None:
             assert text is not None
@@ -158,14 +157,14 @@ class Admission:
         return text, token_ids, cache_salt
 
     def _truncated(self, token_ids: list[int], params: SamplingParams) -> list[int]:
-        """The prompt's end, where the parameters ask for no more."""
+        """Return the end of the prompt that truncate_prompt_tokens keeps."""
         most = params.truncate_prompt_tokens
         if most is None:
             return token_ids
         return token_ids[-(most if most > 0 else max(1, self.max_context - max(1, params.min_tokens))) :]
 
     def _bad_words(self, params: SamplingParams) -> tuple[BadWords, tuple[int, ...]]:
-        """Words of several tokens, and tokens that are forbidden as words of their own."""
+        """Return the bad words of two or more tokens, and the single tokens to forbid."""
         if params.bad_words and self.tokenizer is None:
             raise InvalidInput("bad_words are text, and this engine has no tokenizer: use bad_words_ids")
         read = functools.partial(self._tokenized, add_special_tokens=False)
@@ -181,8 +180,8 @@ class Admission:
     def _check_length(self, token_ids: list[int], params: SamplingParams) -> None:
         if len(token_ids) >= self.max_context:
             raise InvalidInput(
-                f"the prompt has {len(token_ids)} tokens, and the model was compiled for {self.max_context} with the"
-                " answer: shorten it, or compile with a larger max_context"
+                f"the prompt has {len(token_ids)} tokens, and the model was compiled for {self.max_context} including"
+                " the answer: shorten the prompt, or compile with a larger max_context"
             )
         if len(token_ids) + params.min_tokens > self.max_context:
             raise InvalidInput(
@@ -191,7 +190,7 @@ class Admission:
             )
 
     def _check_drawable(self, token_ids: list[int], params: SamplingParams) -> None:
-        """Logprobs of a prompt, and penalties, need a logit for each of its tokens; a narrow head has fewer."""
+        """Check that every prompt token has a logit, if prompt logprobs or penalties need it."""
         beyond = next((token for token in token_ids if token >= self.num_logits), None)
         if beyond is not None and (params.prompt_logprobs is not None or params.penalised):
             raise InvalidInput(
@@ -200,13 +199,13 @@ class Admission:
             )
 
     def _follow_end_tokens(self) -> GrammarCompiler:
-        """Return what compiles grammars, made for the model's end tokens as they are now."""
+        """Return the grammar compiler for the model's current end tokens."""
         listed = tuple(self._end_tokens())
         if listed != self._listed:
             drawable = [token for token in listed if 0 <= token < self.num_logits]
             if len(drawable) < len(listed):
                 logger.warning(
-                    "the model's eos_token_id %s holds ids that it cannot draw (it draws 0 to %d): they are left out",
+                    "the model's eos_token_id %s holds ids that it cannot draw (it draws 0 to %d): they are ignored",
                     list(listed),
                     self.num_logits - 1,
                 )
@@ -214,20 +213,20 @@ class Admission:
         return self._grammars
 
     def _compare_end_tokens(self) -> None:
-        """Warn of end tokens that the tokenizer names and the model goes on behind, as transformers does."""
+        """Warn about end tokens of the tokenizer that do not end the model's answers, as in transformers."""
         for name in ("eos_token", "eot_token"):
             token_id = getattr(self.tokenizer, f"{name}_id", None)
             ends = self._grammars.eos_token_ids
             if isinstance(token_id, int) and token_id < self.num_logits and token_id not in ends:
                 _warn_of_end(f"{name} {getattr(self.tokenizer, name)!r}", token_id, ends)
 
-    def _own(self, params: SamplingParams, eos_token_ids: SequenceOf[int]) -> tuple[BadWords, SamplingParams]:
-        """Words of several tokens, and a copy that nobody else changes while it is served, checked once more.
+    def _checked(self, params: SamplingParams, eos_token_ids: SequenceOf[int]) -> tuple[BadWords, SamplingParams]:
+        """Return the bad words of two or more tokens, and a private, revalidated copy of the parameters.
 
-        The model's end tokens end it too.
+        The copy's stop tokens include the model's end tokens.
         """
         bad_words, forbidden = self._bad_words(params)
-        given = {own.name: getattr(params, own.name) for own in fields(SamplingParams)}
+        given = {entry.name: getattr(params, entry.name) for entry in fields(SamplingParams)}
         ends = () if params.ignore_eos else eos_token_ids
         given["stop_token_ids"] = tuple(dict.fromkeys((*params.stop_token_ids, *ends)))
         if forbidden:

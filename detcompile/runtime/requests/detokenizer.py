@@ -1,12 +1,11 @@
-"""Detokenizer: text of a request as its tokens arrive, and where a stop string ends it.
+"""Detokenizer: the text of a request as its tokens arrive, cut at the first stop string.
 
-The pieces that ``append`` and ``finish`` give out, joined, are the decoded text of all tokens, cut at the first stop
-string. A token's text depends on its neighbours (a character may take several tokens, a decoder may drop a leading
-space), so a window of the last tokens is decoded with and without the new one. The window is short, so a token costs
-the same however long the text is. Decoders with byte fallback (of SentencePiece's vocabularies) make one string of a
-whole run of byte tokens, or, if one byte of the run belongs to no character, a replacement mark of each: the text of a
-run is certain when it ends. A decoder that only joins bytes (ByteLevel's) needs no neighbours: behind a whole character
-the window begins anew.
+The pieces returned by ``append`` and ``finish``, joined, equal the decoded text of all tokens, cut at the first stop
+string. A token's text depends on its neighbors: a character may take several tokens, and a decoder may drop a leading
+space. So a short window of recent tokens is decoded with and without the new token; the cost per token does not depend
+on the length of the text. Decoders with byte fallback (SentencePiece vocabularies) decode a run of byte tokens as one
+string, or as replacement marks if any byte of the run is invalid, so the text of a run is certain only when the run
+ends. A decoder that only joins bytes (ByteLevel) needs no neighbors: its window restarts after every whole character.
 """
 
 import re
@@ -19,24 +18,24 @@ from detcompile.runtime.requests.sampling_params import SamplingParams
 
 __all__ = ["Detokenizer"]
 
-REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no character, or not yet
-MAX_BYTES = 4  # of a character in UTF-8
+REPLACEMENT = "\ufffd"  # decoded from bytes that are not (yet) a character
+MAX_BYTES = 4  # per character in UTF-8
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class Detokenizer:
     """Turns the tokens of one request into text.
 
-    A token that ends a request and shall not be read (an end-of-sequence token, a stop token) is not appended.
+    Do not append a token that ends the request without being part of its text (an end-of-sequence or stop token).
 
     Args:
-        tokenizer: a tokenizer of transformers, or what decodes like one.
+        tokenizer: a tokenizer of transformers, or an object with the same decode methods.
 
     Attributes:
         stopped_by: the stop string that ended the request, or None. The text is cut before it, or after it with
-            include_stop_str_in_output. It may begin in the first min_tokens tokens, and ends behind them.
-            Of several, the one that is complete first; then the one that began first.
-        num_tokens: tokens that were read; those after the one that completed a stop string are not.
+            include_stop_str_in_output. A stop string may begin within the first min_tokens tokens but must end after
+            them. If several match, the one completed first wins; then the one that began first.
+        num_tokens: tokens read, up to the one that completed a stop string.
     """
 
     def __init__(self, tokenizer: Any, params: SamplingParams) -> None:
@@ -45,9 +44,9 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._params = params
         self._window: list[int] = []
-        self._num_read = 0  # tokens at the window's start whose text is known
+        self._num_read = 0  # tokens at the window's start whose text has been released
         self._known = ""  # that text
-        self._held = ""  # text that may begin a stop string
+        self._held = ""  # text withheld because it may begin a stop string
         self._finished = False
         backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         self._joins_bytes = isinstance(backend, Tokenizer) and isinstance(backend.decoder, decoders.ByteLevel)
@@ -55,7 +54,7 @@ class Detokenizer:
         self._special = frozenset(tokenizer.all_special_ids if params.skip_special_tokens else ())
 
     def append(self, token_ids: Sequence[int]) -> str:
-        """Read the next tokens; returns the text that is certain by now and was not returned before."""
+        """Read the next tokens. Return the text that has become certain."""
         assert not self._finished, "tokens for a request whose text has been finished"
         released = []
         for token in token_ids:
@@ -63,19 +62,19 @@ class Detokenizer:
                 break
             self.num_tokens += 1
             if token in self._special and not self._decode([token]):
-                continue  # it is not in the text, nor in the way of its neighbours
+                continue  # not part of the text, and its neighbors decode without it
             self._window.append(token)
             if self._joins_bytes or not self._is_byte(token):
                 released.append(self._match(self._advance(), last=False))
         return "".join(released)
 
     def finish(self, token_ids: Sequence[int] = ()) -> str:
-        """Read the last tokens; returns the rest of the text, in which a stop string may be found.
+        """Read the last tokens. Return the rest of the text, which may contain a stop string.
 
-        Nothing can be appended afterwards. Where these are all tokens, and no stop string is looked for, they are
-        decoded at once: the same text, at a tenth of the cost or less.
+        Nothing can be appended afterwards. If these are all tokens and there are no stop strings, they are decoded at
+        once: the same text at a tenth of the cost or less.
         """
-        assert not self._finished, "text that has been finished"
+        assert not self._finished, "finish() called twice"
         if not self._params.stop and self.num_tokens == 0:
             self._finished, self.num_tokens = True, len(token_ids)
             return self._decode(list(token_ids))
@@ -92,12 +91,12 @@ class Detokenizer:
         return self._read(token_ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
 
     def _is_byte(self, token_id: int) -> bool:
-        """Whether a decoder may join it with the bytes that follow."""
+        """Return True if a decoder may join the token with the bytes that follow."""
         token = self._tokenizer.convert_ids_to_tokens(token_id)
         return isinstance(token, str) and BYTE_TOKEN.fullmatch(token) is not None
 
     def _advance(self) -> str:
-        """New text of the window that later tokens cannot change."""
+        """Return the window's new text that later tokens cannot change."""
         text = self._decode(self._window)
         if text.endswith(REPLACEMENT):
             return self._cut(text)
@@ -107,16 +106,16 @@ class Detokenizer:
         return new
 
     def _restart(self, start: int, num_read: int) -> None:
-        """Drop the window's first tokens; the text up to ``num_read`` is known."""
+        """Drop the window's first ``start`` tokens; the text up to ``num_read`` is known."""
         self._window = self._window[start:]
         self._num_read = num_read - start
         self._known = self._decode(self._window[: self._num_read]) if self._num_read else ""
 
     def _cut(self, text: str) -> str:
-        """New text up to a token where the window may be parted, so that bytes of no character do not pile up.
+        """Split the window at a safe token and return the text before it, so that invalid bytes do not pile up.
 
-        A place is right if both sides decode to what the whole does, and as many tokens follow as a character has
-        bytes. Of that many places in a row, one is not inside a character.
+        A split is safe if both sides decode to the same text as the whole, and at least as many tokens follow as a
+        character has bytes. Of MAX_BYTES consecutive positions, at least one is not inside a character.
         """
         last = len(self._window) - MAX_BYTES
         if last - MAX_BYTES < self._num_read:
@@ -130,15 +129,15 @@ class Detokenizer:
         return ""
 
     def _match(self, new: str, last: bool) -> str:
-        """Text to give out, now that ``new`` is certain; keeps what may begin a stop string, unless it is the last."""
+        """Return text to release now that ``new`` is certain; hold back a possible stop string unless ``last``."""
         text = self._held + new
         stops = self._params.stop
         ends = stops if self.num_tokens > self._params.min_tokens else ()
-        # One that ended earlier is no end: it was within min_tokens, and held as the beginning of another.
+        # A match that ended earlier does not count: it ended within min_tokens and was held as another's beginning.
         places = {stop: text.find(stop, max(0, len(self._held) + 1 - len(stop))) for stop in ends}
-        found = [(place + len(stop), place, stop) for stop, place in places.items() if place >= 0]
-        if found:
-            end, start, self.stopped_by = min(found)
+        matches = [(place + len(stop), place, stop) for stop, place in places.items() if place >= 0]
+        if matches:
+            end, start, self.stopped_by = min(matches)
             self._held = ""
             return text[:end] if self._params.include_stop_str_in_output else text[:start]
         kept = 0 if last else max((_overlap(text, stop) for stop in stops), default=0)
@@ -147,6 +146,6 @@ class Detokenizer:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` that begins ``stop`` without being all of it."""
+    """Return the length of the longest suffix of ``text`` that is a proper prefix of ``stop``."""
     longest = min(len(text), len(stop) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)

@@ -1,6 +1,6 @@
-"""What callers give as plain Python values: bool, int, float, str. What is of another type is refused by name.
+"""Convert callers' values to plain bool, int, float or str; reject other types by name.
 
-A number of numpy or torch is taken for what it is; True is no number and 7.0 is no integer, as a mistake would look so.
+Numbers of numpy and torch are accepted. True is not a number and 7.0 is not an integer: both are likely mistakes.
 """
 
 import operator
@@ -13,14 +13,14 @@ from detcompile.errors import InvalidInput
 
 __all__ = ["file_path", "flag", "kind", "number", "or_none", "shown", "string", "token_list", "whole_number"]
 
-MOST_SHOWN = 80  # characters of a value in a message
+MOST_SHOWN = 80  # characters of a value in an error message
 
 
 def flag(value: Any, name: str) -> bool:
-    """``value`` as a bool.
+    """Return ``value`` as a bool.
 
     Raises:
-        InvalidInput: neither True nor False.
+        InvalidInput: ``value`` is neither True nor False.
     """
     if not _is_flag(value):
         raise InvalidInput(f"{name} {shown(value)} is {kind(value)}: give True or False")
@@ -28,10 +28,10 @@ def flag(value: Any, name: str) -> bool:
 
 
 def whole_number(value: Any, name: str) -> int:
-    """``value`` as an int.
+    """Return ``value`` as an int.
 
     Raises:
-        InvalidInput: no integer, Python's, numpy's or torch's; a bool or a float is none.
+        InvalidInput: ``value`` is not an integer of Python, numpy or torch; bools and floats are rejected.
     """
     if type(value) is int:
         return value
@@ -44,34 +44,34 @@ def whole_number(value: Any, name: str) -> int:
 
 
 def number(value: Any, name: str) -> float:
-    """``value`` as a float, infinities included.
+    """Return ``value`` as a float; infinities are allowed.
 
     Raises:
-        InvalidInput: no real number, NaN, or an integer beyond a float's range.
+        InvalidInput: ``value`` is not a real number, is NaN, or is an integer beyond a float's range.
     """
     if type(value) is float and value == value:
         return value
     real = not isinstance(value, (str, bytes, bytearray, complex)) and hasattr(type(value), "__float__")
     if real and not _is_flag(value) and getattr(value, "ndim", 0) == 0 and "complex" not in _dtype(value):
         try:
-            found = float(value)
+            result = float(value)
         except (TypeError, ValueError, OverflowError):
-            found = float("nan")
-        if found == found:
-            return found
+            result = float("nan")
+        if result == result:
+            return result
     raise InvalidInput(f"{name} {shown(value)} is {kind(value)}: give a number")
 
 
 def or_none(read: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
-    """A reader that takes None too."""
+    """Return a reader that accepts None too."""
     return lambda value, name: None if value is None else read(value, name)
 
 
 def string(value: Any, name: str) -> str:
-    """``value`` as it is.
+    """Return ``value`` unchanged.
 
     Raises:
-        InvalidInput: no string.
+        InvalidInput: ``value`` is not a string.
     """
     if not isinstance(value, str):
         raise InvalidInput(f"{name} {shown(value)} is {kind(value)}: give a string")
@@ -79,10 +79,10 @@ def string(value: Any, name: str) -> str:
 
 
 def file_path(value: Any, name: str) -> Path:
-    """``value`` as a path that the system may be asked about.
+    """Return ``value`` as a path.
 
     Raises:
-        InvalidInput: no path, or one that no file can have.
+        InvalidInput: ``value`` is not a path, or no file can have this path.
     """
     try:
         if isinstance(value, (str, os.PathLike)) and b"\0" not in os.fsencode(value):
@@ -93,10 +93,10 @@ def file_path(value: Any, name: str) -> Path:
 
 
 def token_list(values: Any, name: str) -> list[int]:
-    """Token ids, or others: a list, a tuple or another sequence of integers, or one axis of numpy's or torch's.
+    """Return a list of integers from a list, a tuple or another sequence, or from a 1-D array of numpy or torch.
 
     Raises:
-        InvalidInput: anything else, with the place of what is no integer.
+        InvalidInput: ``values`` is anything else; the message gives the index of a bad entry.
     """
     if hasattr(values, "tolist"):
         if getattr(values, "ndim", 1) != 1:
@@ -110,16 +110,16 @@ def token_list(values: Any, name: str) -> list[int]:
 
 
 def shown(value: Any) -> str:
-    """A value as a message has it: short, whatever it is."""
+    """Return a short repr for error messages; never raises."""
     try:
         text = repr(value)
-    except Exception:  # of an integer of more digits than Python writes, say
+    except Exception:  # for example an int with more digits than Python prints
         text = f"of {type(value).__name__}"
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
 
 
 def kind(value: Any) -> str:
-    """What a value is, with its article."""
+    """Return the name of the value's type, with its article."""
     name = type(value).__name__
     return "None" if value is None else f"an {name}" if name[0] in "aeiou" else f"a {name}"
 

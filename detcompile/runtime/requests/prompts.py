@@ -1,7 +1,7 @@
-"""What a prompt may be, and which prompts a call gives: text, token ids, or a dict that holds them, one or many.
+"""Prompt formats: text, token ids, or a dict with either; one prompt or many.
 
-Dicts are those of tokenizers (``input_ids``, and ``attention_mask`` that leaves padding out) and vLLM's (``prompt``,
-``prompt_token_ids``, ``cache_salt``). What is none of these is refused by name: no prompt is ever guessed at.
+Dicts are a tokenizer's (``input_ids`` with an optional ``attention_mask`` that removes padding) or vLLM's (``prompt``,
+``prompt_token_ids``, ``cache_salt``). Anything else is rejected with an explanation; nothing is guessed.
 """
 
 import copy
@@ -16,17 +16,17 @@ from detcompile.runtime.requests.plain_values import kind, shown, token_list
 
 __all__ = ["Prompt", "ReadPrompt", "private_copy", "prompts_of", "read_prompt", "require_one_reading", "tokenized"]
 
-Prompt = str | SequenceOf[int] | Mapping[str, Any] | Encoding  # also one axis of integers of numpy or torch
+Prompt = str | SequenceOf[int] | Mapping[str, Any] | Encoding  # also a 1-D integer array of numpy or torch
 WANTED = 'a string, a list of token ids, what a tokenizer gives, or {"prompt": text} or {"prompt_token_ids": ids}'
-# Keys of a tokenizer's dict that say nothing beside the ids and the mask.
+# Keys of a tokenizer's dict that are ignored.
 BESIDE_IDS = {"token_type_ids", "special_tokens_mask", "offset_mapping", "length"}
 
 
 class ReadPrompt(NamedTuple):
-    """A prompt as it was given: text, ids, or ids with the text that they were made of.
+    """A prompt as given: text, ids, or ids together with their text.
 
     Attributes:
-        cache_salt: prompts of another salt share no cached prefix with it; "" is a salt of its own.
+        cache_salt: prefixes are shared only among prompts with the same salt; "" is a salt too.
     """
 
     text: str | None
@@ -35,10 +35,10 @@ class ReadPrompt(NamedTuple):
 
 
 def read_prompt(prompt: Any) -> ReadPrompt:
-    """One prompt.
+    """Read one prompt.
 
     Raises:
-        InvalidInput: anything that is no prompt, with what to give instead.
+        InvalidInput: this is not a prompt; the message says what to give instead.
     """
     if isinstance(prompt, str):
         return ReadPrompt(prompt, None)
@@ -53,13 +53,13 @@ def read_prompt(prompt: Any) -> ReadPrompt:
 
 
 def prompts_of(prompts: Any) -> list[Any]:
-    """The prompts of a call that takes one or a list of them, each for ``read_prompt``.
+    """Split the ``prompts`` argument of a call into single prompts for ``read_prompt``.
 
-    One prompt is a string, a list of numbers, one axis of numpy's or torch's, or a dict of one. Two axes, and a dict
-    whose ids have two, are a batch.
+    A string, a list of numbers, a 1-D array or a dict of one prompt is one prompt. A 2-D array, or a dict with 2-D ids,
+    is a batch.
 
     Raises:
-        InvalidInput: neither a prompt nor a list.
+        InvalidInput: this is neither a prompt nor a list.
     """
     if isinstance(prompts, (str, Encoding)):
         return [prompts]
@@ -99,10 +99,10 @@ def private_copy(tokenizer: Any) -> Any:
 
 
 def require_one_reading(tokenizer: Any) -> None:
-    """Reject a tokenizer that draws at random, so that one text would be other tokens each time.
+    """Reject a tokenizer that samples its tokens: the same text would become different tokens each time.
 
     Raises:
-        InvalidInput: it has BPE dropout, or samples of a unigram model.
+        InvalidInput: the tokenizer has BPE dropout or unigram sampling.
     """
     model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
     dropout, alpha = getattr(model, "dropout", None), getattr(model, "alpha", None)
@@ -110,22 +110,22 @@ def require_one_reading(tokenizer: Any) -> None:
     if dropout or alpha is not None or sampling:
         option = f"dropout {dropout:.3g}" if dropout else "sampling"
         raise InvalidInput(
-            f"{type(tokenizer).__name__} draws tokens at random ({option}), as training may want it: one prompt would"
-            " be others each time. Switch it off in tokenizer.json, or give token ids and no tokenizer"
+            f"{type(tokenizer).__name__} draws tokens at random ({option}), a training option: the same prompt would"
+            " become different tokens each time. Switch it off in tokenizer.json, or give token ids and no tokenizer"
         )
 
 
 def tokenized(tokenizer: Any, text: str, **options: bool) -> list[int]:
-    """The tokens of a text, by a tokenizer of transformers.
+    """Return the tokens of a text.
 
     Raises:
-        InvalidInput: text that it cannot read.
+        InvalidInput: the tokenizer cannot read the text.
     """
     try:
         return token_list(tokenizer(text, **options)["input_ids"], "what the tokenizer gives")
     except Exception as error:
         half = next((place for place, letter in enumerate(text) if "\ud800" <= letter <= "\udfff"), None)
-        why = repr(error) if half is None else f"character {half} is half of a surrogate pair, which is no text"
+        why = repr(error) if half is None else f"character {half} is half of a surrogate pair, which is not valid text"
         raise InvalidInput(f"the tokenizer cannot read the prompt: {why}. Give other text, or token ids") from error
 
 
@@ -147,7 +147,7 @@ def _read_dict(prompt: Mapping[str, Any]) -> ReadPrompt:
 
 
 def _batch_of(prompts: Mapping[str, Any]) -> list[Any]:
-    """A dict, or one for each row of its ids."""
+    """Split a dict with 2-D ids into one dict per row."""
     ids, mask = prompts.get("input_ids"), prompts.get("attention_mask")
     if ids is None or not _is_list(ids) or not len(ids) or _is_number(_first(ids)):
         return [prompts]
@@ -155,11 +155,11 @@ def _batch_of(prompts: Mapping[str, Any]) -> list[Any]:
     if mask is not None and (not _is_list(mask) or len(mask) != len(ids)):
         raise InvalidInput("attention_mask and input_ids have to be of one shape: give a mask a row")
     masks = [None] * len(ids) if mask is None else list(mask)
-    return [rest | {"input_ids": own, "attention_mask": own_mask} for own, own_mask in zip(ids, masks)]
+    return [rest | {"input_ids": row, "attention_mask": row_mask} for row, row_mask in zip(ids, masks)]
 
 
 def _unmasked(ids: Any, mask: Any) -> list[int]:
-    """The ids without padding."""
+    """Return the ids without padding."""
     token_ids = token_list(ids, "the prompt's input_ids")
     if mask is None:
         return token_ids
@@ -176,7 +176,7 @@ def _ids(values: Any) -> list[int]:
 
 
 def _only_row(values: Any) -> Any:
-    """One axis of values, or the only row of two."""
+    """Return a 1-D list of values; two dimensions are accepted if there is only one row."""
     if not _is_list(values):
         raise InvalidInput(f"the prompt's ids {shown(values)} are {kind(values)}: give a list of integers")
     if not len(values) or not _is_list(_first(values)):
@@ -201,12 +201,12 @@ def _require_known(given: Mapping[str, Any], known: set[str]) -> None:
 
 
 def _is_list(value: Any) -> bool:
-    """Values in an order: lists, and one axis or more of numpy's, torch's or pandas'."""
+    """Return True for lists and for arrays of one or more dimensions (numpy, torch, pandas)."""
     if hasattr(value, "tolist") and not isinstance(value, memoryview):
         return getattr(value, "ndim", 1) > 0
     return isinstance(value, SequenceOf) and not isinstance(value, (str, bytes, bytearray, memoryview))
 
 
 def _is_number(value: Any) -> bool:
-    """Also one of numpy or torch; the rows of their matrices are none."""
+    """Return True for numbers, including 0-d arrays of numpy and torch."""
     return isinstance(value, (int, float)) or (getattr(value, "ndim", None) == 0 and not isinstance(value, str))

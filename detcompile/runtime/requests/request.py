@@ -1,4 +1,4 @@
-"""A request inside the engine: its samples' sequences, and the output that they add up to."""
+"""A request inside the engine: the sequences of its samples and their combined output."""
 
 import time
 from collections.abc import Mapping
@@ -18,36 +18,36 @@ __all__ = ["Request", "undrawable"]
 
 @dataclass(eq=False, slots=True)
 class _Sample:
-    """One sample of a request, and its text as far as it was read."""
+    """One sample of a request and its decoded text."""
 
     sequence: Sequence
     output: CompletionOutput
-    detokenizer: Detokenizer | None  # None where nobody wants text
-    num_read: int = 0  # tokens whose text is in the output
+    detokenizer: Detokenizer | None  # None if no text is wanted
+    num_read: int = 0  # tokens already decoded into the output's text
 
 
 class Request:
-    """One prompt and its n samples, or those of them that are resumed.
+    """One prompt and its n samples, or only the resumed ones.
 
-    ``output`` is one object from the first token to the last, updated in place. ``deaths`` and ``deaths_alone`` are
-    a PoisonRequestGuard's.
+    ``output`` is one object that is updated in place from the first token to the last. ``deaths`` and
+    ``deaths_alone`` belong to PoisonRequestGuard.
 
     Args:
         prompt: the prompt as text, if it was given as text.
         token_ids: tokens of the prompt.
-        params: what the caller asked for; a seed is drawn if it has none.
-        tokenizer: makes the text; None where there is none, or nobody wants text.
-        arrival: number of requests that came before.
-        priority: urgency; lower is more urgent.
-        max_length: tokens that a sequence may hold.
-        cache_salt: requests of another salt share no cached prefix with it.
-        stream_text: keep the text up to date after every token.
-        bad_words: sequences of tokens that no sample may complete.
-        matcher: stands before the first token of the grammar; each sample gets one of its own.
-        resume: the samples to serve, each with the tokens that it has drawn before; None for all n from their start.
+        params: the caller's parameters; a seed is drawn if they have none.
+        tokenizer: decodes text; None if there is no tokenizer or no text is wanted.
+        arrival: arrival number.
+        priority: lower is more urgent.
+        max_length: most tokens that a sequence may hold.
+        cache_salt: prefixes are shared only among requests with the same salt.
+        stream_text: update the text after every token.
+        bad_words: token sequences that no sample may complete.
+        matcher: grammar state before the first token; each sample gets a copy.
+        resume: samples to serve and the tokens each has drawn before; None serves all n from the start.
 
     Raises:
-        InvalidInput: a sample to resume has ended with a stop string or its grammar, or its tokens break that.
+        InvalidInput: a sample to resume has already ended, or its tokens break the grammar.
     """
 
     deaths = deaths_alone = 0
@@ -73,21 +73,21 @@ class Request:
         self._stream_text = stream_text
         self._samples: dict[int, _Sample] = {}
         for index, drawn in ({key: [] for key in range(params.n)} if resume is None else resume).items():
-            own = (self.params, bad_words, index, priority, arrival, max_length)
-            behind = None if matcher is None else _matcher_behind(matcher, index, drawn)
+            common = (self.params, bad_words, index, priority, arrival, max_length)
+            advanced = None if matcher is None else _advanced_matcher(matcher, index, drawn)
             self._samples[index] = _Sample(
                 Sequence(
                     [*token_ids, *drawn],
-                    *own,
+                    *common,
                     num_prompt_tokens=len(token_ids),
-                    matcher=behind,
+                    matcher=advanced,
                     cache_salt=cache_salt,
                 ),
                 CompletionOutput(index, token_ids=[*drawn], logprobs=None if params.logprobs is None else []),
                 None if tokenizer is None else Detokenizer(tokenizer, self.params),
             )
         self.sequences = [sample.sequence for sample in self._samples.values()]
-        self.held = self.sequences[1:]  # wait for the first, whose prompt they will find in the cache
+        self.held = self.sequences[1:]  # wait until the first sample has put the prompt into the prefix cache
         self.output = RequestOutput(
             request_id=request_id,
             prompt=prompt,
@@ -101,15 +101,15 @@ class Request:
             self._read_resumed()
 
     def _read_resumed(self) -> None:
-        """Look for stop strings in the tokens that samples were resumed with: where there is one, it has ended."""
+        """Decode the resumed tokens and reject a sample that already contains a stop string."""
         for sample in self._samples.values() if self.params.stop else ():
             self._detokenize(sample)
             if sample.sequence.finish_reason is not None:
                 index, reason = sample.output.index, sample.sequence.stop_reason
-                raise InvalidInput(f"sample {index} has ended at {reason!r}: resume those that run")
+                raise InvalidInput(f"sample {index} has already ended at {reason!r}: resume only unfinished samples")
 
     def add_token(self, index: int, token_id: int, logprobs: Logprobs | None) -> None:
-        """Sample ``index`` has drawn a token; may finish it."""
+        """Append a token to sample ``index``. May finish the sample."""
         sample = self._samples[index]
         sequence, output = sample.sequence, sample.output
         sequence.append(token_id)
@@ -124,7 +124,7 @@ class Request:
             self._close(sample)
 
     def stream(self) -> list[Sequence]:
-        """Bring text that streams up to date, which needs to hold up no step; the samples that this ended."""
+        """Update streamed text, outside the critical path of a step. Return the samples that this ended."""
         ended: list[Sequence] = []
         for sample in self._samples.values() if self._stream_text else ():
             if sample.sequence.finish_reason is None:
@@ -135,9 +135,9 @@ class Request:
         return ended
 
     def add_prompt_logprobs(self, start: int, entries: list[Logprobs]) -> None:
-        """Logprobs of the prompt tokens from ``start`` on; those known already are left as they are."""
+        """Add logprobs of the prompt tokens from ``start`` on; entries that are already known are kept."""
         known = self.output.prompt_logprobs
-        assert known is not None and start <= len(known), "prompt logprobs come in the order of the prompt"
+        assert known is not None and start <= len(known), "prompt logprobs must arrive in prompt order"
         known += entries[len(known) - start :]
 
     def end(self, index: int, reason: FinishReason, error: DetcompileError | None = None) -> None:
@@ -148,28 +148,28 @@ class Request:
         self._close(sample)
 
     def fail(self, error: DetcompileError) -> None:
-        """End every sample that still runs, as it stands: nothing of it is asked that might raise once more."""
+        """End every unfinished sample as it is, without calling anything that might raise again."""
         output = self.output
         output.error = output.error or error
         for sample in self._samples.values():
             sample.detokenizer = None
-            sequence, own = sample.sequence, sample.output
+            sequence, completion = sample.sequence, sample.output
             if sequence.finish_reason is None:
                 sequence.finish_reason = "error"
-            if own.finish_reason is None:
-                own.finish_reason, own.stop_reason = sequence.finish_reason, sequence.stop_reason
+            if completion.finish_reason is None:
+                completion.finish_reason, completion.stop_reason = sequence.finish_reason, sequence.stop_reason
         output.finished = True
         if output.metrics is not None:
             output.metrics.finished = time.monotonic()
 
     @property
     def finished(self) -> bool:
-        """Whether no token comes any more."""
+        """True once every sample has ended."""
         return self.output.finished
 
     @property
     def num_tokens(self) -> int:
-        """Tokens drawn so far, over all samples."""
+        """Number of tokens drawn so far, over all samples."""
         return sum(len(sample.output.token_ids) for sample in self._samples.values())
 
     @property
@@ -178,7 +178,7 @@ class Request:
         return self.output.metrics
 
     def _detokenize(self, sample: _Sample, *, last: bool = False) -> None:
-        """Text of the tokens that are new, with ``last`` all of it; a token that ended the sample is not read."""
+        """Decode the new tokens (``last``: flush all held text); a stop token is not decoded."""
         sequence, output, detokenizer = sample.sequence, sample.output, sample.detokenizer
         if detokenizer is None:
             return
@@ -186,13 +186,13 @@ class Request:
         new = output.token_ids[sample.num_read : len(output.token_ids) - ended]
         try:
             output.text += detokenizer.finish(new) if last else detokenizer.append(new)
-        except Exception as error:  # some tokenizers raise at ids that they do not know: the others' requests go on
+        except Exception as error:  # some tokenizers raise on unknown ids: only this request fails
             for every in self._samples.values():
                 every.detokenizer = None
             sequence.finish_reason = "error"
             self.output.error = self.output.error or EngineError(
-                f"request {self.output.request_id}: the tokenizer cannot read what was generated: {error!r}. Forbid"
-                " the ids that it does not know with logit_bias, or serve without a tokenizer"
+                f"request {self.output.request_id}: the tokenizer cannot decode the generated tokens: {error!r}. Forbid"
+                " unknown ids with logit_bias, or serve without a tokenizer"
             )
             return
         sample.num_read = len(output.token_ids)
@@ -209,30 +209,30 @@ class Request:
 
 
 def undrawable(where: str, params: SamplingParams, token: int | None) -> EngineError:
-    """What is wrong with a token that was drawn: an id without an embedding, or None for no id at all."""
+    """Return the error for a bad draw: an id without an embedding, or None if no logit was a number."""
     if token is None and (params.limited or params.extreme):
         return GenerationError(
-            f"{where}: nothing is left to draw: logit_bias, penalties, min_tokens, bad words, allowed_token_ids and the"
-            " grammar leave no token whose logit is a number: allow more, or ask for smaller biases and penalties"
+            f"{where}: no token left to draw: logit_bias, penalties, min_tokens, bad words, allowed_token_ids and the"
+            " grammar leave no token with a finite logit: allow more tokens, or use smaller biases and penalties"
         )
     if token is None:
-        return EngineError(f"{where}: the model's logits are not numbers: check the weights and the dtype")
+        return EngineError(f"{where}: the model's logits are NaN or infinite: check the weights and the dtype")
     return EngineError(
-        f"{where}: the model drew id {token}, which has a logit and no embedding: forbid it with logit_bias, or in"
+        f"{where}: the model drew id {token}, which has a logit but no embedding: forbid it with logit_bias, or in"
         " generate() with suppress_tokens"
     )
 
 
-def _matcher_behind(matcher: Matcher, index: int, drawn: list[int]) -> Matcher:
-    """A sample's own matcher, behind the tokens that it has drawn."""
-    own = matcher.copy()
+def _advanced_matcher(matcher: Matcher, index: int, drawn: list[int]) -> Matcher:
+    """Return a copy of the matcher, advanced over the tokens that a sample has drawn."""
+    advanced = matcher.copy()
     for token in drawn:
-        if own.complete:
-            raise InvalidInput(f"sample {index} has ended with its grammar: resume those that run")
+        if advanced.complete:
+            raise InvalidInput(f"sample {index} has already ended with its grammar: resume only unfinished samples")
         try:
-            own.append(token)
+            advanced.append(token)
         except EngineError as error:
             raise InvalidInput(f"resume: sample {index}: {error}") from error
-    if drawn and own.complete:
-        raise InvalidInput(f"sample {index} has ended with its grammar: resume those that run")
-    return own
+    if drawn and advanced.complete:
+        raise InvalidInput(f"sample {index} has already ended with its grammar: resume only unfinished samples")
+    return advanced

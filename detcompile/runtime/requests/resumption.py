@@ -1,7 +1,7 @@
-"""Requests that go on where another engine, or this one, left them.
+"""Resume requests from tokens that were drawn earlier, by this engine or another.
 
-The next token of a sample is a function of the prompt, the parameters, their seed and the tokens drawn so far. So a
-sample that begins with those tokens comes to the bits of one that was never interrupted.
+The next token of a sample depends only on the prompt, the parameters, the seed and the tokens drawn so far. A sample
+that resumes from those tokens therefore ends in the same bits as an uninterrupted one.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ __all__ = ["ModelLimits", "resumed_samples"]
 
 
 class ModelLimits(Protocol):
-    """What a model can hold and draw."""
+    """Limits of a model."""
 
     max_context: int
     vocab_size: int
@@ -25,33 +25,31 @@ class ModelLimits(Protocol):
 def resumed_samples(
     resume: Any, params: SamplingParams, num_prompt_tokens: int, limits: ModelLimits
 ) -> dict[int, list[int]]:
-    """The samples to serve, in their order, each with the tokens that it has drawn before.
+    """Return the samples to serve, by index, each with the tokens that it has drawn before.
 
     Args:
-        resume: tokens by the index of their sample; none for one that has not begun. Samples that are not named are not
+        resume: drawn tokens by sample index; an empty list for a sample that has not begun. Other samples are not
             served.
 
     Raises:
-        InvalidInput: no sample, one that there is not or that has ended, a token that the model does not draw, or no
-            seed where one decides.
+        InvalidInput: no sample is given, an index is out of range, a sample has already ended, a token cannot be drawn
+            by the model, or random sampling lacks a seed.
     """
     if not isinstance(resume, Mapping) or not resume:
-        raise InvalidInput(f"resume {shown(resume)} is {kind(resume)}: give a dict of sample: tokens drawn, not empty")
+        raise InvalidInput(f"resume {shown(resume)} is {kind(resume)}: give a non-empty dict of sample: drawn tokens")
     if params.seed is None and not params.greedy:
-        raise InvalidInput("a request that draws goes on only with the seed it had: give params the output's seed")
-    found: dict[int, list[int]] = {}
+        raise InvalidInput("resume: a sampled request needs its original seed: set params.seed to the output's seed")
+    samples: dict[int, list[int]] = {}
     for key, value in resume.items():
         index = whole_number(key, "resume: sample")
-        if not 0 <= index < params.n or index in found:
-            raise InvalidInput(f"resume names sample {index}: give each of 0 to {params.n - 1} once at most")
-        found[index] = _drawn(index, value, params, num_prompt_tokens, limits)
-    return dict(sorted(found.items()))
+        if not 0 <= index < params.n or index in samples:
+            raise InvalidInput(f"resume names sample {index}: give each of 0 to {params.n - 1} at most once")
+        samples[index] = _drawn(index, value, params, num_prompt_tokens, limits)
+    return dict(sorted(samples.items()))
 
 
-def _drawn(
-    index: int, value: Any, params: SamplingParams, num_prompt_tokens: int, limits: ModelLimits
-) -> list[int]:
-    """The tokens of one sample."""
+def _drawn(index: int, value: Any, params: SamplingParams, num_prompt_tokens: int, limits: ModelLimits) -> list[int]:
+    """Return the checked tokens of one sample."""
     tokens = token_list(value, f"resume: the tokens of sample {index}")
     most = min(limits.vocab_size, limits.num_logits)
     wrong = next((token for token in tokens if not 0 <= token < most), None)
@@ -63,5 +61,5 @@ def _drawn(
     length = room if params.max_tokens is None else min(room, params.max_tokens)
     if end is not None or len(tokens) >= length:
         why = f"at token {end}" if end is not None else f"after {len(tokens)} tokens, of {length} at most"
-        raise InvalidInput(f"resume: sample {index} has ended {why}: resume those that run")
+        raise InvalidInput(f"resume: sample {index} has already ended {why}: resume only unfinished samples")
     return tokens

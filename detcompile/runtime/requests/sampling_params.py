@@ -1,4 +1,4 @@
-"""SamplingParams: how to draw, and when to end, the tokens of one request. Names and meanings follow vLLM."""
+"""SamplingParams: how to draw the tokens of one request and when to stop. Names and meanings follow vLLM."""
 
 import math
 import secrets
@@ -15,55 +15,58 @@ from detcompile.runtime.requests.plain_values import flag, kind, number, or_none
 __all__ = ["SamplingParams"]
 
 MIN_TEMPERATURE = 1e-5  # below it, logits / temperature may leave fp32's range
-MAX_PENALTY = 2.0  # of presence and frequency
-MOST_SAMPLES = 4096  # of a prompt
-LARGEST, SMALLEST = 3.4028234663852886e38, 1.1754943508222875e-38  # of float32, in which the sampler works
-LARGE = 1e20  # beyond it, or below its inverse, one may leave float32's range with what is multiplied or divided by it
-LARGEST_INTEGER = (1 << 63) - 1  # of int64
+MAX_PENALTY = 2.0  # presence and frequency penalties
+MOST_SAMPLES = 4096  # per prompt
+LARGEST, SMALLEST = 3.4028234663852886e38, 1.1754943508222875e-38  # float32's finite range: the sampler works in it
+LARGE = 1e20  # multiplying or dividing by more than this may leave float32's range
+LARGEST_INTEGER = (1 << 63) - 1  # int64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How to draw the tokens of one request, and when to end it.
+    """How to draw the tokens of one request and when to stop.
 
-    The logits are changed in this order: what allowed_token_ids, bad words, min_tokens and the grammar forbid, and
-    logit_bias; penalties, temperature, top_k, top_p on what is left, min_p. Ties go to the lowest token id.
+    The logits are changed in this order: allowed_token_ids, bad words, min_tokens, the grammar and logit_bias; then
+    penalties, temperature, top_k, top_p (over what top_k keeps) and min_p. Ties go to the lowest token id.
 
     Args:
-        n: completions of one prompt; each has random numbers of its own.
-        max_tokens: generated tokens at most; None for as many as the context holds.
-        min_tokens: neither a stop token nor a stop string ends the request up to this many tokens.
+        n: completions per prompt; each has independent random numbers.
+        max_tokens: maximum number of generated tokens; None for as many as the context holds.
+        min_tokens: no stop token or stop string ends the request before it has this many tokens.
         temperature: divides the logits; 0 is greedy.
-        top_p: keep the fewest tokens whose probabilities reach top_p; 1 keeps all.
-        top_k: keep the k likeliest tokens; 0 or -1 keeps all.
-        min_p: keep tokens at least min_p times as likely as the likeliest; 0 keeps all.
+        top_p: keep the smallest set of most likely tokens whose probabilities sum to top_p; 1 keeps all.
+        top_k: keep the k most likely tokens; 0 or -1 keeps all.
+        min_p: keep tokens at least min_p times as likely as the most likely one; 0 keeps all.
         seed: 0 <= seed < 2^64; None draws a fresh one for each request. Requests that share a seed share their noise.
-        stop: a string, or several, that end the request where they appear in its text.
+        stop: a string or list of strings that end the request when they appear in its text.
         stop_token_ids: tokens that end the request; they are part of its output.
-        ignore_eos: go on after the model's end-of-sequence token.
+        ignore_eos: continue after the model's end-of-sequence token.
         include_stop_str_in_output: keep the stop string that ended the request.
         skip_special_tokens: leave special tokens out of the text.
-        logprobs: how many of the likeliest tokens to report with each token, beside itself; -1 for all of the
-            vocabulary; None: no logprobs.
+        logprobs: report this many of the most likely tokens beside each generated token; -1 for the whole vocabulary;
+            None for no logprobs.
         prompt_logprobs: the same for the tokens of the prompt.
-        repetition_penalty: makes tokens of the prompt and the output less likely above 1, more likely below.
-        presence_penalty: is taken, in [-2, 2], from the logits of tokens in the output.
-        frequency_penalty: is taken, in [-2, 2], from a token's logit once for each time it is in the output.
-        logit_bias: is added to the logits of some tokens; -inf forbids one.
+        repetition_penalty: above 1, makes tokens of the prompt and the output less likely; below 1, more likely.
+        presence_penalty: in [-2, 2]; subtracted from the logits of tokens in the output.
+        frequency_penalty: in [-2, 2]; subtracted from a token's logit once per occurrence in the output.
+        logit_bias: added to the logits of some tokens; -inf forbids a token.
         allowed_token_ids: the only tokens that may be drawn; None for all.
-        bad_words: texts that the output must not contain, each with and without a space before it. The last token of
-            one is forbidden where the output ends with its others; text that is made of other tokens is not found.
-        bad_words_ids: the same as lists of token ids, as Hugging Face's generate takes them: they may begin in the
-            prompt, and one that is longer than all tokens so far is not looked at.
-        truncate_prompt_tokens: keep so many tokens at the prompt's end; -1 as many as the context has room for, beside
-            one to draw, or min_tokens; None keeps all.
-        grammar: a Grammar that the text has to match; its two fields as a dict, or vLLM's StructuredOutputsParams, are
-            taken as one. The request ends where the grammar lets nothing follow; max_tokens and stop strings cut it.
+        bad_words: texts that the output must not contain, each with and without a leading space. The last token of a
+            word is forbidden when the output ends with the word's other tokens. The same text made of different tokens
+            is not detected.
+        bad_words_ids: the same as lists of token ids, with the semantics of Hugging Face's generate: a match may begin
+            in the prompt, and a list longer than all tokens so far is ignored.
+        truncate_prompt_tokens: keep this many tokens at the prompt's end; -1 keeps as many as fit in the context with
+            one generated token, or min_tokens; None keeps all.
+        grammar: a Grammar that the text must match; a dict of its two fields or vLLM's StructuredOutputsParams are
+            accepted too. The request ends when the grammar allows no further token; max_tokens and stop strings may
+            end it earlier.
 
+    Numbers of numpy and torch are accepted like Python's. A bool or a float is not an integer, and NaN is not a number.
     Numbers of numpy and torch are taken as Python's; a bool or a float is no integer, and NaN is no number.
 
     Raises:
-        InvalidInput: a value of another type, or out of range.
+        InvalidInput: a value has the wrong type or is out of range.
     """
 
     n: int = 1
@@ -103,53 +106,53 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is taken, without noise."""
+        """True if the most likely token is always taken, without noise."""
         return self.temperature == 0
 
     @property
     def filtered(self) -> bool:
-        """Whether some token may be left out before drawing."""
+        """True if top_k, top_p or min_p may exclude tokens."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     @property
     def penalised(self) -> bool:
-        """Whether the tokens so far change the logits."""
+        """True if previous tokens change the logits."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @property
     def restricted(self) -> bool:
-        """Whether only some tokens may be drawn."""
+        """True if only a list of tokens may be drawn."""
         return self.allowed_token_ids is not None
 
     @property
     def limited(self) -> bool:
-        """Whether some token may be forbidden."""
+        """True if some token may be forbidden."""
         biases = (self.logit_bias or {}).values()
         forbids = self.restricted or self.grammar is not None
         return forbids or bool(self.min_tokens or self.bad_words or self.bad_words_ids) or -math.inf in biases
 
     @property
     def extreme(self) -> bool:
-        """Whether a bias or a penalty may take a logit out of float32."""
+        """True if a bias or a penalty may take a logit out of float32's range."""
         biases = (abs(bias) for bias in (self.logit_bias or {}).values() if math.isfinite(bias))
         return max(biases, default=0.0) > LARGE or not 1 / LARGE < self.repetition_penalty < LARGE
 
     @property
     def plain(self) -> bool:
-        """Whether each token is the likeliest by the model's own logits, and nothing else of them is asked."""
+        """True if every token is the argmax of the unchanged logits and no logprobs are requested."""
         forbids = self.restricted or self.bad_words_ids or self.grammar is not None
         changed = self.min_tokens or self.logit_bias or self.penalised or forbids
         return self.greedy and self.logprobs is None and not changed
 
     def seeded(self) -> "SamplingParams":
-        """The same parameters with a seed: their own, or a fresh one from the operating system."""
+        """Return the same parameters with a seed: the given one, or a random one from the operating system."""
         return self if self.seed is not None else replace(self, seed=secrets.randbits(64))
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Refuse what a model of ``vocab_size`` tokens cannot serve.
+        """Reject parameters that a model of ``vocab_size`` tokens cannot serve.
 
         Raises:
-            InvalidInput: an id that is no token of the model, or more logprobs than it has tokens.
+            InvalidInput: an id is outside the vocabulary, or more logprobs are requested than there are tokens.
         """
         named = {
             "stop_token_ids": self.stop_token_ids,
@@ -166,11 +169,11 @@ class SamplingParams:
 
 
 class _Rule(NamedTuple):
-    """What a field may be."""
+    """Valid values of one field."""
 
-    read: Callable[[Any, str], Any]  # the value as plain Python, or InvalidInput with its name
+    read: Callable[[Any, str], Any]  # converts to plain Python, or raises InvalidInput with the field's name
     holds: Callable[[Any], bool]
-    wanted: str  # the same in words
+    wanted: str  # the rule in words, for error messages
 
 
 def _strings(value: Any, name: str) -> tuple[str, ...]:
@@ -213,14 +216,14 @@ def _distinct(value: Any, name: str) -> tuple[int, ...]:
 
 
 def _biases(value: Any, name: str) -> dict[int, float]:
-    """JSON has strings for keys, so a token id in digits is one too."""
+    """Read biases by token id. JSON keys are strings, so a decimal string counts as an id."""
     _require(isinstance(value, Mapping), f"{name} {shown(value)} is {kind(value)}: give a dict of token: bias")
-    found: dict[int, float] = {}
+    biases: dict[int, float] = {}
     for key, bias in value.items():
         token = int(key) if isinstance(key, str) and key.isdecimal() else whole_number(key, f"{name}: token")
-        _require(token not in found, f"{name} names token {token} twice")
-        found[token] = number(bias, f"{name}: the bias of token {token},")
-    return found
+        _require(token not in biases, f"{name} names token {token} twice")
+        biases[token] = number(bias, f"{name}: the bias of token {token},")
+    return biases
 
 
 def _is_penalty(value: float) -> bool:
@@ -233,9 +236,7 @@ def _is_count(value: int | None) -> bool:
 
 RULES: dict[str, _Rule] = {
     "n": _Rule(whole_number, lambda n: 1 <= n <= MOST_SAMPLES, f"from 1 to {MOST_SAMPLES}"),
-    "max_tokens": _Rule(
-        or_none(whole_number), lambda n: n is None or 1 <= n <= LARGEST_INTEGER, "None, or at least 1"
-    ),
+    "max_tokens": _Rule(or_none(whole_number), lambda n: n is None or 1 <= n <= LARGEST_INTEGER, "None, or at least 1"),
     "min_tokens": _Rule(whole_number, lambda n: 0 <= n <= LARGEST_INTEGER, "at least 0"),
     "temperature": _Rule(
         number,
@@ -260,7 +261,7 @@ RULES: dict[str, _Rule] = {
     "frequency_penalty": _Rule(number, _is_penalty, f"between -{MAX_PENALTY} and {MAX_PENALTY}"),
     "logit_bias": _Rule(
         or_none(_biases),
-        lambda found: all(t >= 0 and (b == -math.inf or abs(b) <= LARGEST) for t, b in (found or {}).items()),
+        lambda biases: all(t >= 0 and (b == -math.inf or abs(b) <= LARGEST) for t, b in (biases or {}).items()),
         "token ids with biases that are finite (in float32), or -inf",
     ),
     "allowed_token_ids": _Rule(
@@ -324,5 +325,5 @@ def _require(condition: bool, message: str) -> None:
         raise InvalidInput(message)
 
 
-if RULES.keys() != {own.name for own in fields(SamplingParams)}:
+if RULES.keys() != {entry.name for entry in fields(SamplingParams)}:
     raise TypeError(f"RULES and the fields of SamplingParams differ: {RULES.keys() ^ set(SamplingParams.__slots__)}")

@@ -1,6 +1,6 @@
-"""Filters of a draw: masks, top_k, top_p and min_p, each row by itself, ties by the lowest id.
+"""Operations on rows of logits: argmax, grammar masks, top_k, top_p and min_p. Ties go to the lowest id.
 
-The cumulative sum of top_p runs over fixed-point integers, where every order gives the same sum.
+The cumulative sum of top_p runs over fixed-point integers, whose sum does not depend on the order.
 """
 
 import math
@@ -10,21 +10,44 @@ import torch
 from torch import Tensor
 
 import detcompile.templates.rows.softmax  # noqa: F401  registers torch.ops.detcompile.softmax
+from detcompile.templates.tokens.next_tokens_gpu import LIKELIEST_DTYPES, likeliest_cuda
 
-__all__ = ["NO_LIMIT", "PROBABILITY_UNIT", "filtered", "masked"]
+__all__ = ["NO_LIMIT", "PROBABILITY_UNIT", "filtered", "likeliest", "masked", "not_finite"]
 
 PROBABILITY_UNIT = 2.0**56  # fixed-point probabilities: a row's sum stays far below 2^63
 NO_LIMIT = torch.iinfo(torch.int64).max
 
 
+def likeliest(logits: Tensor, sampled: Tensor | None = None) -> Tensor:
+    """Return [R, 2] int64: whether a row of ``logits`` [R, V] is invalid, and the lowest id of its highest logit.
+
+    This is the whole sampling of a plain greedy row. Argmax treats NaN as the highest value.
+
+    Args:
+        logits: [R, V] floating point.
+        sampled: int64, contiguous, at least R long; the ids are also written to its beginning.
+    """
+    if logits.is_cuda and logits.dtype in LIKELIEST_DTYPES:
+        return likeliest_cuda(logits, sampled)
+    tokens = torch.argmax(logits, dim=-1, keepdim=True)
+    if sampled is not None:
+        sampled[: len(tokens)].copy_(tokens[:, 0])
+    return torch.cat([not_finite(logits.gather(1, tokens)), tokens], dim=1)
+
+
+def not_finite(x: Tensor) -> Tensor:
+    """Return whether each element is NaN or infinite."""
+    return x - x != 0  # fewer kernels than ~isfinite
+
+
 def filtered(scaled: Tensor, top_k: Tensor, mass_limit: Tensor, min_p: Tensor, radices: Sequence[int]) -> Tensor:
-    """``scaled`` [Q, V] with -inf at the tokens that top_k, top_p and min_p, [Q, 1] each, leave out."""
+    """Return ``scaled`` [Q, V] with -inf at tokens excluded by top_k, top_p and min_p, [Q, 1] each."""
     # -0.0 becomes +0.0: CUDA picks its sorting algorithm by batch size, and a radix sort may tell the two apart.
     descending, ids = torch.sort(scaled + 0.0, dim=-1, descending=True, stable=True)
     keep = torch.arange(scaled.shape[1], device=scaled.device) < top_k
     descending = descending.masked_fill(~keep, -math.inf)
 
-    # Back in the order of the vocabulary, so that the leaves of its sum are the shards'.
+    # Back in vocabulary order, so that the leaves of the softmax sum are the shards'.
     top_k_logits = torch.empty_like(scaled).scatter_(1, ids, descending)
     probabilities = torch.ops.detcompile.softmax(top_k_logits, torch.float32, list(radices)).double().gather(1, ids)
 
@@ -36,6 +59,6 @@ def filtered(scaled: Tensor, top_k: Tensor, mass_limit: Tensor, min_p: Tensor, r
 
 
 def masked(logits: Tensor, masks: Tensor) -> Tensor:
-    """``logits`` [Q, V] with -inf where ``masks`` [Q, at least V / 8] uint8 have no bit, the lowest bit first."""
+    """Return ``logits`` [Q, V] with -inf where ``masks`` [Q, at least V / 8] uint8 have a 0 bit, lowest bit first."""
     bits = (masks.unsqueeze(2) >> torch.arange(8, dtype=torch.uint8, device=masks.device)) & 1
     return logits.masked_fill(bits.flatten(1)[:, : logits.shape[1]] == 0, -math.inf)

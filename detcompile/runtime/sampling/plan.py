@@ -1,6 +1,6 @@
-"""SamplingPlan: what the sampler of one step reads, laid out on the host, and one copy away from the device.
+"""SamplingPlan: inputs of one step's sampler, laid out on the host and moved to the device in one copy.
 
-Rows with the same needs form a group and are worked on together. The order of a plan's rows never reaches a number.
+Rows with the same needs form a group and are processed together. The order of a plan's rows does not affect results.
 
 Legend: R rows of a step, V vocabulary size.
 """
@@ -16,19 +16,19 @@ from detcompile.errors import InvalidInput
 from detcompile.runtime.device_memory import ran_out_of_memory
 from detcompile.runtime.grammars.matcher import Mask
 from detcompile.runtime.requests.sampling_params import SamplingParams
-from detcompile.runtime.sampling.columns import (
-    Columns,
-    PackedColumns,
-    allowed_columns,
-    bias_columns,
-    drawing_columns,
-    fresh_columns,
-    mask_columns,
-    penalty_columns,
-    proposal_columns,
-)
 from detcompile.runtime.sampling.penalties import TokenCounts
-from detcompile.runtime.sampling.rows import SampleRow
+from detcompile.runtime.sampling.sampling_tensors import (
+    PackedTensors,
+    SampleRow,
+    SamplingTensors,
+    allowed_tensors,
+    bias_tensors,
+    drawing_tensors,
+    fresh_tensors,
+    mask_tensors,
+    penalty_tensors,
+    proposal_tensors,
+)
 
 __all__ = ["RowGroup", "RowNeeds", "SamplingPlan", "plan_rows"]
 
@@ -36,7 +36,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 class RowNeeds(NamedTuple):
-    """What a row needs beyond an argmax."""
+    """Operations that a row needs beyond an argmax."""
 
     biased: bool
     restricted: bool
@@ -48,12 +48,12 @@ class RowNeeds(NamedTuple):
 
     @property
     def changed(self) -> bool:
-        """Whether the row's logits are others than the model's."""
+        """True if the row's logits differ from the model's."""
         return self.biased or self.restricted or self.masked or self.penalised
 
 
 class RowGroup(NamedTuple):
-    """Rows ``start:stop`` of a plan's columns, of one kind, few enough to be worked on at once."""
+    """Rows ``start:stop`` of a plan's tensors: equal needs, and few enough to be processed at once."""
 
     needs: RowNeeds
     start: int
@@ -64,19 +64,19 @@ class RowGroup(NamedTuple):
     allowed_stop: int
     mask_start: int
     mask_stop: int
-    first_row: int | None  # of the logits, where the group is a run of them
+    first_row: int | None  # first row of the logits, if the group's rows are consecutive
 
 
 class SamplingPlan(NamedTuple):
-    """Made by ``Sampler.prepare``, used up by one call of the sampler."""
+    """Made by ``Sampler.prepare`` for one call of the sampler."""
 
     num_rows: int
     groups: tuple[RowGroup, ...]
-    columns: PackedColumns | None  # None where an argmax is all
-    num_slots: int  # of TokenCounts; 0 where no row has penalties
+    tensors: PackedTensors | None  # None if an argmax is enough
+    num_slots: int  # of TokenCounts; 0 if no row has penalties
     logprob_rows: tuple[int, ...]  # rows that want logprobs, in the order of Sampled.logprobs
-    num_logprobs: int  # the most alternatives that one of them wants
-    distributions: tuple[Tensor, ...] = ()  # [V] on the device, that guesses were drawn from
+    num_logprobs: int  # most alternatives that any row wants
+    distributions: tuple[Tensor, ...] = ()  # [V] on the device, from which guesses were drawn
 
 
 def plan_rows(
@@ -87,28 +87,28 @@ def plan_rows(
     at_once: int,
     refused: dict[int, Exception] | None = None,
 ) -> SamplingPlan:
-    """Lay out the step; ``at_once`` bounds the rows of a group.
+    """Plan a step with groups of up to ``at_once`` rows.
 
     Args:
-        refused: gets the rows that cannot be planned, by their index, with what they raised; each is planned as
-            a greedy one, whose token nobody is to read. None: what one raises is raised.
+        refused: receives the exceptions of rows that cannot be planned, by index; each such row is planned as a greedy
+            row, whose token must be ignored. None re-raises the exception.
 
     Raises:
-        InvalidInput: a row that samples has no seed, or a bias of a token that has no logit.
+        InvalidInput: a sampled row has no seed, or a biased token has no logit.
     """
     slots: dict[Hashable, int] = {}
     try:
         return _plan(rows, counts, device, eos_token_ids, at_once, slots)
     except Exception as error:
         alone = refused is not None and not ran_out_of_memory(error)
-        found = {} if not alone else _faulty(rows, counts, device, eos_token_ids, slots)
-        if refused is None or not found:
+        errors = {} if not alone else _faulty(rows, counts, device, eos_token_ids, slots)
+        if refused is None or not errors:
             raise
-        refused |= found
-    for index in found:
+        refused |= errors
+    for index in errors:
         counts.forget(rows[index].key)
     sound = [
-        row._replace(params=GREEDY, key=None, token_ids=(), mask=None, proposals=None) if index in found else row
+        row._replace(params=GREEDY, key=None, token_ids=(), mask=None, proposals=None) if index in errors else row
         for index, row in enumerate(rows)
     ]
     return _plan(sound, counts, device, eos_token_ids, at_once, slots)
@@ -121,14 +121,14 @@ def _faulty(
     eos_token_ids: Sequence[int],
     slots: dict[Hashable, int],
 ) -> dict[int, Exception]:
-    """The rows that cannot be planned even alone."""
-    found: dict[int, Exception] = {}
+    """Return the rows that cannot be planned even alone, with their exceptions."""
+    errors: dict[int, Exception] = {}
     for index, row in enumerate(rows):
         try:
             _plan([row], counts, device, eos_token_ids, 1, slots, fresh=False)
         except Exception as error:
-            found[index] = error
-    return found
+            errors[index] = error
+    return errors
 
 
 def _plan(
@@ -141,7 +141,7 @@ def _plan(
     *,
     fresh: bool = True,
 ) -> SamplingPlan:
-    """``slots`` keeps those of rows that were placed, which a row is once a step, however often this is tried."""
+    """Plan a step. ``slots`` keeps placed rows across retries, because a row may be placed only once per step."""
     if all(row.params.plain and not row.forbidden and row.mask is None for row in rows):
         return SamplingPlan(len(rows), (), None, 0, (), 0)
     biases = [_bias(row, eos_token_ids, counts.vocab_size) for row in rows]
@@ -150,23 +150,23 @@ def _plan(
     logprob_rows = tuple(i for i, row in enumerate(rows) if row.params.logprobs is not None)
     if not special and not logprob_rows:
         return SamplingPlan(len(rows), (), None, 0, (), 0)
-    groups, changed = _groups(rows, special, needs, biases, at_once)
-    own = [rows[i] for i in special]
-    columns: Columns = {**drawing_columns(own), **changed}
-    columns["rows"] = torch.tensor(special, dtype=torch.int64, device="cpu")
-    columns["logprob_rows"] = torch.tensor(logprob_rows, dtype=torch.int64, device="cpu")
+    groups, limits = _groups(rows, special, needs, biases, at_once)
+    special_rows = [rows[i] for i in special]
+    tensors: SamplingTensors = {**drawing_tensors(special_rows), **limits}
+    tensors["rows"] = torch.tensor(special, dtype=torch.int64, device="cpu")
+    tensors["logprob_rows"] = torch.tensor(logprob_rows, dtype=torch.int64, device="cpu")
     distributions: list[Tensor] = []
     if any(need.proposed for need in needs):
-        columns |= proposal_columns(own, distributions)
+        tensors |= proposal_tensors(special_rows, distributions)
     penalised = any(need.penalised for need in needs)
     if penalised:
-        columns |= penalty_columns(own, counts, slots)
+        tensors |= penalty_tensors(special_rows, counts, slots)
     if penalised and fresh:
-        columns |= fresh_columns(counts)
+        tensors |= fresh_tensors(counts)
     return SamplingPlan(
         len(rows),
         tuple(groups),
-        PackedColumns.of(columns, device),
+        PackedTensors.of(tensors, device),
         counts.num_slots if penalised else 0,
         logprob_rows,
         max((rows[i].params.logprobs or 0 for i in logprob_rows), default=0),
@@ -192,15 +192,15 @@ def _bias(row: SampleRow, eos_token_ids: Sequence[int], vocab_size: int) -> dict
         biases = biases | dict.fromkeys(stops, -math.inf)
     if row.forbidden:
         biases = biases | dict.fromkeys(row.forbidden, -math.inf)
-    if biases and not (min(biases) >= 0 and max(biases) < vocab_size):  # on a GPU it would end the process
+    if biases and not (min(biases) >= 0 and max(biases) < vocab_size):  # a GPU kernel would crash the process
         raise InvalidInput(f"a bias of token {max(biases)} or {min(biases)}: the logits are of 0 to {vocab_size - 1}")
     return biases
 
 
 def _groups(
     rows: Sequence[SampleRow], special: list[int], needs: list[RowNeeds], biases: list[dict[int, float]], at_once: int
-) -> tuple[list[RowGroup], Columns]:
-    """Runs of one kind, ``at_once`` rows at most; biases and allowed tokens name the row within its group."""
+) -> tuple[list[RowGroup], SamplingTensors]:
+    """Split rows into runs of equal needs; biases and allowed tokens give the row within its group."""
     groups: list[RowGroup] = []
     bias_rows: list[int] = []
     bias_tokens: list[int] = []
@@ -213,19 +213,19 @@ def _groups(
         need, stop, mask_start = needs[special[start]], start, len(masks)
         bias_start, allowed_start = len(bias_rows), len(allowed_rows)
         while stop < min(len(special), start + at_once) and needs[special[stop]] == need:
-            own, allowed = biases[special[stop]], rows[special[stop]].params.allowed_token_ids or ()
-            bias_rows += [stop - start] * len(own)
-            bias_tokens += own.keys()
-            bias_values += own.values()
+            row_biases, allowed = biases[special[stop]], rows[special[stop]].params.allowed_token_ids or ()
+            bias_rows += [stop - start] * len(row_biases)
+            bias_tokens += row_biases.keys()
+            bias_values += row_biases.values()
             allowed_rows += [stop - start] * len(allowed)
             allowed_tokens += allowed
             mask = rows[special[stop]].mask
             masks += [] if mask is None else [mask]
             stop += 1
         first, last = special[start], special[stop - 1]
-        first_row = first if last - first == stop - 1 - start else None  # rows of one kind ascend
+        first_row = first if last - first == stop - 1 - start else None  # rows of equal needs ascend
         entries = bias_start, len(bias_rows), allowed_start, len(allowed_rows), mask_start, len(masks)
         groups.append(RowGroup(need, start, stop, *entries, first_row))
         start = stop
-    limits = allowed_columns(allowed_rows, allowed_tokens) | mask_columns(masks)
-    return groups, bias_columns(bias_rows, bias_tokens, bias_values) | limits
+    limits = allowed_tensors(allowed_rows, allowed_tokens) | mask_tensors(masks)
+    return groups, bias_tensors(bias_rows, bias_tokens, bias_values) | limits

@@ -1,4 +1,4 @@
-"""Drafter: guesses at the next tokens of a sequence. A guess can be wrong, late or missing; it never changes a bit."""
+"""Drafter: guesses the next tokens of a sequence. A guess can be wrong, late or missing; it never changes a bit."""
 
 import abc
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from detcompile.errors import InvalidInput
 from detcompile.runtime.requests.sequence import Sequence
-from detcompile.runtime.sampling.likeliest import likeliest
+from detcompile.runtime.sampling.filters import likeliest
 from detcompile.runtime.sampling.plan import SamplingPlan
 from detcompile.runtime.sampling.sampler import Sampler
 from detcompile.runtime.speculation.draft_tree import DraftTree
@@ -21,19 +21,17 @@ NO_DRAFT = DraftTree({})
 
 
 class Drafter(abc.ABC):
-    """What the engine asks of a drafter: ``propose`` and ``forget``; the rest does nothing unless a subclass says so.
+    """Interface of drafters: ``propose`` and ``forget``; the other methods do nothing by default.
 
-    A sequence is given as a DraftedSequence, a view that can be read and not written. It is the same object each time,
-    so that it may be a key.
-
-    Where one of the methods raises for a sequence, the drafter is not asked about that sequence again.
+    Sequences are passed as DraftedSequence, a read-only view. It is always the same object, so it can be a key. If a
+    method raises for a sequence, the drafter is not used for that sequence again.
 
     Attributes:
-        vocab_size: tokens of the vocabulary, which has to be the target's; None fits any.
-        tokenizer: tokenizer of the tokens that are guessed, which has to give the target's ids; None fits any.
-        reads_states: whether the target's forward has to return hidden states, which ``observe`` is then given.
-        hidden_size: values of a hidden state, where ``reads_states``.
-        device: device that ``propose`` works on; a mirror gives a drafter on a GPU a stream of its own.
+        vocab_size: size of the vocabulary, which must be the target's; None fits any.
+        tokenizer: tokenizer of the guessed tokens, which must give the target's ids; None fits any.
+        reads_states: True if ``observe`` needs the hidden states of the target's forward.
+        hidden_size: size of these hidden states, if ``reads_states``.
+        device: device on which ``propose`` works; MirrorDrafter gives a drafter on a GPU its own stream.
     """
 
     vocab_size: int | None = None
@@ -44,30 +42,30 @@ class Drafter(abc.ABC):
 
     @abc.abstractmethod
     def propose(self, sequences: SequenceOf[Sequence], max_depth: SequenceOf[int]) -> SequenceOf[DraftTree]:
-        """Return a tree for each sequence, no deeper than ``max_depth``; NO_DRAFT for none. All tokens are known."""
+        """Return a tree for each sequence, at most ``max_depth`` deep, or NO_DRAFT. All tokens are known."""
 
     @abc.abstractmethod
     def forget(self, sequence: Sequence) -> None:
-        """The sequence has ended, or will not be asked about for long: drop what is kept of it."""
+        """Drop the state of a sequence that has ended, or will not be drafted for some time."""
 
     def draft_ahead(self) -> None:  # noqa: B027  a subclass may do without
-        """The target verifies what was proposed: a drafter that can work meanwhile does."""
+        """Work ahead while the target verifies the last proposal."""
 
     def observe(self, rows: Mapping[Sequence, int], hidden: Tensor) -> None:  # noqa: B027
-        """A step was drawn from the states ``hidden`` [R, H]; ``rows`` is the row of each sequence's newest token.
+        """Receive the hidden states [R, H] of a step; ``rows`` gives the row of each sequence's newest token.
 
-        Called where ``reads_states``; the states are good until the target's next launch.
+        Called if ``reads_states``; the states are valid until the target's next launch.
         """
 
     def give_distributions(self) -> None:  # noqa: B027
-        """Guesses will be accepted by rejection: trees should tell what they were drawn from, where it is known."""
+        """From now on, include in the trees the distributions that guesses were drawn from, where known."""
 
 
 def as_drafter(given: Any) -> Drafter:
-    """The drafter itself, or a Drafter around an object that has ``propose`` and ``forget``, and perhaps more of it.
+    """Return the drafter, or wrap an object that has ``propose`` and ``forget``.
 
     Raises:
-        InvalidInput: an object without one of the two.
+        InvalidInput: one of the two methods is missing.
     """
     if isinstance(given, Drafter):
         return given
@@ -78,17 +76,17 @@ def as_drafter(given: Any) -> Drafter:
 
 
 class _Lookalike(Drafter):
-    """An object with a drafter's methods that is no Drafter; what it lacks is as in Drafter."""
+    """Wraps an object with a drafter's methods; missing optional methods are Drafter's."""
 
     def __init__(self, given: Any) -> None:
         self._given = given
         optional = vars(Drafter).keys() - Drafter.__abstractmethods__
-        own = [name for name in optional if not name.startswith("_") and hasattr(given, name)]
-        vars(self).update({name: getattr(given, name) for name in own})
+        present = [name for name in optional if not name.startswith("_") and hasattr(given, name)]
+        vars(self).update({name: getattr(given, name) for name in present})
 
     def propose(self, sequences: SequenceOf[Sequence], max_depth: SequenceOf[int]) -> SequenceOf[DraftTree]:
-        found: SequenceOf[DraftTree] = self._given.propose(sequences, max_depth)
-        return found
+        trees: SequenceOf[DraftTree] = self._given.propose(sequences, max_depth)
+        return trees
 
     def forget(self, sequence: Sequence) -> None:
         self._given.forget(sequence)
@@ -98,11 +96,11 @@ def draw_drafts(sampler: Sampler, logits: Tensor, plan: SamplingPlan, drawn: Ten
     """Draw a draft from each row of ``logits`` [R', V].
 
     Args:
-        drawn: [R', 2] int64, what ``likeliest`` gives for these logits, if that is known; this may be written to.
+        drawn: [R', 2] int64, ``likeliest`` of these logits, if already computed; may be overwritten.
 
     Returns:
-        [R, 3] int64: whether the logits are not numbers, which is the drafter's fault; whether nothing can be drawn,
-        which may be the request's, whose bias or temperature overflows; and the token.
+        [R, 3] int64: whether the logits are NaN or infinite (the drafter's fault); whether no token can be drawn
+        (possibly the request's fault, if its bias or temperature overflows); and the token.
     """
     drawn = likeliest(logits[: plan.num_rows]) if drawn is None else drawn
     not_numbers = drawn[: plan.num_rows, :1].clone()
@@ -110,16 +108,16 @@ def draw_drafts(sampler: Sampler, logits: Tensor, plan: SamplingPlan, drawn: Ten
 
 
 def require_fitting(drafter: Drafter | None, vocab_size: int, hidden_size: int, tokenizer: Any | None) -> None:
-    """Refuse a drafter for another model.
+    """Reject a drafter made for another model.
 
     Args:
-        drafter: drafter that was given; None, the n-grams of a text, fits every model.
-        vocab_size: tokens of the target's vocabulary.
-        hidden_size: values of a hidden state that the target gives; 0 if it gives none.
-        tokenizer: the target's tokenizer, where it is known.
+        drafter: the drafter; None (n-grams) fits every model.
+        vocab_size: size of the target's vocabulary.
+        hidden_size: size of the target's hidden states; 0 if it returns none.
+        tokenizer: the target's tokenizer, if known.
 
     Raises:
-        InvalidInput: another vocabulary or tokenizer, or states of another size, where they are known.
+        InvalidInput: the vocabularies, the tokenizers or the sizes of the states are known to differ.
     """
     if drafter is None:
         return
@@ -133,7 +131,7 @@ def require_fitting(drafter: Drafter | None, vocab_size: int, hidden_size: int, 
     if not drafter.reads_states:
         return
     if hidden_size == 0:
-        raise InvalidInput("the drafter reads hidden states, which this model does not hand out: take another drafter")
+        raise InvalidInput("the drafter needs hidden states, which this model does not return: use another drafter")
     if drafter.hidden_size != hidden_size:
         raise InvalidInput(
             f"the drafter reads states of {drafter.hidden_size} values, the model's have {hidden_size}: take one that"
@@ -141,9 +139,9 @@ def require_fitting(drafter: Drafter | None, vocab_size: int, hidden_size: int, 
         )
 
 
-def _known_to_differ(own: Any | None, other: Any | None, vocab_size: int) -> bool:
-    """Whether two tokenizers give other ids. A stub, as transformers makes where files are missing, says nothing."""
-    if own is None or other is None or own is other:
+def _known_to_differ(first: Any | None, other: Any | None, vocab_size: int) -> bool:
+    """Return True if two tokenizers give different ids. A stub (of missing files) is ignored."""
+    if first is None or other is None or first is other:
         return False
-    vocabularies = own.get_vocab(), other.get_vocab()
+    vocabularies = first.get_vocab(), other.get_vocab()
     return min(map(len, vocabularies)) > vocab_size // 2 and vocabularies[0] != vocabularies[1]

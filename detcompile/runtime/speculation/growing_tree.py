@@ -1,8 +1,8 @@
-"""Trees in the making: GrowingTree keeps the nodes whose paths are likeliest under the draft, FixedTree fills a shape.
+"""Draft trees under construction: GrowingTree keeps the most likely paths, FixedTree fills a given shape.
 
-Source: Li et al., "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees", EMNLP 2024: the likeliest
-nodes of a level are expanded; in the end the likeliest of all stay. A path is never likelier than its parent, so these
-are a tree.
+Source: Li et al., "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees", EMNLP 2024: the most likely
+nodes of a level are expanded; in the end the most likely nodes overall are kept. A path is never more likely than its
+parent, so these form a tree.
 """
 
 import heapq
@@ -15,10 +15,10 @@ __all__ = ["FixedTree", "GrowingTree"]
 
 
 class FixedTree:
-    """A tree of a given shape, filled level by level; path (0, 2) is the third candidate for what follows (0,).
+    """A tree of a given shape, filled level by level; path (0, 2) is the third candidate after (0,).
 
     Raises:
-        InvalidInput: no shape.
+        InvalidInput: the shape is invalid.
     """
 
     def __init__(self, shape: Sequence[Path]) -> None:
@@ -28,15 +28,15 @@ class FixedTree:
         self._level = 0
 
     def frontier(self) -> list[Path]:
-        """Nodes of the newest level that have children in the shape and were given a token."""
+        """Return the nodes of the newest level that have a token and children in the shape."""
         return [path for path in self._parents if len(path) == self._level and (not path or path in self._tokens)]
 
     def along(self, path: Path) -> list[int]:
-        """Tokens from below the root to a node."""
+        """Return the tokens from below the root to a node."""
         return [self._tokens[path[: depth + 1]] for depth in range(len(path))]
 
     def expand(self, level: Sequence[tuple[Path, Sequence[tuple[int, float]]]]) -> None:
-        """Add a level, as ``GrowingTree.expand``; candidates that the shape has no node for are dropped."""
+        """Add a level, like ``GrowingTree.expand``; candidates without a node in the shape are dropped."""
         for parent, candidates in level:
             for index, (token, _) in enumerate(candidates):
                 if (*parent, index) in self._shape:
@@ -44,7 +44,7 @@ class FixedTree:
         self._level += 1
 
     def tree(self) -> DraftTree:
-        """The nodes that were given a token."""
+        """Return the nodes that have a token."""
         return DraftTree(self._tokens)
 
 
@@ -52,11 +52,11 @@ class GrowingTree:
     """Nodes and the probabilities of their paths.
 
     Args:
-        max_nodes: nodes that the tree has in the end.
-        width: nodes of a level that are expanded.
+        max_nodes: nodes of the final tree.
+        width: nodes to expand per level.
 
     Raises:
-        InvalidInput: less than one of either.
+        InvalidInput: either is less than 1.
     """
 
     def __init__(self, max_nodes: int, width: int) -> None:
@@ -69,24 +69,24 @@ class GrowingTree:
         self._newest: list[Path] = [()]
 
     def frontier(self) -> list[Path]:
-        """Nodes to expand next, at first the root: the likeliest of the newest level among those that would stay."""
-        staying = set(self._likeliest()) | {()}
-        found = [path for path in self._newest if path in staying]
-        return heapq.nsmallest(self.width, found, key=self._rank)
+        """Return the nodes to expand next (first the root): the most likely ones of the newest level that are kept."""
+        kept = set(self._likeliest()) | {()}
+        nodes = [path for path in self._newest if path in kept]
+        return heapq.nsmallest(self.width, nodes, key=self._rank)
 
     def along(self, path: Path) -> list[int]:
-        """Tokens from below the root to a node."""
+        """Return the tokens from below the root to a node."""
         return [self._tokens[path[: depth + 1]] for depth in range(len(path))]
 
     def expand(self, level: Sequence[tuple[Path, Sequence[tuple[int, float]]]]) -> None:
         """Add a level.
 
         Args:
-            level: (node, its candidates) of each node of ``frontier``; a candidate is (token, probability given the
-                node), no token twice.
+            level: (node, its candidates) for each node of ``frontier``; a candidate is (token, probability given the
+                node), with distinct tokens.
 
         Raises:
-            InvalidInput: a probability outside [0, 1].
+            InvalidInput: a probability is outside [0, 1].
         """
         self._newest = []
         for parent, candidates in level:
@@ -99,12 +99,12 @@ class GrowingTree:
                 self._newest.append(path)
 
     def tree(self) -> DraftTree:
-        """The likeliest nodes of all."""
+        """Return the most likely nodes overall."""
         return DraftTree({path: self._tokens[path] for path in self._likeliest()})
 
     def _likeliest(self) -> list[Path]:
         return heapq.nsmallest(self.max_nodes, self._tokens, key=self._rank)
 
     def _rank(self, path: Path) -> tuple[float, int, Path]:
-        """Likelier first; among equals parents, and then first guesses."""
+        """Sort key: more likely first; among equals, parents first, then first guesses."""
         return -self._probability[path], len(path), path

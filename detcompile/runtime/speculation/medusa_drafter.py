@@ -1,9 +1,9 @@
-"""MedusaDrafter: heads on the target's own hidden state guess several tokens ahead, without a forward of their own.
+"""MedusaDrafter: heads on the target's hidden state guess several tokens ahead, without an extra forward.
 
-The state is the one that the newest token was drawn from, which the verifying forward computed anyway. Cai et al.,
-"Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads", ICML 2024.
+The state is the one from which the newest token was drawn, so the verifying forward has computed it already. Cai et
+al., "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads", ICML 2024.
 
-Legend: S sequences, K heads, C candidates of a head, H hidden size, V vocabulary size.
+Legend: S sequences, K heads, C candidates per head, H hidden size, V vocabulary size.
 """
 
 import heapq
@@ -25,21 +25,20 @@ __all__ = ["MedusaDrafter", "likeliest_paths"]
 
 
 class MedusaDrafter(Drafter):
-    """Trees of the heads' likeliest tokens. Made by ``CompiledModel.medusa_drafter``.
+    """Drafts trees of the heads' most likely tokens. Made by ``CompiledModel.medusa_drafter``.
 
-    A head's first candidate is what it draws with the target's noise at that position; the others are its likeliest
-    tokens. Where no ``paths`` are given, each step's tree takes the paths whose product of the heads' probabilities is
-    largest.
+    A head's first candidate is drawn with the target's noise at that position; the others are its most likely tokens.
+    Without ``paths``, each step's tree takes the paths with the largest product of the heads' probabilities.
 
     Args:
         heads: Medusa heads on the target's device.
         lm_head: [V, H], the target's language-model head, for heads without one.
         num_nodes: nodes of a tree that grows by probability.
         num_candidates: candidates per head.
-        paths: a fixed tree; (0, 2) is the first candidate of the first head and the third of the second.
+        paths: a fixed tree; (0, 2) is the first head's first candidate followed by the second head's third.
 
     Raises:
-        InvalidInput: heads of another hidden size or vocabulary than ``lm_head``, or a tree that cannot be.
+        InvalidInput: the heads' hidden size or vocabulary does not match ``lm_head``, or the tree is invalid.
     """
 
     vocab_size: int
@@ -68,10 +67,10 @@ class MedusaDrafter(Drafter):
         self.num_nodes, self.num_candidates, self.paths = num_nodes, num_candidates, paths
         self._lm_head = lm_head
         self._sampler = Sampler(self.vocab_size, lm_head.device)
-        self._states: dict[Sequence, tuple[int, Tensor]] = {}  # tokens there were, and the state of the newest: [H]
+        self._states: dict[Sequence, tuple[int, Tensor]] = {}  # number of tokens, and state [H] of the newest one
 
     def observe(self, rows: Mapping[Sequence, int], hidden: Tensor) -> None:
-        """Keep the states that each sequence's newest token was drawn from: rows of ``hidden`` [R, H]."""
+        """Keep the state from which each sequence's newest token was drawn: rows of ``hidden`` [R, H]."""
         index = torch.tensor(list(rows.values()), dtype=torch.int64, device="cpu").to(hidden.device, non_blocking=True)
         kept = hidden.index_select(0, index)
         for sequence, state in zip(rows, kept.unbind(), strict=True):
@@ -79,19 +78,19 @@ class MedusaDrafter(Drafter):
 
     @torch.no_grad()
     def propose(self, sequences: SequenceOf[Sequence], max_depth: SequenceOf[int]) -> list[DraftTree]:
-        """A tree for each sequence whose newest token's state is known.
+        """Return a tree for each sequence whose newest state is known.
 
         Raises:
-            EngineError: the heads' logits are not numbers.
+            EngineError: the heads' logits are NaN or infinite.
         """
         states: dict[Sequence, Tensor] = {}
         for sequence in sequences:
             num_tokens, state = self._states.get(sequence, (-1, self._lm_head))
             if num_tokens == len(sequence.token_ids):
                 states[sequence] = state
-        found = self._candidates(states) if states else {}
+        candidates = self._candidates(states) if states else {}
         return [
-            self._tree(*found[sequence], depth) if sequence in found and depth > 0 else NO_DRAFT
+            self._tree(*candidates[sequence], depth) if sequence in candidates and depth > 0 else NO_DRAFT
             for sequence, depth in zip(sequences, max_depth, strict=True)
         ]
 
@@ -100,7 +99,7 @@ class MedusaDrafter(Drafter):
         self._states.pop(sequence, None)
 
     def _candidates(self, states: dict[Sequence, Tensor]) -> dict[Sequence, tuple[list[list[int]], list[list[float]]]]:
-        """Tokens and probabilities [K, C] of each sequence that something can be drawn for at every head."""
+        """Return tokens and probabilities [K, C] of each sequence for which every head can draw a token."""
         logits = self.heads(torch.stack(list(states.values())), self._lm_head)  # [K, S, V]
         rows = [
             SampleRow(
@@ -117,15 +116,16 @@ class MedusaDrafter(Drafter):
         likeliest = flat.float().softmax(-1).topk(self.num_candidates, dim=-1)
         not_numbers, invalid, drawn = drafts.T.tolist()
         if any(not_numbers):
-            raise EngineError("the Medusa heads' logits are not numbers: check their weights and their dtype")
+            raise EngineError("the Medusa heads' logits are NaN or infinite: check their weights and their dtype")
         tokens, chances = likeliest.indices.tolist(), likeliest.values.tolist()
-        found = {}
+        candidates = {}
         for index, sequence in enumerate(states):
-            own = range(index, len(rows), len(states))  # its row of each head
-            if any(invalid[row] for row in own):
+            head_rows = range(index, len(rows), len(states))  # the sequence's row of each head
+            if any(invalid[row] for row in head_rows):
                 continue
-            found[sequence] = [_first(drawn[row], tokens[row]) for row in own], [chances[row] for row in own]
-        return found
+            firsts = [_first(drawn[row], tokens[row]) for row in head_rows]
+            candidates[sequence] = firsts, [chances[row] for row in head_rows]
+        return candidates
 
     def _tree(self, tokens: list[list[int]], chances: list[list[float]], max_depth: int) -> DraftTree:
         paths = likeliest_paths(chances[:max_depth], self.num_nodes) if self.paths is None else self.paths
@@ -133,28 +133,28 @@ class MedusaDrafter(Drafter):
 
 
 def likeliest_paths(chances: SequenceOf[SequenceOf[float]], num_nodes: int) -> list[Path]:
-    """The paths with the largest products, each with its parents, the likeliest first.
+    """Return the paths with the largest products, each after its parents, most likely first.
 
     Args:
-        chances: [K, C] probabilities of each level's candidates, falling; the same whatever path led there.
-        num_nodes: most paths that are taken.
+        chances: [K, C] probabilities of each level's candidates, descending; the same after every path.
+        num_nodes: most paths to return.
     """
-    found: list[Path] = []
+    best: list[Path] = []
     heap: list[tuple[float, Path]] = [(-chances[0][0], (0,))] if chances else []
-    while heap and len(found) < num_nodes:
+    while heap and len(best) < num_nodes:
         product, path = heapq.heappop(heap)
-        found.append(path)
+        best.append(path)
         level, rank = len(path), path[-1]
         if level < len(chances):
             heapq.heappush(heap, (product * chances[level][0], (*path, 0)))
         if rank + 1 < len(chances[level - 1]) and chances[level - 1][rank] > 0:
             sibling = product / chances[level - 1][rank] * chances[level - 1][rank + 1]
             heapq.heappush(heap, (sibling, (*path[:-1], rank + 1)))
-    return found
+    return best
 
 
 def _first(token: int, others: list[int]) -> list[int]:
-    """As many candidates, ``token`` before the others."""
+    """Return the same number of candidates with ``token`` first."""
     return [token, *(other for other in others if other != token)][: len(others)]
 
 
@@ -173,4 +173,4 @@ def _require_fitting(heads: MedusaHeads, vocab_size: int, hidden_size: int) -> N
 
 def _require_tree(paths: SequenceOf[Path], num_heads: int) -> None:
     if max(map(len, require_shape(paths))) > num_heads:
-        raise InvalidInput(f"MedusaDrafter: paths={list(paths)}: no deeper than {num_heads} heads")
+        raise InvalidInput(f"MedusaDrafter: paths={list(paths)} must not be deeper than the {num_heads} heads")

@@ -1,7 +1,7 @@
-"""MedusaHeads: guesses at several later tokens from one hidden state of the target (Cai et al., "Medusa: Simple LLM
-Inference Acceleration Framework with Multiple Decoding Heads", ICML 2024, section 2.1.1).
+"""MedusaHeads: guess several later tokens from one hidden state of the target.
 
-Head k reads the state that the target's own head drew the newest token from, and guesses the k-th token after that one.
+Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads", ICML 2024, section
+2.1.1. Head k reads the state from which the target drew the newest token, and guesses the k-th token after that one.
 
 Legend: K heads, R rows, H hidden size, V vocabulary size.
 """
@@ -21,7 +21,7 @@ __all__ = ["MedusaHeads"]
 
 TINY = Path(__file__).parents[2] / "tiny" / "medusa"
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
-# What files that are none of ours raise, from one that is missing to weights of other shapes.
+# Exceptions of files that are not Medusa heads: missing, malformed, or with weights of other shapes.
 UNREADABLE = (OSError, ValueError, TypeError, KeyError, StopIteration, RuntimeError, safetensors.SafetensorError)
 FIELDS = ("hidden_size", "num_heads", "num_layers", "vocab_size")
 
@@ -30,14 +30,13 @@ class MedusaHeads(nn.Module):
     """Residual blocks and a language-model head for each offset.
 
     Args:
-        hidden_size: features of the target's hidden states.
-        num_heads: offsets that are guessed, 1 the nearest.
-        num_layers: residual blocks x + silu(Wx + b) of a head, W and b zero at first.
-        vocab_size: rows of each head's own language-model head; None has all use the target's, which need not be
-            shipped again.
+        hidden_size: size of the target's hidden states.
+        num_heads: number of offsets to guess, starting with 1.
+        num_layers: residual blocks x + silu(Wx + b) per head; W and b start as zero.
+        vocab_size: rows of each head's language-model head; None shares the target's head.
 
     Raises:
-        InvalidInput: sizes that cannot be.
+        InvalidInput: a size is invalid.
     """
 
     def __init__(self, hidden_size: int, num_heads: int, *, num_layers: int = 1, vocab_size: int | None = None) -> None:
@@ -49,26 +48,26 @@ class MedusaHeads(nn.Module):
         self.blocks = nn.ModuleList(
             nn.Sequential(*(_ResidualBlock(hidden_size) for _ in range(num_layers))) for _ in range(num_heads)
         )
-        own = 0 if vocab_size is None else num_heads
-        self.lm_heads = nn.ParameterList(torch.empty(vocab_size or 0, hidden_size) for _ in range(own))
+        num_lm_heads = 0 if vocab_size is None else num_heads
+        self.lm_heads = nn.ParameterList(torch.empty(vocab_size or 0, hidden_size) for _ in range(num_lm_heads))
         for weight in self.lm_heads:
             nn.init.normal_(weight, std=hidden_size**-0.5)
 
     def hidden(self, rows: Tensor) -> list[Tensor]:
-        """[.., H] of the target -> what each head hands to its language-model head, [.., H]."""
+        """Map the target's states [.., H] to the inputs [.., H] of each language-model head."""
         return [block(rows) for block in self.blocks]
 
     def forward(self, rows: Tensor, lm_head: Tensor) -> Tensor:
-        """Logits [K, R, V] of hidden states [R, H].
+        """Return logits [K, R, V] of hidden states [R, H].
 
         Args:
-            lm_head: [V, H] of the target, for heads without one of their own.
+            lm_head: [V, H] of the target, for heads without a language-model head.
         """
         weights = list(self.lm_heads) or [lm_head] * self.num_heads
         return torch.stack([F.linear(value, weight) for value, weight in zip(self.hidden(rows), weights, strict=True)])
 
     def save(self, folder: str | Path) -> None:
-        """Write config.json and model.safetensors."""
+        """Write config.json and model.safetensors to a folder."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         config = {name: getattr(self, name) for name in FIELDS}
@@ -77,10 +76,10 @@ class MedusaHeads(nn.Module):
 
     @classmethod
     def load(cls, folder: str | Path) -> "MedusaHeads":
-        """Read what ``save`` wrote, in its dtype, on the CPU; "tiny" are the heads of the embedded model.
+        """Read what ``save`` wrote, in its dtype, on the CPU; "tiny" loads the heads of the embedded model.
 
         Raises:
-            InvalidInput: no such folder, or not heads.
+            InvalidInput: the folder is missing or does not hold Medusa heads.
         """
         folder = TINY if str(folder) == "tiny" else Path(folder)
         try:
@@ -95,7 +94,7 @@ class MedusaHeads(nn.Module):
 
 
 class _ResidualBlock(nn.Linear):
-    """x + silu(Wx + b), which starts as the identity."""
+    """x + silu(Wx + b), initially the identity."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__(hidden_size, hidden_size)

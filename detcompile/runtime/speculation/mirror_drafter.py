@@ -1,7 +1,7 @@
-"""MirrorDrafter: drafts the next trees while the target still verifies the last ones.
+"""MirrorDrafter: drafts the next trees while the target still verifies the previous ones.
 
-It bets that the first branch of a tree is right to its end, and drafts the target's next token and what follows it. If
-the bet is won the next tree is there at once; if not, only the work is lost. On a GPU it works on a stream of its own.
+It bets that the first branch of a tree is accepted to its end, and drafts the target's next token and what follows. If
+the bet is won, the next tree is ready at once; if not, only the work is lost. On a GPU it works on its own stream.
 After Bhendawade et al., "Mirror Speculative Decoding: Breaking the Serial Barrier in LLM Inference", 2025.
 """
 
@@ -20,45 +20,45 @@ __all__ = ["MirrorDrafter"]
 
 
 class MirrorDrafter(Drafter):
-    """Another drafter, asked a step early.
+    """Runs another drafter one step early.
 
-    The drafter sees stand-ins of the sequences: one for each, whose tokens run ahead and are taken back. Its
-    random numbers are at the positions of the target's, so that a bet which is won gives the tree that it would have
-    given later, one level shorter.
+    The inner drafter sees a stand-in for each sequence, whose tokens run ahead and are corrected later. Its random
+    numbers belong to the target's positions, so a won bet gives the tree that it would have given later, one level
+    shorter.
 
     Args:
-        inner: drafter that drafts from tokens alone. If its ``device`` is a GPU it gets a stream of its own.
+        inner: a drafter that needs only tokens. If its ``device`` is a GPU, it gets its own stream.
 
     Raises:
-        InvalidInput: a drafter that reads states which only the verification gives.
+        InvalidInput: the drafter reads states that only the verification gives.
     """
 
     def __init__(self, inner: Drafter) -> None:
         inner = as_drafter(inner)
         if inner.reads_states:
             raise InvalidInput(
-                "MirrorDrafter: the inner drafter reads the states that the verification gives, so that it cannot draft"
-                " ahead of it: use it as it is"
+                "MirrorDrafter: the inner drafter needs hidden states of the verification, so it cannot draft ahead:"
+                " use it directly"
             )
         self.inner = inner
         self.vocab_size, self.tokenizer, self.device = inner.vocab_size, inner.tokenizer, inner.device
-        self.num_ahead = self.num_used = 0  # trees drafted ahead; those of them that were proposed
+        self.num_ahead = self.num_used = 0  # trees drafted ahead, and those of them that were used
         self._stand_ins: dict[Sequence, Sequence] = {}
-        self._bets: dict[Sequence, tuple[list[int], int]] = {}  # tokens with the first branch, deepest tree of the last
-        self._ready: dict[Sequence, tuple[list[int], DraftTree]] = {}  # tokens without the tree, whose roots come next
+        self._bets: dict[Sequence, tuple[list[int], int]] = {}  # tokens including the first branch, and max_depth
+        self._ready: dict[Sequence, tuple[list[int], DraftTree]] = {}  # tokens before the tree drafted ahead
         self._stream = torch.cuda.Stream(inner.device) if inner.device.type == "cuda" else None
         self._proposed = torch.cuda.Event() if self._stream is not None else None
 
     def propose(self, sequences: SequenceOf[Sequence], max_depth: SequenceOf[int]) -> list[DraftTree]:
-        """What was drafted ahead where the bet was won, the inner drafter's trees elsewhere."""
+        """Return the tree drafted ahead where the bet was won, otherwise the inner drafter's tree."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
         trees = {s: tree for s, most in zip(sequences, max_depth) if (tree := self._ready_tree(s, most)) is not None}
         left = [(s, most) for s, most in zip(sequences, max_depth, strict=True) if s not in trees]
         if left:
             stand_ins = [self._stand_in(sequence, sequence.token_ids) for sequence, _ in left]
-            found = self.inner.propose(stand_ins, [most for _, most in left])
-            trees |= {sequence: tree for (sequence, _), tree in zip(left, found, strict=True)}
+            drafted = self.inner.propose(stand_ins, [most for _, most in left])
+            trees |= {sequence: tree for (sequence, _), tree in zip(left, drafted, strict=True)}
         for sequence, most in zip(sequences, max_depth):
             branches = trees[sequence].branches()
             if branches:
@@ -69,7 +69,7 @@ class MirrorDrafter(Drafter):
         return [trees[sequence] for sequence in sequences]
 
     def draft_ahead(self) -> None:
-        """Draft beyond the first branches of the trees that were proposed last."""
+        """Draft beyond the first branches of the last proposed trees."""
         bets, self._bets = self._bets, {}
         if not bets:
             return
@@ -82,11 +82,11 @@ class MirrorDrafter(Drafter):
                 self._ready[sequence] = (tokens, tree)
 
     def give_distributions(self) -> None:
-        """Have the inner drafter tell what its guesses were drawn from, if it can."""
+        """Let the inner drafter include the distributions of its guesses, if it can."""
         self.inner.give_distributions()
 
     def forget(self, sequence: Sequence) -> None:
-        """Drop what is kept of a sequence, here and in the inner drafter."""
+        """Drop a sequence's state, here and in the inner drafter."""
         self._bets.pop(sequence, None)
         self._ready.pop(sequence, None)
         stand_in = self._stand_ins.pop(sequence, None)
@@ -94,7 +94,7 @@ class MirrorDrafter(Drafter):
             self.inner.forget(stand_in)
 
     def _ready_tree(self, sequence: Sequence, max_depth: int) -> DraftTree | None:
-        """What hangs below the newest token in the tree drafted ahead, if that token is one of its guesses."""
+        """Return the subtree below the newest token in the tree drafted ahead, if that token is among its guesses."""
         tokens, tree = self._ready.get(sequence, ([], NO_DRAFT))
         if not tokens or sequence.token_ids[:-1] != tokens:
             return None
@@ -124,6 +124,6 @@ class MirrorDrafter(Drafter):
         if self._stream is None or self._proposed is None:
             yield
             return
-        self._stream.wait_event(self._proposed)  # what the inner drafter did last; not the verification behind it
+        self._stream.wait_event(self._proposed)  # the inner drafter's last work, not the verification after it
         with torch.cuda.stream(self._stream):
             yield

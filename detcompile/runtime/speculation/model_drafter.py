@@ -1,7 +1,7 @@
-"""ModelDrafter: a smaller model drafts, with a paged KV cache of its own and the target's random numbers.
+"""ModelDrafter: a smaller model drafts, with its own paged KV cache and the target's random numbers.
 
-It draws each draft with the seed, sample index and position that the target will draw with. Where both models' logits
-are close, the same noise then picks the same token, also at high temperature.
+It draws each draft with the seed, sample index and position that the target will use. Where the logits of both models
+are close, the same noise picks the same token, even at high temperature.
 """
 
 from collections.abc import Callable, Iterable
@@ -29,29 +29,30 @@ from detcompile.runtime.step.worker import Worker
 
 __all__ = ["ModelDrafter", "TreeKind"]
 
-WIDTH = 4  # nodes of a level that a grown tree expands, and candidates of each
-NEWEST = 64  # tokens that are compared one by one: drafts that were wrong are among them
+WIDTH = 4  # nodes that a grown tree expands per level, and candidates per node
+NEWEST = 64  # tokens to compare one by one; rejected drafts are among them
 
 TreeKind = Literal["chain", "grown"] | SequenceOf[Path]
 
 
 class ModelDrafter(Drafter):
-    """Drafts by a model of the same vocabulary, a level of all sequences' trees at a time.
+    """Drafts with a model of the same vocabulary, one level of all sequences' trees at a time.
 
-    The tree is a chain of the draft model's own draws; with ``siblings``, each node of it has that many of the next
-    likeliest tokens beside it. Other trees branch further. Made by ``CompiledModel.drafter``.
+    The tree is a chain of the draft model's draws; with ``siblings``, each node has that many of the next most likely
+    tokens beside it. Other trees branch further. Made by ``CompiledModel.drafter``.
 
     Args:
         runner, blocks: run steps over the draft model's KV cache.
-        max_context: tokens that the draft model can read.
+        max_context: most tokens that the draft model can read.
         num_tokens: tokens of the chain, or of the longest path.
-        num_sequences: most sequences of a step whose CUDA graphs are captured at once.
-        tokenizer: the draft model's, if it is known.
-        tree: "chain"; "grown" to the ``max_nodes`` likeliest nodes, WIDTH of a level expanded (GrowingTree); or the
-            paths of a fixed shape, such as [(0,), (0, 0), (0, 1), (1,)]. A chain is read back once, a tree every level.
+        num_sequences: most sequences of a step whose CUDA graphs are captured at the start.
+        tokenizer: the draft model's, if known.
+        tree: "chain"; "grown" to the ``max_nodes`` most likely nodes, expanding WIDTH nodes per level (GrowingTree); or
+            the paths of a fixed shape, such as [(0,), (0, 0), (0, 1), (1,)]. A chain is read back once, a tree at every
+            level.
 
     Raises:
-        InvalidInput: numbers that cannot be.
+        InvalidInput: a number is out of range, or the tree is invalid.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class ModelDrafter(Drafter):
                 f" {vocab_size - 1}"
             )
         if tree != "chain" and siblings:
-            raise InvalidInput(f"ModelDrafter: siblings={siblings} are of a chain: leave them out, or give a shape")
+            raise InvalidInput(f"ModelDrafter: siblings={siblings} need tree='chain': leave them out, or give a shape")
         self.vocab_size = vocab_size
         self.tokenizer = tokenizer
         self.device = runner.kv_cache.device
@@ -88,18 +89,18 @@ class ModelDrafter(Drafter):
         self._new_tree, num_candidates = _trees(tree, max_nodes)
         self._drafting = TreeDrafting(runner, blocks, self._sampler, min(num_candidates, vocab_size))
         self._gives_distributions = False
-        self._distributions: list[Tensor] = []  # [S, V] of each level in the making
+        self._distributions: list[Tensor] = []  # [S, V] per level of the current proposal
         if runner.cuda_graphs:
             self._warm_up(num_sequences, chains=tree == "chain" and not siblings)
 
     @torch.no_grad()
     def propose(self, sequences: SequenceOf[Sequence], max_depth: SequenceOf[int]) -> list[DraftTree]:
-        """A tree for each sequence that the draft model's context and cache have room for.
+        """Return a tree for each sequence that fits in the draft model's context and cache.
 
         Raises:
-            EngineError: the draft model's logits are not numbers.
+            EngineError: the draft model's logits are NaN or infinite.
         """
-        self._distributions = []  # those of a call that failed half-way
+        self._distributions = []  # left over if the last call failed
         depths: dict[Sequence, int] = {}
         for sequence, most in zip(sequences, max_depth, strict=True):
             depth = min(most, self.num_tokens, self._max_context - len(sequence.token_ids))
@@ -115,17 +116,17 @@ class ModelDrafter(Drafter):
         return [trees.get(sequence, NO_DRAFT) for sequence in sequences]
 
     def give_distributions(self) -> None:
-        """From now on, tell what each token of a chain was drawn from; siblings are certain guesses."""
+        """From now on, include the distribution of each token of a chain; siblings count as certain guesses."""
         self._gives_distributions = True
 
     def forget(self, sequence: Sequence) -> None:
-        """Free the draft model's keys of a sequence."""
+        """Free the draft model's blocks of a sequence."""
         shadow = self._shadows.pop(sequence, None)
         if shadow is not None and shadow.block_tables:
             self._blocks.release(shadow)
 
     def _warm_up(self, num_sequences: int, *, chains: bool) -> None:
-        """Capture graphs before anyone is served; after a pause, many tokens are read at once."""
+        """Capture graphs before serving; after a pause, many tokens are read at once."""
         worker = Worker(self._runner, self._sampler)
         most = max(num_sequences, FEWEST_MIXED)
         worker.warm_up(most, MIXED_BUCKETS[-1], self._blocks.pool.blocks_for(self._max_context))
@@ -133,7 +134,7 @@ class ModelDrafter(Drafter):
             worker.warm_up_chains(num_sequences, self.num_tokens)
 
     def _follow(self, sequence: Sequence, depth: int, kept: SequenceOf[Sequence]) -> bool:
-        """Bring the draft's copy of a sequence up to date: drafts that were wrong are computed over."""
+        """Update the draft model's copy of a sequence; rejected drafts are overwritten."""
         shadow = self._shadows.get(sequence)
         if shadow is None:
             plain = replace(sequence.sampling, logprobs=None, prompt_logprobs=None)
@@ -145,7 +146,7 @@ class ModelDrafter(Drafter):
         return self._make_room(shadow, len(sequence.token_ids) + depth, kept)
 
     def _make_room(self, shadow: Sequence, num_tokens: int, kept: SequenceOf[Sequence]) -> bool:
-        """Blocks for a copy; those of sequences that are not asked about go first."""
+        """Allocate blocks for a copy; evict sequences that are not in ``kept`` if necessary."""
         while True:
             if not shadow.block_tables:
                 enough = self._blocks.admit(shadow, num_tokens, reuse=False) is not None
@@ -157,17 +158,17 @@ class ModelDrafter(Drafter):
             self.forget(other)
 
     def _is_greedy(self, depths: dict[Sequence, int]) -> bool:
-        """Whether every draft is the likeliest token, the chains are whole, and little is to be read first.
+        """Return True if every draft is the argmax, all chains are complete, and few tokens must be read first.
 
-        Of shorter chains there are many kinds, and capturing each costs more than it saves.
+        Shorter chains have many layouts, and capturing each would cost more than it saves.
         """
         shadows = [self._shadows[sequence] for sequence in depths]
         short = sum(shadow.num_uncomputed for shadow in shadows) <= 2 * len(shadows)
         whole = short and not self.siblings and set(depths.values()) == {self.num_tokens}
-        return whole and self._sampler.prepare(_rows(depths, shadows, 0)).columns is None
+        return whole and self._sampler.prepare(_rows(depths, shadows, 0)).tensors is None
 
     def _draft_greedy(self, depths: dict[Sequence, int]) -> dict[Sequence, DraftTree]:
-        """Launch all levels as one chain: all that they read is known but the tokens."""
+        """Launch all levels as one chain; its inputs are known except for the tokens."""
         shadows = [self._shadows[sequence] for sequence in depths]
         tables = block_tables(shadows, len(self._blocks.groups))
         size, depth = self._blocks.pool.block_size, self.num_tokens
@@ -176,18 +177,18 @@ class ModelDrafter(Drafter):
         rows = list(range(len(shadows)))
         later = ends + np.arange(depth - 1)[:, None]
         steps = [build_arrays(entries, tables, size, {}), *pending_arrays(later, rows, tables, size)]
-        found = self._runner.launch_chain(steps).tolist()
+        levels = self._runner.launch_chain(steps).tolist()
         trees: dict[Sequence, dict[Path, int]] = {sequence: {} for sequence in depths}
         for row, (sequence, shadow) in enumerate(zip(depths, shadows)):
             shadow.num_pending = depth
             shadow.num_computed = shadow.num_tokens - 1
-            for level, drawn in enumerate(found):
-                invalid, token = drawn[row]  # nothing but the logits decides
+            for level, drawn in enumerate(levels):
+                invalid, token = drawn[row]  # only the logits decide
                 self._read(sequence, [invalid, invalid, token], (0,) * level, trees[sequence])
         return {sequence: DraftTree(tree) for sequence, tree in trees.items()}
 
     def _draft(self, depths: dict[Sequence, int]) -> dict[Sequence, DraftTree]:
-        """Launch all levels, each reading the tokens of the one before on the device, then read them back at once."""
+        """Launch all levels, each reading the previous tokens on the device, and read them back together."""
         levels = [
             [sequence for sequence, depth in depths.items() if level < depth] for level in range(max(depths.values()))
         ]
@@ -196,15 +197,15 @@ class ModelDrafter(Drafter):
         launched: list[Tensor] = []
         pending: dict[Sequence, int] = {}
         for level, sequences in enumerate(levels):
-            own = tables[:, [rows[sequence] for sequence in sequences]]
-            launched.append(self._launch_level(sequences, level, own, pending))
+            level_tables = tables[:, [rows[sequence] for sequence in sequences]]
+            launched.append(self._launch_level(sequences, level, level_tables, pending))
             pending = {self._shadows[sequence]: row for row, sequence in enumerate(sequences)}
-        found = iter(torch.cat(launched).tolist())
+        values = iter(torch.cat(launched).tolist())
         trees: dict[Sequence, dict[Path, int]] = {sequence: {} for sequence in depths}
         drawn_from: dict[Sequence, dict[Path, Tensor]] = {sequence: {} for sequence in depths}
         for level, sequences in enumerate(levels):
             for row, sequence in enumerate(sequences):
-                self._read(sequence, next(found), (0,) * level, trees[sequence])
+                self._read(sequence, next(values), (0,) * level, trees[sequence])
                 path = (0,) * (level + 1)
                 if self._distributions and not sequence.sampling.greedy and path in trees[sequence]:
                     drawn_from[sequence][path] = self._distributions[level][row]
@@ -214,7 +215,7 @@ class ModelDrafter(Drafter):
     def _launch_level(
         self, sequences: list[Sequence], level: int, tables: NDArray[np.int32], pending: dict[Sequence, int]
     ) -> Tensor:
-        """The next token of each chain, [S, 3 + siblings + 1]: what ``draw_drafts`` gives, and the likeliest tokens."""
+        """Draw the next token of each chain. Return [S, 3 + siblings + 1]: ``draw_drafts``, and most likely tokens."""
         shadows = [self._shadows[sequence] for sequence in sequences]
         rows = _rows(sequences, shadows, level)
         plan = self._sampler.prepare(rows)
@@ -237,14 +238,14 @@ class ModelDrafter(Drafter):
             return drawn
         return torch.cat([drawn, torch.topk(logits[: len(rows)], self.siblings + 1, dim=-1).indices], dim=1)
 
-    def _read(self, sequence: Sequence, found: list[int], parent: Path, tree: dict[Path, int]) -> None:
-        """Put a level's token, and its siblings, into the tree; it ends where nothing could be drawn."""
-        not_numbers, invalid, token, *likeliest = found
+    def _read(self, sequence: Sequence, values: list[int], parent: Path, tree: dict[Path, int]) -> None:
+        """Add a level's token and its siblings to the tree, which ends if no token could be drawn."""
+        not_numbers, invalid, token, *likeliest = values
         shadow = self._shadows[sequence]
         if shadow.num_pending == 0:
             return
         if not_numbers:
-            raise EngineError("the draft model's logits are not numbers: check its weights and its dtype")
+            raise EngineError("the draft model's logits are NaN or infinite: check its weights and its dtype")
         if invalid:
             shadow.num_pending = 0
             return
@@ -256,7 +257,7 @@ class ModelDrafter(Drafter):
 
 
 def _rows(sequences: Iterable[Sequence], shadows: list[Sequence], level: int) -> list[SampleRow]:
-    """What the draft of a level is drawn with: the target's seed and place."""
+    """Return the sample rows of a level's drafts, with the target's seed and positions."""
     return [
         SampleRow(shadow.sampling, shadow.num_tokens, sequence.num_generated + level, shadow.sample_index)
         for sequence, shadow in zip(sequences, shadows)
@@ -264,11 +265,11 @@ def _rows(sequences: Iterable[Sequence], shadows: list[Sequence], level: int) ->
 
 
 def _trees(tree: TreeKind, max_nodes: int) -> tuple[Callable[[], GrowingTree | FixedTree] | None, int]:
-    """What makes a sequence's tree, None for a chain, and the candidates of a node."""
+    """Return a factory of a sequence's tree (None for a chain), and the number of candidates per node."""
     if tree == "chain":
         return None, 1
     if tree == "grown":
-        GrowingTree(max_nodes, WIDTH)  # refuses what cannot be
+        GrowingTree(max_nodes, WIDTH)  # checks the arguments
         return lambda: GrowingTree(max_nodes, WIDTH), WIDTH
     if isinstance(tree, str):
         raise InvalidInput(f"ModelDrafter: tree={tree!r}: 'chain', 'grown', or a list of paths")
@@ -280,7 +281,7 @@ def _trees(tree: TreeKind, max_nodes: int) -> tuple[Callable[[], GrowingTree | F
 
 
 def _common(left: list[int], right: list[int], most: int) -> int:
-    """How many of the first ``most`` tokens agree, all before the first that differs."""
+    """Return the length of the common prefix of the first ``most`` tokens."""
     most = min(most, len(left), len(right))
     start = max(0, most - NEWEST)
     if left[:start] != right[:start]:

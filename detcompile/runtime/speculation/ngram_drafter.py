@@ -1,4 +1,4 @@
-"""NGramDrafter: prompt lookup, what followed the same last few tokens earlier in the sequence.
+"""NGramDrafter: prompt lookup, which guesses what followed the same last few tokens earlier in the sequence.
 
 Source: Saxena, "Prompt lookup decoding", 2023.
 """
@@ -13,21 +13,21 @@ from detcompile.runtime.speculation.drafter import NO_DRAFT, Drafter
 
 __all__ = ["NGramDrafter"]
 
-NUM_KEPT = 64  # tokens read last that can be taken back without reading a sequence again
+NUM_KEPT = 64  # most recent tokens that can be undone without reading the sequence again
 
 
 class NGramDrafter(Drafter):
-    """Chains of what followed the same last few tokens earlier in the sequence.
+    """Drafts chains of what followed the same last few tokens earlier in the sequence.
 
-    The longest match that is found wins, and of several places the latest.
+    The longest match wins; among equal ones, the latest.
 
     Args:
         num_tokens: tokens per draft.
-        longest: tokens of the longest match that is looked for.
-        shortest: tokens of the shortest match that counts.
+        longest: length of the longest match to look for.
+        shortest: length of the shortest match that counts.
 
     Raises:
-        InvalidInput: numbers that cannot be.
+        InvalidInput: a number is out of range.
     """
 
     def __init__(self, num_tokens: int = 5, *, longest: int = 4, shortest: int = 1) -> None:
@@ -41,18 +41,18 @@ class NGramDrafter(Drafter):
         self._ngrams: dict[Sequence, _NGrams] = {}
 
     def propose(self, sequences: SequenceOf[Sequence], max_depth: SequenceOf[int]) -> list[DraftTree]:
-        """A chain for each sequence whose end stood in it before."""
+        """Return a chain for each sequence whose last tokens occurred before."""
         return [self._chain(sequence, depth) for sequence, depth in zip(sequences, max_depth, strict=True)]
 
     def forget(self, sequence: Sequence) -> None:
-        """Drop the places of a sequence's n-grams."""
+        """Drop the n-grams of a sequence."""
         self._ngrams.pop(sequence, None)
 
     def _chain(self, sequence: Sequence, max_depth: int) -> DraftTree:
         tokens = sequence.token_ids
         ngrams = self._ngrams.get(sequence)
         if ngrams is None:
-            # A drafter that runs ahead takes back its own drafts at most, so that this is always seen.
+            # A drafter that runs ahead undoes at most its own drafts, so every such change is detected.
             ngrams = _NGrams(range(self.shortest, self.longest + 1), max(NUM_KEPT, self.num_tokens + 1))
             self._ngrams[sequence] = ngrams
         ngrams.read(tokens)
@@ -64,21 +64,21 @@ class NGramDrafter(Drafter):
 
 
 class _NGrams:
-    """Where each n-gram of a sequence was last followed by a token: ``places``, the indices of those tokens.
+    """For each n-gram of a sequence, the index of the token that last followed it: ``places``.
 
-    Each token is read once. The last ``num_kept`` can be taken back, fewer by those that just were; where none of them
-    is in its place any more, the sequence is read again. What changed only before them is not seen.
+    Each token is read once. The last ``num_kept`` tokens can be undone (fewer right after some were). If none of them
+    is in its place any more, the sequence is read again. Changes before them are not detected.
     """
 
     def __init__(self, sizes: range, num_kept: int) -> None:
         self.places: dict[tuple[int, ...], int] = {}
         self._sizes = sizes
         self._num_read = 0
-        # Tokens read last, each with the places that were known of its n-grams before.
+        # The most recent tokens, each with the earlier places of its n-grams.
         self._newest: deque[tuple[int, list[tuple[tuple[int, ...], int | None]]]] = deque(maxlen=num_kept)
 
     def read(self, tokens: SequenceOf[int]) -> None:
-        """Bring ``places`` up to date."""
+        """Update ``places``."""
         oldest = agreed = self._num_read - len(self._newest)
         for token, _ in self._newest:
             if agreed >= len(tokens) or tokens[agreed] != token:
@@ -89,14 +89,14 @@ class _NGrams:
             self._newest.clear()
             self._num_read = agreed = 0
         for _ in range(self._num_read - agreed):
-            self._take_back()
+            self._undo()
         for place in range(agreed, len(tokens)):
             ngrams = [tuple(tokens[place - size : place]) for size in self._sizes if size <= place]
             self._newest.append((tokens[place], [(ngram, self.places.get(ngram)) for ngram in ngrams]))
             self.places |= dict.fromkeys(ngrams, place)
         self._num_read = len(tokens)
 
-    def _take_back(self) -> None:
+    def _undo(self) -> None:
         _, known = self._newest.pop()
         for ngram, place in known:
             if place is None:

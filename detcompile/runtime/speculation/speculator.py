@@ -1,10 +1,10 @@
-"""Speculation: verify a tree of guesses in the forward that decodes, and keep what plain decoding would have drawn.
+"""Speculation: verify a tree of guesses in the decoding forward, and keep what plain decoding would have drawn.
 
-How a tree becomes a part of the forward is runtime/speculation/tree_verification.py's.
+runtime/speculation/tree_verification.py makes a tree part of the forward.
 
-Acceptance is exact: at each node the target draws its own token, with the noise of that position; a guess is right if
-it is that token. Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", ICML 2023, give the
-expected length for a rate of right guesses; Miao et al., "SpecInfer", ASPLOS 2024, the trees.
+Acceptance is exact: at each node the target draws its own token, with the noise of that position; a guess is accepted
+if it equals that token. Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", ICML 2023, give
+the expected accept length; Miao et al., "SpecInfer", ASPLOS 2024, the trees.
 """
 
 import logging
@@ -35,7 +35,7 @@ __all__ = ["AcceptanceName", "DRAFT_ROWS", "SpeculationConfig", "Speculator", "S
 
 logger = logging.getLogger(__name__)
 
-DRAFT_ROWS = 1024  # of logits in a step at most, beside one of each sequence
+DRAFT_ROWS = 1024  # most rows of logits for drafts in a step, besides one row per sequence
 
 AcceptanceName = Literal["exact", "rejection"]
 SwitchName = Literal["automatic", "always"]
@@ -46,20 +46,19 @@ class SpeculationConfig:
     """Settings of speculative decoding. With exact acceptance, none of it can change a token or a logprob.
 
     Args:
-        drafter: what guesses: a Drafter, or any object with its ``propose`` and ``forget``, which is then wrapped in
-            one. None looks the tokens up in the sequence itself (NGramDrafter).
+        drafter: makes the guesses: a Drafter, or any object with ``propose`` and ``forget``, which is then wrapped.
+            None looks up n-grams in the sequence itself (NGramDrafter).
         max_nodes: most nodes of one sequence's tree.
         max_sequences: most decodes of a step that drafts.
-        acceptance: "exact" keeps a guess if it is the token that plain decoding draws there. "rejection" keeps it with
-            the probability that makes the outcome a draw from the target's distribution (runtime.sampling.rejection):
-            more guesses stay where requests sample, but the tokens then depend on what was guessed, and so on
-            batch-mates, timing and the switch. Outside the bit contract; only equal drafts in equal steps give equal
-            tokens again, as one request alone with ``switch="always"`` gets. Greedy requests are accepted exactly in
-            both.
-        switch: "automatic" drafts where that was measured to be sooner (SpeculationSwitch), "always" in every step.
+        acceptance: "exact" accepts a guess if plain decoding draws the same token there. "rejection" accepts it with
+            the probability that preserves the target's distribution (runtime.sampling.rejection). More guesses are
+            accepted for sampled requests, but tokens then depend on the guesses, and thus on batch-mates, timing and
+            the switch. This is outside the bit contract: tokens repeat only with equal drafts in equal steps, for
+            example for a single request with ``switch="always"``. Greedy requests are accepted exactly in both modes.
+        switch: "automatic" drafts where it was measured to be faster (SpeculationSwitch), "always" in every step.
 
     Raises:
-        InvalidInput: a value that cannot be.
+        InvalidInput: a value is invalid.
     """
 
     drafter: Drafter | None = None
@@ -81,15 +80,15 @@ class SpeculationConfig:
 
     @property
     def reads_states(self) -> bool:
-        """Whether the target's forward has to return hidden states for the drafter."""
+        """True if the target's forward must return hidden states for the drafter."""
         return self.drafter is not None and self.drafter.reads_states
 
 
 class Speculator:
-    """Drafts for the decodes of a step, and blocks for the branches.
+    """Drafts for the decodes of a step, and allocates blocks for the branches.
 
-    A sequence that the drafter fails with is decoded without drafts to its end, the others with them; ``error`` is the
-    last failure.
+    If the drafter fails for a sequence, that sequence is decoded without drafts to its end; others keep theirs.
+    ``error`` is the last failure.
     """
 
     def __init__(self, config: SpeculationConfig, blocks: KVBlocks, vocab_size: int) -> None:
@@ -98,33 +97,33 @@ class Speculator:
         self.error: Exception | None = None
         self.statistics = DraftStatistics()
         self.draft_seconds = 0.0
-        self._accepted_now = 0  # since the switch was told of a step
+        self._accepted_now = 0  # since the last call of ``timed``
         self.switch = SpeculationSwitch()
         self._drafter: Drafter = config.drafter or NGramDrafter()
-        self._views: dict[Sequence, Any] = {}  # what the drafter is given of each sequence
-        self._barred: set[Sequence] = set()  # the drafter failed with them
+        self._views: dict[Sequence, Any] = {}  # read-only views for the drafter
+        self._barred: set[Sequence] = set()  # sequences for which the drafter has failed
         if config.acceptance == "rejection":
             self._tell(self._drafter.give_distributions)
         self._blocks = blocks
 
     @property
     def num_drafted(self) -> int:
-        """Draft tokens verified."""
+        """Number of draft tokens verified."""
         return self.statistics.num_drafted
 
     @property
     def num_accepted(self) -> int:
-        """Draft tokens that were right."""
+        """Number of draft tokens accepted."""
         return self.statistics.num_accepted
 
     def wants(self, load: Load) -> bool:
-        """Whether a step that is like ``load`` should draft; then every token before it has to be known."""
+        """Return True if a step with this load should draft; every earlier token must then be known."""
         if load.num_decodes > self.config.max_sequences:
             return False
         return self.config.switch == "always" or self.switch.wants(load)
 
     def draft(self, entries: SequenceOf[StepEntry], budget: int) -> dict[Sequence, Verification]:
-        """Trees for the decoding sequences of a planned step, within what is left of its token budget."""
+        """Draft trees for the decoding sequences of a planned step, within the rest of its token budget."""
         decoding = [e for e in entries if e.num_tokens == 1 and e.start + 1 == e.sequence.num_tokens and _fit(e)]
         decoding = [entry for entry in decoding if entry.sequence not in self._barred]
         if not decoding or len(decoding) > self.config.max_sequences or budget < 1:
@@ -134,21 +133,21 @@ class Speculator:
         started = time.perf_counter()
         trees = self._propose(sequences, room)
         self.draft_seconds += time.perf_counter() - started
-        found = {}
+        drafted = {}
         for entry, tree, depth in zip(decoding, trees, room, strict=True):
             fitting = self._allowed(entry.sequence, tree.pruned(self.config.max_nodes, depth))
             verification = self._lay_out(entry, fitting, budget) if len(fitting) else None
             if verification is not None:
-                found[entry.sequence] = verification
+                drafted[entry.sequence] = verification
                 budget -= len(verification.tree)
-        return found
+        return drafted
 
     def draft_ahead(self) -> None:
-        """A step was launched and is not read back yet: a drafter that can work meanwhile does."""
+        """Let the drafter work while a launched step is not read back yet."""
         self._tell(self._drafter.draft_ahead)
 
     def observe(self, rows: Mapping[Sequence, int], hidden: Tensor) -> None:
-        """Show a drafter that reads them the states that newest tokens were drawn from: rows of [R, H]."""
+        """Show the drafter the hidden states [R, H] from which the newest tokens were drawn, by row."""
         rows = {sequence: row for sequence, row in rows.items() if sequence not in self._barred}
         seen = {self._view(sequence): row for sequence, row in rows.items()}
         if not self._tell(self._drafter.observe, seen, hidden) and len(rows) > 1:
@@ -156,11 +155,11 @@ class Speculator:
                 if not self._tell(self._drafter.observe, {self._view(sequence): row}, hidden):
                     self._bar(sequence)
 
-    def settle(self, verification: Verification, path: Path, *, cut: bool) -> None:
-        """Keep the blocks of a branch through ``path``, the node reached, and give the others back.
+    def commit(self, verification: Verification, path: Path, *, cut: bool) -> None:
+        """Keep the blocks of the branch through ``path``, the accepted node, and free the others.
 
         Args:
-            cut: the sequence ended there, though a guess for what follows was right.
+            cut: the sequence ended there although a guess for the next token was right.
         """
         winner, forked = verification.layout.firsts[path], verification.forked
         if winner:
@@ -174,32 +173,32 @@ class Speculator:
         self._accepted_now += len(path)
 
     def discard(self, verification: Verification) -> None:
-        """The sequence has ended meanwhile, its own blocks are gone: give back those of its branches."""
+        """Free the blocks of the branches of a sequence that has ended in the meantime."""
         self._blocks.discard(verification.forked.reshape(-1).tolist())
 
     def timed(self, load: Load, seconds: float, *, drafting: bool) -> None:
-        """A step has taken so long, its drafts settled."""
+        """Report the duration of a step whose drafts are committed."""
         if self.config.switch == "always":
-            return  # nobody asks the switch
+            return  # the switch is not used
         accepted, self._accepted_now = self._accepted_now, 0
         tokens = 1.0 + accepted / max(1, load.num_decodes)
         self.switch.observe(load, seconds, tokens, drafted=drafting)
 
     def forget(self, sequence: Sequence) -> None:
-        """The sequence has ended."""
+        """Drop all state of a sequence that has ended."""
         self._barred.discard(sequence)
         self._tell(self._drafter.forget, self._view(sequence))
         self._views.pop(sequence, None)
 
     def _view(self, sequence: Sequence) -> Any:
-        """What the drafter is given of a sequence, the same object each time: it may write nothing of the engine's."""
+        """Return the drafter's read-only view of a sequence, always the same object."""
         view = self._views.get(sequence)
         if view is None:
             view = self._views[sequence] = DraftedSequence(sequence)
         return view
 
     def _propose(self, sequences: SequenceOf[Sequence], room: SequenceOf[int]) -> SequenceOf[DraftTree]:
-        """The drafter's trees; where it fails, it is asked for each sequence alone, and those at fault get none."""
+        """Return the drafter's trees. If it fails, ask for each sequence alone; those that fail get none."""
         try:
             trees = self._drafter.propose([self._view(sequence) for sequence in sequences], list(room))
             self._check(trees, len(sequences))
@@ -207,14 +206,14 @@ class Speculator:
         except Exception as error:
             self._note(error)
         for sequence in sequences:
-            self._tell(self._drafter.forget, self._view(sequence))  # what was begun for them
+            self._tell(self._drafter.forget, self._view(sequence))  # drop what the failed call began
         if len(sequences) == 1:
             self._barred.update(sequences)
             return [NO_DRAFT]
         return [tree for one, most in zip(sequences, room) for tree in self._propose([one], [most])]
 
     def _tell(self, act: Callable[..., None], *arguments: object) -> bool:
-        """Call one of the drafter's methods that give nothing back; returns whether that went well."""
+        """Call a drafter method without a result. Return False if it raised."""
         try:
             act(*arguments)
         except Exception as error:
@@ -228,36 +227,36 @@ class Speculator:
 
     def _note(self, error: Exception) -> None:
         if repr(error) != repr(self.error):
-            logger.warning("the drafter failed; decoding goes on without it where it does: %r", error)
+            logger.warning("the drafter failed; affected sequences are decoded without it: %r", error)
         self.error = error
 
     def _check(self, trees: SequenceOf[DraftTree], count: int) -> None:
         if len(trees) != count:
-            raise InvalidInput(f"the drafter gave {len(trees)} trees for {count} sequences")
+            raise InvalidInput(f"the drafter returned {len(trees)} trees for {count} sequences: return one each")
         other = next((tree for tree in trees if not isinstance(tree, DraftTree)), None)
         if other is not None:
-            raise InvalidInput(f"the drafter gave {shown(other)}, {kind(other)}: give a DraftTree")
+            raise InvalidInput(f"the drafter returned {shown(other)}, {kind(other)}: return a DraftTree")
         bad = next((t for tree in trees for t in tree.tokens.values() if not 0 <= t < self.vocab_size), None)
         if bad is not None:
-            raise InvalidInput(f"the drafter gave token {bad}; ids are 0 to {self.vocab_size - 1}")
+            raise InvalidInput(f"the drafter returned token {bad}; ids are 0 to {self.vocab_size - 1}")
 
     def _rejects(self, sequence: Sequence) -> bool:
         return self.config.acceptance == "rejection" and not sequence.sampling.greedy
 
     def _allowed(self, sequence: Sequence, tree: DraftTree) -> DraftTree:
-        """The tree less what the grammar forbids, or what ends the sequence: behind that nothing is drawn.
+        """Remove nodes that the grammar forbids or that end the sequence; no token is drawn after them.
 
-        Rejection sampling has to see every guess: those that cannot be right are a part of what was proposed.
+        Rejection sampling keeps all guesses, because even impossible ones are part of the proposal.
         """
         if sequence.matcher is None or self._rejects(sequence):
             return tree
         return tree.only([path for path in tree.tokens if sequence.mask_after(tree.along(path)) is not None])
 
     def _lay_out(self, entry: StepEntry, tree: DraftTree, budget: int) -> Verification | None:
-        """Branches that the pool and the budget have room for, the first guesses first."""
+        """Lay out as many branches as the pool and the budget allow, first guesses first."""
         sequence, start = entry.sequence, entry.start
         layout = tree_layout(tree.paths)
-        num_fit = bisect_right(layout.ends, budget + 1)  # the root was planned
+        num_fit = bisect_right(layout.ends, budget + 1)  # the root is already in the budget
         if not num_fit or not self._blocks.grow(sequence, start + 1 + len(layout.leaves[0])):
             return None
         forked = self._blocks.fork(start, start + 1 + tree.depth, num_fit - 1)
@@ -269,7 +268,7 @@ class Speculator:
 
 
 def _fit(entry: StepEntry) -> bool:
-    """Whether drafts can be verified: with penalties a token's logits hang on counts that plain decoding keeps."""
+    """Return True if drafts can be verified: with penalties, logits depend on counts that only plain decoding keeps."""
     sequence = entry.sequence
     return (
         not sequence.sampling.penalised and sequence.num_pending == 0 and sequence.most_tokens - sequence.num_tokens > 1

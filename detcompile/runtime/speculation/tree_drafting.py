@@ -1,7 +1,7 @@
-"""Draft trees by a model: each level runs the nodes that are expanded, each behind its own path, in one forward.
+"""TreeDrafting: a model drafts trees; each level runs the expanded nodes, each after its own path, in one forward.
 
-A node's path is computed again in blocks of its own, behind the sequence's keys, which are given back at once: drafts
-are short and the draft model is small. What is expanded follows from the level before, so every level is read back.
+A node's path is computed again in its own blocks, after the sequence's keys, and the blocks are freed at once: drafts
+are short and the draft model is small. The next nodes to expand depend on the results, so every level is read back.
 """
 
 from collections.abc import Mapping
@@ -23,22 +23,22 @@ __all__ = ["TreeDrafting"]
 
 
 class _Node(NamedTuple):
-    """A node that a level expands."""
+    """A node expanded by a level."""
 
     sequence: Sequence
-    copy: Sequence  # of the sequence, in the draft model's cache
+    copy: Sequence  # the sequence's copy in the draft model's cache
     path: Path
     entry: StepEntry
 
 
 class TreeDrafting:
-    """Drafts trees for sequences whose copies stand in the draft model's cache.
+    """Drafts trees for sequences that have copies in the draft model's cache.
 
-    Where a request samples, the first candidate is the draft model's draw with the target's noise, and the others are
-    the likeliest; the n-th candidate is taken to be as likely as the n-th likeliest token.
+    For sampled requests the first candidate is the draft model's draw with the target's noise, and the others are the
+    most likely tokens; the n-th candidate gets the probability of the n-th most likely token.
 
     Args:
-        num_candidates: candidates at each node.
+        num_candidates: candidates per node.
     """
 
     def __init__(self, runner: Runner, blocks: KVBlocks, sampler: Sampler, num_candidates: int) -> None:
@@ -56,16 +56,16 @@ class TreeDrafting:
         """Fill ``trees``, each to its depth.
 
         Args:
-            copies: each sequence's own in the draft model's cache, with blocks for all its tokens.
+            copies: each sequence's copy in the draft model's cache, with blocks for all its tokens.
 
         Raises:
-            EngineError: the draft model's logits are not numbers.
+            EngineError: the draft model's logits are NaN or infinite.
         """
         for level in range(max(depths.values())):
             frontiers = {
-                sequence: found
+                sequence: frontier
                 for sequence, depth in depths.items()
-                if level < depth and (found := trees[sequence].frontier())
+                if level < depth and (frontier := trees[sequence].frontier())
             }
             nodes = [
                 node
@@ -77,13 +77,13 @@ class TreeDrafting:
                 break
             candidates = self._run(nodes)
             for sequence in frontiers:
-                own = [(node.path, found) for node, found in zip(nodes, candidates) if node.sequence is sequence]
-                trees[sequence].expand(own)
+                expanded = [(node.path, part) for node, part in zip(nodes, candidates) if node.sequence is sequence]
+                trees[sequence].expand(expanded)
                 copies[sequence].num_computed = copies[sequence].num_tokens
         return {sequence: trees[sequence].tree() for sequence in depths}
 
     def _node(self, sequence: Sequence, copy: Sequence, path: Path, drafts: list[int]) -> _Node | None:
-        """The root runs as the copy itself, other nodes behind it; None if the pool has no block for a node."""
+        """Return a node to run: the root is the copy itself, others follow it; None if no block is free."""
         if not path:
             return _Node(sequence, copy, path, StepEntry(copy, copy.num_computed, copy.num_uncomputed))
         start = copy.num_tokens
@@ -94,7 +94,7 @@ class TreeDrafting:
         return _Node(sequence, copy, path, StepEntry(stand_in, start, len(path), start))
 
     def _run(self, nodes: list[_Node]) -> list[list[tuple[int, float]]]:
-        """Candidates of each node, (token, probability), in their order; none where nothing can be drawn."""
+        """Return the candidates of each node as (token, probability); none if no token can be drawn."""
         size = self._blocks.pool.block_size
         entries = [node.entry for node in nodes]
         plan = self._sampler.prepare([_row(node) for node in nodes])
@@ -104,21 +104,21 @@ class TreeDrafting:
         drawn = draw_drafts(self._sampler, logits, plan, self._runner.drawn)
         likeliest = torch.topk(torch.softmax(logits.float(), -1), self._num_candidates, dim=-1)
         columns = (drawn, likeliest.indices, likeliest.values)
-        found = torch.cat([column.double() for column in columns], dim=1).tolist()  # one copy; ids are exact in double
+        values = torch.cat([column.double() for column in columns], dim=1).tolist()  # one copy; ids are exact in double
         for node in nodes:
             if node.path:
                 first = node.entry.start // size
                 self._blocks.discard([block for table in node.entry.sequence.block_tables for block in table[first:]])
-        return [self._candidates(row) for row in found]
+        return [self._candidates(row) for row in values]
 
     def _copy_heads(self, nodes: list[_Node]) -> None:
-        """Copy what stands before a node's path in its first block."""
+        """Copy the tokens before a node's path in its first block."""
         size = self._blocks.pool.block_size
         copies = [
-            (own[start // size], theirs[start // size], start % size)
+            (source[start // size], target[start // size], start % size)
             for _, copy, path, (stand_in, start, _, _) in nodes
             if path and start % size
-            for own, theirs in zip(copy.block_tables, stand_in.block_tables, strict=True)
+            for source, target in zip(copy.block_tables, stand_in.block_tables, strict=True)
         ]
         if copies:
             cache = self._runner.kv_cache
@@ -127,7 +127,7 @@ class TreeDrafting:
     def _candidates(self, row: list[float]) -> list[tuple[int, float]]:
         not_numbers, invalid, drawn, *rest = row
         if not_numbers:
-            raise EngineError("the draft model's logits are not numbers: check its weights and its dtype")
+            raise EngineError("the draft model's logits are NaN or infinite: check its weights and its dtype")
         if invalid:
             return []
         ids, chances = rest[: self._num_candidates], rest[self._num_candidates :]

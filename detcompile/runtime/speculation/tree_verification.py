@@ -1,13 +1,12 @@
-"""A draft tree in one step: which tokens of which branch are computed, and where their keys and values go.
+"""Verify a draft tree in one step: which tokens of which branch are computed, and where keys and values are written.
 
-A branch of the tree is a sequence of its own, whose keys stand at their logical positions: the sequence's blocks before
-the newest token's, then blocks of the branch. The first branch writes into the sequence's own blocks. So each node's
-logits have the bits of plain decoding, whatever other nodes there are: nothing about attention changes. A node that
-several branches pass through is computed in the first of them, and its key and value are written into the blocks of
-each.
+A branch of the tree is a sequence whose keys stand at their logical positions: the sequence's blocks before the newest
+token's, then blocks of the branch. The first branch writes into the sequence's own blocks. Each node's logits therefore
+have the bits of plain decoding, whatever other nodes there are: attention does not change. A node shared by several
+branches is computed in the first of them, and its key and value are written into the blocks of each.
 
-Legend: G KV groups, N trees, S branches, T nodes, the root among them, C branches that a node may be part of, W width
-of the block tables.
+Legend: G KV groups, N trees, S branches, T nodes including the root, C branches that a node may be part of, W width of
+the block tables.
 """
 
 import functools
@@ -27,18 +26,18 @@ __all__ = ["TreeLayout", "Verification", "tree_arrays", "tree_layout"]
 
 
 class TreeLayout(NamedTuple):
-    """What a step computes of a tree of this shape, whatever its tokens and its sequence are."""
+    """What a step computes for trees of one shape, independent of tokens and sequence."""
 
     paths: tuple[Path, ...]
-    leaves: tuple[Path, ...]  # one a branch, that of the first guesses first
-    rows: dict[Path, int]  # of each node among those computed, branch by branch; the root's is 0
+    leaves: tuple[Path, ...]  # one per branch, that of the first guesses first
+    rows: dict[Path, int]  # each node's row, branch by branch; the root's is 0
     firsts: dict[Path, int]  # the first branch through each node, which computes it
-    ends: tuple[int, ...]  # nodes computed once each branch is
-    order: NDArray[np.int64]  # [T]: of each row, the node's index in (root, *paths)
+    ends: tuple[int, ...]  # number of nodes computed up to the end of each branch
+    order: NDArray[np.int64]  # [T]: each row's index in (root, *paths)
     depths: NDArray[np.int64]  # [T]
-    lengths: NDArray[np.int32]  # [S] nodes of each branch, the root's among them
+    lengths: NDArray[np.int32]  # [S] nodes of each branch, including the root
     writes: NDArray[np.int64]  # [C, 1, T]: branches into whose blocks each node is written
-    idle: NDArray[np.bool_]  # [C, 1, T]: no further one
+    idle: NDArray[np.bool_]  # [C, 1, T]: padding of ``writes``
 
 
 class Verification(NamedTuple):
@@ -48,11 +47,11 @@ class Verification(NamedTuple):
     tree: DraftTree
     layout: TreeLayout
     start: int  # index of the newest token, the root
-    forked: NDArray[np.int32]  # [G, S - 1, n]: blocks of each branch but the first, from that of the root on
-    rejects: bool = False  # by rejection sampling; otherwise a guess is right if it is what the target draws
+    forked: NDArray[np.int32]  # [G, S - 1, n]: blocks of each branch except the first, from the root's block on
+    rejects: bool = False  # use rejection sampling; otherwise a guess is right if the target draws it
 
     def proposals(self, path: Path) -> Proposals | None:
-        """The guesses for what follows a node, if they are to be accepted or rejected there."""
+        """Return the guesses for the token after a node, if rejection sampling decides there."""
         children = self.tree.children(path)
         if not self.rejects or not children:
             return None
@@ -60,31 +59,31 @@ class Verification(NamedTuple):
         return Proposals(tokens, tuple(self.tree.distributions.get(child) for child in children))
 
     def width(self, block_size: int) -> int:
-        """Blocks of the longest branch."""
+        """Return the number of blocks of the longest branch."""
         return max(len(self.sequence.block_tables[0]), self.start // block_size + self.forked.shape[2])
 
 
 def tree_arrays(
-    trees: SequenceOf[Verification], own_tables: SequenceOf[NDArray[np.int32]], block_size: int
+    trees: SequenceOf[Verification], tables: SequenceOf[NDArray[np.int32]], block_size: int
 ) -> StepArrays:
-    """The step of trees of one layout, and of nothing else; logits of every node.
+    """Build the step of trees of one layout; keep logits of every node.
 
-    What stands before a root in its block is copied from there into each fork: a fork is a block that was free, and so
+    Tokens before a root in its block are copied from there into each fork. A fork is a newly allocated block, so it is
     no other copy's source.
 
     Args:
-        own_tables: [G, 1, W], each sequence's own, of at least ``width`` blocks.
+        tables: [G, 1, W], each sequence's block table, at least ``width`` blocks wide.
     """
-    return _one_tree(trees[0], own_tables[0], block_size) if len(trees) == 1 else _trees(trees, own_tables, block_size)
+    return _one_tree(trees[0], tables[0], block_size) if len(trees) == 1 else _trees(trees, tables, block_size)
 
 
-def _one_tree(tree: Verification, own: NDArray[np.int32], block_size: int) -> StepArrays:
-    """As ``_trees``, in half of its operations: the device waits for them."""
+def _one_tree(tree: Verification, table: NDArray[np.int32], block_size: int) -> StepArrays:
+    """Build the step of one tree with half the operations of ``_trees``, because the device waits for it."""
     layout, start, forked = tree.layout, tree.start, tree.forked
-    num_groups, num_branches, num_blocks = len(own), len(layout.leaves), forked.shape[2]
+    num_groups, num_branches, num_blocks = len(table), len(layout.leaves), forked.shape[2]
     first, offset = divmod(start, block_size)
-    branches = np.concatenate((own[:, :, first : first + num_blocks], forked), axis=1)
-    tables = own.repeat(num_branches, axis=1)
+    branches = np.concatenate((table[:, :, first : first + num_blocks], forked), axis=1)
+    tables = table.repeat(num_branches, axis=1)
     tables[:, :, first : first + num_blocks] = branches
     terms = _slot_terms(layout.paths, offset, num_blocks, block_size)
     blocks = branches.reshape(num_groups, -1).take(terms.blocks, axis=1)
@@ -104,23 +103,23 @@ def _one_tree(tree: Verification, own: NDArray[np.int32], block_size: int) -> St
 
 
 def _trees(
-    trees: SequenceOf[Verification], own_tables: SequenceOf[NDArray[np.int32]], block_size: int
+    trees: SequenceOf[Verification], sequence_tables: SequenceOf[NDArray[np.int32]], block_size: int
 ) -> StepArrays:
     layout = trees[0].layout
-    num_groups, _, width = own_tables[0].shape
+    num_groups, _, width = sequence_tables[0].shape
     starts = np.array([[tree.start] for tree in trees])
     places = layout.depths + starts
     tables = np.empty((num_groups, len(trees), len(layout.leaves), width), np.int32)
-    for index, (tree, own) in enumerate(zip(trees, own_tables, strict=True)):
+    for index, (tree, table) in enumerate(zip(trees, sequence_tables, strict=True)):
         first = tree.start // block_size
-        tables[:, index] = own
+        tables[:, index] = table
         tables[:, index, 1:, first : first + tree.forked.shape[2]] = tree.forked
     blocks, offsets = np.divmod(places, block_size)
     blocks = tables[:, np.arange(len(trees))[:, None], layout.writes, blocks]  # [G, C, N, T]
     slots = np.multiply(blocks, block_size, dtype=np.int64) + offsets
     np.copyto(slots, PADDING_SLOT, where=layout.idle)
     copies = np.empty((3, num_groups, len(layout.leaves) - 1, len(trees)), np.int64)
-    roots = blocks[..., 0]  # the root's block in every branch, as it is part of all
+    roots = blocks[..., 0]  # the root's block in every branch; the root is part of all
     copies[0], copies[1], copies[2] = roots[:, :1], roots[:, 1:], offsets[:, 0]
     tokens = [[tree.sequence.token_ids[tree.start], *tree.tree.tokens.values()] for tree in trees]
     return StepArrays(
@@ -135,7 +134,7 @@ def _trees(
 
 
 class _SlotTerms(NamedTuple):
-    """A tree's slots are blocks * scales + offsets, [C, T] each; of blocks their indices in [S, n]."""
+    """A tree's slots are blocks * scales + offsets, [C, T] each; ``blocks`` are indices into [S, n]."""
 
     blocks: NDArray[np.int64]
     scales: NDArray[np.int64]
@@ -144,7 +143,7 @@ class _SlotTerms(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def _slot_terms(paths: tuple[Path, ...], offset: int, num_blocks: int, block_size: int) -> _SlotTerms:
-    """Of a tree of these paths whose root is at ``offset`` in its block, the first of ``num_blocks``."""
+    """Return the terms for a tree whose root is at ``offset`` in its block, the first of ``num_blocks``."""
     layout = tree_layout(paths)
     blocks, offsets = np.divmod(layout.depths + offset, block_size)
     idle = layout.idle[:, 0]
@@ -157,7 +156,7 @@ def _slot_terms(paths: tuple[Path, ...], offset: int, num_blocks: int, block_siz
 
 @functools.lru_cache(maxsize=256)
 def tree_layout(paths: tuple[Path, ...]) -> TreeLayout:
-    """The layout of a tree of these nodes, each behind its parent."""
+    """Return the layout of a tree of these nodes, parents before children."""
     parents = {path[:-1] for path in paths}
     leaves = tuple(sorted(path for path in paths if path not in parents))
     writes: dict[Path, list[int]] = {}
@@ -188,12 +187,12 @@ def tree_layout(paths: tuple[Path, ...]) -> TreeLayout:
 
 @functools.lru_cache(maxsize=256)
 def _fixed(ends: tuple[int, ...], num_trees: int) -> dict[str, NDArray[Any]]:
-    """Arrays of a step that neither tokens nor places change; never written to."""
+    """Return the read-only arrays of a step that do not depend on tokens or positions."""
     num_nodes = ends[-1]
     fixed = {
         "pending": np.full(num_trees * num_nodes, NOT_PENDING),
         "logits_to_keep": np.arange(num_trees * num_nodes),
         "cu_seqlens": np.array([0, *(num_nodes * tree + end for tree in range(num_trees) for end in ends)], np.int32),
-        "state_slots": np.full(num_trees * len(ends), NO_SLOT, np.int32),  # who drafts carries no state
+        "state_slots": np.full(num_trees * len(ends), NO_SLOT, np.int32),  # drafting models have no recurrent state
     }
     return read_only(fixed)

@@ -1,4 +1,4 @@
-"""The block tables of running sequences, kept from step to step.
+"""Block tables of running sequences, kept from step to step.
 
 Legend: G KV groups, S sequences, W width of the block tables.
 """
@@ -14,45 +14,45 @@ __all__ = ["BlockTables"]
 
 
 class BlockTables:
-    """The block tables of running sequences as one array, [G, seats, W] int32: a step gathers its rows at once.
+    """Block tables of running sequences in one array, [G, slots, W] int32, from which a step gathers its rows.
 
-    A sequence takes a seat when it is first seen and keeps it until ``leave``; only blocks new since then are written.
+    A sequence gets a slot when it is first seen and keeps it until ``remove``. Only new blocks are written.
     """
 
-    def __init__(self, num_groups: int, num_seats: int, width: int) -> None:
-        self._array = np.zeros((num_groups, num_seats, width), np.int32)
-        self._free = list(reversed(range(num_seats)))
-        self._seats: dict[Sequence, tuple[int, list[int]]] = {}  # seat, blocks written of each group
+    def __init__(self, num_groups: int, num_slots: int, width: int) -> None:
+        self._array = np.zeros((num_groups, num_slots, width), np.int32)
+        self._free = list(reversed(range(num_slots)))
+        self._slots: dict[Sequence, tuple[int, list[int]]] = {}  # slot, and blocks written per group
 
-    def leave(self, sequence: Sequence) -> None:
-        """Give the sequence's seat back, if it has one; its blocks are no longer known."""
-        seat = self._seats.pop(sequence, None)
-        if seat is not None:
-            self._free.append(seat[0])
+    def remove(self, sequence: Sequence) -> None:
+        """Free the sequence's slot, if it has one."""
+        entry = self._slots.pop(sequence, None)
+        if entry is not None:
+            self._free.append(entry[0])
 
     def changed(self, sequence: Sequence, first: int) -> None:
-        """The sequence's blocks from entry ``first`` on are others now."""
-        seat = self._seats.get(sequence)
-        if seat is not None:
-            seat[1][:] = [min(first, done) for done in seat[1]]
+        """Rewrite the sequence's blocks from entry ``first`` on at its next use."""
+        entry = self._slots.get(sequence)
+        if entry is not None:
+            entry[1][:] = [min(first, done) for done in entry[1]]
 
     def row(self, sequence: Sequence, width: int) -> NDArray[np.int32]:
-        """[G, 1, width], a view; what stands behind the sequence's own blocks is any block."""
-        seat = self._seat(sequence)
-        return self._array[:, seat : seat + 1, :width]
+        """Return a view [G, 1, width]; entries beyond the sequence's blocks are undefined."""
+        slot = self._slot(sequence)
+        return self._array[:, slot : slot + 1, :width]
 
     def rows(self, sequences: SequenceOf[Sequence], width: int) -> NDArray[np.int32]:
-        """[G, S, width], copied; otherwise as ``row``."""
-        return self._array[:, [self._seat(sequence) for sequence in sequences], :width]
+        """Return a copy [G, S, width]; entries beyond a sequence's blocks are undefined."""
+        return self._array[:, [self._slot(sequence) for sequence in sequences], :width]
 
-    def _seat(self, sequence: Sequence) -> int:
-        found = self._seats.get(sequence)
-        if found is None:
-            found = self._seats[sequence] = (self._free.pop(), [0] * len(sequence.block_tables))
-        seat, written = found
+    def _slot(self, sequence: Sequence) -> int:
+        entry = self._slots.get(sequence)
+        if entry is None:
+            entry = self._slots[sequence] = (self._free.pop(), [0] * len(sequence.block_tables))
+        slot, written = entry
         for group, table in enumerate(sequence.block_tables):
             done = written[group]
             if len(table) != done:
-                self._array[group, seat, done : len(table)] = table[done:]
+                self._array[group, slot, done : len(table)] = table[done:]
                 written[group] = len(table)
-        return seat
+        return slot

@@ -1,4 +1,4 @@
-"""From sequences to the arrays of one step, on the host.
+"""Build the arrays of one step from sequences, on the host.
 
 Legend: G KV groups, T tokens of a step, S sequences, R rows of logits, W width of the block tables, C sequences that a
 token may belong to, N blocks to copy.
@@ -31,47 +31,47 @@ __all__ = [
     "token_places",
 ]
 
-NOT_PENDING = -1  # a token that the host knows
+NOT_PENDING = -1  # marks a token that the host knows
 NO_COPIES = np.zeros((3, 0), np.int64)
 
 
 class StepEntry(NamedTuple):
-    """A sequence's part in a step: ``num_tokens`` tokens from index ``start`` on."""
+    """A sequence's part of a step: ``num_tokens`` tokens from index ``start`` on."""
 
     sequence: Sequence
     start: int
     num_tokens: int
-    held_from: int = 0  # index of the first token that the sequence holds: a branch of drafts holds its own alone
+    held_from: int = 0  # index of the sequence's first stored token: a draft branch stores only its own tokens
 
 
 class StepArrays(NamedTuple):
-    """A step as the host knows it; what it holds can be sent to another process."""
+    """A step as plain arrays on the host, which can be sent to another process."""
 
-    input_ids: NDArray[np.int64]  # [T]; where pending, anything
+    input_ids: NDArray[np.int64]  # [T]; arbitrary where pending
     position_ids: NDArray[np.int64]  # [T]
-    pending: NDArray[np.int64]  # [T]: row of the previous step's sampled tokens that is this token, or NOT_PENDING
+    pending: NDArray[np.int64]  # [T]: row of the previous step's sampled tokens with this token, or NOT_PENDING
     logits_to_keep: NDArray[np.int64]  # [R] indices of packed tokens
-    slot_mappings: NDArray[np.int64]  # [G, C, T], as StepInputs has them
+    slot_mappings: NDArray[np.int64]  # [G, C, T], as in StepInputs
     cu_seqlens: NDArray[np.int32]  # [S + 1]
     seq_lens: NDArray[np.int32]  # [S]
     block_tables: NDArray[np.int32]  # [G, S, W]
     state_slots: NDArray[np.int32]  # [S]
-    block_copies: NDArray[np.int64] = NO_COPIES  # [3, N]: blocks copied first, where to, and how many tokens
+    block_copies: NDArray[np.int64] = NO_COPIES  # [3, N]: source blocks, target blocks, numbers of tokens
 
 
 def build_step(
     sequences: SequenceOf[tuple[Sequence, int]], blocks: KVBlocks, all_logits: bool = False
 ) -> StepArrays:
-    """The next n tokens of each sequence, in the order given, each computed; blocks they lack come from ``blocks``.
+    """Build a step that computes the next n tokens of each sequence; missing blocks are taken from ``blocks``.
 
     The caller adds n to ``num_computed`` once the step has run.
 
     Args:
         sequences: (sequence, n) with 1 <= n <= sequence.num_uncomputed, each sequence once, no token pending.
-        all_logits: logits of every token, packed like the tokens; otherwise of the last token of each sequence.
+        all_logits: keep logits of every token, packed like the tokens; otherwise of each sequence's last token.
 
     Raises:
-        InvalidInput: no sequence, an n out of range, or too few free blocks; no sequence has changed then.
+        InvalidInput: no sequence is given, an n is out of range, or too few blocks are free; no sequence has changed.
     """
     _check_plan(sequences)
     _allocate_missing_blocks(sequences, blocks)
@@ -82,7 +82,7 @@ def build_step(
 
 
 def block_tables(sequences: SequenceOf[Sequence], num_groups: int) -> NDArray[np.int32]:
-    """[G, S, W], each sequence's blocks, then zeros."""
+    """Return the block tables [G, S, W] of these sequences, padded with zeros."""
     width = max(len(table) for sequence in sequences for table in sequence.block_tables)
     tables = np.zeros((num_groups, len(sequences), width), np.int32)
     for row, sequence in enumerate(sequences):
@@ -97,11 +97,11 @@ def build_arrays(
     block_size: int,
     pending: dict[Sequence, int],
 ) -> StepArrays:
-    """Pack the entries, in their order; logits of the last token of each.
+    """Pack the entries, in order; keep logits of the last token of each.
 
     Args:
         tables: [G, S, W], blocks of each entry's sequence.
-        pending: rows of the previous step's sampled tokens that are the newest token of a sequence.
+        pending: for each sequence whose newest token is not read back, its row in the previous step's sampled tokens.
     """
     starts = np.array([entry.start for entry in entries], np.int64)
     counts = np.array([entry.num_tokens for entry in entries], np.int64)
@@ -123,10 +123,10 @@ def build_arrays(
 def token_places(
     starts: NDArray[np.int64], counts: NDArray[np.int64], tables: NDArray[np.int32], block_size: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Where a step's tokens stand: the next ``counts`` [S] of sequences that have ``starts`` [S] before them.
+    """Return the places of a step's tokens: the next ``counts`` [S] of sequences with ``starts`` [S] tokens before.
 
     Returns:
-        cu_seqlens [S + 1]; each token's index in its own sequence [T]; its slot in each group [G, T].
+        cu_seqlens [S + 1]; each token's index in its sequence [T]; its slot in each group [G, T].
     """
     cu_seqlens = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=cu_seqlens[1:])
@@ -137,7 +137,7 @@ def token_places(
 
 
 def joined(parts: SequenceOf[StepArrays]) -> StepArrays:
-    """Several steps as one, their sequences and their rows of logits in the order of the parts."""
+    """Join several steps into one; sequences and rows of logits keep the order of the parts."""
     if len(parts) == 1:
         return parts[0]
     starts = np.cumsum([0, *(part.cu_seqlens[-1] for part in parts)])
@@ -163,11 +163,11 @@ def joined(parts: SequenceOf[StepArrays]) -> StepArrays:
 def pending_arrays(
     positions: NDArray[np.int64], pending: list[int], tables: NDArray[np.int32], size: int
 ) -> list[StepArrays]:
-    """Steps of one token a sequence, each still on the device: what ``build_arrays`` gives, in fewer operations.
+    """Build steps of one pending token per sequence; like ``build_arrays``, with fewer operations.
 
     Args:
         positions: [steps, S] of the tokens.
-        pending: S rows of the previous step's sampled tokens, in every step.
+        pending: S rows of the previous step's sampled tokens, the same in every step.
         tables: [G, S, W].
         size: tokens per block.
     """
@@ -189,20 +189,20 @@ def pending_arrays(
 
 @functools.lru_cache(maxsize=256)
 def _fixed(pending: tuple[int, ...]) -> dict[str, NDArray[Any]]:
-    """Arrays of a step of pending tokens that no place changes; never written to."""
+    """Return the read-only arrays of a step of pending tokens that do not depend on positions."""
     count = len(pending)
     fixed: dict[str, NDArray[Any]] = {
         "input_ids": np.zeros(count, np.int64),
         "pending": np.array(pending, np.int64),
         "logits_to_keep": np.arange(count),
         "cu_seqlens": np.arange(count + 1, dtype=np.int32),
-        "state_slots": np.full(count, NO_SLOT, np.int32),  # who drafts carries no state
+        "state_slots": np.full(count, NO_SLOT, np.int32),  # drafters have no recurrent state
     }
     return read_only(fixed)
 
 
 def read_only(arrays: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-    """The same arrays, never to be written to again: a step's memory on the host keeps what it holds of them."""
+    """Mark the arrays read-only, so that a step's host buffer need not copy them again."""
     for array in arrays.values():
         array.setflags(write=False)
     return arrays
@@ -242,7 +242,7 @@ def _check_plan(sequences: SequenceOf[tuple[Sequence, int]]) -> None:
 
 
 def _allocate_missing_blocks(sequences: SequenceOf[tuple[Sequence, int]], blocks: KVBlocks) -> None:
-    """All or nothing, so that a full cache leaves every sequence as it was."""
+    """Allocate all missing blocks or none, so that a full cache leaves every sequence unchanged."""
     pool = blocks.pool
     missing = 0
     for sequence, n in sequences:
@@ -250,7 +250,7 @@ def _allocate_missing_blocks(sequences: SequenceOf[tuple[Sequence, int]], blocks
         missing += sum(max(0, pool.blocks_for(sequence.num_computed + n) - len(table)) for table in tables)
     if missing > pool.num_free:
         raise InvalidInput(
-            f"the KV cache is full: {missing} blocks of {pool.block_size} tokens asked for, {pool.num_free} of"
+            f"the KV cache is full: {missing} blocks of {pool.block_size} tokens requested, {pool.num_free} of"
             f" {pool.num_usable} free. Give the cache more blocks, or run fewer or shorter sequences at a time"
         )
     for sequence, n in sequences:

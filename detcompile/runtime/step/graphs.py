@@ -1,4 +1,4 @@
-"""CUDA graphs of steps: captured once, replayed over buffers whose addresses never change."""
+"""CUDA graphs of steps: captured once, replayed over buffers at fixed addresses."""
 
 import functools
 from collections.abc import Callable
@@ -14,9 +14,9 @@ __all__ = ["Graph", "unowned"]
 
 
 class Graph:
-    """Captured forwards over buffers whose addresses never change.
+    """Captured forwards over buffers at fixed addresses.
 
-    What they give is kept by address alone, so that the graphs captured after it may write theirs to the same memory.
+    The outputs are kept by address only, so that graphs captured later may reuse their memory.
     """
 
     def __init__(self, forward: Callable[[], Any], buffers: StepBuffers, memory_pool: Any) -> None:
@@ -29,26 +29,26 @@ class Graph:
                 forward()
             torch.cuda.current_stream().wait_stream(warmup_stream)
             with capture(self.graph, pool=memory_pool):
-                found = forward()
-            self.found = unowned(found)
+                output = forward()
+            self.output = unowned(output)
 
     def replay(self) -> Any:
-        """What the forwards give for the layouts, overwritten by the next replay of any graph of the memory pool."""
+        """Return the forwards' output, which the next replay of any graph of the memory pool overwrites."""
         self.graph.replay()
-        return self.found
+        return self.output
 
 
 def unowned(value: Any) -> Any:
-    """The tensors of a nest of tuples over the same memory, which they do not keep from being used again."""
+    """Return tensors over the same memory, in nested tuples, that do not keep the memory from being reused."""
     if isinstance(value, Tensor):
         storage = value.untyped_storage()
-        found = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), value.device, storage.nbytes())
+        view = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), value.device, storage.nbytes())
         place = value.storage_offset(), value.size(), value.stride()
-        return torch.empty(0, dtype=value.dtype, device=value.device).set_(found, *place)
+        return torch.empty(0, dtype=value.dtype, device=value.device).set_(view, *place)
     return tuple(map(unowned, value)) if isinstance(value, tuple) else value
 
 
 @functools.cache
 def _warmup_stream(device: int) -> torch.cuda.Stream:
-    """One for all captures, since the allocator keeps what was freed for the stream that it was freed on."""
+    """Return one stream for all captures: the allocator keeps freed memory for the stream that freed it."""
     return torch.cuda.Stream(device)

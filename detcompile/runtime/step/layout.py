@@ -1,4 +1,4 @@
-"""Extents of a step's arrays: the buckets that steps are padded to, and the one piece of memory that they lie in.
+"""Sizes of a step's arrays: the buckets that steps are padded to, and the buffer that holds all arrays.
 
 Legend: as in runtime/step/runner.py.
 """
@@ -32,18 +32,18 @@ __all__ = [
 ]
 
 TOKEN_BUCKETS = (1, 2, 4, 8, *range(16, 128, 16), *range(128, 512, 32), *range(512, 1024, 64), *range(1024, 4097, 256))
-MIXED_BUCKETS = (16, 32, 64, 128, 256, 512)  # of steps that hold more tokens than sequences
-FEWEST_MIXED = 8  # sequences
-FEWEST_COPIES = 16  # of a token, where branches of draft trees share any
-SHORTEST_TABLE = 512  # keys; tables are never narrower, so that short sequences share their graphs
+MIXED_BUCKETS = (16, 32, 64, 128, 256, 512)  # for steps with more tokens than sequences
+FEWEST_MIXED = 8  # sequences of a mixed step
+FEWEST_COPIES = 16  # of a token shared by branches of draft trees
+SHORTEST_TABLE = 512  # keys; narrower tables are padded to this, so that short sequences share graphs
 ALIGNMENT = 128  # bytes, of each array in a step's buffer
-# What pads an array, where it is not 0; None: the array's last entry.
+# Padding values other than 0; None repeats the array's last entry.
 PADDING = {"pending": NOT_PENDING, "slot_mappings": PADDING_SLOT, "state_slots": NO_SLOT, "cu_seqlens": None}
 UNKNOWN = (None,) * len(StepArrays._fields)
 
 
 class StepLayout(NamedTuple):
-    """Extents of a step's arrays, padding included."""
+    """Sizes of a step's arrays, padding included."""
 
     tokens: int
     sequences: int
@@ -53,7 +53,7 @@ class StepLayout(NamedTuple):
     copies: int = 1
 
     def fields(self) -> dict[str, tuple[type[np.generic], tuple[int, ...]]]:
-        """dtype and shape of each array of StepArrays."""
+        """Return dtype and shape of each array of StepArrays."""
         return {
             "input_ids": (np.int64, (self.tokens,)),
             "position_ids": (np.int64, (self.tokens,)),
@@ -69,13 +69,13 @@ class StepLayout(NamedTuple):
 
     @classmethod
     def of(cls, arrays: StepArrays) -> "StepLayout":
-        """The layout of a step, without padding."""
+        """Return the layout of a step, without padding."""
         groups, sequences, blocks = arrays.block_tables.shape
         copies = arrays.slot_mappings.shape[1]
         return cls(len(arrays.input_ids), sequences, len(arrays.logits_to_keep), blocks, groups, copies)
 
     def padded(self, block_size: int) -> "StepLayout":
-        """The layout of a CUDA graph that can hold such a step, or its own extents but for the tables."""
+        """Return the layout of a CUDA graph that can hold the step; large steps are padded only in table width."""
         return _padded(self, block_size)
 
 
@@ -94,7 +94,7 @@ def _padded(exact: StepLayout, block_size: int) -> StepLayout:
 
 
 class StepBuffer:
-    """The arrays of a layout side by side in one piece of memory, so that one copy moves them all.
+    """The arrays of a layout side by side in one buffer, so that one copy moves them all.
 
     Args:
         memory: [bytes] uint8, pinned or on a device; None allocates it on ``device``.
@@ -106,13 +106,13 @@ class StepBuffer:
         self.bytes = torch.empty(size, dtype=torch.uint8, device=device) if memory is None else memory[:size]
 
     def fill(self, arrays: StepArrays, before: StepArrays | None = None) -> None:
-        """Write a step that fits, and its padding: of memory on the host.
+        """Write a step that fits, and its padding, into host memory.
 
         A padding token is token 0 at position 0 and is written nowhere; a padding sequence has no tokens and no keys; a
-        padding row of logits is that of token 0.
+        padding row of logits is token 0's.
 
         Args:
-            before: what this memory holds, so that equal padding and the same read-only arrays are not written again.
+            before: current content, so that unchanged padding and read-only arrays are not written again.
         """
         all_given: tuple[NDArray[Any], ...] = arrays
         all_known: tuple[NDArray[Any] | None, ...] = before or UNKNOWN
@@ -126,17 +126,17 @@ class StepBuffer:
             target[...] = given
 
     def tensors(self) -> dict[str, Tensor]:
-        """Views of the memory, by the names of StepArrays."""
+        """Return views of the memory, by the names of StepArrays."""
         whole = {np.int64: (self.bytes.view(torch.int64), 8), np.int32: (self.bytes.view(torch.int32), 4)}
-        found = {}
+        views = {}
         for name, (start, length, dtype, shape) in self._places.items():
             memory, size = whole[dtype]
-            found[name] = memory[start // size : (start + length) // size].view(shape)
-        return found
+            views[name] = memory[start // size : (start + length) // size].view(shape)
+        return views
 
     @functools.cached_property
     def _targets(self) -> list[tuple[NDArray[Any], int | None]]:
-        """The arrays of memory on the host in the order of StepArrays, and what pads each: None is its last entry."""
+        """Host arrays in the order of StepArrays, each with its padding value (None: repeat the last entry)."""
         memory = self.bytes.numpy()
         return [
             (memory[start : start + length].view(dtype).reshape(shape), PADDING.get(name, 0))
@@ -146,7 +146,7 @@ class StepBuffer:
 
 
 def host_tensors(arrays: StepArrays) -> dict[str, Tensor]:
-    """The arrays of a step that runs on the host, by their names; memory is shared where it may be written."""
+    """Return the tensors of a step that runs on the host, by name; writable arrays are shared, not copied."""
     given: tuple[NDArray[Any], ...] = arrays
     return {
         name: torch.from_numpy(array.astype(dtype, order="C", copy=not array.flags.writeable))
@@ -163,11 +163,11 @@ class StepBuffers:
     """The buffers of several steps in one piece of memory, so that one copy moves them all.
 
     Args:
-        layouts: the steps' layouts, in their order.
-        memory: what the buffers are views of, as for a StepBuffer.
+        layouts: the layouts of the steps, in order.
+        memory: memory to use, as for a StepBuffer.
 
     Attributes:
-        steps: a StepBuffer for each layout.
+        steps: one StepBuffer per layout.
     """
 
     def __init__(self, layouts: tuple[StepLayout, ...], device: torch.device, memory: Tensor | None = None) -> None:
@@ -178,14 +178,14 @@ class StepBuffers:
         self.steps = [StepBuffer(layout, device, self.bytes[at:]) for layout, at in zip(layouts, starts, strict=True)]
 
     def fill(self, steps: SequenceOf[StepArrays], before: SequenceOf[StepArrays] | None = None) -> None:
-        """Each step into its own buffer, as ``StepBuffer.fill``."""
+        """Write each step into its buffer; see ``StepBuffer.fill``."""
         for buffer, arrays, known in zip(self.steps, steps, before or (None,) * len(steps), strict=True):
             buffer.fill(arrays, known)
 
 
 @functools.lru_cache(maxsize=512)
 def _places(layout: StepLayout) -> tuple[dict[str, tuple[int, int, type[np.generic], tuple[int, ...]]], int]:
-    """First byte, length, dtype and shape of each array, and the bytes of all."""
+    """Return the first byte, length, dtype and shape of each array, and the total number of bytes."""
     places, size = {}, 0
     for name, (dtype, shape) in layout.fields().items():
         length = math.prod(shape) * np.dtype(dtype).itemsize
@@ -195,7 +195,7 @@ def _places(layout: StepLayout) -> tuple[dict[str, tuple[int, int, type[np.gener
 
 
 def table_widths(most_blocks: int, block_size: int) -> list[int]:
-    """Blocks of the tables whose graphs are worth their capture, up to the first that holds ``most_blocks``."""
+    """Return the table widths to capture graphs for, up to the first that holds ``most_blocks``."""
     widths = [1 << (max(1, SHORTEST_TABLE // block_size) - 1).bit_length()]
     while widths[-1] < most_blocks:
         widths.append(min(8 * widths[-1], 1 << (most_blocks - 1).bit_length()))
@@ -205,11 +205,11 @@ def table_widths(most_blocks: int, block_size: int) -> list[int]:
 def graph_layouts(
     most_sequences: int, most_tokens: int, most_blocks: int, block_size: int
 ) -> list[tuple[int, int, int]]:
-    """Tokens, sequences and table widths of the graphs of steps up to these sizes.
+    """Return tokens, sequences and table widths of the graphs of steps up to these sizes.
 
-    The largest come first: the memory that they share is then as large as it has to be, also for what is captured
-    later, for which the largest mixed step is among them with logits of every token. Of one size the narrowest comes
-    first, as a step takes a wider graph where there is one.
+    The largest sizes come first, so that the memory pool gets its full size at once; the largest mixed step, with
+    logits of every token, is included for graphs that are captured later. Within a size the narrowest table comes
+    first, because a step would use a wider graph if one existed.
     """
     decodes = _bucket(min(most_sequences, most_tokens), TOKEN_BUCKETS)
     mixed = _bucket(min(most_tokens, MIXED_BUCKETS[-1]), MIXED_BUCKETS)
@@ -224,14 +224,17 @@ def graph_layouts(
 
 
 def first_layouts(layouts: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Layouts of graphs that are captured before anyone is served: all of the largest size, which make the
-    shared memory as large as it has to be, and of every other size the one with the widest tables, which serves any."""
+    """Return the layouts to capture before serving.
+
+    All layouts of the largest size are captured, because they determine the size of the shared memory. Of every other
+    size only the one with the widest tables is captured: it serves all steps of that size.
+    """
     widest = max((width for *_, width in layouts), default=0)
     return [layout for layout in layouts if layout[2] == widest or layout[:2] == layouts[0][:2]]
 
 
 def mixed_layouts() -> list[tuple[int, int]]:
-    """Tokens and sequences of the buckets of mixed steps."""
+    """Return tokens and sequences of the buckets of mixed steps."""
     return [
         (tokens, FEWEST_MIXED << shift)
         for tokens in MIXED_BUCKETS

@@ -1,4 +1,4 @@
-"""The kernels of all sizes of steps, compiled and gated several at a time before an engine serves."""
+"""Warmup: compile and check the kernels of all step sizes, several at a time, before an engine serves."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -20,20 +20,20 @@ MOST_THREADS = 16
 
 
 class Rehearsed(NamedTuple):
-    """An idle step that is run for its kernels alone."""
+    """A dummy step that is run only to build its kernels."""
 
     tokens: int
     sequences: int
     width: int  # blocks of its tables
-    as_graph: bool  # launched as a CUDA graph's forward is
+    as_graph: bool  # launch it like a CUDA graph's forward
 
 
 def rehearsed_steps(
     graphs: list[tuple[int, int, int]], most_sequences: int, most_tokens: int, width: int
 ) -> list[Rehearsed]:
-    """Steps that launch nearly every kernel that an engine will, the largest first, since they take longest.
+    """Return steps that launch nearly every kernel an engine uses, the largest first because they take longest.
 
-    Kernels are chosen by sizes that are rounded to powers of two, so that other sizes bring no other kernels.
+    Kernels are chosen by sizes rounded to powers of two, so intermediate sizes need no further kernels.
 
     Args:
         graphs: tokens, sequences and table widths of the CUDA graphs.
@@ -53,21 +53,21 @@ def rehearsed_steps(
 
 
 def rehearse(forward: Forward, cache: KVCache, steps: list[Rehearsed], num_ranks: int = 1) -> None:
-    """Run idle steps in threads, each with a runner of its own, over one cache of which they write nothing.
+    """Run dummy steps in threads, each with its own runner, over one cache to which they write nothing.
 
-    A step that finds no memory beside the others is left out: its kernels are compiled when they are first launched.
+    A step that runs out of memory is skipped: its kernels are compiled at their first launch.
 
     Args:
-        num_ranks: processes that do so at a time and share the machine's cores.
+        num_ranks: processes that warm up at the same time and share the machine's cores.
     """
     failed: list[Exception] = []
 
     def run(step: Rehearsed) -> None:
         try:
             with torch.cuda.device(cache.device):
-                own = forward.unconnected() if isinstance(forward, StageForward) else forward
+                local = forward.unconnected() if isinstance(forward, StageForward) else forward
                 arrays = idle_arrays(step.tokens, step.sequences, len(cache.groups), step.width)
-                Runner(own, cache, False).rehearse(arrays, as_graph=step.as_graph)
+                Runner(local, cache, False).rehearse(arrays, as_graph=step.as_graph)
         except Exception as error:
             if not ran_out_of_memory(error):
                 failed.append(error)

@@ -1,4 +1,4 @@
-"""One forward step on one device: arrays to the device, and CUDA graphs for the steps whose shapes come back.
+"""Runner: one forward step on one device. Uploads arrays, and replays CUDA graphs for recurring shapes.
 
 Legend: G KV groups, T tokens of a step, S sequences, R rows of logits, V vocabulary size, H hidden size, W width of
 the block tables.
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from detcompile.errors import InvalidInput
 from detcompile.runtime.kv.kv_cache import KVCache
-from detcompile.runtime.sampling.likeliest import likeliest
+from detcompile.runtime.sampling.filters import likeliest
 from detcompile.runtime.step.builder import NOT_PENDING, StepArrays
 from detcompile.runtime.step.graphs import Graph
 from detcompile.runtime.step.layout import MIXED_BUCKETS, TOKEN_BUCKETS, StepBuffers, StepLayout, host_tensors
@@ -28,10 +28,10 @@ from detcompile.templates.tokens.next_tokens_gpu import fill_pending_cuda
 
 __all__ = ["Forward", "MOST_SEQUENCES", "Runner"]
 
-MOST_SEQUENCES = 4096  # of a step
-OFTEN = 16  # steps in a graph whose tables are wider than theirs, before they get one of their own
-NUM_STAGING = 3  # one being written while the copies of those before may still run
-MOST_VIEWS = 256  # of staging memory, by layout: those of steps without a graph never end
+MOST_SEQUENCES = 4096  # per step
+OFTEN = 16  # steps that run in a graph with wider tables before they get a graph of their own
+NUM_STAGING = 3  # staging buffers: one is written while copies from the others may still run
+MOST_VIEWS = 256  # cached views of staging memory by layout; steps without a graph have unboundedly many layouts
 
 Forward = Callable[[Tensor, Tensor, StepInputs, Tensor], Any]
 
@@ -39,25 +39,26 @@ Forward = Callable[[Tensor, Tensor, StepInputs, Tensor], Any]
 class Runner:
     """Runs steps of ``forward`` over one KV cache.
 
-    With ``cuda_graphs``, a step is padded to a bucket and replayed from a graph: steps of one token a sequence at
-    first sight of a bucket, mixed steps of up to 512 tokens at second sight, larger ones never. A graph also serves
-    shorter tables than its own, until OFTEN steps had them: then a narrower one is captured, which is faster. Padding
-    takes part in no live row's arithmetic, so all give the same bits.
+    With ``cuda_graphs``, a step is padded to a bucket and replayed from a graph. Steps of one token per sequence are
+    captured the first time a bucket occurs, mixed steps of up to 512 tokens the second time, larger steps never. A
+    graph also serves narrower tables; after OFTEN such steps a faster, narrower graph is captured. Padding takes no
+    part in the arithmetic of live rows, so the bits are always the same.
 
     Args:
         forward: (input_ids [1, T], position_ids [1, T], StepInputs, logits_to_keep [R]) -> logits [R, V], or a pair of
-            them and the states [R, H] that they were made of. A StageForward's rows are exchanged with other stages
-            around it.
+            logits and the hidden states [R, H] that they were computed from. The runner exchanges a StageForward's
+            rows with the other stages.
         cuda_graphs: needs a cache on a CUDA device.
 
     Attributes:
-        states: states of the last launch, good until the next one; None if the forward gives none.
-        drawn: [R, 2] int64, what ``likeliest`` gives for the logits of the last ``launch``, good until the next one;
-            ``sampled`` has these tokens then. None if no graph was replayed, or it gives no logits.
-        gives_logits: whether it does; otherwise ``launch`` gives [0, 0].
-        replayed: whether the last launch was a graph.
+        states: hidden states of the last launch, valid until the next one; None if the forward returns none.
+        drawn: [R, 2] int64, ``likeliest`` of the last launch's logits, valid until the next one; ``sampled`` then has
+            the same tokens. None if no graph was replayed, or there are no logits.
+        gives_logits: True if the forward returns logits; otherwise ``launch`` returns [0, 0].
+        replayed: True if the last launch replayed a graph.
 
     Raises:
+        InvalidInput: CUDA graphs without a CUDA device.
         InvalidInput: CUDA graphs without a CUDA device.
     """
 
@@ -65,7 +66,7 @@ class Runner:
 
     def __init__(self, forward: Forward, kv_cache: KVCache, cuda_graphs: bool) -> None:
         if cuda_graphs and kv_cache.device.type != "cuda":
-            raise InvalidInput(f"CUDA graphs need a GPU, the KV cache is on {kv_cache.device}: turn them off")
+            raise InvalidInput(f"CUDA graphs need a GPU, but the KV cache is on {kv_cache.device}: turn them off")
         self.forward = forward
         self._stage = forward if isinstance(forward, StageForward) else None
         self.gives_logits = self._stage is None or self._stage.gives_logits
@@ -77,49 +78,49 @@ class Runner:
         self.replayed = False
         self.sampled = torch.zeros(MOST_SEQUENCES, dtype=torch.int64, device=kv_cache.device)
         self._graphs: dict[StepLayout, Graph] = {}
-        self._widest = 0  # table among them
+        self._widest = 0  # widest table among the graphs
         self._chains: dict[tuple[StepLayout, ...], Graph] = {}
-        self._missed: Counter[StepLayout] = Counter()  # steps that had no graph of their own
+        self._missed: Counter[StepLayout] = Counter()  # steps without a graph of exactly their layout
         self._refused: set[StepLayout] = set()
         self._memory_pool = torch.cuda.graph_pool_handle() if cuda_graphs else None
         self._staging: list[_Staging] = []
 
     @property
     def num_graphs(self) -> int:
-        """CUDA graphs that were captured."""
+        """Number of captured CUDA graphs."""
         return len(self._graphs) + len(self._chains)
 
     def fill_caches(self, value: float) -> None:
-        """Write ``value`` into every slot of the KV cache, written before or not, and into every state."""
+        """Fill every slot of the KV cache and every state with ``value``."""
         for cache in (*self.kv_cache.k_caches, *self.kv_cache.v_caches, *self.kv_cache.states):
             cache.fill_(value)
 
     def run(self, arrays: StepArrays) -> Tensor:
-        """Write the step's keys and values into the cache; return logits [R, V] of the tokens ``logits_to_keep``."""
+        """Write the step's keys and values into the cache. Return logits [R, V] of the tokens ``logits_to_keep``."""
         logits = self.launch(arrays)
         return logits.clone() if self.cuda_graphs else logits
 
     def launch(self, arrays: StepArrays) -> Tensor:
-        """Run a step as ``run`` does, without waiting for the device; the logits are good until the next launch.
+        """Run a step like ``run``, without waiting for the device; the logits are valid until the next launch.
 
-        Pending tokens are those of the launch before, by row of its logits: what ``keep`` was given after it, or else,
-        if a graph was replayed, the likeliest.
+        Pending tokens come from the previous launch, by row of its logits: the tokens given to ``keep`` after it, or
+        the most likely tokens if a graph was replayed.
         """
         if self._stage is not None:
             self._stage.receive(self.layout(arrays).tokens, self.kv_cache.device)
-        found, drawn = (self._forward(host_tensors(arrays)), None) if self._on_host else self._launch_on_gpu(arrays)
+        output, drawn = (self._forward(host_tensors(arrays)), None) if self._on_host else self._launch_on_gpu(arrays)
         if self._stage is not None:
-            self._stage.send(found)
+            self._stage.send(output)
         if not self.gives_logits:
-            found = found.new_empty(0, 0)
-        logits, states = found if isinstance(found, tuple) else (found, None)
+            output = output.new_empty(0, 0)
+        logits, states = output if isinstance(output, tuple) else (output, None)
         num_rows = len(arrays.logits_to_keep)
         self.states = None if states is None else states[:num_rows]
         self.drawn = None if drawn is None else drawn[:num_rows]
         return logits[:num_rows]
 
     def rehearse(self, arrays: StepArrays, *, as_graph: bool) -> None:
-        """Run a step for its kernels alone, as a capture would launch them or as a step without a graph does.
+        """Run a step only to build its kernels, as a capture or a step without a graph would launch them.
 
         Other ranks and stages take no part.
         """
@@ -131,19 +132,19 @@ class Runner:
             self._drawing(buffers.steps[0].tensors())
 
     def keep(self, drawn: Tensor) -> None:
-        """Put the tokens of ``drawn`` [R, 2] int64 where the next step reads them."""
+        """Store the tokens of ``drawn`` [R, 2] int64 where the next step reads pending tokens."""
         self.sampled[: len(drawn)].copy_(drawn[:, 1])
 
     def launch_chain(self, steps: SequenceOf[StepArrays]) -> Tensor:
-        """Launch steps of which each reads, as pending, the likeliest of the one before; with CUDA graphs, in one.
+        """Launch steps that each read, as pending tokens, the most likely tokens of the step before.
 
-        Every chain of new layouts is captured. Nothing waits for the device.
+        With CUDA graphs the chain is one graph; every chain of new layouts is captured. Nothing waits for the device.
 
         Args:
-            steps: steps of as many rows of logits each; in the first no token is pending.
+            steps: steps with the same number of rows of logits; the first has no pending tokens.
 
         Returns:
-            [len(steps), R, 2] int64, what ``likeliest`` gives, and for padding after it; good until the next launch.
+            [len(steps), R, 2] int64, the results of ``likeliest``, followed by padding; valid until the next launch.
         """
         if not self.cuda_graphs:
             return torch.stack([self._draw(self.launch(arrays)) for arrays in steps])
@@ -155,12 +156,12 @@ class Runner:
             self._start_upload([_without_states(arrays) for arrays in steps], buffers).record()
             graph = self._chains[layouts] = Graph(lambda: self._chain(buffers), buffers, self._memory_pool)
         uploaded = self._start_upload(steps, graph.buffers)
-        found: Tensor = graph.replay()
+        output: Tensor = graph.replay()
         uploaded.record()
-        return found
+        return output
 
     def layout(self, arrays: StepArrays) -> StepLayout:
-        """The layout that a step runs in on a GPU, padded for a graph."""
+        """Return the layout in which a step runs on a GPU, padded if there are graphs."""
         exact = StepLayout.of(arrays)
         return exact.padded(self.kv_cache.block_size) if self.cuda_graphs else exact
 
@@ -170,19 +171,19 @@ class Runner:
         if graph is None:
             graph = self._wider(layout)
             if self._worth_a_graph(layout, graph is not None):
-                self._refused.add(layout)  # a capture that finds no memory is not tried again
+                self._refused.add(layout)  # do not retry a capture that runs out of memory
                 graph = self._graphs[layout] = self._capture(arrays, layout)
                 self._refused.remove(layout)
                 self._widest = max(self._widest, layout.blocks)
         buffers = self._buffers(layout) if graph is None else graph.buffers
         uploaded = self._start_upload((arrays,), buffers)
         self.replayed = graph is not None
-        found, drawn = (self._forward(buffers.steps[0].tensors()), None) if graph is None else graph.replay()
-        uploaded.record()  # behind the step, as the device shall begin it first
-        return found, drawn
+        output, drawn = (self._forward(buffers.steps[0].tensors()), None) if graph is None else graph.replay()
+        uploaded.record()  # after the step, so that the device can begin it first
+        return output, drawn
 
     def _wider(self, layout: StepLayout) -> Graph | None:
-        """The graph of the same extents with wider tables, the narrowest of them."""
+        """Return the graph with the narrowest tables that are wider than the layout's; all else equal."""
         graph, width = None, 2 * layout.blocks
         while graph is None and width <= self._widest:
             graph = self._graphs.get(layout._replace(blocks=width))
@@ -190,10 +191,10 @@ class Runner:
         return graph
 
     def _worth_a_graph(self, layout: StepLayout, is_served: bool) -> bool:
-        """Whether a step without a graph of its own is captured now.
+        """Decide whether to capture a graph for this layout now.
 
         Args:
-            is_served: whether a graph of wider tables can run it.
+            is_served: True if a graph with wider tables can run the step.
         """
         is_plain = layout.tokens == layout.sequences == layout.rows
         most = TOKEN_BUCKETS[-1] if is_plain else MIXED_BUCKETS[-1]
@@ -203,11 +204,11 @@ class Runner:
         return self._missed[layout] >= (OFTEN if is_served else 1 if is_plain else 2)
 
     def _capture(self, arrays: StepArrays, layout: StepLayout) -> Graph:
-        """A graph of this layout; the step runs on the way and writes what its replay will write again.
+        """Capture a graph. The step itself runs during capture and writes what its replay will write again.
 
-        States are left as they are, as they would advance twice, and so are the tokens that the step before drew.
+        Recurrent states are left alone, because they would advance twice, and so are the last step's drawn tokens.
         """
-        torch.cuda.empty_cache()  # the buffers stay, and the forward's warm-up allocates on a stream of its own
+        torch.cuda.empty_cache()  # the buffers stay, and the warmup allocates on its own stream
         buffers = self._buffers(layout)
         self._start_upload([_without_states(arrays)], buffers).record()
         drawn_before = self.sampled.clone()
@@ -219,23 +220,23 @@ class Runner:
         return StepBuffers(layouts, self.kv_cache.device)
 
     def _chain(self, buffers: StepBuffers) -> Tensor:
-        found = [self._drawing(buffer.tensors())[1] for buffer in buffers.steps]
-        rows = min(map(len, found))
-        return torch.stack([drawn[:rows] for drawn in found])
+        drawn = [self._drawing(buffer.tensors())[1] for buffer in buffers.steps]
+        rows = min(map(len, drawn))
+        return torch.stack([part[:rows] for part in drawn])
 
     def _drawing(self, tensors: dict[str, Tensor]) -> tuple[Any, Any]:
-        """What the forward gives, and what is likeliest by it, if it gives logits."""
-        found = self._forward(tensors)
+        """Return the forward's output, and ``likeliest`` of its logits if it has any."""
+        output = self._forward(tensors)
         if not self.gives_logits:
-            return found, None
-        return found, self._draw(found[0] if isinstance(found, tuple) else found)
+            return output, None
+        return output, self._draw(output[0] if isinstance(output, tuple) else output)
 
     def _draw(self, logits: Tensor) -> Tensor:
         return likeliest(logits, sampled=self.sampled)
 
     @torch.no_grad()
     def _forward(self, t: dict[str, Tensor]) -> Any:
-        """The forward of a step whose arrays are these, by their names."""
+        """Run the forward on a step's arrays, given by name."""
         if t["block_copies"].shape[1]:
             self.kv_cache.copy_blocks(t["block_copies"])
         input_ids = self._fill_pending(t["input_ids"], t["pending"])
@@ -252,7 +253,7 @@ class Runner:
         return self.forward(input_ids[None], t["position_ids"][None], step, t["logits_to_keep"])
 
     def _fill_pending(self, input_ids: Tensor, pending: Tensor) -> Tensor:
-        """[T], those that the step before drew in their places."""
+        """Return input ids [T] with pending tokens filled in from the previous step."""
         if input_ids.is_cuda:
             return fill_pending_cuda(input_ids, pending, self.sampled)
         if (pending.numpy() == NOT_PENDING).all():
@@ -260,25 +261,25 @@ class Runner:
         return torch.where(pending == NOT_PENDING, input_ids, self.sampled[pending.clamp_min(0)])
 
     def _start_upload(self, steps: SequenceOf[StepArrays], buffers: StepBuffers) -> torch.cuda.Event:
-        """Returns an event that the caller records before the next upload, behind the copy or later."""
+        """Start an upload. Return an event to record after the copy (or later), before the next upload."""
         staging = self._staging.pop(0) if len(self._staging) == NUM_STAGING else _Staging()
         self._staging.append(staging)
         return staging.upload(steps, buffers)
 
 
 class _Staging:
-    """Pinned memory that the arrays of steps are copied to the device from."""
+    """Pinned memory from which steps' arrays are copied to the device."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._read = torch.cuda.Event()
-        self._filled: tuple[StepBuffers, SequenceOf[StepArrays]] | None = None  # the last
+        self._filled: tuple[StepBuffers, SequenceOf[StepArrays]] | None = None  # the last upload
 
     def upload(self, steps: SequenceOf[StepArrays], buffers: StepBuffers) -> torch.cuda.Event:
-        """Start the copy, once the one before has read this memory: the device may be several steps behind.
+        """Start a copy once the previous one has read this memory: the device may be several steps behind.
 
         Returns:
-            What the next upload from here waits for; the caller records it behind the copy, or behind the whole step.
+            The event that the next upload from here waits for; record it after the copy or after the whole step.
         """
         self._read.synchronize()
         size = len(buffers.bytes)

@@ -1,6 +1,6 @@
-"""Worker: one rank of the model. It launches steps and reads their tokens back; it decides nothing.
+"""Worker: one rank of the model. It launches steps and reads their tokens back; it makes no scheduling decisions.
 
-What goes in (StepWork) and what comes out (StepResult) are plain data, so that a worker may live in another process.
+Its input (StepWork) and output (StepResult) are plain data, so a worker may live in another process.
 
 Legend: R rows of logits.
 """
@@ -28,40 +28,40 @@ from detcompile.templates.cpu.fp_mode import float_mode
 __all__ = ["LaunchedStep", "PromptRows", "StepResult", "StepWork", "Worker", "idle_arrays"]
 
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 class PromptRows(NamedTuple):
-    """Rows of logits that are wanted for the logprobs of prompt tokens."""
+    """Rows of logits from which prompt logprobs are taken."""
 
     start: int  # the first row
-    targets: tuple[int, ...]  # the token that follows each row's own
+    targets: tuple[int, ...]  # the prompt token after each row's token
     num_top: int
 
 
 class StepWork(NamedTuple):
-    """All that a worker needs to run a step."""
+    """Input of one step."""
 
     arrays: StepArrays
-    rows: tuple[SampleRow, ...]  # one a token to draw: the first rows of the logits
+    rows: tuple[SampleRow, ...]  # one per token to draw, in the order of the first rows of the logits
     prompts: tuple[PromptRows, ...]
 
 
 class StepResult(NamedTuple):
-    """What a step drew, one entry a SampleRow."""
+    """Output of one step, one entry per SampleRow."""
 
     tokens: list[int]
-    invalid: list[bool]  # the row's logits were no numbers
+    invalid: list[bool]  # the row's logits were NaN or infinite
     logprobs: list[Logprobs | None]
-    prompt_logprobs: list[list[Logprobs] | str]  # one entry a PromptRows; where there are none, why
-    refused: dict[int, str]  # rows that could not be planned or read, and why: their tokens mean nothing
-    hidden: Tensor | None = None  # [R, H] on the device: what the rows were drawn from, good until the next launch
+    prompt_logprobs: list[list[Logprobs] | str]  # one entry per PromptRows; a string says why there are none
+    refused: dict[int, str]  # rows that could not be planned or read, and why; their tokens are meaningless
+    hidden: Tensor | None = None  # [R, H] on the device: hidden states of the rows, valid until the next launch
 
 
 class LaunchedStep(NamedTuple):
-    """A step that runs on the device."""
+    """A step running on the device."""
 
-    host: Any  # tensors on the host, good once ``done`` has happened
+    host: Any  # tensors on the host, valid after ``done``
     done: torch.cuda.Event | None
     work: StepWork
     refused: dict[int, str]  # rows that could not be planned, and why
@@ -73,16 +73,17 @@ class Worker:
 
     Args:
         runner: runs this rank's share of the model.
-        sampler: draws from the vocabulary.
+        sampler: draws tokens.
 
     Attributes:
-        accepts_rejection: whether the sampler can accept guesses by rejection.
-        is_alone: no other rank takes part in its steps, so that it may go on without one that could not be launched.
-        num_stages: stages of the pipeline that it is.
-        head_shares: 1, as its KV cache has all heads; 0 where other ranks have some.
-        idle_share: share of the stages' time in which they had no step, while there were any.
-        shortest_step: infinity, as this is no pipeline, whose slowest stage took so many seconds for the shortest step.
-        memory: the part of a GPU's memory that its steps use; None leaves that to the allocator.
+        accepts_rejection: True if the sampler supports rejection sampling of guesses.
+        is_alone: True if no other rank takes part in its steps, so that a step that could not be launched can be
+            dropped.
+        num_stages: number of pipeline stages.
+        head_shares: 1 if its KV cache has all heads; 0 if other ranks have some.
+        idle_share: fraction of the stages' time without a step while there was work.
+        shortest_step: infinity: the slowest stage's seconds for the shortest step exist only in a pipeline.
+        memory: the GPU memory reserved for its steps; None leaves it to the allocator.
     """
 
     accepts_rejection = True
@@ -96,23 +97,23 @@ class Worker:
         self.sampler = sampler
         self.is_alone = True
         self.memory: StepMemory | None = None
-        self._allocates = False  # the last step did, for more than its results
+        self._allocates = False  # the last step allocated more than its results
         self.device = runner.kv_cache.device
         self._float_mode = float_mode(self.device)
 
     def launch(self, work: StepWork) -> LaunchedStep:
-        """Start a step; nothing waits for the device. Tokens pending from the step before are read there."""
+        """Start a step without waiting for the device. Pending tokens are read on the device from the previous step."""
         num_graphs = self.runner.num_graphs
         with self._float_mode:
             launched = self._launch(work)
         if self.memory is not None and self.runner.num_graphs > num_graphs:
-            self.memory.refill()  # the capture has given the block back
+            self.memory.refill()  # the capture has released the block
         elif self.memory is not None and self._allocates:
             self.memory.tidy()
         return launched
 
     def read_blocks(self, tables: Sequence[Sequence[int]]) -> list[LayerBlocks]:
-        """Blocks of the KV cache, one table a KV group."""
+        """Return blocks of the KV cache, given one table per KV group."""
         return self.runner.kv_cache.read_blocks(tables)
 
     def write_blocks(self, tables: Sequence[Sequence[int]], layers: Sequence[LayerBlocks]) -> None:
@@ -120,13 +121,13 @@ class Worker:
         self.runner.kv_cache.write_blocks(tables, layers)
 
     def restart(self) -> None:
-        """Never asked for: this runs in the caller's process."""
-        raise AssertionError("no process of its own")
+        """Not supported: this worker runs in the caller's process."""
+        raise AssertionError("this worker has no process to restart")
 
     def recover(self) -> None:
-        """Settle what a launch that ran out of memory has left: wait for it, and give back what is kept for later."""
+        """Clean up after a launch that ran out of memory: wait for it, and empty the allocator's cache."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # its arrays may still be on their way
+            torch.cuda.synchronize(self.device)  # its copies may still be running
             torch.cuda.empty_cache()
 
     def _launch(self, work: StepWork) -> LaunchedStep:
@@ -137,12 +138,12 @@ class Worker:
         self._allocates = not self.runner.replayed or bool(work.prompts)
         refused: dict[int, Exception] = {}
         if work.rows:
-            plan, drawn = self.sampler.prepare(work.rows, refused), self.runner.drawn  # while the forward runs
+            plan, drawn = self.sampler.prepare(work.rows, refused), self.runner.drawn  # overlaps with the forward
             sampled = self.sampler(logits, plan, drawn)
-            self._allocates |= plan.columns is not None
-            if drawn is None or plan.columns is not None:
+            self._allocates |= plan.tensors is not None
+            if drawn is None or plan.tensors is not None:
                 self.runner.keep(sampled.drawn)
-        prompts = [_or_why(functools.partial(self._prompt_logprobs, logits, prompt)) for prompt in work.prompts]
+        prompts = [_result_or_reason(functools.partial(self._prompt_logprobs, logits, item)) for item in work.prompts]
         host = _to_host((sampled, prompts))
         done = None
         if self.device.type == "cuda":
@@ -157,13 +158,13 @@ class Worker:
         return token_logprobs(rows, self._to_device(np.array(prompt.targets)), prompt.num_top)
 
     def collect(self, launched: LaunchedStep) -> StepResult:
-        """Wait for a step and read what it drew."""
+        """Wait for a step and read the tokens it drew."""
         if launched.done is not None:
             launched.done.synchronize()
         sampled, prompts = launched.host
         prompt_logprobs = [
-            found if isinstance(found, str) else _or_why(functools.partial(_logprobs, list(prompt.targets), found))
-            for prompt, found in zip(launched.work.prompts, prompts, strict=True)
+            entry if isinstance(entry, str) else _result_or_reason(functools.partial(_logprobs, [*item.targets], entry))
+            for item, entry in zip(launched.work.prompts, prompts, strict=True)
         ]
         if sampled is None:
             return StepResult([], [], [], prompt_logprobs, {})
@@ -173,9 +174,9 @@ class Worker:
         return StepResult(tokens, invalid, logprobs, prompt_logprobs, launched.refused | unread, launched.hidden)
 
     def warm_up(self, most_sequences: int, most_tokens: int, most_blocks: int) -> None:
-        """Capture a graph of every bucket of steps up to these sizes, with tables of ``most_blocks``.
+        """Capture a graph for every bucket of steps up to these sizes, with tables of ``most_blocks``.
 
-        A capture takes as long as several steps. Those of shorter tables come as steps ask for them (Runner).
+        A capture takes as long as several steps. Graphs with narrower tables are captured on demand (see Runner).
         """
         every = graph_layouts(most_sequences, most_tokens, most_blocks, self.runner.kv_cache.block_size)
         layouts = first_layouts(every)
@@ -186,13 +187,13 @@ class Worker:
         torch.cuda.empty_cache()
 
     def capture(self, tokens: int, sequences: int, width: int) -> None:
-        """Capture the graph of a step of so many tokens and sequences, with tables of so many blocks."""
+        """Capture the graph of a step with these sizes."""
         arrays = idle_arrays(tokens, sequences, len(self.runner.kv_cache.groups), width)
-        for _ in range(1 if tokens == sequences else 2):  # a mixed step is captured at second sight
+        for _ in range(1 if tokens == sequences else 2):  # a mixed step is captured the second time it occurs
             self.runner.launch(arrays)
 
     def warm_up_chains(self, most_sequences: int, num_steps: int) -> None:
-        """Capture chains of greedy decode steps of up to so many sequences, the first of one or two tokens each."""
+        """Capture chains of greedy decode steps; the first step has one or two tokens per sequence."""
         num_groups = len(self.runner.kv_cache.groups)
         for size in TOKEN_BUCKETS:
             if size <= most_sequences:
@@ -208,7 +209,7 @@ class Worker:
 
 
 def idle_arrays(num_tokens: int, num_sequences: int, num_groups: int, width: int = 1) -> StepArrays:
-    """A step whose tokens write nothing and see whatever stands in block 0; only its cost is real."""
+    """Return a dummy step: it writes nothing and reads block 0, but costs as much as a real step."""
     counts = np.full(num_sequences, num_tokens // num_sequences)
     counts[: num_tokens % num_sequences] += 1
     cu_seqlens = np.concatenate([[0], np.cumsum(counts)])
@@ -227,7 +228,7 @@ def idle_arrays(num_tokens: int, num_sequences: int, num_groups: int, width: int
 
 
 def _to_host(value: Any) -> Any:
-    """Every tensor in a nest of tuples and lists, copied into pinned memory without waiting."""
+    """Copy every tensor in nested tuples and lists into pinned memory, without waiting."""
     if isinstance(value, Tensor):
         if value.device.type == "cpu":
             return value
@@ -239,15 +240,15 @@ def _to_host(value: Any) -> Any:
     return value
 
 
-def _logprobs(tokens: list[int], found: TokenLogprobs) -> list[Logprobs]:
-    top = [dict(zip(ids, values)) for ids, values in zip(found.top_ids.tolist(), found.top.tolist())]
-    return list(map(Logprobs, tokens, found.chosen.tolist(), top, found.rank.tolist()))
+def _logprobs(tokens: list[int], entries: TokenLogprobs) -> list[Logprobs]:
+    top = [dict(zip(ids, values)) for ids, values in zip(entries.top_ids.tolist(), entries.top.tolist())]
+    return list(map(Logprobs, tokens, entries.chosen.tolist(), top, entries.rank.tolist()))
 
 
 def _row_logprobs(
     rows: tuple[SampleRow, ...], tokens: list[int], sampled: Sampled, refused: dict[int, str]
 ) -> tuple[list[Logprobs | None], dict[int, str]]:
-    """Those of the rows that asked, cut to the number of likeliest tokens that each asked for; and what went wrong."""
+    """Return the logprobs of the rows that requested them, each cut to its own number of tokens, and the failures."""
     out: list[Logprobs | None] = [None] * len(rows)
     unread: dict[int, str] = {}
     if sampled.logprobs is None:
@@ -255,11 +256,11 @@ def _row_logprobs(
     wanted = [index for index, row in enumerate(rows) if index not in refused and row.params.logprobs is not None]
     entries = _logprobs([tokens[i] for i in wanted], sampled.logprobs)
     for index, entry in zip(wanted, entries, strict=True):
-        found = _or_why(functools.partial(_cut, entry, rows[index]))
-        if isinstance(found, str):
-            unread[index] = found
+        result = _result_or_reason(functools.partial(_cut, entry, rows[index]))
+        if isinstance(result, str):
+            unread[index] = result
         else:
-            out[index] = found
+            out[index] = result
     return out, unread
 
 
@@ -267,8 +268,8 @@ def _cut(entry: Logprobs, row: SampleRow) -> Logprobs:
     return entry._replace(top=dict(list(entry.top.items())[: row.params.logprobs or 0]))
 
 
-def _or_why(work: Callable[[], Found]) -> Found | str:
-    """What one request asked for, or what it raised: its neighbours go on. Memory that ran out is nobody's fault."""
+def _result_or_reason(work: Callable[[], Result]) -> Result | str:
+    """Return the result of ``work``, or the repr of its exception, so that other requests go on; re-raise OOM."""
     try:
         return work()
     except Exception as error:

@@ -93,7 +93,7 @@ def test_lengths_count_the_prompt_where_hugging_face_s_do(caplog) -> None:
         ({"eos_token_id": {5: 6}}, r"eos_token_id {5: 6} is a dict"),
         ({"suppress_tokens": [-5]}, "suppress_tokens holds token -5"),
         ({"suppress_tokens": b"a"}, "suppress_tokens b'a' is a bytes"),
-        ({"pad_token_id": 10**30}, "pad_token_id 10* is in no tensor"),
+        ({"pad_token_id": 10**30}, "pad_token_id 10* does not fit"),
         ({"output_scores": "no"}, "output_scores 'no' is a str"),
         ({"return_dict_in_generate": 1}, "return_dict_in_generate 1 is an int"),
         ({"do_sample": 0}, "do_sample 0 is an int"),

@@ -24,7 +24,7 @@ def compute(kv_blocks, sequence, num_tokens=None):
     """One step up to ``num_tokens``, by default over all that is known."""
     sequence.num_computed = len(sequence.token_ids) if num_tokens is None else num_tokens
     assert kv_blocks.grow(sequence, sequence.num_computed)
-    kv_blocks.settle(sequence)
+    kv_blocks.commit(sequence)
 
 
 def serve(kv_blocks, tokens):
@@ -284,7 +284,7 @@ def test_a_sequence_is_admitted_once():
     with pytest.raises(KeyError):
         kv_blocks.release(sequence)
     sequence.block_tables = [[3]]
-    with pytest.raises(AssertionError, match="others gave blocks"):
+    with pytest.raises(AssertionError, match="already has blocks"):
         kv_blocks.admit(sequence, 5)
 
 
@@ -303,5 +303,5 @@ def test_a_sequence_has_a_state_of_its_own_from_admission_to_release() -> None:
     assert kv_blocks.admit(third, 20) == 0 and third.state_slot == freed
     kv_blocks.check([second, third])
     second.state_slot = third.state_slot
-    with pytest.raises(AssertionError, match="states of two sequences"):
+    with pytest.raises(AssertionError, match="state slots shared or lost"):
         kv_blocks.check([second, third])

@@ -208,7 +208,7 @@ class KVMachine(RuleBasedStateMachine):
 
     def settle_row(self, row):
         tables, size = row.sequence.block_tables, self.size
-        self.kv_blocks.settle(row.sequence)
+        self.kv_blocks.commit(row.sequence)
         for table, window in zip(tables, self.windows):
             first = max(0, row.num_known - window + 1) // size if window else 0
             assert [block == NULL_BLOCK for block in table] == [j < first for j in range(len(table))]

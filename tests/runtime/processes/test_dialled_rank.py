@@ -83,7 +83,7 @@ def test_it_is_silent_where_it_is_stopped_and_not_where_it_works(started: Starte
     time.sleep(1.2)  # nothing is heard of a rank that has nothing to do
     assert started.group.call("echo", 1) == [1, 1]
     started.process.send_signal(signal.SIGSTOP)
-    assert_fails(started, "nothing is heard of it", 3.0)
+    assert_fails(started, "no sign of life from it", 3.0)
     started.process.send_signal(signal.SIGCONT)
     assert started.process.wait(2) == 1
 

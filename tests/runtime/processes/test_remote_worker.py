@@ -11,7 +11,7 @@ import torch
 from detcompile.runtime.processes.remote_worker import RankStep, RemoteWorker, WorkReader
 from detcompile.runtime.processes.stage_clock import StageClock
 from detcompile.runtime.requests.sampling_params import SamplingParams
-from detcompile.runtime.sampling.rows import SampleRow
+from detcompile.runtime.sampling.sampling_tensors import SampleRow
 from detcompile.runtime.step.worker import StepResult, StepWork, idle_arrays
 
 NEVER_LOST = (lambda _group, _name: None, lambda group: group)  # what makes a worker in it, and its successor

@@ -13,7 +13,6 @@ from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.runtime.requests.sequence import Sequence
 from detcompile.runtime.sampling import rejection as acceptance
-from detcompile.runtime.sampling.columns import drawing_columns, proposal_columns
 from detcompile.runtime.sampling.philox import noise_keys
 from detcompile.runtime.sampling.rejection import (
     ACCEPTANCE_STREAM,
@@ -24,6 +23,7 @@ from detcompile.runtime.sampling.rejection import (
     resolve,
 )
 from detcompile.runtime.sampling.sampler import Sampler, SampleRow
+from detcompile.runtime.sampling.sampling_tensors import drawing_tensors, proposal_tensors
 from detcompile.runtime.speculation.draft_tree import DraftTree
 from detcompile.runtime.speculation.speculator import SpeculationConfig
 from detcompile.runtime.step.builder import build_step
@@ -125,7 +125,7 @@ def test_guesses_are_judged_with_numbers_of_their_own():
     """No drafter draws with them, and no plain draw, of whichever sample."""
     params, guess = SamplingParams(seed=5), Proposals((1,), (None,))
     rows = [SampleRow(params, 9, sample_index=index, proposals=guess) for index in (0, 1, 99)]
-    columns = {**drawing_columns(rows), **proposal_columns(rows, [])}
+    columns = {**drawing_tensors(rows), **proposal_tensors(rows, [])}
     keys = torch.cat([columns[name] for name in ("keys", "acceptance_keys", "residual_keys")])
     assert len(keys.unique(dim=0)) == len(keys)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from detcompile.errors import InvalidInput
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.runtime.sampling import sampler as sampling
-from detcompile.runtime.sampling.likeliest import likeliest
+from detcompile.runtime.sampling.filters import likeliest
 from detcompile.runtime.sampling.logprobs import token_logprobs
 from detcompile.runtime.sampling.sampler import Sampler, SampleRow, sample
 from tests.bits import assert_bitwise_equal
@@ -74,8 +74,8 @@ def test_plain_requests_need_no_columns(wishes):
     quick = Sampler(VOCAB_SIZE, "cpu", eos_token_ids=[EOS]).prepare([row])
     with mock.patch.object(SamplingParams, "plain", False):
         plan = Sampler(VOCAB_SIZE, "cpu", eos_token_ids=[EOS]).prepare([row])
-    assert (quick.columns is None) == (plan.columns is None)
-    assert not params.plain or plan.columns is None
+    assert (quick.tensors is None) == (plan.tensors is None)
+    assert not params.plain or plan.tensors is None
 
 
 @given(requests=REQUESTS, seed=st.integers(0, 2**32), dtype=st.sampled_from([torch.float32, torch.bfloat16]))

@@ -116,7 +116,7 @@ def test_each_node_stands_at_its_logical_position_in_the_blocks_of_each_branch()
         [third * 16 + 1, -1, -1, -1, -1, -1],
     ]
     assert arrays.block_copies.tolist() == [[own, own], [second, third], [1, 1]], "token 16 is before the root"
-    speculator.settle(verification, (0, 1), cut=False)
+    speculator.commit(verification, (0, 1), cut=False)
     assert sequence.block_tables[0] == [head, second], "the winner's block is taken over"
     blocks.release(sequence)
     assert blocks.pool.num_free == blocks.pool.num_usable

@@ -170,7 +170,7 @@ def test_block_tables_follow_their_sequences(events):
         for table in sequence.block_tables:
             table[kept:] = [next(fresh) for _ in range(len(table) - kept + growth)]
         if leaves:
-            tables.leave(sequences.pop(name))
+            tables.remove(sequences.pop(name))
             continue
         rows = tables.rows(list(sequences.values()), 100)
         for row, other in enumerate(sequences.values()):

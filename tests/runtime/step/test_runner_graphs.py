@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from detcompile.runtime.kv.kv_cache import KVCache, KVShape
 from detcompile.runtime.requests.sequence import Sequence
-from detcompile.runtime.sampling.likeliest import likeliest
+from detcompile.runtime.sampling.filters import likeliest
 from detcompile.runtime.sampling.sampler import Sampler
 from detcompile.runtime.step import runner as runner_module
 from detcompile.runtime.step.builder import StepEntry, build_arrays, build_step, pending_arrays

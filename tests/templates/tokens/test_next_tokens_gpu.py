@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from detcompile.runtime.sampling.likeliest import likeliest
+from detcompile.runtime.sampling.filters import likeliest
 from detcompile.templates.tokens.next_tokens_gpu import fill_pending_cuda, likeliest_cuda
 from tests.bits import assert_bitwise_equal
 from tests.templates.triton_interpreter import DEVICE, INTERPRETED, NEEDS_TRITON

@@ -1,7 +1,9 @@
-"""Columns: what the sampler reads of the rows that need more than an argmax, built on the host, copied in one piece.
+"""SamplingTensors: inputs of the sampler for rows that need more than an argmax, built on the host.
 
-Legend: Q rows that need more than an argmax, B biased (row, token) pairs, A allowed ones, C guesses of a row at most, L
-rows that want logprobs, M masked ones of W words each, N requests whose token counts are new, E distinct tokens of
+PackedTensors moves them to the device in one copy.
+
+Legend: Q rows that need more than an argmax, B biased (row, token) pairs, A allowed ones, C guesses per row at most, L
+rows that want logprobs, M masked rows of W words each, N requests whose token counts are new, E distinct tokens of
 theirs.
 """
 
@@ -13,92 +15,111 @@ import torch
 from torch import Tensor
 
 from detcompile.runtime.grammars.matcher import Mask
+from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.runtime.sampling.filters import NO_LIMIT, PROBABILITY_UNIT
 from detcompile.runtime.sampling.penalties import TokenCounts
 from detcompile.runtime.sampling.philox import noise_keys
-from detcompile.runtime.sampling.rejection import ACCEPTANCE_STREAM, CERTAIN, NO_GUESS, RESIDUAL_STREAM
-from detcompile.runtime.sampling.rows import SampleRow
+from detcompile.runtime.sampling.rejection import ACCEPTANCE_STREAM, CERTAIN, NO_GUESS, RESIDUAL_STREAM, Proposals
 
 __all__ = [
-    "Columns",
-    "PackedColumns",
-    "allowed_columns",
-    "bias_columns",
-    "drawing_columns",
-    "fresh_columns",
-    "mask_columns",
-    "penalty_columns",
-    "proposal_columns",
+    "PackedTensors",
+    "SampleRow",
+    "SamplingTensors",
+    "allowed_tensors",
+    "bias_tensors",
+    "drawing_tensors",
+    "fresh_tensors",
+    "mask_tensors",
+    "penalty_tensors",
+    "proposal_tensors",
 ]
 
-ALIGNMENT = 16  # bytes; each column begins at a multiple
+ALIGNMENT = 16  # bytes; each tensor begins at a multiple
 
 
-class Columns(TypedDict, total=False):
-    """Small tensors by name; those of a need that no row has are absent."""
+class SampleRow(NamedTuple):
+    """How to draw a token from one row of logits.
 
-    rows: Tensor  # [Q] int64: each row's index among the logits
-    logprob_rows: Tensor  # [L] int64: the same of rows that want logprobs
+    ``key`` and ``token_ids`` matter only with penalties: the first plan with a key reads all ``position`` tokens; later
+    plans follow the drawn tokens on the device and read nothing.
+    """
 
-    # Biases: each is added to one logit.
+    params: SamplingParams  # seeded, unless greedy
+    position: int  # index of the drawn token in its sequence
+    num_generated: int = 0  # output tokens before it, including those still on the device
+    sample_index: int = 0  # index among the n completions
+    key: Hashable = None  # identifies the sequence
+    token_ids: Sequence[int] = ()  # prompt, then output
+    forbidden: tuple[int, ...] = ()  # tokens that would complete a bad word
+    mask: Mask | None = None  # tokens that a grammar allows; None for all
+    proposals: Proposals | None = None  # guesses to accept or reject; None draws without guesses
+
+
+class SamplingTensors(TypedDict, total=False):
+    """Small tensors by name; tensors that no row needs are absent."""
+
+    rows: Tensor  # [Q] int64: index of each row among the logits
+    logprob_rows: Tensor  # [L] int64: the same for rows that want logprobs
+
+    # Biases, each added to one logit.
     bias_rows: Tensor  # [B] int64: row within its group
     bias_tokens: Tensor  # [B] int64
     bias_values: Tensor  # [B] fp32
 
-    # The only tokens of rows that may draw no others.
+    # The only tokens that restricted rows may draw.
     allowed_rows: Tensor  # [A] int64: row within its group
     allowed_tokens: Tensor  # [A] int64
 
-    # Tokens that a grammar lets a row draw: the rows of a group that is masked, group by group.
+    # Tokens that a grammar allows, for the rows of masked groups, group by group.
     masks: Tensor  # [M, 4 W] uint8: a bit a token, lowest first
 
-    # Draws: noise, temperature and filters.
-    keys: Tensor  # [Q, 5] int64, of ``philox.noise_keys``
+    # Sampling: noise, temperature and filters.
+    keys: Tensor  # [Q, 5] int64, from ``philox.noise_keys``
     temperature: Tensor  # [Q, 1] fp32
-    top_k: Tensor  # [Q, 1] int64: most tokens that are kept
-    mass_limit: Tensor  # [Q, 1] int64: a token is kept while those before it have less of PROBABILITY_UNIT
-    min_p: Tensor  # [Q, 1] fp64: a token is kept from this share of the likeliest one's probability on
+    top_k: Tensor  # [Q, 1] int64: number of tokens to keep
+    mass_limit: Tensor  # [Q, 1] int64: keep a token while the more likely ones have less mass, in PROBABILITY_UNIT
+    min_p: Tensor  # [Q, 1] fp64: keep tokens with at least this fraction of the highest probability
 
-    # Guesses to accept or reject, as ``rejection.resolve`` takes them.
+    # Guesses to accept or reject, for ``rejection.resolve``.
     guesses: Tensor  # [Q, C] int64
     sources: Tensor  # [Q, C] int64
     acceptance_keys: Tensor  # [Q, 5] int64
     residual_keys: Tensor  # [Q, 5] int64
 
-    # Penalties, and the TokenCounts that they follow.
-    slots: Tensor  # [Q] int64: slot of the row's counts; -1 where it has no penalties
+    # Penalties and their TokenCounts.
+    slots: Tensor  # [Q] int64: slot of the row's counts; -1 without penalties
     repetition: Tensor  # [Q, 1] fp32
     frequency: Tensor  # [Q, 1] fp32
     presence: Tensor  # [Q, 1] fp32
-    fresh_slots: Tensor  # [N] int64; this and the rest are FreshCounts
+    fresh_slots: Tensor  # [N] int64; this and the following are FreshCounts
     fresh_entry_slots: Tensor  # [E] int64
     fresh_entry_tokens: Tensor  # [E] int64
     fresh_entry_words: Tensor  # [E] int32
 
 
-class PackedColumns(NamedTuple):
-    """Columns in one buffer of host memory, pinned for CUDA, that travel as one copy which nobody waits for."""
+class PackedTensors(NamedTuple):
+    """Tensors in one host buffer, pinned for CUDA, so that one asynchronous copy moves them all."""
 
     buffer: Tensor  # [bytes] uint8
     places: dict[str, tuple[int, torch.Size, torch.dtype]]  # first byte, shape and dtype of each
 
     @staticmethod
-    def of(columns: Columns, device: torch.device) -> "PackedColumns":
-        """Columns on the CPU, packed for ``device``."""
-        tensors = cast(dict[str, Tensor], columns)
+    def of(small: SamplingTensors, device: torch.device) -> "PackedTensors":
+        """Pack CPU tensors for ``device``."""
+        tensors = cast(dict[str, Tensor], small)
         places, size = {}, 0
         for name, tensor in tensors.items():
             places[name] = (size, tensor.shape, tensor.dtype)
             size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
         buffer = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
-        packed = PackedColumns(buffer, places)
+        packed = PackedTensors(buffer, places)
         for name, place in packed._views(buffer).items():
             place.copy_(tensors[name])
         return packed
 
-    def to(self, device: torch.device) -> Columns:
-        """The columns on ``device``, views of one buffer."""
-        return cast(Columns, self._views(self.buffer.to(device, non_blocking=True)))
+    def to(self, device: torch.device) -> SamplingTensors:
+        """Copy the buffer to ``device`` and return views of it."""
+        return cast(SamplingTensors, self._views(self.buffer.to(device, non_blocking=True)))
 
     def _views(self, buffer: Tensor) -> dict[str, Tensor]:
         return {
@@ -107,8 +128,8 @@ class PackedColumns(NamedTuple):
         }
 
 
-def bias_columns(rows: list[int], tokens: list[int], values: list[float]) -> Columns:
-    """Biases, each with the row within its group, its token and what is added."""
+def bias_tensors(rows: list[int], tokens: list[int], values: list[float]) -> SamplingTensors:
+    """Return biases: the row within its group, the token and the value of each."""
     return {
         "bias_rows": torch.tensor(rows, dtype=torch.int64, device="cpu"),
         "bias_tokens": torch.tensor(tokens, dtype=torch.int64, device="cpu"),
@@ -116,21 +137,21 @@ def bias_columns(rows: list[int], tokens: list[int], values: list[float]) -> Col
     }
 
 
-def allowed_columns(rows: list[int], tokens: list[int]) -> Columns:
-    """Tokens that may be drawn, each with the row within its group."""
+def allowed_tensors(rows: list[int], tokens: list[int]) -> SamplingTensors:
+    """Return tokens that may be drawn, each with the row within its group."""
     return {
         "allowed_rows": torch.tensor(rows, dtype=torch.int64, device="cpu"),
         "allowed_tokens": torch.tensor(tokens, dtype=torch.int64, device="cpu"),
     }
 
 
-def mask_columns(masks: list[Mask]) -> Columns:
-    """Masks [W] of M rows as bytes."""
+def mask_tensors(masks: list[Mask]) -> SamplingTensors:
+    """Return masks [W] of M rows as bytes."""
     return {"masks": torch.from_numpy(np.stack(masks).view(np.uint8))} if masks else {}
 
 
-def drawing_columns(rows: list[SampleRow]) -> Columns:
-    """Noise keys, temperatures and filters of Q rows, greedy ones among them, which nobody draws."""
+def drawing_tensors(rows: list[SampleRow]) -> SamplingTensors:
+    """Return noise keys, temperatures and filters of Q rows; greedy rows get unused entries."""
     params = [row.params for row in rows]
     keys = noise_keys([p.seed or 0 for p in params], [r.position for r in rows], [r.sample_index for r in rows])
     limits = [max(1, int(p.top_p * PROBABILITY_UNIT)) if p.top_p < 1 else NO_LIMIT for p in params]
@@ -143,8 +164,8 @@ def drawing_columns(rows: list[SampleRow]) -> Columns:
     }
 
 
-def proposal_columns(rows: list[SampleRow], distributions: list[Tensor]) -> Columns:
-    """Guesses and their sources, and noise keys of their own; known distributions are appended."""
+def proposal_tensors(rows: list[SampleRow], distributions: list[Tensor]) -> SamplingTensors:
+    """Return guesses, their sources and their noise keys; known distributions are appended to ``distributions``."""
     most = max(len(row.proposals.tokens) for row in rows if row.proposals is not None)
     guesses = torch.full((len(rows), most), NO_GUESS, dtype=torch.int64, device="cpu")
     sources = torch.full((len(rows), most), CERTAIN, dtype=torch.int64, device="cpu")
@@ -165,10 +186,10 @@ def proposal_columns(rows: list[SampleRow], distributions: list[Tensor]) -> Colu
     }
 
 
-def penalty_columns(rows: list[SampleRow], counts: TokenCounts, slots: dict[Hashable, int]) -> Columns:
-    """Penalties and slots; rows that have none in ``slots`` yet are placed last, as they can be only once a step."""
+def penalty_tensors(rows: list[SampleRow], counts: TokenCounts, slots: dict[Hashable, int]) -> SamplingTensors:
+    """Return penalties and slots. Rows are placed last, because a row may be placed only once per step."""
     params = [row.params for row in rows]
-    penalties: Columns = {
+    penalties: SamplingTensors = {
         "repetition": _column([p.repetition_penalty for p in params], torch.float32),
         "frequency": _column([p.frequency_penalty for p in params], torch.float32),
         "presence": _column([p.presence_penalty for p in params], torch.float32),
@@ -178,12 +199,12 @@ def penalty_columns(rows: list[SampleRow], counts: TokenCounts, slots: dict[Hash
     for row in rows:
         if row.params.penalised and row.key not in slots:
             slots[row.key] = counts.place(row.key, row.token_ids, row.position, row.num_generated)
-    own = [slots[row.key] if row.params.penalised else -1 for row in rows]
-    return {"slots": torch.tensor(own, dtype=torch.int64, device="cpu"), **penalties}
+    row_slots = [slots[row.key] if row.params.penalised else -1 for row in rows]
+    return {"slots": torch.tensor(row_slots, dtype=torch.int64, device="cpu"), **penalties}
 
 
-def fresh_columns(counts: TokenCounts) -> Columns:
-    """What the requests that were placed since the last call start from."""
+def fresh_tensors(counts: TokenCounts) -> SamplingTensors:
+    """Return the starting counts of requests placed since the last call."""
     fresh = counts.fresh()
     return {
         "fresh_slots": fresh.slots,

@@ -3,7 +3,6 @@ model, what they say of a row depends on that row's own tokens."""
 
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -36,6 +35,8 @@ STEP_TOKENS = 4096  # of prompts that are served together; a longer one goes alo
 
 class _Pooling(CertifiedModel):
     """What classifiers and embedders share."""
+
+    _copied: tuple[Any, Any] = (None, None)  # the tokenizer, and the private copy that reads prompts
 
     @torch.no_grad()
     def forward(
@@ -129,14 +130,11 @@ class _Pooling(CertifiedModel):
             token_ids = token_list(prompt, f"prompts are texts, or lists of token ids: {index}")
         if token_ids is not None:
             return token_ids
-        if self._reader is None:
+        if self.tokenizer is None:
             raise InvalidInput("the model has no tokenizer: give lists of token ids")
-        return tokenized(self._reader, text or "")
-
-    @cached_property
-    def _reader(self) -> Any | None:
-        """The tokenizer that reads prompts."""
-        return private_copy(self.tokenizer)
+        if self._copied[0] is not self.tokenizer:
+            self._copied = (self.tokenizer, private_copy(self.tokenizer))
+        return tokenized(self._copied[1], text or "")
 
 
 class CompiledClassifier(_Pooling):

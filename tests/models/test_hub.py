@@ -303,7 +303,10 @@ def test_code_of_a_tokenizer_runs_only_where_the_models_did(
     ran = tmp_path / "ran"
     own_class = "tokenization_own.OwnTokenizer"
     settings = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [own_class, own_class]}}
-    code = f"from transformers import PreTrainedTokenizerFast as OwnTokenizer\nopen({str(ran)!r}, 'w').close()\n"
+    code = (
+        f"from transformers import PreTrainedTokenizerFast\nopen({str(ran)!r}, 'w').close()\n"
+        "class OwnTokenizer(PreTrainedTokenizerFast): pass\n"  # transformers marks the class
+    )
     own = {"tokenizer_config.json": json.dumps(settings).encode(), "tokenization_own.py": code.encode()}
     put_snapshot(cache, NAME, small | own)
     tokenizer_of(detcompile.load_model(NAME, device="cpu"))

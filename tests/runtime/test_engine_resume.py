@@ -70,8 +70,8 @@ def test_a_stop_string_is_found_across_the_cut():
 @pytest.mark.parametrize(
     ("resume", "params", "said"),
     [
-        ([[1]], DRAWN, "give a dict"),
-        ({}, DRAWN, "give a dict"),
+        ([[1]], DRAWN, "give a non-empty dict"),
+        ({}, DRAWN, "give a non-empty dict"),
         ({1: [1]}, DRAWN, "names sample 1"),
         ({True: [1]}, DRAWN, "sample True"),
         ({0: [1000]}, DRAWN, "holds token 1000"),

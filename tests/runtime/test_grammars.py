@@ -380,7 +380,7 @@ def test_what_a_grammar_needs_is_named(monkeypatch) -> None:
         raise ImportError(name)
 
     monkeypatch.setattr(importlib, "import_module", absent)
-    with pytest.raises(InvalidInput, match=r'pip install "detcompile\[serve\]"'):
+    with pytest.raises(InvalidInput, match=r"pip install '\.\[serve\]'"):
         serving().add_request([1], params)
 
 

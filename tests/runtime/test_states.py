@@ -81,7 +81,7 @@ def test_no_prefix_is_found_as_none_has_a_state(device: str) -> None:
 
 def test_what_would_have_to_take_states_back_is_refused(device: str) -> None:
     model = model_of("mamba2", device)
-    with pytest.raises(InvalidInput, match="carry a state"):
+    with pytest.raises(InvalidInput, match="carry a recurrent state"):
         model.engine(config_of(), speculation=SpeculationConfig(drafter=NGramDrafter(3)))
     with pytest.raises(InvalidInput, match="carry a state"):
         model.drafter(3)

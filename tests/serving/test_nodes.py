@@ -360,8 +360,8 @@ TORCHRUN = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE
     ("arguments", "environment", "text"),
     [
         ([], TORCHRUN | {"MASTER_PORT": "1"}, "--dial HOST:PORT"),
-        (["--dial", "127.0.0.1:1"], {}, "start this one with torchrun"),
-        (["--dial", "127.0.0.1:1"], TORCHRUN | {"MASTER_PORT": "x"}, "start this one with torchrun"),
+        (["--dial", "127.0.0.1:1"], {}, "start this process with torchrun"),
+        (["--dial", "127.0.0.1:1"], TORCHRUN | {"MASTER_PORT": "x"}, "start this process with torchrun"),
         (["--dial", "127.0.0.1:1"], TORCHRUN | {"MASTER_PORT": "1"}, "16 bytes at least, the front's, on every node"),
     ],
 )

@@ -18,7 +18,7 @@ __all__ = ["LIMITS", "Budget"]
 COLUMNS = ("CPU s", "tests", "programs", "processes")
 STARTS_A_PROCESS = {"subprocess.Popen", "os.posix_spawn", "os.fork"}
 # Of `make test` with an empty cache. Raise a limit only for tests that cannot share a program or a process.
-LIMITS = {"programs": 400, "processes": 1_500}
+LIMITS = {"programs": 300, "processes": 1_000}
 
 Table = dict[str, dict[str, float]]
 

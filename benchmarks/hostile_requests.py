@@ -93,8 +93,8 @@ class Hostile:
                 kind = draw.choice(["body", "body", "body", "bytes", "receipt", "receipt", "key", "key"])
                 if kind == "bytes":
                     data = raw(draw)
-                    found = send((host, int(port)), data)
-                    for status in found or ["left"]:
+                    statuses = send((host, int(port)), data)
+                    for status in statuses or ["left"]:
                         self._note(kind, str(status), "", data)
                     continue
                 method, path, body, headers = "POST", "/v1/verify", b"", {}
@@ -142,8 +142,8 @@ class Hostile:
             return "left", ""
         if answer.status_code == 200 and path == "/v1/responses" and b'"id":"' in answer.content[:200]:
             self._ids = [*self._ids[-20:], answer.content.split(b'"id":"')[1].split(b'"')[0].decode()]
-        found = answer.json().get("error", {}) if answer.status_code == 503 else {}
-        return str(answer.status_code), found.get("code") or ""
+        error = answer.json().get("error", {}) if answer.status_code == 503 else {}
+        return str(answer.status_code), error.get("code") or ""
 
     def _note(self, kind: str, status: str, code: str, request: Any) -> None:
         with self._lock:
@@ -223,8 +223,8 @@ def main() -> int:
         finally:
             process.kill()
             process.wait()
-        result["requests"] = sum(found.total() for found in hostile.statuses.values())
-        result["statuses"] = {kind: dict(sorted(found.items())) for kind, found in sorted(hostile.statuses.items())}
+        result["requests"] = sum(counts.total() for counts in hostile.statuses.values())
+        result["statuses"] = {kind: dict(sorted(counts.items())) for kind, counts in sorted(hostile.statuses.items())}
         result["faults"] = hostile.faults
         result["log"] = [line.rstrip() for line in lines if "Traceback" in line or "lost" in line]
         kept = flip_bits(folder / "journal", NUM_FLIPS, random.Random(arguments.seed))

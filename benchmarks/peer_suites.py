@@ -100,15 +100,15 @@ def sglang(folder: Path, url: str) -> dict[str, Any]:
     suite = importlib.import_module("test_deterministic")
     suite.requests = types.SimpleNamespace(post=lambda to, json=None, stream=False: _generated(url, to, json))  # type: ignore[attr-defined]
     host, port = url.removeprefix("http://").split(":")
-    found: dict[str, Any] = {}
+    answers: dict[str, Any] = {}
     for mode, temperature in [(mode, heat) for mode in ("single", "prefix", "radix_cache") for heat in (0.0, 0.8)]:
         arguments = suite.BenchArgs(host=host, port=int(port), test_mode=mode, temperature=temperature, n_trials=6)
         arguments.max_new_tokens = 24
         random.seed(1)
         distinct = suite.test_deterministic(arguments)
-        found[f"{mode}, temperature {temperature}"] = distinct
-    held = sum(all(number == 1 for number in distinct) for distinct in found.values())
-    return {"passed": held, "failed": len(found) - held, "texts of one prompt": found}
+        answers[f"{mode}, temperature {temperature}"] = distinct
+    held = sum(all(number == 1 for number in distinct) for distinct in answers.values())
+    return {"passed": held, "failed": len(answers) - held, "texts of one prompt": answers}
 
 
 def json_schema(folder: Path) -> dict[str, Any]:
@@ -144,7 +144,7 @@ def _generated(url: str, to: str, asked: dict[str, Any] | None) -> Any:
     prompt = asked.get("text") if asked.get("input_ids") is None else [3 + token % 4000 for token in asked["input_ids"]]
     body = {"prompt": prompt, "seed": given["sampling_seed"], "max_tokens": given["max_new_tokens"], "logprobs": 0}
     body |= {name: given[name] for name in ("temperature", "frequency_penalty", "presence_penalty")}
-    found = httpx.post(f"{url}/v1/completions", json=body | {"return_token_ids": True}, timeout=600).json()
+    answer = httpx.post(f"{url}/v1/completions", json=body | {"return_token_ids": True}, timeout=600).json()
     told = [
         {
             "text": choice["text"],
@@ -153,7 +153,7 @@ def _generated(url: str, to: str, asked: dict[str, Any] | None) -> Any:
                 "output_token_logprobs": list(zip(choice["logprobs"]["token_logprobs"], choice["token_ids"]))
             },
         }
-        for choice in found["choices"]
+        for choice in answer["choices"]
     ]
     answer.json = lambda: told if len(told) > 1 or isinstance(asked.get("text"), list) else told[0]
     return answer

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
 
 __all__ = ["FRONT_EVERY", "Drill", "bodies", "engine_processes"]
 
@@ -256,11 +257,13 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--num-blocks", type=int, help="of an engine's KV cache; default: as memory allows")
     parser.add_argument("--between", type=float, default=15.0, help="seconds between rounds, for the next spare")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "detcompile", "serve", "tiny", "--port", "0", "--max-restarts", "1000"]
         command += ["--replicas", str(arguments.replicas), "--tp", str(arguments.tp), "--journal", f"{folder}/journal"]
+        command += [] if arguments.num_blocks is None else ["--num-blocks", str(arguments.num_blocks)]
         Path(folder, "template").write_text(TEMPLATE)
         command += ["--speculation", "always", "--chat-template", f"{folder}/template"]
         drill = Drill(functools.partial(started, command), bodies(arguments.streams, arguments.tokens))
@@ -278,6 +281,7 @@ def main() -> int:
     result = {
         "commit": arguments.commit,
         "cores": os.cpu_count(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "rounds": arguments.rounds,
         "streams a round": arguments.streams,
         "tokens a sample": arguments.tokens,

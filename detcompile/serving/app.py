@@ -1,4 +1,4 @@
-"""The routes: OpenAI's and Anthropic's, the server's own, and those that say what its answers rest on."""
+"""The HTTP application: OpenAI's and Anthropic's routes, and the server's."""
 
 import asyncio
 import json
@@ -55,15 +55,15 @@ from detcompile.serving.service import Service
 __all__ = ["new_app"]
 
 METHODS = ["GET", "POST", "DELETE"]
-TOLD = [  # fields of answers that pages of other sites may read
+EXPOSED = [  # response headers that pages of other origins may read
     "Retry-After", "X-Request-Id", "X-Detcompile-Seed", "X-Detcompile-Receipt", "X-Detcompile-Receipt-Salt",
 ]  # fmt: skip
-KEPT: dict[str, tuple[type, Callable[[Service, Any, Call], Awaitable[Response]]]] = {  # asked for again by their keys
+JOURNALED: dict[str, tuple[type, Callable[[Service, Any, Call], Awaitable[Response]]]] = {  # by path
     "/v1/completions": (CompletionRequest, complete),
     "/v1/chat/completions": (ChatRequest, chat),
     "/v1/messages": (MessagesRequest, create_message),
 }
-POSTS: list[tuple[list[str], Any, Any]] = [  # beside those that the journal keeps
+POSTS: list[tuple[list[str], Any, Any]] = [  # not journaled
     (["/tokenize", "/v1/tokenize"], TokenizeRequest, tokenize),
     (["/detokenize", "/v1/detokenize"], DetokenizeRequest, detokenize),
     (["/v1/messages/count_tokens"], CountTokensRequest, count_tokens),
@@ -73,8 +73,8 @@ POSTS: list[tuple[list[str], Any, Any]] = [  # beside those that the journal kee
     (["/rerank", "/v1/rerank"], RerankRequest, rerank),
 ]
 READY_RETRY_SECONDS = 5
-SHORT_BODY = 1 << 16  # bytes; a longer one is read in a thread, as others wait
-Asked = TypeVar("Asked")
+SHORT_BODY = 1 << 16  # bytes; longer bodies are decoded in a thread, so that the event loop stays free
+Body = TypeVar("Body")
 
 
 def new_app(
@@ -87,18 +87,18 @@ def new_app(
     demo: bool = False,
     root_path: str = "",
 ) -> ASGIApp:
-    """The application.
+    """Build the ASGI application.
 
     Args:
-        version: detcompile's.
-        digests: sha256 of the API keys; none lets everybody in.
-        origins: sites whose pages may use this server from a browser.
-        request_log: file that gets a line a request; None for none.
-        demo: whether the page may kill engines.
-        root_path: path under which a proxy has the server, such as /ai; requests come with it or without.
+        version: detcompile's version.
+        digests: sha256 of the API keys; empty admits everybody.
+        origins: origins whose pages may use this server from a browser.
+        request_log: file for one line per request; None for no log.
+        demo: let the page kill engines.
+        root_path: path prefix that a proxy adds, such as /ai; requests may come with or without it.
 
     Raises:
-        InvalidInput: a root_path that is none, or that begins a route.
+        InvalidInput: a malformed root_path, or one that a route begins with.
     """
     servers = [{"url": root_path}] if root_path else None
     app = FastAPI(
@@ -116,32 +116,32 @@ def new_app(
     app.add_exception_handler(Exception, _failed)
     _require_free(root_path, app)
     outside: ASGIApp = Access(app, digests)
-    if origins:  # around the keys, as a browser asks whether it may send one without it
+    if origins:  # outside of Access: browsers send preflight requests without a key
         outside = CORSMiddleware(
-            outside, allow_origins=origins, allow_methods=METHODS, allow_headers=["*"], expose_headers=TOLD
+            outside, allow_origins=origins, allow_methods=METHODS, allow_headers=["*"], expose_headers=EXPOSED
         )
     outside = outside if log is None else RequestLog(outside, log)
     return _without_root(root_path, outside) if root_path else outside
 
 
 def _require_free(root_path: str, app: FastAPI) -> None:
-    """Refuse a root path that cannot be told from a route's.
+    """Reject a root path that cannot be told apart from a route.
 
     Raises:
-        InvalidInput: what to give.
+        InvalidInput: the path is malformed or a route begins with it.
     """
     if not root_path:
         return
     if not root_path.startswith("/") or root_path.endswith("/") or "//" in root_path:
-        raise InvalidInput(f"--root-path {root_path!r}: give a path such as /ai, with a slash before it, none behind")
+        raise InvalidInput(f"--root-path {root_path!r}: write a path such as /ai: a leading slash, no trailing one")
     paths = [str(route.path) for route in app.routes]  # type: ignore[attr-defined]
     route = next((path for path in paths if f"{path}/".startswith(f"{root_path}/")), None)
     if route is not None:
-        raise InvalidInput(f"--root-path {root_path!r}: the route {route} begins with it: take another path")
+        raise InvalidInput(f"--root-path {root_path!r}: the route {route} begins with it; choose another path")
 
 
 def _without_root(root_path: str, inside: ASGIApp) -> ASGIApp:
-    """Return an application that takes paths with ``root_path`` before them, where a proxy leaves it there."""
+    """Wrap an application so that ``root_path`` is removed from the paths of requests."""
 
     async def outside(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and f"{scope['path']}/".startswith(f"{root_path}/"):
@@ -155,25 +155,25 @@ def _add_posts(app: FastAPI, service: Service, demo: bool) -> None:
     kinds: list[type] = []
 
     def post(
-        paths: Sequence[str], kind: type[Asked], answer: Callable[[Service, Asked, Call], Awaitable[Response]]
+        paths: Sequence[str], kind: type[Body], answer: Callable[[Service, Body, Call], Awaitable[Response]]
     ) -> None:
         kinds.append(kind)
 
         async def route(request: Request) -> Response:
-            async def make(reservation: Reservation) -> Response:
-                held = Reservation()  # of the body, which the response does not need
+            async def respond_with(reservation: Reservation) -> Response:
+                held = Reservation()  # for the body, which is released before the response is sent
                 try:
                     body = await service.bodies.read(request, owner_of(request), held)
                     return await unless_left(request, answered(_call(request, body, reservation, held)))
                 finally:
                     held.release()
 
-            return Reserving(make)
+            return Reserving(respond_with)
 
         async def answered(call: Call) -> Response:
             long = len(call.body) > SHORT_BODY
-            asked = await asyncio.to_thread(decode_body, call.body, kind) if long else decode_body(call.body, kind)
-            return await answer(service, asked, call)
+            parsed = await asyncio.to_thread(decode_body, call.body, kind) if long else decode_body(call.body, kind)
+            return await answer(service, parsed, call)
 
         (schema,), _ = msgspec.json.schema_components([kind], ref_template="#/components/schemas/{name}")
         body = {"required": True, "content": {JSON: {"schema": schema}}}
@@ -181,7 +181,7 @@ def _add_posts(app: FastAPI, service: Service, demo: bool) -> None:
             name = path.strip("/").replace("/", "_")
             app.add_api_route(path, route, methods=["POST"], name=name, openapi_extra={"requestBody": body})
 
-    for path, (kind, answer) in KEPT.items():
+    for path, (kind, answer) in JOURNALED.items():
         post([path], kind, answer)
     post([RESPONSES], ResponsesRequest, respond)
     post([f"{RESPONSES}/input_tokens"], ResponsesRequest, count_input)
@@ -190,19 +190,19 @@ def _add_posts(app: FastAPI, service: Service, demo: bool) -> None:
         post(paths, kind, answer)
     if demo:
         post(["/dashboard/kill"], KillRequest, kill_engine)
-    described = app.openapi
+    base_openapi = app.openapi
 
     def openapi() -> dict[str, Any]:
-        found = described()
+        schema = base_openapi()
         _, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
-        found.setdefault("components", {}).setdefault("schemas", {}).update(schemas)
-        return found
+        schema.setdefault("components", {}).setdefault("schemas", {}).update(schemas)
+        return schema
 
     app.openapi = openapi  # type: ignore[method-assign]
 
 
 def _call(request: Request, body: bytes, reservation: Reservation, held: Reservation) -> Call:
-    """A request as the routes take it."""
+    """Return a request in the form that the handlers take."""
     headers = request.headers
     key, last_event = headers.get("idempotency-key"), headers.get("last-event-id")
     return Call(request.url.path, body, owner_of(request), key, last_event, reservation, held)
@@ -228,10 +228,10 @@ def _add_kept(app: FastAPI, service: Service) -> None:
 
 def _fingerprint(service: Service) -> Response:
     parts = service.hello.fingerprint_parts
-    own: dict[str, Any] = {"fingerprint": service.hello.fingerprint, "fingerprint_parts": parts}
+    content: dict[str, Any] = {"fingerprint": service.hello.fingerprint, "fingerprint_parts": parts}
     key = service.receipts.key
-    own["receipts"] = {"level": service.receipts.level, "public_key": None if key is None else key.public.pem}
-    return _json(own | {"default_sampling_params": service.hello.default_params})
+    content["receipts"] = {"level": service.receipts.level, "public_key": None if key is None else key.public.pem}
+    return _json(content | {"default_sampling_params": service.hello.default_params})
 
 
 async def _ready(service: Service, log: LogFile | None) -> Response:
@@ -279,8 +279,8 @@ def _add_gets(app: FastAPI, service: Service, version: str, log: LogFile | None,
     add("/ready", ready)
 
     async def state(request: Request) -> Response:
-        told = state_of(service, version, owner_of(request), demo=demo)
-        return Response(msgspec.json.encode(told), media_type=JSON)
+        content = state_of(service, version, owner_of(request), demo=demo)
+        return Response(msgspec.json.encode(content), media_type=JSON)
 
     app.add_api_route("/dashboard/state", state, methods=["GET"], name="dashboard_state")
 
@@ -299,15 +299,15 @@ def _add_gets(app: FastAPI, service: Service, version: str, log: LogFile | None,
 
 def _add_streams(app: FastAPI, service: Service) -> None:
     async def stream(name: str, request: Request) -> Response:
-        async def make(reservation: Reservation) -> Response:
+        async def respond_with(reservation: Reservation) -> Response:
             service.require_ready()
             call = await service.jobs.call(owner_of(request), name, request.headers.get("last-event-id"))
-            if call is None or call.endpoint not in KEPT:
-                raise HTTPError(404, f"no request is kept whose answer is {name[:100]!r}", code="stream_not_found")
-            kind, answer = KEPT[call.endpoint]
+            if call is None or call.endpoint not in JOURNALED:
+                raise HTTPError(404, f"no journaled request has the answer id {name[:100]!r}", code="stream_not_found")
+            kind, answer = JOURNALED[call.endpoint]
             return await answer(service, decode_body(call.body, kind), replace(call, reservation=reservation))
 
-        return Reserving(make)
+        return Reserving(respond_with)
 
     app.add_api_route("/v1/streams/{name}", stream, methods=["GET"], name="v1_stream")
 
@@ -338,17 +338,17 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    said = f"{request.method} {request.url.path}: {error.detail}"
-    found = HTTPError(error.status_code, said[:400], code="unsupported" if error.status_code == 404 else None)
-    found.headers |= error.headers or {}
-    return _answered(found, request.url.path)
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    response = HTTPError(error.status_code, message[:400], code="unsupported" if error.status_code == 404 else None)
+    response.headers |= error.headers or {}
+    return _answered(response, request.url.path)
 
 
 async def _no_parameter(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    found = error.errors()[0]
-    name = str(found["loc"][-1])
-    return _answered(HTTPError(400, f"{name}: {found['msg']}", param=name), request.url.path)
+    first = error.errors()[0]
+    name = str(first["loc"][-1])
+    return _answered(HTTPError(400, f"{name}: {first['msg']}", param=name), request.url.path)
 
 
 async def _failed(request: Request, _error: Exception) -> Response:

@@ -1,1 +1,1 @@
-"""Anthropic's requests and answers, as another form of chats."""
+"""Anthropic's Messages API, translated to chats."""

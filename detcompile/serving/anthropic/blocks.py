@@ -1,4 +1,4 @@
-"""Blocks: the content of a message as its text comes, and the events that tell of it."""
+"""Content blocks of a message, built as its text arrives, and their stream events."""
 
 from typing import Any
 
@@ -12,30 +12,30 @@ Event = dict[str, Any]
 
 
 class Blocks:
-    """Grows with the text of an answer: text and calls become blocks in their order.
+    """Splits an answer's text into text and tool_use blocks, in order.
 
     Args:
-        name: id of the message; those of its calls are functions of it.
-        use: what the request says of tools; None where none may be called.
+        name: id of the message; the ids of its calls are derived from it.
+        use: the request's tools; None if no tool may be called.
 
     Attributes:
-        content: what there is so far. The input of a call is there once its block has ended.
+        content: the blocks so far. A call's input is set when its block ends.
     """
 
     def __init__(self, name: str, use: ToolUse | None) -> None:
         self.content: list[dict[str, Any]] = []
         self._name = name
         self._reader = None if use is None else Reader(use.family)
-        self._arguments: str | None = None  # of the call whose block is open; None for text
+        self._arguments: str | None = None  # of the open tool_use block; None for text
         self._open = False
 
     @property
     def num_calls(self) -> int:
-        """Calls so far."""
+        """Return the number of calls so far."""
         return 0 if self._reader is None else self._reader.num_calls
 
     def add(self, text: str, *, last: bool) -> list[Event]:
-        """Take new text; ``last`` ends what is open."""
+        """Append text and return the new events; ``last`` closes the open block."""
         events: list[Event] = []
         for piece in [Piece(None, None, text)] if self._reader is None else self._reader.feed(text, last=last):
             if piece.call is not None or piece.text:
@@ -76,9 +76,9 @@ class Blocks:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """The input of a call; empty where its arguments are no JSON object, as where max_tokens cuts them."""
+    """Return a call's arguments as a dict; empty unless they are a JSON object (max_tokens may cut them)."""
     try:
-        found = read_json(arguments)
+        value = read_json(arguments)
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}

@@ -1,4 +1,4 @@
-"""POST /v1/messages: Anthropic's form of a chat. What is drawn are the tokens that the same chat has."""
+"""POST /v1/messages: Anthropic's form of a chat. It draws the same tokens as the equivalent chat request."""
 
 import functools
 from collections.abc import AsyncIterator
@@ -23,34 +23,36 @@ from detcompile.serving.tokenizer_pool import SampleText
 __all__ = ["MessageReply", "count_tokens", "create_message"]
 
 
-async def create_message(service: Service, asked: MessagesRequest, call: Call) -> Response:
+async def create_message(service: Service, request: MessagesRequest, call: Call) -> Response:
     """Answer a request.
 
     Raises:
-        HTTPError: it cannot be served. InvalidInput: nor can its messages.
+        HTTPError: the request cannot be served.
+        InvalidInput: the chat template rejects the messages.
     """
     service.require_ready()
-    service.require_model(asked.model)
+    service.require_model(request.model)
     service.require_causal()
-    service.require_receipts(asked.receipt)
-    chat = chat_request(asked)
+    service.require_receipts(request.receipt)
+    chat = chat_request(request)
     use = tool_use(service, chat.tools, chat.tool_choice, chat.parallel_tool_calls)
     job = await service.jobs.job(call, functools.partial(ask_chat, service, chat, use, call.owner, "msg_"))
-    message = MessageReply(service, job, in_family(use, job.ask.family), with_receipt=bool(asked.receipt))
-    if asked.stream:
+    message = MessageReply(service, job, in_family(use, job.ask.family), with_receipt=bool(request.receipt))
+    if request.stream:
         return Events(job.answers, call.reservation, message.headers, message.events(), last=b"")
     return Whole(job.answers, call.reservation, message.headers, message.whole)
 
 
-async def count_tokens(service: Service, asked: CountTokensRequest, call: Call) -> Response:
-    """How many tokens the prompt of a request has.
+async def count_tokens(service: Service, request: CountTokensRequest, call: Call) -> Response:
+    """Return the number of tokens in a request's prompt.
 
     Raises:
-        HTTPError: it cannot be served. InvalidInput: nor can its messages.
+        HTTPError: the request cannot be served.
+        InvalidInput: the chat template rejects the messages.
     """
     service.require_ready()
-    service.require_model(asked.model)
-    chat = chat_request(asked)
+    service.require_model(request.model)
+    chat = chat_request(request)
     use = tool_use(service, chat.tools, chat.tool_choice, chat.parallel_tool_calls)
     tools = () if use is None else use.tools
     ids = await prompt_of(service, chat.messages, tools, counts=True, owner=call.owner)
@@ -58,10 +60,10 @@ async def count_tokens(service: Service, asked: CountTokensRequest, call: Call) 
 
 
 class MessageReply:
-    """The answer to a request, in one piece or as events.
+    """The answer to a request, as one message or as stream events.
 
     Attributes:
-        headers: fields of HTTP that tell how to repeat it.
+        headers: HTTP headers needed to reproduce the answer.
     """
 
     def __init__(self, service: ReplyContext, job: Job, use: ToolUse | None, *, with_receipt: bool) -> None:
@@ -73,7 +75,7 @@ class MessageReply:
         self.headers = headers_of(job.name, self._answer.params.seed, job.salt) | {"Request-Id": job.name}
 
     async def whole(self) -> dict[str, Any]:
-        """The message in one piece; the answer has ended."""
+        """Return the message after the answer has ended."""
         [sample] = self._answer.samples
         text, _ = await SampleText(self._service.texts, self._answer.params, sample).rest()
         self._blocks.add(text, last=True)
@@ -81,10 +83,10 @@ class MessageReply:
         return self._head() | {"content": self._blocks.content, **end.pop("delta"), **end}
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The message as it comes.
+        """Yield the stream's events as the answer grows.
 
         Raises:
-            DetcompileError: the answer's error.
+            DetcompileError: the answer failed.
         """
         [sample] = self._answer.samples
         text = SampleText(self._service.texts, self._answer.params, sample)
@@ -100,7 +102,7 @@ class MessageReply:
         yield _event({"type": "message_delta", **await self._end(sample)}) + _event({"type": "message_stop"})
 
     def _head(self) -> dict[str, Any]:
-        """The message before its content."""
+        """Return the message without content."""
         return {
             "id": self._job.name,
             "type": "message",
@@ -115,10 +117,10 @@ class MessageReply:
         }
 
     async def _end(self, sample: AnswerSample) -> dict[str, Any]:
-        """Why it has ended, and what that took; with the receipt where it was asked for.
+        """Return the stop reason, the usage and, if requested, the receipt.
 
         Raises:
-            StorageError: the log of receipts cannot be written.
+            StorageError: the receipt log cannot be written.
         """
         reason = "tool_use" if self._blocks.num_calls else "end_turn"
         stop = sample.stop_reason if isinstance(sample.stop_reason, str) else None
@@ -131,7 +133,7 @@ class MessageReply:
         return end | ({"receipt": issued.envelope} if issued is not None and self._with_receipt else {})
 
     def _usage(self, cached: int, num_drawn: int) -> dict[str, int]:
-        """Tokens of the prompt, those that the prefix cache had apart, and of the answer."""
+        """Return token counts; prompt tokens from the prefix cache are counted separately."""
         return {
             "input_tokens": len(self._answer.prompt_ids) - cached,
             "cache_creation_input_tokens": 0,

@@ -1,4 +1,4 @@
-"""Bodies of POST /v1/messages and /v1/messages/count_tokens, and what they come to: a chat request."""
+"""Request bodies of POST /v1/messages and /v1/messages/count_tokens, and their translation to chat requests."""
 
 import json
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ __all__ = ["CountTokensRequest", "MessagesRequest", "chat_request"]
 
 
 class Block(msgspec.Struct, kw_only=True):
-    """A block of content: text, a call of a tool, or what a call gave."""
+    """A content block: text, a tool call, or a tool's result."""
 
     type: str
     text: str | None = None
@@ -42,14 +42,14 @@ class Block(msgspec.Struct, kw_only=True):
 
 
 class InputMessage(msgspec.Struct, kw_only=True):
-    """One turn of a conversation."""
+    """One message of a conversation."""
 
     role: Literal["user", "assistant"]
     content: str | list[Block]
 
 
 class InputTool(msgspec.Struct, kw_only=True):
-    """A tool that the client runs; ``input_schema`` is the JSON schema of its input."""
+    """A tool that the client runs; ``input_schema`` is the JSON schema of its arguments."""
 
     name: FunctionName
     type: str | None = None
@@ -59,7 +59,7 @@ class InputTool(msgspec.Struct, kw_only=True):
 
 
 class InputToolChoice(msgspec.Struct, kw_only=True):
-    """Whether a tool may or must be called, or which one must."""
+    """Which tool may or must be called."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -67,20 +67,20 @@ class InputToolChoice(msgspec.Struct, kw_only=True):
 
 
 class OutputFormat(JSONSchema, kw_only=True):
-    """What the text has to be."""
+    """A JSON schema that the text must match."""
 
     type: Literal["json_schema"]
 
 
 class OutputConfig(msgspec.Struct, kw_only=True):
-    """Settings of the text."""
+    """Output settings."""
 
     format: OutputFormat | None = None
     effort: str | None = None
 
 
 class CountTokensRequest(MessageFields, kw_only=True):
-    """POST /v1/messages/count_tokens."""
+    """Body of POST /v1/messages/count_tokens."""
 
     messages: Annotated[list[InputMessage], Meta(min_length=1)]
     model: str | None = None
@@ -91,7 +91,7 @@ class CountTokensRequest(MessageFields, kw_only=True):
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
-    """POST /v1/messages. Fields beside Anthropic's are those of chats."""
+    """Body of POST /v1/messages. Fields that Anthropic does not have are those of chats."""
 
     max_tokens: Annotated[int, Meta(ge=1)]
     stop_sequences: list[str] | None = None
@@ -106,39 +106,39 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     receipt: bool | None = None
 
 
-SAME = ("temperature", "top_p", "top_k", "seed", "min_p", "priority", "cache_salt")
+SAME_AS_CHAT = ("temperature", "top_p", "top_k", "seed", "min_p", "priority", "cache_salt")
 
 
-def chat_request(asked: CountTokensRequest) -> ChatRequest:
-    """The same request as a chat's.
+def chat_request(request: CountTokensRequest) -> ChatRequest:
+    """Translate a request to a chat request.
 
     Raises:
-        HTTPError: a field or a block that is not served, by its name.
+        HTTPError: names a field or block that is not supported.
     """
-    require_served(asked, None if isinstance(asked, MessagesRequest) else COUNTED)
-    if asked.output_config is not None and asked.output_config.effort not in (None, "high"):
-        said = "output_config.effort is not served: leave it out"
-        raise HTTPError(400, said, param="output_config.effort", code="unsupported_parameter")
-    if asked.messages[-1].role == "assistant":
-        said = "the last one must be the user's: answers that go on with a beginning are not served"
-        raise HTTPError(400, f"messages: {said}", param="messages")
-    chat = ChatRequest(model=asked.model, messages=list(_messages(asked)), tool_choice=_choice(asked.tool_choice))
-    chat.tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(asked.tools or ())]
-    if asked.output_config is not None and asked.output_config.format is not None:
-        chat.response_format = ResponseFormat(type="json_schema", json_schema=asked.output_config.format)
-    if asked.tool_choice is not None and asked.tool_choice.disable_parallel_tool_use is not None:
-        chat.parallel_tool_calls = not asked.tool_choice.disable_parallel_tool_use
-    if isinstance(asked, MessagesRequest):
-        chat.max_completion_tokens, chat.stop = asked.max_tokens, asked.stop_sequences
-        for name in SAME:
-            setattr(chat, name, getattr(asked, name))
+    require_served(request, None if isinstance(request, MessagesRequest) else COUNTED)
+    if request.output_config is not None and request.output_config.effort not in (None, "high"):
+        message = "output_config.effort is not supported: omit it"
+        raise HTTPError(400, message, param="output_config.effort", code="unsupported_parameter")
+    if request.messages[-1].role == "assistant":
+        message = "the last message must have the role user: continuing an assistant message is not supported"
+        raise HTTPError(400, f"messages: {message}", param="messages")
+    chat = ChatRequest(model=request.model, messages=list(_messages(request)), tool_choice=_choice(request.tool_choice))
+    chat.tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(request.tools or ())]
+    if request.output_config is not None and request.output_config.format is not None:
+        chat.response_format = ResponseFormat(type="json_schema", json_schema=request.output_config.format)
+    if request.tool_choice is not None and request.tool_choice.disable_parallel_tool_use is not None:
+        chat.parallel_tool_calls = not request.tool_choice.disable_parallel_tool_use
+    if isinstance(request, MessagesRequest):
+        chat.max_completion_tokens, chat.stop = request.max_tokens, request.stop_sequences
+        for name in SAME_AS_CHAT:
+            setattr(chat, name, getattr(request, name))
     return chat
 
 
-def _messages(asked: CountTokensRequest) -> Iterator[Message]:
-    if asked.system is not None:
-        yield Message(role="system", content=_text(asked.system, "system"))
-    for index, message in enumerate(asked.messages):
+def _messages(request: CountTokensRequest) -> Iterator[Message]:
+    if request.system is not None:
+        yield Message(role="system", content=_text(request.system, "system"))
+    for index, message in enumerate(request.messages):
         if isinstance(message.content, str):
             yield Message(role=message.role, content=message.content)
         else:
@@ -146,38 +146,39 @@ def _messages(asked: CountTokensRequest) -> Iterator[Message]:
 
 
 def _turn(role: str, blocks: list[Block], where: str) -> list[Message]:
-    """A message of what a turn says and calls, and one of each thing that a call gave, in their order."""
-    found: list[Message] = []
+    """Return a turn as chat messages: one for its text and calls, and one for each tool result, in order."""
+    messages: list[Message] = []
     for index, block in enumerate(blocks):
-        own = f"{where}[{index}]"
+        path = f"{where}[{index}]"
         if block.type == "tool_result" and role == "user":
-            call = _needed(block.tool_use_id, f"{own}.tool_use_id")
-            found.append(Message(role="tool", tool_call_id=call, content=_text(block.content or "", f"{own}.content")))
+            call = _needed(block.tool_use_id, f"{path}.tool_use_id")
+            result = _text(block.content or "", f"{path}.content")
+            messages.append(Message(role="tool", tool_call_id=call, content=result))
             continue
-        if not found or found[-1].role != role:
-            found.append(Message(role=role, content=[]))
+        if not messages or messages[-1].role != role:
+            messages.append(Message(role=role, content=[]))
         if block.type == "tool_use" and role == "assistant":
             arguments = json.dumps(block.input or {}, ensure_ascii=False)
-            function = CalledFunction(name=_needed(block.name, f"{own}.name"), arguments=arguments)
-            made = ToolCall(id=_needed(block.id, f"{own}.id"), function=function)
-            found[-1].tool_calls = found[-1].tool_calls or []
-            found[-1].tool_calls.append(made)
+            function = CalledFunction(name=_needed(block.name, f"{path}.name"), arguments=arguments)
+            made = ToolCall(id=_needed(block.id, f"{path}.id"), function=function)
+            messages[-1].tool_calls = messages[-1].tool_calls or []
+            messages[-1].tool_calls.append(made)
         else:
-            assert isinstance(found[-1].content, list)
-            found[-1].content.append(Part(type="text", text=_text([block], where, index)))
-    if not found:
-        raise HTTPError(400, f"{where} holds no block", param=where)
-    return found
+            assert isinstance(messages[-1].content, list)
+            messages[-1].content.append(Part(type="text", text=_text([block], where, index)))
+    if not messages:
+        raise HTTPError(400, f"{where} is empty: give at least one block", param=where)
+    return messages
 
 
 def _text(content: str | list[Block], where: str, first: int = 0) -> str:
-    """The text of blocks of nothing else; ``first`` is the place of the first one in ``where``."""
+    """Return the text of text blocks; ``first`` is the index of the first block in ``where``."""
     if isinstance(content, str):
         return content
     for index, block in enumerate(content, first):
         if block.type != "text":
-            own = f"{where}[{index}]"
-            raise HTTPError(400, f"{own}: blocks of type {block.type[:40]!r} are not served here", param=own)
+            path = f"{where}[{index}]"
+            raise HTTPError(400, f"{path}: blocks of type {block.type[:40]!r} are not supported here", param=path)
     return "\n".join(_needed(block.text, f"{where}[{index}].text") for index, block in enumerate(content, first))
 
 
@@ -189,8 +190,8 @@ def _needed(value: str | None, where: str) -> str:
 
 def _tool(tool: InputTool, where: str) -> Tool:
     if tool.type not in (None, "custom"):
-        said = f"tools of type {tool.type[:40]!r} are not served, only those that the client runs"
-        raise HTTPError(400, f"{where}: {said}", param=where, code="unsupported_parameter")
+        message = f"tools of type {tool.type[:40]!r} are not supported, only tools that the client runs"
+        raise HTTPError(400, f"{where}: {message}", param=where, code="unsupported_parameter")
     if tool.input_schema is None:
         raise HTTPError(400, f"{where}.input_schema is missing", param=f"{where}.input_schema")
     function = FunctionSpec(name=tool.name, description=tool.description, parameters=tool.input_schema)

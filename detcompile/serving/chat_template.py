@@ -1,4 +1,4 @@
-"""ChatTemplate: messages to the text that a model was trained on, by a Jinja template as Hugging Face writes them."""
+"""Chat templates: Jinja templates, as Hugging Face writes them, that turn messages into a prompt."""
 
 import asyncio
 import hashlib
@@ -22,9 +22,9 @@ THREADS = 4
 
 
 class _Generation(Extension):
-    """``{% generation %}``, which marks an assistant's words for training: a block whose names end with it."""
+    """``{% generation %}``, which marks the assistant's text for training; here its content is rendered as usual."""
 
-    tags = {"generation"}  # noqa: RUF012 - as the base class has it
+    tags = {"generation"}  # noqa: RUF012 - the base class declares it so
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
@@ -36,18 +36,18 @@ class _Generation(Extension):
 
 
 class ChatTemplate:
-    """A template in a sandbox, with the filters, functions and variables of transformers' renderer.
+    """A template in a sandbox with the filters, functions and variables of transformers' renderer.
 
     Args:
         source: the template.
 
     Attributes:
-        digest: sha256 of the source, in hex.
+        digest: sha256 of the source in hex.
         source: the template.
-        takes_tools: whether it names functions that may be called.
+        takes_tools: True if the template uses the variable ``tools``.
 
     Raises:
-        InvalidInput: the source is no template.
+        InvalidInput: invalid Jinja.
     """
 
     def __init__(self, source: str) -> None:
@@ -64,10 +64,10 @@ class ChatTemplate:
             self.takes_tools = "tools" in meta.find_undeclared_variables(sandbox.parse(source))
         except TemplateError as error:
             raise InvalidInput(f"the chat template cannot be read: {error}") from error
-        self._threads = ThreadPoolExecutor(THREADS, "chat-template")  # long prompts wait to be tokenized in others
+        self._threads = ThreadPoolExecutor(THREADS, "chat-template")  # long prompts queue for the tokenizer's threads
 
     def names(self, role: str) -> bool:
-        """Return whether the template has a word as a text of its own, as where it asks for a role."""
+        """Return True if the template contains a word as a quoted string, as in a check for a role."""
         return f"'{role}'" in self.source or f'"{role}"' in self.source
 
     async def render(
@@ -78,17 +78,17 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """Return the prompt of a conversation, up to where the assistant's answer begins.
+        """Return the prompt of a conversation.
 
         Args:
-            tools: functions that may be called.
-            add_generation_prompt: whether the prompt has the beginning of the answer.
-            variables: what else the template may name, such as bos_token.
+            tools: functions that the model may call.
+            add_generation_prompt: append the beginning of the assistant's answer.
+            variables: other variables of the template, such as bos_token.
 
         Raises:
-            InvalidInput: the template refuses the messages, or takes too long over them.
+            InvalidInput: the template rejects the messages or takes too long.
         """
-        given = {
+        context = {
             **variables,
             "messages": messages,
             "tools": tools,
@@ -97,11 +97,11 @@ class ChatTemplate:
         }
         try:
             async with asyncio.timeout(RENDER_SECONDS):
-                return await asyncio.get_running_loop().run_in_executor(self._threads, self._template.render, given)
+                return await asyncio.get_running_loop().run_in_executor(self._threads, self._template.render, context)
         except TimeoutError as error:
             raise InvalidInput(f"the chat template took over {RENDER_SECONDS:g} s for these messages") from error
         except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
-            raise InvalidInput(f"the chat template cannot take these messages: {error}") from error
+            raise InvalidInput(f"the chat template rejects these messages: {error}") from error
 
 
 def _as_json(
@@ -111,7 +111,7 @@ def _as_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """The filter ``tojson``, with the arguments of transformers' in their order."""
+    """The filter ``tojson``; its arguments are those of transformers', in the same order."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

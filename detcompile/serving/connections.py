@@ -1,4 +1,5 @@
-"""Connections that make no progress are closed: requests that do not arrive whole, and answers that nobody reads."""
+"""A uvicorn protocol that closes stalled connections: requests that arrive too slowly and responses that nobody
+reads."""
 
 import asyncio
 import contextlib
@@ -12,65 +13,64 @@ from uvicorn.protocols.http.flow_control import FlowControl
 __all__ = ["bounded_protocol"]
 
 MOST_HEAD = 1 << 16  # bytes of a request's head, or between two parts of its body
-MOST_AHEAD = 16  # unanswered requests of a connection, beyond which no more are parsed
-SLICE = 4096  # bytes that are parsed at a time
-LOOKS = 4  # at a connection, in the time that it may stand still
+MOST_AHEAD = 16  # pipelined requests of a connection; no more are parsed before one is answered
+SLICE = 4096  # bytes to parse at a time
+CHECKS = 4  # per stall time
 
 
 def bounded_protocol(seconds: float) -> type[asyncio.Protocol]:
-    """uvicorn's protocol, with an end for connections that stand still.
+    """Return uvicorn's protocol with a bound on stalls.
 
-    One is closed whose request, from its first byte or, where it is the first, from the connection's beginning, did not
-    arrive whole in this time; and one that took none of the bytes that lay ready for it. Its request is then cancelled,
-    as that of any client that leaves. A head that is longer than MOST_HEAD is refused before it has come. A client that
-    sends requests without waiting for answers is read no further once some wait.
-    Offers to go on by another protocol (RFC 9110, section 7.8), such as h2c, are ignored.
+    A connection is closed and its request canceled if the request does not arrive completely within ``seconds`` of its
+    first byte (for the first request: of the connection's start), or if the client reads nothing of a waiting response
+    for so long. A head longer than MOST_HEAD is rejected before it is complete. While pipelined requests wait, no more
+    are read. Offers to upgrade the protocol (RFC 9110, section 7.8), such as h2c, are ignored.
     """
     return type("BoundedProtocol", (_Connection,), {"stall": seconds})
 
 
 _BASE: Any = AutoHTTPProtocol
-_COUNTS = hasattr(_BASE, "on_body")  # httptools, which keeps heads of any length; h11 bounds them itself
+_COUNTS = hasattr(_BASE, "on_body")  # httptools does not bound heads; h11 does
 _HTTPTOOLS: Any = importlib.import_module("httptools") if _COUNTS else None
 
 
 class _Connection(_BASE):
-    """A connection that is looked at from time to time.
+    """A connection with a stall timer.
 
     Attributes:
-        stall: seconds that it may stand still.
+        stall: seconds without progress before it is closed.
     """
 
     stall = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        """Begin to look."""
+        """Start the stall timer."""
         super().connection_made(transport)
         self.flow = _Flow(transport)
         self._unparsed: deque[Any] = deque()  # bytes
-        self._offers = False  # whether the request that is read offers another protocol
+        self._offers = False  # the current request offers to upgrade the protocol
         if _COUNTS:
             self.parser = _new_parser(self)
-        self._unanswered: deque[Any] = deque()  # uvicorn's cycles of requests, oldest first
-        self._reads = False  # whether a request has begun, and is not whole
-        self._unread = 0  # bytes since a head, a part of a body or a request was whole
+        self._unanswered: deque[Any] = deque()  # uvicorn's request cycles, oldest first
+        self._reads = False  # a request is incomplete
+        self._unread = 0  # bytes since the last complete head, body part or request
         self._seen = (None, 0)
         self._still = 0
-        self._timer = asyncio.get_running_loop().call_later(self.stall / LOOKS, self._look)
+        self._timer = asyncio.get_running_loop().call_later(self.stall / CHECKS, self._check)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Look no more."""
+        """Stop the stall timer."""
         self._timer.cancel()
         super().connection_lost(exc)
         self._leave()
 
     def data_received(self, data: bytes) -> None:
-        """Parse what has come, unless too many requests wait for their answers."""
+        """Parse new bytes unless too many requests are unanswered."""
         self._unparsed.append(data)
         self._parse()
 
     def on_response_complete(self) -> None:
-        """Go on with what was held back: the oldest request has its answer."""
+        """Continue with buffered bytes: the oldest request has its response."""
         if self._unanswered:
             self._unanswered.popleft()
         super().on_response_complete()
@@ -85,7 +85,7 @@ class _Connection(_BASE):
             super().data_received(data[:SLICE])
             if _COUNTS and self._unread > MOST_HEAD and not self.transport.is_closing():
                 if self._unanswered:
-                    self.transport.abort()  # nothing can be said in the middle of an answer
+                    self.transport.abort()  # in the middle of a response: no error can be sent
                 else:
                     self.send_400_response(f"The head of a request may have {MOST_HEAD} bytes.")
         if self.transport.is_closing():
@@ -93,28 +93,28 @@ class _Connection(_BASE):
         self.flow.held = bool(self._unparsed)
         if self.flow.held:
             self.flow.pause_reading()
-        elif not self._unanswered and not self.transport.is_closing():  # else who reads the newest request resumes
+        elif not self._unanswered and not self.transport.is_closing():  # else the newest request's reader resumes
             self.flow.resume_reading()
 
     def on_message_begin(self) -> None:
-        """A request begins."""
+        """Note that a request is incomplete."""
         self._reads = True
         super().on_message_begin()
 
     def on_body(self, body: bytes) -> None:
-        """A part of a body is there."""
+        """Reset the count of unread bytes."""
         self._unread = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """A request is there."""
+        """Note that the request is complete."""
         if self._offers:
-            return  # without its body: ``decline`` has it read once more
+            return  # its body is missing: ``decline`` parses it again
         self._reads, self._unread = False, 0
         super().on_message_complete()
 
     def on_headers_complete(self) -> None:
-        """Remember the request: uvicorn knows the newest one alone, and an earlier one may be answered still."""
+        """Store the request's cycle: uvicorn keeps only the newest, but earlier ones may still be unanswered."""
         if _COUNTS and self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
             self._offers = True
             return
@@ -123,10 +123,10 @@ class _Connection(_BASE):
         self._unanswered.append(self.cycle)
 
     def decline(self, rest: memoryview) -> bool:
-        """Have a request read without its offer, if it makes one: at such heads httptools stops, and takes no body.
+        """Re-parse a request without its Upgrade header; httptools stops at it and would drop the body.
 
         Args:
-            rest: what came behind the head.
+            rest: the bytes after the head.
         """
         if not self._offers:
             return False
@@ -135,56 +135,56 @@ class _Connection(_BASE):
         lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
         lines += [b"%s: %s" % (name, value) for name, value in self.headers if name != b"upgrade"]
         self.parser = _new_parser(self)
-        self._unparsed.extendleft([rest, b"\r\n".join([*lines, b"\r\n"])])  # the last of these comes first
+        self._unparsed.extendleft([rest, b"\r\n".join([*lines, b"\r\n"])])  # extendleft reverses: the head comes first
         return True
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse bytes that are no request, and close the connection."""
+        """Reject malformed bytes and close the connection."""
         super().send_400_response(msg)
         self._leave()
 
     def _leave(self) -> None:
-        """Whatever is answered on this connection has no client any more."""
+        """Mark all unanswered requests as disconnected."""
         self._unparsed.clear()
         for cycle in self._unanswered:
             cycle.disconnected = not cycle.response_complete
             cycle.message_event.set()
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         cycle, buffered = self.cycle, self.transport.get_write_buffer_size()
         answering = cycle is not None and not cycle.response_complete
         idle = cycle is not None and cycle.response_complete and not self._reads  # uvicorn's keep-alive ends it
         arrives = not idle and not self._unparsed and (not answering or cycle.more_body)
-        stuck = buffered > 0 and (self.flow.write_paused or not answering)  # nothing is added to the buffer
+        stuck = buffered > 0 and (self.flow.write_paused or not answering)  # no bytes are added to the buffer
         seen = (cycle, buffered if stuck else 0)
         self._still = self._still + 1 if (arrives or stuck) and seen == self._seen else 0
         self._seen = seen
-        if self._still >= LOOKS:
+        if self._still >= CHECKS:
             self.transport.abort()
             return
-        self._timer = asyncio.get_running_loop().call_later(self.stall / LOOKS, self._look)
+        self._timer = asyncio.get_running_loop().call_later(self.stall / CHECKS, self._check)
 
 
 class _Flow(FlowControl):
-    """uvicorn's flow control, which does not read while bytes that have come are ``held`` back."""
+    """uvicorn's flow control, which stays paused while received bytes are ``held`` back."""
 
     held = False
 
     def resume_reading(self) -> None:
-        """Read again."""
+        """Resume unless bytes are held back."""
         if not self.held:
             super().resume_reading()
 
 
 class _Parser(_HTTPTOOLS.HttpRequestParser if _COUNTS else object):  # type: ignore[misc]
-    """httptools' parser, which asks its connection to decline what would end the reading of HTTP."""
+    """httptools' parser, which lets its connection decline protocol upgrades."""
 
     def __init__(self, connection: _Connection) -> None:
         super().__init__(connection)
         self._connection = connection
 
     def feed_data(self, data: bytes | memoryview) -> None:
-        """Read."""
+        """Parse, declining an upgrade."""
         try:
             super().feed_data(data)
         except _HTTPTOOLS.HttpParserUpgrade as offer:
@@ -193,7 +193,7 @@ class _Parser(_HTTPTOOLS.HttpRequestParser if _COUNTS else object):  # type: ign
 
 
 def _new_parser(connection: _Connection) -> _Parser:
-    """A parser as uvicorn makes them."""
+    """Return a parser configured as uvicorn's."""
     parser = _Parser(connection)
     with contextlib.suppress(AttributeError):  # httptools before 0.6.3
         parser.set_dangerous_leniencies(lenient_data_after_close=True)

@@ -1,4 +1,4 @@
-"""KeptResponses: responses for whoever asks for them later: those that run, and for an hour those that have ended."""
+"""Responses to fetch later: running ones, and for an hour finished ones."""
 
 import time
 from typing import Any, Protocol
@@ -6,7 +6,7 @@ from typing import Any, Protocol
 __all__ = ["KeptResponses"]
 
 KEPT_SECONDS = 3600.0
-KEPT_BYTES = 64 << 20  # of responses that have ended: their events and their prompts
+KEPT_BYTES = 64 << 20  # events and prompts of finished responses
 
 
 class _Kept(Protocol):
@@ -17,34 +17,34 @@ class _Kept(Protocol):
 
 
 class KeptResponses:
-    """Finds responses by their owners and ids; the oldest go first where there are too many."""
+    """Finds responses by owner and id; drops the oldest finished ones over KEPT_BYTES."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[str, str], Any] = {}
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the responses that are kept."""
-        return sum(own.num_bytes for own in self._kept.values())
+        """Return the bytes of all responses."""
+        return sum(response.num_bytes for response in self._kept.values())
 
     def add(self, response: _Kept) -> None:
-        """Keep one, and let go of those that are too old or too many."""
+        """Add a response; drop finished ones that are too old or exceed the bound."""
         self._kept[response.owner, response.name] = response
-        over = [own for own in self._kept.values() if own.ended is not None]
+        finished = [kept for kept in self._kept.values() if kept.ended is not None]
         room = KEPT_BYTES
-        for own in sorted(over, key=lambda own: -own.ended):
-            room -= own.num_bytes
-            if room < 0 or time.monotonic() - own.ended > KEPT_SECONDS:
-                del self._kept[own.owner, own.name]
+        for kept in sorted(finished, key=lambda kept: -kept.ended):
+            room -= kept.num_bytes
+            if room < 0 or time.monotonic() - kept.ended > KEPT_SECONDS:
+                del self._kept[kept.owner, kept.name]
 
     def find(self, owner: str, name: str) -> Any | None:
-        """A response of this owner by its id; None where it is not kept."""
-        found = self._kept.get((owner, name))
-        if found is not None and found.ended is not None and time.monotonic() - found.ended > KEPT_SECONDS:
+        """Return an owner's response by its id; None if there is none."""
+        response = self._kept.get((owner, name))
+        if response is not None and response.ended is not None and time.monotonic() - response.ended > KEPT_SECONDS:
             del self._kept[owner, name]
             return None
-        return found
+        return response
 
     def drop(self, owner: str, name: str) -> None:
-        """Keep it no longer."""
+        """Remove a response."""
         self._kept.pop((owner, name), None)

@@ -1,4 +1,4 @@
-"""AdmissionLimiter: bounds on what is open and waits. A request beyond them is refused at once, with a Retry-After."""
+"""Admission limits on open and waiting requests. Requests beyond them are refused with a Retry-After header."""
 
 import contextlib
 import math
@@ -13,13 +13,13 @@ MOST_RETRY_SECONDS = 60
 
 
 class Reservation:
-    """What one request holds: slots, and whatever else has to be given back when the request is over.
+    """Resources of one request, released together when the request ends.
 
-    The code that runs a request releases its reservation on every way out. Anything added later is given back at once,
-    so a coroutine that ignores its cancellation cannot keep a slot.
+    The code that runs a request releases its reservation on every exit path. Resources added later are released at
+    once, so a coroutine that ignores its cancellation cannot keep a slot.
 
     Attributes:
-        released: whether the request is over.
+        released: the request has ended.
     """
 
     def __init__(self) -> None:
@@ -27,24 +27,24 @@ class Reservation:
         self.released = False
 
     def add(self, release: Callable[[], object]) -> None:
-        """Call ``release`` when the request is over; now, if it is over."""
+        """Call ``release`` when the request ends; at once if it has ended."""
         if self.released:
             release()
         else:
             self._holds.callback(release)
 
     def move_to(self, other: "Reservation") -> None:
-        """Hand everything held so far to another owner."""
+        """Transfer all resources to another reservation."""
         other.add(self._holds.pop_all().close)
 
     def release(self) -> None:
-        """Give everything back. A second call does nothing."""
+        """Release everything. A second call does nothing."""
         self.released = True
         self._holds.close()
 
 
 class _Held:
-    """What is open and waits, of one owner or of all."""
+    """What one owner, or all together, have open and waiting."""
 
     __slots__ = ("num_open", "num_queued", "num_waiting")
 
@@ -62,7 +62,7 @@ class _Held:
 
 
 class Slot:
-    """One open answer's share of the bounds. ``AdmissionLimiter.take`` makes it, ``release`` gives it back once."""
+    """One open answer's share of the limits. ``AdmissionLimiter.take`` creates it; release it once."""
 
     def __init__(self, limiter: "AdmissionLimiter", owner: str, num_samples: int, num_tokens: int) -> None:
         self._limiter = limiter
@@ -71,24 +71,24 @@ class Slot:
         self._num_tokens = num_tokens
 
     def begin(self) -> None:
-        """Count the prompt as read: the answer has its first token."""
+        """Stop counting the prompt as queued: the answer has its first token."""
         self._limiter.count(self._owner, tokens=-self._num_tokens)
         self._num_tokens = 0
 
     def release(self) -> None:
-        """Give the slot back."""
+        """Release the slot."""
         self._limiter.count(self._owner, samples=-self._num_samples, tokens=-self._num_tokens)
         self._num_samples = self._num_tokens = 0
 
 
 class AdmissionLimiter:
-    """Admits requests within bounds. Where there are several API keys, each may hold half of a bound.
+    """Admits requests within limits. With several API keys, each may use half of a limit.
 
     Args:
-        max_queue: samples that may be open at a time, with the requests that no engine has seen yet.
+        max_queue: open samples, plus requests that no engine has seen yet.
         max_queued_tokens: prompt tokens of open answers without a first token.
-        metrics: counts refusals, estimates how fast prompts are read, and shows what is open.
-        keys: the API keys that the server knows now.
+        metrics: counts refusals, estimates the prefill rate, and gets gauges of what is open.
+        keys: the current API keys.
     """
 
     def __init__(self, max_queue: int, max_queued_tokens: int, metrics: Metrics, keys: Sized = ()) -> None:
@@ -97,48 +97,50 @@ class AdmissionLimiter:
         self._metrics = metrics
         self._keys = keys
         self._all = _Held()
-        self._owners: dict[str, _Held] = {}  # those that hold anything
-        metrics.show("open_slots", "Samples that are open.", lambda: self.num_open)
-        metrics.show("queued_tokens", "Prompt tokens that wait.", lambda: self.num_queued)
-        metrics.show("waiting_requests", "Requests before their grammar check or tokenizer.", lambda: self.num_waiting)
+        self._owners: dict[str, _Held] = {}  # without empty entries
+        metrics.add_gauge("open_slots", "Samples that are open.", lambda: self.num_open)
+        metrics.add_gauge("queued_tokens", "Prompt tokens that wait.", lambda: self.num_queued)
+        waiting = "Requests before their grammar check or tokenizer."
+        metrics.add_gauge("waiting_requests", waiting, lambda: self.num_waiting)
 
     @property
     def num_open(self) -> int:
-        """Open samples."""
+        """Return the number of open samples."""
         return self._all.num_open
 
     @property
     def num_queued(self) -> int:
-        """Prompt tokens of answers without a first token."""
+        """Return the prompt tokens of answers without a first token."""
         return self._all.num_queued
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for a grammar check or for the tokenizer."""
+        """Return the number of requests that wait for a grammar check or the tokenizer."""
         return self._all.num_waiting
 
     def require(self, owner: str, num_samples: int, lengths: Sequence[int] = ()) -> None:
-        """Refuse a request beyond the bounds.
+        """Refuse a request beyond the limits.
 
-        A prompt that is longer than the bound of tokens counts as that bound, so it is taken once nothing else waits.
+        A prompt longer than the token limit counts as the limit, so it is admitted once nothing else waits.
 
         Args:
-            owner: sha256 of the API key that asks; empty where the server has none.
-            lengths: tokens of each prompt, where they are known.
+            owner: sha256 of the request's API key; empty if the server has none.
+            lengths: tokens of each prompt, if known.
 
         Raises:
-            HTTPError: 429, or 400 where it never fits.
+            HTTPError: 429, or 400 if the request can never fit.
         """
         most, most_tokens = self._share(self._max_queue), self._share(self._max_queued_tokens)
         if num_samples > most:
-            raise HTTPError(400, f"{num_samples} answers in one request, of {most} at most: ask in parts")
+            raise HTTPError(400, f"{num_samples} answers in one request, at most {most} are allowed: split it")
         if len(lengths) > 1 and sum(lengths) > most_tokens:
-            raise HTTPError(400, f"{sum(lengths)} prompt tokens in one request, of {most_tokens} at most: ask in parts")
+            message = f"{sum(lengths)} prompt tokens in one request, at most {most_tokens} are allowed: split it"
+            raise HTTPError(400, message)
         num_tokens = min(sum(lengths), most_tokens)
-        own = self._owners.get(owner, _Held())
+        of_owner = self._owners.get(owner, _Held())
         for held, bound, bound_tokens in (
             (self._all, self._max_queue, self._max_queued_tokens),
-            (own, most, most_tokens),
+            (of_owner, most, most_tokens),
         ):
             fits = held.num_open + held.num_waiting + num_samples <= bound
             if not fits or held.num_queued + num_tokens > bound_tokens:
@@ -146,11 +148,11 @@ class AdmissionLimiter:
 
     @contextlib.contextmanager
     def waiting(self, owner: str, num_alike: int = 0) -> Iterator[None]:
-        """Count a request that waits for something else than an engine.
+        """Count a request while it waits before it reaches an engine.
 
         Args:
-            owner: as of ``require``.
-            num_alike: requests of the same owner that wait for the same: half of all that may be open, at most.
+            owner: see ``require``.
+            num_alike: requests of the same owner that wait for the same resource; at most half of ``max_queue``.
 
         Raises:
             HTTPError: 429.
@@ -168,7 +170,7 @@ class AdmissionLimiter:
         """Take a slot for an answer.
 
         Args:
-            owner: as of ``require``.
+            owner: see ``require``.
             num_tokens: tokens of its prompt.
         """
         counted = min(num_tokens, self._share(self._max_queued_tokens))
@@ -176,15 +178,15 @@ class AdmissionLimiter:
         return Slot(self, owner, num_samples, counted)
 
     def count(self, owner: str, **more: int) -> None:
-        """Add to what an owner and all of them hold; for slots."""
-        own = self._owners.setdefault(owner, _Held())
-        own.add(**more)
+        """Add to the counts of an owner and of all owners; called by slots."""
+        of_owner = self._owners.setdefault(owner, _Held())
+        of_owner.add(**more)
         self._all.add(**more)
-        if own.is_empty:
+        if of_owner.is_empty:
             del self._owners[owner]
 
     def _share(self, bound: int) -> int:
-        """What one owner may hold of a bound."""
+        """Return one owner's share of a limit."""
         return max(1, bound // 2) if len(self._keys) > 1 else bound
 
     def _refusal(self, held: _Held, bound: int, bound_tokens: int) -> HTTPError:

@@ -1,4 +1,4 @@
-"""Metrics in Prometheus' form, under names of ours and, for boards made for it, under vLLM's."""
+"""Prometheus metrics: our names, and vLLM's names for dashboards made for vLLM."""
 
 import asyncio
 import time
@@ -18,52 +18,52 @@ SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5
 
 
 class Metrics:
-    """What this server has done, for GET /metrics.
+    """Metrics of this server, for GET /metrics.
 
     Args:
-        fleet: the engines whose counts are told, too.
-        max_queue: bound on open samples.
-        max_queued_tokens: bound on prompt tokens that wait.
+        fleet: engines whose counts are included.
+        max_queue: limit of open samples.
+        max_queued_tokens: limit of waiting prompt tokens.
     """
 
     def __init__(self, fleet: Fleet, max_queue: int, max_queued_tokens: int) -> None:
         self.registry = CollectorRegistry()
         self._fleet = fleet
-        own = self.registry
-        self.refused = Counter("detcompile:requests_refused", "Requests refused with 429.", registry=own)
-        self._cancelled = Counter("detcompile:requests_cancelled", "Requests cancelled, as nobody waits.", registry=own)
-        Gauge("detcompile:max_queue", "Samples that may be open.", registry=own).set(max_queue)
-        Gauge("detcompile:max_queued_tokens", "Prompt tokens that may wait.", registry=own).set(max_queued_tokens)
-        self._prompt = Counter("vllm:prompt_tokens", "Prompt tokens of requests that ended.", registry=own)
-        self._generated = Counter("vllm:generation_tokens", "Tokens generated.", registry=own)
-        self._ended = Counter("vllm:request_success", "Samples that ended.", ["finished_reason"], registry=own)
-        self._first = Histogram("vllm:time_to_first_token_seconds", "First token.", buckets=SECONDS, registry=own)
-        self._between = Histogram("vllm:inter_token_latency_seconds", "Between tokens.", buckets=SECONDS, registry=own)
-        self._whole = Histogram("vllm:e2e_request_latency_seconds", "Whole requests.", buckets=SECONDS, registry=own)
-        self._queued = Histogram("vllm:request_queue_time_seconds", "In the queue.", buckets=SECONDS, registry=own)
-        self.show("tasks", "Tasks of the front's event loop.", _num_tasks)
+        reg = self.registry
+        self.refused = Counter("detcompile:requests_refused", "Requests refused with 429.", registry=reg)
+        self._cancelled = Counter("detcompile:requests_cancelled", "Requests cancelled, as nobody waits.", registry=reg)
+        Gauge("detcompile:max_queue", "Samples that may be open.", registry=reg).set(max_queue)
+        Gauge("detcompile:max_queued_tokens", "Prompt tokens that may wait.", registry=reg).set(max_queued_tokens)
+        self._prompt = Counter("vllm:prompt_tokens", "Prompt tokens of requests that ended.", registry=reg)
+        self._generated = Counter("vllm:generation_tokens", "Tokens generated.", registry=reg)
+        self._ended = Counter("vllm:request_success", "Samples that ended.", ["finished_reason"], registry=reg)
+        self._first = Histogram("vllm:time_to_first_token_seconds", "First token.", buckets=SECONDS, registry=reg)
+        self._between = Histogram("vllm:inter_token_latency_seconds", "Between tokens.", buckets=SECONDS, registry=reg)
+        self._whole = Histogram("vllm:e2e_request_latency_seconds", "Whole requests.", buckets=SECONDS, registry=reg)
+        self._queued = Histogram("vllm:request_queue_time_seconds", "In the queue.", buckets=SECONDS, registry=reg)
+        self.add_gauge("tasks", "Tasks of the front's event loop.", _num_tasks)
         self.registry.register(_EngineCounts(fleet))
-        self._newest: dict[str, float] = {}  # when an answer's last tokens came
+        self._newest: dict[str, float] = {}  # time of each answer's last tokens
 
-    def show(self, name: str, text: str, value: Callable[[], float]) -> None:
-        """Add a gauge whose value is read when somebody asks."""
+    def add_gauge(self, name: str, text: str, value: Callable[[], float]) -> None:
+        """Add a gauge whose value is read at each scrape."""
         Gauge(f"detcompile:{name}", text, registry=self.registry).set_function(value)
 
     def text(self) -> bytes:
-        """All of it, in Prometheus' text form."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def latencies(self) -> dict[str, list[int]]:
-        """Counts of seconds to the first token and between tokens, for each bucket of SECONDS and above the last."""
+        """Return counts of the time to first token and between tokens, per bucket of SECONDS and above the last."""
         return {"first": _counts(self._first), "between": _counts(self._between)}
 
     def prefill_rate(self) -> float:
-        """Prompt tokens a second of the engine's steps so far, or 1000 where none were computed."""
+        """Return prompt tokens per second of the engines' steps so far; 1000 before the first."""
         counted = self._fleet.statistics
         return counted.num_prefill_tokens / max(1e-3, counted.busy_seconds) if counted.num_prefill_tokens else 1000.0
 
     def progressed(self, answer: Answer, delta: Delta) -> None:
-        """An answer has new tokens."""
+        """Record new tokens of an answer."""
         now, num_new = time.monotonic(), sum(len(sample.token_ids) for sample in delta.samples)
         self._generated.inc(num_new)
         if answer.first_token is None and num_new:
@@ -77,7 +77,7 @@ class Metrics:
                 self._ended.labels(sample.finish_reason).inc()
 
     def ended(self, answer: Answer, *, cancelled: bool) -> None:
-        """An answer is released; ``cancelled``: before its end."""
+        """Record the release of an answer; ``cancelled``: before its end."""
         self._newest.pop(answer.request_id, None)
         self._prompt.inc(len(answer.prompt_ids))
         if cancelled:
@@ -92,30 +92,30 @@ class Metrics:
 def _num_tasks() -> float:
     try:
         return float(len(asyncio.all_tasks()))
-    except RuntimeError:  # asked outside of the loop
+    except RuntimeError:  # no running event loop
         return 0.0
 
 
 def _counts(histogram: Histogram) -> list[int]:
     samples = next(iter(histogram.collect())).samples
     sums = [int(sample.value) for sample in samples if sample.name.endswith("_bucket")]
-    return [own - before for own, before in zip(sums, [0, *sums])]
+    return [total - before for total, before in zip(sums, [0, *sums])]
 
 
 class _EngineCounts(Collector):
-    """The engine's newest counts, read when somebody asks."""
+    """The engines' latest counts, read at each scrape."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
 
     def describe(self) -> list[Metric]:
-        """Nothing is read while the collector is registered."""
+        """Return nothing: registering must not read the counts."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics."""
-        found, hello = self._fleet.statistics, self._fleet.hello
-        used = 1 - found.num_free_blocks / found.num_blocks if found.num_blocks else 0.0
+        """Yield the metrics."""
+        statistics, hello = self._fleet.statistics, self._fleet.hello
+        used = 1 - statistics.num_free_blocks / statistics.num_blocks if statistics.num_blocks else 0.0
         yield GaugeMetricFamily("detcompile:engine_ready", "Whether the engine serves.", value=float(self._fleet.ready))
         yield CounterMetricFamily(
             "detcompile:engine_restarts", "Engines started again.", value=self._fleet.num_restarts
@@ -123,22 +123,23 @@ class _EngineCounts(Collector):
         yield CounterMetricFamily(
             "detcompile:answers_resumed", "Answers that went on on another engine.", value=self._fleet.num_resumed
         )
-        yield CounterMetricFamily("detcompile:engine_steps", "Steps of the engine.", value=found.num_steps)
-        late, error = found.num_late_steps, found.cost_error_seconds
-        yield GaugeMetricFamily("detcompile:token_bound", "Tokens of a step, for --tbt-slo.", value=found.token_bound)
+        yield CounterMetricFamily("detcompile:engine_steps", "Steps of the engine.", value=statistics.num_steps)
+        bound, late, error = statistics.token_bound, statistics.num_late_steps, statistics.cost_error_seconds
+        yield GaugeMetricFamily("detcompile:token_bound", "Tokens of a step, for --tbt-slo.", value=bound)
         yield CounterMetricFamily("detcompile:late_steps", "Steps that took longer than --tbt-slo.", value=late)
-        yield CounterMetricFamily("detcompile:step_seconds", "Time spent in steps.", value=found.busy_seconds)
+        yield CounterMetricFamily("detcompile:step_seconds", "Time spent in steps.", value=statistics.busy_seconds)
         yield CounterMetricFamily("detcompile:step_error_seconds", "What predictions of it were off.", value=error)
-        yield GaugeMetricFamily("vllm:num_requests_running", "Sequences that run.", value=found.num_running)
-        yield GaugeMetricFamily("vllm:num_requests_waiting", "Sequences that wait.", value=found.num_waiting)
+        yield GaugeMetricFamily("vllm:num_requests_running", "Sequences that run.", value=statistics.num_running)
+        yield GaugeMetricFamily("vllm:num_requests_waiting", "Sequences that wait.", value=statistics.num_waiting)
         yield GaugeMetricFamily("vllm:kv_cache_usage_perc", "Share of KV blocks in use.", value=used)
-        yield CounterMetricFamily("vllm:num_preemptions", "Preemptions.", value=found.num_preemptions)
-        yield CounterMetricFamily("vllm:prefix_cache_queries", "Tokens looked up.", value=found.num_queried_tokens)
-        yield CounterMetricFamily("vllm:prefix_cache_hits", "Tokens found.", value=found.num_cached_tokens)
+        yield CounterMetricFamily("vllm:num_preemptions", "Preemptions.", value=statistics.num_preemptions)
+        queried, cached = statistics.num_queried_tokens, statistics.num_cached_tokens
+        yield CounterMetricFamily("vllm:prefix_cache_queries", "Tokens looked up.", value=queried)
+        yield CounterMetricFamily("vllm:prefix_cache_hits", "Tokens found.", value=cached)
         if hello is not None:
             info = GaugeMetricFamily("vllm:cache_config_info", "The KV cache.", labels=["block_size", "num_gpu_blocks"])
             info.add_metric([str(hello.block_size), str(hello.num_blocks)], 1)
             yield info
-            own = GaugeMetricFamily("detcompile:model_info", "The model.", labels=["fingerprint"])
-            own.add_metric([hello.fingerprint], 1)
-            yield own
+            model = GaugeMetricFamily("detcompile:model_info", "The model.", labels=["fingerprint"])
+            model.add_metric([hello.fingerprint], 1)
+            yield model

@@ -1,4 +1,4 @@
-"""RequestLog: a line of JSON a request, with ids, counts and times, and no text of anybody's."""
+"""Request log: one JSON line per request with ids, counts and times, but no prompts or answers."""
 
 import json
 import time
@@ -14,15 +14,15 @@ from detcompile.serving.responses import ANSWERS
 
 __all__ = ["LogFile", "RequestLog"]
 
-MOST_LETTERS = 100  # of a path, which a client may have made up
+MOST_LETTERS = 100  # of a path, which clients choose
 
 
 class LogFile:
-    """A file that takes lines. One that cannot be written is left out."""
+    """A file for log lines. Lines that cannot be written are dropped."""
 
     def __init__(self, file: IO[str]) -> None:
         self._file = file
-        self._error: OSError | None = None  # of the last line
+        self._error: OSError | None = None  # of the last write
 
     def write(self, line: str) -> None:
         """Write a line."""
@@ -33,10 +33,10 @@ class LogFile:
             self._error = error
 
     def require_writable(self) -> None:
-        """Try to write what is left of the last line, if it could not be written.
+        """Retry the last write if it failed.
 
         Raises:
-            StorageError: it still cannot be.
+            StorageError: the retry failed.
         """
         if self._error is None:
             return
@@ -48,11 +48,11 @@ class LogFile:
 
 
 class RequestLog:
-    """An ASGI layer that writes a line when a request has ended.
+    """ASGI layer that writes a line after each request.
 
     Args:
-        inside: what answers.
-        file: takes the lines.
+        inside: the application.
+        file: receives the lines.
     """
 
     def __init__(self, inside: ASGIApp, file: LogFile) -> None:
@@ -60,34 +60,34 @@ class RequestLog:
         self._file = file
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Have a request answered, and note what became of it."""
+        """Run a request and log it."""
         if scope["type"] != "http":
             await self._inside(scope, receive, send)
             return
-        found: dict[str, Any] = {"time": round(time.time(), 3), "method": scope["method"]}
-        found |= {"path": scope["path"][:MOST_LETTERS], "status": None}  # none: the client left before
+        entry: dict[str, Any] = {"time": round(time.time(), 3), "method": scope["method"]}
+        entry |= {"path": scope["path"][:MOST_LETTERS], "status": None}  # None: the client left before the response
 
-        async def noting(message: Message) -> None:
+        async def logged_send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = Headers(raw=message["headers"])
-                found["status"] = message["status"]
-                found["id"], found["receipt"] = headers.get("x-request-id"), headers.get("x-detcompile-receipt")
+                entry["status"] = message["status"]
+                entry["id"], entry["receipt"] = headers.get("x-request-id"), headers.get("x-detcompile-receipt")
             await send(message)
 
         started = time.monotonic()
         try:
-            await self._inside(scope, receive, noting)
+            await self._inside(scope, receive, logged_send)
         finally:
-            found["seconds"] = round(time.monotonic() - started, 4)
-            self._write(found | _counts(scope.get(ANSWERS, ())))
+            entry["seconds"] = round(time.monotonic() - started, 4)
+            self._write(entry | _counts(scope.get(ANSWERS, ())))
 
-    def _write(self, found: dict[str, Any]) -> None:
-        kept = {name: value for name, value in found.items() if value is not None or name == "status"}
+    def _write(self, entry: dict[str, Any]) -> None:
+        kept = {name: value for name, value in entry.items() if value is not None or name == "status"}
         self._file.write(json.dumps(kept))
 
 
 def _counts(answers: Sequence[Answer]) -> dict[str, Any]:
-    """What was asked and drawn, as numbers and reasons."""
+    """Return the numbers of tokens, times and finish reasons."""
     if not answers:
         return {}
     firsts = [answer.first_token - answer.arrival for answer in answers if answer.first_token is not None]

@@ -92,7 +92,7 @@ class Service:
         self.bodies = BodyLimiter(max_body, self.metrics, keys)
         self.responses = KeptResponses()
         kept = "Bytes of receipts and responses that are kept for who asks later."
-        self.metrics.show("kept_bytes", kept, lambda: self.receipts.num_bytes + self.responses.num_bytes)
+        self.metrics.add_gauge("kept_bytes", kept, lambda: self.receipts.num_bytes + self.responses.num_bytes)
         self.deadlines = Deadlines(queue_timeout, timeout, self.fleet.cancel)
         self.jobs = Jobs(self.submit, self.issue, lambda: self.model, self.receipts.salt, journal=journal)
         self.history = History()

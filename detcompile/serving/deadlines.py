@@ -1,4 +1,4 @@
-"""Deadlines: answers that wait too long for their first token, or take too long as a whole, end with an error."""
+"""Deadlines: answers that wait too long for their first token, or run too long, end with an error."""
 
 import asyncio
 from collections.abc import Callable
@@ -10,43 +10,43 @@ __all__ = ["Deadlines"]
 
 
 class Deadlines:
-    """Timers of answers. What is overdue is no shorter answer: that would be another one than the same request gives.
+    """Per-answer timers. A late answer fails; it is never truncated, because a truncated answer would not reproduce.
 
     Args:
-        first: seconds for the first token.
-        whole: seconds for all of an answer.
-        cancel: called with an answer that is overdue, before it is told so.
+        first: seconds until the first token.
+        whole: seconds until the end.
+        cancel: called with a late answer before it fails.
     """
 
     def __init__(self, first: float, whole: float, cancel: Callable[[Answer], None]) -> None:
         self._first = first
         self._whole = whole
         self._cancel = cancel
-        self._timers: dict[str, asyncio.TimerHandle] = {}  # one an answer: there are many
+        self._timers: dict[str, asyncio.TimerHandle] = {}  # by request_id
 
     def watch(self, answer: Answer) -> None:
-        """An answer has begun to wait."""
+        """Start the timer of an answer."""
         has_tokens = not isinstance(answer, Errand)
         seconds = min(self._first, self._whole) if has_tokens else self._whole
-        self._look_after(seconds, answer, asyncio.get_running_loop().time())
+        self._schedule(seconds, answer, asyncio.get_running_loop().time())
 
     def forget(self, answer: Answer) -> None:
-        """Nobody waits for an answer any more."""
+        """Stop the timer of an answer."""
         timer = self._timers.pop(answer.request_id, None)
         if timer is not None:
             timer.cancel()
 
-    def _look_after(self, seconds: float, answer: Answer, since: float) -> None:
+    def _schedule(self, seconds: float, answer: Answer, since: float) -> None:
         loop = asyncio.get_running_loop()
-        self._timers[answer.request_id] = loop.call_at(since + seconds, self._look, seconds, answer, since)
+        self._timers[answer.request_id] = loop.call_at(since + seconds, self._check, seconds, answer, since)
 
-    def _look(self, seconds: float, answer: Answer, since: float) -> None:
+    def _check(self, seconds: float, answer: Answer, since: float) -> None:
         if seconds >= self._whole:
             self._end(answer, "took over", self._whole, 504)
         elif answer.first_token is None:
             self._end(answer, "waited for its first token for over", self._first, 503)
         else:
-            self._look_after(self._whole, answer, since)
+            self._schedule(self._whole, answer, since)
 
     def _end(self, answer: Answer, what: str, seconds: float, status: int) -> None:
         if not answer.finished:

@@ -1,4 +1,4 @@
-"""HTTPError: what a client did wrong, or why it cannot be served now, in OpenAI's form or in Anthropic's."""
+"""HTTP errors and their JSON bodies, in OpenAI's or Anthropic's form."""
 
 from typing import Any
 
@@ -8,24 +8,24 @@ from detcompile.errors import DetcompileError, EngineError, InvalidInput, Worker
 
 __all__ = ["BlockedRequestError", "CLIENT_LEFT", "FAULT", "HTTPError", "OverdueError", "error_of", "too_long"]
 
-TYPES = {  # of statuses; others are invalid_request_error below 500, else api_error
+TYPES = {  # by status; otherwise invalid_request_error below 500, else api_error
     401: "authentication_error",
     429: "rate_limit_error",
     503: "overloaded_error",
     504: "timeout_error",
 }
-MESSAGES = "/v1/messages"  # where errors have Anthropic's form
-MESSAGES_TYPES = {404: "not_found_error", 413: "request_too_large"}  # of statuses, where they are not OpenAI's
+MESSAGES = "/v1/messages"  # routes whose errors have Anthropic's form
+MESSAGES_TYPES = {404: "not_found_error", 413: "request_too_large"}  # by status, where they differ from OpenAI's
 
 
 class HTTPError(Exception):
-    """An answer that is an error.
+    """An error response.
 
     Args:
         status: the HTTP status.
-        param: the field of the request that is to blame.
-        retry_after: seconds after which to try again.
-        in_vain: another try comes to the same, so that clients that try by themselves shall not.
+        param: the request field at fault.
+        retry_after: seconds after which to retry.
+        in_vain: retrying fails again; tells clients not to retry on their own.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class HTTPError(Exception):
         self.status = status
         self.headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
         if in_vain:
-            self.headers["X-Should-Retry"] = "false"  # which OpenAI's and Anthropic's clients heed
+            self.headers["X-Should-Retry"] = "false"  # read by OpenAI's and Anthropic's clients
         if status == 401:
             self.headers["WWW-Authenticate"] = "Bearer"
         kind = TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
@@ -51,23 +51,23 @@ class HTTPError(Exception):
         }
 
     def body(self, path: str) -> bytes:
-        """The error as JSON, in the form that the clients of a path read."""
+        """Return the error as JSON in the form of the path's API."""
         if not path.startswith(MESSAGES):
             return msgspec.json.encode(self.content)
-        own = self.content["error"]
-        kind = MESSAGES_TYPES.get(self.status, own["type"])
-        return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": own["message"]}})
+        error = self.content["error"]
+        kind = MESSAGES_TYPES.get(self.status, error["type"])
+        return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": error["message"]}})
 
     def event(self, path: str) -> bytes:
-        """The error as a server-sent event, in a stream that has begun."""
+        """Return the error as a server-sent event for a stream that has started."""
         return (b"event: error\n" if path.startswith(MESSAGES) else b"") + b"data: " + self.body(path) + b"\n\n"
 
 
 class OverdueError(DetcompileError):
-    """A request that was not answered in time.
+    """A request that missed its deadline.
 
     Args:
-        status: the HTTP status that says so.
+        status: the HTTP status.
     """
 
     def __init__(self, message: str, status: int) -> None:
@@ -80,30 +80,30 @@ class BlockedRequestError(EngineError):
 
 
 def too_long(size: str, max_context: int, param: str) -> HTTPError:
-    """Return the refusal of a prompt that has no room, with the code and the words that clients look for.
+    """Return the error for a prompt that does not fit, with the code and wording that clients look for.
 
     Args:
-        size: what it has, as "9 tokens".
+        size: the prompt's length, such as "9 tokens".
     """
-    said = (
+    message = (
         f"This model's maximum context length is {max_context} tokens, and the prompt is too long: {param} has {size}."
         " Shorten it, or compile with a larger max_context"
     )
-    return HTTPError(400, said, param=param, code="context_length_exceeded")
+    return HTTPError(400, message, param=param, code="context_length_exceeded")
 
 
-ENGINE_RETRY_SECONDS = 30  # after which whoever watches the server may have started another
+ENGINE_RETRY_SECONDS = 30  # a supervisor may have restarted the server by then
 OVERDUE_RETRY_SECONDS = 10
-CLIENT_LEFT = "the client left before its request was taken"
-FAULT = "the server failed at this request; its log says why"
+CLIENT_LEFT = "the client disconnected before its request was admitted"
+FAULT = "internal error: see the server's log"
 CODES = {401: "invalid_api_key", 413: "request_too_large", 429: "rate_limit_exceeded"}
 
 
 def error_of(error: DetcompileError | HTTPError, params: frozenset[str] = frozenset()) -> HTTPError:
-    """The answer to a request that this package refused, or failed at; an HTTPError is one.
+    """Return the HTTP error for an exception of this package; an HTTPError is returned as is.
 
     Args:
-        params: fields that a message may begin with, and be about.
+        params: request fields; if the message starts with one, it becomes ``param``.
     """
     if isinstance(error, HTTPError):
         return error

@@ -1,4 +1,5 @@
-"""Answers over HTTP that take a while: JSON in one piece, or events. A client that leaves ends its request."""
+"""Responses of running answers: JSON in one piece, or server-sent events. A request ends when its client
+disconnects."""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -19,21 +20,21 @@ __all__ = ["ANSWERS", "Events", "JSON", "Reserving", "Whole", "event", "unless_l
 
 JSON = "application/json"
 EVENT_STREAM = "text/event-stream; charset=utf-8"
-ANSWERS = "detcompile.answers"  # of a request, in its scope, for layers around the routes
+ANSWERS = "detcompile.answers"  # key of the request's answers in the scope, for outer ASGI layers
 DONE = b"data: [DONE]\n\n"
 
 
 def event(content: Any, name: str = "") -> bytes:
-    """A server-sent event of one JSON value, with an id where it has a name."""
+    """Return a server-sent event with a JSON value, and with an id if ``name`` is given."""
     head = f"id: {name}\n".encode() if name else b""
     return head + b"data: " + msgspec.json.encode(content) + b"\n\n"
 
 
 class Reserving(Response):
-    """A response that is made when it is sent. What the request holds is given back once it is sent, or cannot be.
+    """A response created when it is sent; its reservation is released afterwards, also after a failure.
 
     Args:
-        make: makes the response, given the reservation of the request.
+        make: creates the response, given the request's reservation.
     """
 
     def __init__(self, make: Callable[[Reservation], Awaitable[Response]]) -> None:
@@ -41,7 +42,7 @@ class Reserving(Response):
         self._make = make
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Make the response and send it."""
+        """Create the response and send it."""
         reservation = Reservation()
         try:
             response = await self._make(reservation)
@@ -51,13 +52,13 @@ class Reserving(Response):
 
 
 async def unless_left(request: Request, making: Coroutine[Any, Any, Response]) -> Response:
-    """The response to a request whose body has come; its making ends where its client leaves.
+    """Await a response; cancel it if the client disconnects first.
 
     Raises:
-        HTTPError: it has left; or what the making raises.
+        HTTPError: the client disconnected, or the coroutine raised it.
     """
     task = asyncio.create_task(making)
-    leaving = asyncio.create_task(_left(request.receive))
+    leaving = asyncio.create_task(_disconnected(request.receive))
     try:
         await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -67,21 +68,21 @@ async def unless_left(request: Request, making: Coroutine[Any, Any, Response]) -
         leaving.cancel()
         if not task.done():
             task.cancel()
-            await asyncio.gather(task, return_exceptions=True)  # it may end with a response all the same
-        del task  # its exception refers to this frame: no cycle
+            await asyncio.gather(task, return_exceptions=True)  # it may still return a response
+        del task  # its exception refers to this frame: break the cycle
 
 
-async def _left(receive: Receive) -> None:
+async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         continue
 
 
 class _Awaited(Response, ABC):
-    """A response whose making stops when the client is gone.
+    """A response that stops when its client disconnects.
 
     Args:
-        reservation: what the request holds, given back when the client leaves.
-        headers: fields of the response; what the making of a whole one adds to them is sent, too.
+        reservation: the request's resources, released when the client disconnects.
+        headers: response headers. Entries added while a whole result is built are sent, too.
     """
 
     def __init__(self, answers: Sequence[Answer], reservation: Reservation, headers: Mapping[str, str]) -> None:
@@ -90,10 +91,10 @@ class _Awaited(Response, ABC):
         self._reservation = reservation
         self._fields = headers
         self._left = False  # by the client
-        self._path = ""  # that was asked
+        self._path = ""  # of the request
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it, or stop where the client leaves first."""
+        """Send the response; stop if the client disconnects."""
         scope[ANSWERS], self._path = self._answers, scope["path"]
         leaving = asyncio.create_task(self._release_when_left(receive))
         try:
@@ -103,19 +104,19 @@ class _Awaited(Response, ABC):
             self._reservation.release()
 
     async def _release_when_left(self, receive: Receive) -> None:
-        """The answers fail once the client is gone, which ends the sending, too."""
-        await _left(receive)
+        """Release the answers once the client disconnects; they fail, which ends the sending."""
+        await _disconnected(receive)
         self._left = True
         self._reservation.release()
 
     @abstractmethod
     async def _send(self, send: Send) -> None:
-        """Send all of it."""
+        """Send the whole response."""
 
     async def _begin(self, send: Send, status: int, content_type: str, more: Mapping[str, str]) -> None:
-        every = {"Content-Type": content_type, **more, **self._fields}
-        own = [(name.lower().encode(), value.encode()) for name, value in every.items()]
-        await send({"type": "http.response.start", "status": status, "headers": own})
+        fields = {"Content-Type": content_type, **more, **self._fields}
+        headers = [(name.lower().encode(), value.encode()) for name, value in fields.items()]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def _refuse(self, send: Send, error: HTTPError) -> None:
         await self._begin(send, error.status, JSON, error.headers)
@@ -123,10 +124,10 @@ class _Awaited(Response, ABC):
 
 
 class Whole(_Awaited):
-    """The result as JSON, once all answers have ended.
+    """The result as JSON, after all answers have ended.
 
     Args:
-        result: makes it of the answers; others are to be served meanwhile where that takes long.
+        result: builds it from the answers; yields to the event loop if that takes long.
     """
 
     def __init__(
@@ -141,7 +142,8 @@ class Whole(_Awaited):
 
     async def _send(self, send: Send) -> None:
         try:
-            await self._ended()
+            async for _ in progress(self._answers):
+                continue
             body = msgspec.json.encode(await self._result())
         except DetcompileError as error:
             if not self._left:
@@ -150,21 +152,16 @@ class Whole(_Awaited):
         await self._begin(send, 200, JSON, {"Content-Length": str(len(body))})
         await send({"type": "http.response.body", "body": body})
 
-    async def _ended(self) -> None:
-        """Wait for the end of what the result is made of."""
-        async for _ in progress(self._answers):
-            continue
-
 
 class Events(_Awaited):
-    """Server-sent events as the answers get longer.
+    """Server-sent events as the answers grow.
 
-    The status waits for the first tokens, so that a request which the engine refuses has a status of its own. A client
-    that reads slowly gets what has come meanwhile in one event.
+    The status is sent with the first tokens, so that a request which the engine rejects gets an error status. A client
+    that reads slowly gets everything new in one event.
 
     Args:
-        events: gives the contents; each is sent before the next is asked for.
-        last: comes behind them, [DONE] by default.
+        events: yields the event data; the next is requested after the previous was sent.
+        last: final event, [DONE] by default.
     """
 
     def __init__(
@@ -197,7 +194,7 @@ class Events(_Awaited):
                 await self._refuse(send, refusal)
                 return
             await send(_body(refusal.event(self._path)))
-        except Exception:  # a fault of this program: the client hears of it before it is raised on
+        except Exception:  # a bug: report it to the client, then raise
             if begun and not self._left:
                 await send(_body(HTTPError(500, FAULT).event(self._path), last=True))
             raise

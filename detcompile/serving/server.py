@@ -1,4 +1,4 @@
-"""The server process: a socket, the engine process, and an orderly end."""
+"""The server process: the socket, uvicorn, signals, and a graceful shutdown."""
 
 import asyncio
 import contextlib
@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from types import FrameType
 
 import uvicorn
@@ -21,16 +21,16 @@ from detcompile.serving.service import Service
 
 __all__ = ["ENGINE_LOST", "is_loopback", "listen", "serve"]
 
-ENGINE_LOST = 70  # exit code, os.EX_SOFTWARE: whoever watches should start another
-LAST_ANSWERS_SECONDS = 5  # for connections to end once their requests have
+ENGINE_LOST = 70  # exit code, os.EX_SOFTWARE: tells a supervisor to restart the server
+LAST_ANSWERS_SECONDS = 5  # for connections to close after their requests
 STALL_SECONDS = 60.0
-KEEP_ALIVE_SECONDS = 75  # between requests; longer than clients and proxies, so that they close first
-COLLECTED_OBJECTS = 50_000  # more of them than before, for a collection of the youngest
-LOST_SECONDS = 10.0  # of answering 503 without an engine, so that those who ask learn it, before the server ends
+KEEP_ALIVE_SECONDS = 75  # longer than clients' and proxies', so that they close first
+COLLECTED_OBJECTS = 50_000  # new objects before the youngest generation is collected
+LOST_SECONDS = 10.0  # of answering 503 after the engine is lost, so that clients see it, before the server exits
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address."""
+    """Return True if an address is reachable only from this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -38,10 +38,10 @@ def is_loopback(host: str) -> bool:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket bound to an address, before the model takes its time to compile. ``::`` takes IPv4 clients, too.
+    """Bind a socket before the model compiles, so that a bad address fails early. ``::`` accepts IPv4 clients, too.
 
     Raises:
-        InvalidInput: the address is in use, or not of this machine.
+        InvalidInput: the address is in use or does not belong to this machine.
     """
     try:
         families = {info[0] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
@@ -55,10 +55,10 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, which drains before it stops.
+    """uvicorn, with graceful draining.
 
     Args:
-        on_signal: called in place of uvicorn's own handling.
+        on_signal: handles signals instead of uvicorn.
     """
 
     def __init__(self, config: uvicorn.Config, on_signal: "Drain") -> None:
@@ -66,15 +66,15 @@ class _Server(uvicorn.Server):
         self._on_signal = on_signal
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """SIGTERM or Ctrl-C."""
+        """Handle SIGTERM or Ctrl-C."""
         self._on_signal.signalled(self)
 
 
 class Drain:
-    """The end of a server: the first signal lets what is open finish, the second one ends it.
+    """Shutdown: the first signal lets open requests finish, the second ends them.
 
     Args:
-        seconds: how long the open requests may take.
+        seconds: time for open requests to finish.
     """
 
     def __init__(self, service: Service, seconds: float) -> None:
@@ -84,7 +84,7 @@ class Drain:
         self._task: asyncio.Task[None] | None = None
 
     def signalled(self, server: uvicorn.Server) -> None:
-        """A signal has come. Runs in the main thread, between two of its instructions."""
+        """Handle a signal. Runs in the main thread, between two bytecodes."""
         if self._service.draining:
             server.should_exit = server.force_exit = True
             return
@@ -113,14 +113,14 @@ async def serve(
     stall: float = STALL_SECONDS,
     read_keys: Callable[[], None] = lambda: None,
 ) -> int:
-    """Serve until a signal, or until the engine is lost; returns the exit code: 0, or ENGINE_LOST then.
+    """Serve until a signal or until the engine is lost; return the exit code: 0, or ENGINE_LOST.
 
-    The routes answer while the engine starts: /ready says when it serves.
+    Routes answer while the engine starts; /ready reports when it serves.
 
     Args:
-        drain: seconds that open requests have to finish after a signal.
-        stall: seconds that a connection may stand still.
-        read_keys: reads the API keys again, at SIGHUP.
+        drain: seconds for open requests to finish after a signal.
+        stall: seconds that a connection may make no progress.
+        read_keys: reloads the API keys on SIGHUP.
 
     Raises:
         DetcompileError: the engine cannot serve this model.
@@ -135,55 +135,56 @@ async def serve(
         lifespan="off",
         ws="none",
     )
-    server, address = _Server(config, Drain(service, drain)), _address(sock)  # it closes the socket at a signal
+    server, address = _Server(config, Drain(service, drain)), _address(sock)  # before the server closes the socket
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     starting = asyncio.create_task(service.start(spec))
     try:
-        async with _rolled_on_hangup(service, read_keys):
+        async with _reload_on_sighup(service, read_keys):
             await asyncio.wait([serving, starting], return_when=asyncio.FIRST_COMPLETED)
             if starting.done():
                 hello = starting.result()
                 _shorten_collections()
-                _say(f"serving {service.name} on {address}; fingerprint {hello.fingerprint}")
-                watching = asyncio.create_task(_end_when_lost(service, server))
+                _print(f"serving {service.name} on {address}; fingerprint {hello.fingerprint}")
+                watching = asyncio.create_task(_exit_when_lost(service, server))
                 await serving
                 watching.cancel()
         lost = service.fleet.failure is not None
     finally:
         server.should_exit = True
-        await _ended(service.stop())
+        with contextlib.suppress(ProcessLookupError):
+            await service.stop()
         starting.cancel()
         await asyncio.gather(serving, starting, return_exceptions=True)
     return ENGINE_LOST if lost else os.EX_OK
 
 
 def _shorten_collections() -> None:
-    """Garbage is looked for among what requests make, and not in all that was imported; and more rarely."""
+    """Exclude imported objects from garbage collection, and collect less often."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(COLLECTED_OBJECTS, 10, 10)
 
 
 @contextlib.asynccontextmanager
-async def _rolled_on_hangup(service: Service, read_keys: Callable[[], None]) -> AsyncIterator[None]:
-    """As long as this lasts, SIGHUP has the keys read again, and the engines that serve started anew, one by one."""
+async def _reload_on_sighup(service: Service, read_keys: Callable[[], None]) -> AsyncIterator[None]:
+    """Within this context, SIGHUP reloads the API keys and restarts the engines one by one."""
     loop, rolls = asyncio.get_running_loop(), set[asyncio.Task[None]]()
     rolling = asyncio.Lock()
 
     async def roll() -> None:
         async with rolling:
-            whole = await service.fleet.roll()
-        _say("the engines were started anew" if whole else "an engine that was started anew does not serve")
+            complete = await service.fleet.roll()
+        _print("all engines were restarted" if complete else "a restarted engine does not serve")
 
-    def hung_up() -> None:
+    def reload() -> None:
         try:
             read_keys()
         except InvalidInput as error:
-            _say(f"{error}; the keys of before are known still")
+            _print(f"{error}; the previous API keys stay valid")
         rolls.add(task := loop.create_task(roll()))
         task.add_done_callback(rolls.discard)
 
-    loop.add_signal_handler(signal.SIGHUP, hung_up)
+    loop.add_signal_handler(signal.SIGHUP, reload)
     try:
         yield
     finally:
@@ -193,17 +194,12 @@ async def _rolled_on_hangup(service: Service, read_keys: Callable[[], None]) -> 
         await asyncio.gather(*rolls, return_exceptions=True)
 
 
-async def _end_when_lost(service: Service, server: uvicorn.Server) -> None:
+async def _exit_when_lost(service: Service, server: uvicorn.Server) -> None:
     while service.fleet.failure is None:
         await asyncio.sleep(0.2)
-    _say(f"the engine is lost: {service.fleet.failure}; requests get 503, and the server ends in {LOST_SECONDS:g} s")
+    _print(f"the engine is lost: {service.fleet.failure}; requests get 503, and the server exits in {LOST_SECONDS:g} s")
     await asyncio.sleep(LOST_SECONDS)
     server.should_exit = True
-
-
-async def _ended(ending: Awaitable[None]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        await ending
 
 
 def _address(sock: socket.socket) -> str:
@@ -211,5 +207,5 @@ def _address(sock: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(text, file=sys.stderr, flush=True)

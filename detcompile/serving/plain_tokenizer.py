@@ -1,4 +1,4 @@
-"""A model's tokenizer as JSON of the tokenizers library, which the front reads and writes text with."""
+"""A model's tokenizer as JSON of the tokenizers library, for the front end."""
 
 import functools
 import hashlib
@@ -14,15 +14,15 @@ from detcompile.runtime.requests.prompts import require_one_reading
 
 __all__ = ["longest_token", "plain_tokenizer", "tokenizer_digest"]
 
-NFC_SHRINKS = 4  # no text has more bytes than so many times those of its NFC
-PROBE = "A probe: Ünïcode 東京 🎉\n\tdef f(x):  return x  <s>"  # both ways to tokenize are compared by it
+NFC_SHRINKS = 4  # a text has at most so many times the bytes of its NFC
+PROBE = "A probe: Ünïcode 東京 🎉\n\tdef f(x):  return x  <s>"  # text on which both tokenizers are compared
 
 
 def plain_tokenizer(tokenizer: Any) -> str:
-    """Return the JSON of a tokenizer of transformers. Whether it splits special tokens is not in it.
+    """Return a transformers tokenizer as JSON, without ``split_special_tokens``.
 
     Raises:
-        UnsupportedModel: a tokenizer that only its own code can run, or that draws at random.
+        UnsupportedModel: the tokenizer needs Python code of its own, or is random.
     """
     try:
         require_one_reading(tokenizer)
@@ -31,7 +31,7 @@ def plain_tokenizer(tokenizer: Any) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     name = type(tokenizer).__name__
     if not isinstance(backend, Tokenizer):
-        raise UnsupportedModel(f"the server needs a tokenizer of the tokenizers library, and {name} is none")
+        raise UnsupportedModel(f"the server needs a tokenizer of the tokenizers library, got {name}")
     alone = Tokenizer.from_str(backend.to_str())
     alone.no_truncation()
     alone.no_padding()
@@ -40,54 +40,55 @@ def plain_tokenizer(tokenizer: Any) -> str:
     for added in (True, False):
         ids = tokenizer(probe, add_special_tokens=added, verbose=False)["input_ids"]
         if alone.encode(probe, add_special_tokens=added).ids != ids:
-            raise UnsupportedModel(f"{name} tokenizes by code of its own, which the server does not run")
+            raise UnsupportedModel(f"{name} encodes with Python code, which the server does not run")
         text = tokenizer.decode(ids, skip_special_tokens=added, clean_up_tokenization_spaces=False)
         if alone.decode(ids, skip_special_tokens=added) != text:
-            raise UnsupportedModel(f"{name} makes text by code of its own, which the server does not run")
+            raise UnsupportedModel(f"{name} decodes with Python code, which the server does not run")
     return alone.to_str()
 
 
 def longest_token(source: str) -> int | None:
-    """Bytes of a text that one token can stand for at most; None where that cannot be told.
+    """Return the largest number of bytes that one token can stand for; None if unknown.
 
-    It can of byte-level BPE that reads every byte: its pre-tokenizers remove nothing, its added tokens take no spaces
-    beside them, and its normalizer is none or NFC.
+    It is known for byte-level BPE that reads every byte: pre-tokenizers that remove nothing, added tokens that strip no
+    spaces, and no normalizer or NFC.
 
     Args:
-        source: a tokenizer as JSON.
+        source: the tokenizer as JSON.
     """
     plain: dict[str, Any] = msgspec.json.decode(source)
     model, added = plain["model"], plain["added_tokens"]
-    normalizers = {own["type"] for own in _parts(plain["normalizer"], "normalizers")}
+    normalizers = {part["type"] for part in _parts(plain["normalizer"], "normalizers")}
     splits = list(_parts(plain["pre_tokenizer"], "pretokenizers"))
     reads_all = (
         model.get("type") == "BPE"
         and model["vocab"].keys() >= set(pre_tokenizers.ByteLevel.alphabet())
         and normalizers <= {"NFC"}
-        and {own["type"] for own in splits} <= {"ByteLevel", "Split", "Digits", "Punctuation"}
-        and any(own["type"] == "ByteLevel" for own in splits)
-        and not any(own.get("behavior") == "Removed" for own in splits)
-        and not any(own["lstrip"] or own["rstrip"] for own in added)
+        and {split["type"] for split in splits} <= {"ByteLevel", "Split", "Digits", "Punctuation"}
+        and any(split["type"] == "ByteLevel" for split in splits)
+        and not any(split.get("behavior") == "Removed" for split in splits)
+        and not any(token["lstrip"] or token["rstrip"] for token in added)
     )
     if not reads_all:
         return None
-    forms = (form for own in added for form in (own["content"], unicodedata.normalize("NFC", own["content"])))
+    contents = [token["content"] for token in added]
+    forms = [*contents, *(unicodedata.normalize("NFC", content) for content in contents)]
     most = max(*map(len, model["vocab"]), *(len(form.encode()) for form in forms), 0)
     return most * NFC_SHRINKS if normalizers else most
 
 
-def _parts(own: dict[str, Any] | None, name: str) -> Iterator[dict[str, Any]]:
-    """The parts of a sequence in a tokenizer's JSON, or what is none as its only part."""
-    if own is None:
+def _parts(config: dict[str, Any] | None, name: str) -> Iterator[dict[str, Any]]:
+    """Yield the parts of a Sequence in a tokenizer's JSON; anything else is its only part."""
+    if config is None:
         return
-    if own["type"] != "Sequence":
-        yield own
+    if config["type"] != "Sequence":
+        yield config
         return
-    for part in own[name]:
+    for part in config[name]:
         yield from _parts(part, name)
 
 
-@functools.lru_cache(maxsize=2)  # a server asks for each receipt, of a text of megabytes
+@functools.lru_cache(maxsize=2)  # called for each receipt; the JSON has megabytes
 def tokenizer_digest(source: str | None) -> str | None:
-    """sha256, in hex, of a tokenizer's JSON; None for a model without one."""
+    """Return the sha256, in hex, of a tokenizer's JSON; None without a tokenizer."""
     return None if source is None else hashlib.sha256(source.encode()).hexdigest()

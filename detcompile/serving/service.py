@@ -1,4 +1,4 @@
-"""Service: what all routes share. It admits requests, has them answered, and knows whether the server is ready."""
+"""State shared by all routes: admission, open answers, engines, tokenizer and readiness."""
 
 import functools
 import hashlib
@@ -32,7 +32,7 @@ from detcompile.serving.tools.families import FAMILIES, family_of
 
 __all__ = ["Service"]
 
-TASKS = {  # what a model does, for who asks it for something else
+TASKS = {  # what a model can do, for errors about requests of another task
     "generate": "generates text: POST /v1/completions, /v1/chat/completions or /v1/responses",
     "embed": "gives embeddings: POST /v1/embeddings, /v1/score or /v1/rerank",
     "classify": "classifies: POST /classify, or with one label /v1/score or /v1/rerank",
@@ -40,33 +40,33 @@ TASKS = {  # what a model does, for who asks it for something else
 
 
 class Service:
-    """One model, behind the engines of a fleet.
+    """One model behind a fleet of engines.
 
     Args:
-        name: what clients call the model; None takes the name that it was loaded by.
-        chat_template: replaces the tokenizer's own.
-        tool_parser: family of models as which it writes calls of functions; None for that of its chat template.
-        max_queue: samples that may be open at a time, with the requests that no engine has seen yet.
-        max_queued_tokens: prompt tokens, over all open answers without a token yet, beyond which no more are taken.
-        max_body: bytes that a request's body may have.
-        queue_timeout: seconds that an answer may wait for its first token, and before that for its grammar's check.
-        timeout: seconds that an answer may take as a whole.
-        fleet: makes the engines that serve, given what to call with each answer and its delta.
-        receipts: makes the answers' receipts; None takes an Issuer that signs none.
-        journal: where requests with an Idempotency-Key are written; it is closed by ``stop``.
-        keys: the API keys that the server knows now: of several, each may hold half of a bound.
+        name: model name for clients; None takes the name it was loaded by.
+        chat_template: replaces the tokenizer's template.
+        tool_parser: tool-call format (see tools/reader.py); None infers it from the chat template.
+        max_queue: limit of open samples, plus requests that no engine has seen yet.
+        max_queued_tokens: limit of prompt tokens of open answers without a first token.
+        max_body: bytes of a request's body.
+        queue_timeout: seconds until the first token; also the limit for waiting for a grammar check.
+        timeout: seconds for a whole answer.
+        fleet: creates the engines' fleet, given a callback for each answer and its delta.
+        receipts: issues receipts; None takes an unsigned Issuer.
+        journal: records requests with an Idempotency-Key; closed by ``stop``.
+        keys: the current API keys. With several, each may use half of a limit.
 
     Raises:
-        InvalidInput: a chat template that is none.
+        InvalidInput: the chat template is not valid Jinja.
 
     Attributes:
-        serves: whether the engines have been ready once.
-        draining: nothing new is taken, and what is open is finished.
-        open: answers that have not ended.
-        history: the newest answers that have ended.
-        model: the model as replies name it; only once the engines have started.
-        limiter: bounds what is open; routes ask it before they do what takes long.
-        bodies: reads bodies within bounds.
+        serves: the engines have been ready once.
+        draining: no new requests are admitted; open ones finish.
+        open: unfinished answers by request_id.
+        history: the most recent finished answers.
+        model: the model as replies name it; set by ``start``.
+        limiter: admission limits; handlers check it before expensive work.
+        bodies: reads bodies within limits.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Service:
         self.history = History()
         self.draining = False
         self.open: dict[str, Answer] = {}
-        self._slots: dict[str, Slot] = {}  # of the open answers, by their ids
+        self._slots: dict[str, Slot] = {}  # by request_id
         self.created = int(time.time())
         self._name = name
         self._given_family = None if tool_parser is None else FAMILIES[tool_parser]
@@ -108,10 +108,10 @@ class Service:
         self._numbers = count()
 
     async def start(self, spec: EngineSpec) -> Hello:
-        """Start the engine and wait until it serves.
+        """Start the engines and wait until they serve.
 
         Raises:
-            DetcompileError: why it cannot.
+            DetcompileError: the engines cannot start.
         """
         await self.fleet.start(spec)
         hello = await self.fleet.settled()
@@ -130,7 +130,7 @@ class Service:
         return hello
 
     async def stop(self) -> None:
-        """End the engines and what runs beside them, and close the journal."""
+        """Stop the engines, the journal and the helper processes."""
         await self.fleet.stop()
         await self.jobs.stop()
         if self.serves:
@@ -139,12 +139,12 @@ class Service:
 
     @property
     def hello(self) -> Hello:
-        """What the engine has said of its model; only once it is ready."""
+        """Return the engine's description of the model. Only valid once an engine is ready."""
         assert self.fleet.hello is not None
         return self.fleet.hello
 
     def require_ready(self) -> None:
-        """Refuse what needs an engine, unless there is one and it takes requests.
+        """Refuse a request unless the server admits requests.
 
         Raises:
             HTTPError: 503.
@@ -156,7 +156,7 @@ class Service:
                             code="unavailable", retry_after=5)  # fmt: skip
 
     def require_engine(self) -> None:
-        """Refuse where no engine serves just now; requests that are made nevertheless wait for one.
+        """Refuse a request while no engine serves. Requests that skip this check wait for an engine.
 
         Raises:
             HTTPError: 503.
@@ -171,11 +171,11 @@ class Service:
             HTTPError: 404.
         """
         if name is not None and name != self.name:
-            said = f"there is no model {name[:200]!r} here, but {self.name!r}"
-            raise HTTPError(404, said, param="model", code="model_not_found")
+            message = f"unknown model {name[:200]!r}: this server has {self.name!r}"
+            raise HTTPError(404, message, param="model", code="model_not_found")
 
     def require_causal(self) -> None:
-        """Refuse what a model has to generate for, where it does not.
+        """Refuse a generation request if the model does not generate.
 
         Raises:
             HTTPError: 400.
@@ -184,61 +184,62 @@ class Service:
             raise HTTPError(400, f"{self.name} {TASKS[self.hello.pooling.task]}", code="unsupported_task")
 
     def require_pooling(self, *tasks: str) -> PoolingFacts:
-        """What is known of the model, where it says one thing of a sequence by one of these tasks.
+        """Return the pooling facts of a model that does one of these tasks.
 
         Raises:
             HTTPError: 400.
         """
-        found = self.hello.pooling
-        if found is None or found.task not in tasks:
-            task = "generate" if found is None else found.task
+        pooling = self.hello.pooling
+        if pooling is None or pooling.task not in tasks:
+            task = "generate" if pooling is None else pooling.task
             raise HTTPError(400, f"{self.name} {TASKS[task]}", code="unsupported_task")
-        return found
+        return pooling
 
-    def require_receipts(self, asked: bool | None) -> None:
-        """Refuse a request that asks for a receipt where none are made.
+    def require_receipts(self, wanted: bool | None) -> None:
+        """Refuse a request for a receipt if receipts are off.
 
         Raises:
             HTTPError: 400.
         """
-        if asked and self.receipts.level == "off":
-            raise HTTPError(400, "receipt: this server makes none (--receipts off)", param="receipt")
+        if wanted and self.receipts.level == "off":
+            raise HTTPError(400, "receipt: this server issues no receipts (--receipts off)", param="receipt")
 
-    async def submit(self, asked: Ask, owner: str, reservation: Reservation) -> list[Answer]:
-        """Have prompts answered.
+    async def submit(self, ask: Ask, owner: str, reservation: Reservation) -> list[Answer]:
+        """Queue prompts for the engines and return their answers.
 
         Args:
-            owner: sha256 of the API key that asks; empty where the server has none.
+            owner: sha256 of the request's API key; empty if the server has none.
             reservation: holds the answers' slots.
 
         Raises:
-            HTTPError: 429 where too much waits already, 400 for what is never taken at once, 503 without an engine.
-            InvalidInput: the grammar.
+            HTTPError: 429 over a limit, 400 for a request that can never fit, 503 without an engine.
+            InvalidInput: the grammar is rejected.
         """
-        prompts, params = asked.prompts, asked.params
+        prompts, params = ask.prompts, ask.params
         await self.grammars.require(params.grammar, owner)
         self.require_ready()
         self.limiter.require(owner, len(prompts) * params.n, [len(prompt) for prompt in prompts])
         news = News()
-        salt = _cache_salt(owner, asked.cache_salt)
-        answers = [Answer(f"{next(self._numbers)}", prompt, params, news, asked.priority, salt) for prompt in prompts]
+        salt = _cache_salt(owner, ask.cache_salt)
+        answers = [Answer(f"{next(self._numbers)}", prompt, params, news, ask.priority, salt) for prompt in prompts]
         self._add(answers, owner, reservation)
         return answers
 
     async def verify(
         self, receipt: bytes, lengths: Sequence[int], grammar: Grammar | None, owner: str, reservation: Reservation
     ) -> Verification:
-        """Have a receipt replayed, within the bounds of answers.
+        """Queue the replay of a receipt, within the limits of answers.
 
         Args:
-            receipt: a receipt as JSON.
-            lengths: tokens of each of its samples, with those of its prompt.
-            grammar: what they had to match.
-            owner: as of ``submit``.
-            reservation: as of ``submit``.
+            receipt: the receipt as JSON.
+            lengths: tokens of each sample, including its prompt.
+            grammar: the grammar of the samples.
+            owner: see ``submit``.
+            reservation: see ``submit``.
 
         Raises:
-            HTTPError: as of ``submit``. InvalidInput: the grammar.
+            HTTPError: see ``submit``.
+            InvalidInput: the grammar is rejected.
         """
         await self.grammars.require(grammar, owner)
         self.require_ready()
@@ -256,23 +257,23 @@ class Service:
         *,
         normalize: bool,
     ) -> Pooling:
-        """Have the model say of each prompt what it says.
+        """Queue prompts for a pooling model.
 
         Args:
-            owner: as of ``submit``.
-            reservation: as of ``submit``.
+            owner: see ``submit``.
+            reservation: see ``submit``.
 
         Raises:
-            HTTPError: as of ``submit``.
+            HTTPError: see ``submit``.
         """
         self.require_ready()
         self.limiter.require(owner, 1, [len(prompt) for prompt in prompts])
-        asked = Pooling(f"{next(self._numbers)}", prompts, pooling, normalize)
-        self._add([asked], owner, reservation)
-        return asked
+        task = Pooling(f"{next(self._numbers)}", prompts, pooling, normalize)
+        self._add([task], owner, reservation)
+        return task
 
     def release(self, answers: Sequence[Answer]) -> None:
-        """Give back the slots of answers that nobody reads any more, and cancel those that have not ended."""
+        """Release the slots of answers without readers, and cancel unfinished ones."""
         for answer in answers:
             if self.open.pop(answer.request_id, None) is None:
                 continue
@@ -287,12 +288,12 @@ class Service:
                 self.metrics.ended(answer, cancelled=cancelled)
 
     async def issue(self, job: Job) -> Issued | None:
-        """The receipt of a job whose answers have ended, made once; None where none are made.
+        """Return the receipt of a job whose answers have ended, issued once; None if receipts are off.
 
-        A job that was restored has the receipt of its record, or none.
+        A restored job has the receipt of its journal record, or none.
 
         Raises:
-            StorageError: the log cannot be written.
+            StorageError: the receipt log cannot be written.
         """
         async with job.issuing:
             if job.issued is None and not job.restored:
@@ -303,10 +304,10 @@ class Service:
         return job.issued
 
     def _add(self, answers: Sequence[Answer], owner: str, reservation: Reservation) -> None:
-        """Open answers and give them to the engines.
+        """Register answers and hand them to the engines.
 
         Raises:
-            HTTPError: the request is over, or nothing is served any more.
+            HTTPError: the request has ended, or no engine serves.
         """
         if reservation.released:
             raise HTTPError(400, CLIENT_LEFT)
@@ -328,8 +329,8 @@ class Service:
             self._slots[answer.request_id].begin()
 
 
-def _cache_salt(owner: str, given: str) -> str:
-    """Return the salt of a request's cached prefixes, which its API key and its own cache_salt make; "" for neither."""
-    if not (owner or given):
+def _cache_salt(owner: str, from_request: str) -> str:
+    """Return the salt of a request's cached prefixes, derived from its API key and its cache_salt; "" without both."""
+    if not (owner or from_request):
         return ""
-    return hashlib.sha256(f"{owner}:{given}".encode()).hexdigest()
+    return hashlib.sha256(f"{owner}:{from_request}".encode()).hexdigest()

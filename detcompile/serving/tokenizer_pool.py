@@ -1,4 +1,4 @@
-"""TokenizerPool: the front's tokenizer: prompts to token ids, tokens to text and to the bytes of OpenAI's logprobs."""
+"""The front end's tokenizer: prompts to token ids, tokens to text and to the bytes of OpenAI's logprobs."""
 
 import asyncio
 import functools
@@ -20,24 +20,25 @@ from detcompile.serving.plain_tokenizer import longest_token
 
 __all__ = ["SampleText", "TokenizerPool"]
 
-SHORT = 4096  # letters, or tokens; what is longer is read in a thread, as others wait
-LONG = 1 << 16  # letters, or tokens; what is longer is read in threads of its own, as others would wait behind it
+SHORT = 4096  # characters or tokens; longer inputs run in a thread, so that the event loop stays free
+LONG = 1 << 16  # characters or tokens; longer inputs have separate threads, so that shorter ones do not wait
 THREADS = 4
 LONG_THREADS = 2
-HALF_PAIR = "the tokenizer cannot read the text: it holds half of a surrogate pair"
+LONE_SURROGATE = "the tokenizer cannot read the text: it contains a lone surrogate"
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 class TokenizerPool:
-    """Reads and writes text with the engine's tokenizer. What Detokenizer asks of one of transformers is here, too.
+    """Encodes and decodes with the engine's tokenizer. Also implements what Detokenizer needs of a transformers
+    tokenizer.
 
     Args:
-        hello: what the engine said of its tokenizer.
-        waiting: counts a long text as long as it is read, given the owner of the API key that asks, or refuses it.
+        hello: the engine's description of its tokenizer.
+        waiting: counts a long text while it is encoded, given the owner of its API key; may refuse it.
 
     Attributes:
-        present: whether there is a tokenizer; without one prompts are token ids, and answers have no text.
+        present: whether there is a tokenizer. Without one, prompts are token ids and answers have no text.
     """
 
     def __init__(self, hello: Hello, waiting: Callable[[str], AbstractContextManager[Any]] = nullcontext) -> None:
@@ -56,39 +57,40 @@ class TokenizerPool:
         self._threads = ThreadPoolExecutor(THREADS, "tokenizer"), ThreadPoolExecutor(LONG_THREADS, "long-tokenizer")
 
     def stop(self) -> None:
-        """Read no more long texts."""
+        """Cancel queued work."""
         for threads in self._threads:
             threads.shutdown(wait=False, cancel_futures=True)
 
     @property
     def _backend(self) -> Tokenizer:
         if self.backend_tokenizer is None:
-            raise InvalidInput("this model has no tokenizer: give token ids, and no text")
+            raise InvalidInput("this model has no tokenizer: give token ids instead of text")
         return self.backend_tokenizer
 
     async def encode(self, text: str, *, add_special_tokens: bool = True, owner: str = "") -> list[int]:
-        """Token ids of a text.
+        """Return the token ids of a text.
 
         Args:
-            owner: sha256 of the API key that asks.
+            owner: sha256 of the request's API key.
 
         Raises:
-            InvalidInput: there is no tokenizer, or it cannot read the text. HTTPError: no room for a long one.
+            InvalidInput: there is no tokenizer, or it cannot read the text.
+            HTTPError: too many long texts are waiting.
         """
         if len(text) > SHORT:
             return await self._in_thread(owner, len(text), self._encode, text, add_special_tokens)
         return self._encode(text, add_special_tokens)
 
     def require_fit(self, *parts: str, param: str) -> None:
-        """Reject, before it is tokenized, a prompt that has more tokens than the context, whatever they are.
+        """Reject a prompt with more tokens than the context before tokenizing it, by its size in bytes.
 
         Args:
-            param: the field that it stands in.
+            param: the request field.
 
         Raises:
-            HTTPError: how long it is.
+            HTTPError: states the prompt's length.
         """
-        if self._most_bytes is None or 4 * sum(map(len, parts)) <= self._most_bytes:  # UTF-8 has 4 bytes a letter
+        if self._most_bytes is None or 4 * sum(map(len, parts)) <= self._most_bytes:  # at most 4 bytes per character
             return
         size = sum(len(part.encode(errors="surrogatepass")) for part in parts)
         if size > self._most_bytes:
@@ -97,37 +99,37 @@ class TokenizerPool:
     async def ids_of(
         self, prompts: Sequence[str | list[int]], add_special_tokens: bool = True, *, param: str, owner: str = ""
     ) -> list[list[int]]:
-        """Return the token ids of prompts that may be these already. Others are served between two of many.
+        """Return the token ids of prompts, each a text or token ids already. Yields to the event loop between prompts.
 
         Raises:
-            InvalidInput, HTTPError: as of ``encode`` and ``require_fit``.
+            InvalidInput, HTTPError: see ``encode`` and ``require_fit``.
         """
         for prompt in prompts:
             if isinstance(prompt, str):
                 self.require_fit(prompt, param=param)
-        found: list[list[int]] = []
+        encoded: list[list[int]] = []
         for prompt in prompts:
-            if found:
+            if encoded:
                 await asyncio.sleep(0)
             if isinstance(prompt, str):
                 prompt = await self.encode(prompt, add_special_tokens=add_special_tokens, owner=owner)
-            found.append(prompt)
-        return found
+            encoded.append(prompt)
+        return encoded
 
     def require_answer(self, token_ids: Sequence[int], param: str) -> None:
-        """Reject a prompt that leaves no room for a token of its answer.
+        """Reject a prompt that leaves no room for an answer token.
 
         Raises:
-            HTTPError: how long it is.
+            HTTPError: states the prompt's length.
         """
         if len(token_ids) >= self._max_context:
             raise too_long(f"{len(token_ids)} tokens", self._max_context, param)
 
     async def encode_pair(self, first: str, second: str, *, param: str, owner: str = "") -> tuple[list[int], list[int]]:
-        """Return the token ids of two texts that are read together, and to which of the two each belongs.
+        """Return the token ids of two texts encoded as a pair, and each token's segment.
 
         Raises:
-            InvalidInput, HTTPError: as of ``encode`` and ``require_fit``.
+            InvalidInput, HTTPError: see ``encode`` and ``require_fit``.
         """
         self.require_fit(first, second, param=param)
         if len(first) + len(second) > SHORT:
@@ -136,35 +138,36 @@ class TokenizerPool:
         return self._encode_pair(first, second)
 
     async def text_of(self, token_ids: list[int], *, owner: str = "") -> str:
-        """The text of tokens, special ones too.
+        """Return the text of tokens, including special ones.
 
         Raises:
-            InvalidInput: there is no tokenizer. HTTPError: no room for many tokens.
+            InvalidInput: there is no tokenizer.
+            HTTPError: too many long inputs are waiting.
         """
         if len(token_ids) > SHORT:
-            read = functools.partial(self.decode, skip_special_tokens=False)
-            return await self._in_thread(owner, len(token_ids), read, token_ids)
+            decode = functools.partial(self.decode, skip_special_tokens=False)
+            return await self._in_thread(owner, len(token_ids), decode, token_ids)
         return self.decode(token_ids, skip_special_tokens=False)
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True, **_options: bool) -> str:
-        """The text of tokens."""
+        """Return the text of tokens."""
         if len(token_ids) > SHORT:
             return str(self._backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)[0])
         text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def convert_ids_to_tokens(self, token_id: int) -> str | None:
-        """A token as it stands in the vocabulary."""
+        """Return a token's vocabulary entry."""
         token: str | None = self._backend.id_to_token(token_id)
         return token
 
     def special_id(self, text: str) -> int | None:
-        """The id of a special token by its text; None where it is none."""
-        found = None if self.backend_tokenizer is None else self.backend_tokenizer.token_to_id(text)
-        return found if found is not None and found in self._added and self._added[found].special else None
+        """Return the id of a special token by its text; None if there is none."""
+        token = None if self.backend_tokenizer is None else self.backend_tokenizer.token_to_id(text)
+        return token if token is not None and token in self._added and self._added[token].special else None
 
     def bytes_of(self, token_id: int) -> bytes:
-        """The bytes that a token adds to a text, as far as it can be told without its neighbours."""
+        """Return the bytes that a token adds to a text, as far as they are known without its neighbors."""
         if not self.present:
             return b""
         token = self.convert_ids_to_tokens(token_id)
@@ -178,16 +181,16 @@ class TokenizerPool:
         return self.decode([token_id], skip_special_tokens=False).encode()
 
     def name_of(self, token_id: int) -> str:
-        """A token as OpenAI's logprobs name it: its text, or its bytes where they are no text of their own."""
+        """Return a token's name in OpenAI's logprobs: its text, or its bytes if they are not valid UTF-8."""
         if not self.present:
             return f"token_id:{token_id}"
-        found = self.bytes_of(token_id)
+        data = self.bytes_of(token_id)
         try:
-            return found.decode()
+            return data.decode()
         except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
-    async def _in_thread(self, owner: str, size: int, work: Callable[..., Found], *arguments: Any) -> Found:
+    async def _in_thread(self, owner: str, size: int, work: Callable[..., Result], *arguments: Any) -> Result:
         with self._waiting(owner):
             threads = self._threads[size > LONG]
             return await asyncio.get_running_loop().run_in_executor(threads, work, *arguments)
@@ -196,19 +199,19 @@ class TokenizerPool:
         try:
             ids: list[int] = _encoded(self._backend, text, add_special_tokens=add_special_tokens).ids
         except (TypeError, UnicodeEncodeError) as error:
-            raise InvalidInput(HALF_PAIR) from error
+            raise InvalidInput(LONE_SURROGATE) from error
         return ids
 
     def _encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
         try:
-            found = _encoded(self._backend, (first, second))
+            encoding = _encoded(self._backend, (first, second))
         except (TypeError, UnicodeEncodeError) as error:
-            raise InvalidInput(HALF_PAIR) from error
-        return found.ids, found.type_ids
+            raise InvalidInput(LONE_SURROGATE) from error
+        return encoding.ids, encoding.type_ids
 
 
 def _encoded(backend: Tokenizer, text: str | tuple[str, str], **options: bool) -> Any:
-    """A text or a pair, tokenized. ``encode`` would keep all other threads from running, as a batch does not."""
+    """Tokenize a text or a pair. Long inputs use ``encode_batch``, which releases the GIL; ``encode`` does not."""
     first, second = (text, None) if isinstance(text, str) else text
     if len(first) + len(second or "") > SHORT:
         return backend.encode_batch([text], **options)[0]
@@ -216,26 +219,26 @@ def _encoded(backend: Tokenizer, text: str | tuple[str, str], **options: bool) -
 
 
 class SampleText:
-    """The text of one sample as its tokens come, cut at stop strings where the engine cuts them."""
+    """The text of one sample as its tokens arrive, cut at stop strings as the engine does."""
 
     def __init__(self, texts: TokenizerPool, params: SamplingParams, sample: AnswerSample) -> None:
         self._detokenizer: Any = Detokenizer(texts, params) if texts.present else None
         self._sample = sample
         self._finished = False
-        self.num_read = 0  # tokens taken so far
+        self.num_read = 0  # tokens
 
     async def rest(self) -> tuple[str, slice]:
-        """What ``take`` gives of a sample that has ended. Others are served too: it may be long, or one of many."""
+        """Like ``take`` for a finished sample, but yields to the event loop because the text may be long."""
         if len(self._sample.token_ids) - self.num_read > SHORT:
             return await asyncio.to_thread(self.take)
         await asyncio.sleep(0)
         return self.take()
 
     def take(self, end: int | None = None) -> tuple[str, slice]:
-        """Text that is new, and which tokens are; the rest of it once the sample has ended.
+        """Return the new text and the slice of its tokens; after the sample's end, the rest.
 
         Args:
-            end: tokens of the sample to read, as if there were no more; None for all.
+            end: number of the sample's tokens to read up to; None for all.
         """
         sample, start = self._sample, self.num_read
         self.num_read = len(sample.token_ids) if end is None else end
@@ -243,12 +246,12 @@ class SampleText:
         if self._finished or self._detokenizer is None:
             return "", read
         ended = sample.finish_reason is not None and end is None
-        silent = ended and isinstance(sample.stop_reason, int)  # the token that ended it is not in the text
+        silent = ended and isinstance(sample.stop_reason, int)  # the stop token is not part of the text
         new = sample.token_ids[start : self.num_read - silent]
         self._finished = ended
         if not ended:
             return self._detokenizer.append(new), read
-        if start > 0:  # the parts of a stream are not kept
+        if start > 0:  # a stream: do not keep the text
             return self._detokenizer.finish(new), read
         if sample.text is None:
             sample.text = self._detokenizer.finish(new)
@@ -257,7 +260,7 @@ class SampleText:
 
 @functools.cache
 def _byte_letters() -> dict[str, int]:
-    """The byte that each letter of a byte-level vocabulary stands for: printable ones for themselves, then the rest."""
+    """Return the byte of each character of the byte-level alphabet: printable bytes map to themselves."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     rest = [byte for byte in range(256) if byte not in printable]
     letters = {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(rest)}

@@ -18,9 +18,7 @@ from detcompile.errors import DetcompileError, InvalidInput, StorageError
 from detcompile.serving.access import Access, owner_of
 from detcompile.serving.anthropic.messages import count_tokens, create_message
 from detcompile.serving.anthropic.schema import CountTokensRequest, MessagesRequest
-from detcompile.serving.dashboard.kill_switch import KillRequest, kill_engine
-from detcompile.serving.dashboard.page import page
-from detcompile.serving.dashboard.state import state_of
+from detcompile.serving.dashboard.routes import KillRequest, kill_engine, page, state_of
 from detcompile.serving.http_errors import FAULT, HTTPError, error_of
 from detcompile.serving.journal.jobs import Call
 from detcompile.serving.limiter import Reservation

@@ -1,1 +1,1 @@
-"""The page at /: a playground, what the engines do, receipts and the certificate, and the JSON that it reads."""
+"""The page at /: a playground, the engines' state, receipts and the certificate."""

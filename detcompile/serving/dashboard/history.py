@@ -1,4 +1,4 @@
-"""History: requests as rows of a table, those that are open and the newest that have ended."""
+"""Request history: rows for the page's table of open and recently finished requests."""
 
 import time
 from collections import deque
@@ -14,18 +14,18 @@ KEPT_ROWS = 100
 
 
 class Row(msgspec.Struct, kw_only=True):
-    """One prompt and its answer, without their text.
+    """One prompt and its answer, without text.
 
     Attributes:
         request_id: counts the server's prompts.
-        name: the id of the reply, and of its receipt.
-        state: "waiting" for its first token, "running", why its samples ended, "cancelled" or "failed".
-        seed: decimal digits, as JavaScript's numbers have fewer bits; None of a verification.
-        engine: place in the fleet of the engine that has it, or had it last; None before one did.
-        num_moves: times that it went on on another engine.
-        first_seconds: time to its first token; None before it.
+        name: id of the reply and of its receipt.
+        state: "waiting" for its first token, "running", the finish reasons, "cancelled" or "failed".
+        seed: decimal digits, because JavaScript rounds large numbers; None for a verification.
+        engine: index of its current or last engine; None before the first.
+        num_moves: how often it moved to another engine.
+        first_seconds: time to first token; None before it.
         seconds: time to its end, or until now.
-        has_receipt: whether the server still has the receipt of its reply.
+        has_receipt: the server still has the reply's receipt.
     """
 
     request_id: str
@@ -45,20 +45,20 @@ class Row(msgspec.Struct, kw_only=True):
 
 
 class History:
-    """Keeps the rows of requests that ended."""
+    """Rows of the most recent finished requests."""
 
     def __init__(self) -> None:
         self._ended: deque[tuple[str, Row]] = deque(maxlen=KEPT_ROWS)
 
     def ended(self, answer: Answer, *, cancelled: bool) -> None:
-        """An answer is released; ``cancelled``: before its end."""
+        """Add a released answer; ``cancelled``: released before its end."""
         self._ended.append((answer.owner, _row(answer, "cancelled" if cancelled else _state(answer))))
 
     def rows(self, open_answers: Iterable[Answer], most: int, owner: str) -> list[Row]:
-        """Return the newest open answers, and the newest that ended, each newest first; ``most`` at most.
+        """Return up to ``most`` rows: open answers, then finished ones, each newest first.
 
         Args:
-            owner: sha256 of the API key whose answers are shown, in hex.
+            owner: sha256 in hex of the API key whose answers are listed.
         """
         shown = [answer for answer in open_answers if answer.owner == owner][: -most - 1 : -1]
         ended = [row for key, row in reversed(self._ended) if key == owner]

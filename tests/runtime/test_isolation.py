@@ -156,7 +156,8 @@ def test_a_cancelled_request_that_raises_is_gone_too(device):
         [output] = engine.step()
     assert isinstance(output.error, EngineError) and output.finished
     assert engine.add_request(prompt_of(9), SamplingParams(max_tokens=1), request_id="mine") == "mine"  # free again
-    engine.step()
+    for _ in range(3):  # a GPU's results arrive a step later
+        engine.step()
     assert not engine.has_unfinished_requests and engine.stats.num_free_blocks == engine.stats.num_blocks
 
 

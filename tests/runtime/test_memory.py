@@ -317,7 +317,7 @@ def test_graphs_of_all_sizes_share_the_memory_of_their_outputs():
     worker.warm_up(64, 64, 4)
     assert gpu_memory(device).reserved - before < 1.5 * size
     assert len(runner._graphs) > 9
-    outputs = {graph.found[0].data_ptr() for graph in runner._graphs.values()}
+    outputs = {graph.output[0].data_ptr() for graph in runner._graphs.values()}
     assert len(outputs) < len(runner._graphs) / 2
 
 

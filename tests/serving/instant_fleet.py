@@ -76,6 +76,6 @@ class InstantFleet(Fleet):
 
     def _settle(self, errand: Answer) -> None:
         if isinstance(errand, Verification):
-            errand.settle(Verified(errand.request_id, Verdict(outcome="equal")))
+            errand.finish(Verified(errand.request_id, Verdict(outcome="equal")))
         elif isinstance(errand, Pooling):
-            errand.settle(Pooled(errand.request_id, 2, array("f", [0.0, 1.0] * len(errand._asked[0])).tobytes()))
+            errand.finish(Pooled(errand.request_id, 2, array("f", [0.0, 1.0] * len(errand._arguments[0])).tobytes()))

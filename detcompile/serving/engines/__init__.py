@@ -1,1 +1,1 @@
-"""The engine process, the front's end of it, and what they say to each other."""
+"""Engine processes, the front end's links to them, and the protocol between both."""

@@ -1,4 +1,4 @@
-"""Answers in the making: what the engine has given for each prompt so far, and a way to wait for more."""
+"""Answers in progress: what the engine has produced for each prompt so far, and a way to wait for more."""
 
 import time
 from abc import ABC, abstractmethod
@@ -18,16 +18,16 @@ from detcompile.serving.receipts.verdict import Verdict
 
 __all__ = ["Answer", "AnswerSample", "Errand", "Pooling", "Verification", "given_params", "progress"]
 
-PARAMETERS = tuple(own.name for own in fields(SamplingParams))
+PARAMETERS = tuple(field.name for field in fields(SamplingParams))
 DEFAULTS = {name: getattr(SamplingParams(), name) for name in PARAMETERS}
 
 
 class AnswerSample:
-    """One sample: its tokens, which only grow.
+    """One sample, which only grows.
 
     Attributes:
         finish_reason: None while it runs.
-        text: all of it, once it has ended and somebody has read it at once; None before.
+        text: the whole text, set when it is decoded in one piece after the end.
     """
 
     __slots__ = ("finish_reason", "logprobs", "stop_reason", "text", "token_ids")
@@ -41,28 +41,28 @@ class AnswerSample:
 
 
 class Answer:
-    """A prompt and the samples drawn for it, as they come. Readers keep their place in ``samples`` themselves.
+    """A prompt and its samples in progress. Each reader keeps its own position in ``samples``.
 
     Args:
-        params: what was asked, with its seed.
-        news: told whenever there is any; answers that are read together share one.
-        priority: the engine serves lower ones first.
-        cache_salt: answers of another salt share no cached prefix with it.
+        params: parameters of the request, including the seed.
+        news: signals progress; answers that are read together share one.
+        priority: the engine serves lower values first.
+        cache_salt: answers with different salts share no cached prefix.
 
     Attributes:
-        engine: place in the fleet of the engine that has it, or had it last; None before one did.
-        tries: engines that have had it.
+        engine: index of its current or last engine; None before the first.
+        tries: number of engines that have had it.
         deaths: engines that ended while they had it among others, since it was last served alone.
-        deaths_alone: engines that ended while they had nothing else.
-        error: why there is no more, where it is not the end: InvalidInput for what cannot be served, else EngineError.
-        num_cached_tokens: prompt tokens that the prefix cache had, once it has ended.
-        num_preemptions: times that the engine which has it took its blocks.
-        name: the id of its reply, or a name of its verification; empty before there is one.
-        owner: sha256 of the API key that it is for, in hex; empty where the server has none.
+        deaths_alone: engines that ended while they had only this answer.
+        error: why it ended without result: InvalidInput or GenerationError for the request's fault, else EngineError.
+        num_cached_tokens: prompt tokens from the prefix cache, set at the end.
+        num_preemptions: preemptions by its current engine.
+        name: id of the reply or of the verification; empty before it is known.
+        owner: sha256 in hex of the request's API key; empty if the server has none.
     """
 
     __slots__ = (
-        "_told_prompt_logprobs", "arrival", "cache_salt", "deaths", "deaths_alone", "engine", "error", "finished",
+        "_num_repeated_logprobs", "arrival", "cache_salt", "deaths", "deaths_alone", "engine", "error", "finished",
         "first_token", "name", "news", "num_cached_tokens", "num_preemptions", "owner", "params", "priority",
         "prompt_ids", "prompt_logprobs", "queued_seconds", "request_id", "samples", "tries",
     )  # fmt: skip
@@ -96,35 +96,35 @@ class Answer:
         self.tries = 0
         self.deaths = 0
         self.deaths_alone = 0
-        self._told_prompt_logprobs = 0  # entries that come again after a resumption
+        self._num_repeated_logprobs = 0  # prompt logprobs that a resumed engine sends again
 
     @property
     def try_id(self) -> str:
-        """A name in the engine that has it: what one that had it before still sends is nothing of this try."""
+        """Return the id in the current engine; late reports of an earlier engine have another one."""
         return f"{self.request_id}-{self.tries}"
 
     @property
-    def asked(self) -> Any:
-        """What an engine is asked, but for the seed, as plain values."""
-        return self.prompt_ids, {name: own for name, own in given_params(self.params).items() if name != "seed"}
+    def content(self) -> Any:
+        """Return the request without its seed, as plain values."""
+        return self.prompt_ids, {name: value for name, value in given_params(self.params).items() if name != "seed"}
 
     @property
     def num_tokens(self) -> int:
-        """Tokens drawn so far, over all samples."""
+        """Return the number of tokens drawn so far by all samples."""
         return sum(len(sample.token_ids) for sample in self.samples)
 
     def extend(self, delta: Delta) -> None:
-        """Take what is new; that there is ``news`` is the caller's to tell."""
+        """Add a delta. The caller signals ``news``."""
         for part in delta.samples:
             sample = self.samples[part.index]
             sample.token_ids.extend(part.token_ids)
             if sample.logprobs is not None and part.logprobs is not None:
                 sample.logprobs += part.logprobs
             sample.finish_reason, sample.stop_reason = part.finish_reason, part.stop_reason
-        told = delta.prompt_logprobs or []
-        again = min(self._told_prompt_logprobs, len(told))
-        self._told_prompt_logprobs -= again
-        self.prompt_logprobs += told[again:]
+        logprobs = delta.prompt_logprobs or []
+        again = min(self._num_repeated_logprobs, len(logprobs))
+        self._num_repeated_logprobs -= again
+        self.prompt_logprobs += logprobs[again:]
         self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
         self.num_preemptions = delta.num_preemptions
         self.queued_seconds = delta.first_scheduled
@@ -133,78 +133,80 @@ class Answer:
         self.finished = delta.finished
 
     def resumption(self) -> dict[int, list[int]] | None:
-        """What an engine has to know to go on with it: the tokens of the samples that run; None where none has any."""
-        self._told_prompt_logprobs = len(self.prompt_logprobs)
+        """Return what an engine needs to continue: the tokens of running samples by index; None if no token was
+        drawn."""
+        self._num_repeated_logprobs = len(self.prompt_logprobs)
         if not self.num_tokens:
             return None
         samples = enumerate(self.samples)
         return {index: list(sample.token_ids) for index, sample in samples if sample.finish_reason is None}
 
     def fail(self, error: DetcompileError) -> None:
-        """Nothing more comes."""
+        """End with an error."""
         if not self.finished:
             self.error, self.finished = error, True
         self.news.tell()
 
 
 class Errand(Answer, ABC):
-    """What an engine is asked beside answers: it waits, is bounded and is cancelled as they are, and draws nothing."""
+    """Work of an engine other than answers. It queues, is bounded and is canceled like an answer, but draws no
+    tokens."""
 
     @abstractmethod
     def command(self) -> Verify | Pool:
-        """What the engine is told."""
+        """Return the command for the engine."""
 
     @property
-    def asked(self) -> Any:
-        """What an engine is asked."""
-        own: dict[str, Any] = msgspec.structs.asdict(self.command())
-        return {name: value for name, value in own.items() if name != "request_id"}
+    def content(self) -> Any:
+        """Return the command without its id, as plain values."""
+        command: dict[str, Any] = msgspec.structs.asdict(self.command())
+        return {name: value for name, value in command.items() if name != "request_id"}
 
-    def settle(self, report: Verified | Pooled) -> None:
-        """Take what came of it: nothing more comes."""
+    def finish(self, report: Verified | Pooled) -> None:
+        """Store the result."""
         self.finished = True
         self.news.tell()
 
 
 class Verification(Errand):
-    """A receipt that is replayed.
+    """The replay of a receipt.
 
     Args:
-        receipt: one as JSON.
-        lengths: tokens of each of its samples, with those of its prompt.
+        receipt: the receipt as JSON.
+        lengths: tokens of each sample, including its prompt.
 
     Attributes:
-        verdict: what came of it.
+        verdict: the result.
     """
 
     def __init__(self, request_id: str, receipt: bytes, lengths: Sequence[int]) -> None:
-        asked = SamplingParams(n=len(lengths))
-        super().__init__(request_id, [0] * sum(lengths), asked, News())
+        params = SamplingParams(n=len(lengths))
+        super().__init__(request_id, [0] * sum(lengths), params, News())
         self.name = f"verify-{request_id}"
         self.receipt = receipt
         self.verdict: Verdict | None = None
 
     def command(self) -> Verify:
-        """What the engine is told."""
+        """Return the command for the engine."""
         return Verify(self.try_id, self.receipt)
 
-    def settle(self, report: Verified | Pooled) -> None:
-        """Take the verdict."""
+    def finish(self, report: Verified | Pooled) -> None:
+        """Store the verdict."""
         assert isinstance(report, Verified)
         self.verdict = report.verdict
-        super().settle(report)
+        super().finish(report)
 
 
 class Pooling(Errand):
-    """Prompts of which a model says one thing each.
+    """Embeddings or class scores of prompts.
 
     Args:
         prompts: token ids.
-        pooling: the hidden states that an embedding is made of.
-        normalize: give embeddings the length 1.
+        pooling: which hidden states make up an embedding.
+        normalize: scale embeddings to length 1.
 
     Attributes:
-        values: float32 of [prompts, num_columns], once it has ended.
+        values: float32 of [prompts, num_columns], set at the end.
     """
 
     def __init__(
@@ -215,28 +217,28 @@ class Pooling(Errand):
         normalize: bool,
     ) -> None:
         super().__init__(request_id, list(chain.from_iterable(prompts)), SamplingParams(), News())
-        self._asked = (list(prompts), pooling, normalize)
+        self._arguments = (list(prompts), pooling, normalize)
         self.num_columns = 0
         self.values = b""
 
     def command(self) -> Pool:
-        """What the engine is told."""
-        return Pool(self.try_id, *self._asked)
+        """Return the command for the engine."""
+        return Pool(self.try_id, *self._arguments)
 
-    def settle(self, report: Verified | Pooled) -> None:
-        """Take the values."""
+    def finish(self, report: Verified | Pooled) -> None:
+        """Store the values."""
         assert isinstance(report, Pooled)
         self.num_columns, self.values = report.num_columns, report.values
-        super().settle(report)
+        super().finish(report)
 
 
 async def progress(answers: Sequence[Answer]) -> AsyncIterator[None]:
-    """Yields whenever any of these answers, which share ``news``, may have got longer; last when all have ended.
+    """Yield whenever answers, which share ``news``, may have grown; the last time after all have ended.
 
     Raises:
-        DetcompileError: the ``error`` of the first that has one.
+        DetcompileError: the first ``error`` of these answers.
     """
-    news = answers[0].news if answers else News()  # none have ended
+    news = answers[0].news if answers else News()
     while True:
         seen = news.count
         finished = True
@@ -251,5 +253,5 @@ async def progress(answers: Sequence[Answer]) -> AsyncIterator[None]:
 
 
 def given_params(params: SamplingParams) -> dict[str, Any]:
-    """What SamplingParams takes to make equal ones, as plain values that travel and are kept."""
+    """Return the non-default fields of SamplingParams as plain values, which build an equal one."""
     return {name: value for name in PARAMETERS if (value := getattr(params, name)) != DEFAULTS[name]}

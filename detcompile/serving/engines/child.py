@@ -1,4 +1,4 @@
-"""A process that the front has started, in a way that costs the same however much memory the front has mapped."""
+"""Child processes of the front end; starting one costs the same however much memory the front end has mapped."""
 
 import asyncio
 import subprocess
@@ -6,27 +6,27 @@ from collections.abc import Sequence
 
 __all__ = ["Child"]
 
-LOOK_SECONDS = 0.01  # between two looks at a process whose end is waited for
+POLL_SECONDS = 0.01  # while waiting for a process to end
 
 
 class Child:
-    """A process in a session of its own: Ctrl-C is for the front, which ends it.
+    """A process in its own session, so that Ctrl-C reaches only the front end, which then ends it.
 
-    asyncio's way under uvloop forks, which copies the page tables and fails with ENOMEM where a mapping is larger than
-    the machine's memory; subprocess does not (vfork). It is started by the thread that calls, as the kernel ends some
-    processes with the thread that has started them.
+    asyncio under uvloop forks, which copies the page tables and fails with ENOMEM if a mapping exceeds the machine's
+    memory; subprocess uses vfork. The calling thread starts the process, because with PR_SET_PDEATHSIG the kernel kills
+    the process when that thread ends.
 
     Args:
-        command: what to run.
-        stdin: descriptor of what it reads.
-        stdout: descriptor of what it writes to; None for what the front writes to.
-        passed: other descriptors that it has, by the same numbers.
+        command: program and arguments.
+        stdin: file descriptor of the input.
+        stdout: file descriptor of the output; None inherits the front end's.
+        passed: further file descriptors to inherit.
 
     Raises:
-        OSError: it could not be started.
+        OSError: the process could not be started.
 
     Attributes:
-        pid: number of the process, also of its process group.
+        pid: process id; also the process group.
     """
 
     def __init__(
@@ -48,15 +48,15 @@ class Child:
 
     @property
     def returncode(self) -> int | None:
-        """How it ended, minus the signal's number where that was by one; None while it runs."""
+        """Return the exit code, or minus the signal number; None while it runs."""
         return self._process.poll()
 
     def kill(self) -> None:
-        """End it; nothing happens where it has ended."""
+        """Kill the process if it runs."""
         self._process.kill()
 
     async def wait(self) -> int:
-        """Wait for its end; returns how it ended."""
+        """Wait for the end; return the exit code."""
         while (code := self.returncode) is None:
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
         return code

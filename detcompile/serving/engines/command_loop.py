@@ -1,5 +1,5 @@
-"""CommandLoop: what all engine processes are. One thread computes, another one reads commands, a third one sends
-heartbeats; the process ends when the front does."""
+"""The loop of all engine processes: one thread computes, one reads commands, one sends heartbeats. The process ends
+when the front end does."""
 
 import os
 import socket
@@ -19,7 +19,7 @@ class Wire:
     """The engine's end of the socket. ``send`` may be called from any thread.
 
     Args:
-        end_code: exit code of this process where the front is gone.
+        end_code: exit code of this process if the front end is gone.
     """
 
     def __init__(self, connection: socket.socket, end_code: int = 0) -> None:
@@ -29,7 +29,7 @@ class Wire:
         self._sending = threading.Lock()
 
     def send(self, report: Any) -> None:
-        """Send a report; a front that is gone ends this process."""
+        """Send a report; exit the process if the front end is gone."""
         data = frame(report)
         try:
             with self._sending:
@@ -38,7 +38,7 @@ class Wire:
             os._exit(self.end_code)
 
     def receive(self) -> Any:
-        """The next command; None once the front is gone."""
+        """Return the next command; None if the front end is gone."""
         head = self._reader.read(LENGTH.size)
         if len(head) < LENGTH.size:
             return None
@@ -48,13 +48,13 @@ class Wire:
 
 
 class CommandLoop(ABC):
-    """Serves one front.
+    """Serves one front end.
 
     Args:
-        wire: connects to it.
+        wire: connection to the front end.
 
     Attributes:
-        statistics: what heartbeats tell.
+        statistics: sent with each heartbeat.
     """
 
     def __init__(self, wire: Wire) -> None:
@@ -63,7 +63,7 @@ class CommandLoop(ABC):
         self._work = threading.Event()
 
     def serve(self) -> None:
-        """Compute while there is anything to do; returns never, as the end of the front ends the process.
+        """Compute while there is work. Never returns: the process ends with the front end.
 
         Raises:
             EngineError: the engine failed.
@@ -77,14 +77,14 @@ class CommandLoop(ABC):
 
     @abstractmethod
     def take(self, command: Any) -> None:
-        """Take a command, in the thread that reads them."""
+        """Handle a command. Runs in the reading thread."""
 
     @abstractmethod
     def step(self) -> bool:
-        """Do a part of what there is to do; returns whether there was any."""
+        """Do a unit of work; return False if there was none."""
 
     def heartbeat(self) -> Heartbeat:
-        """What the next heartbeat tells."""
+        """Return the next heartbeat."""
         return Heartbeat(self.statistics)
 
     def _read(self) -> None:
@@ -93,10 +93,10 @@ class CommandLoop(ABC):
             while (command := self.wire.receive()) is not None:
                 self.take(command)
                 self._work.set()
-        except Exception as error:  # no frame of this protocol: without this thread nothing would be served
-            self.wire.send(Broken(type(error).__name__, f"the front sent what is no command: {error!r}"))
+        except Exception as error:  # an invalid frame; without this thread nothing is served
+            self.wire.send(Broken(type(error).__name__, f"the front end sent an invalid command: {error!r}"))
             code = 1
-        os._exit(code)  # the front is gone, and with it whoever waits for an answer
+        os._exit(code)  # nobody waits for answers any more
 
     def _beat(self) -> None:
         while True:

@@ -1,4 +1,4 @@
-"""EngineLink: the front's end of an engine process, which starts one and notices when it is gone or hangs."""
+"""The front end's link to one engine process: starts it and notices when it is gone or hangs."""
 
 import asyncio
 from collections import deque
@@ -41,30 +41,30 @@ from detcompile.serving.engines.protocol import (
 __all__ = ["EngineLink"]
 
 ERRORS = {kind.__name__: kind for kind in (ArchiveError, InvalidInput, StorageError, UncertifiedOp, UnsupportedModel)}
-SILENCE_SECONDS = 10.0  # a process that is ready and sends no heartbeat for so long hangs, and is ended
-LOOK_SECONDS = 0.25
-TOGETHER = 256  # deltas that are taken in one turn of the event loop
+SILENCE_SECONDS = 10.0  # without a heartbeat, after which a ready process counts as hanging and is killed
+CHECK_SECONDS = 0.25
+TOGETHER = 256  # deltas handled before yielding to the event loop
 KEPT_STEPS = 160
-STOPPED_LOOKS = 3  # in a row that find it stopped, after which it is ended
+STOPPED_CHECKS = 3  # consecutive checks that find the process stopped by a signal before it is killed
 
 
 class EngineLink:
-    """One engine process, from its start to its end. All methods are for the event loop's thread.
+    """One engine process, from start to end. All methods must be called in the event loop's thread.
 
     Args:
-        on_news: called with every answer that has news, once the answer has taken them: with its delta, or with None
-            where it is refused or an errand.
-        on_lost: called with the answers that had not ended where it serves no more; they are the callee's then.
-        launcher: gives the connection to the process.
+        on_news: called with every answer after it was extended, with its delta; with None for a rejected answer or an
+            auxiliary task.
+        on_lost: called with the unfinished answers when the engine fails; the callee takes them over.
+        launcher: opens the connection to the process.
         silence: seconds without a heartbeat after which the process counts as hanging.
 
     Attributes:
-        hello: what the engine said when it was ready; None before.
-        failure: why it serves no more; None while it starts or serves.
-        statistics: the engine's newest counts.
-        steps: the newest steps, oldest first.
-        holdings: blocks of the KV cache by request, at the last heartbeat.
-        answers: what the engine has and has not ended, by the names of their tries.
+        hello: the engine's first message; None before it is ready.
+        failure: why it no longer serves; None while it starts or serves.
+        statistics: the latest counts.
+        steps: the most recent steps, oldest first.
+        holdings: KV blocks by request, as of the last heartbeat.
+        answers: unfinished answers by try_id.
     """
 
     def __init__(
@@ -84,30 +84,30 @@ class EngineLink:
         self._on_lost = on_lost
         self._launcher = LocalProcess() if launcher is None else launcher
         self._silence = silence
-        self._over = asyncio.Event()  # ready, or failed
+        self._started = asyncio.Event()  # ready or failed
         self._tasks: list[asyncio.Task[None]] = []
         self._opening: asyncio.Task[Connection] | None = None
         self._connection: Connection | None = None
         self._known: Hello | None = None
-        self._heard = False  # since the last look
+        self._heard = False  # a report arrived since the last check
         self._notices = Notices()
 
     @property
     def ready(self) -> bool:
-        """Whether it serves."""
+        """Return True if it serves."""
         return self.hello is not None and self.failure is None
 
     @property
     def pid(self) -> int | None:
-        """The process, where it is one of this machine that the front has started."""
+        """Return the process id of a local process; None otherwise."""
         process = None if self._connection is None else self._connection.process
         return None if process is None else process.pid
 
     async def open(self) -> None:
-        """Come by a process, which imports what it needs and waits for ``start``.
+        """Launch a process, which imports its modules and waits for ``start``.
 
         Raises:
-            DetcompileError: there is none to be had, or this was stopped meanwhile.
+            DetcompileError: the launch failed, or ``stop`` was called meanwhile.
         """
         self._opening = asyncio.get_running_loop().create_task(self._launcher.open())
         connection = await self._opening
@@ -117,10 +117,10 @@ class EngineLink:
         self._tasks = [asyncio.create_task(self._read(connection)), asyncio.create_task(self._watch(connection))]
 
     def start(self, spec: EngineSpec, known: Hello | None = None) -> None:
-        """Tell the process, which is open, what to serve; ``settled`` waits until it does.
+        """Send the spec to the open process; ``settled`` waits until it serves.
 
         Args:
-            known: what was served before: an engine of another model fails.
+            known: what was served before; an engine with another model fails.
         """
         self._known = known
         self._send(spec)
@@ -129,7 +129,7 @@ class EngineLink:
         """Wait until the engine is ready.
 
         Raises:
-            DetcompileError: why it is not.
+            DetcompileError: it failed to start.
         """
         await self.over()
         if self.failure is not None:
@@ -138,11 +138,11 @@ class EngineLink:
         return self.hello
 
     async def over(self) -> None:
-        """Wait until its start is: it serves then, or has failed."""
-        await self._over.wait()
+        """Wait until the start has succeeded or failed."""
+        await self._started.wait()
 
     def add(self, answer: Answer) -> None:
-        """Have an answer made, or gone on with at the tokens that it has; what comes is given to it.
+        """Queue an answer; one that has tokens continues after them.
 
         Raises:
             DetcompileError: the engine does not serve.
@@ -154,36 +154,36 @@ class EngineLink:
         if isinstance(answer, Errand):
             self._send(answer.command())
             return
-        given, resume = given_params(answer.params), answer.resumption()
-        self._send(Add(answer.try_id, answer.prompt_ids, given, answer.priority, resume, answer.cache_salt))
+        params, resume = given_params(answer.params), answer.resumption()
+        self._send(Add(answer.try_id, answer.prompt_ids, params, answer.priority, resume, answer.cache_salt))
 
     def cancel(self, answer: Answer) -> None:
-        """The engine makes an answer no more."""
+        """Cancel an answer."""
         if self.answers.pop(answer.try_id, None) is not None and self.ready:
             self._send(Cancel(answer.try_id))
 
-    def take_back(self) -> list[Answer]:
-        """The engine makes no answer of those that it has any more: these, to go on elsewhere."""
+    def drain(self) -> list[Answer]:
+        """Cancel all answers in the engine and return them, to continue elsewhere."""
         answers = list(self.answers.values())
         for answer in answers:
             self.cancel(answer)
         return answers
 
     def kill(self) -> None:
-        """Kill the process, as if it had ended by itself: its answers go on as those of any engine that is lost."""
+        """Kill the process as if it had crashed: its answers continue on other engines."""
         if self._connection is not None:
             self._connection.kill()
 
     async def stop(self) -> None:
-        """End the process, also one that is being opened, and wait for its end."""
+        """End the process, even while it is launched, and wait for its end."""
         self._on_lost = None
         self._fail(WorkerError("the server stops"))
         if self._connection is None and self._opening is not None:
             self._opening.cancel()
-            [found] = await asyncio.gather(self._opening, return_exceptions=True)
-            if isinstance(found, Connection):
-                self._connection = found
-                found.kill()
+            [opened] = await asyncio.gather(self._opening, return_exceptions=True)
+            if isinstance(opened, Connection):
+                self._connection = opened
+                opened.kill()
         if self._connection is not None:
             await self._connection.wait()
         for task in self._tasks:
@@ -191,9 +191,9 @@ class EngineLink:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _send(self, command: Command) -> None:
-        """Send a command. One to an engine that is gone is lost: what it had is handed over once that is read."""
+        """Send a command. If the engine is gone the command is dropped; ``_fail`` hands its answers over."""
         assert self._connection is not None
-        if not self._connection.writer.is_closing():  # uvloop raises there
+        if not self._connection.writer.is_closing():  # uvloop would raise
             self._connection.writer.write(frame(command))
 
     async def _read(self, connection: Connection) -> None:
@@ -208,11 +208,11 @@ class EngineLink:
                     self._take(report)
         except (asyncio.IncompleteReadError, OSError):
             self._fail(WorkerError(f"the engine process ended ({await connection.ending()})"))
-        except Exception as error:  # no frame of this protocol, above all
-            self._fail(WorkerError(f"the engine process sent what is no report: {error!r}"))
+        except Exception as error:  # such as an invalid frame
+            self._fail(WorkerError(f"the engine process sent an invalid report: {error!r}"))
 
     async def _take_tokens(self, deltas: Sequence[Delta]) -> None:
-        """A step's tokens. The event loop has its turn in between: with many streams these take a while."""
+        """Handle a step's tokens; yield to the event loop in between, because many streams take a while."""
         self._heard = True
         for place, delta in enumerate(deltas, 1):
             answer = self.answers.get(delta.request_id)
@@ -229,15 +229,15 @@ class EngineLink:
     def _take(self, report: Report) -> None:
         self._heard = True
         if isinstance(report, (Verified, Pooled)):
-            errand = self.answers.pop(report.request_id, None)
-            if isinstance(errand, Errand):
-                errand.settle(report)
-                self._on_news(errand, None)
+            task = self.answers.pop(report.request_id, None)
+            if isinstance(task, Errand):
+                task.finish(report)
+                self._on_news(task, None)
         elif isinstance(report, Heartbeat):
             self.statistics, self.holdings = report.statistics, report.holdings
             self.steps.extend(report.steps)
         elif isinstance(report, Hello):
-            self._greeted(report)
+            self._check_hello(report)
         elif isinstance(report, Refused):
             refused = self.answers.pop(report.request_id, None)
             if refused is not None:
@@ -246,37 +246,37 @@ class EngineLink:
         elif isinstance(report, Broken):
             self._fail(_error_of(report))
 
-    def _greeted(self, hello: Hello) -> None:
-        """It is ready, unless it would go on with other bits than those that were told."""
-        others = [] if self._known is None else self._known.differing(hello)
-        if others:
-            said = f"an engine that was started again has another model, which differs in {', '.join(others)}"
-            self._fail(WorkerError(f"{said}: start the server anew to serve that one"))
+    def _check_hello(self, hello: Hello) -> None:
+        """Mark the engine as ready, unless its model differs from the one served before."""
+        differing = [] if self._known is None else self._known.differing(hello)
+        if differing:
+            message = f"a restarted engine has another model, which differs in {', '.join(differing)}"
+            self._fail(WorkerError(f"{message}: restart the server to serve that model"))
             return
         self.hello = hello
-        self._over.set()
+        self._started.set()
 
     async def _watch(self, connection: Connection) -> None:
-        """A process that is stopped, or whose threads do not run, closes no socket.
+        """Kill a process that is stopped by a signal or whose threads hang; neither closes the socket.
 
-        Looks are counted and not seconds: a machine that was paused, and both processes with it, hangs not.
+        Checks are counted instead of seconds, so that pausing the whole machine does not look like a hang.
         """
         silent = stopped = 0
         while self.failure is None:
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(CHECK_SECONDS)
             silent = 0 if self._heard or not self.ready else silent + 1
             stopped = stopped + 1 if connection.stopped else 0
             self._heard = False
-            if stopped >= STOPPED_LOOKS:
+            if stopped >= STOPPED_CHECKS:
                 self._fail(WorkerError("the engine process was stopped by a signal and was ended"))
-            elif silent * LOOK_SECONDS >= self._silence:
+            elif silent * CHECK_SECONDS >= self._silence:
                 self._fail(WorkerError(f"the engine process was silent for {self._silence:g} s and was ended"))
 
     def _fail(self, error: DetcompileError) -> None:
-        """It serves no more: the process and all that it has started end, and its answers are handed over, or told."""
+        """Kill the process and all its children; hand its answers to ``on_lost``, or fail them."""
         if self.failure is None:
             self.failure = error
-        self._over.set()
+        self._started.set()
         if self._connection is not None:
             self._connection.kill()
         answers, self.answers = self.answers, {}
@@ -289,5 +289,5 @@ class EngineLink:
 
 
 def _error_of(report: Broken) -> DetcompileError:
-    """The exception of this package by the name that was sent, or else a WorkerError that says it."""
+    """Return the exception that was reported by name, or a WorkerError for an unknown name."""
     return ERRORS.get(report.kind, WorkerError)(report.message)

@@ -1,7 +1,7 @@
-"""The engine process: commands of the front in, an engine stepped, tokens out. It ends when the front does.
+"""The engine process: reads commands from the front end, steps an engine, and sends tokens. It ends with the front end.
 
-Run as ``python -m detcompile.serving.engines.engine_process FD``, where FD is its end of a pair of connected sockets,
-or with ``--dial HOST:PORT`` in the place of FD and the front's secret in DETCOMPILE_ENGINE_SECRET.
+Run as ``python -m detcompile.serving.engines.engine_process FD``, where FD is its end of a socket pair, or with
+``--dial HOST:PORT`` instead of FD and the front end's secret in DETCOMPILE_ENGINE_SECRET.
 """
 
 import socket
@@ -56,17 +56,17 @@ from detcompile.serving.plain_tokenizer import plain_tokenizer
 __all__ = ["EngineServer", "hello_of", "main", "serve"]
 
 Compile = Callable[[ModelSpec, int, int], Compiled]
-MOST_STEPS = 160  # that a heartbeat tells of
+MOST_STEPS = 160  # per heartbeat
 COUNTS = [name for name in Statistics.__struct_fields__ if name != "busy_seconds"]  # of EngineStats
 
 
 class EngineServer(CommandLoop):
-    """Serves one engine to one front.
+    """Serves one engine to one front end.
 
     Args:
-        engine: serves the requests.
-        wire: connects to the front.
-        verifications: receipts that are replayed between its steps.
+        engine: runs the requests.
+        wire: connection to the front end.
+        verifications: receipts to replay between steps.
     """
 
     def __init__(self, engine: Engine, wire: Wire, verifications: Verifications) -> None:
@@ -74,12 +74,12 @@ class EngineServer(CommandLoop):
         self._engine = engine
         self._verifications = verifications
         self._counts: tuple[Statistics, Sequence[StepRecord], list[Holding]] = (Statistics(), (), [])
-        self._num_told = 0  # steps
-        self._counted = 0.0  # when the statistics were taken
+        self._num_reported = 0  # steps
+        self._counted = 0.0  # time of the last _count
         self._busy_seconds = 0.0
 
     def step(self) -> bool:
-        """Verify a part of a receipt, and run a step of the engine.
+        """Run a unit of a receipt's replay, and a step of the engine.
 
         Raises:
             EngineError: the engine failed.
@@ -99,7 +99,7 @@ class EngineServer(CommandLoop):
         return True
 
     def take(self, command: Any) -> None:
-        """Take a request or a receipt, or cancel one."""
+        """Handle a request, a receipt or a cancellation."""
         if isinstance(command, Add):
             self._add(command)
         elif isinstance(command, Verify):
@@ -109,10 +109,10 @@ class EngineServer(CommandLoop):
             self._verifications.cancel(command.request_id)
 
     def _count(self) -> None:
-        found = self._engine.stats
-        counts = {name: getattr(found, name) for name in COUNTS}
-        holdings = [Holding(name, num_blocks) for name, num_blocks in found.num_held_blocks.items()]
-        self._counts = Statistics(busy_seconds=self._busy_seconds, **counts), found.recent, holdings
+        stats = self._engine.stats
+        counts = {name: getattr(stats, name) for name in COUNTS}
+        holdings = [Holding(name, num_blocks) for name, num_blocks in stats.num_held_blocks.items()]
+        self._counts = Statistics(busy_seconds=self._busy_seconds, **counts), stats.recent, holdings
         self._counted = time.monotonic()
 
     def _add(self, command: Add) -> None:
@@ -128,22 +128,22 @@ class EngineServer(CommandLoop):
         except InvalidInput as error:
             self.wire.send(Refused(command.request_id, str(error)))
         except EngineError:
-            return  # the thread that steps says so
-        except Exception as error:  # of this request alone: the thread goes on to read the others'
-            said = f"request {command.request_id} cannot be taken: {error!r}"
-            self.wire.send(Tokens([Delta(command.request_id, [], True, None, said, 0, None)]))
+            return  # reported by the stepping thread
+        except Exception as error:  # fails this request only; the thread must keep reading
+            message = f"request {command.request_id} cannot be added: {error!r}"
+            self.wire.send(Tokens([Delta(command.request_id, [], True, None, message, 0, None)]))
 
     def heartbeat(self) -> Heartbeat:
-        """Counts, and the steps since the last one."""
-        statistics, recent, holdings = self._counts  # of one moment: the other thread replaces all three at once
-        num_new = min(statistics.num_steps - self._num_told, MOST_STEPS, len(recent))
+        """Return the statistics, and the steps since the last heartbeat."""
+        statistics, recent, holdings = self._counts  # consistent: the other thread replaces all three at once
+        num_new = min(statistics.num_steps - self._num_reported, MOST_STEPS, len(recent))
         steps = [_step(recent, place) for place in range(len(recent) - num_new, len(recent))]
-        self._num_told = statistics.num_steps
+        self._num_reported = statistics.num_steps
         return Heartbeat(statistics, steps, holdings)
 
 
 def delta_of(output: RequestOutput) -> Delta:
-    """A delta of the engine as it travels."""
+    """Return an engine's delta in the protocol's form."""
     known, metrics = output.prompt_logprobs, output.metrics
     first = None if metrics is None else metrics.first_scheduled
     return Delta(
@@ -160,18 +160,18 @@ def delta_of(output: RequestOutput) -> Delta:
 
 
 def hello_of(model: Compiled, config: EngineConfig, num_blocks: int, name: str, defaults: dict[str, Any]) -> Hello:
-    """What the front has to know of a model.
+    """Return the facts about a model that the front end needs.
 
     Args:
-        name: what it was loaded by.
-        defaults: what requests are drawn with that say nothing, by the names of SamplingParams.
+        name: name or path it was loaded by.
+        defaults: default sampling parameters by the names of SamplingParams.
 
     Raises:
-        UnsupportedModel: a tokenizer that only its own code can run.
+        UnsupportedModel: the tokenizer needs Python code of its own.
     """
     parts, tokenizer = model.fingerprint_parts, model.tokenizer
     template = getattr(tokenizer, "chat_template", None)
-    templates = template if isinstance(template, dict) else {"default": template}  # by the names of transformers
+    templates = template if isinstance(template, dict) else {"default": template}  # by transformers' names
     special = getattr(tokenizer, "special_tokens_map", None) or {}
     return Hello(
         name=name,
@@ -226,8 +226,9 @@ def _token(entry: Logprobs) -> Token:
 
 def _start(spec: EngineSpec, wire: Wire, compile: Compile) -> tuple[Hello, CommandLoop]:
     if spec.version != VERSION:
-        raise InvalidInput(f"the front speaks version {spec.version} of the protocol, this engine {VERSION}")
-    config = EngineConfig(**spec.config, restarts=0)  # the front goes on elsewhere; checked before the model takes time
+        versions = f"the front end has protocol version {spec.version}, this engine {VERSION}"
+        raise InvalidInput(f"{versions}: install the same detcompile on both machines")
+    config = EngineConfig(**spec.config, restarts=0)  # the fleet restarts engines; checked before compiling
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     loaded = ModelSpec(
@@ -252,19 +253,19 @@ def _start(spec: EngineSpec, wire: Wire, compile: Compile) -> tuple[Hello, Comma
 
 
 def main() -> None:
-    """Serve until the front is gone; exit 1 where the model cannot be served, or the engine failed."""
+    """Serve until the front end is gone; exit 1 if the model cannot be served or the engine failed."""
     serve(front_of(sys.argv[1:], engine_secret()))
 
 
 def serve(front: socket.socket, compile: Compile = ModelSpec.compile_any, end_code: int = 0) -> None:
-    """Serve a front until it is gone; exits 1 where the model cannot be served, or the engine failed.
+    """Serve a front end until it is gone; exit 1 if the model cannot be served or the engine failed.
 
     Args:
-        compile: makes the model of what is to be loaded, tp and pp.
-        end_code: exit code where the front is gone.
+        compile: compiles a model, given its spec, tp and pp.
+        end_code: exit code when the front end is gone.
     """
     wire = Wire(front, end_code)
-    threading.Thread(target=cpu_facts, daemon=True).start()  # a spare process has the time
+    threading.Thread(target=cpu_facts, daemon=True).start()  # while a spare process waits
     spec = wire.receive()
     if not isinstance(spec, EngineSpec):
         sys.exit(end_code)

@@ -1,4 +1,4 @@
-"""Verifications: receipts that an engine process replays between the steps of its engine, a part at a time."""
+"""Replays of receipts between the steps of an engine."""
 
 from collections import deque
 from collections.abc import Callable, Generator, Mapping
@@ -15,16 +15,16 @@ from detcompile.serving.receipts.verdict import Verdict
 
 __all__ = ["Verifications"]
 
-CHUNK = 256  # tokens; requests that are served wait for no more between two of their steps
+CHUNK = 256  # tokens that a replay may compute between two steps of the engine
 
 
 class Verifications:
-    """Replays one receipt at a time. Receipts are added and cancelled from any thread.
+    """Replays one receipt at a time. Receipts may be added and canceled from any thread.
 
     Args:
-        model: the model that is served.
+        model: the served model.
         parts: fingerprint_parts of the model.
-        send: takes the reports for the front.
+        send: sends reports to the front end.
     """
 
     def __init__(self, model: CompiledModel, parts: Mapping[str, str], send: Callable[[Any], None]) -> None:
@@ -37,21 +37,21 @@ class Verifications:
         self._replayer: Replayer | None = None
 
     def add(self, command: Verify) -> None:
-        """Replay a receipt behind those that wait."""
+        """Queue a receipt."""
         self._waiting.append(command)
 
     def cancel(self, request_id: str) -> None:
-        """Nobody waits for a receipt any more; one that there is not is left alone."""
+        """Cancel a receipt; unknown ids are ignored."""
         known = {command.request_id for command in list(self._waiting)}
         running = self._running
         if request_id in known or (running is not None and running[0] == request_id):
             self._cancelled.add(request_id)
 
     def step(self) -> bool:
-        """Do a part of what there is to do; returns whether there was any.
+        """Run a unit of work; return False if there is none.
 
         Raises:
-            torch.AcceleratorError: the device takes no more steps of this process.
+            torch.AcceleratorError: the device is unusable in this process.
         """
         if self._running is None and not self._waiting:
             return False
@@ -66,15 +66,15 @@ class Verifications:
             self._send(Refused(name, str(error)))
         except torch.AcceleratorError:
             raise
-        except Exception as error:  # of this receipt alone: no memory, or a verdict that cannot be sent
-            self._send(Tokens([Delta(name, [], True, None, f"the receipt was not replayed: {error!r}", 0, None)]))
+        except Exception as error:  # fails this receipt only: out of memory, or a verdict that cannot be encoded
+            self._send(Tokens([Delta(name, [], True, None, f"the replay of the receipt failed: {error!r}", 0, None)]))
         if ended:
             self._running = None
             self._cancelled.discard(name)
         return True
 
     def _verified(self, name: str, steps: Generator[None, None, Verdict]) -> bool:
-        """Run one step of a replay and send the verdict behind the last one; return whether that was sent."""
+        """Run a step of a replay; after the last, send the verdict and return True."""
         try:
             next(steps)
             return False

@@ -1,4 +1,4 @@
-"""Fleet: the engine processes of a server as one. An answer whose engine is lost goes on, with its bits, on another."""
+"""The engine processes of a server as one. If an engine is lost, its answers continue bit for bit on another."""
 
 import asyncio
 import functools
@@ -24,29 +24,28 @@ from detcompile.serving.engines.protocol import Delta, EngineSpec, Hello, Statis
 __all__ = ["Fleet"]
 
 KEPT_LOSSES = 20
-RETRY_SECONDS = 1.0  # where there was no process to be had
-RESTART_SECONDS = 60.0  # in which so many restarts are too many
+RETRY_SECONDS = 1.0  # after a failed launch
+RESTART_SECONDS = 60.0  # window for ``most_restarts``
 logger = logging.getLogger(__name__)
 
 
 class Fleet:
-    """Engine processes that serve the same model. All methods are for the event loop's thread.
+    """Engine processes that serve the same model. All methods must be called in the event loop's thread.
 
     Args:
-        on_delta: called with every answer and its delta, once the answer has taken it.
-        launcher: gives engine processes; None starts them on this machine.
-        replicas: how many of them.
-        spare: whether another process waits, its imports done, to take the place of one that is lost.
-        most_restarts: engines that may be started again in a minute, and without one that serves in between; beyond,
-            the fleet has failed.
+        on_delta: called with every answer and its delta, after the answer was extended.
+        launcher: launches engine processes; None starts them on this machine.
+        replicas: number of engines.
+        spare: keep an idle process with its imports done, to replace a lost engine.
+        most_restarts: restarts allowed per minute, and in a row without success; beyond, the fleet fails.
         silence: seconds without a heartbeat after which an engine counts as hanging.
 
     Attributes:
-        hello: what the engines have said of the model; None before all of them served.
-        failure: why nothing is served any more.
-        num_restarts: engines that were started again.
-        num_resumed: answers that went on elsewhere, counted each time.
-        losses: the last engines that were lost, oldest first.
+        hello: the engines' description of the model; None before all of them served.
+        failure: why the fleet no longer serves.
+        num_restarts: restarted engines.
+        num_resumed: answers moved to another engine, counted at each move.
+        losses: the most recent losses of engines, oldest first.
     """
 
     def __init__(
@@ -75,30 +74,30 @@ class Fleet:
         self._router = Router()
         self._blocklist = Blocklist()
         self._guard = PoisonRequestGuard(self._blocklist.add)
-        self._isolated_link: EngineLink | None = None  # serves one suspect, and nothing else
-        self._rolling: EngineLink | None = None  # gets nothing new
-        self._past = Statistics()  # of engines that others have taken the place of
+        self._isolated_link: EngineLink | None = None  # serves one suspect and nothing else
+        self._rolling: EngineLink | None = None  # gets no new answers
+        self._past = Statistics()  # of replaced engines
         self._restarts: list[float] = []
-        self._in_vain = 0  # of these, since one came back
+        self._num_failed_restarts = 0  # since the last success
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def ready(self) -> bool:
-        """Whether an engine serves."""
+        """Return True if an engine serves."""
         return self.hello is not None and any(link.ready for link in self.links)
 
     @property
     def statistics(self) -> Statistics:
-        """The engines' newest counts as one, with those of engines that have ended: they never fall."""
-        own = (link.statistics if link.failure is None else link.statistics.past for link in self.links)
-        return functools.reduce(Statistics.plus, own, self._past)
+        """Return the sum of all engines' counts, including ended engines, so that counters never decrease."""
+        current = (link.statistics if link.failure is None else link.statistics.past for link in self.links)
+        return functools.reduce(Statistics.plus, current, self._past)
 
     @property
     def restarts_left(self) -> int:
-        """Engines that may be lost now before the fleet has failed."""
+        """Return how many engines may be lost now before the fleet fails."""
         now = asyncio.get_running_loop().time()
         self._restarts = [past for past in self._restarts if now - past < RESTART_SECONDS]
-        return self._most_restarts - max(len(self._restarts), self._in_vain)
+        return self._most_restarts - max(len(self._restarts), self._num_failed_restarts)
 
     async def start(self, spec: EngineSpec) -> None:
         """Start the processes; ``settled`` waits until they serve."""
@@ -111,28 +110,28 @@ class Fleet:
         """Wait until all engines serve.
 
         Raises:
-            DetcompileError: why one does not.
+            DetcompileError: an engine failed to start.
         """
         try:
-            found = [await link.settled() for link in self.links]
+            hellos = [await link.settled() for link in self.links]
             for link in self.links:
-                if link.failure is not None:  # it was lost while others started
+                if link.failure is not None:  # lost while others started
                     raise link.failure
-            if names := {name for hello in found for name in found[0].differing(hello)}:
-                said = f"the engines' models differ in {', '.join(sorted(names))}"
-                raise WorkerError(f"{said}: give all of them the same files, and devices of one kind")
+            if names := {name for hello in hellos for name in hellos[0].differing(hello)}:
+                message = f"the engines' models differ in {', '.join(sorted(names))}"
+                raise WorkerError(f"{message}: give all of them the same files and the same kind of device")
         except DetcompileError as error:
             self._give_up(error)
             raise
-        self.hello = found[0]
+        self.hello = hellos[0]
         await self._spares.keep()
         return self.hello
 
     def add(self, answer: Answer) -> None:
-        """Have an answer made; what comes is given to it.
+        """Queue an answer.
 
         Raises:
-            DetcompileError: nothing is served any more; or engines have ended with this request.
+            DetcompileError: the fleet has failed, or the request is blocked.
         """
         if self.failure is not None:
             raise self.failure
@@ -141,7 +140,7 @@ class Fleet:
         self._place()
 
     def cancel(self, answer: Answer) -> None:
-        """Nobody waits for an answer any more."""
+        """Cancel an answer."""
         if answer in self._waiting:
             self._waiting.remove(answer)
         self._guard.forget(answer)
@@ -150,10 +149,9 @@ class Fleet:
         self._place()
 
     async def roll(self) -> bool:
-        """Start every engine anew, one after another; what they serve goes on on the others, or waits.
+        """Restart the engines one after another. Their answers continue on the others, or wait.
 
-        Returns:
-            Whether all came back: the first that does not is the last that is ended.
+        Returns False at the first engine that does not come back; later ones are not restarted.
         """
         for index, link in enumerate(self.links):
             if self.failure is not None or self.hello is None:
@@ -161,7 +159,7 @@ class Fleet:
             if not link.ready:
                 continue
             self._rolling = link
-            self._hand_over([answer for answer in link.take_back() if answer is not self._guard.isolated])
+            self._requeue([answer for answer in link.drain() if answer is not self._guard.isolated])
             if link is self._isolated_link:
                 self._isolated_link = None
                 self._guard.interrupt()
@@ -170,7 +168,7 @@ class Fleet:
             self._rolling = None
             try:
                 await self._replace(index)
-            except DetcompileError as error:  # there is no process to be had now
+            except DetcompileError as error:  # the launch failed
                 self.losses.append(loss := Loss(time.time(), str(error), 0))
                 self._run(self._restart(index, loss))
             if not self.links[index].ready:
@@ -187,10 +185,10 @@ class Fleet:
         await self._launcher.close()
 
     def _start(self, index: int) -> None:
-        """Have the process in this place serve, on devices of its own where there are several."""
+        """Start the engine at an index; local replicas get GPUs of their own."""
         shares, size = self._replicas > 1 and self._launcher.local, self._spec.tp * self._spec.pp
-        own = visible_gpus(index * size, size) if shares else None
-        self.links[index].start(replace(self._spec, visible_devices=own), self.hello)
+        gpus = visible_gpus(index * size, size) if shares else None
+        self.links[index].start(replace(self._spec, visible_devices=gpus), self.hello)
 
     def _new_link(self) -> EngineLink:
         return EngineLink(self._news, self._lost, self._launcher, self._silence)
@@ -200,11 +198,11 @@ class Fleet:
             self._on_delta(answer, delta)
         if self._guard.clears(answer):
             assert self._isolated_link is not None
-            self._waiting += self._isolated_link.take_back()
+            self._waiting += self._isolated_link.drain()
             self._place()
 
     def _lost(self, link: EngineLink, answers: list[Answer]) -> None:
-        """An engine serves no more: its answers wait for another one, and its place is taken."""
+        """Requeue a failed engine's answers, and replace the engine."""
         if self._spares.lost(link):
             self._run(self._spares.keep())
         if link is self._isolated_link:
@@ -214,48 +212,48 @@ class Fleet:
             for answer in answers:
                 answer.fail(WorkerError(f"the engine failed: {self.failure or link.failure}"))
             return
-        self._hand_over([answer for answer in answers if self._guard.died_with(answer)])
+        self._requeue([answer for answer in answers if self._guard.died_with(answer)])
         if link in self.links:
-            logger.warning("an engine is lost: %s; %d answers go on on another", link.failure, len(answers))
+            logger.warning("lost an engine: %s; %d answers continue on another", link.failure, len(answers))
             self.losses.append(loss := Loss(time.time(), str(link.failure), len(answers)))
             self._run(self._restart(self.links.index(link), loss))
 
-    def _hand_over(self, answers: list[Answer]) -> None:
-        """These go on as soon as an engine takes them, before all that have not begun."""
+    def _requeue(self, answers: list[Answer]) -> None:
+        """Put answers in front of the queue."""
         self.num_resumed += len(answers)
         self._waiting = answers + self._waiting
         self._place()
 
     async def _restart(self, index: int, loss: Loss) -> None:
-        """Take the place of an engine that was lost, unless that happens too often."""
-        begun, error = asyncio.get_running_loop().time(), self.links[index].failure
+        """Replace a lost engine unless the restarts are used up."""
+        start, error = asyncio.get_running_loop().time(), self.links[index].failure
         assert error is not None
         while self.failure is None and self.restarts_left > 0:
             self._restarts.append(asyncio.get_running_loop().time())
             self.num_restarts += 1
-            self._in_vain += 1
+            self._num_failed_restarts += 1
             try:
                 await self._replace(index)
-            except DetcompileError as refused:  # there is no process to be had now
-                error = refused
-                logger.warning("an engine is not started: %s", error)
+            except DetcompileError as launch_error:  # the launch failed
+                error = launch_error
+                logger.warning("an engine could not be launched: %s", error)
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
             if self.links[index].ready:
-                loss.seconds = asyncio.get_running_loop().time() - begun
+                loss.seconds = asyncio.get_running_loop().time() - start
                 logger.warning("an engine serves again")
             return
         self._give_up(error)
 
     async def _replace(self, index: int) -> None:
-        """A new engine in the place of one that has ended; where it fails as well, ``_lost`` goes on from there."""
+        """Put a new engine at an index. If it fails, too, ``_lost`` handles it."""
         link = await self._spares.take()
         self._past = self._past.plus(self.links[index].statistics.past)
         self.links[index] = link
         self._start(index)
         await link.over()
         if link.ready:
-            self._in_vain = 0
+            self._num_failed_restarts = 0
             self._place()
             await self._spares.keep()
 
@@ -264,11 +262,11 @@ class Fleet:
         self._spares.close(self.failure)
         waiting, self._waiting = self._waiting + self._guard.suspects, []
         self._guard.suspects = []
-        for answer in waiting + [answer for link in self.links for answer in link.take_back()]:
+        for answer in waiting + [answer for link in self.links for answer in link.drain()]:
             answer.fail(WorkerError(f"the engine failed: {self.failure}"))
 
     def _place(self) -> None:
-        """Give what waits to engines that serve."""
+        """Send waiting answers to engines that serve."""
         ready = [link for link in self.links if link.ready and link is not self._rolling]
         if not ready or self.hello is None:
             return
@@ -280,12 +278,12 @@ class Fleet:
                 self._give(self._router.choose(open_links, answer), answer)
 
     def _isolate_suspect(self, ready: Sequence[EngineLink]) -> None:
-        """Have the next suspect served alone, on an engine that is cleared for it."""
+        """Serve the next suspect alone, on a drained engine."""
         if self._guard.isolated is None:
             self._isolated_link = None
             if self._guard.suspects:
                 self._isolated_link = min(ready, key=lambda link: len(link.answers))
-                self._waiting += self._isolated_link.take_back()
+                self._waiting += self._isolated_link.drain()
                 self._give(self._isolated_link, self._guard.isolate_next())
 
     def _give(self, link: EngineLink, answer: Answer) -> None:

@@ -1,4 +1,4 @@
-"""The handshake of an engine that connects to a front over TCP: it proves that it has the front's secret."""
+"""The handshake of an engine that connects to a front end over TCP: it proves that it has the front end's secret."""
 
 import hashlib
 import hmac
@@ -12,35 +12,35 @@ __all__ = [
 ]  # fmt: skip
 
 NONCE_BYTES = 32
-SECRET_BYTES = 16  # at least
+SECRET_BYTES = 16  # minimum
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}  # s, s, 1, ms
 
 
 def new_nonce() -> bytes:
-    """What the front sends first: a proof is of this connection alone."""
+    """Return a nonce for one connection; a proof is valid for its nonce only."""
     return secrets.token_bytes(NONCE_BYTES)
 
 
 def proof_of(secret: bytes, nonce: bytes, proof: bytes) -> bool:
-    """Whether a proof is of the secret and this nonce."""
+    """Return True if a proof matches the secret and the nonce."""
     return hmac.compare_digest(_proof(secret, nonce), proof)
 
 
 def connected(host: str, port: int, secret: bytes) -> socket.socket:
-    """The engine's end of a connection to a front that listens there.
+    """Connect to a front end and send the proof.
 
     Raises:
-        OSError: nobody listens there, or hangs up.
+        OSError: nobody listens there, or the front end closed the connection.
     """
-    found = socket.create_connection((host, port))
-    found.sendall(_proof(secret, read_exactly(found, NONCE_BYTES)))
-    found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    keep_alive(found)
-    return found
+    connection = socket.create_connection((host, port))
+    connection.sendall(_proof(secret, read_exactly(connection, NONCE_BYTES)))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    keep_alive(connection)
+    return connection
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Have the system end a TCP connection to a machine that is gone, in 25 s."""
+    """Let TCP keepalive end connections to unreachable machines after 25 s."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEPALIVE.items():
         if hasattr(socket, name):  # Linux
@@ -48,10 +48,10 @@ def keep_alive(connection: socket.socket) -> None:
 
 
 def proven(connection: socket.socket, secret: bytes) -> bool:
-    """Whether who has connected to us has the secret; waits for the proof.
+    """Wait for the peer's proof; return True if it has the secret.
 
     Raises:
-        OSError: it hung up.
+        OSError: the peer closed the connection.
     """
     nonce = new_nonce()
     connection.sendall(nonce)
@@ -59,25 +59,25 @@ def proven(connection: socket.socket, secret: bytes) -> bool:
 
 
 def read_exactly(connection: socket.socket, size: int) -> bytes:
-    """So many bytes of a connection.
+    """Read ``size`` bytes.
 
     Raises:
-        OSError: the other side hung up.
+        OSError: the peer closed the connection.
     """
-    found = b""
-    while len(found) < size:
-        part = connection.recv(size - len(found))
+    data = b""
+    while len(data) < size:
+        part = connection.recv(size - len(data))
         if not part:
-            raise OSError("the other side hung up")
-        found += part
-    return found
+            raise OSError("the peer closed the connection")
+        data += part
+    return data
 
 
 def front_of(arguments: Sequence[str], secret: bytes) -> socket.socket:
-    """The engine's end of a connection to its front.
+    """Return the engine's end of the connection to its front end.
 
     Args:
-        arguments: the number of a socket, or ``--dial`` and HOST:PORT.
+        arguments: the file descriptor of a socket, or ``--dial`` and HOST:PORT.
 
     Raises:
         OSError: nobody listens there.
@@ -85,9 +85,9 @@ def front_of(arguments: Sequence[str], secret: bytes) -> socket.socket:
     if arguments[0] == "--dial":
         host, _, port = arguments[1].rpartition(":")
         return connected(host.strip("[]"), int(port), secret)
-    found = socket.socket(fileno=int(arguments[0]))
-    found.set_inheritable(False)
-    return found
+    connection = socket.socket(fileno=int(arguments[0]))
+    connection.set_inheritable(False)
+    return connection
 
 
 def _proof(secret: bytes, nonce: bytes) -> bytes:

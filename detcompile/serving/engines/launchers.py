@@ -1,4 +1,4 @@
-"""Launchers: how the front comes by an engine process, and the connection to one, wherever it runs."""
+"""Launchers start engine processes, or wait for them, and return connections to them."""
 
 import asyncio
 import contextlib
@@ -25,12 +25,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Connection:
-    """An engine process that waits for its spec.
+    """A connection to an engine process that waits for its spec.
 
     Args:
-        reader: gives what it sends.
-        writer: takes what it is sent.
-        process: an engine of this machine; None for one that somebody else started.
+        reader: receives reports.
+        writer: sends commands.
+        process: the process if the front end started it on this machine; None otherwise.
     """
 
     reader: asyncio.StreamReader
@@ -39,11 +39,11 @@ class Connection:
 
     @property
     def stopped(self) -> bool:
-        """Whether a signal has stopped it, or a rank of it; unknown of other machines."""
+        """Return True if a signal has stopped the process or a rank of it; always False on other machines."""
         return self.process is not None and is_stopped(self.process.pid)
 
     async def ending(self) -> str:
-        """How it ended, once its end of the connection is closed."""
+        """Return how the process ended, after its socket was closed."""
         if self.process is None:
             return "its connection was closed"
         with contextlib.suppress(TimeoutError):
@@ -55,7 +55,7 @@ class Connection:
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
     def kill(self) -> None:
-        """End it, and all that it has started; one of another machine ends itself where its connection is closed."""
+        """Kill the process and its children; a remote engine ends when its connection closes."""
         if self.process is None:
             self.writer.transport.abort()
         elif self.process.returncode is None:
@@ -63,41 +63,41 @@ class Connection:
                 os.killpg(self.process.pid, signal.SIGKILL)
 
     async def wait(self) -> None:
-        """Wait for the end of a process that was killed, but not for long: one that waits for a device ends late."""
+        """Wait for the end of a killed process, up to ENDING_SECONDS: one that waits for a device ends late."""
         self.writer.close()
         if self.process is not None:
             try:
                 async with asyncio.timeout(ENDING_SECONDS):
                     await self.process.wait()
             except TimeoutError:
-                logger.warning("process %d was killed and has not ended: it waits for a device", self.process.pid)
+                logger.warning("process %d was killed but has not ended: it waits for a device", self.process.pid)
 
 
 class Launcher(Protocol):
-    """Gives connections to engine processes, as many as are asked for.
+    """Opens connections to engine processes.
 
     Attributes:
-        local: whether they run on this machine, and see all of its GPUs.
+        local: the processes run on this machine and see all of its GPUs.
     """
 
     local: bool
 
     async def open(self) -> Connection:
-        """A connection to a process that has imported what it needs, or will soon; where this is cancelled, to none.
+        """Return a connection to a new process, which may still be importing. If canceled, no process is left.
 
         Raises:
-            DetcompileError: there is no process to be had.
+            DetcompileError: no process could be launched.
         """
 
     async def close(self) -> None:
-        """No more connections are asked for."""
+        """Release resources; ``open`` is not called again."""
 
 
 class LocalProcess:
-    """Starts processes of this machine, each at one end of a pair of sockets.
+    """Starts processes on this machine, each connected by a socket pair.
 
     Args:
-        command: what to run; the number of its socket is appended.
+        command: program and arguments; the socket's file descriptor is appended.
     """
 
     local = True
@@ -106,10 +106,10 @@ class LocalProcess:
         self._command = tuple(command)
 
     async def open(self) -> Connection:
-        """A process that was started now. Nothing is waited for once there is one: it is never nobody's.
+        """Start a process. Nothing is awaited after the start, so that the process cannot be orphaned.
 
         Raises:
-            WorkerError: it could not be started.
+            WorkerError: the process could not be started.
         """
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
@@ -123,20 +123,21 @@ class LocalProcess:
         return Connection(reader, writer, process)
 
     async def close(self) -> None:
-        """Nothing is left open."""
+        """Do nothing: there is nothing to release."""
 
 
 class DialIn:
-    """Waits for engines that somebody else starts, and that connect to an address of the front.
+    """Waits for engines that are started elsewhere and connect to an address of the front end.
 
-    Whoever connects has to prove that it has the secret, which does not travel; what travels is not encrypted.
+    Engines prove that they have the secret, which is never sent. The connection is not encrypted.
 
     Args:
-        host: address to listen on. port: 0 takes a free one.
-        secret: bytes that the engines have, too.
+        host: address to listen on.
+        port: port to listen on; 0 takes a free one.
+        secret: the secret shared with the engines.
 
     Attributes:
-        secret: bytes that the engines have, too.
+        secret: the secret shared with the engines.
     """
 
     local = False
@@ -151,22 +152,22 @@ class DialIn:
         self._closed = False
 
     async def address(self) -> tuple[str, int]:
-        """Host and port that engines connect to; listening begins with the first call."""
+        """Return host and port for engines; the first call starts listening."""
         if self._server is None:
             self._server = await asyncio.start_server(self._greet, self._host, self._port)
         host, port = self._server.sockets[0].getsockname()[:2]
         return host, port
 
     async def open(self) -> Connection:
-        """The engine that has waited for longest, or the next one that connects."""
+        """Return the engine that has waited longest, or the next that connects."""
         await self.address()
         while True:
-            found = await self._arrived.get()
-            if not found.reader.at_eof():  # it may have ended while it waited
-                return found
+            connection = await self._arrived.get()
+            if not connection.reader.at_eof():  # it did not end while it waited
+                return connection
 
     async def close(self) -> None:
-        """Listen no more, and let go of who waits."""
+        """Stop listening and close waiting connections."""
         self._closed = True
         if self._server is not None:
             self._server.close()
@@ -182,7 +183,7 @@ class DialIn:
         except (TimeoutError, asyncio.IncompleteReadError, OSError):
             proof = b""
         if proof_of(self.secret, nonce, proof) and not self._closed:
-            keep_alive(writer.get_extra_info("socket"))  # it may be lost before the heartbeats that it gives once ready
+            keep_alive(writer.get_extra_info("socket"))  # there are no heartbeats before it is ready
             self._arrived.put_nowait(Connection(reader, writer))
         else:
             writer.close()

@@ -1,24 +1,24 @@
-"""Notices: wakes those who read answers that got longer, some in each turn of the event loop."""
+"""Wakes readers of answers that have grown, a few per turn of the event loop."""
 
 import asyncio
 from collections import OrderedDict
 
 __all__ = ["News", "Notices"]
 
-TOGETHER = 32  # readers that are woken in one turn; between turns connections are taken, and what came is read
+TOGETHER = 32  # readers to wake per turn; between turns the event loop accepts connections and reads
 
 
 class News:
-    """Tells any number of readers that there is news; none of them misses any."""
+    """Signals progress to any number of readers; none misses any."""
 
     __slots__ = ("_readers", "count")
 
     def __init__(self) -> None:
-        self.count = 0  # how often there was some; look at it before at what there is, then wait for more
+        self.count = 0  # signals so far; read it before reading the answer, then wait for more
         self._readers: list[asyncio.Future[None]] = []
 
     def tell(self) -> None:
-        """There is news."""
+        """Signal progress."""
         self.count += 1
         readers, self._readers = self._readers, []
         for reader in readers:
@@ -26,25 +26,25 @@ class News:
                 reader.set_result(None)
 
     async def wait(self, seen: int) -> None:
-        """Wait until there is more than ``count`` said when the reader looked."""
+        """Wait until ``count`` exceeds ``seen``."""
         if self.count == seen:
             self._readers.append(asyncio.get_running_loop().create_future())
             await self._readers[-1]
 
 
 class Notices:
-    """Readers that have news to take, the one that waits for longest first.
+    """Signals to send, in order of arrival.
 
-    A step gives news of a thousand streams at once. Where all were woken together, a request that arrives would wait
-    until all had been sent: uvloop takes one connection a turn. A reader that is not woken before the next step gets
-    the news of both at once.
+    A step extends a thousand answers at once. If all readers were woken together, a new connection would wait until all
+    had sent their data, because uvloop accepts one connection per turn. A reader not woken before the next step handles
+    both steps at once.
     """
 
     def __init__(self) -> None:
         self._due: OrderedDict[News, None] = OrderedDict()
 
     def put(self, news: News) -> None:
-        """There is news to tell."""
+        """Queue a signal."""
         if not self._due:
             asyncio.get_running_loop().call_soon(self._wake)
         self._due[news] = None

@@ -1,6 +1,7 @@
-"""What the kernel knows of a process and of those that it has started, and a process that ends with its parent.
+"""Processes of this machine: a child process, its stop state, and a process that ends with its parent.
 
-Run as ``python -m detcompile.serving.engines.processes MODULE ARGUMENT...`` this is that process: it runs MODULE.
+Run as ``python -m detcompile.serving.engines.processes MODULE ARGUMENT...``, this runs MODULE in a process that ends
+with its parent.
 """
 
 import ctypes
@@ -11,22 +12,20 @@ from pathlib import Path
 
 __all__ = ["BOUND", "end_with_parent", "is_stopped", "main"]
 
-BOUND = (sys.executable, "-m", "detcompile.serving.engines.processes")  # and a module: a command of such a process
+BOUND = (sys.executable, "-m", "detcompile.serving.engines.processes")  # append a module
 STOPPED = "T"  # by a signal; a debugger's stop is "t"
 SET_PARENT_DEATH_SIGNAL = 1  # prctl(2)
 
 
 def end_with_parent() -> None:
-    """Have the kernel kill this process when the thread that has started it ends, also while a signal has stopped it.
-
-    Nothing happens where the system is not Linux.
-    """
+    """On Linux, have the kernel kill this process when the thread that started it ends, even if it is stopped by a
+    signal."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process, or one that descends from it, was stopped by a signal and has not gone on."""
+    """Return True if a process or a descendant is stopped by a signal."""
     waiting = [pid]
     while waiting:
         process = Path(f"/proc/{waiting.pop()}")
@@ -36,13 +35,13 @@ def is_stopped(pid: int) -> bool:
             for thread in process.joinpath("task").iterdir():
                 waiting += map(int, thread.joinpath("children").read_text().split())
         except OSError:
-            continue  # it has ended meanwhile
+            continue  # it has ended
     return False
 
 
 def main() -> None:
-    """Run the module that is named first, which ends with whoever has started this process."""
-    end_with_parent()  # before what the module imports takes its time
+    """Run the module given as first argument."""
+    end_with_parent()  # before the module's slow imports
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 

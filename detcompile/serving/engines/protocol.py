@@ -1,6 +1,6 @@
-"""What the front and an engine process say to each other: msgpack in frames that begin with their length.
+"""The protocol between front end and engine process: length-prefixed msgpack frames.
 
-A sample's tokens travel once, as they are drawn. Neither side runs what the other sends: frames hold plain values.
+A token is sent once, when it is drawn. Frames hold plain values only, so neither side can run code of the other.
 """
 
 import struct
@@ -40,11 +40,11 @@ __all__ = [
 ]
 
 VERSION = 10
-LENGTH = struct.Struct(">I")  # begins every frame: bytes that follow
+LENGTH = struct.Struct(">I")  # prefix of every frame: bytes that follow
 
 
 class EngineSpec(msgspec.Struct, kw_only=True, tag=True):
-    """The first frame that the front sends: which model to compile, and the engine's settings."""
+    """The front end's first frame: the model to compile, and the engine's settings."""
 
     version: int = VERSION
     model: str
@@ -57,19 +57,19 @@ class EngineSpec(msgspec.Struct, kw_only=True, tag=True):
     revision: str | None = None
     token: str | None = None
     trust_remote_code: bool = False
-    config: dict[str, Any] = {}  # of EngineConfig; what is absent takes its default
+    config: dict[str, Any] = {}  # fields of EngineConfig; missing ones take their defaults
     visible_devices: str | None = None  # becomes CUDA_VISIBLE_DEVICES
-    task: Literal["generate", "classify", "embed"] | None = None  # None takes what the checkpoint was saved as
-    generation_config: Literal["auto", "vllm"] = "auto"  # whether the model's own gives defaults of sampling
-    speculation: Literal["off", "automatic", "always"] = "off"  # drafts that are looked up in the sequence itself
+    task: Literal["generate", "classify", "embed"] | None = None  # None: the checkpoint's task
+    generation_config: Literal["auto", "vllm"] = "auto"  # "auto": sampling defaults from generation_config.json
+    speculation: Literal["off", "automatic", "always"] = "off"  # n-gram drafts
 
 
 class Add(msgspec.Struct, tag=True, omit_defaults=True):
-    """Serve a request.
+    """Add a request.
 
     Attributes:
-        resume: tokens that samples have drawn before, by their index.
-        cache_salt: requests of another salt share no cached prefix with it.
+        resume: tokens already drawn, by sample index.
+        cache_salt: requests with different salts share no cached prefix.
     """
 
     request_id: str
@@ -81,35 +81,35 @@ class Add(msgspec.Struct, tag=True, omit_defaults=True):
 
 
 class Verify(msgspec.Struct, tag=True):
-    """Replay a receipt, given as JSON, when there is time."""
+    """Replay a receipt (JSON) between steps."""
 
     request_id: str
     receipt: bytes
 
 
 class Pool(msgspec.Struct, tag=True):
-    """What a model without a language-model head says of each prompt."""
+    """Compute embeddings or class scores of prompts."""
 
     request_id: str
     prompts: list[list[int]]
-    pooling: Literal["last", "first", "mean"] | None  # of embeddings; None for the model's own
+    pooling: Literal["last", "first", "mean"] | None  # for embeddings; None: the model's default
     normalize: bool
 
 
 class Cancel(msgspec.Struct, tag=True):
-    """End a request."""
+    """Cancel a request."""
 
     request_id: str
 
 
 class PoolingFacts(msgspec.Struct, kw_only=True):
-    """What the front has to know of a model that says one thing of a sequence.
+    """What the front end needs to know about an embedding or classification model.
 
     Attributes:
-        num_columns: numbers a sequence.
-        labels: names of the classes; none of embeddings.
-        each_alone: whether several classes may hold at a time.
-        reads_token_types: whether the model tells the texts of a pair apart by ids of their own.
+        num_columns: values per sequence.
+        labels: class names; empty for embeddings.
+        each_alone: classes are independent (multi-label).
+        reads_token_types: the model needs token type ids to tell the texts of a pair apart.
     """
 
     task: Literal["classify", "embed"]
@@ -120,7 +120,7 @@ class PoolingFacts(msgspec.Struct, kw_only=True):
 
 
 class Hello(msgspec.Struct, kw_only=True, tag=True):
-    """The first frame of an engine that is ready: all that the front has to know of its model."""
+    """The first frame of a ready engine: what the front end needs to know about its model."""
 
     name: str
     fingerprint: str
@@ -130,19 +130,19 @@ class Hello(msgspec.Struct, kw_only=True, tag=True):
     vocab_size: int
     num_blocks: int
     block_size: int
-    token_budget: int  # tokens that a step computes at most
-    default_params: dict[str, Any]  # of SamplingParams, where a request says nothing
-    tokenizer: str | None  # one JSON object, of the tokenizers library; None for a model without one
+    token_budget: int  # maximum tokens of a step
+    default_params: dict[str, Any]  # of SamplingParams, for fields that a request omits
+    tokenizer: str | None  # JSON of the tokenizers library; None for a model without tokenizer
     special_ids: list[int]
-    special_tokens: dict[str, str]  # by the names that chat templates have for them
+    special_tokens: dict[str, str]  # by their names in chat templates
     chat_template: str | None
-    tool_template: str | None = None  # of conversations with tools, where it is another
-    tokenizer_class: str | None = None  # of transformers
-    split_special_tokens: bool = False  # whether special tokens in a text are read as text
+    tool_template: str | None = None  # a separate template for conversations with tools
+    tokenizer_class: str | None = None  # the class in transformers
+    split_special_tokens: bool = False  # encode special tokens in a text as plain text
     pooling: PoolingFacts | None = None  # None for a causal LM
 
     def differing(self, other: "Hello") -> list[str]:
-        """Names of what has two engines answer otherwise: parts of the fingerprint, and the tokenizer."""
+        """Return the names of differences that change answers: fingerprint parts and the tokenizer."""
         ours, theirs = (
             {
                 **hello.fingerprint_parts,
@@ -151,12 +151,12 @@ class Hello(msgspec.Struct, kw_only=True, tag=True):
             }
             for hello in (self, other)
         )
-        found = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
-        return found or ["fingerprint"] * (self.fingerprint != other.fingerprint)
+        names = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+        return names or ["fingerprint"] * (self.fingerprint != other.fingerprint)
 
 
 class Token(msgspec.Struct, array_like=True, gc=False):
-    """Log-probabilities at one position: its token, and the likeliest tokens, likeliest first."""
+    """Log-probabilities at one position: of its token, and of the likeliest tokens, likeliest first."""
 
     token_id: int
     logprob: float
@@ -164,7 +164,7 @@ class Token(msgspec.Struct, array_like=True, gc=False):
 
 
 class SampleDelta(msgspec.Struct, array_like=True, gc=False):
-    """What a sample has drawn since its last delta."""
+    """A sample's tokens since its last delta."""
 
     index: int
     token_ids: list[int]
@@ -174,10 +174,10 @@ class SampleDelta(msgspec.Struct, array_like=True, gc=False):
 
 
 class Delta(msgspec.Struct, array_like=True, gc=False):
-    """What is new of a request.
+    """A request's progress since its last delta.
 
     Attributes:
-        refused: whether ``error`` is of what the request asks for, and not of the engine.
+        refused: ``error`` is the request's fault, not the engine's.
     """
 
     request_id: str
@@ -186,16 +186,16 @@ class Delta(msgspec.Struct, array_like=True, gc=False):
     prompt_logprobs: list[Token | None] | None
     error: str | None
     num_cached_tokens: int
-    first_scheduled: float | None  # seconds from its arrival in the engine, once it has ended
+    first_scheduled: float | None  # seconds since arrival in the engine; set at the end
     num_preemptions: int = 0
     refused: bool = False
 
 
 class Statistics(msgspec.Struct, array_like=True):
-    """Counts of an engine since it started, and its state; as runtime.metrics.EngineStats has them.
+    """Counts of an engine since it started, and its state, as in runtime.metrics.EngineStats.
 
     Attributes:
-        busy_seconds: time that the engine process has spent in steps.
+        busy_seconds: time that the engine process spent in steps.
     """
 
     num_steps: int = 0
@@ -215,19 +215,19 @@ class Statistics(msgspec.Struct, array_like=True):
 
     @property
     def past(self) -> "Statistics":
-        """What was counted, without the state: what stays of an engine that has ended."""
+        """Return the counters without the gauges: what remains of an ended engine."""
         return msgspec.structs.replace(
             self, num_running=0, num_waiting=0, num_blocks=0, num_free_blocks=0, token_bound=0
         )
 
     def plus(self, other: "Statistics") -> "Statistics":
-        """Counts of two engines as one, which has the larger bound of a step."""
-        found = {name: getattr(self, name) + getattr(other, name) for name in self.__struct_fields__}
-        return Statistics(**found | {"token_bound": max(self.token_bound, other.token_bound)})
+        """Return the sum of two engines' counts; ``token_bound`` is the larger one."""
+        sums = {name: getattr(self, name) + getattr(other, name) for name in self.__struct_fields__}
+        return Statistics(**sums | {"token_bound": max(self.token_bound, other.token_bound)})
 
 
 class Step(msgspec.Struct, array_like=True):
-    """One step: seconds that it took beyond the end of the step before it, and what it computed."""
+    """One step: seconds since the end of the previous step, and its work."""
 
     seconds: float
     num_prefill_tokens: int
@@ -236,34 +236,34 @@ class Step(msgspec.Struct, array_like=True):
 
 
 class Holding(msgspec.Struct, array_like=True):
-    """What a request has of the KV cache. A block that several requests share counts for each of them."""
+    """KV blocks of a request. A shared block counts for each of its requests."""
 
     request_id: str
     num_blocks: int
 
 
 class Tokens(msgspec.Struct, tag=True, gc=False):
-    """What a step has given."""
+    """The deltas of a step."""
 
     deltas: list[Delta]
 
 
 class Refused(msgspec.Struct, tag=True):
-    """A request that cannot be served, and why."""
+    """Rejection of a request."""
 
     request_id: str
     message: str
 
 
 class Verified(msgspec.Struct, tag=True):
-    """What came of a receipt."""
+    """The verdict on a receipt."""
 
     request_id: str
     verdict: Verdict
 
 
 class Pooled(msgspec.Struct, tag=True):
-    """What came of prompts: [prompts, num_columns] in float32, little-endian."""
+    """The result of a Pool: [prompts, num_columns] in float32, little-endian."""
 
     request_id: str
     num_columns: int
@@ -271,11 +271,11 @@ class Pooled(msgspec.Struct, tag=True):
 
 
 class Heartbeat(msgspec.Struct, tag=True):
-    """The engine process lives; sent also while a step runs.
+    """Sent regularly, also while a step runs.
 
     Attributes:
-        steps: the newest of those that ended since the heartbeat before, oldest first.
-        holdings: blocks of the KV cache by request.
+        steps: the most recent steps since the last heartbeat, oldest first.
+        holdings: KV blocks by request.
     """
 
     statistics: Statistics
@@ -284,7 +284,7 @@ class Heartbeat(msgspec.Struct, tag=True):
 
 
 class Broken(msgspec.Struct, tag=True):
-    """The last frame of an engine that cannot go on; ``kind`` names the exception."""
+    """The last frame of a failed engine; ``kind`` names the exception."""
 
     kind: str
     message: str
@@ -298,16 +298,16 @@ _reports: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
 
 
 def frame(message: Command | Report) -> bytes:
-    """A message as it travels."""
+    """Encode a message with its length prefix."""
     body = _encoder.encode(message)
     return LENGTH.pack(len(body)) + body
 
 
 def decode_command(body: bytes) -> Command:
-    """A frame that an engine process received, less its length."""
+    """Decode the body of a frame from the front end."""
     return _commands.decode(body)
 
 
 def decode_report(body: bytes) -> Report:
-    """A frame that the front received, less its length."""
+    """Decode the body of a frame from an engine."""
     return _reports.decode(body)

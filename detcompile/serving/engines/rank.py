@@ -1,8 +1,8 @@
-"""A rank of an engine whose ranks torchrun has started, on one machine or several. Rank 0 is the engine as well.
+"""A rank of an engine that torchrun starts, on one machine or several. Rank 0 is also the engine process.
 
-Run as ``torchrun … -m detcompile.serving.engines.rank --dial HOST:PORT``, with the front's secret in
-DETCOMPILE_ENGINE_SECRET, by which the ranks know each other, too. Whatever ends one of them ends all, with exit code 1,
-and torchrun begins anew as often as its --max-restarts says.
+Run as ``torchrun ... -m detcompile.serving.engines.rank --dial HOST:PORT`` with the front end's secret in
+DETCOMPILE_ENGINE_SECRET, which also authenticates the ranks to each other. If one rank ends, all exit with code 1, and
+torchrun restarts them as often as its --max-restarts allows.
 """
 
 import functools
@@ -34,16 +34,16 @@ from detcompile.serving.engines.processes import end_with_parent
 
 __all__ = ["main"]
 
-KEY = "detcompile/rank 0"  # of the store: where rank 0 listens
-GREETING = struct.Struct(">II")  # behind the proof: rank and process id
-MEETING_SECONDS = 300.0  # for imports, which begin about when torchrun has found all machines
+KEY = "detcompile/rank 0"  # key of rank 0's address in the store
+GREETING = struct.Struct(">II")  # sent after the proof: rank and process id
+MEETING_SECONDS = 300.0  # for imports, after torchrun has connected all machines
 HANDSHAKE_SECONDS = 10.0
-SILENCE_SECONDS = 10.0  # without a beat, which a rank gives every 0.25 s of a step
-LAST_WORDS_SECONDS = 2.0  # for the engine to say which rank was lost
+SILENCE_SECONDS = 10.0  # without a heartbeat, which a rank sends every 0.25 s of a step
+LAST_WORDS_SECONDS = 2.0  # for the engine to report which rank was lost
 
 
 def main() -> None:
-    """Be the rank that torchrun says, until the engine ends."""
+    """Run the rank that torchrun assigned until the engine ends."""
     end_with_parent()
     try:
         secret, place = engine_secret(), place_of_torchrun()
@@ -51,7 +51,7 @@ def main() -> None:
             raise InvalidInput("give --dial HOST:PORT, where `detcompile serve --dial-in HOST:PORT` listens")
         if len(secret) < SECRET_BYTES:
             raise InvalidInput(
-                f"set DETCOMPILE_ENGINE_SECRET to {SECRET_BYTES} bytes at least, the front's, on every node"
+                f"set DETCOMPILE_ENGINE_SECRET to the front end's secret, at least {SECRET_BYTES} bytes, on every node"
             )
         store, _rank, _size = next(dist.rendezvous("env://"))
         if place.rank:
@@ -64,43 +64,42 @@ def main() -> None:
 
 
 def _compiled(nodes: Nodes, spec: ModelSpec, tp: int, pp: int) -> RemoteModel:
-    """The model, shared by all ranks.
+    """Compile a model across all ranks.
 
     Raises:
-        InvalidInput: there are more or fewer ranks than the front asks for, or the model is an archive.
-        Also what compile() raises.
+        InvalidInput: tp * pp is not the number of ranks, or the model is an archive; also what compile() raises.
     """
     if tp * pp != nodes.num_ranks:
         raise InvalidInput(
-            f"the front asks for tp={tp} and pp={pp}, which is {tp * pp} ranks, and torchrun has started"
-            f" {nodes.num_ranks} for this engine: give `detcompile serve` a --tp and --pp of that product, or torchrun"
-            " other --nnodes and --nproc-per-node"
+            f"the front end needs {tp * pp} ranks (tp={tp}, pp={pp}), but torchrun has started"
+            f" {nodes.num_ranks} for this engine: change --tp and --pp of `detcompile serve`, or torchrun's"
+            " --nnodes and --nproc-per-node"
         )
     if spec.name.endswith(ARCHIVE_SUFFIX):
-        raise InvalidInput(f"{spec.name}: ranks that torchrun has started compile a checkpoint, and load no archive")
+        raise InvalidInput(f"{spec.name}: ranks started by torchrun compile a checkpoint and cannot load an archive")
     numerics = Numerics(tp_sizes=spec.tp_sizes)
     require_declared(tp, numerics)
-    found = find(spec.name, **spec.options)
-    model = compile_in_workers(found, tp=tp, pp=pp, numerics=numerics, nodes=nodes)
-    for dialled in nodes.dialled:  # before, a rank may be in an import or a driver that lets no thread of it run
+    source = find(spec.name, **spec.options)
+    model = compile_in_workers(source, tp=tp, pp=pp, numerics=numerics, nodes=nodes)
+    for dialled in nodes.dialled:  # not earlier: imports and drivers may block all of a rank's threads
         dialled.silence_seconds = SILENCE_SECONDS
     return model
 
 
 def _met(store: dist.Store, place: Place, secret: bytes) -> Nodes:
-    """The other ranks, once all have connected.
+    """Wait until all other ranks have connected.
 
     Raises:
-        WorkerError: some have not.
+        WorkerError: some did not connect in time.
     """
-    host = _own_address(place)
-    found: dict[int, DialledRank] = {}
+    host = _local_address(place)
+    ranks: dict[int, DialledRank] = {}
     end = time.monotonic() + MEETING_SECONDS
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     with socket.create_server(("", 0), family=family, dualstack_ipv6=both) as listener:
         store.set(KEY, f"{host} {listener.getsockname()[1]}")
-        while missing := set(range(1, place.size)) - set(found):
+        while missing := set(range(1, place.size)) - set(ranks):
             listener.settimeout(max(0.01, end - time.monotonic()))
             try:
                 connection, address = listener.accept()
@@ -110,12 +109,12 @@ def _met(store: dist.Store, place: Place, secret: bytes) -> Nodes:
                 connection.close()
                 print(f"rank 0: {address[0]} connected without DETCOMPILE_ENGINE_SECRET", file=sys.stderr)
             else:
-                found[greeting[0]] = DialledRank(connection, greeting[1])  # a later one of the same rank is the living
-    return Nodes(host, place.local_size, [found[rank] for rank in range(1, place.size)])
+                ranks[greeting[0]] = DialledRank(connection, greeting[1])  # a rank's latest connection is live
+    return Nodes(host, place.local_size, [ranks[rank] for rank in range(1, place.size)])
 
 
 def _greeting(connection: socket.socket, secret: bytes) -> tuple[int, int] | None:
-    """Rank and process id of who has connected; None if it has not the secret, or says nothing."""
+    """Return rank and process id of a peer; None without the secret or an answer."""
     connection.settimeout(HANDSHAKE_SECONDS)
     try:
         if not proven(connection, secret):
@@ -129,16 +128,16 @@ def _greeting(connection: socket.socket, secret: bytes) -> tuple[int, int] | Non
 
 
 def _to_rank_0(store: dist.Store, rank: int, secret: bytes) -> socket.socket:
-    """A connection to rank 0, whose address may be that of an earlier try of torchrun's until it has listened.
+    """Connect to rank 0. Until it listens, the store may have its address from before a restart.
 
     Raises:
-        WorkerError: it is not to be reached.
+        WorkerError: rank 0 cannot be reached.
     """
     end = time.monotonic() + MEETING_SECONDS
     try:
         store.wait([KEY], timedelta(seconds=MEETING_SECONDS))
     except dist.DistError as error:
-        raise WorkerError(f"rank 0 has not begun within {MEETING_SECONDS:g} s: {error}") from error
+        raise WorkerError(f"rank 0 has not started within {MEETING_SECONDS:g} s: {error}") from error
     while True:
         host, port = store.get(KEY).decode().split()
         try:
@@ -146,21 +145,21 @@ def _to_rank_0(store: dist.Store, rank: int, secret: bytes) -> socket.socket:
             connection.sendall(GREETING.pack(rank, os.getpid()))
         except OSError as error:
             if time.monotonic() > end:
-                raise WorkerError(f"rank 0 is not to be reached at {host}:{port}: {error}") from error
+                raise WorkerError(f"rank 0 cannot be reached at {host}:{port}: {error}") from error
             time.sleep(0.5)
         else:
             return connection
 
 
-def _own_address(place: Place) -> str:
-    """The address of this machine, rank 0's, in the network of the store."""
+def _local_address(place: Place) -> str:
+    """Return rank 0's address in the network of the store."""
     with socket.create_connection((place.host, place.port)) as probe:
-        found: str = probe.getsockname()[0]
-    return place.host if found.startswith("127.") or found == "::1" else found  # its own name, as others resolve it
+        address: str = probe.getsockname()[0]
+    return place.host if address.startswith("127.") or address == "::1" else address  # a name that others resolve
 
 
 def _end_with(nodes: Nodes) -> NoReturn:
-    """End this process when another rank has ended, also while no step waits for it."""
+    """End this process when another rank ends, even while no step waits for it."""
     poller = select.poll()
     for dialled in nodes.dialled:
         poller.register(dialled.channel.fileno(), select.POLLRDHUP if sys.platform == "linux" else select.POLLHUP)

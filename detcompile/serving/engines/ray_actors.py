@@ -1,4 +1,4 @@
-"""RayActors: engines in actors of a Ray cluster, which Ray only places. They connect to the front themselves."""
+"""Engines in actors of a Ray cluster. Ray only places them; they connect to the front end themselves."""
 
 import asyncio
 import importlib
@@ -15,39 +15,39 @@ from detcompile.serving.engines.launchers import MODULE, Connection, DialIn
 __all__ = ["Placed", "RayActors"]
 
 CONNECT_SECONDS = 10.0
-SLOW_SECONDS = 30.0  # after which it is said that the cluster has no room yet
+SLOW_SECONDS = 30.0  # between warnings that the cluster has no resources yet
 logger = logging.getLogger(__name__)
 
 
 class Placed:
-    """What runs in an actor: an engine, in the actor's own process, which ends with the connection to its front."""
+    """The actor: runs an engine in its process until the connection to the front end closes."""
 
     def run(self, module: str, host: str, port: int, secret: bytes) -> None:
-        """Serve a front.
+        """Serve a front end.
 
         Args:
-            module: name of the engine's module, whose ``serve`` takes the connection.
-            host: the front's address.
-            port: the port on which the front waits for this engine.
-            secret: proves to the front that it is this one.
+            module: module whose ``serve`` runs the engine.
+            host: the front end's address.
+            port: port on which the front end waits for this engine.
+            secret: proves the engine's identity.
 
         Raises:
-            OSError: the front cannot be reached.
+            OSError: the front end cannot be reached.
         """
         importlib.import_module(module).serve(connected(host, port, secret))
 
 
 class RayActors:
-    """Starts an actor for each engine, in a placement group of one bundle: an engine's ranks share a node.
+    """Starts one actor per engine, in a placement group of one bundle, so that an engine's ranks share a node.
 
-    Ray carries nothing but the start: no step, prompt or token passes through it, and it starts nothing again. What the
-    cluster has no room for waits. The secret of each engine passes through Ray; prompts and tokens travel unencrypted.
+    Ray only starts the actors: steps, prompts and tokens do not pass through it, and it restarts nothing. Engines wait
+    until the cluster has resources. Each engine's secret passes through Ray; prompts and tokens are sent unencrypted.
 
     Args:
-        address: the cluster's; None finds the one of this machine, or that of RAY_ADDRESS.
-        gpus: GPUs of an engine; 0 on a cluster without.
-        cpus: CPUs of an engine.
-        module: name of the module whose ``serve`` is the engine.
+        address: the cluster's address; None finds a local one or takes RAY_ADDRESS.
+        gpus: GPUs per engine; 0 for a cluster without GPUs.
+        cpus: CPUs per engine.
+        module: module whose ``serve`` runs the engine.
 
     Raises:
         InvalidInput: Ray is not installed.
@@ -69,7 +69,7 @@ class RayActors:
         self._groups: set[Any] = set()
 
     async def open(self) -> Connection:
-        """An engine that has connected, from wherever Ray has put it.
+        """Place an engine and wait until it connects.
 
         Raises:
             InvalidInput: there is no such cluster.
@@ -78,7 +78,7 @@ class RayActors:
         if self._joining is None:
             self._joining = asyncio.create_task(asyncio.to_thread(self._join))
         host = await asyncio.shield(self._joining)
-        dial = DialIn(host, 0, secrets.token_bytes(2 * SECRET_BYTES))  # one for each, so that it is known who is who
+        dial = DialIn(host, 0, secrets.token_bytes(2 * SECRET_BYTES))  # one per engine, which identifies it
         _, port = await dial.address()
         group, actor, run = await asyncio.to_thread(self._place, host, port, dial.secret)
         self._groups.add(group)
@@ -91,14 +91,14 @@ class RayActors:
             if not arriving.done():
                 error = ended.exception()
                 raise WorkerError(f"an engine in a Ray actor ended before it served: {error or 'it was stopped'}")
-            found = arriving.result()
+            connection = arriving.result()
         finally:
             arriving.cancel()
             await dial.close()
-        return _RayConnection(found.reader, found.writer, kill_actor=lambda: self._kill(actor))
+        return _RayConnection(connection.reader, connection.writer, kill_actor=lambda: self._kill(actor))
 
     async def close(self) -> None:
-        """Leave the cluster; what was placed there ends."""
+        """Leave the cluster; its engines end."""
         if self._joining is not None:
             await asyncio.gather(self._joining, return_exceptions=True)
             for group in list(self._groups):
@@ -108,21 +108,22 @@ class RayActors:
             await asyncio.to_thread(self._ray.shutdown)
 
     def _join(self) -> str:
-        """Join the cluster; returns the address at which its nodes reach this one."""
+        """Join the cluster; return this node's address as other nodes see it."""
         node, _, port = (self._address or "").rpartition(":")
-        own = {"_node_ip_address": node} if _is_loopback(node) else {}  # all nodes are on this machine
+        local = {"_node_ip_address": node} if _is_loopback(node) else {}  # all nodes are on this machine
         try:
-            if node:  # which Ray would try for minutes
+            if node:  # fail fast: Ray would retry for minutes
                 socket.create_connection((node.strip("[]"), int(port)), CONNECT_SECONDS).close()
-            self._ray.init(address=self._address or "auto", log_to_driver=False, configure_logging=False, **own)
+            self._ray.init(address=self._address or "auto", log_to_driver=False, configure_logging=False, **local)
         except (OSError, RuntimeError, ValueError) as error:
-            wanted = "`ray start --head` begins a cluster of this machine"
-            raise InvalidInput(f"--backend ray: there is no such cluster ({error}); {wanted}") from error
+            advice = "`ray start --head` starts one on this machine"
+            raise InvalidInput(f"--backend ray: cannot join the cluster ({error}); {advice}") from error
         host: str = self._ray.util.get_node_ip_address()
         return host
 
     def _place(self, host: str, port: int, secret: bytes) -> tuple[Any, Any, Any]:
-        """A group, its actor, and the reference to the end of what runs in it; nothing of it need exist yet."""
+        """Return a placement group, its actor, and the reference of the actor's run; Ray creates them
+        asynchronously."""
         groups: Any = importlib.import_module("ray.util.placement_group")
         strategies: Any = importlib.import_module("ray.util.scheduling_strategies")
         group = groups.placement_group([self._bundle], strategy="STRICT_PACK")
@@ -138,10 +139,10 @@ class RayActors:
         return group, actor, actor.run.remote(self._module, host, port, secret)
 
     async def _remove_ended(self, group: Any, run: Any) -> None:
-        """Give back what an engine had, once it has ended.
+        """Remove an engine's placement group after its end.
 
         Raises:
-            Exception: how it ended, as Ray says it.
+            Exception: the engine failed; Ray's exception.
         """
         try:
             await asyncio.wrap_future(run.future())
@@ -152,10 +153,10 @@ class RayActors:
         while not (arriving.done() or ended.done()):
             await asyncio.wait([arriving, ended], timeout=SLOW_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             if not (arriving.done() or ended.done()):
-                logger.warning("an engine waits for room in the Ray cluster: it needs %s on one node", self._bundle)
+                logger.warning("an engine waits for resources of the Ray cluster: it needs %s on one node", self._bundle)
 
     def _kill(self, actor: Any) -> None:
-        """End an actor, also one that is stopped by a signal or unreachable."""
+        """Kill an actor, even one that is stopped by a signal or unreachable."""
         task = asyncio.create_task(asyncio.to_thread(self._ray.kill, actor, no_restart=True))
         self._ended.add(task)
         task.add_done_callback(self._forget)
@@ -163,7 +164,7 @@ class RayActors:
     def _forget(self, task: asyncio.Task[None]) -> None:
         self._ended.discard(task)
         if not task.cancelled():
-            logger.debug("of an actor: %s", task.exception())
+            logger.debug("actor ended: %s", task.exception())
 
     def _remove(self, group: Any) -> None:
         if group in self._groups and self._ray.is_initialized():
@@ -175,7 +176,7 @@ class _RayConnection(Connection):
     """A connection to an engine in an actor.
 
     Args:
-        kill_actor: ends the actor.
+        kill_actor: kills the actor.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, kill_actor: Any) -> None:
@@ -183,7 +184,7 @@ class _RayConnection(Connection):
         self._kill_actor = kill_actor
 
     def kill(self) -> None:
-        """End the connection, and the actor."""
+        """Close the connection and kill the actor."""
         super().kill()
         self._kill_actor()
 

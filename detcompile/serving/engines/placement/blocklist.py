@@ -1,7 +1,7 @@
-"""Blocklist: requests that crashed engines while they were the only ones running, refused for a while.
+"""Blocklist of requests that crashed engines while running alone; refused for 10 minutes.
 
-Clients send again what has failed, OpenAI's own by themselves: every try would cost some more engines, and soon those
-that all other clients wait for.
+Clients retry failed requests, OpenAI's client by itself. Each retry would cost more engines, including those that serve
+other clients.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ MOST = 10_000
 
 
 class Blocklist:
-    """Remember requests by what they ask, whatever their seed.
+    """Remembers requests by content, ignoring the seed.
 
     Args:
         clock: returns seconds.
@@ -29,20 +29,20 @@ class Blocklist:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._known: dict[bytes, float] = {}  # when each was added, oldest first
+        self._known: dict[bytes, float] = {}  # time of addition, oldest first
 
     def add(self, answer: Answer) -> None:
-        """Fail an answer, and those to the same request that come later."""
+        """Fail an answer and block its request."""
         self._known[_digest(answer)] = self._clock()
         while len(self._known) > MOST:
             del self._known[next(iter(self._known))]
         answer.fail(BlockedRequestError(f"{ALONE_DEATHS} engines ended while they served this request alone"))
 
     def require_unblocked(self, answer: Answer) -> None:
-        """Refuse an answer to a request that is on the list.
+        """Refuse an answer whose request is blocked.
 
         Raises:
-            BlockedRequestError: it is.
+            BlockedRequestError: the request is blocked.
         """
         if not self._known:
             return
@@ -55,4 +55,4 @@ class Blocklist:
 
 
 def _digest(answer: Answer) -> bytes:
-    return hashlib.sha256(msgspec.msgpack.encode(answer.asked)).digest()
+    return hashlib.sha256(msgspec.msgpack.encode(answer.content)).digest()

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from detcompile.serving.engines.answers import Answer, Errand
+from detcompile.serving.engines.answers import Answer, AuxiliaryTask
 from detcompile.serving.http_errors import OverdueError
 
 __all__ = ["Deadlines"]
@@ -26,7 +26,7 @@ class Deadlines:
 
     def watch(self, answer: Answer) -> None:
         """Start the timer of an answer."""
-        has_tokens = not isinstance(answer, Errand)
+        has_tokens = not isinstance(answer, AuxiliaryTask)
         seconds = min(self._first, self._whole) if has_tokens else self._whole
         self._schedule(seconds, answer, asyncio.get_running_loop().time())
 

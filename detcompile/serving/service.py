@@ -13,9 +13,8 @@ from detcompile.serving.bodies import MAX_BODY, BodyLimiter
 from detcompile.serving.chat_template import ChatTemplate
 from detcompile.serving.dashboard.history import History
 from detcompile.serving.deadlines import Deadlines
-from detcompile.serving.engines.answers import Answer, Pooling, Verification
+from detcompile.serving.engines.answers import Answer, AnswerSignal, Pooling, Verification
 from detcompile.serving.engines.fleet import Fleet
-from detcompile.serving.engines.notices import News
 from detcompile.serving.engines.protocol import Delta, EngineSpec, Hello, PoolingFacts
 from detcompile.serving.grammars.check import GrammarCheck
 from detcompile.serving.http_errors import CLIENT_LEFT, HTTPError, error_of
@@ -219,9 +218,9 @@ class Service:
         await self.grammars.require(params.grammar, owner)
         self.require_ready()
         self.limiter.require(owner, len(prompts) * params.n, [len(prompt) for prompt in prompts])
-        news = News()
+        signal = AnswerSignal()
         salt = _cache_salt(owner, ask.cache_salt)
-        answers = [Answer(f"{next(self._numbers)}", prompt, params, news, ask.priority, salt) for prompt in prompts]
+        answers = [Answer(f"{next(self._numbers)}", prompt, params, signal, ask.priority, salt) for prompt in prompts]
         self._add(answers, owner, reservation)
         return answers
 

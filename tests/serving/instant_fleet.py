@@ -5,7 +5,7 @@ from array import array
 
 from msgspec.structs import replace
 
-from detcompile.serving.engines.answers import Answer, Errand, Pooling, Verification, given_params
+from detcompile.serving.engines.answers import Answer, AuxiliaryTask, Pooling, Verification, given_params
 from detcompile.serving.engines.fleet import Fleet
 from detcompile.serving.engines.protocol import (
     LENGTH,
@@ -45,7 +45,7 @@ class InstantFleet(Fleet):
         return self.known
 
     def add(self, answer: Answer) -> None:
-        if isinstance(answer, Errand):
+        if isinstance(answer, AuxiliaryTask):
             decode_command(frame(answer.command())[LENGTH.size :])  # whatever is asked has to travel
             self._later(self._settle, answer)
             return
@@ -71,7 +71,7 @@ class InstantFleet(Fleet):
         delta = Delta(answer.request_id, samples, last, None, None, 0, None)
         answer.extend(delta)
         self._on_delta(answer, delta)
-        answer.news.tell()
+        answer.signal.notify()
         self._later(self._draw, answer)
 
     def _settle(self, errand: Answer) -> None:

@@ -22,12 +22,11 @@ from detcompile.models.hub import TINY_FOLDER
 from detcompile.runtime.grammars.grammar import Grammar
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.serving.engines import launchers
-from detcompile.serving.engines.answers import Answer
+from detcompile.serving.engines.answers import Answer, AnswerSignal
 from detcompile.serving.engines.engine_link import EngineLink
 from detcompile.serving.engines.fleet import Fleet
 from detcompile.serving.engines.launchers import Connection, DialIn, LocalProcess
-from detcompile.serving.engines.notices import News
-from detcompile.serving.engines.placement.spares import Spares
+from detcompile.serving.engines.spares import Spares
 from detcompile.serving.grammars.check import GrammarCheck
 from tests.exhaustive import EXHAUSTIVE, exhaustive_unless
 from tests.serving.scripted_service import ENGINE, SPEC, scripted
@@ -225,7 +224,7 @@ def test_what_an_engine_is_told_once_it_is_gone_goes_on_elsewhere(loop, monkeypa
         link.start(SPEC)
         await link.settled()
         os.kill(link.pid, signal.SIGKILL)
-        answers = [Answer(f"{index}", [5], SamplingParams(), News()) for index in range(20)]
+        answers = [Answer(f"{index}", [5], SamplingParams(), AnswerSignal()) for index in range(20)]
         for answer in answers:
             link.add(answer)
             await asyncio.sleep(0.01)

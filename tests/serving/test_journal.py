@@ -19,8 +19,7 @@ import pytest
 from detcompile.errors import DetcompileError, InvalidInput, StorageError
 from detcompile.runtime.grammars.grammar import Grammar
 from detcompile.runtime.requests.sampling_params import SamplingParams
-from detcompile.serving.engines.answers import Answer, AnswerSample
-from detcompile.serving.engines.notices import News
+from detcompile.serving.engines.answers import Answer, AnswerSample, AnswerSignal
 from detcompile.serving.engines.protocol import Token
 from detcompile.serving.journal.job import Ask, Job, ServedModel
 from detcompile.serving.journal.journal import Journal, JournalFull
@@ -51,7 +50,7 @@ def opened(path: Path, *options: Any, now: int = 1000, **named: Any) -> Journal:
 
 
 def answered(ask: Ask) -> list[Answer]:
-    answers = [Answer("", prompt, ask.params, News()) for prompt in ask.prompts]
+    answers = [Answer("", prompt, ask.params, AnswerSignal()) for prompt in ask.prompts]
     for sample in answers[0].samples:
         sample.token_ids = array("i", [4, 5])
         sample.logprobs = [Token(4, -1.5, [(4, -1.5)]), Token(5, float("-inf"), [])]
@@ -83,7 +82,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     journal.close()
     found = opened(path).find("me", key="key")
     assert found is not None and found.outcome == outcome_of(job)
-    again = [Answer("", prompt, ask.params, News()) for prompt in ask.prompts]
+    again = [Answer("", prompt, ask.params, AnswerSignal()) for prompt in ask.prompts]
     restore(again, found.outcome)
     for name in ("samples", "prompt_logprobs", "num_cached_tokens", "finished", "error"):
         ours, theirs = getattr(again[0], name), getattr(job.answers[0], name)

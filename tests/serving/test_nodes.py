@@ -23,12 +23,11 @@ from detcompile.executors.ranks import Nodes
 from detcompile.models.spec import ModelSpec
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.serving.engines import rank
-from detcompile.serving.engines.answers import Answer
+from detcompile.serving.engines.answers import Answer, AnswerSignal
 from detcompile.serving.engines.engine_link import EngineLink
 from detcompile.serving.engines.fleet import Fleet
 from detcompile.serving.engines.handshake import connected
 from detcompile.serving.engines.launchers import DialIn, LocalProcess
-from detcompile.serving.engines.notices import News
 from detcompile.serving.engines.protocol import EngineSpec, Hello
 from tests.exhaustive import EXHAUSTIVE
 from tests.model_cases import random_model
@@ -85,7 +84,7 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> EngineSpec:
 def answers() -> list[Answer]:
     common = {"max_tokens": LENGTH, "ignore_eos": True}
     return [
-        Answer(str(index), [5 + index, *range(20, 40)], SamplingParams(**common, **draw), News())
+        Answer(str(index), [5 + index, *range(20, 40)], SamplingParams(**common, **draw), AnswerSignal())
         for index, draw in enumerate(DRAWS)
     ]
 
@@ -362,7 +361,7 @@ TORCHRUN = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE
         ([], TORCHRUN | {"MASTER_PORT": "1"}, "--dial HOST:PORT"),
         (["--dial", "127.0.0.1:1"], {}, "start this process with torchrun"),
         (["--dial", "127.0.0.1:1"], TORCHRUN | {"MASTER_PORT": "x"}, "start this process with torchrun"),
-        (["--dial", "127.0.0.1:1"], TORCHRUN | {"MASTER_PORT": "1"}, "front end's secret, at least 16 bytes, on every node"),
+        (["--dial", "127.0.0.1:1"], TORCHRUN | {"MASTER_PORT": "1"}, "secret, at least 16 bytes, on every node"),
     ],
 )
 def test_what_is_missing_at_the_start_is_named(

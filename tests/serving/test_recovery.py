@@ -14,9 +14,8 @@ from msgspec import structs
 from detcompile import SamplingParams
 from detcompile.runtime.grammars.grammar import Grammar
 from detcompile.serving.engines import fleet
-from detcompile.serving.engines.answers import Answer, Pooling, Verification
-from detcompile.serving.engines.notices import News
-from detcompile.serving.engines.placement.blocklist import Blocklist
+from detcompile.serving.engines.answers import Answer, AnswerSignal, Pooling, Verification
+from detcompile.serving.engines.placement import Blocklist
 from detcompile.serving.http_errors import BlockedRequestError
 from detcompile.serving.service import Service
 from tests.serving.scripted_engine import HELLO, POISON
@@ -124,7 +123,7 @@ def test_blocklist_matches_prompt_not_seed() -> None:
     blocklist = Blocklist(lambda: now[0])
 
     def answer(prompt: list[int], **asked: Any) -> Answer:
-        return Answer("1", prompt, SamplingParams(**asked), News())
+        return Answer("1", prompt, SamplingParams(**asked), AnswerSignal())
 
     def errands(receipt: bytes, pooling: Literal["last", "mean"]) -> list[Answer]:
         return [Verification("1", receipt, [3, 4]), Pooling("1", [[5], [6]], pooling, normalize=True)]

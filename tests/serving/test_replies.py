@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from detcompile.runtime.requests.sampling_params import SamplingParams
-from detcompile.serving.engines.answers import Answer
-from detcompile.serving.engines.notices import News
+from detcompile.serving.engines.answers import Answer, AnswerSignal
 from detcompile.serving.engines.protocol import Delta, SampleDelta, Statistics, Token
 from detcompile.serving.http_errors import HTTPError
 from detcompile.serving.journal.job import Ask, Job, ServedModel
@@ -35,7 +34,7 @@ MESSAGES = [Message(role="user", content="x")]
 def job_of(length: int, *, kept: bool = False, **params: Any) -> Job:
     """A request of two samples, or of one, whose answer begins."""
     asked = SamplingParams(seed=1, max_tokens=length, **params)
-    answer = Answer("1", [5], asked, News())
+    answer = Answer("1", [5], asked, AnswerSignal())
     return Job(Ask([[5]], asked, 0, "cmpl-"), [answer], None, MODEL, kept)
 
 
@@ -52,7 +51,7 @@ async def draw(answer: Answer, ids: list[int]) -> None:
             for index in range(answer.params.n)
         ]
         answer.extend(Delta("1", samples, ended, None, None, 0, None))
-        answer.news.tell()
+        answer.signal.notify()
         await asyncio.sleep(0.001)
 
 

@@ -14,8 +14,7 @@ import pytest
 from detcompile.models.hub import TINY_FOLDER
 from detcompile.runtime.requests.detokenizer import Detokenizer
 from detcompile.runtime.requests.sampling_params import SamplingParams
-from detcompile.serving.engines.answers import Answer
-from detcompile.serving.engines.notices import News
+from detcompile.serving.engines.answers import Answer, AnswerSignal
 from detcompile.serving.engines.protocol import Delta, SampleDelta, Token
 from detcompile.serving.journal.job import Ask, Job, ServedModel
 from detcompile.serving.openai.completions import CompletionReply
@@ -114,7 +113,7 @@ def test_others_are_served_between_samples_which_are_read_once(
 
     async def scenario() -> None:
         asked = SamplingParams(n=9, seed=1, max_tokens=100, **params)
-        answer = Answer("1", [5], asked, News())
+        answer = Answer("1", [5], asked, AnswerSignal())
         tokens = [Token(42, -0.5, [(43, -1.0)])] * 100
         deltas = [SampleDelta(index, [42] * 100, tokens, "length", None) for index in range(9)]
         answer.extend(Delta("1", deltas, True, None, None, 0, None))
@@ -152,7 +151,7 @@ def test_offsets_are_places_in_the_text(texts: TokenizerPool, prompt: str | None
     for written, stop in itertools.product(WRITTEN, ((), ("本",), ("= 1",))):
         drawn = [*encode(written, add_special_tokens=False).ids, 200, 200, *encode("end").ids]  # bytes of no character
         params = SamplingParams(seed=1, max_tokens=99, logprobs=0, stop=stop)
-        answer = Answer("1", echoed or [5], params, News())
+        answer = Answer("1", echoed or [5], params, AnswerSignal())
         answer.prompt_logprobs = [None, *(Token(token, -0.5, []) for token in echoed[1:])]
         job = Job(Ask([[5]], params, 0, "cmpl-"), [answer], None, MODEL)
         reply = CompletionReply(SimpleNamespace(texts=texts), job)
@@ -179,7 +178,7 @@ def test_offsets_are_places_in_the_text(texts: TokenizerPool, prompt: str | None
 def test_others_are_served_while_a_response_is_recorded_that_came_at_once() -> None:
     async def scenario() -> int:
         asked = SamplingParams(seed=1, max_tokens=900)
-        answer = Answer("1", [5], asked, News())
+        answer = Answer("1", [5], asked, AnswerSignal())
         answer.extend(Delta("1", [SampleDelta(0, [42] * 900, None, "length", None)], True, None, None, 0, None))
         service = scripted()
         service.fleet.hello, service.texts = HELLO, TokenizerPool(HELLO)

@@ -11,8 +11,7 @@ import msgspec
 
 from detcompile.errors import InvalidInput
 from detcompile.serving.anthropic.messages import MessageReply
-from detcompile.serving.engines.answers import Answer
-from detcompile.serving.engines.notices import News
+from detcompile.serving.engines.answers import Answer, AnswerSignal
 from detcompile.serving.engines.protocol import Delta, SampleDelta, Token
 from detcompile.serving.journal.job import Ask, Job, ServedModel
 from detcompile.serving.openai.chat import ChatReply
@@ -106,7 +105,7 @@ def _at(fields: Any, path: Sequence[str]) -> Any:
 def _job(fields: Fields, envelope: Envelope, receipt: Receipt, redrawn: Sequence[Redrawn], grammar: str | None) -> Job:
     """Rebuild the receipt's request with its answers."""
     params = params_of(receipt, grammar)
-    answers = [Answer("", prompt.token_ids, params, News()) for prompt in redrawn]
+    answers = [Answer("", prompt.token_ids, params, AnswerSignal()) for prompt in redrawn]
     for answer, prompt in zip(answers, redrawn):
         samples = [
             SampleDelta(index, sample.token_ids, _tokens(sample.logprobs), sample.finish_reason, sample.stop_reason)

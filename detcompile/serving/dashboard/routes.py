@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from detcompile.serving.dashboard.history import Row
 from detcompile.serving.engines.engine_link import EngineLink
-from detcompile.serving.engines.placement.loss import Loss
+from detcompile.serving.engines.fleet import EngineFailure
 from detcompile.serving.engines.protocol import Holding, Statistics, Step
 from detcompile.serving.http_errors import HTTPError
 from detcompile.serving.journal.jobs import Call
@@ -79,7 +79,7 @@ class State(msgspec.Struct, kw_only=True):
     latencies: dict[str, list[int]]
     num_restarts: int
     num_resumed: int
-    losses: list[Loss]
+    losses: list[EngineFailure]
 
 
 class KillRequest(msgspec.Struct):

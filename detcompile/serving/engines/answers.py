@@ -1,8 +1,10 @@
 """Answers in progress: what the engine has produced for each prompt so far, and a way to wait for more."""
 
+import asyncio
 import time
 from abc import ABC, abstractmethod
 from array import array
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import fields
 from itertools import chain
@@ -12,14 +14,62 @@ import msgspec
 
 from detcompile.errors import DetcompileError, EngineError, GenerationError
 from detcompile.runtime.requests.sampling_params import SamplingParams
-from detcompile.serving.engines.notices import News
 from detcompile.serving.engines.protocol import Delta, Pool, Pooled, Token, Verified, Verify
 from detcompile.serving.receipts.verdict import Verdict
 
-__all__ = ["Answer", "AnswerSample", "Errand", "Pooling", "Verification", "given_params", "progress"]
+__all__ = ["Answer", "AnswerSample", "AuxiliaryTask", "Pooling", "Verification", "given_params", "progress"]
 
 PARAMETERS = tuple(field.name for field in fields(SamplingParams))
 DEFAULTS = {name: getattr(SamplingParams(), name) for name in PARAMETERS}
+WAKES_PER_TURN = 32  # readers to wake per turn; between turns the event loop accepts connections and reads
+
+
+class AnswerSignal:
+    """Signals progress to any number of readers; none misses any."""
+
+    __slots__ = ("_readers", "count")
+
+    def __init__(self) -> None:
+        self.count = 0  # signals so far; read it before reading the answer, then wait for more
+        self._readers: list[asyncio.Future[None]] = []
+
+    def notify(self) -> None:
+        """Signal progress."""
+        self.count += 1
+        readers, self._readers = self._readers, []
+        for reader in readers:
+            if not reader.done():
+                reader.set_result(None)
+
+    async def wait(self, seen: int) -> None:
+        """Wait until ``count`` exceeds ``seen``."""
+        if self.count == seen:
+            self._readers.append(asyncio.get_running_loop().create_future())
+            await self._readers[-1]
+
+
+class WakeQueue:
+    """Signals to notify, in order, a few per turn of the event loop.
+
+    A step extends a thousand answers at once. If all readers were woken together, a new connection would wait until all
+    had sent their data, because uvloop accepts one connection per turn. A reader not woken before the next step handles
+    both steps at once.
+    """
+
+    def __init__(self) -> None:
+        self._due: OrderedDict[AnswerSignal, None] = OrderedDict()
+
+    def put(self, signal: AnswerSignal) -> None:
+        """Queue a signal."""
+        if not self._due:
+            asyncio.get_running_loop().call_soon(self._wake)
+        self._due[signal] = None
+
+    def _wake(self) -> None:
+        for _ in range(min(WAKES_PER_TURN, len(self._due))):
+            self._due.popitem(last=False)[0].notify()
+        if self._due:
+            asyncio.get_running_loop().call_soon(self._wake)
 
 
 class AnswerSample:
@@ -45,7 +95,7 @@ class Answer:
 
     Args:
         params: parameters of the request, including the seed.
-        news: signals progress; answers that are read together share one.
+        signal: notified of progress; answers that are read together share one.
         priority: the engine serves lower values first.
         cache_salt: answers with different salts share no cached prefix.
 
@@ -63,8 +113,8 @@ class Answer:
 
     __slots__ = (
         "_num_repeated_logprobs", "arrival", "cache_salt", "deaths", "deaths_alone", "engine", "error", "finished",
-        "first_token", "name", "news", "num_cached_tokens", "num_preemptions", "owner", "params", "priority",
-        "prompt_ids", "prompt_logprobs", "queued_seconds", "request_id", "samples", "tries",
+        "first_token", "name", "num_cached_tokens", "num_preemptions", "owner", "params", "priority", "prompt_ids",
+        "prompt_logprobs", "queued_seconds", "request_id", "samples", "signal", "tries",
     )  # fmt: skip
 
     def __init__(
@@ -72,7 +122,7 @@ class Answer:
         request_id: str,
         prompt_ids: list[int],
         params: SamplingParams,
-        news: News,
+        signal: AnswerSignal,
         priority: int = 0,
         cache_salt: str = "",
     ) -> None:
@@ -89,7 +139,7 @@ class Answer:
         self.queued_seconds: float | None = None
         self.arrival = time.monotonic()
         self.first_token: float | None = None
-        self.news = news
+        self.signal = signal
         self.priority = priority
         self.cache_salt = cache_salt
         self.engine: int | None = None
@@ -114,7 +164,7 @@ class Answer:
         return sum(len(sample.token_ids) for sample in self.samples)
 
     def extend(self, delta: Delta) -> None:
-        """Add a delta. The caller signals ``news``."""
+        """Add a delta. The caller notifies ``signal``."""
         for part in delta.samples:
             sample = self.samples[part.index]
             sample.token_ids.extend(part.token_ids)
@@ -145,10 +195,10 @@ class Answer:
         """End with an error."""
         if not self.finished:
             self.error, self.finished = error, True
-        self.news.tell()
+        self.signal.notify()
 
 
-class Errand(Answer, ABC):
+class AuxiliaryTask(Answer, ABC):
     """Work of an engine other than answers. It queues, is bounded and is canceled like an answer, but draws no
     tokens."""
 
@@ -165,10 +215,10 @@ class Errand(Answer, ABC):
     def finish(self, report: Verified | Pooled) -> None:
         """Store the result."""
         self.finished = True
-        self.news.tell()
+        self.signal.notify()
 
 
-class Verification(Errand):
+class Verification(AuxiliaryTask):
     """The replay of a receipt.
 
     Args:
@@ -181,7 +231,7 @@ class Verification(Errand):
 
     def __init__(self, request_id: str, receipt: bytes, lengths: Sequence[int]) -> None:
         params = SamplingParams(n=len(lengths))
-        super().__init__(request_id, [0] * sum(lengths), params, News())
+        super().__init__(request_id, [0] * sum(lengths), params, AnswerSignal())
         self.name = f"verify-{request_id}"
         self.receipt = receipt
         self.verdict: Verdict | None = None
@@ -197,7 +247,7 @@ class Verification(Errand):
         super().finish(report)
 
 
-class Pooling(Errand):
+class Pooling(AuxiliaryTask):
     """Embeddings or class scores of prompts.
 
     Args:
@@ -216,7 +266,7 @@ class Pooling(Errand):
         pooling: Literal["last", "first", "mean"] | None,
         normalize: bool,
     ) -> None:
-        super().__init__(request_id, list(chain.from_iterable(prompts)), SamplingParams(), News())
+        super().__init__(request_id, list(chain.from_iterable(prompts)), SamplingParams(), AnswerSignal())
         self._arguments = (list(prompts), pooling, normalize)
         self.num_columns = 0
         self.values = b""
@@ -233,14 +283,14 @@ class Pooling(Errand):
 
 
 async def progress(answers: Sequence[Answer]) -> AsyncIterator[None]:
-    """Yield whenever answers, which share ``news``, may have grown; the last time after all have ended.
+    """Yield whenever answers, which share ``signal``, may have grown; the last time after all have ended.
 
     Raises:
         DetcompileError: the first ``error`` of these answers.
     """
-    news = answers[0].news if answers else News()
+    signal = answers[0].signal if answers else AnswerSignal()
     while True:
-        seen = news.count
+        seen = signal.count
         finished = True
         for answer in answers:
             if answer.error is not None:
@@ -249,7 +299,7 @@ async def progress(answers: Sequence[Answer]) -> AsyncIterator[None]:
         yield
         if finished:
             return
-        await news.wait(seen)
+        await signal.wait(seen)
 
 
 def given_params(params: SamplingParams) -> dict[str, Any]:

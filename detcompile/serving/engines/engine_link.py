@@ -13,9 +13,8 @@ from detcompile.errors import (
     UnsupportedModel,
     WorkerError,
 )
-from detcompile.serving.engines.answers import Answer, Errand, given_params
+from detcompile.serving.engines.answers import Answer, AuxiliaryTask, WakeQueue, given_params
 from detcompile.serving.engines.launchers import Connection, Launcher, LocalProcess
-from detcompile.serving.engines.notices import Notices
 from detcompile.serving.engines.protocol import (
     LENGTH,
     Add,
@@ -52,7 +51,7 @@ class EngineLink:
     """One engine process, from start to end. All methods must be called in the event loop's thread.
 
     Args:
-        on_news: called with every answer after it was extended, with its delta; with None for a rejected answer or an
+        on_progress: called with every extended answer and its delta; with None for a rejected answer or an
             auxiliary task.
         on_lost: called with the unfinished answers when the engine fails; the callee takes them over.
         launcher: opens the connection to the process.
@@ -69,7 +68,7 @@ class EngineLink:
 
     def __init__(
         self,
-        on_news: Callable[[Answer, Delta | None], None] = lambda answer, delta: None,
+        on_progress: Callable[[Answer, Delta | None], None] = lambda answer, delta: None,
         on_lost: Callable[["EngineLink", list[Answer]], None] | None = None,
         launcher: Launcher | None = None,
         silence: float = SILENCE_SECONDS,
@@ -80,7 +79,7 @@ class EngineLink:
         self.steps: deque[Step] = deque(maxlen=KEPT_STEPS)
         self.holdings: list[Holding] = []
         self.answers: dict[str, Answer] = {}
-        self._on_news = on_news
+        self._on_progress = on_progress
         self._on_lost = on_lost
         self._launcher = LocalProcess() if launcher is None else launcher
         self._silence = silence
@@ -90,7 +89,7 @@ class EngineLink:
         self._connection: Connection | None = None
         self._known: Hello | None = None
         self._heard = False  # a report arrived since the last check
-        self._notices = Notices()
+        self._wake_queue = WakeQueue()
 
     @property
     def ready(self) -> bool:
@@ -151,7 +150,7 @@ class EngineLink:
             raise self.failure or WorkerError("the engine has not started")
         answer.tries += 1
         self.answers[answer.try_id] = answer
-        if isinstance(answer, Errand):
+        if isinstance(answer, AuxiliaryTask):
             self._send(answer.command())
             return
         params, resume = given_params(answer.params), answer.resumption()
@@ -221,8 +220,8 @@ class EngineLink:
             if delta.finished:
                 del self.answers[delta.request_id]
             answer.extend(delta)
-            self._notices.put(answer.news)
-            self._on_news(answer, delta)
+            self._wake_queue.put(answer.signal)
+            self._on_progress(answer, delta)
             if place % TOGETHER == 0:
                 await asyncio.sleep(0)
 
@@ -230,9 +229,9 @@ class EngineLink:
         self._heard = True
         if isinstance(report, (Verified, Pooled)):
             task = self.answers.pop(report.request_id, None)
-            if isinstance(task, Errand):
+            if isinstance(task, AuxiliaryTask):
                 task.finish(report)
-                self._on_news(task, None)
+                self._on_progress(task, None)
         elif isinstance(report, Heartbeat):
             self.statistics, self.holdings = report.statistics, report.holdings
             self.steps.extend(report.steps)
@@ -242,7 +241,7 @@ class EngineLink:
             refused = self.answers.pop(report.request_id, None)
             if refused is not None:
                 refused.fail(InvalidInput(report.message))
-                self._on_news(refused, None)
+                self._on_progress(refused, None)
         elif isinstance(report, Broken):
             self._fail(_error_of(report))
 

@@ -6,6 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 
 from msgspec.structs import replace
 
@@ -15,11 +16,9 @@ from detcompile.runtime.requests.poison_guard import PoisonRequestGuard
 from detcompile.serving.engines.answers import Answer
 from detcompile.serving.engines.engine_link import SILENCE_SECONDS, EngineLink
 from detcompile.serving.engines.launchers import Launcher, LocalProcess
-from detcompile.serving.engines.placement.blocklist import Blocklist
-from detcompile.serving.engines.placement.loss import Loss
-from detcompile.serving.engines.placement.router import Router
-from detcompile.serving.engines.placement.spares import Spares
+from detcompile.serving.engines.placement import Blocklist, Router
 from detcompile.serving.engines.protocol import Delta, EngineSpec, Hello, Statistics
+from detcompile.serving.engines.spares import Spares
 
 __all__ = ["Fleet"]
 
@@ -27,6 +26,22 @@ KEPT_LOSSES = 20
 RETRY_SECONDS = 1.0  # after a failed launch
 RESTART_SECONDS = 60.0  # window for ``most_restarts``
 logger = logging.getLogger(__name__)
+
+
+@dataclass
+class EngineFailure:
+    """A lost engine, for the dashboard.
+
+    Attributes:
+        at: Unix time in seconds.
+        num_answers: answers that moved to other engines.
+        seconds: time until a replacement served; None before.
+    """
+
+    at: float
+    why: str
+    num_answers: int
+    seconds: float | None = None
 
 
 class Fleet:
@@ -63,7 +78,7 @@ class Fleet:
         self.num_restarts = 0
         self.num_resumed = 0
         self.links: list[EngineLink] = []
-        self.losses: deque[Loss] = deque(maxlen=KEPT_LOSSES)
+        self.losses: deque[EngineFailure] = deque(maxlen=KEPT_LOSSES)
         self._on_delta = on_delta
         self._launcher = LocalProcess() if launcher is None else launcher
         self._replicas = replicas
@@ -169,7 +184,7 @@ class Fleet:
             try:
                 await self._replace(index)
             except DetcompileError as error:  # the launch failed
-                self.losses.append(loss := Loss(time.time(), str(error), 0))
+                self.losses.append(loss := EngineFailure(time.time(), str(error), 0))
                 self._run(self._restart(index, loss))
             if not self.links[index].ready:
                 return False
@@ -191,9 +206,9 @@ class Fleet:
         self.links[index].start(replace(self._spec, visible_devices=gpus), self.hello)
 
     def _new_link(self) -> EngineLink:
-        return EngineLink(self._news, self._lost, self._launcher, self._silence)
+        return EngineLink(self._on_progress, self._lost, self._launcher, self._silence)
 
-    def _news(self, answer: Answer, delta: Delta | None) -> None:
+    def _on_progress(self, answer: Answer, delta: Delta | None) -> None:
         if delta is not None:
             self._on_delta(answer, delta)
         if self._guard.clears(answer):
@@ -215,7 +230,7 @@ class Fleet:
         self._requeue([answer for answer in answers if self._guard.died_with(answer)])
         if link in self.links:
             logger.warning("lost an engine: %s; %d answers continue on another", link.failure, len(answers))
-            self.losses.append(loss := Loss(time.time(), str(link.failure), len(answers)))
+            self.losses.append(loss := EngineFailure(time.time(), str(link.failure), len(answers)))
             self._run(self._restart(self.links.index(link), loss))
 
     def _requeue(self, answers: list[Answer]) -> None:
@@ -224,7 +239,7 @@ class Fleet:
         self._waiting = answers + self._waiting
         self._place()
 
-    async def _restart(self, index: int, loss: Loss) -> None:
+    async def _restart(self, index: int, loss: EngineFailure) -> None:
         """Replace a lost engine unless the restarts are used up."""
         start, error = asyncio.get_running_loop().time(), self.links[index].failure
         assert error is not None

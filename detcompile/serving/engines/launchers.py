@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from detcompile.errors import WorkerError
-from detcompile.serving.engines.child import Child
 from detcompile.serving.engines.handshake import NONCE_BYTES, SECRET_BYTES, keep_alive, new_nonce, proof_of
-from detcompile.serving.engines.processes import BOUND, is_stopped
+from detcompile.serving.engines.processes import BOUND, Child, is_stopped
 
 __all__ = ["Connection", "DialIn", "Launcher", "LocalProcess", "MODULE"]
 

@@ -4,17 +4,74 @@ Run as ``python -m detcompile.serving.engines.processes MODULE ARGUMENT...``, th
 with its parent.
 """
 
+import asyncio
 import ctypes
 import runpy
 import signal
+import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["BOUND", "end_with_parent", "is_stopped", "main"]
+__all__ = ["BOUND", "Child", "end_with_parent", "is_stopped", "main"]
 
 BOUND = (sys.executable, "-m", "detcompile.serving.engines.processes")  # append a module
 STOPPED = "T"  # by a signal; a debugger's stop is "t"
 SET_PARENT_DEATH_SIGNAL = 1  # prctl(2)
+POLL_SECONDS = 0.01  # while waiting for a process to end
+
+
+class Child:
+    """A process in its own session, so that Ctrl-C reaches only the front end, which then ends it.
+
+    asyncio under uvloop forks, which copies the page tables and fails with ENOMEM if a mapping exceeds the machine's
+    memory; subprocess uses vfork. The calling thread starts the process, because with PR_SET_PDEATHSIG the kernel kills
+    the process when that thread ends.
+
+    Args:
+        command: program and arguments.
+        stdin: file descriptor of the input.
+        stdout: file descriptor of the output; None inherits the front end's.
+        passed: further file descriptors to inherit.
+
+    Raises:
+        OSError: the process could not be started.
+
+    Attributes:
+        pid: process id; also the process group.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        stdin: int = subprocess.DEVNULL,
+        stdout: int | None = None,
+        passed: Sequence[int] = (),
+    ) -> None:
+        self._process = subprocess.Popen(
+            command,
+            stdin=stdin,
+            stdout=stdout,
+            pass_fds=passed,
+            start_new_session=True,
+        )
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """Return the exit code, or minus the signal number; None while it runs."""
+        return self._process.poll()
+
+    def kill(self) -> None:
+        """Kill the process if it runs."""
+        self._process.kill()
+
+    async def wait(self) -> int:
+        """Wait for the end; return the exit code."""
+        while (code := self.returncode) is None:
+            await asyncio.sleep(POLL_SECONDS)
+        return code
 
 
 def end_with_parent() -> None:

@@ -153,7 +153,7 @@ class RayActors:
         while not (arriving.done() or ended.done()):
             await asyncio.wait([arriving, ended], timeout=SLOW_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             if not (arriving.done() or ended.done()):
-                logger.warning("an engine waits for resources of the Ray cluster: it needs %s on one node", self._bundle)
+                logger.warning("an engine waits for resources of the Ray cluster: %s on one node", self._bundle)
 
     def _kill(self, actor: Any) -> None:
         """Kill an actor, even one that is stopped by a signal or unreachable."""

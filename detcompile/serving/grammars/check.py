@@ -23,8 +23,7 @@ from tokenizers import Tokenizer
 from detcompile.errors import EngineError, InvalidInput, WorkerError
 from detcompile.runtime.grammars.compiler import COMPILE_SECONDS, GrammarCompiler
 from detcompile.runtime.grammars.grammar import Grammar, Kind
-from detcompile.serving.engines.child import Child
-from detcompile.serving.engines.processes import BOUND
+from detcompile.serving.engines.processes import BOUND, Child
 from detcompile.serving.grammars.turns import Turns
 from detcompile.serving.http_errors import OverdueError
 

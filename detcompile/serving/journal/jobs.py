@@ -10,8 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from detcompile.errors import DetcompileError, InvalidInput, StorageError
-from detcompile.serving.engines.answers import Answer, progress
-from detcompile.serving.engines.notices import News
+from detcompile.serving.engines.answers import Answer, AnswerSignal, progress
 from detcompile.serving.http_errors import HTTPError
 from detcompile.serving.journal.job import Ask, Job, ServedModel
 from detcompile.serving.journal.journal import DamagedRecord, Journal, JournalFull
@@ -213,7 +212,7 @@ class Jobs:
         _require_model(record, self._model())
         asked = ask_of(record.work)
         if record.outcome is not None:
-            answers = [Answer("", prompt, asked.params, News()) for prompt in asked.prompts]
+            answers = [Answer("", prompt, asked.params, AnswerSignal()) for prompt in asked.prompts]
             restore(answers, record.outcome)
         else:
             answers = await self._submit(asked, call.owner, call.reservation)

@@ -3,12 +3,12 @@
 import asyncio
 from itertools import pairwise
 
-from detcompile.serving.engines.notices import TOGETHER, News, Notices
+from detcompile.serving.engines.answers import WAKES_PER_TURN, AnswerSignal, WakeQueue
 
 
 def test_readers_are_woken_some_at_a_time_and_in_order() -> None:
     async def scenario() -> tuple[list[int], list[int]]:
-        bells, notices = [News() for _ in range(3 * TOGETHER)], Notices()
+        bells, queue = [AnswerSignal() for _ in range(3 * WAKES_PER_TURN)], WakeQueue()
         woken: list[int] = []
         turns: list[int] = []
 
@@ -20,8 +20,8 @@ def test_readers_are_woken_some_at_a_time_and_in_order() -> None:
         tasks = [asyncio.create_task(read(index)) for index in range(len(bells))]
         await asyncio.sleep(0)
         for bell in bells:
-            notices.put(bell)
-        notices.put(bells[-1])  # twice before its turn: told once
+            queue.put(bell)
+        queue.put(bells[-1])  # twice before its turn: woken once
         while len(woken) < len(bells):
             turns.append(len(woken))
             await asyncio.sleep(0)
@@ -30,22 +30,22 @@ def test_readers_are_woken_some_at_a_time_and_in_order() -> None:
         return woken, turns
 
     woken, turns = asyncio.run(scenario())
-    assert woken == list(range(3 * TOGETHER))
-    assert {after - before for before, after in pairwise(turns)} <= {0, TOGETHER} and len(turns) >= 3
+    assert woken == list(range(3 * WAKES_PER_TURN))
+    assert {after - before for before, after in pairwise(turns)} <= {0, WAKES_PER_TURN} and len(turns) >= 3
 
 
-def test_news_are_heard_by_every_reader_and_missed_by_none() -> None:
+def test_signal_reaches_every_reader() -> None:
     async def scenario() -> list[bool]:
-        news = News()
-        seen = news.count
-        news.tell()
-        await asyncio.wait_for(news.wait(seen), 1)  # told before anybody waited
-        readers = [asyncio.create_task(news.wait(news.count)) for _ in range(3)]
+        signal = AnswerSignal()
+        seen = signal.count
+        signal.notify()
+        await asyncio.wait_for(signal.wait(seen), 1)  # notified before anybody waited
+        readers = [asyncio.create_task(signal.wait(signal.count)) for _ in range(3)]
         await asyncio.sleep(0)
         unheard = [not reader.done() for reader in readers]
         readers[1].cancel()
         await asyncio.sleep(0)
-        news.tell()
+        signal.notify()
         await asyncio.wait_for(asyncio.gather(readers[0], readers[2]), 1)
         return unheard
 

@@ -1,4 +1,4 @@
-"""Spares: processes of engines, none of which is ever nobody's, and one at hand for when an engine is lost."""
+"""Opens and ends all engine processes, so that none is orphaned, and keeps one spare for a lost engine."""
 
 import logging
 from collections.abc import Callable
@@ -12,12 +12,12 @@ logger = logging.getLogger(__name__)
 
 
 class Spares:
-    """Opens links to processes, and ends all of them. All methods are for the event loop's thread.
+    """Opens links to processes and ends them all. All methods must be called in the event loop's thread.
 
     Args:
-        make: makes a link, without a process yet.
-        keeps: whether a process waits, its imports done.
-        most_lost: spares that may be lost before no other one is kept.
+        make: creates a link without a process.
+        keeps: keep a spare process with its imports done.
+        most_lost: lost spares after which no further one is kept.
     """
 
     def __init__(self, make: Callable[[], EngineLink], *, keeps: bool, most_lost: int) -> None:
@@ -27,44 +27,44 @@ class Spares:
         self._spare: EngineLink | None = None
         self._opens = False
         self._owned: set[EngineLink] = set()
-        self._over: DetcompileError | None = None
+        self._error: DetcompileError | None = None
 
     async def open(self) -> EngineLink:
-        """A link with a process of its own.
+        """Return a link with a new process.
 
         Raises:
-            DetcompileError: there is none to be had, or no more are opened.
+            DetcompileError: the launch failed, or ``close`` was called.
         """
-        if self._over is not None:
-            raise self._over
+        if self._error is not None:
+            raise self._error
         link = self._make()
-        self._owned.add(link)  # from before it has a process: ``stop`` ends that, whatever becomes of this call
+        self._owned.add(link)  # before the launch, so that its process is ended even if this call is canceled
         await link.open()
         return link
 
     async def keep(self) -> None:
-        """Have a process at hand, unless there is one, or none is wanted."""
-        if not self._keeps or self._spare is not None or self._opens or self._over is not None or self._lost_left < 0:
+        """Launch a spare unless there is one or none is wanted."""
+        if not self._keeps or self._spare is not None or self._opens or self._error is not None or self._lost_left < 0:
             return
         self._opens = True
         try:
             self._spare = await self.open()
-        except DetcompileError as error:  # whoever needs a process opens one
-            logger.warning("there is no spare process: %s", error)
+        except DetcompileError as error:  # ``take`` tries again
+            logger.warning("no spare process could be launched: %s", error)
         finally:
             self._opens = False
 
     async def take(self) -> EngineLink:
-        """The process at hand, or else another one.
+        """Return the spare, or a new process.
 
         Raises:
-            DetcompileError: as of ``open``.
+            DetcompileError: see ``open``.
         """
         link, self._spare = self._spare, None
         return link or await self.open()
 
     def lost(self, link: EngineLink) -> bool:
-        """A link's process was killed; returns whether it was the one at hand."""
+        """Remove a killed process; return True if it was the spare."""
         self._owned.discard(link)
         if link is not self._spare:
             return False
@@ -78,10 +78,10 @@ class Spares:
         self._owned.discard(link)
 
     def close(self, error: DetcompileError) -> None:
-        """No more are opened: whoever asks is told why."""
-        self._over = self._over or error
+        """Make ``open`` raise from now on."""
+        self._error = self._error or error
 
     @property
     def owned(self) -> list[EngineLink]:
-        """Links whose processes have not ended, as far as is known, and those that are being opened."""
+        """Return links that may have a process, including those being launched."""
         return list(self._owned)

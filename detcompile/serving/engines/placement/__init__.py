@@ -1,1 +1,0 @@
-"""Where answers go: which engine serves one, and which are served alone."""

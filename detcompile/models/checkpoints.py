@@ -2,6 +2,7 @@
 checkpoint that leaves weights to chance."""
 
 import json
+import re
 import sys
 import zipfile
 from collections.abc import Iterable
@@ -35,6 +36,8 @@ TOKENIZER_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
 LFS_POINTER = b"version https://git-lfs"
 AGAIN = "fetch the checkpoint again"
 MOST_NAMED = 8
+# Beside a weight: of fp8, compressed-tensors and ModelOpt, of their experts, of bitsandbytes; AWQ's of an activation.
+SCALES = re.compile(r".*((weight|proj)_(scale|zero_point)\w*|\.SCB|\.scales)")
 TASKS = {"generate": AutoModelForCausalLM, "classify": AutoModelForSequenceClassification, "embed": AutoModel}
 IN_WORDS = {"generate": "causal LM", "classify": "model for sequence classification", "embed": "base model"}
 
@@ -94,6 +97,7 @@ def load_checkpoint(
         model.pooler = None  # nobody reads it, and a masked LM's checkpoint has none
         found["missing_keys"] = [key for key in found["missing_keys"] if not key.startswith("pooler.")]
     _require_all_weights(path, model, found)
+    _require_no_scales(path, found)
     return model
 
 
@@ -259,4 +263,18 @@ def _require_all_weights(path: Path, model: PreTrainedModel, found: dict[str, An
         raise InvalidInput(
             f"{path} lacks weights of {type(model).__name__}: {', '.join(missing[:MOST_NAMED])}{more}; they would be"
             f" random. {AGAIN.capitalize()}, or correct its config.json (tie_word_embeddings, architectures, sizes)"
+        )
+
+
+def _require_no_scales(path: Path, found: dict[str, Any]) -> None:
+    """Reject a checkpoint with scales that nobody reads: without them its weights are other numbers.
+
+    Raises:
+        UnsupportedModel: naming such a tensor.
+    """
+    key = next((key for key in sorted(found["unexpected_keys"]) if SCALES.fullmatch(key)), None)
+    if key is not None:
+        raise UnsupportedModel(
+            f"{path} holds {key}, as quantised checkpoints do, and its config.json names no quantisation that reads it:"
+            " load an unquantised checkpoint, or one whose config.json has its quantization_config"
         )

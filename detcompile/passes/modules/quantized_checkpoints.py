@@ -21,6 +21,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from detcompile.errors import UnsupportedModel
 from detcompile.passes.modules.quantized_layouts import LAYOUTS
 from detcompile.passes.modules.quantized_linear import QuantizedLinear, replace_module
+from detcompile.templates.quantized.weights import QuantizedWeight
 from detcompile.weights import SAFETENSORS_DTYPES
 
 __all__ = ["load_quantized", "quantization_of"]
@@ -65,10 +66,12 @@ def load_quantized(
 
 
 class PackedLinear(nn.Module):
-    """A linear's tensors as its checkpoint has them, until all are read."""
+    """The tensors that a checkpoint has in the place of a linear's weight, until all are read."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, linear: nn.Linear, tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
+        self.out_features, self.in_features = linear.out_features, linear.in_features
+        self.has_bias = linear.bias is not None
         for name, tensor in tensors.items():
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
 
@@ -109,11 +112,11 @@ class CheckpointReader(HfQuantizer):
             module, _, leaf = name.rpartition(".")
             packed[module][leaf] = tensor
         quantized = {name: found for name, found in packed.items() if any(mark in found for mark in layout.marks)}
-        linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
         if not quantized:
             raise UnsupportedModel(
-                f"the checkpoint of {type(model).__name__} names a quantisation and holds no quantised linear: if it is"
-                " a plain one, remove quantization_config from its config.json"
+                f"the checkpoint of {type(model).__name__} names a quantisation and holds no quantised linear (none has"
+                f" {' or '.join(layout.marks)}): if it is a plain one, remove quantization_config from its config.json"
             )
         unknown = next((name for name in quantized if name not in linears), None)
         if unknown is not None:
@@ -122,7 +125,7 @@ class CheckpointReader(HfQuantizer):
                 "load a checkpoint in which nothing else is quantised"
             )
         for name, tensors in quantized.items():
-            replace_module(model, name, PackedLinear(tensors))
+            replace_module(model, name, PackedLinear(linears[name], tensors))
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         settings = self.quantization_config.checkpoint
@@ -130,7 +133,8 @@ class CheckpointReader(HfQuantizer):
             if isinstance(module, PackedLinear):
                 tensors = _OfLinear(name, {leaf: parameter.detach() for leaf, parameter in module.named_parameters()})
                 weight, order = LAYOUTS[settings["quant_method"]].read(name, tensors, settings)
-                bias = None if "bias" not in tensors else tensors["bias"].to(model.dtype)
+                bias = tensors["bias"].to(model.dtype) if module.has_bias or "bias" in tensors else None
+                _require_sizes(name, module, weight, bias)
                 replace_module(model, name, QuantizedLinear(weight, bias, order))
 
     def is_serializable(self) -> bool:
@@ -139,6 +143,27 @@ class CheckpointReader(HfQuantizer):
     @property
     def is_trainable(self) -> bool:
         return False
+
+
+def _require_sizes(name: str, linear: PackedLinear, weight: QuantizedWeight, bias: torch.Tensor | None) -> None:
+    """Reject tensors that are not of the size that the model's config gives their linear.
+
+    Raises:
+        UnsupportedModel: naming the linear, the part and both sizes.
+    """
+    n, k = linear.out_features, linear.in_features
+    groups = (-(-k // weight.group), -(-n // weight.rows))
+    sizes = {"weight": ((len(weight.w), weight.k), (n, k)), "scales": (tuple(weight.scales.shape), groups)}
+    if weight.zeros is not None:
+        sizes["zeros"] = (tuple(weight.zeros.shape), groups)
+    if bias is not None:
+        sizes["bias"] = (tuple(bias.shape), (n,))
+    for part, (size, expected) in sizes.items():
+        if size != expected:
+            raise UnsupportedModel(
+                f"{name}: the checkpoint has {part} of {size}, and the model's linear needs {expected}: fetch the"
+                " checkpoint again, or load another one"
+            )
 
 
 def _tensors(files: Iterable[str]) -> Iterable[tuple[str, torch.Tensor]]:

@@ -28,6 +28,7 @@ __all__ = ["LAYOUTS", "Layout", "block_of", "float8_weight", "unpack_words"]
 
 OTHERWISE = "load an unquantised checkpoint, or quantise it in another way"
 FP8_BLOCK = (128, 128)  # where a config does not say, in transformers' FineGrainedFP8Config
+FORMAT_KEYS = ("checkpoint_format", "format")  # in transformers' order of precedence
 AWQ_NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that a word holds in its i-th nibble
 Tensors = Mapping[str, Tensor]
 Read = tuple[QuantizedWeight, Tensor | None]
@@ -49,6 +50,18 @@ def unpack_words(words: Tensor, bits: int, dim: int) -> Tensor:
     shifts = torch.arange(0, 32, bits, device=words.device)
     numbers = words.unsqueeze(dim + 1) >> shifts.view(*(1,) * (dim + 1), -1, *(1,) * (words.dim() - dim - 1))
     return (numbers & (1 << bits) - 1).to(torch.uint8).flatten(dim, dim + 1)
+
+
+def _unpacked(name: str, tensors: Tensors, leaf: str, bits: int, dim: int) -> Tensor:
+    """Return `unpack_words` of a linear's tensor.
+
+    Raises:
+        UnsupportedModel: its words are not of 32 bits.
+    """
+    words = tensors[leaf]
+    if words.dtype is not torch.int32 or words.dim() != 2:
+        raise UnsupportedModel(f"{name}.{leaf} is {words.dtype}, where a matrix of int32 words is read: {OTHERWISE}")
+    return unpack_words(words, bits, dim)
 
 
 def float8_weight(name: str, weight: Tensor, scales: Tensor, block: tuple[int, int] | None) -> QuantizedWeight:
@@ -106,7 +119,13 @@ def _check_fp8(config: Mapping[str, Any]) -> None:
 
 def _check_gptq(config: Mapping[str, Any]) -> None:
     _require(config, "gptq", "bits", (4, 8))
-    _require(config, "gptq", "checkpoint_format", (None, "gptq", "gptq_v2"))
+    for key in FORMAT_KEYS:
+        _require(config, "gptq", key, (None, "gptq", "gptq_v2"))
+
+
+def _is_gptq_v2(config: Mapping[str, Any]) -> bool:
+    written = (config[key].lower() for key in FORMAT_KEYS if config.get(key) is not None)
+    return next(written, "gptq") == "gptq_v2"
 
 
 def _of_module(name: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -148,9 +167,9 @@ def _groups(name: str, k: int, count: int, group: Any) -> int:
 def _read_gptq(name: str, tensors: Tensors, config: Mapping[str, Any]) -> Read:
     config = _of_module(name, config)
     bits = config["bits"]
-    q = unpack_words(tensors["qweight"], bits, 0).t()
-    zeros = unpack_words(tensors["qzeros"], bits, 1).to(torch.int16)
-    if config.get("checkpoint_format") != "gptq_v2":
+    q = _unpacked(name, tensors, "qweight", bits, 0).t()
+    zeros = _unpacked(name, tensors, "qzeros", bits, 1).to(torch.int16)
+    if not _is_gptq_v2(config):
         zeros = zeros + 1
     k = q.shape[1]
     group = _groups(name, k, len(zeros), config.get("group_size"))
@@ -169,17 +188,23 @@ def _read_gptq(name: str, tensors: Tensors, config: Mapping[str, Any]) -> Read:
 
 def _check_awq(config: Mapping[str, Any]) -> None:
     _require(config, "awq", "bits", (4,), "w_bit")
-    _require(config, "awq", "version", (None, "gemm"))
+    for key in ("version", *FORMAT_KEYS):
+        _require(config, "awq", key, (None, "gemm"))
+    if config.get("backend") == "llm-awq":
+        raise UnsupportedModel(
+            f"awq with backend='llm-awq', which packs words in another way, is not read: {OTHERWISE}"
+        )
     _require(config, "awq", "zero_point", (None, True))
 
 
 def _read_awq(name: str, tensors: Tensors, config: Mapping[str, Any]) -> Read:
     places = torch.tensor(AWQ_NIBBLES, device="cpu").argsort()
 
-    def columns(words: Tensor) -> Tensor:
-        return unpack_words(words, 4, 1).unflatten(1, (-1, 8))[:, :, places.to(words.device)].flatten(1)
+    def columns(leaf: str) -> Tensor:
+        numbers = _unpacked(name, tensors, leaf, 4, 1)
+        return numbers.unflatten(1, (-1, 8))[:, :, places.to(numbers.device)].flatten(1)
 
-    q, zeros = columns(tensors["qweight"]).t(), columns(tensors["qzeros"]).to(torch.int16)
+    q, zeros = columns("qweight").t(), columns("qzeros").to(torch.int16)
     group = _groups(name, q.shape[1], len(zeros), config.get("group_size", config.get("q_group_size")))
     return _integers(q, tensors["scales"], zeros, 4, group), None
 
@@ -191,7 +216,19 @@ def _check_compressed(config: Mapping[str, Any]) -> None:
             "compressed-tensors: kv_cache_scheme quantises keys and values, which is not read: remove it from the"
             " config.json, so that they keep the model's dtype, or load an unquantised checkpoint"
         )
+    sparsity = (config.get("sparsity_config") or {}).get("format", "dense")
+    if sparsity != "dense":
+        raise UnsupportedModel(f"compressed-tensors: sparsity_config has format {sparsity!r}, not read: {OTHERWISE}")
+    if (config.get("transform_config") or {}).get("config_groups"):
+        raise UnsupportedModel(
+            f"compressed-tensors: transform_config multiplies activations by further matrices, not read: {OTHERWISE}"
+        )
     for name, group in (config.get("config_groups") or {"config_groups": {}}).items():
+        if not isinstance(group, Mapping):
+            raise UnsupportedModel(
+                f"compressed-tensors: {name} of config_groups is a preset, which is not read: write its weights' type,"
+                " num_bits and group_size into config.json, or load an unquantised checkpoint"
+            )
         weights = group.get("weights") or {}
         kind = weights.get("type"), weights.get("num_bits")
         if kind not in (("int", 4), ("int", 8), ("float", 8)) or group.get("format") not in (None, config["format"]):
@@ -206,23 +243,37 @@ def _read_compressed(name: str, tensors: Tensors, config: Mapping[str, Any]) -> 
     if "weight_g_idx" in tensors:
         raise UnsupportedModel(f"{name}: compressed-tensors with an order of activations is not read: " + OTHERWISE)
     scheme = _scheme(name, config)
-    scales = tensors["weight_scale"]
-    if "weight" in tensors and tensors["weight"].dtype is torch.float8_e4m3fn:
-        return float8_weight(name, tensors["weight"], scales, block_of(scheme.get("block_structure"))), None
-    zeros = tensors.get("weight_zero_point")
-    if "weight" in tensors:
-        q, bits, k = tensors["weight"].to(torch.int16) + 128, 8, tensors["weight"].shape[1]
-        zeros = None if zeros is None else zeros.to(torch.int16) + 128
-    else:
-        k = int(tensors["weight_shape"][1])
+    weight, zeros = tensors.get("weight"), tensors.get("weight_zero_point")
+    if config["format"] == "float-quantized":
+        if zeros is not None and bool(zeros.float().any()):
+            raise UnsupportedModel(f"{name}: float8 with zero points is not read: {OTHERWISE}")
+        block = block_of(scheme.get("block_structure"))
+        return float8_weight(name, tensors["weight"], tensors["weight_scale"], block), None
+    if weight is None:
         bits = scheme["num_bits"]
-        q = unpack_words(tensors["weight_packed"], bits, 1)[:, :k]
-        zeros = None if zeros is None else unpack_words(zeros, bits, 0)[: len(q)]
-    scales = scales.reshape(-1, 1) if scales.dim() < 2 else scales
-    scales = scales.expand(len(q), -1)
-    zeros_GN = None if zeros is None else zeros.to(torch.int16).reshape(len(q), -1).t()
-    group = _groups(name, k, scales.shape[1], scheme.get("group_size"))
-    return _integers(q, scales.t(), zeros_GN, bits, group), None
+        q = _unpacked(name, tensors, "weight_packed", bits, 1)[:, : int(tensors["weight_shape"][1])]
+    elif weight.dtype is torch.int8:
+        q, bits = weight.to(torch.int16) + 128, 8
+    else:
+        raise UnsupportedModel(f"{name}.weight is {weight.dtype}, not compressed to int8: {OTHERWISE}")
+    if zeros is not None and zeros.dtype is torch.int32:
+        zeros = _unpacked(name, tensors, "weight_zero_point", bits, 0)[: len(q)].to(torch.int16)
+    elif zeros is not None:  # signed, one in a byte
+        zeros = zeros.to(torch.int16) + (1 << bits - 1)
+    scales_GN = _by_rows(name, tensors["weight_scale"], len(q)).t()
+    zeros_GN = None if zeros is None else _by_rows(name, zeros, len(q)).t()
+    group = _groups(name, q.shape[1], len(scales_GN), scheme.get("group_size"))
+    return _integers(q, scales_GN, zeros_GN, bits, group), None
+
+
+def _by_rows(name: str, values: Tensor, n: int) -> Tensor:
+    """Return scales or zeros as [N, G], given those, one a feature, or one for the matrix."""
+    rows = values.reshape(-1, 1) if values.dim() < 2 else values
+    if len(rows) not in (1, n):
+        raise UnsupportedModel(
+            f"{name}: scales or zeros {tuple(values.shape)} are not of each of {n} features: {OTHERWISE}"
+        )
+    return rows.expand(n, -1)
 
 
 def _scheme(name: str, config: Mapping[str, Any]) -> Mapping[str, Any]:

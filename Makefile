@@ -19,7 +19,7 @@ VENV_PYTHON := $(VENV)/bin/python
 PIP_INSTALL := $(VENV_PYTHON) -m pip install --quiet --quiet --disable-pip-version-check $(PIP_EXTRA_ARGS) -c constraints.txt
 LINTED := detcompile tests benchmarks examples tools
 
-.PHONY: demo rl test test-all test-rotation web-test check docs gpu-test bench models clean help
+.PHONY: demo rl test test-all test-rotation sanitize web-test check docs gpu-test bench models clean help
 
 help:
 	@echo "make demo      plain torch beside detcompile on the embedded model"
@@ -27,6 +27,7 @@ help:
 	@echo "make test      the tests that need no GPU"
 	@echo "make test-all  these, more cases of what they test, and clients of other projects"
 	@echo "make test-rotation  an eighth of what test-all has besides test; PART=0 to 7 chooses it"
+	@echo "make sanitize  the CPU kernels under ASan and UBSan, 270 CPU seconds, also in test-all and test-rotation"
 	@echo "make web-test  the tests of the server's page, which need Chromium (apt-get install chromium)"
 	@echo "make check     ruff, mypy, and the site"
 	@echo "make docs      the site, into build/site"
@@ -56,6 +57,9 @@ test-all: $(VENV)/.stamp-test-all
 test-rotation: PART ?= $(shell expr $$(git rev-list --count HEAD) % 8)
 test-rotation: $(VENV)/.stamp-test-all
 	@$(PYTEST) -m exhaustive --part $(PART)/8 $(PYTEST_ARGS)
+
+sanitize: $(VENV)/.stamp-test
+	@$(VENV_PYTHON) -m pytest -q -r fEs -m exhaustive $(PYTEST_ARGS) tests/templates/test_sanitizers.py
 
 web-test: $(VENV)/.stamp-web
 	@{ command -v chromium || command -v chromium-browser || command -v google-chrome; } >/dev/null || \

@@ -19,6 +19,7 @@ EXPORT int64_t detcompile_embedding(const void* weight, int64_t weight_stride_by
     int64_t id = id_at(ids, id_bytes, t);
     if (id < 0 || id >= V) return t;
   }
+  if (row_bytes == 0) return -1;
   if (T * row_bytes < 262144) num_threads = 1;  // a parallel region costs more
 #pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1)
   for (int64_t t = 0; t < T; t++)

@@ -220,6 +220,7 @@ EXPORT int64_t detcompile_packed_attention(const char* q, const char* k, const c
   }
   attend(h, sequences, num_threads);
   int64_t used = cu_seqlens[S];
+  if (used == T) return -1;
   std::memset(out + used * Hq * Dv * bytes, 0, (T - used) * Hq * Dv * bytes);
   std::memset(lse + used * Hq, 0, (T - used) * Hq * sizeof(float));
   return -1;

@@ -136,7 +136,8 @@ def _like_forward(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 define(
     f"packed_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, {RULE}) -> (Tensor, Tensor)",
-    {"q": "float T Hq>0 D", "k": "q T Hkv>0 D", "v": "q T Hkv Dv", "cu_seqlens": "int32 S+1"} | rule_operands("T Hq"),
+    {"q": "float T Hq>0 D>0", "k": "q T Hkv>0 D", "v": "q T Hkv Dv>0", "cu_seqlens": "int32 S+1"}
+    | rule_operands("T Hq"),
     cpu=_flat(packed_attention_cpu),
     cuda=_flat(_packed_attention_cuda),
     fake=lambda q, k, v, *rest: _like_forward(q, v),
@@ -145,8 +146,8 @@ define(
     "packed_attention_backward(Tensor g, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor cu_seqlens, "
     f"{RULE}) -> (Tensor, Tensor, Tensor, Tensor)",
     {
-        "g": "float T Hq>0 Dv",
-        "q": "g T Hq D",
+        "g": "float T Hq>0 Dv>0",
+        "q": "g T Hq D>0",
         "k": "g T Hkv>0 D",
         "v": "g T Hkv Dv",
         "out": "g T Hq Dv",

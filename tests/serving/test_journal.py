@@ -195,7 +195,7 @@ def test_what_is_no_file_is_refused_and_left_as_it_is(tmp_path: Path, kind: str)
 
 def test_a_journal_has_one_server(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal")
-    with pytest.raises(InvalidInput, match="another server writes to it"):
+    with pytest.raises(InvalidInput, match="another server uses it"):
         Journal(tmp_path / "journal")
     journal.close()
     Journal(tmp_path / "journal").close()

@@ -162,7 +162,7 @@ def test_a_stream_that_was_lost_goes_on_behind_any_of_its_events(kind: type, sto
 @pytest.mark.parametrize("text", ["", "x", "cmpl-other:1", "{}:1,2", "{}:1*+", "{}:-1", "{}:1\n", "{}:1+1", "{}:3*+1"])
 def test_an_id_of_no_event_is_refused(text: str) -> None:
     job = job_of(3, kept=True)
-    with pytest.raises(HTTPError, match="is of no event"):
+    with pytest.raises(HTTPError, match="is not an event"):
         CompletionReply(SERVICE, job, last_event=text.format(job.name))
 
 
@@ -181,11 +181,11 @@ def test_a_place_that_a_choice_never_had_is_refused(place: str, begun_before: bo
         reading = asyncio.create_task(read(job))
         if begun_before:
             await draw(job.answers[0], [40, 41, 42])
-        with pytest.raises(HTTPError, match=rf"Last-Event-ID '{job.name}:.*' is of no event") as found:
+        with pytest.raises(HTTPError, match=rf"Last-Event-ID '{job.name}:.*' is not an event") as found:
             await reading
         assert found.value.content["error"]["message"].startswith(f"Last-Event-ID '{job.name}:{place}'")
         if begun_before:
-            with pytest.raises(HTTPError, match="is of no event"):
+            with pytest.raises(HTTPError, match="is not an event"):
                 await read(job)  # it has ended
 
     asyncio.run(asyncio.wait_for(scenario(), 10))

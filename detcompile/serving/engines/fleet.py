@@ -20,7 +20,7 @@ from detcompile.serving.engines.placement import Blocklist, Router
 from detcompile.serving.engines.protocol import Delta, EngineSpec, Hello, Statistics
 from detcompile.serving.engines.spares import Spares
 
-__all__ = ["Fleet"]
+__all__ = ["EngineFailure", "Fleet"]
 
 KEPT_LOSSES = 20
 RETRY_SECONDS = 1.0  # after a failed launch

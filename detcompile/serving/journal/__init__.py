@@ -1,1 +1,1 @@
-"""Requests that outlive the front: a journal of them, and their answers for clients that come back."""
+"""The journal of requests with an Idempotency-Key, and the jobs that it records."""

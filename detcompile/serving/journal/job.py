@@ -1,4 +1,4 @@
-"""Job: a request that is answered, under one name however often its client comes back for the answer."""
+"""Job: a request and its answers, under one name however often its client reconnects."""
 
 import asyncio
 import secrets
@@ -15,12 +15,12 @@ __all__ = ["Ask", "Job", "ServedModel"]
 
 
 class ServedModel(msgspec.Struct, frozen=True):
-    """The model that draws an answer, as replies name it.
+    """The model of an answer, as replies name it.
 
     Attributes:
-        name: what clients call it.
+        name: the name for clients.
         fingerprint: the model's fingerprint.
-        parts: the fingerprint's parts, and what text of tokens depends on: "tokenizer" and "special_tokens".
+        parts: the fingerprint's parts, plus "tokenizer" and "special_tokens", on which text depends.
     """
 
     name: str
@@ -30,16 +30,16 @@ class ServedModel(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Ask:
-    """What a request asks of the engines.
+    """A request's work for the engines.
 
     Args:
-        prompts: token ids, one list for each answer.
-        params: how to draw, with the seed.
-        prefix: how the ids of its answers begin.
-        template: sha256 of the chat template that made the prompts.
-        before: JSON of the messages that a response goes on with; empty for other requests.
-        family: name of the family as which calls of functions are read; None where there are none.
-        cache_salt: requests of another salt share no cached prefix with it.
+        prompts: token ids, one list per answer.
+        params: sampling parameters, including the seed.
+        prefix: prefix of the answers' ids.
+        template: sha256 of the prompts' chat template.
+        before: JSON of the earlier messages of a response's conversation; empty for other requests.
+        family: name of the tool-call format; None without tools.
+        cache_salt: requests with different salts share no cached prefix.
     """
 
     prompts: list[list[int]]
@@ -57,21 +57,21 @@ class Job:
     """A request and its answers.
 
     Args:
-        answers: one for each prompt.
-        salt: salt of a receipt that holds hashes; None for another.
-        model: the model that draws the answers, or drew them.
-        kept: whether its client may come back for it.
+        answers: one per prompt.
+        salt: salt of a receipt that holds hashes; None otherwise.
+        model: the model that draws, or drew, the answers.
+        kept: its client can reconnect.
 
     Attributes:
-        name: the id that clients are told.
-        created: when it was first asked for, in seconds since 1970.
-        issued: the receipt, once there is one.
-        issuing: held by who makes it, as it is made once.
-        cancelled: whether its client has ended it, so that what was drawn by then is all of it.
-        begun_before: whether it is drawn again, so that clients may have been sent more of it than there is by now.
-        ended: when all of it had been drawn, in seconds since 1970; None before.
-        restored: whether the answers and the receipt are those of a record. No receipt is made for it, then.
-        owner: sha256 of the API key that it came with, in hex; empty where the server has none. Nobody else finds it.
+        name: the id for clients.
+        created: first arrival, in Unix seconds.
+        issued: the receipt, once issued.
+        issuing: lock, so that the receipt is issued once.
+        cancelled: canceled by its client; what was drawn by then is the whole answer.
+        begun_before: drawn again after a restart, so clients may already have received more than exists now.
+        ended: end of drawing, in Unix seconds; None before.
+        restored: answers and receipt come from a record; no receipt is issued.
+        owner: sha256 in hex of its API key, empty if the server has none. Only this owner can find it.
     """
 
     ask: Ask
@@ -95,6 +95,6 @@ class Job:
             answer.name = self.name
 
     def end(self) -> int:
-        """Return when it ended, in seconds since 1970: now, unless that is known."""
+        """Return the end in Unix seconds; set it to now if unknown."""
         self.ended = int(time.time()) if self.ended is None else self.ended
         return self.ended

@@ -1,4 +1,4 @@
-"""Jobs: requests in the making. One with a key is answered once, however often its client comes back for it."""
+"""Jobs: running requests. One with an idempotency key is answered once, however often its client reconnects."""
 
 import asyncio
 import contextlib
@@ -20,24 +20,24 @@ from detcompile.serving.receipts.issuer import Issued
 
 __all__ = ["Call", "Jobs"]
 
-MOST_LETTERS = 255  # of a key
+MOST_LETTERS = 255  # of an idempotency key
 RETRY_SECONDS = 30
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Call:
-    """A request as it came over HTTP.
+    """An HTTP request.
 
     Args:
-        endpoint: the path that it was sent to.
-        body: what was sent.
-        owner: sha256 of the API key in hex; empty where the server has none.
-        key: the Idempotency-Key; None where there is none.
-        last_event: the Last-Event-ID: a client that has lost a stream goes on behind this event.
-        reservation: what the request holds until it is over, or until a job that outlives it takes it.
-        held: the bytes of its body, which are held until its response is made, or by that job.
+        endpoint: the path.
+        body: the request body.
+        owner: sha256 of the API key in hex; empty if the server has none.
+        key: the Idempotency-Key, or None.
+        last_event: the Last-Event-ID: resume a stream after this event.
+        reservation: resources of the request, until it ends or a job takes them over.
+        held: the body's bytes, until the response is built or a job takes them over.
     """
 
     endpoint: str
@@ -50,19 +50,19 @@ class Call:
 
     def __post_init__(self) -> None:
         if self.key is not None and not (0 < len(self.key) <= MOST_LETTERS and self.key.isprintable()):
-            wanted = f"1 to {MOST_LETTERS} letters that can be printed"
+            wanted = f"1 to {MOST_LETTERS} printable characters"
             raise HTTPError(400, f"Idempotency-Key must have {wanted}", param="Idempotency-Key")
 
 
 class Jobs:
-    """Makes jobs, and finds those of clients that come back. All methods are for the event loop's thread.
+    """Starts jobs and finds those of reconnecting clients. All methods must be called in the event loop's thread.
 
     Args:
-        submit: has the prompts of a request answered, for the owner of an API key and with a reservation.
-        issue: makes a job's receipt, once.
-        model: returns the model that draws answers now.
-        salt: gives a fresh salt for a receipt; None where it needs none.
-        journal: where requests with a key are written; without one keys mean nothing.
+        submit: queues the prompts of a request, given the owner of its API key and a reservation.
+        issue: issues a job's receipt, once.
+        model: returns the current model.
+        salt: returns a fresh salt for a receipt, or None.
+        journal: records requests with a key; without a journal, keys are ignored.
     """
 
     def __init__(
@@ -78,56 +78,57 @@ class Jobs:
         self._model = model
         self._salt = salt
         self._journal = journal
-        self._failed = False  # at the journal, since it was last written
-        self._writer = ThreadPoolExecutor(1, "journal")  # waits for the disk in the place of the event loop
+        self._failed = False  # the last access to the journal failed
+        self._writer = ThreadPoolExecutor(1, "journal")  # waits for the disk
         self._live: dict[tuple[str, str], tuple[Call, asyncio.Future[Job]]] = {}
-        # The task of each live job, from its start until it is written, and the job that it makes.
+        # Tasks of live jobs, until they are written, and the futures of their jobs.
         self._tasks: dict[asyncio.Task[None], asyncio.Future[Job]] = {}
 
     async def job(self, call: Call, ask: Callable[[], Awaitable[Ask]]) -> Job:
-        """The job of a request: the one that it has by its key, or a new one, which is in the journal by then.
+        """Return the job of a request: the existing one of its key, or a new one, which is in the journal by then.
 
         Args:
-            ask: reads the request; called where it is new.
+            ask: prepares the work of a new request.
 
         Raises:
-            HTTPError: 422 for a key of another request, 409 for a request that only another model can answer, 503
-                where the journal cannot be written, or the record is damaged; or as ``ask`` and ``submit`` raise.
+            HTTPError: 422 for a key of another request, 409 if only another model can answer it, 503 for a damaged
+                record or if the journal cannot be written; also what ``ask`` and ``submit`` raise.
         """
         if call.key is None or self._journal is None:
-            asked = await ask()
-            answers = await self._submit(asked, call.owner, call.reservation)
-            return Job(asked, answers, self._salt(), self._model(), owner=call.owner)
+            work = await ask()
+            answers = await self._submit(work, call.owner, call.reservation)
+            return Job(work, answers, self._salt(), self._model(), owner=call.owner)
         place = (call.owner, call.key)
         if place not in self._live:
             self._start(place, call, ask)
-        begun, made = self._live[place]
-        _require_same(begun, call)
+        existing, future = self._live[place]
+        _require_same(existing, call)
         try:
-            return await asyncio.shield(made)
+            return await asyncio.shield(future)
         finally:
-            del made  # an exception of it refers to this frame: no cycle
+            del future  # its exception refers to this frame: break the cycle
 
     def kept(self, call: Call) -> Call:
-        """A request with a key, where there is a journal: who gave it none comes back for it by the answer's id."""
+        """Return the request with a generated key if there is a journal and it has none; its client reconnects by the
+        answer's id."""
         return call if self._journal is None or call.key is not None else replace(call, key=secrets.token_hex(16))
 
     async def call(self, owner: str, name: str, last_event: str | None = None) -> Call | None:
-        """The request whose answer has an id, for a client that comes back for it; None where none is kept.
+        """Return the request whose answer has an id, for a reconnecting client; None if unknown.
 
         Raises:
-            HTTPError: 503 where the journal cannot be read.
+            HTTPError: 503 if the journal cannot be read.
         """
         if self._journal is None:
             return None
-        found = await self._written(lambda journal: journal.find(owner, name=name))
-        return None if found is None else Call(found.endpoint, found.body, owner, found.key, last_event)
+        record = await self._written(lambda journal: journal.find(owner, name=name))
+        return None if record is None else Call(record.endpoint, record.body, owner, record.key, last_event)
 
     async def receipt(self, owner: str, name: str) -> Issued | None:
-        """Return the receipt that the journal has of an answer, by the answer's id; None where it has none.
+        """Return an answer's receipt from the journal, by the answer's id; None if there is none.
 
         Raises:
-            HTTPError: 503 where the journal cannot be read.
+            HTTPError: 503 if the journal cannot be read.
         """
         if self._journal is None:
             return None
@@ -135,16 +136,16 @@ class Jobs:
         return None if record is None or record.outcome is None else record.outcome.receipt
 
     async def drop(self, owner: str, name: str) -> None:
-        """Forget a request of this owner by the id of its answer, if it is kept.
+        """Delete an owner's request by the id of its answer, if it exists.
 
         Raises:
-            HTTPError: 503 where the journal cannot be written.
+            HTTPError: 503 if the journal cannot be written.
         """
         if await self.call(owner, name) is not None:
             await self._written(lambda journal: journal.drop(name))
 
     async def require_writable(self) -> None:
-        """Refuse to go on where the journal could not be read or written, and still cannot be.
+        """Check the journal again after a failure.
 
         Raises:
             HTTPError: 503.
@@ -154,10 +155,10 @@ class Jobs:
             self._failed = False
 
     async def stop(self) -> None:
-        """Write what has ended, and close the journal; what is open there can go on later."""
-        for task, made in self._tasks.items():
-            is_made = made.done() and not made.cancelled() and made.exception() is None
-            if not (is_made and all(answer.finished for answer in made.result().answers)):
+        """Write finished jobs and close the journal; unfinished jobs can be resumed later."""
+        for task, future in self._tasks.items():
+            has_job = future.done() and not future.cancelled() and future.exception() is None
+            if not (has_job and all(answer.finished for answer in future.result().answers)):
                 task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._writer.shutdown()
@@ -165,59 +166,59 @@ class Jobs:
             self._journal.close()
 
     def _start(self, place: tuple[str, str], call: Call, ask: Callable[[], Awaitable[Ask]]) -> None:
-        """Start the task of a request that has a key. It owns what the request holds, whoever reads the answer."""
+        """Start the task of a request with a key. It takes over the request's resources, whoever reads the answer."""
         reservation, loop = Reservation(), asyncio.get_running_loop()
         call.reservation.move_to(reservation)
         call.held.move_to(reservation)
-        kept = replace(call, reservation=reservation)
-        made: asyncio.Future[Job] = loop.create_future()
-        task = loop.create_task(self._keep(kept, ask, made))
-        self._live[place] = kept, made
-        self._tasks[task] = made
+        owned = replace(call, reservation=reservation)
+        future: asyncio.Future[Job] = loop.create_future()
+        task = loop.create_task(self._keep(owned, ask, future))
+        self._live[place] = owned, future
+        self._tasks[task] = future
 
-        def over(_task: asyncio.Task[None]) -> None:  # also of a task that was cancelled before its first step
+        def over(_task: asyncio.Task[None]) -> None:  # also runs for tasks canceled before their first step
             reservation.release()
-            made.cancel()
+            future.cancel()
             del self._live[place]
             self._tasks.pop(task, None)
 
         task.add_done_callback(over)
 
-    async def _keep(self, call: Call, ask: Callable[[], Awaitable[Ask]], made: asyncio.Future[Job]) -> None:
-        """Make a job, and write what comes of it, unless the journal has that already."""
+    async def _keep(self, call: Call, ask: Callable[[], Awaitable[Ask]], future: asyncio.Future[Job]) -> None:
+        """Create a job and record its outcome, unless the journal already has it."""
         try:
             record = await self._written(lambda journal: journal.find(call.owner, key=call.key))
             job = await (self._new(call, ask) if record is None else self._restored(record, call))
         except Exception as error:
-            made.set_exception(error)
-            del made  # the exception refers to this frame: no cycle
+            future.set_exception(error)
+            del future  # the exception refers to this frame: break the cycle
             return
-        made.set_result(job)
+        future.set_result(job)
         if not job.restored:
             await self._watch(job, call.reservation)
 
     async def _new(self, call: Call, ask: Callable[[], Awaitable[Ask]]) -> Job:
-        """A job whose request is in the journal by then."""
+        """Create a job and write its request to the journal."""
         assert call.key is not None
-        asked = await ask()
-        answers = await self._submit(asked, call.owner, call.reservation)
-        job = Job(asked, answers, self._salt(), self._model(), kept=True, owner=call.owner)
-        new = record_of(job, (call.owner, call.key), (call.endpoint, call.body))
-        await self._written(lambda journal: journal.add(new))
+        work = await ask()
+        answers = await self._submit(work, call.owner, call.reservation)
+        job = Job(work, answers, self._salt(), self._model(), kept=True, owner=call.owner)
+        record = record_of(job, (call.owner, call.key), (call.endpoint, call.body))
+        await self._written(lambda journal: journal.add(record))
         return job
 
     async def _restored(self, record: Record, call: Call) -> Job:
-        """The job of a request that the journal has; its answers are those of before, or are drawn again."""
+        """Create the job of a journaled request, with its recorded answers or by drawing them again."""
         _require_same(Call(record.endpoint, record.body), call)
         _require_model(record, self._model())
-        asked = ask_of(record.work)
+        work = ask_of(record.work)
         if record.outcome is not None:
-            answers = [Answer("", prompt, asked.params, AnswerSignal()) for prompt in asked.prompts]
+            answers = [Answer("", prompt, work.params, AnswerSignal()) for prompt in work.prompts]
             restore(answers, record.outcome)
         else:
-            answers = await self._submit(asked, call.owner, call.reservation)
+            answers = await self._submit(work, call.owner, call.reservation)
         job = Job(
-            asked,
+            work,
             answers,
             record.work.salt,
             record.work.model,
@@ -234,7 +235,7 @@ class Jobs:
         return job
 
     async def _watch(self, job: Job, reservation: Reservation) -> None:
-        """Wait for the end of a job, and write what came of it."""
+        """Wait for the end of a job and record its outcome."""
         with contextlib.suppress(DetcompileError, HTTPError):
             try:
                 await self._answered(job)
@@ -245,10 +246,10 @@ class Jobs:
                 await self._written(lambda journal: journal.drop(job.name))
 
     async def _answered(self, job: Job) -> None:
-        """Wait for the end of a job, and make its receipt, unless its client has ended it.
+        """Wait for the end of a job and issue its receipt. A failure after cancellation is ignored.
 
         Raises:
-            DetcompileError: it has no end.
+            DetcompileError: an answer failed.
         """
         try:
             async for _ in progress(job.answers):
@@ -258,11 +259,11 @@ class Jobs:
             if not job.cancelled:
                 raise
 
-    async def _written(self, work: Callable[[Journal], Found]) -> Found:
-        """Have the journal read or written, in its order.
+    async def _written(self, work: Callable[[Journal], Result]) -> Result:
+        """Run ``work`` on the journal in the writer thread, in order.
 
         Raises:
-            HTTPError: 503 where it cannot be.
+            HTTPError: 503 if it fails.
         """
         assert self._journal is not None
         try:
@@ -275,24 +276,25 @@ class Jobs:
             logger.error("%s", error)
             full = isinstance(error, JournalFull)
             self._failed = self._failed or not full
-            said = "the journal of requests is full" if full else "the journal of requests cannot be read or written"
+            problem = "is full" if full else "cannot be read or written"
+            message = f"the journal of requests {problem}; see the server's log"
             code = "journal_full" if full else "journal_error"
-            raise HTTPError(503, f"{said}; the server's log says why", code=code, retry_after=RETRY_SECONDS) from error
+            raise HTTPError(503, message, code=code, retry_after=RETRY_SECONDS) from error
 
 
-def _require_same(begun: Call, call: Call) -> None:
-    """Refuse a key that another request has.
+def _require_same(existing: Call, call: Call) -> None:
+    """Reject the key of another request.
 
     Raises:
         HTTPError: 422.
     """
-    if (begun.endpoint, begun.body) != (call.endpoint, call.body):
-        raise HTTPError(422, "this Idempotency-Key has another request: give each its own", param="Idempotency-Key",
+    if (existing.endpoint, existing.body) != (call.endpoint, call.body):
+        raise HTTPError(422, "this Idempotency-Key belongs to another request: use a new key", param="Idempotency-Key",
                         code="idempotency_key_reused")  # fmt: skip
 
 
 def _require_model(record: Record, model: ServedModel) -> None:
-    """Refuse a record that only another model can answer.
+    """Reject a record that only another model can answer.
 
     Raises:
         HTTPError: 409.
@@ -301,7 +303,7 @@ def _require_model(record: Record, model: ServedModel) -> None:
     if names:
         raise HTTPError(
             409,
-            f"another model has begun this request, and only that one can answer it: they differ in {names}."
+            f"another model started this request, and only that model can answer it; they differ in {names}."
             " Send the request with another key",
             code="fingerprint_changed",
             in_vain=True,

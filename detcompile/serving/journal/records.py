@@ -1,4 +1,4 @@
-"""Records: what a journal holds of a request, so that its answer can be made again, or told again."""
+"""Journal records: what is needed to draw a request's answer again, or to repeat it."""
 
 from array import array
 from collections.abc import Sequence
@@ -14,14 +14,14 @@ from detcompile.serving.receipts.issuer import Issued
 
 __all__ = ["Outcome", "Record", "Work", "ask_of", "differing", "outcome_of", "record_of", "restore"]
 
-SHOWN_BY = ("max_context", "special_tokens", "tokenizer")  # parts of a model that a reply to drawn tokens depends on
+SHOWN_BY = ("max_context", "special_tokens", "tokenizer")  # model parts that affect replies made from recorded tokens
 
 
 class Work(msgspec.Struct):
-    """All that an answer's bits depend on but the weights, and what is served beside them."""
+    """Everything that determines an answer's bits except the weights, and the fields that its reply needs."""
 
     prompts: list[list[int]]
-    params: dict[str, Any]  # of SamplingParams, where they are not the defaults; the seed is among them
+    params: dict[str, Any]  # non-default SamplingParams, including the seed
     priority: int
     prefix: str
     template: str | None
@@ -33,7 +33,7 @@ class Work(msgspec.Struct):
 
 
 class KeptSample(msgspec.Struct, array_like=True):
-    """A sample that has ended."""
+    """A finished sample."""
 
     token_ids: list[int]
     logprobs: list[Token] | None
@@ -42,7 +42,7 @@ class KeptSample(msgspec.Struct, array_like=True):
 
 
 class KeptAnswer(msgspec.Struct, array_like=True):
-    """An answer that has ended."""
+    """A finished answer."""
 
     samples: list[KeptSample]
     prompt_logprobs: list[Token | None]
@@ -50,7 +50,7 @@ class KeptAnswer(msgspec.Struct, array_like=True):
 
 
 class Outcome(msgspec.Struct):
-    """The answers of a request that has ended, and its receipt, where one was made."""
+    """The answers of a finished request, and its receipt if one was issued."""
 
     answers: list[KeptAnswer]
     receipt: Issued | None
@@ -62,13 +62,13 @@ class Record(msgspec.Struct):
     """A request.
 
     Attributes:
-        name: the id of its answer.
-        owner: sha256 of the API key that it came with, in hex; empty where the server has none.
+        name: id of its answer.
+        owner: sha256 of its API key in hex; empty if the server has none.
         key: the Idempotency-Key.
-        endpoint: the path that it was sent to.
-        body: what was sent.
-        created: when, in seconds since 1970.
-        outcome: None as long as it is open.
+        endpoint: the path.
+        body: the request body.
+        created: Unix seconds.
+        outcome: None while it is unfinished.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Record(msgspec.Struct):
 
 
 def record_of(job: Job, place: tuple[str, str], request: tuple[str, bytes]) -> Record:
-    """The record of a request that has begun.
+    """Return the record of a new request.
 
     Args:
         place: owner and key.
@@ -90,38 +90,38 @@ def record_of(job: Job, place: tuple[str, str], request: tuple[str, bytes]) -> R
     """
     ask = job.ask
     params = given_params(ask.params)
-    asked = (ask.prompts, params, ask.priority, ask.prefix, ask.template, job.salt)
-    work = Work(*asked, job.model, ask.before, ask.family, ask.cache_salt)
+    fields = (ask.prompts, params, ask.priority, ask.prefix, ask.template, job.salt)
+    work = Work(*fields, job.model, ask.before, ask.family, ask.cache_salt)
     return Record(job.name, *place, *request, job.created, work)
 
 
 def ask_of(work: Work) -> Ask:
-    """What is asked of the engines once more."""
+    """Return the work for the engines, to draw it again."""
     params = SamplingParams(**work.params)
-    known = (work.template, work.before, work.family, work.cache_salt)
-    return Ask(work.prompts, params, work.priority, work.prefix, *known)
+    rest = (work.template, work.before, work.family, work.cache_salt)
+    return Ask(work.prompts, params, work.priority, work.prefix, *rest)
 
 
 def outcome_of(job: Job) -> Outcome:
-    """What came of a request whose answers have ended."""
+    """Return the outcome of a finished job."""
     return Outcome([_kept(answer) for answer in job.answers], job.issued, job.cancelled, job.end())
 
 
 def restore(answers: Sequence[Answer], outcome: Outcome) -> None:
-    """Give new answers what those of before came to."""
+    """Fill new answers with recorded ones."""
     for answer, kept in zip(answers, outcome.answers, strict=True):
-        for sample, own in zip(answer.samples, kept.samples, strict=True):
-            sample.token_ids, sample.logprobs = array("i", own.token_ids), own.logprobs
-            sample.finish_reason, sample.stop_reason = own.finish_reason, own.stop_reason
+        for sample, kept_sample in zip(answer.samples, kept.samples, strict=True):
+            sample.token_ids, sample.logprobs = array("i", kept_sample.token_ids), kept_sample.logprobs
+            sample.finish_reason, sample.stop_reason = kept_sample.finish_reason, kept_sample.stop_reason
         answer.prompt_logprobs = kept.prompt_logprobs
         answer.num_cached_tokens = kept.num_cached_tokens
         answer.finished = True
 
 
 def differing(record: Record, model: ServedModel) -> list[str]:
-    """Return the parts of a model that keep it from answering a record as its own model would.
+    """Return the model parts that keep ``model`` from answering a record.
 
-    An open record needs the same model. One that has ended is only shown, under the name and fingerprint that it has.
+    An unfinished record needs the same model. A finished one is only shown, under its recorded name and fingerprint.
     """
     ours, theirs = model.parts, record.work.model.parts
     needed = ours.keys() | theirs.keys() if record.outcome is None else SHOWN_BY
@@ -130,6 +130,7 @@ def differing(record: Record, model: ServedModel) -> list[str]:
 
 def _kept(answer: Answer) -> KeptAnswer:
     samples = [
-        KeptSample(own.token_ids.tolist(), own.logprobs, own.finish_reason, own.stop_reason) for own in answer.samples
+        KeptSample(sample.token_ids.tolist(), sample.logprobs, sample.finish_reason, sample.stop_reason)
+        for sample in answer.samples
     ]
     return KeptAnswer(samples, answer.prompt_logprobs, answer.num_cached_tokens)

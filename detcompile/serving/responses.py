@@ -142,8 +142,7 @@ class Whole(_Awaited):
 
     async def _send(self, send: Send) -> None:
         try:
-            async for _ in progress(self._answers):
-                continue
+            await self._ended()
             body = msgspec.json.encode(await self._result())
         except DetcompileError as error:
             if not self._left:
@@ -151,6 +150,11 @@ class Whole(_Awaited):
             return
         await self._begin(send, 200, JSON, {"Content-Length": str(len(body))})
         await send({"type": "http.response.body", "body": body})
+
+    async def _ended(self) -> None:
+        """Wait until the result can be built."""
+        async for _ in progress(self._answers):
+            continue
 
 
 class Events(_Awaited):

@@ -1,8 +1,8 @@
-"""torch.ops.detcompile_direct: operations whose call on a CPU does not pass through Python.
+"""torch.ops.detcompile_direct: CPU operations that are called without Python.
 
-A call through Python takes longer than many a kernel takes for one token (docs/log/cpu.md). cpu/direct/ops.cpp is
-compiled against the torch at hand on first use. The kernels are those of cpu_library, and whatever is not plain goes to
-the operation's own implementation, so that bits and exceptions are the same.
+A call through Python takes longer than many kernels take for one token (docs/log/cpu.md). cpu/direct/ops.cpp is
+compiled against the installed torch on first use. It calls the same kernels as cpu_library. Calls that are not plain go
+to the operation's usual implementation, so bits and exceptions are the same.
 """
 
 import ctypes
@@ -31,20 +31,20 @@ OPS = ("matmul", "rms_norm", "layer_norm", "paged_attention")  # struct Kernels 
 _SOURCES = Path(__file__).parent / "cpu"
 _TORCH = Path(torch.__file__).parent
 _FLAGS = ("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", f"-I{_TORCH / 'include'}")
-# A static libstdc++ must not meet torch's own: docs/export.md, "A crash and its cause"
+# A statically linked libstdc++ must not clash with torch's: docs/export.md, "A crash and its cause"
 _LIBRARIES = (f"-L{_TORCH / 'lib'}", "-ltorch_cpu", "-lc10", "-Wl,--exclude-libs,ALL")
 
 
 @functools.cache
 def direct_ops() -> dict[torch._ops.OpOverload, torch._ops.OpOverload]:
-    """Operations of torch.ops.detcompile -> those that do the same directly.
+    """Map operations of torch.ops.detcompile to their direct versions.
 
-    Empty, with a warning, where they cannot be compiled: what calls them is then called through Python.
+    Empty, with a warning, if they cannot be compiled; the operations are then called through Python.
     """
     try:
         loaded = ctypes.CDLL(str(build_direct_ops()))
     except (CompilerNotFound, StorageError, OSError) as error:
-        warnings.warn(f"a CPU's operations are called through Python, which is slower: {error}", stacklevel=2)
+        warnings.warn(f"CPU operations are called through Python, which is slower: {error}", stacklevel=2)
         return {}
     kernels = (getattr(cpu_library.library(), f"detcompile_{name}") for name in OPS)
     addresses = [ctypes.cast(kernel, ctypes.c_void_p) for kernel in kernels]
@@ -53,7 +53,7 @@ def direct_ops() -> dict[torch._ops.OpOverload, torch._ops.OpOverload]:
 
 
 def build_direct_ops() -> Path:
-    """Compile them, unless the cache has them; returns the shared object.
+    """Compile the direct operations unless they are cached, and return the shared object.
 
     Raises:
         CompilerNotFound, StorageError: as shared_objects.build.

@@ -1,5 +1,5 @@
-"""torch.ops.detcompile as `ours`: whoever takes it from here finds every operation registered."""
-# ruff: noqa: F401 (a family is imported for the operations that it registers)
+"""`ours` is torch.ops.detcompile, with every operation registered."""
+# ruff: noqa: F401 (importing a family registers its operations)
 
 import torch
 

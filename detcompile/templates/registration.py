@@ -1,19 +1,18 @@
-"""define: registers an operation of torch.ops.detcompile, and checks every call of it against its declaration.
+"""define: register an operation of torch.ops.detcompile whose calls are checked against a declaration.
 
-A declaration says what each tensor and each integer among the arguments must be. An integer's is a range; a tensor's
-is a line of words:
+A declaration describes each tensor and integer argument. An integer has a range; a tensor has a line of words:
 
     float M K            a dtype of DTYPES, then the size of each dim; a name has one value in all operands
     x N K                the dtype of operand x
-    float ... R>0        any leading dims, the same wherever `...` stands; R is at least 1
-    int32 S+1            one more than S
-    int64 *              any dims, first or last
-    contiguous int32 S   in memory; `unit`: only the last dim has to be
+    float ... R>0        any leading dims, equal wherever `...` is used; R >= 1
+    int32 S+1            S plus 1
+    int64 *              any further dims, at the start or the end
+    contiguous int32 S   the layout: `contiguous`, or `unit` for a last dim of stride 1
 
-Every call is also checked for what needs no declaration: all tensors are on one device, and each has the memory that
-its sizes and strides describe (its storage was not freed); a written tensor has no elements that share memory, and is
-no other operand; there are kernels for the radices and for the dtypes of the results. What depends on values (slots,
-lengths, ids) is checked by the CPU kernels before they write. On a GPU values are not checked: the host would wait.
+Some checks need no declaration. All tensors are on one device. Each storage is as large as its sizes and strides
+require (it was not freed). A written tensor has no overlapping elements and is not another operand. The radices and the
+result dtypes have kernels. The CPU kernels check values (slots, lengths, ids) before they write. On a GPU values are
+not checked, because the host would have to wait.
 """
 
 import re
@@ -44,8 +43,8 @@ DTYPES = {
     "quantized": frozenset({torch.uint8, torch.int8, torch.float8_e4m3fn}),
     "any": frozenset(value for value in vars(torch).values() if isinstance(value, torch.dtype)),
 }
-_LAYOUTS = {"contiguous": "not {0}.is_contiguous()", "unit": "shape[-1] != 1 != {0}.stride(-1)"}  # what breaks it
-_ARGUMENT = re.compile(r"([\w()!?\[\]]+) (\w+)(?:=[^,]*)?(?:, |$)")  # of a schema: type and name
+_LAYOUTS = {"contiguous": "not {0}.is_contiguous()", "unit": "shape[-1] != 1 != {0}.stride(-1)"}  # true if violated
+_ARGUMENT = re.compile(r"([\w()!?\[\]]+) (\w+)(?:=[^,]*)?(?:, |$)")  # type and name in a schema
 _SIZE = re.compile(r"([A-Za-z]*)([+-]?\d+)?(>0)?")
 
 
@@ -61,11 +60,11 @@ def define(
     """Register an operation whose calls are checked.
 
     Args:
-        schema: name, arguments and results, as torch.library takes them.
-        operands: the declaration of each argument that is a tensor or an integer, by name.
+        schema: name, arguments and results, in torch.library's syntax.
+        operands: the declaration of each tensor or integer argument, by name.
         cpu: the implementation on a CPU; like ``cuda`` it takes the schema's arguments by position.
         cuda: the implementation on a GPU.
-        fake: gives empty results for arguments whose sizes may be symbols.
+        fake: returns empty results; sizes of its arguments may be symbolic.
         tags: tags besides pt2_compliant_tag.
     """
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
@@ -73,7 +72,7 @@ def define(
     op, check = declaration.op, declaration.compiled()
     LIBRARY.impl(op, _behind(check, cpu), "CPU")
     LIBRARY.impl(op, _behind(check, cuda), "CUDA")
-    # Sizes may be symbols here, and a comparison would fix them
+    # No comparisons for fakes: sizes may be symbolic, and a comparison would specialize them
     torch.library.register_fake(f"detcompile::{op}", _behind(declaration.require_one_device, fake), lib=LIBRARY)
 
 
@@ -87,15 +86,15 @@ def _behind(check: Callable[..., None], run: Callable[..., Any]) -> Callable[...
 
 @dataclass(frozen=True, slots=True)
 class _Operand:
-    """What a tensor must be.
+    """Requirements on a tensor argument.
 
     Attributes:
-        dtypes: the dtypes that it may have, or the name of the operand that has the same one.
+        dtypes: the allowed dtypes, or the name of the operand whose dtype it must have.
         layout: a key of _LAYOUTS, or "".
-        dims: words of the declaration.
+        dims: the dims as declared.
         leading: "..." or "*" if leading dims may precede the sizes, else "".
-        sizes: for each other dim a name or "", what is added to its value, and the least value.
-        is_open: whether more dims may follow.
+        sizes: (name or "", offset, minimum) of each other dim.
+        is_open: True if more dims may follow.
     """
 
     name: str
@@ -108,7 +107,7 @@ class _Operand:
 
     @classmethod
     def parse(cls, name: str, text: str) -> "_Operand":
-        """The operand of a declaration."""
+        """Parse a tensor's declaration."""
         layout, words = "", text.split()
         if words[0] in _LAYOUTS:
             layout, *words = words
@@ -121,10 +120,10 @@ class _Operand:
         return cls(name, DTYPES.get(dtype, dtype), layout, tuple(dims), leading, sizes, is_open)
 
     def compiled(self, bound: set[str]) -> tuple[list[str], list[str]]:
-        """Expressions that are true for a misfit, of the operand and its `shape`, and assignments of sizes.
+        """Return expressions over the operand and its `shape` that are true if it is invalid, and size assignments.
 
         Args:
-            bound: names of sizes that are assigned; gets those that this assigns.
+            bound: names of sizes assigned so far; updated in place.
         """
         wrong: list[str] = []
         assigned: list[str] = []
@@ -150,7 +149,7 @@ class _Operand:
         return wrong, assigned
 
     def described(self, known: Mapping[str, Any]) -> str:
-        """What the tensor must be, for a message."""
+        """Describe the required tensor, for an error message."""
         dtypes = [known[self.dtypes].dtype] if isinstance(self.dtypes, str) else sorted(self.dtypes, key=str)
         dtype = "of any dtype" if self.dtypes is DTYPES["any"] else " or ".join(map(str, dtypes))
         layout = {"contiguous": "contiguous ", "unit": "of unit last stride, "}.get(self.layout, "")
@@ -159,7 +158,7 @@ class _Operand:
 
 
 class _Declaration:
-    """The arguments of an operation, as declared."""
+    """The declared arguments of an operation."""
 
     def __init__(self, schema: str, operands: Mapping[str, str | range]) -> None:
         self.op, _, rest = schema.partition("(")
@@ -170,11 +169,11 @@ class _Declaration:
         self._ranges = {name: allowed for name, allowed in operands.items() if isinstance(allowed, range)}
 
     def compiled(self) -> Callable[..., None]:
-        """A function of the arguments that raises InvalidInput unless they are what was declared.
+        """Return a function of the arguments that raises InvalidInput if they violate the declaration.
 
-        Compiled from comparisons that are written out: a walk over the declaration takes longer than many a kernel.
+        It is generated code: interpreting the declaration on every call would take longer than many kernels.
         """
-        lines = [f"def check({', '.join(f'{name}=None' for name in self._kinds)}):"]  # torch omits last defaults
+        lines = [f"def check({', '.join(f'{name}=None' for name in self._kinds)}):"]  # torch omits trailing defaults
         names: dict[str, Any] = {"refuse": self._refuse, "refuse_written": self._refuse_written, "results": _FLOAT}
         names |= {"lacks_memory": _lacks_memory, "shares_memory": _shares_memory}
         names["check_radices"] = cpu_library.radices_array
@@ -218,7 +217,7 @@ class _Declaration:
             raise InvalidInput(f"detcompile::{self.op}: {places}. Move them to one device.")
 
     def _refuse(self, name: str, known: Mapping[str, Any]) -> NoReturn:
-        """Raise what says why an argument is refused; ``known`` are the arguments, and the sizes of those before."""
+        """Raise the error for an invalid argument; ``known`` has the arguments and the sizes bound so far."""
         value, where = known[name], f"detcompile::{self.op}: {name}"
         if name in self._ranges:
             allowed = self._ranges[name]
@@ -241,12 +240,12 @@ class _Declaration:
     def _refuse_written(self, name: str, known: Mapping[str, Any]) -> NoReturn:
         others = [other for other in self._tensors if known[other] is not None and other != name]
         same = [other for other in others if known[other].data_ptr() == known[name].data_ptr()]
-        fault = f"is {same[0]} too" if same else "has elements that share memory"
-        raise InvalidInput(f"detcompile::{self.op}: {name}, which is written, {fault}. Copy it.")
+        fault = f"has the memory of {same[0]}" if same else "has elements that share memory"
+        raise InvalidInput(f"detcompile::{self.op}: output {name} {fault}. Pass a copy.")
 
 
 def _lacks_memory(tensor: Tensor) -> bool:
-    """Whether a tensor's storage is smaller than its sizes and strides say."""
+    """Return True if the tensor's storage is smaller than its sizes and strides require."""
     if tensor.is_contiguous():
         size = tensor.nbytes
     else:
@@ -255,7 +254,7 @@ def _lacks_memory(tensor: Tensor) -> bool:
 
 
 def _shares_memory(tensor: Tensor) -> bool:
-    """Whether elements may lie at one place: unless each stride is past all that smaller strides reach."""
+    """Return True if elements may overlap: some stride is not larger than the span of all smaller strides."""
     if tensor.is_contiguous():
         return False
     reach = 1

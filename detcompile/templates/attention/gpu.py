@@ -36,9 +36,9 @@ from detcompile.templates.attention.schedules import (
     reference_attention_schedule,
 )
 from detcompile.templates.attention.scores import AttentionRule
-from detcompile.templates.device import barrier, dependent_launch
+from detcompile.templates.device import dependent_launch, primitives
 from detcompile.templates.device.gate import Gate, bytes_of, multiprocessors
-from detcompile.templates.device.integers import cdiv
+from detcompile.templates.device.launcher import cdiv
 
 __all__ = [
     "ATTENTION",
@@ -150,7 +150,7 @@ def probe_bits(problem: AttentionProblem, device: torch.device) -> Callable[[Att
 
 
 _HOPPER = (hopper, hopper_blocks, hopper_tile, hopper_decode, hopper_decode_tile)
-_MODULES = (kernels, merge, *_HOPPER, scores, operands, probe, dependent_launch, barrier)
+_MODULES = (kernels, merge, *_HOPPER, scores, operands, probe, dependent_launch, primitives)
 ATTENTION = Gate(
     family="attention",
     sources=(*(module.__file__ for module in _MODULES), __file__),

@@ -19,8 +19,7 @@ from detcompile.templates.attention.operands import AttentionLaunch
 from detcompile.templates.attention.schedules import HOPPER_ROWS
 from detcompile.templates.device.dependent_launch import gluon_let_next_start, gluon_wait_for_earlier, launch_options
 from detcompile.templates.device.gate import multiprocessors
-from detcompile.templates.device.integers import cdiv, next_power_of_2
-from detcompile.templates.device.launcher import launcher
+from detcompile.templates.device.launcher import cdiv, launcher, next_power_of_2
 
 __all__ = ["REGISTERS", "hopper_attention_kernel", "launch"]
 

@@ -20,10 +20,9 @@ from detcompile.templates.attention.hopper_blocks import descriptor, row_steps, 
 from detcompile.templates.attention.hopper_decode_tile import attend_columns, copy_block, merge_columns, piece_rows
 from detcompile.templates.attention.hopper_tile import KEYS
 from detcompile.templates.attention.operands import AttentionLaunch
-from detcompile.templates.device.barrier import barrier
 from detcompile.templates.device.dependent_launch import gluon_let_next_start, gluon_wait_for_earlier, launch_options
-from detcompile.templates.device.integers import cdiv
-from detcompile.templates.device.launcher import launcher
+from detcompile.templates.device.launcher import cdiv, launcher
+from detcompile.templates.device.primitives import barrier
 
 __all__ = ["hopper_decode_kernel", "launch", "registers"]
 

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from detcompile.templates.attention.hopper_blocks import copy_tile, row_of
 from detcompile.templates.attention.hopper_tile import KEYS, LANES
-from detcompile.templates.device.barrier import barrier
+from detcompile.templates.device.primitives import barrier
 
 __all__ = ["attend_columns", "copy_block", "merge_columns", "piece_rows"]
 

@@ -21,8 +21,7 @@ from detcompile.templates.attention.merge import merged, quotient
 from detcompile.templates.attention.operands import AttentionLaunch, padded
 from detcompile.templates.attention.scores import first_seen, join_sink, related, sequence_of, shaped
 from detcompile.templates.device.dependent_launch import launch_options, let_next_start, wait_for_earlier
-from detcompile.templates.device.integers import cdiv, next_power_of_2
-from detcompile.templates.device.launcher import launcher
+from detcompile.templates.device.launcher import cdiv, launcher, next_power_of_2
 
 __all__ = ["KEYS", "attention_kernel", "launch"]
 

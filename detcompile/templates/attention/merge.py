@@ -18,7 +18,6 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from detcompile.templates.attention.operands import AttentionLaunch, padded
 from detcompile.templates.attention.scores import first_seen, join_sink, sequence_of
-from detcompile.templates.device.barrier import barrier
 from detcompile.templates.device.dependent_launch import (
     gluon_let_next_start,
     gluon_wait_for_earlier,
@@ -27,8 +26,8 @@ from detcompile.templates.device.dependent_launch import (
     wait_for_earlier,
 )
 from detcompile.templates.device.gate import multiprocessors
-from detcompile.templates.device.integers import next_power_of_2
-from detcompile.templates.device.launcher import launcher
+from detcompile.templates.device.launcher import launcher, next_power_of_2
+from detcompile.templates.device.primitives import barrier
 
 __all__ = ["launch", "marked_merge_kernel", "merge_by_marks", "merge_kernel", "merged", "quotient"]
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from detcompile.templates.attention.schedules import AttentionProblem, AttentionSchedule, most_tiles
 from detcompile.templates.attention.scores import AttentionRule
-from detcompile.templates.device.integers import cdiv, next_power_of_2
+from detcompile.templates.device.launcher import cdiv, next_power_of_2
 
 __all__ = ["AttentionLaunch", "Caches", "HeadNorm", "StepMetadata", "padded"]
 

@@ -15,7 +15,7 @@ from detcompile.templates.attention.operands import Caches, StepMetadata
 from detcompile.templates.attention.schedules import AttentionProblem
 from detcompile.templates.attention.scores import AttentionRule
 from detcompile.templates.device.gate import heavy_tailed
-from detcompile.templates.device.integers import cdiv
+from detcompile.templates.device.launcher import cdiv
 
 __all__ = ["ProbeStep", "draw_probe"]
 

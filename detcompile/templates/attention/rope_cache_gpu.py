@@ -16,9 +16,8 @@ from detcompile.errors import InvalidInput
 from detcompile.orders.numerics import row_order
 from detcompile.templates.attention.operands import Caches, HeadNorm, padded
 from detcompile.templates.device.dependent_launch import launch_options, let_next_start, wait_for_earlier
-from detcompile.templates.device.integers import cdiv, next_power_of_2
-from detcompile.templates.device.launcher import launcher
-from detcompile.templates.device.widening import widened
+from detcompile.templates.device.launcher import cdiv, launcher, next_power_of_2
+from detcompile.templates.device.primitives import widened
 from detcompile.templates.rows.tile_sums import row_total
 from detcompile.templates.rows.tiles import aligned, in_units, rms_scale, row_plan
 

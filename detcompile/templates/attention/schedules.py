@@ -7,7 +7,7 @@ import functools
 from dataclasses import dataclass
 from typing import Literal
 
-from detcompile.templates.device.integers import next_power_of_2
+from detcompile.templates.device.launcher import next_power_of_2
 
 __all__ = [
     "AttentionProblem",

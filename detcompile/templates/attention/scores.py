@@ -18,7 +18,7 @@ from torch import Tensor
 
 from detcompile.errors import InvalidInput
 from detcompile.orders.numerics import KV_BLOCK
-from detcompile.templates.device.exponential import LOG2_E
+from detcompile.templates.device.primitives import LOG2_E
 
 __all__ = [
     "AttentionRule",

@@ -29,7 +29,7 @@ from torch import Tensor
 from detcompile.templates.collectives.peer_memory import BOX, CHANNELS, LANES, PeerMemory
 from detcompile.templates.device.dependent_launch import launch_options, let_next_start, wait_for_earlier
 from detcompile.templates.device.launcher import launcher
-from detcompile.templates.device.widening import widened
+from detcompile.templates.device.primitives import widened
 from detcompile.templates.matmul.tree import close_leaf, root_of, tree_options
 
 __all__ = [

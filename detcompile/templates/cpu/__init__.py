@@ -1,1 +1,1 @@
-"""The C++ kernels, a library for each instruction set, and the floating-point mode of threads."""
+"""The C++ kernels, one library per instruction set, and the floating-point mode of threads."""

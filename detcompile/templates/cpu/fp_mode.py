@@ -1,7 +1,7 @@
-"""The floating-point mode that steps run in on a CPU: every thread rounds to nearest and keeps subnormals.
+"""The floating-point mode of CPU steps: every thread rounds to nearest and keeps subnormals.
 
-A mode is a thread's own. ``torch.set_flush_denormal(True)`` sets the caller's, and a worker of OpenMP has the one of
-the thread that started it, as it was then: an element's bits would follow the thread that computes it.
+The mode belongs to a thread. ``torch.set_flush_denormal(True)`` sets the caller's, and an OpenMP worker inherits the
+mode that its creator had at that time. Without this module, bits would depend on which thread computes an element.
 """
 
 import contextlib
@@ -24,26 +24,27 @@ TORCH = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
 
 
 def float_mode(device: torch.device, num_threads: int = 1) -> AbstractContextManager[None]:
-    """While entered, the calling thread and its OpenMP workers have the standard mode; then each has its own again.
+    """Return a context manager that gives the calling thread and its OpenMP workers the standard mode.
 
-    Any thread may enter it, again and within itself. On other devices than a CPU it does nothing.
+    On exit each thread gets its previous mode back. Reentrant and usable from any thread. Does nothing on devices other
+    than a CPU.
 
     Args:
-        num_threads: threads that the kernels inside may ask for, beside torch.get_num_threads() when it is entered.
+        num_threads: threads that kernels inside may use, besides torch.get_num_threads() on entry.
     """
     return _Standard(num_threads) if device.type == "cpu" else contextlib.nullcontext()
 
 
 def in_float_mode(run: Callable[..., Any], device: torch.device, num_threads: int = 1) -> Callable[..., Any]:
-    """``run``, in the standard mode."""
+    """Wrap ``run`` so that it runs in the standard mode."""
     if device.type != "cpu":
         return run
     mode = float_mode(device, num_threads)
 
     @functools.wraps(run, updated=())
-    def ran(*given: Any, **named: Any) -> Any:
+    def ran(*args: Any, **kwargs: Any) -> Any:
         with mode:
-            return run(*given, **named)
+            return run(*args, **kwargs)
 
     return ran
 
@@ -62,16 +63,16 @@ class _Standard:
 
 @functools.cache
 def _parallel_of_torch() -> int:
-    """Where the OpenMP of torch's own operations starts a region; it may be another one than our kernels'.
+    """Return the address at which torch's OpenMP starts a parallel region; our kernels may use another OpenMP.
 
     Raises:
-        InvalidInput: torch has none.
+        InvalidInput: torch does not use GNU OpenMP.
     """
     try:
-        found = ctypes.CDLL(str(TORCH), mode=os.RTLD_NOLOAD | os.RTLD_LAZY).GOMP_parallel
+        parallel = ctypes.CDLL(str(TORCH), mode=os.RTLD_NOLOAD | os.RTLD_LAZY).GOMP_parallel
     except (OSError, AttributeError) as error:
         raise InvalidInput(
-            f"torch {torch.__version__} does not run its operations in threads of GNU OpenMP, whose floating-point mode"
-            " has to be set: call torch.set_num_threads(1)"
+            f"torch {torch.__version__} does not use GNU OpenMP, so the floating-point mode of its threads cannot be"
+            " set: call torch.set_num_threads(1)"
         ) from error
-    return ctypes.cast(found, ctypes.c_void_p).value or 0
+    return ctypes.cast(parallel, ctypes.c_void_p).value or 0

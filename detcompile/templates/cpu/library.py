@@ -1,9 +1,9 @@
 """The CPU templates as one shared library per instruction set, compiled on first use.
 
-The sources beside this file are plain C++17 with a C ABI. A library is named by the hash of its sources, its flags and
-the compiler's version, and is built and checked by shared_objects. All instruction sets give the same bits, but for
-products of bfloat16 with amx, which have an order of their own (numerics.matmul_order). The dot products of bfloat16
-pairs and of tiles are used only on a machine where they were compared with their orders, written out.
+The sources beside this file are plain C++17 with a C ABI. A library's name is the hash of its sources, its flags and
+the compiler's version; shared_objects builds and checks it. All instruction sets produce the same bits, except bfloat16
+products with amx, which have a different order (numerics.matmul_order). Dot products of bfloat16 pairs and tiles are
+used only if a probe on this machine agrees with their written-out orders.
 """
 
 import ctypes
@@ -63,10 +63,10 @@ _ISA_NEEDS = {
 }
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fvisibility=hidden", "-fno-gnu-unique")
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # of Linux on x86-64: ARCH_REQ_XCOMP_PERM
-_adopted: dict[str, Path] = {}  # by instruction set: what another machine compiled
-_loaded: dict[str, Path] = {}  # by instruction set: what this process runs
+_adopted: dict[str, Path] = {}  # libraries compiled on another machine, by instruction set
+_loaded: dict[str, Path] = {}  # libraries that this process runs, by instruction set
 _BUILDING = threading.Lock()  # a thread of compile() builds while the model is captured
-_MOST_RADICES, _MOST_LEAVES = 16, 1 << 20  # nodes[] in rowsum.h; kernels take each leaf in turn
+_MOST_RADICES, _MOST_LEAVES = 16, 1 << 20  # nodes[] in rowsum.h; kernels visit the leaves one by one
 
 _NUMBERS = {
     "int64_t": ctypes.c_int64,
@@ -75,12 +75,12 @@ _NUMBERS = {
     "double": ctypes.c_double,
 }
 _PROTOTYPE = re.compile(r"^EXPORT (void|int64_t) (\w+)\(([^)]*)\)", re.MULTILINE)
-# Kernels of training alone, 5 of 17 CPU seconds to compile: a library of their own, built when one is first called.
+# Training kernels take 5 of 17 CPU seconds to compile: a separate library, built when one is first called.
 _TRAINING = ("packed_attention.cpp", "pointwise_training.cpp", "row_gradients.cpp")
 
 
 class _Kernels(ctypes.CDLL):
-    """The library of an instruction set, which loads the kernels of training when one is first called."""
+    """An instruction set's library, which loads the training kernels when one is first called."""
 
     isa = ""
 
@@ -92,21 +92,24 @@ class _Kernels(ctypes.CDLL):
 
 
 def _signatures(training: bool) -> dict[str, tuple[type[ctypes.c_int64] | None, list[Any]]]:
-    """Return the result and the arguments of each exported function, by its source; what is no number is an address."""
-    found = {}
+    """Return each exported function's result type and argument types, parsed from its source.
+
+    Arguments that are not numbers are pointers.
+    """
+    signatures = {}
     for source in _sources(training):
         for result, name, taken in _PROTOTYPE.findall(source.read_text()):
             kinds = [argument.strip().rpartition(" ")[0] for argument in taken.split(",") if argument.strip()]
             arguments = [_NUMBERS.get(kind, ctypes.c_void_p) for kind in kinds]
-            found[name] = (None if result == "void" else ctypes.c_int64, arguments)
-    return found
+            signatures[name] = (None if result == "void" else ctypes.c_int64, arguments)
+    return signatures
 
 
 def isa() -> str:
-    """The instruction set the CPU templates run with: amx, avx512bf16, avx512, avx2 or portable.
+    """Return the instruction set of the CPU templates: amx, avx512bf16, avx512, avx2 or portable.
 
     Raises:
-        InvalidInput: config.cpu_isa_override() names none that this machine has, or one whose bits are not ours.
+        InvalidInput: config.cpu_isa_override() names one that this machine lacks, or one whose probe fails.
     """
     override = config.cpu_isa_override()
     available = supported_isas()
@@ -114,38 +117,38 @@ def isa() -> str:
         return next(name for name in available if not _faults(name))
     if override not in available:
         raise InvalidInput(
-            f"DETCOMPILE_CPU_ISA={override!r}: this machine runs {', '.join(available)}. Set one of these, or unset it."
+            f"DETCOMPILE_CPU_ISA={override!r}: this machine runs {', '.join(available)}. Set one of them, or unset it."
         )
     if _faults(override):
         operands = "tiles" if override == _TILES else "pairs"
         raise InvalidInput(
-            f"DETCOMPILE_CPU_ISA={override!r}: this CPU's dot product of bfloat16 {operands} rounds unlike its order,"
-            f" written out ({_faults(override)} of the probe's results differ). "
+            f"DETCOMPILE_CPU_ISA={override!r}: this CPU's dot product of bfloat16 {operands} does not round in the"
+            f" required order ({_faults(override)} results of the probe differ). "
             f"Set {available[available.index(override) + 1]}, or unset it."
         )
     return override
 
 
 def isa_of(device: torch.device) -> str:
-    """isa() where it decides bits, on a CPU; empty for any other device."""
+    """Return isa() for a CPU, where it affects bits; an empty string for other devices."""
     return isa() if device.type == "cpu" else ""
 
 
 @functools.cache
 def pair_faults() -> int:
-    """How many results of this CPU's dot product of bfloat16 pairs differ from two multiply-adds, in a fixed probe."""
+    """Return how many results of this CPU's bfloat16 pair dot product differ from two FMAs, in a fixed probe."""
     return int(_probe(_PAIRS, "pairs").detcompile_pair_faults())
 
 
 @functools.cache
 def tile_faults() -> int:
-    """How many results of this CPU's product of bfloat16 tiles differ from orders.EvenOdd, in a fixed probe."""
+    """Return how many results of this CPU's bfloat16 tile product differ from orders.EvenOdd, in a fixed probe."""
     return int(_probe(_TILES, "tiles").detcompile_tile_faults())
 
 
 @functools.cache
 def supported_isas() -> tuple[str, ...]:
-    """Instruction sets of this machine that the templates have code for, widest first."""
+    """Return the instruction sets that this machine and the templates support, widest first."""
     cpuinfo = Path("/proc/cpuinfo")
     flags: set[str] = set()
     if cpuinfo.exists():
@@ -157,7 +160,7 @@ def supported_isas() -> tuple[str, ...]:
 
 @functools.cache
 def source_digest() -> str:
-    """SHA-256 of the C++ sources and the flags they are compiled with, in hex."""
+    """Return the SHA-256 of the C++ sources and compiler flags, in hex."""
     digest = hashlib.sha256(" ".join((*_FLAGS, *_ISA_FLAGS.values())).encode())
     for path in sorted(_SOURCES.iterdir()):
         if path.suffix in (".cpp", ".h"):
@@ -166,33 +169,33 @@ def source_digest() -> str:
 
 
 def library(name: str | None = None) -> ctypes.CDLL:
-    """The kernels for an instruction set (default: isa()), with typed functions; compiled if the cache lacks them.
+    """Return an instruction set's kernels (default: isa()) with typed functions; compile them if not cached.
 
     Raises:
-        CompilerNotFound: they are not in the cache and cannot be compiled.
-        StorageError: the cache is full, cannot be written, or is not this user's alone.
+        CompilerNotFound: they are not cached and cannot be compiled.
+        StorageError: the cache is full, cannot be written, or is writable by other users.
     """
     return _default_library() if name is None else _library(name)
 
 
 def library_bytes(name: str) -> bytes:
-    """The shared object that library(name) loads, whole, as ``adopt`` takes it; compiled if the cache lacks it."""
+    """Return the content of the shared object that library(name) loads, for ``adopt``; compile it if not cached."""
     library(name)
     return _library_file(name).read_bytes()
 
 
 def adopt(name: str, content: bytes) -> None:
-    """Make library(name) load this shared object, which another machine compiled, instead of compiling one.
+    """Make library(name) load this shared object from another machine instead of compiling one.
 
     Raises:
-        InvalidInput: a library for this instruction set, compiled otherwise, was loaded before.
+        InvalidInput: a different library for this instruction set is already loaded.
         StorageError: as ``library``.
     """
     path = cache_folder("cpu") / f"{name}-{hashlib.sha256(content).hexdigest()[:24]}-adopted.so"
     if _loaded.get(name, path) != path and _loaded[name].read_bytes() != content:
         raise InvalidInput(
-            f"this process runs CPU templates for {name} that another compiler made: load the archive in a process"
-            " that compiled nothing"
+            f"this process runs CPU templates for {name} from another compiler: load the archive in a process that"
+            " has not compiled anything"
         )
     if name in _loaded:
         return
@@ -203,15 +206,15 @@ def adopt(name: str, content: bytes) -> None:
 
 
 def thread_count() -> int:
-    """Threads a kernel may use; the bits do not depend on it."""
+    """Return the number of threads that a kernel may use; bits do not depend on it."""
     return torch.get_num_threads()
 
 
 def dtype_code(tensor: torch.Tensor | None) -> int:
-    """Code of a tensor's dtype in the C ABI (0 for an absent tensor).
+    """Return the code of a tensor's dtype in the C ABI (0 for None).
 
     Raises:
-        InvalidInput: a dtype other than float32, bfloat16 and float16.
+        InvalidInput: a dtype other than float32, bfloat16 or float16.
     """
     if tensor is None:
         return 0
@@ -223,21 +226,21 @@ def dtype_code(tensor: torch.Tensor | None) -> int:
 
 @functools.cache
 def radices_address(radices: tuple[int, ...]) -> int:
-    """Where radices lie for the C ABI, for the life of the process; raises as radices_array."""
+    """Return the address of the radices for the C ABI, valid for the life of the process; raises as radices_array."""
     return ctypes.addressof(radices_array(radices))
 
 
 @functools.cache
 def radices_array(radices: tuple[int, ...]) -> ctypes.Array[ctypes.c_int64]:
-    """Radices for the C ABI.
+    """Return radices as an array for the C ABI.
 
     Raises:
-        NumericsError: a radix below 1, or more leaves than any row has use for.
+        NumericsError: a radix below 1, too many radices or too many leaves.
     """
     if any(radix < 1 for radix in radices) or len(radices) > _MOST_RADICES or math.prod(radices) > _MOST_LEAVES:
         raise NumericsError(
-            f"radices {radices}: at most {_MOST_RADICES}, each at least 1, with a product of at most {_MOST_LEAVES}."
-            " Take them from Numerics.radices."
+            f"radices {radices}: at most {_MOST_RADICES} are allowed, each at least 1, with a product of at most"
+            f" {_MOST_LEAVES}. Take them from Numerics.radices."
         )
     return (ctypes.c_int64 * len(radices))(*radices)
 
@@ -248,7 +251,7 @@ def _faults(name: str) -> int:
 
 @functools.cache
 def _tiles_permitted() -> bool:
-    """Whether Linux lets this process, its threads and forks, use AMX's tiles; it wants to be asked (since 5.16)."""
+    """Return True if Linux permits AMX tiles for this process; since 5.16 it requires a request."""
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
         return False
     return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
@@ -261,8 +264,8 @@ def _default_library() -> ctypes.CDLL:
 
 @functools.cache
 def _library(name: str) -> ctypes.CDLL:
-    if name == _TILES and not _tiles_permitted():  # its first instruction would end the process
-        raise InvalidInput("amx: Linux lets this process use no tiles. Take the instruction set that isa() chooses.")
+    if name == _TILES and not _tiles_permitted():  # the first tile instruction would kill the process
+        raise InvalidInput("amx: Linux does not permit AMX tiles in this process. Use the instruction set of isa().")
     path = _library_file(name)
     loaded = _load(path, name, training=False)
     loaded.isa = name
@@ -279,7 +282,7 @@ def _training_kernels(name: str) -> ctypes.CDLL:
 def _load(path: Path, name: str, training: bool) -> _Kernels:
     with _BUILDING:
         if not is_intact(path):
-            with stage(f"compile the CPU's kernels{' of training' if training else ''} for {name}"):
+            with stage(f"compile the CPU {'training ' if training else ''}kernels for {name}"):
                 build(path, _sources(training), [*_FLAGS, *_isa_flags(name)])
     loaded = _Kernels(str(path))
     for function, (result, arguments) in _signatures(training).items():
@@ -289,15 +292,15 @@ def _load(path: Path, name: str, training: bool) -> _Kernels:
 
 
 def _sources(training: bool) -> list[Path]:
-    """Return the sources of a library, the largest first: as many are compiled at once as there are cores."""
+    """Return the sources of a library, largest first: as many are compiled at once as there are cores."""
     sources = [source for source in _SOURCES.glob("*.cpp") if (source.name in _TRAINING) == training]
     return sorted(sources, key=lambda source: (-source.stat().st_size, source.name))
 
 
 def _probe(name: str, source: str) -> ctypes.CDLL:
-    """Return a library that has the probe in ``source``: all kernels where they are built, else the probe alone.
+    """Return a library with the probe in ``source``: the kernels' library if it is built, else the probe alone.
 
-    isa() needs the probe before kernels are built, which takes seconds that a model's capture can run in.
+    isa() needs the probe before the kernels are built; building them takes seconds, which capture can overlap.
     """
     if is_intact(_library_file(name)):
         return library(name)

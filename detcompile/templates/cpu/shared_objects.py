@@ -1,8 +1,8 @@
-"""C++ sources -> a shared object in the cache: whole or absent, however many processes ask for it at once.
+"""Compile C++ sources to a shared object in the cache, atomically, with any number of processes.
 
-One of them builds, the others wait for it: else ranks that start together would each run every compiler.
-A file ends with the SHA-256 of its own bytes, so that a damaged one is never loaded, and is renamed into place. One
-that somebody else could have written is never loaded either.
+One process builds and the others wait; otherwise ranks that start together would each run every compiler. A file ends
+with the SHA-256 of its content, so a damaged one is never loaded, and is renamed into place. A file that other users
+could have written is never loaded.
 """
 
 import contextlib
@@ -25,12 +25,12 @@ from detcompile.storage import CACHE_ADVICE, disk_failure, distrust, naming, put
 __all__ = ["build", "compiler_if_any", "compiler_version", "is_intact"]
 
 _DIGEST_BYTES = 32
-_LONGEST_WAIT = 300.0  # seconds, for a build of another process, which may be stopped
+_LONGEST_WAIT = 300.0  # seconds to wait for another process's build; that process may be stopped
 
 
 @functools.cache
 def compiler_version() -> str:
-    """First line that the C++ compiler prints about itself.
+    """Return the first line of the C++ compiler's version output.
 
     Raises:
         CompilerNotFound: no compiler runs under config.cxx_compiler().
@@ -40,14 +40,14 @@ def compiler_version() -> str:
         output = subprocess.run([*shlex.split(command), "--version"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         raise CompilerNotFound(
-            f"The CPU templates are compiled on first use, and the C++ compiler {command!r} does not run ({error}). "
+            f"The CPU templates are compiled on first use, but the C++ compiler {command!r} does not run ({error}). "
             "Install one (Debian, Ubuntu: apt-get install g++) or name yours in CXX."
         ) from error
     return output.splitlines()[0] if output else command
 
 
 def compiler_if_any() -> str:
-    """The same, for keys of what a compiler may have made; empty where none runs."""
+    """Return compiler_version(), or an empty string if no compiler runs; for cache keys."""
     try:
         return compiler_version()
     except CompilerNotFound:
@@ -55,11 +55,12 @@ def compiler_if_any() -> str:
 
 
 def is_intact(path: Path) -> bool:
-    """Whether the file is this user's (or root's) alone, and ends with the digest of what precedes: loading a truncated
-    library would crash the process, and loading somebody else's would run their code.
+    """Return True if only this user (or root) can write the file and it ends with the digest of its content.
+
+    Loading a truncated library would crash the process; loading another user's would run their code.
 
     Raises:
-        StorageError: it is there and cannot be read.
+        StorageError: the file exists and cannot be read.
     """
     with naming(path, CACHE_ADVICE):
         if path.is_symlink() or not path.is_file() or distrust(path):
@@ -69,12 +70,13 @@ def is_intact(path: Path) -> bool:
 
 
 def build(path: Path, sources: Iterable[Path], flags: Sequence[str], libraries: Sequence[str] = ()) -> None:
-    """Compile the sources side by side and link them into ``path``, in a folder of storage.cache_folder; at once if
-    another process puts it there meanwhile.
+    """Compile the sources in parallel and link them into ``path``, in a folder of storage.cache_folder.
+
+    Returns at once if another process has put the file there.
 
     Args:
-        flags: the compiler's, for compiling and linking.
-        libraries: the linker's arguments behind the objects.
+        flags: compiler flags, for compiling and linking.
+        libraries: linker arguments after the objects.
 
     Raises:
         CompilerNotFound: the compiler ends with an error.
@@ -99,7 +101,7 @@ def build(path: Path, sources: Iterable[Path], flags: Sequence[str], libraries: 
 
 @contextlib.contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """While no other process builds in this folder; not for ever, and not where the file system has no locks."""
+    """Hold the folder's build lock; give up after _LONGEST_WAIT, or if the file system has no locks."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         end = time.monotonic() + _LONGEST_WAIT
@@ -109,7 +111,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
                 break
             except BlockingIOError:
                 time.sleep(0.05)
-            except OSError:  # NFS locks nothing that was opened for reading
+            except OSError:  # NFS cannot lock files opened for reading
                 break
         yield
     finally:
@@ -117,7 +119,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 
 def _run_all(commands: Sequence[Sequence[str]], folder: str) -> None:
-    """Runs compiler commands, as many at once as there are cores; what they write meanwhile is in ``folder`` too."""
+    """Run compiler commands, one per core at a time; their temporary files go to ``folder``."""
     environment = config.compiler_environment(folder)
 
     def run(command: Sequence[str]) -> None:

@@ -1,1 +1,1 @@
-"""What families share on a GPU: the bitwise gate, launches, integers, exponentials."""
+"""What all families share on a GPU: the bitwise gate, launches and primitives of kernels."""

@@ -1,4 +1,4 @@
-"""CUDA graphs: capture without garbage collection, whether a capture is on, and times of launches by replay."""
+"""CUDA graphs: capture without garbage collection, capture state, and launch times measured by replay."""
 
 import contextvars
 import gc
@@ -19,8 +19,8 @@ __all__ = [
     "rehearsal",
 ]
 
-# Ambient, since between a capture and the templates that ask stands a compiled program, whose operators have no
-# argument for it: a graph's signature may not depend on how it will be launched.
+# Context variables, because a compiled program lies between the capture and the templates that read them, and its
+# operators must not have an argument for how they are launched.
 _FOR_GRAPH = contextvars.ContextVar("for_graph", default=False)
 _REHEARSAL = contextvars.ContextVar("rehearsal", default=False)
 _ALONE = contextvars.ContextVar("alone", default=False)
@@ -33,7 +33,7 @@ def capturing() -> bool:
 
 @contextmanager
 def for_graph() -> Iterator[None]:
-    """What runs here is captured, or warms up what will be: many small launches cost nothing when it is replayed."""
+    """Mark launches that are captured or warm up a capture: many small launches cost nothing on replay."""
     token = _FOR_GRAPH.set(True)
     try:
         yield
@@ -42,17 +42,18 @@ def for_graph() -> Iterator[None]:
 
 
 def is_for_graph() -> bool:
-    """Whether this is inside ``for_graph``."""
+    """Return True inside ``for_graph``."""
     return _FOR_GRAPH.get()
 
 
 @contextmanager
 def rehearsal(*, alone: bool = False) -> Iterator[None]:
-    """What runs here is run for its kernels alone, so that they are compiled, gated and loaded: nobody reads the
-    results, and of layers that run the same code one is enough.
+    """Mark a run whose only purpose is that kernels are compiled, gated and loaded.
+
+    Its results are not used, and one of several layers that run the same code is enough.
 
     Args:
-        alone: other ranks do not run it too, so that collectives give zeros and meet nobody.
+        alone: other ranks do not take part, so collectives return zeros without communicating.
     """
     tokens = _REHEARSAL.set(True), _ALONE.set(alone)
     try:
@@ -63,18 +64,18 @@ def rehearsal(*, alone: bool = False) -> Iterator[None]:
 
 
 def is_rehearsal() -> bool:
-    """Whether this is inside ``rehearsal``."""
+    """Return True inside ``rehearsal``."""
     return _REHEARSAL.get()
 
 
 def is_alone() -> bool:
-    """Whether this is inside ``rehearsal(alone=True)``."""
+    """Return True inside ``rehearsal(alone=True)``."""
     return _ALONE.get()
 
 
 @contextmanager
 def capture(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
-    """torch.cuda.graph without garbage collection: graphs that it freed in the middle would spoil the capture."""
+    """Capture like torch.cuda.graph, with garbage collection off: freeing a graph would invalidate the capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -86,10 +87,10 @@ def capture(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
 
 
 def graph_seconds(launches: Sequence[Callable[[], object]], repeats: int = 5) -> float:
-    """Median seconds of one launch, from replays of one CUDA graph that holds all of them.
+    """Return the median seconds of one launch, from replays of one CUDA graph that holds all launches.
 
     Args:
-        launches: the same work over rotated buffers, together larger than the L2 cache.
+        launches: the same work over rotating buffers, together larger than the L2 cache.
         repeats: how often the graph is replayed.
     """
     for launch in launches[:2]:

@@ -1,8 +1,8 @@
-"""What the gate decided, on disk: ``<cache>/schedules/<template>-<digest>.json``.
+"""Decisions of the gate, kept on disk in ``<cache>/schedules/<template>-<digest>.json``.
 
 The digest covers the environment: the device, the versions and the template's source. Writers merge under a file lock
-and replace the file atomically; a file that does not parse, or that was written for something else, is rebuilt. One
-that somebody else could have written is neither read nor written: it could name schedules that the gate never admitted.
+and replace the file atomically. A file that does not parse or has another environment is rebuilt. A file that other
+users could have written is ignored: it could name schedules that the gate never admitted.
 """
 
 import fcntl
@@ -23,7 +23,7 @@ __all__ = ["Decision", "DecisionFile"]
 
 @dataclass(slots=True)
 class Decision:
-    """What the gate found for one problem: names of schedules, and why the others were refused."""
+    """The gate's result for one problem: admitted schedules, refused ones with reasons, and the choice."""
 
     admitted: list[str] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class Decision:
     tuned: bool = False
 
     def absorb(self, other: "Decision") -> None:
-        """Takes over another process's findings. A timed choice outranks an untimed one."""
+        """Merge another process's decision. A timed choice outranks an untimed one."""
         self.admitted = list(dict.fromkeys([*self.admitted, *other.admitted]))
         self.refused |= other.refused
         if other.chosen is not None and (other.tuned or not self.tuned):
@@ -39,7 +39,7 @@ class Decision:
 
 
 class DecisionFile:
-    """The decisions of one template in one environment, problem by problem, as all processes know them."""
+    """The decisions of one template in one environment, shared by all processes."""
 
     def __init__(self, template: str, environment: Mapping[str, str], directory: Path) -> None:
         self._environment = dict(environment)
@@ -48,7 +48,7 @@ class DecisionFile:
         self._distrust = _distrust_of(self.path)
 
     def read(self) -> dict[str, Decision]:
-        """Every decision; none where the file is missing, corrupted or foreign."""
+        """Return all decisions; none if the file is missing, corrupt or of another environment."""
         if self._distrust:
             return {}
         try:
@@ -57,10 +57,10 @@ class DecisionFile:
                 return {}
             return {problem: _decision(fields) for problem, fields in content["decisions"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return {}  # the gate simply runs again
+            return {}  # the gate runs again
 
     def merge(self, problem: str, decision: Decision) -> None:
-        """Adds what one process found. A file that cannot be written is told of, and no error."""
+        """Add a decision to the file. Warn if the file cannot be written."""
         if self._distrust:
             return
         try:
@@ -76,7 +76,7 @@ class DecisionFile:
 
 
 def _distrust_of(path: Path) -> str:
-    """Why decisions in this file may be somebody else's, which is told; empty if they are not, or there are none."""
+    """Warn if other users could have written this file, and return the reason; empty if it can be trusted."""
     try:
         folder = path.parent
         reason = distrust(folder) if folder.exists() else ""

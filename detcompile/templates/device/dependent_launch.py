@@ -1,12 +1,11 @@
-"""Programmatic dependent launch: a kernel's programs start while the kernel before it in the stream still ends.
+"""Programmatic dependent launch: a kernel's programs start while the previous kernel in the stream is finishing.
 
-A kernel that is launched with `launch_options(device)` calls `wait_for_earlier` in every program, before its first
-access to memory that another kernel writes and before its first store: it returns once every earlier kernel has ended
-and all that it wrote is visible. So memory is ordered as without it, and the next kernel, whatever it is, may
-still take it that the stream is in order. `let_next_start` says that the next kernel's programs may be put beside
-those of this one; it orders nothing.
+A kernel launched with `launch_options(device)` calls `wait_for_earlier` in every program before its first access to
+memory that another kernel writes, and before its first store. The call returns once all earlier kernels have ended and
+their writes are visible, so memory is ordered as in an ordinary stream. `let_next_start` allows the next kernel's
+programs to become resident beside this kernel's; it orders nothing.
 
-What runs before the wait may not depend on what it reads: it touches registers, shared memory, or the L2 cache.
+Code before the wait must not depend on memory it reads: it may use registers, shared memory, or prefetch into L2.
 """
 
 import functools
@@ -32,12 +31,12 @@ __all__ = [
 
 @functools.cache
 def overlaps(device: torch.device) -> bool:
-    """Whether the device has it: compute capability 9 or more."""
+    """Return True if the device supports it (compute capability 9 or higher)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def launch_options(device: torch.device) -> dict[str, bool]:
-    """What a kernel with a constexpr PDL is launched with."""
+    """Return the launch options of a kernel that has a constexpr PDL."""
     return {"PDL": True, "launch_pdl": True} if overlaps(device) else {"PDL": False}
 
 
@@ -55,13 +54,12 @@ def let_next_start(PDL: tl.constexpr):
 
 @triton.jit
 def fetch_rows_ahead(rows_ptr, first, ROWS: tl.constexpr, num_rows, pitch, width, PDL: tl.constexpr):
-    """Asks for rows first..first + ROWS, each `width` numbers side by side, to be brought into the L2 cache.
+    """Prefetch rows first..first + ROWS into the L2 cache; each has `width` contiguous numbers.
 
-    Safe before the wait, as `fetch_ahead`. The last 128 bytes of a row that does not begin at a multiple of 128 may be
-    left out.
+    Safe before the wait, as `fetch_ahead`. For a row that is not 128-byte aligned, the last 128 bytes may be skipped.
     """
     if PDL:
-        LINES: tl.constexpr = 64  # of a row at a time, 128 bytes each
+        LINES: tl.constexpr = 64  # cache lines of 128 bytes of a row per iteration
         PER_LINE: tl.constexpr = 1024 // rows_ptr.dtype.element_ty.primitive_bitwidth
         row = first + tl.arange(0, ROWS)[:, None]
         for start in range(0, width, LINES * PER_LINE):
@@ -92,9 +90,9 @@ def gluon_let_next_start(PDL: gl.constexpr):
 
 @gluon.jit
 def fetch_ahead(pointers, num_bytes, wanted):
-    """Asks for num_bytes (a multiple of 16) at each of the pointers that are wanted to be brought into the L2 cache.
+    """Prefetch num_bytes (a multiple of 16) at each pointer where `wanted` is set into the L2 cache.
 
-    Every access goes through that cache, so this is safe before the wait, whoever writes there.
+    Safe before the wait, because every access goes through L2, whichever kernel writes there.
     """
     gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.u32 p, $3, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",

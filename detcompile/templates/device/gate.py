@@ -1,14 +1,14 @@
-"""The bitwise gate: a schedule may run only after its bits equalled the reference schedule's on this device.
+"""The bitwise gate: a schedule may run only if its bits equal the reference schedule's on this device.
 
-A template's *order* fixes the bits; a *schedule* (tiles, warps, stages, splits) is free within it. Whether a schedule
-really keeps the order is a property of the device and the compiler, so it is measured: `Tuner.choose` runs a probe
-under the reference schedule and under a candidate, and admits the candidate only if every byte is equal. Speed is
-asked last, and only among the admitted (`Tuner.tune`).
+A template's *order* fixes the bits. A *schedule* (tiles, warps, stages, splits) is free within that order. Whether a
+schedule keeps the order depends on the device and the compiler, so it is measured: `Tuner.choose` runs a probe under
+the reference schedule and under a candidate, and admits the candidate only if every byte is equal. Speed is compared
+only among admitted schedules (`Tuner.tune`).
 
-On a GPU the reference is a schedule too: the hardware's order inside one ``tl.dot`` group is not documented, so the
+On a GPU the reference is itself a schedule: the hardware's order inside one ``tl.dot`` group is undocumented, so the
 gate compares schedules with each other, not with `SumOrder.evaluate`. Row reductions do equal `Row.evaluate`.
 
-A family of templates has one `Gate`, which its launches ask; a `Tuner` is what the gate knows on one device.
+Each family of templates has one `Gate`; a `Tuner` is the gate's state for one device.
 """
 
 import functools
@@ -26,43 +26,44 @@ from torch import Tensor
 from detcompile.config import cache_directory
 from detcompile.errors import ScheduleError
 from detcompile.templates.device.decisions import Decision, DecisionFile
-from detcompile.templates.device.integers import next_power_of_2
+from detcompile.templates.device.launcher import next_power_of_2
 
 __all__ = ["Buckets", "Gate", "Tuner", "bytes_of", "heavy_tailed", "multiprocessors"]
 
-P = TypeVar("P")  # a problem: a frozen dataclass with a distinct str; with buckets its field `bucket` is one of them
-S = TypeVar("S")  # a schedule: any value with a distinct str
+P = TypeVar("P")  # a problem: a frozen dataclass with a unique str, and a field `bucket` if the gate has buckets
+S = TypeVar("S")  # a schedule: any value with a unique str
 
 
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """Counts of tokens or rows, rounded to powers of two between these two."""
+    """Token or row counts, rounded up to a power of two and clamped to [smallest, largest]."""
 
     smallest: int
     largest: int
 
     def of(self, count: int) -> int:
-        """The bucket of a count."""
+        """Return the bucket of a count."""
         return min(max(self.smallest, next_power_of_2(count)), self.largest)
 
     def nearest(self, bucket: int) -> list[int]:
-        """All buckets: this one, then the larger ones, then the smaller ones, the nearest first."""
+        """Return all buckets: this one, then larger ones, then smaller ones, nearest first."""
         every = [1 << i for i in range(self.smallest.bit_length() - 1, self.largest.bit_length())]
         return sorted(every, key=lambda other: (other != bucket, other < bucket, abs(other - bucket)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Gate(Generic[P, S]):
-    """The gate of one family of templates: its launches run under the schedule that this hands out.
+    """The gate of one family of templates; it hands out the schedules of launches.
 
     Attributes:
-        family: name of the family, and of the files of its decisions.
-        sources: paths of the files that bits may depend on; their text is part of what decisions are kept under.
-        reference: gives a problem's schedule that defines the bits.
-        candidates: gives a problem's schedules, the likely fastest first.
-        probe: draws a problem's data; what it returns gives the bytes under a schedule, or raises.
-        buckets: values that a problem's field `bucket` takes; None if problems have no such field.
-        serves: whether a schedule that was chosen for another bucket can serve a problem.
+        family: name of the family and of its decision files.
+        sources: paths of the files that bits may depend on; their content is part of the decisions' key.
+        reference: returns the schedule that defines a problem's bits.
+        candidates: returns a problem's schedules, the likely fastest first.
+        probe: draws a problem's data and returns a function that runs a schedule on it and returns the bytes, or
+            raises.
+        buckets: values of a problem's field `bucket`; None if problems have no such field.
+        serves: returns True if a schedule chosen for another bucket can serve a problem.
     """
 
     family: str
@@ -76,20 +77,20 @@ class Gate(Generic[P, S]):
     _locks: dict[tuple[P, torch.device], Any] = field(default_factory=dict, init=False)
 
     def schedule(self, problem: P, device: torch.device) -> S:
-        """The schedule of a launch: chosen at its problem's first launch, or recalled in a capture before it.
+        """Return a launch's schedule: chosen at the problem's first launch, or recalled during graph capture.
 
         Raises:
-            ScheduleError: during CUDA graph capture, if no launch of this problem came before it.
+            ScheduleError: during CUDA graph capture, if this problem was never launched before.
         """
-        if (found := self._chosen.get((problem, device))) is not None:
-            return found
+        if (known := self._chosen.get((problem, device))) is not None:
+            return known
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return self._recall(problem, device)
-        with self._locks.setdefault((problem, device), threading.RLock()):  # other threads wait for the verdict
+        with self._locks.setdefault((problem, device), threading.RLock()):  # other threads wait for the decision
             return self._chosen.get((problem, device)) or self._choose(problem, device)
 
     def tune(self, problem: P, device: torch.device, seconds: Callable[[S], float]) -> S:
-        """Times every admitted schedule; later launches of the problem take the winner."""
+        """Time every admitted schedule; later launches of the problem use the fastest."""
         winner = self.tuner(device).tune(
             str(problem), self.reference(problem), self.candidates(problem), self.probe(problem, device), seconds
         )
@@ -97,7 +98,7 @@ class Gate(Generic[P, S]):
         return winner
 
     def tuner(self, device: torch.device) -> "Tuner":
-        """What this gate knows on one device; "cuda" is the current GPU, whose tensors say "cuda:0"."""
+        """Return the state for one device; "cuda" means the current GPU."""
         return _tuner(self.family, self.sources, torch.empty(0, dtype=torch.uint8, device=device).device)
 
     def _choose(self, problem: P, device: torch.device) -> S:
@@ -105,13 +106,13 @@ class Gate(Generic[P, S]):
         if tuple(candidates) == (reference,):
             chosen = reference  # nothing to compare
         else:
-            bits = functools.cache(lambda: self.probe(problem, device))  # drawn only if the gate has to run
+            bits = functools.cache(lambda: self.probe(problem, device))  # drawn only if the gate must run
             chosen = self.tuner(device).choose(str(problem), reference, candidates, lambda schedule: bits()(schedule))
         self._chosen[problem, device] = chosen
         return chosen
 
     def _recall(self, problem: P, device: torch.device) -> S:
-        """Without a decision for this bucket, the next larger one's, then smaller ones'."""
+        """Return this bucket's decision, else that of the next larger bucket, else of smaller ones."""
         if tuple(self.candidates(problem)) == (self.reference(problem),):
             return self.reference(problem)
         alternatives: list[Any] = [problem]
@@ -128,21 +129,22 @@ class Gate(Generic[P, S]):
 
 
 class Tuner:
-    """Chooses among the schedules of one template on one device. Schedules are any values with a distinct `str`."""
+    """Chooses among the schedules of one template on one device. Schedules are any values with a unique `str`.
 
-    def __init__(self, template: str, environment: Mapping[str, str], directory: Path) -> None:
-        """Args:
+    Args:
         template: name of the op family.
         environment: all that admitted bits depend on: device, versions, digest of the template's source.
         directory: folder of the decision files.
-        """
+    """
+
+    def __init__(self, template: str, environment: Mapping[str, str], directory: Path) -> None:
         self.template = template
         self._file = DecisionFile(template, environment, directory)
         self._decisions = self._file.read()
 
     @property
     def path(self) -> Path:
-        """The file of the decisions."""
+        """The decision file."""
         return self._file.path
 
     def choose(
@@ -152,13 +154,13 @@ class Tuner:
         candidates: Sequence[S],
         bits: Callable[[S], bytes],
     ) -> S:
-        """The tuned winner, else the first candidate (they come in heuristic order) that passes the gate.
+        """Return the tuned winner, else the first candidate (in heuristic order) that passes the gate.
 
         Args:
-            problem: everything the decision is for; never the exact token count.
-            reference: the schedule that defines the bits; it serves where no candidate passes.
+            problem: key of the decision; never contains the exact token count.
+            reference: the schedule that defines the bits; used if no candidate passes.
             candidates: schedules in order of preference.
-            bits: runs the probe under a schedule and returns the outputs' bytes; may raise for what cannot run.
+            bits: runs the probe under a schedule and returns the outputs' bytes; raises if the schedule cannot run.
 
         Raises:
             ScheduleError: the reference itself cannot run.
@@ -178,10 +180,10 @@ class Tuner:
         return candidate
 
     def recall(self, problems: Sequence[str], schedules: Mapping[str, S]) -> S:
-        """What was chosen earlier for the first of these problems that has a choice. Launches nothing.
+        """Return the earlier choice for the first problem that has one. Launches nothing.
 
         Raises:
-            ScheduleError: none of them has one.
+            ScheduleError: none of the problems has a choice.
         """
         for problem in problems:
             decision = self._decisions.get(problem)
@@ -195,7 +197,7 @@ class Tuner:
     def admitted(
         self, problem: str, reference: S, candidates: Sequence[S], bits: Callable[[S], bytes]
     ) -> tuple[S, ...]:
-        """Gates every candidate; returns those that passed, in the given order."""
+        """Gate every candidate; return those that passed, in the given order."""
         decision = self._decisions.setdefault(problem, Decision())
         expected = _reference_bits(self.template, problem, reference, bits)
         passed = tuple(c for c in candidates if self._admits(decision, c, expected, bits))
@@ -203,10 +205,10 @@ class Tuner:
         return passed
 
     def require(self, problem: str, reference: S, forced: S, bits: Callable[[S], bytes]) -> S:
-        """The schedule a caller insists on, if it passes the gate.
+        """Return a schedule that the caller forces, if it passes the gate.
 
         Raises:
-            ScheduleError: its bits differ from the reference's, or it cannot run here.
+            ScheduleError: its bits differ from the reference's, or it cannot run on this device.
         """
         if not self.admitted(problem, reference, (forced,), bits):
             reason = self._decisions[problem].refused[str(forced)]
@@ -221,7 +223,7 @@ class Tuner:
         bits: Callable[[S], bytes],
         seconds: Callable[[S], float],
     ) -> S:
-        """Gates every candidate, times the admitted ones, stores the fastest as the choice for this problem."""
+        """Gate every candidate, time the admitted ones, and store the fastest as the choice for this problem."""
         passed = self.admitted(problem, reference, candidates, bits) or (reference,)
         winner = min(passed, key=seconds)
         decision = self._decisions[problem]
@@ -230,14 +232,14 @@ class Tuner:
         return winner
 
     def table(self) -> list[dict[str, object]]:
-        """One row a problem: how many schedules were admitted and refused, and which one serves."""
+        """Return one row per problem: how many schedules were admitted and refused, and the choice."""
         return [
             {"problem": p, "admitted": len(d.admitted), "refused": len(d.refused), "chosen": d.chosen, "tuned": d.tuned}
             for p, d in sorted(self._decisions.items())
         ]
 
     def refusals(self) -> dict[str, dict[str, str]]:
-        """problem -> schedule -> why it was refused."""
+        """Return problem -> schedule -> reason of refusal."""
         return {p: dict(d.refused) for p, d in self._decisions.items() if d.refused}
 
     def _admits(self, decision: Decision, candidate: S, expected: bytes, bits: Callable[[S], bytes]) -> bool:
@@ -247,8 +249,8 @@ class Tuner:
         try:
             reason = None if bits(candidate) == expected else "its bits differ from the reference schedule's"
         except torch.OutOfMemoryError:
-            raise  # it says nothing of the schedule
-        except Exception as error:  # compilers and launchers raise what they like; all of it means "cannot run here"
+            raise  # not the schedule's fault
+        except Exception as error:  # compilers and launchers raise anything; all of it means "cannot run here"
             reason = f"{type(error).__name__}: {str(error)[:200]}"
         if reason is not None:
             decision.refused[name] = reason
@@ -259,21 +261,23 @@ class Tuner:
 
 
 def heavy_tailed(*shape: int, generator: torch.Generator, spread: float = 1.0) -> Tensor:
-    """float32 numbers of a probe whose magnitudes differ so much that another order of a sum shows: normal ones, each
-    scaled by exp(spread * another)."""
+    """Return float32 probe data whose magnitudes differ so much that another summation order changes the result.
+
+    Values are normal, each scaled by exp(spread * another normal value).
+    """
     draw = functools.partial(torch.randn, *shape, generator=generator, dtype=torch.float32, device=generator.device)
     normal, exponent = draw(), draw()
     return normal * torch.exp(spread * exponent)
 
 
 def bytes_of(*tensors: Tensor) -> bytes:
-    """All bytes of these tensors, one after the other."""
+    """Return the concatenated bytes of the tensors."""
     return b"".join(t.cpu().contiguous().view(torch.uint8).numpy().tobytes() for t in tensors)
 
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of this device; Triton's interpreter counts as two."""
+    """Return the number of multiprocessors of a device; 2 for Triton's interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 

@@ -1,11 +1,11 @@
-"""Launches of Triton kernels that take less of the host's time, on NVIDIA GPUs.
+"""Fast launches of Triton kernels on NVIDIA GPUs.
 
-A prompt's step is launched kernel by kernel, and waits for the host where that takes longer than the kernels. Triton
-binds, specialises and looks up a kernel anew at each launch. Here a launch whose specialisation was seen before goes to
-what Triton compiled for it then. A specialisation is all that Triton's depends on, and more: dtypes; whether pointers
-and integers are multiples of 16; integers of 1 and those past 32 bits; descriptors' dtypes, blocks and layouts; all of
-these of each element of a tuple; every compile-time value. Triton's settings (debugging, hooks into compilation) count
-as they are at the first launch.
+During prefill the host launches kernel by kernel, and its launch time can exceed the kernels' time. Triton binds,
+specializes and looks up a kernel on every launch. Here, a launch whose specialization was seen before calls the
+compiled kernel directly. The specialization covers everything that Triton's depends on, and more: dtypes; whether
+pointers and integers are multiples of 16; integers equal to 1 and those beyond 32 bits; dtypes, blocks and layouts of
+descriptors; the same for each element of a tuple; and every constexpr. Triton's settings (debugging, compilation hooks)
+apply as they are at the first launch.
 """
 
 import threading
@@ -17,15 +17,15 @@ from triton.runtime import driver
 from triton.runtime.jit import DependenciesFinder, JITCallable, JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-__all__ = ["launcher"]
+__all__ = ["cdiv", "launcher", "next_power_of_2"]
 
 
 def _hash_callees_first() -> None:
-    """Make Triton's keys of compiled kernels independent of the order in which kernels are first launched.
+    """Make Triton's keys of compiled kernels independent of the order of their first launches.
 
-    A kernel's key covers the constants that its callees read, but Triton 3.6 and 3.7 collect these before they look
-    through a callee: those of a callee that no earlier kernel called are left out. Threads that compile kernels hash
-    them in any order, so that each process looked for other keys and compiled again.
+    A kernel's key covers the constants that its callees read. Triton 3.6 and 3.7 collect these before they visit the
+    callee, so constants of a callee that no earlier kernel called are missing. Threads hash kernels in any order, so
+    each process computed different keys and compiled again.
     """
     merge = DependenciesFinder._update_hash
 
@@ -39,27 +39,39 @@ def _hash_callees_first() -> None:
 _hash_callees_first()
 
 
-def launcher(kernel: Any) -> Any:
-    """``launcher(kernel)[grid](...)`` launches as ``kernel[grid](...)`` does.
+# Triton's functions of these names also serve kernels, and take the host some microseconds.
+def cdiv(a: int, b: int) -> int:
+    """Return a / b, rounded up; b > 0."""
+    return -(-a // b)
 
-    The grid is a tuple, and every parameter is given. The interpreter's kernels are handed back as they are.
+
+def next_power_of_2(n: int) -> int:
+    """Return the smallest power of two >= n; n > 0."""
+    assert n > 0
+    return 1 << (n - 1).bit_length()
+
+
+def launcher(kernel: Any) -> Any:
+    """Return an object such that ``launcher(kernel)[grid](...)`` launches as ``kernel[grid](...)`` does.
+
+    The grid is a tuple, and every parameter must be passed. Kernels of the interpreter are returned unchanged.
     """
     if not isinstance(kernel, JITFunction):
         return kernel
-    found = kernel.__dict__.get("_detcompile_launcher")  # a dictionary of kernels would hash their sources
-    if found is None:
-        found = kernel.__dict__.setdefault("_detcompile_launcher", _Launcher(kernel))
-    return found
+    known = kernel.__dict__.get("_detcompile_launcher")  # a dictionary keyed by kernels would hash their sources
+    if known is None:
+        known = kernel.__dict__.setdefault("_detcompile_launcher", _Launcher(kernel))
+    return known
 
 
 class _Call(NamedTuple):
-    """Calls with as many positional arguments, and the same names in the same order."""
+    """Calls with the same number of positional arguments and the same keywords in the same order."""
 
-    at_runtime: list[bool]  # of the values: whether they reach the kernel at run time
-    rest: list[str]  # parameters that follow the positional ones
+    at_runtime: list[bool]  # for each value: True if it is not a constexpr
+    rest: list[str]  # parameters after the positional ones
     compiled: dict[
         tuple[object, ...], tuple[Any, list[object]]
-    ]  # and the layouts of descriptors, so that ids stay theirs
+    ]  # by specialization; layouts of descriptors are kept so that their ids stay valid
 
 
 class _Launcher:
@@ -83,9 +95,9 @@ class _Launcher:
         if known is not None and not self._kernel.pre_run_hooks:
             known[0][(*grid, 1, 1)](*args, *[named[name] for name in call.rest])
             return
-        with self._compiling.setdefault(specialization, threading.Lock()):  # one thread compiles it, others wait
+        with self._compiling.setdefault(specialization, threading.Lock()):  # one thread compiles, others wait
             compiled = self._kernel[grid](*args, **named)
-            if compiled is not None:  # as it is where a hook forbids to compile
+            if compiled is not None:  # None if a hook prevented compilation
                 call.compiled[specialization] = compiled, [v.layout for v in values if isinstance(v, GluonDescriptor)]
 
     def _new_call(self, count: int, named: dict[str, Any]) -> _Call:
@@ -111,4 +123,4 @@ def _specialization(arg: Any) -> object:
     if isinstance(arg, tuple):
         return tuple((type(value), _specialization(value)) for value in arg)
     assert arg is None or isinstance(arg, float | bool), f"a kernel was given {type(arg)}"
-    return None  # the type, which is looked at beside this, says all
+    return None  # its type is part of the specialization

@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from detcompile.errors import ScheduleError
-from detcompile.templates.device import dependent_launch, exponential, widening
+from detcompile.templates.device import dependent_launch, primitives
 from detcompile.templates.device.dependent_launch import launch_options
 from detcompile.templates.device.gate import Buckets, Gate, bytes_of, heavy_tailed, multiprocessors
 from detcompile.templates.experts import kernels as experts_kernels
@@ -148,7 +148,7 @@ def probe_experts(problem: ExpertsProblem, device: torch.device) -> Callable[[Ex
     return bits
 
 
-_KERNELS = (experts_kernels, matmul_kernels, matmul_tree, exponential, widening)
+_KERNELS = (experts_kernels, matmul_kernels, matmul_tree, primitives)
 _MODULES = (*_KERNELS, matmul_launch, dependent_launch)
 EXPERTS = Gate(
     family="experts",

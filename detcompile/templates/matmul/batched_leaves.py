@@ -15,8 +15,7 @@ from detcompile.templates.device.dependent_launch import (
     let_next_start,
     wait_for_earlier,
 )
-from detcompile.templates.device.integers import cdiv
-from detcompile.templates.device.launcher import launcher
+from detcompile.templates.device.launcher import cdiv, launcher
 from detcompile.templates.matmul.kernels import store_tile
 from detcompile.templates.matmul.operands import Operands
 from detcompile.templates.matmul.schedules import BatchedLeaves

@@ -11,9 +11,8 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from detcompile.templates.device.dependent_launch import launch_options, let_next_start, wait_for_earlier
-from detcompile.templates.device.exponential import LOG2_E
-from detcompile.templates.device.integers import cdiv, next_power_of_2
-from detcompile.templates.device.launcher import launcher
+from detcompile.templates.device.launcher import cdiv, launcher, next_power_of_2
+from detcompile.templates.device.primitives import LOG2_E
 
 __all__ = ["silu_mul", "silu_mul_cuda"]
 

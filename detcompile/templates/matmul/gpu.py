@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from detcompile.orders.numerics import matmul_order
-from detcompile.templates.device import dependent_launch, exponential, widening
+from detcompile.templates.device import dependent_launch, primitives
 from detcompile.templates.device.cuda_graphs import graph_seconds
 from detcompile.templates.device.gate import Buckets, Gate, bytes_of, heavy_tailed
 from detcompile.templates.matmul import batched_leaves, gate_gpu, hopper_tile, tree
@@ -186,7 +186,7 @@ def probe_bits(problem: GemmProblem, device: torch.device) -> Callable[[GemmSche
     return bits
 
 
-_KERNELS = (matmul_kernels, matmul_hopper, hopper_tile, batched_leaves, gate_gpu, tree, exponential, widening)
+_KERNELS = (matmul_kernels, matmul_hopper, hopper_tile, batched_leaves, gate_gpu, tree, primitives)
 _MODULES = (*_KERNELS, dependent_launch, matmul_launch)
 MATMUL = Gate(
     family="matmul",

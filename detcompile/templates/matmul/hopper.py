@@ -26,8 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from detcompile.templates.device.dependent_launch import launch_options
 from detcompile.templates.device.gate import multiprocessors
-from detcompile.templates.device.integers import cdiv
-from detcompile.templates.device.launcher import launcher
+from detcompile.templates.device.launcher import cdiv, launcher
 from detcompile.templates.matmul.hopper_tile import fetch, multiply
 from detcompile.templates.matmul.operands import Operands
 from detcompile.templates.matmul.schedules import HopperTiles

@@ -15,8 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra import libdevice
 
 from detcompile.templates.device.dependent_launch import fetch_ahead, gluon_let_next_start, gluon_wait_for_earlier
-from detcompile.templates.device.exponential import LOG2_E
-from detcompile.templates.device.widening import widened
+from detcompile.templates.device.primitives import LOG2_E, widened
 
 __all__ = ["fetch", "multiply"]
 

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from detcompile.templates.device.dependent_launch import let_next_start, wait_for_earlier
-from detcompile.templates.device.widening import widened
+from detcompile.templates.device.primitives import widened
 from detcompile.templates.matmul.gate_gpu import silu_mul
 from detcompile.templates.matmul.tree import close_leaf, root_of
 

@@ -15,8 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from detcompile.errors import ScheduleError
 from detcompile.templates.device.dependent_launch import launch_options
 from detcompile.templates.device.gate import multiprocessors
-from detcompile.templates.device.integers import cdiv, next_power_of_2
-from detcompile.templates.device.launcher import launcher
+from detcompile.templates.device.launcher import cdiv, launcher, next_power_of_2
 from detcompile.templates.matmul import batched_leaves, hopper
 from detcompile.templates.matmul import kernels as matmul_kernels
 from detcompile.templates.matmul.operands import Operands, operands_of

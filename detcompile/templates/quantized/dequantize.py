@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from detcompile.templates.device.dependent_launch import let_next_start, wait_for_earlier
-from detcompile.templates.device.widening import widened
+from detcompile.templates.device.primitives import widened
 
 __all__ = [
     "NARROW_BFLOAT16",

@@ -13,8 +13,7 @@ import triton
 from torch import Tensor
 
 from detcompile.errors import ScheduleError
-from detcompile.templates.device import barrier as gluon_barrier
-from detcompile.templates.device import dependent_launch, exponential, widening
+from detcompile.templates.device import dependent_launch, primitives
 from detcompile.templates.device.dependent_launch import launch_options
 from detcompile.templates.device.gate import Buckets, Gate, bytes_of, heavy_tailed
 from detcompile.templates.matmul import gpu as matmul_gpu
@@ -188,8 +187,8 @@ def probe_dequant(problem: DequantProblem, device: torch.device) -> Callable[[De
     return bits
 
 
-_KERNELS = (dequant_kernels, dequantize, int4_decode, matmul_kernels, matmul_tree, exponential, widening)
-_MODULES = (*_KERNELS, matmul_launch, dependent_launch, gluon_barrier)
+_KERNELS = (dequant_kernels, dequantize, int4_decode, matmul_kernels, matmul_tree, primitives)
+_MODULES = (*_KERNELS, matmul_launch, dependent_launch)
 DEQUANT = Gate(
     family="dequant",
     sources=(*(module.__file__ for module in _MODULES), __file__),

@@ -19,14 +19,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from detcompile.templates.device.barrier import barrier
 from detcompile.templates.device.dependent_launch import (
     fetch_ahead,
     gluon_let_next_start,
     gluon_wait_for_earlier,
     launch_options,
 )
-from detcompile.templates.device.widening import widened
+from detcompile.templates.device.primitives import barrier, widened
 from detcompile.templates.quantized.dequantize import NARROW_BFLOAT16, NARROW_FLOAT16, NARROW_REGISTERS
 from detcompile.templates.quantized.schedules import Int4Decode
 

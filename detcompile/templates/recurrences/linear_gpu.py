@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from detcompile.templates.device.exponential import exponential
+from detcompile.templates.device.primitives import exponential
 
 __all__ = ["linear_recurrence_cuda"]
 

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from detcompile.templates.device.exponential import exponential
+from detcompile.templates.device.primitives import exponential
 
 __all__ = ["wkv_cuda"]
 

@@ -19,9 +19,8 @@ from triton.language.extra import libdevice
 from detcompile.orders import Row
 from detcompile.orders.numerics import row_order
 from detcompile.templates.device.dependent_launch import launch_options, let_next_start, wait_for_earlier
-from detcompile.templates.device.exponential import exponential
-from detcompile.templates.device.integers import cdiv, next_power_of_2
-from detcompile.templates.device.launcher import launcher
+from detcompile.templates.device.launcher import cdiv, launcher, next_power_of_2
+from detcompile.templates.device.primitives import exponential
 from detcompile.templates.rows.division import normalized
 from detcompile.templates.rows.tile_sums import lanes_total, tile_max, tile_total
 from detcompile.templates.rows.tiles import (

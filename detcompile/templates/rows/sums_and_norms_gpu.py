@@ -17,9 +17,8 @@ from torch import Tensor
 from detcompile.orders import Row
 from detcompile.orders.numerics import row_order
 from detcompile.templates.device.dependent_launch import launch_options, let_next_start, wait_for_earlier
-from detcompile.templates.device.exponential import exponential
-from detcompile.templates.device.integers import cdiv, next_power_of_2
-from detcompile.templates.device.launcher import launcher
+from detcompile.templates.device.launcher import cdiv, launcher, next_power_of_2
+from detcompile.templates.device.primitives import exponential
 from detcompile.templates.rows.tile_sums import chunk_sums, tile_total
 from detcompile.templates.rows.tiles import (
     CALLERS,

@@ -19,8 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from detcompile.orders import Row
-from detcompile.templates.device.integers import cdiv, next_power_of_2
-from detcompile.templates.device.widening import widened
+from detcompile.templates.device.launcher import cdiv, next_power_of_2
+from detcompile.templates.device.primitives import widened
 
 __all__ = [
     "CALLERS",

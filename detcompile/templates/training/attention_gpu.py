@@ -15,10 +15,9 @@ from detcompile.templates.attention import scores
 from detcompile.templates.attention.gpu import paged_attention_cuda
 from detcompile.templates.attention.operands import Caches, StepMetadata, padded
 from detcompile.templates.attention.scores import AttentionRule
-from detcompile.templates.device.exponential import LOG2_E
 from detcompile.templates.device.gate import Gate, bytes_of, heavy_tailed
-from detcompile.templates.device.integers import cdiv
-from detcompile.templates.device.launcher import launcher
+from detcompile.templates.device.launcher import cdiv, launcher
+from detcompile.templates.device.primitives import LOG2_E
 from detcompile.templates.rows.tiles import ShortTile, row_layout, row_plan
 from detcompile.templates.training import attention_kernels as kernels
 from detcompile.templates.training.attention_schedules import (

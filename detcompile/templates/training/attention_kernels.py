@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from detcompile.templates.attention.scores import first_seen, sequence_of, tanh
-from detcompile.templates.device.exponential import LOG2_E
+from detcompile.templates.device.primitives import LOG2_E
 from detcompile.templates.rows.tile_sums import tile_total
 from detcompile.templates.rows.tiles import CALLERS, load_rows, rows_at
 

@@ -19,8 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from detcompile.templates.cpu import library as cpu_library
-from detcompile.templates.device.integers import cdiv
-from detcompile.templates.device.launcher import launcher
+from detcompile.templates.device.launcher import cdiv, launcher
 
 __all__ = ["AdamWStep", "adamw", "policy_terms"]
 

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from detcompile.orders import Row
 from detcompile.orders.numerics import row_order
-from detcompile.templates.device.exponential import exponential
-from detcompile.templates.device.integers import cdiv
-from detcompile.templates.device.launcher import launcher
+from detcompile.templates.device.launcher import cdiv, launcher
+from detcompile.templates.device.primitives import exponential
 from detcompile.templates.rows.sums_and_norms_gpu import UNLIKELY, row_sum_cuda
 from detcompile.templates.rows.tile_sums import tile_total
 from detcompile.templates.rows.tiles import (

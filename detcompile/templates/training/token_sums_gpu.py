@@ -16,8 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from detcompile.templates.device.cuda_graphs import graph_seconds
 from detcompile.templates.device.gate import Gate, bytes_of, heavy_tailed
-from detcompile.templates.device.integers import cdiv
-from detcompile.templates.device.launcher import launcher
+from detcompile.templates.device.launcher import cdiv, launcher
 from detcompile.templates.matmul import kernels as matmul_kernels
 from detcompile.templates.training import token_kernels
 from detcompile.templates.training.exactness import limit_of

@@ -67,7 +67,7 @@ def test_a_dot_product_of_pairs_that_rounds_otherwise_is_not_used(monkeypatch):
     monkeypatch.delenv("DETCOMPILE_CPU_ISA", raising=False)
     assert cpu_library.isa() == "avx512"
     monkeypatch.setenv("DETCOMPILE_CPU_ISA", "avx512bf16")
-    with pytest.raises(InvalidInput, match=r"'avx512bf16': .*rounds unlike .*\(3 of .*differ\)\. Set avx512"):
+    with pytest.raises(InvalidInput, match=r"'avx512bf16': .*does not round in .*\(3 results .*differ\)\. Set avx512"):
         cpu_library.isa()
     monkeypatch.setattr(cpu_library, "pair_faults", lambda: 0)
     assert cpu_library.isa() == "avx512bf16"
@@ -86,7 +86,7 @@ def test_a_product_of_tiles_that_rounds_otherwise_is_not_used(monkeypatch):
     monkeypatch.setattr(cpu_library, "pair_faults", lambda: 5)
     assert cpu_library.isa() == "avx512"
     monkeypatch.setenv("DETCOMPILE_CPU_ISA", "amx")
-    with pytest.raises(InvalidInput, match=r"'amx': .*tiles rounds unlike .*\(3 of .*differ\)\. Set avx512bf16"):
+    with pytest.raises(InvalidInput, match=r"'amx': .*tiles does not round in .*\(3 results .*differ\)\. Set avx512bf16"):
         cpu_library.isa()
     monkeypatch.setattr(cpu_library, "tile_faults", lambda: 0)
     assert cpu_library.isa() == "amx"
@@ -95,7 +95,7 @@ def test_a_product_of_tiles_that_rounds_otherwise_is_not_used(monkeypatch):
 def test_tiles_that_linux_does_not_permit_are_no_instruction_set_of_this_machine(monkeypatch):
     monkeypatch.setattr(cpu_library, "_tiles_permitted", lambda: False)
     assert "amx" not in cpu_library.supported_isas.__wrapped__()
-    with pytest.raises(InvalidInput, match="no tiles"):
+    with pytest.raises(InvalidInput, match="does not permit AMX tiles"):
         cpu_library._library.__wrapped__("amx")
 
 
@@ -172,7 +172,7 @@ def test_another_source_gets_another_library(build, sources, tmp_path):
 def test_a_missing_compiler_is_named(build, monkeypatch, compiler):
     monkeypatch.setenv("CXX", compiler)
     with pytest.raises(
-        CompilerNotFound, match=rf"compiled on first use, and the C\+\+ compiler '{compiler}' .*apt-get install"
+        CompilerNotFound, match=rf"compiled on first use, but the C\+\+ compiler '{compiler}' .*apt-get install"
     ):
         build()
 

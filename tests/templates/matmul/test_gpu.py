@@ -72,7 +72,7 @@ def test_float32_has_the_bytes_of_its_order(k: int, radices: tuple[int, ...]) ->
 
 
 def test_a_residual_outside_the_range_of_the_output_counts_whole() -> None:
-    """A bfloat16 one beside float16 outputs; LLVM would round it to float16 (device/widening.py)."""
+    """A bfloat16 one beside float16 outputs; LLVM would round it to float16 (device/primitives.py)."""
     x, w = heavy_tailed(5, 64), heavy_tailed(40, 64, seed=1)
     w[:20] *= 1e-8  # outputs among float16's subnormals, beside a residual halfway between two of them
     w[20:] *= 400  # and outputs that bring one beyond float16's range back into it

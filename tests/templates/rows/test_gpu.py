@@ -73,7 +73,7 @@ def test_variance_and_mean_have_the_bytes_of_their_order(length: int) -> None:
 
 
 def test_weights_outside_the_range_of_the_rows_count_whole() -> None:
-    """bfloat16 ones beside float16 rows; LLVM would round them to float16 (device/widening.py)."""
+    """bfloat16 ones beside float16 rows; LLVM would round them to float16 (device/primitives.py)."""
     x = heavy_tailed(5, 130, dtype=torch.float16)
     weight = 1.25 * 2.0 ** torch.arange(-65, 65, device=DEVICE).bfloat16()
     plain = rms_norm_cuda(x, None, 1e-6, True)

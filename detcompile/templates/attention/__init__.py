@@ -1,1 +1,1 @@
-"""Paged attention and the rotation with the cache write."""
+"""Paged attention, and rotary embedding with the cache write."""

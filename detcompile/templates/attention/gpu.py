@@ -1,7 +1,7 @@
 """Paged and dense causal attention on the GPU, in one KV order and with the same bits.
 
-Legend: T tokens, S sequences, H query heads, D and DV head dims. The grid follows from T, S and the width of the block
-table alone, so that a launch can be captured in a CUDA graph; which sequence a tile belongs to is found on the device.
+Legend: T tokens, S sequences, H query heads, D and DV head dims. The grid depends only on T, S and the width of the
+block table, so a launch can be captured in a CUDA graph. Each program looks up the sequence of its tile on the device.
 """
 
 import functools
@@ -68,17 +68,17 @@ def paged_attention_cuda(
     *,
     schedule: AttentionSchedule | None = None,
 ) -> Tensor:
-    """Writes k and v into the caches, then attends from the caches.
+    """Write k and v into the caches, then attend from the caches.
 
     Args:
         q: queries [T, H, D].
         k: keys [T, KV heads, D].
         v: values [T, KV heads, DV].
-        caches: the layer's, changed in place.
+        caches: the layer's caches, changed in place.
         slot_mapping: slots that k and v are written to: see `step.StepInputs`.
         step: metadata of the step.
         rule: scores and visible keys, with biases [T, H, E].
-        schedule: forces one (tests); None takes one that passed the gate.
+        schedule: forces a schedule (tests); None uses one that passed the gate.
 
     Returns:
         [T, H, DV] in q.dtype; zeros for rows past cu_seqlens[S].
@@ -97,7 +97,7 @@ def cached_attention_cuda(
     *,
     schedule: AttentionSchedule | None = None,
 ) -> Tensor:
-    """paged_attention_cuda where the step's keys and values are in the caches already."""
+    """Attend from the caches, which already hold the step's keys and values."""
     _check(q, *caches, rule)
     return _attend_caches(q, caches, step, rule, schedule)
 
@@ -123,20 +123,20 @@ def dense_attention_cuda(
 
 
 def require_32_bits(T: int, H: int, D: int) -> None:
-    """The kernels reach the rows of a dense sequence by offsets of 32 bits.
+    """Reject sizes whose offsets overflow: kernels address the rows of a dense sequence with 32-bit offsets.
 
     Raises:
-        InvalidInput: they would run over.
+        InvalidInput: T * H * D is 2^31 or more.
     """
     if T * H * D >= 2**31:
         raise InvalidInput(
-            f"dense attention on the GPU: {T} tokens of {H} heads of {D} values are past 2^31 elements: take fewer"
-            " tokens, or a paged cache"
+            f"dense attention on the GPU: {T} tokens x {H} heads x {D} values exceed 2^31 elements: use fewer tokens,"
+            " or a paged cache"
         )
 
 
 def probe_bits(problem: AttentionProblem, device: torch.device) -> Callable[[AttentionSchedule], bytes]:
-    """What a schedule makes of the step of probe.py, as bytes."""
+    """Return a function that runs a schedule on probe.py's step and returns the output bytes."""
     drawn = probe.draw_probe(problem, device)
 
     def paged(schedule: AttentionSchedule) -> bytes:
@@ -199,13 +199,13 @@ def _problem(
     )  # fmt: skip
 
 
-@functools.lru_cache(4096)  # a prompt's launches wait for the host
+@functools.lru_cache(4096)  # during prefill the GPU waits for the host
 def _for_step(problem: AttentionProblem, device: torch.device, T: int, S: int, keys: int) -> AttentionProblem:
-    """The problem of T tokens of S sequences whose tables have room for so many keys each.
+    """Return the problem for T tokens of S sequences whose block tables hold up to ``keys`` keys each.
 
-    Chunks get programs of their own where tiles alone leave multiprocessors idle. By hopper_decode, and where it
-    fetches 64 keys in one copy, two chunks one after the other take little longer than side by side: one tile a
-    multiprocessor is enough then.
+    Chunks get separate programs (split) if tiles alone leave multiprocessors idle. With hopper_decode and blocks of 64
+    or more keys, which one copy fetches, two chunks in sequence take little longer than in parallel, so one tile per
+    multiprocessor is enough.
     """
     chunks, group = cdiv(keys, problem.chunk), problem.group
     in_one_copy = problem.fits_hopper_decode and problem.block_size >= 64
@@ -217,9 +217,9 @@ def _for_step(problem: AttentionProblem, device: torch.device, T: int, S: int, k
     if not problem.fits_hopper_decode:
         stages = 0
     elif programs <= multiprocessors(device) // (2 if split else 1):
-        stages = 4  # a program may fill its multiprocessor; but a merge's programs find room beside those of a split
+        stages = 4  # a program may fill its multiprocessor; with split, the merge's programs need space too
     elif programs >= 3 * multiprocessors(device) and (split or keys <= 512):
-        stages = 2  # many that are soon done: as many of them side by side as there is room for
+        stages = 2  # many short programs: as many of them resident as possible
     else:
         stages = 3
     return replace(problem, split=split, stages=stages)

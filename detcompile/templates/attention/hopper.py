@@ -1,12 +1,12 @@
 """The kernel of kernels.py for Hopper GPUs: one warp fetches, one or two warpgroups attend. Same bits.
 
 Legend: H query heads, G query heads of one KV head, D head dim (64 or 128), c = scale * log2(e). A warpgroup's tile has
-64 rows: BQ = 64 // HEADS tokens x HEADS query heads of one KV head. A program has CONSUMERS such tiles, of neighbouring
-tokens, that share the keys it fetches.
+64 rows: BQ = 64 // HEADS tokens x HEADS query heads of one KV head. A program has CONSUMERS such tiles of neighboring
+tokens, which share the keys it fetches.
 
-The fetching warp fills a ring of STAGES blocks of 64 keys through tensor descriptors: k_full and v_full say that a
-stage holds a block, k_free and v_free that every warpgroup is done with it. Slots that hold no key may bring NaN; a
-block in which not every row sees every key is looked through for values that are not finite before it is multiplied.
+The fetching warp fills a ring of STAGES blocks of 64 keys through tensor descriptors. k_full and v_full signal that a
+stage holds a block; k_free and v_free signal that every warpgroup is done with it. Slots without a key may contain NaN:
+a block in which some row does not see every key is checked for nonfinite values before it is multiplied.
 """
 
 from triton.experimental import gluon
@@ -23,7 +23,7 @@ from detcompile.templates.device.launcher import cdiv, launcher, next_power_of_2
 
 __all__ = ["REGISTERS", "hopper_attention_kernel", "launch"]
 
-REGISTERS = {1: 128, 2: 168}  # a thread, by CONSUMERS: the warpgroups then get 232 or 240 of them
+REGISTERS = {1: 128, 2: 168}  # per thread, by CONSUMERS; the attending warpgroups then get 232 or 240
 
 TOTALS = gl.constexpr(gl.SwizzledSharedLayout(vec=8, per_phase=1, max_phase=8, order=[1, 0]))
 
@@ -37,8 +37,8 @@ def launch(given: AttentionLaunch) -> None:
     piece = min(problem.block_size, 64) if paged else 64
     batch_rows, head_rows, head_columns = row_steps(k)
     tiles = given.tiles(heads)
-    # Programs of one warpgroup walk through many pieces of work, two programs a multiprocessor. Those of two attend
-    # one tile each: the hardware hands the tiles out, and balances their unequal lengths better.
+    # Programs with one warpgroup loop over many tasks, two programs per multiprocessor. Programs with two attend one
+    # tile each: the hardware scheduler balances their unequal lengths better.
     programs = tiles * problem.kv_heads * cdiv(problem.group, heads) * (chunks if split else 1)
     if consumers == 1:
         programs = min(programs, 2 * multiprocessors(q.device))
@@ -59,10 +59,11 @@ def _task(
     CHUNK: gl.constexpr, WINDOWED: gl.constexpr, SPLIT: gl.constexpr, CONSUMERS: gl.constexpr, KV_HEADS: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
-    """What piece of work this is. KV heads come first, then tiles (the longest causal rows first), then chunks.
+    """Locate a task. KV heads vary fastest, then tiles (the longest causal rows first), then chunks.
 
-    Returns (first, last): its keys, none if last <= first; (sequence, start, past, length, local): its tokens, in the
-    step, before it, in it, and where the tile starts; (kv_head, member, chunk).
+    Returns (first, last): its keys, empty if last <= first; (sequence, start, past, length, local): its sequence, the
+    sequence's first token in the step, its earlier tokens, its tokens in the step, and the tile's first token in it;
+    (kv_head, member, chunk).
     """
     BQ: gl.constexpr = 64 * CONSUMERS // HEADS
     GROUPS: gl.constexpr = (G + HEADS - 1) // HEADS
@@ -98,7 +99,7 @@ def _task(
 
 @gluon.jit
 def _fetch_tile(desc, r0, r1, r2, r3, column, full, tile, D: gl.constexpr, PIECES: gl.constexpr):
-    """Block of 64 rows x D into tile; `full` completes with its last piece."""
+    """Copy a block of 64 rows x D into tile; `full` completes with the last piece."""
     mbarrier.expect(full, 64 * D * 2)
     copy_tile(desc, r0, r1, r2, r3, column, full, tile, True, D, PIECES)
 
@@ -109,7 +110,7 @@ def _fetch(
     BLOCK_SIZE: gl.constexpr, CHUNK: gl.constexpr, WINDOWED: gl.constexpr, SPLIT: gl.constexpr, CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr, KV_HEADS: gl.constexpr,
 ):  # fmt: skip
-    """The keys and values of every task into the ring; where the next 64 keys lie is looked up meanwhile."""
+    """Fetch every task's keys and values into the ring; look up the rows of the next 64 keys meanwhile."""
     PIECES: gl.constexpr = 4 if BLOCK_SIZE == 16 else 2 if BLOCK_SIZE == 32 else 1
     k_tiles, v_tiles, k_full, v_full, k_free, v_free = ring
     works, tiles, window, T, S = plan
@@ -165,7 +166,7 @@ def _attend(
     HEADS: gl.constexpr, D: gl.constexpr, BLOCK_SIZE: gl.constexpr, CHUNK: gl.constexpr, WINDOWED: gl.constexpr,
     SPLIT: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, KV_HEADS: gl.constexpr,
 ):  # fmt: skip
-    """Warpgroup W: its 64 rows of every task."""
+    """Attend warpgroup W's 64 rows of every task."""
     works, tiles, window, T, S = plan
     cu_ptr, lens_ptr, _, _ = metadata
     taken = 0
@@ -204,7 +205,7 @@ def hopper_attention_kernel(
 ):  # fmt: skip
     """Persistent programs. Arguments, tiles and results as in kernels.attention_kernel; padding rows get
     zeros (SPLIT: nothing)."""
-    gl.static_assert(STAGES > 1, "the next block's keys are waited for before this one's values make room")
+    gl.static_assert(STAGES > 1, "the next block's keys are awaited before this block's values free their stage")
     gluon_let_next_start(PDL)
     gluon_wait_for_earlier(PDL)
     works = tiles * (KV_HEADS * ((G + HEADS - 1) // HEADS))
@@ -213,7 +214,7 @@ def hopper_attention_kernel(
     q_tiles = gl.allocate_shared_memory(k_desc.dtype, [CONSUMERS, 64, D], k_desc.layout)
     k_tiles = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 64, D], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 64, D], k_desc.layout)
-    # The merged chunks' o waits here, not in registers, for the next chunk.
+    # The merged chunks' o is kept here, not in registers, until the next chunk.
     totals = q_tiles
     if not SPLIT:
         totals = gl.allocate_shared_memory(gl.float32, [CONSUMERS, 64, D], TOTALS)

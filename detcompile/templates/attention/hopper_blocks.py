@@ -1,7 +1,7 @@
-"""How the kernels for Hopper GPUs read keys and values: 64 keys at a time, in pieces, through tensor descriptors.
+"""Reads of keys and values on Hopper GPUs: 64 keys at a time, in pieces, through tensor descriptors.
 
-Legend: D head dim (64 or 128). A descriptor sees keys or values as rows of one stride; `row_steps` says which row
-a block of the cache, and a head in it, begins at.
+Legend: D head dim (64 or 128). A descriptor views keys or values as rows of one stride; `row_steps` gives the row at
+which a cache block, and a head in it, begins.
 """
 
 from torch import Tensor
@@ -18,7 +18,7 @@ _SHARED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank
 
 
 def supports(k: Tensor, v: Tensor, paged: bool) -> bool:
-    """Whether descriptors can read k and v: [num_blocks, block_size, KV heads, D] or dense [B, T, KV heads, D]."""
+    """Return True if descriptors can read k and v: [num_blocks, block_size, KV heads, D] or [B, T, KV heads, D]."""
     if not matmul_hopper.supports(k.device, k.dtype):
         return False
     d, block_size = k.shape[3], k.shape[1]
@@ -28,8 +28,10 @@ def supports(k: Tensor, v: Tensor, paged: bool) -> bool:
 
 
 def _has_rows(t: Tensor) -> bool:
-    """Whether t is rows of one stride, a head's D values contiguous in each; descriptors want multiples of 16 bytes,
-    and those of whole blocks heads that begin at multiples of 64 columns."""
+    """Return True if t can be viewed as rows of one stride with a head's D values contiguous in each.
+
+    Descriptors need strides of multiples of 16 bytes, and heads that begin at multiples of 64 columns.
+    """
     batch, token, head, feature = t.stride()
     if feature != 1 or token == 0 or t.data_ptr() % 16 or token * t.element_size() % 16:
         return False
@@ -37,13 +39,13 @@ def _has_rows(t: Tensor) -> bool:
 
 
 def row_steps(t: Tensor) -> tuple[int, int, int]:
-    """Rows from one batch (or block) to the next, rows and columns from one head to the next."""
+    """Return the rows from one batch (or block) to the next, and the rows and columns from one head to the next."""
     batch, token, head, _ = t.stride()
     return (batch // token, head // token, 0) if head >= token else (batch // token, 0, head)
 
 
 def descriptor(t: Tensor, piece: int) -> TensorDescriptor:
-    """The rows of t that `row_steps` counts, in pieces of so many and 64 columns."""
+    """Return a descriptor of t's rows (see `row_steps`), in pieces of ``piece`` rows x 64 columns."""
     batch_rows, head_rows, head_columns = row_steps(t)
     last = t.shape[2] - 1
     shape = [(t.shape[0] - 1) * batch_rows + last * head_rows + t.shape[1], last * head_columns + t.shape[3]]
@@ -52,11 +54,11 @@ def descriptor(t: Tensor, piece: int) -> TensorDescriptor:
 
 @gluon.jit
 def sequence_of(index, cu_ptr, S, BQ: gl.constexpr, PER_SEQUENCE: gl.constexpr, WARPS: gl.constexpr):
-    """scores.sequence_of for a program of so many warps."""
+    """scores.sequence_of for a program of WARPS warps."""
     lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
     low = 0
     high = S + 1
-    while high - low > 1:  # 32 places at once: loads that wait for each other are what takes the time
+    while high - low > 1:  # probes 32 places at once, because dependent loads dominate the time
         step = (high - low + 31) // 32
         place = low + (1 + lane) * step
         before = gl.load(cu_ptr + place, mask=place < high, other=0) // BQ + place * PER_SEQUENCE <= index
@@ -67,7 +69,7 @@ def sequence_of(index, cu_ptr, S, BQ: gl.constexpr, PER_SEQUENCE: gl.constexpr, 
 
 @gluon.jit
 def row_of(table_ptr, n, last, block_rows, BLOCK_SIZE: gl.constexpr, I: gl.constexpr):
-    """Row where piece I of the 64 keys from n on starts. A piece past the last key repeats that key's block."""
+    """Row where piece I of the 64 keys from n on starts. Pieces past the last key repeat that key's block."""
     if BLOCK_SIZE == 0:
         row = n
     elif BLOCK_SIZE >= 64:
@@ -79,7 +81,7 @@ def row_of(table_ptr, n, last, block_rows, BLOCK_SIZE: gl.constexpr, I: gl.const
 
 @gluon.jit
 def copy_tile(desc, r0, r1, r2, r3, column, full, tile, wanted, D: gl.constexpr, PIECES: gl.constexpr):
-    """64 rows x D into tile, if wanted: 64 columns and a piece of rows at a time; `full` expects them already."""
+    """Copy 64 rows x D into tile if wanted, in pieces of rows x 64 columns; `full` already expects the bytes."""
     HALVES: gl.constexpr = D // 64
     pieces = tile._reinterpret(desc.dtype, [HALVES * PIECES, 64 // PIECES, 64], desc.layout)
     for half in gl.static_range(HALVES):

@@ -1,11 +1,12 @@
-"""The kernel of kernels.py for few tokens a sequence, on Hopper GPUs: keys are the rows of the products.
+"""The kernel of kernels.py for few tokens per sequence, on Hopper GPUs: keys are the rows of the products.
 
-Legend: as in hopper.py; a program's BM columns are query heads of one KV head, of one token: scores
-[64 keys, BM], output [D, BM].
+Legend: as in hopper.py. A program's BM columns are query heads of one KV head for one token: scores [64 keys, BM],
+output [D, BM].
 
-A product of a warpgroup has 64 rows. With one token a sequence there are as many rows as query heads share a KV head,
-four, say; with the operands swapped, the 64 keys of a block fill them, and a program holds so little that several of
-them share a multiprocessor and wait for memory in turns. Every sum is taken as in kernels.py, so the bits are the same.
+A warpgroup product has 64 rows. With one token per sequence only the query heads that share a KV head (four, for
+example) would fill them. With swapped operands the 64 keys of a block fill them, and a program needs so little state
+that several share a multiprocessor and hide each other's memory latency. Sums are as in kernels.py, so the bits are
+the same.
 """
 
 import functools
@@ -49,15 +50,16 @@ def launch(given: AttentionLaunch) -> None:
 
 
 def registers(stages: int, d: int) -> int:
-    """Registers of a thread, for as many programs a multiprocessor as shared memory has room for: five, three or two
-    at most."""
+    """Return the registers per thread that let as many programs share a multiprocessor as shared memory allows: at most
+    five, three or two."""
     return 96 if stages * d <= 128 else 168 if stages * d <= 256 else 255
 
 
 def _whole_blocks(t: Tensor) -> TensorDescriptor:
-    """The rows of t, [num_blocks, block_size, KV heads, D], that `row_steps` counts, 64 at a time, D columns each.
+    """Return a descriptor of t's rows (see `row_steps`), 64 rows x D columns at a time.
 
-    They come in one copy, 64 columns after 64 columns as in a tile: a kernel's warps meet before each copy.
+    t is [num_blocks, block_size, KV heads, D]. One copy fetches a block as halves of 64 columns, as a tile stores it:
+    a kernel's warps synchronize before each copy.
     """
     of_rows = descriptor(t, 64)
     rows, columns = of_rows.shape
@@ -66,8 +68,8 @@ def _whole_blocks(t: Tensor) -> TensorDescriptor:
 
 @gluon.jit
 def _look_up(sequence, first, cu_ptr, lens_ptr, table_ptr, table_row, width, S, BLOCK_SIZE: gl.constexpr):
-    """Where a sequence's tokens begin and end in the step, its length, and the cache's blocks that hold keys first,
-    first + 64, … first + 256; zeros for S, which is padding. All is asked for together, or the waits would add up."""
+    """Return a sequence's first and last token in the step, its length, and the cache blocks of keys first, first + 64,
+    … first + 256; zeros for sequence S (padding). All loads are issued together, or their latencies would add up."""
     listed = sequence < S
     start = gl.load(cu_ptr + sequence, mask=listed, other=0)
     end = gl.load(cu_ptr + sequence + 1, mask=listed, other=0)
@@ -85,13 +87,13 @@ def _look_up(sequence, first, cu_ptr, lens_ptr, table_ptr, table_row, width, S, 
 
 @gluon.jit
 def _block_of(table_ptr, n, width, listed, BLOCK_SIZE: gl.constexpr):
-    """The cache's block that holds key n, or the last one that the table has room for."""
+    """The cache block that holds key n, clamped to the width of the table."""
     return gl.load(table_ptr + gl.minimum(n // BLOCK_SIZE, width - 1), mask=listed, other=0)
 
 
 @gluon.jit
 def _end_of_keys(listed, visible, first, CHUNK: gl.constexpr, SPLIT: gl.constexpr):
-    """Where a program's keys end, for a token that sees so many; at `first`, where they begin, if it is not listed."""
+    """End of a program's keys, for a token that sees `visible` keys; `first` (no keys) if it is not listed."""
     last = visible
     if SPLIT:
         last = gl.minimum(last, (gl.program_id(1) + 1) * CHUNK)
@@ -102,7 +104,7 @@ def _end_of_keys(listed, visible, first, CHUNK: gl.constexpr, SPLIT: gl.constexp
 def _early_piece_rows(
     table, held_by, i: gl.constexpr, first, last, BLOCK_SIZE: gl.constexpr, AT_ONCE: gl.constexpr
 ):  # fmt: skip
-    """piece_rows of the i-th 64 keys from `first` on; AT_ONCE: which block holds them is looked up already."""
+    """piece_rows of the i-th 64 keys from `first` on; AT_ONCE: their block is already in `held_by`."""
     n = first + i * KEYS
     if AT_ONCE:
         _, _, line, block_rows = table
@@ -118,7 +120,7 @@ def _fetch(
     ring, table, held_by, column, first, last,
     D: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, AT_ONCE: gl.constexpr,
 ):  # fmt: skip
-    """The first STAGES blocks of keys first..last."""
+    """Start the copies of the first STAGES blocks of keys first..last."""
     k_desc, v_desc, k_tiles, v_tiles, k_full, v_full = ring
     for i in gl.static_range(STAGES):
         rows = _early_piece_rows(table, held_by, i, first, last, BLOCK_SIZE, AT_ONCE)
@@ -131,9 +133,9 @@ def _fetch(
 
 @gluon.jit
 def _store_partial(out_ptr, max_and_sum_ptr, part, m, l, o, d, ok, D: gl.constexpr, S_L: gl.constexpr):
-    """What a chunk leaves for its merge."""
+    """Store a chunk's (m, l, o) for the merge."""
     gl.store(max_and_sum_ptr + part * 2, m, mask=ok)
-    # One row of l, which are equal: a maximum of them would have the warps wait for each other.
+    # Stores one row of l; all rows are equal, and a maximum over them would synchronize the warps.
     of_64 = gl.arange(0, 64, layout=gl.SliceLayout(1, S_L))
     sums = (max_and_sum_ptr + part * 2 + 1)[None, :] + 0 * of_64[:, None]
     gl.store(sums, l, mask=(of_64 == 0)[:, None] & ok[None, :])
@@ -162,7 +164,7 @@ def hopper_decode_kernel(
     ROW: gl.constexpr = gl.SliceLayout(0, S_L)
     Q_L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     GROUPS: gl.constexpr = (G + BM - 1) // BM
-    AT_ONCE: gl.constexpr = BLOCK_SIZE >= 64 and not WINDOWED  # a block is one copy, and which is first needs no length
+    AT_ONCE: gl.constexpr = BLOCK_SIZE >= 64 and not WINDOWED  # one copy per block, and `first` needs no length
     gl.static_assert(STAGES <= 4, "the blocks of five times 64 keys are looked up together")
     gl.static_assert(BM == 8, "the exchange between warps is laid out for eight columns")
     gluon_let_next_start(PDL)
@@ -187,19 +189,19 @@ def hopper_decode_kernel(
     first = 0
     if SPLIT:
         first = gl.program_id(1) * CHUNK
-    # What needs no length is asked for before it is used, and the query before the keys: behind them it would be last.
+    # Loads that need no length are issued early; the query before the keys, or it would arrive last.
     q_member = group % GROUPS * BM + gl.arange(0, BM, layout=gl.SliceLayout(1, Q_L))
     q_at = t.to(gl.int64) * q_token + (kv_head * G + q_member) * q_head
     dim = gl.arange(0, D, layout=gl.SliceLayout(0, Q_L))
     q = gl.load(q_ptr + q_at[:, None] + dim[None, :], mask=(q_member < G)[:, None], other=0.0)
-    # Where every sequence has one token, token t is sequence t's, and nobody has to search.
+    # If every sequence has one token, token t belongs to sequence t, and no search is needed.
     start, end, length, held_by = _look_up(t, first, cu_ptr, lens_ptr, table_ptr, table_row, width, S, BLOCK_SIZE)
-    own = (start <= t) & (t < end)
-    last = _end_of_keys(own, length - end + t + 1, first, CHUNK, SPLIT)
+    direct = (start <= t) & (t < end)
+    last = _end_of_keys(direct, length - end + t + 1, first, CHUNK, SPLIT)
     table = (table_ptr + t.to(gl.int64) * table_row, width, kv_head * head_rows, block_rows)
-    if AT_ONCE:  # in no branch: whatever else copies need is then made ready while metadata are on their way
+    if AT_ONCE:  # outside any branch, so that copies are prepared while the metadata are loading
         _fetch(ring, table, held_by, column, first, last, D, BLOCK_SIZE, STAGES, AT_ONCE)
-    if not own:
+    if not direct:
         sequence = sequence_of(t, cu_ptr, S, 1, 0, 4)
         start, end, length, held_by = _look_up(
             sequence, first, cu_ptr, lens_ptr, table_ptr, table_row, width, S, BLOCK_SIZE

@@ -2,8 +2,8 @@
 
 Legend: as in hopper_decode.py. S_L is the register layout of scores, outputs and sums.
 
-A block is a chain of waits, for scores, their maximum over four warps, weights and outputs. The tensor cores take the
-next block's scores and this one's values together, and the next one's weights are made meanwhile.
+A block is a chain of waits: scores, their maximum over four warps, weights, outputs. The tensor cores compute the next
+block's scores together with this block's values, while the next block's weights are computed.
 """
 
 from triton.experimental import gluon
@@ -22,7 +22,7 @@ from detcompile.templates.device.primitives import barrier
 
 __all__ = ["attend_columns", "copy_block", "merge_columns", "piece_rows"]
 
-# [4 warps, 8 columns], all four of a column in a thread: one exchange through shared memory finds their maximum.
+# [4 warps, 8 columns], a column's four values in one thread: one exchange through shared memory gives their maximum.
 _ALL_WARPS = gl.constexpr(
     gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [1, 0], [2, 0]],
@@ -40,14 +40,14 @@ def attend_columns(
     D: gl.constexpr, BLOCK_SIZE: gl.constexpr, CHUNK: gl.constexpr, WINDOWED: gl.constexpr, SPLIT: gl.constexpr,
     BM: gl.constexpr, STAGES: gl.constexpr, S_L: gl.constexpr,
 ):  # fmt: skip
-    """Keys first..last of a token at pos, which sees the blocks from lower on whole, but for its own.
+    """Attend keys first..last of a token at pos, which sees all keys of blocks >= lower up to pos.
 
-    The first STAGES blocks are on their way; following: rows of the next one. A block's keys make room for later ones
-    as soon as its scores are there, so that keys run ahead of values, and of the last block only the values' product is
-    left to do when they come.
+    The copies of the first STAGES blocks are in flight; following: rows of the next block. A block's keys are replaced
+    as soon as its scores are done, so keys run ahead of values, and for the last block only the values' product is left
+    when they arrive.
 
-    Returns what merge.merged takes: (M, L, O) of all chunks but the last and (m, l, o) of that
-    one, l in each of 64 rows.
+    Returns the operands of merge.merged: (M, L, O) of all chunks but the last and (m, l, o) of the last, with l
+    repeated in 64 rows.
     """
     ROW: gl.constexpr = gl.SliceLayout(0, S_L)
     BYTES: gl.constexpr = 64 * D * 2
@@ -80,15 +80,15 @@ def attend_columns(
         p_tile = p_tiles.index(block % 2).permute((1, 0))
         l = _sums(p_tile, l, k_desc.dtype, S_L)
         mbarrier.wait(v_full.index(stage), (block // STAGES) & 1)
-        strange = gl.zeros([D, BM], gl.float32, S_L)
+        nonfinite = gl.zeros([D, BM], gl.float32, S_L)
         if WINDOWED:
             if n < lower:
                 visible = _visible(n, pos, window, WINDOWED, S_L)
-                strange = _take_out_strange(v_tiles.index(stage), p_tiles.index((block + 1) % 2), visible, D, BM, S_L)
+                nonfinite = _zero_nonfinite(v_tiles.index(stage), p_tiles.index((block + 1) % 2), visible, D, BM, S_L)
         o = warpgroup_mma(v_tiles.index(stage).permute((1, 0)), p_tile, o, is_async=True)
         s = warpgroup_mma_wait(2, deps=(s,))
-        # The phases that begin here end with the copies, and those come behind barriers: no warp can be late for the
-        # phases that it waited for above.
+        # The phases that begin here end with copies, which come after barriers: no warp can still be waiting for the
+        # previous phases above.
         mbarrier.expect(k_full.index(ahead), BYTES, pred=more_k)
         mbarrier.expect(v_full.index(stage), BYTES, pred=more_v)
         barrier()
@@ -99,11 +99,11 @@ def attend_columns(
         p, top, alpha = _weights(s, m_chunk, n + KEYS, pos, window, c, WINDOWED, S_L)
         p_tiles.index((block + 1) % 2).permute((1, 0)).store(p.to(k_desc.dtype))
         o, l = warpgroup_mma_wait(0, deps=(o, l))
-        fence_async_shared()  # not before the wait: ptxas 12.8 dies of that
+        fence_async_shared()  # not before the wait, which crashes ptxas 12.8
         barrier()
         copy_block(v_desc, v_rows, column, v_full.index(stage), v_tiles.index(stage), more_v, BLOCK_SIZE, D)
         if WINDOWED:
-            o = gl.where(strange > 0.0, float("nan"), o)
+            o = gl.where(nonfinite > 0.0, float("nan"), o)
         if not SPLIT:
             if (n + KEYS) % CHUNK == 0:
                 M, L, O = merge_columns(M, L, O, m, gl.max(l, 0), o, c)
@@ -118,13 +118,13 @@ def attend_columns(
     p_tile = p_tiles.index(block % 2).permute((1, 0))
     l = _sums(p_tile, l, k_desc.dtype, S_L)
     mbarrier.wait(v_full.index(stage), (block // STAGES) & 1)
-    strange = gl.zeros([D, BM], gl.float32, S_L)
+    nonfinite = gl.zeros([D, BM], gl.float32, S_L)
     if (n + KEYS > pos + 1) | (n < lower):
         visible = _visible(n, pos, window, WINDOWED, S_L)
-        strange = _take_out_strange(v_tiles.index(stage), p_tiles.index((block + 1) % 2), visible, D, BM, S_L)
+        nonfinite = _zero_nonfinite(v_tiles.index(stage), p_tiles.index((block + 1) % 2), visible, D, BM, S_L)
     o = warpgroup_mma(v_tiles.index(stage).permute((1, 0)), p_tile, o, is_async=True)
     o, l = warpgroup_mma_wait(0, deps=(o, l))
-    o = gl.where(strange > 0.0, float("nan"), o)
+    o = gl.where(nonfinite > 0.0, float("nan"), o)
     return M, L, O, m, l, o
 
 
@@ -132,8 +132,8 @@ def attend_columns(
 def piece_rows(table, n, last, BLOCK_SIZE: gl.constexpr):
     """Rows where the pieces of the block at key n start, as many as copy_tile takes.
 
-    table: the sequence's row of the block table and its width; rows before those of the KV head in a block of the
-    cache, and rows of such a block. Whoever asks for keys past the last one gets any rows.
+    table: the sequence's row of the block table and its width, the rows before the KV head in a cache block, and the
+    rows per cache block. For keys past the last one any rows are returned.
     """
     PIECES: gl.constexpr = 4 if BLOCK_SIZE == 16 else 2 if BLOCK_SIZE == 32 else 1
     table_ptr, width, line, block_rows = table
@@ -154,10 +154,10 @@ def piece_rows(table, n, last, BLOCK_SIZE: gl.constexpr):
 
 @gluon.jit
 def copy_block(desc, rows, column, full, tile, wanted, BLOCK_SIZE: gl.constexpr, D: gl.constexpr):
-    """A block into tile, if wanted; `full` expects it already.
+    """Copy a block into tile if wanted; `full` already expects the bytes.
 
-    From cache blocks of 64 keys and more it comes in one copy, by a descriptor of hopper_decode._whole_blocks. `wanted`
-    is no branch of its own: loads of where later keys lie would be moved behind it.
+    Cache blocks of 64 keys or more take one copy, with a descriptor of hopper_decode._whole_blocks. `wanted` is a
+    predicate instead of a branch: the compiler would move the lookups of later keys behind a branch.
     """
     r0, r1, r2, r3 = rows
     if BLOCK_SIZE >= 64:
@@ -169,14 +169,14 @@ def copy_block(desc, rows, column, full, tile, wanted, BLOCK_SIZE: gl.constexpr,
 
 @gluon.jit
 def _scores(k_tile, q_tile, BM: gl.constexpr, S_L: gl.constexpr):
-    """Scores of one block, [64, BM], to be waited for."""
+    """Start the product for one block's scores, [64, BM]."""
     s = gl.zeros([64, BM], gl.float32, S_L)
     return warpgroup_mma(k_tile, q_tile.permute((1, 0)), s, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def _sums(p_tile, l, dtype: gl.constexpr, S_L: gl.constexpr):
-    """l and the sums of a block's weights, to be waited for."""
+    """Start adding the sums of a block's weights to l."""
     ones = gl.full([64, 64], 1.0, dtype, gl.DotOperandLayout(0, S_L, 2))
     return warpgroup_mma(ones, p_tile, l, is_async=True)
 
@@ -193,7 +193,7 @@ def _visible(n, pos, window, WINDOWED: gl.constexpr, S_L: gl.constexpr):
 
 @gluon.jit
 def _weights(s, m, n, pos, window, c, WINDOWED: gl.constexpr, S_L: gl.constexpr):
-    """Weights by the scores of the block at key n; the new maximum, and the factor of what was summed under m."""
+    """Weights of the block at key n, the new maximum, and the scale of the sums under m."""
     s = gl.where(_visible(n, pos, window, WINDOWED, S_L)[:, None], s, -float("inf"))
     of_warps = gl.convert_layout(gl.max(s.reshape([4, 16, s.shape[1]]), 1), _ALL_WARPS)
     top = gl.maximum(m, gl.convert_layout(gl.max(of_warps, 0), m.type.layout))
@@ -212,12 +212,12 @@ def merge_columns(M, L, O, m, l, o, c):
 
 
 @gluon.jit
-def _take_out_strange(v_tile, scratch, visible, D: gl.constexpr, BM: gl.constexpr, S_L: gl.constexpr):
-    """The tile keeps zeros where values are not finite; returns [D, BM], above 0 where a visible key [64] had one."""
+def _zero_nonfinite(v_tile, scratch, visible, D: gl.constexpr, BM: gl.constexpr, S_L: gl.constexpr):
+    """Replace nonfinite values of the tile by zeros; return [D, BM], > 0 where a visible key [64] had one."""
     seen = gl.zeros([D, BM], gl.float32, S_L)
     finite = gl.abs(v_tile.load(LANES).to(gl.float32)) < float("inf")
     if gl.max(gl.max(gl.where(finite, 0, 1), 1), 0) > 0:
-        v = v_tile.load(LANES)  # again: this is rare, and registers are not to be held for it
+        v = v_tile.load(LANES)  # loaded again: this is rare, so no registers are held for it
         finite = gl.abs(v.to(gl.float32)) < float("inf")
         v_tile.store(gl.where(finite, 0.0, 1.0).to(v.dtype))
         seen_by_all = gl.where(visible, 1.0, 0.0)[:, None] + gl.zeros([64, BM], gl.float32, S_L)

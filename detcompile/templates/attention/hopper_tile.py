@@ -1,4 +1,4 @@
-"""What one warpgroup of hopper.py does with its tile: the order of kernels.py, block by block.
+"""What a warpgroup of hopper.py does with its tile: the order of kernels.py, block by block.
 
 Legend: as in hopper.py. S_L, O_L and L_L are the register layouts of scores, outputs and sums.
 """
@@ -14,9 +14,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 __all__ = ["KEYS", "LANES", "SUMS", "attend_tile"]
 
-KEYS = gl.constexpr(64)  # of a block
+KEYS = gl.constexpr(64)  # per block
 LANES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-SUMS = gl.constexpr(8)  # columns of ones: the least that a warpgroup MMA takes
+SUMS = gl.constexpr(8)  # columns of ones: the minimum of a warpgroup MMA
 
 
 @gluon.jit
@@ -25,7 +25,7 @@ def attend_tile(
     G: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, CHUNK: gl.constexpr, WINDOWED: gl.constexpr,
     SPLIT: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """64 rows over the keys first..last; base is the first of their tokens in the sequence's part of the step."""
+    """Attend 64 rows over the keys first..last; base is their first token in the sequence's part of the step."""
     S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     O_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     L_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SUMS, 16])
@@ -50,7 +50,7 @@ def attend_tile(
     token = base + row // HEADS
     inside = (token < length) & (member0 + row % HEADS < G)
     pos = gl.where(inside, past + token, -1)
-    # Blocks lower..whole are seen whole by every row.
+    # Every row sees blocks lower..whole completely.
     whole = (past + base + 1) // KEYS * KEYS
     lower = 0
     if WINDOWED:
@@ -76,7 +76,7 @@ def attend_tile(
         gl.maximum(first, whole), last, first, shift, ring, q, scratch, total, ones, M, L, m, l, o, pos, window, c,
         D, CHUNK, STAGES, WINDOWED, SPLIT, S_L, O_L, L_L,
     )  # fmt: skip
-    l_row = gl.convert_layout(gl.max(l, 1), ROW)  # its columns are equal
+    l_row = gl.convert_layout(gl.max(l, 1), ROW)  # all columns are equal
 
     row = gl.arange(0, 64, layout=O_ROW)
     member = member0 + row % HEADS
@@ -96,8 +96,7 @@ def attend_tile(
             M, L, O = _merge(M, L, total.load(O_L), m, l_row, o, c, O_ROW)
         else:
             L = l_row  # of one chunk
-        # merge.quotient. Padding, of no sequence and so of length 0, gets zeros. A token whose weights are
-        # all zero does not.
+        # merge.quotient. Padding (no sequence, length 0) gets zeros; a token whose weights are all zero does not.
         inverse = gl.where(pos < 0, 0.0, gl.div_rn(gl.full([64], 1.0, gl.float32, ROW), L))
         y = O * gl.convert_layout(inverse, O_ROW)[:, None] + 0.0
         narrow = y.to(out_ptr.dtype.element_ty)
@@ -119,10 +118,10 @@ def _merge(M, L, O, m, l, o, c, O_ROWS: gl.constexpr):
 
 @gluon.jit
 def _add_values(p, visible, o, v_tile, scratch, D: gl.constexpr, O_L: gl.constexpr):
-    """o + p @ v, where a row takes nothing of values that it does not see, and NaN of those that are not finite."""
+    """o + p @ v. Values that a row does not see add nothing; nonfinite values that it sees give NaN."""
     finite = gl.abs(v_tile.load(LANES).to(gl.float32)) < float("inf")
     if gl.max(gl.max(gl.where(finite, 0, 1), 1), 0) > 0:
-        v = v_tile.load(LANES)  # again: this is rare, and registers are not to be held for it
+        v = v_tile.load(LANES)  # loaded again: this is rare, so no registers are held for it
         finite = gl.abs(v.to(gl.float32)) < float("inf")
         scratch.store(gl.where(finite, 0.0, 1.0).to(v.dtype))
         fence_async_shared()
@@ -137,20 +136,20 @@ def _add_values(p, visible, o, v_tile, scratch, D: gl.constexpr, O_L: gl.constex
     else:
         o = warpgroup_mma(p, v_tile, o, is_async=True)
         o = warpgroup_mma_wait(0, deps=(o,))
-    fence_async_shared()  # v was read here by ordinary loads; the next block comes by the copy engine
+    fence_async_shared()  # v was read by ordinary loads; the copy engine writes the next block
     return o
 
 
 @gluon.jit
 def _scores(q, k_tile, S_L: gl.constexpr):
-    """Scores of one block, [64, 64], to be waited for."""
+    """Start the product for one block's scores, [64, 64]."""
     s = gl.zeros([64, 64], gl.float32, S_L)
     return warpgroup_mma(q, k_tile.permute((1, 0)), s, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def _weights(s, m, c):
-    """Weights by a block's scores; the new maximum, and the factor of what was summed under m."""
+    """Weights of a block, the new maximum, and the scale of the sums under m."""
     top = gl.maximum(m, gl.max(s, 1))
     safe = gl.where(top == -float("inf"), 0.0, top)
     return gl.exp2((s - safe[:, None]) * c), top, gl.exp2((m - safe) * c)
@@ -158,7 +157,7 @@ def _weights(s, m, c):
 
 @gluon.jit
 def _scaled(o, l, alpha, O_L: gl.constexpr, L_L: gl.constexpr):
-    """What was summed under the maximum before, under the new one."""
+    """Rescale the sums from the previous maximum to the new one."""
     o = o * gl.convert_layout(alpha, gl.SliceLayout(1, O_L))[:, None]
     return o, l * gl.convert_layout(alpha, gl.SliceLayout(1, L_L))[:, None]
 
@@ -167,7 +166,7 @@ def _scaled(o, l, alpha, O_L: gl.constexpr, L_L: gl.constexpr):
 def _close_chunk(
     n, first, total, M, L, m, l, o, c, D: gl.constexpr, CHUNK: gl.constexpr, O_L: gl.constexpr, L_L: gl.constexpr,
 ):  # fmt: skip
-    """kernels._close_chunk, with the merged chunks' o in shared memory; the first chunk is put there as it is."""
+    """kernels._close_chunk, with the merged chunks' o in shared memory; the first chunk is stored unmerged."""
     if (n % CHUNK == 0) & (n > first):
         l_row = gl.convert_layout(gl.max(l, 1), m.type.layout)
         if n - CHUNK > first:
@@ -188,8 +187,8 @@ def _attend_whole_blocks(
     D: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, S_L: gl.constexpr,
     O_L: gl.constexpr, L_L: gl.constexpr,
 ):  # fmt: skip
-    """_attend_blocks over blocks that every row sees whole: the tensor cores take the next block's scores and this
-    one's values together, and the next one's weights are made meanwhile."""
+    """_attend_blocks for blocks that every row sees completely: the tensor cores compute the next block's scores
+    together with this block's values, while the next block's weights are computed."""
     k_tiles, v_tiles, k_full, v_full, k_free, v_free = ring
     P_O: gl.constexpr = gl.DotOperandLayout(0, O_L, 2)
     P_L: gl.constexpr = gl.DotOperandLayout(0, L_L, 2)
@@ -218,8 +217,8 @@ def _attend_whole_blocks(
             if not SPLIT:
                 m_chunk = gl.where(n % CHUNK == 0, -float("inf"), m)
             p, top, alpha = _weights(s, m_chunk, c)
-            # Waited for here, as this is a branch: ptxas moves the wait below, for the values' product, up to the one
-            # for the scores where there is none between, and the weights are made with nothing on the tensor cores.
+            # This wait is here because it is a branch: without one, ptxas moves the wait for the values' product
+            # below up to the wait for the scores, and the tensor cores idle while the weights are computed.
             mbarrier.wait(k_full.index((i + 1) % STAGES), ((i + 1) // STAGES) & 1, pred=n + KEYS < end)
             o, l = warpgroup_mma_wait(0, deps=(o, l))
             mbarrier.arrive(v_free.index(stage), count=1)

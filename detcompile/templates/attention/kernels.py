@@ -1,17 +1,17 @@
 """Causal attention kernels in the KV order: chunks of keys at absolute positions, blocks of 64 keys inside a chunk.
 
 Legend: T tokens, S sequences, H query heads, G query heads of one KV head, D and DV head dims (DP, DVP: the next
-powers of two), BM rows of a tile, BQ tokens of a tile, BLOCK_SIZE keys of a cache's block, c: log2e_scale, what a score
-is multiplied by inside exp2.
+powers of two), BM rows of a tile, BQ tokens of a tile, BLOCK_SIZE keys of a cache block, c: log2e_scale, the factor of
+a score inside exp2.
 
 The scores of rows with NEEDS_SCORES: see scores.py.
 
 A tile's rows are BQ tokens x HEADS query heads of one KV head. Per chunk a row has a maximum m, a sum l and an output
-o; chunks meet ascending. Sums over keys go through ``tl.dot`` (with columns of ones for l): ``tl.sum`` would take an
-order that depends on how many warps share a row. In float32 each block has sums of its own, which join those before by
-one fma: a chain through a whole chunk lost twice as much as they do. A block in which a row sees no key leaves its bits
-alone, so that tiles may skip it or not. A row that sees a value that is not finite gets NaN in that column; a row that
-does not see it gets none of it, though both share a tile. A sink joins a row last, after its last chunk.
+o; chunks are merged in ascending order. Sums over keys use ``tl.dot`` (with columns of ones for l), because the order
+of ``tl.sum`` depends on how many warps share a row. In float32 each block is summed separately and added to the
+previous sum by one fma: a chain through a whole chunk had twice the error. A block in which a row sees no key leaves
+the row's bits unchanged, so tiles may skip it or not. A row that sees a nonfinite value gets NaN in that column; a row
+of the same tile that does not see it is unaffected. A sink is added last, after the last chunk.
 """
 
 import triton
@@ -25,11 +25,11 @@ from detcompile.templates.device.launcher import cdiv, launcher, next_power_of_2
 
 __all__ = ["KEYS", "attention_kernel", "launch"]
 
-KEYS = tl.constexpr(64)  # of a block
+KEYS = tl.constexpr(64)  # per block
 
 
 def launch(given: AttentionLaunch) -> None:
-    """Run the kernel, which serves every problem."""
+    """Run the kernel; it serves every problem."""
     schedule, problem, rule, q, k, v, out, target, max_and_sum, step, T, S, chunks, split = given
     group, dense = problem.group, problem.block_size == 0
     heads = min(next_power_of_2(group), schedule.block_m)
@@ -53,7 +53,7 @@ def launch(given: AttentionLaunch) -> None:
 
 @triton.jit
 def _close_chunk(M_R, L_R, O_RD, m_R, l_RC, o_RD, n, c, CHUNK: tl.constexpr):
-    """Before the first key n of a chunk: merges what the chunk before it left, and starts afresh."""
+    """Before the first key n of a chunk: merge the previous chunk and reset (m, l, o)."""
     if n % CHUNK == 0:
         M_R, L_R, O_RD = merged(M_R, L_R, O_RD, m_R, tl.max(l_RC, 1), o_RD, c)
         m_R = tl.full(m_R.shape, -float("inf"), tl.float32)
@@ -72,9 +72,8 @@ def _attend_block(
 ):  # fmt: skip
     """Online softmax over keys n..n+63, all of them visible to every row unless PARTIAL.
 
-    Keys outside low..high are read as zeros: their slots may hold NaN. In a partial block p = 0 meets values that
-    their row must not see: values that are not finite are taken out of the product, and put into the rows that see
-    them.
+    Keys outside low..high are read as zeros: their slots may hold NaN. In a partial block p = 0 would multiply values
+    that the row must not see, so nonfinite values are replaced by zeros in the product, and rows that see them get NaN.
     """
     key = n + tl.arange(0, KEYS)
     d = tl.arange(0, DP)
@@ -114,9 +113,9 @@ def _attend_block(
         o = o * alpha[:, None]
     if PARTIAL:
         finite = tl.abs(v) < float("inf")
-        strange = tl.where(finite, 0.0, 1.0).to(v.dtype)
+        nonfinite = tl.where(finite, 0.0, 1.0).to(v.dtype)
         v = tl.where(finite, v, 0.0).to(v.dtype)
-        seen = tl.dot(tl.where(visible, 1.0, 0.0).to(v.dtype), strange, input_precision="ieee")
+        seen = tl.dot(tl.where(visible, 1.0, 0.0).to(v.dtype), nonfinite, input_precision="ieee")
         o = tl.where(seen > 0.0, float("nan"), o)
     ones = tl.full((KEYS, 16), 1.0, v.dtype)
     if v.dtype == tl.float32:
@@ -130,8 +129,8 @@ def _attend_block(
 
 @triton.jit
 def _tokens_of(tile, cu_ptr, lens_ptr, T, S, BQ: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """A tile's sequence and its place in it, and the sequence's tokens: the first in the step, how many, how many
-    before."""
+    """Return a tile's sequence and index in it, and the sequence's first token in the step, its tokens in the step and
+    its earlier tokens."""
     if BLOCK_SIZE == 0:
         tiles = (T + BQ - 1) // BQ
         sequence = tile // tiles
@@ -153,7 +152,7 @@ def _tokens_of(tile, cu_ptr, lens_ptr, T, S, BQ: tl.constexpr, BLOCK_SIZE: tl.co
 def _keys_of(
     sequence, kv_head, k_ptr, v_ptr, table_ptr, k_block, k_head, v_block, v_head, table_row, BLOCK_SIZE: tl.constexpr
 ):  # fmt: skip
-    """Pointers to a KV head's keys and values, dense those of the sequence, and to the sequence's row of the table."""
+    """Pointers to a KV head's keys and values (if dense, of the sequence) and to the sequence's block table row."""
     k_ptr += kv_head.to(tl.int64) * k_head
     v_ptr += kv_head.to(tl.int64) * v_head
     if BLOCK_SIZE == 0:
@@ -169,7 +168,7 @@ def _biases(
     slopes_ptr, bias_ptr, sequence, t, head, ok, T, H, extent,
     BM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ALIBI: tl.constexpr, RELATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Slopes of a tile's rows, and pointers to their biases, as far as asked for."""
+    """Slopes of a tile's rows and pointers to their biases, if ALIBI and RELATIVE."""
     slope = tl.zeros((BM,), tl.float32)
     if ALIBI:
         slope = tl.load(slopes_ptr + head, mask=ok, other=0.0).to(tl.float32)
@@ -184,7 +183,7 @@ def _biases(
 
 @triton.jit
 def _store_partial(out_ptr, max_and_sum_ptr, partial, m, l, o, dv, ok, out_ok, DV: tl.constexpr):
-    """What a chunk leaves for its merge."""
+    """Store a chunk's (m, l, o) for the merge."""
     tl.store(max_and_sum_ptr + partial * 2, m, mask=ok)
     tl.store(max_and_sum_ptr + partial * 2 + 1, l, mask=ok)
     tl.store(out_ptr + partial[:, None] * DV + dv[None, :], o, mask=out_ok)
@@ -204,9 +203,9 @@ def attention_kernel(
     """Axis 0: tiles of tokens, axis 1: KV heads x groups of HEADS, axis 2: chunks if SPLIT.
 
     BLOCK_SIZE = 0: dense, S batches of T tokens; k_block and v_block are the batch strides. SPLIT: out
-    [T, H, chunks, DV] and max_and_sum [T, H, chunks, 2] take the chunk's o and (m, l), fp32. sinks and slopes [H],
-    read where SINKS and ALIBI. bias: [batch or 1, T, H, extent], read where RELATIVE.
-    WINDOWED: a query sees the `window` tokens up to its own; CHUNKED too: those of the chunk of `window` tokens.
+    [T, H, chunks, DV] and max_and_sum [T, H, chunks, 2] receive the chunk's o and (m, l), fp32. sinks and slopes [H]
+    are read if SINKS and ALIBI; bias [batch or 1, T, H, extent] if RELATIVE.
+    WINDOWED: a query sees the last `window` tokens up to itself; with CHUNKED, those of its chunk of `window` tokens.
     """
     let_next_start(PDL)
     wait_for_earlier(PDL)
@@ -258,7 +257,7 @@ def attention_kernel(
     L = tl.zeros((BM,), tl.float32)
     O = tl.zeros((BM, DVP), tl.float32)
     m, l, o = M, tl.zeros((BM, 16), tl.float32), O
-    # Blocks that every row of the tile sees whole; with a window or a chunk, none is known to be.
+    # Blocks that every row of the tile sees completely; none with a window or a chunk.
     whole = first
     if not WINDOWED:
         whole = tl.maximum(first, tl.minimum(last, (past + local * BQ + 1) // KEYS * KEYS))
@@ -270,7 +269,7 @@ def attention_kernel(
             k_ptr, v_ptr, table_ptr, k_block, k_token, v_block, v_token,
             D, DV, DP, DVP, BLOCK_SIZE, WINDOWED, CHUNKED, NEEDS_SCORES, CAPPED, ALIBI, RELATIVE, False,
         )  # fmt: skip
-    for n in tl.range(whole, last, KEYS, num_stages=None if WINDOWED else 1):  # else one or two blocks
+    for n in tl.range(whole, last, KEYS, num_stages=None if WINDOWED else 1):  # one or two blocks unless WINDOWED
         if not SPLIT:
             M, L, O, m, l, o = _close_chunk(M, L, O, m, l, o, n, c, CHUNK)
         m, l, o = _attend_block(
@@ -278,7 +277,7 @@ def attention_kernel(
             k_ptr, v_ptr, table_ptr, k_block, k_token, v_block, v_token,
             D, DV, DP, DVP, BLOCK_SIZE, WINDOWED, CHUNKED, NEEDS_SCORES, CAPPED, ALIBI, RELATIVE, True,
         )  # fmt: skip
-    l_row = tl.max(l, 1)  # its columns are equal
+    l_row = tl.max(l, 1)  # all columns are equal
     if SPLIT:
         partial = (t * H + head) * chunks + tl.program_id(2)
         _store_partial(out_ptr, max_and_sum_ptr, partial, m, l_row, o, dv, ok, out_ok, DV)

@@ -1,12 +1,13 @@
-"""The merge of a split's chunks, ascending: by lengths, of what any kernel leaves; by marks, of hopper_decode's.
+"""The merge of a split's chunks in ascending order: a general kernel, and one for hopper_decode's marked chunks.
 
 Legend: T tokens, H query heads, D head dim, (m, l, o) a chunk's maximum, sum and output, (M, L, O) those of all chunks
-so far, c: what a score is multiplied by inside exp2.
+so far, c: the factor of a score inside exp2.
 
-By marks, on Hopper GPUs, the bits are the same. The outputs of a batch of chunks are copied into shared memory while
-the batch before is merged. All that the chain of chunks needs besides is found first, a chunk a lane: the maximum up to
-each, and what the sums before it and its own are scaled by. A link of the chain is then multiplications and additions
-alone, of the output and of the sum.
+The general kernel derives the visible chunks from sequence lengths. hopper_decode marks chunks without visible keys by
+a sum of -1; the kernel for marked chunks, on Hopper GPUs, gives the same bits. It copies the outputs of a batch of
+chunks into shared memory while it merges the previous batch. Everything else is computed first, one chunk per lane: the
+running maximum, and the scales of the previous sums and of the chunk's sums. A step of the chain is then only
+multiplications and additions.
 """
 
 import triton
@@ -31,14 +32,14 @@ from detcompile.templates.device.primitives import barrier
 
 __all__ = ["launch", "marked_merge_kernel", "merge_by_marks", "merge_kernel", "merged", "quotient"]
 
-_AHEAD = 16  # partials of chunks that are read before the first is merged
-_EAGER_BYTES = 1 << 22  # so few are copied whether a token sees their chunks or not, and nobody waits to know
+_AHEAD = 16  # chunk partials that are loaded before the first is merged
+_EAGER_BYTES = 1 << 22  # up to this size all chunks are copied, visible or not, without waiting for the marks
 _ROWS = gl.constexpr(gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0]))
 _TILES = gl.constexpr(gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[1, 0]))
 
 
 def launch(given: AttentionLaunch) -> None:
-    """Merge what the launch of a schedule that splits has left."""
+    """Merge the partial results of a launch with a split schedule."""
     schedule, problem, rule, _, _, _, out, target, max_and_sum, step, T, S, chunks, _ = given
     if schedule.kernel == "hopper_decode":
         merge_by_marks(target, max_and_sum, out[0], rule.log2e_scale)
@@ -53,15 +54,15 @@ def launch(given: AttentionLaunch) -> None:
 
 
 def merge_by_marks(part: Tensor, max_and_sum: Tensor, out: Tensor, c: float) -> None:
-    """part [T, H, chunks, D] and max_and_sum [T, H, chunks, 2], contiguous fp32, as hopper_decode leaves them -> out
-    [T, H, D], 16 bits, of unit stride along D = 64 or 128.
+    """Merge part [T, H, chunks, D] and max_and_sum [T, H, chunks, 2] into out [T, H, D].
 
-    The kernel's variant follows from T, H and chunks, so the gate does not see them all: the tests of marks compare
-    each with merge_kernel.
+    part and max_and_sum are hopper_decode's, contiguous fp32. out has 16 bits and unit stride along D = 64 or 128. The
+    kernel's variant depends on T, H and chunks, so the gate does not cover all of them: tests compare each variant with
+    merge_kernel.
     """
     T, heads, chunks, d = part.shape
     assert d in (64, 128) and part.is_contiguous() and max_and_sum.is_contiguous() and out.stride(2) == 1
-    # A warp for a head and 32 chunks at a time; where heads are few, 64, and of many chunks a warp for 32 columns each.
+    # One warp per head and 32 chunks at a time; with few heads 64 chunks, and with many chunks one warp per 32 columns.
     few = T * heads <= multiprocessors(part.device)
     longest, width = (64 if few else 32), (32 if few and chunks > 4 else d)
     batch = min(longest, next_power_of_2(chunks))
@@ -74,7 +75,7 @@ def merge_by_marks(part: Tensor, max_and_sum: Tensor, out: Tensor, c: float) -> 
 
 @triton.jit
 def merged(M_R, L_R, O_RD, m_R, l_R, o_RD, c):
-    """Running (M, L, O) and the next chunk's (m, l, o). Nothing seen yet is m = -inf, l = 0, o = 0."""
+    """Merge the running (M, L, O) with a chunk's (m, l, o). The neutral value is m = -inf, l = 0, o = 0."""
     top = tl.maximum(M_R, m_R)
     safe = tl.where(top == -float("inf"), 0.0, top)
     old = tl.exp2((M_R - safe) * c)
@@ -84,8 +85,8 @@ def merged(M_R, L_R, O_RD, m_R, l_R, o_RD, c):
 
 @triton.jit
 def quotient(O, L_R, dtype: tl.constexpr):
-    """O * (1 / L) + 0.0, rounded: no negative zero, and for whatever was not finite one NaN of the narrow type (what a
-    conversion makes of a NaN differs from kernel to kernel)."""
+    """O * (1 / L) + 0.0, rounded: no negative zero, and one canonical NaN of the narrow type for nonfinite values,
+    because conversions of NaN differ between kernels."""
     inverse = tl.div_rn(tl.full(L_R.shape, 1.0, tl.float32), L_R)
     y = O * inverse[:, None] + 0.0
     return tl.where(tl.abs(y) < float("inf"), y.to(dtype), tl.full(y.shape, float("nan"), dtype))
@@ -93,7 +94,7 @@ def quotient(O, L_R, dtype: tl.constexpr):
 
 @triton.jit
 def _partial(part_ptr, max_and_sum_ptr, partial, chunk, last, dv, DV: tl.constexpr):
-    """(m, l, o) that a chunk left; past the last chunk what merges without a trace."""
+    """(m, l, o) of a chunk; neutral values past the last chunk."""
     ok = chunk <= last + tl.zeros((1,), tl.int32)
     m = tl.load(max_and_sum_ptr + (partial + chunk) * 2 + tl.arange(0, 1), mask=ok, other=-float("inf"))
     l = tl.load(max_and_sum_ptr + (partial + chunk) * 2 + 1 + tl.arange(0, 1), mask=ok, other=0.0)
@@ -108,7 +109,8 @@ def merge_kernel(
     DV: tl.constexpr, DVP: tl.constexpr, CHUNK: tl.constexpr, WINDOWED: tl.constexpr, CHUNKED: tl.constexpr,
     NEEDS_SCORES: tl.constexpr, SINKS: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Chunk partials of one token (axis 0) and head (axis 1), ascending. Only chunks that the row sees were written."""
+    """Merge the chunks of one token (axis 0) and head (axis 1), ascending. Only chunks that the row sees were
+    written."""
     let_next_start(PDL)
     wait_for_earlier(PDL)
     t = tl.program_id(0)
@@ -129,7 +131,7 @@ def merge_kernel(
     O = tl.zeros((1, DVP), tl.float32)
     one = tl.arange(0, 1)
     last = pos // CHUNK
-    for chunk in range(first, last + 1, AHEAD):  # several at a time, so that their loads do not wait for each other
+    for chunk in range(first, last + 1, AHEAD):  # several at a time, so that their loads overlap
         for i in tl.static_range(AHEAD):
             m, l, o = _partial(part_ptr, max_and_sum_ptr, partial, chunk + i, last, dv, DV)
             M, L, O = merged(M, L, O, m, l, o, c)
@@ -146,8 +148,8 @@ def _larger(a, b):
 
 @gluon.jit
 def _stats(max_and_sum_ptr, first, chunk, chunks):
-    """(m, l) of chunks, `first` being the row of chunk 0; past the last one, as of a chunk that the token does not
-    see."""
+    """(m, l) of chunks; `first` is the row of chunk 0. Past the last chunk, the values of a chunk without visible
+    keys."""
     at = max_and_sum_ptr + (first + chunk) * 2
     m = gl.load(at, mask=chunk < chunks, other=-float("inf"))
     l = gl.load(at + 1, mask=chunk < chunks, other=-1.0)
@@ -159,12 +161,12 @@ def _copy(
     tile, part_ptr, max_and_sum_ptr, first, chunk, chunks,
     D: gl.constexpr, W: gl.constexpr, BATCH: gl.constexpr, EAGER: gl.constexpr,
 ):  # fmt: skip
-    """The program's columns of the outputs of chunks chunk..chunk + BATCH - 1 into tile [BATCH, W]."""
+    """Copy the program's columns of chunks chunk..chunk + BATCH - 1 into tile [BATCH, W]."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [128 // W, W // 4], [1, 1], [1, 0])
     place = chunk + gl.arange(0, BATCH, layout=gl.SliceLayout(1, LAYOUT))
     column = gl.program_id(2) * W + gl.arange(0, W, layout=gl.SliceLayout(0, LAYOUT))
     wanted = place < chunks
-    if not EAGER:  # read once more, where a thread's copies want them
+    if not EAGER:  # loaded again, in the layout of the copies
         _, l = _stats(max_and_sum_ptr, first, place, chunks)
         wanted = l != -1.0
     pointers = part_ptr + (first + place)[:, None] * D + column[None, :]
@@ -178,15 +180,15 @@ def marked_merge_kernel(
     D: gl.constexpr, W: gl.constexpr, BATCH: gl.constexpr, BUFFERS: gl.constexpr, EAGER: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """Axis 0: tokens, axis 1: heads, axis 2: W columns of the output, a warp's. A chunk of which the token sees no key
-    has the sum -1; a token that sees no key at all is padding. BUFFERS: 1 if a batch takes all chunks, otherwise 2.
-    EAGER: copy before it is known what is seen."""
+    """Axis 0: tokens, axis 1: heads, axis 2: W columns of the output, one warp each. A chunk without keys visible to
+    the token has the sum -1; a token without visible keys is padding. BUFFERS: 1 if one batch holds all chunks, else 2.
+    EAGER: copy without waiting for the marks."""
     BY_COLUMN: gl.constexpr = gl.BlockedLayout([W // 32], [32], [1], [0])
     BY_CHUNK: gl.constexpr = gl.BlockedLayout([(BATCH + 31) // 32], [32], [1], [0])
     gluon_let_next_start(PDL)
     tiles = gl.allocate_shared_memory(gl.float32, [BUFFERS, BATCH, W], _TILES)
-    olds = gl.allocate_shared_memory(gl.float32, [BATCH, 1], _ROWS)
-    news = gl.allocate_shared_memory(gl.float32, [BATCH, 1], _ROWS)
+    old_scales = gl.allocate_shared_memory(gl.float32, [BATCH, 1], _ROWS)
+    new_scales = gl.allocate_shared_memory(gl.float32, [BATCH, 1], _ROWS)
     sums = gl.allocate_shared_memory(gl.float32, [BATCH, 1], _ROWS)
     gluon_wait_for_earlier(PDL)
     t = gl.program_id(0).to(gl.int64)
@@ -206,25 +208,25 @@ def marked_merge_kernel(
             _copy(following, part_ptr, max_and_sum_ptr, first, chunk + BATCH, chunks, D, W, BATCH, EAGER)
         unseen = l == -1.0
         seen += gl.sum(gl.where(unseen, 0, 1), 0)
-        # merged: the maximum before and with each chunk, and the two factors.
+        # As in merged: the maximum before and including each chunk, and the two scales.
         m = gl.where(unseen, -float("inf"), m)
         top = gl.maximum(M, gl.associative_scan(m, 0, _larger))
         before = gl.where(lane == 0, M, gl.gather(top, gl.maximum(lane - 1, 0), 0))
         safe = gl.where(top == -float("inf"), 0.0, top)
         new = gl.exp2((m - safe) * c)
-        olds._reinterpret(gl.float32, [BATCH], _ROWS).store(gl.exp2((before - safe) * c))
-        news._reinterpret(gl.float32, [BATCH], _ROWS).store(new)
+        old_scales._reinterpret(gl.float32, [BATCH], _ROWS).store(gl.exp2((before - safe) * c))
+        new_scales._reinterpret(gl.float32, [BATCH], _ROWS).store(new)
         sums._reinterpret(gl.float32, [BATCH], _ROWS).store(gl.where(unseen, -1.0, l * new))
         M = gl.max(top, 0)
         async_copy.wait_group(BUFFERS - 1)
         barrier()
         outputs = tiles.index(chunk // BATCH % BUFFERS)._reinterpret(gl.float32, [BATCH, W], _ROWS)
         for i in gl.static_range(BATCH):
-            old = olds.index(i).load(BY_COLUMN)
+            old = old_scales.index(i).load(BY_COLUMN)
             of_chunk = sums.index(i).load(BY_COLUMN)
-            hidden = of_chunk == -1.0  # a sum that is seen is no less than 0; what is not may hold anything
+            hidden = of_chunk == -1.0  # sums of visible chunks are >= 0; hidden chunks may hold anything
             L = L * old + gl.where(hidden, 0.0, of_chunk)
-            O = O * old + gl.where(hidden, 0.0, outputs.index(i).load(BY_COLUMN)) * news.index(i).load(BY_COLUMN)
+            O = O * old + gl.where(hidden, 0.0, outputs.index(i).load(BY_COLUMN)) * new_scales.index(i).load(BY_COLUMN)
         barrier()
         m = m_next
         l = l_next

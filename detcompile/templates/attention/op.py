@@ -1,20 +1,20 @@
-"""paged_attention and dense_attention: causal attention in one KV order, with the same bits from either.
+"""paged_attention and dense_attention: causal attention in one KV order, both with the same bits.
 
 Legend: T tokens, S sequences, B batch, Hq Hkv query and key heads (Hkv divides Hq), D Dv head dims.
 
-Keys sit at absolute positions. Blocks of 64 keys, at multiples of 64, are taken ascending with an online softmax whose
-state (m, l, o), float32, starts afresh at each multiple of kv_chunk; the chunks' partials are merged ascending; a
-head's sink, if there is one, joins l last, as a key without a value; out = round(o / l + 0.0). The query at position p
-sees all keys up to p; with sliding_window > 0 those in (p - sliding_window, p]; with attention_chunk > 0, which is no
-part of the order, those from p // attention_chunk * attention_chunk to p.
+Keys have absolute positions. Blocks of 64 keys, at multiples of 64, are processed in ascending order with an online
+softmax. Its float32 state (m, l, o) is reset at each multiple of kv_chunk; the chunks' states are merged in ascending
+order. A head's sink, if any, is added to l last, as a key without a value; out = round(o / l + 0.0). The query at
+position p sees all keys up to p; with sliding_window > 0 only those in (p - sliding_window, p]; with attention_chunk >
+0 (not part of the order) those from p // attention_chunk * attention_chunk to p.
 
-A score is scale * q.k; with softcap > 0 softcap * tanh(score / softcap); with ALiBi slope[head] * (key - p) is added,
-which the softmax cannot tell from slope[head] * key, and which stays small where it matters however long the sequence;
-with relative_bias, which has E values for each row of q, the value of distance p - key is added, if that is below E.
+A score is scale * q.k. With softcap > 0 it becomes softcap * tanh(score / softcap). With ALiBi, slope[head] * (key - p)
+is added; the softmax cannot distinguish it from slope[head] * key, and it stays small for near keys in long sequences.
+With relative_bias, which has E values for each row of q, the value of distance p - key is added if that is below E.
 
-A row's bits depend on its query and on the keys it sees, in position order. Prefill, decode, any cut of a prompt into
-steps, any block size and placement, and dense keys agree. Keys and values are attended as the cache stores them; what
-lies in a slot that a row does not see, be it NaN, does not matter.
+A row's bits depend only on its query and on the keys it sees, in position order. Prefill, decode, any split of a prompt
+into steps, any block size and placement, and dense keys agree. Keys and values are used as the cache stores them. The
+contents of slots that a row does not see, even NaN, have no effect.
 """
 
 import ctypes
@@ -44,10 +44,10 @@ __all__ = [
 _LOG2_E = math.log2(math.e)
 _FAULTS = {  # enum Fault of attention.cpp
     1: "slot_mapping[{where}] is neither PADDING_SLOT nor a slot of the caches",
-    2: "cu_seqlens must start at 0 and ascend to at most T; it does not at sequence {where}",
+    2: "cu_seqlens must start at 0 and ascend to at most T; sequence {where} violates this",
     3: "seq_lens[{where}] is less than the sequence's tokens in this step, or more than its block_table row holds",
-    4: "block_table[{where}] names a block that the caches do not have, at a position that a token sees",
-    5: "slot_mapping[{where}] is a slot that an earlier place has too",
+    4: "block_table[{where}] is not a block of the caches, at a position that a token sees",
+    5: "slot_mapping[{where}] repeats an earlier slot",
 }
 
 
@@ -62,13 +62,13 @@ def paged_attention_cpu(
     *,
     isa: str | None = None,
 ) -> Tensor:
-    """Writes k and v into the caches at slot_mapping [C T], then attends from the caches.
+    """Write k and v into the caches at slot_mapping [C T], then attend from the caches.
 
     q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv], caches [num_blocks, block_size, Hkv, D | Dv] -> [T, Hq, Dv], q.dtype.
     Rows past cu_seqlens[S] are padding and get zeros.
 
     Raises:
-        InvalidInput: heads that do not fit together, or metadata that points outside the caches; nothing is written.
+        InvalidInput: head counts do not match, or metadata points outside the caches; nothing is written.
     """
     T, Hq, D = q.shape
     Hkv, Dv = v.shape[1], v.shape[2]
@@ -79,45 +79,47 @@ def paged_attention_cpu(
     q, k, v = _unit_last_stride(q), _unit_last_stride(k), _unit_last_stride(v)
     S, max_blocks = step.block_table.shape
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *caches.k.stride()[:3], *caches.v.stride()[:3])
-    given, limits = CpuScores(rule), (rule.sliding_window, rule.kv_chunk, rule.attention_chunk)
-    sizes = (T, S, Hq, Hkv, D, Dv, num_blocks, block_size, max_blocks, *limits, given.extent, len(slot_mapping))
+    scores, limits = CpuScores(rule), (rule.sliding_window, rule.kv_chunk, rule.attention_chunk)
+    sizes = (T, S, Hq, Hkv, D, Dv, num_blocks, block_size, max_blocks, *limits, scores.extent, len(slot_mapping))
     where = ctypes.c_int64()
     fault = cpu_library.library(isa).detcompile_paged_attention(
         *(tensor.data_ptr() for tensor in (q, k, v, *caches, slot_mapping, *step, out)),
-        (ctypes.c_int64 * 12)(*strides), (ctypes.c_int64 * 14)(*sizes), *given.addresses,
+        (ctypes.c_int64 * 12)(*strides), (ctypes.c_int64 * 14)(*sizes), *scores.addresses,
         cpu_library.dtype_code(q), cpu_library.dtype_code(caches.k), cpu_library.thread_count(), ctypes.byref(where),
     )  # fmt: skip
     if fault:
         raise InvalidInput(
             f"detcompile::paged_attention: {_FAULTS[fault].format(where=where.value)} ({num_blocks} blocks of "
-            f"{block_size}, T = {T}). Build the step's metadata as step.StepInputs describes it."
+            f"{block_size}, T = {T}). Build the metadata as step.StepInputs describes."
         )
     return out
 
 
 def dense_attention_cpu(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, *, isa: str | None = None) -> Tensor:
-    """q [B, Hq, T, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv] -> [B, Hq, T, Dv], q.dtype; token t sits at position t.
+    """Attend without a cache; token t is at position t.
+
+    q [B, Hq, T, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv] -> [B, Hq, T, Dv], q.dtype.
 
     Raises:
-        InvalidInput: heads that do not fit together.
+        InvalidInput: head counts do not match.
     """
     B, Hq, T, D = q.shape
     Hkv, Dv = v.shape[1], v.shape[3]
     rule.check("detcompile::dense_attention", Hq, Hkv)
     out = torch.empty((B, Hq, T, Dv), dtype=q.dtype, device="cpu")
     q, k, v = _unit_last_stride(q), _unit_last_stride(k), _unit_last_stride(v)
-    given = CpuScores(rule)
+    scores = CpuScores(rule)
     cpu_library.library(isa).detcompile_dense_attention(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
         (ctypes.c_int64 * 9)(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]), B, T, Hq, Hkv, D, Dv,
-        rule.sliding_window, rule.attention_chunk, rule.kv_chunk, *given.addresses, given.extent,
+        rule.sliding_window, rule.attention_chunk, rule.kv_chunk, *scores.addresses, scores.extent,
         cpu_library.dtype_code(q), cpu_library.thread_count(),
     )  # fmt: skip
     return out
 
 
 def _flat_paged(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The operation, whose arguments come one by one, of the function that takes them as records."""
+    """Wrap a function that takes records as the operation, whose arguments are flat."""
 
     def flat(
         q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, cu_seqlens: Tensor,
@@ -133,7 +135,7 @@ def _flat_dense(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda q, k, v, *rule: attend(q, k, v, AttentionRule(*rule))
 
 
-KEYS = {  # declarations of what a step's keys are read from
+KEYS = {  # declarations of the operands that locate a step's keys
     "k_cache": "unit float Blocks Size Hkv>0 D",
     "v_cache": "unit k_cache Blocks Size Hkv Dv",
     "cu_seqlens": "contiguous int32 S+1",
@@ -160,7 +162,7 @@ define(
 
 
 def reference_attention(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
-    """The dense op's value in float64, unrounded: [B, Hq, T, Dv]."""
+    """Return the dense op's value in float64, unrounded: [B, Hq, T, Dv]."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.double().repeat_interleave(groups, 1), v.double().repeat_interleave(groups, 1)
     position, key = torch.arange(q.shape[2], device=q.device)[:, None], torch.arange(k.shape[2], device=q.device)
@@ -175,8 +177,8 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) ->
         scores = scores - rule.alibi_slopes.double()[:, None, None] * distance
     if rule.relative_bias is not None:
         extent = rule.relative_bias.shape[-1]
-        found = rule.relative_bias.double().gather(-1, distance.clamp(0, extent - 1).expand_as(scores))
-        scores = scores + found.masked_fill(distance >= extent, 0.0)
+        bias = rule.relative_bias.double().gather(-1, distance.clamp(0, extent - 1).expand_as(scores))
+        scores = scores + bias.masked_fill(distance >= extent, 0.0)
     scores = scores.masked_fill(hidden, -math.inf)
     if rule.sinks is not None:
         scores = torch.cat([scores, rule.sinks.double()[:, None, None].expand(*scores.shape[:3], 1)], -1)
@@ -184,11 +186,11 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) ->
 
 
 class CpuScores:
-    """The fields of struct Scores of attention_scores.h; holds the memory that its addresses point to.
+    """The fields of struct Scores of attention_scores.h; owns the memory that its addresses point to.
 
     Attributes:
         addresses: scalars [3], slopes, sinks and biases, as the library takes them.
-        extent: biases of a row.
+        extent: biases per row.
     """
 
     def __init__(self, rule: AttentionRule) -> None:
@@ -208,12 +210,12 @@ def _address(tensor: Tensor | None) -> int | None:
 
 
 def check_slots(op: str, slot_mapping: Tensor, T: int) -> None:
-    """Raises InvalidInput unless a slot mapping has one or more places for each of T tokens."""
+    """Raise InvalidInput unless the slot mapping has one or more slots for each of T tokens."""
     count = len(slot_mapping)
     if count != T and (T == 0 or count == 0 or count % T):
         raise InvalidInput(
-            f"detcompile::{op}: slot_mapping has {count} places; {T} tokens need T, 2 T, … of them. Build the step's "
-            "metadata as step.StepInputs describes it."
+            f"detcompile::{op}: slot_mapping has {count} slots; {T} tokens need T, 2 T, … slots. Build the metadata as"
+            " step.StepInputs describes."
         )
 
 

@@ -1,4 +1,4 @@
-"""What attention is handed, as records: a layer's Caches and HeadNorm, a step's metadata, a kernel's launch."""
+"""Records of attention's operands: a layer's Caches and HeadNorm, a step's metadata, a kernel launch."""
 
 from typing import NamedTuple
 
@@ -19,13 +19,13 @@ class Caches(NamedTuple):
 
 
 class HeadNorm(NamedTuple):
-    """The RMS norm of each head of the queries and of the keys.
+    """RMS norm of each head of the queries and keys.
 
     Attributes:
         q_weight: weights [D] of the queries' norm, or None.
         k_weight: weights [D] of the keys' norm, or None.
-        eps: what is added to the mean of the squares; None for no norm.
-        round_before_weight: whether a normed head is rounded before it meets its weights.
+        eps: added to the mean of the squares; None for no norm.
+        round_before_weight: True if a normed head is rounded before the multiplication by its weights.
     """
 
     q_weight: Tensor | None
@@ -35,7 +35,7 @@ class HeadNorm(NamedTuple):
 
 
 class StepMetadata(NamedTuple):
-    """Where a step's sequences lie among its tokens, and their keys among the blocks: see `step.StepInputs`."""
+    """A step's sequences among its tokens, and their keys among the blocks: see `step.StepInputs`."""
 
     cu_seqlens: Tensor
     seq_lens: Tensor
@@ -43,19 +43,19 @@ class StepMetadata(NamedTuple):
 
 
 class AttentionLaunch(NamedTuple):
-    """One launch of an attention kernel, whichever it is: each reads what it needs.
+    """One launch of any attention kernel; each kernel reads the fields it needs.
 
     Attributes:
-        q: queries [B, T, H, D]; B = 1 where keys are paged.
+        q: queries [B, T, H, D]; B = 1 if keys are paged.
         k: keys [num_blocks, block_size, KV heads, D]; dense: [B, T, KV heads, D].
-        v: values as k, DV for D.
+        v: values as k, with DV for D.
         out: results [B, T, H, DV].
         target: out, or if split the chunks' outputs [T, H, chunks, DV].
         max_and_sum: out, or if split the chunks' maxima and sums [T, H, chunks, 2].
-        step: metadata; dense: tensors that nobody reads.
+        step: metadata; dense: unused tensors.
         S: sequences; dense: B.
-        chunks: chunks that the block table has room for.
-        split: whether each chunk has programs of its own.
+        chunks: chunks that fit in the block table.
+        split: True if each chunk has separate programs.
     """
 
     schedule: AttentionSchedule
@@ -74,12 +74,12 @@ class AttentionLaunch(NamedTuple):
     split: bool
 
     def tiles(self, heads: int) -> int:
-        """Tiles of the schedule's rows, so many heads of a token in each; if paged, their upper bound."""
+        """Return the number of tiles with ``heads`` heads per token; an upper bound if paged."""
         if self.problem.block_size:
             return most_tiles(self.T, self.S, self.schedule.block_m, self.problem.group)
         return self.S * cdiv(self.T, self.schedule.block_m // heads)
 
 
 def padded(width: int) -> int:
-    """The next power of two, 16 or more: what a product takes."""
+    """Return the next power of two, at least 16: the smallest size of a product."""
     return max(16, next_power_of_2(width))

@@ -1,7 +1,7 @@
-"""The data on which the gate compares attention schedules: two sequences over three chunks, among NaN.
+"""Data on which the gate compares attention schedules: two sequences over three chunks, with NaN in unused slots.
 
-One decodes and one is in the middle of its prefill, their blocks are scattered, and every slot that holds no key is
-NaN. Dense, both are whole sequences.
+One sequence decodes and one is in the middle of its prefill. Their blocks are scattered. If dense, both are whole
+sequences.
 """
 
 import math
@@ -49,13 +49,13 @@ class ProbeStep:
     step: StepMetadata
 
     def dense(self) -> tuple[Tensor, Tensor, Tensor, AttentionRule]:
-        """q, k, v and the rule as the dense operation takes them: [2, heads, T / 2, …]."""
+        """Return q, k, v and the rule in the dense operation's layout: [2, heads, T / 2, …]."""
         bias = self.rule.relative_bias
         rule = self.rule if bias is None else self.rule._replace(relative_bias=_of_batch(bias))
         return _of_batch(self.q), _of_batch(self.k), _of_batch(self.v), rule
 
     def caches(self) -> Caches:
-        """New caches that hold the keys and values up to each sequence's length."""
+        """Return new caches with the keys and values up to each sequence's length."""
         return Caches(*(self._cache(values) for values in self.past))
 
     def _cache(self, past: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class ProbeStep:
 
 
 def draw_probe(problem: AttentionProblem, device: torch.device) -> ProbeStep:
-    """The step of a problem, the same whenever it is drawn."""
+    """Draw a problem's step; every call draws the same."""
     generator = torch.Generator(device).manual_seed(21)
 
     def draw(*shape: int) -> Tensor:
@@ -98,7 +98,7 @@ def draw_probe(problem: AttentionProblem, device: torch.device) -> ProbeStep:
 
 
 def _rule(problem: AttentionProblem, T: int, draw: Draw, device: torch.device) -> AttentionRule:
-    """A rule that makes a problem of this kind."""
+    """Return a rule with the problem's features."""
     tokens, scale = problem.chunk + 17 if problem.windowed else 0, problem.d**-0.5
     shaped = problem.capped or problem.alibi or problem.relative
     return AttentionRule(

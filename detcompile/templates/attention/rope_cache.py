@@ -1,13 +1,13 @@
-"""rope_cache: norms and rotates q and k, and writes k and v into the caches. cached_attention: attends from them.
+"""rope_cache norms and rotates q and k, and writes k and v into the caches; cached_attention attends from the caches.
 
 Legend: T tokens, Hq Hkv heads, D Dv head dims, E rotated features (E <= D, even).
 
-    n      = rms_norm(x) of each head of q and k, or x where there is no norm (rows/norms.py has its arithmetic)
+    n      = rms_norm(x) of each head of q and k, or x without a norm (arithmetic as in rows/norms.py)
     out    = round(round(n * cos) + round(half * sin)) on the first E features, n on the others
     half   = (-n[E/2 : E], n[: E/2])
 
-Each round is to x.dtype, as the separate operations of a graph would: the bits are theirs. The two operations together
-are paged_attention; between them nothing but the caches has to be written.
+Each round is to x.dtype, as in the separate operations of a graph, so the bits are the same. The two operations
+together equal paged_attention; only the caches are written between them.
 """
 
 from collections.abc import Callable
@@ -32,12 +32,12 @@ __all__ = ["cached_attention_cpu", "rope_cache_cpu"]
 def rope_cache_cpu(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, norm: HeadNorm, caches: Caches, slot_mapping: Tensor
 ) -> Tensor:
-    """q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv], cos and sin [T, E] -> q rotated; k and v go to slot_mapping [C T].
+    """Norm and rotate q and k, and write k and v into the caches at slot_mapping [C T]; return q, rotated.
 
-    A negative slot takes nothing.
+    q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv], cos and sin [T, E]. Nothing is written to negative slots.
 
     Raises:
-        InvalidInput: heads that cannot be rotated so, or a slot that the caches do not have; nothing is written.
+        InvalidInput: E does not fit the heads, or a slot is outside the caches; nothing is written.
     """
     _check(q, cos, caches, slot_mapping)
     heads = []
@@ -60,14 +60,14 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def cached_attention_cpu(q: Tensor, caches: Caches, step: StepMetadata, rule: AttentionRule) -> Tensor:
-    """paged_attention_cpu where the step's keys and values are in the caches already."""
-    k, v = (q.new_empty((q.shape[0], *cache.shape[2:])) for cache in caches)  # padding: nobody reads them
+    """Attend from the caches, which already hold the step's keys and values."""
+    k, v = (q.new_empty((q.shape[0], *cache.shape[2:])) for cache in caches)  # unused: all slots are padding
     nowhere = torch.full((q.shape[0],), PADDING_SLOT, dtype=torch.int64, device="cpu")
     return paged_attention_cpu(q, k, v, caches, nowhere, step, rule)
 
 
 def _flat_rope_cache(write: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The operation, whose arguments come one by one, of the function that takes them as records."""
+    """Wrap a function that takes records as the operation, whose arguments are flat."""
 
     def flat(
         q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, q_weight: Tensor | None, k_weight: Tensor | None,
@@ -124,15 +124,15 @@ def _check(q: Tensor, cos: Tensor, caches: Caches, slots: Tensor) -> None:
     E = cos.shape[-1]
     if E % 2 or q.shape[2] < E:
         raise InvalidInput(
-            f"detcompile::rope_cache: {E} features of a head of {q.shape[2]} cannot be rotated: give cos and sin an"
-            " even number of them, at most the head's."
+            f"detcompile::rope_cache: cannot rotate {E} features of a head of {q.shape[2]}: cos and sin must have an"
+            " even number of features, at most the head's."
         )
     num_slots = caches.k.shape[0] * caches.k.shape[1]
     if len(slots) and not PADDING_SLOT <= int(slots.min()) <= int(slots.max()) < num_slots:
         raise InvalidInput(
             f"detcompile::rope_cache: slot_mapping holds {int(slots.min())} to {int(slots.max())}; the caches have "
-            f"slots 0 to {num_slots - 1}, and {PADDING_SLOT} is none. Build it as step.StepInputs describes."
+            f"slots 0 to {num_slots - 1}, and {PADDING_SLOT} means no slot. Build it as step.StepInputs describes."
         )
     written = slots[slots != PADDING_SLOT]
     if len(written.unique()) < len(written):
-        raise InvalidInput("detcompile::rope_cache: slot_mapping names a slot twice. Give each token its own.")
+        raise InvalidInput("detcompile::rope_cache: slot_mapping repeats a slot. Give each token its own slot.")

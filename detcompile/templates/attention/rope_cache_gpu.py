@@ -1,10 +1,10 @@
-"""The caches' writes on the GPU: rope_cache, one launch that norms and rotates q and k too, and write_kv.
+"""The cache writes on the GPU: rope_cache, one launch that also norms and rotates q and k, and write_kv.
 
 Legend: T tokens, HQ HK heads, D DV head dims, E rotated features, W and WV: D and DV, padded. A tile is ROWS heads of
-consecutive tokens. Programs take tiles of q, then of k, then of v.
+consecutive tokens. Programs process tiles of q, then of k, then of v.
 
-A head's norm takes the tile, hence the `Row` tree, of the rms_norm kernel. The other half of a head, which rotation
-needs, is read a second time (from the cache) and normed alike, so that no thread has to hand it to another.
+A head's norm uses the tile, and so the `Row` tree, of the rms_norm kernel. The other half of a head, which rotation
+needs, is loaded a second time (a cache hit) and normed again, so threads need not exchange values.
 """
 
 import torch
@@ -23,23 +23,25 @@ from detcompile.templates.rows.tiles import aligned, in_units, rms_scale, row_pl
 
 __all__ = ["MOST_FEATURES", "rope_cache_cuda", "write_kv", "write_kv_kernel"]
 
-MOST_FEATURES = 512  # of a head
+MOST_FEATURES = 512  # per head
 
 
 def rope_cache_cuda(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, norm: HeadNorm, caches: Caches, slot_mapping: Tensor
 ) -> Tensor:
-    """q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv], cos and sin [T, E] -> q rotated; k and v go to slot_mapping [C T].
+    """Norm and rotate q and k, and write k and v into the caches at slot_mapping [C T]; return q, rotated.
+
+    q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv], cos and sin [T, E].
 
     Raises:
-        InvalidInput: dtypes that differ, or heads of more than MOST_FEATURES.
+        InvalidInput: dtypes differ, or heads have more than MOST_FEATURES features.
     """
     T, HQ, D = q.shape
     HK, DV = v.shape[1:]
     if D > MOST_FEATURES or not q.dtype == k.dtype == v.dtype == cos.dtype == sin.dtype:
         raise InvalidInput(
             f"detcompile::rope_cache: q, k, v, cos and sin are {q.dtype}, {k.dtype}, {v.dtype}, {cos.dtype}, "
-            f"{sin.dtype}, of {D} features a head: use one dtype, and at most {MOST_FEATURES} features"
+            f"{sin.dtype}, with {D} features per head: use one dtype and at most {MOST_FEATURES} features"
         )
     out = torch.empty(T, HQ, D, dtype=q.dtype, device=q.device)
     if T == 0:
@@ -67,7 +69,7 @@ def rope_cache_cuda(
 
 
 def write_kv(k: Tensor, v: Tensor, caches: Caches, slot_mapping: Tensor) -> None:
-    """Write k [T, Hkv, D] and v [T, Hkv, Dv] into the caches at slot_mapping [C T]; a negative slot takes nothing."""
+    """Write k [T, Hkv, D] and v [T, Hkv, Dv] into the caches at slot_mapping [C T]; negative slots are skipped."""
     k = k if k.stride(-1) == 1 else k.contiguous()
     v = v if v.stride(-1) == 1 else v.contiguous()
     T, heads, D = k.shape
@@ -80,7 +82,7 @@ def write_kv(k: Tensor, v: Tensor, caches: Caches, slot_mapping: Tensor) -> None
 
 
 def _head_strides(x: Tensor, unit: int) -> tuple[Tensor, int, int]:
-    """x [T, H, D] and its strides in units, copied unless heads are whole and aligned to the unit."""
+    """Return x [T, H, D] and its strides in units; x is copied unless heads are contiguous and aligned to the unit."""
     strides = [stride if size > 1 else 0 for size, stride in zip(x.shape[:2], x.stride()[:2], strict=True)]
     if (x.stride(2) != 1 and x.shape[2] > 1) or x.data_ptr() % 16 or strides[0] % unit or strides[1] % unit:
         x = x.clone(memory_format=torch.contiguous_format)
@@ -95,7 +97,7 @@ def _aligned_rows(table: Tensor) -> Tensor:
 
 @triton.jit
 def _heads(x_ptr, token, head, ok, column, token_stride, head_stride, UNIT: tl.constexpr, D: tl.constexpr):
-    """The tile in fp32, 0 outside."""
+    """The tile in fp32, with zeros outside."""
     start = token.to(tl.int64) * token_stride + head * head_stride
     pointers = (x_ptr + start * UNIT)[:, None] + column[None, :]
     return tl.load(pointers, mask=ok[:, None] & (column < D)[None, :], other=0.0).to(tl.float32)
@@ -120,7 +122,7 @@ def _rotated(
     D: tl.constexpr, E: tl.constexpr, HAS_NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, ROUND_FIRST: tl.constexpr,
     ROWS: tl.constexpr, W: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, SHUFFLE: tl.constexpr,
 ):  # fmt: skip
-    """[ROWS, W] in x's dtype, every operation rounded as if it stood alone."""
+    """[ROWS, W] in x's dtype; every operation is rounded as if it stood alone."""
     HALF: tl.constexpr = E // 2
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     column = tl.arange(0, W)
@@ -142,13 +144,13 @@ def _rotated(
 
 @triton.jit
 def _token(place, T, COPIED: tl.constexpr):
-    """Whose key and value a place of the slot mapping takes."""
+    """The token whose key and value go to a place of the slot mapping."""
     return place % T if COPIED else place
 
 
 @triton.jit
 def _slots(slots_ptr, cache_ptr, place, head, ok, block_stride, slot_stride, head_stride, BLOCK_SIZE: tl.constexpr):
-    """Pointers [ROWS] to the heads' places in the cache, and which of them there are."""
+    """Pointers [ROWS] to the heads in the cache, and a mask of those that exist."""
     slot = tl.load(slots_ptr + place, mask=ok, other=-1).to(tl.int64)
     pointers = cache_ptr + slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * slot_stride + head * head_stride
     return pointers, ok & (slot >= 0)
@@ -213,7 +215,7 @@ def write_kv_kernel(
     HEADS: tl.constexpr, HEADS_P: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr,
     DVP: tl.constexpr, BLOCK_SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One slot a program, which takes the K and V rows of token ``slot's index % T``; a negative slot takes none."""
+    """One slot per program, for the K and V rows of token ``slot's index % T``; negative slots are skipped."""
     let_next_start(PDL)
     wait_for_earlier(PDL)
     t = tl.program_id(0).to(tl.int64)

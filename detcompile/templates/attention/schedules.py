@@ -1,6 +1,6 @@
-"""Attention schedules: which exist for a problem, in the order in which they are likely to be fast.
+"""Attention schedules: the candidates for a problem, the likely fastest first.
 
-A schedule never decides bits; `templates.device.gate` sees to that.
+A schedule never affects bits; `templates.device.gate` checks this.
 """
 
 import functools
@@ -21,20 +21,20 @@ __all__ = [
 ]
 
 Kernel = Literal["plain", "hopper", "hopper_decode"]  # kernels.py, and the modules of these names
-HOPPER_ROWS = 64  # of a warpgroup's tile
-DECODE_COLUMNS = 8  # the least that a warpgroup MMA takes
+HOPPER_ROWS = 64  # rows of a warpgroup's tile
+DECODE_COLUMNS = 8  # the minimum of a warpgroup MMA
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSchedule:
-    """How a launch is cut into programs.
+    """How a launch is divided into programs.
 
     Attributes:
         kernel: name of the kernel that runs.
         block_m: rows (tokens x heads of one KV head) of a program; hopper: 64 or 128; hopper_decode: 8.
-        warps: warps of a program (hopper and hopper_decode have their own number).
-        stages: blocks of keys that are on their way at a time.
-        split: one program a chunk, then a merge.
+        warps: warps of a program (fixed for hopper and hopper_decode).
+        stages: blocks of keys in flight.
+        split: True for one program per chunk, then a merge.
     """
 
     kernel: Kernel
@@ -49,7 +49,7 @@ class AttentionSchedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionProblem:
-    """All that a choice of schedule may depend on.
+    """Everything that a choice of schedule may depend on.
 
     Attributes:
         dtype: name of the dtype of queries, keys and values.
@@ -59,17 +59,17 @@ class AttentionProblem:
         dv: head dim of values.
         block_size: keys of a KV block; 0 means dense.
         chunk: keys of a chunk of the KV order.
-        windowed: whether a query sees a limited number of tokens.
-        decode: mostly one token a sequence.
-        split: tiles alone leave multiprocessors idle.
-        descriptors: whether the kernels for Hopper GPUs can read the keys and values.
-        stages: blocks that hopper_decode should have on their way; 0 where it does not serve.
+        windowed: True if a query sees a limited number of tokens.
+        decode: True if most sequences have one token.
+        split: True if tiles alone leave multiprocessors idle.
+        descriptors: True if the kernels for Hopper GPUs can read the keys and values.
+        stages: blocks in flight for hopper_decode; 0 if it does not serve the problem.
         needs_scores: see scores.AttentionRule.
-        capped: whether scores have a soft cap.
-        alibi: whether scores have slopes.
-        sinks: whether heads have a sink.
-        chunked: what is windowed are chunks of tokens.
-        relative: whether scores have biases by distance.
+        capped: True if scores have a soft cap.
+        alibi: True if scores have slopes.
+        sinks: True if heads have a sink.
+        chunked: True if the window is a chunk of tokens.
+        relative: True if scores have biases by distance.
     """
 
     dtype: str
@@ -93,17 +93,17 @@ class AttentionProblem:
 
     @property
     def group(self) -> int:
-        """Query heads of one KV head."""
+        """Number of query heads per KV head."""
         return self.heads // self.kv_heads
 
     @property
     def fits_hopper(self) -> bool:
-        """Whether the kernel of hopper.py serves."""
+        """True if the kernel of hopper.py can run."""
         return self.descriptors and not (self.needs_scores or self.sinks or self.chunked)
 
     @property
     def fits_hopper_decode(self) -> bool:
-        """Whether the kernel of hopper_decode.py serves."""
+        """True if the kernel of hopper_decode.py can run."""
         return self.fits_hopper and self.decode and self.block_size > 0
 
     def __str__(self) -> str:
@@ -118,13 +118,13 @@ class AttentionProblem:
 
 
 def reference_attention_schedule(problem: AttentionProblem) -> AttentionSchedule:
-    """The schedule whose bits the gate asks of all others."""
+    """Return the schedule that defines the bits."""
     return AttentionSchedule("plain", 16, 4, 1)
 
 
 @functools.cache
 def attention_candidates(problem: AttentionProblem) -> tuple[AttentionSchedule, ...]:
-    """Schedules for this problem, the likely fastest first."""
+    """Return the schedules for a problem, the likely fastest first."""
     split = problem.split
     if problem.dtype == "float32":
         rows = [(16, 4, 2), (16, 4, 1)] if problem.decode else [(32, 4, 2), (32, 8, 1), (16, 4, 2), (16, 4, 1)]
@@ -132,17 +132,17 @@ def attention_candidates(problem: AttentionProblem) -> tuple[AttentionSchedule, 
         rows = [(16, 2, 3), (16, 1, 3), (16, 4, 2), (16, 4, 5), (16, 4, 3), (32, 4, 2), (16, 4, 1)]
     else:
         rows = [(64, 4, 2), (128, 8, 3), (128, 8, 2), (64, 4, 3), (128, 4, 2), (32, 4, 2), (64, 4, 1)]
-    found = [AttentionSchedule("plain", *row, split) for row in rows]
+    candidates = [AttentionSchedule("plain", *row, split) for row in rows]
     if problem.fits_hopper:
         rows = [(64, 4, 2), (64, 4, 3)] if problem.decode else [(128, 8, 3), (128, 8, 4), (64, 4, 2)]
-        found = [AttentionSchedule("hopper", *row, split and row[0] == HOPPER_ROWS) for row in rows] + found
+        candidates = [AttentionSchedule("hopper", *row, split and row[0] == HOPPER_ROWS) for row in rows] + candidates
     if problem.fits_hopper_decode:
         stages = sorted((2, 3, 4), key=lambda count: (count != problem.stages, count))
-        found = [AttentionSchedule("hopper_decode", DECODE_COLUMNS, 4, count, split) for count in stages] + found
-    return tuple(found)
+        candidates = [AttentionSchedule("hopper_decode", DECODE_COLUMNS, 4, n, split) for n in stages] + candidates
+    return tuple(candidates)
 
 
 def most_tiles(T: int, S: int, block_m: int, group: int) -> int:
-    """Upper bound of the tiles of S sequences and the padding, T tokens together."""
+    """Return an upper bound of the tiles of S sequences and the padding, T tokens together."""
     block_q = block_m // min(next_power_of_2(group), block_m)
     return T // block_q + S + 1

@@ -1,12 +1,11 @@
-"""AttentionRule: what attention does to its scores, and which keys a query sees; one definition for all kernels.
+"""AttentionRule: how attention computes scores, and which keys a query sees; one definition for all kernels.
 
-On a GPU plain rows have scores that are the products with the keys, and scale * log2(e) is applied inside exp2.
-NEEDS_SCORES: rows with a soft cap, ALiBi, biases, or a scale that is not positive have scores in natural units, and
-log2(e) is applied. ``pre_scale`` is what a product is multiplied by first: scale / cap where there is a cap, else
-scale.
+On a GPU, plain rows keep raw products with the keys as scores, and scale * log2(e) is applied inside exp2.
+NEEDS_SCORES: rows with a soft cap, ALiBi, biases, or a nonpositive scale have scores in natural units, and log2(e) is
+applied inside exp2. ``pre_scale`` is the first factor of a product: scale / cap with a cap, else scale.
 
-Each function of the GPU is of IEEE operations and exp2 alone, element by element: no schedule can change a bit of it,
-as long as the kernel is compiled with enable_fp_fusion=False.
+The GPU functions are elementwise and use only IEEE operations and exp2: no schedule can change a bit, if the kernel is
+compiled with enable_fp_fusion=False.
 """
 
 import math
@@ -32,7 +31,7 @@ __all__ = [
     "tanh",
 ]
 
-# The fields of AttentionRule, as the schemas of the operations end.
+# The fields of AttentionRule, as they end the schemas of the operations.
 RULE = (
     "float scale, int sliding_window, int kv_chunk, float softcap=0.0, Tensor? sinks=None, "
     "Tensor? alibi_slopes=None, int attention_chunk=0, Tensor? relative_bias=None"
@@ -40,7 +39,7 @@ RULE = (
 
 
 def rule_operands(rows: str) -> dict[str, str | range]:
-    """Declarations of RULE's tensors and integers, for q whose rows have these sizes, heads `Hq` among them."""
+    """Return declarations of RULE's tensors and integers, for q with rows of these sizes, heads `Hq` among them."""
     tokens = range(2**63)
     return {
         "sliding_window": tokens,
@@ -58,12 +57,12 @@ class AttentionRule(NamedTuple):
 
     Attributes:
         scale: factor of the products.
-        sliding_window: tokens up to its own that a query sees; 0 for no window.
+        sliding_window: number of tokens that a query sees, itself included; 0 for no window.
         kv_chunk: keys of a chunk of the KV order, a multiple of 64.
         softcap: bound of the scores; 0 for none.
-        sinks: logits [H] in the units of a score, which join the softmax's denominator.
+        sinks: logits [H] in the units of a score, added to the softmax's denominator.
         alibi_slopes: slopes [H].
-        attention_chunk: tokens of a chunk, before which a query sees nothing; 0 for no chunks.
+        attention_chunk: tokens of a chunk; a query sees nothing before its chunk; 0 for no chunks.
         relative_bias: a row of biases [..., E] for each row of q.
     """
 
@@ -77,13 +76,13 @@ class AttentionRule(NamedTuple):
     relative_bias: Tensor | None = None
 
     def check(self, where: str, heads: int, kv_heads: int) -> None:
-        """Raises InvalidInput for what has no meaning, for these counts of query and key heads."""
+        """Raise InvalidInput if the fields are inconsistent, or for head counts that do not match."""
         if heads % kv_heads:
-            raise InvalidInput(f"{where}: {heads} query heads do not share {kv_heads} key heads evenly.")
+            raise InvalidInput(f"{where}: {heads} query heads cannot share {kv_heads} key heads evenly.")
         if self.sliding_window and self.attention_chunk:
             raise InvalidInput(
-                f"{where}: sliding_window={self.sliding_window}, attention_chunk={self.attention_chunk}: one of them "
-                "may be a positive number of tokens, and the other is 0, for none."
+                f"{where}: sliding_window={self.sliding_window}, attention_chunk={self.attention_chunk}: at most one of"
+                " them may be a positive number of tokens; set the other to 0."
             )
         if not math.isfinite(self.scale) or not math.isfinite(self.softcap) or self.softcap < 0:
             raise InvalidInput(
@@ -93,30 +92,30 @@ class AttentionRule(NamedTuple):
 
     @property
     def window(self) -> int:
-        """The last tokens that hold all that a query sees; 0 for no limit."""
+        """The last tokens among which a query sees keys; 0 for no limit."""
         return self.sliding_window or self.attention_chunk
 
     @property
     def needs_scores(self) -> bool:
-        """Whether scores are in natural units before the maximum is taken (a scale <= 0 would make it a minimum)."""
+        """True if scores are in natural units before the maximum (a scale <= 0 would turn it into a minimum)."""
         biased = self.alibi_slopes is not None or self.relative_bias is not None
         return self.softcap > 0 or biased or self.scale <= 0
 
     @property
     def pre_scale(self) -> float:
-        """What a product is multiplied by first."""
+        """The first factor of a product."""
         return self.scale / self.softcap if self.softcap else self.scale
 
     @property
     def log2e_scale(self) -> float:
-        """What a score is multiplied by inside exp2."""
+        """The factor of a score inside exp2."""
         return (1.0 if self.needs_scores else self.scale) * LOG2_E.value
 
 
 @triton.jit
 def first_seen(pos, window, CHUNKED: tl.constexpr):
-    """The first key that a query at pos sees: of the chunk of `window` tokens that pos lies in, or the window before
-    it, which may start below 0."""
+    """The first key that a query at pos sees: the start of its chunk of `window` tokens, or of the window before it,
+    which may be negative."""
     if CHUNKED:
         first = pos // window * window
     else:
@@ -128,11 +127,11 @@ def first_seen(pos, window, CHUNKED: tl.constexpr):
 def sequence_of(index, cu_ptr, S, BQ: tl.constexpr, PER_SEQUENCE: tl.constexpr):
     """Largest s in 0..S with cu[s] // BQ + s * PER_SEQUENCE <= index. Sequence S is the padding past cu[S].
 
-    With PER_SEQUENCE = 1 index counts tiles (each sequence may end inside one), with BQ = 1 and 0 it is a token.
+    With PER_SEQUENCE = 1 index counts tiles (each sequence may end inside one); with BQ = 1 and 0 it is a token.
     """
     low = 0
     high = S + 1
-    while high - low > 1:  # 32 places at once: loads that wait for each other are what takes the time
+    while high - low > 1:  # probes 32 places at once, because dependent loads dominate the time
         step = (high - low + 31) // 32
         place = low + (1 + tl.arange(0, 32)) * step
         before = tl.load(cu_ptr + place, mask=place < high, other=0) // BQ + place * PER_SEQUENCE <= index
@@ -143,7 +142,7 @@ def sequence_of(index, cu_ptr, S, BQ: tl.constexpr, PER_SEQUENCE: tl.constexpr):
 
 @triton.jit
 def tanh(x):
-    """tanh within 2 ulp, out of IEEE operations and exp2: a polynomial (Cephes, tanhf) for |x| < 0.625."""
+    """tanh within 2 ulp, from IEEE operations and exp2: a polynomial (Cephes, tanhf) for |x| < 0.625."""
     z = x * x
     p = z * -5.70498872745e-3 + 2.06390887954e-2
     p = p * z - 5.37397155531e-2
@@ -158,7 +157,7 @@ def tanh(x):
 
 @triton.jit
 def shaped(s, key_K, pos_R, pre_scale, cap, slope_R, CAPPED: tl.constexpr, ALIBI: tl.constexpr):
-    """Products [R, K] to the scores that are needed: cap * tanh(s / cap), then slope * (key - pos), if asked for."""
+    """Turn products [R, K] into scores: cap * tanh(s / cap) if CAPPED, then + slope * (key - pos) if ALIBI."""
     s = s * pre_scale
     if CAPPED:
         s = cap * tanh(s)
@@ -169,7 +168,7 @@ def shaped(s, key_K, pos_R, pre_scale, cap, slope_R, CAPPED: tl.constexpr, ALIBI
 
 @triton.jit
 def related(s, key_K, pos_R, bias_ptr_R, extent):
-    """Scores [R, K] and, behind each row's pointer, its bias for the distance of each key; 0 past the extent."""
+    """Add to scores [R, K] each row's bias for the distance of each key; 0 past the extent."""
     distance = pos_R[:, None] - key_K[None, :]
     near = (distance >= 0) & (distance < extent)
     return s + tl.load(bias_ptr_R[:, None] + distance, mask=near, other=0.0).to(tl.float32)
@@ -177,9 +176,9 @@ def related(s, key_K, pos_R, bias_ptr_R, extent):
 
 @triton.jit
 def join_sink(M_R, L_R, sink_R, pre_scale, NEEDS_SCORES: tl.constexpr):
-    """L + e^sink, for a softmax over one more key, taken last, without a value.
+    """L + e^sink: the softmax's sum with one more key, added last, without a value.
 
-    Where the sink dwarfs all keys L becomes infinite, and the row zeros: its value to float32.
+    If the sink dwarfs all keys, L becomes infinite and the row zeros, which is its value in float32.
     """
     if not NEEDS_SCORES:
         M_R = M_R * pre_scale

@@ -403,5 +403,5 @@ class TestOnTheGpu:
 
 def test_dense_sequences_past_32_bits_are_refused():
     require_32_bits(2**13, 32, 128)
-    with pytest.raises(InvalidInput, match="past 2\\^31 elements"):
+    with pytest.raises(InvalidInput, match="exceed 2\\^31 elements"):
         require_32_bits(2**19, 32, 128)

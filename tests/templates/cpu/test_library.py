@@ -86,7 +86,7 @@ def test_a_product_of_tiles_that_rounds_otherwise_is_not_used(monkeypatch):
     monkeypatch.setattr(cpu_library, "pair_faults", lambda: 5)
     assert cpu_library.isa() == "avx512"
     monkeypatch.setenv("DETCOMPILE_CPU_ISA", "amx")
-    with pytest.raises(InvalidInput, match=r"'amx': .*tiles does not round in .*\(3 results .*differ\)\. Set avx512bf16"):
+    with pytest.raises(InvalidInput, match=r"'amx': .*tiles does not round .*\(3 results .*differ\)\. Set avx512bf16"):
         cpu_library.isa()
     monkeypatch.setattr(cpu_library, "tile_faults", lambda: 0)
     assert cpu_library.isa() == "amx"

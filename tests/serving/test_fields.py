@@ -138,7 +138,7 @@ def test_a_body_that_is_compressed_is_refused(in_the_root: None, coding: str, st
 async def refused_by_name(http: httpx.AsyncClient, path: str, good: dict[str, Any], name: str) -> None:
     answer = await http.post(path, json=good | {name: ODD})
     error = answer.json()["error"]
-    assert answer.status_code == 400 and error["message"] == f"{name} is not served: leave it out", (path, name)
+    assert answer.status_code == 400 and error["message"] == f"{name} is not supported: omit it", (path, name)
     assert path.startswith("/v1/messages") or (error["param"], error["code"]) == (name, "unsupported_parameter")
 
 
@@ -203,7 +203,7 @@ def test_what_is_asked_of_whole_sequences_is_refused_by_name(kind: type) -> None
     refused = fields._refused(kind)
     needed = {name: value for name, value in needed.items() if name not in refused}
     for name in refused:
-        with pytest.raises(HTTPError, match=f"^{name} is not served"):
+        with pytest.raises(HTTPError, match=f"^{name} is not supported"):
             fields.require_served(decode_body(msgspec.json.encode(needed | {name: ODD}), kind))
 
 

@@ -60,7 +60,7 @@ def test_a_response_goes_on_at_the_next_server(tmp_path: Path, background: bool)
             count = known.count(b"event: ")
             assert await after(client, name, count - 1) == b""
             for refused in (await waiting, await after(client, name, count)):
-                assert refused["param"] == "starting_after" and f"the last one's is {count - 1}" in refused["message"]
+                assert refused["param"] == "starting_after" and f"the last event has {count - 1}" in refused["message"]
             found = (await client.get(f"/v1/responses/{name}")).json()
             assert found["output"][0]["content"] == whole["output"][0]["content"]
             assert found["status"] == whole["status"] == "incomplete" and found["usage"]["output_tokens"] == 40

@@ -1,1 +1,1 @@
-"""OpenAI's requests and answers: their fields, their shapes, and what becomes of them."""
+"""OpenAI's API: requests, their translation to engine work, and replies."""

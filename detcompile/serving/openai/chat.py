@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: conversations, by the model's chat template."""
+"""POST /v1/chat/completions: conversations, rendered by the model's chat template."""
 
 import functools
 from typing import Any
@@ -22,59 +22,61 @@ from detcompile.serving.service import Service
 __all__ = ["ChatReply", "ask_chat", "chat"]
 
 
-async def chat(service: Service, asked: ChatRequest, call: Call) -> Response:
+async def chat(service: Service, request: ChatRequest, call: Call) -> Response:
     """Answer a request.
 
     Raises:
-        HTTPError: it cannot be served. InvalidInput: nor can its messages.
+        HTTPError: the request cannot be served.
+        InvalidInput: the chat template rejects the messages.
     """
     service.require_ready()
-    service.require_model(asked.model)
+    service.require_model(request.model)
     service.require_causal()
-    require_served(asked)
-    service.require_receipts(asked.receipt)
-    use = tool_use(service, asked.tools, asked.tool_choice, asked.parallel_tool_calls)
-    job = await service.jobs.job(call, functools.partial(ask_chat, service, asked, use, call.owner))
+    require_served(request)
+    service.require_receipts(request.receipt)
+    use = tool_use(service, request.tools, request.tool_choice, request.parallel_tool_calls)
+    job = await service.jobs.job(call, functools.partial(ask_chat, service, request, use, call.owner))
     reply = ChatReply(
         service,
         job,
-        stream_options=asked.stream_options,
-        with_ids=bool(asked.return_token_ids),
-        with_receipt=bool(asked.receipt),
+        stream_options=request.stream_options,
+        with_ids=bool(request.return_token_ids),
+        with_receipt=bool(request.receipt),
         last_event=call.last_event,
     )
     reply.use = in_family(use, job.ask.family)
-    if asked.stream:
+    if request.stream:
         return Events(job.answers, call.reservation, reply.headers, reply.events())
     return Whole(job.answers, call.reservation, reply.headers, reply.whole)
 
 
 async def ask_chat(
-    service: Service, asked: ChatRequest, use: ToolUse | None, owner: str, prefix: str = "chatcmpl-"
+    service: Service, request: ChatRequest, use: ToolUse | None, owner: str, prefix: str = "chatcmpl-"
 ) -> Ask:
-    """What a request asks of the engines.
+    """Return a request's work for the engines.
 
     Args:
-        use: what it says of tools.
-        owner: sha256 of the API key that asks.
-        prefix: how the ids of its answers begin.
+        use: the request's tools.
+        owner: sha256 of the request's API key.
+        prefix: prefix of the answer's id.
 
     Raises:
-        HTTPError: it cannot be served. InvalidInput: nor can its messages.
+        HTTPError: the request cannot be served.
+        InvalidInput: the chat template rejects the messages.
     """
-    params = chat_params(asked, service.hello.default_params, use)
+    params = chat_params(request, service.hello.default_params, use)
     service.limiter.require(owner, params.n)
     tools = () if use is None else use.tools
     template = template_of(service, tools).digest
-    special = bool(asked.add_special_tokens)
-    prompt = await prompt_of(service, asked.messages, tools, owner=owner, add_special_tokens=special)
+    special = bool(request.add_special_tokens)
+    prompt = await prompt_of(service, request.messages, tools, owner=owner, add_special_tokens=special)
     family = None if use is None else use.family.name
-    salt = asked.cache_salt or ""
-    return Ask([prompt], params, asked.priority or 0, prefix, template, family=family, cache_salt=salt)
+    salt = request.cache_salt or ""
+    return Ask([prompt], params, request.priority or 0, prefix, template, family=family, cache_salt=salt)
 
 
 class ChatReply(Reply):
-    """Choices with messages, or in a stream with deltas of them."""
+    """Choices with messages, or streamed deltas of them."""
 
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
@@ -83,7 +85,7 @@ class ChatReply(Reply):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._calls: dict[int, Calls] = {}  # by the index of the choice
+        self._calls: dict[int, Calls] = {}  # by index of the choice
 
     def _opening(self, index: int) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
@@ -94,17 +96,17 @@ class ChatReply(Reply):
     ) -> dict[str, Any]:
         calls: list[dict[str, Any]] = []
         if self.use is not None:
-            own = self._calls.setdefault(index, Calls(self.use, f"{self._head['id']}/{index}"))
-            text, calls = own.read(text, last=last)
+            choice_calls = self._calls.setdefault(index, Calls(self.use, f"{self._head['id']}/{index}"))
+            text, calls = choice_calls.read(text, last=last)
         content = None if logprobs is None else [chat_entry(self.texts, entry) for entry in logprobs]
-        found = None if content is None else {"content": content, "refusal": None}
+        logprobs_field = None if content is None else {"content": content, "refusal": None}
         if not self._whole:
-            told = ({"content": text} if text else {}) | ({"tool_calls": calls} if calls else {})
-            return {"delta": told, "logprobs": found}
+            delta = ({"content": text} if text else {}) | ({"tool_calls": calls} if calls else {})
+            return {"delta": delta, "logprobs": logprobs_field}
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if calls:
             message |= {"content": text or None, "tool_calls": [_without_index(call) for call in calls]}
-        return {"message": message, "logprobs": found}
+        return {"message": message, "logprobs": logprobs_field}
 
     def _reason(self, index: int, reason: str | None) -> str | None:
         return reason if self.use is None else self._calls[index].reason(reason)

@@ -1,4 +1,4 @@
-"""POST /v1/completions: prompts as text or token ids, and OpenAI's older shape of logprobs."""
+"""POST /v1/completions: prompts as text or token ids, with OpenAI's older form of logprobs."""
 
 import asyncio
 import functools
@@ -27,63 +27,64 @@ from detcompile.serving.tokenizer_pool import TokenizerPool
 __all__ = ["CompletionReply", "complete"]
 
 
-async def complete(service: Service, asked: CompletionRequest, call: Call) -> Response:
+async def complete(service: Service, request: CompletionRequest, call: Call) -> Response:
     """Answer a request.
 
     Raises:
-        HTTPError: it cannot be served. InvalidInput: nor can its text.
+        HTTPError: the request cannot be served.
+        InvalidInput: the tokenizer cannot read the text.
     """
     service.require_ready()
-    service.require_model(asked.model)
+    service.require_model(request.model)
     service.require_causal()
-    require_served(asked)
-    service.require_receipts(asked.receipt)
-    written = prompts_of(asked.prompt, "prompt")
-    echo = [await _echoed(service, prompt, call.owner) for prompt in written] if asked.echo else None
-    job = await service.jobs.job(call, functools.partial(_ask, service, asked, written, call.owner))
+    require_served(request)
+    service.require_receipts(request.receipt)
+    prompts = prompts_of(request.prompt, "prompt")
+    echo = [await _echoed(service, prompt, call.owner) for prompt in prompts] if request.echo else None
+    job = await service.jobs.job(call, functools.partial(_ask, service, request, prompts, call.owner))
     reply = CompletionReply(
         service,
         job,
-        stream_options=asked.stream_options,
-        with_ids=bool(asked.return_token_ids),
-        with_receipt=bool(asked.receipt),
-        hidden=asked.max_tokens == 0,
+        stream_options=request.stream_options,
+        with_ids=bool(request.return_token_ids),
+        with_receipt=bool(request.receipt),
+        hidden=request.max_tokens == 0,
         last_event=call.last_event,
     )
     reply.echo = echo
-    if asked.stream:
+    if request.stream:
         return Events(job.answers, call.reservation, reply.headers, reply.events())
     return Whole(job.answers, call.reservation, reply.headers, reply.whole)
 
 
-async def _ask(service: Service, asked: CompletionRequest, written: list[str | list[int]], owner: str) -> Ask:
-    """What a request asks of the engines."""
-    params = completion_params(asked, service.hello.default_params)
-    service.limiter.require(owner, len(written) * params.n)  # before the prompts are tokenized
-    special = asked.add_special_tokens is not False
-    prompts = await service.texts.ids_of(written, special, param="prompt", owner=owner)
-    for prompt in prompts:
+async def _ask(service: Service, request: CompletionRequest, prompts: list[str | list[int]], owner: str) -> Ask:
+    """Return a request's work for the engines."""
+    params = completion_params(request, service.hello.default_params)
+    service.limiter.require(owner, len(prompts) * params.n)  # before the prompts are tokenized
+    special = request.add_special_tokens is not False
+    ids = await service.texts.ids_of(prompts, special, param="prompt", owner=owner)
+    for prompt in ids:
         service.texts.require_answer(prompt, "prompt")
-    return Ask(prompts, params, asked.priority or 0, "cmpl-", cache_salt=asked.cache_salt or "")
+    return Ask(ids, params, request.priority or 0, "cmpl-", cache_salt=request.cache_salt or "")
 
 
 async def _echoed(service: Service, prompt: str | list[int], owner: str) -> str:
     if isinstance(prompt, str):
         return prompt
-    if not service.texts.present or len(prompt) > service.hello.max_context:  # which the engine refuses
+    if not service.texts.present or len(prompt) > service.hello.max_context:  # the engine rejects it
         return ""
     await asyncio.sleep(0)  # there may be many
     try:
         return await service.texts.text_of(prompt, owner=owner)
     except OverflowError as error:
-        raise InvalidInput(f"prompt holds a token that is none: {error}") from error
+        raise InvalidInput(f"prompt contains an invalid token id: {error}") from error
 
 
 class CompletionReply(Reply):
     """Choices with text.
 
     Attributes:
-        echo: text of the prompts, where it is told before that of their answers.
+        echo: text of the prompts to repeat before the answers; None for no echo.
     """
 
     kind = chunk_kind = "text_completion"
@@ -91,7 +92,7 @@ class CompletionReply(Reply):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._offsets: dict[int, _Offsets] = {}  # by the index of the choice
+        self._offsets: dict[int, _Offsets] = {}  # by index of the choice
 
     def _content(
         self, index: int, answer: Answer, text: str, logprobs: list[Token] | None, *, first: bool, last: bool
@@ -119,29 +120,29 @@ class CompletionReply(Reply):
         }
 
     def _top(self, entry: Token) -> dict[str, float]:
-        """The likeliest tokens by name, likeliest first, and the token itself; of equal names the likeliest stays."""
-        found: dict[str, float] = {}
+        """Return the likeliest tokens by name, likeliest first, and the token itself; of equal names the likeliest is
+        kept."""
+        top: dict[str, float] = {}
         for token, logprob in (*entry.top, (entry.token_id, entry.logprob)):
-            found.setdefault(self.texts.name_of(token), finite(logprob))
-        return found
+            top.setdefault(self.texts.name_of(token), finite(logprob))
+        return top
 
 
 class _Offsets:
-    """Where the tokens of one choice begin in its text, in letters.
+    """Character offsets of one choice's tokens in its text.
 
-    A token that is text of its own begins where that text stands. A part of a character begins where the character
-    does, and a token that is not shown where the next one does. What a stop string cuts off counts as if it were there:
-    tokens are sent before it is known whether one does.
+    A token's offset is where its text starts. A token inside a character has the character's offset, and a hidden token
+    the next token's. Text cut by a stop string still counts, because tokens are sent before it is known.
     """
 
     def __init__(self, texts: TokenizerPool, params: SamplingParams) -> None:
         self._texts = texts
         self._params = replace(params, stop=())
         self._detokenizer = Detokenizer(texts, self._params) if texts.present else None
-        self._end = 0  # of the text of the tokens that were read
+        self._end = 0  # of the text so far
 
     def of_prompt(self, token_ids: Sequence[int], text: str) -> list[int]:
-        """Return the offsets of a prompt's tokens. Its text may lack that of some, as of a BOS token."""
+        """Return the offsets of a prompt's tokens. Its text may lack that of some, such as BOS."""
         params = replace(self._params, skip_special_tokens=False)
         detokenizer = Detokenizer(self._texts, params) if self._texts.present else None
         offsets = []
@@ -153,7 +154,7 @@ class _Offsets:
         return offsets
 
     def of_drawn(self, token_ids: Sequence[int]) -> list[int]:
-        """Return the offsets of the tokens that were drawn next."""
+        """Return the offsets of the next drawn tokens."""
         offsets = []
         for start, new in self._pieces(self._detokenizer, token_ids):
             offsets.append(self._end + start)
@@ -161,7 +162,7 @@ class _Offsets:
         return offsets
 
     def _pieces(self, detokenizer: Detokenizer | None, token_ids: Sequence[int]) -> Iterator[tuple[int, str]]:
-        """Yield the text that each token completes, and where in it the token itself begins."""
+        """Yield the text that each token completes, and where in it the token's text starts."""
         for token in token_ids:
             new, name = "" if detokenizer is None else detokenizer.append([token]), self._texts.name_of(token)
             yield len(new) - len(name) if new.endswith(name) else 0, new

@@ -1,8 +1,8 @@
-"""Fields of requests that would change an answer: a route serves them, or refuses them by name.
+"""Request fields that would change an answer: each route supports them or rejects them by name.
 
-They are those that OpenAI, vLLM, SGLang, llama.cpp and text-generation-inference document: compared with openai 3.57,
-anthropic 2.14, vllm 0.33, sglang 0.5.23 and the schema of llama.cpp's server. What nobody documents is ignored, as
-clients send fields that are newer than their server.
+They are the fields documented by OpenAI, vLLM, SGLang, llama.cpp and text-generation-inference (openai 3.57, anthropic
+2.14, vllm 0.33, sglang 0.5.23, llama.cpp's server). Undocumented fields are ignored, because clients send fields that
+are newer than their server.
 """
 
 import functools
@@ -19,7 +19,7 @@ __all__ = [
     "require_served",
 ]  # fmt: skip
 
-Idle = dict[str, tuple[Any, ...]]  # by name, values that ask for nothing; null is one of all
+Idle = dict[str, tuple[Any, ...]]  # values without effect, by name; null always is one
 PROMPT: Idle = {
     "chat_template": (),
     "chat_template_kwargs": ({},),
@@ -185,7 +185,7 @@ MESSAGE: Idle = TEXT | {
     "mcp_servers": ([],),
     "thread": (),
 }
-COUNTED = PROMPT.keys() | {  # of a prompt
+COUNTED = PROMPT.keys() | {  # fields that change the number of prompt tokens
     "container", "context_management", "functions", "mcp_servers", "thinking", "thread",
 }  # fmt: skip
 POOLING: Idle = PROMPT | {
@@ -208,9 +208,9 @@ POOLING: Idle = PROMPT | {
 }
 TOKENIZE: Idle = PROMPT | {"reasoning_effort": ("none",), "tool_choice": ("auto",)}
 DETOKENIZE: Idle = {"skip_special_tokens": (False,)}
-_TABLES: dict[type, Idle] = {}  # by the base of the requests that refuse them
+_TABLES: dict[type, Idle] = {}  # rejected fields, by base class of the requests
 
-if TYPE_CHECKING:  # mypy wants bases that are written out
+if TYPE_CHECKING:  # mypy needs static base classes
 
     class TextFields(msgspec.Struct, kw_only=True):
         """Base of requests for text."""
@@ -245,24 +245,24 @@ else:
     PoolingFields = _base("PoolingFields", POOLING)
 
 
-def require_served(asked: msgspec.Struct, names: Collection[str] | None = None) -> None:
-    """Reject a request that asks for what its route does not serve.
+def require_served(request: msgspec.Struct, names: Collection[str] | None = None) -> None:
+    """Reject a request with a field that its route does not support.
 
     Args:
-        names: the fields that matter; None for all of the request's base.
+        names: check only these fields; None for all.
 
     Raises:
-        HTTPError: the field is named.
+        HTTPError: names the field.
     """
-    for name, idle in _refused(type(asked)).items():
-        value = getattr(asked, name)
+    for name, idle in _refused(type(request)).items():
+        value = getattr(request, name)
         if value is not None and value not in idle and (names is None or name in names):
-            raise HTTPError(400, f"{name} is not served: leave it out", param=name, code="unsupported_parameter")
+            raise HTTPError(400, f"{name} is not supported: omit it", param=name, code="unsupported_parameter")
 
 
 @functools.cache
 def _refused(kind: type) -> Idle:
-    """Fields of a request's base that no class above it declares anew."""
+    """Return the fields of a request's base class that the request does not redeclare."""
     served: set[str] = set()
     for base in kind.__mro__:
         if base in _TABLES:

@@ -7,17 +7,17 @@ from detcompile.serving.tokenizer_pool import TokenizerPool
 
 __all__ = ["chat_entry", "finite"]
 
-LEAST_LOGPROB = -9999.0  # stands for minus infinity, as OpenAI writes it: JSON has none
+LEAST_LOGPROB = -9999.0  # OpenAI's value for minus infinity, which JSON lacks
 
 
 def chat_entry(texts: TokenizerPool, entry: Token) -> dict[str, Any]:
-    """A token with its alternatives."""
+    """Return a token with its alternatives, in the form of chats and responses."""
     top = [_named(texts, token, logprob) for token, logprob in entry.top]
     return _named(texts, entry.token_id, entry.logprob) | {"top_logprobs": top}
 
 
 def finite(logprob: float) -> float:
-    """A log-probability as JSON can hold it."""
+    """Return a log-probability that JSON can represent."""
     return max(logprob, LEAST_LOGPROB)
 
 

@@ -1,4 +1,4 @@
-"""Messages of a conversation: from a request's to what chat templates take, and to token ids."""
+"""Conversations: from request messages to chat-template messages and token ids."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ __all__ = ["NO_TEMPLATE", "prompt_of", "template_of"]
 
 NO_TEMPLATE = "has no chat template: use /v1/completions, or start the server with --chat-template"
 ROLES = ("system", "user", "assistant", "tool")
-SHORT_ID = 9  # letters of a call's id in templates that refuse others
+SHORT_ID = 9  # length of call ids for templates that require it
 
 
 async def prompt_of(
@@ -28,19 +28,19 @@ async def prompt_of(
     add_special_tokens: bool = False,
     owner: str = "",
 ) -> list[int]:
-    """Return the token ids of a conversation, up to where the assistant's answer begins.
+    """Return the token ids of a conversation.
 
     Args:
-        tools: functions that the template shows.
-        counts: it is only counted, and may be longer than the context.
-        param: the field that the messages stand in.
-        add_generation_prompt: whether the prompt has the beginning of the answer.
-        add_special_tokens: whether the tokenizer adds its own to those of the template.
-        owner: sha256 of the API key that asks.
+        tools: functions for the template.
+        counts: the prompt is only counted and may exceed the context.
+        param: request field of the messages.
+        add_generation_prompt: append the beginning of the assistant's answer.
+        add_special_tokens: let the tokenizer add special tokens to the template's.
+        owner: sha256 of the request's API key.
 
     Raises:
-        HTTPError: no chat template, a role or a part of a message that is not served, or no room. InvalidInput: the
-            template refuses it, or it cannot fit.
+        HTTPError: there is no chat template, a role or content part is not supported, or the prompt does not fit.
+        InvalidInput: the template rejects the messages.
     """
     template = template_of(service, tools)
     plain = [_plain(message, f"messages[{place}]", template) for place, message in enumerate(messages)]
@@ -48,16 +48,16 @@ async def prompt_of(
         plain = [_with_short_ids(message) for message in plain]
     variables: dict[str, Any] = {
         **service.hello.special_tokens,
-        "tools": [_told(tool) for tool in tools] or None,
+        "tools": [_template_tool(tool) for tool in tools] or None,
         "add_generation_prompt": add_generation_prompt,
     }
     try:
         text = await template.render(plain, **variables)
     except InvalidInput:
-        whole = [_without_cut_arguments(message) for message in plain]
-        if whole == plain:
+        repaired = [_without_cut_arguments(message) for message in plain]
+        if repaired == plain:
             raise
-        text = await template.render(whole, **variables)
+        text = await template.render(repaired, **variables)
     if not counts:
         service.texts.require_fit(text, param=param)
     ids = await service.texts.encode(text, add_special_tokens=add_special_tokens, owner=owner)
@@ -67,26 +67,26 @@ async def prompt_of(
 
 
 def template_of(service: Service, tools: Sequence[Tool]) -> ChatTemplate:
-    """Return the chat template of a conversation with these tools.
+    """Return the chat template for a conversation with these tools.
 
     Raises:
         HTTPError: the model has none.
     """
-    found = service.tool_template if tools else service.template
-    if found is None:
+    template = service.tool_template if tools else service.template
+    if template is None:
         raise HTTPError(400, f"{service.name} {NO_TEMPLATE}", param="messages", code="no_chat_template")
-    return found
+    return template
 
 
 def _plain(message: Message, where: str, template: ChatTemplate) -> dict[str, Any]:
-    """A message as templates take it: parts of text are lines, and arguments of calls objects where they are any."""
+    """Return a message in the templates' form: text parts joined by newlines, call arguments as objects if possible."""
     content = message.content
     if isinstance(content, list):
         content = "\n".join(_text(part, f"{where}.content[{index}]") for index, part in enumerate(content))
     role = _role(message.role, where, template)
     plain: dict[str, Any] = {"role": role, "content": content or message.refusal or ""}
-    given = {"name": message.name, "tool_call_id": message.tool_call_id}
-    plain |= {name: value for name, value in given.items() if value is not None}
+    optional = {"name": message.name, "tool_call_id": message.tool_call_id}
+    plain |= {name: value for name, value in optional.items() if value is not None}
     if message.tool_calls:
         plain["tool_calls"] = [
             {"id": call.id, "type": "function", "function": {
@@ -98,32 +98,32 @@ def _plain(message: Message, where: str, template: ChatTemplate) -> dict[str, An
 
 
 def _role(role: str, where: str, template: ChatTemplate) -> str:
-    """A role that the template knows; "developer" is OpenAI's newer name of "system"."""
+    """Return a role that the template knows; "developer" is OpenAI's newer name for "system"."""
     if template.names(role) or role in ROLES:
         return role
     if role == "developer":
         return "system"
-    said = f"{role[:40]!r} is no role that the chat template names: give {', '.join(ROLES)} or developer"
-    raise HTTPError(400, f"{where}.role: {said}", param=f"{where}.role")
+    message = f"the chat template has no role {role[:40]!r}: use {', '.join(ROLES)} or developer"
+    raise HTTPError(400, f"{where}.role: {message}", param=f"{where}.role")
 
 
 def _text(part: Part, where: str) -> str:
     if part.type not in ("text", "refusal") or part.text is None:
-        raise HTTPError(400, f"{where}: parts of type {part.type[:40]!r} are not served, only text", param=where)
+        raise HTTPError(400, f"{where}: parts of type {part.type[:40]!r} are not supported, only text", param=where)
     return part.text
 
 
 def _arguments(text: str) -> dict[str, Any] | str:
-    """Arguments as a JSON object; as they stand where they are none, as where max_tokens has cut them."""
+    """Return call arguments as a JSON object; as text if they are not one, for example if max_tokens cut them."""
     try:
-        found = read_json(text or "null")
+        value = read_json(text or "null")
     except ValueError:
         return text
-    return {} if found is None else found if isinstance(found, dict) else text
+    return {} if value is None else value if isinstance(value, dict) else text
 
 
 def _without_cut_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    """No arguments in the place of those that are no object, for templates that take nothing else."""
+    """Replace arguments that are not objects by empty ones, for templates that need objects."""
     if "tool_calls" not in message:
         return message
     calls = []
@@ -134,15 +134,15 @@ def _without_cut_arguments(message: dict[str, Any]) -> dict[str, Any]:
     return message | {"tool_calls": calls}
 
 
-def _told(tool: Tool) -> dict[str, Any]:
-    own = tool.function
-    function: dict[str, Any] = {"name": own.name, "description": own.description or ""}
-    parameters = {"type": "object", "properties": {}} if own.parameters is None else own.parameters
+def _template_tool(tool: Tool) -> dict[str, Any]:
+    spec = tool.function
+    function: dict[str, Any] = {"name": spec.name, "description": spec.description or ""}
+    parameters = {"type": "object", "properties": {}} if spec.parameters is None else spec.parameters
     return {"type": "function", "function": function | {"parameters": parameters}}
 
 
 def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:
-    """Ids of calls cut to their last letters, in calls and in their answers alike."""
+    """Shorten call ids to their last characters, in calls and results alike."""
     if "tool_calls" in message:
         calls = [call | {"id": call["id"][-SHORT_ID:]} for call in message["tool_calls"]]
         return message | {"tool_calls": calls}

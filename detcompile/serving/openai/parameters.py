@@ -1,4 +1,4 @@
-"""From the fields of a request to SamplingParams, with a seed, so that every answer can be asked for again."""
+"""Request fields to SamplingParams, always with a seed, so that every answer can be reproduced."""
 
 import secrets
 from collections.abc import Mapping, Sequence
@@ -17,115 +17,115 @@ from detcompile.serving.receipts.receipt import MAX_STOPS
 __all__ = ["chat_params", "completion_params", "prompts_of"]
 
 MAX_PROMPTS = 2048
-FRESH_SEEDS = 1 << 53  # JavaScript's numbers keep so many apart
-NAMES = frozenset(own.name for own in fields(SamplingParams))
-SAME = (  # fields that are parameters of one name and meaning
+FRESH_SEEDS = 1 << 53  # exact in JavaScript's numbers
+NAMES = frozenset(field.name for field in fields(SamplingParams))
+SAME = (  # fields with the same name and meaning in SamplingParams
     "n", "stop", "temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias", "top_k", "min_p",
     "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "include_stop_str_in_output",
     "skip_special_tokens", "allowed_token_ids",
 )  # fmt: skip
 
 
-def completion_params(asked: CompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
-    """Parameters of POST /v1/completions. Where no token is asked for, one is drawn, which nobody is shown.
+def completion_params(request: CompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
+    """Return the parameters of POST /v1/completions. For max_tokens 0, one token is drawn and hidden.
 
     Args:
-        defaults: fields where the request says nothing; of its max_tokens, what no request exceeds.
+        defaults: values of omitted fields; its max_tokens also caps the request's.
 
     Raises:
-        HTTPError: a field that is out of range, by its name.
+        HTTPError: names a field that is out of range.
     """
-    if asked.best_of is not None and asked.best_of != (asked.n or 1):
-        raise HTTPError(400, "best_of is served where it equals n: no more are drawn than returned", param="best_of")
-    if asked.max_tokens is not None and asked.max_tokens < 0:
-        raise HTTPError(400, f"max_tokens {asked.max_tokens} must be at least 0", param="max_tokens")
-    if asked.max_tokens == 0 and (asked.min_tokens or 0) > 0:
+    if request.best_of is not None and request.best_of != (request.n or 1):
+        raise HTTPError(400, "best_of must equal n: no more samples are drawn than returned", param="best_of")
+    if request.max_tokens is not None and request.max_tokens < 0:
+        raise HTTPError(400, f"max_tokens {request.max_tokens} must be at least 0", param="max_tokens")
+    if request.max_tokens == 0 and (request.min_tokens or 0) > 0:
         raise HTTPError(400, "min_tokens is above max_tokens", param="min_tokens")
-    echoed = asked.logprobs if asked.echo else None
-    length = None if asked.max_tokens is None else max(1, asked.max_tokens)
-    own = {"logprobs": asked.logprobs, "prompt_logprobs": echoed, "grammar": grammar_of(asked)}
-    return _params(asked, defaults, length, **own)
+    echoed = request.logprobs if request.echo else None
+    length = None if request.max_tokens is None else max(1, request.max_tokens)
+    others = {"logprobs": request.logprobs, "prompt_logprobs": echoed, "grammar": grammar_of(request)}
+    return _params(request, defaults, length, **others)
 
 
-def chat_params(asked: ChatRequest, defaults: Mapping[str, Any], use: ToolUse | None = None) -> SamplingParams:
-    """Parameters of POST /v1/chat/completions; by default the answer has the room that the context leaves.
+def chat_params(request: ChatRequest, defaults: Mapping[str, Any], use: ToolUse | None = None) -> SamplingParams:
+    """Return the parameters of POST /v1/chat/completions. Without a limit, the answer may fill the context.
 
     Args:
-        defaults: fields where the request says nothing; of its max_tokens, what no request exceeds.
-        use: what it says of tools.
+        defaults: values of omitted fields; its max_tokens also caps the request's.
+        use: the request's tools.
 
     Raises:
-        HTTPError: a field that is out of range, by its name.
+        HTTPError: names a field that is out of range.
     """
-    if asked.echo:
-        raise HTTPError(400, "echo is served by /v1/completions alone", param="echo")
-    if asked.top_logprobs is not None and not asked.logprobs:
-        raise HTTPError(400, "top_logprobs is served where logprobs is true", param="top_logprobs")
-    length = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
-    others: dict[str, Any] = {"logprobs": (asked.top_logprobs or 0) if asked.logprobs else None}
+    if request.echo:
+        raise HTTPError(400, "echo is only supported by /v1/completions", param="echo")
+    if request.top_logprobs is not None and not request.logprobs:
+        raise HTTPError(400, "top_logprobs requires logprobs: true", param="top_logprobs")
+    length = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    others: dict[str, Any] = {"logprobs": (request.top_logprobs or 0) if request.logprobs else None}
     if use is not None:
-        others["skip_special_tokens"] = False  # some families write calls with them
-    return _params(asked, defaults, length, grammar=_with_tools(grammar_of(asked), use), **others)
+        others["skip_special_tokens"] = False  # some formats write calls with them
+    return _params(request, defaults, length, grammar=_with_tools(grammar_of(request), use), **others)
 
 
-def prompts_of(given: str | Sequence[str | int | list[int]], param: str) -> list[str | list[int]]:
-    """The prompts of a request, one or many, each text or token ids.
+def prompts_of(prompts: str | Sequence[str | int | list[int]], param: str) -> list[str | list[int]]:
+    """Return the prompts of a request, one or many, each a text or token ids.
 
     Args:
-        param: the field that they stand in.
+        param: the request field.
 
     Raises:
-        HTTPError: none, too many, or a list of both tokens and prompts.
+        HTTPError: none, too many, or a mix of tokens and prompts.
     """
-    if isinstance(given, str):
-        return [given]
-    if given and all(isinstance(part, int) for part in given):
-        return [given]  # type: ignore[list-item]
-    if not given or len(given) > MAX_PROMPTS or any(isinstance(part, int) for part in given):
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and all(isinstance(part, int) for part in prompts):
+        return [prompts]  # type: ignore[list-item]
+    if not prompts or len(prompts) > MAX_PROMPTS or any(isinstance(part, int) for part in prompts):
         wanted = f"a text, a list of token ids, or a list of 1 to {MAX_PROMPTS} of these"
         raise HTTPError(400, f"{param} must be {wanted}", param=param)
-    return given  # type: ignore[return-value]
+    return prompts  # type: ignore[return-value]
 
 
-def _with_tools(asked: Grammar | None, use: ToolUse | None) -> Grammar | None:
-    if asked is not None and use is not None:
-        raise HTTPError(400, "tools and response_format are not served together: give one", param="tools")
-    return asked if use is None else use.grammar
+def _with_tools(requested: Grammar | None, use: ToolUse | None) -> Grammar | None:
+    if requested is not None and use is not None:
+        raise HTTPError(400, "tools and response_format cannot be combined: give one", param="tools")
+    return requested if use is None else use.grammar
 
 
-def _require_stream_options(asked: CompletionRequest | ChatRequest) -> None:
-    options = asked.stream_options
-    said = None
-    if options is not None and not asked.stream:
-        said = "stream_options is only allowed where stream is true"
+def _require_stream_options(request: CompletionRequest | ChatRequest) -> None:
+    options = request.stream_options
+    message = None
+    if options is not None and not request.stream:
+        message = "stream_options requires stream: true"
     elif options is not None and options.continuous_usage_stats:
-        said = "stream_options: continuous_usage_stats is not served, only include_usage"
-    if said is not None:
-        raise HTTPError(400, said, param="stream_options")
+        message = "stream_options: continuous_usage_stats is not supported, only include_usage"
+    if message is not None:
+        raise HTTPError(400, message, param="stream_options")
 
 
 def _params(
-    asked: CompletionRequest | ChatRequest, defaults: Mapping[str, Any], length: int | None, **others: Any
+    request: CompletionRequest | ChatRequest, defaults: Mapping[str, Any], length: int | None, **others: Any
 ) -> SamplingParams:
-    _require_stream_options(asked)
-    given = {name: value for name in SAME if (value := getattr(asked, name)) is not None}
+    _require_stream_options(request)
+    params = {name: value for name in SAME if (value := getattr(request, name)) is not None}
     lengths = [most for most in (length, defaults.get("max_tokens")) if most is not None]
-    own = {"max_tokens": min(lengths, default=None), "seed": _seed(asked)}
-    if len(asked.stop or ()) > MAX_STOPS and isinstance(asked.stop, list):
-        raise HTTPError(400, f"stop holds over {MAX_STOPS} strings", param="stop")
-    _require_digits(asked.logit_bias or {})
+    fixed = {"max_tokens": min(lengths, default=None), "seed": _seed(request)}
+    if len(request.stop or ()) > MAX_STOPS and isinstance(request.stop, list):
+        raise HTTPError(400, f"stop has more than {MAX_STOPS} strings", param="stop")
+    _require_digits(request.logit_bias or {})
     try:
-        return SamplingParams(**{**defaults, **given, **others, **own})
+        return SamplingParams(**{**defaults, **params, **others, **fixed})
     except InvalidInput as error:
         raise error_of(error, NAMES) from error
 
 
-def _seed(asked: CompletionRequest | ChatRequest) -> int:
-    if asked.seed is None:
+def _seed(request: CompletionRequest | ChatRequest) -> int:
+    if request.seed is None:
         return secrets.randbelow(FRESH_SEEDS)
-    if not -(1 << 63) <= asked.seed < 1 << 64:
-        raise HTTPError(400, f"seed {asked.seed} must be an integer of 64 bits", param="seed")
-    return asked.seed % (1 << 64)
+    if not -(1 << 63) <= request.seed < 1 << 64:
+        raise HTTPError(400, f"seed {request.seed} must be a 64-bit integer", param="seed")
+    return request.seed % (1 << 64)
 
 
 def _require_digits(biases: Mapping[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""Recording: a response in the making, whose events are kept, so that who lost a stream reads on where it was."""
+"""Recording: a response in progress. It keeps all events, so that a client can resume its stream."""
 
 import asyncio
 import logging
@@ -23,7 +23,7 @@ from detcompile.serving.tools.reader import Piece, Reader
 
 __all__ = ["Recording", "Status"]
 
-TOKEN_BYTES = 64  # of a prompt's token: its id, and its letters in the messages
+TOKEN_BYTES = 64  # estimate per prompt token: its id, and its text in the messages
 Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
 logger = logging.getLogger(__name__)
 
@@ -33,18 +33,18 @@ class Recording:
 
     Args:
         job: the request, with one answer of one sample.
-        fields: what the response tells of its request.
-        family: how calls of functions are written in it; None where there are none.
-        messages: the conversation before it.
-        with_receipt: also give the receipt, once it has ended.
+        fields: request fields that the response repeats.
+        family: the tool-call format; None without tools.
+        messages: the conversation before the response.
+        with_receipt: include the receipt at the end.
 
     Attributes:
-        events: server-sent events, each with its place as its sequence number.
-        ended: when it did, by the clock of time.monotonic; None while it runs.
-        error: what came in its way.
-        num_bytes: what it keeps of memory, about.
-        headers: fields of HTTP that tell how to repeat it, and to open its receipt.
-        reservation: what it holds until it has ended.
+        events: server-sent events; the index is the sequence number.
+        ended: end in time.monotonic seconds; None while it runs.
+        error: why it failed.
+        num_bytes: approximate memory use.
+        headers: HTTP headers needed to reproduce the answer and to open its receipt.
+        reservation: resources held until the end.
     """
 
     def __init__(
@@ -74,57 +74,57 @@ class Recording:
         self._incomplete: dict[str, Any] | None = None
         self._reader = None if family is None else Reader(family)
         self._output = ResponseOutput(self.name)
-        self._news = asyncio.Event()  # another one after each news: many may wait
-        self._whole = False  # all of the answer was taken
-        self._logprobs: list[dict[str, Any]] = []  # of tokens whose text was not told yet
+        self._changed = asyncio.Event()  # replaced at each change
+        self._whole = False  # the whole answer was read
+        self._logprobs: list[dict[str, Any]] = []  # of tokens whose text was not sent yet
         self.headers = headers_of(self.name, answer.params.seed, job.salt)
         self.reservation = Reservation()
         self._task = asyncio.get_running_loop().create_task(self._record())
 
     def cancel(self) -> None:
-        """End it as it stands, unless it has ended."""
+        """Cancel the response unless it has ended."""
         if self.ended is None and not self.answer.finished:
             self._status, self._job.cancelled = "cancelled", True
             self._service.release([self.answer])
 
     async def begun(self) -> None:
-        """Wait until there is a token, or there will be none.
+        """Wait for the first token or the end.
 
         Raises:
-            DetcompileError: why there is none.
+            DetcompileError: it failed before the first token.
         """
         while not self.answer.num_tokens and self.ended is None:
-            await self._news.wait()
+            await self._changed.wait()
         if self.error is not None and not self.answer.num_tokens:
             raise self.error
 
     async def settled(self) -> None:
-        """Wait until it has ended."""
+        """Wait for the end."""
         while self.ended is None:
-            await self._news.wait()
+            await self._changed.wait()
 
     async def read(self, start: int = 0) -> AsyncIterator[bytes]:
-        """Its events from one on, until the last; those that are there together.
+        """Yield the events from index ``start`` to the last, joined if several are ready.
 
         Raises:
-            HTTPError: nobody was sent the event before.
+            HTTPError: the event before ``start`` was never sent.
         """
         while True:
             if start > len(self.events) and (self.ended is not None or not self._job.begun_before):
                 last = len(self.events) - 1
-                said = f"starting_after {start - 1} is no event's sequence_number: the last one's is {last}"
-                raise HTTPError(400, said, param="starting_after")
-            found, news = b"".join(self.events[start:]), self._news
+                message = f"starting_after {start - 1} is not an event's sequence_number: the last event has {last}"
+                raise HTTPError(400, message, param="starting_after")
+            data, changed = b"".join(self.events[start:]), self._changed
             start = max(start, len(self.events))
-            if found:
-                yield found
+            if data:
+                yield data
             elif self.ended is not None:
                 return
             else:
-                await news.wait()
+                await changed.wait()
 
     def response(self) -> dict[str, Any]:
-        """The response as it stands."""
+        """Return the response in its current state."""
         answer = self.answer
         issued = self._job.issued if self._with_receipt and self.ended is not None else None
         return {
@@ -145,13 +145,13 @@ class Recording:
         }
 
     async def _record(self) -> None:
-        """Take all of the answer; whoever waits is woken in the end, whatever is raised."""
+        """Read the answer to its end; always wake waiting readers at the end."""
         try:
-            await self._told()
+            await self._send_answer()
             self._end()
-        except Exception:  # a fault of this program: it is logged, and the response ends as failed
+        except Exception:  # a bug: log it and end the response as failed
             logger.exception("%s failed", self.name)
-            self._status, self._output = "in_progress", ResponseOutput(self.name)  # it may be what cannot be told
+            self._status, self._output = "in_progress", ResponseOutput(self.name)  # the old one may be unencodable
             self._fail(EngineError(FAULT))
             self._end()
         finally:
@@ -160,31 +160,31 @@ class Recording:
             self.reservation.release()
             self._wake()
 
-    async def _told(self) -> None:
-        """Tell of the answer, up to its end."""
-        self._tell("response.created")
-        self._tell("response.in_progress")
+    async def _send_answer(self) -> None:
+        """Send the answer's events up to its end."""
+        self._send_response("response.created")
+        self._send_response("response.in_progress")
         sample = self.answer.samples[0]
         text = SampleText(self._service.texts, self.answer.params, sample)
         try:
             async for _ in progress([self.answer]):
                 await self._take(text, sample)
-            if self._job.cancelled:  # at a server before this one
+            if self._job.cancelled:  # before a restart of the server
                 self._status = "cancelled"
                 self._close("incomplete")
             else:
                 await self._finish(sample.finish_reason)
         except DetcompileError as error:
-            await self._take(text, sample)  # tokens that came just before it: a journal keeps them, too
+            await self._take(text, sample)  # the last tokens before the error; the journal has them, too
             self._fail(error)
 
     def _end(self) -> None:
         self.ended = time.monotonic()
         last = "incomplete" if self._status == "cancelled" else self._status
-        self._tell(f"response.{last}")
+        self._send_response(f"response.{last}")
 
     async def _take(self, text: SampleText, sample: AnswerSample) -> None:
-        """Take what is new, token by token: so events are a function of the tokens, whenever these come."""
+        """Process new tokens one by one, so that events depend on the tokens and not on their timing."""
         count, ended = len(sample.token_ids), sample.finish_reason is not None
         first = text.num_read
         for end in range(first + 1, count + 1):
@@ -194,23 +194,23 @@ class Recording:
             new, _ = text.take(None if last else end)
             self._add(new, slice(start, end), last=last)
             self._whole = last
-        if ended and not self._whole:  # its end came without a token
+        if ended and not self._whole:  # the end came without a token
             self._whole = True
             self._add(text.take()[0], slice(count, count), last=True)
 
     def _add(self, text: str, read: slice, *, last: bool) -> None:
-        """Take new text, and tell of it."""
+        """Process new text and send its events."""
         pieces = [Piece(None, None, text)] if self._reader is None else self._reader.feed(text, last=last)
         known = self.answer.samples[0].logprobs
         self._logprobs += [chat_entry(self._service.texts, entry) for entry in (known or [])[read]]
         for piece in pieces:
-            logprobs, self._logprobs = self._logprobs, []  # those of calls have no place
+            logprobs, self._logprobs = self._logprobs, []  # calls have no logprobs
             if piece.call is not None or piece.text or logprobs:
                 for event in self._output.add(piece, logprobs):
                     self._send(event)
 
     async def _finish(self, reason: str | None) -> None:
-        """The answer has ended: so do its items."""
+        """End the answer's items and set the status."""
         await self._service.issue(self._job)
         self._status = "incomplete" if reason == "length" else "completed"
         if reason == "length":
@@ -232,7 +232,7 @@ class Recording:
             self.error = error
         self._close("incomplete")
 
-    def _tell(self, kind: str) -> None:
+    def _send_response(self, kind: str) -> None:
         self._send({"type": kind, "response": self.response()})
 
     def _send(self, event: dict[str, Any]) -> None:
@@ -242,8 +242,8 @@ class Recording:
         self._wake()
 
     def _wake(self) -> None:
-        news, self._news = self._news, asyncio.Event()
-        news.set()
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
 
 
 def _usage(answer: Answer) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""ResponseOutput: the items of a response as its text comes, and the events that tell of them."""
+"""Output items of a response, built as its text arrives, and their stream events."""
 
 import hashlib
 from typing import Any
@@ -12,26 +12,26 @@ Event = dict[str, Any]  # without its sequence number
 
 
 class ResponseOutput:
-    """Grows with the pieces of an answer: content becomes messages, calls become items of their own.
+    """Turns pieces of an answer into items: content into messages, calls into function_call items.
 
     Args:
-        name: id of the response; the ids of its items are functions of it.
+        name: id of the response; item ids are derived from it.
 
     Attributes:
-        items: what there is so far, in its order.
+        items: the items so far.
     """
 
     def __init__(self, name: str) -> None:
         self.items: list[dict[str, Any]] = []
         self._name = name
         self._open: dict[str, Any] | None = None
-        self._call: int | None = None  # that is open
+        self._call: int | None = None  # index of the open call
 
     def add(self, piece: Piece, logprobs: list[dict[str, Any]]) -> list[Event]:
-        """Take a piece.
+        """Add a piece.
 
         Args:
-            logprobs: entries of the tokens of content, where they are asked for.
+            logprobs: entries of the content's tokens, if requested.
         """
         events: list[Event] = []
         if piece.name is not None or (piece.call is None and (self._open is None or self._call is not None)):
@@ -47,11 +47,11 @@ class ResponseOutput:
         part = self._open["content"][0]
         part["text"] += piece.text
         part["logprobs"] += logprobs
-        own = {"content_index": 0, "delta": piece.text, "logprobs": logprobs}
-        return [*events, {"type": "response.output_text.delta", **place, **own}]
+        delta = {"content_index": 0, "delta": piece.text, "logprobs": logprobs}
+        return [*events, {"type": "response.output_text.delta", **place, **delta}]
 
     def close(self, status: str) -> list[Event]:
-        """End the item that is open; nothing where none is."""
+        """Close the open item, if any."""
         item, self._open = self._open, None
         if item is None:
             return []
@@ -60,8 +60,8 @@ class ResponseOutput:
         place = {"item_id": item["id"], "output_index": index}
         done: Event = {"type": "response.output_item.done", "output_index": index, "item": _copy(item)}
         if item["type"] == "function_call":
-            given = {"name": item["name"], "arguments": item["arguments"]}
-            return [{"type": "response.function_call_arguments.done", **place, **given}, done]
+            function = {"name": item["name"], "arguments": item["arguments"]}
+            return [{"type": "response.function_call_arguments.done", **place, **function}, done]
         part, place = _copy(item)["content"][0], place | {"content_index": 0}
         text = {"text": part["text"], "logprobs": part["logprobs"]}
         return [
@@ -76,8 +76,8 @@ class ResponseOutput:
         item: dict[str, Any]
         if piece.name is not None:
             assert piece.call is not None
-            own = {"call_id": call_id(self._name, piece.call), "name": piece.name, "arguments": ""}
-            item = {"type": "function_call", "id": f"fc_{digest}", "status": "in_progress", **own}
+            call = {"call_id": call_id(self._name, piece.call), "name": piece.name, "arguments": ""}
+            item = {"type": "function_call", "id": f"fc_{digest}", "status": "in_progress", **call}
         else:
             item = {"type": "message", "id": f"msg_{digest}", "status": "in_progress", "role": "assistant"}
             item["content"] = []
@@ -93,7 +93,7 @@ class ResponseOutput:
 
 
 def _copy(value: Any) -> Any:
-    """Items grow on, and events keep what they were."""
+    """Copy a value deeply: items grow, events must not."""
     if isinstance(value, dict):
-        return {name: _copy(own) for name, own in value.items()}
-    return [_copy(own) for own in value] if isinstance(value, list) else value
+        return {name: _copy(item) for name, item in value.items()}
+    return [_copy(item) for item in value] if isinstance(value, list) else value

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import sys
 import time
 from contextlib import nullcontext
 
@@ -112,6 +113,20 @@ def test_a_grammar_that_compiles_for_hours_costs_nobody_else_anything(http: http
     assert time.monotonic() - start < 10
     answer = http.post("/v1/completions", json={"prompt": "a", "guided_regex": "ab", "max_tokens": 9})
     assert answer.json()["choices"][0]["text"] == "ab"
+
+
+def test_a_grammar_is_checked_beside_large_mappings(monkeypatch: pytest.MonkeyPatch, in_the_root: None) -> None:
+    """The threads and libraries of a large machine map gigabytes, which are not the grammar's."""
+    mapped = "memory = mmap.mmap(-1, 6 << 30, flags=mmap.MAP_PRIVATE)"
+    code = f"import mmap, runpy, sys; {mapped}; runpy.run_module(sys.argv[1], run_name='__main__')"
+    monkeypatch.setattr("detcompile.serving.grammars.check.BOUND", (sys.executable, "-c", code))
+
+    async def checked() -> None:
+        check = GrammarCheck((TINY_FOLDER / "tokenizer.json").read_text(), 60, lambda *_: nullcontext())
+        await check.require(Grammar.regex("a"), "")
+        await check.stop()
+
+    asyncio.run(checked())
 
 
 def test_what_ends_the_checking_process_is_refused(monkeypatch: pytest.MonkeyPatch, in_the_root: None) -> None:

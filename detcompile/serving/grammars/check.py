@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
@@ -31,7 +32,7 @@ __all__ = ["GrammarCheck", "main"]
 
 LENGTH = struct.Struct(">I")  # begins every frame
 START_SECONDS = 60.0
-MOST_MEMORY = 4 << 30  # bytes of address space
+MOST_MEMORY = 4 << 30  # bytes of address space that grammars may add
 MOST_KEPT = 4096  # digests of grammars that have passed, and of those that were refused
 REFUSED_SECONDS = 300.0  # for which a refusal stands: the machine may have been busy
 
@@ -158,7 +159,6 @@ class GrammarCheck:
 
 def main() -> None:
     """Check what comes on standard input, until that ends."""
-    resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
     frames = iter(_read, None)
     first = next(frames, None)
     if first is None:
@@ -167,9 +167,17 @@ def main() -> None:
     whole = SimpleNamespace(backend_tokenizer=backend)
     compiler = GrammarCompiler(whole, backend.get_vocab_size(), (), seconds=START_SECONDS)
     _refusal(compiler, Grammar.json_object())  # what comes first takes longer
+    _limit_memory()
     _answer("")
     for frame in frames:
         _answer(_refusal(compiler, Grammar(*msgspec.msgpack.decode(frame, type=tuple[Kind, str]))))
+
+
+def _limit_memory() -> None:
+    """Limit what grammars may add to the address space: libraries alone map gigabytes on a machine of many cores."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * resource.getpagesize() + MOST_MEMORY
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
 def _refusal(compiler: GrammarCompiler, grammar: Grammar) -> str:

@@ -22,7 +22,7 @@ from detcompile.passes.layers.compilation import Layered, compile_layers, inputs
 from detcompile.passes.layers.inputs import LayerInputs
 from detcompile.passes.layers.program import LayeredCode, Run, of_one_graph
 from detcompile.passes.layers.regions import Region
-from detcompile.passes.pipeline import ROUNDING, GraphPass, decompositions, pinned_codegen, rewrite
+from detcompile.passes.pipeline import ROUNDING, GraphPass, decompositions, pinned_codegen, read_extents, rewrite
 from detcompile.passes.programs.binding import CompiledGraph
 from detcompile.passes.programs.canonical_form import never_run, program_digest
 from detcompile.passes.programs.direct_calls import call_directly
@@ -238,7 +238,7 @@ class _Compilation:
 
             def finish(gm: fx.GraphModule) -> None:
                 certify(gm.graph, roles, backend.numerics, *expected)
-                call_directly(gm, direct)
+                read_extents(call_directly(gm, direct))
 
             fakes = [node.meta["val"] for node in nodes]
             key = f"{backend.numerics!r}, {len(direct)} direct, {expected}"
@@ -265,7 +265,7 @@ class _Compilation:
 
     def finish(self, direct: Mapping[Any, Any], gm: fx.GraphModule) -> None:
         self._backend._certify(gm, self._named)
-        call_directly(gm, direct)
+        read_extents(call_directly(gm, direct))
 
     def code(self) -> LayeredCode:
         """What the program of one graph is made of."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import sympy
 import torch
 from torch import Tensor, fx
 from torch._inductor import config as inductor_config
@@ -15,6 +16,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes import joint_graph
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from detcompile.passes.graphs import sympy_size
 from detcompile.passes.programs.lanes import lane_by_lane
 from detcompile.passes.rewrites.allocations import join_fills
 from detcompile.passes.rewrites.batch_indices import drop_batch_indices
@@ -31,8 +33,9 @@ from detcompile.passes.rewrites.windows import POOLS, pin_convolutions, pin_pool
 from detcompile.sources import source_digest
 from detcompile.templates.cpu.shared_objects import compiler_if_any
 
-__all__ = ["GraphPass", "PASSES", "ROUNDING", "decompositions", "pinned_codegen", "rewrite"]
+__all__ = ["GraphPass", "PASSES", "ROUNDING", "decompositions", "pinned_codegen", "read_extents", "rewrite"]
 
+aten = torch.ops.aten
 PASSES: tuple[Callable[[fx.GraphModule], fx.GraphModule], ...] = (
     join_fills,
     pin_convolutions,
@@ -99,6 +102,28 @@ def rewrite(gm: fx.GraphModule) -> fx.GraphModule:
     return gm
 
 
+def read_extents(gm: fx.GraphModule) -> fx.GraphModule:
+    """f(x)  ->  f(x), with sym_size(x, dim) or sym_stride(x, dim) for each symbol of x that no input number is
+
+    Run this last, right before Inductor's lowering: nothing uses these nodes. Since torch 2.14 Inductor's wrapper
+    defines a symbol only where it is an input or where a node reads it from one, though kernels use it for their loops.
+    """
+    inputs = gm.graph.find_nodes(op="placeholder")
+    values = [node.meta["val"] for node in inputs]
+    known = {sympy_size(value) for value in values if isinstance(value, torch.SymInt)}
+    for node, value in zip(inputs, values, strict=True):
+        if not isinstance(value, Tensor):
+            continue
+        for read, extents in ((aten.sym_size.int, value.shape), (aten.sym_stride.int, value.stride())):
+            for dim, extent in enumerate(extents):
+                symbol = sympy_size(extent)
+                if isinstance(symbol, sympy.Symbol) and symbol not in known:
+                    known.add(symbol)
+                    with gm.graph.inserting_after(inputs[-1]):
+                        gm.graph.call_function(read, (node, dim)).meta["val"] = extent
+    return gm
+
+
 @contextlib.contextmanager
 def pinned_codegen() -> Iterator[None]:
     """Generated C++ rounds an element the same way wherever it stands and whatever is fused with it.
@@ -138,7 +163,7 @@ def _naming_the_compiler(group: inductor_cpp.KernelGroup, name: str | None = Non
 def decompositions(kept: tuple[torch._ops.OpOverload, ...] = (*KEPT_WHOLE, *POOLS)) -> dict[Any, Any]:
     """Inductor's decompositions without those of the operations that a pass takes as a whole."""
     table = {op: decomposition for op, decomposition in select_decomp_table().items() if op not in kept}
-    return table | {torch.ops.aten.fill.Tensor: _fill}
+    return table | {aten.fill.Tensor: _fill}
 
 
 def _fill(into: Tensor, value: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from detcompile.orders.numerics import Numerics
 from detcompile.passes.graphs import sympy_size
 from detcompile.passes.layers.regions import Region
-from detcompile.passes.pipeline import ROUNDING, GraphPass, decompositions, pinned_codegen, rewrite
+from detcompile.passes.pipeline import ROUNDING, GraphPass, decompositions, pinned_codegen, read_extents, rewrite
 from detcompile.passes.programs.direct_calls import call_directly
 from detcompile.passes.proof.certificate import Certificate
 from detcompile.passes.proof.inputs import Role
@@ -139,7 +139,7 @@ def _lower(proofs: Proofs, gm: fx.GraphModule, inputs: Sequence[Any], **settings
 
     def finish(gm: fx.GraphModule) -> None:
         prove(gm.graph)
-        call_directly(gm, direct)
+        read_extents(call_directly(gm, direct))
 
     key = f"{proofs.numerics.for_training()}, {len(direct)} direct"
     with pinned_codegen(), inductor_config.patch(post_grad_custom_post_pass=GraphPass(finish, key)):

@@ -89,6 +89,8 @@ class Drill:
 
     Attributes:
         process: the server.
+        num_unfinished: streams that had not ended when a process was disturbed, of all rounds.
+        num_restarts: engines that the server started again in rounds in which one was disturbed.
         pauses: seconds of each stream of each round in which an engine was disturbed.
         long_pauses: those in which the server was.
     """
@@ -96,6 +98,8 @@ class Drill:
     def __init__(
         self, start: Callable[[], tuple[str, subprocess.Popen[str]]], asked: Sequence[dict[str, Any]], seed: int = 0
     ) -> None:
+        self.num_unfinished = 0
+        self.num_restarts = 0
         self.pauses: list[float] = []
         self.long_pauses: list[float] = []
         self._start = start
@@ -113,7 +117,17 @@ class Drill:
         self._num_rounds += 1
         if self._num_rounds % FRONT_EVERY == 0:
             return asyncio.run(self._round(self.long_pauses, self._kill_server))
-        return asyncio.run(self._round(self.pauses, self._kill_engine))
+        before = self._restarts()
+        found = asyncio.run(self._round(self.pauses, self._kill_engine))
+        self.num_restarts += self._restarts() - before
+        return found
+
+    def _restarts(self) -> int:
+        """Return how often the server that runs now has started an engine again."""
+        lines = httpx.get(f"{self._url}/metrics").text.splitlines()
+        return next(
+            int(float(line.split()[-1])) for line in lines if line.startswith("detcompile:engine_restarts_total")
+        )
 
     async def _kill_engine(self) -> None:
         os.kill(self._random.choice(engine_processes(self.process.pid)), self._random.choice(SIGNALS))
@@ -135,12 +149,11 @@ class Drill:
                 after = self._random.randint(len(streams), 8 * len(streams))
                 while self._num_events < after and not all(stream.done() for stream in streams):
                     await asyncio.sleep(0.001)
+                self.num_unfinished += sum(not stream.done() for stream in streams)
                 await disturb()
             return await asyncio.gather(*streams)
 
-    async def _stream(
-        self, client: httpx.AsyncClient, body: dict[str, Any], pauses: list[float], by_name: bool
-    ) -> Any:
+    async def _stream(self, client: httpx.AsyncClient, body: dict[str, Any], pauses: list[float], by_name: bool) -> Any:
         """Tokens, text, log-probabilities and the reason of its end, of each sample; of a response what it says."""
         if "input" in body:
             return await self._response(client, body, pauses)
@@ -289,6 +302,8 @@ def main() -> int:
         "tp": arguments.tp,
         "seconds between rounds": arguments.between,
         "streams that differ": num_differing,
+        "streams that had not ended": drill.num_unfinished,
+        "engines started again": drill.num_restarts,
         "pause where an engine is lost, s": summary(drill.pauses),
         "pause where the server is killed, s": summary(drill.long_pauses),
     }

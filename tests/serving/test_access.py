@@ -63,7 +63,7 @@ def test_keys_are_read_again(tmp_path: Path) -> None:
             keys.read_again()
             assert await statuses() == [401, 200]
             file.write_text("")
-            with pytest.raises(InvalidInput, match="holds no key"):
+            with pytest.raises(InvalidInput, match="contains no key"):
                 keys.read_again()
             assert await statuses() == [401, 200]
 

@@ -70,7 +70,7 @@ def test_what_is_no_command_ends_the_process_and_says_so(body: bytes, monkeypatc
     front, thread = reading(Engine(), LENGTH.pack(len(body)) + body)
     report = received(front)
     thread.join(20)
-    assert isinstance(report, Broken) and "no command" in report.message and codes == [1]
+    assert isinstance(report, Broken) and "invalid command" in report.message and codes == [1]
 
 
 @pytest.mark.parametrize(

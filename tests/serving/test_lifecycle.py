@@ -69,7 +69,7 @@ def test_an_engine_that_never_starts_is_told() -> None:
         await link.stop()
 
     asyncio.run(scenario([sys.executable, "-c", "raise SystemExit(3)"], "exit code 3"))
-    asyncio.run(scenario([sys.executable, "-c", "import os; os.write(int(os.sys.argv[-1]), bytes(9))"], "no report"))
+    asyncio.run(scenario([sys.executable, "-c", "import os; os.write(int(os.sys.argv[-1]), bytes(9))"], "invalid"))
 
 
 def test_a_pause_of_both_processes_is_no_silence() -> None:
@@ -261,4 +261,4 @@ def test_sighup_has_the_keys_read_again(tmp_path: Path) -> None:
         process.send_signal(signal.SIGHUP)
         assert process.stderr is not None
         said = next(line for line in process.stderr if "--api-keys" in line)
-        assert "line 1" in said and "of before" in said and status("new") == 200
+        assert "line 1" in said and "previous API keys" in said and status("new") == 200

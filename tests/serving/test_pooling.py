@@ -229,7 +229,7 @@ def test_pairs_that_are_told_apart_by_types_are_refused() -> None:
 
     service: Any = Service()
     asked = ScoreRequest(text_1="a", text_2="b")
-    for labels, said in ((["one"], "token_type_ids"), (["one", "two"], "2: POST /classify")):
+    for labels, said in ((["one"], "token_type_ids"), (["one", "two"], "2: use POST /classify")):
         service.facts = PoolingFacts(task="classify", num_columns=len(labels), labels=labels, each_alone=True,
                                      reads_token_types=True)  # fmt: skip
         with pytest.raises(HTTPError, match=said):

@@ -118,7 +118,7 @@ def test_a_response_is_cancelled_and_dropped(client: openai.OpenAI) -> None:
     done = client.responses.create(**ASKED, **SEED)
     assert told(client.responses.cancel(done.id)) == told(done)  # it had ended
     client.responses.delete(done.id)
-    with pytest.raises(openai.NotFoundError, match="no response of this id"):
+    with pytest.raises(openai.NotFoundError, match="unknown response id"):
         client.responses.retrieve(done.id)
     unkept = client.responses.create(store=False, **ASKED, **SEED)
     with pytest.raises(openai.NotFoundError):
@@ -259,13 +259,13 @@ def test_only_a_response_that_was_answered_is_gone_on_with(in_the_root: None) ->
                 refused = await respond(previous_response_id=name)
                 error = refused.json()["error"]
                 assert (refused.status_code, error["param"]) == (400, "previous_response_id"), error
-                assert error["message"].startswith(f"previous_response_id names a response that {why}")
+                assert error["message"].startswith(f"previous_response_id: this response {why}")
 
             long = {"background": True, "max_output_tokens": 2000}
             failing, cancelled = [(await respond(**long)).json()["id"] for _ in range(2)]
             await require_refused(failing, "still runs")
             await client.post(f"/v1/responses/{cancelled}/cancel")
-            await require_refused(cancelled, "was cancelled")
+            await require_refused(cancelled, "was canceled")
             while (await client.get(f"/v1/responses/{failing}")).json()["status"] == "in_progress":
                 await asyncio.sleep(0.02)
             await require_refused(failing, "has failed")

@@ -1,8 +1,8 @@
-"""GrammarCheck: grammars compiled in a process of their own first, which can be ended; most run for microseconds.
+"""Checks grammars by compiling them in a helper process that can be killed; most compile in microseconds.
 
-Some grammars of a few hundred letters compile for hours, some may end the process that does it. No engine sees those.
-Run as ``python -m detcompile.serving.grammars.check`` this is that process: a tokenizer, then grammars, on standard
-input, and for each a line of why it is refused, or none.
+Some grammars of a few hundred characters compile for hours, others may crash the compiling process. Engines never see
+those. Run as ``python -m detcompile.serving.grammar_check``, this module is the helper process: it reads a tokenizer
+and then grammars from standard input, and answers each with an error message or an empty one.
 """
 
 import asyncio
@@ -30,20 +30,20 @@ from detcompile.serving.http_errors import OverdueError
 
 __all__ = ["GrammarCheck", "main"]
 
-LENGTH = struct.Struct(">I")  # begins every frame
+LENGTH = struct.Struct(">I")  # prefix of every frame
 START_SECONDS = 60.0
 MOST_MEMORY = 4 << 30  # bytes of address space that grammars may add
-MOST_KEPT = 4096  # digests of grammars that have passed, and of those that were refused
-REFUSED_SECONDS = 300.0  # for which a refusal stands: the machine may have been busy
+MOST_KEPT = 4096  # cached results, by digest
+REFUSED_SECONDS = 300.0  # lifetime of a cached rejection: the machine may have been busy
 
 
 class GrammarCheck:
-    """Refuses grammars that do not compile in time. All methods are for the event loop's thread.
+    """Rejects grammars that do not compile in time. All methods must be called in the event loop's thread.
 
     Args:
-        tokenizer: the model's as JSON.
-        seconds: longest that a grammar may wait for its turn.
-        waiting: counts one that waits, given its owner and those of it that do, or refuses it.
+        tokenizer: the model's tokenizer as JSON.
+        seconds: longest wait for the helper process.
+        waiting: counts a waiting request, given its owner and how many of the owner's wait; may refuse it.
     """
 
     def __init__(
@@ -55,24 +55,27 @@ class GrammarCheck:
         self._tokenizer = tokenizer
         self._seconds = seconds
         self._waiting = waiting
-        self._known: dict[str, tuple[str, float]] = {}  # why it is refused, if it is, and until when that holds
+        self._known: dict[str, tuple[str, float]] = {}  # error message or "", and expiry
         self._process: Child | None = None
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._turns = Turns()
 
     async def require(self, grammar: Grammar | None, owner: str) -> None:
-        """Refuse a grammar that is none, too large, or takes too long.
+        """Reject a grammar that is invalid, too large or too slow to compile.
 
         Args:
-            owner: whose it is: one grammar of each is checked at a time, and others' between two.
+            owner: owner of its API key; one grammar per owner is checked at a time, in fair order.
 
         Raises:
-            InvalidInput: why. HTTPError: too many wait. OverdueError: it waited too long. WorkerError: nothing checks.
+            InvalidInput: the grammar is rejected.
+            HTTPError: too many requests wait.
+            OverdueError: it waited too long.
+            WorkerError: the helper process does not start.
         """
         if grammar is None:
             return
         if self._tokenizer is None:
-            raise InvalidInput("a grammar needs the text of tokens, and this model has no tokenizer")
+            raise InvalidInput("a grammar needs the text of tokens, but this model has no tokenizer")
         refusal = self._find(grammar)
         if refusal is None:
             refusal = await self._in_turn(self._tokenizer, grammar, owner)
@@ -80,7 +83,7 @@ class GrammarCheck:
             raise InvalidInput(refusal)
 
     async def stop(self) -> None:
-        """End the process."""
+        """Kill the helper process."""
         process, self._process = self._process, None
         streams, self._streams = self._streams, None
         if streams is not None:
@@ -90,24 +93,24 @@ class GrammarCheck:
             await process.wait()
 
     def _find(self, grammar: Grammar) -> str | None:
-        """What is known of a grammar."""
+        """Return a cached result."""
         refusal, end = self._known.get(grammar.digest, ("", -math.inf))
         return refusal if time.monotonic() < end else None
 
     async def _in_turn(self, tokenizer: str, grammar: Grammar, owner: str) -> str:
-        with contextlib.ExitStack() as waits:
-            waits.enter_context(self._waiting(owner, self._turns.num_waiting(owner)))
+        with contextlib.ExitStack() as waiting:
+            waiting.enter_context(self._waiting(owner, self._turns.num_waiting(owner)))
             try:
                 async with self._turns.turn(owner, self._seconds):
-                    waits.close()
-                    refusal = self._find(grammar)  # another request may have had the same
+                    waiting.close()
+                    refusal = self._find(grammar)  # it may have been checked for another request
                     if refusal is None:
                         refusal = await self._refusal(tokenizer, grammar)
                         self._keep(grammar, refusal)
                     return refusal
             except TimeoutError as error:
-                said = f"the request waited for the check of its grammar for over {self._seconds:g} s"
-                raise OverdueError(said, 503) from error
+                message = f"the request waited for the check of its grammar for over {self._seconds:g} s"
+                raise OverdueError(message, 503) from error
 
     def _keep(self, grammar: Grammar, refusal: str) -> None:
         self._known.pop(grammar.digest, None)
@@ -133,7 +136,7 @@ class GrammarCheck:
             seconds = 2 * COMPILE_SECONDS
             return f"grammar: this {grammar.kind} takes over {seconds:g} s, or too much memory: give a smaller one"
         except asyncio.CancelledError:
-            await self.stop()  # an answer would be that of another grammar
+            await self.stop()  # its answer would be read as another grammar's
             raise
 
     async def _start(self, tokenizer: str) -> None:
@@ -142,7 +145,7 @@ class GrammarCheck:
         ours.setblocking(False)
         with theirs:
             self._streams = await asyncio.open_connection(sock=ours)
-            command = (*BOUND, "detcompile.serving.grammars.check")  # a grammar would keep it alive for hours
+            command = (*BOUND, "detcompile.serving.grammars.check")  # BOUND: a grammar could keep it alive for hours
             self._process = Child(command, stdin=theirs.fileno(), stdout=theirs.fileno())
         async with asyncio.timeout(START_SECONDS):
             await self._ask(tokenizer)
@@ -158,15 +161,15 @@ class GrammarCheck:
 
 
 def main() -> None:
-    """Check what comes on standard input, until that ends."""
+    """Check the grammars on standard input until it ends."""
     frames = iter(_read, None)
     first = next(frames, None)
     if first is None:
         return
     backend = Tokenizer.from_str(msgspec.msgpack.decode(first, type=str))
-    whole = SimpleNamespace(backend_tokenizer=backend)
-    compiler = GrammarCompiler(whole, backend.get_vocab_size(), (), seconds=START_SECONDS)
-    _refusal(compiler, Grammar.json_object())  # what comes first takes longer
+    tokenizer = SimpleNamespace(backend_tokenizer=backend)
+    compiler = GrammarCompiler(tokenizer, backend.get_vocab_size(), (), seconds=START_SECONDS)
+    _refusal(compiler, Grammar.json_object())  # warmup: the first compile takes longer
     _limit_memory()
     _answer("")
     for frame in frames:

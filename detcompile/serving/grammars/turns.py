@@ -9,23 +9,24 @@ __all__ = ["Turns"]
 
 
 class Turns:
-    """Lines of those who wait, one an owner. All methods are for the event loop's thread."""
+    """A fair lock. Each owner has a queue; the owner with the least time so far goes next. For the event loop's thread
+    only."""
 
     def __init__(self) -> None:
-        self._lines: dict[str, deque[asyncio.Future[None]]] = {}  # none is empty
-        self._seconds: dict[str, float] = {}  # that owners have had since the last time that nobody waited
+        self._queues: dict[str, deque[asyncio.Future[None]]] = {}  # no empty queues
+        self._seconds: dict[str, float] = {}  # used by owners since all queues were last empty
         self._busy = False
 
     def num_waiting(self, owner: str) -> int:
-        """How many of an owner wait."""
-        return len(self._lines.get(owner, ()))
+        """Return how many tasks of an owner wait."""
+        return len(self._queues.get(owner, ()))
 
     @contextlib.asynccontextmanager
     async def turn(self, owner: str, seconds: float) -> AsyncIterator[None]:
-        """Wait for a turn, and have it until the end of the block. Who is cancelled waits no longer.
+        """Wait for the lock and hold it within the context.
 
         Raises:
-            TimeoutError: it took longer than ``seconds``.
+            TimeoutError: waited longer than ``seconds``.
         """
         await self._begin(owner, seconds)
         clock = asyncio.get_running_loop().time
@@ -35,37 +36,37 @@ class Turns:
         finally:
             self._busy = False
             self._seconds[owner] = self._seconds.get(owner, 0.0) + clock() - start
-            self._call_next()
+            self._grant_next()
 
     async def _begin(self, owner: str, seconds: float) -> None:
-        called = asyncio.get_running_loop().create_future()
-        self._lines.setdefault(owner, deque()).append(called)
-        self._call_next()
+        granted = asyncio.get_running_loop().create_future()
+        self._queues.setdefault(owner, deque()).append(granted)
+        self._grant_next()
         try:
             async with asyncio.timeout(seconds):
-                await called
+                await granted
         except (TimeoutError, asyncio.CancelledError):
-            if called.done() and not called.cancelled():  # the turn came at the same time
+            if granted.done() and not granted.cancelled():  # it got the lock at the same time
                 self._busy = False
-                self._call_next()
+                self._grant_next()
             else:
-                self._drop(owner, called)
+                self._drop(owner, granted)
             raise
 
-    def _drop(self, owner: str, called: asyncio.Future[None]) -> None:
-        line = self._lines[owner]
-        line.remove(called)
-        if not line:
-            del self._lines[owner]
+    def _drop(self, owner: str, granted: asyncio.Future[None]) -> None:
+        queue = self._queues[owner]
+        queue.remove(granted)
+        if not queue:
+            del self._queues[owner]
 
-    def _call_next(self) -> None:
+    def _grant_next(self) -> None:
         if self._busy:
             return
-        if not self._lines:
+        if not self._queues:
             self._seconds.clear()
             return
-        owner = min(self._lines, key=lambda own: self._seconds.get(own, 0.0))
-        called = self._lines[owner][0]
-        self._drop(owner, called)
+        owner = min(self._queues, key=lambda waiter: self._seconds.get(waiter, 0.0))
+        granted = self._queues[owner][0]
+        self._drop(owner, granted)
         self._busy = True
-        called.set_result(None)
+        granted.set_result(None)

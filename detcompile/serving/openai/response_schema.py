@@ -1,4 +1,4 @@
-"""Bodies of POST /v1/responses, and what they come to: a conversation as a chat request."""
+"""Request bodies of POST /v1/responses, and their translation to chat requests."""
 
 from typing import Annotated, Any, Literal
 
@@ -29,13 +29,13 @@ __all__ = ["ResponsesRequest", "chat_request", "messages_of"]
 
 LOGPROBS = "message.output_text.logprobs"
 
-Metadata = Annotated[  # bounded as OpenAI's: a response repeats it in its events
+Metadata = Annotated[  # OpenAI's bounds; a response repeats it in its events
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
 ]
 
 
 class InputItem(msgspec.Struct, kw_only=True):
-    """A message, a call of a function, or what a call gave."""
+    """A message, a function call, or a function's result."""
 
     type: str = "message"
     role: str | None = None
@@ -47,7 +47,7 @@ class InputItem(msgspec.Struct, kw_only=True):
 
 
 class ResponseTool(msgspec.Struct, kw_only=True):
-    """A function that may be called; other tools are not served."""
+    """A function that the model may call; other tools are not supported."""
 
     type: Literal["function"]
     name: FunctionName
@@ -64,7 +64,7 @@ class ChosenTool(msgspec.Struct, kw_only=True):
 
 
 class TextFormat(msgspec.Struct, kw_only=True):
-    """What the text has to be."""
+    """A constraint on the text."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     schema: dict[str, Any] | None = None
@@ -73,14 +73,14 @@ class TextFormat(msgspec.Struct, kw_only=True):
 
 
 class TextConfig(msgspec.Struct, kw_only=True):
-    """Settings of the text."""
+    """Text settings."""
 
     format: TextFormat | None = None
     verbosity: str | None = None
 
 
 class ResponsesRequest(ResponseFields, kw_only=True):
-    """POST /v1/responses. Fields beside OpenAI's are vLLM's."""
+    """Body of POST /v1/responses. Fields that OpenAI does not have are vLLM's."""
 
     input: str | list[InputItem]
     model: str | None = None
@@ -117,70 +117,70 @@ class ResponsesRequest(ResponseFields, kw_only=True):
     receipt: bool | None = None
 
 
-SAME = (
+SAME_AS_CHAT = (
     "model", "parallel_tool_calls", "temperature", "top_p", "seed", "top_k", "min_p", "repetition_penalty",
     "presence_penalty", "frequency_penalty", "min_tokens", "ignore_eos", "stop", "stop_token_ids", "logit_bias",
     "priority", "cache_salt",
 )  # fmt: skip
 
 
-def chat_request(asked: ResponsesRequest, before: list[Message]) -> ChatRequest:
-    """The same request of a conversation.
+def chat_request(request: ResponsesRequest, before: list[Message]) -> ChatRequest:
+    """Translate a request to a chat request.
 
     Args:
-        before: messages that it goes on behind.
+        before: earlier messages of the conversation.
 
     Raises:
-        HTTPError: a field or an item that is not served, by its name.
+        HTTPError: names a field or item that is not supported.
     """
-    require_served(asked)
-    if asked.text is not None and asked.text.verbosity not in (None, "medium"):
-        said = "text.verbosity is not served: leave it out"
-        raise HTTPError(400, said, param="text.verbosity", code="unsupported_parameter")
-    first = [] if asked.instructions is None else [Message(role="system", content=asked.instructions)]
-    messages = [*first, *before, *messages_of(asked.input)]
+    require_served(request)
+    if request.text is not None and request.text.verbosity not in (None, "medium"):
+        message = "text.verbosity is not supported: omit it"
+        raise HTTPError(400, message, param="text.verbosity", code="unsupported_parameter")
+    first = [] if request.instructions is None else [Message(role="system", content=request.instructions)]
+    messages = [*first, *before, *messages_of(request.input)]
     if not messages:
-        raise HTTPError(400, "input holds no message", param="input")
-    logprobs = LOGPROBS in (asked.include or ()) or bool(asked.top_logprobs)
+        raise HTTPError(400, "input is empty: give at least one message", param="input")
+    logprobs = LOGPROBS in (request.include or ()) or bool(request.top_logprobs)
     return ChatRequest(
         messages=messages,
-        tools=None if asked.tools is None else [_tool(tool) for tool in asked.tools],
-        tool_choice=_choice(asked.tool_choice),
-        response_format=_format(asked.text),
-        max_completion_tokens=asked.max_output_tokens,
+        tools=None if request.tools is None else [_tool(tool) for tool in request.tools],
+        tool_choice=_choice(request.tool_choice),
+        response_format=_format(request.text),
+        max_completion_tokens=request.max_output_tokens,
         logprobs=logprobs,
-        top_logprobs=asked.top_logprobs if logprobs else None,
-        **{name: getattr(asked, name) for name in SAME},
+        top_logprobs=request.top_logprobs if logprobs else None,
+        **{name: getattr(request, name) for name in SAME_AS_CHAT},
     )
 
 
 def messages_of(items: str | list[InputItem]) -> list[Message]:
-    """Messages of a conversation; calls join the message of the assistant's that they stand behind.
+    """Return items as chat messages; calls join the preceding assistant message.
 
     Raises:
-        HTTPError: an item that is not served, or lacks what it needs.
+        HTTPError: an item is not supported or incomplete.
     """
     if isinstance(items, str):
         return [Message(role="user", content=items)]
-    found: list[Message] = []
+    messages: list[Message] = []
     for place, item in enumerate(items):
         where = f"input[{place}]"
         if item.type == "message":
             role = _needed(item.role, f"{where}.role")
-            found.append(Message(role=role, content=_content(item.content, where)))
+            messages.append(Message(role=role, content=_content(item.content, where)))
         elif item.type == "function_call":
             name, call = _needed(item.name, f"{where}.name"), _needed(item.call_id, f"{where}.call_id")
-            if not found or found[-1].role != "assistant":
-                found.append(Message(role="assistant", content=""))
+            if not messages or messages[-1].role != "assistant":
+                messages.append(Message(role="assistant", content=""))
             made = ToolCall(id=call, function=CalledFunction(name=name, arguments=item.arguments or "{}"))
-            found[-1].tool_calls = found[-1].tool_calls or []
-            found[-1].tool_calls.append(made)
+            messages[-1].tool_calls = messages[-1].tool_calls or []
+            messages[-1].tool_calls.append(made)
         elif item.type == "function_call_output":
             call = _needed(item.call_id, f"{where}.call_id")
-            found.append(Message(role="tool", tool_call_id=call, content=_content(item.output, where)))
+            messages.append(Message(role="tool", tool_call_id=call, content=_content(item.output, where)))
         else:
-            raise HTTPError(400, f"{where}: items of type {item.type[:40]!r} are not served", param=where)
-    return found
+            raise HTTPError(400, f"{where}: items of type {item.type[:40]!r} are not supported", param=where)
+    return messages
 
 
 def _content(content: str | list[Part] | None, where: str) -> str:
@@ -188,8 +188,8 @@ def _content(content: str | list[Part] | None, where: str) -> str:
         return content or ""
     for index, part in enumerate(content):
         if part.type not in ("input_text", "output_text", "text") or part.text is None:
-            own = f"{where}.content[{index}]"
-            raise HTTPError(400, f"{own}: parts of type {part.type[:40]!r} are not served, only text", param=own)
+            path = f"{where}.content[{index}]"
+            raise HTTPError(400, f"{path}: parts of type {part.type[:40]!r} are not supported, only text", param=path)
     return "\n".join(part.text or "" for part in content)
 
 
@@ -200,8 +200,8 @@ def _needed(value: str | None, where: str) -> str:
 
 
 def _tool(tool: ResponseTool) -> Tool:
-    own = {"description": tool.description, "parameters": tool.parameters, "strict": tool.strict}
-    return Tool(function=FunctionSpec(name=tool.name, **own))  # type: ignore[arg-type]
+    options = {"description": tool.description, "parameters": tool.parameters, "strict": tool.strict}
+    return Tool(function=FunctionSpec(name=tool.name, **options))  # type: ignore[arg-type]
 
 
 def _choice(choice: str | ChosenTool | None) -> ToolChoice | None:
@@ -213,8 +213,8 @@ def _choice(choice: str | ChosenTool | None) -> ToolChoice | None:
 def _format(text: TextConfig | None) -> ResponseFormat | None:
     if text is None or text.format is None:
         return None
-    own = text.format
-    if own.type == "json_schema" and own.schema is None:
+    form = text.format
+    if form.type == "json_schema" and form.schema is None:
         raise HTTPError(400, "text.format.schema is missing", param="text.format.schema")
-    schema = None if own.schema is None else JSONSchema(schema=own.schema, name=own.name, strict=own.strict)
-    return ResponseFormat(type=own.type, json_schema=schema)
+    schema = None if form.schema is None else JSONSchema(schema=form.schema, name=form.name, strict=form.strict)
+    return ResponseFormat(type=form.type, json_schema=schema)

@@ -1,7 +1,6 @@
-"""Bodies of OpenAI's requests.
+"""Request bodies of OpenAI's API.
 
-Fields beside OpenAI's are those of other servers, by their names and with their meanings; fields.py has those that are
-refused.
+Fields that OpenAI does not have are other servers', with their names and meanings. fields.py lists the rejected ones.
 """
 
 import re
@@ -28,8 +27,8 @@ __all__ = [
 ]
 
 MAX_NESTING = 64
-MAX_ELEMENTS = 1_000_000  # values in lists and objects, all together
-STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # possessive, and of any end: one pass over a body
+MAX_ELEMENTS = 1_000_000  # values in all lists and objects
+STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # possessive, also unterminated: one pass over a body
 NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 FunctionName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
@@ -38,14 +37,14 @@ CacheSalt = Annotated[str, Meta(min_length=1)]
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
-    """What a stream has beside its tokens."""
+    """Options of a stream."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
 
 class JSONSchema(msgspec.Struct, kw_only=True):
-    """A schema as OpenAI's response_format holds it; it is kept to whether ``strict`` is asked for or not."""
+    """A schema in OpenAI's response_format; it is enforced whatever ``strict`` says."""
 
     schema: dict[str, Any]
     name: str | None = None
@@ -53,15 +52,15 @@ class JSONSchema(msgspec.Struct, kw_only=True):
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True):
-    """What the text has to be."""
+    """A constraint on the text."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JSONSchema | None = None
-    schema: dict[str, Any] | None = None  # as llama.cpp has it, of both kinds of JSON
+    schema: dict[str, Any] | None = None  # llama.cpp's form, for both JSON types
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True):
-    """vLLM's constraints, of which one is given."""
+    """vLLM's constraints, of which one may be given."""
 
     json: dict[str, Any] | str | None = None
     regex: str | None = None
@@ -74,8 +73,8 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
     disable_additional_properties: Any = None
 
 
-class _Asked(TextFields, kw_only=True):
-    """What both kinds of completion take."""
+class _CompletionFields(TextFields, kw_only=True):
+    """Fields of both kinds of completion."""
 
     model: str | None = None
     n: int | None = None
@@ -115,8 +114,8 @@ class _Asked(TextFields, kw_only=True):
     receipt: bool | None = None
 
 
-class CompletionRequest(_Asked, kw_only=True):
-    """POST /v1/completions."""
+class CompletionRequest(_CompletionFields, kw_only=True):
+    """Body of POST /v1/completions."""
 
     prompt: str | list[str | TokenId | list[TokenId]]
     max_tokens: int | None = 16
@@ -133,14 +132,14 @@ class Part(msgspec.Struct, kw_only=True):
 
 
 class CalledFunction(msgspec.Struct, kw_only=True):
-    """A function that the model has called, with its arguments as JSON."""
+    """A function that the model called, with its arguments as JSON."""
 
     name: str
     arguments: str
 
 
 class ToolCall(msgspec.Struct, kw_only=True):
-    """A call in a message of the assistant's."""
+    """A call in an assistant message."""
 
     id: str
     function: CalledFunction
@@ -148,7 +147,7 @@ class ToolCall(msgspec.Struct, kw_only=True):
 
 
 class FunctionSpec(msgspec.Struct, kw_only=True):
-    """A function that may be called; ``parameters`` is the JSON schema of its arguments."""
+    """A function that the model may call; ``parameters`` is the JSON schema of its arguments."""
 
     name: FunctionName
     description: str | None = None
@@ -157,7 +156,7 @@ class FunctionSpec(msgspec.Struct, kw_only=True):
 
 
 class Tool(msgspec.Struct, kw_only=True):
-    """A tool: only functions are served."""
+    """A tool; only functions are supported."""
 
     function: FunctionSpec
     type: Literal["function"] = "function"
@@ -190,8 +189,8 @@ class Message(msgspec.Struct, kw_only=True):
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
-class ChatRequest(_Asked, kw_only=True):
-    """POST /v1/chat/completions."""
+class ChatRequest(_CompletionFields, kw_only=True):
+    """Body of POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Meta(min_length=1)]
     tools: list[Tool] | None = None
@@ -205,19 +204,19 @@ class ChatRequest(_Asked, kw_only=True):
 
 
 class TokenizeRequest(TokenizeFields, kw_only=True):
-    """POST /tokenize: a text, or a conversation."""
+    """Body of POST /tokenize: a text or a conversation."""
 
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
     tools: list[Tool] | None = None
     add_generation_prompt: bool | None = None
-    add_special_tokens: bool | None = None  # for None those of a text, and none of a conversation
+    add_special_tokens: bool | None = None  # None: yes for a text, no for a conversation
     return_token_strs: bool | None = None
 
 
 class DetokenizeRequest(DetokenizeFields, kw_only=True):
-    """POST /detokenize."""
+    """Body of POST /detokenize."""
 
     tokens: list[TokenId]
     model: str | None = None
@@ -227,26 +226,26 @@ Body = TypeVar("Body")
 
 
 def decode_body(body: bytes, kind: type[Body]) -> Body:
-    """A request's body.
+    """Decode a request's body.
 
     Raises:
-        HTTPError: no JSON, nested too deeply, too many values, or a field of another type, which is named.
+        HTTPError: invalid JSON, too much nesting, too many values, or a field of the wrong type, which is named.
     """
     brackets = STRING.sub(b"", body).translate(None, NOT_BRACKETS)
-    many = max(len(brackets), body.count(b",")) > MAX_ELEMENTS
-    if many or max(accumulate(STEPS[bracket] for bracket in brackets), default=0) > MAX_NESTING:
-        raise HTTPError(400, f"the body is nested over {MAX_NESTING} deep, or has over {MAX_ELEMENTS} values")
+    is_large = max(len(brackets), body.count(b",")) > MAX_ELEMENTS
+    if is_large or max(accumulate(STEPS[bracket] for bracket in brackets), default=0) > MAX_NESTING:
+        raise HTTPError(400, f"the body has more than {MAX_NESTING} levels or {MAX_ELEMENTS} values")
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        said, _, path = str(error).partition(" - at `$")
-        param = path.rstrip("`").lstrip(".") or _named(said)
-        raise HTTPError(400, f"{param or 'the body'}: {said}", param=param) from error
+        message, _, path = str(error).partition(" - at `$")
+        param = path.rstrip("`").lstrip(".") or _named(message)
+        raise HTTPError(400, f"{param or 'the body'}: {message}", param=param) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise HTTPError(400, f"the body is no JSON: {error}") from error
+        raise HTTPError(400, f"the body is not valid JSON: {error}") from error
 
 
-def _named(said: str) -> str | None:
-    """The field in backticks that a message is about, as of one that is missing."""
-    found = re.search(r"field `(\w+)`", said)
-    return found[1] if found else None
+def _named(message: str) -> str | None:
+    """Return the field in backticks that a message is about, such as a missing one."""
+    match = re.search(r"field `(\w+)`", message)
+    return match[1] if match else None

@@ -1,4 +1,4 @@
-"""Structured output: the grammar that a request asks for, by OpenAI's field or other servers'."""
+"""Structured output: the grammar of a request, from OpenAI's field or other servers'."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from detcompile.serving.openai.schema import ChatRequest, CompletionRequest, Res
 
 __all__ = ["grammar_of"]
 
-CONSTRAINTS = {  # fields that are one each, and their names among vLLM's structured_outputs
+CONSTRAINTS = {  # fields with one constraint, and its name in vLLM's structured_outputs
     "guided_json": "json",
     "guided_regex": "regex",
     "guided_choice": "choice",
@@ -25,37 +25,37 @@ CONSTRAINTS = {  # fields that are one each, and their names among vLLM's struct
 }
 
 
-def grammar_of(asked: CompletionRequest | ChatRequest) -> Grammar | None:
-    """The grammar of a request; None where it asks for none.
+def grammar_of(request: CompletionRequest | ChatRequest) -> Grammar | None:
+    """Return the grammar of a request; None without a constraint.
 
     Raises:
-        HTTPError: several, or one that is none, by the field's name.
+        HTTPError: several constraints or an invalid one; names the field.
     """
-    given: dict[str, Mapping[str, Any]] = {
+    constraints: dict[str, Mapping[str, Any]] = {
         field: {name: value}
         for field, name in CONSTRAINTS.items()
-        if (value := getattr(asked, field)) is not None and value is not False
+        if (value := getattr(request, field)) is not None and value is not False
     }
-    if asked.structured_outputs is not None:
-        given["structured_outputs"] = asdict(asked.structured_outputs)
-    if asked.response_format is not None and asked.response_format.type != "text":
-        given["response_format"] = _constraint(asked.response_format)
-    if not given:
+    if request.structured_outputs is not None:
+        constraints["structured_outputs"] = asdict(request.structured_outputs)
+    if request.response_format is not None and request.response_format.type != "text":
+        constraints["response_format"] = _constraint(request.response_format)
+    if not constraints:
         return None
-    name, constraint = next(iter(given.items()))
-    if len(given) > 1:
-        raise HTTPError(400, f"{' and '.join(given)} both say what the text must be: give one", param=name)
+    name, constraint = next(iter(constraints.items()))
+    if len(constraints) > 1:
+        raise HTTPError(400, f"{' and '.join(constraints)} both constrain the text: give one", param=name)
     try:
         return Grammar.of(constraint)
     except InvalidInput as error:
         raise HTTPError(400, f"{name}: {error}", param=name) from error
 
 
-def _constraint(asked: ResponseFormat) -> dict[str, Any]:
-    if asked.json_schema is None and asked.schema is not None:
-        return {"json": asked.schema}
-    if asked.type == "json_object":
+def _constraint(response_format: ResponseFormat) -> dict[str, Any]:
+    if response_format.json_schema is None and response_format.schema is not None:
+        return {"json": response_format.schema}
+    if response_format.type == "json_object":
         return {"json_object": True}
-    if asked.json_schema is None:
+    if response_format.json_schema is None:
         raise HTTPError(400, "response_format.json_schema is missing", param="response_format.json_schema")
-    return {"json": asked.json_schema.schema}
+    return {"json": response_format.json_schema.schema}

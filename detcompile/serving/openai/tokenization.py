@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, and GET /tokenizer_info: the front's tokenizer, for clients that have none."""
+"""POST /tokenize and /detokenize, and GET /tokenizer_info: the server's tokenizer, for clients without one."""
 
 from typing import Any
 
@@ -17,55 +17,55 @@ from detcompile.serving.service import Service
 __all__ = ["detokenize", "tokenize", "tokenizer_info"]
 
 
-async def tokenize(service: Service, asked: TokenizeRequest, call: Call) -> Response:
-    """Token ids of a text, or of a conversation.
+async def tokenize(service: Service, request: TokenizeRequest, call: Call) -> Response:
+    """Return the token ids of a text or a conversation.
 
     Raises:
-        HTTPError: neither or both, another model, or a field that is not served.
+        HTTPError: neither or both were given, another model, or a field that is not supported.
     """
     service.require_ready()
-    service.require_model(asked.model)
-    if (asked.prompt is None) == (not asked.messages):
+    service.require_model(request.model)
+    if (request.prompt is None) == (not request.messages):
         raise HTTPError(400, "give either prompt or messages", param="prompt")
-    require_served(asked)
-    if asked.messages:
-        use = tool_use(service, asked.tools, None, None)
+    require_served(request)
+    if request.messages:
+        use = tool_use(service, request.tools, None, None)
         ids = await prompt_of(
             service,
-            asked.messages,
+            request.messages,
             () if use is None else use.tools,
             counts=True,
             owner=call.owner,
-            add_generation_prompt=asked.add_generation_prompt is not False,
-            add_special_tokens=bool(asked.add_special_tokens),
+            add_generation_prompt=request.add_generation_prompt is not False,
+            add_special_tokens=bool(request.add_special_tokens),
         )
     else:
-        special = asked.add_special_tokens is not False
-        ids = await service.texts.encode(asked.prompt or "", add_special_tokens=special, owner=call.owner)
-    strings = [service.texts.convert_ids_to_tokens(token) for token in ids] if asked.return_token_strs else None
-    found = {"tokens": ids, "count": len(ids), "max_model_len": service.hello.max_context}
-    return _told(found if strings is None else found | {"token_strs": strings})
+        special = request.add_special_tokens is not False
+        ids = await service.texts.encode(request.prompt or "", add_special_tokens=special, owner=call.owner)
+    strings = [service.texts.convert_ids_to_tokens(token) for token in ids] if request.return_token_strs else None
+    content = {"tokens": ids, "count": len(ids), "max_model_len": service.hello.max_context}
+    return _json(content if strings is None else content | {"token_strs": strings})
 
 
-async def detokenize(service: Service, asked: DetokenizeRequest, call: Call) -> Response:
-    """The text of tokens.
+async def detokenize(service: Service, request: DetokenizeRequest, call: Call) -> Response:
+    """Return the text of tokens.
 
     Raises:
-        HTTPError: another model, or a field that is not served.
+        HTTPError: another model, or a field that is not supported.
     """
     service.require_ready()
-    service.require_model(asked.model)
-    require_served(asked)
-    return _told({"prompt": await service.texts.text_of(asked.tokens, owner=call.owner)})
+    service.require_model(request.model)
+    require_served(request)
+    return _json({"prompt": await service.texts.text_of(request.tokens, owner=call.owner)})
 
 
 def tokenizer_info(service: Service) -> Response:
-    """Special tokens by their names and the chat template, as clients read them that tokenize by this server."""
+    """Return the special tokens and the chat template, in the form of clients that tokenize through the server."""
     template = None if service.template is None else service.template.source
     named = {"eos_token": None, "bos_token": None, "pad_token": None} | service.hello.special_tokens
     named["tokenizer_class"] = service.hello.tokenizer_class
-    return _told(named | {"chat_template": template, "model_max_length": service.hello.max_context})
+    return _json(named | {"chat_template": template, "model_max_length": service.hello.max_context})
 
 
-def _told(content: Any) -> Response:
+def _json(content: Any) -> Response:
     return Response(msgspec.json.encode(content), media_type=JSON)

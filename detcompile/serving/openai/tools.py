@@ -16,16 +16,16 @@ from detcompile.serving.tools.reader import Piece, Reader
 __all__ = ["Calls", "ToolUse", "call_id", "in_family", "tool_use"]
 
 MOST_TOOLS = 128
-NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}  # of a function that names none
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}  # of a function without parameters
 
 
 class ToolUse(NamedTuple):
-    """What a request says of tools.
+    """How a request uses tools.
 
     Attributes:
-        tools: functions that the template is told of.
-        grammar: what answers have to match; None where they are free.
-        named: one function must be called, which finish_reason then does not tell, as OpenAI's.
+        tools: functions for the template.
+        grammar: constraint on the answers; None for free text.
+        named: one given function must be called; like OpenAI, finish_reason is then "stop".
     """
 
     family: Family
@@ -37,63 +37,62 @@ class ToolUse(NamedTuple):
 def tool_use(
     service: Service, tools: Sequence[Tool] | None, choice: ToolChoice | None, parallel: bool | None
 ) -> ToolUse | None:
-    """What a request's fields ask for; None where no function may be called.
+    """Return how a request uses tools; None if no function may be called.
 
     Raises:
-        HTTPError: a choice that fits no tool, parameters that are no object, or tools that the model's chat template
-            does not take.
+        HTTPError: an unknown chosen tool, parameters that are not an object, or a chat template without tools.
     """
     if not tools:
         if choice not in (None, "none", "auto"):
-            raise HTTPError(400, "tool_choice asks for a call, and there are no tools", param="tool_choice")
+            raise HTTPError(400, "tool_choice requires a call, but there are no tools", param="tool_choice")
         return None
     names = [tool.function.name for tool in tools]
     if len(tools) > MOST_TOOLS or len(set(names)) < len(names):
-        raise HTTPError(400, f"tools holds over {MOST_TOOLS}, or two of one name", param="tools")
+        raise HTTPError(400, f"tools has more than {MOST_TOOLS} entries, or two with the same name", param="tools")
     for tool in tools:
         _require_object(tool)
     if choice == "none":
         return None
     if service.tool_template is None or not service.tool_template.takes_tools or service.tool_family is None:
-        said = "the model's chat template takes no tools, or writes calls in a way that is not known (--tool-parser)"
-        raise HTTPError(400, f"tools: {said}", param="tools", code="unsupported_parameter")
+        message = "the model's chat template has no tools, or its tool-call format is unknown (--tool-parser)"
+        raise HTTPError(400, f"tools: {message}", param="tools", code="unsupported_parameter")
     wanted = list(tools)
     if isinstance(choice, NamedTool):
         wanted = [tool for tool in tools if tool.function.name == choice.function.name]
         if not wanted:
-            raise HTTPError(400, f"tool_choice: no tool is called {choice.function.name!r}", param="tool_choice")
+            raise HTTPError(400, f"tool_choice: no tool is named {choice.function.name!r}", param="tool_choice")
     named = isinstance(choice, NamedTool)
     grammar = _grammar(service, wanted, required=choice not in (None, "auto"), single=named or parallel is False)
     return ToolUse(service.tool_family, tools, grammar, named)
 
 
 def _require_object(tool: Tool) -> None:
-    """Reject parameters that are no schema of an object: the arguments of a call are one.
+    """Reject parameters that are not the schema of an object.
 
     Raises:
-        HTTPError: the function is named.
+        HTTPError: names the function.
     """
     name, schema = tool.function.name, tool.function.parameters or {}
-    said = None
+    message = None
     if schema.get("type", "object") != "object":
-        said = f'must be the schema of an object, "type": "object", and not {str(schema["type"])[:40]!r}'
+        message = f'must be the schema of an object, "type": "object", and not {str(schema["type"])[:40]!r}'
     elif "x-guidance" in schema:
-        said = "hold x-guidance, whose options are fixed here: leave it out"
-    if said is not None:
-        raise HTTPError(400, f"tools: the parameters of {name!r} {said}", param="tools")
+        message = "contain x-guidance, whose options are fixed here: omit it"
+    if message is not None:
+        raise HTTPError(400, f"tools: the parameters of {name!r} {message}", param="tools")
 
 
 def _grammar(service: Service, tools: Sequence[Tool], *, required: bool, single: bool) -> Grammar | None:
     functions = [
-        Function(own.name, NO_PARAMETERS if own.parameters is None else own.parameters, bool(own.strict))
-        for own in (tool.function for tool in tools)
+        Function(spec.name, NO_PARAMETERS if spec.parameters is None else spec.parameters, bool(spec.strict))
+        for spec in (tool.function for tool in tools)
     ]
     family = service.tool_family
     assert family is not None
     try:
         if required:
             return required_grammar(family, functions, service.texts.special_id, single=single)
-        if single or any(own.strict for own in functions):
+        if single or any(function.strict for function in functions):
             return free_grammar(family, functions, service.texts.special_id, single=single)
     except InvalidInput as error:
         raise HTTPError(400, f"tools: {error}", param="tools") from error
@@ -101,7 +100,7 @@ def _grammar(service: Service, tools: Sequence[Tool], *, required: bool, single:
 
 
 def in_family(use: ToolUse | None, family: str | None) -> ToolUse | None:
-    """Return what a request says of tools with the family that its record names, whatever the server's is now."""
+    """Return the tool use with the format that its record names, whatever the server's is now."""
     return None if use is None or family is None else use._replace(family=FAMILIES[family])
 
 
@@ -109,7 +108,7 @@ class Calls:
     """The calls in the text of one choice.
 
     Args:
-        name: begins the ids of its calls, and is no other choice's.
+        name: unique prefix of the ids of its calls.
     """
 
     def __init__(self, use: ToolUse, name: str) -> None:
@@ -118,7 +117,7 @@ class Calls:
         self._name = name
 
     def read(self, text: str, *, last: bool) -> tuple[str, list[dict[str, Any]]]:
-        """Content, and what is new of calls, of a text that goes on."""
+        """Return the content and the deltas of calls in new text."""
         content = ""
         calls: dict[int, dict[str, Any]] = {}
         for piece in self._reader.feed(text, last=last):
@@ -131,7 +130,7 @@ class Calls:
         return content, list(calls.values())
 
     def reason(self, reason: str | None) -> str | None:
-        """Why a choice with these calls ended, as OpenAI tells it."""
+        """Return OpenAI's finish reason for a choice with these calls."""
         return "tool_calls" if reason == "stop" and self._reader.num_calls and not self._named else reason
 
     def _delta(self, index: int, piece: Piece) -> dict[str, Any]:
@@ -142,5 +141,5 @@ class Calls:
 
 
 def call_id(name: str, index: int) -> str:
-    """The id of a call: a function of the answer's, so that whoever reads it again finds the same."""
+    """Return the id of a call, derived from the answer's, so that it is the same every time."""
     return "call_" + hashlib.sha256(f"{name}/{index}".encode()).hexdigest()[:24]

@@ -1,1 +1,1 @@
-"""Requests of models that say one thing of a whole sequence: embeddings, classes and scores."""
+"""Embeddings, classification, scores and reranking."""

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: a vector for each text, in float32, as numbers or as base64 of their bytes."""
+"""POST /v1/embeddings: float32 vectors, as numbers or base64."""
 
 import base64
 from array import array
@@ -16,27 +16,28 @@ from detcompile.serving.service import Service
 __all__ = ["embed"]
 
 
-async def embed(service: Service, asked: EmbeddingRequest, call: Call) -> Response:
+async def embed(service: Service, request: EmbeddingRequest, call: Call) -> Response:
     """Answer a request.
 
     Raises:
-        HTTPError: it cannot be served. InvalidInput: nor can its text.
+        HTTPError: the request cannot be served.
+        InvalidInput: the tokenizer cannot read the text.
     """
-    facts = facts_of(service, asked, "embed")
-    if asked.dimensions not in (None, facts.num_columns):
-        said = f"dimensions {asked.dimensions} is not served: the embeddings have {facts.num_columns}"
-        raise HTTPError(400, said, param="dimensions")
-    special = asked.add_special_tokens is not False
-    prompts = await service.texts.ids_of(prompts_of(asked.input, "input"), special, param="input", owner=call.owner)
+    facts = facts_of(service, request, "embed")
+    if request.dimensions not in (None, facts.num_columns):
+        message = f"dimensions {request.dimensions} is not supported: the embeddings have {facts.num_columns}"
+        raise HTTPError(400, message, param="dimensions")
+    special = request.add_special_tokens is not False
+    prompts = await service.texts.ids_of(prompts_of(request.input, "input"), special, param="input", owner=call.owner)
     require_prompts(service, prompts, "input")
-    write = _base64 if asked.encoding_format == "base64" else list
+    write = _base64 if request.encoding_format == "base64" else list
 
     def result(rows: list[Row]) -> dict[str, Any]:
         data = [{"object": "embedding", "index": index, "embedding": write(row)} for index, row in enumerate(rows)]
         return {"object": "list", "data": data}
 
-    normalize = asked.normalize is not False
-    return pooled(service, call, prompts, result, prefix="embd-", pooling=asked.pooling, normalize=normalize)
+    normalize = request.normalize is not False
+    return pooled(service, call, prompts, result, prefix="embd-", pooling=request.pooling, normalize=normalize)
 
 
 def _base64(row: Row) -> str:

@@ -1,4 +1,4 @@
-"""What routes over whole sequences share: prompts are checked, rows waited for, and answers have one head."""
+"""Shared parts of the pooling routes: checks of prompts, and the reply built from the model's rows."""
 
 import asyncio
 import secrets
@@ -19,48 +19,48 @@ from detcompile.serving.service import Service
 __all__ = ["Row", "facts_of", "pooled", "require_count", "require_prompts"]
 
 MAX_PROMPTS = 2048
-Row = Sequence[float]  # of float32
+Row = Sequence[float]  # float32
 
 
-def facts_of(service: Service, asked: Any, *tasks: str) -> PoolingFacts:
-    """What is known of the model, where it does one of these tasks.
+def facts_of(service: Service, request: Any, *tasks: str) -> PoolingFacts:
+    """Return the pooling facts of a model that does one of these tasks.
 
     Raises:
-        HTTPError: another model, or one that does another task; or a field that is not served.
+        HTTPError: another model or task, or a field that is not supported.
     """
     service.require_ready()
-    service.require_model(asked.model)
-    found = service.require_pooling(*tasks)
-    require_served(asked)
-    return found
+    service.require_model(request.model)
+    facts = service.require_pooling(*tasks)
+    require_served(request)
+    return facts
 
 
 def require_count(count: int, param: str) -> None:
-    """Refuse no texts, and too many.
+    """Reject no texts or too many.
 
     Raises:
-        HTTPError: how many there are.
+        HTTPError: states their number.
     """
     if not 1 <= count <= MAX_PROMPTS:
-        raise HTTPError(400, f"{param} holds {count} texts: give 1 to {MAX_PROMPTS}", param=param)
+        raise HTTPError(400, f"{param} has {count} texts: give 1 to {MAX_PROMPTS}", param=param)
 
 
 def require_prompts(service: Service, prompts: Sequence[Sequence[int]], param: str) -> None:
-    """Refuse prompts that the model cannot take.
+    """Reject prompts that the model cannot take.
 
     Raises:
-        HTTPError: how many there are, or which one it is.
+        HTTPError: states their number, or names one.
     """
     hello = service.hello
     require_count(len(prompts), param)
     for index, prompt in enumerate(prompts):
         if not prompt:
-            raise HTTPError(400, f"{param} {index} has no tokens: give one at least", param=param)
+            raise HTTPError(400, f"{param} {index} has no tokens: give at least one", param=param)
         if len(prompt) > hello.max_context:
             raise too_long(f"{len(prompt)} tokens", hello.max_context, param)
         if max(prompt) >= hello.vocab_size:
-            said = f"{param} {index} holds token {max(prompt)}, and the vocabulary ends at {hello.vocab_size - 1}"
-            raise HTTPError(400, said, param=param)
+            message = f"{param} {index} has token {max(prompt)}, but the vocabulary ends at {hello.vocab_size - 1}"
+            raise HTTPError(400, message, param=param)
 
 
 def pooled(
@@ -73,20 +73,20 @@ def pooled(
     pooling: Literal["last", "first", "mean"] | None = None,
     normalize: bool = True,
 ) -> Response:
-    """Have prompts pooled, and answer with what is made of their rows.
+    """Run prompts through the model and reply with the result of their rows.
 
     Args:
-        result: makes the fields of the answer of a row a prompt.
-        prefix: begins the answer's id.
+        result: builds the reply's fields from one row per prompt.
+        prefix: prefix of the reply's id.
 
     Raises:
-        HTTPError: no room, or no engine.
+        HTTPError: over a limit, or no engine serves.
     """
-    asked = service.pool(prompts, pooling, call.owner, call.reservation, normalize=normalize)
-    asked.name = prefix + secrets.token_hex(12)
+    task = service.pool(prompts, pooling, call.owner, call.reservation, normalize=normalize)
+    task.name = prefix + secrets.token_hex(12)
     num_tokens = sum(map(len, prompts))
     head = {
-        "id": asked.name,
+        "id": task.name,
         "created": int(time.time()),
         "model": service.name,
         "system_fingerprint": service.hello.fingerprint,
@@ -94,11 +94,11 @@ def pooled(
     }
 
     async def whole() -> dict[str, Any]:
-        return head | await asyncio.to_thread(result, _rows(asked))
+        return head | await asyncio.to_thread(result, _rows(task))
 
-    return Whole([asked], call.reservation, {"X-Request-Id": asked.name}, whole)
+    return Whole([task], call.reservation, {"X-Request-Id": task.name}, whole)
 
 
-def _rows(asked: Pooling) -> list[Row]:
-    values = memoryview(asked.values).cast("f")
-    return [values[start : start + asked.num_columns] for start in range(0, len(values), asked.num_columns)]
+def _rows(task: Pooling) -> list[Row]:
+    values = memoryview(task.values).cast("f")
+    return [values[start : start + task.num_columns] for start in range(0, len(values), task.num_columns)]

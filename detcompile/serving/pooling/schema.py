@@ -1,4 +1,4 @@
-"""Bodies of requests for embeddings, classes and scores. Fields beside OpenAI's are vLLM's, by its names."""
+"""Request bodies of the pooling routes. Fields that OpenAI does not have are vLLM's."""
 
 from typing import Annotated, Literal
 
@@ -13,7 +13,7 @@ Input = str | list[str | TokenId | list[TokenId]]
 
 
 class EmbeddingRequest(PoolingFields, kw_only=True):
-    """POST /v1/embeddings. ``pooling`` is ours, as CompiledEmbedder.embed has it."""
+    """Body of POST /v1/embeddings. ``pooling`` is as in CompiledEmbedder.embed."""
 
     input: Input
     model: str | None = None
@@ -25,7 +25,7 @@ class EmbeddingRequest(PoolingFields, kw_only=True):
 
 
 class ClassifyRequest(PoolingFields, kw_only=True):
-    """POST /classify."""
+    """Body of POST /classify."""
 
     input: Input
     model: str | None = None
@@ -34,7 +34,7 @@ class ClassifyRequest(PoolingFields, kw_only=True):
 
 
 class ScoreRequest(PoolingFields, kw_only=True):
-    """POST /v1/score: pairs of texts, one by one, or one text beside many."""
+    """Body of POST /v1/score: texts paired one to one, or one text paired with many."""
 
     text_1: str | list[str]
     text_2: str | list[str]
@@ -43,7 +43,7 @@ class ScoreRequest(PoolingFields, kw_only=True):
 
 
 class RerankRequest(PoolingFields, kw_only=True):
-    """POST /v1/rerank: documents by how well they fit a query; ``top_n`` 0 gives all."""
+    """Body of POST /v1/rerank: documents ordered by relevance to a query; ``top_n`` 0 returns all."""
 
     query: str
     documents: list[str]

@@ -1,7 +1,7 @@
-"""POST /classify, /v1/score and /v1/rerank: classes of texts, and how well two texts fit.
+"""POST /classify, /v1/score and /v1/rerank: classes of texts, and scores of pairs of texts.
 
-Sigmoids, softmaxes and cosines are taken in float64 of the model's values; ``use_activation`` false gives these as
-they are.
+Sigmoid, softmax and cosine are computed in float64 from the model's values; with ``use_activation: false`` the values
+are returned as they are.
 """
 
 import math
@@ -20,63 +20,66 @@ from detcompile.serving.service import Service
 
 __all__ = ["classify", "rerank", "score"]
 
-TYPED_PAIRS = "this model reads pairs by token_type_ids, which are not served"
+TYPED_PAIRS = "this model needs token_type_ids for pairs, which are not supported"
 
 
-async def classify(service: Service, asked: ClassifyRequest, call: Call) -> Response:
-    """Answer a request for classes.
+async def classify(service: Service, request: ClassifyRequest, call: Call) -> Response:
+    """Answer a classification request.
 
     Raises:
-        HTTPError: it cannot be served. InvalidInput: nor can its text.
+        HTTPError: the request cannot be served.
+        InvalidInput: the tokenizer cannot read the text.
     """
-    facts = facts_of(service, asked, "classify")
-    special = asked.add_special_tokens is not False
-    prompts = await service.texts.ids_of(prompts_of(asked.input, "input"), special, param="input", owner=call.owner)
+    facts = facts_of(service, request, "classify")
+    special = request.add_special_tokens is not False
+    prompts = await service.texts.ids_of(prompts_of(request.input, "input"), special, param="input", owner=call.owner)
     require_prompts(service, prompts, "input")
 
     def result(rows: list[Row]) -> dict[str, Any]:
-        data = [_classes(index, row, facts, asked.use_activation is not False) for index, row in enumerate(rows)]
+        data = [_classes(index, row, facts, request.use_activation is not False) for index, row in enumerate(rows)]
         return {"object": "list", "data": data}
 
     return pooled(service, call, prompts, result, prefix="classify-")
 
 
-async def score(service: Service, asked: ScoreRequest, call: Call) -> Response:
-    """Answer a request for the scores of pairs.
+async def score(service: Service, request: ScoreRequest, call: Call) -> Response:
+    """Answer a request for scores of pairs.
 
     Raises:
-        HTTPError: it cannot be served. InvalidInput: nor can its text.
+        HTTPError: the request cannot be served.
+        InvalidInput: the tokenizer cannot read the text.
     """
-    facts = facts_of(service, asked, "classify", "embed")
-    first, second = ([own] if isinstance(own, str) else own for own in (asked.text_1, asked.text_2))
+    facts = facts_of(service, request, "classify", "embed")
+    first, second = ([text] if isinstance(text, str) else text for text in (request.text_1, request.text_2))
     if len(first) != len(second) and len(first) != 1:
         raise HTTPError(400, f"text_1 has {len(first)} texts and text_2 {len(second)}", param="text_1")
 
     def result(scores: list[float]) -> dict[str, Any]:
-        data = [{"index": index, "object": "score", "score": own} for index, own in enumerate(scores)]
+        data = [{"index": index, "object": "score", "score": value} for index, value in enumerate(scores)]
         return {"object": "list", "data": data}
 
-    return await _scored(service, call, facts, first, second, asked.use_activation is not False, result, "text_2")
+    return await _scored(service, call, facts, first, second, request.use_activation is not False, result, "text_2")
 
 
-async def rerank(service: Service, asked: RerankRequest, call: Call) -> Response:
-    """Answer a request for the order of documents; of equal scores the earlier one comes first.
+async def rerank(service: Service, request: RerankRequest, call: Call) -> Response:
+    """Answer a request for the order of documents; equal scores keep the documents' order.
 
     Raises:
-        HTTPError: it cannot be served. InvalidInput: nor can its text.
+        HTTPError: the request cannot be served.
+        InvalidInput: the tokenizer cannot read the text.
     """
-    facts = facts_of(service, asked, "classify", "embed")
+    facts = facts_of(service, request, "classify", "embed")
 
     def result(scores: list[float]) -> dict[str, Any]:
         order = sorted(range(len(scores)), key=lambda index: -scores[index])
-        found = [
-            {"index": index, "document": {"text": asked.documents[index]}, "relevance_score": scores[index]}
-            for index in order[: asked.top_n or None]
+        results = [
+            {"index": index, "document": {"text": request.documents[index]}, "relevance_score": scores[index]}
+            for index in order[: request.top_n or None]
         ]
-        return {"results": found}
+        return {"results": results}
 
-    activates = asked.use_activation is not False
-    return await _scored(service, call, facts, [asked.query], asked.documents, activates, result, "documents")
+    activates = request.use_activation is not False
+    return await _scored(service, call, facts, [request.query], request.documents, activates, result, "documents")
 
 
 async def _scored(
@@ -95,22 +98,22 @@ async def _scored(
         require_prompts(service, prompts, param)
         return pooled(service, call, prompts, lambda rows: result(_cosines(rows, len(first))), prefix="score-")
     if len(facts.labels) != 1:
-        said = f"scores need a model with one label, and this one has {len(facts.labels)}: POST /classify"
-        raise HTTPError(400, said, code="unsupported_task")
+        message = f"scores need a model with one label, but this one has {len(facts.labels)}: use POST /classify"
+        raise HTTPError(400, message, code="unsupported_task")
     prompts = []
-    for index, own in enumerate(second):
+    for index, right in enumerate(second):
         left = first[index if len(first) > 1 else 0]
-        ids, types = await service.texts.encode_pair(left, own, param=param, owner=call.owner)
+        ids, types = await service.texts.encode_pair(left, right, param=param, owner=call.owner)
         if facts.reads_token_types and any(types):
             raise HTTPError(400, TYPED_PAIRS, code="unsupported_task")
         prompts.append(ids)
     require_prompts(service, prompts, param)
-    found = _sigmoid if activates else float
-    return pooled(service, call, prompts, lambda rows: result([found(row[0]) for row in rows]), prefix="score-")
+    activation = _sigmoid if activates else float
+    return pooled(service, call, prompts, lambda rows: result([activation(row[0]) for row in rows]), prefix="score-")
 
 
 def _cosines(rows: list[Row], num_first: int) -> list[float]:
-    """Of each of the rows behind the first ones, with its own of these, or with the only one: rows of length 1."""
+    """Return the cosine similarity of each document with its query, or with the single query. Rows are unit vectors."""
     first, second = rows[:num_first], rows[num_first:]
     pairs = zip(first * len(second) if num_first == 1 else first, second)
     return [math.fsum(x * y for x, y in zip(one, other)) for one, other in pairs]  # products of float32 are exact

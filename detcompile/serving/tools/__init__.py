@@ -1,1 +1,1 @@
-"""Calls of functions: how families of models write them, read from texts, and the grammars that hold models to them."""
+"""Tool calls in the text of answers: formats, grammars and the reader."""

@@ -1,4 +1,4 @@
-"""Families: the ways in which models write calls of functions, and which of them a chat template asks for."""
+"""Tool-call formats of models, and which one a chat template uses."""
 
 from typing import NamedTuple
 
@@ -6,15 +6,15 @@ __all__ = ["FAMILIES", "Family", "HERMES", "LLAMA3", "MISTRAL", "family_of"]
 
 
 class Family(NamedTuple):
-    """How calls are written: as JSON objects with a name and arguments.
+    """A tool-call format: calls are JSON objects with a name and arguments.
 
     Attributes:
-        opens: what stands before calls.
-        closes: what stands behind each; "" for nothing.
-        key: the name of the arguments in a call.
-        array: calls stand in a JSON list, or each is a name, "[ARGS]" and its arguments.
-        short_ids: templates want ids of calls of nine letters.
-        bare: an answer that begins with a JSON object is a call, also without ``opens``.
+        opens: text before calls.
+        closes: text after each call; "" for none.
+        key: key of the arguments in a call.
+        array: calls are in a JSON list, or each is a name, "[ARGS]" and its arguments.
+        short_ids: templates need call ids of nine characters.
+        bare: an answer that starts with a JSON object is a call, even without ``opens``.
     """
 
     name: str
@@ -33,7 +33,7 @@ FAMILIES = {family.name: family for family in (HERMES, LLAMA3, MISTRAL)}
 
 
 def family_of(template: str) -> Family | None:
-    """The family whose words a chat template has; None where it has none's."""
+    """Return the format whose markers a chat template contains; None if there are none."""
     for family in (HERMES, MISTRAL):
         if family.opens in template:
             return family

@@ -1,4 +1,4 @@
-"""Grammars of calls: texts that a Reader reads as calls of known functions, with arguments of their schemas."""
+"""Grammars of tool calls: texts that Reader parses as calls of known functions with valid arguments."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -10,16 +10,16 @@ from detcompile.serving.tools.reader import SPLITS
 
 __all__ = ["Function", "free_grammar", "required_grammar"]
 
-COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as templates show JSON
+COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # JSON as templates write it
 ANYTHING = r"/(.|\n)*/"
 
 
 class Function(NamedTuple):
-    """A function that may be called.
+    """A function that the model may call.
 
     Attributes:
         parameters: JSON schema of its arguments.
-        strict: arguments match it wherever the function is called.
+        strict: enforce the schema in every call.
     """
 
     name: str
@@ -30,11 +30,11 @@ class Function(NamedTuple):
 def required_grammar(
     family: Family, functions: Sequence[Function], token_of: Callable[[str], int | None], *, single: bool
 ) -> Grammar:
-    """Nothing but calls: one at least, with arguments that match their schemas.
+    """Return the grammar of one or more calls with valid arguments and nothing else.
 
     Args:
-        token_of: the id of a special token, by its text; None where it is none.
-        single: one at most.
+        token_of: returns the id of a special token by its text, or None.
+        single: allow one call only.
     """
     opens = _mark(family.opens, token_of)
     if family.array and token_of(SPLITS) is not None:
@@ -55,14 +55,14 @@ def required_grammar(
 def free_grammar(
     family: Family, functions: Sequence[Function], token_of: Callable[[str], int | None], *, single: bool
 ) -> Grammar:
-    """Any text, with calls in it or none: functions that are strict have arguments that match their schemas.
+    """Return the grammar of any text with or without calls; arguments of strict functions must match their schemas.
 
     Args:
-        token_of, single: the same as of ``required_grammar``.
+        token_of, single: see ``required_grammar``.
     """
-    known = [own if own.strict else own._replace(parameters={"type": "object"}) for own in functions]
+    loose = [each if each.strict else each._replace(parameters={"type": "object"}) for each in functions]
     alone = single or not family.array or token_of(SPLITS) is not None
-    calls = required_grammar(family, known, token_of, single=alone).source.removeprefix("start: ")
+    calls = required_grammar(family, loose, token_of, single=alone).source.removeprefix("start: ")
     first, _, rules = calls.partition("\n")
     opens = _mark(family.opens, token_of)
     if family.bare:
@@ -80,10 +80,10 @@ def free_grammar(
 
 def _object_rules(functions: Sequence[Function], key: str) -> list[str]:
     rules = ["function: " + " | ".join(f"function_{place}" for place in range(len(functions)))]
-    for place, own in enumerate(functions):
-        head = json.dumps(f'{{"name": {json.dumps(own.name)}, "{key}": ')
+    for place, function in enumerate(functions):
+        head = json.dumps(f'{{"name": {json.dumps(function.name)}, "{key}": ')
         rules.append(f'function_{place}: {head} arguments_{place} "}}"')
-        rules.append(f"arguments_{place}: {_schema(own)}")
+        rules.append(f"arguments_{place}: {_schema(function)}")
     return rules
 
 
@@ -91,9 +91,9 @@ def _named_rules(
     functions: Sequence[Function], splits: str, token_of: Callable[[str], int | None]
 ) -> list[str]:
     rules = ["function: " + " | ".join(f"function_{place}" for place in range(len(functions)))]
-    for place, own in enumerate(functions):
-        rules.append(f"function_{place}: {json.dumps(own.name)} {_mark(splits, token_of)} arguments_{place}")
-        rules.append(f"arguments_{place}: {_schema(own)}")
+    for place, function in enumerate(functions):
+        rules.append(f"function_{place}: {json.dumps(function.name)} {_mark(splits, token_of)} arguments_{place}")
+        rules.append(f"arguments_{place}: {_schema(function)}")
     return rules
 
 
@@ -103,6 +103,6 @@ def _schema(function: Function) -> str:
 
 
 def _mark(text: str, token_of: Callable[[str], int | None]) -> str:
-    """A text, or the special token of it, as Lark has it."""
+    """Return a text, or its special token, as a Lark terminal."""
     token = token_of(text)
     return json.dumps(text) if token is None else f"<[{token}]>"

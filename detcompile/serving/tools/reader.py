@@ -1,4 +1,5 @@
-"""Reader: an answer's text, as it comes, to content and calls. A text has one reading, however it is cut."""
+"""Incremental parser of an answer's text into content and tool calls. The result does not depend on how the text is
+cut."""
 
 from collections.abc import Generator
 from typing import NamedTuple
@@ -10,18 +11,18 @@ __all__ = ["Piece", "Reader"]
 
 SPACE = " \t\r\n"
 ARGUMENTS = ("arguments", "parameters")
-SPLITS = "[ARGS]"  # between a name and its arguments, where they are no JSON together
-MOST_ESCAPE = 12  # letters of a surrogate pair's two escapes
-MOST_NAME = 256  # letters of a name that is no JSON, up to its arguments and with their first one
-Reading = Generator[None, None, bool]  # waits for more text at each yield
+SPLITS = "[ARGS]"  # between name and arguments in formats without a JSON object around both
+MOST_ESCAPE = 12  # characters of a surrogate pair's two escapes
+MOST_NAME = 256  # characters of a plain name up to and including its arguments' brace
+Parser = Generator[None, None, bool]  # each yield waits for more text
 
 
 class Piece(NamedTuple):
-    """What is new: content, or of a call its name, once, or a part of its arguments.
+    """New content, or a call's name (once) or new part of its arguments.
 
     Attributes:
         call: index of the call; None for content.
-        name: the function's; None but in the first piece of a call.
+        name: the function's name, only in a call's first piece.
         text: content, or arguments as the model wrote them.
     """
 
@@ -31,10 +32,10 @@ class Piece(NamedTuple):
 
 
 class Reader:
-    """Reads one answer. What was begun as a call and has no name is content.
+    """Reads one answer. A started call without a name is content.
 
     Attributes:
-        num_calls: calls whose name is known.
+        num_calls: calls with a known name.
     """
 
     def __init__(self, family: Family) -> None:
@@ -43,18 +44,18 @@ class Reader:
         self._text = ""
         self._at = 0
         self._last = False
-        self._found: list[Piece] = []
-        self._reading = self._answer()
+        self._pieces: list[Piece] = []
+        self._parser = self._answer()
 
     def feed(self, text: str, *, last: bool = False) -> list[Piece]:
-        """What a text that goes on gives; with ``last`` also what is held back until then."""
+        """Append text and return the new pieces; with ``last``, also everything held back so far."""
         self._text += text
         self._last = last
-        next(self._reading, None)
-        found, self._found = self._found, []
-        return found
+        next(self._parser, None)
+        pieces, self._pieces = self._pieces, []
+        return pieces
 
-    def _answer(self) -> Reading:
+    def _answer(self) -> Parser:
         if self._family.bare:
             yield from self._space()
             if (yield from self._next_is("{")):
@@ -67,21 +68,21 @@ class Reader:
             yield from self._calls(start)
         return True
 
-    def _content(self) -> Reading:
-        """Up to what opens calls; whether there is any."""
+    def _content(self) -> Parser:
+        """Parse content up to the next opening marker; return True if there is one."""
         opens = self._family.opens
         while True:
-            found = self._text.find(opens, self._at)
+            position = self._text.find(opens, self._at)
             held = 0 if self._last else _overlap(self._text[self._at :], opens)
-            stop = found if found >= 0 else len(self._text) - held
+            stop = position if position >= 0 else len(self._text) - held
             self._give(Piece(None, None, self._text[self._at : stop]))
             self._at = stop
-            if found >= 0 or self._last:
-                return found >= 0
+            if position >= 0 or self._last:
+                return position >= 0
             yield
 
-    def _calls(self, start: int) -> Reading:
-        """The calls behind what opens them, which stands at ``start``, and the spaces after them."""
+    def _calls(self, start: int) -> Parser:
+        """Parse the calls after an opening marker at ``start``, and the whitespace after them."""
         yield from self._space()
         family, before = self._family, self.num_calls
         listed = family.array and (yield from self._next_is("["))
@@ -100,8 +101,8 @@ class Reader:
             return False
         return (yield from self._space())
 
-    def _named(self) -> Reading:
-        """A call that is a name, perhaps SPLITS, and arguments."""
+    def _named(self) -> Parser:
+        """Parse a call in the form name, optional SPLITS, arguments."""
         start, end = self._at, self._at + MOST_NAME
         while "{" not in self._text[start:end] and not self._last and len(self._text) < end:
             yield
@@ -116,8 +117,8 @@ class Reader:
         yield from self._value(self.num_calls - 1)
         return True
 
-    def _object(self) -> Reading:
-        """A call as a JSON object; whether it is whole."""
+    def _object(self) -> Parser:
+        """Parse a call in the form of a JSON object; return True if it is complete."""
         name: str | None = None
         arguments: str | None = None
         if not (yield from self._skip("{")):
@@ -133,14 +134,14 @@ class Reader:
                 call = None if name is None else self.num_calls - 1
                 first = arguments is None
                 if (yield from self._next_is("{")):
-                    found: str | None = yield from self._value(call if first else None)
+                    value: str | None = yield from self._value(call if first else None)
                 else:
-                    found = _arguments_of((yield from self._value(None)))
-                    if first and found is not None and call is not None:
-                        self._give(Piece(call, None, found))
-                if call is not None and not first and found is not None:
-                    return False  # twice
-                arguments = arguments if found is None else found
+                    value = _arguments_of((yield from self._value(None)))
+                    if first and value is not None and call is not None:
+                        self._give(Piece(call, None, value))
+                if call is not None and not first and value is not None:
+                    return False  # duplicate key
+                arguments = arguments if value is None else value
             elif key == "name" and name is None:
                 name = yield from self._string()
                 if name is None:
@@ -159,7 +160,8 @@ class Reader:
         return whole and name is not None
 
     def _value(self, call: int | None) -> Generator[None, None, str]:
-        """A JSON value as it stands, given to ``call`` as it comes; what ends a scalar is not read."""
+        """Parse a JSON value and return its text, sending it to ``call`` as it arrives; the character after a scalar is
+        not read."""
         start = given = self._at
         depth, quoted, escaped = 0, False, False
         while True:
@@ -184,17 +186,17 @@ class Reader:
             yield
 
     def _string(self) -> Generator[None, None, str | None]:
-        """A JSON string's value; None where there is none."""
+        """Parse a JSON string and return its value; None if there is none."""
         if not (yield from self._next_is('"')):
             return None
         try:
-            found = read_json((yield from self._value(None)))
+            value = read_json((yield from self._value(None)))
         except ValueError:
             return None
-        assert isinstance(found, str)
-        return found
+        assert isinstance(value, str)
+        return value
 
-    def _space(self) -> Reading:
+    def _space(self) -> Parser:
         while True:
             while self._at < len(self._text) and self._text[self._at] in SPACE:
                 self._at += 1
@@ -202,38 +204,38 @@ class Reader:
                 return True
             yield
 
-    def _next_is(self, mark: str) -> Reading:
-        """Whether a text stands here."""
+    def _next_is(self, mark: str) -> Parser:
+        """Return True if the given text follows."""
         while not self._last and mark.startswith(self._text[self._at :]) and len(self._text) - self._at < len(mark):
             yield
         return self._text.startswith(mark, self._at)
 
-    def _skip(self, mark: str) -> Reading:
-        """Go behind a text that stands here; whether it does. Nothing stands everywhere."""
-        found = yield from self._next_is(mark)
-        self._at += len(mark) if found else 0
-        return found
+    def _skip(self, mark: str) -> Parser:
+        """Skip the given text if it follows; return True if it does. "" always follows."""
+        follows = yield from self._next_is(mark)
+        self._at += len(mark) if follows else 0
+        return follows
 
     def _begin(self, name: str) -> None:
         self.num_calls += 1
         self._give(Piece(self.num_calls - 1, name, ""))
 
     def _give(self, piece: Piece) -> None:
-        """Give a piece; parts of one thing are joined."""
-        if self._found and piece.name is None and self._found[-1].call == piece.call:
-            self._found[-1] = self._found[-1]._replace(text=self._found[-1].text + piece.text)
+        """Add a piece; join it with the previous one of the same call or content."""
+        if self._pieces and piece.name is None and self._pieces[-1].call == piece.call:
+            self._pieces[-1] = self._pieces[-1]._replace(text=self._pieces[-1].text + piece.text)
         elif piece.text or piece.name is not None:
-            self._found.append(piece)
+            self._pieces.append(piece)
 
 
 def _arguments_of(written: str) -> str | None:
-    """Arguments that are no JSON object: the text of one, decoded, or what is written; None for null."""
+    """Return arguments that are not a JSON object: a string that contains one is decoded, null becomes None."""
     if written == "null":
         return None
-    cuts = (written[: len(written) - cut] + '"' for cut in range(MOST_ESCAPE))  # where the text was cut
-    for whole in (written, *cuts):
+    cuts = (written[: len(written) - cut] + '"' for cut in range(MOST_ESCAPE))  # the text was cut within an escape
+    for candidate in (written, *cuts):
         try:
-            text = read_json(whole)
+            text = read_json(candidate)
         except ValueError:
             continue
         return text if isinstance(text, str) and text.lstrip(SPACE).startswith("{") else written
@@ -241,5 +243,5 @@ def _arguments_of(written: str) -> str | None:
 
 
 def _overlap(text: str, mark: str) -> int:
-    """Letters at the end of a text that may begin a mark."""
+    """Return the length of the longest suffix of a text that is a proper prefix of ``mark``."""
     return next((size for size in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:size])), 0)

@@ -101,7 +101,7 @@ FLOORS = [
             "serving.responses",
             "serving.tokenizer_pool",
         },
-        {"serving.chat_template", "serving.engines", "serving.grammars", "serving.http_errors"},
+        {"serving.chat_template", "serving.engines", "serving.grammar_check", "serving.http_errors"},
         {"serving.receipts"},
         {"serving.plain_tokenizer", "serving.tools"},
     ],

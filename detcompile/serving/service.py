@@ -16,7 +16,7 @@ from detcompile.serving.deadlines import Deadlines
 from detcompile.serving.engines.answers import Answer, AnswerSignal, Pooling, Verification
 from detcompile.serving.engines.fleet import Fleet
 from detcompile.serving.engines.protocol import Delta, EngineSpec, Hello, PoolingFacts
-from detcompile.serving.grammars.check import GrammarCheck
+from detcompile.serving.grammar_check import GrammarCheck
 from detcompile.serving.http_errors import CLIENT_LEFT, HTTPError, error_of
 from detcompile.serving.journal.job import Ask, Job, ServedModel
 from detcompile.serving.journal.jobs import Jobs
@@ -27,7 +27,7 @@ from detcompile.serving.metrics import Metrics
 from detcompile.serving.plain_tokenizer import tokenizer_digest
 from detcompile.serving.receipts.issuer import Issued, Issuer
 from detcompile.serving.tokenizer_pool import TokenizerPool
-from detcompile.serving.tools.families import FAMILIES, family_of
+from detcompile.serving.tools.reader import FAMILIES, family_of
 
 __all__ = ["Service"]
 

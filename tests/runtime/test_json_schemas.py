@@ -16,8 +16,8 @@ from detcompile.errors import GenerationError, InvalidInput
 from detcompile.runtime.grammars.compiler import GrammarCompiler
 from detcompile.runtime.grammars.grammar import Grammar
 from detcompile.runtime.grammars.matcher import Matcher
-from detcompile.serving.tools.families import HERMES
 from detcompile.serving.tools.grammars import Function, required_grammar
+from detcompile.serving.tools.reader import HERMES
 
 EOS = 256
 INTEGER = {"type": "integer"}

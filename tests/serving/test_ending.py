@@ -27,7 +27,7 @@ from detcompile.serving.engines.engine_link import EngineLink
 from detcompile.serving.engines.fleet import Fleet
 from detcompile.serving.engines.launchers import Connection, DialIn, LocalProcess
 from detcompile.serving.engines.spares import Spares
-from detcompile.serving.grammars.check import GrammarCheck
+from detcompile.serving.grammar_check import GrammarCheck
 from tests.exhaustive import EXHAUSTIVE, exhaustive_unless
 from tests.serving.scripted_service import ENGINE, SPEC, scripted
 

@@ -16,7 +16,7 @@ from detcompile.runtime.grammars.grammar import Grammar
 from detcompile.serving.anthropic.schema import MessagesRequest
 from detcompile.serving.http_errors import HTTPError
 from detcompile.serving.openai import fields
-from detcompile.serving.openai.parameters import completion_params
+from detcompile.serving.openai.parameters import completion_params, grammar_of
 from detcompile.serving.openai.response_schema import ResponsesRequest
 from detcompile.serving.openai.schema import (
     ChatRequest,
@@ -25,7 +25,6 @@ from detcompile.serving.openai.schema import (
     TokenizeRequest,
     decode_body,
 )
-from detcompile.serving.openai.structured import grammar_of
 from detcompile.serving.pooling.schema import ClassifyRequest, EmbeddingRequest, RerankRequest, ScoreRequest
 from tests.serving.scripted_service import running, scripted
 

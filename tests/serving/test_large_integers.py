@@ -13,7 +13,7 @@ import pytest
 from msgspec import inspect
 
 from detcompile.errors import InvalidInput
-from detcompile.serving.app import KEPT, POSTS
+from detcompile.serving.app import JOURNALED, POSTS
 from detcompile.serving.engines import engine_verifications
 from detcompile.serving.engines.engine_verifications import Verifications
 from detcompile.serving.engines.protocol import Tokens, Verified, Verify, frame
@@ -25,7 +25,7 @@ from tests.serving.test_slots import CHAT, Kind, serving, settle
 from tests.serving.test_waiting import envelope_of
 
 LARGE = 10**30
-TYPES = {path: kind for path, (kind, _) in KEPT.items()} | {RESPONSES: ResponsesRequest}
+TYPES = {path: kind for path, (kind, _) in JOURNALED.items()} | {RESPONSES: ResponsesRequest}
 TYPES |= {paths[0]: kind for paths, kind, _ in POSTS}
 TEXT = {"input": "a"}
 BODIES: dict[str, dict[str, Any]] = {

@@ -23,7 +23,7 @@ from detcompile.serving.engines.pooling_server import PoolingServer
 from detcompile.serving.engines.protocol import Cancel, Pool, Pooled, PoolingFacts, Tokens, Verify
 from detcompile.serving.http_errors import HTTPError
 from detcompile.serving.journal.jobs import Call
-from detcompile.serving.pooling import scores
+from detcompile.serving.pooling import routes as pooling_routes
 from detcompile.serving.pooling.schema import ScoreRequest
 from tests.bits import assert_bitwise_equal
 from tests.exhaustive import EXHAUSTIVE
@@ -200,14 +200,14 @@ def test_classes_of_a_row() -> None:
     facts = PoolingFacts(task="classify", num_columns=3, labels=["a", "b", "c"], each_alone=False,
                          reads_token_types=False)  # fmt: skip
     row = [0.5, 2.0, -1000.0]
-    found = scores._classes(0, row, facts, True)
+    found = pooling_routes._classes(0, row, facts, True)
     assert found["label"] == "b" and found["num_classes"] == 3
     assert found["probs"] == pytest.approx(torch.tensor(row, dtype=torch.float64).softmax(0).tolist(), rel=1e-12)
     facts.each_alone = True
-    assert scores._classes(0, row, facts, True)["probs"] == pytest.approx(
+    assert pooling_routes._classes(0, row, facts, True)["probs"] == pytest.approx(
         torch.tensor(row, dtype=torch.float64).sigmoid().tolist(), rel=1e-12
     )
-    assert scores._classes(0, row, facts, False)["probs"] == row
+    assert pooling_routes._classes(0, row, facts, False)["probs"] == row
 
 
 def test_pairs_that_are_told_apart_by_types_are_refused() -> None:
@@ -233,7 +233,7 @@ def test_pairs_that_are_told_apart_by_types_are_refused() -> None:
         service.facts = PoolingFacts(task="classify", num_columns=len(labels), labels=labels, each_alone=True,
                                      reads_token_types=True)  # fmt: skip
         with pytest.raises(HTTPError, match=said):
-            asyncio.run(scores.score(service, asked, Call("/score", b"")))
+            asyncio.run(pooling_routes.score(service, asked, Call("/score", b"")))
 
 
 class Model:

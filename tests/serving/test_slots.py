@@ -14,7 +14,7 @@ import pytest
 
 from detcompile.serving import app as app_module
 from detcompile.serving.app import new_app
-from detcompile.serving.grammars.check import GrammarCheck
+from detcompile.serving.grammar_check import GrammarCheck
 from detcompile.serving.journal.journal import Journal
 from detcompile.serving.responses import unless_left
 from detcompile.serving.service import Service

@@ -17,7 +17,7 @@ import pytest
 from detcompile.errors import InvalidInput
 from detcompile.models.hub import TINY_FOLDER
 from detcompile.runtime.grammars.grammar import Grammar
-from detcompile.serving.grammars.check import GrammarCheck
+from detcompile.serving.grammar_check import GrammarCheck
 from detcompile.serving.openai.schema import ChatRequest, CompletionRequest
 from tests.serving.conftest import Server
 from tests.serving.test_openai import MESSAGES, sha256, streamed, whole
@@ -140,7 +140,7 @@ def test_what_ends_the_checking_process_is_refused(monkeypatch: pytest.MonkeyPat
                 await check._process.wait()
             except InvalidInput as error:
                 found.append(str(error))
-        monkeypatch.setattr("detcompile.serving.grammars.check.COMPILE_SECONDS", 0.0001)
+        monkeypatch.setattr("detcompile.serving.grammar_check.COMPILE_SECONDS", 0.0001)
         with pytest.raises(InvalidInput, match="too much memory"):
             await check.require(Grammar.regex("c" * 60_000), "")
         await check.require(Grammar.regex("a"), "")  # which is known by now

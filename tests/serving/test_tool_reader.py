@@ -6,8 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from detcompile.serving.tools.families import FAMILIES, HERMES, LLAMA3, MISTRAL, Family, family_of
-from detcompile.serving.tools.reader import Piece, Reader
+from detcompile.serving.tools.reader import FAMILIES, HERMES, LLAMA3, MISTRAL, Family, Piece, Reader, family_of
 
 ONE = '{"name": "add", "arguments": {"a": 1, "b": [2, "}"]}}'
 TWO = '{"arguments": {"x": "\\"{"}, "name": "sub"}'

@@ -13,8 +13,7 @@ from detcompile.serving.app import new_app
 from detcompile.serving.http_errors import FAULT
 from detcompile.serving.openai.recording import Recording
 from detcompile.serving.openai.tools import ToolUse
-from detcompile.serving.tools.families import HERMES
-from detcompile.serving.tools.written_json import read_json
+from detcompile.serving.tools.reader import HERMES, read_json
 from tests.serving.conftest import TEMPLATE
 from tests.serving.scripted_service import running, scripted
 
@@ -72,12 +71,12 @@ def test_halves_of_surrogate_pairs_in_calls_are_told(monkeypatch: pytest.MonkeyP
     run(scenario)
 
 
-@pytest.mark.parametrize("place", ["_take", "_finish", "_tell"])
+@pytest.mark.parametrize("place", ["_take", "_finish", "_send_response"])
 def test_a_fault_of_the_server_ends_a_response(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     own = getattr(Recording, place)
 
     def failing(self: Recording, *args: Any) -> None:
-        if place != "_tell" or "response.incomplete" in args:
+        if place != "_send_response" or "response.incomplete" in args:
             raise UnicodeEncodeError("utf-8", "\ud800", 0, 1, "a fault")
         own(self, *args)
 

@@ -11,8 +11,8 @@ from tokenizers import AddedToken, Tokenizer
 from detcompile.errors import InvalidInput
 from detcompile.models.hub import TINY_FOLDER
 from detcompile.runtime.grammars.compiler import GrammarCompiler
-from detcompile.serving.tools.families import FAMILIES, HERMES, LLAMA3, MISTRAL
 from detcompile.serving.tools.grammars import Function, free_grammar, required_grammar
+from detcompile.serving.tools.reader import FAMILIES, HERMES, LLAMA3, MISTRAL
 from tests.serving.conftest import TEMPLATE, Server
 from tests.serving.test_tool_reader import read
 

@@ -15,8 +15,7 @@ import pytest
 from detcompile.digests import fingerprint
 from detcompile.runtime.grammars.compiler import masks_version
 from detcompile.serving.app import new_app
-from detcompile.serving.grammars.check import GrammarCheck
-from detcompile.serving.grammars.turns import Turns
+from detcompile.serving.grammar_check import FairLock, GrammarCheck
 from detcompile.serving.journal.journal import Journal
 from detcompile.serving.plain_tokenizer import NFC_SHRINKS, longest_token, tokenizer_digest
 from detcompile.serving.receipts.envelope import seal
@@ -173,21 +172,21 @@ def test_who_leaves_waits_for_no_grammar(checks: list[str]) -> None:
 
 def test_a_turn_that_comes_as_its_owner_leaves_is_the_next_ones() -> None:
     async def scenario() -> None:
-        turns, had = Turns(), []
+        lock, had = FairLock(), []
 
         async def work(owner: str) -> None:
-            async with turns.turn(owner, 5):
+            async with lock.hold(owner, 5):
                 had.append(owner)
                 await asyncio.sleep(0)
 
         tasks = {owner: asyncio.create_task(work(owner)) for owner in "abc"}
         while not had:
             await asyncio.sleep(0)
-        while turns.num_waiting("b"):
+        while lock.num_waiting("b"):
             await asyncio.sleep(0)
-        tasks["b"].cancel()  # it has been called, and does not know yet
+        tasks["b"].cancel()  # it was granted the lock and has not run yet
         await asyncio.gather(*tasks.values(), return_exceptions=True)
-        assert had == ["a", "c"] and not turns.num_waiting("c")
+        assert had == ["a", "c"] and not lock.num_waiting("c")
 
     asyncio.run(asyncio.wait_for(scenario(), 20))
 

@@ -25,7 +25,7 @@ from detcompile.serving.receipts.issuer import Issued
 from detcompile.serving.receipts.receipt import Receipt, params_of
 from detcompile.serving.receipts.verdict import Verdict, differs
 from detcompile.serving.tokenizer_pool import TokenizerPool
-from detcompile.serving.tools.families import FAMILIES
+from detcompile.serving.tools.reader import FAMILIES
 
 __all__ = ["answer_difference", "require_known", "uncovered"]
 

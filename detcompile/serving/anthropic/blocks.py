@@ -3,8 +3,7 @@
 from typing import Any
 
 from detcompile.serving.openai.tools import ToolUse, call_id
-from detcompile.serving.tools.reader import Piece, Reader
-from detcompile.serving.tools.written_json import read_json
+from detcompile.serving.tools.reader import Piece, Reader, read_json
 
 __all__ = ["Blocks"]
 

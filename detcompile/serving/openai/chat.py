@@ -10,10 +10,9 @@ from detcompile.serving.engines.protocol import Token
 from detcompile.serving.journal.job import Ask
 from detcompile.serving.journal.jobs import Call
 from detcompile.serving.openai.fields import require_served
-from detcompile.serving.openai.logprobs import chat_entry
 from detcompile.serving.openai.messages import prompt_of, template_of
 from detcompile.serving.openai.parameters import chat_params
-from detcompile.serving.openai.reply import Reply
+from detcompile.serving.openai.reply import Reply, chat_entry
 from detcompile.serving.openai.schema import ChatRequest
 from detcompile.serving.openai.tools import Calls, ToolUse, in_family, tool_use
 from detcompile.serving.responses import Events, Whole

@@ -16,9 +16,8 @@ from detcompile.serving.engines.protocol import Token
 from detcompile.serving.journal.job import Ask
 from detcompile.serving.journal.jobs import Call
 from detcompile.serving.openai.fields import require_served
-from detcompile.serving.openai.logprobs import finite
 from detcompile.serving.openai.parameters import completion_params, prompts_of
-from detcompile.serving.openai.reply import Reply
+from detcompile.serving.openai.reply import Reply, finite
 from detcompile.serving.openai.schema import CompletionRequest
 from detcompile.serving.responses import Events, Whole
 from detcompile.serving.service import Service

@@ -8,7 +8,7 @@ from detcompile.serving.chat_template import ChatTemplate
 from detcompile.serving.http_errors import HTTPError
 from detcompile.serving.openai.schema import Message, Part, Tool
 from detcompile.serving.service import Service
-from detcompile.serving.tools.written_json import read_json
+from detcompile.serving.tools.reader import read_json
 
 __all__ = ["NO_TEMPLATE", "prompt_of", "template_of"]
 

@@ -13,13 +13,11 @@ from detcompile.serving.engines.answers import Answer, AnswerSample, progress
 from detcompile.serving.http_errors import FAULT, HTTPError, error_of
 from detcompile.serving.journal.job import Job
 from detcompile.serving.limiter import Reservation
-from detcompile.serving.openai.logprobs import chat_entry
-from detcompile.serving.openai.reply import AT_ONCE, ReplyContext, as_int64, headers_of
+from detcompile.serving.openai.reply import AT_ONCE, ReplyContext, as_int64, chat_entry, headers_of
 from detcompile.serving.openai.response_output import ResponseOutput
 from detcompile.serving.openai.schema import Message
 from detcompile.serving.tokenizer_pool import SampleText
-from detcompile.serving.tools.families import Family
-from detcompile.serving.tools.reader import Piece, Reader
+from detcompile.serving.tools.reader import Family, Piece, Reader
 
 __all__ = ["Recording", "Status"]
 

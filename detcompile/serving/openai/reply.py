@@ -17,9 +17,10 @@ from detcompile.serving.receipts.issuer import Issued
 from detcompile.serving.responses import event
 from detcompile.serving.tokenizer_pool import SampleText, TokenizerPool
 
-__all__ = ["AT_ONCE", "Reply", "ReplyContext", "as_int64", "headers_of"]
+__all__ = ["AT_ONCE", "Reply", "ReplyContext", "as_int64", "chat_entry", "finite", "headers_of"]
 
 AT_ONCE = 64  # tokens to process before yielding to the event loop
+LEAST_LOGPROB = -9999.0  # OpenAI's value for minus infinity, which JSON lacks
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -250,3 +251,23 @@ def headers_of(name: str, seed: int | None, salt: bytes | None) -> dict[str, str
 def as_int64(seed: int) -> int:
     """Return a seed as a signed 64-bit integer, as in OpenAI's schema; it stands for the same seed."""
     return seed - (1 << 64) if seed >= 1 << 63 else seed
+
+
+def chat_entry(texts: TokenizerPool, entry: Token) -> dict[str, Any]:
+    """Return a token with its alternatives, in the form of chats and responses."""
+    top = [_named(texts, token, logprob) for token, logprob in entry.top]
+    return _named(texts, entry.token_id, entry.logprob) | {"top_logprobs": top}
+
+
+def finite(logprob: float) -> float:
+    """Return a log-probability that JSON can represent."""
+    return max(logprob, LEAST_LOGPROB)
+
+
+def _named(texts: TokenizerPool, token: int, logprob: float) -> dict[str, Any]:
+    text = texts.bytes_of(token)
+    return {
+        "token": texts.name_of(token),
+        "logprob": finite(logprob),
+        "bytes": list(text) if texts.present else None,
+    }

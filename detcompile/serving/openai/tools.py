@@ -9,9 +9,8 @@ from detcompile.runtime.grammars.grammar import Grammar
 from detcompile.serving.http_errors import HTTPError
 from detcompile.serving.openai.schema import NamedTool, Tool, ToolChoice
 from detcompile.serving.service import Service
-from detcompile.serving.tools.families import FAMILIES, Family
 from detcompile.serving.tools.grammars import Function, free_grammar, required_grammar
-from detcompile.serving.tools.reader import Piece, Reader
+from detcompile.serving.tools.reader import FAMILIES, Family, Piece, Reader
 
 __all__ = ["Calls", "ToolUse", "call_id", "in_family", "tool_use"]
 

@@ -5,8 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from detcompile.runtime.grammars.grammar import Grammar
-from detcompile.serving.tools.families import Family
-from detcompile.serving.tools.reader import SPLITS
+from detcompile.serving.tools.reader import SPLITS, Family
 
 __all__ = ["Function", "free_grammar", "required_grammar"]
 

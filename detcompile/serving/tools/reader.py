@@ -1,20 +1,54 @@
-"""Incremental parser of an answer's text into content and tool calls. The result does not depend on how the text is
-cut."""
+"""Incremental parser of answers: content and tool calls, however the text is cut. Also the tool-call formats of
+models."""
 
+import json
 from collections.abc import Generator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from detcompile.serving.tools.families import Family
-from detcompile.serving.tools.written_json import read_json
-
-__all__ = ["Piece", "Reader"]
+__all__ = ["FAMILIES", "Family", "HERMES", "LLAMA3", "MISTRAL", "Piece", "Reader", "family_of", "read_json"]
 
 SPACE = " \t\r\n"
 ARGUMENTS = ("arguments", "parameters")
 SPLITS = "[ARGS]"  # between name and arguments in formats without a JSON object around both
 MOST_ESCAPE = 12  # characters of a surrogate pair's two escapes
 MOST_NAME = 256  # characters of a plain name up to and including its arguments' brace
+MOST_DEPTH = 200  # nesting that can be encoded again even from deep in Python's stack
 Parser = Generator[None, None, bool]  # each yield waits for more text
+
+
+class Family(NamedTuple):
+    """A tool-call format: calls are JSON objects with a name and arguments.
+
+    Attributes:
+        opens: text before calls.
+        closes: text after each call; "" for none.
+        key: key of the arguments in a call.
+        array: calls are in a JSON list, or each is a name, "[ARGS]" and its arguments.
+        short_ids: templates need call ids of nine characters.
+        bare: an answer that starts with a JSON object is a call, even without ``opens``.
+    """
+
+    name: str
+    opens: str
+    closes: str = ""
+    key: str = "arguments"
+    array: bool = False
+    bare: bool = False
+    short_ids: bool = False
+
+
+HERMES = Family("hermes", "<tool_call>", "</tool_call>")
+LLAMA3 = Family("llama3", "<|python_tag|>", key="parameters", bare=True)
+MISTRAL = Family("mistral", "[TOOL_CALLS]", array=True, short_ids=True)
+FAMILIES = {family.name: family for family in (HERMES, LLAMA3, MISTRAL)}
+
+
+def family_of(template: str) -> Family | None:
+    """Return the format whose markers a chat template contains; None if there are none."""
+    for family in (HERMES, MISTRAL):
+        if family.opens in template:
+            return family
+    return LLAMA3 if '"parameters":' in template else None
 
 
 class Piece(NamedTuple):
@@ -226,6 +260,30 @@ class Reader:
             self._pieces[-1] = self._pieces[-1]._replace(text=self._pieces[-1].text + piece.text)
         elif piece.text or piece.name is not None:
             self._pieces.append(piece)
+
+
+def read_json(text: str) -> Any:
+    """Decode a text; lone surrogates, which UTF-8 cannot represent, are replaced.
+
+    Raises:
+        ValueError: invalid JSON, or too deep nesting.
+    """
+    try:
+        return _repaired(json.loads(text), MOST_DEPTH)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _repaired(value: Any, depth: int) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if not isinstance(value, (dict, list)):
+        return value
+    if depth == 0:
+        raise ValueError(f"it is nested deeper than {MOST_DEPTH} values")
+    if isinstance(value, list):
+        return [_repaired(item, depth - 1) for item in value]
+    return {_repaired(name, 0): _repaired(item, depth - 1) for name, item in value.items()}
 
 
 def _arguments_of(written: str) -> str | None:

@@ -13,7 +13,8 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,10 +26,9 @@ from detcompile.errors import EngineError, InvalidInput, WorkerError
 from detcompile.runtime.grammars.compiler import COMPILE_SECONDS, GrammarCompiler
 from detcompile.runtime.grammars.grammar import Grammar, Kind
 from detcompile.serving.engines.processes import BOUND, Child
-from detcompile.serving.grammars.turns import Turns
 from detcompile.serving.http_errors import OverdueError
 
-__all__ = ["GrammarCheck", "main"]
+__all__ = ["FairLock", "GrammarCheck", "main"]
 
 LENGTH = struct.Struct(">I")  # prefix of every frame
 START_SECONDS = 60.0
@@ -58,7 +58,7 @@ class GrammarCheck:
         self._known: dict[str, tuple[str, float]] = {}  # error message or "", and expiry
         self._process: Child | None = None
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
-        self._turns = Turns()
+        self._lock = FairLock()
 
     async def require(self, grammar: Grammar | None, owner: str) -> None:
         """Reject a grammar that is invalid, too large or too slow to compile.
@@ -78,7 +78,7 @@ class GrammarCheck:
             raise InvalidInput("a grammar needs the text of tokens, but this model has no tokenizer")
         refusal = self._find(grammar)
         if refusal is None:
-            refusal = await self._in_turn(self._tokenizer, grammar, owner)
+            refusal = await self._with_lock(self._tokenizer, grammar, owner)
         if refusal:
             raise InvalidInput(refusal)
 
@@ -97,11 +97,11 @@ class GrammarCheck:
         refusal, end = self._known.get(grammar.digest, ("", -math.inf))
         return refusal if time.monotonic() < end else None
 
-    async def _in_turn(self, tokenizer: str, grammar: Grammar, owner: str) -> str:
+    async def _with_lock(self, tokenizer: str, grammar: Grammar, owner: str) -> str:
         with contextlib.ExitStack() as waiting:
-            waiting.enter_context(self._waiting(owner, self._turns.num_waiting(owner)))
+            waiting.enter_context(self._waiting(owner, self._lock.num_waiting(owner)))
             try:
-                async with self._turns.turn(owner, self._seconds):
+                async with self._lock.hold(owner, self._seconds):
                     waiting.close()
                     refusal = self._find(grammar)  # it may have been checked for another request
                     if refusal is None:
@@ -145,7 +145,7 @@ class GrammarCheck:
         ours.setblocking(False)
         with theirs:
             self._streams = await asyncio.open_connection(sock=ours)
-            command = (*BOUND, "detcompile.serving.grammars.check")  # BOUND: a grammar could keep it alive for hours
+            command = (*BOUND, "detcompile.serving.grammar_check")  # BOUND: a grammar could keep it alive for hours
             self._process = Child(command, stdin=theirs.fileno(), stdout=theirs.fileno())
         async with asyncio.timeout(START_SECONDS):
             await self._ask(tokenizer)
@@ -158,6 +158,70 @@ class GrammarCheck:
         await writer.drain()
         (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
         return (await reader.readexactly(size)).decode()
+
+
+class FairLock:
+    """A lock that goes to the owner with the least time so far. All methods must be called in the event loop's
+    thread."""
+
+    def __init__(self) -> None:
+        self._queues: dict[str, deque[asyncio.Future[None]]] = {}  # no empty queues
+        self._seconds: dict[str, float] = {}  # used by owners since all queues were last empty
+        self._busy = False
+
+    def num_waiting(self, owner: str) -> int:
+        """Return how many tasks of an owner wait."""
+        return len(self._queues.get(owner, ()))
+
+    @contextlib.asynccontextmanager
+    async def hold(self, owner: str, seconds: float) -> AsyncIterator[None]:
+        """Wait for the lock and hold it within the context.
+
+        Raises:
+            TimeoutError: waited longer than ``seconds``.
+        """
+        await self._begin(owner, seconds)
+        clock = asyncio.get_running_loop().time
+        start = clock()
+        try:
+            yield
+        finally:
+            self._busy = False
+            self._seconds[owner] = self._seconds.get(owner, 0.0) + clock() - start
+            self._grant_next()
+
+    async def _begin(self, owner: str, seconds: float) -> None:
+        granted = asyncio.get_running_loop().create_future()
+        self._queues.setdefault(owner, deque()).append(granted)
+        self._grant_next()
+        try:
+            async with asyncio.timeout(seconds):
+                await granted
+        except (TimeoutError, asyncio.CancelledError):
+            if granted.done() and not granted.cancelled():  # it got the lock at the same time
+                self._busy = False
+                self._grant_next()
+            else:
+                self._drop(owner, granted)
+            raise
+
+    def _drop(self, owner: str, granted: asyncio.Future[None]) -> None:
+        queue = self._queues[owner]
+        queue.remove(granted)
+        if not queue:
+            del self._queues[owner]
+
+    def _grant_next(self) -> None:
+        if self._busy:
+            return
+        if not self._queues:
+            self._seconds.clear()
+            return
+        owner = min(self._queues, key=lambda waiter: self._seconds.get(waiter, 0.0))
+        granted = self._queues[owner][0]
+        self._drop(owner, granted)
+        self._busy = True
+        granted.set_result(None)
 
 
 def main() -> None:

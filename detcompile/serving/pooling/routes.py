@@ -1,10 +1,12 @@
-"""POST /classify, /v1/score and /v1/rerank: classes of texts, and scores of pairs of texts.
+"""POST /v1/embeddings, /classify, /v1/score and /v1/rerank: vectors and classes of texts, and scores of pairs.
 
 Sigmoid, softmax and cosine are computed in float64 from the model's values; with ``use_activation: false`` the values
 are returned as they are.
 """
 
+import base64
 import math
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,12 +17,36 @@ from detcompile.serving.http_errors import HTTPError
 from detcompile.serving.journal.jobs import Call
 from detcompile.serving.openai.parameters import prompts_of
 from detcompile.serving.pooling.reply import Row, facts_of, pooled, require_count, require_prompts
-from detcompile.serving.pooling.schema import ClassifyRequest, RerankRequest, ScoreRequest
+from detcompile.serving.pooling.schema import ClassifyRequest, EmbeddingRequest, RerankRequest, ScoreRequest
 from detcompile.serving.service import Service
 
-__all__ = ["classify", "rerank", "score"]
+__all__ = ["classify", "embed", "rerank", "score"]
 
 TYPED_PAIRS = "this model needs token_type_ids for pairs, which are not supported"
+
+
+async def embed(service: Service, request: EmbeddingRequest, call: Call) -> Response:
+    """Answer a request.
+
+    Raises:
+        HTTPError: the request cannot be served.
+        InvalidInput: the tokenizer cannot read the text.
+    """
+    facts = facts_of(service, request, "embed")
+    if request.dimensions not in (None, facts.num_columns):
+        message = f"dimensions {request.dimensions} is not supported: the embeddings have {facts.num_columns}"
+        raise HTTPError(400, message, param="dimensions")
+    special = request.add_special_tokens is not False
+    prompts = await service.texts.ids_of(prompts_of(request.input, "input"), special, param="input", owner=call.owner)
+    require_prompts(service, prompts, "input")
+    write = _base64 if request.encoding_format == "base64" else list
+
+    def result(rows: list[Row]) -> dict[str, Any]:
+        data = [{"object": "embedding", "index": index, "embedding": write(row)} for index, row in enumerate(rows)]
+        return {"object": "list", "data": data}
+
+    normalize = request.normalize is not False
+    return pooled(service, call, prompts, result, prefix="embd-", pooling=request.pooling, normalize=normalize)
 
 
 async def classify(service: Service, request: ClassifyRequest, call: Call) -> Response:
@@ -110,6 +136,10 @@ async def _scored(
     require_prompts(service, prompts, param)
     activation = _sigmoid if activates else float
     return pooled(service, call, prompts, lambda rows: result([activation(row[0]) for row in rows]), prefix="score-")
+
+
+def _base64(row: Row) -> str:
+    return base64.b64encode(array("f", row).tobytes()).decode()
 
 
 def _cosines(rows: list[Row], num_first: int) -> list[float]:

@@ -119,7 +119,7 @@ def test_a_grammar_is_checked_beside_large_mappings(monkeypatch: pytest.MonkeyPa
     """The threads and libraries of a large machine map gigabytes, which are not the grammar's."""
     mapped = "memory = mmap.mmap(-1, 6 << 30, flags=mmap.MAP_PRIVATE)"
     code = f"import mmap, runpy, sys; {mapped}; runpy.run_module(sys.argv[1], run_name='__main__')"
-    monkeypatch.setattr("detcompile.serving.grammars.check.BOUND", (sys.executable, "-c", code))
+    monkeypatch.setattr("detcompile.serving.grammar_check.BOUND", (sys.executable, "-c", code))
 
     async def checked() -> None:
         check = GrammarCheck((TINY_FOLDER / "tokenizer.json").read_text(), 60, lambda *_: nullcontext())

@@ -8,7 +8,6 @@ import detcompile.templates.attention.rope_cache
 import detcompile.templates.collectives.gather
 import detcompile.templates.collectives.op
 import detcompile.templates.experts.op
-import detcompile.templates.matmul.batched
 import detcompile.templates.matmul.gate
 import detcompile.templates.matmul.op
 import detcompile.templates.quantized.op

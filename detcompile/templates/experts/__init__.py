@@ -1,1 +1,1 @@
-"""The products of tokens with their experts."""
+"""Products of tokens with their experts."""

@@ -1,4 +1,4 @@
-"""expert_matmul on the GPU: picks a schedule for the number of rows at launch, among those whose bits passed the gate.
+"""expert_matmul on the GPU: launches a schedule that passed the gate, chosen by the number of rows.
 
 Legend: M rows (a token's choice of an expert), C choices of a token, E experts, N output features, K summed features.
 The gate compares with the matmul template's reference schedule, expert by expert: the order is
@@ -39,7 +39,7 @@ from detcompile.templates.matmul.tree import LEVELS, tree_options
 __all__ = ["EXPERTS", "expert_matmul_cuda", "experts_problem", "probe_experts", "run_experts"]
 
 _BUCKETS = Buckets(16, 1 << 16)
-_CHUNK = 4096  # rows that a program sorts at a time
+_CHUNK = 4096  # rows that a program sorts per iteration
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +65,12 @@ def expert_matmul_cuda(
     radices: Sequence[int] = (),
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """x [T, K] or [T, C, K], ids [T, C] int64, w [E, N, K], bias [E, N] -> [T, C, N] in out_dtype (default x.dtype).
+    """Multiply x [T, K] or [T, C, K] with the experts' weights -> [T, C, N] in out_dtype (default x.dtype).
+
+    ids [T, C] int64, w [E, N, K], bias [E, N].
 
     Raises:
-        ScheduleError: during CUDA graph capture, if no launch of this problem came before it.
+        ScheduleError: during CUDA graph capture, if this problem was never launched before.
     """
     o = _operands(x, ids, w, bias, out_dtype or x.dtype, radices)
     if o.out.numel():
@@ -86,7 +88,7 @@ def run_experts(
     out_dtype: torch.dtype | None = None,
     radices: Sequence[int] = (),
 ) -> Tensor:
-    """The op under one schedule, gate or no gate: for tests, the gate itself and benchmarks."""
+    """Run the op under one schedule without asking the gate: for tests, the gate itself and benchmarks."""
     o = _operands(x, ids, w, bias, out_dtype or x.dtype, radices)
     _run(schedule, o)
     return o.out.view(*ids.shape, w.shape[1])
@@ -95,7 +97,7 @@ def run_experts(
 def experts_problem(
     rows: int, x: Tensor, w: Tensor, bias: Tensor | None, radices: tuple[int, ...] = ()
 ) -> ExpertsProblem:
-    """What a launch's schedule may depend on; the rows only through their power-of-two bucket."""
+    """Return the problem of a launch; it contains the row count only as a power-of-two bucket."""
     E, N, K = w.shape
     whole = w.stride(2) == 1 and w.stride(0) == N * w.stride(1)
     return ExpertsProblem(
@@ -113,10 +115,11 @@ def experts_problem(
 
 
 def probe_experts(problem: ExpertsProblem, device: torch.device) -> Callable[[ExpertsSchedule], bytes]:
-    """The gate's probe: bytes of the unrounded sums and of the op under a schedule, which must be matmul's own.
+    """Return the gate's probe: bytes of the unrounded sums and of the op under a schedule; they must equal matmul's.
 
-    Heavy-tailed data over the problem's own K and layout, a few experts of uneven rows, one row without any; M and N
-    end inside a tile, so that masks are probed too. N keeps its remainder by 16, for which the compiler specialises.
+    It uses heavy-tailed data with the problem's K and layout, and a few experts of uneven rows, including one row
+    without an expert. M and N end inside a tile, so that masks are probed too. N keeps its remainder modulo 16, on
+    which the compiler specializes.
     """
     generator = torch.Generator(device).manual_seed(21)
     M, N, E = min(problem.bucket, 256) - 3, min(problem.n, 336 + problem.n % 16), min(problem.experts, 5)
@@ -137,13 +140,13 @@ def probe_experts(problem: ExpertsProblem, device: torch.device) -> Callable[[Ex
     expected = _by_matmul(x, ids, w, None, torch.float32, radices), _by_matmul(x, ids, w, bias, dtype, radices)
 
     def bits(schedule: ExpertsSchedule) -> bytes:
-        found = (
+        results = (
             run_experts(schedule, x, ids, w, None, torch.float32, radices),
             run_experts(schedule, x, ids, w, bias, dtype, radices),
         )
-        if bytes_of(*found) != bytes_of(*expected):
+        if bytes_of(*results) != bytes_of(*expected):
             raise ScheduleError("its bits differ from those of matmul's reference schedule")
-        return bytes_of(*found)
+        return bytes_of(*results)
 
     return bits
 
@@ -192,7 +195,7 @@ def _operands(
 
 def _run(schedule: ExpertsSchedule, o: _Operands) -> None:
     if len(o.radices) > LEVELS:
-        raise ScheduleError(f"expert_matmul: a tree of {LEVELS} levels at most, not {o.radices}")
+        raise ScheduleError(f"expert_matmul: trees may have at most {LEVELS} levels, not {o.radices}")
     options = {
         "E": len(o.w),
         "HAS_BIAS": o.bias is not None,
@@ -252,17 +255,17 @@ def _run_sorted(schedule: Sorted, o: _Operands, options: dict[str, Any]) -> None
 
 
 def _described(schedule: Grouped | Sorted, o: _Operands) -> TensorDescriptor:
-    """The weights as [E * N, K], for kernels that sum whole k-groups in one chain a leaf."""
+    """Return a descriptor of the weights as [E * N, K], for kernels that sum one chain of whole k-groups per leaf."""
     E, N, K = o.w.shape
     if o.x.dtype is torch.float32 and matmul_kernels.FP32_BLOCK.value < o.leaf_k:
         raise ScheduleError(f"expert_matmul: {schedule} sums one chain, not the blocks of float32")
     if o.radices and o.leaf_k % schedule.block_k:
-        raise ScheduleError(f"expert_matmul: {schedule} takes whole k-groups, not leaves of {o.leaf_k}")
+        raise ScheduleError(f"expert_matmul: {schedule} needs whole k-groups, not leaves of {o.leaf_k}")
     return TensorDescriptor.from_tensor(o.w.view(E * N, K), [schedule.block_n, schedule.block_k])
 
 
 def _grouped_rows(o: _Operands, block_m: int) -> tuple[Tensor, Tensor]:
-    """Rows in order of their expert [M], and tiles of them [worst case + 1, 3], as group_rows_kernel writes them."""
+    """Return rows sorted by expert [M], and tiles of them [worst case + 1, 3], as group_rows_kernel writes them."""
     M, groups = len(o.ids), o.w.shape[0] + 1
     num_tiles = min(M, M // block_m + groups)
     order, tiles = (torch.empty(shape, dtype=torch.int32, device=o.x.device) for shape in ((M,), (num_tiles + 1, 3)))
@@ -275,7 +278,7 @@ def _grouped_rows(o: _Operands, block_m: int) -> tuple[Tensor, Tensor]:
 
 
 def _sorted_rows(o: _Operands, order: Tensor) -> Tensor:
-    """x [M, K] in that order, a copy."""
+    """Copy x's rows into that order, [M, K]."""
     K = o.x.shape[1]
     out = o.x.new_empty((len(order), K))
     block = min(2048, triton.next_power_of_2(K))

@@ -1,16 +1,17 @@
-"""Products of rows with their experts' weights on the GPU, summed as those of matmul, by the same `leaf_sum`.
+"""Products of rows with their experts' weights on the GPU, summed like matmul's, by the same `leaf_sum`.
 
 Legend: M rows (a token's choice of an expert), C choices of a token, E experts, N output features, K summed features.
 
 | kernel | for |
 |---|---|
-| decode_kernel | up to BM rows: a program an expert with rows and a tile of N, found without sorting |
-| group_rows_kernel, then grouped_kernel | any number: rows sorted by expert, stably, in tiles that hold one expert's |
+| decode_kernel | up to BM rows: one program per tile of N and expert with rows, without sorting |
+| group_rows_kernel, then grouped_kernel | any number: rows sorted stably by expert, tiles of one expert's rows |
 | the same, gather_rows_kernel, sorted_kernel | many: x copied in that order, so that descriptors read both operands |
 
-No program waits for another, none adds atomically, and the host reads nothing: which rows and tiles there are is on the
-device, in as many programs as the worst case needs. A row's sum knows its own operands alone. An id outside [0, E)
-stands for no expert, the group E: its rows are zeros. With a tree (R3 above 1) its open nodes are kept in registers.
+No program waits for another, none adds atomically, and the host reads nothing: the rows and tiles are computed on the
+device, with as many programs as the worst case needs. A row's sum depends only on its own operands. An id outside [0,
+E)
+means no expert, group E: its rows are zeros. With a tree (R3 > 1) open nodes are kept in registers.
 """
 
 import triton
@@ -33,10 +34,10 @@ def group_rows_kernel(
     ids_ptr, order_ptr, tiles_ptr, M, num_tiles,
     E: tl.constexpr, BINS: tl.constexpr, BM: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program g: rows of group g, ascending, at their place in order [M], and its tiles in tiles [num_tiles + 1, 3].
+    """Program g writes the rows of group g, ascending, to order [M], and its tiles to tiles [num_tiles + 1, 3].
 
-    A tile is (group, first, end), places in order; what no group needs gets the group -1. The last row begins with the
-    number of tiles that there are. BINS is above E + 1.
+    A tile is (group, first, end) with places in order; unused tiles have group -1. The last row begins with the number
+    of used tiles. BINS > E + 1.
     """
     let_next_start(PDL)
     wait_for_earlier(PDL)
@@ -63,9 +64,9 @@ def group_rows_kernel(
             tl.store(tiles_ptr + (i + bins) * 3, bins * 0 - 1, mask=i + bins < num_tiles)
     for first in range(0, M, CHUNK):
         ids = tl.load(ids_ptr + first + lane, mask=first + lane < M, other=0)
-        own = ((first + lane < M) & (_groups_of(ids, E) == group)).to(tl.int32)
-        tl.store(order_ptr + start + tl.cumsum(own, 0) - 1, first + lane, mask=own > 0)
-        start += tl.sum(own)
+        members = ((first + lane < M) & (_groups_of(ids, E) == group)).to(tl.int32)
+        tl.store(order_ptr + start + tl.cumsum(members, 0) - 1, first + lane, mask=members > 0)
+        start += tl.sum(members)
 
 
 @triton.jit
@@ -73,7 +74,7 @@ def _descriptor_sum(
     x_M, w_desc, w_row, k_first, K, M, m, x_stride_k,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    """leaf_sum of one Sequential leaf up to K, with the weights through a descriptor of [E * N, K of all leaves]."""
+    """leaf_sum of a Sequential leaf up to K, with weights read through a descriptor of [E * N, K of all leaves]."""
     acc = tl.zeros((BN, BM), tl.float32) if SWAP else tl.zeros((BM, BN), tl.float32)
     for k in range(k_first, K, BK):
         kk = k + tl.arange(0, BK)
@@ -91,7 +92,7 @@ def _descriptor_sum(
 
 @triton.jit
 def _store(acc, out_ptr, bias_ptr, m, n, M, N, group, HAS_BIAS: tl.constexpr, SWAP: tl.constexpr):
-    """out[m] = round(acc + bias[group]); m and n are vectors."""
+    """Store out[m] = round(acc + bias[group]); m and n are vectors."""
     if HAS_BIAS:
         bias = tl.load(bias_ptr + group.to(tl.int64) * N + n, mask=n < N, other=0.0).to(tl.float32)
         acc = acc + (bias[:, None] if SWAP else bias[None, :])
@@ -124,7 +125,7 @@ def _expert_tile(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, BLOCKED: tl.constexpr,
     EVEN_K: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Rows m (M for none) of one group, BN features: summed, rounded and stored."""
+    """Compute, round and store rows m (M for none) of one group, BN features."""
     n = first_n + tl.arange(0, BN)
     if group == E:
         zeros = tl.zeros((BN, BM), tl.float32) if SWAP else tl.zeros((BM, BN), tl.float32)
@@ -133,7 +134,7 @@ def _expert_tile(
         x_M = x_ptr + (m // CHOICES).to(tl.int64) * x_stride_m
         w_row = group * N + first_n
         if TMA:
-            w_N = n  # the descriptor knows where
+            w_N = n  # the descriptor has the base
         else:
             w_N = w_ptr + group.to(tl.int64) * w_stride_e + n.to(tl.int64) * w_stride_n
         if R3 == 1:
@@ -163,16 +164,17 @@ def decode_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, BLOCKED: tl.constexpr,
     EVEN_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Axis 0 is a row: the first one of its group does the work of the group, over a tile of N (axis 1)."""
+    """Axis 0 is a row: the first row of a group computes the whole group, over a tile of N (axis 1)."""
     wait_for_earlier(PDL)
     row = tl.program_id(0)
     m = tl.arange(0, BM)
     group = _groups_of(tl.load(ids_ptr + row), E)
     groups = _groups_of(tl.load(ids_ptr + m, mask=m < M, other=0), E)
-    own = (m < M) & (groups == group)
-    if tl.min(tl.where(own, m, BM)) == row:
+    members = (m < M) & (groups == group)
+    if tl.min(tl.where(members, m, BM)) == row:
         _expert_tile(
-            x_ptr, w_ptr, out_ptr, bias_ptr, tl.where(own, m, M), tl.program_id(1) * BN, group, M, N, leaf_k, leaves,
+            x_ptr, w_ptr, out_ptr, bias_ptr, tl.where(members, m, M), tl.program_id(1) * BN, group, M, N, leaf_k,
+            leaves,
             x_stride_m, x_stride_k, w_stride_e, w_stride_n, w_stride_k,
             E, CHOICES, HAS_BIAS, R0, R1, R2, R3, BM, BN, BK, SWAP, BLOCKED, EVEN_K, False,
         )  # fmt: skip
@@ -188,7 +190,7 @@ def grouped_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr,
     BLOCKED: tl.constexpr, EVEN_K: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One tile of group_rows_kernel and one of N; w_ptr is a descriptor of [E * N, K] with TMA."""
+    """One tile of group_rows_kernel and one of N; with TMA, w_ptr is a descriptor of [E * N, K]."""
     wait_for_earlier(PDL)
     tile_m, tile_n = grouped(tl.program_id(0), num_tiles * BM, N, BM, BN, GROUP)
     group = tl.load(tiles_ptr + tile_m * 3)
@@ -208,7 +210,7 @@ def grouped_kernel(
 def gather_rows_kernel(
     x_ptr, order_ptr, out_ptr, K, x_stride_m, CHOICES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    """out[p] = x[order[p] // C], contiguous; BLOCK columns (axis 1) of a row (axis 0) a program."""
+    """out[p] = x[order[p] // C], contiguous; BLOCK columns (axis 1) of a row (axis 0) per program."""
     let_next_start(PDL)
     wait_for_earlier(PDL)
     place = tl.program_id(0).to(tl.int64)
@@ -233,9 +235,9 @@ def sorted_kernel(
     R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, R3: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Persistent programs walk the tiles that there are: x_desc [M, K] in the order of experts, w_desc [E * N, K].
+    """Persistent programs loop over the used tiles: x_desc [M, K] in the order of experts, w_desc [E * N, K].
 
-    A tile of x may end with rows of the next expert, and one of w with its features: what they give is not stored.
+    A tile of x may end with rows of the next expert, and a tile of w with its features; their products are not stored.
     """
     wait_for_earlier(PDL)
     live = tl.load(tiles_ptr + num_tiles * 3)

@@ -1,13 +1,13 @@
-"""expert_matmul: out[t, c] = x[t] @ w[ids[t, c]]^T (+ bias[ids[t, c]]), every element summed as matmul sums it.
+"""expert_matmul: out[t, c] = x[t] @ w[ids[t, c]]^T (+ bias[ids[t, c]]), every element summed like matmul's.
 
 Legend: T tokens, C experts chosen by each, E experts, N output features, K input features; M = T * C rows.
 
     expert_matmul_partial(x, ids, w, radices, tp) -> float32: one rank's subtree of Tree(K, ...), without a bias
 
-Rows are taken expert by expert, ids ascending; none is dropped. The order of a product, with its tree where there are
-radices, knows nothing of its rows (templates/matmul/op.py), so a row's bits depend on itself and on its expert's
-weights alone. The id E stands for no expert: such a row is zeros. On a GPU so does every id outside [0, E), since the
-host never reads them (gpu.py).
+Rows are processed expert by expert, ids ascending; none is dropped. A product's order, including its tree with radices,
+does not depend on its rows (templates/matmul/op.py), so a row's bits depend only on the row and its expert's weights.
+The id E means no expert: such a row is zeros. On a GPU this holds for every id outside [0, E), because the host never
+reads them (gpu.py).
 """
 
 import math
@@ -35,22 +35,22 @@ def expert_matmul_cpu(
     out_dtype: torch.dtype | None = None,
     isa: str | None = None,
 ) -> Tensor:
-    """The op on the CPU, x [T, K] or [T, C, K], ids [T, C] int64, w [E, N, K] of unit stride along N or K, bias [E, N].
+    """Run the op on the CPU.
 
-    Returns [T, C, N] in out_dtype (default x.dtype). The choices of a token share its row of x, or have one each; C may
-    be left out.
+    x [T, K] or [T, C, K], ids [T, C] int64, w [E, N, K] of unit stride along N or K, bias [E, N] -> [T, C, N] in
+    out_dtype (default x.dtype). The choices of a token share its row of x, or have one each; C may be omitted.
 
     Raises:
-        InvalidInput: rows of x that are not the ids', or an id outside [0, E].
+        InvalidInput: x's rows do not match the ids, or an id is outside [0, E].
         NumericsError: K does not split into prod(radices) leaves.
     """
-    radices = tuple(radices or ())  # AOTInductor hands None where the graph has an empty list
+    radices = tuple(radices or ())  # AOTInductor passes None for an empty list
     _check(x, ids, radices)
     num_experts, N = w.shape[:2]
     if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) <= num_experts:
         raise InvalidInput(
             f"detcompile::expert_matmul: ids from {int(ids.min())} to {int(ids.max())} for {num_experts} experts. The "
-            "router has to choose among the experts (or give their number, for none)."
+            "router must choose among the experts (or pass their number, for none)."
         )
     if w.stride(2) != 1 and w.stride(1) != 1:
         w = w.contiguous()
@@ -115,7 +115,7 @@ define(
 
 
 def reference_expert_matmul(x: Tensor, ids: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The op's value in float64, unrounded."""
+    """Return the op's value in float64, unrounded."""
     rows = x.double() if x.dim() > ids.dim() else x.double()[:, None].expand(*ids.shape, -1)
     y = (w.double()[ids] @ rows[..., None])[..., 0]
     return y if bias is None else y + bias.double()[ids]
@@ -128,4 +128,4 @@ def _check(x: Tensor, ids: Tensor, radices: tuple[int, ...]) -> None:
             f"{tuple(ids.shape)}. Flatten the tokens."
         )
     if x.shape[-1] % math.prod(radices):
-        matmul_order(x.shape[-1], x.dtype, radices)  # raises, and names the tp_sizes that fit
+        matmul_order(x.shape[-1], x.dtype, radices)  # raises, with the tp_sizes that fit

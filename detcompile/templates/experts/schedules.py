@@ -1,7 +1,7 @@
-"""Schedules of experts' products on the GPU: which exist for a problem, the likely fastest first.
+"""Schedules of expert products on the GPU: the candidates for a problem, the likely fastest first.
 
-Legend: E experts, N output features, K summed features. Bits are the same under all; `templates.device.gate` sees to
-that.
+Legend: E experts, N output features, K summed features. A schedule never affects bits; `templates.device.gate` checks
+this.
 """
 
 import functools
@@ -21,15 +21,15 @@ __all__ = [
     "expert_candidates",
 ]
 
-DECODE_ROWS = 64  # that a program looks through for its expert's
+DECODE_ROWS = 64  # rows that a program searches for its expert's
 
 
 @dataclass(frozen=True, slots=True)
 class Decode(PipelinedTile):
-    """kernels.decode_kernel: block_m rows at most, a program an expert with rows and a tile of N.
+    """kernels.decode_kernel: at most block_m rows, one program per tile of N and expert with rows.
 
     Attributes:
-        swapped: The weights are the M operand of the MMA.
+        swapped: True if the weights are the M operand of the MMA.
     """
 
     _: KW_ONLY
@@ -41,12 +41,12 @@ class Decode(PipelinedTile):
 
 @dataclass(frozen=True, slots=True)
 class Grouped(PipelinedTile):
-    """kernels.grouped_kernel: rows in order of their experts, a program a tile.
+    """kernels.grouped_kernel: rows in order of their experts, one program per tile.
 
     Attributes:
-        swapped: The weights are the M operand of the MMA.
-        descriptors: The weights are read through a tensor descriptor.
-        group: Tiles of rows that share their weights in the L2 cache.
+        swapped: True if the weights are the M operand of the MMA.
+        descriptors: True if the weights are read through a tensor descriptor.
+        group: tiles of rows that share their weights in L2.
     """
 
     _: KW_ONLY
@@ -61,10 +61,10 @@ class Grouped(PipelinedTile):
 
 @dataclass(frozen=True, slots=True)
 class Sorted(PipelinedTile):
-    """kernels.sorted_kernel: copies of the rows in order of their experts, read like the weights by descriptors.
+    """kernels.sorted_kernel: rows copied in order of their experts; descriptors read them and the weights.
 
     Attributes:
-        group: Tiles of rows that share their weights in the L2 cache.
+        group: tiles of rows that share their weights in L2.
     """
 
     _: KW_ONLY
@@ -76,19 +76,19 @@ class Sorted(PipelinedTile):
 
 ExpertsSchedule: TypeAlias = Decode | Grouped | Sorted
 
-REFERENCE = Grouped(32, 64, 32, 4, 2)  # serves where no candidate passes; gated like them
+REFERENCE = Grouped(32, 64, 32, 4, 2)  # used if no candidate passes; gated like the others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsProblem:
-    """All that a choice of schedule may depend on.
+    """Everything that a choice of schedule may depend on.
 
     Attributes:
-        radices: Radices of the tree over K; () for one chain.
-        order: The SumOrder, as text.
-        w_nk: the weights are contiguous along K (else along N).
-        aligned: the weights can be read through a tensor descriptor.
-        bias: dtype of the bias, None where there is none.
+        radices: radices of the tree over K; () for one chain.
+        order: the SumOrder, as text.
+        w_nk: True if the weights are contiguous along K (else along N).
+        aligned: True if the weights can be read through a tensor descriptor.
+        bias: dtype of the bias, or None.
         bucket: rows (choices of all tokens), rounded up to a power of two.
     """
 
@@ -109,7 +109,7 @@ class ExpertsProblem:
         return f"{shape} {layout} bias={self.bias} rows<={self.bucket}"
 
 
-# Few rows an expert: the weights' bytes count.
+# Few rows per expert: the weights' bytes dominate.
 _DECODE: dict[int, list[Decode]] = {
     16: [
         Decode(16, 64, 128, 4, 5, swapped=True),
@@ -125,7 +125,7 @@ _DECODE: dict[int, list[Decode]] = {
     ],
     64: [Decode(64, 64, 128, 4, 4, swapped=True), Decode(64, 128, 64, 4, 4, swapped=True)],
 }
-_GROUPED: dict[int, list[Grouped | Sorted]] = {  # by rows an expert
+_GROUPED: dict[int, list[Grouped | Sorted]] = {  # by rows per expert
     16: [
         Grouped(16, 64, 256, 4, 4, swapped=True, descriptors=True),
         Grouped(16, 64, 128, 4, 6, swapped=True, descriptors=True),
@@ -178,11 +178,11 @@ _FLOAT32: list[Grouped] = [
 
 @functools.cache
 def expert_candidates(problem: ExpertsProblem) -> tuple[ExpertsSchedule, ...]:
-    """Schedules for this problem, the likely fastest first. All but ``Decode`` serve any number of rows."""
+    """Return the schedules for a problem, the likely fastest first. All but ``Decode`` serve any number of rows."""
     decodes = problem.bucket <= DECODE_ROWS
     if problem.dtype == "float32":
         return (*([Decode(problem.bucket, 32, 64, 4, 3)] if decodes else []), *_FLOAT32)
-    evenly = max(16, min(128, problem.bucket // problem.experts))  # rows an expert; some have more
+    evenly = max(16, min(128, problem.bucket // problem.experts))  # average rows per expert
     width = 1 << (evenly - 1).bit_length()
     grouped = _GROUPED[width] + _GROUPED.get(2 * width, [])[:2]
     fitting = [s for s in grouped if problem.aligned or not (isinstance(s, Sorted) or s.descriptors)]

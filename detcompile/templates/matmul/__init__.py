@@ -1,1 +1,1 @@
-"""Matrix products, the gates of MLPs that join them, and batches of products."""
+"""Matrix products, gated products of MLPs, and batched products."""

@@ -2,8 +2,8 @@
 
 Legend: M tokens, N output features, K summed features; a tree of LEVELS levels has 2**LEVELS leaves.
 
-A leaf is an entry of a batch of products, so that its k-groups wait for nothing but the groups before them in the leaf:
-one token and few features are a chain of additions, which is that many times shorter.
+Each leaf is an entry of a batch of products, so a leaf's k-groups depend only on earlier groups of the same leaf. For
+few tokens and features the latency is a chain of additions; batching shortens it by the number of leaves.
 """
 
 import triton
@@ -30,8 +30,8 @@ def batched_leaves_kernel(
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, LEVELS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, EVEN_K: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A tile of BN features (axis 0) and BM tokens (axis 1). AHEAD: its weights are fetched into the L2 cache while the
-    kernel before ends."""
+    """One tile of BN features (axis 0) and BM tokens (axis 1). AHEAD: prefetch its weights into L2 while the previous
+    kernel is finishing."""
     LEAVES: tl.constexpr = 1 << LEVELS
     let_next_start(PDL)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -65,7 +65,7 @@ def batched_leaves_kernel(
 
 
 def launch(schedule: BatchedLeaves, o: Operands) -> None:
-    """Run the kernel. Leaves of float32 are one block of 128 at most."""
+    """Run the kernel. float32 leaves have at most one block of 128."""
     (M, N), levels = o.out.shape, len(o.radices)
     leaf_k = o.x.shape[1] >> levels
     launcher(batched_leaves_kernel)[cdiv(N, schedule.block_n), cdiv(M, schedule.block_m)](

@@ -1,7 +1,7 @@
-"""GEMM schedules: which exist for a problem, in the order in which they are likely to be fast.
+"""GEMM schedules: the candidates for a problem, the likely fastest first.
 
-Legend: M tokens, N output features, K summed features. A schedule never decides bits; `templates.device.gate` sees to
-that.
+Legend: M tokens, N output features, K summed features. A schedule never affects bits; `templates.device.gate` checks
+this.
 """
 
 import functools
@@ -20,7 +20,7 @@ from detcompile.templates.matmul.schedules import (
 
 __all__ = ["candidates", "reference_schedule"]
 
-_Rows: TypeAlias = list[tuple[int, ...]]  # sizes, warps (of all but hopper), stages, ctas and nodes (1 if left out)
+_Rows: TypeAlias = list[tuple[int, ...]]  # sizes, warps (not for hopper), stages, ctas and nodes (default 1)
 _POINTERS_FEW: dict[int, _Rows] = {
     16: [(16, 64, 128, 4, 6), (16, 64, 256, 4, 5), (16, 64, 128, 4, 4), (16, 128, 64, 4, 4)],
     32: [(32, 64, 128, 4, 5), (32, 128, 64, 4, 4)],
@@ -31,13 +31,13 @@ _TMA_FEW: dict[int, _Rows] = {
     32: [(32, 64, 256, 4, 4), (32, 64, 128, 4, 5)],
     64: [(64, 64, 128, 4, 5), (64, 128, 64, 4, 6)],
 }
-# Features are the rows of a warpgroup here: with a tree nothing is split, and no second launch adds leaves.
+# Swapped: features are the rows of a warpgroup. With a tree nothing is split, so no second launch adds leaves.
 _HOPPER_FEW: dict[int, _Rows] = {
     16: [(16, 64, 256, 5), (16, 64, 128, 8), (16, 64, 128, 4, 2), (16, 64, 64, 8, 2), (16, 64, 64, 12)],
     32: [(32, 64, 256, 4), (32, 64, 128, 8), (32, 64, 128, 4, 2), (32, 64, 64, 8)],
     64: [(64, 64, 128, 6), (64, 64, 64, 10), (32, 64, 128, 8)],
 }
-# Trees of radix 2, whose leaves are summed side by side: K of all leaves, warps at most, stages.
+# Trees of radix 2, whose leaves are summed in parallel: K of all leaves, maximum of warps, stages.
 _BATCHED_LEAVES = [(1024, 8, 3), (1024, 4, 3), (512, 8, 4)]
 _BATCHED_LEAVES_FEATURES = 16
 _TMA: _Rows = [(64, 64, 128, 4, 6), (64, 128, 64, 4, 4, 2), (128, 128, 64, 4, 6), (128, 256, 64, 8, 4)]
@@ -66,7 +66,7 @@ _HOPPER_TREE: _Rows = [
     (128, 128, 64, 5),
     (128, 128, 64, 4),
 ]
-# One open node per level lives in registers, so that tiles are smaller.
+# Registers hold one open node per level, so tiles are smaller.
 _TMA_TREE: _Rows = [(128, 128, 64, 8, 4), (128, 64, 64, 8, 4, 2), (64, 128, 64, 8, 4, 2), (64, 64, 64, 4, 4, 3)]
 _ANY_STRIDES: _Rows = [(128, 128, 64, 8, 3), (64, 128, 64, 4, 3), (64, 64, 64, 4, 3)]
 _FLOAT32: dict[int, _Rows] = {
@@ -74,74 +74,74 @@ _FLOAT32: dict[int, _Rows] = {
     64: [(32, 64, 32, 4, 3), (64, 64, 32, 4, 3)],
     4096: [(64, 64, 32, 4, 3), (128, 64, 16, 8, 3), (128, 128, 16, 8, 3), (64, 64, 16, 4, 3)],
 }
-# An H200, roughly: it only sorts candidates. Multiply-adds and bytes that a multiprocessor takes in a cycle.
+# Approximately an H200; only sorts candidates. Multiply-adds and bytes per cycle of a multiprocessor.
 _MULTIPROCESSORS, _MULTIPLY_ADDS, _BYTES = 132, 1860, 52
 _MANY_TOKENS = 2048
-_FEW_WEIGHTS = 8 << 20  # numbers; so few are fetched ahead whole, and without a warp of its own
+_FEW_WEIGHTS = 8 << 20  # elements; up to this size weights are prefetched whole, without a separate warp
 _MANY_FEATURES = 16384
-_MANY_LEAVES = 8  # a rank's share of a tree has fewer, which side by side leave most of a multiprocessor without work
-_MANY_GATED = 1024  # from here on the one launch of a gated schedule is worth the registers that it takes
-_SHARED_BYTES = 231_424  # that a program may have there, less the barriers of hopper.py
+_MANY_LEAVES = 8  # a rank's share of a tree has fewer leaves; in parallel they would leave a multiprocessor mostly idle
+_MANY_GATED = 1024  # tokens from which one launch of a gated schedule is worth its registers
+_SHARED_BYTES = 231_424  # shared memory of a program, minus the barriers of hopper.py
 
 
 def reference_schedule(problem: GemmProblem) -> PointerTiles:
-    """The schedule whose bits the gate asks of all others: small tiles, plain pointers."""
+    """Return the schedule that defines the bits: small tiles, plain pointers."""
     return PointerTiles(32, 64, 32, 4, 2, split=len(problem.radices) > 4)
 
 
 @functools.cache
 def candidates(problem: GemmProblem) -> tuple[GemmSchedule, ...]:
-    """Schedules for this problem, the likely fastest first. Every one can serve any token count."""
+    """Return the schedules for a problem, the likely fastest first. Each serves any token count."""
     if problem.dtype == "float32":
         few = next(largest for largest in _FLOAT32 if problem.bucket <= largest)
-        found: list[GemmSchedule] = [PointerTiles(*row) for row in _FLOAT32[few]]
+        schedules: list[GemmSchedule] = [PointerTiles(*row) for row in _FLOAT32[few]]
     else:
-        found = _few_tokens(problem) if problem.bucket <= 64 else []
-        found += _many_tokens(problem) if problem.bucket >= 64 else []
-        found = list(dict.fromkeys([*found, *(PointerTiles(*row) for row in _ANY_STRIDES)]))
+        schedules = _few_tokens(problem) if problem.bucket <= 64 else []
+        schedules += _many_tokens(problem) if problem.bucket >= 64 else []
+        schedules = list(dict.fromkeys([*schedules, *(PointerTiles(*row) for row in _ANY_STRIDES)]))
     if not problem.radices:
-        return tuple(found)
-    return tuple(_with_leaves(problem, found))
+        return tuple(schedules)
+    return tuple(_with_leaves(problem, schedules))
 
 
 def _few_tokens(problem: GemmProblem) -> list[GemmSchedule]:
-    """Schedules that swap their operands, and for 64 tokens one that need not."""
+    """Schedules with swapped operands, and for 64 tokens one without."""
     bucket = max(16, problem.bucket)
     hopper = [HopperTiles(*row, swapped=True) for row in _HOPPER_FEW[bucket]] if problem.hopper else []
     tma = [TmaTiles(*row, swapped=True) for row in _TMA_FEW[bucket]] if problem.aligned else []
     pointers = [PointerTiles(*row, swapped=True) for row in _POINTERS_FEW[bucket]]
     plain: list[GemmSchedule] = [*pointers, *tma] if bucket == 16 else [*tma[:1], *pointers, *tma[1:]]
-    if bucket > 16 and problem.n >= _MANY_FEATURES:  # tiles come in waves, whose gaps short steps along K fill
+    if bucket > 16 and problem.n >= _MANY_FEATURES:  # tiles come in waves; short steps along K fill the gaps
         pointers.sort(key=lambda schedule: schedule.block_k)
         plain = [*pointers, *tma]
     many_weights = bucket <= 16 and problem.n * problem.k > _FEW_WEIGHTS
     if problem.gated:
         gated = [replace(schedule, gated=True) for schedule in pointers]
         plain = [*plain, *gated] if many_weights or bucket > 32 else [*gated, *plain]
-    # The weights that it fetches ahead, while the kernel before ends, count where many are read for few tokens.
+    # hopper prefetches weights while the previous kernel is finishing, which pays off for many weights and few tokens.
     if many_weights:
         return [*hopper, *plain]
     narrow = HopperTiles(*_NARROW)
     if bucket == 64 and problem.hopper and problem.n <= narrow.block_n * _MULTIPROCESSORS:
-        return [narrow, *plain, *hopper]  # swapped tiles would leave half of the multiprocessors without one
+        return [narrow, *plain, *hopper]  # swapped tiles would leave half of the multiprocessors idle
     return [*plain, *hopper]
 
 
 def _many_tokens(problem: GemmProblem) -> list[GemmSchedule]:
-    found: list[TmaTiles | HopperTiles] = [TmaTiles(*row) for row in _TMA] if problem.aligned else []
+    schedules: list[TmaTiles | HopperTiles] = [TmaTiles(*row) for row in _TMA] if problem.aligned else []
     if problem.hopper:
-        found += [HopperTiles(*row) for row in _HOPPER]
-    found.sort(key=functools.partial(_cycles, problem))
+        schedules += [HopperTiles(*row) for row in _HOPPER]
+    schedules.sort(key=functools.partial(_cycles, problem))
     if problem.gated and problem.hopper and problem.bucket >= _MANY_GATED:
-        return [*(HopperTiles(*row, gated=True) for row in _HOPPER_GATED), *found]
-    return [*found]
+        return [*(HopperTiles(*row, gated=True) for row in _HOPPER_GATED), *schedules]
+    return [*schedules]
 
 
 def _cycles(problem: GemmProblem, schedule: TmaTiles | HopperTiles) -> tuple[float, int, bool]:
-    """Cycles expected for one k, over all waves of tiles: whichever of arithmetic and loads takes longer.
+    """Expected cycles per k over all waves of tiles: the larger of arithmetic and loads.
 
-    Of many tokens the last wave does not count: the bucket says little about it. Equals: the larger tile, then the
-    kernel whose loads run ahead over the end of a tile.
+    For many tokens the last wave is not rounded up, since the bucket says little about it. Ties: the larger tile, then
+    the kernel whose loads continue across tiles.
     """
     m, n = schedule.block_m, schedule.block_n
     tiles = math.ceil(problem.bucket / m) * math.ceil(problem.n / n)
@@ -151,8 +151,8 @@ def _cycles(problem: GemmProblem, schedule: TmaTiles | HopperTiles) -> tuple[flo
     return round(cycles, 3), -m * n, not isinstance(schedule, HopperTiles)
 
 
-def _with_leaves(problem: GemmProblem, found: list[GemmSchedule]) -> list[GemmSchedule]:
-    tiles = [schedule for schedule in found if isinstance(schedule, PointerTiles | TmaTiles)]
+def _with_leaves(problem: GemmProblem, schedules: list[GemmSchedule]) -> list[GemmSchedule]:
+    tiles = [schedule for schedule in schedules if isinstance(schedule, PointerTiles | TmaTiles)]
     split = [replace(schedule, split=True) for schedule in tiles]
     if len(problem.radices) > 4:
         return _whole_groups(problem, [*split])
@@ -180,19 +180,19 @@ def _batched_leaves(problem: GemmProblem) -> list[BatchedLeaves]:
     return [BatchedLeaves(*tile, *row, ahead=ahead) for row in rows]
 
 
-def _whole_groups(problem: GemmProblem, found: list[GemmSchedule]) -> list[GemmSchedule]:
-    """A descriptor does not end at a leaf: its leaves must be whole tiles of K. And the nodes of a tree must fit."""
+def _whole_groups(problem: GemmProblem, schedules: list[GemmSchedule]) -> list[GemmSchedule]:
+    """Schedules whose descriptors suit the leaves: a leaf must be whole tiles of K, and the tree's nodes must fit."""
     leaf_k = problem.k // math.prod(problem.radices)
     return [
         schedule
-        for schedule in found
+        for schedule in schedules
         if isinstance(schedule, PointerTiles | BatchedLeaves) or leaf_k % schedule.block_k == 0
         if not isinstance(schedule, HopperTiles) or _fits(problem, schedule)
     ]
 
 
 def _fits(problem: GemmProblem, schedule: HopperTiles) -> bool:
-    """Whether the ring of k-groups and the nodes that wait, one float32 tile a level, fit into shared memory."""
+    """True if the ring of k-groups and the waiting nodes, one float32 tile per level, fit into shared memory."""
     ring = 2 * (schedule.block_m + schedule.block_n) * schedule.block_k * schedule.stages
     levels = len(problem.radices) - schedule.nodes
     return levels >= 0 and ring + 4 * levels * schedule.block_m * schedule.block_n <= _SHARED_BYTES

@@ -1,7 +1,7 @@
-"""silu_mul on the GPU: elementwise, so there is no order to keep.
+"""silu_mul on the GPU: elementwise, so there is no order to preserve.
 
-Legend: T rows, F features. A row's place is found once for a program, not for each element: a division in 64 bits for
-every element takes three times as long as reading it.
+Legend: T rows, F features. A row's address is computed once per program, not per element: a 64-bit division for every
+element takes three times as long as loading it.
 """
 
 import torch
@@ -19,7 +19,7 @@ __all__ = ["silu_mul", "silu_mul_cuda"]
 
 @triton.jit
 def silu_mul(gate, up, ON_GPU: tl.constexpr):
-    """round(round(silu(gate)) * up) of numbers of one dtype."""
+    """round(round(silu(gate)) * up) for operands of one dtype."""
     x = gate.to(tl.float32)
     if not ON_GPU:  # the interpreter has no libdevice
         silu = tl.div_rn(x, 1.0 + tl.exp(-x))
@@ -48,7 +48,7 @@ def _silu_mul_kernel(
 
 
 def silu_mul_cuda(gate: Tensor, up: Tensor) -> Tensor:
-    """gate and up [..., F] -> [..., F], contiguous, in their dtype."""
+    """Return silu_mul of gate and up [..., F], contiguous, in their dtype."""
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     if out.numel() == 0:
         return out
@@ -64,6 +64,6 @@ def silu_mul_cuda(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """[..., F] as [T, F] of unit last stride, in place where the strides allow it."""
+    """View [..., F] as [T, F] of unit last stride; copy only if the strides require it."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()

@@ -1,7 +1,7 @@
-"""matmul on the GPU: picks a schedule for the token count at launch, among those whose bits passed the gate.
+"""matmul on the GPU: launches a schedule that passed the gate, chosen by the token count.
 
-Legend: M tokens, N output features, K summed features. The order is `numerics.matmul_order(K, dtype, radices)`; which
-schedules exist is in candidates.py, how they compute in kernels.py.
+Legend: M tokens, N output features, K summed features. The order is `numerics.matmul_order(K, dtype, radices)`. The
+schedules are in candidates.py, their kernels in kernels.py.
 """
 
 import functools
@@ -52,16 +52,16 @@ def matmul_cuda(
     out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """x [M, K], w [N, K], bias [N], residual [M, N] -> [M, N] in out_dtype (default x.dtype).
+    """Multiply x [M, K], w [N, K], bias [N], residual [M, N] -> [M, N] in out_dtype (default x.dtype).
 
     Args:
-        out: [M, N], contiguous, where the result shall be; its dtype is the result's.
+        out: [M, N], contiguous, receives the result in its dtype.
 
     Raises:
         NumericsError: K does not split into prod(radices) leaves.
-        ScheduleError: during CUDA graph capture, if no launch of this problem came before it.
+        ScheduleError: during CUDA graph capture, if this problem was never launched before.
     """
-    # AOTInductor hands None where the graph has an empty list
+    # AOTInductor passes None for an empty list
     operands = operands_of(x, w, bias, residual, tuple(radices or ()), out_dtype or x.dtype, out)
     M, N = operands.out.shape
     if M == 0 or N == 0:
@@ -72,7 +72,7 @@ def matmul_cuda(
 
 
 def gated_matmul_cuda(x: Tensor, w: Tensor) -> Tensor:
-    """x [M, K], w [2 F, K], a gate's features and then as many that it lets through -> [M, F] in their dtype.
+    """Compute silu_mul of x [M, K] and w [2 F, K], the gate's features stacked above up's -> [M, F] in their dtype.
 
     Raises:
         ScheduleError: as ``matmul_cuda``.
@@ -83,7 +83,7 @@ def gated_matmul_cuda(x: Tensor, w: Tensor) -> Tensor:
 
 
 def run_gated(schedule: GemmSchedule, x: Tensor, w: Tensor) -> Tensor:
-    """``gated_matmul_cuda`` under one schedule, in one launch if it is gated itself."""
+    """Run ``gated_matmul_cuda`` under one schedule; in one launch if the schedule is gated."""
     if isinstance(schedule, (PointerTiles, HopperTiles)) and schedule.gated:
         operands = operands_of(x, w, None, None, (), x.dtype)
         operands = replace(operands, out=x.new_empty((x.shape[0], w.shape[0] // 2)))
@@ -96,7 +96,7 @@ def run_gated(schedule: GemmSchedule, x: Tensor, w: Tensor) -> Tensor:
 def tune_matmul(
     problem: GemmProblem, device: torch.device, seconds: Callable[[GemmSchedule], float] | None = None
 ) -> GemmSchedule:
-    """Times every admitted schedule at M = problem.bucket, over weights past the L2; later launches take the winner."""
+    """Time every admitted schedule at M = problem.bucket, with weights beyond L2; later launches use the fastest."""
     return MATMUL.tune(problem, device, seconds or _clock(problem, device))
 
 
@@ -109,7 +109,7 @@ def gemm_problem(
     out: Tensor,
     gated: bool = False,
 ) -> GemmProblem:
-    """What a launch's schedule may depend on; the token count only through its power-of-two bucket."""
+    """Return the problem of a launch; it contains the token count only as a power-of-two bucket."""
     M, K = x.shape
     aligned = _tma_ready(x) and _tma_ready(w if w.stride(1) == 1 else w.t())
     hopper = aligned and w.stride(1) == 1 and matmul_hopper.supports(x.device, x.dtype)
@@ -117,7 +117,7 @@ def gemm_problem(
     return _problem(x.dtype, w.shape[0], K, radices, w.stride(1) == 1, aligned, hopper, dtypes, _BUCKETS.of(M), gated)
 
 
-@functools.lru_cache(4096)  # a prompt's launches wait for the host
+@functools.lru_cache(4096)  # during prefill the GPU waits for the host
 def _problem(
     dtype: torch.dtype,
     n: int,
@@ -148,15 +148,15 @@ def _problem(
 
 
 def gated_problem(x: Tensor, w: Tensor) -> GemmProblem:
-    """The problem of ``gated_matmul_cuda``, as ``gemm_problem`` is that of ``matmul_cuda``."""
+    """Return the problem of a ``gated_matmul_cuda`` launch; see ``gemm_problem``."""
     return gemm_problem(x, w, None, None, (), x, gated=True)
 
 
 def probe_bits(problem: GemmProblem, device: torch.device) -> Callable[[GemmSchedule], bytes]:
-    """The gate's probe: bytes of the unrounded accumulators and of the epilogue's output under a schedule.
+    """Return the gate's probe: bytes of the unrounded accumulators and of the epilogue's output under a schedule.
 
-    Heavy-tailed data over the problem's own K and layout; M and N end inside a tile, so that masks are probed too. N,
-    or of a gate half of it, keeps its remainder by 16, for which the compiler specialises.
+    It uses heavy-tailed data with the problem's K and layout. M and N end inside a tile, so that masks are probed too.
+    N (for a gate half of N) keeps its remainder modulo 16, on which the compiler specializes.
     """
     generator = torch.Generator(device).manual_seed(20)
     M = min(problem.bucket, 256) + 5
@@ -168,7 +168,7 @@ def probe_bits(problem: GemmProblem, device: torch.device) -> Callable[[GemmSche
 
     dtype = _dtype(problem.dtype)
     x, w = draw(M, problem.k, dtype=dtype), draw(N, problem.k, dtype=dtype)
-    if not problem.aligned:  # any row stride that no descriptor takes
+    if not problem.aligned:  # a row stride that descriptors do not support
         x = torch.nn.functional.pad(x, (0, 1))[:, : problem.k]
     if not problem.w_nk:
         w = w.t().contiguous().t()
@@ -200,17 +200,17 @@ MATMUL = Gate(
 
 @functools.cache
 def order_name(k: int, dtype: torch.dtype, radices: tuple[int, ...]) -> str:
-    """The order of a matmul's sums as text, for the name of a problem."""
+    """Return a matmul's order as text, for a problem's name."""
     return str(matmul_order(k, dtype, radices))
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Such as "bfloat16"."""
+    """Return the name of a dtype, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_name_of(tensor: Tensor | None) -> str | None:
-    """The name of a tensor's dtype; None of no tensor."""
+    """Return the name of a tensor's dtype, or None without a tensor."""
     return None if tensor is None else dtype_name(tensor.dtype)
 
 
@@ -235,7 +235,7 @@ def _clock(problem: GemmProblem, device: torch.device) -> Callable[[GemmSchedule
 
 
 def _tma_ready(rows: Tensor) -> bool:
-    """A descriptor wants unit stride along a row, and rows that start at multiples of 16 bytes."""
+    """True if a descriptor can read the rows: unit stride, and rows aligned to 16 bytes."""
     size = rows.element_size()
     return rows.stride(1) == 1 and rows.data_ptr() % 16 == 0 and rows.stride(0) * size % 16 == 0
 

@@ -1,18 +1,17 @@
 """The GEMM of kernels.py for Hopper GPUs: one warp fetches, one or two warpgroups multiply. Same bits.
 
-Legend: M tokens, N output features, K summed features. A is the operand of 64 rows a warpgroup (tokens, or features if
-SWAP), B the other one, with BB rows. A program has CONSUMERS warpgroups, that share the tile of B it fetches. A width
-that is no power of two, and then fills a wave of multiprocessors better, is BB rows of B and BC more.
+Legend: M tokens, N output features, K summed features. A is the operand with 64 rows per warpgroup (tokens, or features
+if SWAP), B the other one, with BB rows. A program has CONSUMERS warpgroups, which share the tile of B it fetches. A
+width that is not a power of two, chosen to fill a wave of multiprocessors better, is BB rows of B plus BC more.
 
-The fetching warp runs ahead through a ring of STAGES k-groups, over the leaves of the tree and from one output tile
-to the next, so that neither a leaf's end nor an epilogue stops the loads. Two warpgroups finish a tile one after the
-other: from then on one is ahead, by less than the ring holds, and each multiplies while the other one writes.
+The fetching warp runs ahead through a ring of STAGES k-groups, across the leaves of the tree and from one output tile
+to the next, so neither the end of a leaf nor an epilogue stalls the loads. Two warpgroups finish a tile one after the
+other. From then on one is ahead by less than the ring's size, and each multiplies while the other writes.
 
-The node that is being summed is in registers, and with two NODES the lowest one that waits for a sibling; the others
-that wait are in shared memory. A tree costs a chain of additions, and no second launch.
+The current node is in registers. With two NODES, so is the lowest node that waits for a sibling; the other waiting
+nodes are in shared memory. A tree costs a chain of additions, and no second launch.
 
-GATED: B is a gate's features and behind them as many of what it lets through. A program takes BB of either, sums both
-and writes silu(gate) * up alone.
+GATED: B has a gate's features followed by up's. A program takes BB of each, sums both and writes silu(gate) * up only.
 """
 
 import functools
@@ -35,7 +34,7 @@ from detcompile.templates.matmul.tree import tree_options
 __all__ = ["hopper_matmul_kernel", "launch", "supports"]
 
 ROWS = 64
-_AHEAD_BYTES = 16 << 20  # of weights, brought into the L2 cache while the kernel before ends
+_AHEAD_BYTES = 16 << 20  # of weights, prefetched into L2 while the previous kernel is finishing
 _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 TOTALS = gl.constexpr(gl.SwizzledSharedLayout(vec=8, per_phase=1, max_phase=8, order=[1, 0]))
@@ -43,12 +42,12 @@ TOTALS = gl.constexpr(gl.SwizzledSharedLayout(vec=8, per_phase=1, max_phase=8, o
 
 @functools.cache
 def supports(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this kernel runs there; operands must also suit tensor descriptors, contiguous along K."""
+    """Return True if this kernel runs there; operands must also suit tensor descriptors, contiguous along K."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 and dtype.itemsize == 2
 
 
 def launch(schedule: HopperTiles, o: Operands) -> None:
-    """Run the kernel; if it is gated, w is [2 N, K]. Leaves are whole k-groups, or there is one alone."""
+    """Run the kernel; if gated, w is [2 N, K]. Leaves are whole k-groups, or there is a single leaf."""
     swapped, gated = schedule.swapped, schedule.gated
     a, b = (o.w, o.x) if swapped else (o.x, o.w)
     block_a, block_b = (schedule.block_n, schedule.block_m) if swapped else (schedule.block_m, schedule.block_n)
@@ -61,7 +60,7 @@ def launch(schedule: HopperTiles, o: Operands) -> None:
     block_b -= block_c
     b_desc = c_desc = _descriptor(b, [block_b, block_k])
     out_desc = rest_desc = _descriptor(o.out, [ROWS, block_b]) if stored else o.out
-    ahead = min(K, _AHEAD_BYTES // (programs * block_a * 2)) // 64 * 64 if swapped else 0  # of each row
+    ahead = min(K, _AHEAD_BYTES // (programs * block_a * 2)) // 64 * 64 if swapped else 0  # k of each row
     if block_c:
         c_desc = _descriptor(b, [block_c, block_k])
         rest_desc = _descriptor(o.out, [ROWS, block_c]) if stored and not gated else o.out
@@ -76,7 +75,7 @@ def launch(schedule: HopperTiles, o: Operands) -> None:
 
 
 def _registers(consumers: int, width: int) -> int:
-    """A thread's share, which the warpgroups exceed at the fetching warp's cost. Little is left to kernels beside."""
+    """Registers per thread; the warpgroups take more at the fetching warp's expense. Few are left to other kernels."""
     if consumers == 2:
         return 168
     return 168 if width > 128 else 128 if width > 64 else 80
@@ -100,7 +99,7 @@ def hopper_matmul_kernel(
     BB: gl.constexpr, BC: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, SWAP: gl.constexpr,
     GATED: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Persistent programs walk the output tiles."""
+    """Persistent programs loop over the output tiles."""
     BM: gl.constexpr = BB if SWAP else 64 * CONSUMERS
     BN: gl.constexpr = 64 * CONSUMERS if SWAP else BB if GATED else BB + BC
     LEVELS: gl.constexpr = (1 if R2 > 1 else 0) + (1 if R1 > 1 else 0) + (1 if R0 > 1 else 0) + 1 - NODES
@@ -115,7 +114,7 @@ def hopper_matmul_kernel(
     if LEVELS > 0:
         held = gl.allocate_shared_memory(gl.float32, [CONSUMERS * LEVELS, 64, BB], TOTALS)
     out_tiles = a_tiles
-    if STORED and LEVELS > 0:  # where the nodes were: when a tile is finished, none waits
+    if STORED and LEVELS > 0:  # reuses the nodes' memory: when a tile is finished, no node waits
         out_tiles = held._reinterpret(out_desc.dtype, [CONSUMERS * LEVELS * 2, 64, BB], out_desc.layout)
     elif STORED:
         out_tiles = gl.allocate_shared_memory(out_desc.dtype, [CONSUMERS, 64, BB], out_desc.layout)

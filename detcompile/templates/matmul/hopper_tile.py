@@ -1,6 +1,6 @@
-"""What the warps of hopper.py's GEMM do: one fetches k-groups, warpgroups multiply them, close leaves and write tiles.
+"""The roles of warps in hopper.py's GEMM: one fetches k-groups; warpgroups multiply them, close leaves and write tiles.
 
-Legend: as hopper.py: A is the operand of 64 rows a warpgroup, B the other one, with BB rows and BC more.
+Legend: as in hopper.py: A is the operand with 64 rows per warpgroup, B the other one, with BB rows plus BC more.
 """
 
 from triton.experimental import gluon
@@ -22,7 +22,7 @@ __all__ = ["fetch", "multiply"]
 
 @gluon.jit
 def _tile_of(work, tiles_m, tiles_n, GROUP: gl.constexpr):
-    """GROUP tiles of M share their weights in L2 before N moves on."""
+    """The tile of a task: GROUP tiles of M share their weights in L2 before N advances."""
     width = GROUP * tiles_n
     first = work // width * GROUP
     height = gl.minimum(tiles_m - first, GROUP)
@@ -35,7 +35,7 @@ def fetch(
     BK: gl.constexpr, GROUP: gl.constexpr, SWAP: gl.constexpr, GATED: gl.constexpr, CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """The fetching warp: all k-groups of all leaves of each output tile of this program, through the ring."""
+    """The fetching warp: copies all k-groups of all leaves of this program's output tiles into the ring."""
     a_tiles, b_tiles, c_tiles, full, free = ring
     a_ptr, a_pitch, ahead, N = weights
     if PDL and SWAP:
@@ -69,7 +69,7 @@ def fetch(
                     a_tiles.index(stage * CONSUMERS + consumer),
                 )  # fmt: skip
             i += 1
-    gluon_let_next_start(PDL)  # not before: what the next kernel fetches ahead would be gone when it is wanted
+    gluon_let_next_start(PDL)  # not earlier: the next kernel's prefetches would be evicted before their use
 
 
 @gluon.jit
@@ -77,13 +77,13 @@ def _close_leaf(
     acc, leaf, node, upper, held, R0: gl.constexpr, R1: gl.constexpr, R2: gl.constexpr, R3: gl.constexpr,
     NODES: gl.constexpr, NODE: gl.constexpr,
 ):  # fmt: skip
-    """tree.close_leaf: one leaf more. held: the nodes that wait for a sibling, by level, from `NODE` on; with two
-    NODES the lowest of them is `upper` instead.
+    """tree.close_leaf for one leaf. held: the nodes waiting for a sibling, by level, from `NODE` on; with two NODES the
+    lowest of them is `upper` instead.
 
-    Returns the node, which is the whole sum after the last leaf, and `upper`. A node put into `held` is not looked at
-    again in registers.
+    Returns the current node, which is the total after the last leaf, and `upper`. Registers of a node stored in `held`
+    are not read again.
     """
-    HELD: gl.constexpr = NODE - (NODES - 1)  # of the level above the leaves' node, if it were there
+    HELD: gl.constexpr = NODE - (NODES - 1)  # index of the level above the leaves' node
     if leaf % R3 != 0:
         acc = node + acc
     if R2 * R1 * R0 > 1:
@@ -120,7 +120,7 @@ def multiply(
     BK: gl.constexpr, GROUP: gl.constexpr, SWAP: gl.constexpr, GATED: gl.constexpr, CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Warpgroup W: 64 rows of A times the tile of B, for each output tile of this program."""
+    """Warpgroup W: multiplies 64 rows of A by the tile of B, for each output tile of this program."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BB, 16])
     REST: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BC if BC > 0 else 8, 16])
     a_tiles, b_tiles, c_tiles, full, free = ring
@@ -183,7 +183,7 @@ def _finish(
     HAS_RESIDUAL: gl.constexpr, STORED: gl.constexpr, LEVELS: gl.constexpr, WIDTH: gl.constexpr, SWAP: gl.constexpr,
     GATED: gl.constexpr,
 ):  # fmt: skip
-    """kernels.store_tile: out = round(residual + round(acc + bias)), from row first_m, column first_n on.
+    """kernels.store_tile: out = round(residual + round(acc + bias)), from row first_m and column first_n on.
 
     Gated: out = silu_mul(round(acc), round(up)), gate_gpu's.
     """

@@ -2,9 +2,9 @@
 
 Legend: M tokens, N output features, K summed features, L leaves of the tree, BM BN BK tile sizes.
 
-Every output element has one fp32 accumulator that walks the k-groups of its leaf upwards through ``tl.dot(a, b, acc)``;
-a leaf starts a fresh one and its last k-group is filled with zeros. float32 operands take a fresh accumulator each 128
-k, added left to right. Leaves meet in the tree's order (tree.py, `combine_kernel`).
+Every output element has one fp32 accumulator per leaf, which adds the leaf's k-groups in ascending order through
+``tl.dot(a, b, acc)``; the last k-group is padded with zeros. float32 operands start a new accumulator every 128 k, and
+these are added left to right. Leaves are combined in the tree's order (tree.py, `combine_kernel`).
 
 | kind | operands | for |
 |---|---|---|
@@ -12,8 +12,8 @@ k, added left to right. Leaves meet in the tree's order (tree.py, `combine_kerne
 | tiles | pointers | any strides, mid M, float32 |
 | tma | tensor descriptors, persistent programs | many tokens, aligned strides |
 
-A split schedule gives each leaf a program and adds the partials in a second kernel; the others keep open nodes of the
-tree in registers. batched_leaves.py sums all leaves of a tile as one batch of products.
+A split schedule runs one program per leaf and adds the partials in a second kernel; other schedules keep the tree's
+open nodes in registers. batched_leaves.py sums all leaves of a tile as one batch of products.
 Rounding, bias and residual happen inside the kernels (`store_tile`), in fp32.
 """
 
@@ -56,7 +56,7 @@ def store_tile(
 
 @triton.jit
 def grouped(pid, M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
-    """Tile of a program: GROUP tiles of M share their weights in L2 before N moves on."""
+    """Tile of a program: GROUP tiles of M share their weights in L2 before N advances."""
     tiles_m = tl.cdiv(M, BM)
     tiles_n = tl.cdiv(N, BN)
     width = GROUP * tiles_n
@@ -70,7 +70,7 @@ def _step(
     acc, x_M, w_N, k, k_end, M, N, m, n, x_stride_k, w_stride_k,
     BK: tl.constexpr, SWAP: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    """One k-group: acc + x[:, k : k + BK] @ w[:, k : k + BK]^T, transposed if SWAP. Past k_end everything is zero."""
+    """One k-group: acc + x[:, k : k + BK] @ w[:, k : k + BK]^T, transposed if SWAP. Zeros are read past k_end."""
     kk = k + tl.arange(0, BK)
     if SWAP:
         x_ok = (m < M)[None, :]
@@ -124,11 +124,11 @@ def tile_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr,
     BLOCKED: tl.constexpr, EVEN_K: tl.constexpr, GATED: tl.constexpr, ON_GPU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One tile; with SPLIT one leaf of it (axis 1), into an fp32 partial out[leaf, M, N] without an epilogue.
+    """One tile; with SPLIT one of its leaves (axis 1), into an fp32 partial out[leaf, M, N] without an epilogue.
 
     Grid: (tiles, leaves); with SWAP (tiles of N, leaves, tiles of M), and GROUP is not used. GATED, with SWAP: N is
-    half of w's rows, a tile has BN // 2 features of the gate and the same ones of what it lets through, N rows behind;
-    out is silu_mul(round(gate), round(up)), gate_gpu's.
+    half of w's rows; a tile has BN // 2 features of the gate and the same features of up, which are N rows below; out
+    is silu_mul(round(gate), round(up)), as in gate_gpu.
     """
     wait_for_earlier(PDL)
     if SWAP:
@@ -207,7 +207,7 @@ def tma_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr,
     W_NK: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Persistent programs walk the tiles (with SPLIT, those of every leaf). Descriptors fill with zeros past M, N and
+    """Persistent programs loop over the tiles (with SPLIT, those of every leaf). Descriptors read zeros past M, N and
     K, but not past a leaf: with a tree leaf_k must be a multiple of BK."""
     wait_for_earlier(PDL)
     tiles = tl.cdiv(M, BM) * tl.cdiv(N, BN)
@@ -242,7 +242,7 @@ def combine_kernel(
     R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, R3: tl.constexpr, BN: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One to four levels of the tree: partial [nodes * LEAVES, M, N] -> out [nodes, M, N]; axis 2 is the node."""
+    """Combine one to four levels of the tree: partial [nodes * LEAVES, M, N] -> out [nodes, M, N]; axis 2: nodes."""
     let_next_start(PDL)
     wait_for_earlier(PDL)
     m = tl.program_id(0)

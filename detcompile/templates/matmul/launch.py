@@ -1,4 +1,4 @@
-"""Launches of the GEMM kernels: a schedule and its operands to a kernel's arguments.
+"""Launches of the GEMM kernels: from a schedule and operands to a kernel's arguments.
 
 Legend: M tokens, N output features, K summed features.
 """
@@ -34,17 +34,17 @@ def run_schedule(
     radices: Sequence[int] = (),
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The op under one schedule, gate or no gate: for tests, the gate itself and benchmarks."""
+    """Run the op under one schedule without asking the gate: for tests, the gate itself and benchmarks."""
     operands = operands_of(x, w, bias, residual, tuple(radices), out_dtype or x.dtype)
     launch(schedule, operands)
     return operands.out
 
 
 def launch(schedule: GemmSchedule, o: Operands) -> None:
-    """Run the op, or if the schedule is gated the gated op, whose out is [M, N / 2], into ``o.out``.
+    """Run the op into ``o.out``; a gated schedule runs the gated op, whose out is [M, N / 2].
 
     Raises:
-        ScheduleError: the schedule does not sum this order.
+        ScheduleError: the schedule cannot sum in this order.
     """
     if isinstance(schedule, BatchedLeaves):
         _launch_batched_leaves(schedule, o)
@@ -61,7 +61,7 @@ def launch(schedule: GemmSchedule, o: Operands) -> None:
 
 def _require_levels(schedule: GemmSchedule, o: Operands) -> None:
     if len(o.radices) > LEVELS:
-        raise ScheduleError(f"matmul: {schedule} holds {LEVELS} levels of a tree, not {o.radices}; split the leaves")
+        raise ScheduleError(f"matmul: {schedule} supports {LEVELS} levels of a tree, not {o.radices}; split the leaves")
 
 
 def _launch_hopper(schedule: HopperTiles, o: Operands) -> None:
@@ -69,22 +69,22 @@ def _launch_hopper(schedule: HopperTiles, o: Operands) -> None:
     _require_levels(schedule, o)
     width = schedule.block_m if schedule.swapped else schedule.block_n
     if o.radices and width & (width - 1):
-        raise ScheduleError(f"matmul: {schedule} sums no tree over {width} columns")
+        raise ScheduleError(f"matmul: {schedule} cannot sum a tree over {width} columns")
     if o.radices and o.leaf_k % schedule.block_k:
-        raise ScheduleError(f"matmul: {schedule} takes whole k-groups, not leaves of {o.leaf_k}")
+        raise ScheduleError(f"matmul: {schedule} needs whole k-groups, not leaves of {o.leaf_k}")
     hopper.launch(schedule, o)
 
 
 def _launch_batched_leaves(schedule: BatchedLeaves, o: Operands) -> None:
     if not o.radices or set(o.radices) != {2}:
-        raise ScheduleError(f"matmul: {schedule} sums the leaves of trees of radix 2, not of {o.radices}")
+        raise ScheduleError(f"matmul: {schedule} sums leaves of trees of radix 2, not of {o.radices}")
     if o.x.dtype is torch.float32 and o.leaf_k > matmul_kernels.FP32_BLOCK.value:
-        raise ScheduleError(f"matmul: {schedule} has no blocks of float32 within leaves of {o.leaf_k}")
+        raise ScheduleError(f"matmul: {schedule} does not support float32 blocks within leaves of {o.leaf_k}")
     batched_leaves.launch(schedule, o)
 
 
 def _launch_tiles(schedule: PointerTiles | TmaTiles, o: Operands, split: bool) -> None:
-    """The kernels of kernels.py; with ``split`` every leaf's sum into ``o.out`` [leaves, M, N]."""
+    """Run the kernels of kernels.py; with ``split`` every leaf's sum goes to ``o.out`` [leaves, M, N]."""
     leaves = math.prod(o.radices)
     tiles_m, tiles_n = cdiv(len(o.x), schedule.block_m), cdiv(len(o.w), schedule.block_n)
     sizes = (len(o.x), o.out.shape[-1], o.leaf_k, leaves)
@@ -128,7 +128,7 @@ def _launch_pointers(
     schedule: PointerTiles, o: Operands, grid: tuple[int, ...], sizes: tuple[int, ...], options: dict[str, Any]
 ) -> None:
     if schedule.gated and (not schedule.swapped or o.radices):
-        raise ScheduleError(f"matmul: {schedule} has no gate: only swapped tiles of pointers, without leaves, do")
+        raise ScheduleError(f"matmul: {schedule} has no gate: only swapped pointer tiles without leaves have one")
     assert not schedule.gated or o.are_gated
     blocked = o.x.dtype is torch.float32
     even = o.leaf_k % (matmul_kernels.FP32_BLOCK.value if blocked else schedule.block_k) == 0
@@ -141,13 +141,13 @@ def _launch_pointers(
 def sum_partials_cuda(
     partials: Tensor, bias: Tensor | None, residual: Tensor | None, radices: tuple[int, ...], out: Tensor
 ) -> None:
-    """float32 partials [prod(radices), M, N] -> out [M, N], as the leaves of a split schedule are added."""
+    """Add float32 partials [prod(radices), M, N] into out [M, N], in the order of a split schedule's leaves."""
     radices = tuple(radix for radix in radices if radix > 1)
     _combine(partials, Operands(partials, partials, bias, residual, out, radices))
 
 
 def _combine(partial: Tensor, o: Operands) -> None:
-    """Adds the leaves, up to four levels of the tree a launch; the last one has the epilogue."""
+    """Add the leaves, up to four levels of the tree per launch; the last launch has the epilogue."""
     radices = o.radices
     M, N = o.out.shape
     while radices:

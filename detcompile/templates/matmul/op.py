@@ -7,13 +7,17 @@ Legend: M tokens, N output features, K input features.
     y    = round(acc + bias)                 one rounding to out_dtype (default x.dtype)
     out  = round(residual + y)               only with a residual; the sum is in float32
 
-On the CPU, bfloat16's multiply-adds count subnormal operands and results as zeros (float32.fma_flushed), as the dot
-products of pairs and of tiles of AVX512-BF16 and AMX do, and fp32's and fp16's keep them. The bits are the same with
-every instruction set, but for bfloat16 on AMX, whose order is another one.
-Weights are read where they are at every call, so that they may change in place.
+On the CPU, bfloat16 multiply-adds flush subnormal operands and results to zero (float32.fma_flushed), as the dot
+products of AVX512-BF16 pairs and AMX tiles do; those of fp32 and fp16 keep subnormals. The bits are the same with every
+instruction set, except for bfloat16 on AMX, which has a different order.
+Weights are read from their memory at every call, so they may be changed in place.
 
-The order knows nothing of M, so a row's bits do not depend on its neighbours. x may be a slice of columns and w any
+The order does not depend on M, so a row's bits do not depend on its neighbors. x may be a slice of columns and w any
 view of unit stride along K or N (nn.Linear's weight, GPT-2's Conv1D transposed); other strides are copied. M may be 0.
+
+batched_matmul: out[..., m, n] = x[..., m, :] @ w[..., n, :], with B matrices in all leading dims together. Its order is
+matmul_order(K, x.dtype, (), isa), so a matrix's bits do not depend on B, M, N or the other matrices. A GPU runs one
+launch per matrix.
 """
 
 import math
@@ -28,7 +32,7 @@ from detcompile.templates.cpu import library as cpu_library
 from detcompile.templates.matmul.gpu import matmul_cuda
 from detcompile.templates.registration import define
 
-__all__ = ["matmul_cpu", "pack_call", "reference_matmul"]
+__all__ = ["batched_matmul_cpu", "matmul_cpu", "pack_call", "reference_batched_matmul", "reference_matmul"]
 
 _CALL = struct.Struct("PqPqqPPqPqqqPq5i")  # struct Call of matmul_call.h
 
@@ -42,14 +46,14 @@ def matmul_cpu(
     out_dtype: torch.dtype | None = None,
     isa: str | None = None,
 ) -> Tensor:
-    """The op on the CPU; `isa` picks an instruction set (amx gives bfloat16 other bits than the others).
+    """Run the op on the CPU; `isa` selects an instruction set (amx gives other bits for bfloat16).
 
     Raises:
         NumericsError: K is not a multiple of the product of the radices.
     """
-    radices = tuple(radices or ())  # AOTInductor hands None where the graph has an empty list
+    radices = tuple(radices or ())  # AOTInductor passes None for an empty list
     if x.shape[1] % math.prod(radices):
-        matmul_order(x.shape[1], x.dtype, radices)  # raises, and names the tp_sizes that fit
+        matmul_order(x.shape[1], x.dtype, radices)  # raises, with the tp_sizes that fit
     M, N = x.shape[0], w.shape[0]
     out = torch.empty((M, N), dtype=out_dtype or x.dtype, device="cpu")
     if M == 0 or N == 0:
@@ -81,7 +85,7 @@ define(
 
 
 def reference_matmul(x: Tensor, w: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
-    """The op's value in float64, unrounded: what the accuracy of an implementation is measured against."""
+    """Return the op's value in float64, unrounded: the reference for accuracy."""
     y = x.double() @ w.double().t()
     if bias is not None:
         y = y + bias.double()
@@ -91,7 +95,7 @@ def reference_matmul(x: Tensor, w: Tensor, bias: Tensor | None = None, residual:
 def pack_call(
     x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor, radices: tuple[int, ...]
 ) -> bytes:
-    """struct Call of matmul_call.h: x [M, K], residual, out [M, N] of unit stride along rows, w [N, K] along either."""
+    """Pack struct Call of matmul_call.h: x [M, K], residual, out [M, N] of unit row stride, w [N, K] of either."""
     N, K = w.shape
     return _CALL.pack(
         x.data_ptr(),
@@ -113,3 +117,47 @@ def pack_call(
         cpu_library.dtype_code(out),
         cpu_library.thread_count(),
     )
+
+
+def batched_matmul_cpu(x: Tensor, w: Tensor, out_dtype: torch.dtype | None = None, isa: str | None = None) -> Tensor:
+    """Run the op on the CPU, x [..., M, K], w [..., N, K] -> [..., M, N] in out_dtype (default x.dtype)."""
+    x_BMK, w_BNK = _batches(x, w)
+    (B, M, K), N = x_BMK.shape, w_BNK.shape[1]
+    rows, out = x_BMK.reshape(B * M, K).contiguous(), torch.empty((B * M, N), dtype=out_dtype or x.dtype, device="cpu")
+    if out.numel():
+        call = pack_call(rows, w_BNK[0], None, None, out, ())
+        counts = torch.full((B,), M, dtype=torch.int64, device="cpu")
+        cpu_library.library(isa).detcompile_expert_matmul(call, counts.data_ptr(), B, w_BNK.stride(0))
+    return out.view(*x.shape[:-1], N)
+
+
+def _batched_matmul_cuda(x: Tensor, w: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+    x_BMK, w_BNK = _batches(x, w)
+    out_BMN = x.new_empty((*x_BMK.shape[:2], w_BNK.shape[1]), dtype=out_dtype or x.dtype)
+    for rows, matrix, out in zip(x_BMK, w_BNK, out_BMN, strict=True):
+        matmul_cuda(rows, matrix, None, None, (), out.dtype, out)
+    return out_BMN.view(*x.shape[:-1], w.shape[-2])
+
+
+def _batched_fake(x, w, out_dtype=None):
+    return x.new_empty((*x.shape[:-1], w.shape[-2]), dtype=out_dtype or x.dtype)
+
+
+define(
+    "batched_matmul(Tensor x, Tensor w, ScalarType? out_dtype=None) -> Tensor",
+    {"x": "float ... M K>0", "w": "x ... N K"},
+    cpu=batched_matmul_cpu,
+    cuda=_batched_matmul_cuda,
+    fake=_batched_fake,
+)
+
+
+def reference_batched_matmul(x: Tensor, w: Tensor) -> Tensor:
+    """Return the op's value in float64, unrounded."""
+    return x.double() @ w.double().transpose(-1, -2)
+
+
+def _batches(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """View x as [B, M, K] and w as [B, N, K] with unit stride along N or K."""
+    x_BMK, w_BNK = (value.reshape(value.shape[:-2].numel(), *value.shape[-2:]) for value in (x, w))
+    return x_BMK, w_BNK if 1 in w_BNK.stride()[1:] else w_BNK.contiguous()

@@ -1,4 +1,4 @@
-"""What the launch of a GEMM reads, and where its result goes, in strides that the kernels take.
+"""Operands of a GEMM launch and its output, in strides that the kernels support.
 
 Legend: M tokens, N output features, K summed features.
 """
@@ -16,7 +16,7 @@ __all__ = ["Operands", "operands_of"]
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """What a launch reads, in strides that kernels take, and where its result goes."""
+    """What a launch reads and where its result goes."""
 
     x: Tensor  # [M, K]
     w: Tensor  # [N, K], unit stride along one of them
@@ -27,23 +27,23 @@ class Operands:
 
     @property
     def leaf_k(self) -> int:
-        """K of one leaf of the tree."""
+        """K per leaf of the tree."""
         return self.x.shape[1] // math.prod(self.radices)
 
     @property
     def epilogue(self) -> tuple[Tensor, Tensor, Tensor]:
-        """out, bias and residual as kernels take them: out stands where one of the others is absent."""
+        """out, bias and residual as kernel arguments; out is a placeholder for absent ones."""
         out = self.out
         return out, out if self.bias is None else self.bias, out if self.residual is None else self.residual
 
     @property
     def residual_stride(self) -> int:
-        """Elements from one row of the residual to the next; 0 where there is none."""
+        """Elements from one row of the residual to the next; 0 without a residual."""
         return 0 if self.residual is None else self.residual.stride(0)
 
     @property
     def are_gated(self) -> bool:
-        """Whether out has the width of a gate's halves: see ``gpu.run_gated``."""
+        """True if out has half the features: see ``gpu.run_gated``."""
         return self.bias is None and self.residual is None and 2 * self.out.shape[1] == len(self.w)
 
 
@@ -56,7 +56,7 @@ def operands_of(
     out_dtype: torch.dtype,
     out: Tensor | None = None,
 ) -> Operands:
-    """The operands of x [M, K], w [N, K], bias [N] and residual [M, N], copied where their strides do not serve.
+    """Return the operands x [M, K], w [N, K], bias [N] and residual [M, N]; copy those with unsupported strides.
 
     Raises:
         InvalidInput: weights of 2^31 elements or more that are contiguous along N.
@@ -65,9 +65,9 @@ def operands_of(
         x = x.contiguous()
     if 1 not in w.stride():
         w = w.contiguous()
-    if w.stride(1) != 1 and w.numel() >= 2**31:  # offsets along K have 32 bits
+    if w.stride(1) != 1 and w.numel() >= 2**31:  # kernels use 32-bit offsets along K
         raise InvalidInput(
-            f"matmul on the GPU: weights [{w.shape[0]}, {w.shape[1]}] contiguous along N are past 2^31 elements: store"
+            f"matmul on the GPU: weights [{w.shape[0]}, {w.shape[1]}] contiguous along N exceed 2^31 elements: store"
             " them contiguous along K"
         )
     if bias is not None:

@@ -1,7 +1,7 @@
-"""GEMM problems, and the kinds of schedules that serve them: each has the fields that its kernel reads, and no other.
+"""GEMM problems and kinds of schedules; a kind has exactly the fields that its kernel reads.
 
-Legend: M tokens, N output features, K summed features. A schedule never decides bits; `templates.device.gate` sees to
-that.
+Legend: M tokens, N output features, K summed features. A schedule never affects bits; `templates.device.gate` checks
+this.
 """
 
 from dataclasses import KW_ONLY, dataclass
@@ -21,16 +21,16 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmProblem:
-    """All that a choice of schedule may depend on.
+    """Everything that a choice of schedule may depend on.
 
     Attributes:
         order: the SumOrder, as text.
-        w_nk: the weights are contiguous along K (else along N).
-        aligned: x and w can be read through tensor descriptors.
-        hopper: hopper.py's kernel can run: a Hopper GPU, 16-bit operands, aligned, weights contiguous along K.
+        w_nk: True if the weights are contiguous along K (else along N).
+        aligned: True if x and w can be read through tensor descriptors.
+        hopper: True if hopper.py's kernel can run: Hopper GPU, 16-bit operands, aligned, weights contiguous along K.
         epilogue: dtype names of out, bias and residual (None: absent).
         bucket: the token count, rounded up to a power of two.
-        gated: the first half of the features is a gate, and silu(gate) * up is what is wanted (gated_matmul).
+        gated: True if the first half of the features is a gate and the result is silu(gate) * up (gated_matmul).
     """
 
     dtype: str
@@ -54,7 +54,7 @@ class GemmProblem:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Sizes of one program's tile of M, N and K. A kind of schedule is a tile and what its kernel reads beside."""
+    """Sizes of a program's tile in M, N and K; base of the kinds of schedules."""
 
     block_m: int
     block_n: int
@@ -62,13 +62,13 @@ class Tile:
 
     @property
     def size(self) -> str:
-        """The sizes as text, for the name of a schedule."""
+        """The sizes as text, for a schedule's name."""
         return f"{self.block_m}x{self.block_n}x{self.block_k}"
 
 
 @dataclass(frozen=True, slots=True)
 class PipelinedTile(Tile):
-    """A tile, the warps of its program, and the stages of its loop: how many steps of K are in flight."""
+    """A tile, the warps of its program, and the stages of its loop: the steps of K in flight."""
 
     warps: int
     stages: int
@@ -79,10 +79,10 @@ class PointerTiles(PipelinedTile):
     """kernels.tile_kernel: operands of any strides.
 
     Attributes:
-        swapped: The weights are the M operand of the MMA.
-        split: Each leaf of a tree is a program's own, and a second launch adds them.
-        group: Tiles of M that share their weights in the L2 cache; not read if swapped.
-        gated: Half of block_n is the gate's, and one launch gives silu(gate) * up; swapped alone, and without a tree.
+        swapped: True if the weights are the M operand of the MMA.
+        split: True if each leaf of a tree has a separate program and a second launch adds them.
+        group: tiles of M that share their weights in L2; unused if swapped.
+        gated: True if half of block_n is the gate's and one launch gives silu(gate) * up; only swapped, without a tree.
     """
 
     _: KW_ONLY
@@ -98,11 +98,11 @@ class PointerTiles(PipelinedTile):
 
 @dataclass(frozen=True, slots=True)
 class TmaTiles(PipelinedTile):
-    """kernels.tma_kernel: operands through tensor descriptors, programs that walk over the tiles.
+    """kernels.tma_kernel: operands through tensor descriptors, persistent programs.
 
     Attributes:
-        ctas: Programs a multiprocessor.
-        swapped, split, group: The same as of ``PointerTiles``.
+        ctas: programs per multiprocessor.
+        swapped, split, group: as in ``PointerTiles``.
     """
 
     ctas: int = 1
@@ -121,9 +121,9 @@ class HopperTiles(Tile):
     """hopper.hopper_matmul_kernel, which sets its warps itself: one fetches, and a warpgroup multiplies 64 rows.
 
     Attributes:
-        ctas, swapped, group: The same as of ``TmaTiles``.
-        nodes: Nodes of a tree that are held in registers, 1 or 2; the others wait in shared memory.
-        gated: Half of block_n is the gate's, and one launch gives silu(gate) * up; not swapped, and without a tree.
+        ctas, swapped, group: as in ``TmaTiles``.
+        nodes: nodes of a tree in registers, 1 or 2; the others wait in shared memory.
+        gated: True if half of block_n is the gate's and one launch gives silu(gate) * up; not swapped, without a tree.
     """
 
     stages: int
@@ -141,10 +141,10 @@ class HopperTiles(Tile):
 
 @dataclass(frozen=True, slots=True)
 class BatchedLeaves(PipelinedTile):
-    """batched_leaves.batched_leaves_kernel: the leaves of a tree of radix 2 side by side, of few tokens.
+    """batched_leaves.batched_leaves_kernel: the leaves of a tree of radix 2 in parallel, for few tokens.
 
     Attributes:
-        ahead: The weights are brought into the L2 cache while the kernel before ends.
+        ahead: True if the weights are prefetched into L2 while the previous kernel is finishing.
     """
 
     _: KW_ONLY

@@ -1,24 +1,24 @@
-"""The tree over a sum's leaves, in kernels that walk over the leaves from the first to the last."""
+"""The tree over a sum's leaves, for kernels that process the leaves in order."""
 
 import triton
 import triton.language as tl
 
 __all__ = ["LEVELS", "close_leaf", "root_of", "tree_options"]
 
-LEVELS = 4  # of a tree that one kernel can hold
+LEVELS = 4  # of a tree that one kernel supports
 
 
 def tree_options(radices: tuple[int, ...]) -> dict[str, int]:
-    """The radices of up to LEVELS levels as a kernel takes them, R0 to R3."""
+    """Return the radices of up to LEVELS levels as kernel arguments R0 to R3."""
     padded = (1,) * (LEVELS - len(radices)) + radices
     return {f"R{i}": radix for i, radix in enumerate(padded)}
 
 
 @triton.jit
 def close_leaf(acc, leaf, t0, t1, t2, t3, R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, R3: tl.constexpr):
-    """One leaf more: adds it to its parent, and each node that is complete to its own. R3 is the level of the leaves.
+    """Add one leaf to its parent, and each completed node to its own parent. R3 is the level of the leaves.
 
-    Unused levels are at the root and have radix 1. t0 is the whole sum after the last leaf.
+    Unused levels are at the root and have radix 1. t0 is the total after the last leaf.
     """
     if leaf % R3 == 0:
         t3 = acc
@@ -47,7 +47,7 @@ def close_leaf(acc, leaf, t0, t1, t2, t3, R0: tl.constexpr, R1: tl.constexpr, R2
 
 @triton.jit
 def root_of(t0, t1, t2, t3, R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr):
-    """The whole sum, which is the node of the highest level that is used."""
+    """The total, which is the node of the highest used level."""
     if R0 > 1:
         root = t0
     elif R1 > 1:

@@ -1,1 +1,1 @@
-"""Weights of four and eight bits, and products over them."""
+"""Products with weights of four and eight bits."""

@@ -1,10 +1,10 @@
-"""Weights of few bits become floating point, in registers, and by a kernel of its own in memory.
+"""Dequantize weights, in registers or with a separate kernel in memory.
 
 Legend: N output features, K summed features. KIND is 0 for nibbles, 1 for int8, 2 for float8
 (templates/quantized/weights.py).
 
-The assembly is said to be impure, which stops Triton from looking through it: an operand that it knows to have been
-bytes goes to mma.sync with its k in another order, and so with other bits.
+The assembly is marked impure, so that Triton does not look through it: an operand that Triton knows to come from bytes
+enters mma.sync with its k in another order, which changes bits.
 """
 
 import triton
@@ -28,7 +28,7 @@ NIBBLES = tl.constexpr(0)
 BYTES = tl.constexpr(1)
 FLOAT8 = tl.constexpr(2)
 _MAGIC = tl.constexpr(8388608)  # 2^23: or-ing q into its bits gives the float 2^23 + q
-# Four bytes, and scale and offset of their low and of their high halves -> four weights of either (narrow_weights).
+# Inputs: four bytes, scale and offset of their low and high halves; outputs: four weights of each (narrow_weights).
 NARROW_BFLOAT16 = tl.constexpr(
     "{ .reg .b32 a, b;"
     "prmt.b32 a, $4, 0, 0x4140; prmt.b32 b, $4, 0, 0x4342;"
@@ -55,7 +55,7 @@ def scale_at(
     scale_ptr, zero_ptr, k, k_end, n, N, scale_stride,
     KIND: tl.constexpr, GROUP_K: tl.constexpr, ROWS: tl.constexpr, HAS_ZEROS: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
-    """Scale, and what is subtracted: z and what `wide_weights` adds to q. k and n broadcast to the result.
+    """The scale, and the offset to subtract: z plus what `wide_weights` adds to q. k and n broadcast to the result.
 
     With NARROW both are of the scales' dtype, for `narrow_weights`.
     """
@@ -69,7 +69,7 @@ def scale_at(
     if NARROW:
         offset = (zero + (128.0 if scale.dtype == tl.bfloat16 else 1024.0)).to(scale.dtype)
     else:
-        scale = widened(scale, tl.float16)  # the only dtype that LLVM would shrink to
+        scale = widened(scale, tl.float16)  # the only dtype that LLVM would narrow to
         offset = zero + (_MAGIC + 128 if KIND == BYTES else _MAGIC)
     return scale, offset
 
@@ -98,7 +98,7 @@ def wide_weights(q, scale, offset, KIND: tl.constexpr, dtype: tl.constexpr, ON_G
 def narrow_weights(q, low, low_offset, high, high_offset, dtype: tl.constexpr):
     """wide_weights of both nibbles of a byte, two at a time in 16 bits: 128 + q is a bfloat16, 1024 + q a float16.
 
-    Scales are of that dtype, so that the one rounding of their product with the exact difference is the definition's.
+    Scales have that dtype, so the single rounding of their product with the exact difference equals the definition's.
     """
     if dtype == tl.bfloat16:
         w_low, w_high = tl.inline_asm_elementwise(
@@ -119,7 +119,7 @@ def expand_kernel(
     KIND: tl.constexpr, GROUP_K: tl.constexpr, ROWS: tl.constexpr, HAS_ZEROS: tl.constexpr, BN: tl.constexpr,
     ON_GPU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """dequantized(): BN features and 128 k a program."""
+    """dequantized(): BN features and 128 k per program."""
     PARTS: tl.constexpr = 2 if KIND == NIBBLES else 1
     let_next_start(PDL)
     wait_for_earlier(PDL)
@@ -135,7 +135,7 @@ def expand_kernel(
             q = q & 15 if part == 0 else q >> 4
         else:
             q = tl.load(w_ptr + n.to(tl.int64) * w_stride_n + k, mask=inside, other=0.0 if KIND == FLOAT8 else 0)
-        if GROUP_K % 128 == 0:  # one scale a feature
+        if GROUP_K % 128 == 0:  # one scale per feature
             scale, offset = scale_at(
                 scale_ptr, zero_ptr, first, K, row, N, scale_stride, KIND, GROUP_K, ROWS, HAS_ZEROS, False
             )

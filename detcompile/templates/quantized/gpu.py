@@ -1,7 +1,7 @@
-"""dequant_matmul on the GPU: picks a schedule for the token count at launch, among those whose bits passed the gate.
+"""dequant_matmul on the GPU: launches a schedule that passed the gate, chosen by the token count.
 
-Legend: M tokens, N output features, K summed features. The reference is the definition itself: the weights dequantised
-into memory (`expand`), then the matmul template. A fused schedule is admitted only with its bytes.
+Legend: M tokens, N output features, K summed features. The reference is the definition itself: weights dequantized in
+memory (`expand`), then the matmul template. A fused schedule is admitted only if its bytes are equal.
 """
 
 import functools
@@ -56,11 +56,11 @@ def dequant_matmul_cuda(
     radices: Sequence[int],
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """x [M, K], weight [N, K], bias [N], residual [M, N] -> [M, N] in out_dtype (default x.dtype).
+    """Multiply x [M, K], weight [N, K], bias [N], residual [M, N] -> [M, N] in out_dtype (default x.dtype).
 
     Raises:
         NumericsError: K does not split into prod(radices) leaves.
-        ScheduleError: during CUDA graph capture, if no launch of this problem came before it.
+        ScheduleError: during CUDA graph capture, if this problem was never launched before.
     """
     radices = tuple(radix for radix in radices if radix > 1)
     if len(x) == 0 or len(weight.w) == 0:
@@ -78,10 +78,10 @@ def run_dequant(
     radices: Sequence[int] = (),
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The op under one schedule, gate or no gate: for tests, the gate itself and benchmarks.
+    """Run the op under one schedule without asking the gate: for tests, the gate itself and benchmarks.
 
     Raises:
-        ScheduleError: the schedule does not take this weight, dtype or tree.
+        ScheduleError: the schedule does not support this weight, dtype or tree.
     """
     if isinstance(schedule, Expand):
         w = expanded(weight, x.dtype)
@@ -102,7 +102,7 @@ def run_dequant(
 
 
 def expanded(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
-    """dequantized(weight, dtype), the same bytes, by one kernel."""
+    """Return dequantized(weight, dtype), the same bytes, from one kernel."""
     w, scales, zeros = _contiguous(weight)
     N, K = len(w), weight.k
     out = torch.empty((N, K), dtype=dtype, device=w.device)
@@ -122,7 +122,7 @@ def dequant_problem(
     radices: tuple[int, ...],
     out_dtype: torch.dtype,
 ) -> DequantProblem:
-    """What a launch's schedule may depend on; the token count only through its power-of-two bucket."""
+    """Return the problem of a launch; it contains the token count only as a power-of-two bucket."""
     M, K = x.shape
     return DequantProblem(
         dtype=matmul_gpu.dtype_name(x.dtype),
@@ -146,11 +146,10 @@ def dequant_problem(
 
 
 def probe_dequant(problem: DequantProblem, device: torch.device) -> Callable[[DequantSchedule], bytes]:
-    """The gate's probe: bytes of the unrounded sums and of the epilogue's output under a schedule.
+    """Return the gate's probe: bytes of the unrounded sums and of the epilogue's output under a schedule.
 
-    Over the problem's own K and groups; M and N end inside a tile, so that masks are probed too: M with one token in a
-    tile of eight, which int4_decode.py copies in another way. N keeps its remainder by 16, for which the compiler
-    specialises.
+    It uses the problem's K and groups. M and N end inside a tile, so that masks are probed too: one token in a tile of
+    eight, which int4_decode.py copies differently. N keeps its remainder modulo 16, on which the compiler specializes.
     """
     generator = torch.Generator(device).manual_seed(22)
     M, N = min(problem.bucket, 128) + 9, min(problem.n, 336 + problem.n % 16)
@@ -174,15 +173,15 @@ def probe_dequant(problem: DequantProblem, device: torch.device) -> Callable[[De
     weight = QuantizedWeight(w, scales, zeros, problem.k, problem.group, rows)
     dtype = getattr(torch, problem.dtype)
     x = draw(M, problem.k).to(dtype)
-    out, *added = problem.epilogue
+    out_name, *added = problem.epilogue
     bias, residual = (
         None if name is None else draw(*size).to(getattr(torch, name)) for name, size in zip(added, ((N,), (M, N)))
     )
 
     def bits(schedule: DequantSchedule) -> bytes:
         run = functools.partial(_run_probed, schedule, x, weight, problem.radices)
-        found = run(None, None, torch.float32), run(bias, residual, getattr(torch, out))
-        return bytes_of(*found)
+        sums, out = run(None, None, torch.float32), run(bias, residual, getattr(torch, out_name))
+        return bytes_of(sums, out)
 
     return bits
 
@@ -205,19 +204,19 @@ def _require_fit(schedule: Fused | Int4Decode, x: Tensor, weight: QuantizedWeigh
         fits = fits_int4_decode(schedule, weight.group, weight.rows, len(weight.w), leaf_k)
         if not (fits and _is_narrow(weight, x.dtype)) or (radices and not schedule.split):
             raise ScheduleError(
-                f"dequant_matmul: {schedule} takes nibbles on a GPU with a scale of x's dtype for groups of "
-                f"{NIBBLE_BLOCK} k, 16 features and {schedule.block_k} k at a time, and no tree within a program"
+                f"dequant_matmul: {schedule} needs nibbles on a GPU, one scale of x's dtype per group of {NIBBLE_BLOCK}"
+                f" k, multiples of 16 features and of {schedule.block_k} k, and no tree within a program"
             )
         return
     step = _step(schedule, x.dtype)
     several = weight.bits == 4 and step > NIBBLE_BLOCK
     if len(radices) > LEVELS or ((radices or several) and leaf_k % step):
-        raise ScheduleError(f"dequant_matmul: {schedule} takes whole steps of {step} k and {LEVELS} levels")
+        raise ScheduleError(f"dequant_matmul: {schedule} needs whole steps of {step} k and at most {LEVELS} levels")
     if several and weight.group % NIBBLE_BLOCK:
-        raise ScheduleError(f"dequant_matmul: {schedule} takes groups of {NIBBLE_BLOCK} k, not {weight.group}")
+        raise ScheduleError(f"dequant_matmul: {schedule} needs groups of {NIBBLE_BLOCK} k, not {weight.group}")
     if x.dtype is torch.float32 and x.is_cuda:
-        # Triton adds to the sum inside a product there, and so leaves the order of blocks
-        raise ScheduleError(f"dequant_matmul: {schedule} takes 16-bit activations on a GPU, not float32")
+        # Triton would add to the sum inside a product, which breaks the order of blocks
+        raise ScheduleError(f"dequant_matmul: {schedule} needs 16-bit activations on a GPU, not float32")
 
 
 def _step(schedule: Fused | Int4Decode, dtype: torch.dtype) -> int:
@@ -231,7 +230,7 @@ def _launch(
     bias: Tensor | None,
     residual: Tensor | None,
     radices: tuple[int, ...],
-    out: Tensor,  # [M, N], or one float32 partial a leaf before them
+    out: Tensor,  # [M, N], or one float32 partial per leaf before them
 ) -> None:
     M, N = out.shape[-2:]
     leaves = math.prod(radices)
@@ -286,6 +285,6 @@ def _format(weight: QuantizedWeight) -> dict[str, int | bool]:
 
 
 def _is_narrow(weight: QuantizedWeight, dtype: torch.dtype) -> bool:
-    """Whether one 16-bit product is the definition's; a scale serves 64 k, since it is loaded by the row."""
+    """True if a single 16-bit product equals the definition; a scale serves 64 k, because scales are loaded by row."""
     halves = weight.w.is_cuda and weight.bits == 4 and weight.group % 64 == 0
     return halves and dtype in (torch.float16, torch.bfloat16) and weight.scales.dtype is dtype

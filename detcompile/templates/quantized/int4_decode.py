@@ -1,14 +1,15 @@
-"""The kernel of kernels.py for nibbles and few tokens: each warp dequantises features of its own. Same bits.
+"""The kernel of kernels.py for nibbles and few tokens: each warp dequantizes its own features. Same bits.
 
 Legend: M tokens, N output features, K summed features, BM BN BK tile sizes, WARPS of a program.
 
-A product of the tensor core takes 16 k, and the next one of the same features waits for its sum: of one token that
-chain is what there is to wait for, so that nothing else may stand in it. Features are columns of the products here,
-eight at a time, tokens their rows: a warp makes so many columns from bytes that it reads itself, in registers, where
-the products want them, and all warps of a program share the tokens. A ring of STAGES steps of BK k is copied ahead.
+A tensor core product takes 16 k, and the next product of the same features depends on its sum. With one token this
+chain is the latency, so nothing else may be part of it. Features are the columns of the products, eight at a time, and
+tokens their rows. A warp computes its columns from bytes that it reads itself into registers, in the layout of the
+products; all warps of a program share the tokens. A ring of STAGES steps of BK k is copied ahead.
 
-A thread takes four successive k of a feature, a byte each, and as many of a token, where a product wants two and the
-two eight further on. Both operands are turned alike (`_turned`), within 16 k, which are one addition.
+A thread reads four successive k of a feature, one byte each, and as many of a token, while a product needs two of them
+and the two that are eight further on. Both operands are permuted in the same way (`_turned`), within 16 k, which are
+one addition.
 """
 
 import functools
@@ -31,9 +32,9 @@ from detcompile.templates.quantized.schedules import Int4Decode
 
 __all__ = ["int4_decode_kernel", "launch"]
 
-_AHEAD_BYTES = 16 << 20  # of weights, brought into the L2 cache while the kernel before ends
-# Rows of bytes start at the same bank of shared memory, so that the chunks of eight are shuffled. Tokens are side by
-# side for each 16 k instead, and one of them can be copied without the others.
+_AHEAD_BYTES = 16 << 20  # of weights, prefetched into L2 while the previous kernel is finishing
+# Rows of bytes start at the same bank of shared memory, so chunks of eight are swizzled. Tokens are side by side for
+# each 16 k instead, so that one of them can be copied without the others.
 _Q_TILES = gl.constexpr(gl.SwizzledSharedLayout(16, 1, 8, [1, 0]))
 _X_TILES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
 _SCALES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
@@ -46,10 +47,10 @@ def launch(
     group: int,  # k that share a scale, a multiple of 128
     bias: Tensor | None,
     residual: Tensor | None,
-    out: Tensor,  # [M, N], or [leaves, M, N] if each leaf is a program's own
+    out: Tensor,  # [M, N], or [leaves, M, N] with a separate program per leaf
     leaf_k: int,  # a multiple of block_k
 ) -> None:
-    """Run the kernel. N is a multiple of 16; the parts are contiguous, x's rows and the residual's are."""
+    """Run the kernel. N is a multiple of 16; the parts and the rows of x and the residual are contiguous."""
     M, N = out.shape[-2:]
     leaves = x.shape[1] // leaf_k
     x, w, scales = (_aligned(tensor) for tensor in (x, *parts[:2]))
@@ -69,14 +70,14 @@ def launch(
 
 
 def _aligned(tensor: Tensor) -> Tensor:
-    """Itself, or a copy of which 16 bytes can be copied at once."""
+    """Return the tensor, or a copy that is aligned to 16 bytes."""
     fits = tensor.data_ptr() % 16 == 0 and tensor.stride(0) % 16 == 0 and tensor.stride(1) == 1
     return tensor if fits else tensor.clone(memory_format=torch.contiguous_format)
 
 
 @functools.cache
 def _layouts(block_m: int, block_n: int, warps: int) -> tuple[gl.DistributedLinearLayout, gl.DistributedLinearLayout]:
-    """Layouts of 64 bytes of the features, and of 64 k of the tokens, [4, BM, 16], which every warp has."""
+    """Return the layouts of 64 bytes of the features, and of 64 k of the tokens, [4, BM, 16], held by every warp."""
     of_warps = range(warps.bit_length() - 1)
     wide = [[8 * warps, 0]] if block_n > 8 * warps else []
     q = gl.DistributedLinearLayout(
@@ -102,7 +103,7 @@ def _fetch(
     ring, stage, k, tile, N, M, x_stride, w_stride, scale_stride, GROUP_K: gl.constexpr, HAS_ZEROS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Starts the copies of the step at k into a stage. N and M: features and tokens from the tile's first on."""
+    """Start the copies of the step at k into a stage. N and M: features and tokens left from the tile's first on."""
     Q_COPY: gl.constexpr = gl.BlockedLayout([1, 16], [1024 // BK, BK // 32], [WARPS, 1], [1, 0])
     X_COPY: gl.constexpr = gl.BlockedLayout([1, 1, 8], [2, 8, 2], [WARPS, 1, 1], [2, 1, 0])
     ROW_COPY: gl.constexpr = gl.BlockedLayout([1, 1, 8], [16, 1, 2], [WARPS, 1, 1], [2, 1, 0])
@@ -112,7 +113,7 @@ def _fetch(
     n = gl.arange(0, BN, layout=gl.SliceLayout(1, Q_COPY))[:, None]
     byte = gl.multiple_of(k // 2, 64) + gl.arange(0, BK // 2, layout=gl.SliceLayout(0, Q_COPY))[None, :]
     async_copy.async_copy_global_to_shared(q_tiles.index(stage), q_ptr + (n * w_stride + byte), mask=n < N)
-    if M == 1:  # as one of eight it would take as many copies as eight do, of zeros
+    if M == 1:  # in a tile of eight it would need as many copies as eight tokens, of zeros
         _fetch_tokens(x_tiles.index(stage).slice(0, 1, dim=1), x_ptr + k, M, x_stride, 1, BK, ROW_COPY)
     else:
         _fetch_tokens(x_tiles.index(stage), x_ptr + k, M, x_stride, BM, BK, X_COPY)
@@ -140,7 +141,7 @@ def _turned(rows, ROWS: gl.constexpr):
 
 @gluon.jit
 def _weights(q, scale, offset):
-    """dequantize.narrow_weights, of one scale for both halves."""
+    """dequantize.narrow_weights with one scale for both halves."""
     if scale.dtype == gl.bfloat16:
         low, high = gl.inline_asm_elementwise(
             NARROW_BFLOAT16, NARROW_REGISTERS, [q, scale, offset, scale, offset],
@@ -156,7 +157,7 @@ def _weights(q, scale, offset):
 
 @gluon.jit
 def _tokens(tile, first: gl.constexpr, BM: gl.constexpr, X: gl.constexpr, MMA: gl.constexpr):
-    """64 k of the tokens as the rows of a product. Rows past BM are zeros, those past M whatever was there before."""
+    """64 k of the tokens as rows of a product. Rows past BM are zeros; rows past M are arbitrary."""
     x = tile.slice(first // 16, 4, dim=0).load(X)
     if BM == 8:
         rows = gl.join(x, gl.zeros([4, 8, 16], x.dtype, X)).permute(3, 1, 0, 2).reshape(16, 64)
@@ -170,7 +171,7 @@ def _step(
     acc, ring, stage, HAS_ZEROS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     Q: gl.constexpr, X: gl.constexpr, MMA: gl.constexpr,
 ):  # fmt: skip
-    """acc + the step that is in a stage, 128 k at a time: 64 of the low halves, then 64 of the high ones."""
+    """acc + the step in a stage, 128 k at a time: 64 of the low halves, then 64 of the high halves."""
     q_tiles, x_tiles, scale_tiles, zero_tiles = ring
     x_tile = x_tiles.index(stage)
     dtype: gl.constexpr = x_tile.dtype
@@ -219,10 +220,10 @@ def int4_decode_kernel(
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
     Q: gl.constexpr, X: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """One tile of one leaf (axis 1), into out[leaf, M, N]. ahead: bytes of each feature that are brought into the L2
-    cache while the kernel before ends."""
+    """One tile of one leaf (axis 1), into out[leaf, M, N]. ahead: bytes of each feature to prefetch into L2 while the
+    previous kernel is finishing."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, WARPS], [16, 8])
-    THREADS: gl.constexpr = 32 * WARPS // BN  # a feature
+    THREADS: gl.constexpr = 32 * WARPS // BN  # per feature
     tile_m = gl.program_id(0) // tiles_n
     tile_n = gl.program_id(0) % tiles_n
     first = gl.program_id(1) * leaf_k
@@ -259,7 +260,7 @@ def int4_decode_kernel(
     stage = 0
     for k in range(0, leaf_k, BK):
         async_copy.wait_group(STAGES - 2)
-        barrier()  # what each has copied all may read, and the stage before is no longer read
+        barrier()  # every thread's copies are visible, and the previous stage is no longer read
         ahead_k = k + (STAGES - 1) * BK
         if ahead_k < leaf_k:
             _fetch(
@@ -267,7 +268,7 @@ def int4_decode_kernel(
                 x_stride, w_stride, scale_stride, GROUP_K, HAS_ZEROS, BM, BN, BK, WARPS,
             )  # fmt: skip
         else:
-            gluon_let_next_start(PDL)  # not before: what the next kernel fetches ahead would take from this one
+            gluon_let_next_start(PDL)  # not earlier: the next kernel's prefetches would compete with this one
         async_copy.commit_group()
         acc = _step(acc, ring, stage, HAS_ZEROS, BM, BN, BK, Q, X, MMA)
         stage = gl.where(stage == STAGES - 1, 0, stage + 1)

@@ -1,13 +1,13 @@
-"""dequant_matmul on the GPU: weights of few bits become operands of the tensor core in registers.
+"""dequant_matmul on the GPU: weights of few bits become tensor core operands in registers.
 
 Legend: M tokens, N output features, K summed features, BM BN BK tile sizes. KIND is 0 for nibbles, 1 for int8, 2 for
-float8 (templates/quantized/weights.py). Weights are the M operand of the MMA (swapped), which may
-come from registers; the walk over k, the tree of leaves and the epilogue are those of matmul/kernels.py, and so are the
-bits. A leaf may be a program's own there as here: its partials are added by ``combine_kernel``.
+float8 (templates/quantized/weights.py). Weights are the M operand of the MMA (swapped), which may come from registers.
+The loop over k, the tree of leaves and the epilogue are those of matmul/kernels.py, and so are the bits. Leaves may
+have separate programs as there; ``combine_kernel`` adds their partials.
 
 Nibbles are read 128 k at a time: the low halves of 64 bytes are 64 successive k, the high halves the next 64, and each
-is one ``tl.dot``. Scales of the next step are loaded in this one, since they are too small to be copied ahead; the
-step after waits for them. Steps of several blocks of 128 k (`_blocks_leaf`) copy them ahead.
+half is one ``tl.dot``. Scales are too small to be copied ahead, so the next step's scales are loaded in this step, and
+the step waits for them. Steps of several blocks of 128 k (`_blocks_leaf`) copy them ahead.
 """
 
 import triton
@@ -28,10 +28,10 @@ def _nibbles_leaf(
     BM: tl.constexpr, BN: tl.constexpr, BLOCKED: tl.constexpr, EVEN_K: tl.constexpr,
     NARROW: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
-    """fp32 sum [BN, BM] over first..end, a step 128 k. The order is leaf_sum's."""
+    """fp32 sum [BN, BM] over first..end in steps of 128 k. The order is leaf_sum's."""
     dtype: tl.constexpr = x_M.dtype.element_ty
-    TWO: tl.constexpr = GROUP_K % 128 != 0  # halves of a step have scales of their own
-    EACH: tl.constexpr = GROUP_K % 64 != 0  # and so have elements
+    TWO: tl.constexpr = GROUP_K % 128 != 0  # the halves of a step have separate scales
+    EACH: tl.constexpr = GROUP_K % 64 != 0  # and so do elements
     acc = tl.zeros((BN, BM), tl.float32)
     half = tl.arange(0, 64)
     n_N = n[:, None]
@@ -84,9 +84,10 @@ def _blocks_leaf(
     GROUP_K: tl.constexpr, ROWS: tl.constexpr, HAS_ZEROS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NARROW: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
-    """_nibbles_leaf, a step several blocks of 128 k: first..end is whole steps, and a block has one scale a feature.
+    """_nibbles_leaf with steps of several blocks of 128 k: first..end is whole steps, with one scale per block and
+    feature.
 
-    A thread has two scales to load at least, the least that Triton copies ahead, as it does weights and x.
+    A thread loads at least two scales, the minimum that Triton copies ahead, as it does weights and x.
     """
     dtype: tl.constexpr = x_M.dtype.element_ty
     BLOCKS: tl.constexpr = BK // 128
@@ -107,7 +108,7 @@ def _blocks_leaf(
             low = wide_weights(q & 15, scale, offset, 0, dtype, ON_GPU)
             high = wide_weights(q >> 4, scale, offset, 0, dtype, ON_GPU)
         w = tl.join(low, high).permute(0, 1, 3, 2).reshape(BN, BK)
-        if ON_GPU:  # impure as in dequantize.py: of a join, Triton takes another order of k
+        if ON_GPU:  # impure as in dequantize.py: for a join, Triton uses another order of k
             w = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [w], dtype=w.dtype, is_pure=False, pack=2)
         acc = tl.dot(w, x, acc)
     return acc
@@ -120,7 +121,7 @@ def _bytes_leaf(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCKED: tl.constexpr, EVEN_K: tl.constexpr,
     NARROW: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
-    """fp32 sum [BN, BM] over first..end, a step BK. The order is leaf_sum's; BLOCKED wants BK = 128."""
+    """fp32 sum [BN, BM] over first..end in steps of BK. The order is leaf_sum's; BLOCKED requires BK = 128."""
     dtype: tl.constexpr = x_M.dtype.element_ty
     EACH: tl.constexpr = GROUP_K % BK != 0
     acc = tl.zeros((BN, BM), tl.float32)
@@ -186,7 +187,7 @@ def dequant_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, BLOCKED: tl.constexpr,
     EVEN_K: tl.constexpr, NARROW: tl.constexpr, ON_GPU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One tile, every leaf of it; with SPLIT one leaf (axis 1), into an fp32 partial out[leaf, M, N] without an
+    """One tile with all its leaves; with SPLIT one leaf (axis 1), into an fp32 partial out[leaf, M, N] without an
     epilogue. With a tree, leaf_k is a multiple of a step."""
     wait_for_earlier(PDL)
     tile_m, tile_n = grouped(tl.program_id(0), M, N, BM, BN, GROUP)

@@ -1,12 +1,12 @@
-"""dequant_matmul: matmul of templates/matmul/op.py with weights of four or eight bits, dequantised on the way.
+"""dequant_matmul: matmul of templates/matmul/op.py with weights of four or eight bits, dequantized on the fly.
 
 Legend: M tokens, N output features, K input features, G groups of K.
 
-    w    = dequantized(weight, x.dtype)      templates/quantized/weights.py: one defined rounding an element
+    w    = dequantized(weight, x.dtype)      templates/quantized/weights.py: one defined rounding per element
     out  = matmul(x, w, bias, residual, radices)
 
-The bytes are those of the two in turn, so the order is matmul's. On a CPU a tile of features is dequantised at a time;
-on a GPU the tensor cores' operands are (kernels.py), or a whole copy where many tokens share its price.
+The bytes equal those of the two operations in sequence, so the order is matmul's. A CPU dequantizes a tile of features
+at a time. A GPU dequantizes operands of the tensor cores (kernels.py), or a whole copy if many tokens share its cost.
 """
 
 import struct
@@ -24,7 +24,7 @@ from detcompile.templates.registration import define
 __all__ = ["dequant_matmul_cpu", "dequantized_cpu", "reference_dequant_matmul"]
 
 _CALL = struct.Struct("PqPPqPqqqqq4i")  # struct Call of dequantize.cpp
-_TILE_BYTES = 1 << 21  # of dequantised weights: they stay in a core's cache until they are multiplied
+_TILE_BYTES = 1 << 21  # of dequantized weights: they stay in a core's cache until they are multiplied
 
 
 def dequant_matmul_cpu(
@@ -40,10 +40,10 @@ def dequant_matmul_cpu(
     out_dtype: torch.dtype | None = None,
     isa: str | None = None,
 ) -> Tensor:
-    """The op on the CPU: x [M, K], w, scales and zeros as weights.py has them, bias [N], residual [M, N] -> [M, N].
+    """Run the op on the CPU: x [M, K], w, scales and zeros of weights.py, bias [N], residual [M, N] -> [M, N].
 
     Raises:
-        InvalidInput: parts of the weight that do not fit together.
+        InvalidInput: the parts of the weight do not match.
         NumericsError: K is not a multiple of the product of the radices.
     """
     weight = QuantizedWeight(w, scales, zeros, x.shape[-1], group, rows)
@@ -52,17 +52,17 @@ def dequant_matmul_cpu(
     out = torch.empty((len(x), N), dtype=out_dtype or x.dtype, device="cpu")
     features = max(64, _TILE_BYTES // max(1, K * x.element_size()))
     for first in range(0, N, features):
-        own = slice(first, min(N, first + features))
-        tile = dequantized_cpu(weight, x.dtype, own.start, own.stop - own.start, isa)
-        parts = (None if bias is None else bias[own], None if residual is None else residual[:, own])
-        out[:, own] = matmul_cpu(x, tile, *parts, radices, out_dtype, isa=isa)
+        rows_N = slice(first, min(N, first + features))
+        tile = dequantized_cpu(weight, x.dtype, first, rows_N.stop - first, isa)
+        parts = (None if bias is None else bias[rows_N], None if residual is None else residual[:, rows_N])
+        out[:, rows_N] = matmul_cpu(x, tile, *parts, radices, out_dtype, isa=isa)
     return out
 
 
 def dequantized_cpu(
     weight: QuantizedWeight, dtype: torch.dtype, first: int = 0, count: int | None = None, isa: str | None = None
 ) -> Tensor:
-    """Rows [first, first + count) of dequantized(weight, dtype), the same bytes."""
+    """Return rows [first, first + count) of dequantized(weight, dtype), the same bytes."""
     w, scales = weight.w.contiguous(), weight.scales.contiguous()
     zeros = None if weight.zeros is None else weight.zeros.contiguous()
     count = len(w) - first if count is None else count
@@ -131,5 +131,5 @@ define(
 def reference_dequant_matmul(
     x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
-    """The op's value in float64 over the weights as they are rounded to x.dtype."""
+    """Return the op's value in float64, with weights rounded to x.dtype."""
     return reference_matmul(x, dequantized(weight, x.dtype), bias, residual)

@@ -1,7 +1,7 @@
-"""Schedules of dequant_matmul on the GPU: which exist for a problem, the likely fastest first.
+"""Schedules of dequant_matmul on the GPU: the candidates for a problem, the likely fastest first.
 
-Legend: M tokens, N output features, K summed features. Bits are the same under all; `templates.device.gate` sees to
-that.
+Legend: M tokens, N output features, K summed features. A schedule never affects bits; `templates.device.gate` checks
+this.
 """
 
 import functools
@@ -27,11 +27,11 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Fused(PipelinedTile):
-    """kernels.dequant_kernel, a tile and a step of block_k at a time; weights are the M operand of the MMA.
+    """kernels.dequant_kernel, one tile in steps of block_k; weights are the M operand of the MMA.
 
     Attributes:
-        split: Each leaf of a tree is a program's own, and a second launch adds them.
-        group: Tiles of M that share their weights in the L2 cache.
+        split: True if each leaf of a tree has a separate program and a second launch adds them.
+        group: tiles of M that share their weights in L2.
     """
 
     _: KW_ONLY
@@ -44,10 +44,10 @@ class Fused(PipelinedTile):
 
 @dataclass(frozen=True, slots=True)
 class Int4Decode(PipelinedTile):
-    """int4_decode.int4_decode_kernel: nibbles and few tokens, features of a warp's own.
+    """int4_decode.int4_decode_kernel: nibbles and few tokens; each warp has its own features.
 
     Attributes:
-        split: Each leaf of a tree is a program's own, as it has to be where there is a tree.
+        split: True if each leaf of a tree has a separate program, as every tree requires.
     """
 
     _: KW_ONLY
@@ -59,7 +59,7 @@ class Int4Decode(PipelinedTile):
 
 @dataclass(frozen=True, slots=True)
 class Expand:
-    """The weights dequantised into memory, then matmul, with a schedule of its own."""
+    """Dequantizes the weights into memory, then runs matmul with a schedule of its own."""
 
     def __str__(self) -> str:
         return "expand"
@@ -68,8 +68,8 @@ class Expand:
 DequantSchedule: TypeAlias = Fused | Int4Decode | Expand
 
 EXPAND = Expand()
-# block_m, block_n, block_k, warps, stages, by the largest bucket (nibbles take 128 k a step). Of few features many
-# programs have to be made, and of few tokens the arithmetic of a weight is most of the work: more warps for a tile.
+# block_m, block_n, block_k, warps, stages, by the largest bucket (nibbles take 128 k per step). Few features need many
+# programs. With few tokens most of the work is dequantizing: more warps per tile.
 _FUSED: dict[int, list[tuple[int, int, int, int, int]]] = {
     16: [
         (16, 64, 128, 4, 4),
@@ -92,23 +92,23 @@ _FUSED: dict[int, list[tuple[int, int, int, int, int]]] = {
     128: [(128, 64, 128, 4, 3), (128, 128, 128, 8, 3), (64, 128, 128, 8, 3)],
     512: [(128, 128, 128, 8, 3), (128, 64, 128, 4, 3), (256, 64, 128, 4, 2)],
 }
-# The same for nibbles, several blocks of 128 k a step: of up to eight tokens no product is made for more, and a warp
-# has 16 features of its own, so that none is made twice. One token takes 0.5 to 0.9 of the best time of those above
+# The same for nibbles, with several blocks of 128 k per step. For up to eight tokens no larger product is computed, and
+# a warp has its own 16 features, so none is computed twice. One token takes 0.5 to 0.9 of the best time of _FUSED
 # (docs/quantization.md).
 _BLOCKS: dict[int, list[tuple[int, int, int, int, int]]] = {
     16: [(8, 32, 512, 2, 3), (8, 16, 512, 1, 3), (16, 16, 512, 1, 3)],
 }
-# Of a tree, for leaves that are programs of their own: so many programs hide each other's waits, and one walks K over
-# the number of leaves, at the price of a second launch that adds them. A leaf of one step fetches nothing ahead, and
-# wants many programs beside it instead.
+# For a tree with a separate program per leaf: the many programs hide each other's latency, and each covers a fraction
+# of K, at the cost of a second launch that adds the leaves. A leaf of one step prefetches nothing, and needs many
+# programs beside it instead.
 _SPLIT: dict[int, list[tuple[int, int, int, int, int]]] = {
     16: [(8, 16, 512, 1, 3), (8, 16, 512, 1, 2), (8, 32, 512, 2, 2), (16, 16, 512, 1, 2), (16, 64, 128, 4, 4)],
     32: [(32, 64, 128, 4, 4), (32, 32, 128, 4, 4)],
     64: [(64, 64, 128, 4, 4), (32, 64, 128, 4, 4)],
 }
-# Int4Decode. A warp of 8 features has one chain of products, and with few features every part of a
-# multiprocessor has one or two such warps; with many a warp takes 16, so that all programs run at once. Of a tree,
-# leaves are programs' own.
+# Int4Decode. A warp of 8 features has one chain of products, and with few features every part of a multiprocessor has
+# one or two such warps; with many features a warp takes 16, so that all programs run at once. With a tree, each leaf
+# has a separate program.
 _INT4_DECODE: list[tuple[int, int, int, int, int]] = [
     (8, 32, 1024, 4, 3),
     (8, 64, 512, 4, 3),
@@ -122,19 +122,19 @@ _INT4_DECODE_SPLIT: list[tuple[int, int, int, int, int]] = [
     (8, 64, 512, 4, 2),
     (16, 64, 256, 4, 3),
 ]
-_MANY_FEATURES = 8192  # of one walk over K: above, 16 a warp
-_MANY_TOKENS = 128  # above, they share the price of a dequantised copy
+_MANY_FEATURES = 8192  # without a tree: above, 16 per warp
+_MANY_TOKENS = 128  # above, they share the cost of a dequantized copy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DequantProblem:
-    """All that a choice of schedule may depend on.
+    """Everything that a choice of schedule may depend on.
 
     Attributes:
-        dtype: Name of the activations' dtype.
-        w_dtype, s_dtype: Names of the dtypes of the quantised weights and of their scales.
-        zeros: Whether the weights have zero points.
-        narrow: a product of 16 bits is the definition's weight, on a GPU: what int4_decode.py takes.
+        dtype: name of the activations' dtype.
+        w_dtype, s_dtype: names of the dtypes of the quantized weights and of their scales.
+        zeros: True if the weights have zero points.
+        narrow: True if a 16-bit product equals the definition's weight, on a GPU: int4_decode.py requires it.
         order: the SumOrder, as text.
         epilogue: dtype names of out, bias and residual (None: absent).
         bucket: the token count, rounded up to a power of two.
@@ -156,7 +156,7 @@ class DequantProblem:
 
     @property
     def leaf_k(self) -> int:
-        """K of one leaf of the tree."""
+        """K per leaf of the tree."""
         return self.k // math.prod(self.radices)
 
     def __str__(self) -> str:
@@ -168,7 +168,7 @@ class DequantProblem:
 
 @functools.cache
 def dequant_candidates(problem: DequantProblem) -> tuple[DequantSchedule, ...]:
-    """Schedules for this problem, the likely fastest first; EXPAND is always among them."""
+    """Return the schedules for a problem, the likely fastest first; EXPAND is always among them."""
     whole = not problem.radices or problem.leaf_k % NIBBLE_BLOCK == 0
     bucket = next((largest for largest in _FUSED if problem.bucket <= largest), None)
     if bucket is None or not whole or problem.dtype == "float32" or len(problem.radices) > LEVELS:
@@ -186,20 +186,20 @@ def dequant_candidates(problem: DequantProblem) -> tuple[DequantSchedule, ...]:
 
 
 def _fitting(problem: DequantProblem, rows: list[tuple[int, int, int, int, int]]) -> list[Fused]:
-    """A step of several blocks takes nibbles, one scale a block and whole steps."""
+    """Return the fitting Fused schedules: several blocks per step need nibbles, one scale per block and whole steps."""
     several = problem.w_dtype == "uint8" and problem.group % NIBBLE_BLOCK == 0
-    found = [Fused(*sizes) for sizes in rows]
-    return [s for s in found if s.block_k == NIBBLE_BLOCK or (several and problem.leaf_k % s.block_k == 0)]
+    schedules = (Fused(*sizes) for sizes in rows)
+    return [s for s in schedules if s.block_k == NIBBLE_BLOCK or (several and problem.leaf_k % s.block_k == 0)]
 
 
 def _int4_decode(problem: DequantProblem) -> list[Int4Decode]:
     rows = _INT4_DECODE_SPLIT if problem.radices else _INT4_DECODE
-    found = [Int4Decode(*sizes, split=bool(problem.radices)) for sizes in rows]
-    fitting = [s for s in found if fits_int4_decode(s, problem.group, problem.rows, problem.n, problem.leaf_k)]
+    schedules = (Int4Decode(*sizes, split=bool(problem.radices)) for sizes in rows)
+    fitting = [s for s in schedules if fits_int4_decode(s, problem.group, problem.rows, problem.n, problem.leaf_k)]
     wide = bool(problem.radices) or problem.n > _MANY_FEATURES
     return sorted(fitting, key=lambda s: (s.block_m, (s.block_n >= 16 * s.warps) != wide))
 
 
 def fits_int4_decode(schedule: Int4Decode, group: int, rows: int, n: int, leaf_k: int) -> bool:
-    """Whether int4_decode.py takes it: one scale for 128 k of a feature, whole steps, vectors of 16 features."""
+    """Return True if int4_decode.py can run: one scale per 128 k and feature, whole steps, vectors of 16 features."""
     return group % NIBBLE_BLOCK == 0 and rows == 1 and n % 16 == 0 and leaf_k % schedule.block_k == 0

@@ -1,16 +1,16 @@
-"""Quantised weights as our templates hold them, and what they mean: w[n, k] = round(float32(q - z) * float32(s)).
+"""Formats of quantized weights, and their meaning: w[n, k] = round(float32(q - z) * float32(s)).
 
 Legend: N output features, K input features, G groups of K.
 
-| `w` | q | `zeros` left out means |
+| `w` | q | without `zeros` |
 |---|---|---|
 | uint8 [N, ceil(K / 128) * 64] | four bits, 0 to 15: see `pack_nibbles` | z = 8 |
 | int8 [N, K] | eight bits | z = 0 |
-| float8_e4m3fn [N, K] | the value itself | there are none |
+| float8_e4m3fn [N, K] | the value itself | no z |
 
-`scales` [G, ceil(N / rows)] and `zeros` (int16, the same shape): one for `group` successive k of `rows` successive
-features, the last of either may be shorter. q - z is exact, the product is rounded to float32, and then to the dtype of
-the activations: both to the nearest, ties to even.
+`scales` [G, ceil(N / rows)] and `zeros` (int16, the same shape) have one value for `group` successive k of `rows`
+successive features; the last group or rows may be shorter. q - z is exact. The product is rounded to float32, then to
+the dtype of the activations, both to nearest, ties to even.
 """
 
 from typing import NamedTuple
@@ -30,12 +30,12 @@ __all__ = [
     "unpack_nibbles",
 ]
 
-NIBBLE_BLOCK = 128  # k of which a byte holds the i-th and the (64 + i)-th
-KINDS = {torch.uint8: 0, torch.int8: 1, torch.float8_e4m3fn: 2}  # of `w`, as the kernels of both devices number them
+NIBBLE_BLOCK = 128  # byte i of a block holds k = i and k = 64 + i
+KINDS = {torch.uint8: 0, torch.int8: 1, torch.float8_e4m3fn: 2}  # dtypes of `w`, as numbered by the kernels
 
 
 class QuantizedWeight(NamedTuple):
-    """A matrix [N, K] in few bits: the module's table says what the parts hold."""
+    """A matrix [N, K] in few bits; the module's docstring defines the parts."""
 
     w: Tensor
     scales: Tensor
@@ -46,28 +46,28 @@ class QuantizedWeight(NamedTuple):
 
     @property
     def bits(self) -> int:
-        """Bits of one weight, 4 or 8."""
+        """Bits per weight, 4 or 8."""
         return 4 if self.w.dtype is torch.uint8 else 8
 
 
 def pack_nibbles(q: Tensor) -> Tensor:
-    """q [N, K] of 0 to 15 -> uint8 [N, ceil(K / 128) * 64], zeros past K.
+    """Pack q [N, K] of 0 to 15 into uint8 [N, ceil(K / 128) * 64], with zeros past K.
 
-    Of each block of 128 k, byte i holds k = i in its low half and k = 64 + i in its high half: both halves of a tile of
-    bytes are then tiles of successive k, and the sum over k stays in order without a shuffle.
+    In each block of 128 k, byte i holds k = i in its low half and k = 64 + i in its high half. Both halves of a tile of
+    bytes are then successive k, and the sum over k stays in order without a shuffle.
     """
     blocks = torch.nn.functional.pad(q.to(torch.uint8), (0, -q.shape[1] % NIBBLE_BLOCK)).unflatten(1, (-1, 2, 64))
     return (blocks[:, :, 0] | blocks[:, :, 1] << 4).flatten(1).contiguous()
 
 
 def unpack_nibbles(packed: Tensor, k: int) -> Tensor:
-    """What `pack_nibbles` was given, uint8 [N, K]."""
+    """Invert `pack_nibbles`; return uint8 [N, K]."""
     blocks = packed.unflatten(1, (-1, 64))
     return torch.stack([blocks & 15, blocks >> 4], 2).flatten(1)[:, :k]
 
 
 def dequantized(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
-    """The matrix [N, K] that the weight means for activations of this dtype; in float64, the product unrounded."""
+    """Return the matrix [N, K] for activations of this dtype; float64 gives the unrounded product."""
     exact = dtype is torch.float64
     wide = torch.float64 if exact else torch.float32
     q = unpack_nibbles(weight.w, weight.k) if weight.w.dtype is torch.uint8 else weight.w
@@ -82,10 +82,10 @@ def dequantized(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
 
 
 def require_quantized(weight: QuantizedWeight) -> None:
-    """Fail unless the parts fit each other.
+    """Reject a weight whose parts do not match.
 
     Raises:
-        InvalidInput: they do not.
+        InvalidInput: names the part and its required shape.
     """
     w, scales, _, k, group, rows = weight
     width = -(-k // NIBBLE_BLOCK) * 64 if w.dtype is torch.uint8 else k

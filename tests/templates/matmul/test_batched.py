@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from detcompile.errors import InvalidInput
-from detcompile.templates.matmul.batched import batched_matmul_cpu, reference_batched_matmul
-from detcompile.templates.matmul.op import matmul_cpu
+from detcompile.templates.matmul.op import batched_matmul_cpu, matmul_cpu, reference_batched_matmul
 from tests.bits import assert_bitwise_equal
 from tests.templates.cases import DTYPES, ISAS, KINDS, assert_as_accurate, sample
 

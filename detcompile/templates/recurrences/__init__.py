@@ -1,1 +1,1 @@
-"""Layers that carry a state: convolutions, scans, linear attention, RWKV, xLSTM."""
+"""Layers with a recurrent state: convolutions, scans, linear attention, RWKV, xLSTM."""

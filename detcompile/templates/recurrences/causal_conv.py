@@ -1,11 +1,11 @@
-"""causal_conv: each channel's last W inputs, weighted and added; a state of W - 1 columns for what is before a step.
+"""causal_conv: a weighted sum of each channel's last W inputs; the state holds the W - 1 inputs before a step.
 
 Legend: T tokens, S sequences, C channels, W taps, B batch.
 
     out[t, c] = round(sum over w of x[t - W + 1 + w, c] * weight[c, w] + bias[c])
 
 Sequential over the taps, float32 inside, the bias last, one rounding to x.dtype. Inputs before a sequence's first token
-are zeros; those of earlier steps are in its state, [num_slots, W - 1, C] in x.dtype, oldest first
+are zeros; inputs of earlier steps are in its state, [num_slots, W - 1, C] in x.dtype, oldest first
 (templates.recurrences.states).
 """
 
@@ -31,10 +31,10 @@ def causal_conv_cpu(
     *,
     isa: str | None = None,
 ) -> Tensor:
-    """The op on the CPU: x [T, C], weight [C, W], bias [C] -> [T, C]; rows past cu_seqlens[S] get zeros.
+    """Run the op on the CPU: x [T, C], weight [C, W], bias [C] -> [T, C]; rows past cu_seqlens[S] get zeros.
 
     Raises:
-        InvalidInput: metadata that points outside the state; nothing is written.
+        InvalidInput: metadata points outside the state; nothing is written.
     """
     x = x if x.stride(1) == 1 else x.contiguous()
     (T, C), W = x.shape, weight.shape[1]
@@ -59,7 +59,7 @@ def _causal_conv_cuda(
 
 
 def _dense_causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [B, T, C] -> [B, T, C], each row of the batch a whole sequence."""
+    """Run x [B, T, C] -> [B, T, C], each row of the batch a whole sequence."""
     B, T, C = x.shape
     state = x.new_empty((1, weight.shape[1] - 1, C))
     steps = dense_steps(B, T, x.device)
@@ -84,7 +84,7 @@ define(
 
 
 def reference_causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The dense op's value in float64, unrounded: [B, T, C]."""
+    """Return the dense op's value in float64, unrounded: [B, T, C]."""
     W = weight.shape[1]
     padded = torch.nn.functional.pad(x.double(), (0, 0, W - 1, 0))
     taps = (padded[:, w : w + x.shape[1]] * weight[:, w].double() for w in range(W))

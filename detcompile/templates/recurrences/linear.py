@@ -1,20 +1,20 @@
-"""linear_recurrence: a matrix state a head, decayed, corrected and added to at every token, and read by a query.
+"""linear_recurrence: a matrix state per head that every token decays, corrects and adds to, and that a query reads.
 
 Legend: T tokens, S sequences, H heads, G groups of H / G heads that share queries and keys, K keys, V values, B batch.
 
-    S  <- a * S                                    a = exp(decay): of a head, of a key, or of key and value by rates
-    u  =  v, or beta * (v - sum over K of k * S)   the delta rule, where there is a beta
+    S  <- a * S                                    a = exp(decay): per head, per key, or per key and value with rates
+    u  =  v, or beta * (v - sum over K of k * S)   the delta rule, if there is a beta
     S  <- S + k u^T
     out = sum over K of q * S
 
-Everything is float32; the tokens of a sequence are taken one after the other, so that no chunk of a prompt and no batch
-can be seen in the result. state_order(K, device type) is the order of both sums. The state between steps is
+Everything is float32. A sequence's tokens are processed one after the other, so the result does not depend on chunks of
+a prompt or on the batch. state_order(K, device type) is the order of both sums. The state between steps is
 [num_slots, H, K, V] float32 (templates.recurrences.states). decay is [T, H], [T, H, K], or [T, H, V] with rates
 [H, K, V]: then a[k, v] = exp(decay[v] * rates[k, v]).
 
-Mamba (Gu and Dao, arXiv:2312.00752) is one head of V channels with rates; Mamba-2 (Dao and Gu, arXiv:2405.21060) and
-lightning attention (Qin et al., arXiv:2401.04658) decay a head; gated delta nets (Yang et al., arXiv:2412.06464) have
-a beta, and Kimi's (arXiv:2510.26692) also decay each key; the RG-LRU of Griffin (De et al., arXiv:2402.19427) has one
+Mamba (Gu and Dao, arXiv:2312.00752) is one head of V channels with rates. Mamba-2 (Dao and Gu, arXiv:2405.21060) and
+lightning attention (Qin et al., arXiv:2401.04658) decay per head. Gated delta nets (Yang et al., arXiv:2412.06464) have
+a beta, and Kimi's (arXiv:2510.26692) also decay per key. The RG-LRU of Griffin (De et al., arXiv:2402.19427) has one
 key.
 """
 
@@ -47,11 +47,10 @@ def linear_recurrence_cpu(
     *,
     isa: str | None = None,
 ) -> Tensor:
-    """The op on the CPU: q and k [T, G, K], v [T, H, V], all float32 -> [T, H, V]; rows past cu_seqlens[S] get zeros.
+    """Run the op on the CPU: q and k [T, G, K], v [T, H, V], all float32 -> [T, H, V]; padding rows get zeros.
 
     Raises:
-        InvalidInput: heads or decays that do not fit together, or metadata that points outside the state; nothing is
-            written.
+        InvalidInput: shapes of heads or decays do not match, or metadata points outside the state; nothing is written.
     """
     kind = _check(q, v, decay, rates)
     (T, H, V), (G, K) = v.shape, q.shape[1:]
@@ -79,7 +78,7 @@ def _linear_recurrence_cuda(
 def _dense_linear_recurrence(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, rates: Tensor | None
 ) -> Tensor:
-    """q and k [B, T, G, K], v [B, T, H, V] -> [B, T, H, V], each row of the batch a whole sequence."""
+    """Run q and k [B, T, G, K], v [B, T, H, V] -> [B, T, H, V], each row of the batch a whole sequence."""
     B, T, H, V = v.shape
     state = v.new_empty((1, H, q.shape[3], V), dtype=torch.float32)
     packed = [None if value is None else value.flatten(0, 1) for value in (q, k, v, decay, beta)]
@@ -116,7 +115,7 @@ define(
 def reference_linear_recurrence(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, rates: Tensor | None
 ) -> Tensor:
-    """The dense op's value in float64: [B, T, H, V]."""
+    """Return the dense op's value in float64: [B, T, H, V]."""
     B, T, H, V = v.shape
     q, k = (states.double().repeat_interleave(H // q.shape[2], 2) for states in (q, k))
     state = v.new_zeros((B, H, q.shape[3], V), dtype=torch.float64)
@@ -137,14 +136,14 @@ def reference_linear_recurrence(
 
 
 def decay_kind(decay: Tensor, rates: Tensor | None) -> int:
-    """PER_HEAD, PER_KEY or PER_VALUE, for decays of packed tokens."""
+    """Return PER_HEAD, PER_KEY or PER_VALUE, for decays of packed tokens."""
     return PER_VALUE if rates is not None else PER_KEY if decay.dim() == 3 else PER_HEAD
 
 
 def _check(q: Tensor, v: Tensor, decay: Tensor, rates: Tensor | None) -> int:
     (T, H, V), (G, K) = v.shape, q.shape[1:]
     if H % G:
-        raise InvalidInput(f"detcompile::linear_recurrence: {H} heads of v do not share {G} groups of q and k evenly.")
+        raise InvalidInput(f"detcompile::linear_recurrence: {H} heads of v cannot share {G} groups of q and k evenly.")
     kind = decay_kind(decay, rates)
     expected = [(T, H), (T, H, K), (T, H, V)][kind]
     if tuple(decay.shape) != expected:

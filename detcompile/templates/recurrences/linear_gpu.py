@@ -1,7 +1,7 @@
-"""linear_recurrence on the GPU: a program for each sequence, head and block of values walks the sequence's tokens.
+"""linear_recurrence on the GPU: one program per sequence, head and block of values iterates over the tokens.
 
-Legend: T tokens, S sequences, H heads, G groups, K keys, V values. A program holds its part of the state, [KEYS, WIDTH]
-with K padded by zeros to a power of two, in registers; both sums over the keys are spelled out, in Row order.
+Legend: T tokens, S sequences, H heads, G groups, K keys, V values. A program keeps its part of the state, [KEYS, WIDTH]
+with K zero-padded to a power of two, in registers. Both sums over the keys are explicit, in Row order.
 """
 
 import torch
@@ -13,16 +13,16 @@ from detcompile.templates.device.primitives import exponential
 
 __all__ = ["linear_recurrence_cuda"]
 
-MOST_ELEMENTS = 8192  # of a state that a program holds
+MOST_ELEMENTS = 8192  # of a state, per program
 GROUP = 32  # lanes that a Row combines first
 
 
 @triton.jit
 def _halve(x_GKV):
-    """[G, K, V] -> [G, K / 2, V]: the upper half of the second dim is added onto the lower."""
+    """[G, K, V] -> [G, K / 2, V]: the upper half of the second dim is added to the lower half."""
     G: tl.constexpr = x_GKV.shape[0]
     half: tl.constexpr = x_GKV.shape[1] // 2
-    return tl.sum(tl.reshape(x_GKV, [G, 2, half, x_GKV.shape[2]]), 1)  # of two terms: in any order
+    return tl.sum(tl.reshape(x_GKV, [G, 2, half, x_GKV.shape[2]]), 1)  # two terms: the order does not matter
 
 
 @triton.jit
@@ -73,8 +73,8 @@ def _recurrence_kernel(
     continues = (slot >= 0) & (tl.load(seq_lens_ptr + s) > end - first)
     inside = (key < K)[:, None] & (value < V)[None, :]
     place = (h * K + key)[:, None] * V + value[None, :]
-    own_ptr = state_ptr + slot.to(tl.int64) * (H * K * V)
-    state = tl.load(own_ptr + place, mask=inside & continues, other=0.0)
+    slot_ptr = state_ptr + slot.to(tl.int64) * (H * K * V)
+    state = tl.load(slot_ptr + place, mask=inside & continues, other=0.0)
     if KIND == 2:
         rates = tl.load(rates_ptr + place, mask=inside, other=0.0)
     for t in range(first, end):
@@ -95,7 +95,7 @@ def _recurrence_kernel(
             update = (update - _sum_keys(k * state, KEYS, WIDTH, GROUP)) * tl.load(beta_ptr + row)
         state = state + k * update[None, :]
         tl.store(out_ptr + row * V + value, _sum_keys(q * state, KEYS, WIDTH, GROUP), mask=value < V)
-    tl.store(own_ptr + place, state, mask=inside & (slot >= 0) & (end > first))
+    tl.store(slot_ptr + place, state, mask=inside & (slot >= 0) & (end > first))
 
 
 def linear_recurrence_cuda(
@@ -111,13 +111,13 @@ def linear_recurrence_cuda(
     cu_seqlens: Tensor,
     seq_lens: Tensor,
 ) -> Tensor:
-    """q and k [T, G, K], v [T, H, V] float32 -> [T, H, V]; tiles and warps follow K and V alone.
+    """Run q and k [T, G, K], v [T, H, V] float32 -> [T, H, V]; tiles and warps depend only on K and V.
 
     Args:
         kind: the decay's kind, from linear.decay_kind.
     """
     (T, H, V), (G, K), S = v.shape, q.shape[1:], len(state_slots)
-    out = torch.zeros((T, H, V), dtype=torch.float32, device=v.device)  # rows of padding stay zeros
+    out = torch.zeros((T, H, V), dtype=torch.float32, device=v.device)  # padding rows stay zeros
     if out.numel() == 0 or S == 0:
         return out
     given = [None if value is None else value.contiguous() for value in (q, k, v, decay, beta, rates)]

@@ -1,8 +1,8 @@
-"""What operations that carry a state from token to token share: which state a sequence has, and how that is checked.
+"""Shared parts of operations with a recurrent state: state slots, metadata checks and the CPU call.
 
-A state tensor is [num_slots, ...]; sequence s of a packed step reads and writes row ``state_slots[s]`` of it. A
-sequence whose first token is in the step starts from zeros and does not read; one with NO_SLOT starts from zeros and
-writes nothing. The other metadata are StepInputs'.
+A state tensor is [num_slots, ...]; sequence s of a packed step reads and writes row ``state_slots[s]``. A sequence
+whose first token is in the step starts from zeros and does not read its row; one with NO_SLOT starts from zeros and
+writes nothing. The other metadata are those of StepInputs.
 """
 
 import ctypes
@@ -40,10 +40,10 @@ def run_on_cpu(
     sizes: Sequence[int],
     isa: str | None,
 ) -> Tensor:
-    """``out`` [T, ...], filled by the C++ kernel of ``op``, which takes every operand by its address, then ``sizes``.
+    """Run the C++ kernel of ``op``, which fills ``out`` [T, ...]; it takes the operands' addresses, then ``sizes``.
 
     Raises:
-        InvalidInput: the metadata point outside the state or the step; nothing is written.
+        InvalidInput: metadata points outside the state or the step; nothing is written.
     """
     operands = [None if value is None else value.data_ptr() for value in (*given, state, out, *steps)]
     sizes = (len(out), len(steps[0]), len(state), *sizes)
@@ -53,13 +53,13 @@ def run_on_cpu(
     if fault:
         raise InvalidInput(
             f"detcompile::{op}: {_FAULTS[fault].format(where=where.value)} ({len(state)} slots, T = {len(out)}). Build "
-            "the step's metadata as step.StepInputs describes it."
+            "the metadata as step.StepInputs describes."
         )
     return out
 
 
 def dense_steps(B: int, T: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """state_slots, cu_seqlens and seq_lens of B whole sequences of T tokens that keep no state."""
+    """Return state_slots, cu_seqlens and seq_lens of B whole sequences of T tokens without a state."""
     slots = torch.full((B,), NO_SLOT, dtype=torch.int32, device=device)
     ends = torch.arange(B + 1, dtype=torch.int32, device=device) * T
     return slots, ends, torch.full((B,), T, dtype=torch.int32, device=device)

@@ -1,17 +1,17 @@
-"""wkv: each channel's average of the values so far, weighted by exponentials of the keys, which fade token by token.
+"""wkv: each channel's average of past values, with weights exp(key) that decay token by token.
 
 Legend: T tokens, S sequences, C channels, B batch.
 
     out[t] = (sum over i < t of e^(k[i] + (t - 1 - i) decay) v[i]  +  e^(k[t] + bonus) v[t]) / the same sum without v
 
-The WKV operator of RWKV-4 (Peng et al., arXiv:2305.13048). Everything is float32; numerator and denominator
-are kept divided by e^m, where m is the greatest exponent so far, so that no key overflows:
+The WKV operator of RWKV-4 (Peng et al., arXiv:2305.13048). Everything is float32. Numerator and denominator are stored
+divided by e^m, where m is the maximum exponent so far, so that no key overflows:
 
     top = max(m, k + bonus)    out = (e^(m - top) num + e^(k + bonus - top) v) / (e^(m - top) den + e^(k + bonus - top))
     top = max(m + decay, k)    num, den <- e^(m + decay - top) (num, den) + e^(k - top) (v, 1)    m <- top
 
-The tokens of a sequence are taken one after the other, each operation rounded, so that no chunk of a prompt and no
-batch can be seen in the result. The state between steps is [num_slots, 3, C] float32 (templates.recurrences.states):
+A sequence's tokens are processed one after the other and each operation is rounded, so the result does not depend on
+chunks of a prompt or on the batch. The state between steps is [num_slots, 3, C] float32 (templates.recurrences.states):
 num, den, m.
 """
 
@@ -39,10 +39,10 @@ def wkv_cpu(
     *,
     isa: str | None = None,
 ) -> Tensor:
-    """The op on the CPU: k and v [T, C], decay and bonus [C], float32 -> [T, C]; rows past cu_seqlens[S] get zeros.
+    """Run the op on the CPU: k and v [T, C], decay and bonus [C], float32 -> [T, C]; padding rows get zeros.
 
     Raises:
-        InvalidInput: metadata that points outside the state; nothing is written.
+        InvalidInput: metadata points outside the state; nothing is written.
     """
     T, C = v.shape
     given = [value.contiguous() for value in (k, v, decay, bonus)]
@@ -51,7 +51,7 @@ def wkv_cpu(
 
 
 def _dense_wkv(k: Tensor, v: Tensor, decay: Tensor, bonus: Tensor) -> Tensor:
-    """k and v [B, T, C] -> [B, T, C], each row of the batch a whole sequence."""
+    """Run k and v [B, T, C] -> [B, T, C], each row of the batch a whole sequence."""
     B, T, C = v.shape
     state = v.new_empty((1, 3, C), dtype=torch.float32)
     steps = dense_steps(B, T, v.device)
@@ -76,7 +76,7 @@ define(
 
 
 def reference_wkv(k: Tensor, v: Tensor, decay: Tensor, bonus: Tensor) -> Tensor:
-    """The dense op's value in float64, by the first formula above: [B, T, C]."""
+    """Return the dense op's value in float64, by the first formula above: [B, T, C]."""
     k, v, decay, bonus = (value.double() for value in (k, v, decay, bonus))
     outs = []
     for t in range(v.shape[1]):

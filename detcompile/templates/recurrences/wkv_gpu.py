@@ -1,4 +1,4 @@
-"""wkv on the GPU: a program for each sequence and block of channels walks the sequence's tokens.
+"""wkv on the GPU: one program per sequence and block of channels iterates over the tokens.
 
 Legend: T tokens, S sequences, C channels. Numerator, denominator and exponent of a block stay in registers.
 """
@@ -12,7 +12,7 @@ from detcompile.templates.device.primitives import exponential
 
 __all__ = ["wkv_cuda"]
 
-BLOCK = 32  # channels of a program: few, as a sequence alone has no other parallel work
+BLOCK = 32  # channels per program: few, because a single sequence has no other parallel work
 
 
 @triton.jit
@@ -27,10 +27,10 @@ def _wkv_kernel(
     end = tl.load(cu_seqlens_ptr + s + 1)
     slot = tl.load(slots_ptr + s)
     known = inside & (slot >= 0) & (tl.load(seq_lens_ptr + s) > end - first)
-    own_ptr = state_ptr + slot.to(tl.int64) * (3 * C) + channel
-    values = tl.load(own_ptr, mask=known, other=0.0)
-    weights = tl.load(own_ptr + C, mask=known, other=0.0)
-    most = tl.load(own_ptr + 2 * C, mask=known, other=-1e38)
+    slot_ptr = state_ptr + slot.to(tl.int64) * (3 * C) + channel
+    values = tl.load(slot_ptr, mask=known, other=0.0)
+    weights = tl.load(slot_ptr + C, mask=known, other=0.0)
+    most = tl.load(slot_ptr + 2 * C, mask=known, other=-1e38)
     fall = tl.load(decay_ptr + channel, mask=inside, other=0.0)
     more = tl.load(bonus_ptr + channel, mask=inside, other=0.0)
     for t in range(first, end):
@@ -47,9 +47,9 @@ def _wkv_kernel(
         values = before * values + now * value
         weights = before * weights + now
     written = inside & (slot >= 0) & (end > first)
-    tl.store(own_ptr, values, mask=written)
-    tl.store(own_ptr + C, weights, mask=written)
-    tl.store(own_ptr + 2 * C, most, mask=written)
+    tl.store(slot_ptr, values, mask=written)
+    tl.store(slot_ptr + C, weights, mask=written)
+    tl.store(slot_ptr + 2 * C, most, mask=written)
 
 
 def wkv_cuda(
@@ -62,9 +62,9 @@ def wkv_cuda(
     cu_seqlens: Tensor,
     seq_lens: Tensor,
 ) -> Tensor:
-    """k and v [T, C], decay and bonus [C], float32 -> [T, C]."""
+    """Run the op on the GPU: k and v [T, C], decay and bonus [C], float32 -> [T, C]."""
     (T, C), S = v.shape, len(state_slots)
-    out = torch.zeros((T, C), dtype=torch.float32, device=v.device)  # rows of padding stay zeros
+    out = torch.zeros((T, C), dtype=torch.float32, device=v.device)  # padding rows stay zeros
     if out.numel() == 0 or S == 0:
         return out
     given = [value.contiguous() for value in (k, v, decay, bonus)]

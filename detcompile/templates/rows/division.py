@@ -1,6 +1,6 @@
-"""Exponentials over their sum on the GPU: the bytes of tl.div_rn, or, in fewer instructions, within three units.
+"""Exponentials divided by their sum on the GPU, with one reciprocal per row.
 
-One reciprocal serves a row.
+The result equals tl.div_rn bit for bit or, in fewer instructions (FAST), is within three units in the last place.
 """
 
 import triton
@@ -8,21 +8,21 @@ import triton.language as tl
 
 __all__ = ["normalized"]
 
-_PACK = 8  # elements that a thread looks at together
+_PACK = 8  # elements that a thread checks together
 _LEAST = "0f0D800000"  # 2^-100: below it an FMA of `normalized` could lose bits
 
 
 def _divide_tiny(pack: int) -> str:
-    """PTX that divides anew, in fp64, where a numerator is tiny: quotients in place, then numerators, then weights.
+    """Return PTX that redoes divisions with tiny numerators in fp64: quotients in place, then numerators, then weights.
 
-    A quotient of two fp32 numbers, rounded to fp64 and then to fp32, is the fp32 quotient, subnormals included: if it
-    is no midpoint of two fp32 numbers, it is further from one than fp64 can round it.
+    A quotient of two fp32 numbers, rounded to fp64 and then to fp32, is the correctly rounded fp32 quotient, subnormals
+    included: unless it is a midpoint of two fp32 numbers, it is further from one than the fp64 rounding error.
     """
     quotients, numerators, weights = ([f"${group * pack + i}" for i in range(pack)] for group in (0, 2, 3))
     lines = ["{ .reg .pred some, tiny; .reg .f32 low; .reg .f64 e, w, near, wrong, q;"]
     lines += [f"mov.f32 low, {numerators[0]};", *(f"min.f32 low, low, {e};" for e in numerators[1:])]
     lines += [f"setp.lt.f32 some, low, {_LEAST};", "@!some bra DONE;", "setp.ne.u32 some, 0, 0;"]
-    for e in numerators:  # zeros are common, and right as they are
+    for e in numerators:  # zeros are common and already correct
         lines += [f"setp.gt.f32 tiny, {e}, 0f00000000;", f"setp.lt.and.f32 tiny, {e}, {_LEAST}, tiny;"]
         lines += ["or.pred some, some, tiny;"]
     lines += ["@!some bra DONE;"]
@@ -41,7 +41,7 @@ _ELEMENTS = tl.constexpr(_PACK)
 
 @triton.jit
 def _near_reciprocal(x):
-    """1 / x within a unit, on the GPU alone."""
+    """1 / x within one unit in the last place; GPU only."""
     return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
@@ -49,9 +49,9 @@ def _near_reciprocal(x):
 def normalized(e_RFC, weight_R, ONCE: tl.constexpr, FAST: tl.constexpr):
     """e / weight for exponentials e in [0, 1] (or NaN) and their sum, 1 <= weight < 2^20 (or NaN).
 
-    ONCE takes one reciprocal a row. tl.div_rn takes one for every element, then these three operations, unless its
-    operands are such that these could lose bits: the check for that is a thread's here, not an element's. FAST takes
-    the hardware's reciprocal of a row as it is, and a product.
+    ONCE uses one reciprocal per row. tl.div_rn uses one per element and then these three operations, unless they could
+    lose bits for its operands; here one check per thread, not per element, covers that. FAST multiplies by the
+    hardware's approximate reciprocal of a row.
     """
     tl.static_assert(not (ONCE and FAST))
     weight = tl.broadcast_to(weight_R[:, None, None], e_RFC.shape)

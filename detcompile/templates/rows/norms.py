@@ -3,13 +3,12 @@
 Legend: R row length.
 
     rms_norm:   n = h * (1 / sqrt(sum of h*h / R + eps)), h = float32(x)
-                round_before_weight: out = round(round(n) * weight)     (Llama: the cast precedes the weight)
-                otherwise:           out = round(n * weight)            (Gemma: the weight precedes the cast)
+                round_before_weight: out = round(round(n) * weight)     (Llama: cast, then multiply by the weight)
+                otherwise:           out = round(n * weight)            (Gemma: multiply by the weight, then cast)
     layer_norm: out = round((h - mean) * (1 / sqrt(sum of (h - mean)^2 / R + eps)) * weight + bias)
 
-Each round is to x.dtype; the square root and the division are IEEE's. weight and bias [R] may be absent, and of any of
-the three dtypes. The order is row_order(R, device type, (), x.dtype): a function of R, and on a
-GPU of the dtype.
+Each round is to x.dtype; the square root and the division are IEEE's. weight and bias [R] are optional, and of any of
+the three dtypes. The order is row_order(R, device type, (), x.dtype): it depends on R, and on a GPU on the dtype.
 """
 
 import torch
@@ -26,7 +25,7 @@ __all__ = ["layer_norm_cpu", "reference_layer_norm", "reference_rms_norm", "rms_
 def rms_norm_cpu(
     x: Tensor, weight: Tensor | None, eps: float, round_before_weight: bool, isa: str | None = None
 ) -> Tensor:
-    """The op on the CPU, x [..., R] -> [..., R]."""
+    """Run the op on the CPU, x [..., R] -> [..., R]."""
     rows, M, R = rows_of(x)
     weight = None if weight is None else weight.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device="cpu")
@@ -47,7 +46,7 @@ def rms_norm_cpu(
 
 
 def layer_norm_cpu(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, isa: str | None = None) -> Tensor:
-    """The op on the CPU, x [..., R] -> [..., R]."""
+    """Run the op on the CPU, x [..., R] -> [..., R]."""
     rows, M, R = rows_of(x)
     weight = None if weight is None else weight.contiguous()
     bias = None if bias is None else bias.contiguous()
@@ -86,14 +85,14 @@ define(
 
 
 def reference_rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """The op's value in float64, unrounded."""
+    """Return the op's value in float64, unrounded."""
     h = x.double()
     n = h * torch.rsqrt((h * h).mean(-1, keepdim=True) + eps)
     return n if weight is None else n * weight.double()
 
 
 def reference_layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """The op's value in float64, unrounded."""
+    """Return the op's value in float64, unrounded."""
     h = x.double()
     n = (h - h.mean(-1, keepdim=True)) * torch.rsqrt(h.var(-1, correction=0, keepdim=True) + eps)
     n = n if weight is None else n * weight.double()

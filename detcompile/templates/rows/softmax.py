@@ -6,11 +6,11 @@ Legend: R row length, m the row's maximum, s = sum of exp(x - m) in row_order(R,
     log_softmax = round((x - m) - log(s))
     logsumexp   = m + log(s), float32
 
-The exponential and the logarithm are the template's own. For a softmax of 16 bits a GPU takes its own approximations
-of 2^x and of 1 / s: relative errors of 2^-22, of (m - x) 2^-23 from the rounded exponent of 2, and of 2^-23 are small
-beside the rounding; an exponential below 2^-126 is 0. Entries may be -inf. A row of -inf alone gives NaN, and logsumexp
--inf, as in torch. Radices give a row its leaves (ceil(R / leaves) elements each), for a vocabulary sharded over ranks.
-On a GPU a leaf or chunk is summed against its own maximum, and the sums are then brought to the row's.
+The exponential and the logarithm are the template's. For a 16-bit softmax a GPU uses its approximations of 2^x and of
+1 / s: relative errors of 2^-22, of (m - x) 2^-23 from the rounded exponent of 2, and of 2^-23 are small compared to the
+rounding; an exponential below 2^-126 is 0. Entries may be -inf. As in torch, a row of only -inf gives NaN, and
+logsumexp -inf. Radices split a row into leaves of ceil(R / leaves) elements, for a vocabulary sharded over ranks. On a
+GPU each leaf or chunk is summed relative to its own maximum, and the sums are then scaled to the row's maximum.
 """
 
 from collections.abc import Sequence
@@ -38,19 +38,19 @@ _KINDS = {"softmax": 0, "log_softmax": 1, "logsumexp": 2}  # enum Kind of softma
 def softmax_cpu(
     x: Tensor, out_dtype: torch.dtype | None, radices: Sequence[int] | None, isa: str | None = None
 ) -> Tensor:
-    """The op on the CPU, x [..., R] -> [..., R] of out_dtype (default x.dtype)."""
+    """Run the op on the CPU, x [..., R] -> [..., R] of out_dtype (default x.dtype)."""
     return _launch("softmax", x, torch.empty(x.shape, dtype=out_dtype or x.dtype, device="cpu"), radices, isa)
 
 
 def log_softmax_cpu(
     x: Tensor, out_dtype: torch.dtype | None, radices: Sequence[int] | None, isa: str | None = None
 ) -> Tensor:
-    """The op on the CPU, x [..., R] -> [..., R] of out_dtype (default x.dtype)."""
+    """Run the op on the CPU, x [..., R] -> [..., R] of out_dtype (default x.dtype)."""
     return _launch("log_softmax", x, torch.empty(x.shape, dtype=out_dtype or x.dtype, device="cpu"), radices, isa)
 
 
 def logsumexp_cpu(x: Tensor, radices: Sequence[int] | None, isa: str | None = None) -> Tensor:
-    """The op on the CPU, x [..., R] -> [...] float32."""
+    """Run the op on the CPU, x [..., R] -> [...] float32."""
     return _launch("logsumexp", x, torch.empty(x.shape[:-1], dtype=torch.float32, device="cpu"), radices, isa)
 
 
@@ -86,23 +86,23 @@ define(
 
 
 def reference_softmax(x: Tensor) -> Tensor:
-    """The op's value in float64, unrounded."""
+    """Return the op's value in float64, unrounded."""
     return torch.softmax(x.double(), -1)
 
 
 def reference_log_softmax(x: Tensor) -> Tensor:
-    """The op's value in float64, unrounded."""
+    """Return the op's value in float64, unrounded."""
     return torch.log_softmax(x.double(), -1)
 
 
 def reference_logsumexp(x: Tensor) -> Tensor:
-    """The op's value in float64, unrounded."""
+    """Return the op's value in float64, unrounded."""
     return torch.logsumexp(x.double(), -1)
 
 
 def _launch(kind: str, x: Tensor, out: Tensor, radices: Sequence[int] | None, isa: str | None) -> Tensor:
     rows, M, R = rows_of(x)
-    radices = radices or ()  # AOTInductor hands None where the graph has an empty list
+    radices = radices or ()  # AOTInductor passes None for an empty list
     cpu_library.library(isa).detcompile_softmax(
         _KINDS[kind],
         rows.data_ptr(),

@@ -1,9 +1,9 @@
-"""softmax, log_softmax and logsumexp on the GPU: the sum of exponentials takes the `Row` order of its length.
+"""softmax, log_softmax and logsumexp on the GPU: exponentials are summed in the `Row` order of the row's length.
 
-Legend: T rows, R row length, W columns that a program holds, F folds, C = W // F. A row that one program holds is read
-once, and its exponentials are taken against its maximum, which has no order to fix. A row of leaves (a vocabulary
-sharded over ranks) or chunks is read twice: each of its parts is summed against its own maximum, and the sums, brought
-to the row's maximum, meet in the order of the parts. FAST: the result has 16 bits, which show little of the hardware's
+Legend: T rows, R row length, W columns per program, F folds, C = W // F. A row that fits in one program is loaded once,
+and its exponentials are relative to its maximum, which needs no order. A row of leaves (a vocabulary sharded over
+ranks) or chunks is loaded twice: each part is summed relative to its own maximum, and the sums, scaled to the row's
+maximum, are added in the order of the parts. FAST: for 16-bit results, which hide the errors of the hardware's
 approximations.
 """
 
@@ -39,13 +39,13 @@ __all__ = ["log_normalizer_cuda", "log_softmax_cuda", "logsumexp_cuda", "softmax
 SOFTMAX = tl.constexpr(0)
 LOG_SOFTMAX = tl.constexpr(1)
 LOGSUMEXP = tl.constexpr(2)
-NORMALIZER = tl.constexpr(3)  # what log_softmax takes away: first the maximum, then the logarithm of the sum
-_OUTPUT_WIDTH = 4096  # columns that a program writes once the sum of its row is known
-ONCE_WIDTH = 4096  # up to so many columns, a row's exponentials share one reciprocal, which takes registers
+NORMALIZER = tl.constexpr(3)  # log_softmax's subtrahends: the maximum, then the logarithm of the sum
+_OUTPUT_WIDTH = 4096  # columns per program that writes outputs once the row's sum is known
+ONCE_WIDTH = 4096  # maximum of columns for which a row's exponentials share one reciprocal, which takes registers
 SHORT = ShortTile(folds=2)
-SHORT_LOG = ShortTile(elements=1024, warps=2, folds=2)  # of log_softmax
-SHORT_FEW = ShortTile(elements=1024)  # more programs, where there are few rows
-FEW_ELEMENTS = 1 << 21  # of all rows together
+SHORT_LOG = ShortTile(elements=1024, warps=2, folds=2)  # for log_softmax
+SHORT_FEW = ShortTile(elements=1024)  # more programs, for few rows
+FEW_ELEMENTS = 1 << 21  # in all rows together
 
 
 @triton.jit
@@ -59,7 +59,7 @@ def _log(x, SHUFFLE: tl.constexpr):
 
 @triton.jit
 def _finite(shift):
-    """What to subtract where only the sum is wanted: all -inf gives log 0, as torch.logsumexp."""
+    """The shift if only the sum is needed: for a row of only -inf it is 0, which gives log 0, as torch.logsumexp."""
     return tl.where(tl.abs(shift) == float("inf"), 0.0, shift)
 
 
@@ -72,7 +72,7 @@ def _held_kernel(
     let_next_start(PDL)
     wait_for_earlier(PDL)
     row, column = rows_at(1, ROWS, W, FOLDS)
-    # Where more is written than read, the cache takes both as they come.
+    # If more is written than read, default cache eviction is best for both.
     WIDER: tl.constexpr = out_ptr.dtype.element_ty.primitive_bitwidth > x_ptr.dtype.element_ty.primitive_bitwidth
     EVICT_FIRST: tl.constexpr = KIND == LOGSUMEXP or not WIDER
     x = load_rows(x_ptr, row, column, T, heads, outer, inner, -float("inf"), R, UNIT, 1, EVICT_FIRST)
@@ -100,7 +100,7 @@ def _parts_kernel(
     ROWS: tl.constexpr, W: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, SHUFFLE: tl.constexpr,
     FAST: tl.constexpr,
 ):  # fmt: skip
-    """Maximum of each chunk of each leaf, and the sum of its exponentials against it: [T, LEAVES, CHUNKS]."""
+    """Store each chunk's maximum and the sum of its exponentials relative to it: [T, LEAVES, CHUNKS]."""
     program = tl.program_id(0)
     row = program // (LEAVES * CHUNKS) + tl.arange(0, 1)
     leaf = program // CHUNKS % LEAVES
@@ -123,11 +123,11 @@ def _parts_kernel(
 def _leaf_weight(
     top_ptr, sum_ptr, shift, CHUNKS: tl.constexpr, CHUNK_LANES: tl.constexpr, SHUFFLE: tl.constexpr
 ):  # fmt: skip
-    """Sum of a leaf's exponentials against the row's shift (a scalar), [1], from those of its chunks."""
+    """Sum of a leaf's exponentials relative to the row's shift (a scalar), [1], from the sums of its chunks."""
     chunk = tl.arange(0, CHUNK_LANES)
     top = tl.load(top_ptr + chunk, mask=chunk < CHUNKS, other=-float("inf"))
     sums = tl.load(sum_ptr + chunk, mask=chunk < CHUNKS, other=0.0)
-    # All -inf sum to 0, unless there is a NaN among them, which the maximum does not see.
+    # Chunks of only -inf sum to 0, unless they contain a NaN, which the maximum ignores.
     weights = tl.where(top == -float("inf"), sums, sums * exponential(_finite(top) - shift, SHUFFLE))
     return lanes_total(weights, SHUFFLE)
 
@@ -137,7 +137,7 @@ def _row_weight(
     top_ptr, sum_ptr, shift, RADICES: tl.constexpr, LEVELS: tl.constexpr, LEAVES: tl.constexpr,
     CHUNKS: tl.constexpr, CHUNK_LANES: tl.constexpr, SHUFFLE: tl.constexpr,
 ):  # fmt: skip
-    """The row as a tree of leaves; RADICES run from the leaves up, and partial[:, i] is level i's open node."""
+    """The row's sum as a tree of leaves; RADICES run from the leaves up, and partial[:, i] is level i's open node."""
     level = tl.arange(0, 16)[None, :]
     partial = tl.zeros((1, 16), tl.float32)
     value = tl.zeros((1,), tl.float32)
@@ -164,9 +164,9 @@ def _merge_kernel(
     CHUNK_LANES: tl.constexpr, PART_LANES: tl.constexpr, TILES: tl.constexpr, R: tl.constexpr, UNIT: tl.constexpr,
     W: tl.constexpr, SHUFFLE: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """The row's maximum and sum from its parts', then W columns of the output."""
+    """Compute the row's maximum and sum from its parts', then W columns of the output."""
     row, column = rows_at(TILES, 1, W)
-    if KIND < LOGSUMEXP:  # a whole row comes out
+    if KIND < LOGSUMEXP:  # the output is a whole row
         x = load_rows(x_ptr, row, column, T, heads, outer, inner, 0.0, R, UNIT, TILES)
     parts = (tl.program_id(0) // TILES).to(tl.int64) * (LEAVES * CHUNKS)
     part = tl.arange(0, PART_LANES)
@@ -195,19 +195,19 @@ def _merge_kernel(
 def softmax_cuda(
     x: Tensor, out_dtype: torch.dtype | None, radices: Sequence[int] | None, order: Row | None = None
 ) -> Tensor:
-    """x [..., R] -> [..., R] in out_dtype (default x.dtype)."""
+    """Run the op on the GPU, x [..., R] -> [..., R] in out_dtype (default x.dtype)."""
     return _normalised(SOFTMAX, x, out_dtype, radices, order)
 
 
 def log_softmax_cuda(
     x: Tensor, out_dtype: torch.dtype | None, radices: Sequence[int] | None, order: Row | None = None
 ) -> Tensor:
-    """x [..., R] -> [..., R] in out_dtype (default x.dtype)."""
+    """Run the op on the GPU, x [..., R] -> [..., R] in out_dtype (default x.dtype)."""
     return _normalised(LOG_SOFTMAX, x, out_dtype, radices, order)
 
 
 def logsumexp_cuda(x: Tensor, radices: Sequence[int] | None, order: Row | None = None) -> Tensor:
-    """x [..., R] -> [...] fp32."""
+    """Run the op on the GPU, x [..., R] -> [...] fp32."""
     out = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     if x.shape[-1] == 0:
         return out.fill_(-math.inf)
@@ -217,7 +217,7 @@ def logsumexp_cuda(x: Tensor, radices: Sequence[int] | None, order: Row | None =
 
 
 def log_normalizer_cuda(x: Tensor, radices: Sequence[int] | None) -> Tensor:
-    """x [..., R] -> [..., 2] fp32: the maximum m and the logarithm l with which log_softmax is (x - m) - l."""
+    """Return [..., 2] fp32: the maximum m and the logarithm l such that log_softmax(x) = (x - m) - l."""
     out = torch.empty((*x.shape[:-1], 2), dtype=torch.float32, device=x.device)
     if x.numel():
         _run(NORMALIZER, x, out, row_order(x.shape[-1], "cuda", tuple(radices or ()), x.dtype))

@@ -6,8 +6,8 @@ Legend: R row length.
     row_var_mean(x, correction) = (var, mean), both float32, in two passes:
                                   mean = sum of x / R; var = sum of (x - mean)^2 / max(R - correction, 0)
 
-The order is row_order(R, device type, (), x.dtype): a function of R, and on a GPU of the dtype. Leading dims are any;
-rows may be strided.
+The order is row_order(R, device type, (), x.dtype): it depends on R, and on a GPU on the dtype. Leading dims are
+arbitrary; rows may be strided.
 """
 
 import torch
@@ -23,7 +23,7 @@ __all__ = [
 
 
 def row_sum_cpu(x: Tensor, out_dtype: torch.dtype | None = None, isa: str | None = None) -> Tensor:
-    """The op on the CPU, x [..., R] -> [...]."""
+    """Run the op on the CPU, x [..., R] -> [...]."""
     rows, M, R = rows_of(x)
     out = torch.empty(x.shape[:-1], dtype=out_dtype or x.dtype, device="cpu")
     cpu_library.library(isa).detcompile_row_sum(
@@ -40,7 +40,7 @@ def row_sum_cpu(x: Tensor, out_dtype: torch.dtype | None = None, isa: str | None
 
 
 def row_var_mean_cpu(x: Tensor, correction: float, isa: str | None = None) -> tuple[Tensor, Tensor]:
-    """The op on the CPU, x [..., R] -> (var, mean), each [...] float32."""
+    """Run the op on the CPU, x [..., R] -> (var, mean), each [...] float32."""
     rows, M, R = rows_of(x)
     var = torch.empty(x.shape[:-1], dtype=torch.float32, device="cpu")
     mean = torch.empty_like(var)
@@ -83,23 +83,23 @@ define(
 
 
 def row_square_sum(x: Tensor) -> Tensor:
-    """x [..., R] float32 -> [...]: row_sum of its squares, each rounded to float32."""
-    assert x.dtype is torch.float32, "squares of narrower numbers would be rounded otherwise on a CPU"
+    """Return row_sum of the squares of x [..., R] float32, each rounded to float32 -> [...]."""
+    assert x.dtype is torch.float32, "on a CPU squares of narrower dtypes would be rounded differently"
     return row_sum_cuda(x, term=SQUARE) if x.is_cuda else row_sum_cpu(x * x)
 
 
 def reference_row_sum(x: Tensor) -> Tensor:
-    """The op's value in float64, unrounded."""
+    """Return the op's value in float64, unrounded."""
     return x.double().sum(-1)
 
 
 def reference_row_var_mean(x: Tensor, correction: float) -> tuple[Tensor, Tensor]:
-    """The op's values in float64, unrounded."""
+    """Return the op's values in float64, unrounded."""
     return torch.var_mean(x.double(), -1, correction=correction)
 
 
 def rows_of(x: Tensor) -> tuple[Tensor, int, int]:
-    """x [..., R > 0] as [M, R] of unit last stride (a view where the strides allow it), M, and R."""
+    """Return x [..., R > 0] as [M, R] of unit last stride (a view if the strides allow it), M, and R."""
     R = x.shape[-1]
     M = x.numel() // R
     rows = x if x.dim() == 2 else x.reshape(M, R)

@@ -1,12 +1,12 @@
-"""Row sums and norms on the GPU: every sum takes the `Row` order of its length, whatever the tile and the neighbours.
+"""Row sums and norms on the GPU: sums use the `Row` order of the row's length, whatever the tile and the other rows.
 
-Legend: T rows, R row length, W columns that a program holds, F folds, C = W // F; see row_tiles.
+Legend: T rows, R row length, W columns per program, F folds, C = W // F; see rows/tiles.py.
 
-A row that one program can hold is read once and kept in registers, with a load a thread in flight for all of it. A
-longer one is cut into the chunks of its order: one kernel sums each, the next adds the chunks' sums and finishes.
+A row that fits in one program is loaded once and kept in registers, with one load per thread in flight for all of it. A
+longer row is split into the chunks of its order: one kernel sums each chunk, the next adds the sums and finishes.
 
-Nothing here is contracted to an FMA: kernels are launched with ``enable_fp_fusion=False``, so that a term is rounded
-before it is added.
+Kernels are launched with ``enable_fp_fusion=False``, so nothing is contracted to an FMA: a term is rounded before it is
+added.
 """
 
 import torch
@@ -40,12 +40,12 @@ __all__ = [
     "P_LOG_P", "SQUARE", "UNLIKELY", "layer_norm_cuda", "rms_norm_cuda", "row_sum_cuda", "row_var_mean_cuda",
 ]  # fmt: skip
 
-# Of an element x, what a row's sum adds up.
+# The term that a row's sum adds for an element x.
 PLAIN = tl.constexpr(0)  # x
 SQUARE = tl.constexpr(1)  # x * x
-CENTERED_SQUARE = tl.constexpr(2)  # of x less the row's mean
-P_LOG_P = tl.constexpr(3)  # of x's probability in its row, 0 for one of 0
-UNLIKELY = tl.constexpr(-1e30)  # a finite logarithm in the place of that of zero
+CENTERED_SQUARE = tl.constexpr(2)  # (x - the row's mean)^2
+P_LOG_P = tl.constexpr(3)  # p * log(p) of x's probability in its row; 0 if p is 0
+UNLIKELY = tl.constexpr(-1e30)  # a finite stand-in for log(0)
 SHORT = ShortTile()
 
 
@@ -74,7 +74,7 @@ def _chunks_kernel(
     ROWS: tl.constexpr, W: tl.constexpr, FOLDS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
     SHUFFLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The sum of TERM over each chunk: partial [T, CHUNKS]. aside_ptr: for a centred term sums of the chunks, for
+    """Store the sum of TERM over each chunk: partial [T, CHUNKS]. aside_ptr: for a centered term the chunks' sums, for
     P_LOG_P the normalizers."""
     let_next_start(PDL)
     wait_for_earlier(PDL)
@@ -142,7 +142,7 @@ def _rms_norm_kernel(
     row, column = rows_at(CHUNKS, ROWS, W, FOLDS)
     x = load_rows(x_ptr, row, column, T, heads, outer, inner, 0.0, R, UNIT, CHUNKS)
     if HAS_WEIGHT:
-        # in flight while the row is summed
+        # this load is in flight while the row is summed
         weight = load_columns(weight_ptr, row, column, R, VECTOR, out_ptr.dtype.element_ty)
     if CHUNKS == 1:
         squares = tile_total(x * x, ROWS, LANES, VECTOR, SHUFFLE)
@@ -193,13 +193,13 @@ def row_sum_cuda(
     term: tl.constexpr = PLAIN,
     normalizer: Tensor | None = None,
 ) -> Tensor:
-    """x [..., R] -> [...]: the sum of each row in fp32, rounded once to out_dtype (default x.dtype).
+    """Sum each row of x [..., R] in fp32, rounded once to out_dtype (default x.dtype) -> [...].
 
     Args:
-        term: what is added up: the elements, or what is made of each in fp32, rounded before it is added.
-        normalizer: [..., 2] float32, of ``log_normalizer_cuda``, for P_LOG_P.
+        term: the function of an element that is added, computed and rounded in fp32.
+        normalizer: [..., 2] float32 from ``log_normalizer_cuda``, for P_LOG_P.
     """
-    assert (term.value == P_LOG_P.value) == (normalizer is not None), "the normalizers are those of P_LOG_P"
+    assert (term.value == P_LOG_P.value) == (normalizer is not None), "P_LOG_P needs normalizers, and only it"
     out = torch.empty(x.shape[:-1], dtype=out_dtype or x.dtype, device=x.device)
     if x.shape[-1] == 0:
         return out.zero_()
@@ -211,7 +211,7 @@ def row_sum_cuda(
 
 
 def row_var_mean_cuda(x: Tensor, correction: float, order: Row | None = None) -> tuple[Tensor, Tensor]:
-    """x [..., R] -> fp32 variance and mean [...], in two passes."""
+    """Return the fp32 variance and mean [...] of x [..., R], in two passes."""
     var, mean = (torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device) for _ in range(2))
     if x.shape[-1] == 0:
         return var.fill_(torch.nan), mean.fill_(torch.nan)
@@ -228,7 +228,7 @@ def row_var_mean_cuda(x: Tensor, correction: float, order: Row | None = None) ->
 def rms_norm_cuda(
     x: Tensor, weight: Tensor | None, eps: float, round_before_weight: bool, order: Row | None = None
 ) -> Tensor:
-    """x [..., R], weight [R] -> [..., R] in x.dtype."""
+    """Run the op on the GPU, x [..., R], weight [R] -> [..., R] in x.dtype."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
         rows, plan = _planned(x, order)
@@ -241,7 +241,7 @@ def rms_norm_cuda(
 def layer_norm_cuda(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, order: Row | None = None
 ) -> Tensor:
-    """x [..., R], weight and bias [R] -> [..., R] in x.dtype."""
+    """Run the op on the GPU, x [..., R], weight and bias [R] -> [..., R] in x.dtype."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
         rows, plan = _planned(x, order)
@@ -259,7 +259,7 @@ def _planned(x: Tensor, order: Row | None) -> tuple[RowLayout, RowPlan]:
 
 
 def _chunks(rows: RowLayout, plan: RowPlan, term: tl.constexpr, aside: Tensor | None = None) -> Tensor | None:
-    """The sums [T, chunks] of a row that is cut into chunks, None for one that is not."""
+    """Return the sums [T, chunks] of a row that is split into chunks, else None."""
     if plan.programs == 1:
         return None
     partial = torch.empty(rows.T, plan.programs, dtype=torch.float32, device=rows.start.device)
@@ -275,9 +275,9 @@ def _launch(
     scalars: tuple[float, ...] = (),
     **flags: object,
 ) -> None:
-    """Runs a row kernel ``(x, *tensors, T, heads, outer, inner, *scalars, flags, tile)`` over all rows.
+    """Run a row kernel ``(x, *tensors, T, heads, outer, inner, *scalars, flags, tile)`` over all rows.
 
-    tensors that are None are never read (x stands in for them).
+    tensors that are None are never read (x is passed instead).
     """
     order = plan.order
     chunks = cdiv(order.length, plan.width)

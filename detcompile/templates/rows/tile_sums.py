@@ -1,6 +1,6 @@
-"""Sums of tiles of rows on the GPU, in the `Row` order of their length: the additions alone.
+"""Sums of tiles of rows on the GPU, in the `Row` order of their length: only the additions.
 
-Legend: R row length, W columns that a program holds, F folds, C = W // F; see row_tiles, which lays tiles out.
+Legend: R row length, W columns per program, F folds, C = W // F; rows/tiles.py defines the layout of tiles.
 """
 
 import triton
@@ -32,7 +32,7 @@ def _halve_apart(x_RC):
 
 @triton.jit
 def _halve_down(x_RC):
-    """_halve_apart until one column of up to 4096 is left."""
+    """Apply _halve_apart until one column of up to 4096 is left."""
     x = x_RC
     if x.shape[1] >= 2048:
         x = _halve_apart(x)
@@ -66,9 +66,9 @@ def slots_to_row(
 ):  # fmt: skip
     """Slot totals [ROWS, LANES * VECTOR] -> row totals [ROWS], in Row order.
 
-    SHUFFLE leaves the lanes to tl.sum, whose butterfly is the same tree when a thread holds one lane, as it does where
-    a lane's places are one load. Without it every addition is spelled out (the interpreter's tl.sum has an order of
-    its own). FOLDS, up to 4, are the lanes that a thread holds: they are added first.
+    SHUFFLE leaves the lanes to tl.sum, whose butterfly is the same tree if a thread holds one lane, which is so if a
+    lane's places are one load. Without it every addition is explicit (the interpreter's tl.sum has another order).
+    FOLDS, up to 4, are the lanes that a thread holds: they are added first.
     """
     x = slots_RC
     if VECTOR >= 2:
@@ -116,9 +116,9 @@ def row_total(
     terms_RW, ROWS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, SHUFFLE: tl.constexpr,
     FOLDS: tl.constexpr = 1,
 ):  # fmt: skip
-    """Terms [ROWS, W] of whole rows or of whole chunks -> their sums [ROWS], in Row order; 1 to 16 steps.
+    """Terms [ROWS, W] of whole rows or whole chunks -> their sums [ROWS], in Row order; 1 to 16 steps.
 
-    Row starts at +0. A single step leaves that out, which shows in a sum of -0 alone, and adds it once at the end.
+    Row starts at +0. A single step omits that, which matters only for a sum of -0, and adds it once at the end.
     """
     STEPS: tl.constexpr = terms_RW.shape[1] // (LANES * VECTOR)
     slots = tl.zeros((ROWS, LANES * VECTOR), tl.float32)
@@ -152,15 +152,16 @@ def tile_total(
 
 @triton.jit
 def tile_max(x_RFC):
-    """The greatest element of each row of a tile, [ROWS]."""
+    """Maximum of each row of a tile, [ROWS]."""
     return tl.max(tl.max(x_RFC, 1), 1)
 
 
 @triton.jit
 def lanes_total(lanes_L, SHUFFLE: tl.constexpr):
-    """Sums of lanes [L] -> their sum [1], by halving in groups of 32, then the groups.
+    """Sums of lanes [L] -> their sum [1]: halves groups of 32, then the groups.
 
-    One dimension: in two, Triton may give a thread several of them, as it did to the row that is in flight beside.
+    One-dimensional, because in two dimensions Triton may assign several lanes to a thread, as it did for a row that is
+    in flight at the same time.
     """
     if SHUFFLE and lanes_L.shape[0] <= 512:
         total = tl.zeros((1,), tl.float32) + tl.sum(lanes_L, 0)
@@ -171,7 +172,7 @@ def lanes_total(lanes_L, SHUFFLE: tl.constexpr):
 
 @triton.jit
 def chunk_sums(partial_ptr, row, CHUNKS: tl.constexpr, CHUNK_LANES: tl.constexpr, SHUFFLE: tl.constexpr):
-    """The sum of a row that is cut into CHUNKS chunks, [1]."""
+    """The sum of a row that is split into CHUNKS chunks, [1]."""
     chunk = tl.arange(0, CHUNK_LANES)
     sums = tl.load(partial_ptr + row.to(tl.int64) * CHUNKS + chunk, mask=chunk < CHUNKS, other=0.0)
     return lanes_total(sums, SHUFFLE)

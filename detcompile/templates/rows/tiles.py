@@ -1,13 +1,13 @@
-"""Tiles of rows on the GPU: how they are laid out, loaded and stored. tile_sums adds them up, in the order of `Row`.
+"""Tiles of rows on the GPU: their layout, loads and stores. tile_sums adds them up in the order of `Row`.
 
-Legend: T rows, R row length, W columns that a program holds, F folds, C = W // F. A tile is ROWS rows x W slots; slot c
-belongs to step c // (LANES * VECTOR), lane c // VECTOR % LANES, place c % VECTOR. It is laid out as [ROWS, F, C]: where
-a row is one step, a thread can hold F of its lanes, C slots apart, which meet first in the lanes' tree and so in
-registers. Fewer threads share the row then, and what each of them does once a row is spread over more elements.
+Legend: T rows, R row length, W columns per program, F folds, C = W // F. A tile is ROWS rows x W slots; slot c belongs
+to step c // (LANES * VECTOR), lane c // VECTOR % LANES, place c % VECTOR. Its shape is [ROWS, F, C]: if a row is one
+step, a thread can hold F of its lanes, C slots apart, which are added first in the lanes' tree and so in registers.
+Fewer threads then share the row, and work that is done once per row is spread over more elements.
 
-Triton lays a tile out by what it knows of strides and alignment, and the lanes' tree can follow the layout: hence R,
-the tile and the alignment are compile-time, functions of the row length and dtype alone, and no argument that a caller
-can change is specialised on.
+Triton chooses a tile's layout by what it knows of strides and alignment, and the lanes' tree can follow the layout.
+Therefore R, the tile and the alignment are compile-time functions of the row length and dtype, and no argument that a
+caller can change is specialized on.
 """
 
 import functools
@@ -54,9 +54,9 @@ def rows_at(CHUNKS: tl.constexpr, ROWS: tl.constexpr, W: tl.constexpr, FOLDS: tl
 
 @triton.jit
 def row_starts(row, T, heads, outer, inner, UNIT: tl.constexpr):
-    """Where rows start, in units. Most callers' rows have one stride, which spares a tile of several the divisions.
+    """Where rows start, in units. Most callers' rows have one stride, which saves a tile of several rows the divisions.
 
-    Not where a thread loads so little of a row that it holds many: both ways of finding them cost it registers.
+    Not used if a thread loads so little of a row that it holds many rows: both address computations cost registers.
     """
     if row.shape[0] == 1 or UNIT < 4:
         start = (row // heads).to(tl.int64) * outer + (row % heads).to(tl.int64) * inner
@@ -69,7 +69,7 @@ def row_starts(row, T, heads, outer, inner, UNIT: tl.constexpr):
 
 @triton.jit
 def _inside(row, column, T, R: tl.constexpr, W: tl.constexpr):
-    """Which places of a tile there are; W columns cover a row."""
+    """Mask of the tile's places that exist; W columns cover a row."""
     if W == R:
         ok = (row < T)[:, None, None]
     else:
@@ -84,7 +84,7 @@ def load_rows(
 ):  # fmt: skip
     """The tile in fp32; ``other`` past the last row or column. Row r starts at UNIT * (r // heads, r % heads)'s.
 
-    EVICT_FIRST: of short rows, which are many, the cache is better kept for what is written.
+    EVICT_FIRST: for many short rows the cache is better kept for the output.
     """
     W: tl.constexpr = column.shape[0] * column.shape[1] * CHUNKS
     start = row_starts(row, T, heads, outer, inner, UNIT)
@@ -102,10 +102,10 @@ def load_rows(
 
 @triton.jit
 def load_columns(pointer, row, column, R: tl.constexpr, VECTOR: tl.constexpr, DTYPE: tl.constexpr):
-    """A vector [R] to go with every row of a tile of DTYPE, in fp32, [ROWS or 1, F, C].
+    """A vector [R] for every row of a tile of DTYPE, in fp32, [ROWS or 1, F, C].
 
-    Loaded as a tile it is where it is needed at once. But a tile is laid out for the widest load of its shape, which
-    must remain that of the rows: a vector that could be loaded in wider pieces is loaded once, and handed around.
+    It is loaded as a tile if it is needed at once. But a tile's layout follows the widest load of its shape, which must
+    remain the load of the rows: a vector that allows wider loads is loaded once and exchanged between threads.
     """
     WIDEST: tl.constexpr = 128 // pointer.dtype.element_ty.primitive_bitwidth
     if WIDEST <= VECTOR:
@@ -118,10 +118,10 @@ def load_columns(pointer, row, column, R: tl.constexpr, VECTOR: tl.constexpr, DT
 
 @triton.jit
 def in_units(start, column, UNIT: tl.constexpr):
-    """Pointers start + column of a tile [ROWS, W] or [ROWS, F, C], to be read or written UNIT elements at a time.
+    """Pointers start + column of a tile [ROWS, W] or [ROWS, F, C], to be accessed UNIT elements at a time.
 
-    A tile is laid out for the widest access of its shape, which must remain the load of the rows. Whatever else there
-    is could be wider: of 16 bits a thread could store more elements than it loads of fp32.
+    A tile's layout follows the widest access of its shape, which must remain the load of the rows. Other accesses could
+    be wider: a thread could store more 16-bit elements than it loads of fp32.
     """
     pointers = start + column
     if len(pointers.shape) == 2:
@@ -133,10 +133,10 @@ def in_units(start, column, UNIT: tl.constexpr):
 
 @triton.jit
 def store_rows(out_ptr, row, column, T, y, R: tl.constexpr, UNIT: tl.constexpr, CHUNKS: tl.constexpr):
-    """The tile, rounded to out's dtype, into contiguous rows."""
+    """Store the tile, rounded to out's dtype, into contiguous rows."""
     W: tl.constexpr = column.shape[0] * column.shape[1] * CHUNKS
     start = (out_ptr + row.to(tl.int64) * R)[:, None, None]
-    if UNIT == 1:  # where this tile is summed R is odd then, and no wider piece of a row is aligned
+    if UNIT == 1:  # where this tile is summed R is odd, so no wider piece of a row is aligned
         pointers = start + column[None, :, :]
     else:
         pointers = in_units(start, column[None, :, :], UNIT)
@@ -146,7 +146,7 @@ def store_rows(out_ptr, row, column, T, y, R: tl.constexpr, UNIT: tl.constexpr, 
 @triton.jit
 def row_mean(total_R, R: tl.constexpr):
     if R & (R - 1) == 0:
-        mean = total_R * (1.0 / R)  # a power of two, so it is the quotient
+        mean = total_R * (1.0 / R)  # R is a power of two, so this equals the quotient
     else:
         mean = tl.div_rn(total_R, tl.zeros(total_R.shape, tl.float32) + R)
     return mean
@@ -170,9 +170,9 @@ class RowLayout(NamedTuple):
 
 
 def row_layout(x: Tensor, vector: int) -> RowLayout:
-    """Where the rows of x [..., R], R > 0, are: in place if they sit at two strides, each aligned to ``vector``.
+    """Return the layout of the rows of x [..., R], R > 0; in place if they have two strides aligned to ``vector``.
 
-    Other rows are copied, so that a kernel is always told the same of them and its tile has one layout.
+    Other rows are copied, so that a kernel's compile-time knowledge and its tile's layout are always the same.
     """
     dims = _merged(x)
     in_place = len(dims) <= 2 and (x.shape[-1] == 1 or x.stride(-1) == 1) and x.data_ptr() % 16 == 0
@@ -185,7 +185,7 @@ def row_layout(x: Tensor, vector: int) -> RowLayout:
 
 
 def _merged(x: Tensor) -> list[tuple[int, int]]:
-    """Sizes and strides of the leading dims of x, those that one stride walks joined."""
+    """Return sizes and strides of x's leading dims; dims that one stride covers are merged."""
     dims: list[tuple[int, int]] = []
     for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
         if size == 1:
@@ -198,14 +198,14 @@ def _merged(x: Tensor) -> list[tuple[int, int]]:
 
 
 def aligned(vector: Tensor | None) -> Tensor | None:
-    """A weight that starts at 16 bytes, with a unit stride."""
+    """Return a weight with unit stride that is aligned to 16 bytes."""
     if vector is None or (vector.stride(0) == 1 and vector.data_ptr() % 16 == 0):
         return vector
     return vector.clone(memory_format=torch.contiguous_format)
 
 
 class ShortTile(NamedTuple):
-    """Rows that share a program. elements, warps: those of a program; folds: lanes of a row in one thread."""
+    """Rows that share a program. elements, warps: per program; folds: lanes of a row per thread."""
 
     elements: int = 2048
     warps: int = 4
@@ -213,7 +213,7 @@ class ShortTile(NamedTuple):
 
 
 class RowPlan(NamedTuple):
-    """How a kernel covers rows; a function of the order alone. programs: of each row; warps: of each program."""
+    """How a kernel covers rows; depends only on the order. programs: per row; warps: per program."""
 
     order: Row
     rows: int
@@ -225,16 +225,16 @@ class RowPlan(NamedTuple):
 
 @functools.cache
 def row_plan(order: Row, rows: int | None = None, short: ShortTile | None = None) -> RowPlan:
-    """The tile of an order: short rows come several to a program, each within one warp or two.
+    """Return the tile of an order; several short rows share a program, each within one warp or two.
 
     Args:
-        short: the tile of rows of up to 512 columns; default: ShortTile().
+        short: the tile for rows of up to 512 columns; default: ShortTile().
     """
     step = order.lanes * order.vector
     width = order.chunk or step * next_power_of_2(cdiv(order.length, step))
     short = short or ShortTile()
     if rows is None and width <= 512:
-        # A thread holds whole lanes of a row, and one of them or `folds`: hence threads enough, and elements for all.
+        # A thread holds whole lanes of a row, one or `folds`; this sets the number of threads and elements.
         folds = min(short.folds, order.lanes) if width == step and order.lanes <= 32 else 1
         warps = max(short.warps, order.lanes // 32)
         elements = max(short.elements, 32 * warps * order.vector * folds)

@@ -1,4 +1,4 @@
-"""First tokens of cache blocks, copied on the GPU over those of other blocks: bytes move, and no order is to be kept.
+"""Copies of cache blocks' first tokens to other blocks on the GPU: bytes move, so there is no order to preserve.
 
 Legend: N copies, C caches of one shape, B blocks of each.
 """
@@ -10,12 +10,12 @@ from torch import Tensor
 
 __all__ = ["copy_blocks_cuda"]
 
-_WIDTH = 2048  # words at a time
+_WIDTH = 2048  # words per iteration
 
 
 @triton.jit(do_not_specialize=["N"])
 def _copy_kernel(words_ptr, copies_ptr, N, B, block_words, token_words, W: tl.constexpr):
-    """One copy in one cache; a program without tokens ends at once."""
+    """One copy in one cache; a copy of no tokens returns at once."""
     n = tl.program_id(0)
     first_block = tl.program_id(1).to(tl.int64) * B
     source_ptr = words_ptr + (first_block + tl.load(copies_ptr + n)) * block_words
@@ -28,12 +28,12 @@ def _copy_kernel(words_ptr, copies_ptr, N, B, block_words, token_words, W: tl.co
 
 
 def copy_blocks_cuda(storage: Tensor, block_copies: Tensor) -> None:
-    """Copy the first tokens of blocks over those of others, in every cache of ``storage``.
+    """Copy blocks' first tokens to other blocks, in every cache of ``storage``.
 
     Args:
         storage: [C, B, block_size, heads, dim], contiguous.
-        block_copies: [3, N] int64: blocks, those written to, and the number of tokens, of which 0 copies nothing. The
-            copies run in any order: no block that is written to is another's source.
+        block_copies: [3, N] int64: source blocks, target blocks, and numbers of tokens (0 copies nothing). The copies
+            run in any order: no target is the source of another copy.
     """
     assert storage.is_contiguous() and block_copies.is_contiguous()
     N, C, B = block_copies.shape[1], *storage.shape[:2]

@@ -1,21 +1,23 @@
-"""embedding: rows of weight [V, D] by ids of any shape; the bytes are copied, so there is no order to fix.
+"""embedding: rows of weight [V, D] by ids of any shape; bytes are copied, so there is no order to preserve.
 
-An id outside [0, V) is never read out of bounds: the CPU raises and names it, the GPU writes a row of NaN.
+An id outside [0, V) is never read out of bounds: the CPU raises, the GPU, where a kernel cannot raise, writes a row of
+NaN.
 """
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from detcompile.errors import InvalidInput
 from detcompile.templates.cpu import library as cpu_library
 from detcompile.templates.registration import define
-from detcompile.templates.tokens.embedding_gpu import embedding_cuda
 
-__all__ = ["embedding_cpu", "reference_embedding"]
+__all__ = ["embedding_cpu", "embedding_cuda", "reference_embedding"]
 
 
 def embedding_cpu(weight: Tensor, ids: Tensor, isa: str | None = None) -> Tensor:
-    """The op on the CPU, weight [V, D], ids [...] int64 or int32 -> [..., D].
+    """Run the op on the CPU, weight [V, D], ids [...] int64 or int32 -> [..., D].
 
     Raises:
         InvalidInput: an id outside the table.
@@ -44,6 +46,30 @@ def embedding_cpu(weight: Tensor, ids: Tensor, isa: str | None = None) -> Tensor
     return out
 
 
+@triton.jit
+def _embedding_kernel(weight_ptr, ids_ptr, out_ptr, V, D, row_stride, column_stride, BLOCK: tl.constexpr):
+    t = tl.program_id(0).to(tl.int64)
+    row = tl.load(ids_ptr + t).to(tl.int64)
+    known = (row >= 0) & (row < V)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < D
+    values = tl.load(weight_ptr + row * row_stride + column * column_stride, mask=inside & known, other=0.0)
+    values = tl.where(known, values, float("nan"))
+    tl.store(out_ptr + t * D + column, values.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def embedding_cuda(weight: Tensor, ids: Tensor) -> Tensor:
+    """Run the op on the GPU, weight [V, D], ids of any integer dtype and shape [...] -> [..., D] in weight.dtype."""
+    V, D = weight.shape
+    out = torch.empty((*ids.shape, D), dtype=weight.dtype, device=weight.device)
+    if out.numel():
+        block = min(1024, triton.next_power_of_2(D))
+        flat = ids.reshape(-1).contiguous()
+        grid = (flat.numel(), triton.cdiv(D, block))
+        _embedding_kernel[grid](weight, flat, out, V, D, *weight.stride(), BLOCK=block, num_warps=4)
+    return out
+
+
 define(
     "embedding(Tensor weight, Tensor ids) -> Tensor",
     {"weight": "any V D", "ids": "ids ..."},
@@ -54,5 +80,5 @@ define(
 
 
 def reference_embedding(weight: Tensor, ids: Tensor) -> Tensor:
-    """The op's value: torch's own, which copies too."""
+    """Return the op's value: torch's, which copies too."""
     return torch.nn.functional.embedding(ids, weight)

@@ -1,9 +1,9 @@
-"""The tokens of the next step on the GPU: the likeliest of each row of logits, put where the next step finds them.
+"""Tokens of the next step on the GPU: the argmax of each row of logits, written where the next step reads its ids.
 
-Legend: R rows, V vocabulary size, W logits that a program reads, TILES = ceil(V / W), T tokens of a step.
+Legend: R rows, V vocabulary size, W logits per program, TILES = ceil(V / W), T tokens of a step.
 
-A maximum has no order to keep. A logit and its id are one number of 64 bits, by which the higher logit comes first and
-among equals the lower id; a NaN is higher than all, as in torch.argmax, and zeros of both signs are equal.
+A maximum needs no order. A logit and its id are packed into 64 bits that order by the higher logit, then the lower id.
+NaN is above all, as in torch.argmax, and zeros of both signs are equal.
 """
 
 import torch
@@ -21,12 +21,12 @@ _WIDTH = 2048
 _NAN = tl.constexpr(0x7FFFFFFF)  # as a key, an int32 that orders logits: above infinity's
 _INFINITE = tl.constexpr(0x7F800000)
 _MINUS_INFINITE = tl.constexpr(-0x7F800001)
-_LAST_ID = tl.constexpr(0x7FFFFFFF)  # turns ids about: the lowest becomes the highest
+_LAST_ID = tl.constexpr(0x7FFFFFFF)  # reverses ids: the lowest becomes the highest
 
 
 @triton.jit
 def _rank(logit, token):
-    x = logit.to(tl.float32) + 0.0  # of the zeros the positive one
+    x = logit.to(tl.float32) + 0.0  # -0 becomes +0
     bits = x.to(tl.int32, bitcast=True)
     key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     key = tl.where(x != x, _NAN, key)
@@ -37,7 +37,7 @@ def _rank(logit, token):
 def _best_of_tile_kernel(
     logits_ptr, best_ptr, row_stride, V: tl.constexpr, TILES: tl.constexpr, W: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """The rank of the likeliest of W tokens of a row: [R, TILES]."""
+    """The rank of the argmax among W tokens of a row: [R, TILES]."""
     let_next_start(PDL)
     wait_for_earlier(PDL)
     program = tl.program_id(0)
@@ -79,11 +79,11 @@ def _fill_pending_kernel(ids_ptr, pending_ptr, sampled_ptr, out_ptr, T, BLOCK: t
 
 
 def likeliest_cuda(logits: Tensor, sampled: Tensor | None = None) -> Tensor:
-    """Whether a row's highest logit is no number or infinite, and the lowest id that has it: [R, 2] int64.
+    """Return [R, 2] int64: 1 if a row's highest logit is NaN or infinite, and the lowest id that has it.
 
     Args:
         logits: [R, V], of one of LIKELIEST_DTYPES.
-        sampled: int64, contiguous, at least R: the ids are written to its beginning as well.
+        sampled: int64, contiguous, of length R or more: also receives the ids, from its start on.
     """
     R, V = logits.shape
     assert logits.dtype in LIKELIEST_DTYPES and (sampled is None or (sampled.is_contiguous() and len(sampled) >= R))
@@ -106,7 +106,7 @@ def likeliest_cuda(logits: Tensor, sampled: Tensor | None = None) -> Tensor:
 
 
 def fill_pending_cuda(input_ids: Tensor, pending: Tensor, sampled: Tensor) -> Tensor:
-    """input_ids [T], but sampled[pending] where pending [T] is not negative; all int64 and contiguous."""
+    """Return input_ids [T], with sampled[pending] where pending [T] >= 0; all int64 and contiguous."""
     assert input_ids.is_contiguous() and pending.is_contiguous() and sampled.is_contiguous()
     out = torch.empty_like(input_ids)
     T = len(input_ids)

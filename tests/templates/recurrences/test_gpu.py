@@ -10,8 +10,7 @@ from detcompile.templates.recurrences.causal_conv import reference_causal_conv
 from detcompile.templates.recurrences.causal_conv_gpu import causal_conv_cuda
 from detcompile.templates.recurrences.linear import decay_kind, reference_linear_recurrence
 from detcompile.templates.recurrences.linear_gpu import linear_recurrence_cuda
-from detcompile.templates.recurrences.running_max import reference_running_max
-from detcompile.templates.recurrences.running_max_gpu import running_max_cuda
+from detcompile.templates.recurrences.running_max import reference_running_max, running_max_cuda
 from detcompile.templates.recurrences.states import dense_steps
 from detcompile.templates.recurrences.wkv import reference_wkv
 from detcompile.templates.recurrences.wkv_gpu import wkv_cuda

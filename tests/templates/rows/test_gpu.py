@@ -18,7 +18,7 @@ from detcompile.templates.rows.sums_and_norms_gpu import (
     row_sum_cuda,
     row_var_mean_cuda,
 )
-from detcompile.templates.tokens import embedding_gpu
+from detcompile.templates.tokens import embedding
 from tests.bits import assert_bitwise_equal
 from tests.exhaustive import EXHAUSTIVE
 from tests.templates.triton_interpreter import DEVICE, INTERPRETED, NEEDS_GPU, NEEDS_TRITON
@@ -214,11 +214,11 @@ def test_empty_inputs() -> None:
 def test_embedding_copies_rows_and_never_reads_outside() -> None:
     weight = heavy_tailed(50, 33)
     ids = torch.tensor([[0, 49, 7], [-1, 50, 2**40]], device=DEVICE)
-    out = embedding_gpu.embedding_cuda(weight, ids)
+    out = embedding.embedding_cuda(weight, ids)
     assert_bitwise_equal(out[0], weight[ids[0]])
     assert out[1].isnan().all()
-    assert_bitwise_equal(embedding_gpu.embedding_cuda(weight.t().contiguous().t(), ids[:1].int())[0], out[0])
-    assert embedding_gpu.embedding_cuda(weight, ids[:0]).shape == (0, 3, 33)
+    assert_bitwise_equal(embedding.embedding_cuda(weight.t().contiguous().t(), ids[:1].int())[0], out[0])
+    assert embedding.embedding_cuda(weight, ids[:0]).shape == (0, 3, 33)
 
 
 class TestOnTheGpu:

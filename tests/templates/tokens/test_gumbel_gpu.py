@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from detcompile.runtime.sampling.philox import SQRT_HALF, gumbel_noise_of, noise_keys, portable_log
-from detcompile.templates.tokens import gumbel_gpu
-from detcompile.templates.tokens.gumbel_gpu import gumbel_argmax_cuda
+from detcompile.templates.tokens import gumbel
+from detcompile.templates.tokens.gumbel import gumbel_argmax_cuda
 from tests.bits import assert_bitwise_equal
 from tests.templates.triton_interpreter import DEVICE, INTERPRETED, NEEDS_GPU, NEEDS_TRITON
 
@@ -38,7 +38,7 @@ def draw(rows: int, vocab_size: int, seed: int, nearly_equal: bool) -> Tensor:
 def _log_kernel(x_ptr, out_ptr, N, W: tl.constexpr):
     i = tl.arange(0, W)
     x = tl.load(x_ptr + i, mask=i < N, other=1.0)
-    tl.store(out_ptr + i, gumbel_gpu._portable_log(x), mask=i < N)
+    tl.store(out_ptr + i, gumbel._portable_log(x), mask=i < N)
 
 
 def test_the_logarithm_has_the_bits_of_the_torch_path():
@@ -84,7 +84,7 @@ def test_every_score_has_the_bits_of_the_torch_path(vocab_size, monkeypatch):
             scores.append(tensor)
         return tensor
 
-    monkeypatch.setattr(gumbel_gpu.torch, "empty", keep_scores)
+    monkeypatch.setattr(gumbel.torch, "empty", keep_scores)
     tokens = gumbel_argmax_cuda(logprobs.to(DEVICE), words.to(DEVICE))
     monkeypatch.undo()
     expected = logprobs.double() + gumbel_noise_of(words, vocab_size)

@@ -13,7 +13,7 @@ COMPILE = """
 import sys
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from detcompile.templates.tokens.gumbel_gpu import _best_of_tile_kernel
+from detcompile.templates.tokens.gumbel import _best_of_tile_kernel
 
 types = ["*fp32", "*i64", "*fp64", "*i32", "i64", "constexpr", "constexpr", "constexpr"]
 source = ASTSource(

@@ -2,32 +2,32 @@
 
 import functools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 from transformers import AutoTokenizer, DynamicCache, PreTrainedModel
 
 from detcompile.api import load_model
 from detcompile.commands.axes import AxisResult, Configuration, configurations, measure, padded_batch
 from detcompile.commands.options import Device, add_columns, compile_model, progress_bar
-from detcompile.commands.verification import RESTART, available_axes, prompts_for
+from detcompile.commands.verification import RESTART, available_axes, prompt_texts, prompts_for
 from detcompile.models.compiled import CompiledModel
 from detcompile.models.hub import TINY, TINY_FOLDER
 from detcompile.models.spec import ModelSpec
 
-__all__ = ["Comparison", "DEMO_AXES", "command", "compare_with_torch", "score_plain"]
+__all__ = ["DEMO_AXES", "Comparison", "command", "compare_with_torch", "greedy_tokens", "score_plain"]
 
 DEMO_AXES = tuple(axis for axis in available_axes("cpu") if axis != RESTART)
-DEMO_PROMPT = '''def mean(values: list[float]) -> float:
-    """Return the arithmetic mean of a list of numbers."""
-'''
-DEMO_TOKENS = 64
+TEXT_PROMPT = "def count_words(text):\n"
+TEXT_TOKENS = 48
+BATCHES = (1, 2, 3, 5, 9)
 DEMO_LENGTHS = (12, 67, 33, 130)  # prompt lengths; plain torch on a CPU without bfloat16 reads 300 tokens a second
 
 
@@ -37,21 +37,21 @@ def command(
 ) -> None:
     """Plain torch beside detcompile on the embedded model, under many batches, paddings, chunkings and splits."""
     console = Console()
-    compiled = compile_model(ModelSpec(TINY, device=device))
-    console.print(f"\n[bold]Certificate[/]: {compiled.certificate.summary()}; nothing refused")
-    for order in compiled.certificate.orders:
-        console.print(f"  {order}", highlight=False)
-    _show_completion(compiled, console)
+    compiled, plain = compile_model(ModelSpec(TINY, device=device)), load_model(TINY, device=device)
+    ours = [greedy_tokens(compiled, batch) for batch in BATCHES]
+    console.print(_texts([greedy_tokens(plain, batch) for batch in BATCHES], ours))
     steps = (2 * len(DEMO_AXES) - 1) * 2 * configurations
     with progress_bar(total=True) as progress:
         task = progress.add_task("measuring", total=steps)
         comparisons = compare_with_torch(
             compiled,
+            plain,
             count=configurations,
             tick=lambda axis: progress.update(task, advance=1, description=f"measuring {axis}"),
         )
     console.print(_table(comparisons, compiled.dtype))
-    if not all(comparison.ours.holds for comparison in comparisons):
+    console.print(f"[bold]Certificate[/]: {compiled.certificate.summary()}; `detcompile check tiny` shows it")
+    if any(tokens != ours[0] for tokens in ours) or not all(comparison.ours.holds for comparison in comparisons):
         raise typer.Exit(1)
 
 
@@ -86,10 +86,14 @@ def score_plain(model: PreTrainedModel, configuration: Configuration) -> Tensor:
 
 
 def compare_with_torch(
-    model: CompiledModel, *, count: int, seed: int = 0, tick: Callable[[str], None] = lambda axis: None
+    model: CompiledModel,
+    plain: PreTrainedModel,
+    *,
+    count: int,
+    seed: int = 0,
+    tick: Callable[[str], None] = lambda axis: None,
 ) -> list[Comparison]:
     """Measure DEMO_AXES on both with the same configurations; call ``tick(axis)`` after each measurement."""
-    plain = load_model(TINY, device=model.device)
     prompts = prompts_for(model, ModelSpec(TINY), seed, DEMO_LENGTHS)
     comparisons = []
     for axis in DEMO_AXES:
@@ -104,20 +108,55 @@ def compare_with_torch(
     return comparisons
 
 
-def _show_completion(compiled: CompiledModel, console: Console) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(TINY_FOLDER, local_files_only=True)
-    ids = torch.tensor([tokenizer(DEMO_PROMPT)["input_ids"]], device=compiled.device)
-    text = tokenizer.decode(compiled.generate(ids, max_new_tokens=DEMO_TOKENS)[0, ids.shape[1] :])
-    console.print("\n[bold]The embedded model continues a prompt[/] (greedy)")
-    console.print(DEMO_PROMPT, style="dim", end="", markup=False, highlight=False)
-    console.print(text, markup=False, highlight=False)
+@torch.no_grad()
+def greedy_tokens(model: PreTrainedModel | CompiledModel, batch: int) -> list[int]:
+    """Return what a model's generate() appends to TEXT_PROMPT, the first row of a left-padded batch."""
+    tokenizer = _tokenizer()
+    tokenizer.padding_side, tokenizer.pad_token_id = "left", 0
+    prompts = [TEXT_PROMPT, *prompt_texts()[: batch - 1]]
+    encoded = tokenizer(prompts, return_tensors="pt", padding=True).to(model.device)
+    inputs = {"input_ids": encoded["input_ids"], "attention_mask": encoded["attention_mask"]}
+    rows = model.generate(**inputs, max_new_tokens=TEXT_TOKENS, do_sample=False)
+    return rows[0, inputs["input_ids"].shape[1] :].tolist()
+
+
+def _tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(TINY_FOLDER, local_files_only=True)
+
+
+def _texts(theirs: Sequence[list[int]], ours: Sequence[list[int]]) -> Table:
+    """Show plain torch's text alone, its first other text, and ours; the first other token of each in red."""
+    tokenizer = _tokenizer()
+    columns = {"plain torch, alone": _marked(tokenizer, theirs[0], theirs[0])}
+    other = next((place for place, tokens in enumerate(theirs) if tokens != theirs[0]), None)
+    if other is not None:
+        columns[f"plain torch, batch of {BATCHES[other]}"] = _marked(tokenizer, theirs[0], theirs[other])
+    differing = next((tokens for tokens in ours if tokens != ours[0]), ours[0])
+    columns["detcompile"] = _marked(tokenizer, ours[0], differing)
+    counts = [len(set(map(tuple, texts))) for texts in (theirs, ours)]
+    table = Table(
+        title=f"{TEXT_PROMPT.strip()!r} continued greedily in batches of {', '.join(map(str, BATCHES))}. Different"
+        f" texts: plain torch {counts[0]}, detcompile {counts[1]}"
+    )
+    for name in columns:
+        table.add_column(name, ratio=1)
+    table.add_row(*columns.values())
+    return table
+
+
+def _marked(tokenizer: Any, expected: list[int], tokens: list[int]) -> Text:
+    pairs = enumerate(zip(expected, tokens, strict=False))
+    at = next((place for place, (one, other) in pairs if one != other), len(tokens))
+    text = Text(tokenizer.decode(tokens))
+    text.stylize("bold red", len(tokenizer.decode(tokens[:at])), len(tokenizer.decode(tokens[: at + 1])))
+    return text
 
 
 def _table(comparisons: list[Comparison], dtype: torch.dtype) -> Table:
     table = Table(
-        title=f"All configurations of an axis, {str(dtype).removeprefix('torch.')}, for the worse of two prompts",
-        caption="logits: distinct byte strings; outputs: distinct likeliest tokens; max Δp: largest difference of a"
-        " probability. 1, 1 and 0 mean that no bit follows the axis.",
+        title=f"Logits under every configuration of an axis, {str(dtype).removeprefix('torch.')}, worst of two prompts",
+        caption="logits: distinct byte strings; outputs: distinct most likely tokens; max Δp: largest difference of a"
+        " probability. 1, 1 and 0: the axis changes no bit.",
     )
     add_columns(
         table, "axis", "runs", "torch\nlogits", "\noutputs", "\nmax Δp", "ours\nlogits", "\noutputs", "\nmax Δp"

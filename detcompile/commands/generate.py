@@ -190,9 +190,7 @@ def as_json(output: RequestOutput, params: SamplingParams, parts: Mapping[str, s
     }
 
 
-def print_json(
-    outputs: Sequence[RequestOutput], params: Sequence[SamplingParams], parts: Mapping[str, str]
-) -> None:
+def print_json(outputs: Sequence[RequestOutput], params: Sequence[SamplingParams], parts: Mapping[str, str]) -> None:
     """Print one JSON line for each request to standard output."""
     for output, sampling in zip(outputs, params, strict=True):
         print(json.dumps(as_json(output, sampling, parts)))

@@ -33,6 +33,7 @@ __all__ = [
     "TP",
     "available_axes",
     "embedded_prompts",
+    "prompt_texts",
     "prompts_for",
     "require_axes",
     "verify",
@@ -72,11 +73,15 @@ def prompts_for(
     return [tuple(rng.randrange(model.vocab_size) for _ in range(length)) for length in lengths]
 
 
+def prompt_texts() -> list[str]:
+    """Return the prompts that ship with the embedded model."""
+    return (TINY_FOLDER / "prompts.txt").read_text().split("\n---\n")
+
+
 def embedded_prompts(lengths: Sequence[int]) -> list[Tokens]:
     """Tokenize the shipped prompts; for each length, return the shortest prompt that reaches it, or all joined."""
     tokenizer = AutoTokenizer.from_pretrained(TINY_FOLDER, local_files_only=True)
-    texts = (TINY_FOLDER / "prompts.txt").read_text().split("\n---\n")
-    encoded = sorted((tuple(tokenizer(text)["input_ids"]) for text in texts), key=len)
+    encoded = sorted((tuple(tokenizer(text)["input_ids"]) for text in prompt_texts()), key=len)
     everything = tuple(token for tokens in encoded for token in tokens)
     return [next((tokens for tokens in encoded if len(tokens) >= length), everything) for length in lengths]
 

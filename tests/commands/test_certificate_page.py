@@ -258,6 +258,7 @@ def test_every_order_is_drawn_within_its_frame(order):
     drawing = ElementTree.fromstring(order_drawing(order))
     assert drawing.get("aria-label") == str(order)
     width, height = float(drawing.get("width")), float(drawing.get("height"))
+    assert drawing.get("viewBox") == f"0 0 {width:.0f} {height:.0f}"  # so that it fits a narrower page
     for box in drawing.iter("{http://www.w3.org/2000/svg}rect"):
         left, top = float(box.get("x")), float(box.get("y"))
         assert left >= 0 and left + float(box.get("width")) <= width + 1

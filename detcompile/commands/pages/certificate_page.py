@@ -15,14 +15,14 @@ CLASSES = {
     "pointwise": "each element is computed from its own inputs alone",
     "movement": "bytes are moved, nothing is computed",
     "order-free": "maxima and integer sums, which no order changes",
-    "template": "the sum is a template of ours, in the order that is given",
-    "attention": "a token's sums run over the keys of its own prefix, in the order that is given",
+    "template": "a kernel of detcompile, whose sum has the order shown",
+    "attention": "a token's sums run over the keys of its prefix, in the order shown",
     "collective": "values of one row meet across ranks, in the declared tree",
 }
 CLAIM = (
-    "<p>Row <i>t</i> of every value reads row <i>t</i> alone, and no order of a sum depends on the batch: so the"
-    " bits of a row's logits depend on the weights and on that row's own tokens. Every operation of the compiled"
-    " graph is of one of these classes; nothing is refused.</p>"
+    "<p>Every value of a row is computed from that row alone, and no sum's order depends on the batch. So the bits of a"
+    " row's logits depend only on the weights and on that row's tokens. Each operation of the compiled graph belongs to"
+    " one of these classes; none was refused.</p>"
 )
 
 

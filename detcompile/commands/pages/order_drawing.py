@@ -11,6 +11,7 @@ from detcompile.orders.sum_order import SumOrder
 __all__ = ["Node", "order_drawing", "order_tree"]
 
 MOST_CHILDREN = 8  # children drawn for a node; more are counted
+LEGIBLE = 0.8  # a drawing wider than the page is scaled down to this, then scrolls
 LETTER, LINE, PAD, GAP, DROP = 6.7, 15, 8, 14, 26  # pixels; DROP: from a box to its children
 
 
@@ -28,6 +29,7 @@ def order_drawing(order: SumOrder) -> str:
     body = "".join(_draw(tree, 1.0, 1.0))
     return (
         f"<svg xmlns='http://www.w3.org/2000/svg' width='{width + 2:.0f}' height='{height + 2:.0f}' role='img'"
+        f" viewBox='0 0 {width + 2:.0f} {height + 2:.0f}' style='min-width: {LEGIBLE * width:.0f}px'"
         f" aria-label='{escape(str(order), quote=True)}'>{body}</svg>"
     )
 
@@ -57,7 +59,7 @@ def _levels(order: Tree, radices: tuple[int, ...], first: int) -> Node:
         return _leaf(order.leaf, first * int(order.leaf.k))
     below = math.prod(radices[1:])
     return Node(
-        (f"{radices[0]} added left to right",),
+        (f"{radices[0]} partial sums, added left to right",),
         _shown(radices[0], lambda i: _levels(order, radices[1:], first + i * below)),
     )
 
@@ -90,15 +92,17 @@ def _row(order: Row) -> Node:
     step = int(order.lanes) * int(order.vector)
     text: tuple[str, ...] = (
         f"{order.lanes} lanes, combined by halving",
-        f"each adds stretches of {order.vector}, {step} apart, upwards",
+        f"each lane adds every {step}th term"
+        if order.vector == 1
+        else f"each lane adds runs of {order.vector}, {step} apart",
     )
     if order.chunk:
         text = (f"chunks of {order.chunk}, combined by halving", *text)
     if leaves == 1:
         return Node((f"{order.length} terms", *text))
     leaf = int(order.leaf_length)
-    shown = _shown(leaves, lambda i: Node((f"terms {i * leaf} … {(i + 1) * leaf - 1}", *text)))
-    return Node((f"{leaves} leaves, added as a tree of {'x'.join(map(str, order.radices))}",), shown)
+    shown = _shown(leaves, lambda i: Node((f"terms {i * leaf} … {(i + 1) * leaf - 1}",)))
+    return Node((f"{leaves} leaves, added as a tree of {'x'.join(map(str, order.radices))}; in each:", *text), shown)
 
 
 def _shown(count: int, node: Callable[[int], Node]) -> tuple[Node, ...]:

@@ -27,7 +27,7 @@ pre { white-space: pre-wrap; background: var(--code); padding: .8em; }
 details { border-bottom: 1px solid var(--line); } summary { cursor: pointer; padding: 5px 0; }
 figure { margin: 1.2em 0; } figcaption { margin-bottom: .4em; }
 .bad { color: var(--bad); } .good { color: var(--good); } .muted { color: var(--muted); }
-svg { display: block; max-width: none; }
+svg { display: block; max-width: 100%; height: auto; }
 svg text { font: 11px ui-monospace, monospace; fill: var(--text); } svg line { stroke: var(--wire); }
 svg rect { fill: var(--box); stroke: var(--edge); }
 """

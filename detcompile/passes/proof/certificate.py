@@ -256,12 +256,12 @@ def _proof(kind: str, state: Any, order: SumOrder | None) -> str:
     if kind == "recurrence":
         return "row t of tokens reads its own prefix, token by token"
     if isinstance(state, Layout):
-        return "writes own slots"
+        return "each row writes only its KV slots"
     if isinstance(state, TokenSum):
         return "sums every token once, exactly; no row reads it"
     results = state if isinstance(state, tuple) else (state,)
     spaces = dict.fromkeys(row for rows in results if isinstance(rows, Rows) for row in rows.row_spaces)
-    reads = f"row t of {', '.join(spaces)} reads row t" if spaces else "reads no row"
+    reads = f"row t of {', '.join(spaces)} reads row t" if spaces else "depends on no row"
     return f"{reads}; order holds no symbol" if order else reads
 
 

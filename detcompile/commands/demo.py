@@ -22,7 +22,7 @@ from detcompile.models.compiled import CompiledModel
 from detcompile.models.hub import TINY, TINY_FOLDER
 from detcompile.models.spec import ModelSpec
 
-__all__ = ["DEMO_AXES", "Comparison", "command", "compare_with_torch", "greedy_tokens", "score_plain"]
+__all__ = ["Comparison", "DEMO_AXES", "command", "compare_with_torch", "greedy_tokens", "score_plain"]
 
 DEMO_AXES = tuple(axis for axis in available_axes("cpu") if axis != RESTART)
 TEXT_PROMPT = "def count_words(text):\n"

@@ -1,1 +1,1 @@
-"""An OpenAI-compatible server over an engine in a process of its own. Nothing here can change a bit of an answer."""
+"""An OpenAI-compatible server; its engines run in separate processes. Nothing here can change a bit of an answer."""

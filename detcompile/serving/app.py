@@ -44,7 +44,7 @@ from detcompile.serving.openai.tokenization import detokenize, tokenize, tokeniz
 from detcompile.serving.pooling.routes import classify, embed, rerank, score
 from detcompile.serving.pooling.schema import ClassifyRequest, EmbeddingRequest, RerankRequest, ScoreRequest
 from detcompile.serving.receipts.envelope import Envelope
-from detcompile.serving.receipts.routes import found_receipt, verify
+from detcompile.serving.receipts.routes import stored_receipt, verify
 from detcompile.serving.request_log import LogFile, RequestLog
 from detcompile.serving.responses import JSON, Reserving, unless_left
 from detcompile.serving.service import Service
@@ -282,7 +282,7 @@ def _add_gets(app: FastAPI, service: Service, version: str, log: LogFile | None,
     app.add_api_route("/dashboard/state", state, methods=["GET"], name="dashboard_state")
 
     async def receipt(name: str, request: Request) -> Response:
-        return await found_receipt(service, owner_of(request), name)
+        return await stored_receipt(service, owner_of(request), name)
 
     app.add_api_route("/v1/receipts/{name}", receipt, methods=["GET"], name="v1_receipt")
 

@@ -9,9 +9,8 @@ from detcompile.commands.options import Loading, Random, compile_model, logs, pr
 from detcompile.commands.receipts.replay import model_name
 from detcompile.errors import DetcompileError, InvalidInput
 from detcompile.models.compiled import CompiledModel
-from detcompile.serving.receipts.audit import checked_lines, is_sampled, miss_probability
 from detcompile.serving.receipts.keys import read_verify_key
-from detcompile.serving.receipts.log import Line
+from detcompile.serving.receipts.log import Line, checked_lines, is_sampled, miss_probability
 from detcompile.serving.receipts.replay import replay
 
 __all__ = ["UNCHECKED", "command"]

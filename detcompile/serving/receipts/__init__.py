@@ -1,1 +1,2 @@
-"""Receipts: what answers were made of, signed, in a chained log, and replayed by whoever doubts them."""
+"""Receipts: signed records of answers and everything they depend on, kept in a chained log, and replayed to verify
+them."""

@@ -1,4 +1,4 @@
-"""Decoding: a receipt's answers made again token by token, by an engine: what a receipt of hashes can be checked by."""
+"""Replay by decoding: an engine draws a receipt's answers again, token by token; needed for receipts of hashes."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,24 +29,24 @@ WANTED = 'give JSON: {"salt": "hex of X-Detcompile-Receipt-Salt", "prompts": [[t
 
 
 class RedrawnSample(NamedTuple):
-    """One sample that a replay drew, equal to the receipt's."""
+    """A sample drawn by a replay, equal to the receipt's."""
 
     token_ids: list[int]
-    logprobs: list[PlainLogprobs] | None  # None where none were asked for
+    logprobs: list[PlainLogprobs] | None  # None if not requested
     finish_reason: str | None
     stop_reason: int | str | None
 
 
 class Redrawn(NamedTuple):
-    """A prompt of a receipt, and the samples that a replay drew for it."""
+    """A receipt's prompt and the samples that a replay drew for it."""
 
     token_ids: list[int]
-    logprobs: list[PlainLogprobs | None]  # of the prompt's tokens; empty where none were asked for
+    logprobs: list[PlainLogprobs | None]  # of the prompt's tokens; empty if not requested
     samples: list[RedrawnSample]
 
 
 class Opening(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What a receipt of hashes hides: its salt in hex, the token ids of its prompts, and its grammar's source."""
+    """What a receipt of hashes hides: its salt in hex, the prompts' token ids, and the grammar's source."""
 
     salt: str
     prompts: list[list[int]]
@@ -54,53 +54,54 @@ class Opening(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def salt_bytes(self) -> bytes:
-        """The salt.
+        """Return the salt.
 
         Raises:
-            InvalidInput: it is no hex.
+            InvalidInput: not hexadecimal.
         """
         try:
             return bytes.fromhex(self.salt)
         except ValueError as error:
-            raise InvalidInput(f"the salt {self.salt[:40]!r} is no hex: {WANTED}") from error
+            raise InvalidInput(f"the salt {self.salt[:40]!r} is not hexadecimal: {WANTED}") from error
 
 
 def read_opening(path: Path) -> Opening:
-    """The opening in a file.
+    """Return the opening in a file.
 
     Raises:
-        InvalidInput: the file cannot be read, or holds none.
+        InvalidInput: the file cannot be read or contains no opening.
     """
     try:
         return msgspec.json.decode(path.read_bytes(), type=Opening)
     except OSError as error:
         raise InvalidInput(f"{path} cannot be read: {error.strerror}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidInput(f"{path} holds no opening of a receipt: {error}; {WANTED}") from error
+        raise InvalidInput(f"{path} contains no opening of a receipt: {error}; {WANTED}") from error
 
 
 def opened(receipt: Receipt, opening: Opening | None) -> list[list[int]] | Verdict:
-    """Token ids of a receipt's prompts; or what is wrong, where the opening is not that of this receipt.
+    """Return the token ids of a receipt's prompts, or a verdict if the opening does not match the receipt.
 
     Raises:
-        InvalidInput: the receipt holds hashes, and there is no opening.
+        InvalidInput: the receipt holds hashes and there is no opening.
     """
-    given = [prompt.token_ids for prompt in receipt.prompts]
-    plain = [ids for ids in given if not isinstance(ids, str)]
-    if len(plain) == len(given):
+    recorded_ids = [prompt.token_ids for prompt in receipt.prompts]
+    plain = [ids for ids in recorded_ids if not isinstance(ids, str)]
+    if len(plain) == len(recorded_ids):
         return plain
     if opening is None:
         raise InvalidInput(f"the receipt holds hashes of its prompts: {WANTED}")
-    found = [recorded(ids, opening.salt_bytes) for ids in opening.prompts]
-    if found == given:
+    hashes = [recorded(ids, opening.salt_bytes) for ids in opening.prompts]
+    if hashes == recorded_ids:
         grammar = receipt.grammar
         if grammar is None or not grammar.hashed or opening.grammar is None:
             return opening.prompts
         if grammar.source == commitment(opening.grammar, opening.salt_bytes):
             return opening.prompts
-        return differs("grammar", "the salt or the grammar is not that of this receipt")
-    at = next((at for at, (one, own) in enumerate(zip(given, found)) if one != own), min(len(given), len(found)))
-    return differs("prompts", "the salt or the prompts are not those of this receipt", prompt=at)
+        return differs("grammar", "the salt or the grammar does not match this receipt")
+    pairs = enumerate(zip(recorded_ids, hashes))
+    at = next((at for at, (expected, actual) in pairs if expected != actual), min(len(recorded_ids), len(hashes)))
+    return differs("prompts", "the salt or the prompts do not match this receipt", prompt=at)
 
 
 def redraw(
@@ -109,13 +110,14 @@ def redraw(
     prompts: Sequence[list[int]],
     grammar: str | None = None,
 ) -> list[RequestOutput]:
-    """Return answers to the receipt's prompts that are made now.
+    """Draw answers to the receipt's prompts.
 
     Args:
-        grammar: source of the grammar, where the receipt has a hash of it.
+        grammar: source of the grammar if the receipt has its hash.
 
     Raises:
-        InvalidInput: parameters that cannot be served. EngineError: an answer failed.
+        InvalidInput: unsupported parameters.
+        EngineError: an answer failed.
     """
     params = params_of(receipt, grammar)
     most = max((len(ids) for ids in prompts), default=1) + (params.max_tokens or model.max_context)
@@ -129,18 +131,18 @@ def redraw(
 
 
 def recorded_prompt(output: RequestOutput, token_ids: list[int], salt: bytes | None, has_text: bool) -> Prompt:
-    """Return a prompt as a receipt has it, of an engine's output.
+    """Return an engine's output for a prompt in the receipt's form.
 
     Args:
-        salt: hides it as the receipt's are; None where these are plain.
-        has_text: whether the model has a tokenizer.
+        salt: salt of the receipt's hashes; None for plain tokens.
+        has_text: the model has a tokenizer.
     """
     redrawn = redrawn_of(output, token_ids)
     samples: list[Sample] = []
-    for own, sample in zip(output.outputs, redrawn.samples):
+    for drawn, sample in zip(output.outputs, redrawn.samples):
         reasons = (sample.finish_reason, sample.stop_reason)
-        text = own.text if has_text else None
-        samples.append(recorded_sample(own.index, sample.token_ids, reasons, text, sample.logprobs, salt))
+        text = drawn.text if has_text else None
+        samples.append(recorded_sample(drawn.index, sample.token_ids, reasons, text, sample.logprobs, salt))
     return Prompt(
         token_ids=recorded(token_ids, salt),
         logprobs=None if output.prompt_logprobs is None else commitment(redrawn.logprobs, salt or b""),
@@ -153,12 +155,12 @@ def redrawn_of(output: RequestOutput, token_ids: list[int]) -> Redrawn:
     of_prompt = [None if entry is None else _plain(entry) for entry in output.prompt_logprobs or ()]
     samples = [
         RedrawnSample(
-            own.token_ids,
-            None if own.logprobs is None else [_plain(entry) for entry in own.logprobs],
-            own.finish_reason,
-            own.stop_reason,
+            sample.token_ids,
+            None if sample.logprobs is None else [_plain(entry) for entry in sample.logprobs],
+            sample.finish_reason,
+            sample.stop_reason,
         )
-        for own in output.outputs
+        for sample in output.outputs
     ]
     return Redrawn(token_ids, of_prompt, samples)
 

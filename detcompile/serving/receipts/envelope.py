@@ -1,4 +1,4 @@
-"""Envelopes of DSSE (Dead Simple Signing Envelope, v1): payloads byte for byte as they were signed, and signatures."""
+"""DSSE envelopes (Dead Simple Signing Envelope, v1): a payload, byte for byte as signed, and its signatures."""
 
 import base64
 import binascii
@@ -27,14 +27,14 @@ WANTED = "give an envelope: `payloadType`, `payload` and `signatures`, or an ans
 
 
 class Signature(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A signature in base64, and which key made it."""
+    """A signature in base64, and the id of its key."""
 
     keyid: str
     sig: str
 
 
 class Envelope(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A payload in base64, its type, and signatures of both; the names are DSSE's."""
+    """A payload in base64, its type, and signatures of both. Field names are DSSE's."""
 
     payloadType: str
     payload: str
@@ -42,7 +42,7 @@ class Envelope(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 def seal(payload: bytes, key: SigningKey | None) -> Envelope:
-    """An envelope around a payload; without a key nobody signs it."""
+    """Return an envelope of a payload, signed if there is a key."""
     signatures = []
     if key is not None:
         signatures.append(Signature(keyid=key.key_id, sig=_base64(key.sign(_signed(PAYLOAD_TYPE, payload)))))
@@ -50,10 +50,10 @@ def seal(payload: bytes, key: SigningKey | None) -> Envelope:
 
 
 def payload_of(envelope: Envelope) -> bytes:
-    """The payload.
+    """Return the payload.
 
     Raises:
-        InvalidInput: one of another type, or no base64.
+        InvalidInput: another payload type or invalid base64.
     """
     if envelope.payloadType != PAYLOAD_TYPE:
         raise InvalidInput(f"the envelope holds {envelope.payloadType[:80]!r}, not {PAYLOAD_TYPE}")
@@ -61,54 +61,54 @@ def payload_of(envelope: Envelope) -> bytes:
 
 
 def payload_digest(envelope: Envelope) -> str:
-    """sha256, in hex, of the payload: the name of a receipt, whoever signed it."""
+    """Return the sha256 of the payload in hex, which identifies a receipt whoever signed it."""
     return hashlib.sha256(payload_of(envelope)).hexdigest()
 
 
 def unsealed(envelope: Envelope, key: VerifyKey) -> str | None:
-    """None where this key signed the envelope as it is; otherwise what is wrong.
+    """Return None if the key signed the envelope as it is, otherwise the problem.
 
     Raises:
         InvalidInput: the payload cannot be read.
     """
     signed = _signed(envelope.payloadType, payload_of(envelope))
     if not envelope.signatures:
-        return "nobody signed it"
-    own = [one for one in envelope.signatures if one.keyid == key.key_id]
-    if not own:
+        return "it is not signed"
+    signatures = [each for each in envelope.signatures if each.keyid == key.key_id]
+    if not signatures:
         return f"key {envelope.signatures[0].keyid[:16]}… signed it, not key {key.key_id[:16]}…"
-    if any(key.verifies(_bytes(one.sig, "signature"), signed) for one in own):
+    if any(key.verifies(_bytes(each.sig, "signature"), signed) for each in signatures):
         return None
     return f"it was changed after key {key.key_id[:16]}… signed it"
 
 
 def read_envelope(data: bytes) -> Envelope:
-    """An envelope from JSON, or of the answer that it came with.
+    """Return the envelope in JSON, either alone or as the receipt of an answer.
 
     Raises:
-        InvalidInput: neither.
+        InvalidInput: the JSON contains no envelope.
     """
     return read_answer(data)[0]
 
 
 def read_answer(data: bytes) -> tuple[Envelope, dict[str, Any]]:
-    """Return an envelope from JSON, and the other fields of the answer that it came with, if it came with one.
+    """Return the envelope in JSON, and the other fields of the answer that contains it, if any.
 
     Raises:
-        InvalidInput: neither an envelope nor an answer with one.
+        InvalidInput: the JSON contains no envelope.
     """
     try:
-        head: Any = msgspec.json.decode(data)
-        if isinstance(head, dict) and "receipt" in head:
-            receipt = msgspec.convert(head.pop("receipt"), Envelope)
-            return receipt, head
-        return msgspec.convert(head, Envelope), {}
+        content: Any = msgspec.json.decode(data)
+        if isinstance(content, dict) and "receipt" in content:
+            receipt = msgspec.convert(content.pop("receipt"), Envelope)
+            return receipt, content
+        return msgspec.convert(content, Envelope), {}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidInput(f"this is no receipt: {error}; {WANTED}") from error
+        raise InvalidInput(f"not a receipt: {error}; {WANTED}") from error
 
 
 def _signed(kind: str, payload: bytes) -> bytes:
-    """DSSE's pre-authentication encoding: what a signature is of."""
+    """Return DSSE's pre-authentication encoding, the bytes that are signed."""
     name = kind.encode()
     return b"DSSEv1 %d %s %d %s" % (len(name), name, len(payload), payload)
 
@@ -121,4 +121,4 @@ def _bytes(text: str, what: str) -> bytes:
     try:
         return base64.b64decode(text.encode(), validate=True)
     except (binascii.Error, UnicodeEncodeError) as error:
-        raise InvalidInput(f"the {what} of the envelope is no base64: {error}") from error
+        raise InvalidInput(f"the {what} of the envelope is not valid base64: {error}") from error

@@ -1,4 +1,4 @@
-"""Issuer: makes the receipts of a server's answers, and keeps the newest of them for who asks later."""
+"""Issues the receipts of a server's answers, and keeps the most recent ones."""
 
 import secrets
 from collections import OrderedDict
@@ -30,31 +30,31 @@ from detcompile.serving.tokenizer_pool import SampleText, TokenizerPool
 __all__ = ["Issued", "Issuer", "ReceiptLevel"]
 
 ReceiptLevel = Literal["off", "hashes", "tokens"]
-KEPT_BYTES = 64 << 20  # of receipts
+KEPT_BYTES = 64 << 20  # of receipts in memory
 SALT_BYTES = 16
 
 
 class Issued(NamedTuple):
-    """A receipt, and sha256 of its payload in hex."""
+    """A receipt, and the sha256 of its payload in hex."""
 
     envelope: Envelope
     digest: str
 
 
 class Issuer:
-    """Makes receipts.
+    """Issues receipts.
 
     Args:
-        level: "tokens" writes prompts and answers into them, "hashes" salted hashes of these; "off" makes none.
-        key: signs them.
-        log: gets each of them.
-        version: what they name as the version of the server.
+        level: "tokens" includes prompts and answers, "hashes" salted hashes of them, "off" issues none.
+        key: signing key.
+        log: log for all receipts.
+        version: the server's version, recorded in receipts.
 
     Raises:
-        InvalidInput: a key or a log where there are no receipts.
+        InvalidInput: a key or a log with level "off".
 
     Attributes:
-        num_bytes: bytes of the receipts that are kept.
+        num_bytes: bytes of the receipts in memory.
     """
 
     def __init__(
@@ -65,16 +65,16 @@ class Issuer:
         version: str = "unknown",
     ) -> None:
         if level == "off" and (key is not None or log is not None):
-            raise InvalidInput("--receipts off makes none to sign or to log: leave out --sign and --receipt-log")
+            raise InvalidInput("--receipts off issues no receipts to sign or log: omit --sign and --receipt-log")
         self.level = level
         self.key = key
         self._log = log
         self._version = version
-        self._kept: OrderedDict[tuple[str, str], bytes] = OrderedDict()  # by owner and the answer's id
+        self._kept: OrderedDict[tuple[str, str], bytes] = OrderedDict()  # by owner and answer id
         self.num_bytes = 0
 
     def salt(self) -> bytes | None:
-        """A fresh salt for an answer; None at a level that hides nothing."""
+        """Return a fresh salt; None at levels without hashes."""
         return secrets.token_bytes(SALT_BYTES) if self.level == "hashes" else None
 
     async def issue(
@@ -88,15 +88,15 @@ class Issuer:
         salt: bytes | None,
         owner: str,
     ) -> Issued | None:
-        """The receipt of answers that have ended, those of one request; None at level "off".
+        """Issue the receipt of a request's finished answers; return None at level "off".
 
-        Others are served between two samples, and then the receipt is made and logged in one piece.
+        Yields to the event loop between samples; the receipt is then built and logged without interruption.
 
         Args:
-            name: the answer's id, when it was made, and the model's name.
-            template: sha256 of the chat template that made the prompt.
-            salt: what ``salt`` gave for them.
-            owner: sha256 of the API key that they came with, in hex; empty where the server has none.
+            name: the answer's id, its creation time, and the model's name.
+            template: sha256 of the prompts' chat template.
+            salt: result of ``salt`` for these answers.
+            owner: sha256 in hex of the request's API key; empty if the server has none.
 
         Raises:
             StorageError: the log cannot be written.
@@ -127,16 +127,16 @@ class Issuer:
         return Issued(envelope, payload_digest(envelope))
 
     def require_writable(self) -> None:
-        """Refuse to go on where the log could not be written, and still cannot be.
+        """Check the log again after a failure.
 
         Raises:
-            StorageError: why.
+            StorageError: the log still cannot be written.
         """
         if self._log is not None:
             self._log.require_writable()
 
     def find(self, owner: str, name: str) -> bytes | None:
-        """The envelope of this owner's answer's receipt as JSON, by the answer's id; None where it is not kept."""
+        """Return the JSON of an owner's receipt by the answer's id; None if it is not in memory."""
         return self._kept.get((owner, name))
 
     def _keep(self, place: tuple[str, str], data: bytes) -> None:

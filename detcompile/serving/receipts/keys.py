@@ -1,4 +1,4 @@
-"""Ed25519 keys in PEM files: one that signs receipts, and its public half, which verifies them."""
+"""Ed25519 keys in PEM files: the signing key, and its public half for verification."""
 
 import hashlib
 import os
@@ -26,7 +26,7 @@ class VerifyKey:
     """A public key.
 
     Attributes:
-        key_id: sha256, in hex, of the key's 32 bytes.
+        key_id: sha256 of the key's 32 bytes in hex.
     """
 
     def __init__(self, key: Ed25519PublicKey) -> None:
@@ -35,11 +35,11 @@ class VerifyKey:
 
     @cached_property
     def pem(self) -> str:
-        """The key as a PEM file has it."""
+        """Return the key in PEM."""
         return self._key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo).decode()
 
     def verifies(self, signature: bytes, message: bytes) -> bool:
-        """Whether the private half signed exactly this message."""
+        """Return True if the private half signed exactly this message."""
         try:
             self._key.verify(signature, message)
         except InvalidSignature:
@@ -51,8 +51,8 @@ class SigningKey:
     """A private key.
 
     Attributes:
-        public: the half that verifies.
-        key_id: the public half's.
+        public: the public half.
+        key_id: id of the public half.
     """
 
     def __init__(self, key: Ed25519PrivateKey) -> None:
@@ -61,26 +61,26 @@ class SigningKey:
         self.key_id = self.public.key_id
 
     def sign(self, message: bytes) -> bytes:
-        """The signature of a message, 64 bytes."""
+        """Return the 64-byte signature of a message."""
         return self._key.sign(message)
 
     @property
     def pem(self) -> bytes:
-        """The key as a PEM file has it, not encrypted."""
+        """Return the key in PEM, unencrypted."""
         return self._key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 
 
 def write_key_pair(path: Path) -> SigningKey:
-    """A fresh key in a file that its owner alone may read; its public half beside it, where .pub ends the name.
+    """Write a new key to a file that only its owner may read, and its public half to the same name with .pub.
 
     Raises:
-        StorageError: a file is there already, or cannot be written.
+        StorageError: a file exists already or cannot be written.
     """
     key = SigningKey(Ed25519PrivateKey.generate())
     files = ((path, key.pem, 0o600), (Path(f"{path}.pub"), key.public.pem.encode(), 0o644))
     for file, _, _ in files:
         if file.exists():
-            raise StorageError(f"{file} exists, and keys are not written over: give another name, or remove it")
+            raise StorageError(f"{file} exists, and keys are not overwritten: give another name or remove it")
     try:
         for file, content, mode in files:
             with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as opened:
@@ -91,35 +91,35 @@ def write_key_pair(path: Path) -> SigningKey:
 
 
 def read_signing_key(path: Path) -> SigningKey:
-    """The private key in a file.
+    """Return the private key in a file.
 
     Raises:
-        InvalidInput: the file cannot be read, others may read it too, or it holds no Ed25519 key.
+        InvalidInput: the file cannot be read, is readable by others, or contains no Ed25519 key.
     """
     data = _read(path)
     if stat.S_IMODE(path.stat().st_mode) & 0o077:
-        raise InvalidInput(f"{path} may be read by others, who could then sign in your name: chmod 600 {path}")
+        raise InvalidInput(f"{path} is readable by others, who could sign in your name: chmod 600 {path}")
     try:
         key = load_pem_private_key(data, password=None)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise InvalidInput(f"{path} holds no private key ({error}): make one with `detcompile keygen`") from error
+        raise InvalidInput(f"{path} contains no private key ({error}): create one with `detcompile keygen`") from error
     if not isinstance(key, Ed25519PrivateKey):
-        raise InvalidInput(f"{path} holds a key of another kind than Ed25519: make one with `detcompile keygen`")
+        raise InvalidInput(f"{path} does not contain an Ed25519 key: create one with `detcompile keygen`")
     return SigningKey(key)
 
 
 def read_verify_key(path: Path) -> VerifyKey:
-    """The public key in a file.
+    """Return the public key in a file.
 
     Raises:
-        InvalidInput: the file cannot be read, or holds no public Ed25519 key.
+        InvalidInput: the file cannot be read or contains no public Ed25519 key.
     """
     try:
         key = load_pem_public_key(_read(path))
     except (ValueError, UnsupportedAlgorithm) as error:
-        raise InvalidInput(f"{path} holds no public key ({error}): give the file that ends with .pub") from error
+        raise InvalidInput(f"{path} contains no public key ({error}): give the .pub file") from error
     if not isinstance(key, Ed25519PublicKey):
-        raise InvalidInput(f"{path} holds a key of another kind than Ed25519: give the file that ends with .pub")
+        raise InvalidInput(f"{path} does not contain an Ed25519 key: give the .pub file")
     return VerifyKey(key)
 
 

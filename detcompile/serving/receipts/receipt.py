@@ -1,4 +1,5 @@
-"""Receipt: all that an answer's bits depend on, and the answer. A strict schema: what it does not know it refuses."""
+"""Receipts: everything that an answer's bits depend on, and the answer. The schema is strict: unknown fields are
+rejected."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -35,24 +36,24 @@ __all__ = [
 Digest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]  # sha256 in hex
 Level = Literal["hashes", "tokens"]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
-Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]  # integers of 64 bits: a verdict carries them in MessagePack
-Seed = Annotated[str, Meta(pattern="^(0|[1-9][0-9]{0,19})$")]  # of 64 bits, as text: JavaScript rounds numbers
-DEFAULTS = {own.name: getattr(SamplingParams(), own.name) for own in fields(SamplingParams)}
-MAX_STOPS = 64  # of a request: each is looked for at every token
-APART = ("seed", "grammar")  # parameters that a receipt has fields of their own for
+Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]  # 64-bit: verdicts are sent as MessagePack
+Seed = Annotated[str, Meta(pattern="^(0|[1-9][0-9]{0,19})$")]  # 64-bit, as text: JavaScript rounds large numbers
+DEFAULTS = {field.name: getattr(SamplingParams(), field.name) for field in fields(SamplingParams)}
+MAX_STOPS = 64  # stop strings of a request; each is searched for at every token
+SEPARATE = ("seed", "grammar")  # parameters with separate fields in a receipt
 
 
 class _Strict(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Refuses what it does not know: a verifier that ignored a field would vouch for what it says."""
+    """Rejects unknown fields: a verifier that ignored one would vouch for it."""
 
 
 class Served(_Strict):
-    """What made token ids of a request and text of tokens.
+    """What turned the request into token ids, and tokens into text.
 
     Attributes:
-        detcompile: version of the server.
+        detcompile: the server's version.
         tokenizer: sha256 of the tokenizer as JSON; None for a model without one.
-        chat_template: sha256 of the template that made the prompt; None where none did.
+        chat_template: sha256 of the prompt's template; None if none was used.
     """
 
     detcompile: str
@@ -61,12 +62,12 @@ class Served(_Strict):
 
 
 class WrittenGrammar(_Strict):
-    """What every sample had to match.
+    """The grammar of all samples.
 
     Attributes:
-        source: the grammar; at level "hashes" a commitment to it.
-        hashed: whether it is one.
-        llguidance: versions of the library that made the masks, and of what was given to it.
+        source: the grammar, or at level "hashes" its commitment.
+        hashed: ``source`` is a commitment.
+        llguidance: versions of the mask library and of its input.
     """
 
     kind: str
@@ -79,10 +80,10 @@ class Sample(_Strict):
     """One sample of a prompt.
 
     Attributes:
-        token_ids: the tokens drawn; at level "hashes" a commitment to them.
-        text: commitment to the text that the client was given; None for a model without a tokenizer.
-        logprobs: commitment to ``[token, logprob, [[token, logprob] of the likeliest]]`` of each token drawn; None
-            where none were asked for.
+        token_ids: drawn tokens, or at level "hashes" their commitment.
+        text: commitment to the client's text; None for a model without tokenizer.
+        logprobs: commitment to ``[token, logprob, [[token, logprob] of the likeliest]]`` per drawn token; None if not
+            requested.
     """
 
     index: Count
@@ -94,11 +95,11 @@ class Sample(_Strict):
 
 
 class Prompt(_Strict):
-    """One prompt of a request, and the n samples drawn for it.
+    """One prompt of a request, and its n samples.
 
     Attributes:
-        token_ids: the prompt; at level "hashes" a commitment to it.
-        logprobs: commitment to the logprobs of the prompt's tokens; None where none were asked for.
+        token_ids: the prompt, or at level "hashes" its commitment.
+        logprobs: commitment to the logprobs of the prompt's tokens; None if not requested.
     """
 
     token_ids: list[TokenId] | Digest
@@ -107,7 +108,7 @@ class Prompt(_Strict):
 
 
 class LogPlace(_Strict):
-    """Where a receipt stands in its server's log: the line's number, from 0, and sha256 of the line before it."""
+    """A receipt's position in the log: index of the line, and sha256 of the previous line."""
 
     index: Count
     previous: Digest | None
@@ -117,13 +118,13 @@ class Receipt(_Strict, kw_only=True):
     """The payload of an envelope.
 
     Attributes:
-        version: the schema's.
-        id: the answer's.
-        created: seconds since 1970, of the answer.
-        model: what clients call it.
-        level: whether prompts and answers stand in it, or commitments to them.
-        params: SamplingParams of every prompt that are not their default, without seed.
-        grammar: what every sample had to match; None for no grammar.
+        version: version of the schema.
+        id: id of the answer.
+        created: creation of the answer in Unix seconds.
+        model: model name for clients.
+        level: whether prompts and answers are included or only commitments to them.
+        params: non-default SamplingParams of all prompts, without seed.
+        grammar: grammar of all samples; None without one.
         log: None without a log.
     """
 
@@ -143,12 +144,12 @@ class Receipt(_Strict, kw_only=True):
 
 
 def commitment(value: Any, salt: bytes = b"") -> str:
-    """sha256, in hex, of a salt and a value in MessagePack. Without the salt nobody can try out values."""
+    """Return the sha256 in hex of a salt and a value in MessagePack. Without the salt, values cannot be guessed."""
     return hashlib.sha256(salt + msgspec.msgpack.encode(value)).hexdigest()
 
 
 def recorded(token_ids: Sequence[int], salt: bytes | None) -> list[int] | str:
-    """Token ids as a receipt has them: a commitment where there is a salt, else themselves."""
+    """Return token ids in the receipt's form: a commitment if there is a salt."""
     return list(token_ids) if salt is None else commitment(list(token_ids), salt)
 
 
@@ -160,72 +161,74 @@ def recorded_sample(
     logprobs: Sequence[Any] | None,
     salt: bytes | None,
 ) -> Sample:
-    """A sample as a receipt has it.
+    """Return a sample in the receipt's form.
 
     Args:
         reasons: finish_reason and stop_reason.
         text: the text shown; None without a tokenizer.
-        logprobs: one entry a token; None where none were asked for.
-        salt: hides what it is of; None at level "tokens".
+        logprobs: one entry per token; None if not requested.
+        salt: salt of commitments; None at level "tokens".
     """
-    own = salt or b""
+    used_salt = salt or b""
     return Sample(
         index=index,
         token_ids=recorded(token_ids, salt),
         finish_reason=reasons[0],  # type: ignore[arg-type]
         stop_reason=reasons[1],
-        text=None if text is None else commitment(text, own),
-        logprobs=None if logprobs is None else commitment(logprobs, own),
+        text=None if text is None else commitment(text, used_salt),
+        logprobs=None if logprobs is None else commitment(logprobs, used_salt),
     )
 
 
 def written_params(params: SamplingParams) -> dict[str, Any]:
-    """Parameters as a receipt has them."""
-    own = {name: getattr(params, name) for name in DEFAULTS if name not in APART}
-    return {name: value for name, value in own.items() if value != DEFAULTS[name]}
+    """Return parameters in the receipt's form."""
+    values = {name: getattr(params, name) for name in DEFAULTS if name not in SEPARATE}
+    return {name: value for name, value in values.items() if value != DEFAULTS[name]}
 
 
 def written_grammar(params: SamplingParams, salt: bytes | None) -> WrittenGrammar | None:
-    """The grammar as a receipt has it: a commitment where there is a salt, else itself."""
-    own = params.grammar
-    if own is None:
+    """Return the grammar in the receipt's form: a commitment if there is a salt."""
+    grammar = params.grammar
+    if grammar is None:
         return None
-    source = own.source if salt is None else commitment(own.source, salt)
-    return WrittenGrammar(kind=own.kind, source=source, hashed=salt is not None, llguidance=masks_version())
+    source = grammar.source if salt is None else commitment(grammar.source, salt)
+    return WrittenGrammar(kind=grammar.kind, source=source, hashed=salt is not None, llguidance=masks_version())
 
 
 def params_of(receipt: Receipt, grammar: str | None = None) -> SamplingParams:
-    """The parameters of a receipt's prompts.
+    """Return the sampling parameters of a receipt.
 
     Args:
-        grammar: the grammar's source, where the receipt has a commitment to it, which is checked before.
+        grammar: the grammar's source, already checked, if the receipt has a commitment to it.
 
     Raises:
-        InvalidInput: one that there is not, or out of range; a grammar of which there are only hashes.
+        InvalidInput: an unknown parameter, one out of range, or a grammar of which there is only a hash.
     """
-    unknown = sorted(receipt.params.keys() - (DEFAULTS.keys() - set(APART)))
+    unknown = sorted(receipt.params.keys() - (DEFAULTS.keys() - set(SEPARATE)))
     if unknown:
         raise InvalidInput(f"the receipt has the parameter {unknown[0][:40]!r}, which this version does not know")
-    given: Mapping[str, Any] = receipt.params
-    own = receipt.grammar
-    if own is not None and own.hashed and grammar is None:
+    params: Mapping[str, Any] = receipt.params
+    written = receipt.grammar
+    if written is not None and written.hashed and grammar is None:
         raise InvalidInput("the receipt holds a hash of its grammar: give its source in the opening")
-    source = None if own is None else {"kind": own.kind, "source": grammar if own.hashed else own.source}
-    return SamplingParams(**given, seed=int(receipt.seed), grammar=source)  # type: ignore[arg-type]
+    opened = None
+    if written is not None:
+        opened = {"kind": written.kind, "source": grammar if written.hashed else written.source}
+    return SamplingParams(**params, seed=int(receipt.seed), grammar=opened)  # type: ignore[arg-type]
 
 
 def encode_receipt(receipt: Receipt) -> bytes:
-    """A receipt as JSON; what is signed are these bytes."""
+    """Return a receipt as JSON, the bytes that are signed."""
     return msgspec.json.encode(receipt)
 
 
 def decode_receipt(payload: bytes) -> Receipt:
-    """The receipt in a payload.
+    """Decode a payload.
 
     Raises:
-        InvalidInput: no JSON, or none of this schema.
+        InvalidInput: not JSON or not this schema.
     """
     try:
         return msgspec.json.decode(payload, type=Receipt)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # a ValidationError among them
-        raise InvalidInput(f"this is no receipt of a version that is known here: {error}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # includes ValidationError
+        raise InvalidInput(f"not a receipt of a known version: {error}") from error

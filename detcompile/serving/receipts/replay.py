@@ -1,4 +1,4 @@
-"""Replay: a receipt's answers against a model, by one teacher-forced pass and the sampler over each position of it."""
+"""Replay: verifies a receipt's answers with a model, by one teacher-forced pass and the sampler at each position."""
 
 import itertools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -35,10 +35,10 @@ from detcompile.serving.receipts.verdict import Verdict, differs, fingerprint_ve
 
 __all__ = ["CHUNK", "Replayer", "replay"]
 
-CHUNK = 512  # tokens of a step
+CHUNK = 512  # tokens per step
 HASHED = "the receipt holds hashes of its prompts and answers: give its salt and its prompts (--opening)"
-OTHER_LOGPROBS = "the logprobs of the prompt are others"
-COMPARED = ("token_ids", "finish_reason", "stop_reason", "text", "logprobs")  # of a sample, in this order
+OTHER_LOGPROBS = "the logprobs of the prompt differ"
+COMPARED = ("token_ids", "finish_reason", "stop_reason", "text", "logprobs")  # fields of a sample, in this order
 
 
 def replay(
@@ -51,18 +51,18 @@ def replay(
     opening: Opening | None = None,
     compare: Callable[[Receipt, Sequence[Redrawn]], Verdict | None] | None = None,
 ) -> Verdict:
-    """The verdict on an envelope's receipt.
+    """Return the verdict on an envelope's receipt.
 
     Args:
-        model: any that has the receipt's fingerprint, on as many ranks as it likes.
-        key: signature that the envelope must have; None checks none.
-        chunk: tokens of a step at most; it cannot change a bit.
-        decode: make the answers again token by token, in place of the one pass.
-        opening: salt and prompts of a receipt of hashes, which is decoded then.
-        compare: compares something else with what was drawn, where that equals the receipt; returns what differs.
+        model: a model with the receipt's fingerprint, on any number of ranks.
+        key: required signer; None checks no signature.
+        chunk: maximum tokens per step; cannot change a bit.
+        decode: draw the answers token by token instead of in one pass.
+        opening: salt and prompts of a receipt of hashes, which is always decoded.
+        compare: further comparison with what was drawn, after it equals the receipt; returns a difference or None.
 
     Raises:
-        InvalidInput: no receipt, one that no server gives, or one of hashes without its opening.
+        InvalidInput: not a receipt, one that no server issues, or one of hashes without opening.
     """
     receipt = decode_receipt(payload_of(envelope))
     fault = None if key is None else unsealed(envelope, key)
@@ -78,14 +78,14 @@ def replay(
 
 
 class Replayer:
-    """Checks receipts against one model.
+    """Verifies receipts with one model.
 
     Args:
-        chunk: tokens of a step at most.
-        parts: the model's fingerprint_parts, where they are known already.
+        chunk: maximum tokens per step.
+        parts: the model's fingerprint_parts, if already known.
 
     Attributes:
-        redrawn: what was drawn for each prompt of the newest receipt that was equal.
+        redrawn: what was drawn for each prompt of the last receipt that was equal.
     """
 
     def __init__(self, model: CompiledModel, *, chunk: int = CHUNK, parts: Mapping[str, str] | None = None) -> None:
@@ -94,8 +94,8 @@ class Replayer:
         self._model = model
         self._chunk = chunk
         self.redrawn: list[Redrawn] = []
-        own = model.fingerprint_parts if parts is None else parts
-        self._parts = {name: str(part) for name, part in own.items()}  # torch compares its version as numbers
+        all_parts = model.fingerprint_parts if parts is None else parts
+        self._parts = {name: str(part) for name, part in all_parts.items()}  # torch compares its version as numbers
         tokenizer, facts = model.tokenizer, model.facts
         self._tokenizer = None if tokenizer is None else tokenizer_digest(plain_tokenizer(tokenizer))
         self._admission = Admission(
@@ -107,14 +107,14 @@ class Replayer:
         )
 
     def steps(self, receipt: Receipt) -> Generator[None, None, Verdict]:
-        """The verdict on a receipt, by teacher forcing; other work may go between the steps.
+        """Return the verdict on a receipt by teacher forcing; yields between steps.
 
         Raises:
-            InvalidInput: a receipt that no server gives, or one of hashes.
+            InvalidInput: a receipt that no server issues, or one of hashes.
         """
-        apart = fingerprint_verdict(receipt, self._parts, self._tokenizer)
-        if apart is not None:
-            return apart
+        mismatch = fingerprint_verdict(receipt, self._parts, self._tokenizer)
+        if mismatch is not None:
+            return mismatch
         params = params_of(receipt)
         self.redrawn = []
         num_tokens = 0
@@ -127,10 +127,10 @@ class Replayer:
         return Verdict(outcome="equal", message=f"all {num_tokens} tokens came out again", num_tokens=num_tokens)
 
     def check(self, receipt: Receipt) -> Verdict:
-        """The verdict on a receipt, by teacher forcing.
+        """Return the verdict on a receipt by teacher forcing.
 
         Raises:
-            InvalidInput: a receipt that no server gives, or one of hashes.
+            InvalidInput: a receipt that no server issues, or one of hashes.
         """
         steps = self.steps(receipt)
         while True:
@@ -141,21 +141,21 @@ class Replayer:
                 return verdict
 
     def decode(self, receipt: Receipt, opening: Opening | None = None) -> Verdict:
-        """The verdict on a receipt, by answers that an engine makes again.
+        """Return the verdict on a receipt by drawing the answers again with an engine.
 
         Raises:
-            InvalidInput: a receipt that no server gives, or one of hashes without its opening.
+            InvalidInput: a receipt that no server issues, or one of hashes without opening.
         """
-        apart = fingerprint_verdict(receipt, self._parts, self._tokenizer)
-        prompts = opened(receipt, opening) if apart is None else apart
+        mismatch = fingerprint_verdict(receipt, self._parts, self._tokenizer)
+        prompts = opened(receipt, opening) if mismatch is None else mismatch
         if isinstance(prompts, Verdict):
             return prompts
         salt = None if receipt.level == "tokens" or opening is None else opening.salt_bytes
         source, has_text = None if opening is None else opening.grammar, self._tokenizer is not None
         outputs = redraw(self._model, receipt, prompts, source)
         made = [recorded_prompt(output, ids, salt, has_text) for output, ids in zip(outputs, prompts)]
-        for number, (given, found) in enumerate(zip(receipt.prompts, made)):
-            verdict = _prompt_difference(given, found)
+        for number, (given, drawn) in enumerate(zip(receipt.prompts, made)):
+            verdict = _prompt_difference(given, drawn)
             if verdict is not None:
                 verdict.prompt = number
                 return verdict
@@ -170,9 +170,7 @@ class Replayer:
         fault = _other_samples(prompt, params)
         if fault is not None:
             return fault
-        request = self._admission.request(
-            "receipt", prompt.token_ids, params, arrival=0, priority=0, stream_text=False
-        )
+        request = self._admission.request("receipt", prompt.token_ids, params, arrival=0, priority=0, stream_text=False)
         fault = self._misshapen(prompt, request, answers)
         if fault is not None:
             return fault
@@ -200,9 +198,9 @@ class Replayer:
         return verdict
 
     def _misshapen(self, prompt: Prompt, request: Request, answers: Sequence[list[int]]) -> Verdict | None:
-        """What no answer to this request can be; None where it may be one."""
+        """Return why this cannot be an answer to the request, or None if it can."""
         if (request.params.prompt_logprobs is None) != (prompt.logprobs is None):
-            return differs("prompt_logprobs", "it has logprobs of its prompt that were not asked for, or lacks them")
+            return differs("prompt_logprobs", "logprobs of the prompt are present but not requested, or missing")
         most = min(self._model.facts.num_token_ids, self._model.facts.num_logits)
         for index, tokens in enumerate(answers):
             place = {"sample": index, "position": len(tokens)}
@@ -212,8 +210,8 @@ class Replayer:
                 return differs("token_ids", f"sample {index} is longer than the context", **place)
             beyond = next((at for at, token in enumerate(tokens) if token >= most), None)
             if beyond is not None:
-                said = f"sample {index}, position {beyond}: {tokens[beyond]} is no token of the model"
-                return differs("token_ids", said, sample=index, position=beyond, expected=tokens[beyond])
+                message = f"sample {index}, position {beyond}: {tokens[beyond]} is not a token of the model"
+                return differs("token_ids", message, sample=index, position=beyond, expected=tokens[beyond])
         return None
 
     def _read(
@@ -223,7 +221,7 @@ class Replayer:
         answers: Sequence[list[int]],
         logprobs: Sequence[list[PlainLogprobs]],
     ) -> Generator[None, None, Verdict]:
-        """Whether each sample ended where it had to, with the text and the logprobs that it says."""
+        """Check each sample's end, text and logprobs."""
         counted = itertools.count(1)  # tokens of all samples
         for sample, tokens, known in zip(prompt.samples, answers, logprobs):
             fault = yield from _finished(request, sample.index, tokens, counted, self._chunk)
@@ -232,57 +230,59 @@ class Replayer:
             output = request.output.outputs[sample.index]
             reasons = (output.finish_reason, output.stop_reason)
             text = None if self._tokenizer is None else output.text
-            asked = None if request.params.logprobs is None else known
-            fault = _sample_difference(sample, recorded_sample(sample.index, tokens, reasons, text, asked, None))
+            requested = None if request.params.logprobs is None else known
+            fault = _sample_difference(sample, recorded_sample(sample.index, tokens, reasons, text, requested, None))
             if fault is not None:
                 return fault
         return Verdict(outcome="equal", num_tokens=sum(map(len, answers)))
 
 
 def _other_samples(prompt: Prompt, params: SamplingParams) -> Verdict | None:
-    """What is wrong where there are not n samples; looked at first, as a request for as many may take all memory."""
-    indices, wanted = [sample.index for sample in prompt.samples], list(range(params.n))
-    if indices == wanted:
+    """Return a verdict unless there are n samples. Checked first: a request for many samples could use up the
+    memory."""
+    indices, expected = [sample.index for sample in prompt.samples], list(range(params.n))
+    if indices == expected:
         return None
-    return differs("samples", f"there are samples {indices} of n={len(wanted)}", expected=indices, found=wanted)
+    return differs("samples", f"there are samples {indices} of n={len(expected)}", expected=indices, found=expected)
 
 
 def _finished(
     request: Request, index: int, tokens: Sequence[int], counted: Iterator[int], chunk: int
 ) -> Generator[None, None, Verdict | None]:
-    """Give a sample its tokens, as an engine does; what is wrong where it ends before them, or not with them."""
+    """Feed a sample its tokens, as an engine does; return a verdict if it ends too early or not at all."""
     sequence = request.sequences[index]
     for position, token in enumerate(tokens):
         if sequence.finish_reason is not None:
-            said = f"sample {index} ended before position {position} ({sequence.finish_reason}), and goes on there"
-            return differs("finish_reason", said, sample=index, position=position, found=sequence.finish_reason)
+            message = f"sample {index} ended before position {position} ({sequence.finish_reason}) but has more tokens"
+            return differs("finish_reason", message, sample=index, position=position, found=sequence.finish_reason)
         request.add_token(index, token, None)
         if next(counted) % chunk == 0:
             yield
     if sequence.finish_reason is None:
-        said = f"sample {index} stops at position {len(tokens)} without a reason to"
-        return differs("finish_reason", said, sample=index, position=len(tokens))
+        message = f"sample {index} stops at position {len(tokens)} without a reason"
+        return differs("finish_reason", message, sample=index, position=len(tokens))
     return None
 
 
-def _prompt_difference(given: Prompt, found: Prompt) -> Verdict | None:
-    """The first field in which a receipt's prompt is another than what was found; None where none is."""
-    indices, own = ([sample.index for sample in prompt.samples] for prompt in (given, found))
-    if indices != own:
-        return differs("samples", f"there are samples {indices}, and {own} here", expected=indices, found=own)
-    if given.logprobs != found.logprobs:
-        return differs("prompt_logprobs", OTHER_LOGPROBS, expected=given.logprobs, found=found.logprobs)
-    every = (_sample_difference(one, other) for one, other in zip(given.samples, found.samples))
+def _prompt_difference(given: Prompt, drawn: Prompt) -> Verdict | None:
+    """Return the first difference between a receipt's prompt and a drawn one; None if they are equal."""
+    indices, drawn_indices = ([sample.index for sample in prompt.samples] for prompt in (given, drawn))
+    if indices != drawn_indices:
+        message = f"there are samples {indices}, and {drawn_indices} here"
+        return differs("samples", message, expected=indices, found=drawn_indices)
+    if given.logprobs != drawn.logprobs:
+        return differs("prompt_logprobs", OTHER_LOGPROBS, expected=given.logprobs, found=drawn.logprobs)
+    every = (_sample_difference(one, other) for one, other in zip(given.samples, drawn.samples))
     return next((verdict for verdict in every if verdict is not None), None)
 
 
-def _sample_difference(given: Sample, found: Sample) -> Verdict | None:
-    """The first field in which a receipt's sample is another than what was found; None where none is."""
+def _sample_difference(given: Sample, drawn: Sample) -> Verdict | None:
+    """Return the first difference between a receipt's sample and a drawn one; None if they are equal."""
     for field in COMPARED:
-        expected, own = getattr(given, field), getattr(found, field)
-        if expected != own:
-            said = f"sample {given.index}: {field} is {expected!r} in the receipt, and {own!r} here"
-            return differs(field, said, sample=given.index, expected=expected, found=own)
+        expected, actual = getattr(given, field), getattr(drawn, field)
+        if expected != actual:
+            message = f"sample {given.index}: {field} is {expected!r} in the receipt, and {actual!r} here"
+            return differs(field, message, sample=given.index, expected=expected, found=actual)
     return None
 
 
@@ -290,6 +290,7 @@ def _token_difference(drawn: Drawn, answers: Sequence[list[int]]) -> Verdict | N
     if drawn.sample is None or drawn.token == answers[drawn.sample][drawn.position]:
         return None
     expected = answers[drawn.sample][drawn.position]
-    said = f"sample {drawn.sample}, position {drawn.position}: token {expected} in the receipt, {drawn.token} is drawn"
     place = {"sample": drawn.sample, "position": drawn.position}
-    return differs("token_ids", said, expected=expected, found=drawn.token, **place)
+    where = f"sample {drawn.sample}, position {drawn.position}"
+    message = f"{where}: token {expected} in the receipt, {drawn.token} is drawn"
+    return differs("token_ids", message, expected=expected, found=drawn.token, **place)

@@ -1,4 +1,4 @@
-"""GET /v1/receipts/{id} and POST /v1/verify: receipts that were made here, and verdicts on any."""
+"""GET /v1/receipts/{id} and POST /v1/verify: this server's receipts, and verdicts on any receipt."""
 
 import functools
 
@@ -16,47 +16,47 @@ from detcompile.serving.receipts.verdict import Verdict, differs, fingerprint_ve
 from detcompile.serving.responses import JSON, Whole
 from detcompile.serving.service import Service
 
-__all__ = ["found_receipt", "verify"]
+__all__ = ["stored_receipt", "verify"]
 
 
-async def found_receipt(service: Service, owner: str, name: str) -> Response:
-    """The receipt of an answer, by the answer's id, for the owner of the API key that the answer was made for.
+async def stored_receipt(service: Service, owner: str, name: str) -> Response:
+    """Return the receipt of an answer by the answer's id, for the owner of the answer's API key.
 
     Raises:
-        HTTPError: 404, or 503 where the journal cannot be read.
+        HTTPError: 404, or 503 if the journal cannot be read.
     """
-    found = service.receipts.find(owner, name)
-    if found is None:
+    data = service.receipts.find(owner, name)
+    if data is None:
         issued = await service.jobs.receipt(owner, name)
         if issued is None:
-            said = "there is no receipt of this id: none was made, or it is kept no longer"
-            raise HTTPError(404, said, code="receipt_not_found")
-        found = msgspec.json.encode(issued.envelope)
-    return Response(found, media_type=JSON)
+            message = "unknown receipt id: it never existed, or it is no longer stored"
+            raise HTTPError(404, message, code="receipt_not_found")
+        data = msgspec.json.encode(issued.envelope)
+    return Response(data, media_type=JSON)
 
 
-async def verify(service: Service, asked: Envelope, call: Call) -> Response:
-    """A verdict, which waits and is bounded as an answer of the receipt's tokens is. Signatures are checked by the key
-    of this server, where it has one.
+async def verify(service: Service, envelope: Envelope, call: Call) -> Response:
+    """Return a verdict. The replay is queued and bounded like an answer with the receipt's tokens. Signatures are
+    checked with this server's key, if it has one.
 
     Raises:
-        HTTPError: no room, or no engine. InvalidInput: no receipt, or one of hashes, which only its owner can open, or
-            whose grammar is refused.
+        HTTPError: over a limit, or no engine serves.
+        InvalidInput: not a receipt, one of hashes (only its owner can open it), or one whose grammar is rejected.
     """
     service.require_ready()
     service.require_causal()
-    payload = payload_of(asked)
+    payload = payload_of(envelope)
     receipt = decode_receipt(payload)
     key = service.receipts.key
-    fault = None if key is None else unsealed(asked, key.public)
+    fault = None if key is None else unsealed(envelope, key.public)
     if fault is not None:
-        return _told(differs("signatures", fault, signature="invalid"))
-    apart = fingerprint_verdict(receipt, service.hello.fingerprint_parts, tokenizer_digest(service.hello.tokenizer))
-    if apart is not None:
-        return _told(apart)
+        return _json(differs("signatures", fault, signature="invalid"))
+    mismatch = fingerprint_verdict(receipt, service.hello.fingerprint_parts, tokenizer_digest(service.hello.tokenizer))
+    if mismatch is not None:
+        return _json(mismatch)
     lengths, params = _lengths(receipt), params_of(receipt)
     if len(params.stop) > MAX_STOPS:
-        raise InvalidInput(f"the receipt has over {MAX_STOPS} stop strings, which no server takes")
+        raise InvalidInput(f"the receipt has more than {MAX_STOPS} stop strings, which no server accepts")
     verification = await service.verify(payload, lengths, params.grammar, call.owner, call.reservation)
     signature = "unchecked" if key is None else "valid"
     return Whole([verification], call.reservation, {}, functools.partial(_signed, verification, signature))
@@ -67,11 +67,11 @@ def _lengths(receipt: Receipt) -> list[int]:
     for prompt in receipt.prompts:
         for sample in prompt.samples:
             if isinstance(prompt.token_ids, str) or isinstance(sample.token_ids, str):
-                said = "the receipt holds hashes: replay it with its salt and prompts (detcompile replay --opening)"
-                raise InvalidInput(said)
+                message = "the receipt holds hashes: replay it with its salt and prompts (detcompile replay --opening)"
+                raise InvalidInput(message)
             lengths.append(len(prompt.token_ids) + len(sample.token_ids))
     if not lengths:
-        raise InvalidInput("the receipt holds no sample")
+        raise InvalidInput("the receipt has no samples")
     return lengths
 
 
@@ -82,5 +82,5 @@ async def _signed(verification: Verification, signature: str) -> Verdict:
     return verdict
 
 
-def _told(verdict: Verdict) -> Response:
+def _json(verdict: Verdict) -> Response:
     return Response(msgspec.json.encode(verdict), media_type=JSON)

@@ -1,6 +1,6 @@
-"""Verdict: what came of checking a receipt, and the first thing that does not hold, by its name."""
+"""Verdict: the result of checking a receipt, with the first difference."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -13,20 +13,22 @@ __all__ = ["Verdict", "differs", "fingerprint_verdict"]
 
 
 class Verdict(msgspec.Struct, kw_only=True):
-    """What came of it.
+    """The result of a check.
 
     Attributes:
-        outcome: "equal": every token, reason, text and logprob came out again; "differs": something of it did not;
-            "incomparable": this model, machine or tokenizer is not the one that the receipt is of.
-        field: what does not hold, by its name in the receipt: the first thing that was found.
-        message: the same as a sentence.
-        prompt: index of the prompt, and below it of the sample, and the position in its answer, where it is about one.
-        expected: what the receipt has there. found: what is there.
-        parts: each part of the fingerprint that differs, with the receipt's value and the one here, where the outcome
-            is "incomparable".
+        outcome: "equal": all tokens, reasons, texts and logprobs were reproduced; "differs": something was not;
+            "incomparable": this model, machine or tokenizer is not the receipt's.
+        field: the first differing field, by its name in the receipt.
+        message: the difference as a sentence.
+        prompt: index of the prompt, if one differs.
+        sample: index of the sample, if one differs.
+        position: position in the answer, if a token differs.
+        expected: value in the receipt.
+        found: value here.
+        parts: differing fingerprint parts, with the receipt's and this machine's value, if "incomparable".
         num_tokens: drawn tokens that were compared and equal.
-        uncovered: fields of a whole answer that its receipt says nothing of, where one was compared.
-        signature: "valid", "invalid" with what is wrong in ``message``, or "unchecked" without a key to check by.
+        uncovered: fields of a whole answer that its receipt does not cover.
+        signature: "valid", "invalid" (``message`` explains), or "unchecked" without a key.
     """
 
     outcome: Literal["equal", "differs", "incomparable"]
@@ -44,37 +46,35 @@ class Verdict(msgspec.Struct, kw_only=True):
 
     @property
     def exit_code(self) -> int:
-        """What `detcompile replay` exits with: 0 equal, 1 differs, 2 incomparable."""
+        """Return the exit code of `detcompile replay`: 0 equal, 1 differs, 2 incomparable."""
         return ("equal", "differs", "incomparable").index(self.outcome)
 
 
 def differs(field: str, message: str, **where: Any) -> Verdict:
-    """The verdict on what does not hold."""
+    """Return the verdict on a difference."""
     return Verdict(outcome="differs", field=field, message=message, **where)
 
 
 def fingerprint_verdict(receipt: Receipt, parts: Mapping[str, str], tokenizer: str | None) -> Verdict | None:
-    """What keeps a receipt from being compared here; None where nothing does.
+    """Return a verdict if a receipt cannot be compared here; None if it can.
 
     Args:
-        parts: fingerprint_parts of the model here.
+        parts: fingerprint_parts of this model.
         tokenizer: sha256 of its tokenizer.
     """
-    if fingerprint(receipt.fingerprint_parts) != receipt.fingerprint:
-        said = "its fingerprint_parts do not make the fingerprint that it says it has"
-        return differs("fingerprint", said, expected=receipt.fingerprint, found=fingerprint(receipt.fingerprint_parts))
-    own: dict[str, str | None] = {**parts, "tokenizer": tokenizer}
+    of_parts = fingerprint(receipt.fingerprint_parts)
+    if of_parts != receipt.fingerprint:
+        message = "its fingerprint does not match its fingerprint_parts"
+        return differs("fingerprint", message, expected=receipt.fingerprint, found=of_parts)
+    ours: dict[str, str | None] = {**parts, "tokenizer": tokenizer}
     theirs: dict[str, str | None] = {**receipt.fingerprint_parts, "tokenizer": receipt.served.tokenizer}
     if receipt.grammar is not None:
-        own["llguidance"], theirs["llguidance"] = masks_version(), receipt.grammar.llguidance
-    found = [(name, theirs.get(name), own.get(name)) for name in _all(own, theirs) if theirs.get(name) != own.get(name)]
-    if not found:
+        ours["llguidance"], theirs["llguidance"] = masks_version(), receipt.grammar.llguidance
+    names = dict.fromkeys([*ours, *theirs])
+    differing = [(name, theirs.get(name), ours.get(name)) for name in names if theirs.get(name) != ours.get(name)]
+    if not differing:
         return None
-    names = ", ".join(name for name, _, _ in found)
-    field = found[0][0] if found[0][0] in ("tokenizer", "llguidance") else f"fingerprint_parts.{found[0][0]}"
-    said = f"the receipt is of another {names}"
-    return Verdict(outcome="incomparable", field=field, message=said, parts=found)
-
-
-def _all(*mappings: Iterable[str]) -> Iterable[str]:
-    return dict.fromkeys(name for mapping in mappings for name in mapping)
+    first = differing[0][0]
+    field = first if first in ("tokenizer", "llguidance") else f"fingerprint_parts.{first}"
+    message = f"the receipt has another {', '.join(name for name, _, _ in differing)}"
+    return Verdict(outcome="incomparable", field=field, message=message, parts=differing)

@@ -101,12 +101,12 @@ def test_what_cannot_be_read_has_a_code_of_its_own(answer: Path, tmp_path: Path)
     other = {"receipt": json.loads(answer.read_bytes())["receipt"], "text": "x"}
     (tmp_path / "other.json").write_text(json.dumps(other))
     for arguments, said in (
-        (["none.json"], "this is no receipt"),
+        (["none.json"], "not a receipt"),
         (["missing.json"], "cannot be read"),
         (["other.json"], "which is no answer of"),
         (["archive.json"], "which holds code: name it as MODEL"),
-        ([answer, "--key", answer], "holds no public key"),
-        ([answer, "--opening", answer], "holds no opening"),
+        ([answer, "--key", answer], "contains no public key"),
+        ([answer, "--opening", answer], "contains no opening"),
     ):
         done = run("replay", tmp_path / arguments[0], *arguments[1:])
         assert done.returncode == 3 and said in " ".join(done.stderr.split()), done.stderr

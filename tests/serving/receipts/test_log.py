@@ -10,10 +10,9 @@ import pytest
 
 from detcompile.errors import InvalidInput, StorageError
 from detcompile.serving.receipts import envelope as envelopes
-from detcompile.serving.receipts.audit import checked_lines, is_sampled, miss_probability
 from detcompile.serving.receipts.envelope import Envelope, payload_of, read_envelope, seal, unsealed
 from detcompile.serving.receipts.keys import SigningKey, read_signing_key, read_verify_key, write_key_pair
-from detcompile.serving.receipts.log import ReceiptLog, read_log
+from detcompile.serving.receipts.log import ReceiptLog, checked_lines, is_sampled, miss_probability, read_log
 from detcompile.serving.receipts.receipt import Prompt, Receipt, Sample, Served, encode_receipt
 
 
@@ -56,10 +55,10 @@ def test_a_log_is_read_as_it_was_written(tmp_path: Path, key: SigningKey) -> Non
         (lambda lines: lines[:2] + lines[3:], "line 3 was line 4"),
         (lambda lines: [lines[0], lines[2], lines[1], *lines[3:]], "line 2 was line 3"),
         (lambda lines: [*lines[:3], lines[3][:-9]], "line 4 is cut short"),
-        (lambda lines: [*lines[:2], b"{}\n", *lines[3:]], "line 3: this is no receipt"),
-        (lambda lines: [*lines[:2], lines[2].replace(b"payload", b"pay"), *lines[3:]], "line 3: this is no receipt"),
+        (lambda lines: [*lines[:2], b"{}\n", *lines[3:]], "line 3: not a receipt"),
+        (lambda lines: [*lines[:2], lines[2].replace(b"payload", b"pay"), *lines[3:]], "line 3: not a receipt"),
         (lambda lines: [*lines, lines[0]], "line 6 was line 1"),
-        (lambda lines: [*lines, msgspec.json.encode(seal(receipt(9), None)) + b"\n"], "line 6 was made for no log"),
+        (lambda lines: [*lines, msgspec.json.encode(seal(receipt(9), None)) + b"\n"], "line 6: its receipt was"),
     ],
 )
 def test_a_line_that_was_taken_out_moved_or_changed_is_named(change, said: str, tmp_path: Path) -> None:
@@ -123,7 +122,7 @@ def test_a_log_has_one_writer_and_holds_receipts_alone(tmp_path: Path) -> None:
     log.close()
     for text in ("what is no receipt\n", "without an end of a line", "{x", '{"payload": '):
         (tmp_path / "text").write_text(text)
-        with pytest.raises(InvalidInput, match="ends with what is no receipt"):
+        with pytest.raises(InvalidInput, match="its end is not a receipt"):
             ReceiptLog(tmp_path / "text")
         assert (tmp_path / "text").read_text() == text
     with pytest.raises(StorageError, match="cannot be opened"):
@@ -165,7 +164,7 @@ def test_keys_are_files_of_their_owner(tmp_path: Path, key: SigningKey) -> None:
     again, public = read_signing_key(path), read_verify_key(tmp_path / "key.pub")
     sealed = seal(b"payload", again)
     assert unsealed(sealed, public) is None and public.key_id == key.key_id
-    with pytest.raises(StorageError, match="are not written over"):
+    with pytest.raises(StorageError, match="are not overwritten"):
         write_key_pair(path)
     for mode in (0o640, 0o604, 0o620, 0o602):
         path.chmod(mode)
@@ -174,7 +173,7 @@ def test_keys_are_files_of_their_owner(tmp_path: Path, key: SigningKey) -> None:
     path.chmod(0o600)
     for read, file in ((read_signing_key, "key.pub"), (read_verify_key, "key")):
         (tmp_path / file).chmod(0o600)
-        with pytest.raises(InvalidInput, match="holds no"):
+        with pytest.raises(InvalidInput, match="contains no"):
             read(tmp_path / file)
     with pytest.raises(InvalidInput, match="cannot be read"):
         read_verify_key(tmp_path / "none")
@@ -193,7 +192,7 @@ def test_every_bit_of_a_signature_counts(at: int, key: SigningKey) -> None:
     "data", [b"", b"[]", b"{", b"\xff", b'{"payload": "a"}', b'{"receipt": 1}', b'{"receipt": {}}', b"[" * 10**5]
 )
 def test_what_is_no_envelope_is_refused(data: bytes) -> None:
-    with pytest.raises(InvalidInput, match="no receipt"):
+    with pytest.raises(InvalidInput, match="not a receipt"):
         read_envelope(data)
 
 
@@ -203,5 +202,5 @@ def test_a_payload_of_another_type_is_refused(key: SigningKey) -> None:
     with pytest.raises(InvalidInput, match="text/plain"):
         payload_of(other)
     for payload in ("%%%", "ü", "YQ="):
-        with pytest.raises(InvalidInput, match="no base64"):
+        with pytest.raises(InvalidInput, match="not valid base64"):
             payload_of(Envelope(payloadType=sealed.payloadType, payload=payload, signatures=[]))

@@ -79,11 +79,9 @@ class RequestLog:
             await self._inside(scope, receive, logged_send)
         finally:
             entry["seconds"] = round(time.monotonic() - started, 4)
-            self._write(entry | _counts(scope.get(ANSWERS, ())))
-
-    def _write(self, entry: dict[str, Any]) -> None:
-        kept = {name: value for name, value in entry.items() if value is not None or name == "status"}
-        self._file.write(json.dumps(kept))
+            entry |= _counts(scope.get(ANSWERS, ()))
+            written = {name: value for name, value in entry.items() if value is not None or name == "status"}
+            self._file.write(json.dumps(written))
 
 
 def _counts(answers: Sequence[Answer]) -> dict[str, Any]:

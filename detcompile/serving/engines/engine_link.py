@@ -243,7 +243,7 @@ class EngineLink:
                 refused.fail(InvalidInput(report.message))
                 self._on_progress(refused, None)
         elif isinstance(report, Broken):
-            self._fail(_error_of(report))
+            self._fail(ERRORS.get(report.kind, WorkerError)(report.message))
 
     def _check_hello(self, hello: Hello) -> None:
         """Mark the engine as ready, unless its model differs from the one served before."""
@@ -285,8 +285,3 @@ class EngineLink:
             return
         for answer in answers.values():
             answer.fail(WorkerError(f"the engine failed: {self.failure}"))
-
-
-def _error_of(report: Broken) -> DetcompileError:
-    """Return the exception that was reported by name, or a WorkerError for an unknown name."""
-    return ERRORS.get(report.kind, WorkerError)(report.message)

@@ -67,11 +67,10 @@ class Child:
         """Kill the process if it runs."""
         self._process.kill()
 
-    async def wait(self) -> int:
-        """Wait for the end; return the exit code."""
-        while (code := self.returncode) is None:
+    async def wait(self) -> None:
+        """Wait for the end."""
+        while self.returncode is None:
             await asyncio.sleep(POLL_SECONDS)
-        return code
 
 
 def end_with_parent() -> None:

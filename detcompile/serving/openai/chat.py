@@ -104,12 +104,10 @@ class ChatReply(Reply):
             return {"delta": delta, "logprobs": logprobs_field}
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if calls:
-            message |= {"content": text or None, "tool_calls": [_without_index(call) for call in calls]}
+            for call in calls:
+                del call["index"]  # only deltas have it
+            message |= {"content": text or None, "tool_calls": calls}
         return {"message": message, "logprobs": logprobs_field}
 
     def _reason(self, index: int, reason: str | None) -> str | None:
         return reason if self.use is None else self._calls[index].reason(reason)
-
-
-def _without_index(call: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in call.items() if name != "index"}

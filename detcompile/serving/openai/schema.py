@@ -239,13 +239,8 @@ def decode_body(body: bytes, kind: type[Body]) -> Body:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `$")
-        param = path.rstrip("`").lstrip(".") or _named(message)
+        missing = re.search(r"field `(\w+)`", message)
+        param = path.rstrip("`").lstrip(".") or (missing[1] if missing else None)
         raise HTTPError(400, f"{param or 'the body'}: {message}", param=param) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise HTTPError(400, f"the body is not valid JSON: {error}") from error
-
-
-def _named(message: str) -> str | None:
-    """Return the field in backticks that a message is about, such as a missing one."""
-    match = re.search(r"field `(\w+)`", message)
-    return match[1] if match else None

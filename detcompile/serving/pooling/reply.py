@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from starlette.responses import Response
 
-from detcompile.serving.engines.answers import Pooling
 from detcompile.serving.engines.protocol import PoolingFacts
 from detcompile.serving.http_errors import HTTPError, too_long
 from detcompile.serving.journal.jobs import Call
@@ -94,11 +93,8 @@ def pooled(
     }
 
     async def whole() -> dict[str, Any]:
-        return head | await asyncio.to_thread(result, _rows(task))
+        values = memoryview(task.values).cast("f")
+        rows = [values[start : start + task.num_columns] for start in range(0, len(values), task.num_columns)]
+        return head | await asyncio.to_thread(result, rows)
 
     return Whole([task], call.reservation, {"X-Request-Id": task.name}, whole)
-
-
-def _rows(task: Pooling) -> list[Row]:
-    values = memoryview(task.values).cast("f")
-    return [values[start : start + task.num_columns] for start in range(0, len(values), task.num_columns)]

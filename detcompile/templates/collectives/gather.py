@@ -1,14 +1,15 @@
-"""What ranks of a tensor-parallel group send each other whole: columns, and rows of an embedding.
+"""Data that ranks of a tensor-parallel group exchange unchanged: columns, and rows of an embedding.
 
 Legend: M tokens, n columns of each rank, v rows of a table on each rank, D features, R ranks; ``group`` names a
 torch.distributed group.
 
-    all_gather_columns(x [M, n], group, columns) -> [M, columns]: ranks' columns side by side, padding dropped
-    sharded_embedding(weight [v, D], ids, first, group) -> [..., D]: rows of a table of which rank r has those from
-        first = r v on; zeros for an id outside it
+    all_gather_columns(x [M, n], group, columns) -> [M, columns]: ranks' columns side by side, without padding
+    sharded_embedding(weight [v, D], ids, first, group) -> [..., D]: rows of a table; rank r has rows first = r v and
+    up;
+        zeros for an id outside the table
 
-GPUs that map each other's memory do this in one kernel (gather_gpu.py). Elsewhere the communication library
-does, and where it is asked to add, it adds the bytes of a row, as integers, of which all ranks but one hold zeros.
+GPUs that map each other's memory do this in one kernel (gather_gpu.py). Otherwise the communication library does; if it
+adds, it adds a row's bytes as integers, and all ranks but one contribute zeros.
 """
 
 import torch
@@ -28,9 +29,10 @@ c10d = torch.ops._c10d_functional
 
 
 def gather(x: Tensor, group: str) -> Tensor:
-    """x [...] of every rank, contiguous -> [R, ...]
+    """Gather x [...] of every rank, contiguous -> [R, ...].
 
-    Not by the functional collective: of all that are used here, it alone has gloo read a GPU's memory as the host's.
+    It does not use the functional collective, which is the only one here that makes gloo read GPU memory as host
+    memory.
     """
     ranks = process_group(group)
     gathered = x.new_empty((ranks.size(), *x.shape))
@@ -39,10 +41,10 @@ def gather(x: Tensor, group: str) -> Tensor:
 
 
 def all_gather_columns(x: Tensor, group: str, columns: int, peers: bool = True) -> Tensor:
-    """The op on any device. peers: False: by the library also where GPUs map each other's memory.
+    """Run the op on any device. peers=False uses the library even if GPUs map each other's memory.
 
     Raises:
-        InvalidInput: more columns than the ranks have.
+        InvalidInput: ``columns`` exceeds the ranks' columns.
     """
     held = process_group(group).size() * x.shape[1]
     if columns > held:
@@ -58,16 +60,16 @@ def all_gather_columns(x: Tensor, group: str, columns: int, peers: bool = True) 
 
 
 def sharded_embedding(weight: Tensor, ids: Tensor, first: int, group: str, peers: bool = True) -> Tensor:
-    """The op on any device. peers: False: by the library also where GPUs map each other's memory.
+    """Run the op on any device. peers=False uses the library even if GPUs map each other's memory.
 
     Raises:
-        InvalidInput: ``first`` is not where this rank's rows begin.
+        InvalidInput: ``first`` is not the index of this rank's first row.
     """
     rank = process_group(group).rank()
     if first != rank * weight.shape[0]:
         raise InvalidInput(
             f"detcompile::sharded_embedding: rank {rank} with {weight.shape[0]} rows begins at row"
-            f" {rank * weight.shape[0]}, not {first}: give every rank equally many rows, in the order of the ranks"
+            f" {rank * weight.shape[0]}, not {first}: give all ranks the same number of rows, in the order of the ranks"
         )
     if is_alone():
         return weight.new_zeros((*ids.shape, weight.shape[1]))
@@ -76,9 +78,9 @@ def sharded_embedding(weight: Tensor, ids: Tensor, first: int, group: str, peers
     if out is not None:
         return out
     local = ids - first
-    own = (local >= 0) & (local < weight.shape[0])
-    rows = torch.nn.functional.embedding(torch.where(own, local, 0), weight)
-    rows = torch.where(own.unsqueeze(-1), rows, 0)
+    held = (local >= 0) & (local < weight.shape[0])
+    rows = torch.nn.functional.embedding(torch.where(held, local, 0), weight)
+    rows = torch.where(held.unsqueeze(-1), rows, 0)
     unit = torch.int32 if rows.shape[-1] * rows.element_size() % 4 == 0 else torch.uint8
     return c10d.wait_tensor(c10d.all_reduce(rows.view(unit), "sum", group)).view(rows.dtype)
 

@@ -1,10 +1,9 @@
-"""Columns and embedding rows over memory that the GPUs of a group have opened to each other: bytes move, and no sum is
-taken.
+"""Gathers of columns and embedding rows over peer memory of the GPUs of a group: bytes move, nothing is summed.
 
 Legend: M tokens, n columns of each rank, R ranks, v rows of a table on each rank, D features.
 
-    columns  every rank sends its [M, n] to all, and lays what it has received side by side
-    rows     of a token, the rank that holds its row sends it to all, and they read that rank's box alone
+    columns  every rank sends its [M, n] to all ranks, and places what it receives side by side
+    rows     the rank that holds a token's row sends it to all ranks, which read only that rank's box
 
 Boxes, flags and epochs are those of collectives/gpu: sums and gathers may follow each other in any order that is the
 same on all ranks. Elements travel as integers of their size.
@@ -24,13 +23,13 @@ from detcompile.templates.device.launcher import launcher
 
 __all__ = ["columns_over_peers", "rows_over_peers"]
 
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # those that fit into boxes of as many float32
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # element sizes that fit in boxes of float32
 
 
 def columns_over_peers(memory: PeerMemory, x: Tensor, columns: int) -> Tensor | None:
-    """x [M, n] of every rank, contiguous -> [M, columns], their columns in the order of the ranks and no padding.
+    """Gather x [M, n] of every rank, contiguous -> [M, columns], in the order of the ranks, without padding.
 
-    None where this way does not take so many elements, or elements so large.
+    Returns None if there are too many elements, or elements are too large, for this method.
     """
     M, n = x.shape
     num_ranks = len(memory.boxes)
@@ -46,11 +45,11 @@ def columns_over_peers(memory: PeerMemory, x: Tensor, columns: int) -> Tensor | 
 
 
 def rows_over_peers(memory: PeerMemory, weight: Tensor, ids: Tensor) -> Tensor | None:
-    """weight [v, D] of every rank, rank r's the rows from r v on, contiguous; ids [...] int64 -> [..., D].
+    """Look up ids [...] int64 in a table whose rows from r v on are rank r's contiguous weight [v, D] -> [..., D].
 
-    The row of an id outside the table is zeros. None as of ``columns_over_peers``.
+    Ids outside the table give zeros. Returns None like ``columns_over_peers``.
     """
-    assert weight.is_contiguous(), "what one rank alone knows must not choose the way"
+    assert weight.is_contiguous(), "the choice of method must not depend on what only one rank knows"
     v, D = weight.shape
     total = ids.numel() * D
     if not _fits(weight, total):
@@ -90,15 +89,15 @@ def columns_kernel(
         box = (channel * 2 + (epoch & 1)) * (RANKS * BOX)
         element = start + place
         inside = element < total
-        own = tl.load(x_ptr + element, mask=inside)
+        local = tl.load(x_ptr + element, mask=inside)
         for r in tl.static_range(RANKS):
             if r != RANK:
-                tl.store((boxes[r] + (box + RANK * BOX)).to(out_ptr.dtype) + place, own, mask=inside)
+                tl.store((boxes[r] + (box + RANK * BOX)).to(out_ptr.dtype) + place, local, mask=inside)
         meet(theirs, mine, epoch, LANES)
         row, column = element // n, element % n
         for r in tl.static_range(RANKS):
             if r == RANK:
-                got = own
+                got = local
             else:
                 got = tl.load((boxes[RANK] + (box + r * BOX)).to(out_ptr.dtype) + place, mask=inside)
             whole = r * n + column

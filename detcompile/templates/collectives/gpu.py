@@ -1,22 +1,23 @@
-"""tree_all_reduce over memory that the GPUs of a group have opened to each other: one kernel a rank, no library.
+"""tree_all_reduce over peer memory of the GPUs of a group: one kernel per rank, without a library.
 
-Legend: M tokens, N features, R ranks; elements of [M, N] are counted through. See peer_memory for boxes, flags,
+Legend: M tokens, N features, R ranks; elements of [M, N] are numbered consecutively. See peer_memory for boxes, flags,
 channels and epochs.
 
-A rank *writes* into the boxes of the others and reads its own alone: a write needs no answer, and whoever waits looks
-at memory of its own. Of a block of elements
+A rank *writes* into the boxes of the others and reads only its own: a write needs no reply, and a waiting rank polls
+its own memory. For a block of elements
 
-    one shot:   every rank sends its partials to all, and adds all
-    two shots:  rank r gets the partials of the r-th piece, adds them, and sends the rounded sums to all
+    one shot:   every rank sends its partials to all ranks and adds all
+    two shots:  rank r receives the partials of the r-th piece, adds them, and sends the rounded sums to all ranks
 
-Both add the partials of an element in the order of the tree over the ranks, in float32, so that they have the bits of
-`collectives.add_partials`. Filling a box again needs no leave: who sends box e + 2 has received box e + 1, which its
-reader sent after having read box e. Epochs are counted on the device, so that a replayed CUDA graph goes on counting.
+Both add the partials of an element in the order of the tree over the ranks, in float32, so they have the bits of
+`collectives.add_partials`. Refilling a box needs no acknowledgment: a rank that sends box e + 2 has received box e + 1,
+which its reader sent after reading box e. Epochs are counted on the device, so a replayed CUDA graph continues the
+count.
 
-Large sums travel otherwise: overlapped.
+Large sums use collectives/overlapped.
 
-All ranks have to launch the same sums in the same order, with as many elements and the same schedule. Programs start
-in the order of their numbers, so that the lowest unfinished one runs on every rank and none waits for ever.
+All ranks must launch the same sums in the same order, with the same number of elements and the same schedule. Programs
+start in the order of their numbers, so the lowest unfinished one runs on every rank and none waits forever.
 """
 
 from dataclasses import dataclass
@@ -48,16 +49,16 @@ __all__ = [
     "tree_sum",
 ]
 
-LEVELS = 4  # of the tree over the ranks, at most
-MOST_ELEMENTS = 1 << 30  # offsets are 32 bits wide
+LEVELS = 4  # at most, of the tree over the ranks
+MOST_ELEMENTS = 1 << 30  # offsets have 32 bits
 BLOCKS = ((512, 4), (1024, 8), (2048, 8), (4096, 8))  # elements, warps
-LINK_BYTES = 4e11  # a second, roughly, that a GPU sends; SHOT_SECONDS: of a meeting
+LINK_BYTES = 4e11  # bytes per second that a GPU sends, roughly; SHOT_SECONDS: of one synchronization
 SHOT_SECONDS = 2.5e-6
 
 
 @dataclass(frozen=True, slots=True)
 class ReduceSchedule:
-    """How elements are dealt out; no part of it moves a bit. block: elements of a piece, at most BOX."""
+    """How elements are distributed; never affects bits. block: elements of a piece, at most BOX."""
 
     two_shot: bool
     block: int
@@ -65,7 +66,7 @@ class ReduceSchedule:
 
 
 def choose_schedule(num_elements: int, num_ranks: int, out_bytes: int) -> ReduceSchedule:
-    """The one that is likely the fastest: to send less, or to meet once less."""
+    """Return the likely fastest schedule: one shot synchronizes once less, two shots send less."""
     one = 4 * (num_ranks - 1) * num_elements / LINK_BYTES
     two = (4 + out_bytes) * (num_ranks - 1) / num_ranks * num_elements / LINK_BYTES + SHOT_SECONDS
     return shot_schedule(num_elements, num_ranks, two < one)
@@ -75,7 +76,7 @@ class Reduction(NamedTuple):
     """out [M, N] = round(residual + round(partials of all ranks + bias)).
 
     Attributes:
-        partial: share that this rank adds to the sum, [M, N] float32, contiguous.
+        partial: this rank's part of the sum, [M, N] float32, contiguous.
         bias: [N], contiguous. residual: [M, N], unit stride along N.
         radices: fan-ins of the tree over the ranks, at most LEVELS of them above 1.
         out: contiguous.
@@ -88,13 +89,13 @@ class Reduction(NamedTuple):
     out: Tensor
 
     def piece(self, rows: slice) -> "Reduction":
-        """The reduction of these tokens alone."""
+        """Return the reduction of these tokens only."""
         residual = None if self.residual is None else self.residual[rows]
         return self._replace(partial=self.partial[rows], residual=residual, out=self.out[rows])
 
 
 def reduce_over_peers(memory: PeerMemory, reduction: Reduction, two_shot: bool | None = None) -> None:
-    """Write the sum to ``reduction.out``. two_shot: a way to force."""
+    """Write the sum to ``reduction.out``. two_shot forces a method."""
     num_ranks, total = len(memory.boxes), reduction.out.numel()
     assert total <= MOST_ELEMENTS and reduction.out.is_contiguous() and reduction.partial.is_contiguous()
     if two_shot is None:
@@ -110,7 +111,7 @@ def reduce_over_peers(memory: PeerMemory, reduction: Reduction, two_shot: bool |
 
 
 def memory_arguments(memory: PeerMemory) -> dict[str, Any]:
-    """What a kernel that meets other ranks takes, by name."""
+    """Return the kernel arguments for the peer memory, by name."""
     return {
         "flags_ptr": memory.flags,
         "addresses_ptr": memory.flag_addresses,
@@ -123,7 +124,7 @@ def memory_arguments(memory: PeerMemory) -> dict[str, Any]:
 
 
 def launch_arguments(reduction: Reduction) -> dict[str, Any]:
-    """What a kernel of a reduction takes beside."""
+    """Return the kernel arguments for a reduction, by name."""
     partial, bias, residual, radices, out = reduction
     return {
         "partial_ptr": partial,
@@ -141,7 +142,7 @@ def launch_arguments(reduction: Reduction) -> dict[str, Any]:
 
 
 def shot_schedule(num_elements: int, num_ranks: int, two_shot: bool) -> ReduceSchedule:
-    """One way's schedule: blocks as small as the boxes hold at once."""
+    """Return the schedule of one method: the smallest blocks whose boxes hold everything at once."""
     shares = num_ranks if two_shot else 1
     fitting = [row for row in BLOCKS if num_elements <= row[0] * shares * CHANNELS]
     block, warps = fitting[0] if fitting else BLOCKS[-1]
@@ -162,12 +163,12 @@ def one_shot_kernel(
         epoch += 1
         box = (channel * 2 + (epoch & 1)) * (RANKS * BOX)
         element = start + place
-        own = tl.load(partial_ptr + element, mask=element < total, other=0.0)
+        local = tl.load(partial_ptr + element, mask=element < total, other=0.0)
         for r in tl.static_range(RANKS):
             if r != RANK:
-                tl.store(boxes[r] + (box + RANK * BOX) + place, own)
+                tl.store(boxes[r] + (box + RANK * BOX) + place, local)
         meet(theirs, mine, epoch, LANES)
-        acc = tree_sum(own, boxes[RANK] + box + place, RANK, RANKS, BOX, R0, R1, R2, R3)
+        acc = tree_sum(local, boxes[RANK] + box + place, RANK, RANKS, BOX, R0, R1, R2, R3)
         y = finish(
             acc, element, total, N, bias_ptr, residual_ptr, residual_stride,
             HAS_BIAS, HAS_RESIDUAL, out_ptr.dtype.element_ty,
@@ -184,7 +185,7 @@ def two_shot_kernel(
     RANK: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, BOX: tl.constexpr, BLOCK: tl.constexpr,
     R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, R3: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Rank r owns the r-th of each R blocks. The sums travel in the same boxes, in the dtype of the output."""
+    """Rank r owns the r-th of every R blocks. The sums use the same boxes, in the dtype of the output."""
     channel, theirs, mine, epoch = enter(flags_ptr, addresses_ptr, epochs_ptr, RANK, RANKS, LANES, PDL)
     place = tl.arange(0, BLOCK)
     for start in range(channel * (RANKS * BLOCK), total, tl.num_programs(0) * (RANKS * BLOCK)):
@@ -196,9 +197,9 @@ def two_shot_kernel(
                 sent = tl.load(partial_ptr + element, mask=element < total, other=0.0)
                 tl.store(boxes[r] + (box + RANK * BOX) + place, sent)
         element = start + RANK * BLOCK + place
-        own = tl.load(partial_ptr + element, mask=element < total, other=0.0)
+        local = tl.load(partial_ptr + element, mask=element < total, other=0.0)
         meet(theirs, mine, epoch, LANES)
-        acc = tree_sum(own, boxes[RANK] + box + place, RANK, RANKS, BOX, R0, R1, R2, R3)
+        acc = tree_sum(local, boxes[RANK] + box + place, RANK, RANKS, BOX, R0, R1, R2, R3)
         y = finish(
             acc, element, total, N, bias_ptr, residual_ptr, residual_stride,
             HAS_BIAS, HAS_RESIDUAL, out_ptr.dtype.element_ty,
@@ -223,12 +224,12 @@ def enter(
     flags_ptr, addresses_ptr, epochs_ptr,
     RANK: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program's channel; [LANES] pointers to this rank's flag on every rank, and to every rank's flag here; the epoch
-    that the kernels before have left."""
+    """Return the program's channel; [LANES] pointers to this rank's flag on every rank, and to every rank's flag here;
+    and the epoch after the previous kernels."""
     let_next_start(PDL)
     channel = tl.program_id(0)
     lane = tl.arange(0, LANES)
-    rank = tl.where(lane < RANKS, lane, RANK)  # lanes without a rank speak with themselves
+    rank = tl.where(lane < RANKS, lane, RANK)  # lanes without a rank use this rank's flags
     theirs = tl.load(addresses_ptr + rank).to(tl.pointer_type(tl.int32)) + (channel * LANES + RANK)
     wait_for_earlier(PDL)
     return channel, theirs, flags_ptr + channel * LANES + rank, tl.load(epochs_ptr + channel)
@@ -236,10 +237,10 @@ def enter(
 
 @triton.jit
 def meet(theirs, mine, epoch, LANES: tl.constexpr):
-    """Say to every rank that its box of this epoch is full, and wait until all of one's own are.
+    """Signal every rank that its box of this epoch is full, and wait until all of this rank's boxes are.
 
-    The barrier puts what all threads have stored and loaded before the release of those that write the flags. A flag
-    may be ahead of the epoch, by one.
+    The barrier orders all threads' stores and loads before the release by the threads that write the flags. A flag may
+    be one epoch ahead.
     """
     epochs = tl.zeros((LANES,), tl.int32) + epoch
     tl.debug_barrier()
@@ -252,14 +253,14 @@ def meet(theirs, mine, epoch, LANES: tl.constexpr):
 
 @triton.jit
 def tree_sum(
-    own, boxes_ptr, RANK: tl.constexpr, RANKS: tl.constexpr, BOX: tl.constexpr,
+    local, boxes_ptr, RANK: tl.constexpr, RANKS: tl.constexpr, BOX: tl.constexpr,
     R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, R3: tl.constexpr,
 ):  # fmt: skip
-    """The partials of this rank and in its boxes, which are BOX apart, added in the tree's order."""
-    t0, t1, t2, t3 = own, own, own, own
+    """Add this rank's partials and those in its boxes, which are BOX apart, in the tree's order."""
+    t0, t1, t2, t3 = local, local, local, local
     for r in tl.static_range(RANKS):
         if r == RANK:
-            acc = own
+            acc = local
         else:
             acc = tl.load(boxes_ptr + r * BOX)
         t0, t1, t2, t3 = close_leaf(acc, r, t0, t1, t2, t3, R0, R1, R2, R3)
@@ -271,7 +272,7 @@ def finish(
     acc, element, total, N, bias_ptr, residual_ptr, residual_stride,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """round(residual + round(acc + bias)), as the matmul template ends."""
+    """round(residual + round(acc + bias)), like the matmul template's epilogue."""
     inside = element < total
     if HAS_BIAS:
         acc = acc + tl.load(bias_ptr + element % N, mask=inside, other=0.0).to(tl.float32)

@@ -1,4 +1,4 @@
-"""What ranks of a tensor-parallel group add up: row-parallel products, in one tree. What they only move: gather.py.
+"""Sums over the ranks of a tensor-parallel group: row-parallel products, added in one tree. See gather.py for copies.
 
 Legend: M tokens, N features, K input features over all ranks, R ranks; ``group`` names a torch.distributed group.
 
@@ -8,12 +8,11 @@ Legend: M tokens, N features, K input features over all ranks, R ranks; ``group`
     matmul_all_reduce(x [M, K/R], w [N, K/R], bias, residual, radices, radices_above, group, out_dtype) -> [M, N]:
         tree_all_reduce of each rank's x @ w.T, which is its subtree of Tree(K, radices_above + radices)
 
-So matmul_all_reduce on R ranks has the bits of matmul with the whole tree on one. The partials travel as they are and
-every sum is taken in the tree's order: in one shot (every rank gathers all and adds all) where that is little, in two
-(a rank adds its own rows of tokens, then the rounded rows are gathered) where it is much. GPUs that map
-each other's memory do this in one kernel (gpu.py), and where there is very much, while they still
-multiply (overlapped.py). No element's sum notices. No floating-point number is added by the communication
-library.
+So matmul_all_reduce on R ranks has the bits of matmul with the whole tree on one rank. Partials are sent unchanged, and
+every sum follows the tree's order. Small sums take one shot (every rank gathers all partials and adds them), large ones
+two (each rank adds its share of the tokens, then the rounded rows are gathered). GPUs that map each other's memory do
+this in one kernel (gpu.py), and for very large sums while they are still multiplying (overlapped.py). The choice
+affects no bit. The communication library never adds floating-point numbers.
 """
 
 import math
@@ -46,7 +45,7 @@ __all__ = [
     "tree_all_reduce",
 ]
 
-TWO_SHOT_BYTES = 1 << 20  # of one partial; from here on moving less is worth a second step
+TWO_SHOT_BYTES = 1 << 20  # of one partial; from this size on sending less is worth a second step
 
 _CALL = struct.Struct("PqPqqPPqPqqqPq5i")  # struct Call of matmul_call.h
 
@@ -54,7 +53,7 @@ c10d = torch.ops._c10d_functional
 
 
 def partial_product(x: Tensor, w: Tensor, radices: Sequence[int], out: Tensor | None = None) -> Tensor:
-    """x [M, K/R], w [N, K/R] -> this rank's subtree, float32 [M, N]; on a GPU in ``out`` if it is given."""
+    """Return this rank's subtree of x [M, K/R] @ w [N, K/R]^T, float32 [M, N]; on a GPU in ``out`` if passed."""
     if x.is_cuda:
         return matmul_cuda(x, w, None, None, radices, torch.float32, out)
     return matmul_cpu(x, w, None, None, radices, torch.float32)
@@ -71,14 +70,14 @@ def matmul_all_reduce(
     out_dtype: torch.dtype,
     overlapped: bool | None = None,
 ) -> Tensor:
-    """The op on any device.
+    """Run the op on any device.
 
     Args:
-        overlapped: Whether partials travel while others are made, where they can. None decides by itself: for many
-            tokens inside ``for_graph``, since launching all the parts takes the host longer than they save.
+        overlapped: whether to send partials while others are computed, if possible. None chooses: for many tokens
+            inside ``for_graph``, because launching all the parts takes the host longer than they save.
 
     Raises:
-        InvalidInput: the radices above do not make the group's size.
+        InvalidInput: the product of radices_above is not the group's size.
     """
     _require_tree(radices_above, group)
     M, N = x.shape[0], w.shape[0]
@@ -103,9 +102,9 @@ def matmul_all_reduce(
 def _landing_for(
     memory: PeerMemory, group: str, M: int, N: int, radices: Sequence[int], wanted: bool | None
 ) -> Landing | None:
-    """Where sums of this size land; None if they travel otherwise."""
-    asked = (M >= LEAST_TOKENS and is_for_graph()) if wanted is None else wanted
-    if not asked or M == 0 or _levels(radices) > LEVELS or not 0 < N <= MOST_FEATURES:
+    """Return the landing buffers for sums of this size; None if another method is used."""
+    wanted = (M >= LEAST_TOKENS and is_for_graph()) if wanted is None else wanted
+    if not wanted or M == 0 or _levels(radices) > LEVELS or not 0 < N <= MOST_FEATURES:
         return None
     return landing_of(group, memory.flags.device)
 
@@ -113,7 +112,10 @@ def _landing_for(
 def _require_tree(radices: Sequence[int], group: str) -> None:
     num_ranks = process_group(group).size()
     if math.prod(radices) != num_ranks:
-        raise InvalidInput(f"detcompile::tree_all_reduce: radices {tuple(radices)} over {num_ranks} ranks")
+        raise InvalidInput(
+            f"detcompile::tree_all_reduce: the product of the radices {tuple(radices)} must be the {num_ranks} ranks of"
+            " the group. Take them from Numerics."
+        )
 
 
 def _levels(radices: Sequence[int]) -> int:
@@ -131,16 +133,15 @@ def tree_all_reduce(
     peers: bool = True,
     overlapped: bool = False,
 ) -> Tensor:
-    """The op on any device.
+    """Run the op on any device. All methods give the same bits.
 
     Args:
-        two_shot: Forces two shots or one; None takes what is faster.
-        peers: False sums by the library also where GPUs map each other's memory.
-        overlapped: Copy engines carry the partials where they can, which is not faster without a product beside.
-            All of these give the same bits.
+        two_shot: forces two shots or one; None chooses the faster.
+        peers: False uses the library even if GPUs map each other's memory.
+        overlapped: copy engines send the partials if possible; without a concurrent product this is not faster.
 
     Raises:
-        InvalidInput: the radices do not make the group's size.
+        InvalidInput: the product of the radices is not the group's size.
     """
     _require_tree(radices, group)
     shape = partial.shape
@@ -162,14 +163,14 @@ def tree_all_reduce(
     if two_shot is None:
         two_shot = partial.numel() * partial.element_size() >= TWO_SHOT_BYTES
     if two_shot:
-        return _reduce_thengather(partial, bias, residual, radices, group, out_dtype).view(shape)
+        return _reduce_then_gather(partial, bias, residual, radices, group, out_dtype).view(shape)
     return add_partials(gather(partial, group), bias, residual, radices, out_dtype).view(shape)
 
 
 def add_partials(
     partials: Tensor, bias: Tensor | None, residual: Tensor | None, radices: Sequence[int], out_dtype: torch.dtype
 ) -> Tensor:
-    """float32 partials [R, M, N] of the ranks -> [M, N], with the epilogue of the matmul template."""
+    """Add float32 partials [R, M, N] of the ranks -> [M, N], with the epilogue of the matmul template."""
     _, M, N = partials.shape
     bias, residual = _epilogue(bias, residual)
     out = partials.new_empty((M, N), dtype=out_dtype)
@@ -204,18 +205,18 @@ def add_partials(
 
 
 def reference_tree_sum(partials: Tensor, radices: Sequence[int]) -> Tensor:
-    """float32 partials [R, M, N] -> their sum [M, N] in the tree's order, written out."""
+    """Add float32 partials [R, M, N] -> [M, N] in the tree's order, written out."""
     return torch.from_numpy(add_tree(list(partials.numpy()), tuple(radices)))
 
 
 def _epilogue(bias: Tensor | None, residual: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """With unit strides."""
+    """Return bias and residual with unit strides."""
     if residual is not None and residual.stride(-1) != 1:
         residual = residual.contiguous()
     return None if bias is None else bias.contiguous(), residual
 
 
-def _reduce_thengather(
+def _reduce_then_gather(
     partial: Tensor,
     bias: Tensor | None,
     residual: Tensor | None,
@@ -223,7 +224,7 @@ def _reduce_thengather(
     group: str,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Rank r adds the r-th share of the tokens, and the rounded shares are gathered. Missing rows are padding."""
+    """Add the r-th share of the tokens on rank r, then gather the rounded shares. Missing rows are padding."""
     M, N = partial.shape
     ranks = process_group(group)
     num_ranks, rank = ranks.size(), ranks.rank()
@@ -234,8 +235,8 @@ def _reduce_thengather(
     if residual is not None:
         residual = residual[rank * share : (rank + 1) * share]
         residual = torch.nn.functional.pad(residual, (0, 0, 0, share - len(residual)))
-    own = add_partials(received.view(num_ranks, share, N), bias, residual, radices, out_dtype)
-    return gather(own, group).view(-1, N)[:M].contiguous()
+    total = add_partials(received.view(num_ranks, share, N), bias, residual, radices, out_dtype)
+    return gather(total, group).view(-1, N)[:M].contiguous()
 
 
 def _product_fake(x, w, bias, residual, radices, radices_above, group, out_dtype):

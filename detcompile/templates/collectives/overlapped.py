@@ -1,15 +1,15 @@
-"""Large sums over the memory of several GPUs: copy engines carry the partials while the next ones are multiplied.
+"""Large sums over peer memory of several GPUs: copy engines send partials while the next ones are multiplied.
 
 Legend: M tokens, N features, R ranks. Rank r owns the r-th share of the tokens of a piece.
 
-    for each share, the own one last:   its partials are made, then copied to its owner beside what follows
-    one kernel:    every rank meets the others, adds what has landed and its own partials in the tree's order, and
-                   writes the rounded sums to all; they meet again, and each takes what the others have written
+    for each share, this rank's own last:   compute its partials, then copy them to its owner in the background
+    one kernel:    every rank meets the others, adds the received partials and its own in the tree's order, and writes
+                   the rounded sums to all ranks; they meet again, and each reads what the others have written
 
-There are two meetings a piece, however large it is. Nothing is overwritten too early: that a rank's kernel has ended
-says that the others have read all that landed before, and that it meets the others says that it has taken all sums.
+There are two meetings per piece, whatever its size. Nothing is overwritten too early: if a rank's kernel has ended, the
+others have read everything they received before; if it meets the others, it has read all sums.
 
-As in collectives/gpu, all ranks launch the same sums in the same order; no way of travelling moves a bit.
+As in collectives/gpu, all ranks launch the same sums in the same order, and no method affects bits.
 """
 
 import functools
@@ -33,22 +33,22 @@ from detcompile.templates.device.launcher import launcher
 
 __all__ = ["LEAST_TOKENS", "MOST_FEATURES", "reduce_overlapped"]
 
-LEAST_TOKENS = 1024  # of a product; from here on its shares take as long as the copies beside them
-TILE = 128  # tokens: shares are whole tiles of a product, where they can be
-MOST_FEATURES = LANDING // LANES  # a share has room for a row
+LEAST_TOKENS = 1024  # of a product; from here on computing a share takes as long as the copies it overlaps
+TILE = 128  # tokens: shares are whole tiles of a product if possible
+MOST_FEATURES = LANDING // LANES  # so that a share holds at least one row
 BLOCK, WARPS = 2048, 8
 
 
 def reduce_overlapped(
     memory: PeerMemory, landing: Landing, reduction: Reduction, make: Callable[[slice], object] | None = None
 ) -> None:
-    """Write the sum to ``reduction.out``. make(rows) writes these rows of the partial, where it is not filled yet."""
+    """Write the sum to ``reduction.out``. make(rows) computes these rows of the partial if it is not computed yet."""
     (M, N), num_ranks = reduction.out.shape, len(memory.boxes)
-    room = landing.partials[0].shape[1] // N  # rows of a share
+    most_rows = landing.partials[0].shape[1] // N  # of a share
     main, side = torch.cuda.current_stream(reduction.out.device), _side_stream(reduction.out.device)
-    for first in range(0, M, room * num_ranks):
-        count = min(room * num_ranks, M - first)
-        share = min(room, triton.cdiv(triton.cdiv(count, num_ranks), TILE) * TILE)
+    for first in range(0, M, most_rows * num_ranks):
+        count = min(most_rows * num_ranks, M - first)
+        share = min(most_rows, triton.cdiv(triton.cdiv(count, num_ranks), TILE) * TILE)
         for turn in range(num_ranks):
             owner = (memory.rank + 1 + turn) % num_ranks
             rows = slice(first + min(owner * share, count), first + min((owner + 1) * share, count))
@@ -64,7 +64,7 @@ def reduce_overlapped(
 
 
 def _gather(memory: PeerMemory, landing: Landing, reduction: Reduction, share: int) -> None:
-    """Of one piece, whose partials have all been sent. share: elements that a rank owns."""
+    """Sum one piece whose partials have all been sent. share: elements that a rank owns."""
     launcher(gather_kernel)[(min(CHANNELS, triton.cdiv(share, BLOCK)),)](
         landed_ptr=landing.partials[memory.rank], sums=landing.sums, share=share,
         PITCH=landing.partials[0].shape[1], BLOCK=BLOCK, num_warps=WARPS,
@@ -85,7 +85,7 @@ def gather_kernel(
     RANK: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, PITCH: tl.constexpr, BLOCK: tl.constexpr,
     R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, R3: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """What lies past a share in the landing is read and thrown away: there is always memory."""
+    """Data past a share in the landing buffer is read and ignored: the buffer always extends that far."""
     channel, theirs, mine, epoch = enter(flags_ptr, addresses_ptr, epochs_ptr, RANK, RANKS, LANES, PDL)
     epoch += 1
     meet(theirs, mine, epoch, LANES)
@@ -93,8 +93,8 @@ def gather_kernel(
     for start in range(channel * BLOCK, tl.minimum(share, total - RANK * share), tl.num_programs(0) * BLOCK):
         element = RANK * share + start + place
         inside = (start + place < share) & (element < total)
-        own = tl.load(partial_ptr + element, mask=inside, other=0.0)
-        acc = tree_sum(own, landed_ptr + start + place, RANK, RANKS, PITCH, R0, R1, R2, R3)
+        local = tl.load(partial_ptr + element, mask=inside, other=0.0)
+        acc = tree_sum(local, landed_ptr + start + place, RANK, RANKS, PITCH, R0, R1, R2, R3)
         y = finish(
             acc, element, total, N, bias_ptr, residual_ptr, residual_stride,
             HAS_BIAS, HAS_RESIDUAL, out_ptr.dtype.element_ty,

@@ -1,15 +1,15 @@
 """PeerMemory: memory on every GPU of a group into which the kernels of all its ranks write.
 
-Legend: R ranks, C channels: program c of a kernel speaks with program c of the other ranks' kernels, and with no other.
+Legend: R ranks, C channels: program c of a kernel communicates only with program c of the other ranks' kernels.
 
-    boxes [C, 2, R, BOX] float32   what rank r sent to channel c; two, so that one can be read while the next one fills
+    boxes [C, 2, R, BOX] float32   data from rank r to channel c; two, so that one is read while the next is filled
     flags [C, LANES] int32         the epoch of the last box that rank r has sent
-    epochs [C] int32               of this rank, which nobody else reads: how many boxes it has sent
+    epochs [C] int32               private to this rank: how many boxes it has sent
 
     landing: partials [R, P] float32 by sender, and sums [R, P] of up to 32 bits by owner; P = LANDING / R
 
-Boxes and flags are allocated once a group, at its first use, and the landing at the first sum that is large enough for
-it, whatever the shapes: what is larger goes through piece by piece.
+Boxes and flags are allocated once per group, at its first use, and the landing buffer at the first sum that is large
+enough for it. Their size does not depend on shapes: larger data goes through piece by piece.
 """
 
 import socket
@@ -33,8 +33,8 @@ __all__ = ["BOX", "CHANNELS", "LANDING", "LANES", "Landing", "PeerMemory", "land
 
 CHANNELS = 256
 BOX = 4096  # float32 elements
-LANDING = 1 << 25  # elements, all senders together: 134 MB, and as much for the sums
-LANES = 8  # ranks at most; a power of two
+LANDING = 1 << 25  # elements of all senders together: 134 MB, and the same for the sums
+LANES = 8  # maximum of ranks; a power of two
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 _MEMORIES: dict[tuple[str, Callable[..., Any]], tuple[dist.ProcessGroup, Any]] = {}
@@ -45,8 +45,8 @@ class PeerMemory:
     """One rank's view of a group's memory.
 
     Attributes:
-        rank: number of this process in the group. boxes: every rank's box, as this GPU sees it.
-        flags: own flags of this rank. flag_addresses: [R] int64, every rank's flags, as this GPU sees them.
+        rank: number of this process in the group. boxes: every rank's box, mapped on this GPU.
+        flags: this rank's flags. flag_addresses: [R] int64, every rank's flags, mapped on this GPU.
         owner: keeps the memory mapped.
     """
 
@@ -60,10 +60,10 @@ class PeerMemory:
 
 @dataclass(frozen=True, slots=True)
 class Landing:
-    """Where large sums are put.
+    """Buffers that receive large sums.
 
     Attributes:
-        partials: [R, P] float32 of every rank, as this GPU sees them. sums: likewise, 32 bits an element.
+        partials: [R, P] float32 of every rank, mapped on this GPU. sums: likewise, 32 bits per element.
         owner: keeps the memory mapped.
     """
 
@@ -73,38 +73,38 @@ class Landing:
 
 
 def peer_memory(group: str, device: torch.device) -> PeerMemory | None:
-    """The memory of the group of this name; None where its GPUs cannot map it. All ranks get it, or none does.
+    """Return the memory of the named group, or None if its GPUs cannot map it. All ranks get it, or none does.
 
     Raises:
-        ScheduleError: the first call is made while a CUDA graph is captured.
+        ScheduleError: the first call is during a CUDA graph capture.
     """
     memory: PeerMemory | None = _opened(group, device, _open)
     return memory
 
 
 def landing_of(group: str, device: torch.device) -> Landing | None:
-    """The landing of a group that has ``peer_memory``; None where no room is left. All ranks get it, or none does."""
+    """Return the landing of a group with ``peer_memory``; None if memory is short. All ranks get it, or none does."""
     landing: Landing | None = _opened(group, device, _open_landing)
     return landing
 
 
 def _opened(group: str, device: torch.device, open_memory: Callable[[dist.ProcessGroup, torch.device], Any]) -> Any:
     ranks = process_group(group)
-    found = _MEMORIES.get((group, open_memory))
-    if found is None or found[0] is not ranks:  # the name may be that of an earlier group
+    opened = _MEMORIES.get((group, open_memory))
+    if opened is None or opened[0] is not ranks:  # an earlier group may have had the same name
         if capturing():
             raise ScheduleError(
-                "detcompile's collectives: the ranks have not opened their memory to each other, which cannot happen "
-                "while a CUDA graph is captured; run the model once before capturing"
+                "detcompile's collectives: the ranks have not mapped each other's memory, which is impossible during "
+                "a CUDA graph capture; run the model once before capturing"
             )
-        found = _MEMORIES[group, open_memory] = (ranks, _agreed(ranks, device, open_memory))
-    return found[1]
+        opened = _MEMORIES[group, open_memory] = (ranks, _agreed(ranks, device, open_memory))
+    return opened[1]
 
 
 def _agreed(
     ranks: dist.ProcessGroup, device: torch.device, open_memory: Callable[[dist.ProcessGroup, torch.device], Any]
 ) -> Any:
-    """What open_memory gives, if every rank of a group on one machine succeeds."""
+    """Return open_memory's result if it succeeds on every rank of a group on one machine, else None."""
     if not 2 <= ranks.size() <= LANES:
         return None
     here = (socket.gethostname(), BOOT_ID.read_text() if BOOT_ID.exists() else "", peer_memory_allowed())
@@ -113,11 +113,11 @@ def _agreed(
     memory, problem = None, ""
     try:
         memory = open_memory(ranks, device)
-    except RuntimeError as error:  # of the driver, in a hundred ways
+    except RuntimeError as error:  # the driver's errors have no common type
         problem = str(error).strip().splitlines()[0]
     problems = {rank: text for rank, text in enumerate(_exchange(problem, ranks)) if text}
     if problems:
-        warnings.warn(f"GPUs cannot map each other's memory, sums travel more slowly instead: {problems}", stacklevel=2)
+        warnings.warn(f"GPUs cannot map each other's memory, so collectives are slower: {problems}", stacklevel=2)
         return None
     return memory
 

@@ -1,1 +1,1 @@
-"""Gradients of the templates: over tokens exact sums, over features and within a sequence the orders of the forward."""
+"""Gradients of the templates: exact sums over tokens; over features and within a sequence the forward's orders."""

@@ -1,22 +1,22 @@
-"""packed_attention and its gradients: causal attention of whole sequences that lie behind each other, without a cache.
+"""packed_attention and its gradients: causal attention of whole packed sequences, without a cache.
 
 Legend: T tokens, S sequences, Hq Hkv query and key heads (Hkv divides Hq), D Dv head dims.
 
     out, lse = packed_attention(q, k, v, cu_seqlens, rule)
     dq, dk, dv, sink_rows = packed_attention_backward(g, q, k, v, out, lse, cu_seqlens, rule)
 
-out [T, Hq, Dv] has the bytes of paged_attention, in the order KV; lse [T, Hq] is the logarithm of each row's sum of
-exponentials, a sink's among them, float32. The gradients, float32 inside, rounded once to the dtype of q:
+out [T, Hq, Dv] has the bytes of paged_attention, in the order KV; lse [T, Hq] is the log-sum-exp of each row's scores,
+including a sink, float32. The gradients are float32 inside, and rounded once to the dtype of q:
 
-    P  = e^(score - lse), and 0 where a key is not seen;    delta = sum of g * out, in row_order of Dv
-    dS = P * (g v - delta), times 1 - tanh^2 under a soft cap
+    P  = e^(score - lse), and 0 where a key is not visible;    delta = sum of g * out, in row_order of Dv
+    dS = P * (g v - delta), times 1 - tanh^2 with a soft cap
     dq = scale * (dS k), over keys in the order Keys;  dk = scale * (dS q), dv = P g, over queries in the order Queries
 
-P and dS are rounded to the dtype of q before these products. sink_rows [T, Hq] float32 are -e^(sink - lse) * delta: the
-gradient of a sink is their token_sum; without sinks there are none, [0, Hq]. ALiBi's slopes have no gradient.
+P and dS are rounded to the dtype of q before these products. sink_rows [T, Hq] float32 are -e^(sink - lse) * delta; a
+sink's gradient is their token_sum. Without sinks sink_rows is [0, Hq]. ALiBi's slopes have no gradient.
 
-A row of dq depends on its sequence up to its own token, a row of dk and dv on its sequence from its own token on; what
-else is packed, and where, does not matter. Rows past cu_seqlens[S] are padding and get zeros.
+A row of dq depends on its sequence up to its token, a row of dk and dv on its sequence from its token on. The other
+packed sequences and the row's place have no effect. Rows past cu_seqlens[S] are padding and get zeros.
 """
 
 import ctypes
@@ -43,7 +43,7 @@ __all__ = [
 
 
 class Attended(NamedTuple):
-    """What a forward was given and what it gave, as its backward takes them."""
+    """Operands and results of a forward, as its backward takes them."""
 
     q: Tensor
     k: Tensor
@@ -55,35 +55,35 @@ class Attended(NamedTuple):
 def packed_attention_cpu(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, rule: AttentionRule, *, isa: str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The op on the CPU: q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv], cu_seqlens [S + 1] int32 -> out, lse.
+    """Run the op on the CPU: q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv], cu_seqlens [S + 1] int32 -> out, lse.
 
     Raises:
-        InvalidInput: heads or cu_seqlens that do not fit together.
+        InvalidInput: head counts do not match, or cu_seqlens is invalid.
     """
     rule.check("detcompile::packed_attention", q.shape[1], k.shape[1])
     q, k, v, cu_seqlens = (tensor.contiguous() for tensor in (q, k, v, cu_seqlens))
     out, lse = _like_forward(q, v)
-    given = CpuScores(rule)
+    scores = CpuScores(rule)
     sizes = (*_sizes(q, v, cu_seqlens), rule.sliding_window, rule.kv_chunk, rule.attention_chunk)
     bad = cpu_library.library(isa).detcompile_packed_attention(
         *(tensor.data_ptr() for tensor in (q, k, v, cu_seqlens, out, lse)), (ctypes.c_int64 * 9)(*sizes),
-        *given.addresses, given.extent, cpu_library.dtype_code(q), cpu_library.thread_count(),
+        *scores.addresses, scores.extent, cpu_library.dtype_code(q), cpu_library.thread_count(),
     )  # fmt: skip
     _require_placed("packed_attention", bad, q.shape[0])
     return out, lse
 
 
 def packed_attention_backward_cpu(
-    g: Tensor, given: Attended, cu_seqlens: Tensor, rule: AttentionRule, *, isa: str | None = None
+    g: Tensor, attended: Attended, cu_seqlens: Tensor, rule: AttentionRule, *, isa: str | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The op on the CPU: g [T, Hq, Dv] -> dq, dk and dv like q, k and v, and sink_rows [T or 0, Hq] float32.
+    """Run the op on the CPU: g [T, Hq, Dv] -> dq, dk and dv like q, k and v, and sink_rows [T or 0, Hq] float32.
 
     Raises:
-        InvalidInput: heads or cu_seqlens that do not fit together, or biases by distance, which have no gradient here.
+        InvalidInput: head counts do not match, cu_seqlens is invalid, or the rule has biases by distance.
     """
-    _check_gradient(given, rule)
+    _check_gradient(attended, rule)
     g, cu_seqlens = g.contiguous(), cu_seqlens.contiguous()
-    q, k, v, out, lse = (tensor.contiguous() for tensor in given)
+    q, k, v, out, lse = (tensor.contiguous() for tensor in attended)
     dq, dk, dv = (torch.zeros_like(tensor) for tensor in (q, k, v))
     sink_rows = torch.zeros((0 if rule.sinks is None else len(q), q.shape[1]), dtype=torch.float32, device="cpu")
     heads = (rule.alibi_slopes, rule.sinks)
@@ -108,10 +108,10 @@ def _packed_attention_cuda(
 
 
 def _packed_attention_backward_cuda(
-    g: Tensor, given: Attended, cu_seqlens: Tensor, rule: AttentionRule
+    g: Tensor, attended: Attended, cu_seqlens: Tensor, rule: AttentionRule
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _check_gradient(given, rule)
-    return packed_attention_backward_cuda(g, given, cu_seqlens, rule)
+    _check_gradient(attended, rule)
+    return packed_attention_backward_cuda(g, attended, cu_seqlens, rule)
 
 
 def _flat(attend: Callable[..., Any]) -> Callable[..., Any]:
@@ -179,12 +179,12 @@ torch.library.register_autograd("detcompile::packed_attention", _backward, setup
 
 
 def reference_packed_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, rule: AttentionRule) -> Tensor:
-    """The value of ``out`` in float64, unrounded, with gradients of torch's own."""
+    """Return ``out`` in float64, unrounded, with torch's gradients."""
     groups = q.shape[1] // k.shape[1]
     parts = []
     for start, end in zip(cu_seqlens.tolist(), cu_seqlens.tolist()[1:]):
-        own = (tensor[start:end].double().transpose(0, 1) for tensor in (q, k, v))
-        q_, k_, v_ = (tensor.repeat_interleave(count, 0) for tensor, count in zip(own, (1, groups, groups)))
+        heads = (tensor[start:end].double().transpose(0, 1) for tensor in (q, k, v))
+        q_, k_, v_ = (tensor.repeat_interleave(count, 0) for tensor, count in zip(heads, (1, groups, groups)))
         position = torch.arange(end - start, device=q.device)
         distance = position[:, None] - position
         hidden = distance < 0
@@ -204,11 +204,11 @@ def reference_packed_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tens
     return torch.cat(parts)
 
 
-def _check_gradient(given: Attended, rule: AttentionRule) -> None:
-    rule.check("detcompile::packed_attention_backward", given.q.shape[1], given.k.shape[1])
+def _check_gradient(attended: Attended, rule: AttentionRule) -> None:
+    rule.check("detcompile::packed_attention_backward", attended.q.shape[1], attended.k.shape[1])
     if rule.relative_bias is not None:
         raise InvalidInput(
-            "detcompile::packed_attention_backward: biases by distance have no gradient here. Train a model without "
+            "detcompile::packed_attention_backward: biases by distance have no gradient. Train a model without "
             "relative_bias."
         )
 
@@ -220,6 +220,6 @@ def _sizes(q: Tensor, v: Tensor, cu_seqlens: Tensor) -> tuple[int, ...]:
 def _require_placed(op: str, bad: int, T: int) -> None:
     if bad >= 0:
         raise InvalidInput(
-            f"detcompile::{op}: cu_seqlens must start at 0 and ascend to at most T = {T}; it does not at sequence "
-            f"{bad}. Take it from training.packing.packed_step."
+            f"detcompile::{op}: cu_seqlens must start at 0 and ascend to at most T = {T}; sequence {bad} violates this."
+            " Use the result of training.packing.packed_step."
         )

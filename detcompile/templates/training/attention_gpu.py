@@ -1,7 +1,7 @@
-"""Packed attention on the GPU: serving's kernels over a cache of the step's own, and gradients without atomics.
+"""Packed attention on the GPU: serving's kernels over a temporary cache, and gradients without atomics.
 
-Legend: T tokens, S sequences, H query heads, D DV head dims. Grids follow from T and S alone; which sequence a tile is
-of is found on the device, and nothing waits for the host.
+Legend: T tokens, S sequences, H query heads, D DV head dims. Grids depend only on T and S. Each program looks up its
+tile's sequence on the device, so the host never waits.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,7 +37,7 @@ __all__ = [
     "query_gradient",
 ]
 
-_BLOCK = 64  # keys of a block of the step's own cache
+_BLOCK = 64  # keys per block of the temporary cache
 _LSE_QUERIES = 64
 _SHORT = ShortTile()
 assert kernels.KEY_BLOCK.value == KEY_BLOCK
@@ -46,15 +46,18 @@ assert kernels.KEY_BLOCK.value == KEY_BLOCK
 def packed_attention_cuda(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, rule: AttentionRule
 ) -> tuple[Tensor, Tensor]:
-    """q [T, H, D], k [T, KV heads, D], v [T, KV heads, DV], cu_seqlens [S + 1] int32 -> out [T, H, DV], lse [T, H]."""
+    """Run q [T, H, D], k [T, KV heads, D], v [T, KV heads, DV], cu_seqlens [S + 1] int32.
+
+    Returns out [T, H, DV] and lse [T, H].
+    """
     T, S = len(q), len(cu_seqlens) - 1
-    caches, slots, step = _own_cache(k, v, cu_seqlens)
+    caches, slots, step = _temporary_cache(k, v, cu_seqlens)
     out = paged_attention_cuda(q, k, v, caches, slots, step, rule) if T else q.new_empty((0, q.shape[1], v.shape[2]))
     return out, attention_lse(q, k, cu_seqlens, rule) if T and S else q.new_zeros(q.shape[:2], dtype=torch.float32)
 
 
-def _own_cache(k: Tensor, v: Tensor, cu_seqlens: Tensor) -> tuple[Caches, Tensor, StepMetadata]:
-    """Empty caches for the step's keys and values, where each goes, and metadata, made on the device."""
+def _temporary_cache(k: Tensor, v: Tensor, cu_seqlens: Tensor) -> tuple[Caches, Tensor, StepMetadata]:
+    """Return empty caches for the step's keys and values, their slots, and metadata, all computed on the device."""
     T, S = len(k), len(cu_seqlens) - 1
     lengths = cu_seqlens.diff()
     blocks = (lengths + (_BLOCK - 1)) // _BLOCK
@@ -65,21 +68,21 @@ def _own_cache(k: Tensor, v: Tensor, cu_seqlens: Tensor) -> tuple[Caches, Tensor
     token = torch.arange(T, device=k.device)
     sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True, out_int32=False)
     real = sequence < S
-    own = sequence.clamp(max=max(S - 1, 0))
+    known = sequence.clamp(max=max(S - 1, 0))
     if S == 0:
         slots = torch.full((T,), -1, dtype=torch.int64, device=k.device)
     else:
-        slots = (first_block.long()[own] * _BLOCK + token - cu_seqlens.long()[own]).where(real, -1)
+        slots = (first_block.long()[known] * _BLOCK + token - cu_seqlens.long()[known]).where(real, -1)
     shape = (count + S + 1, _BLOCK, k.shape[1])
     caches = Caches(*(rows.new_empty((*shape, rows.shape[2])) for rows in (k, v)))
     return caches, slots, StepMetadata(cu_seqlens, lengths.int(), table)
 
 
 def attention_lse(q: Tensor, k: Tensor, cu_seqlens: Tensor, rule: AttentionRule) -> Tensor:
-    """The logarithm of each row's sum of exponentials [T, H], float32; zeros for padding."""
+    """Return the log-sum-exp of each row's scores [T, H], float32; zeros for padding."""
     q, k, T, S = _unit_rows(q), _unit_rows(k), len(q), len(cu_seqlens) - 1
     lse = q.new_zeros(q.shape[:2], dtype=torch.float32)
-    slopes, sinks = (lse if given is None else given.contiguous() for given in (rule.alibi_slopes, rule.sinks))
+    slopes, sinks = (lse if values is None else values.contiguous() for values in (rule.alibi_slopes, rule.sinks))
     flags = _flags(gradient_problem(q, k, k, rule, of_keys=False))
     launcher(kernels.lse_kernel)[(_tiles(T, S, _LSE_QUERIES), q.shape[1])](
         q, k, lse, cu_seqlens, slopes, sinks, *_numbers(rule), S, q.shape[1], *q.stride()[:2], *k.stride()[:2],
@@ -90,10 +93,10 @@ def attention_lse(q: Tensor, k: Tensor, cu_seqlens: Tensor, rule: AttentionRule)
 
 
 def packed_attention_backward_cuda(
-    g: Tensor, given: Sequence[Tensor], cu_seqlens: Tensor, rule: AttentionRule
+    g: Tensor, attended: Sequence[Tensor], cu_seqlens: Tensor, rule: AttentionRule
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """g [T, H, DV] and q, k, v, out, lse of the forward -> dq, dk, dv, and rows [T or 0, H] of the sinks' gradient."""
-    q, k, v, out, lse = given
+    """Run g [T, H, DV] and the forward's q, k, v, out, lse -> dq, dk, dv, and rows [T or 0, H] of sinks' gradients."""
+    q, k, v, out, lse = attended
     q, k, v, g, lse = _unit_rows(q), _unit_rows(k), _unit_rows(v), g.contiguous(), lse.contiguous()
     if not len(q) or len(cu_seqlens) == 1:
         dq, dk, dv = (torch.zeros(rows.shape, dtype=rows.dtype, device=rows.device) for rows in (q, k, v))
@@ -107,14 +110,14 @@ def packed_attention_backward_cuda(
     dk, dv = key_gradients(of_keys, operands, cu_seqlens, rule)
     if rule.sinks is None:
         return dq, dk, dv, lse.new_zeros((0, q.shape[1]))
-    # the padding's delta may be anything
+    # delta is arbitrary for padding
     real = torch.arange(len(q), device=q.device)[:, None] < cu_seqlens[-1]
     rows = -torch.exp(rule.sinks.float() - lse) * delta.t()
     return dq, dk, dv, rows.where(real, 0.0)
 
 
 def _delta(g: Tensor, out: Tensor) -> Tensor:
-    """The sums of g * out [T, H, DV] over DV: [H, T]."""
+    """Return the sums of g * out [T, H, DV] over DV: [H, T]."""
     T, H, width = g.shape
     order = row_order(width, "cuda", (), g.dtype)
     rows, plan = row_layout(g.view(T * H, width), order.vector), row_plan(order, short=_SHORT)
@@ -130,7 +133,7 @@ def _delta(g: Tensor, out: Tensor) -> Tensor:
 def query_gradient(
     schedule: GradientTiles, operands: Sequence[Tensor], cu_seqlens: Tensor, rule: AttentionRule
 ) -> Tensor:
-    """dq [T, H, D] of operands g, q, k, v, and lse and delta [H, T], under one schedule; zeros for padding."""
+    """Return dq [T, H, D] of operands g, q, k, v, and lse and delta [H, T], under one schedule; zeros for padding."""
     q = operands[1]
     dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     grid = (_tiles(len(q), len(cu_seqlens) - 1, schedule.block_m), q.shape[1])
@@ -141,7 +144,7 @@ def query_gradient(
 def key_gradients(
     schedule: GradientTiles, operands: Sequence[Tensor], cu_seqlens: Tensor, rule: AttentionRule
 ) -> tuple[Tensor, Tensor]:
-    """dk and dv of operands g, q, k, v, and lse and delta [H, T], under one schedule; zeros for padding."""
+    """Return dk and dv of operands g, q, k, v, and lse and delta [H, T], under one schedule; zeros for padding."""
     _, q, k, v, *_ = operands
     dk, dv = (torch.zeros(rows.shape, dtype=rows.dtype, device=rows.device) for rows in (k, v))
     shared = q.shape[1] > k.shape[1]
@@ -168,7 +171,7 @@ def _launch(
 
 
 def _numbers(rule: AttentionRule) -> tuple[float, float, float, int]:
-    """c, the scale of shaped scores, the cap and the window."""
+    """Return c, the scale of shaped scores, the cap and the window."""
     c = LOG2_E.value * (1.0 if rule.needs_scores else rule.scale)
     return c, rule.pre_scale, float(rule.softcap), rule.window
 
@@ -179,12 +182,12 @@ def _flags(problem: GradientProblem) -> dict[str, bool]:
 
 
 def _tiles(T: int, S: int, block: int) -> int:
-    """Upper bound of the tiles of S sequences and the padding, T tokens together."""
+    """Return an upper bound of the tiles of S sequences and the padding, T tokens together."""
     return T // block + S + 1
 
 
 def gradient_problem(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, *, of_keys: bool) -> GradientProblem:
-    """What a launch's schedule may depend on; no number of tokens is part of it."""
+    """Return the problem of a launch; it does not contain a number of tokens."""
     return GradientProblem(
         of_keys=of_keys, dtype=str(q.dtype).removeprefix("torch."), heads=q.shape[1], kv_heads=k.shape[1],
         d=q.shape[2], dv=v.shape[2], windowed=rule.window > 0, chunked=rule.attention_chunk > 0,
@@ -193,7 +196,7 @@ def gradient_problem(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, *, of
 
 
 def probe_bits(problem: GradientProblem, device: torch.device) -> Callable[[GradientTiles], bytes]:
-    """The gate's probe: what a schedule makes of three sequences and padding behind them."""
+    """Return the gate's probe: the bytes of a schedule for three sequences followed by padding."""
     generator = torch.Generator(device).manual_seed(23)
     lengths, dtype = (1, 333, 150), getattr(torch, problem.dtype)
     T = sum(lengths) + 5

@@ -1,12 +1,12 @@
-"""Kernels of packed attention: logarithms of sums, dq over descending keys, dk and dv over ascending queries.
+"""Kernels of packed attention: log-sum-exp, dq over descending keys, dk and dv over ascending queries.
 
 Legend: T tokens, S sequences, H query heads, G query heads of one KV head, D DV head dims (DP, DVP: the next powers of
-two), BM queries and BN keys of a tile, c: what a product, or a shaped score, is multiplied by inside exp2.
+two), BM queries and BN keys of a tile, c: the factor of a product, or of a shaped score, inside exp2.
 
-No program adds to what another one writes. dq: a program has BM queries of a head and walks their keys down from their
-own, in blocks of 128 at absolute positions, each with an accumulator of its own. dk and dv: a program has BN keys of a
-KV head and walks the queries of each of its heads upwards, in one chain; the heads before are read back and added to.
-Queries and keys that do not see each other add zeros, so that tiles may start and end anywhere.
+No program adds to another's output. dq: a program has BM queries of a head and processes their keys downwards from its
+own position, in blocks of 128 at absolute positions, each with its own accumulator. dk and dv: a program has BN keys of
+a KV head and processes the queries of each of its heads upwards, in one chain; totals of earlier heads are loaded and
+added to. Queries and keys that do not see each other add zeros, so tiles may start and end anywhere.
 """
 
 import triton
@@ -26,7 +26,7 @@ LSE_KEYS = tl.constexpr(64)
 
 @triton.jit
 def _shaped(s, key, pos, pre_scale, cap, slope, CAPPED: tl.constexpr, ALIBI: tl.constexpr):
-    """Products to scores in natural units, and what a score's gradient is multiplied by, apart from the scale."""
+    """Turn products into scores in natural units; also return the factor of a score's gradient, without the scale."""
     factor = 1.0
     s = s * pre_scale
     if CAPPED:
@@ -44,7 +44,7 @@ def _weights(
     NEEDS_SCORES: tl.constexpr, CAPPED: tl.constexpr, ALIBI: tl.constexpr, WINDOWED: tl.constexpr,
     CHUNKED: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
-    """P and dS in fp32 of products s and dp; key and pos, and what is of a query, broadcast to them."""
+    """P and dS in fp32 of products s and dp; key, pos and the queries' values broadcast to them."""
     factor = 1.0
     if NEEDS_SCORES:
         s, factor = _shaped(s, key, pos, pre_scale, cap, slope, CAPPED, ALIBI)
@@ -62,7 +62,7 @@ def _weights(
 
 @triton.jit
 def _rows(ptr, row, stride, column, row_ok, WIDTH: tl.constexpr):
-    """[rows, columns], zeros past the last row or column."""
+    """Load [rows, columns], with zeros past the last row or column."""
     ok = row_ok[:, None]
     if column.shape[0] != WIDTH:
         ok = ok & (column < WIDTH)[None, :]
@@ -71,9 +71,9 @@ def _rows(ptr, row, stride, column, row_ok, WIDTH: tl.constexpr):
 
 @triton.jit
 def _tile_of(cu_ptr, S, BM: tl.constexpr, LAST_FIRST: tl.constexpr):
-    """This program's sequence, its first token in the step and its length, and the tile's first token in it."""
+    """This program's sequence, the sequence's first token in the step and length, and the tile's first token in it."""
     tile = tl.program_id(0)
-    if LAST_FIRST:  # queries at the end of a sequence take the longest
+    if LAST_FIRST:  # queries at a sequence's end take the longest
         tile = tl.num_programs(0) - 1 - tile
     sequence = sequence_of(tile, cu_ptr, S, BM, 1)
     start = tl.load(cu_ptr + sequence)
@@ -87,7 +87,8 @@ def lse_kernel(
     k_head, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, NEEDS_SCORES: tl.constexpr, CAPPED: tl.constexpr,
     ALIBI: tl.constexpr, SINKS: tl.constexpr, WINDOWED: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
-    """lse [T, H], of keys in blocks at absolute positions; one schedule, as a row's sum follows from its layout."""
+    """lse [T, H], over keys in blocks at absolute positions; there is one schedule, because a row's sum depends on the
+    layout."""
     sequence, start, length, first = _tile_of(cu_ptr, S, LSE_QUERIES, True)
     if (sequence == S) | (first >= length):
         return
@@ -132,7 +133,7 @@ def _dq_block(
     NEEDS_SCORES: tl.constexpr, CAPPED: tl.constexpr, ALIBI: tl.constexpr, WINDOWED: tl.constexpr,
     CHUNKED: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
-    """dq and the sum over keys n..n + 127, which is a chain of its own."""
+    """dq plus the sum over keys n..n + 127, which is a separate chain."""
     d, dv = tl.arange(0, DP), tl.arange(0, DVP)
     part = tl.zeros(dq.shape, tl.float32)
     for first in tl.static_range(0, KEY_BLOCK, BN):
@@ -155,7 +156,7 @@ def delta_kernel(
     R: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, W: tl.constexpr, FOLDS: tl.constexpr,
     LANES: tl.constexpr, VECTOR: tl.constexpr, SHUFFLE: tl.constexpr,
 ):  # fmt: skip
-    """delta [H, TOKENS]: the sums of g * out over rows [TOKENS * H, R], in the order of their length."""
+    """delta [H, TOKENS]: sums of g * out over rows [TOKENS * H, R], in the Row order of their length."""
     row, column = rows_at(1, ROWS, W, FOLDS)
     g = load_rows(g_ptr, row, column, T, heads, outer, inner, 0.0, R, UNIT, 1)
     out = load_rows(out_ptr, row, column, T, heads, outer, inner, 0.0, R, UNIT, 1)
@@ -171,8 +172,8 @@ def dq_kernel(
     BN: tl.constexpr, NEEDS_SCORES: tl.constexpr, CAPPED: tl.constexpr, ALIBI: tl.constexpr, WINDOWED: tl.constexpr,
     CHUNKED: tl.constexpr,
 ):  # fmt: skip
-    """Axis 0: tiles of BM queries, which divides 128; axis 1: heads. g [T, H, DV], dq [T, H, D], and lse and delta
-    [H, T] are contiguous."""
+    """Axis 0: tiles of BM queries (BM divides 128); axis 1: heads. g [T, H, DV], dq [T, H, D], lse and delta [H, T] are
+    contiguous."""
     sequence, start, length, first = _tile_of(cu_ptr, S, BM, True)
     if (sequence == S) | (first >= length):
         return
@@ -192,17 +193,17 @@ def dq_kernel(
     low = 0
     if WINDOWED:
         low = tl.maximum(first_seen(first, window, CHUNKED), 0) // KEY_BLOCK * KEY_BLOCK
-    own = first // KEY_BLOCK * KEY_BLOCK  # the block that the tile is in; without a window those below are seen whole
+    diagonal = first // KEY_BLOCK * KEY_BLOCK  # the tile's block; without a window lower blocks are seen completely
     dq = tl.zeros((BM, DP), tl.float32)
-    for back in range(0, (own - low if WINDOWED else 0) + 1, KEY_BLOCK):
+    for back in range(0, (diagonal - low if WINDOWED else 0) + 1, KEY_BLOCK):
         dq = _dq_block(
-            dq, q, g, lse, delta, own - back, pos, length, window, c, pre_scale, cap, slope, k_ptr, v_ptr, k_token,
+            dq, q, g, lse, delta, diagonal - back, pos, length, window, c, pre_scale, cap, slope, k_ptr, v_ptr, k_token,
             v_token, D, DV, DP, DVP, BN, NEEDS_SCORES, CAPPED, ALIBI, WINDOWED, CHUNKED, True,
         )  # fmt: skip
     if not WINDOWED:
-        for back in range(KEY_BLOCK, own + 1, KEY_BLOCK):
+        for back in range(KEY_BLOCK, diagonal + 1, KEY_BLOCK):
             dq = _dq_block(
-                dq, q, g, lse, delta, own - back, pos, length, window, c, pre_scale, cap, slope, k_ptr,
+                dq, q, g, lse, delta, diagonal - back, pos, length, window, c, pre_scale, cap, slope, k_ptr,
                 v_ptr, k_token, v_token, D, DV, DP, DVP, BN, NEEDS_SCORES, CAPPED, ALIBI, WINDOWED, CHUNKED, False,
             )  # fmt: skip
     out = dq_ptr + ((token + pos) * H + head)[:, None] * D + d[None, :]
@@ -216,7 +217,7 @@ def _dkdv_block(
     NEEDS_SCORES: tl.constexpr, CAPPED: tl.constexpr, ALIBI: tl.constexpr, WINDOWED: tl.constexpr,
     CHUNKED: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv with queries n..n + BM added; those past the sequence's end are zeros, and so is what they add."""
+    """Add queries n..n + BM to dk and dv; queries past the sequence's end add zeros."""
     d, dv = tl.arange(0, DP), tl.arange(0, DVP)
     pos = n + tl.arange(0, BM)
     ok = pos < length
@@ -237,7 +238,7 @@ def _dkdv_block(
 
 @triton.jit
 def _add_head(total_ptr, out_ptr, at, ok, value, scale, member, G: tl.constexpr):
-    """Adds a head to those before it, and after the last one rounds the sum into out."""
+    """Add a head to the total of earlier heads; after the last head, round the sum into out."""
     if G > 1:
         if member > 0:
             value = tl.load(total_ptr + at, mask=ok, other=0.0) + value
@@ -255,7 +256,7 @@ def dkdv_kernel(
     BN: tl.constexpr, NEEDS_SCORES: tl.constexpr, CAPPED: tl.constexpr, ALIBI: tl.constexpr, WINDOWED: tl.constexpr,
     CHUNKED: tl.constexpr,
 ):  # fmt: skip
-    """Axis 0: tiles of keys, axis 1: KV heads. dk and dv, and their fp32 totals where G > 1, are contiguous."""
+    """Axis 0: tiles of keys, axis 1: KV heads. dk and dv, and their fp32 totals if G > 1, are contiguous."""
     sequence, start, length, first = _tile_of(cu_ptr, S, BN, False)
     if (sequence == S) | (first >= length):
         return
@@ -265,10 +266,10 @@ def dkdv_kernel(
     k = _rows(k_ptr + kv_head * k_head + token * k_token, key, k_token, d, ok, D)
     v = _rows(v_ptr + kv_head * v_head + token * v_token, key, v_token, dv, ok, DV)
     begin, end = first // BM * BM, length
-    if WINDOWED:  # the last query that sees a key of the tile
+    if WINDOWED:  # end at the last query that sees a key of the tile
         last = tl.minimum(first + BN, length) - 1
         end = tl.minimum(length, (last // window + 1) * window if CHUNKED else last + window)
-    whole = end if WINDOWED else tl.minimum(end, tl.cdiv(first + BN, BM) * BM)  # queries from it on see the whole tile
+    whole = end if WINDOWED else tl.minimum(end, tl.cdiv(first + BN, BM) * BM)  # from here queries see the whole tile
     of_key = ((token + key) * kv_heads + kv_head)[:, None]
     for member in range(G):
         head = kv_head * G + member
@@ -279,7 +280,7 @@ def dkdv_kernel(
         g_row = g_ptr + (token * H + head) * DV
         lse_row = lse_ptr + tl.cast(head, tl.int64) * T + token
         delta_row = delta_ptr + tl.cast(head, tl.int64) * T + token
-        tl.debug_barrier()  # what another thread of the program has stored of the heads before may be read here
+        tl.debug_barrier()  # the totals of earlier heads are read below by other threads than wrote them
         dk_sum = tl.zeros((BN, DP), tl.float32)
         dv_sum = tl.zeros((BN, DVP), tl.float32)
         for n in range(begin, whole, BM):

@@ -1,6 +1,6 @@
-"""Schedules of packed attention's gradients: which exist for a problem, the likely fastest first.
+"""Schedules of packed attention's gradients: the candidates for a problem, the likely fastest first.
 
-A schedule never decides bits; `templates.device.gate` sees to that.
+A schedule never affects bits; `templates.device.gate` checks this.
 """
 
 import functools
@@ -11,20 +11,20 @@ __all__ = ["GradientProblem", "GradientTiles", "candidates", "reference_tiles"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientProblem:
-    """All that a choice of schedules may depend on.
+    """Everything that a choice of schedule may depend on.
 
     Attributes:
-        of_keys: whether the gradients of keys and values are wanted, and not that of queries.
+        of_keys: True for the gradients of keys and values, False for the gradient of queries.
         dtype: name of the dtype of queries, keys and values.
         heads: query heads.
         kv_heads: heads of keys and values.
         d: head dim of queries and keys.
         dv: head dim of values.
-        windowed: whether a query sees a limited number of tokens.
-        chunked: whether what is windowed are chunks of tokens.
+        windowed: True if a query sees a limited number of tokens.
+        chunked: True if the window is a chunk of tokens.
         needs_scores: see scores.AttentionRule.
-        capped: whether scores have a soft cap.
-        alibi: whether scores have slopes.
+        capped: True if scores have a soft cap.
+        alibi: True if scores have slopes.
     """
 
     of_keys: bool
@@ -48,10 +48,10 @@ class GradientProblem:
 
 @dataclass(frozen=True, slots=True)
 class GradientTiles:
-    """Queries and keys of a tile, warps of a program, and tiles that are in flight.
+    """Queries and keys of a tile, warps of a program, and tiles in flight.
 
-    Of dq both divide 128, and a tile has 64 keys at most: Triton would add the one product of a block of 128 to the
-    running sum inside of the product, which is another order.
+    For dq both divide 128, and a tile has at most 64 keys: with a block of 128 in one product, Triton would add to the
+    running sum inside the product, which is another order.
     """
 
     block_m: int
@@ -64,13 +64,13 @@ class GradientTiles:
 
 
 def reference_tiles(problem: GradientProblem) -> GradientTiles:
-    """The schedule whose bits the gate asks of all others."""
+    """Return the schedule that defines the bits."""
     return GradientTiles(16, 16, 4, 1) if problem.dtype == "float32" else GradientTiles(32, 32, 4, 1)
 
 
 @functools.cache
 def candidates(problem: GradientProblem) -> tuple[GradientTiles, ...]:
-    """Schedules for this problem, the likely fastest first."""
+    """Return the schedules for a problem, the likely fastest first."""
     if problem.dtype == "float32":
         rows = [(32, 32, 4, 2), (32, 32, 4, 1), (16, 32, 4, 1)]
     elif max(problem.d, problem.dv) > 128:

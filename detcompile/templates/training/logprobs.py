@@ -1,17 +1,17 @@
-"""token_logprobs and its gradient: of each row of logits, the target's log-probability and the entropy, float32.
+"""token_logprobs and its gradient: the target's log-probability and the entropy of each row of logits, float32.
 
 Legend: M rows, V vocabulary size.
 
-    x = logits / temperature (float32; not divided where that is 1), m its maximum, s = sum of exp(x - m)
-    logprob = (x[target] - m) - log(s):  the bytes of log_softmax, which the engine's logprobs are
+    x = logits / temperature (float32; not divided if that is 1), m its maximum, s = sum of exp(x - m)
+    logprob = (x[target] - m) - log(s):  the bytes of log_softmax, which are the engine's logprobs
     entropy = -sum of p * log p, with p = exp(log p)
 
     dlogits = round(((onehot - p) * g - p * (log p + entropy) * g_entropy) / temperature)
 
-Sums are in row_order(V, device type, radices), but an entropy's on a GPU, which is in that without radices. Rows are
-independent, so that they may be computed in any pieces; on a GPU they are, of ELEMENTS_AT_ONCE logits, and no
-log-probabilities of all tokens are kept: m and log(s) are, and whoever needs log p takes them away, in that order,
-which has the same bits.
+Sums are in row_order(V, device type, radices), except an entropy's on a GPU, whose order has no radices. Rows are
+independent, so they may be computed in pieces; a GPU uses pieces of ELEMENTS_AT_ONCE logits. The log-probabilities of
+all tokens are never stored: m and log(s) are, and are subtracted in that order where log p is needed, which gives the
+same bits.
 """
 
 from collections.abc import Sequence
@@ -35,16 +35,16 @@ __all__ = [
     "token_logprobs_cuda",
 ]
 
-ELEMENTS_AT_ONCE = 1 << 27  # bounds the memory of logits divided by a temperature, or copied as rows are not aligned
+ELEMENTS_AT_ONCE = 1 << 27  # bounds the memory of logits divided by a temperature, or copied for alignment
 
 
 def token_logprobs_cpu(
     logits: Tensor, targets: Tensor, temperature: float = 1.0, radices: Sequence[int] = (), isa: str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The op on the CPU, logits [M, V], targets [M] integers -> logprobs and entropies [M] float32.
+    """Run the op on the CPU, logits [M, V], targets [M] integers -> logprobs and entropies [M] float32.
 
     Raises:
-        InvalidInput: a target out of the vocabulary, or a temperature that is not positive.
+        InvalidInput: a target is outside the vocabulary, or the temperature is not positive.
     """
     _check_temperature("token_logprobs", temperature)
     logits, targets = logits.contiguous(), _in_vocabulary(targets, logits.shape[1])
@@ -66,7 +66,7 @@ def token_logprobs_backward_cpu(
     radices: Sequence[int] = (),
     isa: str | None = None,
 ) -> Tensor:
-    """The op on the CPU: gradients [M] float32 of logprobs and entropies -> dlogits [M, V] of the logits' dtype.
+    """Run the op on the CPU: gradients [M] float32 of logprobs and entropies -> dlogits [M, V] of the logits' dtype.
 
     Raises:
         InvalidInput: as token_logprobs_cpu.
@@ -87,7 +87,7 @@ def token_logprobs_backward_cpu(
 def token_logprobs_cuda(
     logits: Tensor, targets: Tensor, temperature: float = 1.0, radices: Sequence[int] = ()
 ) -> tuple[Tensor, Tensor]:
-    """The op on the GPU; a target out of the vocabulary is not looked for."""
+    """Run the op on the GPU, which does not check targets."""
     _check_temperature("token_logprobs", temperature)
     logprobs, entropies = (logits.new_empty(len(logits), dtype=torch.float32) for _ in range(2))
     for rows in _pieces(logits):
@@ -106,7 +106,7 @@ def token_logprobs_backward_cuda(
     temperature: float = 1.0,
     radices: Sequence[int] = (),
 ) -> Tensor:
-    """The op on the GPU; a target out of the vocabulary is not looked for."""
+    """Run the op on the GPU, which does not check targets."""
     _check_temperature("token_logprobs_backward", temperature)
     logits, g, targets = logits.contiguous(), g.contiguous(), targets.contiguous()
     out = torch.empty_like(logits)
@@ -118,14 +118,14 @@ def token_logprobs_backward_cuda(
 
 
 def _pieces(logits: Tensor) -> list[slice]:
-    """Rows that are computed together, as many as have ELEMENTS_AT_ONCE logits."""
+    """Return slices of rows with at most ELEMENTS_AT_ONCE logits each."""
     step = max(1, ELEMENTS_AT_ONCE // logits.shape[1])
     return [slice(start, start + step) for start in range(0, len(logits), step)]
 
 
 def _normalized(logits: Tensor, temperature: float, radices: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """The logits divided by the temperature [rows, V], and the m and log(s) of each row [rows, 2]."""
-    if temperature != 1.0:  # by a tensor, as CUDA turns a division by a number into a product
+    """Return the logits divided by the temperature [rows, V], and each row's m and log(s) [rows, 2]."""
+    if temperature != 1.0:  # divides by a tensor, because CUDA turns a division by a scalar into a product
         logits = logits.float() / logits.new_full((), temperature, dtype=torch.float32)
     return logits, log_normalizer_cuda(logits, radices)
 
@@ -175,14 +175,14 @@ torch.library.register_autograd("detcompile::token_logprobs", _backward, setup_c
 
 
 def reference_token_logprobs(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """The op's values in float64, with gradients of torch's own."""
+    """Return the op's values in float64, with torch's gradients."""
     logprobs = torch.log_softmax(logits.double() / temperature, -1)
     return logprobs.gather(1, targets[:, None]).squeeze(1), -(logprobs.exp() * logprobs).sum(-1)
 
 
 def _check_temperature(op: str, temperature: float) -> None:
     if not temperature > 0:
-        raise InvalidInput(f"detcompile::{op}: temperature={temperature} must be positive; 1.0 is the model's own.")
+        raise InvalidInput(f"detcompile::{op}: temperature={temperature} must be positive; 1.0 is the model's.")
 
 
 def _in_vocabulary(targets: Tensor, size: int) -> Tensor:
@@ -190,7 +190,7 @@ def _in_vocabulary(targets: Tensor, size: int) -> Tensor:
     if len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < size:
         bad = int(((targets < 0) | (targets >= size)).nonzero()[0])
         raise InvalidInput(
-            f"detcompile::token_logprobs: target {int(targets[bad])} of row {bad} is outside of the vocabulary's [0, "
+            f"detcompile::token_logprobs: target {int(targets[bad])} of row {bad} is outside the vocabulary [0, "
             f"{size}). Leave out rows without a target."
         )
     return targets

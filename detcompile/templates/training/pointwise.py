@@ -1,12 +1,12 @@
-"""AdamW's update and a policy's loss: each element by itself, so that no shard, place or tail changes a bit.
+"""AdamW's update and a policy's loss: elementwise, so the sharding, place and alignment of an element change no bit.
 
     adamw:  m = m + (g - m) * (1 - beta1);  v = v * beta2 + g * g * (1 - beta2)
             p = p * (1 - lr * decay) - lr / (1 - beta1^t) * (m / (sqrt(v) / sqrt(1 - beta2^t) + eps))
-    policy: ratio = exp(logprob - old), and 1 where A is 0, so that a token that does not count may have any old
+    policy: ratio = exp(logprob - old), and 1 where A is 0, so a token without weight may have any old logprob
             term = -min(ratio * A, min(max(ratio, low), high) * A) / denominator
 
-All in float32, each operation rounded once (no fused multiply-add), root and division IEEE's, the constants rounded to
-float32 first. The exponential is the templates' own on a CPU, where torch's has other bits in a row's last elements.
+All in float32, each operation rounded once (no FMA), with IEEE root and division, and constants rounded to float32
+first. On a CPU the exponential is the templates', because torch's has other bits in a row's last elements.
 """
 
 import ctypes
@@ -28,14 +28,14 @@ _BLOCK = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamWStep:
-    """The numbers of one step.
+    """The hyperparameters of one step.
 
     Attributes:
         lr: learning rate.
         betas: decays of the averages of gradients and of their squares.
-        eps: what is added to the root.
-        weight_decay: decay of the parameter, times lr.
-        step: steps with this one.
+        eps: added to the root.
+        weight_decay: decay of the parameter, multiplied by lr.
+        step: number of steps, including this one.
     """
 
     lr: float
@@ -46,7 +46,7 @@ class AdamWStep:
 
     @property
     def scalars(self) -> tuple[float, ...]:
-        """The constants, as the kernels take them."""
+        """Return the constants in the kernels' order."""
         beta1, beta2 = self.betas
         of_average, of_root = self.lr / (1 - beta1**self.step), math.sqrt(1 - beta2**self.step)
         return 1 - self.lr * self.weight_decay, 1 - beta1, beta2, 1 - beta2, of_average, of_root, self.eps
@@ -73,7 +73,7 @@ def adamw_kernel(
 
 
 def adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor, copy: Tensor | None, step: AdamWStep) -> None:
-    """Update p, m and v, float32 and contiguous, by g, in place; ``copy``, bfloat16, gets the new p rounded."""
+    """Update p, m and v, float32 and contiguous, by g, in place; ``copy``, bfloat16, receives the new p, rounded."""
     if not p.numel():
         return
     if p.device.type == "cpu":
@@ -86,7 +86,7 @@ def adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor, copy: Tensor | None, step:
 
 
 def adamw_cuda(p: Tensor, g: Tensor, m: Tensor, v: Tensor, copy: Tensor | None, step: AdamWStep) -> None:
-    """``adamw`` on the GPU."""
+    """Run ``adamw`` on the GPU."""
     launcher(adamw_kernel)[(cdiv(p.numel(), _BLOCK),)](
         p, g, m, v, p if copy is None else copy, p.numel(), *step.scalars, HAS_COPY=copy is not None, BLOCK=_BLOCK,
         num_warps=4, enable_fp_fusion=False,
@@ -96,7 +96,7 @@ def adamw_cuda(p: Tensor, g: Tensor, m: Tensor, v: Tensor, copy: Tensor | None, 
 def policy_terms(
     logprobs: Tensor, old: Tensor, advantages: Tensor, *, low: float, high: float, denominator: float
 ) -> tuple[Tensor, Tensor]:
-    """The terms of the loss and their derivatives by the logprobs, of contiguous float32 tensors of one shape."""
+    """Return the loss's terms and their derivatives by the logprobs, of contiguous float32 tensors of one shape."""
     if logprobs.device.type == "cpu":
         terms, slopes = torch.empty_like(logprobs), torch.empty_like(logprobs)
         cpu_library.library().detcompile_policy_loss(
@@ -110,9 +110,9 @@ def policy_terms(
 def policy_terms_cuda(
     logprobs: Tensor, old: Tensor, advantages: Tensor, *, low: float, high: float, denominator: float
 ) -> tuple[Tensor, Tensor]:
-    """``policy_terms`` on the GPU."""
+    """Run ``policy_terms`` on the GPU."""
     ratio = torch.exp(logprobs - old).masked_fill(advantages == 0, 1.0)
     plain, clipped = ratio * advantages, ratio.clamp(low, high) * advantages
     is_clipped = clipped < plain
-    divisor = logprobs.new_full((), denominator)  # a number would become a product with its reciprocal
+    divisor = logprobs.new_full((), denominator)  # a scalar would become a product with its reciprocal
     return -torch.where(is_clipped, clipped, plain) / divisor, torch.where(is_clipped, 0.0, -plain) / divisor

@@ -6,9 +6,9 @@ Legend: R row length, n the normed row before its weight, s its scale, gw = g * 
     layer_norm: dx = round(((gw - sum of gw / R) - n * (sum of gw * n / R)) * s)
     softmax:    dx = round(y * (g - sum of g * y))
 
-weight_rows [..., R] float32 are g times what met the weight: round(n) with round_before_weight, else n. A weight's
-gradient is their token_sum, and a bias's the token_sum of g. Rounding is to x.dtype and has the derivative 1. The order
-is row_order(R, device type, (), dtype) of the rows' dtype.
+weight_rows [..., R] float32 are g times the weight's factor: round(n) with round_before_weight, else n. A weight's
+gradient is their token_sum, and a bias's gradient the token_sum of g. Rounding to x.dtype has the derivative 1. The
+order is row_order(R, device type, (), dtype) of the rows' dtype.
 """
 
 import torch
@@ -28,7 +28,7 @@ __all__ = ["layer_norm_backward_cpu", "rms_norm_backward_cpu", "softmax_backward
 def rms_norm_backward_cpu(
     g: Tensor, x: Tensor, weight: Tensor | None, eps: float, round_before_weight: bool, isa: str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The op on the CPU, g and x [..., R] of one dtype -> dx and weight_rows [..., R]."""
+    """Run the op on the CPU, g and x [..., R] of one dtype -> dx and weight_rows [..., R]."""
     g, x, weight, dx, rows = _prepared(g, x, weight)
     cpu_library.library(isa).detcompile_rms_norm_backward(
         g.data_ptr(), x.data_ptr(), None if weight is None else weight.data_ptr(), dx.data_ptr(), rows.data_ptr(),
@@ -41,7 +41,7 @@ def rms_norm_backward_cpu(
 def layer_norm_backward_cpu(
     g: Tensor, x: Tensor, weight: Tensor | None, eps: float, isa: str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The op on the CPU, g and x [..., R] of one dtype -> dx and weight_rows [..., R]."""
+    """Run the op on the CPU, g and x [..., R] of one dtype -> dx and weight_rows [..., R]."""
     g, x, weight, dx, rows = _prepared(g, x, weight)
     cpu_library.library(isa).detcompile_layer_norm_backward(
         g.data_ptr(), x.data_ptr(), None if weight is None else weight.data_ptr(), dx.data_ptr(), rows.data_ptr(),
@@ -52,7 +52,7 @@ def layer_norm_backward_cpu(
 
 
 def softmax_backward_cpu(g: Tensor, y: Tensor, dtype: torch.dtype, isa: str | None = None) -> Tensor:
-    """The op on the CPU, g and the softmax y [..., R] of one dtype -> dx [..., R] of ``dtype``."""
+    """Run the op on the CPU, g and the softmax y [..., R] of one dtype -> dx [..., R] of ``dtype``."""
     g, y, _, dx, _ = _prepared(g, y, None, dtype)
     cpu_library.library(isa).detcompile_softmax_backward(
         g.data_ptr(), y.data_ptr(), dx.data_ptr(), y.numel() // y.shape[-1], y.shape[-1],
@@ -87,7 +87,7 @@ define(
 def _prepared(
     g: Tensor, x: Tensor, weight: Tensor | None, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
-    """g, x and the weight as the library takes them, and where dx and weight_rows will be."""
+    """Return g, x and the weight as the library takes them, and empty dx and weight_rows."""
     weight = None if weight is None else weight.contiguous()
     dx = torch.empty(x.shape, dtype=dtype or x.dtype, device="cpu")
     return g.contiguous(), x.contiguous(), weight, dx, torch.empty(x.shape, dtype=torch.float32, device="cpu")

@@ -1,7 +1,7 @@
-"""Gradients of norms, softmaxes and log-probabilities of rows on the GPU: a row is read once and held by one program.
+"""Gradients of norms, softmaxes and logprobs of rows on the GPU: a row is loaded once and held by one program.
 
-Legend: T rows, R row length, W columns that a program holds, F folds; see rows.tiles. Sums take the `Row` order of the
-rows' dtype. Rows that one program cannot hold are left to sums of rows and torch's pointwise operations.
+Legend: T rows, R row length, W columns per program, F folds; see rows.tiles. Sums use the `Row` order of the rows'
+dtype. Rows too long for one program use sums of rows and torch's pointwise operations.
 """
 
 import torch
@@ -32,7 +32,7 @@ from detcompile.templates.rows.tiles import (
 __all__ = ["layer_norm_backward_cuda", "logit_gradients", "rms_norm_backward_cuda", "softmax_backward_cuda"]
 
 _SHORT = ShortTile()
-_LOGITS = 4096  # of a program
+_LOGITS = 4096  # per program
 
 
 @triton.jit(do_not_specialize=CALLERS)
@@ -42,7 +42,7 @@ def norm_backward_kernel(
     ROWS: tl.constexpr, W: tl.constexpr, FOLDS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
     SHUFFLE: tl.constexpr,
 ):  # fmt: skip
-    """dx, and g times what met the weight (met), of rms_norm or, CENTRED, of layer_norm."""
+    """dx, and g times the weight's factor (met), of rms_norm or, CENTRED, of layer_norm."""
     row, column = rows_at(1, ROWS, W, FOLDS)
     n = load_rows(x_ptr, row, column, T, heads, outer, inner, 0.0, R, UNIT, 1)
     g = load_rows(g_ptr, row, column, T, heads, outer, inner, 0.0, R, UNIT, 1)
@@ -82,7 +82,7 @@ def logit_gradient_kernel(
     x_ptr, normalizer_ptr, targets_ptr, g_ptr, entropies_ptr, g_entropy_ptr, out_ptr, V, temperature,
     WARM: tl.constexpr, HAS_ENTROPY: tl.constexpr, ON_GPU: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """((onehot - p) * g - p * (log p + entropy) * g_entropy) / temperature, of contiguous rows [M, V]."""
+    """((onehot - p) * g - p * (log p + entropy) * g_entropy) / temperature of contiguous rows [M, V]."""
     row = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = row.to(tl.int64) * V + column
@@ -102,17 +102,17 @@ def logit_gradient_kernel(
 def rms_norm_backward_cuda(
     g: Tensor, x: Tensor, weight: Tensor | None, eps: float, round_before_weight: bool
 ) -> tuple[Tensor, Tensor]:
-    """g and x [..., R], weight [R] -> dx in x.dtype, and g times what met the weight in float32, [..., R]."""
+    """Run g and x [..., R], weight [R] -> dx in x.dtype, and g times the weight's factor in float32, [..., R]."""
     return _norm_backward(g, x, weight, eps, centred=False, round_first=round_before_weight)
 
 
 def layer_norm_backward_cuda(g: Tensor, x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """g and x [..., R], weight [R] -> dx in x.dtype, and g times what met the weight in float32, [..., R]."""
+    """Run g and x [..., R], weight [R] -> dx in x.dtype, and g times the weight's factor in float32, [..., R]."""
     return _norm_backward(g, x, weight, eps, centred=True, round_first=False)
 
 
 def softmax_backward_cuda(g: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
-    """g and the softmax y [..., R] -> dx [..., R] of ``dtype``."""
+    """Run g and the softmax y [..., R] -> dx [..., R] of ``dtype``."""
     order = row_order(y.shape[-1], "cuda", (), y.dtype)
     dx = torch.empty(y.shape, dtype=dtype, device=y.device)
     if order.chunk:
@@ -131,8 +131,8 @@ def logit_gradients(
 
     Args:
         x: the logits divided by the temperature [M, V], contiguous.
-        normalizer: [M, 2] float32, of ``log_normalizer_cuda``.
-        surprise: entropies [M] and their gradients [M], where they have any.
+        normalizer: [M, 2] float32 from ``log_normalizer_cuda``.
+        surprise: entropies [M] and their gradients [M], or nothing.
     """
     M, V = x.shape
     launcher(logit_gradient_kernel)[(M, cdiv(V, _LOGITS))](
@@ -176,7 +176,7 @@ def _launch(
     kernel: triton.JITFunction, order: Row, x: Tensor, g: Tensor, *tensors: Tensor | None,
     scalars: tuple[float, ...] = (), **flags: bool,
 ) -> None:  # fmt: skip
-    """Runs a kernel ``(x, g, *tensors, T, heads, outer, inner, *scalars, flags, tile)`` over all rows."""
+    """Run a kernel ``(x, g, *tensors, T, heads, outer, inner, *scalars, flags, tile)`` over all rows."""
     x, g = (_aligned_rows(rows) for rows in (x, g))
     rows, plan = row_layout(x, order.vector), row_plan(order, short=_SHORT)
     launcher(kernel)[(cdiv(rows.T, plan.rows),)](

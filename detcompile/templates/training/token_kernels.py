@@ -1,11 +1,11 @@
-"""Kernels of exact sums over tokens: products in leaves, whose sums meet in two integers an element, and sums of rows.
+"""Kernels of exact sums over tokens: products of leaves, accumulated in two integers per element, and sums of rows.
 
 Legend: T rows, N K features, L leaves, BT BN BK tile sizes.
 
-A leaf's fp32 sum p becomes multiples of 2^GRID without a conversion: p + 1.5 * 2^(46 + GRID) holds p rounded to a
-multiple of 2^(GRID + 23) in its low bits, and what is left of p, which is exact, plus 1.5 * 2^(23 + GRID) holds the
-rest. The bits of both are added as they are, modulo 2^32; how often the constants' bits are among them is known at the
-end. That takes magnitudes up to 2^(45 + GRID) and 2^28 units of the first kind, which is more than the limit.
+A leaf's fp32 sum p becomes multiples of 2^GRID without a conversion. p + 1.5 * 2^(46 + GRID) holds p rounded to a
+multiple of 2^(GRID + 23) in its low bits; the exact remainder of p plus 1.5 * 2^(23 + GRID) holds the rest. The bits of
+both are added as integers modulo 2^32, and the constants' bits, whose count is known at the end, are subtracted. This
+allows magnitudes up to 2^(45 + GRID) and 2^28 units of the first kind, which exceeds the limit.
 """
 
 import triton
@@ -25,17 +25,17 @@ def _greater_or_nan(a, b):
 
 @triton.jit
 def _largest_of_rows(x, ON_GPU: tl.constexpr):
-    """[BN, BK] -> [BN]: the largest magnitude; NaN where there is one."""
+    """[BN, BK] -> [BN]: the largest magnitude; NaN if there is a NaN."""
     if ON_GPU:
         return tl.reduce(tl.abs(x), 1, _greater_or_nan)
-    else:  # the interpreter would take every pair by itself; the bits of magnitudes are in their order, NaN on top
+    else:  # the interpreter would loop over pairs; magnitudes order like their bits, with NaN on top
         bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         return tl.max(bits, 1).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _on_grid(x, most, GRID: tl.constexpr):
-    """fp32 -> float64 multiples of 2^GRID; +inf for magnitudes beyond `most`, NaN for what is not finite."""
+    """fp32 -> float64 multiples of 2^GRID; +inf for magnitudes above `most`, NaN for nonfinite values."""
     MAGIC: tl.constexpr = 1.5 * 2.0 ** (52 + GRID)
     rounded = (x.to(tl.float64) + MAGIC) - MAGIC
     infinite = (x - x).to(tl.float64) + float("inf")
@@ -44,7 +44,7 @@ def _on_grid(x, most, GRID: tl.constexpr):
 
 @triton.jit
 def _add_leaf(upper, lower, p, GRID: tl.constexpr):
-    """The two integers of each element with those of a leaf's sum added."""
+    """Add a leaf's sum to the two integers of each element."""
     UPPER: tl.constexpr = 1.5 * 2.0 ** (46 + GRID)
     LOWER: tl.constexpr = 1.5 * 2.0 ** (23 + GRID)
     high = p + UPPER
@@ -55,7 +55,7 @@ def _add_leaf(upper, lower, p, GRID: tl.constexpr):
 
 @triton.jit
 def _carried(upper, lower, leaves, LOWER_BITS: tl.constexpr):
-    """The same sum, with the lower part of `leaves` leaves, an int32, small and free of its constant."""
+    """The same sum after carrying; the lower part of `leaves` leaves, an int32, is small and without its constant."""
     lower = lower - leaves * LOWER_BITS
     carry = lower >> 23
     return upper + carry, lower - (carry << 23)
@@ -65,7 +65,7 @@ def _carried(upper, lower, leaves, LOWER_BITS: tl.constexpr):
 def _step(
     acc, g, x, t, end, n, k, N, K, g_stride, x_stride, BT: tl.constexpr, TMA: tl.constexpr, TAIL: tl.constexpr
 ):  # fmt: skip
-    """acc + g[t : t + BT]^T @ x[t : t + BT]; with TAIL rows from `end` on are zeros."""
+    """acc + g[t : t + BT]^T @ x[t : t + BT]; with TAIL rows from `end` on are read as zeros."""
     inside = (t + tl.arange(0, BT) < end)[:, None]
     if TMA:
         g_rows, x_rows = g.load([t, n]), x.load([t, k])
@@ -111,7 +111,7 @@ def token_matmul_kernel(
 ):  # fmt: skip
     """One tile of out [N, K] float64, over all leaves. g and x: pointers, or with TMA descriptors of [BT, BN | BK].
 
-    A row of the tile with a magnitude beyond exactness is +inf, one with a sum that is not finite NaN.
+    A row of the tile with a magnitude beyond exactness is +inf; one with a nonfinite sum is NaN.
     """
     tile_n, tile_k = grouped(tl.program_id(0), N, K, BN, BK, GROUP)
     n, k = tile_n * BN + tl.arange(0, BN), tile_k * BK + tl.arange(0, BK)
@@ -129,7 +129,7 @@ def token_matmul_kernel(
         upper, lower = _add_leaf(upper, lower, acc, GRID)
         largest = _largest_of_rows(acc, ON_GPU)
         worst = tl.maximum(worst, largest, propagate_nan=tl.PropagateNan.ALL)
-        if (leaf + 1) % 256 == 0:  # the lower parts, of 23 bits each, still fit into 32
+        if (leaf + 1) % 256 == 0:  # the lower parts of 256 leaves, 23 bits each, fit in 32 bits
             upper, lower = _carried(upper, lower, tl.full((1, 1), 256, tl.int32), LOWER_BITS)
         start = end
     upper, lower = _carried(upper, lower, L % 256, LOWER_BITS)
@@ -160,7 +160,7 @@ def token_sum_kernel(
         sums += rounded
         magnitudes += tl.abs(rounded)
     at = tl.program_id(1) * N + column
-    # exact, so that their order is no matter
+    # exact, so the order does not matter
     tl.store(sums_ptr + at, tl.sum(sums, 0), mask=column < N)
     tl.store(magnitudes_ptr + at, tl.sum(magnitudes, 0), mask=column < N)
 
@@ -169,8 +169,8 @@ def token_sum_kernel(
 def token_scatter_kernel(
     g_ptr, ids_ptr, order_ptr, ends_ptr, out_ptr, D, g_stride, GRID: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
 ):  # fmt: skip
-    """The rows of one id, of BC columns (axis 1); axis 0: places among the ids as they are sorted, the first of each
-    id works. order: rows of g in that order; ends: where a place's id ends."""
+    """The rows of one id, BC columns (axis 1). Axis 0: places in the sorted ids; the first place of an id does the
+    work. order: rows of g in sorted order; ends: the end of each place's id."""
     LIMIT: tl.constexpr = 2.0 ** (51 + GRID)
     place = tl.program_id(0)
     row_of_out = tl.load(ids_ptr + place)

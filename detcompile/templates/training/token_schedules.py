@@ -1,6 +1,6 @@
-"""Schedules of token_matmul: which exist for a problem, the likely fastest first.
+"""Schedules of token_matmul: the candidates for a problem, the likely fastest first.
 
-A schedule never decides bits; `templates.device.gate` sees to that.
+A schedule never affects bits; `templates.device.gate` checks this.
 """
 
 import functools
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 __all__ = ["TokenProblem", "TokenTiles", "candidates", "reference_schedule"]
 
-# The smaller tiles leave room for two programs, one of which multiplies while the other ends a leaf.
+# The smaller tiles allow two resident programs: one multiplies while the other finishes a leaf.
 _TMA = [
     (128, 128, 64, 8, 4), (128, 128, 64, 8, 5), (128, 128, 128, 8, 3), (64, 128, 64, 4, 4), (64, 128, 64, 4, 3),
     (128, 64, 64, 4, 4), (64, 256, 64, 8, 4), (128, 128, 64, 4, 4),
@@ -17,14 +17,14 @@ _TMA = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenProblem:
-    """All that a choice of schedule may depend on.
+    """Everything that a choice of schedule may depend on.
 
     Attributes:
         dtype: name of the dtype of both operands.
         n: features of the gradient.
         k: features of the rows that were multiplied.
         grid: exponent of the grid.
-        aligned: whether rows of both operands start at multiples of 16 bytes.
+        aligned: True if rows of both operands are aligned to 16 bytes.
     """
 
     dtype: str
@@ -39,9 +39,9 @@ class TokenProblem:
 
 @dataclass(frozen=True, slots=True)
 class TokenTiles:
-    """A program's tile of N and K, the rows of a step, its warps, and the steps that are in flight.
+    """A program's tile of N and K, the rows of a step, its warps, and the steps in flight.
 
-    tma: operands come through tensor descriptors; group: tiles of N that share their x in the L2 cache.
+    tma: operands use tensor descriptors; group: tiles of N that share their x in L2.
     """
 
     block_n: int
@@ -58,20 +58,20 @@ class TokenTiles:
 
 
 def reference_schedule(problem: TokenProblem) -> TokenTiles:
-    """The schedule whose bits the gate asks of all others."""
+    """Return the schedule that defines the bits."""
     return TokenTiles(32, 32, 32, 4, 1)
 
 
 @functools.cache
 def candidates(problem: TokenProblem) -> tuple[TokenTiles, ...]:
-    """Schedules for this problem, the likely fastest first."""
+    """Return the schedules for a problem, the likely fastest first."""
     if problem.dtype == "float32":
         rows = [(64, 64, 32, 4, 3), (64, 64, 16, 8, 2), (32, 32, 32, 4, 2)]
     else:
         rows = [
             (128, 128, 64, 8, 4), (128, 128, 64, 8, 3), (64, 128, 64, 4, 3), (128, 64, 64, 4, 3), (64, 64, 64, 4, 4),
         ]  # fmt: skip
-    found = [TokenTiles(*row) for row in rows]
+    schedules = [TokenTiles(*row) for row in rows]
     if problem.dtype != "float32" and problem.aligned:
-        found = [*(TokenTiles(*row, tma=True) for row in _TMA), *found]
-    return tuple(found)
+        schedules = [*(TokenTiles(*row, tma=True) for row in _TMA), *schedules]
+    return tuple(schedules)

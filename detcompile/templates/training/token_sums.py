@@ -1,4 +1,4 @@
-"""token_matmul, token_sum and token_scatter: gradients of weights, as sums over tokens that are exact.
+"""token_matmul, token_sum and token_scatter: gradients of weights, as exact sums over tokens.
 
 Legend: T rows, N K features, L leaves, V rows of a table, D its width.
 
@@ -7,12 +7,12 @@ Legend: T rows, N K features, L leaves, V rows of a table, D its width.
     token_scatter(g [T, D], ids [T], V)               ->  [V, D]   sum over the rows of each id
 
 Each in float64, in the order Exact: a leaf is a float32 sum, rounded once to a multiple of 2^grid (to nearest even),
-and multiples are added exactly. So nothing depends on which leaves meet in a call, or in which order, and results of
-calls may be added to each other, in float64, in any order too.
+and multiples are added exactly. The result does not depend on the grouping of leaves into calls or their order; results
+of calls may be added in float64 in any order.
 
-A leaf of token_matmul is rows leaves[i] to leaves[i + 1] (times rows_a_token), a float32 chain in matmul_order of their
-number; rows outside of all leaves are not read. A leaf of the others is a row. Elements that are beyond exactness are
-+inf, and those with a term that is not finite are NaN: training.exactness.
+A leaf of token_matmul is rows leaves[i] to leaves[i + 1] (times rows_a_token), a float32 chain in the matmul_order of
+their number; rows outside all leaves are not read. In the other operations each row is a leaf. Elements beyond
+exactness are +inf, and those with a nonfinite term are NaN: see training.exactness.
 """
 
 import torch
@@ -34,20 +34,20 @@ __all__ = [
     "token_sum_cpu",
 ]
 
-GRID = -44  # of Numerics.token_grid
+GRID = -44  # the default of Numerics.token_grid
 
 
 def token_matmul_cpu(
     g: Tensor, x: Tensor, leaves: Tensor, rows_a_token: int = 1, grid: int = GRID, isa: str | None = None
 ) -> Tensor:
-    """The op on the CPU, g [T, N], x [T, K], leaves [L + 1] int32 -> [N, K] float64.
+    """Run the op on the CPU, g [T, N], x [T, K], leaves [L + 1] int32 -> [N, K] float64.
 
     Raises:
-        InvalidInput: leaves that do not ascend within the rows.
+        InvalidInput: leaves do not ascend within the rows.
     """
     out = torch.empty((g.shape[1], x.shape[1]), dtype=torch.float64, device="cpu")
     g_NT, x_KT, leaves = g.t().contiguous(), x.contiguous().t(), leaves.contiguous()
-    nowhere = torch.empty(0, dtype=torch.float32, device="cpu")  # the product of a leaf goes to memory of its own
+    nowhere = torch.empty(0, dtype=torch.float32, device="cpu")  # the kernel allocates a leaf's product itself
     call = pack_call(g_NT, x_KT, None, None, nowhere, ())
     bad = cpu_library.library(isa).detcompile_token_matmul(
         call, leaves.data_ptr(), len(leaves) - 1, rows_a_token, magic_of(grid), limit_of(grid), out.data_ptr()
@@ -55,13 +55,13 @@ def token_matmul_cpu(
     if bad >= 0:
         raise InvalidInput(
             f"detcompile::token_matmul: leaf {bad}, rows {leaves[bad]} to {leaves[bad + 1]} (times {rows_a_token}), is "
-            f"not within {g.shape[0]} rows in ascending order. Take leaves from training.packing.leaf_table."
+            f"not an ascending range within {g.shape[0]} rows. Use leaves from training.packing.leaf_table."
         )
     return out
 
 
 def token_sum_cpu(g: Tensor, grid: int = GRID, isa: str | None = None) -> Tensor:
-    """The op on the CPU, g [T, N] -> [N] float64."""
+    """Run the op on the CPU, g [T, N] -> [N] float64."""
     g = g if g.stride(1) == 1 else g.contiguous()
     out = torch.empty(g.shape[1], dtype=torch.float64, device="cpu")
     cpu_library.library(isa).detcompile_token_sum(
@@ -72,10 +72,10 @@ def token_sum_cpu(g: Tensor, grid: int = GRID, isa: str | None = None) -> Tensor
 
 
 def token_scatter_cpu(g: Tensor, ids: Tensor, num_rows: int, grid: int = GRID, isa: str | None = None) -> Tensor:
-    """The op on the CPU, g [T, D], ids [T] integers -> [V, D] float64.
+    """Run the op on the CPU, g [T, D], ids [T] integers -> [V, D] float64.
 
     Raises:
-        InvalidInput: an id outside of [0, V).
+        InvalidInput: an id is outside [0, V).
     """
     g = g if g.stride(1) == 1 else g.contiguous()
     ids = ids.to(torch.int64).contiguous()
@@ -137,11 +137,11 @@ define(
 
 
 def reference_token_matmul(g: Tensor, x: Tensor, leaves: Tensor, rows_a_token: int = 1) -> Tensor:
-    """The op's value in float64, without a grid."""
+    """Return the op's value in float64, without a grid."""
     rows = slice(int(leaves[0]) * rows_a_token, int(leaves[-1]) * rows_a_token)
     return g[rows].double().t() @ x[rows].double()
 
 
 def reference_token_scatter(g: Tensor, ids: Tensor, num_rows: int) -> Tensor:
-    """The op's value in float64, without a grid."""
+    """Return the op's value in float64, without a grid."""
     return g.new_zeros((num_rows, g.shape[1]), dtype=torch.float64).index_add_(0, ids.long(), g.double())

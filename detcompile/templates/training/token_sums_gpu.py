@@ -1,10 +1,10 @@
-"""token_matmul, token_sum and token_scatter on the GPU: exact sums, so that tiles, splits and atomics change no bit.
+"""token_matmul, token_sum and token_scatter on the GPU: exact sums, so tiles, splits and atomics change no bit.
 
 Legend: T rows, N K features, L leaves, BT BN BK tile sizes, V rows of a table, D its width.
 
-A leaf of token_matmul is one fp32 accumulator that walks the rows upwards through ``tl.dot``, as matmul's do; float32
-operands take a fresh one each 128 rows. What may change its bits is compared by the gate. A leaf's magnitude may be up
-to 2^(45 + grid), and a row of the gradient with a greater one is +inf in a whole tile.
+A leaf of token_matmul is one fp32 accumulator over ascending rows through ``tl.dot``, as in matmul; float32 operands
+start a new accumulator every 128 rows. The gate compares everything that may change a leaf's bits. A leaf's magnitude
+may be at most 2^(45 + grid); otherwise that row of the gradient is +inf within a whole tile.
 """
 
 import functools
@@ -32,14 +32,14 @@ __all__ = [
     "tune_token_matmul",
 ]
 
-_ROWS_A_PROGRAM = 512  # of token_sum
+_ROWS_A_PROGRAM = 512  # for token_sum
 
 
 def token_matmul_cuda(g: Tensor, x: Tensor, leaves: Tensor, rows_a_token: int = 1, grid: int = -44) -> Tensor:
-    """g [T, N], x [T, K], leaves [L + 1] int32 -> [N, K] float64. Leaves are taken as they are, without a look at them.
+    """Run g [T, N], x [T, K], leaves [L + 1] int32 -> [N, K] float64. Leaves are not checked.
 
     Raises:
-        ScheduleError: during CUDA graph capture, if no launch of this problem came before it.
+        ScheduleError: during CUDA graph capture, if this problem was never launched before.
     """
     g, x = _unit_rows(g), _unit_rows(x)
     if len(leaves) == 1 or g.shape[1] == 0 or x.shape[1] == 0:
@@ -51,17 +51,17 @@ def token_matmul_cuda(g: Tensor, x: Tensor, leaves: Tensor, rows_a_token: int = 
 def run_token_matmul(
     schedule: TokenTiles, g: Tensor, x: Tensor, leaves: Tensor, rows_a_token: int = 1, grid: int = -44
 ) -> Tensor:
-    """The op under one schedule, gate or no gate: for tests, the gate itself and benchmarks."""
+    """Run the op under one schedule without asking the gate: for tests, the gate itself and benchmarks."""
     g, x = _unit_rows(g), _unit_rows(x)
     N, K = g.shape[1], x.shape[1]
     out = torch.empty((N, K), dtype=torch.float64, device=g.device)
     programs = cdiv(N, schedule.block_n) * cdiv(K, schedule.block_k)
-    given: tuple[Tensor | TensorDescriptor, ...] = g, x
+    operands: tuple[Tensor | TensorDescriptor, ...] = g, x
     if schedule.tma:
         widths = (schedule.block_n, schedule.block_k)
-        given = tuple(TensorDescriptor.from_tensor(r, [schedule.block_t, w]) for r, w in zip((g, x), widths))
+        operands = tuple(TensorDescriptor.from_tensor(r, [schedule.block_t, w]) for r, w in zip((g, x), widths))
     launcher(token_kernels.token_matmul_kernel)[(programs,)](
-        *given, leaves, out, len(leaves) - 1, rows_a_token, N, K, g.stride(0), x.stride(0), GRID=grid,
+        *operands, leaves, out, len(leaves) - 1, rows_a_token, N, K, g.stride(0), x.stride(0), GRID=grid,
         UPPER_BITS=_bits(46 + grid), LOWER_BITS=_bits(23 + grid), BN=schedule.block_n, BK=schedule.block_k,
         BT=schedule.block_t, GROUP=schedule.group, BLOCKED=g.dtype is torch.float32, TMA=schedule.tma,
         ON_GPU=g.is_cuda, num_warps=schedule.warps, num_stages=schedule.stages, enable_fp_fusion=False,
@@ -70,12 +70,12 @@ def run_token_matmul(
 
 
 def _bits(exponent: int) -> int:
-    """The bits of 1.5 * 2^exponent in float32."""
+    """Return the bits of 1.5 * 2^exponent in float32."""
     return (127 + exponent) << 23 | 1 << 22
 
 
 def token_sum_cuda(g: Tensor, grid: int = -44) -> Tensor:
-    """g [T, N] -> [N] float64."""
+    """Run g [T, N] -> [N] float64."""
     g = _unit_rows(g)
     T, N = g.shape
     if T == 0 or N == 0:
@@ -91,31 +91,31 @@ def token_sum_cuda(g: Tensor, grid: int = -44) -> Tensor:
 
 
 def token_scatter_cuda(g: Tensor, ids: Tensor, num_rows: int, grid: int = -44) -> Tensor:
-    """g [T, D], ids [T] in [0, V) -> [V, D] float64."""
+    """Run g [T, D], ids [T] in [0, V) -> [V, D] float64."""
     g, (T, D) = _unit_rows(g), g.shape
     out = g.new_zeros((num_rows, D), dtype=torch.float64)
     if T and D:
-        found, order = ids.long().sort()
-        ends = torch.searchsorted(found, found, right=True)
+        ascending, order = ids.long().sort()
+        ends = torch.searchsorted(ascending, ascending, right=True)
         launcher(token_kernels.token_scatter_kernel)[(T, cdiv(D, 256))](
-            g, found, order, ends, out, D, g.stride(0), GRID=grid, BR=8, BC=256, num_warps=4, enable_fp_fusion=False
+            g, ascending, order, ends, out, D, g.stride(0), GRID=grid, BR=8, BC=256, num_warps=4, enable_fp_fusion=False
         )
     return out
 
 
-@functools.lru_cache(4096)  # launches wait for the host
+@functools.lru_cache(4096)  # the GPU waits for the host's launches
 def _problem(dtype: torch.dtype, n: int, k: int, grid: int, aligned: bool) -> TokenProblem:
     return TokenProblem(dtype=str(dtype).removeprefix("torch."), n=n, k=k, grid=grid, aligned=aligned)
 
 
 def token_problem(g: Tensor, x: Tensor, grid: int = -44) -> TokenProblem:
-    """What the schedule of a launch may depend on; no number of rows is part of it."""
+    """Return the problem of a launch; it does not contain a number of rows."""
     aligned = all(rows.data_ptr() % 16 == 0 and rows.stride(0) * rows.element_size() % 16 == 0 for rows in (g, x))
     return _problem(g.dtype, g.shape[1], x.shape[1], grid, aligned)
 
 
 def probe_bits(problem: TokenProblem, device: torch.device) -> Callable[[TokenTiles], bytes]:
-    """The gate's probe: what a schedule makes of leaves of many lengths, among rows that are in none."""
+    """Return the gate's probe: the bytes of a schedule for leaves of many lengths, with rows between them."""
     generator = torch.Generator(device).manual_seed(22)
     lengths = (3, 1, 130, 64, 0, 257, 512, 1024)
     ends = [2 + sum(lengths[: i + 1]) for i in range(len(lengths))]
@@ -129,8 +129,8 @@ def probe_bits(problem: TokenProblem, device: torch.device) -> Callable[[TokenTi
             rows = torch.nn.functional.pad(rows, (0, 1 + width % 2))[:, :width]
         return rows.to(dtype)
 
-    g, x, given = draw(problem.n), draw(problem.k), leaves.to(device)
-    return lambda schedule: bytes_of(run_token_matmul(schedule, g, x, given, 1, problem.grid))
+    g, x, table = draw(problem.n), draw(problem.k), leaves.to(device)
+    return lambda schedule: bytes_of(run_token_matmul(schedule, g, x, table, 1, problem.grid))
 
 
 TOKEN_MATMUL = Gate(
@@ -143,7 +143,7 @@ TOKEN_MATMUL = Gate(
 
 
 def tune_token_matmul(problem: TokenProblem, device: torch.device, T: int, leaf: int = 1024) -> TokenTiles:
-    """Times every admitted schedule on T rows in leaves of ``leaf``; later launches of the problem take the winner."""
+    """Time every admitted schedule on T rows in leaves of ``leaf``; later launches of the problem use the fastest."""
     dtype = getattr(torch, problem.dtype)
     g, x = (torch.randn(T, width, device=device).to(dtype) * 0.02 for width in (problem.n, problem.k))
     leaves = torch.tensor([*range(0, T, leaf), T], dtype=torch.int32, device=device)

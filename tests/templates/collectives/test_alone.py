@@ -41,7 +41,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     def met(*_: object, **__: object) -> None:
         raise AssertionError("a collective was begun")
 
-    for owner, name in ((dist, "all_gather"), (op, "_reduce_thengather"), (gather.c10d, "all_reduce")):
+    for owner, name in ((dist, "all_gather"), (op, "_reduce_then_gather"), (gather.c10d, "all_reduce")):
         monkeypatch.setattr(owner, name, met)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     yield dist.group.WORLD.group_name

@@ -125,7 +125,7 @@ def test_the_operations_are_as_torch_wants_them():
         (lambda x, t: OURS.token_logprobs(x, t[1:]), r"targets .* must be .* \[M\]"),
         (lambda x, t: OURS.token_logprobs(x, t.float()), r"targets .* must be .* \[M\]"),
         (lambda x, t: OURS.token_logprobs(x, t, 0.0), r"temperature=0\.0 must be positive"),
-        (lambda x, t: OURS.token_logprobs(x, t + 4), r"target 4 of row 0 is outside of .*\[0, 4\)"),
+        (lambda x, t: OURS.token_logprobs(x, t + 4), r"target 4 of row 0 is outside .*\[0, 4\)"),
         (lambda x, t: OURS.token_logprobs(x, t - 1), "target -1 of row 0"),
         (lambda x, t: OURS.token_logprobs_backward(x[0], None, x, t), "(g|logits) is torch.float32"),
         (lambda x, t: OURS.token_logprobs_backward(x[:, 0], t, x, t), "g_entropy is torch.int64"),

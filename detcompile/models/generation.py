@@ -29,6 +29,7 @@ from detcompile.runtime.dense.padded_batch import check_batch, inferred_mask, ro
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.kv.block_pool import BLOCK_SIZE, whole_blocks
+from detcompile.runtime.requests.admission import warn_of_end_tokens
 from detcompile.runtime.requests.plain_values import kind, shown
 from detcompile.runtime.requests.sampling_params import SamplingParams
 
@@ -80,6 +81,7 @@ class Generator:
         arguments = read_arguments(module, given, input_ids.shape[1], facts.num_logits)
         criteria = _criteria(arguments, input_ids.shape[1], tokenizer) if arguments.stepwise else None
         if criteria is not None:
+            warn_of_end_tokens(tokenizer(), facts.num_logits, arguments.eos_token_id)
             most = max(1, (criteria.max_length or 0) - input_ids.shape[1])
             arguments = replace(arguments, max_new_tokens=most, min_new_tokens=min(arguments.min_new_tokens, most))
         if attention_mask is None:

@@ -1,7 +1,7 @@
 """ModelObject: what else code written for a Hugging Face model asks of one, besides calls and generate()."""
 
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 from transformers import GenerationConfig, GenerationMixin, PretrainedConfig
@@ -12,6 +12,32 @@ from detcompile.executors.executor import Executor
 __all__ = ["AnyConfig", "ModelObject"]
 
 SHOWN_OF_PROGRAM = 12  # digits
+# What to do instead of using an attribute of a Hugging Face model that a compiled one lacks.
+INSTEAD = {
+    **dict.fromkeys(
+        ("save_pretrained", "push_to_hub"),
+        "save the Hugging Face model that you compiled, or write an archive with detcompile.export(model, 'm.pt2')",
+    ),
+    **dict.fromkeys(
+        ("state_dict", "parameters", "named_parameters", "buffers", "named_buffers", "get_input_embeddings"),
+        "read weights of the Hugging Face model that you compiled; update_weights() sets those of this one",
+    ),
+    "load_state_dict": "update_weights() takes named tensors",
+    **dict.fromkeys(
+        ("modules", "named_modules", "children", "register_forward_hook", "register_forward_pre_hook", "apply"),
+        "a compiled model has no modules: read or change the Hugging Face model, then compile it",
+    ),
+    **dict.fromkeys(
+        ("resize_token_embeddings", "tie_weights", "add_adapter", "load_adapter", "merge_adapter"),
+        "change the Hugging Face model, then compile it",
+    ),
+    **dict.fromkeys(
+        ("gradient_checkpointing_enable", "requires_grad_", "zero_grad"),
+        "a compiled model has no gradients: detcompile.trainer(model) trains",
+    ),
+    "forward": "call the model",
+    "compile": "the model is compiled",
+}
 
 
 class AnyConfig(PretrainedConfig):
@@ -46,6 +72,13 @@ class ModelObject:
 
     # transformers.pipeline fills in its own defaults by it, and says nothing where a model has none.
     _prepare_generation_config = GenerationMixin._prepare_generation_config
+
+    if not TYPE_CHECKING:  # or mypy would take any name
+
+        def __getattr__(self, name: str) -> Any:
+            advice = f": {INSTEAD[name]}" if name in INSTEAD else ""
+            message = f"{type(self).__name__!r} object has no attribute {name!r}{advice}"
+            raise AttributeError(message, name=name, obj=self)
 
     @property
     def config(self) -> PretrainedConfig:
@@ -144,9 +177,7 @@ class ModelObject:
             f" program {known.program[:SHOWN_OF_PROGRAM]})"
         )
 
-    def _settled(
-        self, method: str, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> Self:
+    def _settled(self, method: str, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
         place = None if device is None else torch.device(device)
         elsewhere = place is not None and (
             place.type != self.device.type or place.index not in (None, self.device.index or 0)

@@ -256,6 +256,11 @@ class Trainer(Unreplicated):
         return clip_grad_norm_(self.parameters(), max_norm)
 
     def _batch(self, *given: Tensor | None) -> UnpaddedBatch:
+        if torch._C._functorch.maybe_current_level() is not None or torch.compiler.is_exporting():
+            raise InvalidInput(
+                "torch.func and torch.export cannot trace a trainer, whose layers are compiled: call backward() of a"
+                " loss for gradients, and detcompile.export(compile(model)) for a file"
+            )
         batch = unpad(*require_tensors(*given))
         check_batch(batch, self.vocab_size, self.max_context)
         return batch

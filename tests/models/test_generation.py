@@ -2,7 +2,9 @@
 
 import hashlib
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 import detcompile
 from detcompile import SamplingParams
 from detcompile.runtime.dense.padded_batch import seed_of_row
+from detcompile.runtime.requests import admission
 from tests.bits import assert_bitwise_equal
 from tests.exhaustive import exhaustive_unless
 from tests.model_cases import VOCAB_SIZE
@@ -148,6 +151,19 @@ def test_text_streams_as_from_hugging_face(capsys: pytest.CaptureFixture) -> Non
         model.generate(ids, do_sample=False, max_new_tokens=12, streamer=TextStreamer(tokenizer()), pad_token_id=PAD)
         texts.append((list(streamer), capsys.readouterr().out))
     assert texts[0] == texts[1] and "".join(texts[0][0])
+
+
+@pytest.mark.parametrize("seen_by", ["streamer", "stopping_criteria"])
+def test_streams_warn_of_end_tokens_too(seen_by: str, caplog: pytest.LogCaptureFixture) -> None:
+    admission._warn_of_end.cache_clear()
+    model, ids = model_of("qwen3"), padded_batch((9,))[0]
+    ending = SimpleNamespace(eos_token="<end>", eos_token_id=7)
+    seen = {"streamer": Recorder()} if seen_by == "streamer" else {"stopping_criteria": [After({PAD})]}
+    with mock.patch.dict(model.__dict__, tokenizer=ending), caplog.at_level("WARNING", "detcompile"):
+        model.generate(ids, max_new_tokens=2, eos_token_id=[7], pad_token_id=PAD, **seen)
+        assert not caplog.records
+        model.generate(ids, max_new_tokens=2, pad_token_id=PAD, **seen)
+    assert "eos_token '<end>' (token 7) is not among the model's end tokens" in caplog.text
 
 
 def test_an_error_of_a_criterion_reaches_the_caller_and_the_next_call_is_served() -> None:

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 import detcompile
 from detcompile import CompiledClassifier, CompiledModel, InvalidInput
 from detcompile.executors.description import ParameterCount
+from detcompile.models.model_object import INSTEAD
 from tests.bits import assert_bitwise_equal
 from tests.model_cases import VOCAB_SIZE, compiled, random_model
 
@@ -35,6 +37,14 @@ def test_it_says_what_a_hugging_face_model_says() -> None:
     assert ours.generation_config.to_dict() == plain.generation_config.to_dict()
     assert ours.name_or_path == plain.name_or_path == ""
     assert ours.can_generate() and ours.eval() is ours and ours.train(False) is ours
+
+
+@pytest.mark.parametrize("name", [*INSTEAD, "nonsense"])
+def test_attributes_that_it_lacks_say_what_to_do(name: str) -> None:
+    assert not hasattr(model(), name) and getattr(model(), name, 7) == 7
+    message = f"'CompiledModel' object has no attribute '{name}'" + (f": {INSTEAD[name]}" if name in INSTEAD else "")
+    with pytest.raises(AttributeError, match=f"^{re.escape(message)}$"):
+        getattr(model(), name)
 
 
 def test_it_is_not_copied() -> None:

@@ -322,6 +322,21 @@ def test_functional_call_takes_tensors_without_a_gradient():
             torch.func.functional_call(trainer, {name: given[name].requires_grad_()}, (ids,))
 
 
+@pytest.mark.parametrize("transform", ["grad", "jvp", "vmap", "export"])
+def test_transforms_of_functions_are_refused(transform: str):
+    trainer, ids = trained("qwen3"), torch.tensor([[1, 2, 3]])
+    weights = {"model.norm.weight": trainer.get_parameter("model.norm.weight").detach()}
+    loss = lambda given: torch.func.functional_call(trainer, given, (ids,), {"labels": ids}).loss  # noqa: E731
+    calls = {
+        "grad": lambda: torch.func.grad(loss)(weights),
+        "jvp": lambda: torch.func.jvp(loss, (weights,), (weights,)),
+        "vmap": lambda: torch.func.vmap(lambda ids: trainer.logprobs(ids[None]))(ids),
+        "export": lambda: torch.export.export(trainer, (ids,), strict=False),
+    }
+    with pytest.raises(InvalidInput, match=r"torch\.func and torch\.export cannot trace a trainer"):
+        calls[transform]()
+
+
 def test_recomputed_layers_have_the_same_gradients():
     rows, trainer = sequences(SHORT), trained("qwen3")
     kept = gradients(trainer, rows, [range(6)])

@@ -19,7 +19,7 @@ from detcompile.runtime.requests.request import Request
 from detcompile.runtime.requests.resumption import resumed_samples
 from detcompile.runtime.requests.sampling_params import SamplingParams
 
-__all__ = ["Admission", "Prompt"]
+__all__ = ["Admission", "Prompt", "warn_of_end_tokens"]
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Admission:
         self._end_tokens = end_tokens
         self._listed: tuple[int, ...] | None = None  # the end tokens that `_grammars` was built for
         self._follow_end_tokens()
-        self._compare_end_tokens()
+        warn_of_end_tokens(self.tokenizer, self.num_logits, self._grammars.eos_token_ids)
         self._tokenizing = threading.Lock()  # fast tokenizers are not thread-safe ("already borrowed")
 
     def request(
@@ -212,14 +212,6 @@ class Admission:
             self._grammars, self._listed = GrammarCompiler(self.tokenizer, self.num_logits, drawable), listed
         return self._grammars
 
-    def _compare_end_tokens(self) -> None:
-        """Warn about end tokens of the tokenizer that do not end the model's answers, as in transformers."""
-        for name in ("eos_token", "eot_token"):
-            token_id = getattr(self.tokenizer, f"{name}_id", None)
-            ends = self._grammars.eos_token_ids
-            if isinstance(token_id, int) and token_id < self.num_logits and token_id not in ends:
-                _warn_of_end(f"{name} {getattr(self.tokenizer, name)!r}", token_id, ends)
-
     def _checked(self, params: SamplingParams, eos_token_ids: SequenceOf[int]) -> tuple[BadWords, SamplingParams]:
         """Return the bad words of two or more tokens, and a private, revalidated copy of the parameters.
 
@@ -234,6 +226,14 @@ class Admission:
         for name in ("logprobs", "prompt_logprobs"):
             given[name] = self.num_logits if given[name] == -1 else given[name]
         return bad_words, SamplingParams(**given)
+
+
+def warn_of_end_tokens(tokenizer: Any, num_logits: int, ends: SequenceOf[int]) -> None:
+    """Warn once of end tokens of the tokenizer that do not end the model's answers, as in transformers."""
+    for name in ("eos_token", "eot_token"):
+        token_id = getattr(tokenizer, f"{name}_id", None)
+        if isinstance(token_id, int) and token_id < num_logits and token_id not in ends:
+            _warn_of_end(f"{name} {getattr(tokenizer, name)!r}", token_id, tuple(ends))
 
 
 @functools.cache

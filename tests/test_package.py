@@ -159,11 +159,12 @@ def test_the_wheel_holds_the_package_its_data_and_nothing_else(tmp_path):
     shutil.copytree(ROOT / "detcompile", source / "detcompile", ignore=shutil.ignore_patterns("__pycache__"))
     for link in LINKS:
         (source / link).symlink_to(f"detcompile/{link}")
+    data_folders = {"cpu", "direct", "tiny", "draft", "medusa"}
     expected = {
         path.relative_to(source).as_posix()
         for path in (source / "detcompile").rglob("*")
         if path.is_file()
-        and (path.suffix in {".html", ".py", ".typed"} or path.parent.name in {"cpu", "direct", "tiny", "draft", "medusa"})
+        and (path.suffix in {".html", ".py", ".typed"} or path.parent.name in data_folders)
     }
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
     subprocess.run([*build, str(source)], check=True, capture_output=True, timeout=300)

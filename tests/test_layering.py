@@ -94,7 +94,6 @@ FLOORS = [
             "serving.access",
             "serving.bodies",
             "serving.connections",
-            "serving.deadlines",
             "serving.kept_responses",
             "serving.limiter",
             "serving.metrics",

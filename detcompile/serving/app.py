@@ -41,8 +41,16 @@ from detcompile.serving.openai.schema import (
     decode_body,
 )
 from detcompile.serving.openai.tokenization import detokenize, tokenize, tokenizer_info
-from detcompile.serving.pooling.routes import classify, embed, rerank, score
-from detcompile.serving.pooling.schema import ClassifyRequest, EmbeddingRequest, RerankRequest, ScoreRequest
+from detcompile.serving.pooling.routes import (
+    ClassifyRequest,
+    EmbeddingRequest,
+    RerankRequest,
+    ScoreRequest,
+    classify,
+    embed,
+    rerank,
+    score,
+)
 from detcompile.serving.receipts.envelope import Envelope
 from detcompile.serving.receipts.routes import stored_receipt, verify
 from detcompile.serving.request_log import LogFile, RequestLog

@@ -1,13 +1,15 @@
-"""Admission limits on open and waiting requests. Requests beyond them are refused with a Retry-After header."""
+"""Limits of requests: how many may be open or wait (else 429 with Retry-After), and how long each may take."""
 
+import asyncio
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence, Sized
 
-from detcompile.serving.http_errors import HTTPError
+from detcompile.serving.engines.answers import Answer, AuxiliaryTask
+from detcompile.serving.http_errors import HTTPError, OverdueError
 from detcompile.serving.metrics import Metrics
 
-__all__ = ["AdmissionLimiter", "Reservation", "Slot"]
+__all__ = ["AdmissionLimiter", "Deadlines", "Reservation", "Slot"]
 
 MOST_RETRY_SECONDS = 60
 
@@ -197,3 +199,48 @@ class AdmissionLimiter:
         waits = f"{held.num_waiting} requests and {held.num_queued} prompt tokens wait"
         most = f"{bound} and {bound_tokens} at most: try again in {wait} s"
         return HTTPError(429, f"{open_now}, {waits}, of {most}", retry_after=wait)
+
+
+class Deadlines:
+    """Per-answer timers. A late answer fails; it is never truncated, because a truncated answer would not reproduce.
+
+    Args:
+        first: seconds until the first token.
+        whole: seconds until the end.
+        cancel: called with a late answer before it fails.
+    """
+
+    def __init__(self, first: float, whole: float, cancel: Callable[[Answer], None]) -> None:
+        self._first = first
+        self._whole = whole
+        self._cancel = cancel
+        self._timers: dict[str, asyncio.TimerHandle] = {}  # by request_id
+
+    def watch(self, answer: Answer) -> None:
+        """Start the timer of an answer."""
+        has_tokens = not isinstance(answer, AuxiliaryTask)
+        seconds = min(self._first, self._whole) if has_tokens else self._whole
+        self._schedule(seconds, answer, asyncio.get_running_loop().time())
+
+    def forget(self, answer: Answer) -> None:
+        """Stop the timer of an answer."""
+        timer = self._timers.pop(answer.request_id, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _schedule(self, seconds: float, answer: Answer, since: float) -> None:
+        loop = asyncio.get_running_loop()
+        self._timers[answer.request_id] = loop.call_at(since + seconds, self._check, seconds, answer, since)
+
+    def _check(self, seconds: float, answer: Answer, since: float) -> None:
+        if seconds >= self._whole:
+            self._end(answer, "took over", self._whole, 504)
+        elif answer.first_token is None:
+            self._end(answer, "waited for its first token for over", self._first, 503)
+        else:
+            self._schedule(self._whole, answer, since)
+
+    def _end(self, answer: Answer, what: str, seconds: float, status: int) -> None:
+        if not answer.finished:
+            self._cancel(answer)
+            answer.fail(OverdueError(f"the request {what} {seconds:g} s", status))

@@ -12,7 +12,6 @@ from detcompile.runtime.grammars.grammar import Grammar
 from detcompile.serving.bodies import MAX_BODY, BodyLimiter
 from detcompile.serving.chat_template import ChatTemplate
 from detcompile.serving.dashboard.history import History
-from detcompile.serving.deadlines import Deadlines
 from detcompile.serving.engines.answers import Answer, AnswerSignal, Pooling, Verification
 from detcompile.serving.engines.fleet import Fleet
 from detcompile.serving.engines.protocol import Delta, EngineSpec, Hello, PoolingFacts
@@ -22,7 +21,7 @@ from detcompile.serving.journal.job import Ask, Job, ServedModel
 from detcompile.serving.journal.jobs import Jobs
 from detcompile.serving.journal.journal import Journal
 from detcompile.serving.kept_responses import KeptResponses
-from detcompile.serving.limiter import AdmissionLimiter, Reservation, Slot
+from detcompile.serving.limiter import AdmissionLimiter, Deadlines, Reservation, Slot
 from detcompile.serving.metrics import Metrics
 from detcompile.serving.plain_tokenizer import tokenizer_digest
 from detcompile.serving.receipts.issuer import Issued, Issuer

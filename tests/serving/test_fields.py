@@ -25,7 +25,7 @@ from detcompile.serving.openai.schema import (
     TokenizeRequest,
     decode_body,
 )
-from detcompile.serving.pooling.schema import ClassifyRequest, EmbeddingRequest, RerankRequest, ScoreRequest
+from detcompile.serving.pooling.routes import ClassifyRequest, EmbeddingRequest, RerankRequest, ScoreRequest
 from tests.serving.scripted_service import running, scripted
 
 CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}

@@ -24,7 +24,7 @@ from detcompile.serving.engines.protocol import Cancel, Pool, Pooled, PoolingFac
 from detcompile.serving.http_errors import HTTPError
 from detcompile.serving.journal.jobs import Call
 from detcompile.serving.pooling import routes as pooling_routes
-from detcompile.serving.pooling.schema import ScoreRequest
+from detcompile.serving.pooling.routes import ScoreRequest
 from tests.bits import assert_bitwise_equal
 from tests.exhaustive import EXHAUSTIVE
 from tests.serving.conftest import Server, started

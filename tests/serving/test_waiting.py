@@ -46,7 +46,7 @@ def envelope_of(**fields: Any) -> dict[str, Any]:
     ("fields", "said"),
     [
         ({"grammar": grammar("(")}, "regex cannot be served"),
-        ({"params": {"stop": [f"stop {number}" for number in range(65)]}}, "over 64 stop strings"),
+        ({"params": {"stop": [f"stop {number}" for number in range(65)]}}, "more than 64 stop strings"),
     ],
     ids=["a grammar", "stop strings"],
 )

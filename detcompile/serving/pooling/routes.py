@@ -1,28 +1,73 @@
 """POST /v1/embeddings, /classify, /v1/score and /v1/rerank: vectors and classes of texts, and scores of pairs.
 
 Sigmoid, softmax and cosine are computed in float64 from the model's values; with ``use_activation: false`` the values
-are returned as they are.
+are returned as they are. Request fields that OpenAI does not have are vLLM's.
 """
 
 import base64
 import math
 from array import array
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from msgspec import Meta
 from starlette.responses import Response
 
 from detcompile.serving.engines.protocol import PoolingFacts
 from detcompile.serving.http_errors import HTTPError
 from detcompile.serving.journal.jobs import Call
+from detcompile.serving.openai.fields import PoolingFields
 from detcompile.serving.openai.parameters import prompts_of
+from detcompile.serving.openai.schema import TokenId
 from detcompile.serving.pooling.reply import Row, facts_of, pooled, require_count, require_prompts
-from detcompile.serving.pooling.schema import ClassifyRequest, EmbeddingRequest, RerankRequest, ScoreRequest
 from detcompile.serving.service import Service
 
-__all__ = ["classify", "embed", "rerank", "score"]
+__all__ = [
+    "ClassifyRequest", "EmbeddingRequest", "RerankRequest", "ScoreRequest", "classify", "embed", "rerank", "score",
+]  # fmt: skip
 
 TYPED_PAIRS = "this model needs token_type_ids for pairs, which are not supported"
+Input = str | list[str | TokenId | list[TokenId]]
+
+
+class EmbeddingRequest(PoolingFields, kw_only=True):
+    """Body of POST /v1/embeddings. ``pooling`` is as in CompiledEmbedder.embed."""
+
+    input: Input
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    normalize: bool | None = None
+    pooling: Literal["last", "first", "mean"] | None = None
+    add_special_tokens: bool | None = None
+
+
+class ClassifyRequest(PoolingFields, kw_only=True):
+    """Body of POST /classify."""
+
+    input: Input
+    model: str | None = None
+    use_activation: bool | None = None
+    add_special_tokens: bool | None = None
+
+
+class ScoreRequest(PoolingFields, kw_only=True):
+    """Body of POST /v1/score: texts paired one to one, or one text paired with many."""
+
+    text_1: str | list[str]
+    text_2: str | list[str]
+    model: str | None = None
+    use_activation: bool | None = None
+
+
+class RerankRequest(PoolingFields, kw_only=True):
+    """Body of POST /v1/rerank: documents ordered by relevance to a query; ``top_n`` 0 returns all."""
+
+    query: str
+    documents: list[str]
+    model: str | None = None
+    top_n: Annotated[int, Meta(ge=0)] = 0
+    use_activation: bool | None = None
 
 
 async def embed(service: Service, request: EmbeddingRequest, call: Call) -> Response:

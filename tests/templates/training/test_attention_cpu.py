@@ -247,13 +247,13 @@ def test_the_operations_are_as_torch_wants_them():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"q": torch.zeros(8, 4)}, r"q is .* must be .* \[T, Hq(>0)?, D\]"),
+        ({"q": torch.zeros(8, 4)}, r"q is .* must be .* \[T, Hq(>0)?, D(>0)?\]"),
         ({"k": torch.zeros(8, 3, 16), "v": torch.zeros(8, 3, 16)}, "query heads cannot share 3 key heads"),
         ({"cu_seqlens": torch.zeros(0, dtype=torch.int32)}, r"must be torch\.int32 \[S\+1\]"),
         ({"cu_seqlens": torch.tensor([0, 8])}, r"cu_seqlens is torch.int64 \(2,\)"),
-        ({"cu_seqlens": torch.tensor([0, 9], dtype=torch.int32)}, "at most T = 8; it does not at sequence 0"),
-        ({"cu_seqlens": torch.tensor([0, 5, 4], dtype=torch.int32)}, "it does not at sequence 1"),
-        ({"cu_seqlens": torch.tensor([1, 5], dtype=torch.int32)}, "it does not at sequence 0"),
+        ({"cu_seqlens": torch.tensor([0, 9], dtype=torch.int32)}, "at most T = 8; sequence 0 violates"),
+        ({"cu_seqlens": torch.tensor([0, 5, 4], dtype=torch.int32)}, "sequence 1 violates"),
+        ({"cu_seqlens": torch.tensor([1, 5], dtype=torch.int32)}, "sequence 0 violates"),
         ({"rule": RULES["plain"]._replace(kv_chunk=65)}, "multiple of 64"),
     ],
 )

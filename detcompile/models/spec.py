@@ -56,7 +56,8 @@ class ModelSpec:
 
     def pinned(self, model: CompiledModel) -> "ModelSpec":
         """Return this spec with ``revision`` set to the commit on the Hub that ``model`` was loaded from."""
-        commit = None if Path(self.name).exists() or self.name in EMBEDDED else model.config._commit_hash
+        is_local = Path(self.name).exists() or self.name in EMBEDDED
+        commit = None if is_local else getattr(model.config, "_commit_hash", None)  # transformers 5.24 sets none
         return self if commit is None else replace(self, revision=commit)
 
     def _load_archive(self, num_ranks: int) -> CompiledModel:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -175,9 +176,14 @@ def test_a_pipeline_finds_what_it_needs() -> None:
     made = pipeline("text-generation", model=ours, tokenizer=ours.tokenizer)
     default = made._default_generation_config
     assert made.model is ours and made.device == ours.device
+    stop = mock.patch.object(type(ours), "generate", side_effect=InterruptedError)
+    with stop as generate, pytest.raises(InterruptedError):
+        made("x")
+    given = generate.call_args.kwargs  # transformers 5.17 gives a generation_config, 5.24 the arguments themselves
+    settings = vars(given.get("generation_config", ours.generation_config)) | given
     for name in ("max_new_tokens", "do_sample", "temperature"):
-        assert getattr(made.generation_config, name) == getattr(default, name), name
-    assert made.generation_config.pad_token_id == ours.generation_config.pad_token_id
+        assert settings[name] == getattr(default, name), name
+    assert settings["pad_token_id"] == ours.generation_config.pad_token_id
     assert "CompiledModel" in repr(made)
     with pytest.raises(InvalidInput, match=r"to\(\): .*not for meta"):
         pipeline("text-generation", model=ours, tokenizer=ours.tokenizer, device="meta")

@@ -35,6 +35,7 @@ class Adapter(NamedTuple):
         obstacle: what of a configuration the adapter does not do, empty where it does all.
         prepare: what an attention needs besides its weights.
         blocks: the attribute of the model's body that holds its blocks.
+        is_needed: False for a model whose class calls an attention function by itself, as later transformers do.
     """
 
     attention_name: str
@@ -43,6 +44,7 @@ class Adapter(NamedTuple):
     obstacle: Callable[[Any], str] = lambda config: ""
     prepare: Callable[[Any, Any], None] = lambda model, attention: None
     blocks: str = "h"
+    is_needed: Callable[[Any], bool] = lambda model: True
 
 
 def adapt(model: PreTrainedModel) -> bool:
@@ -54,6 +56,8 @@ def adapt(model: PreTrainedModel) -> bool:
     adapter = ADAPTERS.get(type(model).__name__)
     # A checkpoint's own code may call its class the same and compute something else.
     if adapter is None or not type(model).__module__.startswith("transformers.models."):
+        return False
+    if not adapter.is_needed(model):
         return False
     obstacle = adapter.obstacle(model.config)
     if obstacle:
@@ -133,6 +137,10 @@ def _falcon_attention(
     query, key = rotate_halves(query, key, *position_embeddings)
     out = attend(self, query, key, value, attention_mask, scaling=self.inv_norm_factor)
     return self.dense(out), None
+
+
+def _gptj_is_needed(model: Any) -> bool:
+    return not model._supports_attention_backend  # it does in transformers 5.24, where the model holds the one table
 
 
 def _gptj(model: Any, input_ids: Tensor, position_ids: Tensor, step: StepInputs | None, keep: Any) -> Tensor:
@@ -254,7 +262,7 @@ ADAPTERS = {
     "BloomForCausalLM": Adapter("self_attention", _bloom, _bloom_attention, _bloom_obstacle, _bloom_slopes),
     "CTRLLMHeadModel": Adapter("multi_head_attention", _ctrl, _ctrl_attention, prepare=_ctrl_positions),
     "FalconForCausalLM": Adapter("self_attention", _falcon, _falcon_attention, _falcon_obstacle),
-    "GPTJForCausalLM": Adapter("attn", _gptj, _gptj_attention),
+    "GPTJForCausalLM": Adapter("attn", _gptj, _gptj_attention, is_needed=_gptj_is_needed),
     "MptForCausalLM": Adapter("attn", _mpt, _mpt_attention, prepare=_mpt_slopes, blocks="blocks"),
     "XLMWithLMHeadModel": Adapter("", _xlm, _xlm_attention, _xlm_obstacle, _xlm_number, blocks="attentions"),
 }

@@ -6,18 +6,15 @@ itself is torch.distributed's, known by its name, because an operation of a grap
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from detcompile.config import gpus_shared
 from detcompile.errors import InvalidInput
+from detcompile.torch_internals.distributed import device_types, process_group
 
-__all__ = ["PipelineStage", "TensorParallel", "backend_of_ranks", "process_group", "rank_device", "tensor_parallel"]
-
-_resolve: Any = distributed_c10d._resolve_process_group  # torch 2.13 gave names a type of their own
+__all__ = ["PipelineStage", "TensorParallel", "backend_of_ranks", "rank_device", "tensor_parallel"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,11 +101,6 @@ def backend_of_ranks(device_type: str) -> str:
     return "cuda:gloo" if gpus_shared() else "nccl"
 
 
-def process_group(name: str) -> dist.ProcessGroup:
-    """The group of this name, which this process is in."""
-    return _resolve(name)
-
-
 def tensor_parallel(size: int, group: dist.ProcessGroup | None = None) -> TensorParallel:
     """The place of this process among ``size`` ranks. A group that speaks of GPUs' memory alone has its shares there.
 
@@ -128,6 +120,6 @@ def tensor_parallel(size: int, group: dist.ProcessGroup | None = None) -> Tensor
     if chosen.size() != size:
         kind = "torch.distributed runs" if group is None else "the given group has"
         raise InvalidInput(f"tp={size}, but {kind} {chosen.size()} processes: pass tp_group, a group of {size} of them")
-    on_gpus = {device.type for device in chosen._device_types} == {"cuda"}
+    on_gpus = device_types(chosen) == {"cuda"}
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpus else None
     return TensorParallel(size=size, rank=chosen.rank(), group=chosen.group_name, device=device)

@@ -12,6 +12,8 @@ import sympy
 import torch
 from torch import fx
 
+from detcompile.torch_internals.operators import schema_of
+
 __all__ = [
     "FUNCTIONALIZED",
     "VIEWS",
@@ -51,7 +53,7 @@ def operation_of(node: fx.Node) -> Any:
 
 def arguments_of(node: fx.Node) -> dict[str, Any]:
     """The operation's arguments by their names, defaults included, but for those that functionalization took."""
-    schema = operation_of(node)._schema.arguments
+    schema = schema_of(operation_of(node)).arguments
     given = dict(node.kwargs)
     if node.target is not FUNCTIONALIZED:
         given |= zip((argument.name for argument in schema), node.args, strict=False)

@@ -32,6 +32,7 @@ from detcompile.passes.rewrites.sorts import pin_sorts, pin_topk
 from detcompile.passes.rewrites.windows import POOLS, pin_convolutions, pin_pools
 from detcompile.sources import source_digest
 from detcompile.templates.cpu.shared_objects import compiler_if_any
+from detcompile.torch_internals.operators import OpOverload
 
 __all__ = ["GraphPass", "PASSES", "ROUNDING", "decompositions", "pinned_codegen", "read_extents", "rewrite"]
 
@@ -160,7 +161,7 @@ def _naming_the_compiler(group: inductor_cpp.KernelGroup, name: str | None = Non
     return code and f"// {compiler_if_any()}\n{code}"
 
 
-def decompositions(kept: tuple[torch._ops.OpOverload, ...] = (*KEPT_WHOLE, *POOLS)) -> dict[Any, Any]:
+def decompositions(kept: tuple[OpOverload, ...] = (*KEPT_WHOLE, *POOLS)) -> dict[Any, Any]:
     """Inductor's decompositions without those of the operations that a pass takes as a whole."""
     table = {op: decomposition for op, decomposition in select_decomp_table().items() if op not in kept}
     return table | {aten.fill.Tensor: _fill}

@@ -13,6 +13,7 @@ from detcompile.passes.programs.binding import CompiledGraph
 from detcompile.passes.programs.layer_views import layer_list
 from detcompile.passes.proof.certificate import Certificate
 from detcompile.step import KVGroup
+from detcompile.torch_internals.modules import buffer_table, parameter_table
 
 __all__ = ["StagePart", "groups_of_stage", "layers_of_stage", "move_stage", "release_others", "tensors_of"]
 
@@ -81,7 +82,7 @@ def release_others(model: nn.Module, used: Iterable[Tensor]) -> None:
     """Drop the parameters and buffers of a model that its program does not take."""
     kept = {id(tensor) for tensor in used}
     for module in model.modules():
-        for held in (module._parameters, module._buffers):
+        for held in (parameter_table(module), buffer_table(module)):
             for name, tensor in held.items():
                 if id(tensor) not in kept:
                     held[name] = None

@@ -20,6 +20,7 @@ from detcompile.errors import CompilerNotFound, StorageError
 from detcompile.storage import cache_folder
 from detcompile.templates.cpu import library as cpu_library
 from detcompile.templates.cpu.shared_objects import build, compiler_version, is_intact
+from detcompile.torch_internals.operators import OpOverload, schema_of
 
 __all__ = ["build_direct_ops", "direct_ops"]
 
@@ -36,7 +37,7 @@ _LIBRARIES = (f"-L{_TORCH / 'lib'}", "-ltorch_cpu", "-lc10", "-Wl,--exclude-libs
 
 
 @functools.cache
-def direct_ops() -> dict[torch._ops.OpOverload, torch._ops.OpOverload]:
+def direct_ops() -> dict[OpOverload, OpOverload]:
     """Map operations of torch.ops.detcompile to their direct versions.
 
     Empty, with a warning, if they cannot be compiled; the operations are then called through Python.
@@ -70,14 +71,14 @@ def build_direct_ops() -> Path:
     return path
 
 
-def _define(name: str) -> torch._ops.OpOverload:
+def _define(name: str) -> OpOverload:
     original = _overload("detcompile", name)
-    schema = str(original._schema).removeprefix("detcompile::")
+    schema = str(schema_of(original)).removeprefix("detcompile::")
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.register_fake(f"detcompile_direct::{name}", original, lib=_LIBRARY)
     return _overload("detcompile_direct", name)
 
 
-def _overload(namespace: str, name: str) -> torch._ops.OpOverload:
-    overload: torch._ops.OpOverload = getattr(getattr(torch.ops, namespace), name).default
+def _overload(namespace: str, name: str) -> OpOverload:
+    overload: OpOverload = getattr(getattr(torch.ops, namespace), name).default
     return overload

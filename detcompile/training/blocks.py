@@ -9,18 +9,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as module_calls
 from torch.utils.checkpoint import checkpoint
 
 from detcompile.errors import InvalidInput
 from detcompile.passes.proof.certificate import Certificate
 from detcompile.passes.training.regions import TrainedRegion
 from detcompile.templates.cpu.fp_mode import float_mode
+from detcompile.torch_internals.modules import global_hooks, hooks_of
 from detcompile.training.grad_accumulator import GradAccumulator, grad_handle
 
 __all__ = ["Block", "Holder", "RegionCall", "Source", "StepTensors", "Weight", "require_no_hooks", "weights_of"]
-
-HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
 
 
 class Holder(nn.Module):
@@ -83,14 +81,14 @@ def require_no_hooks(trainer: nn.Module) -> None:
         InvalidInput: naming the module.
     """
     for name, module in trainer.named_modules():
-        hooks = [hook for kind in HOOKS for hook in getattr(module, f"_{kind}").values()]
+        hooks = hooks_of(module)
         others = [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("torch.distributed.")]
         if name and (others or "forward" in module.__dict__):
             raise InvalidInput(
                 f"{name} has {'hooks' if others else 'a forward of its own'}, which would be ignored: a trainer runs "
                 "compiled layers, not its modules. Remove them, and read or change the model before trainer()."
             )
-    if any(getattr(module_calls, f"_global_{kind}") for kind in HOOKS):
+    if global_hooks():
         raise InvalidInput(
             "hooks are registered for all modules (torch.nn.modules.module.register_module_..._hook), and a trainer "
             "runs compiled layers, not its modules. Remove these hooks."

@@ -11,6 +11,7 @@ from detcompile.orders.numerics import Numerics
 from detcompile.passes.programs.layer_views import layer_list
 from detcompile.passes.proof.certificate import Certificate
 from detcompile.passes.training.tracing import TracedRegions, trace_regions
+from detcompile.torch_internals.modules import child_table
 from detcompile.training.blocks import Block, Holder, RegionCall, Source
 
 __all__ = ["Built", "build"]
@@ -76,7 +77,7 @@ def _hold(root: nn.Module, path: str, held: nn.Module | nn.Parameter) -> None:
     *parents, name = path.split(".")
     module = root
     for parent in parents:
-        if parent not in module._modules:
+        if parent not in child_table(module):
             module.add_module(parent, Holder())
         module = module.get_submodule(parent)
     if isinstance(held, nn.Parameter):

@@ -15,6 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from detcompile.errors import InvalidInput
 from detcompile.templates.training.exactness import ExactnessGuard, round_to_grid
+from detcompile.torch_internals.autograd import backward_id, call_after_backward, tensor_hooks, version_of
 
 __all__ = ["GradAccumulator", "grad_handle"]
 
@@ -104,11 +105,11 @@ class GradAccumulator:
         if self.ranks:
             self._count(gradient)
             return
-        backward = torch._C._current_graph_task_id()
+        backward = backward_id()
         if backward not in self._arrivals:  # `torch.autograd.grad` adds nothing: they are dropped when it ends
             drop = partial(self._arrivals.pop, backward, None)
-            torch.autograd.Variable._execution_engine.queue_callback(drop)
-        arrival = _Arrival(_largest(gradient), gradient.data_ptr(), gradient._version)
+            call_after_backward(drop)
+        arrival = _Arrival(_largest(gradient), gradient.data_ptr(), version_of(gradient))
         self._arrivals.setdefault(backward, []).append(arrival)
 
     def _count(self, magnitudes: Tensor) -> None:
@@ -127,7 +128,7 @@ class GradAccumulator:
         if gradient is None or not parameter.requires_grad:
             return None
         with self._lock, torch.no_grad():
-            arrivals = self._arrivals.pop(torch._C._current_graph_task_id(), [])
+            arrivals = self._arrivals.pop(backward_id(), [])
             self.guard.restart(self.name, self._follow(parameter.grad))
             if not arrivals:
                 dense = gradient.to_dense() if gradient.layout is not torch.strided else gradient
@@ -171,8 +172,8 @@ class GradAccumulator:
 
     def _is_unchanged(self, gradient: Tensor, arrivals: list[_Arrival]) -> bool:
         """Whether a gradient is that of one handle, to which autograd has added nothing."""
-        (first, *others), hooks = arrivals, self._node.variable._backward_hooks
-        return not others and not hooks and first[1:] == (gradient.data_ptr(), gradient._version)
+        (first, *others), hooks = arrivals, tensor_hooks(self._node.variable)
+        return not others and not hooks and first[1:] == (gradient.data_ptr(), version_of(gradient))
 
     def _require_handles_alone(self, gradient: Tensor) -> None:
         """Refuse the sum of a backward unless it is of multiples of 2^grid, as those of handles are."""
@@ -180,7 +181,7 @@ class GradAccumulator:
             rounded = round_to_grid(gradient.clone(), self.guard.grid)
             if bool(((gradient == rounded) | gradient.isnan()).all()):
                 return
-        if self._node.variable._backward_hooks:
+        if tensor_hooks(self._node.variable):
             raise InvalidInput(
                 f"a hook of {self.name} changes its gradients one by one, so that sums follow the micro-batches. "
                 "Remove it, and change .grad behind the last backward."

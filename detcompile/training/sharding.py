@@ -16,6 +16,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from detcompile.errors import InvalidInput, UnsupportedModel
+from detcompile.torch_internals.autograd import call_after_backward
+from detcompile.torch_internals.distributed import fsdp_groups
 from detcompile.training.optimizer import local_part
 
 __all__ = ["ExactSum", "Unreplicated", "mesh_of", "shard_blocks", "whole", "whole_weights"]
@@ -52,7 +54,7 @@ class Changes:
     def note(self, changed: Tensor) -> None:
         """Take what one group found, a bool, during a backward."""
         self._found.append(changed)
-        torch.autograd.Variable._execution_engine.queue_callback(self._refuse)
+        call_after_backward(self._refuse)
 
     def _refuse(self) -> None:
         if not self._found:
@@ -81,7 +83,7 @@ class ExactSum:
 
     def __init__(self, module: FSDPModule, changes: "Changes") -> None:
         self._changes = changes
-        self._held = [held for group in _groups_of(module) for held in group.fsdp_params]
+        self._held = [held for group in fsdp_groups(module) for held in group.fsdp_params]
         self._sums: dict[Tensor, Tensor] = {}  # by parameter, the rows of this rank
 
     def clear(self) -> None:
@@ -173,11 +175,3 @@ def whole_weights(module: nn.Module, dtypes: Mapping[str, torch.dtype]) -> dict[
             found[id(parameter)] = whole(parameter.detach()).to(dtypes[name])
         by_name[name] = found[id(parameter)]
     return by_name
-
-
-def _groups_of(module: FSDPModule) -> list[Any]:
-    """What torch keeps of a module that is sharded: several groups since 2.12, and one or none before."""
-    state: Any = module._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]

@@ -24,6 +24,7 @@ from detcompile.runtime.dense.padded_batch import UnpaddedBatch, check_batch, re
 from detcompile.runtime.requests.plain_values import number
 from detcompile.runtime.requests.sampling_params import LARGEST, MIN_TEMPERATURE
 from detcompile.templates.training.exactness import ExactnessGuard
+from detcompile.torch_internals.autograd import backward_keeps_graph
 from detcompile.training.adapters import of_adapters, save_adapters
 from detcompile.training.agreement import require_agreement, require_same_orders
 from detcompile.training.blocks import Block, StepTensors, Weight, require_no_hooks, weights_of
@@ -291,7 +292,7 @@ class Trainer(Unreplicated):
         return logits
 
     def _begin_backward(self, gradient: Tensor) -> None:
-        if torch._C._autograd._get_current_graph_task_keep_graph():
+        if backward_keeps_graph():
             raise InvalidInput(
                 "retain_graph=True or create_graph=True: a trainer's backward runs once, and has no gradient. Add the "
                 "losses of one forward and call backward() of their sum, or run the forward again."

@@ -16,6 +16,7 @@ from detcompile.models.loading import tokenizer_of
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.templates.training.pointwise import policy_terms
+from detcompile.torch_internals.autograd import version_of
 from detcompile.training.loading import trainer
 from detcompile.training.optimizer import AdamW
 from detcompile.training.policy_loss import policy_loss
@@ -106,7 +107,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         if images or multimodal_fields:
             raise InvalidInput("images are not served: the policy reads tokens alone.")
         step = self.state.global_step
-        now = step, sum(parameter._version for parameter in self.policy.parameters())
+        now = step, sum(version_of(parameter) for parameter in self.policy.parameters())
         if now != self._served:
             self.sampler.update_weights(self.policy)
             self._served, self._num_drawn = now, 0

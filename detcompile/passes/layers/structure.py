@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from detcompile.passes.programs.layer_views import layer_list, layers_of, view_of
+from detcompile.torch_internals.modules import attributes_of, buffer_table, parameter_table
 from detcompile.weights import tensor_digest
 
 __all__ = ["Repeats", "Shown", "repeats_of", "shown_by"]
@@ -35,8 +36,6 @@ PLAIN = (
     torch.layout,
     torch.memory_format,
 )
-HOOKS = ("hooks", "hooks_always_called", "hooks_with_kwargs")  # ends of names of what is kept by a number of its own
-
 NO_INDICES = (-1, -1)  # of layers, where no number may differ
 
 
@@ -219,20 +218,14 @@ def _alike(one: nn.Module, other: nn.Module, indices: tuple[int, int]) -> bool:
         match = theirs[name]
         if type(module) is not type(match):
             return False
-        for tensors in ("_parameters", "_buffers"):
-            a, b = getattr(module, tensors), getattr(match, tensors)
+        for table_of in (parameter_table, buffer_table):
+            a, b = table_of(module), table_of(match)
             if a.keys() != b.keys() or not all(_same_form(a[key], b[key]) for key in a):
                 return False
-        a, b = _attributes(module), _attributes(match)
+        a, b = attributes_of(module), attributes_of(match)
         if a.keys() != b.keys() or not all(_same(a[key], b[key], indices) for key in a):
             return False
     return True
-
-
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    own = ("_parameters", "_buffers", "_modules")
-    found = {name: value for name, value in vars(module).items() if name not in own}
-    return {name: list(value.values()) if name.endswith(HOOKS) and value else value for name, value in found.items()}
 
 
 def _same_form(one: Tensor | None, other: Tensor | None) -> bool:

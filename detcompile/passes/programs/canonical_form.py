@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from detcompile.errors import UnsupportedModel
 from detcompile.passes.programs.travelling_weights import wait_for_weights
+from detcompile.torch_internals.operators import HigherOrderOperator, OpOverload, schema_of
 from detcompile.weights import tensor_digest
 
 __all__ = ["NotRun", "constants_of", "input_names", "never_run", "program_digest", "region_form"]
@@ -145,7 +146,7 @@ class _Form:
             return self._number(given)
         if isinstance(given, (int, float, complex)):
             return _scalar(given)
-        if isinstance(given, torch._ops.OpOverload):
+        if isinstance(given, OpOverload):
             return ["operation", str(given)]
         raise UnsupportedModel(
             f"{_name_of(node)} takes a {type(given).__name__}, which no fingerprint can hold: hand it numbers, strings"
@@ -185,14 +186,14 @@ class _Form:
 
 
 def _checks(node: fx.Node) -> bool:
-    return getattr(node.target, "_opname", "") in CHECKS
+    return isinstance(node.target, OpOverload) and schema_of(node.target).name.rpartition("::")[2] in CHECKS
 
 
 def _name_of(node: fx.Node) -> str:
     if isinstance(node.target, str):
         return node.target
     module, name = getattr(node.target, "__module__", ""), getattr(node.target, "__qualname__", None)
-    operation = isinstance(node.target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator))
+    operation = isinstance(node.target, (OpOverload, HigherOrderOperator))
     return str(node.target) if operation or name is None else f"{module}.{name}"
 
 

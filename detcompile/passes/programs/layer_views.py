@@ -43,15 +43,16 @@ def layers_of(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
     all_layers = layer_list(view)
     if all_layers is None:
         raise UnsupportedModel(f"{type(model).__name__} keeps its {count} layers in no single list")
-    kept = [all_layers[index] for index in layers]
-    all_layers._modules = {str(index): layer for index, layer in enumerate(kept)}
-    for index, layer in enumerate(kept):
+    for index in reversed(range(count)):
+        if index not in layers:
+            del all_layers[index]
+    for index, layer in enumerate(all_layers):
         attention: Any
         for attention in layer.modules():
             if isinstance(getattr(attention, "layer_idx", None), int):
                 attention.layer_idx = index
     config = view.config.get_text_config()
-    config.num_hidden_layers = len(kept)
+    config.num_hidden_layers = len(all_layers)
     if getattr(config, "layer_types", None):
         config.layer_types = [config.layer_types[index] for index in layers]
     return view

@@ -29,6 +29,7 @@ from detcompile.passes.proof.provenance import Layout, Refusal, Rows, TokenSum, 
 from detcompile.passes.proof.refusals import reason_of
 from detcompile.passes.proof.template_table import Template, template_of
 from detcompile.passes.proof.whole_graph import is_assertion, lost_of, only_checked
+from detcompile.torch_internals.operators import OpOverload
 
 __all__ = ["Certificate", "Entry", "certify"]
 
@@ -267,4 +268,4 @@ def _proof(kind: str, state: Any, order: SumOrder | None) -> str:
 
 def _name(node: fx.Node) -> str:
     target = operation_of(node)
-    return str(target if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", target))
+    return str(target if isinstance(target, OpOverload) else getattr(target, "__name__", target))

@@ -9,6 +9,7 @@ from torch import fx
 
 from detcompile.passes.graphs import VIEWS
 from detcompile.passes.proof.provenance import SIZE, Layout, Refusal, Rows, Size
+from detcompile.torch_internals.operators import OpOverload, schema_of
 
 __all__ = ["Context", "require_arguments", "size_arithmetic"]
 
@@ -64,8 +65,8 @@ def require_arguments(node: fx.Node, ctx: Context) -> None:
         counts &= {*node.args, *node.kwargs.values()} if counts else set()
     if counts and node.target is not aten.slice.Tensor:
         raise Refusal("takes a value computed from a token or batch count")
-    if isinstance(node.target, torch._ops.OpOverload):
-        schema = node.target._schema
+    if isinstance(node.target, OpOverload):
+        schema = schema_of(node.target)
         if schema.is_mutable and node.target is not aten.copy_.default:
             raise Refusal("writes into its arguments")
         moved = [arg.name for arg in schema.arguments if arg.name in node.kwargs and not arg.kwarg_only]

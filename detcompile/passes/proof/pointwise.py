@@ -15,6 +15,7 @@ from torch._inductor.lowering import fallbacks
 from detcompile.passes.graphs import shape_of
 from detcompile.passes.proof.context import Context
 from detcompile.passes.proof.provenance import Rows, join
+from detcompile.torch_internals.operators import OpOverload, schema_of
 
 __all__ = ["ADMITTED", "OTHERWISE_SPELLED", "UNPROVEN", "is_pointwise", "pointwise", "why_not_pointwise"]
 
@@ -82,14 +83,14 @@ OTHERWISE_SPELLED = _named(
 
 def is_pointwise(target: Any) -> bool:
     """Whether the bits of element i of the result depend on element i of each operand alone, in every vector."""
-    return isinstance(target, torch._ops.OpOverload) and str(target) in ADMITTED and target not in fallbacks
+    return isinstance(target, OpOverload) and str(target) in ADMITTED and target not in fallbacks
 
 
 def why_not_pointwise(target: Any) -> str | None:
     """Why an operation that torch calls pointwise is not admitted, and what to write; None for any other."""
-    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.pointwise not in target.tags:
+    if not isinstance(target, OpOverload) or torch.Tag.pointwise not in target.tags:
         return None
-    if target._schema.is_mutable:
+    if schema_of(target).is_mutable:
         return "writes into its operand: write it without an underscore or `out`"
     if str(target) in UNPROVEN or target in fallbacks:
         return (

@@ -14,6 +14,7 @@ from detcompile.passes.proof.provenance import (
     is_feature,
     require_weight,
 )
+from detcompile.torch_internals.operators import schema_of
 
 __all__ = ["AVERAGE", "CONV", "GREATEST", "SCAN", "dense_recurrence", "packed_recurrence"]
 
@@ -40,7 +41,7 @@ def packed_recurrence(operands: dict[str, tuple[str, ...]]) -> Rule:
 def _written_state(node: fx.Node, ctx: Context) -> Layout:
     """The state that a functionalized operation writes: whole, of the step, and written here alone."""
     kwargs = node.kwargs
-    unknown = set(kwargs) - {argument.name for argument in node.args[0]._schema.arguments} - BASES
+    unknown = set(kwargs) - {argument.name for argument in schema_of(node.args[0]).arguments} - BASES
     (base,) = kwargs["_all_bases"]
     state = ctx.states[base]
     if unknown or not isinstance(state, Layout) or state.part != "states":
@@ -55,7 +56,7 @@ def dense_recurrence(operands: dict[str, tuple[str, ...]]) -> Rule:
     def rule(node: fx.Node, ctx: Context) -> Rows:
         if ctx.packed:
             raise Refusal("a recurrence without a step reads the step's tokens as one sequence")
-        names = [argument.name for argument in node.target._schema.arguments]
+        names = [argument.name for argument in schema_of(node.target).arguments]
         return _rows(dict(zip(names, node.args, strict=False)), operands, ctx, 1)
 
     return rule

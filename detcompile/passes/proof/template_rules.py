@@ -26,6 +26,7 @@ from detcompile.passes.proof.provenance import (
     require_weight,
 )
 from detcompile.templates.ops import ours
+from detcompile.torch_internals.operators import schema_of
 
 __all__ = [
     "batched_matmul",
@@ -151,7 +152,7 @@ def _require_step(given: Mapping[str, fx.Node], group: int | None, ctx: Context)
 def _written_caches(node: fx.Node, ctx: Context) -> tuple[Layout, Layout]:
     """The caches of keys and values that a functionalized operation writes: of one layer, and written here alone."""
     kwargs = node.kwargs
-    arguments = {arg.name for arg in node.args[0]._schema.arguments}
+    arguments = {arg.name for arg in schema_of(node.args[0]).arguments}
     unknown = set(kwargs) - arguments - {"_all_bases", "_k_cache_base_index", "_v_cache_base_index"}
     if unknown:
         raise Refusal(f"writes a view of a cache ({', '.join(sorted(unknown))})")

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import sympy
-import torch
 from torch import fx
 
 from detcompile.orders import Keys, Sequential
@@ -52,6 +51,7 @@ from detcompile.passes.proof.template_rules import (
 )
 from detcompile.templates.cpu.library import isa_of
 from detcompile.templates.ops import ours
+from detcompile.torch_internals.operators import operation_names, schema_of
 
 __all__ = ["TEMPLATES", "Template", "template_of", "without_entry"]
 
@@ -225,12 +225,12 @@ TEMPLATES: Mapping[Any, Template] = {
 
 def without_entry(registered: Iterable[str]) -> tuple[str, ...]:
     """Operations of torch.ops.detcompile that TEMPLATES has no entry for, among the dispatcher's names."""
-    named = {operation._schema.name for operation in TEMPLATES}
+    named = {schema_of(operation).name for operation in TEMPLATES}
     of_ours = {name.partition(".")[0] for name in registered if name.startswith("detcompile::")}
     return tuple(sorted(of_ours - named))
 
 
-_missing = without_entry(torch._C._dispatch_get_all_op_names())
+_missing = without_entry(operation_names())
 if _missing:
     raise ImportError(f"{', '.join(_missing)} have no entry in {__name__}.TEMPLATES: how do they sum, and what?")
 
@@ -242,6 +242,6 @@ def template_of(node: fx.Node) -> Template | None:
         Refusal: a functionalized operation without an entry, or one that writes nothing.
     """
     operation = operation_of(node)
-    if node.target is FUNCTIONALIZED and not (operation in TEMPLATES and operation._schema.is_mutable):
+    if node.target is FUNCTIONALIZED and not (operation in TEMPLATES and schema_of(operation).is_mutable):
         raise Refusal(f"mutating operation {operation}")
     return TEMPLATES.get(operation)

@@ -7,6 +7,7 @@ from torch import fx
 from detcompile.passes.graphs import source_of
 from detcompile.passes.proof.context import Context
 from detcompile.passes.proof.provenance import Dim, Rows, Size, describe, is_feature
+from detcompile.torch_internals.operators import OpOverload, schema_of
 
 __all__ = ["is_assertion", "lost_of", "only_checked"]
 
@@ -15,7 +16,7 @@ def only_checked(graph: fx.Graph) -> set[fx.Node]:
     """Operations that nothing but an assertion reads: they may stop a step, and enter no value of it."""
     checked: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        pure = node.op == "call_function" and not getattr(getattr(node.target, "_schema", None), "is_mutable", True)
+        pure = isinstance(node.target, OpOverload) and not schema_of(node.target).is_mutable
         if pure and node.users and all(user in checked or is_assertion(user) for user in node.users):
             checked.add(node)
     return checked

@@ -11,14 +11,15 @@ from torch import fx
 
 from detcompile.errors import DetcompileError
 from detcompile.orders.numerics import Numerics, matmul_order
-from detcompile.parallel import process_group
 from detcompile.passes.graphs import VIEWS, insert, place_of
 from detcompile.passes.rewrites.matmuls import transposed_weight
 from detcompile.templates.ops import ours
+from detcompile.torch_internals.distributed import process_group
+from detcompile.torch_internals.operators import c10d
 
 __all__ = ["pin_collectives"]
 
-aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+aten = torch.ops.aten
 
 
 class _Sum(NamedTuple):

@@ -13,6 +13,7 @@ from torch import fx
 
 from detcompile.passes.graphs import insert, replace, shape_of
 from detcompile.templates.ops import ours
+from detcompile.torch_internals.operators import OpOverload
 
 __all__ = ["KEPT_WHOLE", "keeps_dims", "pin_reductions", "reduced_dims"]
 
@@ -192,7 +193,7 @@ def _group_norm(graph: fx.Graph, node: fx.Node) -> None:
     _replace_parts(graph, node, {0: _cast(graph, node, result, dtype)})
 
 
-def _last_dim(target: torch._ops.OpOverload):
+def _last_dim(target: OpOverload):
     """Along another dimension: that one is moved to the end and back."""
 
     def rewrite(graph: fx.Graph, node: fx.Node) -> None:

@@ -6,6 +6,7 @@ from torch import fx
 from detcompile.passes.graphs import insert, replace, shape_of
 from detcompile.passes.rewrites.reductions import keeps_dims, reduced_dims
 from detcompile.templates.ops import ours
+from detcompile.torch_internals.operators import OpOverload
 
 __all__ = ["pin_rms_norms"]
 
@@ -30,7 +31,7 @@ def pin_rms_norms(gm: fx.GraphModule) -> fx.GraphModule:
     return gm
 
 
-def _only_user(node: fx.Node, *targets: torch._ops.OpOverload) -> fx.Node | None:
+def _only_user(node: fx.Node, *targets: OpOverload) -> fx.Node | None:
     """What alone reads the node, if it is one of these operations; an addition that scales an operand is none."""
     users = list(node.users)
     return users[0] if len(users) == 1 and users[0].target in targets and not users[0].kwargs else None

@@ -27,6 +27,7 @@ from detcompile.passes.sharding.modules import (
     keep_features,
 )
 from detcompile.passes.sharding.plans import ROW_STYLES, style_of, tensor_parallel_plan
+from detcompile.torch_internals.modules import parameter_table
 
 __all__ = ["moves_after_sharding", "pin_row_parallel", "row_parallel_patterns", "shard"]
 
@@ -181,7 +182,8 @@ def _shard_heads(attention: Any, share: HeadShare, name: str, model_type: str, r
         values = getattr(attention, leaf, None)
         if values is not None:
             kept = values[share.heads("q_proj")].detach().clone()
-            setattr(attention, leaf, nn.Parameter(kept, requires_grad=False) if leaf in attention._parameters else kept)
+            is_parameter = leaf in parameter_table(attention)
+            setattr(attention, leaf, nn.Parameter(kept, requires_grad=False) if is_parameter else kept)
     _count_heads(attention, share)
 
 

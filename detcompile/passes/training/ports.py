@@ -10,6 +10,7 @@ from detcompile.errors import UnsupportedModel
 from detcompile.passes.graphs import VIEWS, arguments_of, operation_of, shape_of, source_of
 from detcompile.passes.training.twins import TWINS, twins
 from detcompile.templates.ops import ours
+from detcompile.torch_internals.operators import schema_of
 
 __all__ = ["LEAVES", "is_port", "to_train"]
 
@@ -146,7 +147,7 @@ def _replace(node: fx.Node, sums: _Sums, ports: _Ports) -> None:
     elif node.target in ARGUMENTS and not of_weights:
         twin, arguments = ARGUMENTS[node.target]
         named = arguments_of(node)
-        given = arguments([named[argument.name] for argument in node.target._schema.arguments], sums, ports.of)
+        given = arguments([named[argument.name] for argument in schema_of(node.target).arguments], sums, ports.of)
         node.target, node.args, node.kwargs = twin.default, tuple(given), {}
     elif getattr(operation_of(node), "namespace", "") == "detcompile":
         name = f"{operation_of(node)} at {source_of(node)}"

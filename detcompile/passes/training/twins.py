@@ -22,6 +22,7 @@ from torch import Tensor, fx
 from detcompile.passes.graphs import insert, replace
 from detcompile.templates.attention.scores import RULE
 from detcompile.templates.ops import ours
+from detcompile.torch_internals.operators import schema_of
 
 __all__ = ["TWINS", "as_templates", "twins"]
 
@@ -38,7 +39,7 @@ def _define(name: str, schema: str, template: Any, fake: Callable[..., Any], set
     torch.library.register_autograd(
         f"detcompile_twins::{name}", backward, setup_context=setup, lib=_LIBRARY
     )
-    TWINS[getattr(twins, name).default] = template, len(template._schema.arguments)
+    TWINS[getattr(twins, name).default] = template, len(schema_of(template).arguments)
 
 
 def as_templates(gm: fx.GraphModule) -> fx.GraphModule:

@@ -13,21 +13,21 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from detcompile.torch_internals.modules import attributes_of, buffer_table, child_table, parameter_table
+from detcompile.torch_internals.operators import OpOverload, OpOverloadPacket
 from detcompile.weights import tensor_digest
 
 __all__ = ["Descriptions", "PINNED", "Undescribed", "code_lines"]
 
 BUILTIN = (bool, int, float, complex, str, bytes, type(None), type(...), slice, range)
 PLAIN = (*BUILTIN, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
-FUNCTIONS = (types.BuiltinFunctionType, types.MethodDescriptorType, torch._ops.OpOverload, torch._ops.OpOverloadPacket)
-OWN_TABLES = ("_parameters", "_buffers", "_modules")  # of nn.Module
+FUNCTIONS = (types.BuiltinFunctionType, types.MethodDescriptorType, OpOverload, OpOverloadPacket)
 # Of a config or a model: where it came from, what wrote it and how it is written again, and a hash of strings, which is
 # another in every process.
 WRITTEN = ("transformers_version", "_auto_class", "_original_object_hash", "_weight_conversions")
 VOLATILE = ("_name_or_path", "name_or_path", "_commit_hash", *WRITTEN)
 # Packages whose code the versions of torch and Python tell, and a digest of our own sources.
 PINNED = {"torch", "detcompile", "sympy", "mpmath", "typing_extensions", *sys.stdlib_module_names} - {"__main__"}
-HOOKS = ("hooks", "hooks_always_called", "hooks_with_kwargs")  # ends of names of what is kept by a number of its own
 
 
 class Undescribed(Exception):
@@ -56,12 +56,12 @@ class Descriptions:
         """
         tensors = {
             name: None if tensor is None else [self._names.get(id(tensor)), *_form(tensor)]
-            for held in (module._parameters, module._buffers)
+            for held in (parameter_table(module), buffer_table(module))
             for name, tensor in held.items()
         }
-        own = {name: value for name, value in vars(module).items() if name not in (*OWN_TABLES, *VOLATILE)}
-        own = {name: list(value.values()) if name.endswith(HOOKS) and value else value for name, value in own.items()}
-        children = {name: None if child is None else self._names[id(child)] for name, child in module._modules.items()}
+        own = {name: value for name, value in attributes_of(module).items() if name not in VOLATILE}
+        table = child_table(module)
+        children = {name: None if child is None else self._names[id(child)] for name, child in table.items()}
         return [_class(type(module)), self._held_by(type(module)), tensors, children, self.of(own)]
 
     def of(self, value: Any) -> Any:

@@ -17,15 +17,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from detcompile.errors import InvalidInput
-from detcompile.parallel import process_group
 from detcompile.templates.collectives.gather_gpu import columns_over_peers, rows_over_peers
 from detcompile.templates.collectives.peer_memory import peer_memory
 from detcompile.templates.device.cuda_graphs import is_alone
 from detcompile.templates.registration import define
+from detcompile.torch_internals.distributed import process_group
+from detcompile.torch_internals.operators import c10d
 
 __all__ = ["all_gather_columns", "gather", "sharded_embedding"]
-
-c10d = torch.ops._c10d_functional
 
 
 def gather(x: Tensor, group: str) -> Tensor:

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from detcompile.errors import InvalidInput
 from detcompile.orders.float32 import add_tree
-from detcompile.parallel import process_group
 from detcompile.templates.collectives.gather import gather
 from detcompile.templates.collectives.gpu import LEVELS, MOST_ELEMENTS, Reduction, reduce_over_peers
 from detcompile.templates.collectives.overlapped import LEAST_TOKENS, MOST_FEATURES, reduce_overlapped
@@ -35,6 +34,8 @@ from detcompile.templates.matmul.gpu import matmul_cuda
 from detcompile.templates.matmul.launch import sum_partials_cuda
 from detcompile.templates.matmul.op import matmul_cpu
 from detcompile.templates.registration import define
+from detcompile.torch_internals.distributed import process_group
+from detcompile.torch_internals.operators import c10d
 
 __all__ = [
     "TWO_SHOT_BYTES",
@@ -48,8 +49,6 @@ __all__ = [
 TWO_SHOT_BYTES = 1 << 20  # of one partial; from this size on sending less is worth a second step
 
 _CALL = struct.Struct("PqPqqPPqPqqqPq5i")  # struct Call of matmul_call.h
-
-c10d = torch.ops._c10d_functional
 
 
 def partial_product(x: Tensor, w: Tensor, radices: Sequence[int], out: Tensor | None = None) -> Tensor:

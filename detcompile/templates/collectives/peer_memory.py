@@ -22,12 +22,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import _symmetric_memory as symmetric_memory
 
 from detcompile.config import peer_memory_allowed, settle_symmetric_memory
 from detcompile.errors import ScheduleError
-from detcompile.parallel import process_group
 from detcompile.templates.device.cuda_graphs import capturing
+from detcompile.torch_internals import symmetric_memory
+from detcompile.torch_internals.distributed import process_group
 
 __all__ = ["BOX", "CHANNELS", "LANDING", "LANES", "Landing", "PeerMemory", "landing_of", "peer_memory"]
 

@@ -1,0 +1,51 @@
+"""A backward that is under way, and what changes a tensor outside it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["backward_id", "backward_keeps_graph", "call_after_backward", "tensor_hooks", "version_of"]
+
+READ_IN = "2.11.0, 2.13.0, 2.14.1"
+
+
+def backward_id() -> int:
+    """Return the number of the backward that runs in this thread.
+
+    Without it: gradients of backwards that run in several threads are mixed up.
+    """
+    return torch._C._current_graph_task_id()
+
+
+def backward_keeps_graph() -> bool:
+    """Return whether the backward that runs in this thread was called with retain_graph or create_graph.
+
+    Without it: a trainer cannot reject a second backward of one forward.
+    """
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def call_after_backward(function: Callable[[], object]) -> None:
+    """Call ``function`` when the backward that runs in this thread has ended.
+
+    Without it: what a backward has noted is never dropped, and ranks cannot agree on an error behind it.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def tensor_hooks(parameter: Tensor) -> Any:
+    """Return the hooks that were registered on a tensor by number, or None.
+
+    Without it: a hook that changes gradients one by one is not seen.
+    """
+    return parameter._backward_hooks
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how often a tensor was changed in place.
+
+    Without it: a gradient or a weight that was changed in place passes for the unchanged one.
+    """
+    return tensor._version

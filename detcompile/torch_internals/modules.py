@@ -1,0 +1,64 @@
+"""What a torch.nn.Module keeps in its tables."""
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules import module as module_calls
+
+__all__ = ["attributes_of", "buffer_table", "child_table", "global_hooks", "hooks_of", "parameter_table"]
+
+READ_IN = "2.11.0, 2.13.0, 2.14.1"
+
+TABLES = ("_parameters", "_buffers", "_modules")
+HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+NUMBERED = ("hooks", "hooks_always_called", "hooks_with_kwargs")  # ends of names of tables with a number a hook
+
+
+def parameter_table(module: nn.Module) -> dict[str, Any]:
+    """Return the table of a module's own parameters by name, None among them; changes of it change the module.
+
+    Without it: entries of None and second names of one parameter are missed, and weights cannot be dropped.
+    """
+    return module._parameters
+
+
+def buffer_table(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return the table of a module's own buffers by name, None among them; changes of it change the module.
+
+    Without it: as of ``parameter_table``.
+    """
+    return module._buffers
+
+
+def child_table(module: nn.Module) -> dict[str, Any]:
+    """Return the table of a module's children by name, None among them.
+
+    Without it: entries of None and second names of one child are missed.
+    """
+    return module._modules
+
+
+def attributes_of(module: nn.Module) -> dict[str, Any]:
+    """Return the other attributes of a module. Tables of hooks are lists: torch keeps each hook by a new number.
+
+    Without it: two modules that compute the same from other weights are not seen to be alike.
+    """
+    others = {name: value for name, value in vars(module).items() if name not in TABLES}
+    tables = {name for name, value in others.items() if name.endswith(NUMBERED) and value}
+    return {name: list(value.values()) if name in tables else value for name, value in others.items()}
+
+
+def hooks_of(module: nn.Module) -> list[Any]:
+    """Return the hooks that run around a module's forward and backward.
+
+    Without it: hooks on modules whose forward a trainer does not run are ignored, not rejected.
+    """
+    return [hook for kind in HOOKS for hook in getattr(module, f"_{kind}").values()]
+
+
+def global_hooks() -> list[Any]:
+    """Return the hooks that run around every module's forward and backward.
+
+    Without it: as of ``hooks_of``.
+    """
+    return [hook for kind in HOOKS for hook in getattr(module_calls, f"_global_{kind}").values()]

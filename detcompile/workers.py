@@ -104,7 +104,7 @@ class RankServer:
         compiled = compile_here(model, *arguments, on_read=self._tell_read, stage=part, **plan.options)
         causal = require_causal(compiled, "a worker process")
         if part is not None:
-            torch._dynamo.reset()  # it keeps traced modules, with the weights of other stages
+            torch.compiler.reset()  # it keeps traced modules, with the weights of other stages
             self._connect(causal)
         return causal
 

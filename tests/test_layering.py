@@ -60,7 +60,7 @@ FLOORS = [
         {"passes.named_backend", "passes.tracing"},
         {"passes.backend"},
         {"passes.layers"},
-        {"passes.calls", "passes.capture", "passes.pipeline", "passes.roles", "passes.sharding", "passes.traced_call"},
+        {"passes.calls", "passes.capture", "passes.pipeline", "passes.roles", "passes.sharding"},
         {"passes.adapters", "passes.programs", "passes.rewrites"},
         {"passes.modules", "passes.proof"},
         {"passes.causes", "passes.graphs"},

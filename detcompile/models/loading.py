@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
 import torch
-from torch._dynamo.convert_frame import compile_lock
 from transformers import AutoConfig, PreTrainedModel
 
 from detcompile.errors import InvalidInput
@@ -26,6 +25,7 @@ from detcompile.passes.programs.travelling_weights import TravellingWeights, may
 from detcompile.progress import stage
 from detcompile.read_ahead import read_ahead
 from detcompile.runtime.requests.plain_values import flag, kind, shown
+from detcompile.torch_internals.dynamo import compile_lock
 from detcompile.weights import named_weights
 
 __all__ = ["Load", "LoadOptions", "find", "loaded_before", "tokenizer_of"]

@@ -16,7 +16,7 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
 from detcompile.errors import InvalidInput, UnsupportedModel
 from detcompile.orders.numerics import Numerics
-from detcompile.passes.calls import GRAPH_BREAKS, Call, current_call, enter_calls, reporting
+from detcompile.passes.calls import GRAPH_BREAKS, Call, current_call, reporting
 from detcompile.passes.layers.boundary import take_marks
 from detcompile.passes.layers.compilation import Layered, compile_layers, inputs_of_all_layers
 from detcompile.passes.layers.inputs import LayerInputs
@@ -34,9 +34,10 @@ from detcompile.passes.rewrites.composites import take_apart
 from detcompile.passes.rewrites.gates import fuse_gated_products
 from detcompile.passes.rewrites.merged_linears import fed, joined, lift_weights, merge_linears
 from detcompile.passes.roles import join_batches, refuse, role_by_source
-from detcompile.passes.traced_call import TracedCall
 from detcompile.templates.cpp_dispatch import direct_ops
 from detcompile.templates.cpu.fp_mode import in_float_mode
+from detcompile.torch_internals.compiled_calls import enter_around_calls
+from detcompile.torch_internals.traced_call import TracedCall
 
 __all__ = ["Backend", "Expected"]
 
@@ -317,4 +318,4 @@ def _in_float_mode(run: Compiled, inputs: Sequence[Any]) -> Compiled:
     return in_float_mode(run, torch.device("cpu"), torch.get_num_threads()) if on_cpu else run
 
 
-enter_calls()
+enter_around_calls()

@@ -5,21 +5,12 @@ certified. This takes a fifth of the time of a trace by Dynamo, torch.compile's 
 extent or is not certified, Dynamo traces the batch, and that graph decides: refusals name lines of the model's source.
 """
 
-import contextlib
 import logging
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
-from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo.source import LocalSource
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from transformers import PreTrainedModel
 
 from detcompile.errors import UnsupportedModel
@@ -34,13 +25,27 @@ from detcompile.passes.proof.inputs import Role
 from detcompile.passes.rewrites.collectives import pin_collectives
 from detcompile.passes.roles import dense_role
 from detcompile.passes.tracing import trace_once
+from detcompile.torch_internals.dynamo import as_if_compiling, mark_dynamic
+from detcompile.torch_internals.fake_tensors import (
+    FakeTensorMode,
+    FunctionalTensorMode,
+    dispatch_functionalize,
+    enable_python_dispatcher,
+    was_written,
+)
+from detcompile.torch_internals.symbolic_shapes import (
+    DimDynamic,
+    LocalSource,
+    ShapeEnv,
+    StatelessSymbolicContext,
+    make_fx,
+)
 
 __all__ = ["certificate_of_batches", "certify_batches"]
 
 logger = logging.getLogger(__name__)
 B, T = 3, 5  # two extents that no other dimension shares
 ROWS = Role("rows", {0: "batch", 1: "tokens"})
-_PATCHING = threading.Lock()  # of torch's answers to whether it compiles
 
 
 def certify_batches(
@@ -98,12 +103,12 @@ def certificate_of_batches(
 
     def watched(held: Mapping[str, Any], *given: Any) -> Tensor:
         output = run(held, *given)
-        if any(torch._functionalize_has_data_mutation(tensor.elem) for tensor in (*held.values(), *given)):
+        if any(was_written(tensor) for tensor in (*held.values(), *given)):
             raise UnsupportedModel("the model writes into its weights or what it is given")
         return output
 
     functional = dispatch_functionalize(watched, FunctionalTensorMode())
-    with torch.no_grad(), fakes, enable_python_dispatcher(), _as_if_compiling():
+    with torch.no_grad(), fakes, enable_python_dispatcher(), as_if_compiling():
         gm = make_fx(functional, decomposition_table=decompositions())(held, *given)
     if shapes.guards:
         raise UnsupportedModel(f"the model branches on the extents of its batch: {shapes.guards[0].expr}")
@@ -114,24 +119,11 @@ def certificate_of_batches(
     return certify(gm.graph, roles, numerics, attention, recurrences)
 
 
-@contextlib.contextmanager
-def _as_if_compiling() -> Iterator[None]:
-    """Have code take the branches that it takes in Dynamo's trace of the packed forward."""
-    under_dynamo = torch.compiler.is_dynamo_compiling
-    with _PATCHING, mock.patch.object(torch.compiler, "_is_compiling_flag", True):
-        code = under_dynamo.__code__  # its code is patched, as modules import the function by its name
-        under_dynamo.__code__ = (lambda: True).__code__
-        try:
-            yield
-        finally:
-            under_dynamo.__code__ = code
-
-
 def _trace_batches(model: PreTrainedModel, numerics: Numerics, expected: Expected, device: torch.device) -> None:
     """Have Dynamo trace the model over a batch, and certify that."""
     backend = Backend(numerics, dense_role, expects=expected, certify_only=True)
     input_ids = torch.zeros(B, T, dtype=torch.int64, device=device)
     position_ids = torch.arange(T, device=device).repeat(B, 1)
     for tensor in (input_ids, position_ids):
-        torch._dynamo.mark_dynamic(tensor, [0, 1])
+        mark_dynamic(tensor, [0, 1])
     trace_once(DenseForward(model), backend, (input_ids, position_ids))

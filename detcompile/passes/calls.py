@@ -12,49 +12,47 @@ import threading
 import types
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._dynamo import config as dynamo_config
-from torch._dynamo import eval_frame
-from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
-from torch.fx import graph_module
-from torch.fx.experimental import _config as shape_config
-from torch.nn.modules import module as module_calls
-from torch.utils import _contextlib
-from torch.utils._pytree import tree_leaves
 
 from detcompile.errors import UncertifiedOp, UnsupportedModel
+from detcompile.torch_internals.compiled_calls import (
+    calling_frame,
+    compile_wrapper,
+    is_module_call,
+    runs_hooks,
+    varying_rows,
+)
+from detcompile.torch_internals.dynamo import (
+    FailOnRecompileLimitHit,
+    Unsupported,
+    dynamo_settings,
+    error_on_graph_break,
+    shape_settings,
+)
+from detcompile.torch_internals.fake_tensors import tree_leaves
 
-__all__ = ["Call", "GRAPH_BREAKS", "current_call", "enter_calls", "reporting"]
+__all__ = ["Call", "GRAPH_BREAKS", "current_call", "reporting"]
 
 GRAPH_BREAKS = ("raise", "warn")
 
-# Frames between a compiled one and torch.compile's own that compute nothing of the caller's.
-TRANSPARENT = {
-    (module_calls.__file__, "_wrapped_call_impl"),
-    (module_calls.__file__, "_call_impl"),  # with hooks it goes on in `inner`
-    (_contextlib.__file__, "decorate_context"),  # @torch.no_grad()
-    (graph_module.__file__, "__call__"),  # of an fx.GraphModule
-    (graph_module.__file__, "call_wrapped"),
-}
 # Counts are symbols from zero up, of the first dimension alone: every other extent is what it is, and has its graph.
-ONE_GRAPH_A_SHAPE = dynamo_config._make_closure_patcher(
+ONE_GRAPH_A_SHAPE = dynamo_settings(
     assume_static_by_default=True,
     automatic_dynamic_shapes=False,
     force_parameter_static_shapes=False,  # of a parameter that is given as an argument
     recompile_limit=64,
     skip_nnmodule_hook_guards=False,  # hooks that come after the first call are traced, too
 )
-FROM_ZERO_UP = shape_config._make_closure_patcher(backed_size_oblivious=True)
-LOUD = dynamo_config._make_closure_patcher(suppress_errors=False, fail_on_recompile_limit_hit=True)
+FROM_ZERO_UP = shape_settings(backed_size_oblivious=True)
+LOUD = dynamo_settings(suppress_errors=False, fail_on_recompile_limit_hit=True)
 ADVICE = 'Compile a part that torch traces as a whole, or take options={"graph_breaks": "warn"}.'
 TOO_OFTEN = (
     "torch made a graph for each extent and flag that this module was called with, and makes no more. Mark a "
     "dimension of rows that varies by torch._dynamo.mark_dynamic(tensor, dim), or call it with fewer lengths."
 )
-MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")
 
 _threads = threading.local()
 
@@ -76,11 +74,10 @@ class Call:
         self.graph_breaks = graph_breaks
         self.mark_batch = mark_batch
         self.num_graphs = 0
-        self._frame: types.FrameType | None = _compile_wrapper()
-        variables = self._frame.f_locals
-        self.given = [*variables["args"], *variables["kwargs"].values()]
+        wrapper = compile_wrapper()
+        self._frame: types.FrameType | None = wrapper.frame
+        self.given, self.owner = wrapper.given, wrapper.owner
         self.arguments = [leaf for leaf in tree_leaves(self.given) if isinstance(leaf, torch.Tensor)]
-        self.owner = getattr(variables["fn"], "__self__", None)
         if mark_batch:
             _require_own_rows(self.arguments)
 
@@ -88,12 +85,12 @@ class Call:
         self._stack = contextlib.ExitStack()
         self._raised_before: BaseException | None = sys.exc_info()[1]
         if self.graph_breaks == "raise":
-            self._stack.enter_context(torch._dynamo.error_on_graph_break(True))
+            self._stack.enter_context(error_on_graph_break(True))
             self._stack.callback(LOUD())
         if self.mark_batch:
             self._stack.callback(ONE_GRAPH_A_SHAPE())
             self._stack.callback(FROM_ZERO_UP())
-            self._stack.enter_context(_marked(self.arguments))
+            self._stack.enter_context(varying_rows(self.arguments))
         self._stack.callback(setattr, _threads, "call", current_call())
         _threads.call = self
 
@@ -117,18 +114,14 @@ class Call:
         if self.num_graphs > 1:
             self._complain("torch made several graphs of this call")
             return
-        while frame is not None and _place(frame)[0] == eval_frame.__file__ and frame is not self._frame:
-            frame = frame.f_back
-        outside = frame and frame.f_back  # around the frame that was compiled
-        while outside is not None and outside is not self._frame and _place(outside) in TRANSPARENT:
-            outside = outside.f_back
+        outside = calling_frame(frame, self._frame)
         if outside is None:
             raise UnsupportedModel("a compiled graph was called by somebody else than the module it was made for")
         if outside is not self._frame:
-            file, name = _place(outside)
-            hooks = " (hooks of the compiled module)" if file == module_calls.__file__ else ""
-            self._complain(f"{name} in {file}:{outside.f_lineno} calls the graph, and is no part of it{hooks}")
-        elif _runs_hooks(self._frame):
+            place = f"{outside.f_code.co_name} in {outside.f_code.co_filename}:{outside.f_lineno}"
+            hooks = " (hooks of the compiled module)" if is_module_call(outside) else ""
+            self._complain(f"{place} calls the graph, and is no part of it{hooks}")
+        elif runs_hooks(self._frame):
             self._complain("hooks run around the graph, of what torch.compile returned or of all modules")
 
     def require_apart(self, held: Sequence[torch.Tensor]) -> None:
@@ -176,34 +169,6 @@ def reporting(run: Callable[..., Any], held: Sequence[int]) -> Callable[..., Any
     return counted
 
 
-def enter_calls() -> None:
-    """Have torch.compile enter what a backend's ``around_calls`` makes of its options.
-
-    torch looks for ``backend_ctx_ctor`` at the object that torch.compile puts around a backend, not at the backend, and
-    may import this module while it makes that object: before the backend is put into it, and the options after that.
-    """
-
-    def get(self: Any) -> Any:
-        return self.__dict__["compiler_fn"]
-
-    def enter(self: Any, compiler_fn: Any) -> None:
-        self.__dict__["compiler_fn"] = compiler_fn
-        around_calls = getattr(compiler_fn, "around_calls", None)
-        if around_calls is not None:
-            self.backend_ctx_ctor = lambda: around_calls(self.kwargs.get("options") or {})()
-
-    setattr(torch._TorchCompileWrapper, "compiler_fn", property(get, enter))  # noqa: B010
-
-
-def _runs_hooks(frame: types.FrameType | None) -> bool:
-    """Whether torch runs hooks around a call of what it compiled."""
-    while frame is not None and (place := _place(frame))[0] in (eval_frame.__file__, module_calls.__file__):
-        if place == (module_calls.__file__, "inner"):
-            return True
-        frame = frame.f_back
-    return False
-
-
 def _require_own_rows(arguments: Sequence[torch.Tensor]) -> None:
     """Reject arguments that share memory other than row by row, as a batch and its last row expanded do.
 
@@ -243,36 +208,3 @@ def _reach(tensor: torch.Tensor, dim: int) -> int:
     """Bytes from a tensor's first element to the end of its last one, over the dimensions from ``dim`` on."""
     extents = zip(tensor.shape[dim:], tensor.stride()[dim:], strict=True)
     return (1 + sum((size - 1) * stride for size, stride in extents)) * tensor.element_size()
-
-
-def _place(frame: types.FrameType) -> tuple[str, str]:
-    return frame.f_code.co_filename, frame.f_code.co_name
-
-
-def _compile_wrapper() -> types.FrameType:
-    """The frame of torch.compile that calls what it compiled."""
-    frame: types.FrameType | None = sys._getframe(2)
-    while frame is not None:
-        if _place(frame)[0] == eval_frame.__file__ and {"fn", "args", "kwargs"} <= frame.f_locals.keys():
-            return frame
-        frame = frame.f_back
-    raise UnsupportedModel(f"torch {torch.__version__} calls compiled modules in a way that detcompile does not know")
-
-
-@contextlib.contextmanager
-def _marked(tensors: list[torch.Tensor]) -> Iterator[None]:
-    """Their first dimensions are symbolic for torch.compile meanwhile."""
-    before = []
-    for tensor in tensors:
-        own = tensor.__dict__
-        if tensor.dim() and 0 not in own.get(MARKS[0], ()):
-            before.append((own, {name: own[name] for name in MARKS if name in own}))
-            own[MARKS[0]] = {*own.get(MARKS[0], ()), 0}
-            own[MARKS[1]] = True
-    try:
-        yield
-    finally:
-        for own, had in reversed(before):  # one tensor may be given twice
-            for name in MARKS:
-                own.pop(name, None)
-            own.update(had)

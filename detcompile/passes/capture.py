@@ -14,7 +14,6 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.convert_frame import compile_lock
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, PreTrainedModel
 
@@ -36,6 +35,7 @@ from detcompile.passes.modules.pooling_heads import attends_both_ways
 from detcompile.passes.modules.recurrences import Recurrences
 from detcompile.passes.modules.step_carrier import carry_step
 from detcompile.step import KVGroup, StepInputs, kv_groups
+from detcompile.torch_internals.dynamo import compile_lock
 
 __all__ = ["DenseForward", "PackedForward", "StatesForward", "freeze_rope", "isolated", "observe_attention",
            "probe_attention", "require_ready"]  # fmt: skip

@@ -12,6 +12,7 @@ import sympy
 import torch
 from torch import fx
 
+from detcompile.torch_internals.fake_tensors import detect_fake_mode
 from detcompile.torch_internals.operators import schema_of
 
 __all__ = [
@@ -66,7 +67,7 @@ def insert(graph: fx.Graph, target: Callable[..., Any], args: tuple, origin: fx.
     with graph.inserting_before(origin):
         node = graph.call_function(target, args, kwargs)
     values = fx.map_arg(args, lambda arg: arg.meta["val"])
-    mode = torch._guards.detect_fake_mode(values)
+    mode = detect_fake_mode(values)
     assert mode is not None, f"no fake value among the arguments of {target}"
     with mode:
         node.meta = {**origin.meta, "val": target(*values, **kwargs)}

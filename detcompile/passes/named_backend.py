@@ -4,12 +4,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
-from torch._dynamo.backends import registry
 
 from detcompile.errors import InvalidInput
 from detcompile.orders.numerics import Numerics
 from detcompile.passes.backend import Backend
 from detcompile.passes.calls import Call
+from detcompile.torch_internals.dynamo import register_backend
 
 __all__ = ["detcompile_backend"]
 
@@ -34,5 +34,4 @@ def _with_options(options: Mapping[str, Any]) -> Backend:
 
 
 detcompile_backend = NamedBackend()
-if "detcompile" not in registry._BACKENDS:  # else torch found the entry point, and registers what it imports from here
-    registry.register_backend(detcompile_backend, name="detcompile")
+register_backend("detcompile", detcompile_backend)

@@ -14,7 +14,6 @@ from torch._inductor.codegen import cpp as inductor_cpp
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes import joint_graph
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from detcompile.passes.graphs import sympy_size
 from detcompile.passes.programs.lanes import lane_by_lane
@@ -33,6 +32,7 @@ from detcompile.passes.rewrites.windows import POOLS, pin_convolutions, pin_pool
 from detcompile.sources import source_digest
 from detcompile.templates.cpu.shared_objects import compiler_if_any
 from detcompile.torch_internals.operators import OpOverload
+from detcompile.torch_internals.symbolic_shapes import GuardOnDataDependentSymNode
 
 __all__ = ["GraphPass", "PASSES", "ROUNDING", "decompositions", "pinned_codegen", "read_extents", "rewrite"]
 

@@ -11,8 +11,8 @@ from detcompile.passes.calls import current_call
 from detcompile.passes.graphs import sympy_size
 from detcompile.passes.proof.inputs import Role
 from detcompile.passes.proof.provenance import Layout
-from detcompile.passes.traced_call import TracedCall
 from detcompile.step import KVGroup
+from detcompile.torch_internals.traced_call import TracedCall
 
 __all__ = ["dense_role", "join_batches", "packed_roles", "refuse", "role_by_source"]
 

@@ -9,10 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo import config as dynamo_config
-from torch._dynamo.exc import TorchDynamoException
 from torch._inductor import config as inductor_config
-from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 from transformers import PreTrainedModel
 
 from detcompile.config import inductor_folder, sizes_asserted
@@ -35,6 +32,8 @@ from detcompile.passes.proof.certificate import Certificate
 from detcompile.passes.roles import packed_roles
 from detcompile.step import KVGroup, KVShape, StateShape, step_leaves
 from detcompile.storage import INDUCTOR_ADVICE, disk_failure
+from detcompile.torch_internals.dynamo import TorchDynamoException, dynamo_config
+from detcompile.torch_internals.symbolic_shapes import ConstraintViolationError
 
 __all__ = [
     "Seen",

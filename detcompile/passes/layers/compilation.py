@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch._guards import TracingContext
 
 from detcompile.orders.numerics import Numerics
 from detcompile.passes.graphs import shape_of
@@ -21,6 +20,7 @@ from detcompile.passes.proof.inputs import Role
 from detcompile.passes.proof.provenance import Rows
 from detcompile.passes.rewrites.merged_linears import joined
 from detcompile.progress import stage
+from detcompile.torch_internals.fake_tensors import TracingContext
 
 __all__ = ["AllInputs", "Layered", "compile_layers", "inputs_of_all_layers", "role_of"]
 

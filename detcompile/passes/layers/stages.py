@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from detcompile.errors import UnsupportedModel
 from detcompile.passes.graphs import shape_of
 from detcompile.passes.layers.regions import NotCut, Region
 from detcompile.passes.programs.example_step import NUM_TOKENS
 from detcompile.passes.proof.certificate import Certificate
+from detcompile.torch_internals.fake_tensors import unset_fake_temporarily
 
 __all__ = ["GivenRows", "given_rows", "require_whole", "without_rows"]
 

@@ -12,12 +12,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from detcompile.passes.programs.layer_views import layer_list, layers_of, view_of
+from detcompile.torch_internals.fake_tensors import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    tree_flatten,
+    without_modes,
+)
 from detcompile.torch_internals.modules import attributes_of, buffer_table, parameter_table
 from detcompile.weights import tensor_digest
 
@@ -202,7 +206,7 @@ class _Recorder(TorchDispatchMode):
         number = self._objects.setdefault(id(tensor), len(self._objects))
         if isinstance(tensor, FakeTensor):
             return "given", number
-        with _disable_current_modes():  # as there is nothing to read in a run that computes nothing
+        with without_modes():  # as there is nothing to read in a run that computes nothing
             return "given", number, tensor_digest(tensor)
 
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo.decorators import mark_unbacked
 
 from detcompile.step import KVShape, StateShape, StepInputs
+from detcompile.torch_internals.dynamo import mark_unbacked
 
 __all__ = ["BLOCK_SIZE", "ExampleStep", "NUM_TOKENS", "example_step", "some_layers"]
 

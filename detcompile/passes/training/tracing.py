@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.decorators import mark_unbacked
 from transformers import PreTrainedModel
 
 from detcompile.errors import UnsupportedModel
@@ -31,6 +30,7 @@ from detcompile.passes.sharding.shard import pin_row_parallel
 from detcompile.passes.tracing import find_repeats, marked_layers, trace_once
 from detcompile.passes.training.regions import TrainedRegion
 from detcompile.step import StepInputs
+from detcompile.torch_internals.dynamo import mark_unbacked
 
 __all__ = ["TracedRegions", "trace_regions"]
 

@@ -30,6 +30,8 @@ from detcompile.errors import UnsupportedModel
 
 __all__ = ["TracedCall"]
 
+READ_IN = "2.11.0, 2.13.0, 2.14.1"
+
 TORCH = str(Path(torch.__file__).parent)
 # Shape functions of torch's whose guards decide the strides of a fake result, or an error, and no value.
 OF_STRIDES = (
@@ -41,6 +43,9 @@ OF_STRIDES = (
 
 class TracedCall:
     """The frame that Dynamo is compiling in this thread.
+
+    Without it: the backend cannot tell what a caller gives from what the compiled callable holds, nor see what a call
+    leaves behind or which numbers of rows its code tells apart.
 
     Args:
         owner: the object whose method was compiled, or None: what it holds is no argument.

@@ -1,0 +1,147 @@
+"""Calls of what torch.compile returned: what is entered around them, and the frames between them and a graph."""
+
+import contextlib
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._dynamo import eval_frame
+from torch.fx import graph_module
+from torch.nn.modules import module as module_calls
+from torch.utils import _contextlib
+
+from detcompile.errors import UnsupportedModel
+
+__all__ = [
+    "CompileWrapper",
+    "calling_frame",
+    "compile_wrapper",
+    "enter_around_calls",
+    "is_module_call",
+    "runs_hooks",
+    "varying_rows",
+]
+
+READ_IN = "2.11.0, 2.13.0, 2.14.1"
+
+# Frames between a compiled one and torch.compile's own that compute nothing of the caller's.
+TRANSPARENT = {
+    (module_calls.__file__, "_wrapped_call_impl"),
+    (module_calls.__file__, "_call_impl"),  # with hooks it goes on in `inner`
+    (_contextlib.__file__, "decorate_context"),  # @torch.no_grad()
+    (graph_module.__file__, "__call__"),  # of an fx.GraphModule
+    (graph_module.__file__, "call_wrapped"),
+}
+MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")  # the second is not known to torch 2.11
+
+
+class CompileWrapper(NamedTuple):
+    """The frame of torch.compile that calls what it compiled, and what it was called with.
+
+    Without it: as of ``compile_wrapper``.
+    """
+
+    frame: types.FrameType
+    given: list[Any]  # positional and keyword arguments
+    owner: object  # the object whose method was compiled; None if a function was compiled
+
+
+def enter_around_calls() -> None:
+    """Have torch.compile enter what a backend's ``around_calls`` makes of its options, around each call.
+
+    torch looks for ``backend_ctx_ctor`` at the object that torch.compile puts around a backend, not at the backend, and
+    may import a backend's module while it makes that object: before the backend is put into it, and the options after
+    that. Without it: what Dynamo leaves to Python, and no certificate sees, goes unnoticed.
+    """
+
+    def get(self: Any) -> Any:
+        return self.__dict__["compiler_fn"]
+
+    def enter(self: Any, compiler_fn: Any) -> None:
+        self.__dict__["compiler_fn"] = compiler_fn
+        around_calls = getattr(compiler_fn, "around_calls", None)
+        if around_calls is not None:
+            self.backend_ctx_ctor = lambda: around_calls(self.kwargs.get("options") or {})()
+
+    setattr(torch._TorchCompileWrapper, "compiler_fn", property(get, enter))  # noqa: B010
+
+
+def compile_wrapper() -> CompileWrapper:
+    """Return the innermost frame of torch.compile that calls what it compiled.
+
+    Without it: tensor arguments cannot be marked before the call, nor told from what the module holds.
+
+    Raises:
+        UnsupportedModel: there is none on this thread's stack.
+    """
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if _place(frame)[0] == eval_frame.__file__ and {"fn", "args", "kwargs"} <= frame.f_locals.keys():
+            variables = frame.f_locals
+            given = [*variables["args"], *variables["kwargs"].values()]
+            return CompileWrapper(frame, given, getattr(variables["fn"], "__self__", None))
+        frame = frame.f_back
+    raise UnsupportedModel(f"torch {torch.__version__} calls compiled modules in a way that detcompile does not know")
+
+
+def calling_frame(frame: types.FrameType | None, wrapper: types.FrameType | None) -> types.FrameType | None:
+    """Return the frame around the compiled one that called a graph from ``frame``, past those that compute nothing.
+
+    It is ``wrapper`` if the graph is all of the call, and None if ``wrapper`` did not call it. Without it: code between
+    the graphs of a call, which no certificate sees, goes unnoticed.
+    """
+    while frame is not None and _place(frame)[0] == eval_frame.__file__ and frame is not wrapper:
+        frame = frame.f_back
+    outside = frame and frame.f_back  # around the frame that was compiled
+    while outside is not None and outside is not wrapper and _place(outside) in TRANSPARENT:
+        outside = outside.f_back
+    return outside
+
+
+def is_module_call(frame: types.FrameType) -> bool:
+    """Return whether a frame is of torch.nn.Module's own call.
+
+    Without it: a message about hooks of a compiled module names torch's code only.
+    """
+    return _place(frame)[0] == module_calls.__file__
+
+
+def runs_hooks(frame: types.FrameType | None) -> bool:
+    """Return whether torch runs hooks around a call of what it compiled, given the frame of ``compile_wrapper``.
+
+    Without it: hooks of the object that torch.compile returned go unnoticed.
+    """
+    while frame is not None and (place := _place(frame))[0] in (eval_frame.__file__, module_calls.__file__):
+        if place == (module_calls.__file__, "inner"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+@contextlib.contextmanager
+def varying_rows(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Make the first dimension of tensors symbolic for torch.compile while entered, and leave no mark on them.
+
+    Without it: Dynamo makes a graph for each number of rows, up to its limit.
+    """
+    before = []
+    for tensor in tensors:
+        attributes = tensor.__dict__
+        if tensor.dim() and 0 not in attributes.get(MARKS[0], ()):
+            before.append((attributes, {name: attributes[name] for name in MARKS if name in attributes}))
+            attributes[MARKS[0]] = {*attributes.get(MARKS[0], ()), 0}
+            attributes[MARKS[1]] = True
+    try:
+        yield
+    finally:
+        for attributes, marks in reversed(before):  # one tensor may be given twice
+            for name in MARKS:
+                attributes.pop(name, None)
+            attributes.update(marks)
+
+
+def _place(frame: types.FrameType) -> tuple[str, str]:
+    return frame.f_code.co_filename, frame.f_code.co_name

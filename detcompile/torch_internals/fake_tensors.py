@@ -1,0 +1,65 @@
+"""Fake tensors, the modes under which operations run, and nested values."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
+from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as without_modes
+from torch.utils._pytree import tree_flatten, tree_leaves
+
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "FunctionalTensorMode",
+    "TorchDispatchMode",
+    "TracingContext",
+    "detect_fake_mode",
+    "dispatch_functionalize",
+    "enable_python_dispatcher",
+    "tracing",
+    "tree_flatten",
+    "tree_leaves",
+    "unset_fake_temporarily",
+    "was_written",
+    "without_modes",
+]
+
+READ_IN = "2.11.0, 2.13.0, 2.14.1"
+NAMES = {
+    "FakeTensor": "The type of tensors without values. Without it: a fingerprint would hash a constant that has none.",
+    "FakeTensorMode": "Run a model without computing. Without it: finding equal layers and certifying a batch cost "
+    "forwards of the whole model.",
+    "FunctionalTensorMode": "As of ``dispatch_functionalize``, which takes it. Without it: the same.",
+    "TorchDispatchMode": "See every operation of a run. Without it: equal layers are not found, and every layer is "
+    "traced and compiled.",
+    "TracingContext": "What AOTAutograd knows of a trace. Without it: regions of one graph mix up the strides of their "
+    "outputs, and a region of a trainer is not compiled in the mode that traced it.",
+    "detect_fake_mode": "The mode that made fake values. Without it: a pass cannot give a new node its fake value.",
+    "dispatch_functionalize": "Run a function with writes into tensors turned into results. Without it: a batch whose "
+    "code writes into tensors of its own is not certified.",
+    "enable_python_dispatcher": "Have decompositions that are registered in Python run under make_fx. Without it: some "
+    "operations have no result for unknown extents.",
+    "tracing": "Enter a TracingContext. Without it: as of TracingContext.",
+    "tree_flatten": "The leaves of a nested value, and its form. Without it: what operations take and return cannot be "
+    "compared.",
+    "tree_leaves": "The leaves of a nested value. Without it: tensors within lists and objects that torch knows are no "
+    "arguments of a call.",
+    "unset_fake_temporarily": "Compute with real tensors in the middle of a trace. Without it: the bytes of a constant "
+    "cannot be hashed there.",
+    "without_modes": "Run without any mode for a while. Without it: the contents of a tensor cannot be read in a run "
+    "over fake tensors.",
+}
+
+
+def was_written(tensor: Any) -> bool:
+    """Return whether a run under FunctionalTensorMode wrote into a tensor that it was given.
+
+    Without it: a batch is certified though it changes the weights.
+    """
+    value: Tensor = tensor.elem
+    return torch._functionalize_has_data_mutation(value)

@@ -10,8 +10,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch._export.serde.schema import ScalarType
-from torch.torch_version import TorchVersion
 from transformers import GenerationConfig
 
 from detcompile.archives.archive import Archive, library_folder
@@ -29,11 +27,9 @@ from detcompile.runtime.engine_setup import Forwards
 from detcompile.step import StepInputs, step_leaves
 from detcompile.storage import in_temporary_folder
 from detcompile.templates.cpu.fp_mode import in_float_mode
+from detcompile.torch_internals.library_runner import converts_dtypes, dtype_number, library_runner
 
 __all__ = ["ArchivedProgram", "executor_from"]
-
-CONVERTS_DTYPES = TorchVersion(torch.__version__) >= "2.12"  # https://github.com/pytorch/pytorch/pull/173562
-DTYPE_NUMBERS = {ScalarType.HALF: 5, ScalarType.FLOAT: 6, ScalarType.DOUBLE: 7, ScalarType.BFLOAT16: 15}
 
 
 def executor_from(archive: Archive, ranks: TensorParallel | None = None) -> LocalExecutor:
@@ -135,12 +131,7 @@ class _Library:
             operations.write_text(_for_this_process(operations.read_text(), "" if ranks is None else ranks.group))
         self._arguments = [weights[source] if isinstance(source, str) else source for source in arguments]
         on_gpu = next(iter(weights.values())).device.type == "cuda"
-        runners: Any = torch._C._aoti
-        if on_gpu:
-            # True: no run tracking in the runtime, whose CUDA events cannot be queried after a graph capture.
-            self._runner = runners.AOTIModelContainerRunnerCuda(str(library), 1, "cuda", str(folder), True)
-        else:
-            self._runner = runners.AOTIModelContainerRunnerCpu(str(library), 1)
+        self._runner = library_runner(str(library), str(folder), on_gpu)
         self._one_at_a_time = threading.Lock()
 
     @torch.no_grad()
@@ -152,16 +143,13 @@ class _Library:
 
 
 def _for_this_process(operations: str, group: str) -> str:
-    """Adapt AOTInductor's list of operations: set the process group, and convert dtype numbers for this torch.
-
-    The list numbers dtypes as torch.export's schema does. Torch before 2.12 read them as its own numbers.
-    """
+    """Adapt AOTInductor's list of operations: set the process group, and convert dtype numbers for this torch."""
 
     def adapted(value: dict[str, Any]) -> dict[str, Any]:
         if value.get("name") == "group":
             return value | {"arg": {"as_string": group}}
-        if "as_scalar_type" in value and not CONVERTS_DTYPES:
-            return {"as_scalar_type": DTYPE_NUMBERS[ScalarType(value["as_scalar_type"])]}
+        if "as_scalar_type" in value and not converts_dtypes():
+            return {"as_scalar_type": dtype_number(value["as_scalar_type"])}
         return value
 
     return json.dumps(json.loads(operations, object_hook=adapted))

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import transformers
 import triton
-from torch._inductor import config as inductor_config
 
 from detcompile.orders.numerics import Numerics
 from detcompile.passes.programs.compiling_ahead import vector_isa
@@ -18,6 +17,7 @@ from detcompile.runtime.dense.end_tokens import stop_tokens
 from detcompile.sources import source_digest
 from detcompile.templates.cpu import library as cpu_library
 from detcompile.templates.cpu.shared_objects import compiler_version
+from detcompile.torch_internals.inductor_settings import inductor_config
 
 __all__ = ["config_digest", "end_tokens", "fingerprint_parts"]
 

@@ -8,6 +8,7 @@ from transformers import GenerationConfig, GenerationMixin, PretrainedConfig
 
 from detcompile.errors import InvalidInput
 from detcompile.executors.executor import Executor
+from detcompile.torch_internals.native import parse_to
 
 __all__ = ["AnyConfig", "ModelObject"]
 
@@ -141,7 +142,7 @@ class ModelObject:
             InvalidInput: another device or dtype, for which there is another program.
         """
         try:
-            device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+            device, dtype = parse_to(*args, **kwargs)
         except (TypeError, RuntimeError, ValueError) as error:
             raise InvalidInput(f"to(): {error}") from error
         return self._settled("to", device, dtype)

@@ -10,9 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch._functorch import config as functorch_config
-from torch._inductor import config as inductor_config
-from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
 from detcompile.errors import InvalidInput, UnsupportedModel
 from detcompile.orders.numerics import Numerics
@@ -36,7 +33,10 @@ from detcompile.passes.rewrites.merged_linears import fed, joined, lift_weights,
 from detcompile.passes.roles import join_batches, refuse, role_by_source
 from detcompile.templates.cpp_dispatch import direct_ops
 from detcompile.templates.cpu.fp_mode import in_float_mode
+from detcompile.torch_internals.aot_autograd import functorch_config
 from detcompile.torch_internals.compiled_calls import enter_around_calls
+from detcompile.torch_internals.inductor import compile_fx, compile_fx_inner
+from detcompile.torch_internals.inductor_settings import inductor_config
 from detcompile.torch_internals.traced_call import TracedCall
 
 __all__ = ["Backend", "Expected"]

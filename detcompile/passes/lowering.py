@@ -5,7 +5,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch._inductor.compile_fx import compile_fx_inner
 from transformers import PreTrainedModel
 
 from detcompile.config import programs_kept
@@ -39,6 +38,7 @@ from detcompile.passes.warm.program_key import ProgramKey, label_of, observe_run
 from detcompile.passes.whole_model import WholeModel, read_whole
 from detcompile.progress import stage
 from detcompile.step import StepInputs
+from detcompile.torch_internals.inductor import compile_fx_inner
 from detcompile.weights import copy_mapped_weights
 
 __all__ = ["Lowered", "lower", "lower_view", "lower_with_states"]

@@ -4,16 +4,10 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import sympy
 import torch
 from torch import Tensor, fx
-from torch._inductor import config as inductor_config
-from torch._inductor.codegen import cpp as inductor_cpp
-from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.fx_passes import joint_graph
 
 from detcompile.passes.graphs import sympy_size
 from detcompile.passes.programs.lanes import lane_by_lane
@@ -31,8 +25,15 @@ from detcompile.passes.rewrites.sorts import pin_sorts, pin_topk
 from detcompile.passes.rewrites.windows import POOLS, pin_convolutions, pin_pools
 from detcompile.sources import source_digest
 from detcompile.templates.cpu.shared_objects import compiler_if_any
+from detcompile.torch_internals.inductor import (
+    CustomGraphPass,
+    folding_known_extents,
+    select_decomp_table,
+    without_patterns,
+)
+from detcompile.torch_internals.inductor_cpp import commented, keeping_casts, vectorized_tails
+from detcompile.torch_internals.inductor_settings import setting_name
 from detcompile.torch_internals.operators import OpOverload
-from detcompile.torch_internals.symbolic_shapes import GuardOnDataDependentSymNode
 
 __all__ = ["GraphPass", "PASSES", "ROUNDING", "decompositions", "pinned_codegen", "read_extents", "rewrite"]
 
@@ -56,15 +57,10 @@ PASSES: tuple[Callable[[fx.GraphModule], fx.GraphModule], ...] = (
 )
 
 
-def _setting(*names: str) -> str:
-    """The one of an Inductor setting's names that this torch has."""
-    return next(name for name in names if name in inductor_config._config)
-
-
 # Rounding must not depend on what Inductor happens to fuse, nor sums on what it happens to split.
 ROUNDING: dict[str, Any] = {
     "emulate_precision_casts": True,
-    _setting("eager_numerics.division_rounding", "emulate_divison_rounding"): True,
+    setting_name("eager_numerics.division_rounding", "emulate_divison_rounding"): True,
     "split_reductions": False,
     "comprehensive_padding": False,
     "max_autotune": False,
@@ -74,8 +70,6 @@ ROUNDING: dict[str, Any] = {
     "cpp.enable_unsafe_math_opt_flag": False,
     "cpp.enable_loop_tail_vec": True,
 }
-
-CODEGEN_GROUP = inductor_cpp.KernelGroup.codegen_group
 
 
 class GraphPass(CustomGraphPass):
@@ -129,36 +123,14 @@ def read_extents(gm: fx.GraphModule) -> fx.GraphModule:
 def pinned_codegen() -> Iterator[None]:
     """Generated C++ rounds an element the same way wherever it stands and whatever is fused with it.
 
-    Inductor leaves a loop's tail to scalar code when masking it looks expensive *for the token count it was traced
-    with*. And before torch 2.13 its C++ remembers the unrounded value behind a cast, though the casts are to be kept.
-    What a vector computes of each lane, see passes.programs.lanes. Constants are folded as far as that asks nothing of
-    an unknown number of rows. And what another compiler has made of the same C++ is taken for this one's, by Inductor's
-    cache, unless the code names it. Inductor's patterns of products, attention and random numbers are not made: a
-    certified graph holds none of these.
+    What a vector computes of each lane, see passes.programs.lanes. Inductor's cache must not take what another compiler
+    has made of the same C++.
     """
+    compiler = functools.partial(commented, compiler_if_any)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(joint_graph, "lazy_init", lambda *_: None))
-        fold = joint_graph.constant_fold_uniform_value
-        stack.enter_context(mock.patch.object(joint_graph, fold.__name__, functools.partial(_fold_what_is_known, fold)))
-        stack.enter_context(lane_by_lane())
-        stack.enter_context(mock.patch.object(inductor_cpp.KernelGroup, "codegen_group", _naming_the_compiler))
-        stack.enter_context(mock.patch.object(inductor_cpp.CppKernel, "cache_dtype_convert", lambda *_: None))
-        # A torch without it has no such heuristic; were there another, tests/passes/test_rounding.py would see it.
-        if hasattr(inductor_cpp, "KernelOpStats"):
-            ratio = mock.patch.object(inductor_cpp.KernelOpStats, "OVERHEAD_RATIO_THRESHOLD", float("inf"))
-            stack.enter_context(ratio)
+        for enter in (without_patterns, folding_known_extents, lane_by_lane, compiler, keeping_casts, vectorized_tails):
+            stack.enter_context(enter())
         yield
-
-
-def _fold_what_is_known(fold: Callable[[fx.GraphModule], None], gm: fx.GraphModule) -> None:
-    """Inductor's folding, which asks of a view of zeros how its rows lie: out = zeros(x.shape), out[..., :8] = ..."""
-    with contextlib.suppress(GuardOnDataDependentSymNode):
-        fold(gm)
-
-
-def _naming_the_compiler(group: inductor_cpp.KernelGroup, name: str | None = None) -> str:
-    code = CODEGEN_GROUP(group, name)
-    return code and f"// {compiler_if_any()}\n{code}"
 
 
 def decompositions(kept: tuple[OpOverload, ...] = (*KEPT_WHOLE, *POOLS)) -> dict[Any, Any]:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._inductor import config as inductor_config
 from transformers import PreTrainedModel
 
 from detcompile.config import inductor_folder, sizes_asserted
@@ -33,6 +32,7 @@ from detcompile.passes.roles import packed_roles
 from detcompile.step import KVGroup, KVShape, StateShape, step_leaves
 from detcompile.storage import INDUCTOR_ADVICE, disk_failure
 from detcompile.torch_internals.dynamo import TorchDynamoException, dynamo_config
+from detcompile.torch_internals.inductor_settings import inductor_config
 from detcompile.torch_internals.symbolic_shapes import ConstraintViolationError
 
 __all__ = [

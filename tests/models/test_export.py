@@ -214,7 +214,7 @@ def test_operations_are_told_their_group_and_dtype(
 ) -> None:
     """torch 2.11 took the number of a dtype in this list, bfloat16's is 13, for its own, which is 15."""
     assert _TORCH_TO_SERIALIZE_DTYPE[torch.bfloat16] == 13
-    monkeypatch.setattr(archived, "CONVERTS_DTYPES", converts)
+    monkeypatch.setattr(archived, "converts_dtypes", lambda: converts)
     given = [
         {"name": "group", "arg": {"as_string": "7"}, "kind": 1},
         {"name": "equation", "arg": {"as_string": "7"}},

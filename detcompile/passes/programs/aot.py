@@ -4,20 +4,16 @@ The graph is the one that the JIT compiles, after the same passes and under the 
 its kernels is C++ instead of Python. Our own operations are called through torch's proxy executor, by name.
 """
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import fx
-from torch._inductor import config as inductor_config
-from torch._inductor import cpp_builder
-from torch._inductor.compile_fx import compile_fx_inner, get_cpp_wrapper_config
-from torch._inductor.virtualized import V
 
 from detcompile.passes.programs.plain import run_plainly
+from detcompile.torch_internals.aotinductor import ahead_of_time
+from detcompile.torch_internals.inductor import compile_fx_inner
 
 __all__ = ["Packaging"]
 
@@ -42,34 +38,10 @@ class Packaging:
         traced = run_plainly(gm)  # Dynamo runs what it compiled once; that may be the plain graph
         self.kept = _without_sizes(gm)
         given = [inputs[position] for position in self.kept]
-        with _ahead_of_time():
+        with ahead_of_time():
             compiled = compile_fx_inner(gm, given, **{**settings, "cpp_wrapper": True})
         self.files = tuple(Path(file) for file in compiled.filename if str(file).endswith(LIBRARY_SUFFIXES))
         return traced
-
-
-@contextlib.contextmanager
-def _ahead_of_time() -> Iterator[None]:
-    settings = {
-        **get_cpp_wrapper_config(),
-        "cpp_wrapper": True,
-        "aot_inductor.package": True,
-        # As the JIT keeps them: a constant of few elements would be written into scalar code, whose libm is another.
-        "always_keep_tensor_constants": True,
-    }
-    linking = mock.patch.object(cpp_builder.BuildOptionsBase, "get_ldflags", _link_flags)
-    with V.set_aot_compilation(True), inductor_config.patch(settings), linking:
-        yield
-
-
-def _link_flags(options: cpp_builder.BuildOptionsBase) -> list[str]:
-    """torch's own; and what a static library brings is for this library alone.
-
-    Some compilers link libstdc++ statically. Some of its symbols would then be bound to the process's own copy, and
-    AOTInductor's runtime, which parses a device's name with std::regex, crashes over a locale of two halves.
-    """
-    flags: list[str] = options._ldflags
-    return [*flags, "Wl,--exclude-libs,ALL"] if "shared" in options.get_cflags() else flags
 
 
 def _drop_checks(node: fx.Node) -> None:

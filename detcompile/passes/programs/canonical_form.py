@@ -14,10 +14,10 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx, nn
-from torch._functorch.aot_autograd import make_boxed_func
 
 from detcompile.errors import UnsupportedModel
 from detcompile.passes.programs.travelling_weights import wait_for_weights
+from detcompile.torch_internals.aot_autograd import make_boxed_func
 from detcompile.torch_internals.fake_tensors import FakeTensor, unset_fake_temporarily
 from detcompile.torch_internals.operators import HigherOrderOperator, OpOverload, schema_of
 from detcompile.weights import tensor_digest

@@ -14,11 +14,10 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch._inductor.codegen.common import OpOverrides
-from torch._inductor.codegen.cpp import CppOverrides, CppVecOverrides
-from torch._inductor.lowering import lowerings
 
 from detcompile.passes.programs.compiling_ahead import vector_isa
+from detcompile.torch_internals.inductor_cpp import CppOverrides, CppVecOverrides, OpOverrides, each_lane
+from detcompile.torch_internals.inductor_lowerings import lowerings
 
 __all__ = ["EXACT", "SAME_LANES", "lane_by_lane"]
 
@@ -89,7 +88,7 @@ def _each_lane(scalar: Callable[..., Any]) -> Callable[..., Any]:
         return f"[]({taken}) {{ return {scalar(*lanes)}; }}({', '.join(map(str, operands))})"
 
     of_lane.__name__ = scalar.__name__  # Inductor asks it whether the result is a mask
-    return CppVecOverrides._scalarize(of_lane)
+    return each_lane(of_lane)
 
 
 def _float32_in_vectors(vector: Callable[..., Any], lanes: Callable[..., Any], x: Any) -> Any:

@@ -4,10 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import fx
-from torch._functorch.aot_autograd import make_boxed_func
-from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2_dense
 
 from detcompile.passes.graphs import FUNCTIONALIZED
+from detcompile.torch_internals.aot_autograd import auto_functionalized_v2_dense, make_boxed_func
 
 __all__ = ["run_plainly"]
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._inductor.lowering import fallbacks
 
 from detcompile.passes.graphs import shape_of
 from detcompile.passes.proof.context import Context
 from detcompile.passes.proof.provenance import Rows, join
+from detcompile.torch_internals.inductor_lowerings import fallbacks
 from detcompile.torch_internals.operators import OpOverload, schema_of
 
 __all__ = ["ADMITTED", "OTHERWISE_SPELLED", "UNPROVEN", "is_pointwise", "pointwise", "why_not_pointwise"]

@@ -12,10 +12,12 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 
 from detcompile.templates.ops import ours
+from detcompile.torch_internals.native import encoder_layer_forward
+from detcompile.torch_internals.native import pad as plain_pad
 
 __all__ = ["take_apart"]
 
-# The mask_type of torch._transformer_encoder_layer_fwd for a mask [B, L]; others are [L, L] or [B, H, L, L].
+# The mask_type of encoder_layer_forward for a mask [B, L]; others are [L, L] or [B, H, L, L].
 OF_KEYS = 1
 
 
@@ -28,8 +30,8 @@ def take_apart(gm: fx.GraphModule, kv_chunk: int) -> fx.GraphModule:
     parts: dict[Any, Callable[..., Any]] = {
         F.scaled_dot_product_attention: attend,
         F.multi_head_attention_forward: _calling(F.multi_head_attention_forward, scaled_dot_product_attention=attend),
-        torch._transformer_encoder_layer_fwd: _encoder_layer(attend),
-        torch._C._nn.pad: _pad,
+        encoder_layer_forward: _encoder_layer(attend),
+        plain_pad: _pad,
     }
     for whole, apart in parts.items():
         for node in gm.graph.find_nodes(op="call_function", target=whole):
@@ -139,7 +141,7 @@ def _seen(mask: Tensor, mask_type: int | None) -> Tensor:
 def _pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Tensor:
     """Circular padding as a concatenation; others are left to torch."""
     if mode != "circular" or min(pad) < 0:
-        return torch._C._nn.pad(input, pad, mode, value)
+        return plain_pad(input, pad, mode, value)
     for i in range(len(pad) // 2):
         dim, before, after = input.dim() - 1 - i, pad[2 * i], pad[2 * i + 1]
         length = input.shape[dim]

@@ -7,9 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._functorch import config as functorch_config
-from torch._inductor import config as inductor_config
-from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
 from detcompile.orders.numerics import Numerics
 from detcompile.passes.graphs import sympy_size
@@ -23,7 +20,10 @@ from detcompile.passes.training.ports import LEAVES, is_port, to_train
 from detcompile.passes.training.proofs import Proofs
 from detcompile.passes.training.twins import as_templates
 from detcompile.templates.cpp_dispatch import direct_ops
+from detcompile.torch_internals.aot_autograd import functorch_config
 from detcompile.torch_internals.fake_tensors import TracingContext, detect_fake_mode, tracing
+from detcompile.torch_internals.inductor import compile_fx, compile_fx_inner
+from detcompile.torch_internals.inductor_settings import inductor_config
 
 __all__ = ["TrainedRegion"]
 

@@ -8,9 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._inductor.output_code import CompiledFxGraph, CompiledFxGraphConstants, maybe_realign_inputs
-from torch._inductor.utils import BoxedBool
-from torch.utils._ordered_set import OrderedSet
 from transformers import PreTrainedModel
 
 from detcompile.errors import DetcompileError
@@ -26,6 +23,7 @@ from detcompile.passes.tracing import Seen, Traced
 from detcompile.passes.warm import programs
 from detcompile.templates.cpp_dispatch import direct_ops
 from detcompile.templates.cpu.fp_mode import in_float_mode
+from detcompile.torch_internals.kept_code import CompiledFxGraph, restore_code, without_code
 from detcompile.weights import named_weights
 
 __all__ = ["KeptProgram", "TakenProgram", "kept", "take_program"]
@@ -76,7 +74,7 @@ def kept(traced: Traced, model: nn.Module, ranks: TensorParallel | None = None) 
         KeptProgram(
             certificate=traced.certificate,
             digest=traced.digest,
-            graphs=[_without_code(graph) for graph in graphs.values()],
+            graphs=[without_code(graph) for graph in graphs.values()],
             runs={region: place[id(run)] for region, run in program.runs.items()},
             shared=dict(program.shared),
             unrolled=program.unrolled,
@@ -97,14 +95,6 @@ def _is_all_of(traced: Traced, program: LayeredProgram) -> bool:
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return False
     return (one.dtype, one.stride()) == (other.dtype, other.stride()) and torch.equal(one, other)
-
-
-def _without_code(graph: CompiledFxGraph) -> CompiledFxGraph:
-    copied = copy.copy(graph)
-    copied.prepare_for_serialization()
-    copied.fx_kwargs = {}
-    copied._triton_bundle = None
-    return copied
 
 
 class TakenProgram(NamedTuple):
@@ -188,8 +178,7 @@ def _revived(content: bytes, model: nn.Module) -> _Revived:
         direct_ops()  # which its code calls by their names
     program: KeptProgram = pickle.loads(content)
     for graph in program.graphs:
-        graph.after_deserialization(CompiledFxGraphConstants())
-        maybe_realign_inputs(BoxedBool(False), graph, graph.inputs_to_check, OrderedSet(graph.mutated_input_idxs))
+        restore_code(graph)
     runs = {region: program.graphs[number] for region, number in program.runs.items()}
     whole = LayeredProgram(runs, program.shared, program.unrolled, program.rows is not None)
     held = named_weights(model, every_name=True)

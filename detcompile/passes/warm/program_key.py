@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 import triton
-from torch._inductor import config as inductor_config
 from transformers import PreTrainedModel
 
 from detcompile.config import sizes_asserted
@@ -27,6 +26,7 @@ from detcompile.passes.warm.programs import KEY_PART
 from detcompile.sources import source_digest
 from detcompile.templates.cpu import library as cpu_library
 from detcompile.templates.cpu.shared_objects import compiler_if_any
+from detcompile.torch_internals.inductor_settings import inductor_config
 
 __all__ = ["ObservedRun", "ProgramKey", "cpu_facts", "inductor_settings", "label_of", "observe_run", "program_key"]
 

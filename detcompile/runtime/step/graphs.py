@@ -9,6 +9,7 @@ from torch import Tensor
 
 from detcompile.runtime.step.layout import StepBuffers
 from detcompile.templates.device.cuda_graphs import capture, for_graph, rehearsal
+from detcompile.torch_internals.native import storage_at
 
 __all__ = ["Graph", "unowned"]
 
@@ -42,7 +43,7 @@ def unowned(value: Any) -> Any:
     """Return tensors over the same memory, in nested tuples, that do not keep the memory from being reused."""
     if isinstance(value, Tensor):
         storage = value.untyped_storage()
-        view = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), value.device, storage.nbytes())
+        view = storage_at(storage.data_ptr(), value.device, storage.nbytes())
         place = value.storage_offset(), value.size(), value.stride()
         return torch.empty(0, dtype=value.dtype, device=value.device).set_(view, *place)
     return tuple(map(unowned, value)) if isinstance(value, tuple) else value

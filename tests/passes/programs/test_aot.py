@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from detcompile.passes.programs import aot as packaging
+from detcompile.torch_internals.aotinductor import ahead_of_time
 
 FLAG = "Wl,--exclude-libs,ALL"
 
@@ -20,7 +21,7 @@ def test_static_libraries_stay_private_where_something_is_linked(options: dict[s
     """A compiler that links libstdc++ statically would else make a library that crashes when it is loaded."""
     settings = cpp_builder.CppTorchDeviceOptions(device_type="cpu", aot_mode=True, **options)
     assert FLAG not in settings.get_ldflags()
-    with packaging._ahead_of_time():
+    with ahead_of_time():
         assert (FLAG in settings.get_ldflags()) == linked
         command = cpp_builder.CppBuilder(name="x", sources="x.cpp", BuildOption=settings).get_command_line()
         assert (f" -{FLAG} " in command) == linked

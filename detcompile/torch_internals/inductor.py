@@ -1,0 +1,61 @@
+"""Inductor, the compiler behind torch.compile."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+from torch import fx
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes import joint_graph
+
+from detcompile.torch_internals.symbolic_shapes import GuardOnDataDependentSymNode
+
+__all__ = [
+    "CustomGraphPass",
+    "compile_fx",
+    "compile_fx_inner",
+    "folding_known_extents",
+    "select_decomp_table",
+    "without_patterns",
+]
+
+READ_IN = "2.11.0, 2.13.0, 2.14.1"
+NAMES = {
+    "CustomGraphPass": "The base of passes that Inductor runs over a graph, with a key for its cache. Without it: "
+    "Inductor's cache answers with code of other passes.",
+    "compile_fx": "AOTAutograd and Inductor over one graph of Dynamo's, with passes in between. Without it: no graph "
+    "is compiled.",
+    "compile_fx_inner": "Inductor over one graph of ATen. Without it: no certified graph is compiled.",
+    "select_decomp_table": "Inductor's decompositions. Without it: ATen holds operations that neither passes nor "
+    "Inductor know.",
+}
+
+
+@contextlib.contextmanager
+def without_patterns() -> Iterator[None]:
+    """Keep Inductor from making its patterns of products, attention and random numbers while entered.
+
+    A certified graph holds none of them. Without it: the first compilation takes seconds more.
+    """
+    with mock.patch.object(joint_graph, "lazy_init", lambda *_: None):
+        yield
+
+
+@contextlib.contextmanager
+def folding_known_extents() -> Iterator[None]:
+    """Have Inductor fold constants as far as that asks nothing of an unknown extent while entered.
+
+    It asks of a view of zeros how its rows lie: out = zeros(x.shape), out[..., :8] = ... Without it: such a graph is
+    not compiled.
+    """
+    fold = joint_graph.constant_fold_uniform_value
+    with mock.patch.object(joint_graph, fold.__name__, functools.partial(_fold_known_extents, fold)):
+        yield
+
+
+def _fold_known_extents(fold: Callable[[fx.GraphModule], None], gm: fx.GraphModule) -> None:
+    with contextlib.suppress(GuardOnDataDependentSymNode):
+        fold(gm)

@@ -1,0 +1,36 @@
+"""Code that Inductor has made of a graph, as it is kept in a file."""
+
+import copy
+
+from torch._inductor.output_code import CompiledFxGraph, CompiledFxGraphConstants, maybe_realign_inputs
+from torch._inductor.utils import BoxedBool
+from torch.utils._ordered_set import OrderedSet
+
+__all__ = ["CompiledFxGraph", "restore_code", "without_code"]
+
+READ_IN = "2.11.0, 2.13.0, 2.14.1"
+NAMES = {
+    "CompiledFxGraph": "The type of Inductor's code of one graph. Without it: code that cannot be kept passes for code "
+    "that can.",
+}
+
+
+def without_code(graph: CompiledFxGraph) -> CompiledFxGraph:
+    """Return a copy that can be pickled: it names its code in Inductor's cache.
+
+    Without it: no program is kept, and every start compiles.
+    """
+    copied = copy.copy(graph)
+    copied.prepare_for_serialization()
+    copied.fx_kwargs = {}
+    copied._triton_bundle = None
+    return copied
+
+
+def restore_code(graph: CompiledFxGraph) -> None:
+    """Load the code of what ``without_code`` gave, in place.
+
+    Without it: as of ``without_code``.
+    """
+    graph.after_deserialization(CompiledFxGraphConstants())
+    maybe_realign_inputs(BoxedBool(False), graph, graph.inputs_to_check, OrderedSet(graph.mutated_input_idxs))

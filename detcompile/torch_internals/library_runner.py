@@ -1,0 +1,42 @@
+"""The part of torch that runs a library of AOTInductor's."""
+
+from typing import Any
+
+import torch
+from torch._export.serde.schema import ScalarType
+from torch.torch_version import TorchVersion
+
+__all__ = ["converts_dtypes", "dtype_number", "library_runner"]
+
+READ_IN = "2.11.0, 2.13.0, 2.14.1"
+
+DTYPE_NUMBERS = {ScalarType.HALF: 5, ScalarType.FLOAT: 6, ScalarType.DOUBLE: 7, ScalarType.BFLOAT16: 15}
+
+
+def library_runner(library: str, folder: str, on_gpu: bool) -> Any:
+    """Return what loads a library from its folder, and runs it on a list of tensors.
+
+    Without it: no archive runs.
+    """
+    runners: Any = torch._C._aoti
+    if on_gpu:
+        # True: no run tracking in the runtime, whose CUDA events cannot be queried after a graph capture.
+        return runners.AOTIModelContainerRunnerCuda(library, 1, "cuda", folder, True)
+    return runners.AOTIModelContainerRunnerCpu(library, 1)
+
+
+def converts_dtypes() -> bool:
+    """Return whether this torch converts the dtype numbers of a library's list of operations.
+
+    Those are torch.export's. torch before 2.12 took them for its own (https://github.com/pytorch/pytorch/pull/173562).
+    Without it: an operation returns another dtype there.
+    """
+    return TorchVersion(torch.__version__) >= "2.12"
+
+
+def dtype_number(exported: int) -> int:
+    """Return torch's number of a dtype from torch.export's.
+
+    Without it: as of ``converts_dtypes``.
+    """
+    return DTYPE_NUMBERS[ScalarType(exported)]

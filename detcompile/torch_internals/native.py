@@ -1,0 +1,37 @@
+"""Functions that torch has in C++ only."""
+
+from typing import Any
+
+import torch
+
+__all__ = ["encoder_layer_forward", "pad", "parse_to", "storage_at"]
+
+READ_IN = "2.11.0, 2.13.0, 2.14.1"
+NAMES = {
+    "encoder_layer_forward": "What nn.TransformerEncoderLayer calls when it does not train. Without it: its attention "
+    "is computed by a kernel with an order of its own.",
+    "pad": "What F.pad calls. Without it: padding in circles is computed by an operation without a rule.",
+}
+
+encoder_layer_forward: Any = torch._transformer_encoder_layer_fwd
+pad: Any = torch._C._nn.pad
+
+
+def parse_to(*args: Any, **kwargs: Any) -> tuple[torch.device | None, torch.dtype | None]:
+    """Return the device and the dtype that torch.nn.Module.to would take from these arguments, None if not given.
+
+    Without it: a compiled model understands fewer ways to call ``to``, with other errors.
+
+    Raises:
+        TypeError, RuntimeError, ValueError: torch.nn.Module.to does not take them.
+    """
+    device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+    return device, dtype
+
+
+def storage_at(address: int, device: torch.device, num_bytes: int) -> Any:
+    """Return a storage over memory that it does not own.
+
+    Without it: what a CUDA graph returns keeps its memory from the graphs that are captured later.
+    """
+    return torch._C._construct_storage_from_data_pointer(address, device, num_bytes)

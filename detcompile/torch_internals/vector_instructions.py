@@ -1,0 +1,46 @@
+"""Vector instructions for which Inductor writes C++, and the header of its kernels."""
+
+import platform
+import threading
+from unittest import mock
+
+from torch._inductor import cpu_vec_isa
+from torch._inductor.codecache import CppPythonBindingsCodeCache
+from torch._inductor.cpu_vec_isa import VecISA, pick_vec_isa
+
+__all__ = ["VecISA", "list_vector_isas", "pick_vec_isa", "precompile_cpp_header"]
+
+READ_IN = "2.11.0, 2.13.0, 2.14.1"
+NAMES = {
+    "VecISA": "The type of a set of vector instructions; as a bool, whether a program of it compiles and runs. Without "
+    "it: as of pick_vec_isa.",
+    "pick_vec_isa": "The vector instructions that Inductor takes. Without it: two machines that round alike and those "
+    "that do not have one fingerprint.",
+}
+
+_TRYING = threading.Lock()
+
+
+def list_vector_isas() -> None:
+    """Give Inductor its list of this machine's vector instructions, unless it has one.
+
+    Inductor compiles a program for each that the machine might have. Here the narrower ones go untried, since a
+    compiler that has wider ones has these. Without it: the first start takes seconds more.
+    """
+    with _TRYING:
+        if platform.machine() not in ("x86_64", "AMD64") or cpu_vec_isa.valid_vec_isa_list.cache_info().currsize:
+            return
+        known = set(cpu_vec_isa.x86_isa_checker())
+        possible = [isa for isa in cpu_vec_isa.supported_vec_isa_list if known.issuperset(str(isa).split())]
+        while possible and not possible[0]:
+            del possible[0]
+        with mock.patch.object(cpu_vec_isa, "supported_vec_isa_list", possible[:1]):
+            cpu_vec_isa.valid_vec_isa_list().extend(possible[1:])
+
+
+def precompile_cpp_header() -> None:
+    """Have Inductor precompile the header that all of its C++ kernels share.
+
+    Without it: the first program waits for it, seconds.
+    """
+    CppPythonBindingsCodeCache.load_async("", submit_fn=lambda task: None)

@@ -27,7 +27,7 @@ def backward_keeps_graph() -> bool:
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
-def call_after_backward(function: Callable[[], object]) -> None:
+def call_after_backward(function: Callable[[], Any]) -> None:
     """Call ``function`` when the backward that runs in this thread has ended.
 
     Without it: what a backward has noted is never dropped, and ranks cannot agree on an error behind it.

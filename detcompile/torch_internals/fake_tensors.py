@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
@@ -61,5 +60,5 @@ def was_written(tensor: Any) -> bool:
 
     Without it: a batch is certified though it changes the weights.
     """
-    value: Tensor = tensor.elem
-    return torch._functionalize_has_data_mutation(value)
+    functions: Any = torch
+    return bool(functions._functionalize_has_data_mutation(tensor.elem))

@@ -39,7 +39,7 @@ LAYERS = [
         "detcompile.storage",
         "detcompile.weights",
     },
-    {"detcompile.torch_internals"},
+    {"detcompile.torch_internals", "detcompile.transformers_internals"},
     {"detcompile.errors"},
 ]
 # The same within a layer: each entry imports from itself and from those after it, longest prefix first.

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from detcompile.archives.archive import EXTRA
 from detcompile.digests import fingerprint

@@ -20,12 +20,11 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from detcompile.errors import DetcompileError, InvalidInput, UnsupportedModel
 from detcompile.models.weight_files import WEIGHTS
 from detcompile.passes.modules.quantized_checkpoints import load_quantized, quantization_of
+from detcompile.transformers_internals.auto_classes import has_causal_lm
 
 __all__ = ["TASKS", "load_checkpoint", "load_tokenizer", "require_json", "require_trust", "task_of"]
 
@@ -155,7 +154,7 @@ def require_trust(file: Path, trust_remote_code: bool) -> None:
     """
     config = _json_object(file) if file.is_file() and not trust_remote_code else {}
     code, kind = config.get("auto_map"), config.get("model_type")
-    if isinstance(code, dict) and not (kind in CONFIG_MAPPING_NAMES and kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+    if isinstance(code, dict) and not has_causal_lm(kind):
         names = ", ".join(str(code[own]) for own in ("AutoConfig", "AutoModelForCausalLM") if own in code) or str(code)
         raise InvalidInput(
             f"{file.parent} needs Python code that comes with the checkpoint ({names}), as transformers has no model"

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
-from transformers.generation.stopping_criteria import (
+from transformers.generation import (
     EosTokenCriteria,
+    GenerateDecoderOnlyOutput,
     MaxLengthCriteria,
     StoppingCriteriaList,
     StopStringCriteria,
 )
-from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from detcompile.errors import InvalidInput
 from detcompile.executors.executor import Executor

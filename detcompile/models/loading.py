@@ -26,6 +26,7 @@ from detcompile.progress import stage
 from detcompile.read_ahead import read_ahead
 from detcompile.runtime.requests.plain_values import flag, kind, shown
 from detcompile.torch_internals.dynamo import compile_lock
+from detcompile.transformers_internals.configs import commit_of, set_commit
 from detcompile.weights import named_weights
 
 __all__ = ["Load", "LoadOptions", "find", "loaded_before", "tokenizer_of"]
@@ -80,7 +81,7 @@ class Load(NamedTuple):
                 model = load_checkpoint(folder, self.dtype, self.trust_remote_code, self.task).to(device).eval()
             if commit is not None:
                 model.name_or_path = model.config.name_or_path = name
-                model.config._commit_hash = commit
+                set_commit(model.config, commit)
             num_bytes = sum(tensor.nbytes for tensor in named_weights(model).values())
             loading.becomes(f"load {title}, {num_bytes / 1e9:.2f} GB")
         return model
@@ -189,7 +190,7 @@ def tokenizer_of(model: Any) -> Any | None:
     Raises:
         InvalidInput: it is damaged.
     """
-    commit = getattr(model.config, "_commit_hash", None)
+    commit = commit_of(model.config)
     snapshot = None if commit is None else cached_snapshot(model.name_or_path, commit)
     folder = getattr(model, "tokenizer_folder", None) or snapshot or model.name_or_path
     trusted = type(model.config).__module__.startswith("transformers_modules.")

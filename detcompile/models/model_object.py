@@ -4,11 +4,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
-from transformers import GenerationConfig, GenerationMixin, PretrainedConfig
+from transformers import GenerationConfig, PretrainedConfig
 
 from detcompile.errors import InvalidInput
 from detcompile.executors.executor import Executor
 from detcompile.torch_internals.native import parse_to
+from detcompile.transformers_internals.generation import prepare_generation_config
 
 __all__ = ["AnyConfig", "ModelObject"]
 
@@ -72,7 +73,7 @@ class ModelObject:
     output_modalities = ("text",)
 
     # transformers.pipeline fills in its own defaults by it, and says nothing where a model has none.
-    _prepare_generation_config = GenerationMixin._prepare_generation_config
+    _prepare_generation_config = prepare_generation_config
 
     if not TYPE_CHECKING:  # or mypy would take any name
 

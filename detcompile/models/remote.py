@@ -11,7 +11,6 @@ from typing import IO, Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.dynamic_module_utils import init_hf_modules
 
 from detcompile.errors import InvalidInput, WorkerError
 from detcompile.executors.ranks import Nodes, RankPlan, start_ranks
@@ -22,6 +21,7 @@ from detcompile.models.loading import Load
 from detcompile.orders.numerics import Numerics
 from detcompile.runtime.processes.group import WorkerGroup
 from detcompile.storage import in_temporary_folder
+from detcompile.transformers_internals.auto_classes import init_hf_modules
 
 __all__ = ["RemoteModel", "compile_in_workers", "load_in_workers"]
 

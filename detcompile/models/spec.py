@@ -10,6 +10,7 @@ from detcompile.models.compiled import CompiledModel, require_causal
 from detcompile.models.exported import load
 from detcompile.models.hub import EMBEDDED
 from detcompile.orders.numerics import Numerics
+from detcompile.transformers_internals.configs import commit_of
 
 __all__ = ["ARCHIVE_SUFFIX", "ModelSpec"]
 
@@ -57,7 +58,7 @@ class ModelSpec:
     def pinned(self, model: CompiledModel) -> "ModelSpec":
         """Return this spec with ``revision`` set to the commit on the Hub that ``model`` was loaded from."""
         is_local = Path(self.name).exists() or self.name in EMBEDDED
-        commit = None if is_local else getattr(model.config, "_commit_hash", None)  # transformers 5.24 sets none
+        commit = None if is_local else commit_of(model.config)
         return self if commit is None else replace(self, revision=commit)
 
     def _load_archive(self, num_ranks: int) -> CompiledModel:

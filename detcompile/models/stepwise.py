@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.generation.stopping_criteria import StoppingCriteriaList
+from transformers import StoppingCriteriaList
 
 from detcompile.errors import EngineError
 from detcompile.executors.executor import Executor

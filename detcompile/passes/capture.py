@@ -36,6 +36,7 @@ from detcompile.passes.modules.recurrences import Recurrences
 from detcompile.passes.modules.step_carrier import carry_step
 from detcompile.step import KVGroup, StepInputs, kv_groups
 from detcompile.torch_internals.dynamo import compile_lock
+from detcompile.transformers_internals.attention import mask_functions
 
 __all__ = ["DenseForward", "PackedForward", "StatesForward", "freeze_rope", "isolated", "observe_attention",
            "probe_attention", "require_ready"]  # fmt: skip
@@ -273,10 +274,8 @@ def _recorded_masks(model: nn.Module) -> Iterator[set[str]]:
     with contextlib.ExitStack() as stack:
         for source in {type(module).__module__ for module in model.modules()}:
             namespace = sys.modules[source]
-            for name, make in list(vars(namespace).items()):
-                known_as = getattr(make, "__name__", "")
-                if getattr(make, "__module__", "") == "transformers.masking_utils" and known_as.startswith("create_"):
-                    stack.enter_context(mock.patch.object(namespace, name, watched(known_as, make)))
+            for name, make in mask_functions(namespace).items():
+                stack.enter_context(mock.patch.object(namespace, name, watched(make.__name__, make)))
         yield seen
 
 

@@ -20,6 +20,7 @@ from detcompile.passes.adapters.modules import class_of
 from detcompile.passes.adapters.rotary import rotate_halves, rotate_pairs
 from detcompile.passes.modules.attention import IMPLEMENTATION, STEP_KWARG
 from detcompile.passes.modules.step_carrier import carry_positions
+from detcompile.transformers_internals.attention import set_attention_implementation
 
 __all__ = ["CODEGEN_PARTS", "OWN_ATTENTION", "replace_attention"]
 
@@ -38,7 +39,7 @@ def replace_attention(model: PreTrainedModel) -> bool:
     if scaled:
         carry_positions(model, scaled)
     if found:
-        model.config._attn_implementation_internal = IMPLEMENTATION  # under this name transformers makes no mask
+        set_attention_implementation(model.config, IMPLEMENTATION)  # under this name transformers makes no mask
     return bool(found)
 
 

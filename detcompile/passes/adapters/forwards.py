@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from detcompile.errors import UnsupportedModel
 from detcompile.passes.adapters.rotary import rotate_halves, rotate_pairs
@@ -23,6 +22,8 @@ from detcompile.passes.modules.attention import IMPLEMENTATION, STEP_KWARG
 from detcompile.step import StepInputs
 
 __all__ = ["ADAPTERS", "Adapter", "adapt", "attend"]
+
+ATTENTION = AttentionInterface()  # of all registered functions
 
 
 class Adapter(NamedTuple):
@@ -84,7 +85,7 @@ def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
 def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, step: StepInputs | None, **kwargs: Any) -> Tensor:
     """query [B, T, Hq, D], key and value [B, T, Hkv, D] -> [B, T, Hq * D], by the registered attention function."""
     heads = (states.transpose(1, 2) for states in (query, key, value))
-    out, _ = ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION](module, *heads, None, **{STEP_KWARG: step}, **kwargs)
+    out, _ = ATTENTION[IMPLEMENTATION](module, *heads, None, **{STEP_KWARG: step}, **kwargs)
     return out.flatten(2)
 
 

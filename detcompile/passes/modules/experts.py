@@ -11,15 +11,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
-from transformers.integrations.moe import ExpertsInterface
 
 from detcompile.errors import UnsupportedModel
 from detcompile.templates.ops import ours
+from detcompile.transformers_internals.experts import (
+    ExpertsInterface,
+    gated,
+    set_experts_implementation,
+    takes_implementation,
+)
 
 __all__ = ["EXPERTS", "ExpertTree", "added", "experts", "find_experts", "mixed", "pin_experts"]
 
 EXPERTS = "detcompile"  # the model's experts implementation
-MARKS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "_apply_gate")  # set by use_experts_implementation
 
 
 class ExpertTree(NamedTuple):
@@ -33,7 +37,7 @@ class ExpertTree(NamedTuple):
 
 def find_experts(model: PreTrainedModel) -> list[tuple[str, Any]]:
     """The modules of ``model`` that hold experts and take an implementation from outside, by name."""
-    return [(name, module) for name, module in model.named_modules() if all(hasattr(module, mark) for mark in MARKS)]
+    return [(name, module) for name, module in model.named_modules() if takes_implementation(module)]
 
 
 def pin_experts(model: PreTrainedModel) -> int:
@@ -45,8 +49,7 @@ def pin_experts(model: PreTrainedModel) -> int:
     found = find_experts(model)
     for name, module in found:
         _require_known(name, module)
-        module.config._experts_implementation_internal = EXPERTS
-        if module.config._experts_implementation != EXPERTS:
+        if not set_experts_implementation(module, EXPERTS):
             raise UnsupportedModel(f"{name}: {type(module).__name__} takes no experts implementation from outside")
     return len(found)
 
@@ -54,7 +57,7 @@ def pin_experts(model: PreTrainedModel) -> int:
 def experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """hidden_states [M, H], top_k_index [M, k] and top_k_weights [M, k], best expert first -> [M, H]."""
     inner = _product(module, hidden_states, top_k_index, "gate_up_proj" if module.has_gate else "up_proj")
-    inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+    inner = gated(module, inner) if module.has_gate else module.act_fn(inner)
     return mixed(_down(module, inner, top_k_index), top_k_weights)
 
 

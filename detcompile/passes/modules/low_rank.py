@@ -3,7 +3,7 @@
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
+from transformers import Conv1D
 
 from detcompile.errors import UnsupportedModel
 from detcompile.passes.modules.quantized_linear import replace_module

@@ -14,6 +14,7 @@ from detcompile.errors import NumericsError, UnsupportedModel
 from detcompile.orders.numerics import Numerics, matmul_order
 from detcompile.parallel import TensorParallel
 from detcompile.passes.modules.experts import ExpertTree, find_experts
+from detcompile.transformers_internals.experts import gated
 
 __all__ = ["pin_expert_trees", "shard_experts"]
 
@@ -76,7 +77,7 @@ def _require_own_gate(name: str, module: Any, own: Tensor, share: slice, feature
     expected = torch.ones(features, dtype=torch.bool, device="cpu")
     expected[share] = False
     with torch.no_grad():
-        found, kept = module._apply_gate(given), module._apply_gate(given[:, own])
+        found, kept = gated(module, given), gated(module, given[:, own])
     if found.shape != (1, features) or not torch.equal(found[0].isnan(), expected) or kept.shape[1] != len(own) // 2:
         raise UnsupportedModel(
             f"{name}: {type(module).__name__} gates features that a rank does not have; compile with tp=1"

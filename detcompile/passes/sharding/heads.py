@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
+from transformers import Conv1D
 
 from detcompile.errors import NumericsError, UnsupportedModel
 from detcompile.parallel import TensorParallel

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
+from transformers import Conv1D
 
 from detcompile.parallel import TensorParallel
 from detcompile.templates.ops import ours

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
+from transformers import Conv1D, PreTrainedModel
 
 from detcompile.errors import NumericsError, UnsupportedModel
 from detcompile.orders.numerics import Numerics, matmul_order

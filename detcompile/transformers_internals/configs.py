@@ -1,0 +1,24 @@
+"""Where a config came from."""
+
+from typing import Any
+
+__all__ = ["commit_of", "set_commit"]
+
+READ_IN = "5.17.0"
+
+
+def commit_of(config: Any) -> str | None:
+    """Return the commit on the Hub that a config was loaded from, or None; a config of transformers 5.24 has none.
+
+    Without it: worker processes and records of requests name a revision that may have moved.
+    """
+    commit: str | None = getattr(config, "_commit_hash", None)
+    return commit
+
+
+def set_commit(config: Any, commit: str) -> None:
+    """Write down the commit on the Hub that a config was loaded from.
+
+    Without it: as of ``commit_of``, where files were taken from the cache by their paths.
+    """
+    config._commit_hash = commit

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from detcompile.errors import InvalidInput
 from detcompile.passes.programs.travelling_weights import wait_for_weights
+from detcompile.torch_internals.autograd import version_of
 from detcompile.weights import tensor_digest, weight_digests
 
 __all__ = ["LiveWeights", "tensors_by_name"]
@@ -126,7 +127,7 @@ class LiveWeights:
         self._writes, self._seen, self._last = self._count_writes(), self._look(), None
 
     def _count_writes(self) -> int:
-        return sum(tensor._version for tensor in self._tensors)
+        return sum(version_of(tensor) for tensor in self._tensors)
 
     def _look(self) -> list[Tensor]:
         return [torch.cat(views).view(torch.uint8) for views in self._samples]

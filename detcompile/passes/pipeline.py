@@ -32,7 +32,6 @@ from detcompile.torch_internals.inductor import (
     without_patterns,
 )
 from detcompile.torch_internals.inductor_cpp import commented, keeping_casts, vectorized_tails
-from detcompile.torch_internals.inductor_settings import setting_name
 from detcompile.torch_internals.operators import OpOverload
 
 __all__ = ["GraphPass", "PASSES", "ROUNDING", "decompositions", "pinned_codegen", "read_extents", "rewrite"]
@@ -60,7 +59,7 @@ PASSES: tuple[Callable[[fx.GraphModule], fx.GraphModule], ...] = (
 # Rounding must not depend on what Inductor happens to fuse, nor sums on what it happens to split.
 ROUNDING: dict[str, Any] = {
     "emulate_precision_casts": True,
-    setting_name("eager_numerics.division_rounding", "emulate_divison_rounding"): True,
+    "eager_numerics.division_rounding": True,
     "split_reductions": False,
     "comprehensive_padding": False,
     "max_autotune": False,

@@ -2,18 +2,10 @@
 
 from torch._inductor import config as inductor_config
 
-__all__ = ["inductor_config", "setting_name"]
+__all__ = ["inductor_config"]
 
 READ_IN = "2.11.0, 2.13.0, 2.14.1"
 NAMES = {
     "inductor_config": "Inductor's settings, to be changed by ``patch`` for a compilation, and all of them as a part "
     "of a program's key. Without it: rounding follows what Inductor fuses and splits.",
 }
-
-
-def setting_name(*names: str) -> str:
-    """Return the one of a setting's names that this torch has.
-
-    Without it: a setting that torch renamed is an error in one of the releases.
-    """
-    return next(name for name in names if name in inductor_config._config)

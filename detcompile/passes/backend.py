@@ -35,6 +35,7 @@ from detcompile.templates.cpp_dispatch import direct_ops
 from detcompile.templates.cpu.fp_mode import in_float_mode
 from detcompile.torch_internals.aot_autograd import functorch_config
 from detcompile.torch_internals.compiled_calls import enter_around_calls
+from detcompile.torch_internals.graph_nodes import traced_value
 from detcompile.torch_internals.inductor import compile_fx, compile_fx_inner
 from detcompile.torch_internals.inductor_settings import inductor_config
 from detcompile.torch_internals.traced_call import TracedCall
@@ -130,7 +131,7 @@ class Backend:
                 config_patches=compilation.settings(),
                 decompositions=decompositions(),
             )
-        values = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
+        values = [traced_value(node) for node in gm.graph.find_nodes(op="placeholder")]
         if compilation.layered is not None:
             self.programs.append(compilation.over_all_layers(values, checked))
             return run
@@ -157,7 +158,7 @@ class Backend:
         return roles
 
     def _role(self, node: fx.Node, traced: TracedCall) -> Role:
-        value = node.meta.get("example_value")
+        value = traced_value(node)
         if not isinstance(value, torch.Tensor):
             return Role("weight")
         return self.roles_of(str(node.target), value) if self.roles_of else role_by_source(node, value, traced)

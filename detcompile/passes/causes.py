@@ -2,14 +2,10 @@
 
 from pathlib import Path
 
-import torch
-
 from detcompile.errors import DetcompileError
+from detcompile.torch_internals.graph_nodes import is_file_of_torch
 
 __all__ = ["cause", "said_by"]
-
-TORCH = str(Path(torch.__file__).parent)
-
 
 def cause(error: BaseException) -> DetcompileError | None:
     """The error of ours inside the exceptions that Dynamo and Inductor wrap around it."""
@@ -25,5 +21,5 @@ def said_by(error: Exception) -> str:
     """The first line of what Dynamo or a compiler under it says, and the model's own line that it was tracing."""
     inner = getattr(error, "inner_exception", None) or error
     said = (str(inner).strip().splitlines() or [type(inner).__name__])[0]
-    own = [frame for frame in getattr(error, "real_stack", None) or () if not frame.filename.startswith(TORCH)]
+    own = [frame for frame in getattr(error, "real_stack", None) or () if not is_file_of_torch(frame.filename)]
     return f"{said} at {Path(own[-1].filename).name}:{own[-1].lineno} {own[-1].name}" if own else said

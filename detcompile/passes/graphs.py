@@ -5,7 +5,6 @@ What rewrites and proofs share. Neither knows the other.
 
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import sympy
@@ -13,10 +12,16 @@ import torch
 from torch import fx
 
 from detcompile.torch_internals.fake_tensors import detect_fake_mode
+from detcompile.torch_internals.graph_nodes import (
+    FUNCTIONALIZED,
+    expression_of,
+    is_file_of_torch,
+    module_stack,
+    source_trace,
+)
 from detcompile.torch_internals.operators import schema_of
 
 __all__ = [
-    "FUNCTIONALIZED",
     "VIEWS",
     "arguments_of",
     "insert",
@@ -31,15 +36,12 @@ __all__ = [
 
 aten = torch.ops.aten
 VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
-# What calls an operation that writes into its arguments, which are results of this one then.
-FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized_v2
-TORCH = str(Path(torch.__file__).parent)
 OWN_CODE = re.compile(r"in forward_[0-9a-f]+$")  # as tracing.with_own_code names a forward
 
 
 def sympy_size(size: int | torch.SymInt) -> sympy.Expr:
     """The extent as a sympy expression."""
-    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
+    return expression_of(size) if isinstance(size, torch.SymInt) else sympy.Integer(size)
 
 
 def shape_of(node: fx.Node) -> tuple[sympy.Expr, ...]:
@@ -82,7 +84,7 @@ def replace(node: fx.Node, result: fx.Node) -> None:
 
 def layer_of(node: fx.Node) -> str:
     """Path of the innermost module that produced the node, as the Hugging Face model names it."""
-    stack = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
+    stack = [path for path, _ in module_stack(node)]
     return stack[-1].removeprefix("L['self'].").removeprefix("model.") if stack else ""
 
 
@@ -97,12 +99,12 @@ def source_of(node: fx.Node) -> str:
 
     Of a node that a pass of torch's added: of the first one behind it that has a source.
     """
-    node = next((one for one in _behind(node) if _frames(one) or one.meta.get("nn_module_stack")), node)
+    node = next((one for one in _behind(node) if _frames(one) or module_stack(one)), node)
     frames = _frames(node)
-    own = [frame for frame in frames if not frame.startswith(f'File "{TORCH}/')]
+    own = [frame for frame in frames if not is_file_of_torch(frame.removeprefix('File "'))]
     if frames:
         return _shown((own or frames)[-1])
-    modules = list((node.meta.get("nn_module_stack") or {}).values())  # one of torch's, which was compiled itself
+    modules = module_stack(node)  # one of torch's, which was compiled itself
     return f"{modules[-1][0]}, a {getattr(modules[-1][1], '__name__', modules[-1][1])}" if modules else place_of(node)
 
 
@@ -117,8 +119,7 @@ def _behind(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _frames(node: fx.Node) -> list[str]:
-    trace = node.meta.get("stack_trace")
-    return [line.strip() for line in (trace or "").splitlines() if line.strip().startswith("File ")]
+    return [line.strip() for line in source_trace(node).splitlines() if line.strip().startswith("File ")]
 
 
 def _shown(frame: str) -> str:

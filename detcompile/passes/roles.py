@@ -12,6 +12,7 @@ from detcompile.passes.graphs import sympy_size
 from detcompile.passes.proof.inputs import Role
 from detcompile.passes.proof.provenance import Layout
 from detcompile.step import KVGroup
+from detcompile.torch_internals.graph_nodes import first_value, traced_value
 from detcompile.torch_internals.traced_call import TracedCall
 
 __all__ = ["dense_role", "join_batches", "packed_roles", "refuse", "role_by_source"]
@@ -93,9 +94,9 @@ def join_batches(gm: fx.GraphModule, roles: Sequence[Role]) -> None:
     """Guard that arguments with as many rows as each other always have: they hold one batch, a mask and its tokens."""
     sizes: dict[int, torch.SymInt] = {}  # by the number of rows
     for node, role in zip(gm.graph.find_nodes(op="placeholder"), roles, strict=True):
-        if (role.rows or {}).get(0) == "batch" and node.meta["example_value"].shape[0].node.hint is not None:
-            size = node.meta["example_value"].shape[0]
-            assert sizes.setdefault(size.node.hint, size) == size  # asked of a symbol, this becomes the guard
+        if (role.rows or {}).get(0) == "batch" and first_value(traced_value(node).shape[0]) is not None:
+            size = traced_value(node).shape[0]
+            assert sizes.setdefault(first_value(size), size) == size  # asked of a symbol, this becomes the guard
 
 
 def refuse(lines: Sequence[str], why: str) -> None:

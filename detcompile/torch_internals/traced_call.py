@@ -4,7 +4,6 @@ import inspect
 import numbers
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import sympy
@@ -27,12 +26,12 @@ from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 from detcompile.errors import UnsupportedModel
+from detcompile.torch_internals.graph_nodes import is_file_of_torch
 
 __all__ = ["TracedCall"]
 
 READ_IN = "2.11.0, 2.13.0, 2.14.1"
 
-TORCH = str(Path(torch.__file__).parent)
 # Shape functions of torch's whose guards decide the strides of a fake result, or an error, and no value.
 OF_STRIDES = (
     ("_subclasses/fake_impls.py", "conv"),
@@ -209,7 +208,7 @@ def _is_as_before(var: Any, attribute: str, value: Any, graph: Any) -> bool:
 def _at(effects: Any, var: Any) -> str:
     """Where the model's own source does it, where this torch keeps that."""
     stacks = getattr(effects, "mutation_user_stacks", {}).get(var) or [[]]
-    own = [frame for frame in stacks[-1] if not frame.filename.startswith(TORCH)]
+    own = [frame for frame in stacks[-1] if not is_file_of_torch(frame.filename)]
     return f" at {own[-1].filename.rsplit('/', 1)[-1]}:{own[-1].lineno} {own[-1].name}" if own else ""
 
 

@@ -8,6 +8,7 @@ from torch import Tensor, fx
 
 from detcompile.errors import UnsupportedModel
 from detcompile.passes.graphs import VIEWS
+from detcompile.torch_internals.graph_nodes import mark_user_outputs
 
 __all__ = ["NotCut", "Region", "cut"]
 
@@ -163,5 +164,5 @@ def _region(
         if node in part:
             known[node] = graph.node_copy(node, known.__getitem__)
     output = graph.output(tuple(known[node] if isinstance(node, fx.Node) else node for node in gives))
-    output.meta["user_visible_output_idxs"] = list(range(len(gives)))
+    mark_user_outputs(output, len(gives))
     return Region(fx.GraphModule(gm, graph), tuple(used), tuple(given))

@@ -13,6 +13,7 @@ from detcompile.passes.layers.regions import NotCut, Region
 from detcompile.passes.programs.example_step import NUM_TOKENS
 from detcompile.passes.proof.certificate import Certificate
 from detcompile.torch_internals.fake_tensors import unset_fake_temporarily
+from detcompile.torch_internals.graph_nodes import mark_user_outputs
 
 __all__ = ["GivenRows", "given_rows", "require_whole", "without_rows"]
 
@@ -36,7 +37,7 @@ def without_rows(region: Region) -> Region:
         if node in needed:
             known[node] = graph.node_copy(node, known.__getitem__)
     result = graph.output(tuple(known[node] for node in gives))
-    result.meta["user_visible_output_idxs"] = list(range(len(gives)))
+    mark_user_outputs(result, len(gives))
     given = tuple(position for node, position in zip(inputs, region.given, strict=True) if node in needed)
     return Region(fx.GraphModule(region.gm, graph), (), given)
 

@@ -13,6 +13,7 @@ from torch import fx
 
 from detcompile.passes.programs.plain import run_plainly
 from detcompile.torch_internals.aotinductor import ahead_of_time
+from detcompile.torch_internals.graph_nodes import expression_of
 from detcompile.torch_internals.inductor import compile_fx_inner
 
 __all__ = ["Packaging"]
@@ -62,15 +63,15 @@ def _without_sizes(gm: fx.GraphModule) -> tuple[int, ...]:
         if isinstance(node.meta["val"], torch.Tensor):
             for dim, size in enumerate(node.meta["val"].shape):
                 if isinstance(size, torch.SymInt):
-                    known.setdefault(size.node.expr, (node, dim))
+                    known.setdefault(expression_of(size), (node, dim))
     for node in inputs:
         size = node.meta["val"]
         if node.users and not isinstance(size, torch.Tensor):
-            if size.node.expr not in known:
+            if expression_of(size) not in known:
                 _drop_checks(node)
                 continue
             with gm.graph.inserting_after(inputs[-1]):
-                read = gm.graph.call_function(torch.ops.aten.sym_size.int, known[size.node.expr])
+                read = gm.graph.call_function(torch.ops.aten.sym_size.int, known[expression_of(size)])
             read.meta["val"] = size
             node.replace_all_uses_with(read)
     kept = tuple(position for position, node in enumerate(inputs) if node.users)

@@ -19,6 +19,7 @@ from detcompile.errors import UnsupportedModel
 from detcompile.passes.programs.travelling_weights import wait_for_weights
 from detcompile.torch_internals.aot_autograd import make_boxed_func
 from detcompile.torch_internals.fake_tensors import FakeTensor, unset_fake_temporarily
+from detcompile.torch_internals.graph_nodes import expression_of
 from detcompile.torch_internals.operators import HigherOrderOperator, OpOverload, schema_of
 from detcompile.weights import tensor_digest
 
@@ -177,7 +178,7 @@ class _Form:
         """A number, or its expression in symbols that are counted as they come."""
         if not isinstance(value, SYMBOLIC):
             return _scalar(value)
-        expression: Any = value.node.expr
+        expression: Any = expression_of(value)
         for symbol in sorted(expression.free_symbols, key=lambda symbol: symbol.name):
             self._symbols.setdefault(symbol, f"n{len(self._symbols)}")
         integer = {symbol: symbol.is_integer for symbol in expression.free_symbols}

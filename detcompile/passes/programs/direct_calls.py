@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from detcompile.passes.graphs import FUNCTIONALIZED
+from detcompile.torch_internals.graph_nodes import FUNCTIONALIZED
 
 __all__ = ["call_directly"]
 

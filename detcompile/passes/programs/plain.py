@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import fx
 
-from detcompile.passes.graphs import FUNCTIONALIZED
 from detcompile.torch_internals.aot_autograd import auto_functionalized_v2_dense, make_boxed_func
+from detcompile.torch_internals.graph_nodes import FUNCTIONALIZED
 
 __all__ = ["run_plainly"]
 

@@ -14,12 +14,13 @@ from detcompile.passes.proof.provenance import (
     is_feature,
     require_weight,
 )
+from detcompile.torch_internals.graph_nodes import BASES, base_index
 from detcompile.torch_internals.operators import schema_of
 
 __all__ = ["AVERAGE", "CONV", "GREATEST", "SCAN", "dense_recurrence", "packed_recurrence"]
 
 METADATA = ("state_slots", "cu_seqlens", "seq_lens")
-BASES = {"_all_bases", "_state_base_index"}  # what functionalization adds
+OF_STATE = {BASES, base_index("state")}  # what functionalization adds
 CONV: dict[str, tuple[str, ...]] = {"rows": ("x",), "weights": ("weight", "bias")}
 SCAN: dict[str, tuple[str, ...]] = {"rows": ("v", "q", "k", "decay", "beta"), "weights": ("rates",)}
 AVERAGE: dict[str, tuple[str, ...]] = {"rows": ("v", "k"), "weights": ("decay", "bonus")}
@@ -41,8 +42,8 @@ def packed_recurrence(operands: dict[str, tuple[str, ...]]) -> Rule:
 def _written_state(node: fx.Node, ctx: Context) -> Layout:
     """The state that a functionalized operation writes: whole, of the step, and written here alone."""
     kwargs = node.kwargs
-    unknown = set(kwargs) - {argument.name for argument in schema_of(node.args[0]).arguments} - BASES
-    (base,) = kwargs["_all_bases"]
+    unknown = set(kwargs) - {argument.name for argument in schema_of(node.args[0]).arguments} - OF_STATE
+    (base,) = kwargs[BASES]
     state = ctx.states[base]
     if unknown or not isinstance(state, Layout) or state.part != "states":
         raise Refusal("the recurrence's state is not one of the step's own")

@@ -11,7 +11,7 @@ from typing import Any
 import sympy
 from torch import fx
 
-from detcompile.passes.graphs import FUNCTIONALIZED, shape_of, sympy_size
+from detcompile.passes.graphs import shape_of, sympy_size
 from detcompile.passes.proof.context import Context
 from detcompile.passes.proof.provenance import (
     Axis,
@@ -26,6 +26,7 @@ from detcompile.passes.proof.provenance import (
     require_weight,
 )
 from detcompile.templates.ops import ours
+from detcompile.torch_internals.graph_nodes import BASES, FUNCTIONALIZED, base_index
 from detcompile.torch_internals.operators import schema_of
 
 __all__ = [
@@ -153,11 +154,11 @@ def _written_caches(node: fx.Node, ctx: Context) -> tuple[Layout, Layout]:
     """The caches of keys and values that a functionalized operation writes: of one layer, and written here alone."""
     kwargs = node.kwargs
     arguments = {arg.name for arg in schema_of(node.args[0]).arguments}
-    unknown = set(kwargs) - arguments - {"_all_bases", "_k_cache_base_index", "_v_cache_base_index"}
+    unknown = set(kwargs) - arguments - {BASES, base_index("k_cache"), base_index("v_cache")}
     if unknown:
         raise Refusal(f"writes a view of a cache ({', '.join(sorted(unknown))})")
-    bases = kwargs["_all_bases"]
-    k, v = (ctx.states[bases[kwargs[f"_{name}_base_index"]]] for name in ("k_cache", "v_cache"))
+    bases = kwargs[BASES]
+    k, v = (ctx.states[bases[kwargs[base_index(name)]]] for name in ("k_cache", "v_cache"))
     if not isinstance(k, Layout) or not isinstance(v, Layout) or len(bases) != 2:
         raise Refusal("the cache that is written is not a graph input")
     if (k.part, v.part) != ("k_caches", "v_caches") or k.index != v.index:
@@ -180,7 +181,7 @@ def paged_attention(node: fx.Node, ctx: Context) -> tuple[Any, ...]:
     if kwargs.get("relative_bias") is not None:
         require_heads_of_tokens(ctx.rows(kwargs["relative_bias"]))
     out = Rows((heads[0].dims[0], heads[0].dims[1], heads[2].dims[2]))
-    return (out, *(ctx.states[base] for base in kwargs["_all_bases"]))
+    return (out, *(ctx.states[base] for base in kwargs[BASES]))
 
 
 def require_heads_of_tokens(value: Rows) -> None:
@@ -206,7 +207,7 @@ def rope_cache(node: fx.Node, ctx: Context) -> tuple[Any, ...]:
         dims = ctx.rows(kwargs[name]).dims
         if [axis.row for axis in dims[0]] != ["tokens"] or not all(is_feature(dim) for dim in dims[1:]):
             raise Refusal(f"{name} is {[describe(dim) for dim in dims]} instead of a row for each of tokens")
-    return (ctx.rows(kwargs["q"]), *(ctx.states[base] for base in kwargs["_all_bases"]))
+    return (ctx.rows(kwargs["q"]), *(ctx.states[base] for base in kwargs[BASES]))
 
 
 def cached_attention(node: fx.Node, ctx: Context) -> Rows:

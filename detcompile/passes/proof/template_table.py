@@ -24,7 +24,7 @@ from detcompile.orders.numerics import (
     token_row_order,
 )
 from detcompile.orders.sum_order import SumOrder
-from detcompile.passes.graphs import FUNCTIONALIZED, arguments_of, operation_of, shape_of
+from detcompile.passes.graphs import arguments_of, operation_of, shape_of
 from detcompile.passes.proof.collective_rules import (
     columns_gathered,
     expert_matmul_partial,
@@ -51,6 +51,7 @@ from detcompile.passes.proof.template_rules import (
 )
 from detcompile.templates.cpu.library import isa_of
 from detcompile.templates.ops import ours
+from detcompile.torch_internals.graph_nodes import FUNCTIONALIZED
 from detcompile.torch_internals.operators import operation_names, schema_of
 
 __all__ = ["TEMPLATES", "Template", "template_of", "without_entry"]

@@ -5,6 +5,7 @@ from torch import fx
 
 from detcompile.passes.graphs import VIEWS, insert, replace, shape_of
 from detcompile.templates.ops import ours
+from detcompile.torch_internals.graph_nodes import set_source_trace
 
 __all__ = ["fuse_residuals", "pin_matmuls", "transposed_weight"]
 
@@ -81,7 +82,7 @@ def _fuse(graph: fx.Graph, add: fx.Node, product: fx.Node, y: fx.Node, r: fx.Nod
         flat = insert(graph, aten.reshape.default, (r, [-1, int(product.meta["val"].shape[1])]), add)
     place = RESIDUAL_OF[product.target]
     fused = insert(graph, product.target, (*product.args[:place], flat, *product.args[place + 1 :]), add)
-    fused.meta["stack_trace"] = product.meta.get("stack_trace", "")
+    set_source_trace(fused, product)
     if y is not product:
         fused = insert(graph, y.target, (fused, *y.args[1:]), add)
     add.replace_all_uses_with(fused)

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from detcompile.passes.graphs import VIEWS, insert, replace, shape_of
 from detcompile.passes.programs.travelling_weights import wait_for_weights
 from detcompile.templates.ops import ours
+from detcompile.torch_internals.graph_nodes import set_source_trace
 
 __all__ = ["fed", "joined", "lift_weights", "merge_linears"]
 
@@ -73,7 +74,7 @@ def _fuse(graph: fx.Graph, products: list[fx.Node]) -> None:
         part = insert(graph, aten.slice.Tensor, (fused, 1, end - width, end), first)
         if _mixes_rows(product):  # a view that a part's rows, which lie apart, do not have
             part = insert(graph, aten.clone.default, (part,), first)
-        part.meta["stack_trace"] = product.meta.get("stack_trace", "")
+        set_source_trace(part, product)
         parts.append(part)
     for part, product in zip(parts, products, strict=True):
         replace(product, part)

@@ -6,17 +6,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from detcompile.passes.graphs import FUNCTIONALIZED, insert, replace, shape_of
+from detcompile.passes.graphs import insert, replace, shape_of
 from detcompile.templates.attention.operands import StepMetadata
 from detcompile.templates.attention.rope_cache_gpu import MOST_FEATURES
 from detcompile.templates.attention.scores import AttentionRule
 from detcompile.templates.ops import ours
+from detcompile.torch_internals.graph_nodes import BASES, FUNCTIONALIZED, base_index, forget_eager_inputs
 
 __all__ = ["fuse_rope"]
 
 aten = torch.ops.aten
 SWAP = [0, 2, 1, 3]  # [1, T, H, D] <-> [1, H, T, D]
-CACHES = {"_k_cache_base_index", "_v_cache_base_index", "_all_bases"}
+CACHES = {base_index("k_cache"), base_index("v_cache"), BASES}
 DEVICES = ("cuda",)  # on a CPU launches are cheap, and Inductor's loops are faster than our composition
 LATER = (*StepMetadata._fields, *AttentionRule._fields)
 
@@ -76,14 +77,15 @@ def _fuse(graph: fx.Graph, attention: fx.Node, q: Rotated, k: Rotated) -> None:
     }
     with graph.inserting_before(attention):
         rope = graph.call_function(FUNCTIONALIZED, (ours.rope_cache.default,), kwargs)
-    rope.meta = {key: value for key, value in attention.meta.items() if key != "eager_input_vals"}
+    rope.meta = dict(attention.meta)
+    forget_eager_inputs(rope)
     rope.meta["val"] = (given["q"].meta["val"], *attention.meta["val"][1:])
     turned = _part(graph, attention, rope, 0)
-    caches = [_part(graph, attention, rope, 1 + given[f"_{name}_cache_base_index"]) for name in ("k", "v")]
+    caches = [_part(graph, attention, rope, 1 + given[base_index(f"{name}_cache")]) for name in ("k", "v")]
     stated = {**AttentionRule._field_defaults, **given}
     later = [stated[name] for name in LATER]
     out = insert(graph, ours.cached_attention.default, (turned, *caches, *later), attention)
-    out.meta.pop("eager_input_vals", None)
+    forget_eager_inputs(out)
     for user in list(attention.users):
         place = user.args[1]
         replace(user, out if place == 0 else _part(graph, attention, rope, place))

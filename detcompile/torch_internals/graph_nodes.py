@@ -1,0 +1,116 @@
+"""What torch writes about the nodes of its graphs, and how it calls operations that write into their arguments."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+__all__ = [
+    "BASES",
+    "FUNCTIONALIZED",
+    "base_index",
+    "expression_of",
+    "first_value",
+    "forget_eager_inputs",
+    "is_file_of_torch",
+    "mark_user_outputs",
+    "module_stack",
+    "set_source_trace",
+    "source_trace",
+    "traced_value",
+]
+
+READ_IN = "2.11.0, 2.13.0, 2.14.1"
+NAMES = {
+    "BASES": "The keyword with which FUNCTIONALIZED takes what is written into. Without it: the proof does not see "
+    "which caches an operation writes.",
+    "FUNCTIONALIZED": "What calls an operation that writes into its arguments, which are results of it then. Without "
+    "it: a graph that writes KV caches cannot be certified.",
+}
+
+FUNCTIONALIZED: Any = torch.ops.higher_order.auto_functionalized_v2
+BASES = "_all_bases"
+FOLDER = f"{Path(torch.__file__).parent}{os.sep}"  # not that of torchvision beside it
+
+
+def base_index(argument: str) -> str:
+    """Return the keyword of FUNCTIONALIZED that says which of BASES an argument of the operation is.
+
+    Without it: as of BASES.
+    """
+    return f"_{argument}_base_index"
+
+
+def expression_of(size: torch.SymInt | torch.SymFloat | torch.SymBool) -> Any:
+    """Return the sympy expression of a symbolic number.
+
+    Without it: the proof cannot tell which extents are those of rows.
+    """
+    return size.node.expr
+
+
+def first_value(size: torch.SymInt) -> int | None:
+    """Return the number that a symbolic one had in the trace; None if nothing is known of it.
+
+    Without it: arguments with different numbers of rows are taken for one batch.
+    """
+    hint: int | None = size.node.hint
+    return hint
+
+
+def traced_value(node: fx.Node) -> Any:
+    """Return the fake value of a node of Dynamo's graph, or None.
+
+    Without it: inputs of a graph have no role in the proof.
+    """
+    return node.meta.get("example_value")
+
+
+def module_stack(node: fx.Node) -> list[tuple[str, Any]]:
+    """Return path and class of the modules that a node comes from, outermost first.
+
+    Without it: a certificate and a refusal do not name the layer.
+    """
+    return list((node.meta.get("nn_module_stack") or {}).values())
+
+
+def source_trace(node: fx.Node) -> str:
+    """Return the frames of Python that a node comes from, as text, or "".
+
+    Without it: a certificate and a refusal do not name the line of source.
+    """
+    return node.meta.get("stack_trace") or ""
+
+
+def set_source_trace(node: fx.Node, origin: fx.Node) -> None:
+    """Have a node come from the frames of Python that another one comes from.
+
+    Without it: as of ``source_trace``, for what a pass has added.
+    """
+    node.meta["stack_trace"] = origin.meta.get("stack_trace", "")
+
+
+def forget_eager_inputs(node: fx.Node) -> None:
+    """Drop the values that a node's arguments had in the trace, once a pass has given it others.
+
+    Without it: Inductor lays out the arguments of a new operation as those of the old one.
+    """
+    node.meta.pop("eager_input_vals", None)
+
+
+def mark_user_outputs(output: fx.Node, count: int) -> None:
+    """Tell Inductor that all outputs of a graph are seen outside, whose strides are then kept.
+
+    Without it: a region's outputs have other strides than the next region was compiled for.
+    """
+    output.meta["user_visible_output_idxs"] = list(range(count))
+
+
+def is_file_of_torch(file: str) -> bool:
+    """Return whether a source file is torch's.
+
+    Without it: a message names a line of torch and not the model's.
+    """
+    return file.startswith(FOLDER)

@@ -94,9 +94,11 @@ def join_batches(gm: fx.GraphModule, roles: Sequence[Role]) -> None:
     """Guard that arguments with as many rows as each other always have: they hold one batch, a mask and its tokens."""
     sizes: dict[int, torch.SymInt] = {}  # by the number of rows
     for node, role in zip(gm.graph.find_nodes(op="placeholder"), roles, strict=True):
-        if (role.rows or {}).get(0) == "batch" and first_value(traced_value(node).shape[0]) is not None:
+        if (role.rows or {}).get(0) == "batch":
             size = traced_value(node).shape[0]
-            assert sizes.setdefault(first_value(size), size) == size  # asked of a symbol, this becomes the guard
+            count = first_value(size)
+            if count is not None:
+                assert sizes.setdefault(count, size) == size  # asked of a symbol, this becomes the guard
 
 
 def refuse(lines: Sequence[str], why: str) -> None:

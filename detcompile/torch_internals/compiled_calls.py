@@ -41,7 +41,7 @@ MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")  # the secon
 class CompileWrapper(NamedTuple):
     """The frame of torch.compile that calls what it compiled, and what it was called with.
 
-    Without it: as of ``compile_wrapper``.
+    Without it: see ``compile_wrapper``.
     """
 
     frame: types.FrameType

@@ -33,7 +33,7 @@ NAMES = {
     "FakeTensor": "The type of tensors without values. Without it: a fingerprint would hash a constant that has none.",
     "FakeTensorMode": "Run a model without computing. Without it: finding equal layers and certifying a batch cost "
     "forwards of the whole model.",
-    "FunctionalTensorMode": "As of ``dispatch_functionalize``, which takes it. Without it: the same.",
+    "FunctionalTensorMode": "The mode of ``dispatch_functionalize``. Without it: see there.",
     "TorchDispatchMode": "See every operation of a run. Without it: equal layers are not found, and every layer is "
     "traced and compiled.",
     "TracingContext": "What AOTAutograd knows of a trace. Without it: regions of one graph mix up the strides of their "
@@ -43,7 +43,7 @@ NAMES = {
     "code writes into tensors of its own is not certified.",
     "enable_python_dispatcher": "Have decompositions that are registered in Python run under make_fx. Without it: some "
     "operations have no result for unknown extents.",
-    "tracing": "Enter a TracingContext. Without it: as of TracingContext.",
+    "tracing": "Enter a TracingContext. Without it: see TracingContext.",
     "tree_flatten": "The leaves of a nested value, and its form. Without it: what operations take and return cannot be "
     "compared.",
     "tree_leaves": "The leaves of a nested value. Without it: tensors within lists and objects that torch knows are no "

@@ -38,7 +38,7 @@ FOLDER = f"{Path(torch.__file__).parent}{os.sep}"  # not that of torchvision bes
 def base_index(argument: str) -> str:
     """Return the keyword of FUNCTIONALIZED that says which of BASES an argument of the operation is.
 
-    Without it: as of BASES.
+    Without it: see BASES.
     """
     return f"_{argument}_base_index"
 
@@ -87,7 +87,7 @@ def source_trace(node: fx.Node) -> str:
 def set_source_trace(node: fx.Node, origin: fx.Node) -> None:
     """Have a node come from the frames of Python that another one comes from.
 
-    Without it: as of ``source_trace``, for what a pass has added.
+    Without it: see ``source_trace``, for what a pass has added.
     """
     node.meta["stack_trace"] = origin.meta.get("stack_trace", "")
 

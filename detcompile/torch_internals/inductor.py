@@ -48,8 +48,8 @@ def without_patterns() -> Iterator[None]:
 def folding_known_extents() -> Iterator[None]:
     """Have Inductor fold constants as far as that asks nothing of an unknown extent while entered.
 
-    It asks of a view of zeros how its rows lie: out = zeros(x.shape), out[..., :8] = ... Without it: such a graph is
-    not compiled.
+    It asks of a view of zeros how its rows lie: out = zeros(x.shape), out[..., :8] = ... Without it: a graph with such
+    a view is not compiled.
     """
     fold = joint_graph.constant_fold_uniform_value
     with mock.patch.object(joint_graph, fold.__name__, functools.partial(_fold_known_extents, fold)):

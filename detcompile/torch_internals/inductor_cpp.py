@@ -23,7 +23,7 @@ READ_IN = "2.11.0, 2.13.0, 2.14.1"
 NAMES = {
     "CppOverrides": "Inductor's scalar C++ of each operation. Without it: an element's bits follow the lane it is "
     "computed in.",
-    "CppVecOverrides": "Inductor's C++ of vectors of each operation. Without it: as of CppOverrides.",
+    "CppVecOverrides": "Inductor's C++ of vectors of each operation. Without it: see CppOverrides.",
     "OpOverrides": "Inductor's operations made of others, such as the remainder by the C library's fmod. Without it: a "
     "remainder's bits follow the other lanes.",
 }

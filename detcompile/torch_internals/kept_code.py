@@ -30,7 +30,7 @@ def without_code(graph: CompiledFxGraph) -> CompiledFxGraph:
 def restore_code(graph: CompiledFxGraph) -> None:
     """Load the code of what ``without_code`` gave, in place.
 
-    Without it: as of ``without_code``.
+    Without it: see ``without_code``.
     """
     graph.after_deserialization(CompiledFxGraphConstants())
     maybe_realign_inputs(BoxedBool(False), graph, graph.inputs_to_check, OrderedSet(graph.mutated_input_idxs))

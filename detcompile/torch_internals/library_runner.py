@@ -37,6 +37,6 @@ def converts_dtypes() -> bool:
 def dtype_number(exported: int) -> int:
     """Return torch's number of a dtype from torch.export's.
 
-    Without it: as of ``converts_dtypes``.
+    Without it: see ``converts_dtypes``.
     """
     return DTYPE_NUMBERS[ScalarType(exported)]

@@ -25,7 +25,7 @@ def parameter_table(module: nn.Module) -> dict[str, Any]:
 def buffer_table(module: nn.Module) -> dict[str, Tensor | None]:
     """Return the table of a module's own buffers by name, None among them; changes of it change the module.
 
-    Without it: as of ``parameter_table``.
+    Without it: see ``parameter_table``.
     """
     return module._buffers
 
@@ -59,6 +59,6 @@ def hooks_of(module: nn.Module) -> list[Any]:
 def global_hooks() -> list[Any]:
     """Return the hooks that run around every module's forward and backward.
 
-    Without it: as of ``hooks_of``.
+    Without it: see ``hooks_of``.
     """
     return [hook for kind in HOOKS for hook in getattr(module_calls, f"_global_{kind}").values()]

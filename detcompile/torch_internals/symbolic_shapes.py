@@ -24,7 +24,7 @@ READ_IN = "2.11.0, 2.13.0, 2.14.1"
 NAMES = {
     "ConstraintViolationError": "Raised when a trace fixes an extent that was marked as unknown. Without it: a user is "
     "not told that the model makes a Python number of it.",
-    "DimDynamic": "As of StatelessSymbolicContext, which takes it. Without it: the same.",
+    "DimDynamic": "The kinds of extents of StatelessSymbolicContext. Without it: see there.",
     "GuardOnDataDependentSymNode": "Raised when code asks for the value of an unknown extent. Without it: Inductor's "
     "folding of constants fails for a view of zeros.",
     "LocalSource": "Names an input of a trace. Without it: an extent of a fake tensor cannot be a symbol.",

@@ -6,7 +6,7 @@ __all__ = ["empty", "rendezvous"]
 
 READ_IN = "2.11.0, 2.13.0, 2.14.1"
 NAMES = {
-    "empty": "Allocate memory that other GPUs may map. Without it: as of ``rendezvous``.",
+    "empty": "Allocate memory that other GPUs may map. Without it: see ``rendezvous``.",
     "rendezvous": "Map that memory on every GPU of a group; all ranks call it. Without it: every sum of ranks goes "
     "through NCCL.",
 }

@@ -13,7 +13,7 @@ __all__ = ["VecISA", "list_vector_isas", "pick_vec_isa", "precompile_cpp_header"
 READ_IN = "2.11.0, 2.13.0, 2.14.1"
 NAMES = {
     "VecISA": "The type of a set of vector instructions; as a bool, whether a program of it compiles and runs. Without "
-    "it: as of pick_vec_isa.",
+    "it: see pick_vec_isa.",
     "pick_vec_isa": "The vector instructions that Inductor takes. Without it: two machines that round alike and those "
     "that do not have one fingerprint.",
 }

@@ -19,6 +19,6 @@ def commit_of(config: Any) -> str | None:
 def set_commit(config: Any, commit: str) -> None:
     """Write down the commit on the Hub that a config was loaded from.
 
-    Without it: as of ``commit_of``, where files were taken from the cache by their paths.
+    Without it: see ``commit_of``, where files were taken from the cache by their paths.
     """
     config._commit_hash = commit

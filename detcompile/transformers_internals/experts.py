@@ -27,7 +27,7 @@ def takes_implementation(module: nn.Module) -> bool:
 def set_experts_implementation(module: Any, name: str) -> bool:
     """Have a module's experts be computed by the implementation of this name; return whether the module does so.
 
-    Without it: as of ExpertsInterface.
+    Without it: see ExpertsInterface.
     """
     module.config._experts_implementation_internal = name
     return bool(module.config._experts_implementation == name)

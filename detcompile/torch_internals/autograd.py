@@ -6,7 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["backward_id", "backward_keeps_graph", "call_after_backward", "tensor_hooks", "version_of"]
+__all__ = [
+    "backward_id",
+    "backward_keeps_graph",
+    "call_after_backward",
+    "tensor_hooks",
+    "under_transform",
+    "version_of",
+]
 
 READ_IN = "2.11.0, 2.13.0, 2.14.1"
 
@@ -41,6 +48,14 @@ def tensor_hooks(parameter: Tensor) -> Any:
     Without it: a hook that changes gradients one by one is not seen.
     """
     return parameter._backward_hooks
+
+
+def under_transform() -> bool:
+    """Return whether a transform of torch.func (grad, vmap, jvp) runs in this thread.
+
+    Without it: a transform of a trainer fails in the compiled layers, with an error that does not say what to do.
+    """
+    return torch._C._functorch.maybe_current_level() is not None
 
 
 def version_of(tensor: Tensor) -> int:

@@ -24,7 +24,7 @@ from detcompile.runtime.dense.padded_batch import UnpaddedBatch, check_batch, re
 from detcompile.runtime.requests.plain_values import number
 from detcompile.runtime.requests.sampling_params import LARGEST, MIN_TEMPERATURE
 from detcompile.templates.training.exactness import ExactnessGuard
-from detcompile.torch_internals.autograd import backward_keeps_graph
+from detcompile.torch_internals.autograd import backward_keeps_graph, under_transform
 from detcompile.training.adapters import of_adapters, save_adapters
 from detcompile.training.agreement import require_agreement, require_same_orders
 from detcompile.training.blocks import Block, StepTensors, Weight, require_no_hooks, weights_of
@@ -257,7 +257,7 @@ class Trainer(Unreplicated):
         return clip_grad_norm_(self.parameters(), max_norm)
 
     def _batch(self, *given: Tensor | None) -> UnpaddedBatch:
-        if torch._C._functorch.maybe_current_level() is not None or torch.compiler.is_exporting():
+        if under_transform() or torch.compiler.is_exporting():
             raise InvalidInput(
                 "torch.func and torch.export cannot trace a trainer, whose layers are compiled: call backward() of a"
                 " loss for gradients, and detcompile.export(compile(model)) for a file"

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["mask_functions", "set_attention_implementation"]
+__all__ = ["mask_functions", "set_attention_implementation", "takes_attention"]
 
 READ_IN = "5.17.0"
 
@@ -30,3 +30,12 @@ def mask_functions(namespace: ModuleType) -> dict[str, Callable[..., Any]]:
         if getattr(value, "__module__", "") == "transformers.masking_utils"
         and getattr(value, "__name__", "").startswith("create_")
     }
+
+
+def takes_attention(model: PreTrainedModel) -> bool:
+    """Return whether a model's class calls an attention function from outside by itself.
+
+    Without it: a class that began to do so, as GPT-J's in transformers 5.24, is still given a forward that looks for
+    attributes which it no longer has.
+    """
+    return bool(model._supports_attention_backend)

@@ -8,7 +8,7 @@ READ_IN = "5.17.0"
 
 
 def commit_of(config: Any) -> str | None:
-    """Return the commit on the Hub that a config was loaded from, or None; a config of transformers 5.24 has none.
+    """Return the commit on the Hub that a config was loaded from, or None.
 
     Without it: worker processes and records of requests name a revision that may have moved.
     """

@@ -20,6 +20,7 @@ from detcompile.errors import UnsupportedModel
 from detcompile.passes.adapters.rotary import rotate_halves, rotate_pairs
 from detcompile.passes.modules.attention import IMPLEMENTATION, STEP_KWARG
 from detcompile.step import StepInputs
+from detcompile.transformers_internals.attention import takes_attention
 
 __all__ = ["ADAPTERS", "Adapter", "adapt", "attend"]
 
@@ -141,7 +142,7 @@ def _falcon_attention(
 
 
 def _gptj_is_needed(model: Any) -> bool:
-    return not model._supports_attention_backend  # it does in transformers 5.24, where the model holds the one table
+    return not takes_attention(model)  # it does in transformers 5.24, where the model holds the one table
 
 
 def _gptj(model: Any, input_ids: Tensor, position_ids: Tensor, step: StepInputs | None, keep: Any) -> Tensor:

@@ -5,8 +5,8 @@
 Half of them are bodies that are nearly right and bytes that are no requests (tests/serving/test_fuzz.py), a quarter are
 receipts that somebody changed, for /v1/verify, and a quarter Idempotency-Keys, Last-Event-IDs and ids of other
 requests, or of none. Before them Schemathesis, if it is installed, sends examples of every operation of /openapi.json
-for so many minutes. Then the server is stopped, bits of its journal are flipped, and one that is started with it is asked for
-what the journal holds. A 503 has to have a code that the docs name. Writes
+for so many minutes. Then the server is stopped, bits of its journal are flipped, and one that is started with it is
+asked for what the journal holds. A 503 has to have a code that the docs name. Writes
 benchmarks/results/hostile-requests-<cores>-cores-<commit>.json.
 """
 

@@ -21,6 +21,7 @@ CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 9, "seed":
 TOOL = {"name": "f", "parameters": {"type": "object"}}
 CALL = 'so <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 TEMPLATE = "{% if tools %}<tool_call>{% endif %}{{ messages[0].content }}"
+PLAIN = "{{ messages[0].content }}"
 MISTRAL = "{% if tools %}[TOOL_CALLS]{% endif %}{{ messages[0].content }}"
 REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "text": ("/v1/completions", {"prompt": [5, 6], "n": 2, "logprobs": 1, "echo": True, "seed": 5}),
@@ -43,7 +44,10 @@ async def answers(client: httpx.AsyncClient, **fields: Any) -> dict[str, httpx.R
 
 @pytest.mark.parametrize("level", ["off", "hashes", "tokens"])
 def test_another_model_serves_a_record_as_it_is(level: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under the first server's fingerprint and name, with its receipt or none, and nothing is signed or logged."""
+    """Under the first server's fingerprint and name, with its receipt or none, and nothing is signed or logged.
+
+    Also where the server's chat template writes calls in another way, takes no tools, or there is none.
+    """
     model, path = tmp_path / "model", tmp_path / "journal"
     monkeypatch.setenv("SCRIPTED_MODEL", str(model))
     monkeypatch.setenv("SCRIPTED_TEXT", CALL)
@@ -58,21 +62,22 @@ def test_another_model_serves_a_record_as_it_is(level: Any, tmp_path: Path, monk
         model.write_text("b")
         log = ReceiptLog(tmp_path / "log")
         issuer = Issuer("tokens", write_key_pair(tmp_path / "key"), log)
-        async with keeping(path, chat_template=MISTRAL, name="second", receipts=issuer) as (service, client):
-            assert service.hello.fingerprint != fingerprint
-            for _ in range(2):
-                again = await answers(client, **shows)
-                assert {name: own.content for name, own in again.items()} == {
-                    name: own.content for name, own in first.items()
-                }
-            for name, own in again.items():
-                body = own.json()
-                assert body["model"] == "first" and body["system_fingerprint"] == fingerprint, name
-                assert own.headers.get("x-detcompile-receipt") == first[name].headers.get("x-detcompile-receipt")
-                receipt = await client.get(f"/v1/receipts/{body['id']}")
-                assert receipt.status_code == (404 if level == "off" else 200)
-                assert level == "off" or receipt.content == made["", body["id"]]
-            assert log.place.index == 0 and next(service._numbers) == 0, "nothing was drawn, signed or logged"
+        for template in (MISTRAL, PLAIN, None) if level == "tokens" else (MISTRAL,):
+            async with keeping(path, chat_template=template, name="second", receipts=issuer) as (service, client):
+                assert service.hello.fingerprint != fingerprint
+                for _ in range(2):
+                    again = await answers(client, **shows)
+                    assert {name: own.content for name, own in again.items()} == {
+                        name: own.content for name, own in first.items()
+                    }
+                for name, own in again.items():
+                    body = own.json()
+                    assert body["model"] == "first" and body["system_fingerprint"] == fingerprint, name
+                    assert own.headers.get("x-detcompile-receipt") == first[name].headers.get("x-detcompile-receipt")
+                    receipt = await client.get(f"/v1/receipts/{body['id']}")
+                    assert receipt.status_code == (404 if level == "off" else 200)
+                    assert level == "off" or receipt.content == made["", body["id"]]
+                assert log.place.index == 0 and next(service._numbers) == 0, "nothing was drawn, signed or logged"
         calls = first["tools"].json()["choices"][0]["message"]["tool_calls"]
         assert json.loads(calls[0]["function"]["arguments"]) == {"a": 1}
 

@@ -15,7 +15,7 @@ from detcompile.serving.journal.jobs import Call
 from detcompile.serving.openai.chat import ask_chat
 from detcompile.serving.openai.messages import prompt_of
 from detcompile.serving.openai.reply import ReplyContext, as_int64, headers_of
-from detcompile.serving.openai.tools import ToolUse, in_family, tool_use
+from detcompile.serving.openai.tools import ToolUse, recorded_use, tool_use
 from detcompile.serving.responses import JSON, Events, Whole
 from detcompile.serving.service import Service
 from detcompile.serving.tokenizer_pool import SampleText
@@ -35,9 +35,9 @@ async def create_message(service: Service, request: MessagesRequest, call: Call)
     service.require_causal()
     service.require_receipts(request.receipt)
     chat = chat_request(request)
-    use = tool_use(service, chat.tools, chat.tool_choice, chat.parallel_tool_calls)
-    job = await service.jobs.job(call, functools.partial(ask_chat, service, chat, use, call.owner, "msg_"))
-    message = MessageReply(service, job, in_family(use, job.ask.family), with_receipt=bool(request.receipt))
+    job = await service.jobs.job(call, functools.partial(ask_chat, service, chat, call.owner, "msg_"))
+    use = recorded_use(job.ask.family, chat.tool_choice)
+    message = MessageReply(service, job, use, with_receipt=bool(request.receipt))
     if request.stream:
         return Events(job.answers, call.reservation, message.headers, message.events(), last=b"")
     return Whole(job.answers, call.reservation, message.headers, message.whole)

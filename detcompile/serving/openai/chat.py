@@ -14,7 +14,7 @@ from detcompile.serving.openai.messages import prompt_of, template_of
 from detcompile.serving.openai.parameters import chat_params
 from detcompile.serving.openai.reply import Reply, chat_entry
 from detcompile.serving.openai.schema import ChatRequest
-from detcompile.serving.openai.tools import Calls, ToolUse, in_family, tool_use
+from detcompile.serving.openai.tools import Calls, ToolUse, recorded_use, tool_use
 from detcompile.serving.responses import Events, Whole
 from detcompile.serving.service import Service
 
@@ -33,8 +33,7 @@ async def chat(service: Service, request: ChatRequest, call: Call) -> Response:
     service.require_causal()
     require_served(request)
     service.require_receipts(request.receipt)
-    use = tool_use(service, request.tools, request.tool_choice, request.parallel_tool_calls)
-    job = await service.jobs.job(call, functools.partial(ask_chat, service, request, use, call.owner))
+    job = await service.jobs.job(call, functools.partial(ask_chat, service, request, call.owner))
     reply = ChatReply(
         service,
         job,
@@ -43,19 +42,16 @@ async def chat(service: Service, request: ChatRequest, call: Call) -> Response:
         with_receipt=bool(request.receipt),
         last_event=call.last_event,
     )
-    reply.use = in_family(use, job.ask.family)
+    reply.use = recorded_use(job.ask.family, request.tool_choice)
     if request.stream:
         return Events(job.answers, call.reservation, reply.headers, reply.events())
     return Whole(job.answers, call.reservation, reply.headers, reply.whole)
 
 
-async def ask_chat(
-    service: Service, request: ChatRequest, use: ToolUse | None, owner: str, prefix: str = "chatcmpl-"
-) -> Ask:
+async def ask_chat(service: Service, request: ChatRequest, owner: str, prefix: str = "chatcmpl-") -> Ask:
     """Return a request's work for the engines.
 
     Args:
-        use: the request's tools.
         owner: sha256 of the request's API key.
         prefix: prefix of the answer's id.
 
@@ -63,6 +59,7 @@ async def ask_chat(
         HTTPError: the request cannot be served.
         InvalidInput: the chat template rejects the messages.
     """
+    use = tool_use(service, request.tools, request.tool_choice, request.parallel_tool_calls)
     params = chat_params(request, service.hello.default_params, use)
     service.limiter.require(owner, params.n)
     tools = () if use is None else use.tools

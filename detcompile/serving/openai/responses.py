@@ -16,8 +16,8 @@ from detcompile.serving.openai.messages import prompt_of, template_of
 from detcompile.serving.openai.parameters import chat_params
 from detcompile.serving.openai.recording import Recording
 from detcompile.serving.openai.response_schema import InputItem, ResponsesRequest, chat_request, messages_of
-from detcompile.serving.openai.schema import ChatRequest, Message, decode_body
-from detcompile.serving.openai.tools import ToolUse, in_family, tool_use
+from detcompile.serving.openai.schema import Message, decode_body
+from detcompile.serving.openai.tools import recorded_use, tool_use
 from detcompile.serving.responses import JSON, Events, Whole
 from detcompile.serving.service import Service
 
@@ -79,7 +79,8 @@ async def count_input(service: Service, request: ResponsesRequest, call: Call) -
     service.require_ready()
     service.require_model(request.model)
     service.require_causal()
-    chat, use = _chat(service, request, await _before(service, call.owner, request.previous_response_id))
+    chat = chat_request(request, await _before(service, call.owner, request.previous_response_id))
+    use = tool_use(service, chat.tools, chat.tool_choice, chat.parallel_tool_calls)
     tools = () if use is None else use.tools
     ids = await prompt_of(service, chat.messages, tools, counts=True, param="input", owner=call.owner)
     return _json({"object": "response.input_tokens", "input_tokens": len(ids)})
@@ -133,7 +134,8 @@ async def dropped_response(service: Service, place: tuple[str, str]) -> Response
 async def _ask(service: Service, request: ResponsesRequest, owner: str) -> Ask:
     """Return a request's work for the engines."""
     before = await _before(service, owner, request.previous_response_id)
-    chat, use = _chat(service, request, before)
+    chat = chat_request(request, before)
+    use = tool_use(service, chat.tools, chat.tool_choice, chat.parallel_tool_calls)
     params = chat_params(chat, service.hello.default_params, use)
     service.limiter.require(owner, 1)
     tools = () if use is None else use.tools
@@ -141,11 +143,6 @@ async def _ask(service: Service, request: ResponsesRequest, owner: str) -> Ask:
     prompt = await prompt_of(service, chat.messages, tools, param="input", owner=owner)
     messages, family = msgspec.json.encode(before), None if use is None else use.family.name
     return Ask([prompt], params, chat.priority or 0, "resp_", template, messages, family, chat.cache_salt or "")
-
-
-def _chat(service: Service, request: ResponsesRequest, before: list[Message]) -> tuple[ChatRequest, ToolUse | None]:
-    chat = chat_request(request, before)
-    return chat, tool_use(service, chat.tools, chat.tool_choice, chat.parallel_tool_calls)
 
 
 async def _recorded(
@@ -157,9 +154,9 @@ async def _recorded(
     if existing is not None:
         assert isinstance(existing, Recording)
         return existing
-    chat, use = _chat(service, request, msgspec.json.decode(job.ask.before, type=list[Message]))
-    use, params = in_family(use, job.ask.family), job.ask.params
-    fields = _repeated(request) | {name: getattr(params, name) for name in DRAWN_WITH}
+    chat = chat_request(request, msgspec.json.decode(job.ask.before, type=list[Message]))
+    use = recorded_use(job.ask.family, chat.tool_choice)
+    fields = _repeated(request) | {name: getattr(job.ask.params, name) for name in DRAWN_WITH}
     messages = chat.messages[request.instructions is not None :]
     recording = Recording(
         service, job, fields, None if use is None else use.family, messages, with_receipt=bool(request.receipt)

@@ -12,7 +12,7 @@ from detcompile.serving.service import Service
 from detcompile.serving.tools.grammars import Function, free_grammar, required_grammar
 from detcompile.serving.tools.reader import FAMILIES, Family, Piece, Reader
 
-__all__ = ["Calls", "ToolUse", "call_id", "in_family", "tool_use"]
+__all__ = ["Calls", "ToolUse", "call_id", "recorded_use", "tool_use"]
 
 MOST_TOOLS = 128
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}  # of a function without parameters
@@ -98,9 +98,12 @@ def _grammar(service: Service, tools: Sequence[Tool], *, required: bool, single:
     return None
 
 
-def in_family(use: ToolUse | None, family: str | None) -> ToolUse | None:
-    """Return the tool use with the format that its record names, whatever the server's is now."""
-    return None if use is None or family is None else use._replace(family=FAMILIES[family])
+def recorded_use(family: str | None, choice: ToolChoice | None) -> ToolUse | None:
+    """Return how to read the calls in an answer, by the family that its job names; None for an answer without calls.
+
+    The server's template and family may have changed since the answer was drawn.
+    """
+    return None if family is None else ToolUse(FAMILIES[family], (), None, isinstance(choice, NamedTool))
 
 
 class Calls:

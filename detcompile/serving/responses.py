@@ -91,23 +91,34 @@ class _Awaited(Response, ABC):
         self._reservation = reservation
         self._fields = headers
         self._left = False  # by the client
+        self._stops = False  # whether the client's leaving has cancelled the sending
         self._path = ""  # of the request
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response; stop if the client disconnects."""
         scope[ANSWERS], self._path = self._answers, scope["path"]
-        leaving = asyncio.create_task(self._release_when_left(receive))
+        sending = asyncio.current_task()
+        assert sending is not None
+        leaving = asyncio.create_task(self._stop_when_left(receive, sending))
         try:
             await self._send(send)
+        except asyncio.CancelledError:
+            if not self._stops or sending.uncancel():
+                raise
         finally:
             leaving.cancel()
             self._reservation.release()
 
-    async def _release_when_left(self, receive: Receive) -> None:
-        """Release the answers once the client disconnects; they fail, which ends the sending."""
+    async def _stop_when_left(self, receive: Receive, sending: asyncio.Task[Any]) -> None:
+        """Stop the sending once the client disconnects.
+
+        Answers of this request alone fail, which ends the sending. Answers that other readers share go on.
+        """
         await _disconnected(receive)
         self._left = True
         self._reservation.release()
+        if not all(answer.finished for answer in self._answers):
+            self._stops = sending.cancel()
 
     @abstractmethod
     async def _send(self, send: Send) -> None:

@@ -6,7 +6,7 @@ import gc
 import itertools
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +137,8 @@ class Requests:
         body = json.dumps(kind.body if other is None else other).encode()
         headers = {"content-type": "application/json"} | kind.headers
         raw = [(name.encode(), value.format(number=self.number).encode()) for name, value in headers.items()]
-        scope = {"type": "http", "method": kind.method, "path": kind.path, "headers": raw, "query_string": b""}
+        path, _, query = kind.path.partition("?")
+        scope = {"type": "http", "method": kind.method, "path": path, "headers": raw, "query_string": query.encode()}
         parts = [{"type": "http.request", "body": part, "more_body": part != body} for part in (body, body[:0])]
 
         async def receive() -> dict[str, Any]:
@@ -159,10 +160,10 @@ class Requests:
 
 @contextlib.asynccontextmanager
 async def serving(
-    kind: Kind, folder: Path, digests: Sequence[bytes] = ()
+    kind: Kind, folder: Path, digests: Sequence[bytes] = (), fleet: type[InstantFleet] = InstantFleet
 ) -> AsyncIterator[tuple[Service, Requests]]:
     """A service over instant engines."""
-    fleet = type("Embedding", (InstantFleet,), {"known": EMBEDDER}) if kind.embeds else InstantFleet
+    fleet = type("Embedding", (InstantFleet,), {"known": EMBEDDER}) if kind.embeds else fleet
     journal = Journal(folder / "journal") if kind.keeps else None
     service = Service(fleet=fleet, chat_template="{{ messages[0].content }}", journal=journal)
     await service.start(SPEC)
@@ -312,5 +313,40 @@ def test_an_answer_that_ends_before_its_request_is_written_is_kept(tmp_path: Pat
                 await settle(service)
                 found.add(requests.content)
             assert len(found) == 1 and next(service._numbers) == 1  # one answer was drawn
+
+    asyncio.run(scenario())
+
+
+class SilentFleet(InstantFleet):
+    """Draws nothing."""
+
+    def _later(self, work: Callable[[Any], None], answer: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"])
+def test_reader_who_leaves_a_shared_answer_is_gone(path: str, stream: bool, tmp_path: Path) -> None:
+    """At once, and not when the answer ends: that goes on, and what each reader held would add up until then."""
+    kind = next(own for own in KINDS.values() if own.path == path)
+    kind = replace(kind, body=kind.body | {"stream": stream}, headers={"idempotency-key": "a"}, keeps=True)
+
+    async def leave(service: Service, requests: Requests) -> None:
+        reading = asyncio.create_task(requests.ask())
+        while not service.open or (not reading.done() and len(asyncio.all_tasks()) < 3):
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
+        assert not reading.done()
+        requests.left.set()
+        await reading
+
+    async def scenario() -> None:
+        async with asyncio.timeout(10), serving(kind, tmp_path, fleet=SilentFleet) as (service, requests):
+            await leave(service, requests)
+            (answer,) = service.open.values()
+            again = f"{path}/{answer.name}?stream=true" if "responses" in path else f"/v1/streams/{answer.name}"
+            for own in (kind, Kind(again, {}, method="GET")):
+                await leave(service, Requests(requests._app, own))
+            assert answer.request_id in service.open and len(answer.signal._readers) <= 2  # what writes and records it
 
     asyncio.run(scenario())

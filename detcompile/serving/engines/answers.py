@@ -31,12 +31,12 @@ class AnswerSignal:
 
     def __init__(self) -> None:
         self.count = 0  # signals so far; read it before reading the answer, then wait for more
-        self._readers: list[asyncio.Future[None]] = []
+        self._readers: dict[asyncio.Future[None], None] = {}
 
     def notify(self) -> None:
         """Signal progress."""
         self.count += 1
-        readers, self._readers = self._readers, []
+        readers, self._readers = self._readers, {}
         for reader in readers:
             if not reader.done():
                 reader.set_result(None)
@@ -44,8 +44,12 @@ class AnswerSignal:
     async def wait(self, seen: int) -> None:
         """Wait until ``count`` exceeds ``seen``."""
         if self.count == seen:
-            self._readers.append(asyncio.get_running_loop().create_future())
-            await self._readers[-1]
+            reader = asyncio.get_running_loop().create_future()
+            self._readers[reader] = None
+            try:
+                await reader
+            finally:
+                self._readers.pop(reader, None)
 
 
 class WakeQueue:

@@ -227,6 +227,7 @@ def _add_kept(app: FastAPI, service: Service) -> None:
 
     path = f"{RESPONSES}/{{name}}"
     app.add_api_route(path, response, methods=["GET"], name="v1_response", response_model=None)
+    app.add_api_route(path, response, methods=["HEAD"], response_model=None, include_in_schema=False)
     app.add_api_route(f"{path}/cancel", cancel, methods=["POST"], name="v1_response_cancel", response_model=None)
     app.add_api_route(path, drop, methods=["DELETE"], name="v1_response_drop", response_model=None)
 
@@ -261,8 +262,9 @@ def _add_gets(app: FastAPI, service: Service, version: str, log: LogFile | None,
 
         add(path, route)
 
-    def add(path: str, route: Callable[[], Awaitable[Response]]) -> None:
-        app.add_api_route(path, route, methods=["GET"], name=path.strip("/").replace("/", "_") or "page")
+    def add(path: str, route: Callable[..., Awaitable[Response]], name: str = "") -> None:
+        name = name or path.strip("/").replace("/", "_") or "page"
+        app.add_api_route(path, route, methods=["GET"], name=name)
         app.add_api_route(path, route, methods=["HEAD"], include_in_schema=False)  # uvicorn leaves out the body
 
     def health() -> Response:
@@ -287,19 +289,19 @@ def _add_gets(app: FastAPI, service: Service, version: str, log: LogFile | None,
         content = state_of(service, version, owner_of(request), demo=demo)
         return Response(msgspec.json.encode(content), media_type=JSON)
 
-    app.add_api_route("/dashboard/state", state, methods=["GET"], name="dashboard_state")
+    add("/dashboard/state", state)
 
     async def receipt(name: str, request: Request) -> Response:
         return await stored_receipt(service, owner_of(request), name)
 
-    app.add_api_route("/v1/receipts/{name}", receipt, methods=["GET"], name="v1_receipt")
+    add("/v1/receipts/{name}", receipt, "v1_receipt")
 
     async def model(name: str) -> Response:
         service.require_ready()
         service.require_model(name)
         return _json(_model(service))
 
-    app.add_api_route("/v1/models/{name:path}", model, methods=["GET"], name="v1_model")
+    add("/v1/models/{name:path}", model, "v1_model")
 
 
 def _add_streams(app: FastAPI, service: Service) -> None:

@@ -14,11 +14,14 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from detcompile.errors import InvalidInput
+from detcompile.serving.http_errors import OverdueError
 
-__all__ = ["ChatTemplate"]
+__all__ = ["MANY", "ChatTemplate"]
 
 RENDER_SECONDS = 2.0
+MANY = 1024  # messages; longer conversations are rendered one at a time, so that short ones do not wait
 THREADS = 4
+REJECTIONS = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RuntimeError)
 
 
 class _Generation(Extension):
@@ -64,7 +67,8 @@ class ChatTemplate:
             self.takes_tools = "tools" in meta.find_undeclared_variables(sandbox.parse(source))
         except TemplateError as error:
             raise InvalidInput(f"the chat template cannot be read: {error}") from error
-        self._threads = ThreadPoolExecutor(THREADS, "chat-template")  # long prompts queue for the tokenizer's threads
+        # Long prompts queue for the tokenizer's threads.
+        self._threads = ThreadPoolExecutor(THREADS, "chat-template"), ThreadPoolExecutor(1, "long-chat-template")
 
     def names(self, role: str) -> bool:
         """Return True if the template contains a word as a quoted string, as in a check for a role."""
@@ -87,6 +91,7 @@ class ChatTemplate:
 
         Raises:
             InvalidInput: the template rejects the messages or takes too long.
+            OverdueError: the conversation waited too long for others.
         """
         context = {
             **variables,
@@ -95,12 +100,15 @@ class ChatTemplate:
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
+        rendering = self._threads[len(messages) > MANY].submit(self._template.render, context)
         try:
             async with asyncio.timeout(RENDER_SECONDS):
-                return await asyncio.get_running_loop().run_in_executor(self._threads, self._template.render, context)
+                return await asyncio.wrap_future(rendering)
         except TimeoutError as error:
+            if rendering.cancelled():  # before it started
+                raise OverdueError(f"other conversations took over {RENDER_SECONDS:g} s: try again", 503) from error
             raise InvalidInput(f"the chat template took over {RENDER_SECONDS:g} s for these messages") from error
-        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+        except REJECTIONS as error:
             raise InvalidInput(f"the chat template rejects these messages: {error}") from error
 
 

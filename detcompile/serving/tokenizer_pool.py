@@ -15,7 +15,7 @@ from detcompile.runtime.requests.detokenizer import Detokenizer
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.serving.engines.answers import AnswerSample
 from detcompile.serving.engines.protocol import Hello
-from detcompile.serving.http_errors import too_long
+from detcompile.serving.http_errors import HTTPError, too_long
 from detcompile.serving.plain_tokenizer import longest_token
 
 __all__ = ["SampleText", "TokenizerPool"]
@@ -51,6 +51,7 @@ class TokenizerPool:
         self._byte_of = _byte_letters() if joins_bytes else None
         self._added = {} if self.backend_tokenizer is None else self.backend_tokenizer.get_added_tokens_decoder()
         self._max_context = hello.max_context
+        self._vocab_size = hello.vocab_size
         longest = None if hello.tokenizer is None else longest_token(hello.tokenizer)
         self._most_bytes = None if longest is None else longest * hello.max_context
         self._waiting = waiting
@@ -149,6 +150,28 @@ class TokenizerPool:
             return await self._in_thread(owner, len(token_ids), decode, token_ids)
         return self.decode(token_ids, skip_special_tokens=False)
 
+    async def tokens_of(self, token_ids: list[int], *, owner: str = "") -> list[str | None]:
+        """Return tokens as they stand in the vocabulary.
+
+        Raises:
+            InvalidInput, HTTPError: as of ``text_of``.
+        """
+        if len(token_ids) > SHORT:
+            return await self._in_thread(owner, len(token_ids), self._tokens_of, token_ids)
+        return self._tokens_of(token_ids)
+
+    def require_known(self, token_ids: Sequence[int], param: str) -> None:
+        """Reject ids outside of the vocabulary: their text would be empty.
+
+        Raises:
+            HTTPError: the first of them.
+        """
+        size = max(self._vocab_size, self._backend.get_vocab_size())
+        if token_ids and max(token_ids) >= size:
+            place, token = next((place, token) for place, token in enumerate(token_ids) if token >= size)
+            message = f"{param}[{place}] is {token}, and the vocabulary has {size} tokens"
+            raise HTTPError(400, message, param=f"{param}[{place}]")
+
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True, **_options: bool) -> str:
         """Return the text of tokens."""
         if len(token_ids) > SHORT:
@@ -194,6 +217,9 @@ class TokenizerPool:
         with self._waiting(owner):
             threads = self._threads[size > LONG]
             return await asyncio.get_running_loop().run_in_executor(threads, work, *arguments)
+
+    def _tokens_of(self, token_ids: list[int]) -> list[str | None]:
+        return [self.convert_ids_to_tokens(token) for token in token_ids]
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         try:

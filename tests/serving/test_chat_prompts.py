@@ -4,6 +4,7 @@ import asyncio
 import functools
 import json
 import shutil
+import threading
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,10 +18,11 @@ from detcompile.errors import DetcompileError, InvalidInput
 from detcompile.models.hub import TINY_FOLDER
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.requests import admission
+from detcompile.serving import chat_template
 from detcompile.serving.chat_template import ChatTemplate
 from detcompile.serving.engines.engine_process import hello_of
 from detcompile.serving.engines.protocol import Hello
-from detcompile.serving.http_errors import HTTPError
+from detcompile.serving.http_errors import HTTPError, OverdueError
 from detcompile.serving.openai.messages import prompt_of
 from detcompile.serving.openai.schema import ChatRequest, decode_body
 from detcompile.serving.tokenizer_pool import TokenizerPool
@@ -39,6 +41,55 @@ def prompt(messages: list[dict[str, Any]], template: str) -> str:
         template=ChatTemplate(template), tool_family=None, hello=HELLO, texts=TokenizerPool(HELLO), name="scripted"
     )
     return service.texts.decode(asyncio.run(prompt_of(service, asked.messages)), skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("field", ["reasoning", "reasoning_content", "name"])
+def test_templates_are_given_what_messages_hold(field: str) -> None:
+    messages = [{"role": "assistant", "content": "a", field: "because"}]
+    assert prompt(messages, "{% for m in messages %}{{ m." + field + " }}{{ m.content }}{% endfor %}") == "becausea"
+    assert prompt([{"role": "user", "content": "a"}], "{{ messages[0]." + field + " is defined }}") == "False"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("function_call", {"name": "f", "arguments": "{}"}),
+        ("audio", {"id": "a"}),
+        ("prefix", True),
+        ("partial", True),
+    ],
+)
+def test_other_fields_of_messages_are_refused_by_name(field: str, value: Any) -> None:
+    asked = {"role": "assistant", "content": "a"}
+    for idle in (None, *([False] if value is True else [])):
+        assert prompt([asked | {field: idle}], "{{ messages[0].content }}") == "a"
+    with pytest.raises(HTTPError, match=rf"messages\[1\]\.{field} is not supported"):
+        prompt([asked, asked | {field: value}], "{{ messages[0].content }}")
+
+
+def test_long_conversations_keep_no_short_one_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that waits behind others is told so, and not that its own messages take too long."""
+    monkeypatch.setattr(chat_template, "RENDER_SECONDS", 0.2)
+    template, go = ChatTemplate("{{ messages[0] }}"), threading.Event()
+    held: Any = type("Held", (), {"__str__": lambda _self: str(go.wait(10))})()
+    short: Any = "short"
+
+    async def scenario() -> None:
+        long = [asyncio.create_task(template.render([held] * (chat_template.MANY + 1))) for _ in range(6)]
+        await asyncio.sleep(0)
+        assert await template.render([short]) == "short"
+        first, *others = await asyncio.gather(*long, return_exceptions=True)
+        assert isinstance(first, InvalidInput) and "for these messages" in str(first)
+        assert all(isinstance(other, OverdueError) and other.status == 503 for other in others)
+        go.set()
+        assert await template.render([held] * (chat_template.MANY + 1)) == "True"
+
+    asyncio.run(scenario())
+
+
+def test_template_without_an_end_is_a_refusal() -> None:
+    with pytest.raises(InvalidInput, match="recursion"):
+        prompt([{"role": "user", "content": "a"}], "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(messages) }}")
 
 
 @pytest.mark.parametrize(
@@ -85,6 +136,7 @@ CONVERSATIONS = {
     "a question": ([USER], None),
     "a system": ([{"role": "system", "content": "Be brief."}, USER], None),
     "turns": ([USER, {"role": "assistant", "content": "Yes. "}, {"role": "user", "content": "東京 🎉?"}], None),
+    "reasoning": ([USER, {"role": "assistant", "content": "Yes.", "reasoning_content": "Is it? It is."}, USER], None),
     "tools": ([USER], [TOOL]),
     "a call": ([USER, {"role": "assistant", "content": "", "tool_calls": [CALL]},
                 {"role": "tool", "tool_call_id": "call12345", "content": "-3 °C"}], [TOOL]),

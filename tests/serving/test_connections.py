@@ -206,7 +206,9 @@ def test_probes_may_ask_by_head() -> None:
 
     async def scenario() -> None:
         async with connected(new_app(scripted(), "test")) as (reader, writer):
-            for path, status in (("/health", 200), ("/ready", 503), ("/", 200), ("/version", 200)):
+            probes = {"/health": 200, "/ready": 503, "/": 200, "/version": 200}
+            others = {"/dashboard/state": 200, "/v1/models/x": 503, "/v1/receipts/x": 404, "/v1/responses/x": 404}
+            for path, status in (probes | others).items():
                 for method in ("HEAD", "GET"):
                     writer.write(f"{method} {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
                     head = (await reader.readuntil(b"\r\n\r\n")).decode()

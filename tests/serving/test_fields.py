@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import time
 from typing import Any
 
@@ -17,15 +18,17 @@ from detcompile.serving.anthropic.schema import MessagesRequest
 from detcompile.serving.http_errors import HTTPError
 from detcompile.serving.openai import fields
 from detcompile.serving.openai.parameters import completion_params, grammar_of
-from detcompile.serving.openai.response_schema import ResponsesRequest
+from detcompile.serving.openai.response_schema import ResponsesRequest, chat_request
 from detcompile.serving.openai.schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    Message,
     TokenizeRequest,
     decode_body,
 )
 from detcompile.serving.pooling.routes import ClassifyRequest, EmbeddingRequest, RerankRequest, ScoreRequest
+from tests.serving.scripted_engine import HELLO
 from tests.serving.scripted_service import running, scripted
 
 CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
@@ -120,6 +123,12 @@ def test_tokens_are_those_of_the_prompt_that_a_chat_has(in_the_root: None) -> No
             answer = (await http.post("/tokenize", json={"prompt": "import json", "return_token_strs": True})).json()
             assert "".join(answer["token_strs"]) == "importĠjson" and len(answer["token_strs"]) == answer["count"]
             assert "tokenizer_class" in (await http.get("/tokenizer_info")).json()
+            long = {"prompt": "a b" * 5000, "return_token_strs": True}
+            assert {"a", "Ġb", "b"} >= set((await http.post("/tokenize", json=long)).json()["token_strs"])
+            last = HELLO.vocab_size - 1
+            for tokens_sent, status in ([], 200), ([5, last], 200), ([5, last + 1], 400), ([(1 << 31) - 1] * 5000, 400):
+                answer = await http.post("/detokenize", json={"tokens": tokens_sent})
+                assert answer.status_code == status and (status == 200 or "vocabulary" in answer.text)
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
 
@@ -220,6 +229,15 @@ def test_what_is_asked_of_whole_sequences_is_refused_by_name(kind: type) -> None
         ({"response_format": {"type": "json_object", "schema": {"const": 1}}}, Grammar.json_schema({"const": 1})),
         ({"response_format": {"type": "json_schema", "schema": {"const": 1}}}, Grammar.json_schema({"const": 1})),
         ({"response_format": {"type": "json_object", "schema": 123}}, "response_format.schema"),
+        ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema"),
+        ({"response_format": {"type": "text", "json_schema": {"schema": {}}}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_object", "json_schema": {"schema": {}}}}, "response_format.json_schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}, "schema": {}}},
+            "response_format.json_schema",
+        ),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "text"}}, None),
         ({"structured_outputs": {"json": {}, "whitespace_pattern": " "}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "a", "disable_any_whitespace": True}}, "structured_outputs"),
         ({"regex": "a", "ebnf": "b"}, "regex"),
@@ -233,6 +251,20 @@ def test_structure_is_asked_for_by_the_names_of_other_servers(kind: type, asked:
         assert refusal.value.content["error"]["param"] == grammar
     else:
         assert grammar_of(decode_body(body, kind)) == grammar
+
+
+@pytest.mark.parametrize("kind", ["text", "json_object"])
+def test_schema_of_a_response_needs_its_type(kind: str) -> None:
+    asked = {"input": "x", "text": {"format": {"type": kind, "schema": {"const": 1}}}}
+    with pytest.raises(HTTPError, match=r"text\.format\.schema requires type json_schema"):
+        chat_request(decode_body(msgspec.json.encode(asked), ResponsesRequest), [])
+
+
+@pytest.mark.parametrize(
+    "kind", [own for name, own in vars(chat).items() if re.fullmatch("ChatCompletion[A-Z][a-z]+MessageParam", name)]
+)
+def test_every_field_of_a_message_is_known(kind: type) -> None:
+    assert not kind.__annotations__.keys() - set(Message.__struct_fields__)
 
 
 @pytest.mark.parametrize(

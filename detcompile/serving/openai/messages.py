@@ -1,10 +1,11 @@
 """Conversations: from request messages to chat-template messages and token ids."""
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
 from detcompile.errors import InvalidInput
-from detcompile.serving.chat_template import ChatTemplate
+from detcompile.serving.chat_template import MANY, ChatTemplate
 from detcompile.serving.http_errors import HTTPError
 from detcompile.serving.openai.schema import Message, Part, Tool
 from detcompile.serving.service import Service
@@ -14,6 +15,8 @@ __all__ = ["NO_TEMPLATE", "prompt_of", "template_of"]
 
 NO_TEMPLATE = "has no chat template: use /v1/completions, or start the server with --chat-template"
 ROLES = ("system", "user", "assistant", "tool")
+SHOWN = ("name", "tool_call_id", "reasoning", "reasoning_content")  # message fields for templates
+UNSERVED = ("audio", "function_call", "partial", "prefix")  # message fields that are rejected
 SHORT_ID = 9  # length of call ids for templates that require it
 
 
@@ -41,9 +44,14 @@ async def prompt_of(
     Raises:
         HTTPError: there is no chat template, a role or content part is not supported, or the prompt does not fit.
         InvalidInput: the template rejects the messages.
+        OverdueError: the conversation waited too long for the template's threads.
     """
     template = template_of(service, tools)
-    plain = [_plain(message, f"messages[{place}]", template) for place, message in enumerate(messages)]
+    plain = []
+    for place, message in enumerate(messages):
+        if place and place % MANY == 0:
+            await asyncio.sleep(0)  # let other requests run
+        plain.append(_plain(message, f"messages[{place}]", template))
     if service.tool_family is not None and service.tool_family.short_ids:
         plain = [_with_short_ids(message) for message in plain]
     variables: dict[str, Any] = {
@@ -79,14 +87,21 @@ def template_of(service: Service, tools: Sequence[Tool]) -> ChatTemplate:
 
 
 def _plain(message: Message, where: str, template: ChatTemplate) -> dict[str, Any]:
-    """Return a message in the templates' form: text parts joined by newlines, call arguments as objects if possible."""
+    """Return a message in the templates' form: text parts joined by newlines, call arguments as objects if possible.
+
+    Raises:
+        HTTPError: a field, role or part is not supported.
+    """
+    for field in UNSERVED:
+        if getattr(message, field) not in (None, False):
+            param = f"{where}.{field}"
+            raise HTTPError(400, f"{param} is not supported: omit it", param=param, code="unsupported_parameter")
     content = message.content
     if isinstance(content, list):
         content = "\n".join(_text(part, f"{where}.content[{index}]") for index, part in enumerate(content))
     role = _role(message.role, where, template)
     plain: dict[str, Any] = {"role": role, "content": content or message.refusal or ""}
-    optional = {"name": message.name, "tool_call_id": message.tool_call_id}
-    plain |= {name: value for name, value in optional.items() if value is not None}
+    plain |= {name: value for name in SHOWN if (value := getattr(message, name)) is not None}
     if message.tool_calls:
         plain["tool_calls"] = [
             {"id": call.id, "type": "function", "function": {

@@ -112,8 +112,9 @@ def grammar_of(request: CompletionRequest | ChatRequest) -> Grammar | None:
     }
     if request.structured_outputs is not None:
         constraints["structured_outputs"] = asdict(request.structured_outputs)
-    if request.response_format is not None and request.response_format.type != "text":
-        constraints["response_format"] = _constraint(request.response_format)
+    constraint = None if request.response_format is None else _constraint(request.response_format)
+    if constraint is not None:
+        constraints["response_format"] = constraint
     if not constraints:
         return None
     name, constraint = next(iter(constraints.items()))
@@ -125,14 +126,27 @@ def grammar_of(request: CompletionRequest | ChatRequest) -> Grammar | None:
         raise HTTPError(400, f"{name}: {error}", param=name) from error
 
 
-def _constraint(response_format: ResponseFormat) -> dict[str, Any]:
-    if response_format.json_schema is None and response_format.schema is not None:
-        return {"json": response_format.schema}
-    if response_format.type == "json_object":
-        return {"json_object": True}
-    if response_format.json_schema is None:
-        raise HTTPError(400, "response_format.json_schema is missing", param="response_format.json_schema")
-    return {"json": response_format.json_schema.schema}
+def _constraint(response_format: ResponseFormat) -> dict[str, Any] | None:
+    """Return the constraint of a response_format; None for free text.
+
+    Raises:
+        HTTPError: a schema that the type does not use, two schemas, or a missing one.
+    """
+    kind, json_schema, schema = response_format.type, response_format.json_schema, response_format.schema
+    fault = None
+    if json_schema is not None and (kind != "json_schema" or schema is not None):
+        fault = f"response_format.json_schema requires type json_schema and no schema beside it; type is {kind}"
+    elif schema is not None and kind == "text":
+        fault = "response_format.schema requires type json_object or json_schema; type is text"
+    elif kind == "json_schema" and json_schema is None and schema is None:
+        fault = "response_format.json_schema is missing"
+    if fault is not None:
+        raise HTTPError(400, fault, param=fault.split(" ", 1)[0])
+    if json_schema is not None:
+        return {"json": json_schema.schema}
+    if schema is not None:
+        return {"json": schema}
+    return {"json_object": True} if kind == "json_object" else None
 
 
 def _with_tools(requested: Grammar | None, use: ToolUse | None) -> Grammar | None:

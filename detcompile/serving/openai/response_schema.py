@@ -216,5 +216,8 @@ def _format(text: TextConfig | None) -> ResponseFormat | None:
     form = text.format
     if form.type == "json_schema" and form.schema is None:
         raise HTTPError(400, "text.format.schema is missing", param="text.format.schema")
+    if form.type != "json_schema" and form.schema is not None:
+        message = f"text.format.schema requires type json_schema; type is {form.type}"
+        raise HTTPError(400, message, param="text.format.schema")
     schema = None if form.schema is None else JSONSchema(schema=form.schema, name=form.name, strict=form.strict)
     return ResponseFormat(type=form.type, json_schema=schema)

@@ -176,7 +176,7 @@ class NamedTool(msgspec.Struct, kw_only=True):
 
 
 class Message(msgspec.Struct, kw_only=True):
-    """One message of a conversation."""
+    """One message of a conversation. ``reasoning`` is for templates that show it; the last four are rejected."""
 
     role: str
     content: str | list[Part] | None = None
@@ -184,6 +184,12 @@ class Message(msgspec.Struct, kw_only=True):
     refusal: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    audio: Any = None
+    function_call: Any = None
+    partial: bool | None = None
+    prefix: bool | None = None
 
 
 ToolChoice = Literal["none", "auto", "required"] | NamedTool

@@ -42,7 +42,7 @@ async def tokenize(service: Service, request: TokenizeRequest, call: Call) -> Re
     else:
         special = request.add_special_tokens is not False
         ids = await service.texts.encode(request.prompt or "", add_special_tokens=special, owner=call.owner)
-    strings = [service.texts.convert_ids_to_tokens(token) for token in ids] if request.return_token_strs else None
+    strings = await service.texts.tokens_of(ids, owner=call.owner) if request.return_token_strs else None
     content = {"tokens": ids, "count": len(ids), "max_model_len": service.hello.max_context}
     return _json(content if strings is None else content | {"token_strs": strings})
 
@@ -51,11 +51,12 @@ async def detokenize(service: Service, request: DetokenizeRequest, call: Call) -
     """Return the text of tokens.
 
     Raises:
-        HTTPError: another model, or a field that is not supported.
+        HTTPError: another model, a field that is not supported, or an id outside of the vocabulary.
     """
     service.require_ready()
     service.require_model(request.model)
     require_served(request)
+    service.texts.require_known(request.tokens, "tokens")
     return _json({"prompt": await service.texts.text_of(request.tokens, owner=call.owner)})
 
 

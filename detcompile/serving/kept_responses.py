@@ -3,6 +3,8 @@
 import time
 from typing import Any, Protocol
 
+from detcompile.serving.owned_cache import OwnedCache
+
 __all__ = ["KeptResponses"]
 
 KEPT_SECONDS = 3600.0
@@ -17,34 +19,36 @@ class _Kept(Protocol):
 
 
 class KeptResponses:
-    """Finds responses by owner and id; drops the oldest finished ones over KEPT_BYTES."""
+    """Finds responses by owner and id. Over KEPT_BYTES the owner with the most drops its oldest finished ones."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[str, str], Any] = {}
+        self._running: dict[tuple[str, str], Any] = {}  # and those that ended since the last call
+        self._ended: OwnedCache[Any] = OwnedCache(KEPT_BYTES)
 
     @property
     def num_bytes(self) -> int:
         """Return the bytes of all responses."""
-        return sum(response.num_bytes for response in self._kept.values())
+        return self._ended.num_bytes + sum(response.num_bytes for response in self._running.values())
 
     def add(self, response: _Kept) -> None:
         """Add a response; drop finished ones that are too old or exceed the bound."""
-        self._kept[response.owner, response.name] = response
-        finished = [kept for kept in self._kept.values() if kept.ended is not None]
-        room = KEPT_BYTES
-        for kept in sorted(finished, key=lambda kept: -kept.ended):
-            room -= kept.num_bytes
-            if room < 0 or time.monotonic() - kept.ended > KEPT_SECONDS:
-                del self._kept[kept.owner, kept.name]
+        self._running[response.owner, response.name] = response
+        self._settle()
 
     def find(self, owner: str, name: str) -> Any | None:
         """Return an owner's response by its id; None if there is none."""
-        response = self._kept.get((owner, name))
-        if response is not None and response.ended is not None and time.monotonic() - response.ended > KEPT_SECONDS:
-            del self._kept[owner, name]
-            return None
-        return response
+        self._settle()
+        return self._running.get((owner, name)) or self._ended.find(owner, name)
 
     def drop(self, owner: str, name: str) -> None:
         """Remove a response."""
-        self._kept.pop((owner, name), None)
+        self._running.pop((owner, name), None)
+        self._ended.drop(owner, name)
+
+    def _settle(self) -> None:
+        """Count the responses that have ended since the last call, and drop expired ones."""
+        ended = [response for response in self._running.values() if response.ended is not None]
+        for response in sorted(ended, key=lambda response: response.ended):
+            del self._running[response.owner, response.name]
+            self._ended.add(response.owner, response.name, response, response.num_bytes)
+        self._ended.drop_oldest(lambda response: time.monotonic() - response.ended > KEPT_SECONDS)

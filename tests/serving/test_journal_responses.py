@@ -42,7 +42,7 @@ def test_a_response_goes_on_at_the_next_server(tmp_path: Path, background: bool)
             whole = (await respond(client)).json()
             asking = asyncio.create_task(respond(client, background=background, stream=not background))
             await until_drawn(service, 1, 10)
-            ((_, name),) = service.responses._kept.keys() - {("", whole["id"])}
+            ((_, name),) = service.responses._running.keys() - {("", whole["id"])}
             seen = list(service.responses.find("", name).events)
             assert len(seen) >= 10
             assert (await after(client, name, 10**6))["param"] == "starting_after"  # at once
@@ -107,7 +107,7 @@ def test_what_is_cancelled_dropped_or_not_stored_is_so_at_the_next_server(tmp_pa
             names["not stored"] = (await respond(client, store=False)).json()["id"]
             asking = asyncio.create_task(respond(client, max_output_tokens=900))
             await until_drawn(service, 1, 3)
-            names["alone"] = next(own for _, own in service.responses._kept if own not in names.values())
+            names["alone"] = next(own for _, own in service.responses._running if own not in names.values())
             asking.cancel()  # nobody comes back for a response that is neither in the background nor has a key
             await asyncio.gather(asking, return_exceptions=True)
             long = (await respond(client, background=True, max_output_tokens=900)).json()["id"]

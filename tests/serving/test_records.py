@@ -58,7 +58,7 @@ def test_another_model_serves_a_record_as_it_is(level: Any, tmp_path: Path, monk
         issuer = Issuer(level)
         async with keeping(path, chat_template=TEMPLATE, name="first", receipts=issuer) as (service, client):
             first = await answers(client, **shows)
-            fingerprint, made = service.hello.fingerprint, dict(issuer._kept)
+            fingerprint, made = service.hello.fingerprint, issuer
         model.write_text("b")
         log = ReceiptLog(tmp_path / "log")
         issuer = Issuer("tokens", write_key_pair(tmp_path / "key"), log)
@@ -76,7 +76,7 @@ def test_another_model_serves_a_record_as_it_is(level: Any, tmp_path: Path, monk
                     assert own.headers.get("x-detcompile-receipt") == first[name].headers.get("x-detcompile-receipt")
                     receipt = await client.get(f"/v1/receipts/{body['id']}")
                     assert receipt.status_code == (404 if level == "off" else 200)
-                    assert level == "off" or receipt.content == made["", body["id"]]
+                    assert level == "off" or receipt.content == made.find("", body["id"])
                 assert log.place.index == 0 and next(service._numbers) == 0, "nothing was drawn, signed or logged"
         calls = first["tools"].json()["choices"][0]["message"]["tool_calls"]
         assert json.loads(calls[0]["function"]["arguments"]) == {"a": 1}

@@ -291,8 +291,21 @@ def test_text_behind_a_call_is_another_message() -> None:
 class Kept:
     """A response that has ended."""
 
-    def __init__(self, name: str, ended: float | None, num_bytes: int) -> None:
-        self.owner, self.name, self.ended, self.num_bytes = "me", name, ended, num_bytes
+    def __init__(self, name: str, ended: float | None, num_bytes: int, owner: str = "me") -> None:
+        self.owner, self.name, self.ended, self.num_bytes = owner, name, ended, num_bytes
+
+
+def test_flood_of_one_key_pushes_out_its_own_alone() -> None:
+    kept, now, size = KeptResponses(), time.monotonic(), KEPT_BYTES // 10
+    kept.add(Kept("bob's", now - 99, 4 * size, "bob"))
+    for number in range(40):
+        kept.add(Kept(str(number), now - 90 + number, size, "alice"))
+        assert kept.num_bytes <= KEPT_BYTES
+    assert kept.find("bob", "bob's") is not None and kept.find("alice", "bob's") is None
+    assert [number for number in range(40) if kept.find("alice", str(number)) is not None] == [*range(34, 40)]
+    for number in range(4):  # it holds the most now
+        kept.add(Kept(f"b{number}", now, size, "bob"))
+    assert kept.find("bob", "bob's") is None and kept.find("alice", "39") is not None
 
 
 def test_responses_are_kept_for_a_while_and_within_bounds() -> None:

@@ -295,8 +295,10 @@ def test_a_kept_response_counts_what_it_keeps(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving(KINDS["response"], tmp_path) as (service, requests):
             await requests.ask(large)
-            await requests.ask({"input": "x", "previous_response_id": json.loads(requests.content)["id"]})
-            first, second = service.responses._kept.values()
+            names = [json.loads(requests.content)["id"]]
+            await requests.ask({"input": "x", "previous_response_id": names[0]})
+            names.append(json.loads(requests.content)["id"])
+            first, second = (service.responses.find("", name) for name in names)
             assert first.num_bytes > 300_000 and second.num_bytes > 300_000
 
     asyncio.run(scenario())

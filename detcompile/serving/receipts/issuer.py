@@ -1,7 +1,6 @@
 """Issues the receipts of a server's answers, and keeps the most recent ones."""
 
 import secrets
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -10,6 +9,7 @@ import msgspec
 from detcompile.errors import InvalidInput
 from detcompile.serving.engines.answers import Answer
 from detcompile.serving.engines.protocol import Hello
+from detcompile.serving.owned_cache import OwnedCache
 from detcompile.serving.plain_tokenizer import tokenizer_digest
 from detcompile.serving.receipts.envelope import Envelope, payload_digest, seal
 from detcompile.serving.receipts.keys import SigningKey
@@ -52,9 +52,6 @@ class Issuer:
 
     Raises:
         InvalidInput: a key or a log with level "off".
-
-    Attributes:
-        num_bytes: bytes of the receipts in memory.
     """
 
     def __init__(
@@ -70,8 +67,7 @@ class Issuer:
         self.key = key
         self._log = log
         self._version = version
-        self._kept: OrderedDict[tuple[str, str], bytes] = OrderedDict()  # by owner and answer id
-        self.num_bytes = 0
+        self._kept: OwnedCache[bytes] = OwnedCache(KEPT_BYTES)  # by owner and answer id
 
     def salt(self) -> bytes | None:
         """Return a fresh salt; None at levels without hashes."""
@@ -123,8 +119,14 @@ class Issuer:
         envelope = seal(encode_receipt(receipt), self.key)
         if self._log is not None:
             self._log.append(envelope)
-        self._keep((owner, receipt.id), msgspec.json.encode(envelope))
+        data = msgspec.json.encode(envelope)
+        self._kept.add(owner, receipt.id, data, len(data))
         return Issued(envelope, payload_digest(envelope))
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of the receipts in memory."""
+        return self._kept.num_bytes
 
     def require_writable(self) -> None:
         """Check the log again after a failure.
@@ -137,13 +139,7 @@ class Issuer:
 
     def find(self, owner: str, name: str) -> bytes | None:
         """Return the JSON of an owner's receipt by the answer's id; None if it is not in memory."""
-        return self._kept.get((owner, name))
-
-    def _keep(self, place: tuple[str, str], data: bytes) -> None:
-        self._kept[place] = data
-        self.num_bytes += len(data)
-        while self.num_bytes > KEPT_BYTES:
-            self.num_bytes -= len(self._kept.popitem(last=False)[1])
+        return self._kept.find(owner, name)
 
 
 async def _prompt(answer: Answer, texts: TokenizerPool, salt: bytes | None) -> Prompt:

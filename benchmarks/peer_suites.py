@@ -5,19 +5,23 @@
     detcompile serve FOLDER --name tiny --port 8123 --chat-template template.jinja
     python -m benchmarks.peer_suites --url http://127.0.0.1:8123 --commit $(git rev-parse --short HEAD) \
         --llama-cpp llama.cpp --json-schema JSON-Schema-Test-Suite --sglang sglang --vllm vllm
+    git clone https://github.com/openresponses/openresponses; (cd openresponses; npm install zod@3 tsx)
+    python -m benchmarks.peer_suites --url http://127.0.0.1:8124 --commit ... --open-responses openresponses
 
 FOLDER is a copy of the embedded model (detcompile/tiny) whose generation_config.json has "max_new_tokens": 64, as
-llama.cpp's tests set it for their server. Their code stays in these folders, and only the glue is ours: where the
-server is, what the model is called, and for SGLang's script its route /generate in terms of /v1/completions. What is
-not given is not run. Every check that does not hold is counted under the first of REASONS that its message matches.
+llama.cpp's tests set it for their server. Open Responses wants answers that end: the server at 8124 is of a copy with
+all tokens that hold a line end as "eos_token_id", whose template shows tools beside `<tool_call>`. Their code stays in
+these folders, and only the glue is ours: where the server is, what the model is called, and for SGLang's script its
+route /generate in terms of /v1/completions. What is not given is not run. Every check of llama.cpp's that does not hold
+is counted under the first of REASONS that its message matches.
 
 - llama.cpp: tools/server/tests/unit, files that ask for routes that both have and need no other model.
 - SGLang: sglang/test/test_deterministic.py, modes single, prefix and radix_cache, greedy and drawn.
 - vLLM: tests/v1/determinism/test_online_batch_invariance.py.
 - JSON Schema: every instance of tests/draft2020-12 under the masks of its schema, in the server's grammar compiler.
+- Open Responses: bin/compliance-test.ts, by node (20 or newer) with tsx in the place of bun.
 
-Open Responses' checks (github.com/openresponses/openresponses, `bun run bin/compliance-test.ts --base-url URL/v1`) need
-bun, and are not started here. Writes benchmarks/results/peer-suites-<commit>.json.
+Writes benchmarks/results/peer-suites-<commit>.json.
 """
 
 import argparse
@@ -43,7 +47,7 @@ from detcompile.errors import InvalidInput
 from detcompile.runtime.grammars.grammar import Grammar
 from tests.runtime.test_json_schemas import started, takes
 
-__all__ = ["json_schema", "llama_cpp", "sglang", "vllm"]
+__all__ = ["json_schema", "llama_cpp", "open_responses", "sglang", "vllm"]
 
 FILES = ("basic", "chat_completion", "compat_anthropic", "compat_oai_responses", "completion", "security", "stream",
          "tokenize")  # fmt: skip
@@ -109,6 +113,24 @@ def sglang(folder: Path, url: str) -> dict[str, Any]:
         answers[f"{mode}, temperature {temperature}"] = distinct
     held = sum(all(number == 1 for number in distinct) for distinct in answers.values())
     return {"passed": held, "failed": len(answers) - held, "texts of one prompt": answers}
+
+
+def open_responses(folder: Path, url: str) -> dict[str, Any]:
+    """Open Responses' compliance tests, and what is wrong with each answer that fails."""
+    command = ["npx", "tsx", "bin/compliance-test.ts", "--base-url", f"{url}/v1", "--api-key", "none"]
+    command += ["--model", "tiny", "--json"]
+    environment = os.environ | {"NODE_OPTIONS": "--experimental-websocket"}
+    ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=FILE_SECONDS)
+    found = json.loads(ran.stdout)
+    failed = [own for own in found["results"] if own["status"] == "failed"]
+    not_held = {own["id"]: [*own["errors"], _message(own.get("response"))] for own in failed}
+    return {name: found["summary"][name] for name in ("passed", "failed", "skipped")} | {"not held": not_held}
+
+
+def _message(response: Any) -> str | None:
+    """The message of an answer that is an error."""
+    error = response.get("error") if isinstance(response, dict) else None
+    return None if error is None else error["message"]
 
 
 def json_schema(folder: Path) -> dict[str, Any]:
@@ -193,11 +215,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--url", default="http://127.0.0.1:8000")
-    for name in ("llama-cpp", "sglang", "vllm", "json-schema"):
+    for name in ("llama-cpp", "sglang", "vllm", "open-responses", "json-schema"):
         parser.add_argument(f"--{name}", type=Path)
     arguments = parser.parse_args()
     result: dict[str, Any] = {"commit": arguments.commit}
-    for run in (llama_cpp, sglang, vllm):
+    for run in (llama_cpp, sglang, vllm, open_responses):
         folder = getattr(arguments, run.__name__)
         if folder is not None:
             result[run.__name__] = run(folder.resolve(), arguments.url)

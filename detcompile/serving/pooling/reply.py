@@ -94,7 +94,9 @@ def pooled(
 
     async def whole() -> dict[str, Any]:
         values = memoryview(task.values).cast("f")
-        rows = [values[start : start + task.num_columns] for start in range(0, len(values), task.num_columns)]
+        rows: list[Row] = [
+            values[start : start + task.num_columns] for start in range(0, len(values), task.num_columns)
+        ]
         return head | await asyncio.to_thread(result, rows)
 
     return Whole([task], call.reservation, {"X-Request-Id": task.name}, whole)

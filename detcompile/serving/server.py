@@ -50,7 +50,7 @@ def listen(host: str, port: int) -> socket.socket:
         takes_both = ipaddress.ip_address(host).is_unspecified if ":" in host else False
         dual = takes_both and socket.has_dualstack_ipv6()
         return socket.create_server((host, port), family=socket.AF_INET6, dualstack_ipv6=dual)
-    except OSError as error:
+    except (OSError, OverflowError, UnicodeError) as error:
         raise InvalidInput(f"cannot listen on {host}, port {port}: {error}. Give another --host or --port") from error
 
 

@@ -15,6 +15,7 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
+from detcompile.errors import InvalidInput
 from detcompile.serving.app import new_app
 from detcompile.serving.connections import MOST_AHEAD, SLICE, bounded_protocol
 from detcompile.serving.server import listen
@@ -199,6 +200,14 @@ def test_the_unspecified_address_takes_clients_of_both_kinds() -> None:
         with listen(host, 0) as sock:
             for client in clients:
                 socket.create_connection((client, sock.getsockname()[1]), 5).close()
+
+
+@pytest.mark.parametrize(
+    "place", [("a" * 70 + ".x", 0), ("é" * 70, 0), ("[::]", 0), ("::1", 1 << 16), ("::1", -1), ("", 0)]
+)
+def test_no_address_to_listen_on_is_advice(place: tuple[str, int]) -> None:
+    with pytest.raises(InvalidInput, match=r"cannot listen on .* Give another --host or --port"):
+        listen(*place)
 
 
 def test_probes_may_ask_by_head() -> None:

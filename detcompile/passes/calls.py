@@ -22,6 +22,7 @@ from detcompile.torch_internals.compiled_calls import (
     calling_frame,
     compile_wrapper,
     is_module_call,
+    runs_another_forward,
     runs_hooks,
     varying_rows,
 )
@@ -123,6 +124,8 @@ class Call:
             self._complain(f"{place} calls the graph, and is no part of it{hooks}")
         elif runs_hooks(self._frame):
             self._complain("hooks run around the graph, of what torch.compile returned or of all modules")
+        elif runs_another_forward(self._frame):
+            self._complain("another forward was put in the place of the one of what torch.compile returned")
 
     def require_apart(self, held: Sequence[torch.Tensor]) -> None:
         """Reject tensors of the compiled callable that begin in the memory of an argument.

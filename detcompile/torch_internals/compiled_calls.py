@@ -21,6 +21,7 @@ __all__ = [
     "compile_wrapper",
     "enter_around_calls",
     "is_module_call",
+    "runs_another_forward",
     "runs_hooks",
     "varying_rows",
 ]
@@ -118,6 +119,27 @@ def runs_hooks(frame: types.FrameType | None) -> bool:
         if place == (module_calls.__file__, "inner"):
             return True
         frame = frame.f_back
+    return False
+
+
+def runs_another_forward(frame: types.FrameType) -> bool:
+    """Return whether other code than torch's calls the graph for what torch.compile made of a module.
+
+    Without it: a ``forward`` put in the place of that object's goes unnoticed.
+
+    Args:
+        frame: that of ``compile_wrapper``.
+    """
+    compiled = frame.f_locals["fn"]
+    module = getattr(compiled, "__self__", None) or getattr(compiled, "__wrapped__", None)  # of a method; wrap_inline's
+    callee: types.FrameType | None = None
+    caller: types.FrameType | None = frame
+    while caller is not None:
+        if callee is not None and _place(caller) == (module_calls.__file__, "_call_impl"):
+            called = caller.f_locals.get("self")
+            if isinstance(called, eval_frame.OptimizedModule) and called._orig_mod is module:
+                return _place(callee)[0] != eval_frame.__file__
+        callee, caller = caller, caller.f_back
     return False
 
 

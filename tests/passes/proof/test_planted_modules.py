@@ -143,6 +143,29 @@ def test_a_hook_of_what_torch_compile_returns_is_refused(register: Callable[[nn.
         run(rows())
 
 
+@pytest.mark.parametrize("deep", [False, True])
+def test_another_forward_of_what_torch_compile_returns_is_refused(deep: bool) -> None:
+    run = torch.compile(nn.Sequential(nn.Linear(D, D)).eval(), backend=Backend(Numerics(), certify_only=True))
+    with torch.no_grad():
+        before, own = run(rows()), run.forward
+        centered = lambda x: own(x) - own(x).mean(0)  # noqa: E731
+        run.forward = (lambda x: centered(x)) if deep else centered
+        assert "another forward was put in the place" in str(refusal(lambda: run(rows())))
+        run.forward = own
+        assert_bitwise_equal(nn.Sequential(run, nn.Identity())(rows()), before)
+
+
+@pytest.mark.parametrize("inner", [True, False])
+def test_a_forward_that_comes_after_a_call_is_traced(inner: bool) -> None:
+    module = nn.Sequential(nn.Linear(D, D)).eval()
+    run, _ = compiled(module)
+    run(rows())
+    held = module[0] if inner else module
+    own = held.forward
+    held.forward = lambda x: own(x) - own(x).mean(0)
+    assert "no rule" in str(refusal(lambda: run(rows())))
+
+
 @pytest.mark.parametrize("inner", [True, False])
 def test_a_hook_that_comes_after_a_call_is_traced(inner: bool) -> None:
     module = nn.Sequential(nn.Linear(D, D)).eval()

@@ -64,6 +64,7 @@ class ChatTemplate:
         sandbox.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
             self._template = sandbox.from_string(source)
+            self._words = _compared_words(sandbox.parse(source))
             self.takes_tools = "tools" in meta.find_undeclared_variables(sandbox.parse(source))
         except TemplateError as error:
             raise InvalidInput(f"the chat template cannot be read: {error}") from error
@@ -71,8 +72,8 @@ class ChatTemplate:
         self._threads = ThreadPoolExecutor(THREADS, "chat-template"), ThreadPoolExecutor(1, "long-chat-template")
 
     def names(self, role: str) -> bool:
-        """Return True if the template contains a word as a quoted string, as in a check for a role."""
-        return f"'{role}'" in self.source or f'"{role}"' in self.source
+        """Return True if the template compares something with this word, or has it as a key of a dict."""
+        return role in self._words
 
     async def render(
         self,
@@ -110,6 +111,17 @@ class ChatTemplate:
             raise InvalidInput(f"the chat template took over {RENDER_SECONDS:g} s for these messages") from error
         except REJECTIONS as error:
             raise InvalidInput(f"the chat template rejects these messages: {error}") from error
+
+
+def _compared_words(tree: nodes.Template) -> frozenset[str]:
+    """Return the strings that a template compares with anything, and the keys of its dicts; not those of lookups."""
+    found = {id(pair.key): pair.key for pair in tree.find_all(nodes.Pair)}
+    for compare in tree.find_all(nodes.Compare):
+        found |= {id(const): const for const in compare.find_all(nodes.Const)}
+        for lookup in compare.find_all(nodes.Getitem):
+            found.pop(id(lookup.arg), None)
+    values = [node.value for node in found.values() if isinstance(node, nodes.Const)]
+    return frozenset(value for value in values if isinstance(value, str))
 
 
 def _as_json(

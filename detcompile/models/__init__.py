@@ -1,1 +1,1 @@
-"""What users hold: compiled models of this process, of worker processes and of archives."""
+"""Objects that users hold: compiled models in this process, in worker processes, and from archives."""

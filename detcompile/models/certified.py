@@ -1,4 +1,4 @@
-"""CertifiedModel: what every compiled model has, whatever its head: the proof, the fingerprint, and live weights."""
+"""CertifiedModel: the base of every compiled model: certificate, fingerprint, and live weights."""
 
 import contextlib
 import weakref
@@ -23,40 +23,40 @@ __all__ = ["CertifiedModel", "WeightSource"]
 
 @runtime_checkable
 class ServesWeights(Protocol):
-    """A trainer: what it holds is not what is served."""
+    """A trainer, whose weights differ from the served ones."""
 
     def serving_weights(self) -> Mapping[str, Tensor]:
-        """Tensors by the names and in the dtypes of the model."""
+        """Return tensors by the model's names and in its dtypes."""
 
 
 WeightSource = Union[ServesWeights, nn.Module, Mapping[str, Tensor], Iterable[tuple[str, Tensor]], "CertifiedModel"]
 
 
 class CertifiedModel(ModelObject):
-    """A model whose bits are certified to depend on each row's own tokens.
+    """A model whose bits are certified to depend only on each row's tokens.
 
     Args:
         executor: runs its steps, in this process or in others.
 
     Attributes:
-        model: the Hugging Face module it was made from, whose row-parallel linears were replaced; what stands for one
-            that is not in this process (executors.description).
+        model: the Hugging Face module it was made from, with row-parallel linears replaced; a stand-in if the module is
+            not in this process (executors.description).
         numerics: the declared orders.
         certificate: the proof; prints as a table.
         program: digest of the certified graph, over the whole weights.
         facts: the model's sizes.
-        max_context: tokens a sequence may hold.
-        vocab_size: one more than the largest id that a prompt may hold.
-        dtype: dtype of the weights, the activations and the KV cache. device: where the first rank's weights live.
-        ranks: the ranks with which this process shares the model, all of which have to make the same calls; None if
-            with none.
+        max_context: maximum number of tokens of a sequence.
+        vocab_size: one more than the largest token id of a prompt.
+        dtype: dtype of the weights, activations and KV cache. device: device of the first rank's weights.
+        ranks: the ranks with which this process shares the model, all of which must make the same calls; None if it
+            shares with none.
     """
 
     def __init__(self, executor: Executor) -> None:
         self.executor = executor
-        known, facts = executor.description, executor.description.facts
-        self.model, self.numerics, self.certificate = known.module, known.numerics, known.certificate
-        self.program, self.facts, self.ranks = known.program, facts, executor.ranks
+        description, facts = executor.description, executor.description.facts
+        self.model, self.numerics, self.certificate = description.module, description.numerics, description.certificate
+        self.program, self.facts, self.ranks = description.program, facts, executor.ranks
         self.max_context, self.vocab_size = facts.max_context, facts.num_token_ids
         self.dtype, self.device = facts.dtype, facts.device
         self._engines: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -65,69 +65,70 @@ class CertifiedModel(ModelObject):
     def tokenizer(self) -> Any | None:
         """The tokenizer of the model's folder, or of its commit on the Hub; None if there is none.
 
-        Raises InvalidInput if it is damaged.
+        Raises:
+            InvalidInput: the tokenizer is damaged.
         """
         return tokenizer_of(self.model)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise InvalidInput(
-            "a compiled model is not copied or pickled, since its code holds the weights where they are: compile the"
-            " module once more, or keep the model as a file by export()"
+            "a compiled model cannot be copied or pickled, because its code holds pointers to the weights: compile the"
+            " module again, or save the model with export()"
         )
 
     def update_weights(self, source: WeightSource) -> int:
-        """New contents for weights, in place: compiled graphs stay, CUDA graphs too, and prefix caches forget.
+        """Write new contents into the weights, in place.
 
-        Some of the weights suffice. Nothing is written unless all fit.
+        Compiled graphs and CUDA graphs stay valid; prefix caches are emptied. A subset of the weights is allowed.
+        Nothing is written unless all of them fit.
 
         Args:
-            source: a trainer, whose weights are rounded to the model's dtype, and gathered from ranks that share
-                them, all of which call this; a module or compiled model of the same architecture; or tensors by the
-                names that Hugging Face's model has for them, as a mapping or as pairs, on any device. Buffers may be
-                among them.
+            source: a trainer, whose weights are rounded to the model's dtype and gathered from the ranks that share
+                them (all of which must call this); a module or compiled model of the same architecture; or tensors by
+                the names of Hugging Face's model, as a mapping or as pairs, on any device. Buffers are allowed.
 
         Returns:
             The version of the weights, which counts up.
 
         Raises:
-            InvalidInput: a name, a shape or a dtype that is not the model's; requests are running on one of its
-                engines; or ranks share the model.
+            InvalidInput: a name, shape or dtype differs from the model's; requests are running on one of its engines;
+                or ranks share the model.
         """
-        held: object = source.model if isinstance(source, CertifiedModel) else source
-        if isinstance(held, ServesWeights):
-            held = held.serving_weights()
-        given = tensors_by_name(held, type(source).__name__)
+        weights: object = source.model if isinstance(source, CertifiedModel) else source
+        if isinstance(weights, ServesWeights):
+            weights = weights.serving_weights()
+        tensors = tensors_by_name(weights, type(source).__name__)
         with without_interrupts(), contextlib.ExitStack() as paused:
             for engine in list(self._engines):
                 paused.enter_context(engine.idle())
-            return self._write_weights(given)
+            return self._write_weights(tensors)
 
-    def _write_weights(self, given: Mapping[str, Tensor]) -> int:
-        return self.executor.weights.update(given)
+    def _write_weights(self, tensors: Mapping[str, Tensor]) -> int:
+        return self.executor.weights.update(tensors)
 
     @property
     def weights_version(self) -> int:
-        """Counts the contents that the weights have had, by update_weights or by changes in place that were seen."""
+        """The number of weight versions so far, from update_weights or from detected changes in place."""
         return self.executor.weights.version()
 
     def weight_digests(self) -> dict[str, str]:
-        """The digest of every parameter and buffer as it is now, whole; raises as ``fingerprint_parts``."""
+        """Return the current digest of every whole parameter and buffer; raises as ``fingerprint_parts``."""
         return self.executor.weights.digests()
 
     @property
     def fingerprint_parts(self) -> dict[str, str]:
-        """What the contract holds fixed, by name. Reads every weight, so that it follows changes in place.
+        """The parts of the fingerprint, by name. Reads every weight, so it reflects changes in place.
 
         Raises:
-            InvalidInput: a weight was given another storage since; or a rank's share of one was changed by something
-                that did not tell what the whole is now.
+            InvalidInput: a weight has a new storage; or a rank's share was changed without reporting the digest of the
+                whole weight.
         """
         return self.executor.fingerprint_parts()
 
     @property
     def fingerprint(self) -> str:
-        """sha256 in hex: equal fingerprints give equal bits. Reads every weight, as ``fingerprint_parts``.
+        """SHA-256 in hex: equal fingerprints give equal bits. Reads every weight, as ``fingerprint_parts``.
 
-        It is the same at every tensor-parallel size; there the whole weights were read before the ranks took shares.
+        It is the same at every tensor-parallel size, because it covers the whole weights.
         """
         return fingerprint(self.fingerprint_parts)

@@ -1,5 +1,5 @@
-"""A checkpoint's folder, read whole: a file that is missing, cut short or corrupted is refused by its path, and so is a
-checkpoint that leaves weights to chance."""
+"""Load a checkpoint's folder; reject missing, truncated or corrupt files by path, and missing weights, which would be
+random."""
 
 import json
 import re
@@ -29,7 +29,7 @@ from detcompile.transformers_internals.auto_classes import has_causal_lm
 __all__ = ["TASKS", "load_checkpoint", "load_tokenizer", "require_json", "require_trust", "task_of"]
 
 WITHOUT_DOCSTRINGS = sys.flags.optimize > 1
-SETTINGS = ("config.json", "generation_config.json")  # transformers goes on without a corrupted second
+SETTINGS = ("config.json", "generation_config.json")  # transformers ignores a corrupt second one
 TOKENIZER_JSON = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json")
 TOKENIZER_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "merges.txt", "vocab.txt")
 LFS_POINTER = b"version https://git-lfs"
@@ -42,28 +42,28 @@ IN_WORDS = {"generate": "causal LM", "classify": "model for sequence classificat
 
 
 def task_of(config: PretrainedConfig) -> str:
-    """What a checkpoint is for, by the class that it was saved from: a key of TASKS."""
-    own = (config.architectures or [""])[0]
-    if own.endswith("ForSequenceClassification"):
+    """Return a checkpoint's task, a key of TASKS, from the class it was saved from."""
+    architecture = (config.architectures or [""])[0]
+    if architecture.endswith("ForSequenceClassification"):
         return "classify"
-    bare = own.endswith(("Model", "ForMaskedLM")) and not own.endswith("LMHeadModel")
+    bare = architecture.endswith(("Model", "ForMaskedLM")) and not architecture.endswith("LMHeadModel")
     return "embed" if bare else "generate"
 
 
 def load_checkpoint(
     path: Path, dtype: torch.dtype | None, trust_remote_code: bool = False, task: str | None = None
 ) -> PreTrainedModel:
-    """The model of a folder, on the CPU, every weight of it from the folder's files.
+    """Load the model of a folder on the CPU, with every weight from the folder's files.
 
     Args:
-        dtype: default: the checkpoint's own.
-        trust_remote_code: run the Python code that the folder brings, if it does.
-        task: a key of TASKS; None takes what the checkpoint was saved as.
+        dtype: default: the checkpoint's.
+        trust_remote_code: run Python code from the folder, if it has any.
+        task: a key of TASKS; None: the task that the checkpoint was saved for.
 
     Raises:
-        InvalidInput: a file is missing, cut short or corrupted, which is named; or a weight is in none of them; or code
-            would run that is not trusted; or the folder holds adapters.
-        UnsupportedModel: quantised in a way that is not read.
+        InvalidInput: a file is missing, truncated or corrupt; a weight is in no file; untrusted code would run; or the
+            folder holds PEFT adapters.
+        UnsupportedModel: the quantization is not supported.
     """
     _require_no_adapters(path)
     require_json(path, SETTINGS)
@@ -76,24 +76,24 @@ def load_checkpoint(
         config = AutoConfig.from_pretrained(path, **reading)
         settings = quantization_of(config)
         options: dict[str, Any] = {"dtype": dtype or "auto", **reading}
-        options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # which are refused below, by name
+        options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # mismatches are rejected below
         task = task or task_of(config)
         if settings is None:
             model, found = TASKS[task].from_pretrained(path, **options)
         elif task == "generate":
             model, found = load_quantized(path, config, settings, **options)
         else:
-            raise UnsupportedModel(f"{path}: a quantised {IN_WORDS[task]}; only causal LMs are read quantised")
+            raise UnsupportedModel(f"{path}: a quantized {IN_WORDS[task]}; only causal LMs can be quantized")
     except (DetcompileError, MemoryError):
         raise
-    except Exception as error:  # readers of files raise what they like
+    except Exception as error:  # file readers raise anything
         reason = f"{type(error).__name__}: {error}" if isinstance(error, LookupError) else error
         advice = "Run Python without -OO: transformers reads docstrings, which -OO strips"
-        advice = advice if WITHOUT_DOCSTRINGS else "Give a local Hugging Face model folder that is whole"
+        advice = advice if WITHOUT_DOCSTRINGS else "Pass a complete local Hugging Face model folder"
         what = IN_WORDS[task or "generate"]
         raise InvalidInput(f"{path} cannot be loaded as a {what}: {reason}\n{advice}") from error
     if task == "embed" and getattr(model, "pooler", None) is not None:
-        model.pooler = None  # nobody reads it, and a masked LM's checkpoint has none
+        model.pooler = None  # its output is unused, and a masked LM's checkpoint has none
         found["missing_keys"] = [key for key in found["missing_keys"] if not key.startswith("pooler.")]
     _require_all_weights(path, model, found)
     _require_no_scales(path, found)
@@ -101,45 +101,45 @@ def load_checkpoint(
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any | None:
-    """The tokenizer of a local folder; None if it has none that can be used here.
+    """Load the tokenizer of a local folder; return None if it has none that works here.
 
     Args:
-        trust_remote_code: run the Python code that the folder brings, if its tokenizer needs it.
+        trust_remote_code: run Python code from the folder, if its tokenizer needs it.
 
     Raises:
-        InvalidInput: it has one that is damaged.
+        InvalidInput: the tokenizer is damaged.
     """
     path = Path(name)
     require_json(path, TOKENIZER_JSON)
-    for file in (path / own for own in TOKENIZER_FILES):
+    for file in (path / file_name for file_name in TOKENIZER_FILES):
         if file.is_file() and (fault := _fault(file)):
             raise InvalidInput(f"{file} {fault}: {AGAIN}")
     try:
         return AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=trust_remote_code)
     except (OSError, ValueError):
         return None
-    except Exception as error:  # that of tokenizers, above all, which has no name of its own
+    except Exception as error:  # mainly the tokenizers library's, which has no type of its own
         raise InvalidInput(f"{name}: its tokenizer cannot be loaded ({error}): {AGAIN}") from error
 
 
 def _require_no_adapters(path: Path) -> None:
-    """Fail if a folder holds adapters of PEFT, which transformers would look elsewhere for the model of.
+    """Reject a PEFT adapter folder: transformers would fetch its base model from somewhere else.
 
     Raises:
-        InvalidInput: it does.
+        InvalidInput: the folder has an adapter_config.json.
     """
     if (path / "adapter_config.json").is_file():
         raise InvalidInput(
-            f"{path} holds adapters of PEFT: load the model that they are of by its name, and give"
+            f"{path} holds PEFT adapters: load their base model by its name, and pass"
             f" peft.PeftModel.from_pretrained(model, {str(path)!r})"
         )
 
 
 def require_json(path: Path, names: Iterable[str]) -> None:
-    """Fail unless those of these files that the folder has are JSON objects.
+    """Reject files of the folder that are not JSON objects; missing files are ignored.
 
     Raises:
-        InvalidInput: naming the file.
+        InvalidInput: names the file.
     """
     for file in (path / name for name in names):
         if file.is_file() or file.is_symlink():
@@ -147,34 +147,33 @@ def require_json(path: Path, names: Iterable[str]) -> None:
 
 
 def require_trust(file: Path, trust_remote_code: bool) -> None:
-    """Fail if a config asks for Python code that comes with the checkpoint, and that is not trusted.
+    """Reject a config that needs Python code from the checkpoint, unless that is trusted.
 
     Raises:
-        InvalidInput: naming the code.
+        InvalidInput: names the code.
     """
     config = _json_object(file) if file.is_file() and not trust_remote_code else {}
     code, kind = config.get("auto_map"), config.get("model_type")
     if isinstance(code, dict) and not has_causal_lm(kind):
-        names = ", ".join(str(code[own]) for own in ("AutoConfig", "AutoModelForCausalLM") if own in code) or str(code)
+        names = ", ".join(str(code[key]) for key in ("AutoConfig", "AutoModelForCausalLM") if key in code) or str(code)
         raise InvalidInput(
-            f"{file.parent} needs Python code that comes with the checkpoint ({names}), as transformers has no model"
-            f" {kind!r}, and none is run that is not trusted: read it, then pass trust_remote_code=True, or"
-            " --trust-remote-code to a command"
+            f"{file.parent} needs Python code that comes with the checkpoint ({names}), because transformers has no"
+            f" model {kind!r}: review the code, then pass trust_remote_code=True, or --trust-remote-code to a command"
         )
 
 
 def _json_object(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_bytes())
+        value = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise InvalidInput(f"{file} cannot be read as JSON ({_fault(file) or error}): {AGAIN}") from error
-    if not isinstance(found, dict):
-        raise InvalidInput(f"{file} holds no JSON object: {AGAIN}")
-    return found
+    if not isinstance(value, dict):
+        raise InvalidInput(f"{file} is not a JSON object: {AGAIN}")
+    return value
 
 
 def _weight_files(path: Path) -> list[Path]:
-    """The files that transformers will read; none where it has to say what is wrong."""
+    """Return the files that transformers will read; none if transformers itself will report the error."""
     for name in WEIGHTS:
         if (path / name).is_file() or (path / name).is_symlink():
             return [path / name]
@@ -185,7 +184,7 @@ def _weight_files(path: Path) -> list[Path]:
                 raise InvalidInput(f"{index} has no weight_map from weights to files: {AGAIN}")
             parts = sorted(set(places.values()))
             if any(Path(part).name != part for part in parts):
-                raise InvalidInput(f"{index} names files outside its folder: take a checkpoint that you trust")
+                raise InvalidInput(f"{index} names files outside its folder: use a checkpoint that you trust")
             return [path / part for part in parts]
     return []
 
@@ -217,7 +216,7 @@ def _require_one_copy(path: Path) -> None:
 
 
 def _fault(file: Path) -> str:
-    """What is wrong with a file of any format."""
+    """Return what is wrong with a file of any format, or an empty string."""
     try:
         with file.open("rb") as stream:
             start = stream.read(len(LFS_POINTER))
@@ -226,7 +225,7 @@ def _fault(file: Path) -> str:
     except OSError as error:
         return f"cannot be read ({error.strerror})"
     if start == LFS_POINTER:
-        return "is a pointer of Git LFS and not the file itself (git lfs pull)"
+        return "is a Git LFS pointer instead of the file (run git lfs pull)"
     return "" if start else "is empty"
 
 
@@ -235,27 +234,27 @@ def _safetensors_fault(file: Path) -> str:
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if 8 + length > size:
-            return f"is cut short or damaged: {size} bytes, and its header alone has {8 + length}"
+            return f"is truncated or damaged: {size} bytes, but its header needs {8 + length}"
         try:
             header = json.loads(stream.read(length))
             ends = [int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"]
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-            return "is damaged: its header is not that of safetensors"
+            return "is damaged: its header is not a safetensors header"
     expected = 8 + length + max(ends, default=0)
-    return "" if size == expected else f"is cut short or damaged: {size} bytes instead of {expected}"
+    return "" if size == expected else f"is truncated or damaged: {size} bytes instead of {expected}"
 
 
 def _pickle_fault(file: Path) -> str:
     with file.open("rb") as stream:
         is_zip = stream.read(2) == b"PK"
-    return "is cut short or damaged: its end is missing" if is_zip and not zipfile.is_zipfile(file) else ""
+    return "is truncated or damaged: its end is missing" if is_zip and not zipfile.is_zipfile(file) else ""
 
 
 def _require_all_weights(path: Path, model: PreTrainedModel, found: dict[str, Any]) -> None:
-    """transformers draws what a checkpoint lacks at random, another value in every process."""
+    """Reject missing weights: transformers would initialize them randomly, differently in every process."""
     missing = sorted(found["missing_keys"])
     missing += sorted(
-        f"{key} ({list(own)} instead of {list(expected)})" for key, own, expected in found["mismatched_keys"]
+        f"{key} ({list(actual)} instead of {list(expected)})" for key, actual, expected in found["mismatched_keys"]
     )
     if missing:
         more = f" and {len(missing) - MOST_NAMED} more" if len(missing) > MOST_NAMED else ""

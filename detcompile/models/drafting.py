@@ -1,4 +1,4 @@
-"""A model, or some of its layers, as the drafter of an engine."""
+"""Drafters made from a model, or from some of its layers."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
@@ -13,7 +13,7 @@ from detcompile.runtime.speculation.model_drafter import ModelDrafter
 
 __all__ = ["CACHE_TOKENS", "draft_with"]
 
-CACHE_TOKENS = 1 << 17  # of a draft model's KV cache, where nobody says
+CACHE_TOKENS = 1 << 17  # default limit of a draft model's KV cache
 
 
 def draft_with(
@@ -25,14 +25,14 @@ def draft_with(
     tokenizer: Any | None,
     shape: Mapping[str, Any],
 ) -> ModelDrafter:
-    """A drafter over a KV cache of its own; arguments as ``CompiledModel.drafter`` has them.
+    """Create a drafter over its own KV cache; arguments as in ``CompiledModel.drafter``.
 
     Args:
-        shape: what a ModelDrafter is told of its drafts.
+        shape: the ModelDrafter's arguments for the shape of drafts.
     """
     facts = executor.description.facts
     if facts.state_shapes:
-        raise InvalidInput("this model's layers carry a state, which cannot take guesses back: draft with another")
+        raise InvalidInput("this model's layers carry a state, which cannot roll back guesses: use another drafter")
     numbers = {name: whole_number(shape[name], f"drafter: {name}") for name in ("num_tokens", "siblings", "max_nodes")}
     if numbers["max_nodes"] < 1:
         raise InvalidInput(f"drafter: max_nodes={numbers['max_nodes']} must be at least 1")
@@ -40,7 +40,7 @@ def draft_with(
     cache_tokens = or_none(whole_number)(cache_tokens, "drafter: cache_tokens")
     cuda_graphs = or_none(flag)(cuda_graphs, "drafter: cuda_graphs")
     if num_sequences < 1 or (cache_tokens is not None and cache_tokens < 1):
-        raise InvalidInput(f"drafter: num_sequences={num_sequences} and cache_tokens={cache_tokens}: at least 1")
+        raise InvalidInput(f"drafter: num_sequences={num_sequences} and cache_tokens={cache_tokens} must be at least 1")
     source = executor.drafting(_chosen(layers))
     if cache_tokens is None:
         longest = whole_blocks(facts.max_context)
@@ -61,7 +61,7 @@ def draft_with(
 
 
 def _chosen(layers: Any) -> tuple[int, ...] | None:
-    """The first so many layers, or these ones, as their indices; None for all."""
+    """Return the indices of the first layers or of the listed layers; None for all."""
     if layers is None:
         return None
     if isinstance(layers, int):

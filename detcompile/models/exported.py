@@ -1,4 +1,4 @@
-"""load(): a compiled model from the file that export wrote, without the Python code of the model."""
+"""load(): a compiled model from a file written by export, without the model's Python code."""
 
 import tempfile
 from collections.abc import Iterator
@@ -29,46 +29,46 @@ __all__ = ["ExportedModel", "load"]
 
 
 class ExportedModel(CompiledModel):
-    """A certified causal LM from an archive. It is called, generates and serves like the one it was exported from.
+    """A certified causal LM from an archive. It is called, generates and serves like the original model.
 
-    Drafters that need the module's layers or hidden states are refused.
+    Drafters that need the module's layers or hidden states are rejected.
     """
 
 
-@torch.inference_mode(False)  # nobody could tell whether weights that are read in it have changed
+@torch.inference_mode(False)  # changes of weights that are created in inference mode cannot be detected
 def load(path: str | Path, *, tp_group: ProcessGroup | None = None) -> CompiledModel:
-    """A compiled model from a file that ``export`` wrote: same bits, same fingerprint.
+    """Load a compiled model from a file written by ``export``: same bits, same fingerprint.
 
-    Neither transformers' code of the model nor its class is needed, nor a C++ compiler. The ranks of a model that was
-    compiled for several run in worker processes again, a RemoteModel then. Where torch.distributed was initialised
-    before (torchrun), none are started: every process calls load() and takes its own rank's share.
+    Neither the model's class in transformers nor a C++ compiler is needed. The ranks of a model that was compiled for
+    several run in worker processes again, as a RemoteModel. If torch.distributed is initialized (torchrun), no workers
+    are started: every process calls load() and takes its own rank's share.
 
     Args:
-        tp_group: the processes that share the model, as ``compile`` takes them.
+        tp_group: the processes that share the model, as in ``compile``.
 
     Raises:
         ArchiveError: the file is damaged, or was made for another machine, torch or detcompile.
-        InvalidInput: there is no such file; there are too few GPUs, or another number of processes than ranks; ranks
-            were given different archives; or this process runs CPU kernels of another compiler.
-        UnsupportedModel: the program, run over one step, did not write its KV caches in place
+        InvalidInput: the file does not exist; there are too few GPUs, or the number of processes is not that of ranks;
+            ranks load different archives; or this process runs CPU kernels of another compiler.
+        UnsupportedModel: the program, in a test step, did not write its KV caches in place
             (passes.programs.cache_writes).
         WorkerError: a worker process could not start.
     """
     path = file_path(path, "load from")
     try:
-        found = path.is_file()
+        exists = path.is_file()
     except OSError as error:
-        raise InvalidInput(f"{shown(str(path))}: {error.strerror}; give a file that export wrote") from error
-    if not found:
-        raise InvalidInput(f"{path}: no such file; give one that export wrote")
+        raise InvalidInput(f"{shown(str(path))}: {error.strerror}; pass a file written by export") from error
+    if not exists:
+        raise InvalidInput(f"{path}: no such file; pass one written by export")
     opened = Archive(path, rank=None)
     facts = opened.facts
     if facts.get("format") != FORMAT:
-        raise ArchiveError(f"{path} has format {facts.get('format')}, known is {FORMAT}: export it again")
+        raise ArchiveError(f"{path} has format {facts.get('format')}, but {FORMAT} is required: export it again")
     require_model(path, facts)
     reason = obstacle(facts["machine"])
     if reason:
-        raise ArchiveError(f"{path} does not run here with its bits: {reason}")
+        raise ArchiveError(f"{path} cannot run here with the same bits: {reason}")
     if facts["fingerprint_parts"]["source"] != source_digest():
         raise ArchiveError(f"{path} was made by another version of detcompile: export it again")
     tp = len(facts["ranks"])
@@ -77,7 +77,7 @@ def load(path: str | Path, *, tp_group: ProcessGroup | None = None) -> CompiledM
         read_certificate(parsed(path, CERTIFICATE, opened.read(CERTIFICATE)), numerics)
         sound = tp in numerics.tp_sizes and all(_library_of(opened, rank) for rank in range(tp))
     if not sound:
-        raise ArchiveError(f"{path} is not what export wrote: no library for each of {tp} ranks. Export it again")
+        raise ArchiveError(f"{path} is not what export wrote: some of {tp} ranks have no library. Export it again")
     if tp > 1 and tp_group is None and not dist.is_initialized():
         return load_in_workers(path, tp, numerics, facts["machine"]["device"])
     ranks = tensor_parallel(tp, tp_group) if tp > 1 else None
@@ -91,7 +91,7 @@ def load(path: str | Path, *, tp_group: ProcessGroup | None = None) -> CompiledM
 
 
 def _adopt_kernels(archive: Archive, isa: str) -> None:
-    """The kernels that the program was made with, and no others."""
+    """Load the kernels that the program was made with."""
     name = f"{KERNELS}/{isa}.so"
     if archive.names(KERNELS) != [name]:
         raise ArchiveError(f"{archive.path} is not what export wrote: it has no {name}. Copy it, or export it, again.")
@@ -99,13 +99,13 @@ def _adopt_kernels(archive: Archive, isa: str) -> None:
 
 
 def _library_of(archive: Archive, rank: int) -> bool:
-    """Whether there is one library for this rank."""
+    """Return True if the archive has one library for this rank."""
     return sum(name.endswith(".so") for name in archive.names(library_folder(rank))) == 1
 
 
 @contextmanager
 def _as_exported(path: Path) -> Iterator[None]:
-    """What export wrote is read without complaint; what is not fails as that, and not by the exception it comes to."""
+    """Turn unexpected exceptions into ArchiveError: a file written by export is read without errors."""
     try:
         yield
     except (DetcompileError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError):

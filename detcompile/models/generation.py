@@ -1,6 +1,6 @@
 """``generate`` of a compiled model: Hugging Face's arguments and outputs over an engine, or column by column.
 
-What the end of a row needs nobody to see runs over an engine; the rest over models/stepwise.py, with the same tokens.
+An engine generates unless somebody must see each column; then models/stepwise.py does, with the same tokens.
 """
 
 import threading
@@ -35,25 +35,25 @@ from detcompile.runtime.requests.sampling_params import SamplingParams
 
 __all__ = ["GenerationOutput", "Generator", "append_rows"]
 
-_MAKING = threading.Lock()  # two threads that generate share the engine that one of them makes
+_MAKING = threading.Lock()  # threads that generate share one new engine
 
 
 @dataclass
 class GenerationOutput(GenerateDecoderOnlyOutput):
-    """Hugging Face's output of ``generate`` with ``return_dict_in_generate``, and the seeds that repeat it.
+    """Hugging Face's output of ``generate`` with ``return_dict_in_generate``, plus the seeds that reproduce it.
 
     Attributes:
-        seeds: each row's own, for ``generate(seed=...)`` with the row alone or in any batch; None of a greedy call.
+        seeds: each row's seed, for ``generate(seed=...)`` alone or in any batch; None for greedy decoding.
     """
 
     seeds: tuple[int, ...] | None = None
 
 
 class Generator:
-    """Continues padded batches, over an engine or a runner that it keeps, so that their CUDA graphs are.
+    """Generates from padded batches; keeps its engine or runner so that captured CUDA graphs are reused.
 
     Attributes:
-        engine: serves what needs no column seen; None before the first.
+        engine: serves calls that need not see each column; None before the first.
     """
 
     def __init__(self) -> None:
@@ -68,12 +68,12 @@ class Generator:
         batch: tuple[Tensor | None, Tensor | None],
         given: Mapping[str, Any],
     ) -> Tensor | GenerationOutput:
-        """CompiledModel.generate.
+        """Run CompiledModel.generate.
 
         Args:
-            new_engine: makes an engine where the last one cannot hold all rows to their ends.
-            tokenizer: gives the model's tokenizer, or None if it has none.
-            batch: input_ids and attention_mask, where they were given.
+            new_engine: creates an engine if the last one cannot hold all rows to their ends.
+            tokenizer: returns the model's tokenizer, or None.
+            batch: input_ids and attention_mask, if passed.
             given: the other arguments of the call.
         """
         input_ids, attention_mask, given = _checked_inputs(*batch, given)
@@ -91,18 +91,18 @@ class Generator:
         prompts = [prompt for prompt in unpadded.rows() for _ in range(arguments.num_return_sequences)]
         input_ids = input_ids.repeat_interleave(arguments.num_return_sequences, dim=0)
         if executor.ranks is not None and arguments.do_sample and arguments.seed is None:
-            raise InvalidInput("ranks that share a model have to draw the same tokens: pass seed, the same to each")
+            raise InvalidInput("ranks that share a model must draw the same tokens: pass the same seed to each rank")
         seeds = row_seeds(arguments.seed, len(prompts))
         params = _row_params(arguments, seeds)
         if criteria is not None:
-            found = self._stepper.generate(executor, input_ids, prompts, params, criteria, arguments)
+            columns = self._stepper.generate(executor, input_ids, prompts, params, criteria, arguments)
         else:
             new = self._continued(prompts, params, new_engine, len(facts.kv_groups), arguments.cuda_graphs)
-            found = Columns(append_rows(input_ids, new, arguments.padding or 0))
+            columns = Columns(append_rows(input_ids, new, arguments.padding or 0))
         if not arguments.return_dict_in_generate:
-            return found.sequences
-        own = tuple(seeds) if arguments.do_sample else None
-        return GenerationOutput(sequences=found.sequences, scores=found.scores, logits=found.logits, seeds=own)
+            return columns.sequences
+        used = tuple(seeds) if arguments.do_sample else None
+        return GenerationOutput(sequences=columns.sequences, scores=columns.scores, logits=columns.logits, seeds=used)
 
     def _continued(
         self,
@@ -112,10 +112,10 @@ class Generator:
         num_groups: int,
         cuda_graphs: bool | None,
     ) -> list[list[int]]:
-        """The new tokens of each prompt, by the engine.
+        """Return the new tokens of each prompt, from the engine.
 
         Args:
-            num_groups: block tables of a sequence.
+            num_groups: block tables per sequence.
         """
         most = max(each.max_tokens or 0 for each in params)
         longest = whole_blocks(max(len(tokens) for tokens in prompts) + most)
@@ -124,8 +124,8 @@ class Generator:
             last = self.engine
             if last is None or last.failed or last.config.cuda_graphs != cuda_graphs or last.stats.num_blocks < needed:
                 self.engine = last = None  # frees the old cache first
-                seats = min(len(prompts), 1024)
-                config = EngineConfig(num_blocks=needed + 1, cuda_graphs=cuda_graphs, max_num_seqs=seats)
+                slots = min(len(prompts), 1024)
+                config = EngineConfig(num_blocks=needed + 1, cuda_graphs=cuda_graphs, max_num_seqs=slots)
                 self.engine = last = new_engine(config)
         outputs = last.generate(prompts, params, progress=False)
         for output in outputs:
@@ -135,7 +135,7 @@ class Generator:
 
 
 def append_rows(input_ids: Tensor, rows: SequenceOf[list[int]], pad: int) -> Tensor:
-    """[B, C + n] int64: the batch as it is, then each row's own tokens, then padding."""
+    """Append rows to a batch: [B, C + n] int64 with the batch, then each row's tokens, then padding."""
     longest = max(len(tokens) for tokens in rows)
     new = [tokens + [pad] * (longest - len(tokens)) for tokens in rows]
     return torch.cat([input_ids.long(), torch.tensor(new, device=input_ids.device)], dim=1)
@@ -144,31 +144,31 @@ def append_rows(input_ids: Tensor, rows: SequenceOf[list[int]], pad: int) -> Ten
 def _checked_inputs(
     input_ids: Tensor | None, attention_mask: Tensor | None, given: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
-    """The batch, which Hugging Face's callers also name ``inputs``, and the other arguments."""
+    """Return the batch, which may also be passed as ``inputs``, and the other arguments."""
     rest = dict(given)
     inputs = rest.pop("inputs", None)
     if (input_ids is None) == (inputs is None):
         raise InvalidInput("generate() needs input_ids, a tensor of token ids [batch, length], once")
-    found = inputs if input_ids is None else input_ids
-    for name, value in (("input_ids", found), ("attention_mask", attention_mask)):
+    ids = inputs if input_ids is None else input_ids
+    for name, value in (("input_ids", ids), ("attention_mask", attention_mask)):
         if value is not None and not isinstance(value, Tensor):
             raise InvalidInput(
-                f"{name} is a {type(value).__name__}: give a tensor; what is no part of the batch goes by its name, as"
-                " generation_config=... does"
+                f"{name} is a {type(value).__name__}: pass a tensor; pass other arguments by name, such as"
+                " generation_config=..."
             )
-    assert found is not None
-    require_ids(found)
+    assert ids is not None
+    require_ids(ids)
     config = rest.get("generation_config")
     if config is not None and not isinstance(config, GenerationConfig):
         raise InvalidInput(
-            f"generation_config {shown(config)} is {kind(config)}: give a GenerationConfig of transformers, or its"
+            f"generation_config {shown(config)} is {kind(config)}: pass a GenerationConfig of transformers, or its"
             " settings as arguments of generate()"
         )
-    return found, attention_mask, rest
+    return ids, attention_mask, rest
 
 
 def _row_params(arguments: GenerationArguments, seeds: SequenceOf[int]) -> list[SamplingParams]:
-    """How to draw each row: end tokens are those of the arguments, and not the model's."""
+    """Return each row's SamplingParams; end tokens are the arguments', not the model's."""
     suppressed = dict.fromkeys(arguments.suppress_tokens, -torch.inf)
     return [
         SamplingParams(
@@ -186,20 +186,20 @@ def _row_params(arguments: GenerationArguments, seeds: SequenceOf[int]) -> list[
 
 
 def _criteria(
-    arguments: GenerationArguments, num_columns: int, own_tokenizer: Callable[[], Any]
+    arguments: GenerationArguments, num_columns: int, model_tokenizer: Callable[[], Any]
 ) -> StoppingCriteriaList:
-    """Those that the arguments ask for, then the caller's; one of the same class takes the place of ours."""
-    own: list[Any] = [MaxLengthCriteria(num_columns + arguments.max_new_tokens)]
+    """Return the criteria of the arguments, then the caller's; a caller's criterion replaces ours of the same class."""
+    criteria: list[Any] = [MaxLengthCriteria(num_columns + arguments.max_new_tokens)]
     if arguments.stop_strings:
-        tokenizer = arguments.tokenizer if arguments.tokenizer is not None else own_tokenizer()
+        tokenizer = arguments.tokenizer if arguments.tokenizer is not None else model_tokenizer()
         if tokenizer is None:
-            raise InvalidInput("stop_strings need the text, and this model has no tokenizer: pass tokenizer=")
+            raise InvalidInput("stop_strings need a tokenizer, and this model has none: pass tokenizer=")
         try:
-            own.append(StopStringCriteria(tokenizer, list(arguments.stop_strings)))
+            criteria.append(StopStringCriteria(tokenizer, list(arguments.stop_strings)))
         except (ValueError, AttributeError, TypeError) as error:
             raise InvalidInput(f"stop_strings with a {type(tokenizer).__name__}: {error}") from error
     if arguments.eos_token_id:
-        own.append(EosTokenCriteria(list(arguments.eos_token_id)))
-    given = arguments.stopping_criteria
-    replaced = [next((theirs for theirs in given if type(theirs) is type(ours)), ours) for ours in own]
-    return StoppingCriteriaList([*replaced, *(theirs for theirs in given if theirs not in replaced)])
+        criteria.append(EosTokenCriteria(list(arguments.eos_token_id)))
+    callers = arguments.stopping_criteria
+    merged = [next((theirs for theirs in callers if type(theirs) is type(ours)), ours) for ours in criteria]
+    return StoppingCriteriaList([*merged, *(theirs for theirs in callers if theirs not in merged)])

@@ -1,6 +1,6 @@
-"""Models by name: an embedded model, a local folder, or a repository of the Hugging Face Hub, cached or fetched.
+"""Find models by name: an embedded model, a local folder, or a cached or downloaded repository of the Hugging Face Hub.
 
-Files of the Hub lie in its own cache (HF_HUB_CACHE or HF_HOME), shared with transformers and `hf download`.
+Files of the Hub are in its cache (HF_HUB_CACHE or HF_HOME), shared with transformers and `hf download`.
 """
 
 import glob
@@ -33,13 +33,13 @@ __all__ = ["Checkpoint", "EMBEDDED", "TINY", "TINY_FOLDER", "cached_snapshot", "
 
 TINY = "tiny"  # the name of the embedded model
 TINY_FOLDER = Path(__file__).parents[1] / TINY
-EMBEDDED = {TINY: TINY_FOLDER, "tiny-draft": TINY_FOLDER / "draft"}  # the second drafts for the first
-SETTINGS = ["*.json", "*.model", "*.txt", "*.tiktoken", "*.jinja"]  # configs, indexes of weights, tokenizer, templates
-BELOW = ["*/*"]  # other formats, and checkpoints of a training
+EMBEDDED = {TINY: TINY_FOLDER, "tiny-draft": TINY_FOLDER / "draft"}  # tiny-draft drafts for tiny
+SETTINGS = ["*.json", "*.model", "*.txt", "*.tiktoken", "*.jinja"]  # configs, weight indexes, tokenizer, templates
+BELOW = ["*/*"]  # subfolders: other formats, and training checkpoints
 TEMPLATES = "additional_chat_templates/*.jinja"
 CODE = "*.py"
 CHOICES = (
-    f"give a local Hugging Face model folder, an embedded model ({' or '.join(map(repr, EMBEDDED))}), or the id of a"
+    f"pass a local Hugging Face model folder, an embedded model ({' or '.join(map(repr, EMBEDDED))}), or the id of a"
     " repository on the Hugging Face Hub, such as Qwen/Qwen3-0.6B"
 )
 ADDRESS = (
@@ -49,16 +49,16 @@ ADDRESS = (
 UNREACHABLE = (httpx.TransportError, OfflineModeIsEnabled, LocalEntryNotFoundError)
 MOST_NAMED = 3
 SHOWN_OF_COMMIT = 12
-CACHE_ADVICE = "Free space there or make it writable, or set HF_HUB_CACHE to a folder of yours with room."
+CACHE_ADVICE = "Free space there or make it writable, or set HF_HUB_CACHE to a writable folder with enough space."
 
 
 class Checkpoint(NamedTuple):
-    """A model's files, found.
+    """A model's files.
 
     Attributes:
-        folder: where they lie; a file, if a lone config was given.
-        name: what the model is called: the folder, or its id on the Hub.
-        commit: the revision of the Hub that they are; None of other folders.
+        folder: their folder; or a file, if only a config was given.
+        name: the model's name: the folder, or its id on the Hub.
+        commit: the revision on the Hub; None for other folders.
     """
 
     folder: Path
@@ -67,12 +67,12 @@ class Checkpoint(NamedTuple):
 
     @property
     def title(self) -> str:
-        """A short name for people."""
+        """A short name for messages."""
         return self.folder.name if self.commit is None else f"{self.name} at {self.commit[:SHOWN_OF_COMMIT]}"
 
 
 class _Request(NamedTuple):
-    """What is wanted of the Hub."""
+    """A request to the Hub."""
 
     name: str
     revision: str | None
@@ -80,7 +80,7 @@ class _Request(NamedTuple):
 
     @property
     def command(self) -> str:
-        """The command that fetches it."""
+        """The command that downloads it."""
         return f"`hf download {self.name}{f' --revision {self.revision}' if self.revision else ''}`"
 
 
@@ -92,19 +92,19 @@ def find_checkpoint(
     weights: bool = True,
     code: bool = False,
 ) -> Checkpoint:
-    """The folder of a model: embedded, local, or of the Hub, from where what the cache lacks is fetched.
+    """Find a model's folder: embedded, local, or from the Hub; files that the cache lacks are downloaded.
 
-    A path that exists wins over an id of the Hub. Only a str with one slash or none is an id.
+    An existing path takes precedence over an id of the Hub. Only a str with at most one slash is an id.
 
     Args:
-        revision: branch, tag or commit on the Hub; None takes the main branch.
-        token: access token of the Hub, True for the one that `hf auth login` keeps; None takes that if there is one.
-        weights: also the weights; otherwise what else there is.
-        code: also Python files.
+        revision: branch, tag or commit on the Hub; None: the main branch.
+        token: access token of the Hub; True requires the one of `hf auth login`; None uses that if there is one.
+        weights: True to include the weights.
+        code: True to include Python files.
 
     Raises:
-        InvalidInput: there is no such model, it cannot be reached, the cache has a part of it, or a revision was given
-            for what is not on the Hub.
+        InvalidInput: the model does not exist or cannot be reached, the cache has only a part of it, or a revision was
+            given for a local model.
         StorageError: the cache cannot be written.
     """
     _require_no_address(str(name))
@@ -112,37 +112,37 @@ def find_checkpoint(
     if name != "" and _exists(local):
         if revision is not None:
             raise InvalidInput(
-                f"revision={revision!r} is of the Hub, and {name} is a local folder: leave revision out, or rename the"
-                " folder"
+                f"revision={revision!r} needs a model of the Hub, but {name} is a local folder: drop revision, or"
+                " rename the folder"
             )
         if local.suffix == ".pt2" and local.is_file():
-            raise InvalidInput(f"{name} is an archive, which was compiled before: give it to detcompile.load()")
+            raise InvalidInput(f"{name} is an exported archive, already compiled: pass it to detcompile.load()")
         local = local.absolute()  # the working directory may change later
         return Checkpoint(local, str(local))
     if not isinstance(name, str) or not is_hub_id(name):
-        raise InvalidInput(f"{name or repr(name)}: no such folder; {CHOICES}")
+        raise InvalidInput(f"{name or repr(name)}: there is no such folder; {CHOICES}")
     return _from_hub(_Request(name, revision, token), weights, code)
 
 
 def _require_no_address(name: str) -> None:
-    """Reject an address, and a GGUF file, by the name to write instead.
+    """Reject a URL or a GGUF file, and say what to pass instead.
 
     Raises:
-        InvalidInput: naming it.
+        InvalidInput: names the replacement.
     """
     address = re.fullmatch(ADDRESS, name)
     if address is not None:
         repository = f"{address['owner']}/{address['repository']}"
         revision = f", revision={address['revision']!r}" if address["revision"] else ""
-        raise InvalidInput(f"{name} is an address: give the repository's id, {repository!r}{revision}")
+        raise InvalidInput(f"{name} is a URL: pass the repository's id, {repository!r}{revision}")
     if "://" in name:
-        raise InvalidInput(f"{name} is an address: {CHOICES}")
+        raise InvalidInput(f"{name} is a URL: {CHOICES}")
     if name.endswith(".gguf"):
-        raise InvalidInput(f"{name}: GGUF is not read; give the checkpoint that it was made of, in safetensors")
+        raise InvalidInput(f"{name}: GGUF is not supported; pass the safetensors checkpoint that it was made from")
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name may be that of a repository on the Hub."""
+    """Return True if a name may be the id of a repository on the Hub."""
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name or Path(name).suffix == ".pt2":
         return False
     try:
@@ -153,7 +153,7 @@ def is_hub_id(name: str) -> bool:
 
 
 def cached_snapshot(name: str, revision: str | None) -> Path | None:
-    """The folder that the Hub's cache has of a revision, whole or in part; None if it has none."""
+    """Return the folder of a revision in the Hub's cache, complete or not; None if there is none."""
     if not is_hub_id(name):
         return None
     try:
@@ -165,67 +165,67 @@ def cached_snapshot(name: str, revision: str | None) -> Path | None:
 def _exists(path: Path) -> bool:
     try:
         return path.exists()
-    except OSError as error:  # a name too long for the system, a folder that may not be entered
-        raise InvalidInput(f"{shown(str(path))} cannot be looked for ({error.strerror}); {CHOICES}") from error
+    except OSError as error:  # the name is too long, or a folder is not accessible
+        raise InvalidInput(f"{shown(str(path))} cannot be accessed ({error.strerror}); {CHOICES}") from error
 
 
-def _from_hub(wanted: _Request, weights: bool, code: bool) -> Checkpoint:
-    with stage(f"fetch {wanted.name}") as fetching, aside():
-        folder, obstacle = _fetched(wanted, weights, code)
+def _from_hub(request: _Request, weights: bool, code: bool) -> Checkpoint:
+    with stage(f"fetch {request.name}") as fetching, aside():
+        folder, obstacle = _fetched(request, weights, code)
         if obstacle is not None:
-            folder = cached_snapshot(wanted.name, wanted.revision)
+            folder = cached_snapshot(request.name, request.revision)
         if folder is None:
-            assert obstacle is not None, "what was fetched lies somewhere"
-            raise _refusal(wanted, obstacle) from obstacle
+            assert obstacle is not None, "a successful download returns its folder"
+            raise _refusal(request, obstacle) from obstacle
         missing = _missing(folder, weights)
         if missing and isinstance(obstacle, HfHubHTTPError):
-            raise _refusal(wanted, obstacle) from obstacle
+            raise _refusal(request, obstacle) from obstacle
         if missing:
-            raise InvalidInput(_lacking(wanted, folder, missing, obstacle)) from obstacle
-        found = Checkpoint(folder, wanted.name, folder.name)
-        fetching.becomes(f"fetch {found.title}")
-    return found
+            raise InvalidInput(_lacking(request, folder, missing, obstacle)) from obstacle
+        checkpoint = Checkpoint(folder, request.name, folder.name)
+        fetching.becomes(f"fetch {checkpoint.title}")
+    return checkpoint
 
 
-def _fetched(wanted: _Request, weights: bool, code: bool) -> tuple[Path | None, Exception | None]:
-    """The snapshot with what is wanted of it; or what kept it from being fetched, where the cache may have it."""
+def _fetched(request: _Request, weights: bool, code: bool) -> tuple[Path | None, Exception | None]:
+    """Download and return the snapshot's folder, or return the error if the cache may be used instead."""
     if constants.HF_HUB_OFFLINE:
         return None, OfflineModeIsEnabled("HF_HUB_OFFLINE is set")
     try:
         first = [*SETTINGS, CODE] if code else SETTINGS
-        folder = _download(wanted, first, ignore_patterns=BELOW)
-        wanted = wanted._replace(revision=folder.name)
+        folder = _download(request, first, ignore_patterns=BELOW)
+        request = request._replace(revision=folder.name)
         if weights:
-            _download_weights(wanted, folder)
-        _download(wanted, [TEMPLATES])
+            _download_weights(request, folder)
+        _download(request, [TEMPLATES])
     except (RevisionNotFoundError, HFValidationError, LocalTokenNotFoundError) as error:
-        raise _refusal(wanted, error) from error
+        raise _refusal(request, error) from error
     except (*UNREACHABLE, HfHubHTTPError) as error:
         return None, error
     except OSError as error:
-        raise disk_failure(error, Path(constants.HF_HUB_CACHE), CACHE_ADVICE) or _refusal(wanted, error) from error
-    except (RuntimeError, ValueError, httpx.HTTPError) as error:  # those of what carries large files
-        raise _refusal(wanted, error) from error
+        raise disk_failure(error, Path(constants.HF_HUB_CACHE), CACHE_ADVICE) or _refusal(request, error) from error
+    except (RuntimeError, ValueError, httpx.HTTPError) as error:  # from the transfer of large files
+        raise _refusal(request, error) from error
     return folder, None
 
 
-def _download(wanted: _Request, patterns: list[str], **options: Any) -> Path:
-    name, revision, token = wanted
+def _download(request: _Request, patterns: list[str], **options: Any) -> Path:
+    name, revision, token = request
     return Path(snapshot_download(name, revision=revision, token=token, allow_patterns=patterns, **options))
 
 
-def _download_weights(wanted: _Request, folder: Path) -> None:
-    """The weights that transformers will read, in its order, and no others beside them."""
+def _download_weights(request: _Request, folder: Path) -> None:
+    """Download only the weights that transformers will read, in its order of preference."""
     for name in WEIGHTS:
         for files in ([name], parts_of(folder, name)):
             if files:
-                _download(wanted, [glob.escape(file) for file in files])
+                _download(request, [glob.escape(file) for file in files])
             if files and all((folder / file).is_file() for file in files):
                 return
 
 
 def _missing(folder: Path, weights: bool) -> list[str]:
-    """Files that a snapshot lacks."""
+    """Return the files that a snapshot lacks."""
     missing = [] if (folder / "config.json").is_file() else ["config.json"]
     if not weights or any((folder / name).is_file() for name in WEIGHTS):
         return missing
@@ -233,53 +233,53 @@ def _missing(folder: Path, weights: bool) -> list[str]:
     return missing + [part for part in parts if not (folder / part).is_file()]
 
 
-def _lacking(wanted: _Request, folder: Path, missing: list[str], obstacle: Exception | None) -> str:
+def _lacking(request: _Request, folder: Path, missing: list[str], obstacle: Exception | None) -> str:
     more = f" and {len(missing) - MOST_NAMED} more" if len(missing) > MOST_NAMED else ""
     files = f"{', '.join(missing[:MOST_NAMED])}{more}"
     if obstacle is None:
         return (
-            f"{wanted.name} on the Hugging Face Hub, at {folder.name}, lacks {files}: it is no model of transformers'"
-            " format; take another repository or revision"
+            f"{request.name} on the Hugging Face Hub, at {folder.name}, lacks {files}: it is not a model in"
+            " transformers' format; use another repository or revision"
         )
     return (
-        f"the cache has {wanted.name} at {folder.name} only in part: {files} missing, and {_why(obstacle)}. Run"
-        f" {wanted.command} where there is a network, or give a local folder"
+        f"the cache has {request.name} at {folder.name} only in part: {files} missing, and {_why(obstacle)}. Run"
+        f" {request.command} where there is a network, or pass a local folder"
     )
 
 
-def _refusal(wanted: _Request, error: Exception) -> DetcompileError:
-    """What went wrong, and what to do."""
-    name, revision, _ = wanted
+def _refusal(request: _Request, error: Exception) -> DetcompileError:
+    """Return the error to raise: what went wrong, and what to do."""
+    name, revision, _ = request
     if isinstance(error, GatedRepoError):
         return InvalidInput(
-            f"{name} is gated on the Hugging Face Hub: ask for access at {constants.ENDPOINT}/{name}, then run `hf auth"
+            f"{name} is gated on the Hugging Face Hub: request access at {constants.ENDPOINT}/{name}, then run `hf auth"
             " login`, set HF_TOKEN, or pass token"
         )
     if isinstance(error, RepositoryNotFoundError):
         return InvalidInput(
-            f"{name}: no such folder here, and no such repository on the Hugging Face Hub, or a private one (then pass"
-            f" token, or run `hf auth login`); {CHOICES}"
+            f"{name}: there is no such local folder, and no such repository on the Hugging Face Hub, or a private one"
+            f" (then pass token, or run `hf auth login`); {CHOICES}"
         )
     if isinstance(error, RevisionNotFoundError):
         return InvalidInput(
-            f"{name} has no revision {revision!r} on the Hugging Face Hub: give a branch, a tag or a commit of it"
+            f"{name} has no revision {revision!r} on the Hugging Face Hub: pass one of its branches, tags or commits"
         )
     if isinstance(error, LocalTokenNotFoundError):
-        return InvalidInput("token=True, and no token is kept here: run `hf auth login`, or pass the token itself")
+        return InvalidInput("token=True, but no token is stored here: run `hf auth login`, or pass the token itself")
     if isinstance(error, UNREACHABLE):
-        return InvalidInput(_uncached(wanted, error))
-    return InvalidInput(f"{name} cannot be fetched from the Hugging Face Hub: {type(error).__name__}: {error}")
+        return InvalidInput(_uncached(request, error))
+    return InvalidInput(f"{name} cannot be downloaded from the Hugging Face Hub: {type(error).__name__}: {error}")
 
 
-def _uncached(wanted: _Request, error: Exception) -> str:
-    snapshots = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=wanted.name, repo_type="model"), "snapshots")
+def _uncached(request: _Request, error: Exception) -> str:
+    snapshots = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=request.name, repo_type="model"), "snapshots")
     others = sorted(each.name for each in snapshots.glob("*"))
-    kept = "nothing of it"
+    kept = "no revision of it"
     if others:
-        kept = f"no revision {wanted.revision or 'main'!r} of it, but {', '.join(others[:MOST_NAMED])}"
+        kept = f"no revision {request.revision or 'main'!r} of it, but {', '.join(others[:MOST_NAMED])}"
     return (
-        f"{wanted.name}: no such folder here, the cache {constants.HF_HUB_CACHE} has {kept}, and {_why(error)}. Run"
-        f" {wanted.command} where there is a network, or {CHOICES}"
+        f"{request.name}: there is no such local folder, the cache {constants.HF_HUB_CACHE} has {kept}, and"
+        f" {_why(error)}. Run {request.command} where there is a network, or {CHOICES}"
     )
 
 

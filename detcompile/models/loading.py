@@ -1,4 +1,4 @@
-"""A checkpoint that was found, loaded as the Hugging Face module that compile() takes."""
+"""Load a checkpoint as the Hugging Face module that compile() takes."""
 
 import contextlib
 import itertools
@@ -33,7 +33,7 @@ __all__ = ["Load", "LoadOptions", "find", "loaded_before", "tokenizer_of"]
 
 
 class LoadOptions(TypedDict, total=False):
-    """How to load a model by its name, as ``api.load_model`` takes it."""
+    """Arguments of ``api.load_model``, besides the name."""
 
     dtype: torch.dtype | str | None
     device: str | torch.device | None
@@ -44,15 +44,17 @@ class LoadOptions(TypedDict, total=False):
 
 
 class Load(NamedTuple):
-    """What to load, and how. It can be sent to other processes, which read the same files, or on another machine
-    those of the same commit on the Hub.
+    """A checkpoint and how to load it.
+
+    It can be sent to other processes, which read the same files; on another machine they use those of the same commit
+    on the Hub.
 
     Args:
-        device: where the model shall be.
-        dtype: dtype of the weights; None takes the checkpoint's own.
-        random: take random weights for the checkpoint's config.
-        trust_remote_code: run the checkpoint's own Python code, if it has any.
-        task: a key of checkpoints.TASKS; None takes what the checkpoint was saved as.
+        device: the model's device.
+        dtype: dtype of the weights; None: the checkpoint's.
+        random: True for random weights for the checkpoint's config.
+        trust_remote_code: run the checkpoint's Python code, if it has any.
+        task: a key of checkpoints.TASKS; None: the task that the checkpoint was saved for.
     """
 
     checkpoint: Checkpoint
@@ -63,16 +65,16 @@ class Load(NamedTuple):
     task: str | None = None
 
     def on(self, device: torch.device) -> PreTrainedModel:
-        """The model, in eval mode, on this device instead.
+        """Load the model in eval mode, on this device instead.
 
         Raises:
-            InvalidInput: a file is missing or damaged, a weight is in none, or code would run that is not trusted.
-            UnsupportedModel: quantised in a way that is not read.
+            InvalidInput: a file is missing or damaged, a weight is in no file, or untrusted code would run.
+            UnsupportedModel: the quantization is not supported.
         """
         folder, name, commit = self.checkpoint
         if commit is not None and not folder.exists():  # another machine
-            found = find_checkpoint(name, revision=commit, weights=not self.random, code=self.trust_remote_code)
-            return self._replace(checkpoint=found).on(device)
+            local = find_checkpoint(name, revision=commit, weights=not self.random, code=self.trust_remote_code)
+            return self._replace(checkpoint=local).on(device)
         title = self.checkpoint.title
         with compile_lock, stage(f"load {title}") as loading:  # transformers patches torch while it loads
             if self.random:
@@ -88,10 +90,10 @@ class Load(NamedTuple):
 
     @contextlib.contextmanager
     def under_way(self, *, beside: bool) -> Iterator[PreTrainedModel]:
-        """The model on its device, to be compiled within; as ``on``.
+        """Load the model to be compiled inside this context; raises as ``on``.
 
         Args:
-            beside: large weights may still be on their way to the device, where nothing looks at them before.
+            beside: True if large weights may still be copied to the device as long as nothing reads them.
         """
         model = None if self.random or not beside else self.on(torch.device("cpu"))
         if model is None:
@@ -118,8 +120,8 @@ class Load(NamedTuple):
                 return kind.from_config(config, dtype=dtype, trust_remote_code=trusted).eval()
         except MemoryError:
             raise
-        except Exception as error:  # a config may say anything
-            raise InvalidInput(f"{path} is no config of a model: {type(error).__name__}: {error}") from error
+        except Exception as error:  # a config may contain anything
+            raise InvalidInput(f"{path} is not a config of a model: {type(error).__name__}: {error}") from error
 
 
 def find(
@@ -133,62 +135,64 @@ def find(
     trust_remote_code: bool = False,
     task: str | None = None,
 ) -> Load:
-    """What to load for a name; what the Hub's cache lacks of it is fetched. ``api.load_model`` has the arguments.
+    """Find the model of a name and return how to load it; arguments as in ``api.load_model``.
 
-    From here on the weights come from the disk, while worker processes start, say.
+    Missing files are downloaded from the Hub. The weights are read into the page cache in the background, while worker
+    processes start, for example.
 
     Raises:
-        InvalidInput: no such model, device, dtype or task, or an argument of another type.
+        InvalidInput: the model, device, dtype or task does not exist, or an argument has the wrong type.
     """
     if revision is not None and not isinstance(revision, str):
-        raise InvalidInput(f"revision {shown(revision)} is {kind(revision)}: give a branch, a tag or a commit")
+        raise InvalidInput(f"revision {shown(revision)} is {kind(revision)}: pass a branch, a tag or a commit")
     if token is not None and not isinstance(token, (str, bool)):
-        raise InvalidInput(f"token is {kind(token)}: give a string, or True for the one that `hf auth login` keeps")
+        raise InvalidInput(f"token is {kind(token)}: pass a string, or True for the token of `hf auth login`")
     trust_remote_code, random = flag(trust_remote_code, "trust_remote_code"), flag(random, "random")
     if task is not None and not (isinstance(task, str) and task in TASKS):
-        raise InvalidInput(f"task={task!r}: take {', '.join(map(repr, TASKS))}, or None for the checkpoint's own")
-    place, chosen = _device(device), _dtype(dtype)
-    found = find_checkpoint(name, revision=revision, token=token, weights=not random, code=trust_remote_code)
+        raise InvalidInput(f"task={task!r}: use {', '.join(map(repr, TASKS))}, or None for the checkpoint's")
+    place, wanted_dtype = _device(device), _dtype(dtype)
+    checkpoint = find_checkpoint(name, revision=revision, token=token, weights=not random, code=trust_remote_code)
     if not random:
-        read_ahead(weight_files(found.folder))
-    return Load(found, place, chosen, random, trust_remote_code, task)
+        read_ahead(weight_files(checkpoint.folder))
+    return Load(checkpoint, place, wanted_dtype, random, trust_remote_code, task)
 
 
 def loaded_before(module: PreTrainedModel, **how: object) -> PreTrainedModel:
-    """The module, out of PEFT's wrapper if it has one, if nothing says how to load it.
+    """Return the module, without PEFT's wrapper if it has one; reject options of loading.
 
     Raises:
-        InvalidInput: naming what does; it is no model of transformers; or it was made in inference mode.
+        InvalidInput: an option of loading is set; the module is not a transformers model; or it was created in
+            inference mode.
         UnsupportedModel: PEFT's adapters in it are not plain LoRA.
     """
     module = take_adapters(module)
     if not isinstance(module, PreTrainedModel):
         raise InvalidInput(
-            f"compile() takes a model of transformers, or the name of one, and not a {type(module).__name__}; for any"
-            ' other module there is torch.compile(module, backend="detcompile")'
+            f"compile() takes a transformers model, or the name of one, not a {type(module).__name__}; for other"
+            ' modules use torch.compile(module, backend="detcompile")'
         )
-    given = [name for name, value in how.items() if value is not None and value is not False]
-    if given:
+    options = [name for name, value in how.items() if value is not None and value is not False]
+    if options:
         raise InvalidInput(
-            f"{' and '.join(given)}: given with a module, which was loaded before; give a model's name with them, or"
-            " change the module itself first, such as by model.to(device=..., dtype=...)"
+            f"{' and '.join(options)} cannot be passed with a module, which is already loaded; pass the model's name"
+            " instead, or change the module itself first, for example with model.to(device=..., dtype=...)"
         )
     for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
         if tensor.is_inference():
             raise InvalidInput(
-                f"{name} was made in torch.inference_mode, where torch keeps no count of its changes: load the model"
-                " outside of it, or give its name"
+                f"{name} was created in torch.inference_mode, where torch does not track changes: load the model"
+                " outside of it, or pass its name"
             )
     return module
 
 
 def tokenizer_of(model: Any) -> Any | None:
-    """The tokenizer of a module, or of what stands for it: of its folder, or of its commit in the Hub's cache.
+    """Load the tokenizer of a module or its stand-in: of its folder, or of its commit in the Hub's cache.
 
-    Code that came with the tokenizer runs where the model's did.
+    The tokenizer's code runs if the model's code did.
 
     Raises:
-        InvalidInput: it is damaged.
+        InvalidInput: the tokenizer is damaged.
     """
     commit = commit_of(model.config)
     snapshot = None if commit is None else cached_snapshot(model.name_or_path, commit)
@@ -199,24 +203,24 @@ def tokenizer_of(model: Any) -> Any | None:
 
 
 def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """A dtype, or the name of one, as transformers takes them; None for "auto", the checkpoint's own."""
+    """Return a dtype, or the dtype of a name, as transformers does; None for "auto", the checkpoint's."""
     if dtype is None or dtype == "auto":
         return None
-    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise InvalidInput(f"dtype={dtype!r} is no dtype of a model here: take float32, bfloat16 or float16, or 'auto'")
-    return found
+    result = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(result, torch.dtype) or not result.is_floating_point:
+        raise InvalidInput(f"dtype={dtype!r} is not supported: use float32, bfloat16, float16 or 'auto'")
+    return result
 
 
 def _device(device: str | torch.device | None) -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if not isinstance(device, (str, torch.device)):
-        raise InvalidInput(f"device {shown(device)} is {kind(device)}: give cpu or cuda")
+        raise InvalidInput(f"device {shown(device)} is {kind(device)}: pass cpu or cuda")
     try:
         chosen = torch.device(device)
     except RuntimeError as error:
-        raise InvalidInput(f"device={device!r}: give cpu or cuda") from error
+        raise InvalidInput(f"device={device!r}: pass cpu or cuda") from error
     if chosen.type not in ("cpu", "cuda") or (chosen.type == "cuda" and not torch.cuda.is_available()):
-        raise InvalidInput(f"device={device!r}: give cpu, or cuda where there is a CUDA GPU")
+        raise InvalidInput(f"device={device!r}: pass cpu, or cuda where there is a CUDA GPU")
     return chosen

@@ -1,4 +1,4 @@
-"""ModelObject: what else code written for a Hugging Face model asks of one, besides calls and generate()."""
+"""ModelObject: the interface of a Hugging Face model besides calls and generate()."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
@@ -45,22 +45,22 @@ INSTEAD = {
 class AnyConfig(PretrainedConfig):
     """The config under which transformers' Auto classes list compiled models.
 
-    Of a model whose class none of them lists, a pipeline logs an error with the names of all models.
+    For a class that they do not list, a pipeline would log an error with the names of all models.
     """
 
 
 class ModelObject:
-    """The attributes and methods of transformers.PreTrainedModel by which its own code knows a model.
+    """The attributes and methods of transformers.PreTrainedModel that code for Hugging Face models uses.
 
-    Weights, dtype and device are settled: what would change them is refused, and what would not returns the model.
+    Weights, dtype and device are fixed: calls that would change them are rejected, others return the model.
 
     Attributes:
         executor: runs the steps.
-        model: the Hugging Face module, or what stands for it.
+        model: the Hugging Face module, or its stand-in.
         dtype: dtype of the weights.
         device: where the weights live.
         training: False.
-        main_input_name, input_modalities, output_modalities: what a call takes and gives, as transformers says it.
+        main_input_name, input_modalities, output_modalities: inputs and outputs of a call, in transformers' terms.
     """
 
     executor: Executor
@@ -72,10 +72,10 @@ class ModelObject:
     input_modalities = "text"
     output_modalities = ("text",)
 
-    # transformers.pipeline fills in its own defaults by it, and says nothing where a model has none.
+    # transformers.pipeline uses this to fill in its defaults, and skips them silently if a model lacks it.
     _prepare_generation_config = prepare_generation_config
 
-    if not TYPE_CHECKING:  # or mypy would take any name
+    if not TYPE_CHECKING:  # otherwise mypy would accept any name
 
         def __getattr__(self, name: str) -> Any:
             advice = f": {INSTEAD[name]}" if name in INSTEAD else ""
@@ -89,7 +89,7 @@ class ModelObject:
 
     @property
     def generation_config(self) -> GenerationConfig:
-        """What ``generate`` takes where it is told nothing; may be changed, or replaced."""
+        """Defaults of ``generate``; may be changed, or replaced."""
         return self.model.generation_config
 
     @generation_config.setter
@@ -103,15 +103,15 @@ class ModelObject:
         return name
 
     def can_generate(self) -> bool:
-        """Whether there is a ``generate``: always."""
+        """Return True: the model has ``generate``."""
         return True
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """Parameters of the whole model, at every tensor-parallel size; quantised ones as they are stored.
+        """Return the number of parameters of the whole model, at every tensor-parallel size; quantized ones as stored.
 
         Args:
-            only_trainable: count those with a gradient only, which no parameter of a compiled model has.
-            exclude_embeddings: leave out the tables of embeddings.
+            only_trainable: count only parameters with a gradient; a compiled model has none.
+            exclude_embeddings: leave out embedding tables.
         """
         count = self.executor.description.parameters
         return 0 if only_trainable else count.total - (count.embeddings if exclude_embeddings else 0)
@@ -128,19 +128,19 @@ class ModelObject:
         """
         if mode:
             raise InvalidInput(
-                "train(): a compiled model has no gradients. Train the Hugging Face module, then compile() it or hand"
-                " its weights over by update_weights()"
+                "train(): a compiled model has no gradients. Train the Hugging Face module, then compile() it or pass"
+                " its weights to update_weights()"
             )
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Return this model, if it has the device and the dtype already.
+        """Return this model, if it already has the device and the dtype.
 
         Args:
-            *args, **kwargs: what torch.nn.Module.to takes.
+            *args, **kwargs: arguments of torch.nn.Module.to.
 
         Raises:
-            InvalidInput: another device or dtype, for which there is another program.
+            InvalidInput: another device or dtype, which needs another program.
         """
         try:
             device, dtype = parse_to(*args, **kwargs)
@@ -149,27 +149,27 @@ class ModelObject:
         return self._settled("to", device, dtype)
 
     def cuda(self, device: int | torch.device | None = None) -> Self:
-        """Return this model, if it is on this GPU; refused as by ``to``."""
+        """Return this model, if it is on this GPU; rejected as in ``to``."""
         return self._settled("cuda", torch.device("cuda", device) if isinstance(device, int) else device or "cuda")
 
     def cpu(self) -> Self:
-        """Return this model, if it is on the CPU; refused as by ``to``."""
+        """Return this model, if it is on the CPU; rejected as in ``to``."""
         return self._settled("cpu", "cpu")
 
     def half(self) -> Self:
-        """Return this model, if it is in float16; refused as by ``to``."""
+        """Return this model, if it is in float16; rejected as in ``to``."""
         return self._settled("half", dtype=torch.float16)
 
     def bfloat16(self) -> Self:
-        """Return this model, if it is in bfloat16; refused as by ``to``."""
+        """Return this model, if it is in bfloat16; rejected as in ``to``."""
         return self._settled("bfloat16", dtype=torch.bfloat16)
 
     def float(self) -> Self:
-        """Return this model, if it is in float32; refused as by ``to``."""
+        """Return this model, if it is in float32; rejected as in ``to``."""
         return self._settled("float", dtype=torch.float32)
 
     def __repr__(self) -> str:
-        """One line. The program's digest stands for the fingerprint, for which all weights would be read."""
+        """Return one line with the program's digest; the fingerprint would read all weights."""
         name = self.name_or_path
         title = Path(name).name if Path(name).is_absolute() else name
         known = self.executor.description
@@ -192,5 +192,5 @@ class ModelObject:
 def _refuse(method: str, model: ModelObject, wanted: object) -> NoReturn:
     raise InvalidInput(
         f"{method}(): the program was compiled for {model.dtype} on {model.device}, not for {wanted}: compile the model"
-        " again, by compile(name, dtype=..., device=...) or from a module that was moved first"
+        " again, with compile(name, dtype=..., device=...) or from a module that was moved first"
     )

@@ -1,4 +1,7 @@
-"""Logits of a padded batch through an executor, as Hugging Face's callers give it: one step."""
+"""Calls of a padded batch: checks of Hugging Face's arguments, and the logits from one step of an executor."""
+
+from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutput
@@ -10,20 +13,68 @@ from detcompile.runtime.dense.padded_batch import UnpaddedBatch, check_batch, ke
 from detcompile.runtime.dense.step import dense_step
 from detcompile.runtime.kv.block_pool import BLOCK_SIZE
 
-__all__ = ["padded_output"]
+__all__ = ["padded_output", "require_served", "require_tensors"]
+
+IDLE = ("cache_position", "use_cache")  # a call neither keeps nor returns a cache
+REFUSED = {
+    "inputs_embeds": "a compiled model reads token ids: pass input_ids",
+    "past_key_values": "a call takes no cache: continue a prompt with generate() or an engine",
+    "output_hidden_states": "the program only returns logits: use the Hugging Face module",
+    "output_attentions": "the program only returns logits: use the Hugging Face module",
+}
+SERVED = "input_ids, attention_mask, position_ids, labels, logits_to_keep and return_dict"
+
+
+def require_served(keywords: Mapping[str, Any], served: str = SERVED) -> None:
+    """Reject keywords of a call that would change its result; ``served`` names the accepted arguments, for the message.
+
+    Raises:
+        InvalidInput: names the keyword.
+    """
+    for name, value in keywords.items():
+        is_set = value is not None and value is not False
+        if name in REFUSED and is_set:
+            raise InvalidInput(f"{name} is not served: {REFUSED[name]}")
+        if name == "cache_position" and is_set:
+            raise InvalidInput("cache_position is not served: pass position_ids, one for each token")
+        if name not in REFUSED and name not in IDLE:
+            raise InvalidInput(f"{name} is not an argument of a call; use {served}")
+
+
+def require_tensors(
+    input_ids: object, attention_mask: object, position_ids: object, labels: object
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the first three arguments; reject any that is not a tensor. All but input_ids may be None.
+
+    Raises:
+        InvalidInput: names the argument.
+    """
+    if input_ids is None:
+        raise InvalidInput("input_ids is missing: pass token ids, [batch, length]")
+    arguments = {
+        "input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids, "labels": labels
+    }  # fmt: skip
+    for name, value in arguments.items():
+        if value is not None and not isinstance(value, Tensor):
+            raise InvalidInput(
+                f"{name} must be a tensor [batch, length], not {type(value).__name__}: pass torch.tensor(...), or the"
+                ' output of a tokenizer with return_tensors="pt"'
+            )
+    tensors: Any = (input_ids, attention_mask, position_ids)
+    return tensors
 
 
 def padded_output(
     executor: Executor, batch: UnpaddedBatch, labels: Tensor | None, logits_to_keep: int | Tensor
 ) -> CausalLMOutput:
-    """Logits [B, K, V] of one step over a KV cache of its own, zeros at padding, and the loss where there are labels.
+    """Run one step over its own KV cache; return logits [B, K, V], zeros at padding, and the loss if there are labels.
 
     Args:
-        labels: [B, C], -100 where there is none.
-        logits_to_keep: the last so many columns, or those of an index tensor [K]; 0 keeps all.
+        labels: [B, C], -100 for none.
+        logits_to_keep: the number of last columns, or an index tensor [K] of columns; 0 keeps all.
 
     Raises:
-        InvalidInput: a token, a length, a position, a column or a label out of range.
+        InvalidInput: a token, length, position, column or label is out of range.
     """
     rows, mask = keep_columns(batch.mask, logits_to_keep)
     if labels is not None:

@@ -1,5 +1,5 @@
-"""Models that say one thing of a whole sequence: classifiers and reward models, and embeddings. Like every compiled
-model, what they say of a row depends on that row's own tokens."""
+"""Models with one result per sequence: classifiers, reward models and embedders. A row's result depends only on its
+tokens."""
 
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
@@ -15,9 +15,9 @@ from transformers.modeling_outputs import BaseModelOutput, SequenceClassifierOut
 from transformers.utils import ModelOutput
 
 from detcompile.errors import InvalidInput
-from detcompile.models.call_arguments import require_served, require_tensors
 from detcompile.models.certified import CertifiedModel
 from detcompile.models.model_object import AnyConfig
+from detcompile.models.padded_calls import require_served, require_tensors
 from detcompile.passes.modules.pooling_heads import FIRST, LAST, attends_both_ways
 from detcompile.runtime.dense.padded_batch import UnpaddedBatch, check_batch, repad, unpad
 from detcompile.runtime.dense.step import dense_step, two_way_step
@@ -30,11 +30,11 @@ __all__ = ["CompiledClassifier", "CompiledEmbedder", "Prompts"]
 
 Prompts = Prompt | SequenceOf[Prompt]
 SERVED = "input_ids, attention_mask, position_ids and return_dict"
-STEP_TOKENS = 4096  # of prompts that are served together; a longer one goes alone
+STEP_TOKENS = 4096  # of prompts that share a step; a longer prompt runs alone
 
 
 class _Pooling(CertifiedModel):
-    """What classifiers and embedders share."""
+    """Common parts of classifiers and embedders."""
 
     _copied: tuple[Any, Any] = (None, None)  # the tokenizer, and the private copy that reads prompts
 
@@ -48,21 +48,21 @@ class _Pooling(CertifiedModel):
         use_cache: bool | None = None,
         **keywords: Any,
     ) -> Any:
-        """What the model gives for a padded batch, as the Hugging Face model does.
+        """Run a padded batch, as the Hugging Face model does.
 
         Args:
-            input_ids: [B, C] integers; padding on the left, on the right or both, told by attention_mask [B, C].
-            position_ids: [B, C] or [1, C]; by default counted from the attention mask.
-            return_dict: False gives a tuple; None does as the config says.
-            use_cache: nothing, as a call keeps no cache.
-            **keywords: Hugging Face's that change nothing.
+            input_ids: [B, C] integers; padding on the left, the right or both, as given by attention_mask [B, C].
+            position_ids: [B, C] or [1, C]; default: counted from the attention mask.
+            return_dict: False returns a tuple; None follows the config.
+            use_cache: no effect; a call keeps no cache.
+            **keywords: Hugging Face keywords without effect.
 
         Returns:
-            Of a classifier a SequenceClassifierOutput, with logits [B, labels] in the model's dtype; of a base model a
-            BaseModelOutput, with last_hidden_state [B, C, H], zeros at padding.
+            For a classifier a SequenceClassifierOutput with logits [B, labels] in the model's dtype; for a base model a
+            BaseModelOutput with last_hidden_state [B, C, H], zeros at padding.
 
         Raises:
-            InvalidInput: shapes, ids, masks or keywords that cannot be served.
+            InvalidInput: shapes, ids, masks or keywords are not supported.
         """
         batch = self._batch(input_ids, attention_mask, position_ids, keywords)
         output = self._output(batch)
@@ -72,12 +72,12 @@ class _Pooling(CertifiedModel):
     __call__ = forward
 
     def can_generate(self) -> bool:
-        """Whether there is a ``generate``: never."""
+        """Return False: the model does not generate."""
         return False
 
     def _run(self, batch: UnpaddedBatch, tokens: NDArray[np.int64]) -> Tensor:
-        """What the model gives for the packed ``tokens`` [R] of a batch: [R, ...], from one step over a cache of its
-        own."""
+        """Return the model's results for the packed ``tokens`` [R] of a batch: [R, ...], from one step over its own
+        cache."""
         check_batch(batch, self.vocab_size, self.max_context)
         build = two_way_step if attends_both_ways(self.model) else dense_step
         arrays, num_blocks = build(batch, len(self.facts.kv_groups), tokens)
@@ -85,7 +85,7 @@ class _Pooling(CertifiedModel):
         return self.executor.new_runner(num_blocks, BLOCK_SIZE, False, num_states).run(arrays)
 
     def _output(self, batch: UnpaddedBatch) -> ModelOutput:
-        """What ``forward`` gives."""
+        """Compute the output of ``forward``."""
         raise NotImplementedError
 
     def _batch(self, input_ids: Any, mask: Any, position_ids: Any, keywords: dict[str, Any]) -> UnpaddedBatch:
@@ -94,7 +94,7 @@ class _Pooling(CertifiedModel):
         return unpad(*require_tensors(input_ids, mask, position_ids, None))
 
     def _packs(self, prompts: Prompts) -> list[UnpaddedBatch]:
-        """The prompts in their order, as batches of steps."""
+        """Pack the prompts, in order, into batches of one step each."""
         lengths, packs = 0, []
         rows: list[SequenceOf[int]] = []
         for row in self._token_ids(prompts):
@@ -106,10 +106,10 @@ class _Pooling(CertifiedModel):
         return [*packs, _batch_of(rows)]
 
     def _token_ids(self, prompts: Any) -> list[list[int]]:
-        given = prompts_of(list(prompts) if isinstance(prompts, Iterator) else prompts)
-        if not given:
-            raise InvalidInput("no prompts: give a text, a list of texts, or a list of lists of token ids")
-        rows = [self._row(index, prompt) for index, prompt in enumerate(given)]
+        items = prompts_of(list(prompts) if isinstance(prompts, Iterator) else prompts)
+        if not items:
+            raise InvalidInput("no prompts: pass a text, a list of texts, or a list of lists of token ids")
+        rows = [self._row(index, prompt) for index, prompt in enumerate(items)]
         for index, row in enumerate(rows):
             if not row:
                 raise InvalidInput(f"prompt {index} has no tokens")
@@ -131,17 +131,17 @@ class _Pooling(CertifiedModel):
         if token_ids is not None:
             return token_ids
         if self.tokenizer is None:
-            raise InvalidInput("the model has no tokenizer: give lists of token ids")
+            raise InvalidInput("the model has no tokenizer: pass lists of token ids")
         if self._copied[0] is not self.tokenizer:
             self._copied = (self.tokenizer, private_copy(self.tokenizer))
         return tokenized(self._copied[1], text or "")
 
 
 class CompiledClassifier(_Pooling):
-    """A certified classifier or reward model. Made by ``detcompile.compile`` of a model for sequence classification.
+    """A certified classifier or reward model, compiled from a model for sequence classification.
 
-    A call without a mask takes padding tokens behind a row's last other token for padding where the head reads the last
-    token, as transformers does.
+    If the head reads the last token, a call without a mask treats trailing pad tokens of a row as padding, as
+    transformers does.
 
     Args:
         executor: runs its steps.
@@ -149,14 +149,14 @@ class CompiledClassifier(_Pooling):
 
     @torch.no_grad()
     def score(self, prompts: Prompts) -> Tensor:
-        """Scores [N, labels] of prompts, as a call gives them, as many at a time as a step holds.
+        """Return the scores [N, labels] of prompts; a step holds as many prompts as fit.
 
         Args:
-            prompts: a text, texts, lists of token ids, or what a tokenizer gives, without its padding. Texts get the
+            prompts: a text, texts, lists of token ids, or a tokenizer's output without padding. Texts get the
                 tokenizer's special tokens.
 
         Raises:
-            InvalidInput: prompts that cannot be served, or no tokenizer for texts.
+            InvalidInput: prompts are not supported, or there is no tokenizer for texts.
         """
         return torch.cat([self._run(batch, self._pooled(batch)) for batch in self._packs(prompts)])
 
@@ -171,7 +171,7 @@ class CompiledClassifier(_Pooling):
         return SequenceClassifierOutput(logits=self._run(batch, self._pooled(batch)))
 
     def _pooled(self, batch: UnpaddedBatch) -> NDArray[np.int64]:
-        """[B]: the packed token of each row that the head reads."""
+        """Return the index of the packed token that the head reads, for each row: [B]."""
         return _first(batch) if self.model.pooled_token == FIRST else _last(batch)
 
 
@@ -179,7 +179,7 @@ AutoModelForSequenceClassification.register(AnyConfig, CompiledClassifier)
 
 
 class CompiledEmbedder(_Pooling):
-    """A certified model without a head, for its hidden states. Made by ``detcompile.compile`` of a base model.
+    """A certified model without a head, for its hidden states, compiled from a base model.
 
     Args:
         executor: runs its steps.
@@ -193,28 +193,29 @@ class CompiledEmbedder(_Pooling):
         pooling: Literal["last", "first", "mean"] | None = None,
         normalize: bool = True,
     ) -> Tensor:
-        """Embeddings [N, H] float32 of prompts, as many at a time as a step holds.
+        """Return embeddings [N, H] float32 of prompts; a step holds as many prompts as fit.
 
         Args:
-            prompts: the same as in ``CompiledClassifier.score``.
-            pooling: the hidden state of a prompt's last or first token, or the mean over its own tokens, summed in the
-                order of rows (``orders.Row``); None takes "mean" of a model that attends both ways, "last" of others.
+            prompts: as in ``CompiledClassifier.score``.
+            pooling: the hidden state of a prompt's last or first token, or the mean over its tokens, summed in Row
+                order
+                (``orders.Row``); None uses "mean" for models with bidirectional attention, else "last".
             normalize: divide by the Euclidean norm.
 
         Raises:
-            InvalidInput: prompts that cannot be served, no tokenizer for texts, or another pooling.
+            InvalidInput: prompts or the pooling are not supported, or there is no tokenizer for texts.
         """
         default = "mean" if attends_both_ways(self.model) else "last"
         chosen, divide = default if pooling is None else pooling, flag(normalize, "normalize")
         places = {"last": _last, "first": _first, "mean": lambda batch: np.arange(len(batch.token_ids))}
         if chosen not in list(places):
-            raise InvalidInput(f"pooling={pooling!r}: take {', '.join(map(repr, places))}, or None")
-        found = []
+            raise InvalidInput(f"pooling={pooling!r}: use {', '.join(map(repr, places))}, or None")
+        pooled = []
         for batch in self._packs(prompts):
             states = self._run(batch, places[chosen](batch)).float()
             with float_mode(states.device):
-                found.append(_means(states, batch.lengths) if chosen == "mean" else states)
-        embeddings = torch.cat(found)
+                pooled.append(_means(states, batch.lengths) if chosen == "mean" else states)
+        embeddings = torch.cat(pooled)
         if not divide:
             return embeddings
         with float_mode(embeddings.device):
@@ -225,19 +226,19 @@ class CompiledEmbedder(_Pooling):
 
 
 def _means(states: Tensor, lengths: NDArray[np.int64]) -> Tensor:
-    """[B, H] means over the tokens of each row of [T, H]."""
+    """Return means [B, H] over the tokens of each row of [T, H]."""
     columns = [rows.t().contiguous() for rows in states.split(lengths.tolist())]
-    return torch.stack([torch.ops.detcompile.row_sum(own) / own.shape[1] for own in columns])
+    return torch.stack([torch.ops.detcompile.row_sum(column) / column.shape[1] for column in columns])
 
 
 def _require_one_type(types: Any) -> None:
-    """Fail unless all token types are zeros."""
+    """Reject token types other than zeros."""
     try:
         pairs = types is not None and bool(torch.as_tensor(types, device="cpu").any())
     except (TypeError, ValueError, RuntimeError) as error:
-        raise InvalidInput(f"token_type_ids {shown(types)} is {kind(types)}: give a tensor of zeros") from error
+        raise InvalidInput(f"token_type_ids {shown(types)} is {kind(types)}: pass a tensor of zeros") from error
     if pairs:
-        raise InvalidInput("token_type_ids other than 0 are not served: pairs need a model that reads them as text")
+        raise InvalidInput("token_type_ids other than 0 are not served: use a model that reads pairs as plain text")
 
 
 def _first(batch: UnpaddedBatch) -> NDArray[np.int64]:
@@ -249,7 +250,7 @@ def _last(batch: UnpaddedBatch) -> NDArray[np.int64]:
 
 
 def _batch_of(rows: SequenceOf[SequenceOf[int]]) -> UnpaddedBatch:
-    """Rows of any lengths, as ``unpad`` gives a padded batch of them."""
+    """Pack rows of any lengths, like ``unpad`` of a padded batch."""
     lengths = np.array([len(row) for row in rows])
     mask = np.arange(lengths.max()) < lengths[:, None]
     positions = np.concatenate([np.arange(length) for length in lengths])
@@ -257,7 +258,7 @@ def _batch_of(rows: SequenceOf[SequenceOf[int]]) -> UnpaddedBatch:
 
 
 def _without_trailing(input_ids: Tensor, padding: int) -> Tensor:
-    """[B, C], zeros at padding tokens behind a row's last other token; a row of padding alone keeps its first."""
+    """Return a mask [B, C] with zeros at trailing pad tokens; a row of only padding keeps its first token."""
     kept = (input_ids != padding).flip(1).cumsum(1).flip(1) > 0
     kept[:, 0] = True
     return kept.long()

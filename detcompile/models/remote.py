@@ -1,5 +1,4 @@
-"""RemoteModel: a CompiledModel whose ranks run in worker processes; compile(tp=n) makes it from a single process, and
-load() where that was exported."""
+"""RemoteModel: a CompiledModel whose ranks run in worker processes; from compile(tp=n) in one process, or load()."""
 
 import contextlib
 import pickle
@@ -27,13 +26,13 @@ __all__ = ["RemoteModel", "compile_in_workers", "load_in_workers"]
 
 
 class RemoteModel(CompiledModel):
-    """A certified causal LM in worker processes. It is called, generates and serves like one in this process.
+    """A certified causal LM in worker processes. It is called, generates and serves like a local one.
 
-    A worker that fails ends all of them. An engine has others started in their place and goes on; until one has, every
-    call of the model raises the WorkerError. Logits come back to ``device``.
+    If a worker fails, all of them end. An engine starts replacements and continues; until then every call of the model
+    raises the WorkerError. Logits are returned on ``device``.
 
     Attributes:
-        stages: stages of the pipeline that the worker processes are.
+        stages: number of pipeline stages.
     """
 
     def __init__(self, executor: RemoteExecutor) -> None:
@@ -47,34 +46,34 @@ class RemoteModel(CompiledModel):
         return self._workers.group
 
     def apply(self, function: Callable[..., Any], *args: Any, seconds: float | None = None) -> list[Any]:
-        """``function(model, *args)`` in every worker, with that rank's CompiledModel; the results, in rank order.
+        """Run ``function(model, *args)`` in every worker with its CompiledModel; return the results in rank order.
 
-        All ranks run it, so that it may call the model. What it raises ends the workers, unless it is one of errors.py.
+        All ranks run it, so it may call the model. Exceptions end the workers, except those of errors.py.
 
         Args:
-            function: found by its module and name; arguments and results are pickled.
-            seconds: longest that it may take; None takes ``group.step_seconds``.
+            function: located by its module and name; arguments and results are pickled.
+            seconds: time limit; None uses ``group.step_seconds``.
 
         Raises:
-            InvalidInput: the function is of the main script, which the workers do not have, or of a module that they do
-                not find; or something that is given cannot be pickled, is no function, or no time.
+            InvalidInput: the function is in the main script, which workers do not load, or in a module that they cannot
+                import; an argument cannot be pickled; ``function`` is not callable; or ``seconds`` is not a time.
         """
         return self._workers.apply(function, *args, seconds=seconds)
 
     def update_weights(self, source: WeightSource) -> int:
-        """Give weights new contents, as CompiledModel does; ranks that were lost meanwhile are started again."""
+        """Write new weights, as CompiledModel does; lost ranks are restarted first."""
         self._workers.revive()
         return super().update_weights(source)
 
-    def _write_weights(self, given: Mapping[str, Tensor]) -> int:
+    def _write_weights(self, tensors: Mapping[str, Tensor]) -> int:
         try:
-            return super()._write_weights(given)
-        except WorkerError:  # a rank was lost that nobody had missed: others take the weights
+            return super()._write_weights(tensors)
+        except WorkerError:  # a loss of a rank was not noticed before: its replacement receives the weights
             self._workers.revive()
-            return super()._write_weights(given)
+            return super()._write_weights(tensors)
 
     def close(self) -> None:
-        """End the workers now. They also end with this object, its engines, and this process."""
+        """End the workers now. They also end when this object and its engines, or this process, end."""
         self._workers.close()
 
     def __enter__(self) -> "RemoteModel":
@@ -95,29 +94,29 @@ def compile_in_workers(
     options: Mapping[str, Any] | None = None,
     nodes: Nodes | None = None,
 ) -> RemoteModel:
-    """Start ``pp * tp`` processes, one a rank, that load and compile ``model``.
+    """Start ``pp * tp`` processes, one per rank, that load and compile ``model``.
 
     Args:
-        model: a checkpoint that was found, which each rank reads by itself, or a module, which is saved once to an
-            unlinked temporary file that all ranks map, kept for those in the place of lost ones; or a function, found
-            by its module and name, which each rank calls to make the same module on its current device. Ranks on GPUs
-            take cuda:0, cuda:1, ….
-        step_seconds: time after which a step counts as hung; None takes that of executors.ranks.
+        model: a Load, whose checkpoint each rank reads itself; or a module, which is saved once to an unlinked
+            temporary
+            file that all ranks map, kept for replacements of lost ranks; or a function, located by its module and name,
+            that builds the same module on each rank's current device. Ranks on GPUs take cuda:0, cuda:1, ….
+        step_seconds: time after which a step counts as hung; None uses the default of executors.ranks.
             ``group.step_seconds`` of the result can be set at any time.
-        options: further arguments of compile(), handed on as they are.
-        nodes: ``pp * tp`` processes that torchrun has started, perhaps on several machines; ``model`` is a checkpoint
-            then, and each rank takes the GPU of its number on its machine.
+        options: further arguments of compile().
+        nodes: ``pp * tp`` processes started by torchrun, possibly on several machines; ``model`` is then a Load, and
+            each rank takes the GPU of its local number.
 
     Raises:
         WorkerError: a rank could not start.
-        InvalidInput: too few GPUs, one of several GPUs, or a module that cannot be sent.
-        Also what compile() raises in the ranks.
+        InvalidInput: there are too few GPUs, the device names a single GPU, or the module cannot be sent.
+        Also the errors of compile() in the ranks.
     """
     if isinstance(model, Load) and model.device.index is not None:
         ranks = f"tp={tp}" if pp == 1 else f"pp={pp}, tp={tp}"
-        raise InvalidInput(f"device='{model.device}' with {ranks}: ranks take cuda:0, cuda:1, …; give cuda or cpu")
+        raise InvalidInput(f"device='{model.device}' with {ranks}: ranks take cuda:0, cuda:1, …; pass cuda or cpu")
     if isinstance(model, Load) and model.trust_remote_code:
-        init_hf_modules()  # so that what the ranks say of such a model can be read here
+        init_hf_modules()  # so that ranks' errors with classes of the model's code can be unpickled here
     device_type = _device_type(model)
     with contextlib.ExitStack() as files:
         saved = files.enter_context(_saved(model)) if isinstance(model, nn.Module) else None
@@ -140,12 +139,12 @@ def compile_in_workers(
 
 
 def load_in_workers(path: Path, tp: int, numerics: Numerics, device_type: str) -> RemoteModel:
-    """Start ``tp`` processes, one a rank, that load their shares of an archive.
+    """Start ``tp`` processes, one per rank, that load their shares of an archive.
 
     Raises:
         WorkerError: a rank could not start.
-        InvalidInput: too few GPUs.
-        Also what load() raises in the ranks.
+        InvalidInput: there are too few GPUs.
+        Also the errors of load() in the ranks.
     """
     plan = RankPlan(
         tp=tp,
@@ -169,12 +168,12 @@ def _device_type(model: PreTrainedModel | Load | Callable[[], PreTrainedModel]) 
 
 
 def _saved(model: PreTrainedModel) -> IO[bytes]:
-    """The module in a file without a name, so that nothing is left of it whatever happens."""
-    own = {type(module) for module in model.modules() if type(module).__module__ == "__main__"}
-    if own:
+    """Save the module to an unnamed temporary file, which never outlives its users."""
+    local = {type(module) for module in model.modules() if type(module).__module__ == "__main__"}
+    if local:
         raise InvalidInput(
-            f"{', '.join(sorted(kind.__name__ for kind in own))} is defined in the main script, which workers do not"
-            " read: move it to a module that can be imported"
+            f"{', '.join(sorted(kind.__name__ for kind in local))} is defined in the main script, which workers do not"
+            " load: move it to a module that can be imported"
         )
     with contextlib.ExitStack() as files:
         try:
@@ -184,7 +183,7 @@ def _saved(model: PreTrainedModel) -> IO[bytes]:
                 file.flush()
         except (AttributeError, TypeError, RuntimeError, pickle.PicklingError) as error:
             raise InvalidInput(
-                f"{type(model).__name__} cannot be sent to the workers ({error}): give compile() its folder instead"
+                f"{type(model).__name__} cannot be sent to the workers ({error}): pass its folder to compile() instead"
             ) from error
         files.pop_all()
     return file

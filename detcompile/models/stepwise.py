@@ -1,8 +1,8 @@
-"""Stepwise generation: one column of a padded batch after the other, each seen by the caller before the next is made.
+"""Stepwise generation of a padded batch: the caller sees each column before the next is computed.
 
-It is the loop of Hugging Face's ``GenerationMixin._sample`` over a runner of its own, for what an engine does not give
-its callers: streamers, stopping criteria over the whole batch, logits and scores. A row's tokens are those of an
-engine, as they hang on its own tokens and seed alone.
+It is the loop of Hugging Face's ``GenerationMixin._sample`` over a runner, for features that engines lack: streamers,
+stopping criteria over the whole batch, logits and scores. A row's tokens equal an engine's, because they depend only on
+the row's tokens and seed.
 
 Legend: B rows of the answer, C columns so far, V vocabulary size.
 """
@@ -33,11 +33,11 @@ __all__ = ["Columns", "Stepper"]
 
 
 class Columns(NamedTuple):
-    """What stepwise generation gives."""
+    """Result of stepwise generation."""
 
-    sequences: Tensor  # [B, C] int64: the batch as it was, then each row's own tokens and padding
-    logits: tuple[Tensor, ...] | None = None  # [B, V] float32 a new column, zeros of rows that had ended
-    scores: tuple[Tensor, ...] | None = None  # the same after all that changes them, as each token was drawn from
+    sequences: Tensor  # [B, C] int64: the batch, then each row's tokens and padding
+    logits: tuple[Tensor, ...] | None = None  # per new column [B, V] float32, zeros for finished rows
+    scores: tuple[Tensor, ...] | None = None  # the processed logits that each token was drawn from
 
 
 class _Kept(NamedTuple):
@@ -48,7 +48,7 @@ class _Kept(NamedTuple):
 
 
 class Stepper:
-    """Generates over a runner that it keeps, so that its CUDA graphs are."""
+    """Generates over a runner that it keeps, so that captured CUDA graphs are reused."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -68,13 +68,13 @@ class Stepper:
         Args:
             input_ids: [B, C], the rows with their padding.
             prompts: tokens of each row.
-            params: how to draw each row.
+            params: sampling parameters of each row.
             criteria: end rows; one of them ends all after ``max_new_tokens`` columns.
 
         Raises:
-            EngineError: the weights changed meanwhile; or a row's logits are not numbers, a GenerationError where its
-                own parameters are to blame.
-            InvalidInput: a row that cannot be served.
+            EngineError: the weights changed during generation, or a row's logits are not finite; a GenerationError if
+                the row's parameters are to blame.
+            InvalidInput: a row cannot be served.
         """
         sequences = _sequences(executor, prompts, params)
         facts = executor.description.facts
@@ -83,13 +83,13 @@ class Stepper:
         graphs = facts.device.type == "cuda" if arguments.cuda_graphs is None else arguments.cuda_graphs
         kept = self._take(executor, plain_blocks(facts, num_tokens).pool.num_blocks, num_states, graphs)
         rows = _Rows(executor, kept, sequences)
-        found = _columns(rows, input_ids, criteria, arguments)
+        columns = _columns(rows, input_ids, criteria, arguments)
         with self._lock:
-            self._kept = kept  # after an error nobody knows what its step still does
-        return found
+            self._kept = kept  # not after an error: a step may still be running
+        return columns
 
     def _take(self, executor: Executor, num_blocks: int, num_states: int, cuda_graphs: bool) -> _Kept:
-        """The runner that is kept, if nobody else uses it and it has room; or else a new one."""
+        """Return the kept runner if it is free and large enough, else a new one."""
         with self._lock:
             kept, self._kept = self._kept, None
         if kept is not None and kept.cuda_graphs == cuda_graphs and not kept.runner.is_lost:
@@ -115,26 +115,26 @@ class _Rows:
         self._weights, self._version = executor.weights, executor.weights.version()
 
     def draw(self, live: SequenceOf[int], with_scores: bool) -> tuple[list[int], Tensor, Tensor | None]:
-        """The next token of the rows ``live``, appended to them; the logits that they had, and what was drawn from."""
+        """Draw and append the next token of the rows ``live``; return tokens, logits and the scores drawn from."""
         sequences = [self.sequences[row] for row in live]
         arrays = build_step([(sequence, sequence.num_uncomputed) for sequence in sequences], self._blocks)
         logits = self._runner.run(arrays)
         plan = self._sampler.prepare(
             [
                 SampleRow(
-                    own.sampling,
-                    own.num_tokens,
-                    own.num_generated,
-                    key=own,
-                    token_ids=own.token_ids,
-                    forbidden=own.forbidden_after(),
+                    sequence.sampling,
+                    sequence.num_tokens,
+                    sequence.num_generated,
+                    key=sequence,
+                    token_ids=sequence.token_ids,
+                    forbidden=sequence.forbidden_after(),
                 )
-                for own in sequences
+                for sequence in sequences
             ]
         )
         scores = torch.empty_like(logits, dtype=torch.float32) if with_scores else None
         drawn = self._sampler(logits, plan, scores=scores).drawn.tolist()
-        if self._weights.version() != self._version:  # by a streamer, or by another thread
+        if self._weights.version() != self._version:  # changed by a streamer, or by another thread
             raise EngineError(f"generate(): {CHANGED}")
         for row, sequence, (invalid, token) in zip(live, sequences, drawn):
             if invalid or token >= self.num_ids:
@@ -148,7 +148,7 @@ class _Rows:
 def _sequences(
     executor: Executor, prompts: SequenceOf[list[int]], params: SequenceOf[SamplingParams]
 ) -> list[Sequence]:
-    """The rows as an engine would admit them."""
+    """Return the rows as an engine would admit them."""
     facts = executor.description.facts
     admission = Admission(
         None,
@@ -158,8 +158,8 @@ def _sequences(
         num_logits=facts.num_logits,
     )
     requests = (
-        admission.request(f"row {row}", prompt, own, arrival=row, priority=0, stream_text=False)
-        for row, (prompt, own) in enumerate(zip(prompts, params, strict=True))
+        admission.request(f"row {row}", prompt, each, arrival=row, priority=0, stream_text=False)
+        for row, (prompt, each) in enumerate(zip(prompts, params, strict=True))
     )
     return [request.sequences[0] for request in requests]
 
@@ -167,7 +167,7 @@ def _sequences(
 def _columns(
     rows: _Rows, input_ids: Tensor, criteria: StoppingCriteriaList, arguments: GenerationArguments
 ) -> Columns:
-    """The loop. A row that has ended is padded if any criterion is of end tokens; else it goes on until all have."""
+    """Run the loop. A finished row is padded if any criterion has end tokens; otherwise it continues until all end."""
     streamer, device, size = arguments.streamer, input_ids.device, len(input_ids)
     pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
     wants = arguments.return_dict_in_generate
@@ -179,9 +179,9 @@ def _columns(
     while unfinished.any():
         live = unfinished.nonzero()[:, 0].tolist() if pads else list(range(size))
         drawn, logits, scores = rows.draw(live, all_scores is not None)
-        for kept, found in ((all_logits, logits), (all_scores, scores)):
-            if kept is not None and found is not None:
-                kept.append(_scattered(found, live, size, device))
+        for kept, new in ((all_logits, logits), (all_scores, scores)):
+            if kept is not None and new is not None:
+                kept.append(_scattered(new, live, size, device))
         column = torch.full((size,), arguments.padding or 0, dtype=torch.int64, device="cpu")
         column[live] = torch.tensor(drawn, device="cpu")
         tokens = torch.cat([tokens, column.to(device)[:, None]], dim=1)
@@ -194,8 +194,8 @@ def _columns(
     return Columns(tokens, *(None if kept is None else tuple(kept) for kept in (all_logits, all_scores)))
 
 
-def _scattered(found: Tensor, live: SequenceOf[int], size: int, device: torch.device) -> Tensor:
-    """[B, V] float32 with the rows that were computed in their places."""
-    rows = torch.zeros(size, found.shape[1], dtype=torch.float32, device=device)
-    rows[list(live)] = found.to(device, torch.float32)
+def _scattered(computed: Tensor, live: SequenceOf[int], size: int, device: torch.device) -> Tensor:
+    """Return [B, V] float32 with the computed rows in their places and zeros elsewhere."""
+    rows = torch.zeros(size, computed.shape[1], dtype=torch.float32, device=device)
+    rows[list(live)] = computed.to(device, torch.float32)
     return rows

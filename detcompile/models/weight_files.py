@@ -1,4 +1,4 @@
-"""The files that transformers reads a model's weights from, by the names that it looks for."""
+"""Files of a model's weights, by the names that transformers looks for."""
 
 import contextlib
 import json
@@ -8,11 +8,11 @@ import huggingface_hub
 
 __all__ = ["WEIGHTS", "files_at_hand", "parts_of", "weight_files"]
 
-WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # or an index each, of files that hold a part; in this order
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # or an index of parts for each; in this order
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The weights of a folder; none where it has none, or no sound index, of which the loader says what is wrong."""
+    """Return a folder's weight files; none if there are none or the index is invalid, which the loader reports."""
     for name in WEIGHTS:
         if (folder / name).is_file():
             return [folder / name]
@@ -22,7 +22,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def parts_of(folder: Path, name: str) -> list[str]:
-    """The files that an index names; none without a sound index, of which the loader says what is wrong."""
+    """Return the files that an index names; none if the index is invalid, which the loader reports."""
     try:
         places = json.loads((folder / f"{name}.index.json").read_bytes())["weight_map"]
         return sorted({str(part) for part in places.values()})
@@ -31,11 +31,11 @@ def parts_of(folder: Path, name: str) -> list[str]:
 
 
 def files_at_hand(name: str) -> list[Path]:
-    """The weights of a local folder, or of the main branch that the Hub's cache has of an id; none of any other text.
+    """Return the weights of a local folder, or of an id's main branch in the Hub's cache; none for any other text.
 
-    Neither torch nor transformers is imported for it.
+    It imports neither torch nor transformers.
     """
-    with contextlib.suppress(OSError, ValueError):  # any text: too long for a path, no id
+    with contextlib.suppress(OSError, ValueError):  # the text may be too long for a path, or not an id
         if Path(name).is_dir():
             return weight_files(Path(name))
         if name.count("/") == 1 and not Path(name).exists():

@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from detcompile.errors import InvalidInput, UnsupportedModel
-from detcompile.models.call_arguments import require_served, require_tensors
 from detcompile.models.compiled import CompiledModel
 from detcompile.models.loading import tokenizer_of
+from detcompile.models.padded_calls import require_served, require_tensors
 from detcompile.orders.numerics import Numerics
 from detcompile.runtime.dense.padded_batch import UnpaddedBatch, check_batch, repad, unpad
 from detcompile.runtime.requests.plain_values import number

@@ -293,7 +293,7 @@ def test_no_two_prompts_share_a_seed() -> None:
         (("check", "tiny", "--html", "no/such/folder.html"), "a file in a folder that exists"),
         (("generate", "no/such/model", "x"), "no such folder"),
         (("check", "org/name", "--revision", "v2"), "Run `hf download org/name --revision v2`"),
-        (("export", "tiny", "m.pt2", "--revision", "v2"), "is of the Hub, and tiny is a local folder"),
+        (("export", "tiny", "m.pt2", "--revision", "v2"), "needs a model of the Hub, but tiny is a local folder"),
         (("check", "m.pt2", "--trust-remote-code"), "is a compiled archive"),
         (("generate", "tiny"), "no prompt in the arguments or on standard input"),
         (("generate", "tiny", "x", "--temperature", "-1"), "temperature -1.0 must be 0"),

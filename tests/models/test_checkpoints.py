@@ -167,7 +167,7 @@ def test_a_pickle_that_is_cut_short_is_named(folder: Path) -> None:
     load_checkpoint(folder, None)
     file = folder / "pytorch_model.bin"
     file.write_bytes(file.read_bytes()[:-200])
-    with pytest.raises(InvalidInput, match=rf"{file} is cut short"):
+    with pytest.raises(InvalidInput, match=rf"{file} is truncated"):
         load_checkpoint(folder, None)
 
 

@@ -86,8 +86,8 @@ BAD_CALLS = {
     "logits_to_keep '1' is a str": lambda m: m(PROMPT, logits_to_keep="1"),
     "logits_to_keep True is a bool": lambda m: m(PROMPT, logits_to_keep=True),
     "logits_to_keep=-1": lambda m: m(PROMPT, logits_to_keep=-1),
-    "config {'num_blocks': 5} is a dict: give EngineConfig": lambda m: m.engine({"num_blocks": 5}),
-    "speculation 'ngram' is a str: give SpeculationConfig": lambda m: m.engine(speculation="ngram"),
+    "config {'num_blocks': 5} is a dict: pass EngineConfig": lambda m: m.engine({"num_blocks": 5}),
+    "speculation 'ngram' is a str: pass SpeculationConfig": lambda m: m.engine(speculation="ngram"),
     "return_dict 'no' is a str": lambda m: m(PROMPT, return_dict="no"),
     "needs 2058 tokens": lambda m: m.generate(PROMPT, max_new_tokens=2048),
 }
@@ -133,7 +133,7 @@ def test_compile_refuses_what_it_cannot_do() -> None:
         detcompile.compile("tiny", tp=3)
     with pytest.raises(InvalidInput, match="no such folder"):
         detcompile.compile("somewhere/else/again")
-    with pytest.raises(InvalidInput, match="give cpu or cuda"):
+    with pytest.raises(InvalidInput, match="pass cpu or cuda"):
         detcompile.load_model("tiny", device="somewhere")
     with pytest.raises(InvalidInput, match="cannot be loaded as a causal LM"):
         detcompile.load_model(__import__("pathlib").Path(__file__).parent)
@@ -168,15 +168,15 @@ BAD_ARGUMENTS = [
     ({"numerics": {}}, "numerics {} is a dict: give Numerics"),
     ({"replicate_attention": "no"}, "replicate_attention 'no' is a str"),
     ({"progress": "no"}, "progress 'no' is a str"),
-    ({"device": [1]}, "device .1. is a list: give cpu or cuda"),
-    ({"device": ""}, "device='': give cpu or cuda"),
-    ({"task": ["x"]}, r"task=\['x'\]: take"),
+    ({"device": [1]}, "device .1. is a list: pass cpu or cuda"),
+    ({"device": ""}, "device='': pass cpu or cuda"),
+    ({"task": ["x"]}, r"task=\['x'\]: use"),
     ({"revision": 5}, "revision 5 is an int"),
     ({"token": 5}, "token is an int"),
     ({"trust_remote_code": "no"}, "trust_remote_code 'no' is a str"),
-    ({"model": ""}, "'': no such folder; give a local"),
-    ({"model": "a" * 5000}, "File name too long.*; give a local"),
-    ({"model": "a\0b"}, "give a local"),
+    ({"model": ""}, "'': no such folder; pass a local"),
+    ({"model": "a" * 5000}, "File name too long.*; pass a local"),
+    ({"model": "a\0b"}, "pass a local"),
     ({"model": None}, "not a NoneType"),
 ]
 

@@ -354,7 +354,7 @@ def test_what_cannot_be_exported_is_refused(
         detcompile.export(loaded, tmp_path / "m.pt2")
     with pytest.raises(InvalidInput, match="no such file"):
         detcompile.load(tmp_path / "m.pt2")
-    with pytest.raises(InvalidInput, match=r"is an archive.*: give it to detcompile\.load"):
+    with pytest.raises(InvalidInput, match=r"is an exported archive.*: pass it to detcompile\.load"):
         detcompile.compile(archives["llama"])
 
 

@@ -91,7 +91,7 @@ def test_a_path_wins_over_an_id(cache: Path, tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     assert find_checkpoint(NAME) == (tmp_path / NAME, str(tmp_path / NAME), None)
     assert find_checkpoint("tiny").folder == TINY_FOLDER
-    with pytest.raises(InvalidInput, match="revision='main' is of the Hub, and org/name is a local folder"):
+    with pytest.raises(InvalidInput, match="revision='main' needs a model of the Hub, but org/name is a local folder"):
         find_checkpoint(NAME, revision="main")
     with pytest.raises(InvalidInput, match="no such folder"):
         find_checkpoint(Path("org/other"))
@@ -101,7 +101,7 @@ def test_a_path_wins_over_an_id(cache: Path, tmp_path: Path, monkeypatch: pytest
 def test_what_is_no_id_never_asks_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the Hub"))
     monkeypatch.chdir(TINY_FOLDER / "medusa")
-    with pytest.raises(InvalidInput, match="give a local Hugging Face model folder, an embedded model"):
+    with pytest.raises(InvalidInput, match="pass a local Hugging Face model folder, an embedded model"):
         detcompile.load_model(name)
     assert not is_hub_id(name)
 
@@ -115,10 +115,10 @@ def test_what_is_no_id_never_asks_the_hub(name: str, monkeypatch: pytest.MonkeyP
         ("https://hf.co/Qwen/Qwen3-0.6B/tree/v1", "id, 'Qwen/Qwen3-0.6B', revision='v1'$"),
         ("https://huggingface.co/Qwen/Qwen3-0.6B/blob/main/config.json", "'Qwen/Qwen3-0.6B', revision='main'$"),
         ("https://huggingface.co/Qwen/Qwen3-0.6B?library=vllm", "id, 'Qwen/Qwen3-0.6B'$"),
-        ("hf://Qwen/Qwen3-0.6B", "is an address: give a local"),
-        ("https://example.com/model", "is an address: give a local"),
-        ("model.gguf", "GGUF is not read"),
-        ("org/model.Q4_K_M.gguf", "GGUF is not read"),
+        ("hf://Qwen/Qwen3-0.6B", "is a URL: pass a local"),
+        ("https://example.com/model", "is a URL: pass a local"),
+        ("model.gguf", "GGUF is not supported"),
+        ("org/model.Q4_K_M.gguf", "GGUF is not supported"),
     ],
 )
 def test_addresses_and_gguf_are_told_what_to_write(name: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +128,7 @@ def test_addresses_and_gguf_are_told_what_to_write(name: str, message: str, monk
 
 
 def test_an_incomplete_cache_is_told_from_none(cache: Path, small: dict[str, bytes]) -> None:
-    with pytest.raises(InvalidInput, match=r"nothing of it, and HF_HUB_OFFLINE is set. Run `hf download org/name`"):
+    with pytest.raises(InvalidInput, match=r"no revision of it, and HF_HUB_OFFLINE is set. Run `hf download org/name`"):
         detcompile.compile(NAME)
     pieces = sorted(name for name in small if name.endswith(".safetensors"))
     put_snapshot(cache, NAME, {name: content for name, content in small.items() if name != pieces[1]})
@@ -141,12 +141,12 @@ def test_an_incomplete_cache_is_told_from_none(cache: Path, small: dict[str, byt
 ANSWER = httpx.Response(404, request=httpx.Request("GET", "https://huggingface.co"))
 FAULTS = {
     "no such repository on the Hugging Face Hub, or a private": errors.RepositoryNotFoundError("?", response=ANSWER),
-    "is gated on the Hugging Face Hub: ask for access": errors.GatedRepoError("?", response=ANSWER),
+    "is gated on the Hugging Face Hub: request access": errors.GatedRepoError("?", response=ANSWER),
     "has no revision 'v2' on the Hugging Face Hub": errors.RevisionNotFoundError("?", response=ANSWER),
     r"cannot be reached \(ConnectError\). Run `hf download": httpx.ConnectError("?"),
     r"cannot be reached \(LocalEntryNotFoundError\)": errors.LocalEntryNotFoundError("?"),
-    "no token is kept here: run `hf auth login`": errors.LocalTokenNotFoundError("?"),
-    "cannot be fetched from the Hugging Face Hub: RuntimeError: broken": RuntimeError("broken"),
+    "no token is stored here: run `hf auth login`": errors.LocalTokenNotFoundError("?"),
+    "cannot be downloaded from the Hugging Face Hub: RuntimeError: broken": RuntimeError("broken"),
     "HfHubHTTPError: too many": errors.HfHubHTTPError("too many", response=ANSWER),
 }
 
@@ -203,7 +203,7 @@ def test_bin_files_are_fetched_where_no_safetensors_are(cache: Path, small: dict
         assert sorted(there.sent) == sorted({*files} - {"training_args.bin"})
         assert (found.folder / "pytorch_model.bin").read_bytes() == b"weights"
     nothing = serving(Hub({COMMIT: others}, {"main": COMMIT}))
-    said = pytest.raises(InvalidInput, match=r"lacks model\.safetensors: it is no model of transformers' format")
+    said = pytest.raises(InvalidInput, match=r"lacks model\.safetensors: it is not a model in transformers' format")
     with with_cache(cache / "2", offline=False), nothing, said:
         find_checkpoint(NAME)
 
@@ -217,7 +217,7 @@ def test_a_branch_that_moved_is_followed_and_a_commit_is_not(cache: Path, small:
         assert find_checkpoint(NAME, revision=COMMIT).commit == COMMIT
         with pytest.raises(InvalidInput, match="has no revision 'gone' on the Hugging Face Hub"):
             find_checkpoint(NAME, revision="gone")
-        with pytest.raises(InvalidInput, match="no such folder here, and no such repository"):
+        with pytest.raises(InvalidInput, match="no such local folder, and no such repository"):
             find_checkpoint("org/other")
     assert find_checkpoint(NAME, revision=COMMIT).commit == COMMIT  # without a network
 
@@ -329,12 +329,12 @@ def test_what_was_found_on_another_machine_is_found_again_by_its_commit(cache: P
 
 def test_options_of_loading_are_refused_with_a_module_and_bad_ones_by_name() -> None:
     module = random_model("qwen3", torch.float32, num_hidden_layers=1)
-    with pytest.raises(InvalidInput, match=r"dtype and device: given with a module.*model.to\("):
+    with pytest.raises(InvalidInput, match=r"dtype and device cannot be passed with a module.*model.to\("):
         detcompile.compile(module, dtype=torch.bfloat16, device="cpu")
-    with pytest.raises(InvalidInput, match="revision and token and trust_remote_code: given with a module"):
+    with pytest.raises(InvalidInput, match="revision and token and trust_remote_code cannot be passed with a module"):
         detcompile.compile(module, revision="main", token="x", trust_remote_code=True)
     for dtype in ("int8", torch.int8, "nonsense"):
-        with pytest.raises(InvalidInput, match="is no dtype of a model here"):
+        with pytest.raises(InvalidInput, match="is not supported: use float32"):
             detcompile.load_model("tiny", dtype=dtype)
     with pytest.raises(InvalidInput, match=r"device='cpu:0' with tp=2: ranks take"):
         detcompile.compile("tiny", tp=2, device="cpu:0")

@@ -51,7 +51,7 @@ def test_attributes_that_it_lacks_say_what_to_do(name: str) -> None:
 def test_it_is_not_copied() -> None:
     """Its code would run the weights of the first, and nobody could change those of the second."""
     for act in (copy.copy, copy.deepcopy, pickle.dumps, lambda model: torch.save(model, io.BytesIO())):
-        with pytest.raises(InvalidInput, match="not copied or pickled"):
+        with pytest.raises(InvalidInput, match="cannot be copied or pickled"):
             act(model())
 
 
@@ -151,8 +151,8 @@ BAD: dict[str, dict[str, Any]] = {
     "output_hidden_states is not served": {"input_ids": IDS, "output_hidden_states": True},
     "output_attentions is not served": {"input_ids": IDS, "output_attentions": True},
     "cache_position is not served": {"input_ids": IDS, "cache_position": torch.arange(6)},
-    "token_type_ids: no argument of a call": {"input_ids": IDS, "token_type_ids": IDS},
-    "atention_mask: no argument of a call": {"input_ids": IDS, "atention_mask": None},
+    "token_type_ids is not an argument of a call": {"input_ids": IDS, "token_type_ids": IDS},
+    "atention_mask is not an argument of a call": {"input_ids": IDS, "atention_mask": None},
 }
 
 

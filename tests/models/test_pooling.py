@@ -232,7 +232,7 @@ def test_new_weights_move_scores_and_the_fingerprint() -> None:
         (lambda m: m([[5, 6]]), "input_ids must be a tensor"),
         (lambda m: m(torch.tensor([[5, VOCAB_SIZE]])), f"token {VOCAB_SIZE}"),
         (lambda m: m(torch.tensor([[5, 6]]), output_hidden_states=True), "output_hidden_states"),
-        (lambda m: m(torch.tensor([[5, 6]]), labels=torch.tensor([1])), "labels: no .* position_ids and return_dict"),
+        (lambda m: m(torch.tensor([[5, 6]]), labels=torch.tensor([1])), "labels is not an argument .* position_ids and return_dict"),
         (lambda m: m(torch.tensor([[5, 6]]), position_ids=torch.tensor([[0, 0]])), "several packed texts"),
         (lambda m: m.score([]), "no prompts"),
         (lambda m: m.score([[5], []]), "prompt 1 has no tokens"),
@@ -254,7 +254,7 @@ def test_new_weights_move_scores_and_the_fingerprint() -> None:
         (lambda m: m.score([[5] * (MAX_CONTEXT + 1)]), "max_context"),
         (lambda m: compiled("xlm-roberta base").embed([[5]], pooling="max"), "pooling='max'"),
         (lambda m: detcompile.export(m, "m.pt2"), "CompiledClassifier"),
-        (detcompile.LLM, "LLM takes causal LMs, and .* is a CompiledClassifier"),
+        (detcompile.LLM, "LLM needs a causal LM, but .* is a CompiledClassifier"),
         (lambda m: detcompile.compile("tiny", task="rank"), "task='rank'"),
     ],
 )

@@ -172,7 +172,7 @@ def test_what_is_saved_is_read_by_peft(trainer: Trainer, tmp_path: Path):
     ids = sequences([9])[0][None]
     assert torch.equal(loaded(ids).logits, adapted(autocast=True)(ids).logits)  # float32 that are bfloat16's values
     assert loaded.peft_config["default"].r == 6
-    with pytest.raises(InvalidInput, match=r"folder holds adapters of PEFT: .*from_pretrained"):
+    with pytest.raises(InvalidInput, match=r"folder holds PEFT adapters: .*from_pretrained"):
         detcompile.load_model(tmp_path / "new" / "folder", device="cpu")
     (tmp_path / "file").touch()
     with pytest.raises(InvalidInput, match="is a file"):

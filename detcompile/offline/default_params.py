@@ -1,4 +1,4 @@
-"""What a model's generation_config says of sampling, for requests that say nothing, as vLLM takes it."""
+"""Default SamplingParams from a model's generation_config, as in vLLM."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from detcompile.runtime.requests.sampling_params import SamplingParams
 
 __all__ = ["configured_params"]
 
-# Names of a generation_config that vLLM takes default SamplingParams from, and theirs.
+# generation_config fields that give vLLM's default SamplingParams, and the fields of SamplingParams.
 CONFIGURED = {
     "repetition_penalty": "repetition_penalty",
     "temperature": "temperature",
@@ -19,13 +19,13 @@ CONFIGURED = {
 
 
 def configured_params(model: CompiledModel) -> dict[str, Any]:
-    """Fields of SamplingParams that the model's ``generation_config`` gives, and no others.
+    """Return the fields of SamplingParams that the model's ``generation_config`` sets.
 
     Raises:
-        InvalidInput: a value that SamplingParams cannot have.
+        InvalidInput: a value is not valid for SamplingParams.
     """
     config = getattr(model.model, "generation_config", None)
     named = {ours: getattr(config, theirs, None) for theirs, ours in CONFIGURED.items()}
-    found = {name: value for name, value in named.items() if value is not None}
-    params = SamplingParams(**found)
-    return {name: getattr(params, name) for name in found}
+    fields = {name: value for name, value in named.items() if value is not None}
+    params = SamplingParams(**fields)
+    return {name: getattr(params, name) for name in fields}

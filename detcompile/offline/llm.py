@@ -1,4 +1,4 @@
-"""LLM: vLLM's class of offline inference, as a thin layer over compile() and an engine."""
+"""LLM: vLLM's class for offline inference, as a thin layer over compile() and an engine."""
 
 import itertools
 import warnings
@@ -28,7 +28,7 @@ from detcompile.runtime.requests.sampling_params import SamplingParams
 
 __all__ = ["LLM"]
 
-# What compile() calls the options that are decided by then.
+# The arguments of compile() for options that are fixed once a model is compiled.
 COMPILES_BY = {
     "max_model_len": "max_context",
     "tensor_parallel_size": "tp",
@@ -40,26 +40,26 @@ COMPILES_BY = {
 class LLM:
     """vLLM's LLM: a model, its tokenizer and an engine that serves lists of prompts.
 
-    Answers are those of ``compile(model).engine()``: each depends on its prompt, its SamplingParams and its seed alone.
-    A request without a seed gets ``seed_of_row(seed, n)``, n requests into this object, so that a script that is run
-    again gives its answers again; every output carries its seed.
+    Answers equal those of ``compile(model).engine()``: each depends only on its prompt, SamplingParams and seed. The
+    n-th request of this object gets ``seed_of_row(seed, n)`` if it has no seed, so running a script again gives the
+    same answers; every output carries its seed.
 
     Args:
-        model: a name, as compile() takes it, an exported .pt2, a module of transformers, or a compiled model.
-        tokenizer: a tokenizer of transformers, or the folder of one; None takes the model's own.
-        seed: makes the seeds of requests that have none; None draws them afresh.
-        options: vLLM's options by their names. Served are ``tensor_parallel_size``, ``pipeline_parallel_size``,
+        model: a name, as for compile(), an exported .pt2, a transformers module, or a compiled model.
+        tokenizer: a transformers tokenizer, or its folder; None uses the model's.
+        seed: derives the seeds of requests without one; None draws random seeds.
+        options: vLLM's options by name. Served are ``tensor_parallel_size``, ``pipeline_parallel_size``,
             ``dtype``, ``max_model_len``, ``gpu_memory_utilization``, ``max_num_seqs``, ``max_num_batched_tokens``,
             ``block_size``, ``num_gpu_blocks_override``, ``enable_prefix_caching``, ``enable_chunked_prefill``,
             ``enforce_eager``, ``revision``, ``hf_token``, ``trust_remote_code`` and ``generation_config`` ("auto" or
-            "vllm"); others are taken where they ask for nothing.
+            "vllm"); others are accepted only with values that have no effect.
 
     Attributes:
         model: the compiled model.
-        engine: serves the requests; None once this is closed.
+        engine: serves the requests; None after close().
 
     Raises:
-        InvalidInput: an option that is unknown or not served, or what compile() and the engine refuse.
+        InvalidInput: an option is unknown or not served, or compile() or the engine reject it.
     """
 
     def __init__(
@@ -73,12 +73,12 @@ class LLM:
         read = read_options(options)
         self._seed = None if seed is None else SamplingParams(seed=seed).seed
         self._numbers = itertools.count()
-        self._given = isinstance(model, CompiledModel)
+        self._is_borrowed = isinstance(model, CompiledModel)
         self.model = _compiled(model, read)
         self._tokenizer = self.model.tokenizer if tokenizer is None else _tokenizer(tokenizer)
         self._defaults = SamplingParams(**configured_params(self.model) if read.config_defaults else {})
         self.engine: Engine | None = self.model.engine(read.engine, tokenizer=self._tokenizer)
-        self._reader = private_copy(self._tokenizer)  # get_tokenizer() hands the other out
+        self._reader = private_copy(self._tokenizer)  # users may change the one from get_tokenizer()
 
     def generate(
         self,
@@ -91,21 +91,21 @@ class LLM:
         tokenization_kwargs: None = None,
         mm_processor_kwargs: None = None,
     ) -> list[LLMOutput]:
-        """Serve prompts to their ends.
+        """Generate answers to prompts.
 
         Args:
             prompts: one prompt or a list: text, token ids, ``{"prompt": ...}`` or ``{"prompt_token_ids": ...}``.
-            sampling_params: one for all prompts, or one a prompt; None takes ``get_default_sampling_params()``.
-            use_tqdm: show a bar on the terminal.
-            priority: an integer a prompt, or one for all; lower is served earlier.
+            sampling_params: one for all prompts, or one per prompt; None uses ``get_default_sampling_params()``.
+            use_tqdm: show a progress bar on the terminal.
+            priority: an integer per prompt, or one for all; lower values are served earlier.
 
         Returns:
-            One LLMOutput a prompt, in their order; one that failed while it was served has its ``error``.
+            One LLMOutput per prompt, in order; a prompt that failed during generation has an ``error``.
 
         Raises:
-            InvalidInput: neither a prompt nor a list of them, not one of each a prompt, or a prompt that cannot be
-                served: it is too long, say. None is served then.
-            EngineError: this is closed, or the engine failed.
+            InvalidInput: ``prompts`` is not a prompt or a list of prompts, lengths of lists differ, or a prompt cannot
+                be served, for example because it is too long. Then no prompt is served.
+            EngineError: this object is closed, or the engine failed.
         """
         unserved = {
             "lora_request": (lora_request, NO_LORA),
@@ -120,12 +120,12 @@ class LLM:
         params = self._defaults if sampling_params is None else sampling_params
         if isinstance(params, SamplingParams):
             params = [params] * count
-        seeded = [self._seeded(own) for own in params] if _are_params(params) else params
+        seeded = [self._seeded(each) for each in params] if _are_params(params) else params
         outputs = engine.generate(prompts, seeded, progress=bool(use_tqdm), priority=priority, strict=True)
         failed = [output.error for output in outputs if output.error is not None]
         if failed:
             warnings.warn(
-                f"{len(failed)} of {len(outputs)} prompts have no answer but an error; the first: {failed[0]}",
+                f"{len(failed)} of {len(outputs)} prompts failed; the first error: {failed[0]}",
                 stacklevel=2,
             )
         return [llm_output(output, self._reader) for output in outputs]
@@ -147,31 +147,31 @@ class LLM:
         tokenization_kwargs: None = None,
         mm_processor_kwargs: None = None,
     ) -> list[LLMOutput]:
-        """Answer a conversation, or a list of them, in the form of the tokenizer's chat template.
+        """Answer a conversation, or a list of them, formatted by the tokenizer's chat template.
 
         Args:
             messages: dicts with "role" and "content"; or a list of such lists.
-            sampling_params, use_tqdm, priority: the same as in ``generate``.
+            sampling_params, use_tqdm, priority: as in ``generate``.
             chat_template: a Jinja template in place of the tokenizer's.
-            chat_template_content_format: "auto" alone: the template gets the messages as they are.
-            add_generation_prompt: begin an answer behind the last message.
-            continue_final_message: go on with the last message; ``add_generation_prompt`` has to be False then.
+            chat_template_content_format: only "auto": the template gets the messages unchanged.
+            add_generation_prompt: start an answer after the last message.
+            continue_final_message: continue the last message; ``add_generation_prompt`` must then be False.
             tools: JSON schemas of functions, for the template.
             chat_template_kwargs: further arguments of the template.
 
         Raises:
-            InvalidInput: no template, or messages that it does not take.
+            InvalidInput: there is no template, or it cannot render the messages.
         """
         self._open()
         if chat_template_content_format != "auto":
             form = shown(chat_template_content_format)
-            raise InvalidInput(f"chat_template_content_format={form} is not served: the template gets what you give")
+            raise InvalidInput(f"chat_template_content_format={form} is not served: messages are passed unchanged")
         tokenizer = self.get_tokenizer()
         if isinstance(messages, (str, Mapping)) or not isinstance(messages, SequenceOf) or not len(messages):
-            raise InvalidInput(f"messages {shown(messages)} is {kind(messages)}: give a list of messages, or of lists")
+            raise InvalidInput(f"messages {shown(messages)} is {kind(messages)}: pass a list of messages, or of lists")
         if not isinstance(chat_template_kwargs, (Mapping, type(None))):
-            said = f"{shown(chat_template_kwargs)} is {kind(chat_template_kwargs)}"
-            raise InvalidInput(f"chat_template_kwargs {said}: give a dict of arguments of the template")
+            what = f"{shown(chat_template_kwargs)} is {kind(chat_template_kwargs)}"
+            raise InvalidInput(f"chat_template_kwargs {what}: pass a dict of arguments of the template")
         options = {
             "chat_template": chat_template,
             "add_generation_prompt": add_generation_prompt,
@@ -183,31 +183,34 @@ class LLM:
         texts = [_rendered(tokenizer, conversation, options) for conversation in conversations]
         prompts = [
             {"prompt": text, "prompt_token_ids": tokenized(self._reader, text, add_special_tokens=False)}
-            for text in texts  # which have the special tokens of the template
+            for text in texts  # which already contain the template's special tokens
         ]
         unserved = {"lora_request": lora_request, "tokenization_kwargs": tokenization_kwargs}
         unserved |= {"mm_processor_kwargs": mm_processor_kwargs}
         return self.generate(prompts, sampling_params, use_tqdm, priority=priority, **unserved)
 
     def get_tokenizer(self) -> Any:
-        """The tokenizer.
+        """Return the tokenizer.
 
         Raises:
-            InvalidInput: there is none.
+            InvalidInput: the model has no tokenizer.
         """
         if self._tokenizer is None:
             raise InvalidInput("this model has no tokenizer: pass LLM(tokenizer=...)")
         return self._tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What requests are drawn with that say nothing: temperature, filters, repetition penalty and length of the
-        model's ``generation_config``, as vLLM takes them; with ``generation_config="vllm"`` SamplingParams()."""
+        """Return the SamplingParams of requests without any.
+
+        They are the model's ``generation_config``, as vLLM reads it (temperature, filters, repetition penalty and
+        length), or SamplingParams() with ``generation_config="vllm"``.
+        """
         return self._defaults
 
     def close(self) -> None:
-        """Give back the KV cache, and end worker processes that this started; later calls raise EngineError."""
+        """Free the KV cache, and end worker processes that this object started; later calls raise EngineError."""
         engine, self.engine = self.engine, None
-        if engine is not None and not self._given and isinstance(self.model, RemoteModel):
+        if engine is not None and not self._is_borrowed and isinstance(self.model, RemoteModel):
             self.model.close()
 
     def __repr__(self) -> str:
@@ -221,7 +224,7 @@ class LLM:
 
     def _open(self) -> Engine:
         if self.engine is None:
-            raise EngineError("this LLM was closed: make a new one")
+            raise EngineError("this LLM is closed: create a new one")
         return self.engine
 
     def _seeded(self, params: SamplingParams) -> SamplingParams:
@@ -236,13 +239,15 @@ def _compiled(model: str | Path | PreTrainedModel | CompiledModel, options: LLMO
         require_causal(model, "LLM")
     if isinstance(model, CompiledModel) or str(model).endswith(".pt2"):
         changed = {"dtype": options.dtype, "max_model_len": options.max_context, **options.hub}
-        changed.pop("trust_remote_code", None)  # there is no code to run any more
+        changed.pop("trust_remote_code", None)  # no code of the model runs any more
         changed |= {"tensor_parallel_size": options.tp if options.tp > 1 else None}
         changed |= {"pipeline_parallel_size": options.pp if options.pp > 1 else None}
         for name, value in changed.items():
             if value is not None:
-                own = COMPILES_BY.get(name, name)
-                raise InvalidInput(f"LLM({name}={value}) of a model that is compiled before: pass {own} to compile()")
+                argument = COMPILES_BY.get(name, name)
+                raise InvalidInput(
+                    f"LLM({name}={value}) cannot change a model that is already compiled: pass {argument} to compile()"
+                )
         return model if isinstance(model, CompiledModel) else load(model)
     how: dict[str, Any] = {"tp": options.tp, "pp": options.pp, "max_context": options.max_context, **options.hub}
     if isinstance(model, (str, Path)):
@@ -252,30 +257,30 @@ def _compiled(model: str | Path | PreTrainedModel | CompiledModel, options: LLMO
     return require_causal(compile(model, **how), "LLM")
 
 
-def _tokenizer(given: Any) -> Any:
-    if not isinstance(given, (str, Path)):
-        return given
-    found = load_tokenizer(str(given)) if Path(given).is_dir() else None
-    if found is None:
-        raise InvalidInput(f"tokenizer={str(given)!r}: no folder with a tokenizer; give one, or a tokenizer itself")
-    return found
+def _tokenizer(source: Any) -> Any:
+    if not isinstance(source, (str, Path)):
+        return source
+    tokenizer = load_tokenizer(str(source)) if Path(source).is_dir() else None
+    if tokenizer is None:
+        raise InvalidInput(f"tokenizer={str(source)!r} is not a folder with a tokenizer; pass one, or a tokenizer")
+    return tokenizer
 
 
 def _are_params(params: Any) -> bool:
-    """What is no list of SamplingParams is left to the engine, which refuses it by name."""
-    return isinstance(params, SequenceOf) and all(isinstance(own, SamplingParams) for own in params)
+    """Return True for a list of SamplingParams; the engine rejects anything else by name."""
+    return isinstance(params, SequenceOf) and all(isinstance(each, SamplingParams) for each in params)
 
 
 def _rendered(tokenizer: Any, conversation: Any, options: Mapping[str, Any]) -> str:
     """Return a conversation as the text of a prompt."""
     if isinstance(conversation, (str, Mapping)) or not isinstance(conversation, SequenceOf):
-        said = f"{shown(conversation)}, which is {kind(conversation)}"
-        raise InvalidInput(f"messages hold {said}: give a list of messages, or a list of such lists")
+        what = f"{shown(conversation)}, which is {kind(conversation)}"
+        raise InvalidInput(f"messages hold {what}: pass a list of messages, or a list of such lists")
     try:
         text: str = tokenizer.apply_chat_template(list(conversation), tokenize=False, **options)
-    except Exception as error:  # templates are programs
+    except Exception as error:  # templates are programs and raise anything
         raise InvalidInput(
-            f"the chat template cannot render {shown(conversation)}: {error}. Give messages with a role and a content,"
+            f"the chat template cannot render {shown(conversation)}: {error}. Pass messages with a role and a content,"
             " and a chat_template if the tokenizer has none"
         ) from error
     return text

@@ -1,6 +1,6 @@
-"""Options of vLLM's LLM: those of compile() and EngineConfig, and those that are taken only where they ask for nothing.
+"""Options of vLLM's LLM: those of compile() and EngineConfig, and those that are accepted only if they have no effect.
 
-What would change an answer, or is a promise that nothing here keeps, is refused by name.
+Options that would change an answer, or promise something that is not implemented, are rejected by name.
 """
 
 from collections.abc import Mapping
@@ -22,18 +22,18 @@ DTYPES = {
     "float": torch.float32,
     "float32": torch.float32,
 }
-# Options that nothing is done about, with the values that ask for nothing here, beside None; ANY: of speed or of logs.
+# Ignored options, with the value that has no effect, besides None. ANY: options that affect only speed or logs.
 ANY = object()
-QUANTIZED = "a checkpoint's own quantisation is read (docs/quantization.md)"
+QUANTIZED = "a checkpoint's own quantization is used (docs/quantization.md)"
 ONE_ENGINE = "one engine serves one model, over tensor_parallel_size ranks"
-LOCAL = "a checkpoint is read as transformers reads it"
+LOCAL = "checkpoints are read as transformers reads them"
 NO_LORA = "merge the adapter into the weights"
 TEXT_ALONE = "prompts are text or tokens"
 AUX = "an output has tokens, text and log-probabilities"
 DRAFTS = "model.engine(speculation=SpeculationConfig()) drafts"
-RESTARTS = "model.engine(EngineConfig(restarts=...)) starts lost ranks again"
-PLAIN = "what the model says is given as it is; read it with a parser of your own"
-NO_ANSWER = (  # options of vLLM that choose kernels, memory, logs or downloads, and no answer
+RESTARTS = "model.engine(EngineConfig(restarts=...)) restarts lost ranks"
+PLAIN = "the model's text is returned unchanged; use your own parser"
+NO_ANSWER = (  # options of vLLM for kernels, memory, logs or downloads, which do not affect answers
     "_api_process_count", "_api_process_rank", "aggregate_engine_logging", "all2all_backend",
     "allow_deprecated_quantization", "async_scheduling", "attention_backend", "attention_config",
     "collect_detailed_traces", "compilation_config", "cp_kv_cache_interleave_size", "cpu_distributed_timeout_seconds",
@@ -71,7 +71,7 @@ NO_ANSWER = (  # options of vLLM that choose kernels, memory, logs or downloads,
     "watchdog_config", "watermark",
 )  # fmt: skip
 NEUTRAL: Mapping[str, tuple[Any, str]] = {
-    **dict.fromkeys(NO_ANSWER, (ANY, "")),  # scheduling_policy: of equal priorities it is first come, first served
+    **dict.fromkeys(NO_ANSWER, (ANY, "")),  # scheduling_policy: first come, first served among equal priorities
     "additional_config": ({}, "there is no platform plugin"),
     "allowed_local_media_path": ("", TEXT_ALONE),
     "allowed_media_domains": (None, TEXT_ALONE),
@@ -176,16 +176,16 @@ NEUTRAL: Mapping[str, tuple[Any, str]] = {
 
 
 class LLMOptions(NamedTuple):
-    """What the options of an LLM come to.
+    """Parsed options of an LLM.
 
     Attributes:
         tp: tensor-parallel size.
-        pp: stages of the layers.
-        dtype: dtype of the weights; None is the checkpoint's own.
-        max_context: tokens a sequence may hold; None is the model's.
+        pp: number of pipeline stages.
+        dtype: dtype of the weights; None: the checkpoint's.
+        max_context: maximum number of tokens of a sequence; None: the model's.
         engine: settings of the engine.
-        config_defaults: whether the model's generation_config gives the default SamplingParams.
-        hub: ``revision``, ``token`` and ``trust_remote_code`` of compile(), those that are given.
+        config_defaults: True if the model's generation_config gives the default SamplingParams.
+        hub: those of compile()'s ``revision``, ``token`` and ``trust_remote_code`` that are set.
     """
 
     tp: int
@@ -197,13 +197,13 @@ class LLMOptions(NamedTuple):
     hub: Mapping[str, Any]
 
 
-def read_options(given: Mapping[str, Any]) -> LLMOptions:
-    """Options by vLLM's names.
+def read_options(options: Mapping[str, Any]) -> LLMOptions:
+    """Parse options by vLLM's names.
 
     Raises:
-        InvalidInput: an option that is unknown, not served, or has a value that cannot be.
+        InvalidInput: an option is unknown, not served, or has an invalid value.
     """
-    rest = dict(given)
+    rest = dict(options)
     dtype = rest.pop("dtype", "auto")
     context = rest.pop("max_model_len", None)
     defaults = rest.pop("generation_config", "auto")
@@ -220,7 +220,7 @@ def read_options(given: Mapping[str, Any]) -> LLMOptions:
         if value is None:
             continue
         if name not in NEUTRAL:
-            raise InvalidInput(f"LLM has no option {name!r}: leave it out; docs/engine.md has those that it takes")
+            raise InvalidInput(f"LLM has no option {name!r}: leave it out; docs/engine.md lists the options")
         neutral, advice = NEUTRAL[name]
         if neutral is not ANY and value != neutral:
             raise InvalidInput(f"LLM({name}={shown(value)}) is not served: {advice}")
@@ -236,7 +236,7 @@ def read_options(given: Mapping[str, Any]) -> LLMOptions:
 
 
 def _engine_config(rest: dict[str, Any]) -> EngineConfig:
-    """Takes the options of the engine out of ``rest``."""
+    """Remove the engine's options from ``rest`` and return them as EngineConfig."""
     names = {
         "gpu_memory_utilization": "memory_fraction",
         "max_num_seqs": "max_num_seqs",

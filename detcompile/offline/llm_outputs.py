@@ -1,4 +1,4 @@
-"""Outputs of LLM: vLLM's fields, and beside them what repeats an answer, its seed."""
+"""Outputs of LLM: vLLM's fields, plus the seed that reproduces an answer."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ class Logprob:
     """The log-probability of one token at one position.
 
     Attributes:
-        logprob: fp32, natural logarithm, under the model itself.
-        rank: place among the vocabulary from 1; equal ones are ranked by their ids.
-        decoded_token: the token alone as text; None without a tokenizer, and where it cannot read the id.
+        logprob: fp32, natural logarithm, of the unmodified model.
+        rank: rank in the vocabulary from 1; ties are ranked by id.
+        decoded_token: the text of the token alone; None without a tokenizer, or if it cannot decode the id.
     """
 
     logprob: float
@@ -30,13 +30,13 @@ class LLMCompletion:
     """One sample of a request.
 
     Attributes:
-        index: place among the request's n samples.
-        text: the tokens as text; empty of a prompt that was refused.
-        token_ids: the tokens drawn, a final stop token included.
-        cumulative_logprob: sum of the tokens' logprobs; None if they were not asked for.
-        logprobs: one dict a token, of it and of the likeliest, by token id; None if they were not asked for.
+        index: index among the request's n samples.
+        text: the tokens as text; empty for a rejected prompt.
+        token_ids: the sampled tokens, including a final stop token.
+        cumulative_logprob: sum of the tokens' logprobs; None if not requested.
+        logprobs: for each token a dict by token id, of it and the likeliest tokens; None if not requested.
         finish_reason: "stop", "length", "abort" or "error".
-        stop_reason: the stop token id or stop string that ended it, if one did.
+        stop_reason: the stop token id or stop string that ended it, if any.
     """
 
     index: int
@@ -48,7 +48,7 @@ class LLMCompletion:
     stop_reason: int | str | None
 
     def finished(self) -> bool:
-        """Whether it has ended, as it always has when it is given."""
+        """Return True if the sample has ended, which is so for every returned sample."""
         return self.finish_reason is not None
 
 
@@ -57,15 +57,15 @@ class LLMOutput:
     """A request and its samples.
 
     Attributes:
-        request_id: unique within the LLM; empty of a prompt that was refused.
-        prompt: text of the prompt, where it was given as text or messages.
+        request_id: unique within the LLM; empty for a rejected prompt.
+        prompt: text of the prompt, if it was passed as text or messages.
         prompt_token_ids: tokens of the prompt.
-        prompt_logprobs: one dict a prompt token, None for the first; None if they were not asked for.
-        outputs: the n samples; one empty one with finish_reason "error" of a prompt that was refused.
-        finished: always true.
-        metrics: times of the request; None of a prompt that was refused.
+        prompt_logprobs: a dict per prompt token, None for the first; None if not requested.
+        outputs: the n samples; for a rejected prompt one empty sample with finish_reason "error".
+        finished: always True.
+        metrics: times of the request; None for a rejected prompt.
         num_cached_tokens: tokens of the prompt that came from the prefix cache.
-        seed: ``SamplingParams(seed=...)`` that repeats the answer bit for bit; None of a prompt that was refused.
+        seed: ``SamplingParams(seed=...)`` that reproduces the answer bit for bit; None for a rejected prompt.
         error: why the request ended with finish_reason "error".
     """
 
@@ -82,12 +82,12 @@ class LLMOutput:
 
 
 def llm_output(output: RequestOutput, tokenizer: Any | None) -> LLMOutput:
-    """An engine's output in vLLM's form."""
+    """Convert an engine's output to vLLM's form."""
 
     def decoded(token: int) -> str | None:
         try:
             return None if tokenizer is None else tokenizer.decode([token])
-        except Exception:  # some raise at ids that they do not know, and any id may be among the likeliest
+        except Exception:  # some tokenizers raise for unknown ids, and any id may be among the likeliest
             return None
 
     known = output.prompt_logprobs
@@ -118,8 +118,8 @@ def _completion(sample: CompletionOutput, decoded: Callable[[int], str | None]) 
 
 
 def _by_token(entry: Logprobs, decoded: Callable[[int], str | None]) -> dict[int, Logprob]:
-    """The token that stands there first, then the likeliest."""
-    found = {entry.token_id: Logprob(entry.logprob, entry.rank, decoded(entry.token_id))}
+    """Return logprobs by token id: the sampled token first, then the likeliest."""
+    logprobs = {entry.token_id: Logprob(entry.logprob, entry.rank, decoded(entry.token_id))}
     for rank, (token, logprob) in enumerate(entry.top.items(), 1):
-        found.setdefault(token, Logprob(logprob, rank, decoded(token)))
-    return found
+        logprobs.setdefault(token, Logprob(logprob, rank, decoded(token)))
+    return logprobs

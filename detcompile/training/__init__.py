@@ -1,1 +1,1 @@
-"""Training of a model whose forward is, bit for bit, the one that serves it."""
+"""Training of a model whose forward is bitwise equal to the one that serves it."""

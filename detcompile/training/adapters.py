@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA) of a model that is trained: what is refused of them, and PEFT's files of them."""
+"""Low-rank adapters (LoRA) in training: checks, and saving in PEFT's format."""
 
 import copy
 from collections.abc import Mapping
@@ -20,53 +20,52 @@ PARTS = (".lora_A.", ".lora_B.")  # in names of parameters
 
 
 def require_no_dropout(model: PreTrainedModel) -> None:
-    """Fail if adapters of a model are to be trained with dropout.
+    """Reject adapters with dropout.
 
     Raises:
-        UnsupportedModel: naming the linear.
+        UnsupportedModel: names the linear.
     """
     for name, module in model.named_modules():
         if isinstance(module, AdaptedLinear) and module.dropout:
             raise UnsupportedModel(
-                f"{name}: lora_dropout={module.dropout}, and a trainer's forward is serving's, without dropout: make"
-                " the adapters with LoraConfig(lora_dropout=0.0)"
+                f"{name}: lora_dropout={module.dropout}, but a trainer's forward equals serving's, without dropout:"
+                " create the adapters with LoraConfig(lora_dropout=0.0)"
             )
 
 
 def of_adapters(name: str) -> bool:
-    """Whether a parameter of this name is one of an adapter."""
+    """Return True if a parameter of this name belongs to an adapter."""
     return any(part in name for part in PARTS)
 
 
 def save_adapters(folder: Path, configs: Mapping[str, Any], parameters: Mapping[str, Tensor], base: str) -> None:
-    """Write adapters as PEFT reads them: ``adapter_config.json`` and ``adapter_model.safetensors``, float32.
+    """Write adapters in PEFT's format: ``adapter_config.json`` and ``adapter_model.safetensors``, float32.
 
     Args:
-        configs: PEFT's config by the name of the adapter, of which there is one.
-        parameters: whole tensors by name, those of the adapter and others that were trained.
-        base: name or folder of the model that the adapters are of.
-
+        configs: PEFT's config by adapter name; exactly one.
+        parameters: whole tensors by name: the adapter's and others that were trained.
+        base: name or folder of the base model.
     Raises:
         InvalidInput: ``folder`` is a file.
         StorageError: the folder cannot be written.
     """
     ((adapter, config),) = configs.items()
     if folder.is_file():
-        raise InvalidInput(f"{folder} is a file: give a folder, which is made, for the adapters")
+        raise InvalidInput(f"{folder} is a file: pass a folder for the adapters; it is created")
     config = copy.copy(config)
     config.base_model_name_or_path = config.base_model_name_or_path or base
     config.inference_mode = True
     tensors = {
-        f"base_model.model.{_unnamed(name, adapter)}": held.detach().to("cpu", torch.float32).contiguous()
-        for name, held in parameters.items()
+        f"base_model.model.{_unnamed(name, adapter)}": tensor.detach().to("cpu", torch.float32).contiguous()
+        for name, tensor in parameters.items()
     }
-    with naming(folder, "Give another folder"):
+    with naming(folder, "Use another folder"):
         config.save_pretrained(str(folder))
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 def _unnamed(name: str, adapter: str) -> str:
-    """A parameter's name without that of its adapter, as PEFT's files have it."""
+    """Return a parameter's name without the adapter's name, as in PEFT's files."""
     for part in PARTS:
         name = name.replace(f"{part}{adapter}.", part)
     return name

@@ -1,4 +1,4 @@
-"""Agreement: whether a trainer's log-probabilities are, byte for byte, those of an engine of a compiled model."""
+"""Agreement: check that a trainer's log-probabilities equal, byte for byte, those of a compiled model's engine."""
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,18 +16,18 @@ from detcompile.weights import weight_digests
 
 __all__ = ["require_agreement", "require_same_orders"]
 
-MOST_TOKENS = 2048  # of a sequence
+MOST_TOKENS = 2048  # per sequence
 SHORT = (2, 17, 65)
 
 
 def require_same_orders(numerics: Numerics, max_context: int, model: CompiledModel) -> None:
-    """Fail unless a model was compiled with these.
+    """Reject a model that was compiled with other numerics or another context.
 
     Raises:
-        InvalidInput: it was not, or is no compiled model; the message says what to pass.
+        InvalidInput: says what to pass; also raised for objects that are not compiled models.
     """
     if not isinstance(getattr(model, "numerics", None), Numerics):
-        raise InvalidInput(f"a trainer is checked against what compile() returns, and not against {shown(model)}")
+        raise InvalidInput(f"a trainer is checked against the result of compile(), not against {shown(model)}")
     if model.numerics != numerics:
         raise InvalidInput(
             f"the trainer has {numerics}, the engine's model {model.numerics}: pass numerics=model.numerics to"
@@ -36,7 +36,7 @@ def require_same_orders(numerics: Numerics, max_context: int, model: CompiledMod
     if model.max_context != max_context:
         raise InvalidInput(
             f"the trainer has max_context={max_context}, the engine's model {model.max_context}: pass"
-            " max_context=model.max_context to trainer(), as rotary tables may look at it"
+            " max_context=model.max_context to trainer(), because rotary tables may depend on it"
         )
 
 
@@ -50,29 +50,29 @@ def require_agreement(
     """Compare the log-probabilities of sequences of random tokens.
 
     Args:
-        logprobs: [1, C] ids -> [1, C - 1] float32, of the trainer.
-        weights: the trainer's, as an engine takes them.
+        logprobs: the trainer's function [1, C] ids -> [1, C - 1] float32.
+        weights: the trainer's weights, as an engine takes them.
 
     Raises:
-        TrainerMismatch: the first token whose log-probability differs, or a sampled token's does.
+        TrainerMismatch: names the first token whose log-probability differs.
     """
     drawn = random.Random(seed)
     longest = min(MOST_TOKENS, model.max_context - 1)
     lengths = [*(length for length in SHORT if length < longest), drawn.randint(2, longest), longest]
     prompts = [[drawn.randrange(vocab_size) for _ in range(length)] for length in lengths]
     for prompt, served in zip(prompts, _served(model, prompts)):
-        found = logprobs(torch.tensor([prompt], dtype=torch.int64, device="cpu"))[0].cpu()
+        trained = logprobs(torch.tensor([prompt], dtype=torch.int64, device="cpu"))[0].cpu()
         expected = torch.tensor(served, dtype=torch.float32, device="cpu")
-        different = (found.view(torch.int32) != expected.view(torch.int32)).nonzero()
+        different = (trained.view(torch.int32) != expected.view(torch.int32)).nonzero()
         if len(different):
-            raise _mismatch(int(different[0]), prompt, found, served, _differing(weights, model))
+            raise _mismatch(int(different[0]), prompt, trained, served, _differing(weights, model))
 
 
 def _served(model: CompiledModel, prompts: Sequence[Sequence[int]]) -> Iterator[list[float]]:
-    """Log-probabilities of each prompt's tokens but the first, of a fresh engine."""
+    """Yield the log-probabilities of each prompt's tokens after the first, from a new engine."""
     engine = model.engine(EngineConfig(num_blocks=2 + sum(len(prompt) // 16 + 2 for prompt in prompts)))
-    asked = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0, ignore_eos=True)
-    for output in engine.generate([list(prompt) for prompt in prompts], asked, progress=False):
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0, ignore_eos=True)
+    for output in engine.generate([list(prompt) for prompt in prompts], params, progress=False):
         if output.error is not None:
             raise output.error
         assert output.prompt_logprobs is not None
@@ -81,18 +81,18 @@ def _served(model: CompiledModel, prompts: Sequence[Sequence[int]]) -> Iterator[
 
 def _differing(weights: Mapping[str, Tensor], model: CompiledModel) -> tuple[str, ...]:
     served = model.weight_digests()
-    own = weight_digests({name: tensor for name, tensor in weights.items() if name in served})
-    return tuple(name for name, digest in own.items() if served[name] != digest)
+    trained = weight_digests({name: tensor for name, tensor in weights.items() if name in served})
+    return tuple(name for name, digest in trained.items() if served[name] != digest)
 
 
 def _mismatch(
-    place: int, prompt: Sequence[int], found: Tensor, served: Sequence[float], weights: tuple[str, ...]
+    place: int, prompt: Sequence[int], trained: Tensor, served: Sequence[float], weights: tuple[str, ...]
 ) -> TrainerMismatch:
     where = f"token {place + 1} of a sequence of {len(prompt)}, id {prompt[place + 1]}"
-    values = f"has log-probability {float(found[place])!r} in the trainer and {served[place]!r} in the engine"
+    values = f"has log-probability {float(trained[place])!r} in the trainer and {served[place]!r} in the engine"
     why = (
         f"{len(weights)} weights differ, {weights[0]} first: call model.update_weights(trainer)"
         if weights
-        else "their weights are equal: compile both on one machine, with the same numerics and versions"
+        else "the weights are equal: compile both on one machine, with the same numerics and versions"
     )
     return TrainerMismatch(f"{where}, {values}; {why}", weights)

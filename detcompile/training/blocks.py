@@ -1,7 +1,7 @@
-"""Blocks: the regions of a forward graph as modules, with the parameters under the names that Hugging Face gives them.
+"""Blocks: the regions of a forward graph as modules, with the parameters under Hugging Face's names.
 
-A block owns what its layer alone reads; what others read too, or no layer, belongs to the trainer. A block is what
-fully_shard wraps, what a checkpoint recomputes, and what is compiled.
+A block owns the parameters that only its layer reads; the trainer owns the others. A block is the unit of fully_shard,
+of recomputation and of compilation.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -22,39 +22,39 @@ __all__ = ["Block", "Holder", "RegionCall", "Source", "StepTensors", "Weight", "
 
 
 class Holder(nn.Module):
-    """A name in the path of a parameter."""
+    """A component of a parameter's name."""
 
 
 class Source(NamedTuple):
-    """Where an input of a region comes from, besides the rows and the shared values: one of these three."""
+    """The origin of a region's input, other than rows and shared values: a weight, a constant or a leaf."""
 
     weight: str | None = None  # the name of a parameter
     constant: Tensor | None = None
-    leaf: int | None = None  # of the step
-    dim: int | None = None  # that dimension's extent, rather than the leaf itself
+    leaf: int | None = None  # index of a leaf of the step
+    dim: int | None = None  # pass this dimension's extent instead of the leaf
 
 
 class StepTensors(NamedTuple):
     """One packed step."""
 
-    leaves: tuple[Tensor, ...]  # of the forward: step.step_leaves
-    table: Tensor  # [L + 1] int32: where the leaves of token sums begin and end, sequence by sequence
+    leaves: tuple[Tensor, ...]  # inputs of the forward: step.step_leaves
+    table: Tensor  # [L + 1] int32: boundaries of the leaves of token sums, sequence by sequence
 
 
 class Weight(NamedTuple):
-    """A parameter as a region takes it."""
+    """A parameter as an input of a region."""
 
-    value: Tensor  # in the dtype that the forward computes in, without a gradient
-    handle: Tensor | None  # float64 stand-in whose gradient is the parameter's; None if it is not trained
+    value: Tensor  # in the forward's compute dtype, without a gradient
+    handle: Tensor | None  # float64 stand-in whose gradient is the parameter's; None if frozen
 
 
 def weights_of(
     parameters: Mapping[str, Tensor], accumulators: Mapping[str, GradAccumulator], dtypes: Mapping[str, torch.dtype]
 ) -> dict[str, Weight]:
-    """Parameters as regions take them, each with one handle however many regions read it.
+    """Return parameters as regions' inputs; each has one handle, however many regions read it.
 
     Raises:
-        InvalidInput: one is trained that was frozen, or is another than when the trainer was made.
+        InvalidInput: a parameter was frozen when the trainer was created and is trained now, or was replaced.
     """
     handles: dict[int, Tensor] = {}  # by parameter, which may have several names
     for name, parameter in parameters.items():
@@ -62,8 +62,8 @@ def weights_of(
             continue
         if name not in accumulators:
             raise InvalidInput(
-                f"{name} was frozen when the trainer was made, and requires a gradient now. Make the trainer of a "
-                "model where it is trained, and freeze it afterwards."
+                f"{name} was frozen when the trainer was created, and requires a gradient now. Create the trainer from "
+                "a model in which it is trained, and freeze it afterwards."
             )
         handles[id(parameter)] = grad_handle(parameter, accumulators[name])
     return {
@@ -73,12 +73,12 @@ def weights_of(
 
 
 def require_no_hooks(trainer: nn.Module) -> None:
-    """Reject hooks on the modules of a trainer: they hold parameters, and no code of the model runs in them.
+    """Reject hooks on a trainer's modules: the modules only hold parameters, so the hooks would never run.
 
-    FSDP's hooks may stay, and so may hooks on the trainer itself, which run around its forward.
+    FSDP's hooks are allowed, and so are hooks on the trainer itself, which run around its forward.
 
     Raises:
-        InvalidInput: naming the module.
+        InvalidInput: names the module.
     """
     for name, module in trainer.named_modules():
         hooks = hooks_of(module)
@@ -90,19 +90,19 @@ def require_no_hooks(trainer: nn.Module) -> None:
             )
     if global_hooks():
         raise InvalidInput(
-            "hooks are registered for all modules (torch.nn.modules.module.register_module_..._hook), and a trainer "
+            "hooks are registered for all modules (torch.nn.modules.module.register_module_..._hook), but a trainer "
             "runs compiled layers, not its modules. Remove these hooks."
         )
 
 
 class RegionCall:
-    """A region and where one layer's inputs of it come from.
+    """A region, and the origin of its inputs for one layer.
 
     Args:
-        shared: numbers of the values of the first region that it takes.
-        sources: where its other inputs come from, in order.
-        rows: whether it takes the rows of the region before.
-        differentiated: numbers of the shared values that have a gradient.
+        shared: indices of the first region's values that it takes.
+        sources: origins of its other inputs, in order.
+        rows: True if it takes the previous region's rows.
+        differentiated: indices of the shared values that have a gradient.
     """
 
     def __init__(
@@ -121,14 +121,14 @@ class RegionCall:
 
     @property
     def weights(self) -> list[str]:
-        """Names of the parameters that it reads."""
+        """Names of the parameters that the region reads."""
         return [source.weight for source in self.sources if source.weight is not None]
 
     def prepare(self, trained: Collection[str | None]) -> Certificate | None:
-        """Compile it, unless that was done for another layer; the proof of its backward, if it has one.
+        """Compile the region unless another layer already did; return the proof of its backward, if it has one.
 
         Args:
-            trained: names of parameters that are trained.
+            trained: names of the trained parameters.
         """
         positions = self._positions(trained)
         self.region.program(positions, self._differentiated)
@@ -137,18 +137,18 @@ class RegionCall:
     def __call__(
         self, rows: Tensor | None, shared: Sequence[Tensor], step: StepTensors, weights: Mapping[str, Weight]
     ) -> Sequence[Tensor]:
-        given: list[Any] = ([] if rows is None else [rows]) + [shared[place] for place in self.shared]
-        given += [self._given(source, step, weights) for source in self.sources]
+        inputs: list[Any] = ([] if rows is None else [rows]) + [shared[place] for place in self.shared]
+        inputs += [self._input(source, step, weights) for source in self.sources]
         for position, (place, dim) in self._sizes.items():
-            given[position] = given[place].shape[dim]
+            inputs[position] = inputs[place].shape[dim]
         trained = self._positions([name for name, weight in weights.items() if weight.handle is not None])
-        given.append(step.table)
-        given += [weights[str(self.sources[position - self._first].weight)].handle for position in trained]
+        inputs.append(step.table)
+        inputs += [weights[str(self.sources[position - self._first].weight)].handle for position in trained]
         with float_mode(step.table.device, torch.get_num_threads()):
-            outputs: Sequence[Tensor] = self.region.program(trained, self._differentiated)(*given)
+            outputs: Sequence[Tensor] = self.region.program(trained, self._differentiated)(*inputs)
         return outputs
 
-    def _given(self, source: Source, step: StepTensors, weights: Mapping[str, Weight]) -> Any:
+    def _input(self, source: Source, step: StepTensors, weights: Mapping[str, Weight]) -> Any:
         if source.weight is not None:
             return weights[source.weight].value
         if source.leaf is None:
@@ -165,12 +165,12 @@ class Block(Holder):
     """One layer: forward(rows [1, T, H], shared, step, weights of others) -> rows [1, T, H].
 
     Args:
-        prefix: what the names of its parameters begin with.
-        dtypes: the dtype that the forward takes each parameter in, by its whole name.
+        prefix: prefix of its parameters' names.
+        dtypes: the forward's dtype of each parameter, by full name.
 
     Attributes:
-        accumulators: what keeps the gradient of each trained parameter, by its whole name.
-        recompute: keep the rows that enter it for the backward, and compute all else again then: the same bits.
+        accumulators: gradient accumulators of trained parameters, by full name.
+        recompute: True to keep only the input rows for the backward and recompute the rest: the same bits.
     """
 
     def __init__(self, call: RegionCall, prefix: str, dtypes: Mapping[str, torch.dtype]) -> None:
@@ -183,8 +183,8 @@ class Block(Holder):
         self, rows: Tensor, shared: Sequence[Tensor], step: StepTensors, others: Mapping[str, Weight]
     ) -> Tensor:
         def run(rows: Tensor) -> Tensor:
-            own = {self.prefix + name: parameter for name, parameter in self.named_parameters(remove_duplicate=False)}
-            weights = {**others, **weights_of(own, self.accumulators, self.dtypes)}
+            named = {self.prefix + name: parameter for name, parameter in self.named_parameters(remove_duplicate=False)}
+            weights = {**others, **weights_of(named, self.accumulators, self.dtypes)}
             return self.call(rows, shared, step, weights)[0]
 
         if self.recompute and torch.is_grad_enabled():

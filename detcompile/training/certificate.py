@@ -1,4 +1,4 @@
-"""TrainingCertificate: the proofs of a trainer's forward, which is the one that serves, and of its backward."""
+"""TrainingCertificate: the proofs of a trainer's forward, which equals serving's, and of its backward."""
 
 import json
 from collections.abc import Iterable
@@ -12,22 +12,22 @@ __all__ = ["TrainingCertificate", "backward_of"]
 
 @dataclass(frozen=True)
 class TrainingCertificate:
-    """What is proved of a trainer; prints as two tables.
+    """The certificates of a trainer; prints as two tables.
 
     Attributes:
-        forward: each row of logits reads its own sequence, in the orders of serving.
-        backward: gradients of rows keep sequences apart, and those of weights are exact sums over tokens.
+        forward: each row of logits depends only on its own sequence, in the orders of serving.
+        backward: gradients of rows keep sequences apart, and gradients of weights are exact sums over tokens.
     """
 
     forward: Certificate
     backward: Certificate
 
     def to_json(self) -> str:
-        """One JSON object with both."""
+        """Return one JSON object with both."""
         return json.dumps({way: json.loads(getattr(self, way).to_json()) for way in ("forward", "backward")})
 
     def summary(self) -> str:
-        """Two lines: how many operations of each class were certified."""
+        """Return two lines: the number of certified operations of each class."""
         return f"forward: {self.forward.summary()}\nbackward: {self.backward.summary()}"
 
     def __str__(self) -> str:
@@ -35,11 +35,11 @@ class TrainingCertificate:
 
 
 def backward_of(regions: Iterable[tuple[Certificate | None, int | None]], numerics: Numerics) -> Certificate:
-    """One proof of the backward of all regions; those of layers with one structure are one, for all of these layers.
+    """Merge the proofs of all regions' backwards; layers of one structure share a proof, which names all of them.
 
     Args:
-        regions: the proof of each region in the order in which they run, None of one without a backward; and the number
-            of its layer, if it is one.
+        regions: for each region, in running order, the proof of its backward (None without one), and its layer number
+            (None if it is not a layer).
     """
     layers: dict[int, list[int]] = {}
     proofs: dict[int, Certificate] = {}

@@ -1,4 +1,4 @@
-"""From a Hugging Face module to the blocks of a trainer, under whose names its parameters are."""
+"""Build a trainer's blocks from a Hugging Face module, with parameters under the same names."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -18,26 +18,26 @@ __all__ = ["Built", "build"]
 
 
 class Built(NamedTuple):
-    """The regions of a model, in the order in which they run, and the layers among them as modules."""
+    """The regions of a model in running order; those that are layers are modules."""
 
     first: RegionCall
     blocks: tuple[Block, ...]
     last: RegionCall
-    certificate: Certificate  # of the forward
+    certificate: Certificate  # for the forward
 
     @property
     def calls(self) -> list[RegionCall]:
-        """All regions."""
+        """All regions in running order."""
         return [self.first, *(block.call for block in self.blocks), self.last]
 
 
 def build(model: PreTrainedModel, numerics: Numerics, max_context: int, root: nn.Module) -> Built:
-    """Trace a model, which is changed in place, and give ``root`` its parameters under their names.
+    """Trace a model, which is changed in place, and register its parameters in ``root`` under their names.
 
-    Parameters that are trained become float32; those that are frozen stay as they are.
+    Trained parameters become float32; frozen ones are unchanged.
 
     Raises:
-        UnsupportedModel: the model cannot be trained, or captured, with its meaning intact.
+        UnsupportedModel: the model cannot be captured or trained faithfully.
         UncertifiedOp: an operation could make a row's bits depend on other rows.
     """
     named = dict(model.named_parameters(remove_duplicate=False))
@@ -56,34 +56,36 @@ def build(model: PreTrainedModel, numerics: Numerics, max_context: int, root: nn
 
 
 def _calls(traced: TracedRegions, named: Mapping[str, nn.Parameter]) -> Iterator[RegionCall]:
-    """The regions in the order in which they run."""
+    """Yield the regions in running order."""
     names = {id(parameter): name for name, parameter in reversed(list(named.items()))}
     program, (fixed, of_step), unrolled = traced.program, traced.binding, traced.program.unrolled
-    sources = [Source(constant=given) for given in fixed]
+    sources = [Source(constant=constant) for constant in fixed]
     for position, leaf, dim in of_step:
         sources[position] = Source(leaf=leaf, dim=dim)
-    for position, given in enumerate(fixed):
-        if isinstance(given, nn.Parameter):
-            if id(given) not in names:
-                raise UnsupportedModel("a layer reads a parameter of no checkpoint: it is served, and not trained")
-            sources[position] = Source(weight=names[id(given)])
+    for position, constant in enumerate(fixed):
+        if isinstance(constant, nn.Parameter):
+            if id(constant) not in names:
+                raise UnsupportedModel(
+                    "a layer reads a parameter that is not in the checkpoint: the model can be served, but not trained"
+                )
+            sources[position] = Source(weight=names[id(constant)])
     for place, (region, positions) in enumerate(zip(unrolled.regions, unrolled.given, strict=True)):
         run: Any = program.runs[region]
-        own = [sources[position] for position in positions]
-        yield RegionCall(run, program.shared[region], own, place > 0, traced.differentiated)
+        inputs = [sources[position] for position in positions]
+        yield RegionCall(run, program.shared[region], inputs, place > 0, traced.differentiated)
 
 
-def _hold(root: nn.Module, path: str, held: nn.Module | nn.Parameter) -> None:
+def _hold(root: nn.Module, path: str, child: nn.Module | nn.Parameter) -> None:
     *parents, name = path.split(".")
     module = root
     for parent in parents:
         if parent not in child_table(module):
             module.add_module(parent, Holder())
         module = module.get_submodule(parent)
-    if isinstance(held, nn.Parameter):
-        module.register_parameter(name, held)
+    if isinstance(child, nn.Parameter):
+        module.register_parameter(name, child)
     else:
-        module.add_module(name, held)
+        module.add_module(name, child)
 
 
 def _master(parameter: nn.Parameter) -> nn.Parameter:

@@ -23,7 +23,7 @@ __all__ = ["GradAccumulator", "grad_handle"]
 class _Arrival(NamedTuple):
     """A gradient that a handle has passed to autograd."""
 
-    largest: Tensor  # magnitude of an element
+    largest: Tensor  # largest magnitude of an element
     address: int
     version: int
 
@@ -31,33 +31,33 @@ class _Arrival(NamedTuple):
 class GradAccumulator:
     """The exact gradient of one parameter since its ``.grad`` was last None.
 
-    It follows torch's rules: a ``.grad`` of None starts a new sum, and the next gradient is added to elements that were
-    changed from outside (scaled, zeroed, replaced, by whatever means). A gradient that no handle passed on, such as
-    that of a penalty with a backward of its own, is rounded to a multiple of 2^grid and is then added exactly, too.
+    It follows torch's rules: a ``.grad`` of None starts a new sum, and elements of ``.grad`` that were changed from
+    outside (scaled, zeroed, replaced) are kept as the new base. A gradient that does not come from a handle, such as
+    the gradient of a penalty with its own backward, is rounded to a multiple of 2^grid and then also added exactly.
     Backwards may run in several threads.
 
     Args:
-        name: what messages call the parameter.
-        guard: bounds the gradient, so that sums which may not be exact are refused.
+        name: the parameter's name in messages.
+        guard: bounds the gradient, so that sums that may be inexact are rejected.
 
     Attributes:
-        ranks: how many add up their gradients elsewhere (training.sharding); 0 where this keeps the sum.
+        ranks: number of ranks that add up their gradients in training.sharding; 0 if this object keeps the sum.
     """
 
     def __init__(self, parameter: nn.Parameter, name: str, guard: ExactnessGuard) -> None:
         self.name, self.guard, self.ranks = name, guard, 0
         self._lock = threading.Lock()
         self._exact: Tensor | None = None
-        self._bound: Tensor | None = None  # the guard's, of that sum
-        self._arrivals: dict[int, list[_Arrival]] = {}  # by autograd's number of the backward
+        self._bound: Tensor | None = None  # the guard's bound for that sum
+        self._arrivals: dict[int, list[_Arrival]] = {}  # by autograd's id of the backward
         self._node: Any = None
         parameter.grad_dtype = None  # float64 gradients reach a float32 parameter
         self.replace_accumulation(get_gradient_edge(parameter).node)
 
     def replace_accumulation(self, node: Any) -> None:
-        """Take the place of ``node``, the parameter's AccumulateGrad. Moving the parameter to a device makes a new one.
+        """Replace ``node``, the parameter's AccumulateGrad. Moving the parameter to a device creates a new node.
 
-        The node holds the parameter. Its hook must not hold the accumulator, or both would never be freed.
+        The node references the parameter. Its hook must not reference this object, or neither would ever be freed.
         """
         with self._lock:
             if node is self._node:
@@ -71,12 +71,12 @@ class GradAccumulator:
             self._hook = node.register_prehook(add)
 
     def leave_to(self, ranks: int) -> None:
-        """Have so many ranks add up their gradients themselves from now on."""
+        """Leave the addition of gradients to ``ranks`` ranks from now on."""
         self._hook.remove()
         self.ranks, self._node = ranks, None
 
     def require(self, parameter: Tensor) -> None:
-        """Refuse another parameter than this was made for; FSDP makes others, and may.
+        """Reject a parameter that was replaced; FSDP replaces parameters and is allowed to.
 
         Raises:
             InvalidInput: it is another tensor, or no longer float32.
@@ -85,28 +85,28 @@ class GradAccumulator:
             return
         if self._node.variable is not parameter:
             raise InvalidInput(
-                f"{self.name} is another parameter than the trainer was made with, so its gradient is no exact sum. "
-                "Load weights without assign=True, which copies them; give torch.func.functional_call tensors that "
-                "require no gradient; or make the trainer of the changed model."
+                f"{self.name} is not the parameter that the trainer was created with, so its gradient is not an exact "
+                "sum. Load weights without assign=True, which copies them; pass tensors without requires_grad to "
+                "torch.func.functional_call; or create a trainer from the changed model."
             )
         if parameter.dtype is not torch.float32:
             raise InvalidInput(
                 f"{self.name} was converted to {parameter.dtype}: trained parameters are float32, and the forward "
-                "rounds them to the model's dtype. Make the trainer anew, and do not convert it."
+                "rounds them to the model's dtype. Create the trainer again, without converting it."
             )
 
     def announce(self, gradient: Tensor) -> None:
-        """Note a gradient that a handle passes to autograd.
+        """Record a gradient that a handle passes to autograd.
 
         Raises:
-            NumericsError: ranks add it up, and their sum may not be exact. On a GPU ``Trainer.clip_grad_norm_`` says
-                so, later.
+            NumericsError: ranks add up the gradient, and their sum may be inexact. On a GPU
+                ``Trainer.clip_grad_norm_`` raises this later.
         """
         if self.ranks:
             self._count(gradient)
             return
         backward = backward_id()
-        if backward not in self._arrivals:  # `torch.autograd.grad` adds nothing: they are dropped when it ends
+        if backward not in self._arrivals:  # dropped at the backward's end: `torch.autograd.grad` adds nothing
             drop = partial(self._arrivals.pop, backward, None)
             call_after_backward(drop)
         arrival = _Arrival(_largest(gradient), gradient.data_ptr(), version_of(gradient))
@@ -118,11 +118,11 @@ class GradAccumulator:
             self.guard.require_one(self.name, max(1, self.ranks))
 
     def _add(self, gradient: Tensor | None) -> tuple[None] | None:
-        """Add what autograd is about to add to ``.grad``, and leave it nothing to add.
+        """Add the gradient that autograd is about to add to ``.grad``, and leave it nothing to add.
 
         Raises:
-            NumericsError: the sum may not be exact. On a GPU ``Trainer.clip_grad_norm_`` says so, later.
-            InvalidInput: something else than handles has a part in the gradient.
+            NumericsError: the sum may be inexact. On a GPU ``Trainer.clip_grad_norm_`` raises this later.
+            InvalidInput: the gradient does not come from handles alone.
         """
         parameter = self._node.variable
         if gradient is None or not parameter.requires_grad:
@@ -151,9 +151,9 @@ class GradAccumulator:
         return (None,)
 
     def _follow(self, grad: Tensor | None) -> Tensor | None:
-        """Have the sum be of ``.grad`` as it is now, by its values: torch counts no changes by ``.data`` or numpy.
+        """Update the sum to the current values of ``.grad``; torch does not count changes through ``.data`` or numpy.
 
-        In place, as the memory of another float64 gradient may not be there. Returns the sum's bound.
+        It works in place, because there may be no memory for another float64 gradient. Returns the sum's bound.
         """
         if grad is None:
             self._exact = self._bound = None
@@ -171,29 +171,30 @@ class GradAccumulator:
         return self._bound
 
     def _is_unchanged(self, gradient: Tensor, arrivals: list[_Arrival]) -> bool:
-        """Whether a gradient is that of one handle, to which autograd has added nothing."""
+        """Return True if a gradient comes from one handle and autograd added nothing to it."""
         (first, *others), hooks = arrivals, tensor_hooks(self._node.variable)
         return not others and not hooks and first[1:] == (gradient.data_ptr(), version_of(gradient))
 
     def _require_handles_alone(self, gradient: Tensor) -> None:
-        """Refuse the sum of a backward unless it is of multiples of 2^grid, as those of handles are."""
+        """Reject a backward's gradient unless it consists of multiples of 2^grid, as handles' gradients do."""
         if gradient.dtype is torch.float64:
             rounded = round_to_grid(gradient.clone(), self.guard.grid)
             if bool(((gradient == rounded) | gradient.isnan()).all()):
                 return
         if tensor_hooks(self._node.variable):
             raise InvalidInput(
-                f"a hook of {self.name} changes its gradients one by one, so that sums follow the micro-batches. "
-                "Remove it, and change .grad behind the last backward."
+                f"a hook of {self.name} changes individual gradients, so sums would depend on the micro-batches. "
+                "Remove it, and change .grad after the last backward."
             )
         raise InvalidInput(
-            f"in one backward {self.name} got gradients of the trainer and of something else (a penalty, a second "
-            "loss), which autograd adds inexactly. Call backward() of each loss by itself: they are added exactly then."
+            f"in one backward {self.name} received gradients from the trainer and from something else (a penalty, a "
+            "second loss), which autograd adds inexactly. Call backward() separately for each loss: then the sum is "
+            "exact."
         )
 
 
 def _largest(values: Tensor) -> Tensor:
-    """The largest magnitude."""
+    """Return the largest magnitude."""
     return torch.linalg.vector_norm(values.detach(), float("inf"), dtype=torch.float64)
 
 
@@ -210,7 +211,7 @@ class _GradHandle(torch.autograd.Function):
 
 
 def grad_handle(parameter: nn.Parameter, accumulator: GradAccumulator) -> Tensor:
-    """The float64 stand-in of a parameter, a zero of its shape without memory, whose gradient is the parameter's.
+    """Return a parameter's float64 stand-in, a zero of its shape without memory, whose gradient is the parameter's.
 
     Raises:
         InvalidInput: it is not the accumulator's parameter.
@@ -219,7 +220,7 @@ def grad_handle(parameter: nn.Parameter, accumulator: GradAccumulator) -> Tensor
     if not torch.is_grad_enabled():
         return stand_in(parameter)
     if accumulator.ranks and parameter.grad_dtype is not torch.float64:
-        parameter.grad_dtype = torch.float64  # of a parameter that was gathered
+        parameter.grad_dtype = torch.float64  # for a gathered parameter
     handle: Tensor = _GradHandle.apply(parameter, accumulator)
     if not accumulator.ranks:
         accumulator.replace_accumulation(handle.grad_fn.next_functions[0][0])
@@ -227,5 +228,5 @@ def grad_handle(parameter: nn.Parameter, accumulator: GradAccumulator) -> Tensor
 
 
 def stand_in(parameter: Tensor) -> Tensor:
-    """A float64 zero of a parameter's shape, without memory."""
+    """Return a float64 zero of a parameter's shape, without memory."""
     return parameter.new_zeros((), dtype=torch.float64).expand(parameter.shape)

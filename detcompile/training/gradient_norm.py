@@ -1,8 +1,8 @@
-"""clip_grad_norm_: the norm of all gradients as an exact sum over rows, so that no sharding changes a bit of it.
+"""clip_grad_norm_: the norm of all gradients as an exact sum over rows, so sharding changes no bit of it.
 
-A row is what an index of a gradient's first dimension holds, which fully_shard never cuts. Its squares are rounded to
-float32 and added in Row order; rows are cut into four integers of 32 bits, rounded down to a multiple of 2^-96, whose
-sums in 64 bits have no order.
+A row is one index of a gradient's first dimension, which fully_shard never splits. Its squares are rounded to float32
+and added in Row order. Row sums are split into four 32-bit integers, rounded down to a multiple of 2^-96; integer sums
+in 64 bits do not depend on the order.
 """
 
 from collections import defaultdict
@@ -22,27 +22,27 @@ from detcompile.training.optimizer import local_part
 __all__ = ["clip_grad_norm_"]
 
 _LIMBS, _BITS = 4, 32
-_MOST = 2.0**31  # of a row: 2^32 of them add up in 64 bits
+_MOST = 2.0**31  # per row: 2^32 rows add up in 64 bits
 
 
 @torch.no_grad()
 def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float) -> Tensor:
-    """Scale the gradients of ``parameters`` in place so that their norm, all taken together, is at most ``max_norm``.
+    """Scale the gradients of ``parameters`` in place so that their total norm is at most ``max_norm``.
 
-    Gradients are float32, plain or sharded by ``fully_shard``; ranks that share them call it together.
+    Gradients are float32, plain or sharded by ``fully_shard``; ranks that share them must all call this.
 
     Returns:
-        The norm before, float64 without dimensions: infinite where a row is, or its squares add up to more than 2^31,
-        and NaN where one is.
+        The norm before scaling, a float64 scalar: infinite if a row is, or if a row's squares exceed 2^31; NaN if a row
+        has a NaN.
 
     Raises:
-        InvalidInput: max_norm is not positive, or a gradient is not float32 or cut otherwise than into rows.
+        InvalidInput: max_norm is not positive, or a gradient is not float32 or not split into rows.
     """
     max_norm = number(max_norm, "clip_grad_norm_: max_norm")
     if max_norm <= 0:
         raise InvalidInput(f"clip_grad_norm_: max_norm={max_norm} must be positive.")
-    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    gradients = [parameter.grad for parameter in given if parameter.grad is not None]
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not gradients:
         return torch.zeros((), dtype=torch.float64)
     norm = _norm(gradients)
@@ -53,10 +53,10 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float) -> T
 
 
 def _norm(gradients: Iterable[Tensor]) -> Tensor:
-    """float64: sums of integers for each group of ranks that share rows, then of all.
+    """Return the norm in float64: sums of integers over each group of ranks that share rows, then over all groups.
 
-    The rows of all gradients are cut into integers together, as launches of a few numbers each would take a GPU's host
-    longer than all sums.
+    The row sums of all gradients are split into integers together: many small launches would take the host longer than
+    the sums.
     """
     of_group: dict[Any, list[Tensor]] = defaultdict(list)
     for gradient in gradients:
@@ -76,7 +76,7 @@ def _norm(gradients: Iterable[Tensor]) -> Tensor:
 
 
 def _row_sums(gradient: Tensor) -> Tensor:
-    """[rows] float32: each row's sum of squares."""
+    """Return each row's sum of squares: [rows] float32."""
     if gradient.dtype != torch.float32:
         raise InvalidInput(f"clip_grad_norm_: a gradient is {gradient.dtype}, not float32. Train float32 parameters.")
     if not gradient.numel():
@@ -85,25 +85,25 @@ def _row_sums(gradient: Tensor) -> Tensor:
 
 
 def _limbs(row_sums: Tensor) -> Tensor:
-    """[6] int64: four limbs of the sum of the rows' squares, rows that are too large, and rows that are NaN."""
+    """Return [6] int64: four limbs of the total of the rows' squares, and the counts of too large and of NaN rows."""
     sums = row_sums.double()
     nan, large = sums.isnan(), sums > _MOST
-    rest, found = sums.where(~(nan | large), 0.0), []
+    rest, limbs = sums.where(~(nan | large), 0.0), []
     for place in range(_LIMBS):
         limb = (rest * 2.0 ** (_BITS * place)).floor()
         rest = rest - limb * 2.0 ** (-_BITS * place)
-        found.append(limb.long().sum())
-    return torch.stack([*found, large.sum(), nan.sum()])
+        limbs.append(limb.long().sum())
+    return torch.stack([*limbs, large.sum(), nan.sum()])
 
 
 def _group_of(gradient: Tensor) -> Any:
-    """The ranks that hold the other rows of a gradient; None where this one holds all."""
+    """Return the ranks that hold a gradient's other rows; None if this rank has all rows."""
     if not isinstance(gradient, DTensor):
         return None
     sharded = [dim for dim, placement in enumerate(gradient.placements) if not isinstance(placement, Replicate)]
     if len(sharded) > 1 or any(gradient.placements[dim] != Shard(0) for dim in sharded):
         raise InvalidInput(
-            f"clip_grad_norm_: a gradient is placed as {gradient.placements}; whole rows over one dimension of a mesh "
-            "are added, as fully_shard places them."
+            f"clip_grad_norm_: a gradient is placed as {gradient.placements}; only whole rows over one mesh dimension "
+            "are supported, as placed by fully_shard."
         )
     return gradient.device_mesh.get_group(sharded[0]) if sharded else None

@@ -1,4 +1,4 @@
-"""AdamW: torch's optimizer with bits that follow each element alone, however parameters are sharded."""
+"""AdamW: torch's optimizer, elementwise to the bit, so results do not depend on how parameters are sharded."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -20,20 +20,20 @@ OPTIONS = {"amsgrad": False, "maximize": False, "differentiable": False, "decoup
 class AdamW(Optimizer):
     """AdamW (Loshchilov and Hutter, ICLR 2019) over float32 parameters, plain or sharded by ``fully_shard``.
 
-    torch's ``fused=True`` has other bits in the last elements of a tensor on a CPU, so that they depend on the shards.
+    torch's ``fused=True`` gives other bits in a tensor's last elements on a CPU, so they would depend on the shards.
 
     Args:
-        params: parameters, or groups of them, as torch.optim.AdamW takes them.
+        params: parameters, or groups of them, as in torch.optim.AdamW.
         lr: learning rate.
         betas: decays of the averages of gradients and of their squares.
-        eps: what is added to the root of the second average.
-        weight_decay: decay of the parameters, times ``lr``.
-        compute_copies: bfloat16 tensors by parameter, each contiguous and of the shape of what this process holds of
-            it, which get its new value rounded in the same pass.
+        eps: added to the root of the second average.
+        weight_decay: decay of the parameters, multiplied by ``lr``.
+        compute_copies: bfloat16 tensors by parameter, contiguous and with the shape of this process's part of it;
+            each receives the new value, rounded, in the same pass.
 
     Raises:
-        InvalidInput: a number out of its range, an option of torch's that is not served, or, in ``step``, a parameter,
-            gradient, average or copy that is not dense and contiguous, or has another dtype or shape.
+        InvalidInput: a number is out of range or an option of torch's is not supported; or, in ``step``, a parameter,
+            gradient, average or copy is not dense and contiguous, or has the wrong dtype or shape.
     """
 
     def __init__(
@@ -58,13 +58,13 @@ class AdamW(Optimizer):
         return super().__getstate__() | {"compute_copies": self.compute_copies}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        for group in state["param_groups"]:  # of a state dict that is loaded, too
+        for group in state["param_groups"]:  # also when a state dict is loaded
             _check_options(group)
         super().__setstate__(state)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One step over the parameters that have a gradient; returns what ``closure`` does, if one is given."""
+        """Update the parameters that have a gradient; return the result of ``closure``, if there is one."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -81,18 +81,18 @@ class AdamW(Optimizer):
         for what, tensor in (("parameter", p), ("gradient", g)):
             if tensor.dtype != torch.float32 or tensor.layout != torch.strided or tensor.shape != p.shape:
                 raise InvalidInput(
-                    f"AdamW: a {what} is {tensor.dtype} {tuple(tensor.shape)}, where float32 {tuple(p.shape)} is "
-                    "updated. Keep float32 parameters, and pass their rounded values as compute_copies."
+                    f"AdamW: a {what} is {tensor.dtype} {tuple(tensor.shape)}, but must be float32 {tuple(p.shape)}. "
+                    "Keep float32 parameters, and pass their rounded values as compute_copies."
                 )
         if not p.is_contiguous():
-            raise InvalidInput(f"AdamW: a parameter {tuple(p.shape)} is not contiguous. Make it so with contiguous().")
+            raise InvalidInput(f"AdamW: a parameter {tuple(p.shape)} is not contiguous. Call contiguous() on it.")
         if g.device != p.device:
             raise InvalidInput(f"AdamW: a gradient is on {g.device}, its parameter on {p.device}. Move one of them.")
         m, v = self._averages(parameter)
         state, copy = self.state[parameter], self.compute_copies.get(parameter)
         if copy is not None:
             _check_copy(p, copy)
-        state["step"] = torch.as_tensor(state["step"], dtype=torch.float32) + 1  # bfloat16 would stay at 256
+        state["step"] = torch.as_tensor(state["step"], dtype=torch.float32) + 1  # bfloat16 could not count past 256
         step = AdamWStep(
             lr=float(group["lr"]), betas=group["betas"], eps=group["eps"], weight_decay=group["weight_decay"],
             step=int(state["step"]),
@@ -101,7 +101,7 @@ class AdamW(Optimizer):
         torch.autograd.graph.increment_version([parameter, *([] if copy is None else [copy])])
 
     def _averages(self, parameter: Tensor) -> list[Tensor]:
-        """What this process holds of a parameter's two averages, whose memory a kernel is about to write."""
+        """Return this process's part of a parameter's two averages, checked because a kernel will write them."""
         state, p = self.state[parameter], local_part(parameter)
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
@@ -112,40 +112,40 @@ class AdamW(Optimizer):
         for held in averages:
             if (held.dtype, held.shape, held.device) != (torch.float32, p.shape, p.device) or not held.is_contiguous():
                 raise InvalidInput(
-                    f"AdamW: an average of gradients is {held.dtype} {tuple(held.shape)} on {held.device}, where "
-                    f"contiguous float32 {tuple(p.shape)} on {p.device} is updated. Load the state of an optimizer "
-                    "over the same parameters in the same order."
+                    f"AdamW: an average of gradients is {held.dtype} {tuple(held.shape)} on {held.device}, but must be "
+                    f"contiguous float32 {tuple(p.shape)} on {p.device}. Load the state of an optimizer over the same "
+                    "parameters in the same order."
                 )
         return averages
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor."""
+    """Return this process's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _check_copy(own: Tensor, copy: Tensor) -> None:
-    fits = (copy.dtype, copy.shape, copy.device) == (torch.bfloat16, own.shape, own.device)
+def _check_copy(part: Tensor, copy: Tensor) -> None:
+    fits = (copy.dtype, copy.shape, copy.device) == (torch.bfloat16, part.shape, part.device)
     if not fits or not copy.is_contiguous():
         raise InvalidInput(
-            f"AdamW: a compute copy must be contiguous bfloat16 {tuple(own.shape)} on {own.device}, not {copy.dtype} "
-            f"{tuple(copy.shape)} on {copy.device}. Make it with torch.empty_like(parameter, dtype=torch.bfloat16)."
+            f"AdamW: a compute copy must be contiguous bfloat16 {tuple(part.shape)} on {part.device}, not {copy.dtype} "
+            f"{tuple(copy.shape)} on {copy.device}. Use torch.empty_like(parameter, dtype=torch.bfloat16)."
         )
 
 
 def _check_options(group: Mapping[str, Any]) -> None:
-    """Refuse numbers out of their range, and options of torch's optimizers that this one does not have."""
+    """Reject numbers out of range, and torch options that are not supported."""
     lr, betas, eps, decay = group["lr"], group["betas"], group["eps"], group["weight_decay"]
     try:
         fits = all(0 <= number < math.inf for number in (lr, eps, decay)) and all(0 <= beta < 1 for beta in betas)
         fits = fits and len(betas) == 2
-    except (TypeError, RuntimeError):  # of what is no number, or of a tensor of several
+    except (TypeError, RuntimeError):  # not a number, or a tensor with several elements
         fits = False
     if not fits:
         raise InvalidInput(
-            f"AdamW: lr={lr}, betas={betas}, eps={eps}, weight_decay={decay}: all must be finite numbers, "
-            "none may be negative, and betas are below 1, two of them."
+            f"AdamW: lr={lr}, betas={betas}, eps={eps}, weight_decay={decay}: all must be finite and not negative, and "
+            "betas must be two numbers below 1."
         )
     for name, served in OPTIONS.items():
         if bool(group.get(name, served)) != served:
-            raise InvalidInput(f"AdamW: {name}={group[name]} of torch's optimizers is not served. Leave it {served}.")
+            raise InvalidInput(f"AdamW: torch's option {name}={group[name]} is not served. Leave it {served}.")

@@ -1,4 +1,4 @@
-"""Packing: a padded batch becomes one packed step of whole sequences, and rows of tokens become padded again."""
+"""Packing: turn a padded batch into one packed step of whole sequences, and rows of tokens back into padded rows."""
 
 from collections.abc import Iterable, Sequence
 
@@ -12,12 +12,12 @@ from detcompile.training.blocks import StepTensors
 
 __all__ = ["leaf_table", "packed_step", "padded", "pieces", "predicting_leaves", "rows_at_once"]
 
-ROWS_AT_ONCE = 2048  # of logits; a GPU takes more where they fit into a part of its memory
+ROWS_AT_ONCE = 2048  # rows of logits; a GPU takes more if they fit in a part of its memory
 PARTS_OF_MEMORY = 16
 
 
 def packed_step(batch: UnpaddedBatch, token_leaf: int, device: torch.device) -> StepTensors:
-    """The step of a batch's sequences, one behind the other."""
+    """Return the step of a batch's sequences, concatenated."""
 
     def on_device(values: object, dtype: torch.dtype) -> Tensor:
         return torch.as_tensor(np.asarray(values), dtype=dtype, device=device)
@@ -32,12 +32,12 @@ def packed_step(batch: UnpaddedBatch, token_leaf: int, device: torch.device) -> 
 
 
 def predicting_leaves(batch: UnpaddedBatch, token_leaf: int, device: torch.device) -> Tensor:
-    """The leaf table of the rows that predict a token: all but the last of each sequence."""
+    """Return the leaf table of the rows that predict a token: all but the last of each sequence."""
     return torch.tensor(leaf_table((batch.lengths - 1).tolist(), token_leaf), dtype=torch.int32, device=device)
 
 
 def leaf_table(lengths: Sequence[int], token_leaf: int) -> list[int]:
-    """Offsets of the leaves of sequences that lie behind each other: each is cut every ``token_leaf`` tokens."""
+    """Return the boundaries of the leaves of concatenated sequences: each is split every ``token_leaf`` tokens."""
     table, at = [0], 0
     for length in lengths:
         table += [at + min(end, length) for end in range(token_leaf, length + token_leaf, token_leaf)]
@@ -46,21 +46,21 @@ def leaf_table(lengths: Sequence[int], token_leaf: int) -> list[int]:
 
 
 def pieces(table: Iterable[int], most_rows: int) -> list[list[int]]:
-    """A leaf table in pieces of whole leaves, of up to ``most_rows`` rows where a leaf has no more; each from 0."""
-    found: list[list[int]] = [[0]]
+    """Split a leaf table into pieces of whole leaves, with at most ``most_rows`` rows if leaves allow; each from 0."""
+    tables: list[list[int]] = [[0]]
     first, *ends = table
     for end in ends:
-        if len(found[-1]) > 1 and end - first > most_rows:
-            first += found[-1][-1]
-            found.append([0])
-        found[-1].append(end - first)
-    return found
+        if len(tables[-1]) > 1 and end - first > most_rows:
+            first += tables[-1][-1]
+            tables.append([0])
+        tables[-1].append(end - first)
+    return tables
 
 
 def rows_at_once(row_bytes: int, device: torch.device) -> int:
-    """How many rows of logits are made together. In pieces the head's gradients are added up and its rows recomputed.
+    """Return how many rows of logits to compute at a time; gradients of pieces are added and rows recomputed.
 
-    No bit follows it: rows are independent, and gradients exact sums.
+    It affects no bit: rows are independent, and gradients are exact sums.
     """
     if device.type == "cpu":
         return ROWS_AT_ONCE
@@ -69,7 +69,7 @@ def rows_at_once(row_bytes: int, device: torch.device) -> int:
 
 
 def padded(values: Tensor, places: Tensor) -> Tensor:
-    """Zeros of the shape of ``places``, with ``values`` where it is true."""
-    found = values.new_zeros(places.shape)
-    found[places] = values
-    return found
+    """Return zeros of the shape of ``places``, with ``values`` where it is true."""
+    result = values.new_zeros(places.shape)
+    result[places] = values
+    return result

@@ -1,4 +1,4 @@
-"""policy_loss: the clipped objective of PPO, whose gradient of a token has bits of that token alone."""
+"""policy_loss: PPO's clipped objective; the bits of a token's gradient depend only on that token."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ from detcompile.templates.training.pointwise import policy_terms
 
 __all__ = ["policy_loss"]
 
-_GRID = -40  # of the loss itself, whose terms add up to less than 2^11
+_GRID = -40  # for the loss itself, whose terms add up to less than 2^11
 
 
 def policy_loss(
@@ -25,24 +25,24 @@ def policy_loss(
     denominator: float,
     clip: float | Sequence[float] = 0.2,
 ) -> Tensor:
-    """The sum over tokens of -min(r * A, clipped r * A) / denominator, r = e^(logprob - old) (Schulman et al., 2017).
+    """Return the sum over tokens of -min(r * A, clipped r * A) / denominator, r = e^(logprob - old).
 
-    For gradients that no split into micro-batches changes, a token's weight may depend on the whole batch only: the
-    denominator is a number of the global batch, such as its tokens. A token that shall not count has advantage 0,
-    and any ``old``.
+    This is PPO's objective (Schulman et al., 2017). So that gradients do not depend on micro-batching, a token's weight
+    must depend only on the global batch: the denominator is a number of the global batch, such as its token count. A
+    token without weight has advantage 0, and any ``old``.
 
     Args:
         logprobs: log-probabilities of the tokens, float32 of any shape, with a gradient.
-        old: log-probabilities under the policy that drew the tokens, like ``logprobs``; None if that is this one.
+        old: log-probabilities under the policy that sampled the tokens, like ``logprobs``; None if that is this policy.
         advantages: advantage of each token, like ``logprobs``.
-        denominator: positive number that the sum is divided by, in float32's range.
-        clip: how far r may be from 1, or how far below and above it.
+        denominator: positive divisor of the sum, in float32's range.
+        clip: maximum distance of r from 1, or the distances below and above 1.
 
     Returns:
-        The loss, float64 without dimensions: an exact sum, which adds up over micro-batches in any order.
+        The loss, a float64 scalar: an exact sum, which adds up over micro-batches in any order.
 
     Raises:
-        InvalidInput: tensors that do not fit together, a denominator that is not positive, or a clip out of its range.
+        InvalidInput: tensors do not match, the denominator is not positive, or the clip is out of range.
     """
     pair = clip if isinstance(clip, Sequence) and len(clip) == 2 else (clip, clip)
     low, high = (number(distance, "policy_loss: clip") for distance in pair)
@@ -52,24 +52,24 @@ def policy_loss(
             f"policy_loss: clip={clip} must be distances from 1, the lower one at most 1, and "
             f"denominator={denominator} positive and within float32."
         )
-    given = {"logprobs": logprobs, "old": logprobs if old is None else old, "advantages": advantages}
-    _check_tensors(given)
-    loss: Tensor = _PolicyLoss.apply(*given.values(), 1.0 - low, 1.0 + high, denominator)
+    tensors = {"logprobs": logprobs, "old": logprobs if old is None else old, "advantages": advantages}
+    _check_tensors(tensors)
+    loss: Tensor = _PolicyLoss.apply(*tensors.values(), 1.0 - low, 1.0 + high, denominator)
     return loss
 
 
-def _check_tensors(given: Mapping[str, Any]) -> None:
-    """Refuse what is no float32 tensor, or has not the first one's shape and device: the kernel reads by addresses."""
-    shape, device = (getattr(given["logprobs"], what, None) for what in ("shape", "device"))
-    for name, tensor in given.items():
+def _check_tensors(tensors: Mapping[str, Any]) -> None:
+    """Reject anything but float32 tensors of the first one's shape and device: the kernel reads raw addresses."""
+    shape, device = (getattr(tensors["logprobs"], what, None) for what in ("shape", "device"))
+    for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
-            raise InvalidInput(f"policy_loss: {name} is {kind(tensor)}: give a tensor, one number a token")
+            raise InvalidInput(f"policy_loss: {name} is {kind(tensor)}: pass a tensor with one number per token")
         require_values(tensor, f"policy_loss: {name}")
         if (tensor.dtype, tensor.shape, tensor.device) != (torch.float32, shape, device):
             raise InvalidInput(
-                f"policy_loss: {name} is {tensor.dtype} {tuple(tensor.shape)} and must be float32 "
-                f"{tuple(given['logprobs'].shape)}, one a token, on {device} and not on {tensor.device}. Expand the "
-                "advantages of sequences over their tokens."
+                f"policy_loss: {name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, but must be float32 "
+                f"{tuple(tensors['logprobs'].shape)} on {device}, one number per token. Expand the advantages of "
+                "sequences over their tokens."
             )
 
 
@@ -78,8 +78,8 @@ class _PolicyLoss(torch.autograd.Function):
     def forward(
         ctx: Any, logprobs: Tensor, old: Tensor, advantages: Tensor, low: float, high: float, denominator: float
     ) -> Tensor:
-        given = (tensor.detach().contiguous() for tensor in (logprobs, old, advantages))
-        terms, slopes = policy_terms(*given, low=low, high=high, denominator=denominator)
+        operands = (tensor.detach().contiguous() for tensor in (logprobs, old, advantages))
+        terms, slopes = policy_terms(*operands, low=low, high=high, denominator=denominator)
         ctx.save_for_backward(slopes)
         loss: Tensor = torch.ops.detcompile.token_sum(terms.reshape(-1, 1), _GRID)
         return loss.squeeze(0)

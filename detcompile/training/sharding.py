@@ -1,8 +1,8 @@
-"""Sharding: FSDP2 over a trainer's blocks, with sums over ranks and micro-batches that are exact.
+"""Sharding: FSDP2 over a trainer's blocks, with exact sums over ranks and micro-batches.
 
-fully_shard gathers float32 shards in the forward's dtype, which moves bytes, and reduces float64 gradients, which are
-multiples of one grid: no algorithm of the collective, and no number of ranks, changes a bit. It would round each
-reduced sum to float32 before it adds it to ``.grad``; a hook adds it in float64 before that.
+fully_shard gathers float32 shards in the forward's dtype, which only moves bytes, and reduces float64 gradients, which
+are multiples of one grid: neither the collective's algorithm nor the number of ranks changes a bit. It would round each
+reduced sum to float32 before adding it to ``.grad``; a hook adds it in float64 before that.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,45 +24,45 @@ __all__ = ["ExactSum", "Unreplicated", "mesh_of", "shard_blocks", "whole", "whol
 
 
 class Unreplicated(nn.Module):
-    """A module that refuses torch's replicas, whose gradients are averaged and added in float32."""
+    """A module that rejects torch's replicas, whose gradients are averaged and added in float32."""
 
     @property
-    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:  # DistributedDataParallel reads it first of all
+    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:  # the first attribute that DistributedDataParallel reads
         raise UnsupportedModel(
-            "DistributedDataParallel adds rounded gradients, so that bits follow ranks and micro-batches: call"
+            "DistributedDataParallel adds rounded gradients, so bits depend on ranks and micro-batches: call"
             " trainer.shard() instead; a mesh of two dimensions, (ranks, 1), keeps every parameter whole on each rank"
         )
 
     def _replicate_for_data_parallel(self) -> NoReturn:
-        raise UnsupportedModel("DataParallel adds rounded gradients: start a process a GPU and call trainer.shard()")
+        raise UnsupportedModel("DataParallel adds rounded gradients: start one process per GPU, call trainer.shard()")
 
 
 class Changes:
-    """Refuses gradients that were changed and added to, on every rank, at the end of the backward that found them.
+    """Rejects gradients that were changed and then added to, on every rank, at the end of that backward.
 
-    FSDP has its own state in order again by then, and one collective does for all groups.
+    By then FSDP's state is consistent again, and one collective covers all groups.
 
     Attributes:
-        sums: the sums of all groups, which a refusal clears.
+        sums: the sums of all groups; cleared before the error.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.sums: list[ExactSum] = []
-        self._group = mesh.get_group(mesh.ndim - 1)  # others hold the same rows, and find the same
-        self._found: list[Tensor] = []
+        self._group = mesh.get_group(mesh.ndim - 1)  # replicas hold the same rows, and see the same changes
+        self._flags: list[Tensor] = []
 
     def note(self, changed: Tensor) -> None:
-        """Take what one group found, a bool, during a backward."""
-        self._found.append(changed)
+        """Record one group's flag, a bool, during a backward."""
+        self._flags.append(changed)
         call_after_backward(self._refuse)
 
     def _refuse(self) -> None:
-        if not self._found:
-            return  # the first of these callbacks took all
-        found = torch.stack(self._found).any().int()
-        self._found.clear()
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group)
-        if found.item():
+        if not self._flags:
+            return  # the first of these callbacks took all flags
+        changed = torch.stack(self._flags).any().int()
+        self._flags.clear()
+        dist.all_reduce(changed, op=dist.ReduceOp.MAX, group=self._group)
+        if changed.item():
             for held in self.sums:
                 held.clear()
             raise InvalidInput(
@@ -72,22 +72,22 @@ class Changes:
 
 
 class ExactSum:
-    """Adds the reduced gradients of one FSDP group, float64, before they are rounded to the parameters' dtype.
+    """Adds the reduced float64 gradients of one FSDP group before they are rounded to the parameters' dtype.
 
-    It goes by torch's rules, each parameter and element by itself: a ``.grad`` of None, and zeros in it, start a new
-    sum. FSDP's own addition then finds None. What else was written there is on no grid, and is refused.
+    It follows torch's rules for each parameter and element: a ``.grad`` of None, or zeros in it, start a new sum.
+    FSDP's own addition then sees None. Other values written to ``.grad`` are not on the grid, and are rejected.
 
     Args:
-        changes: refuses it.
+        changes: rejects them.
     """
 
     def __init__(self, module: FSDPModule, changes: "Changes") -> None:
         self._changes = changes
-        self._held = [held for group in fsdp_groups(module) for held in group.fsdp_params]
+        self._held = [param for group in fsdp_groups(module) for param in group.fsdp_params]
         self._sums: dict[Tensor, Tensor] = {}  # by parameter, the rows of this rank
 
     def clear(self) -> None:
-        """Free the sums, where every ``.grad`` is None or is to be."""
+        """Free the sums and set every ``.grad`` to None."""
         self._sums.clear()
         for held in self._held:
             held.sharded_param.grad = None
@@ -108,46 +108,46 @@ class ExactSum:
                 earlier, other = _earlier(local_part(grad).flatten(), mine.new_zeros(()) if before is None else before)
                 mine += earlier
                 changed.append(other)
-            self._sums[parameter] = mine  # what FSDP rounds next is a copy
+            self._sums[parameter] = mine  # FSDP rounds a copy next
             parameter.grad = None
         if changed:
             self._changes.note(torch.stack(changed).any())
 
 
 def _earlier(grad: Tensor, exact: Tensor) -> tuple[Tensor, Tensor]:
-    """The float64 sum that a ``.grad`` is of, zero where that is; and whether it is elsewhere another's."""
-    kept = grad.view(torch.int32) == exact.to(grad.dtype).view(torch.int32)  # NaN is NaN
+    """Return the float64 sum behind a ``.grad``, zero where ``.grad`` is; and whether other values were written."""
+    kept = grad.view(torch.int32) == exact.to(grad.dtype).view(torch.int32)  # compares bits, so NaN equals NaN
     return exact.where(kept, 0.0), ~(kept | (grad == 0)).all()
 
 
-def mesh_of(given: Any, device: str) -> DeviceMesh:
-    """A mesh that was given, or all ranks in one dimension.
+def mesh_of(mesh: Any, device: str) -> DeviceMesh:
+    """Return the mesh, or by default a mesh of all ranks in one dimension.
 
     Args:
         device: type of the parameters' device.
 
     Raises:
-        InvalidInput: there are no ranks, or what was given is no mesh of one or two dimensions of such devices.
+        InvalidInput: there are no ranks, or ``mesh`` is not a mesh of one or two dimensions of such devices.
     """
     if not dist.is_initialized():
         raise InvalidInput(
-            "no ranks share the parameters: start with torchrun, and call dist.init_process_group() first"
+            "there are no ranks to share the parameters: start with torchrun, and call dist.init_process_group() first"
         )
-    mesh = init_device_mesh(device, (dist.get_world_size(),)) if given is None else given
+    mesh = init_device_mesh(device, (dist.get_world_size(),)) if mesh is None else mesh
     if not isinstance(mesh, DeviceMesh) or mesh.ndim > 2 or mesh.device_type != device:
         raise InvalidInput(
-            f"mesh {mesh!r}: give a DeviceMesh of {device!r}, where the parameters are, with one dimension of ranks, or"
-            " two, to replicate over the first"
+            f"mesh {mesh!r}: pass a DeviceMesh of {device!r}, where the parameters are, with one dimension of ranks, or"
+            " with two, to replicate over the first"
         )
     return mesh
 
 
 def shard_blocks(root: nn.Module, blocks: Sequence[nn.Module], dtype: torch.dtype, mesh: DeviceMesh) -> list[ExactSum]:
-    """fully_shard each block, and then ``root`` with what is left; returns what adds up their gradients.
+    """Apply fully_shard to each block, then to ``root`` for the rest; return the objects that add up gradients.
 
     Args:
-        dtype: dtype that the forward takes parameters in.
-        mesh: the ranks, of one dimension, or of two to replicate over the first.
+        dtype: the forward's dtype of parameters.
+        mesh: the ranks, in one dimension, or in two to replicate over the first.
     """
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float64, cast_forward_inputs=False)
     for module in (*blocks, root):
@@ -162,16 +162,16 @@ def shard_blocks(root: nn.Module, blocks: Sequence[nn.Module], dtype: torch.dtyp
 
 
 def whole(parameter: Tensor) -> Tensor:
-    """A parameter, gathered from the ranks that share it, which all call this."""
+    """Return a parameter gathered from the ranks that share it, all of which must call this."""
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
 def whole_weights(module: nn.Module, dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
-    """Every parameter by every name, whole and in the dtype of its name; ranks that share them call this together."""
-    found: dict[int, Tensor] = {}
+    """Return every whole parameter by every name, in that name's dtype; ranks that share them must all call this."""
+    gathered: dict[int, Tensor] = {}
     by_name = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        if id(parameter) not in found:
-            found[id(parameter)] = whole(parameter.detach()).to(dtypes[name])
-        by_name[name] = found[id(parameter)]
+        if id(parameter) not in gathered:
+            gathered[id(parameter)] = whole(parameter.detach()).to(dtypes[name])
+        by_name[name] = gathered[id(parameter)]
     return by_name

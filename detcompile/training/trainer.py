@@ -1,4 +1,4 @@
-"""Trainer: a causal LM to train, whose logits are the bytes that serve it, and whose gradients are exact sums."""
+"""Trainer: a causal LM whose logits have the bytes of serving, and whose gradients are exact sums."""
 
 from collections.abc import Mapping
 from operator import attrgetter
@@ -40,17 +40,17 @@ __all__ = ["Trainer"]
 
 
 class Trainer(Unreplicated):
-    """A causal LM to train. Made by ``detcompile.trainer``.
+    """A trainer of a causal LM, created by ``detcompile.trainer``.
 
-    Its parameters have Hugging Face's names. Those that are trained are float32, and are rounded to the model's dtype
-    for the forward, which is serving's: dropout is off. Gradients are sums over tokens that are exact, rounded once to
-    float32: they depend on the weights, the sequences and the weight of each token in the loss, and on nothing else.
+    Its parameters have Hugging Face's names. Trained ones are float32, and are rounded to the model's dtype for the
+    forward, which equals serving's: dropout is off. Gradients are exact sums over tokens, rounded once to float32: they
+    depend only on the weights, the sequences and each token's weight in the loss.
 
     Attributes:
         config: the Hugging Face model's configuration.
         tokenizer: the tokenizer of the model's folder; None if there is none.
         numerics: the declared orders.
-        max_context: tokens a sequence may hold.
+        max_context: maximum number of tokens of a sequence.
         vocab_size: one more than the largest token id.
         blocks: the layers, in order.
     """
@@ -64,18 +64,18 @@ class Trainer(Unreplicated):
         self._built = build(model, numerics, max_context, self)
         prefixes = tuple(block.prefix for block in self.blocks)
         self._dtypes = self.blocks[0].dtypes
-        self._own = {name for call in self._built.calls for name in call.weights if not name.startswith(prefixes)}
+        self._unblocked = {name for call in self._built.calls for name in call.weights if not name.startswith(prefixes)}
         trained = {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
         self._guard = ExactnessGuard(tuple(trained), numerics.token_grid)
-        made = {id(parameter): GradAccumulator(parameter, name, self._guard) for name, parameter in trained.items()}
+        by_id = {id(parameter): GradAccumulator(parameter, name, self._guard) for name, parameter in trained.items()}
         every_name = self.named_parameters(remove_duplicate=False)
-        self._accumulators = {name: made[id(held)] for name, held in every_name if id(held) in made}
+        self._accumulators = {name: by_id[id(parameter)] for name, parameter in every_name if id(parameter) in by_id}
         for block in self.blocks:
-            of_block = {name: held for name, held in self._accumulators.items() if name.startswith(block.prefix)}
+            of_block = {name: each for name, each in self._accumulators.items() if name.startswith(block.prefix)}
             block.accumulators = of_block
         self._trained, self._sums = list(trained.values()), list[ExactSum]()
         self._mesh: DeviceMesh | None = None
-        self.certificate  # noqa: B018 - nothing is trained whose backward is not proved
+        self.certificate  # noqa: B018 - rejects a backward that cannot be proved before any training
 
     @property
     def blocks(self) -> tuple[Block, ...]:
@@ -87,11 +87,11 @@ class Trainer(Unreplicated):
 
     @property
     def certificate(self) -> TrainingCertificate:
-        """The proof of the forward and the backward, for the parameters that are trained now.
+        """The proof of the forward and the backward, for the parameters that are currently trained.
 
         Raises:
-            UnsupportedModel: a weight is trained that an operation without a gradient reads.
-            UncertifiedOp: rows meet in the backward.
+            UnsupportedModel: an operation without a gradient reads a trained weight.
+            UncertifiedOp: the backward could mix rows.
         """
         named = self.named_parameters(remove_duplicate=False)
         trained = {name for name, parameter in named if parameter.requires_grad}
@@ -101,27 +101,29 @@ class Trainer(Unreplicated):
         return TrainingCertificate(self._built.certificate, backward_of(proofs, self.numerics))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise InvalidInput("a trainer is not copied or pickled: make another, and give it this one's state_dict()")
+        raise InvalidInput("a trainer cannot be copied or pickled: create another, and load this one's state_dict()")
 
     def shard(self, mesh: DeviceMesh | None = None) -> None:
-        """Share the parameters among ranks by FSDP2, block by block; torch.distributed is initialised before.
+        """Share the parameters among ranks with FSDP2, block by block; torch.distributed must be initialized.
 
-        Every rank then reads its own sequences, in as many micro-batches as the others, and optimizers take
-        ``parameters()``, which are DTensors from now on. No bit of a gradient, of its norm or of weights follows the
-        ranks, where each token's weight in the loss is a function of the global batch: losses are added, not averaged.
+        Every rank then reads its own sequences, in the same number of micro-batches, and optimizers take
+        ``parameters()``, which are DTensors from now on. Gradients, their norm and the weights do not depend on the
+        ranks if each token's weight in the loss is a function of the global batch: losses are added, not averaged.
 
         Args:
             mesh: one dimension of ranks, or two, to replicate over the first; None for all ranks.
 
         Raises:
-            UnsupportedModel: the forward takes parameters of several dtypes, which one collective cannot gather.
-            InvalidInput: there are no ranks, another kind of mesh is given, or the parameters are shared already.
+            UnsupportedModel: the forward's parameters have several dtypes, which one collective cannot gather.
+            InvalidInput: there are no ranks, the mesh is unsuitable, or the parameters are already shared.
         """
         if self._mesh is not None:
-            raise InvalidInput(f"the trainer is sharded already, over {self._mesh}: make another for other ranks")
+            raise InvalidInput(f"the trainer is already sharded over {self._mesh}: create another one for other ranks")
         dtype, *others = set(self._dtypes.values())
         if others:
-            raise UnsupportedModel(f"parameters of {dtype} and {others} are not sharded: load the model in one dtype")
+            raise UnsupportedModel(
+                f"parameters of {dtype} and {others} cannot be sharded together: load the model in one dtype"
+            )
         self._mesh = mesh_of(mesh, self.device.type)
         for accumulator in self._accumulators.values():
             accumulator.leave_to(self._mesh.size())
@@ -130,45 +132,45 @@ class Trainer(Unreplicated):
         self._trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
 
     def serving_weights(self) -> dict[str, Tensor]:
-        """The parameters by name as the engine takes them: whole, and rounded to the model's dtype.
+        """Return the parameters by name as the engine takes them: whole, and rounded to the model's dtype.
 
-        Ranks that share them call this together.
+        Ranks that share them must all call this.
         """
         return whole_weights(self, self._dtypes)
 
     def save_adapters(self, folder: str | Path) -> None:
-        """Write the adapters of PEFT that the model came with as ``PeftModel.from_pretrained`` reads them, in float32.
+        """Write the model's PEFT adapters in float32, in the format of ``PeftModel.from_pretrained``.
 
-        Ranks that share the parameters call this together, and the first writes.
+        Ranks that share the parameters must all call this; the first one writes.
 
         Raises:
-            InvalidInput: the model came without adapters, or ``folder`` is a file.
+            InvalidInput: the model was loaded without adapters, or ``folder`` is a file.
             StorageError: the folder cannot be written.
         """
         if not self._adapters:
-            raise InvalidInput("the model came without adapters of PEFT: serving_weights() has all of its weights")
+            raise InvalidInput("the model has no PEFT adapters: serving_weights() returns all of its weights")
         named = self.named_parameters()
-        kept = {name: whole(held) for name, held in named if of_adapters(name) or held.requires_grad}
+        kept = {name: whole(parameter) for name, parameter in named if of_adapters(name) or parameter.requires_grad}
         if self._mesh is None or not any(self._mesh.get_coordinate() or ()):
             save_adapters(Path(folder), self._adapters, kept, self.config.name_or_path)
 
     def check(self, model: CompiledModel, seed: int = 0) -> None:
         """Compare log-probabilities of random sequences with those of an engine of ``model``, byte for byte.
 
-        Ranks that share the parameters call this together.
+        Ranks that share the parameters must all call this.
 
         Args:
-            seed: draws the sequences.
+            seed: seed of the random sequences.
 
         Raises:
-            TrainerMismatch: a token's differ; it says where, and which weights differ, if any do.
-            InvalidInput: the model was compiled with other numerics, or for another context.
+            TrainerMismatch: names the first differing token, and the weights that differ, if any.
+            InvalidInput: the model was compiled with other numerics or another context.
         """
         require_same_orders(self.numerics, self.max_context, model)
         with torch.no_grad():
             require_agreement(self.logprobs, self.serving_weights(), self.vocab_size, model, seed)
 
-    @torch.compiler.disable  # a part of what a caller compiles: the layers are compiled already
+    @torch.compiler.disable  # callers may compile around this; the layers are already compiled
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -178,20 +180,20 @@ class Trainer(Unreplicated):
         num_items_in_batch: Tensor | int | None = None,
         **keywords: Any,
     ) -> CausalLMOutput:
-        """Logits of a padded batch, and the loss of its labels, as the Hugging Face model gives them.
+        """Return logits of a padded batch, and the loss of its labels, as the Hugging Face model does.
 
         Args:
-            input_ids, attention_mask, position_ids: [B, C], padding on the left, on the right or both.
-            labels: [B, C], -100 where none; each is of the token in its own place, which the one before predicts.
-            num_items_in_batch: labels that the loss is divided by; None takes those of this call, so that a gradient
-                follows the split into micro-batches.
-            **keywords: Hugging Face's that change nothing, such as use_cache.
+            input_ids, attention_mask, position_ids: [B, C], with padding on the left, the right or both.
+            labels: [B, C], -100 for none; a label is the token at its own place, which the previous one predicts.
+            num_items_in_batch: divisor of the loss; None: the number of labels of this call, so that a gradient depends
+                on the split into micro-batches.
+            **keywords: Hugging Face keywords without effect, such as use_cache.
 
         Returns:
             logits [B, C, V] in the model's dtype, zeros at padding, and loss, float32, with labels.
 
         Raises:
-            InvalidInput: shapes, ids, masks or keywords that cannot be served, or no label at all.
+            InvalidInput: shapes, ids, masks or keywords are not supported, or there is no label at all.
         """
         require_served(keywords)
         batch = self._batch(input_ids, attention_mask, position_ids, labels)
@@ -209,18 +211,18 @@ class Trainer(Unreplicated):
         temperature: float = 1.0,
         position_ids: Tensor | None = None,
     ) -> Tensor:
-        """Log-probabilities [B, C - 1] of every token but the first, float32 with a gradient, zeros at padding.
+        """Return log-probabilities [B, C - 1] of all tokens but the first, float32 with a gradient, zeros at padding.
 
-        They are the bytes of an engine's ``logprobs``, at temperature 1. The tensor's attribute ``entropy``, like it,
-        is the entropy of the distribution that each token was drawn from. Logits are computed some rows at a time, and
+        They have the bytes of an engine's ``logprobs`` at temperature 1. The tensor's attribute ``entropy`` has the
+        same shape: the entropy of the distribution of each token. Logits are computed for some rows at a time, and
         again in the backward.
 
         Args:
-            input_ids, attention_mask, position_ids: what ``forward`` takes.
-            temperature: what logits are divided by, from 1e-5 to float32's largest number.
+            input_ids, attention_mask, position_ids: as in ``forward``.
+            temperature: divisor of the logits, from 1e-5 to float32's largest number.
 
         Raises:
-            InvalidInput: as ``forward``, or a temperature out of its range.
+            InvalidInput: as ``forward``, or the temperature is out of range.
         """
         temperature = number(temperature, "temperature")
         if not MIN_TEMPERATURE <= temperature <= LARGEST:
@@ -230,7 +232,7 @@ class Trainer(Unreplicated):
         return logprobs
 
     def _scored(self, batch: UnpaddedBatch, temperature: float) -> tuple[Tensor, Tensor]:
-        """What ``logprobs`` gives, and the entropy: FSDP unshards before the backward of returned tensors alone."""
+        """Return ``logprobs`` and the entropies: FSDP unshards only before the backward of returned tensors."""
         step = packed_step(batch, self.numerics.token_leaf, self.device)
         weights = self._weights()
         rows = self._rows(step, weights)
@@ -245,10 +247,10 @@ class Trainer(Unreplicated):
         return padded(logprobs, places), padded(entropy, places)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """``detcompile.clip_grad_norm_`` of all parameters, where their gradients were exact sums.
+        """Run ``detcompile.clip_grad_norm_`` on all parameters, after checking that their gradients are exact sums.
 
         Raises:
-            NumericsError: a gradient's sums may not have been exact; it names the parameter, and what to do.
+            NumericsError: names a parameter whose gradient may be inexact, and what to do.
         """
         bounds = self._guard.bounds(self.device)
         for group in [] if self._mesh is None else self._mesh.get_all_groups():
@@ -256,36 +258,36 @@ class Trainer(Unreplicated):
         self._guard.require(bounds)
         return clip_grad_norm_(self.parameters(), max_norm)
 
-    def _batch(self, *given: Tensor | None) -> UnpaddedBatch:
+    def _batch(self, *tensors: Tensor | None) -> UnpaddedBatch:
         if under_transform() or torch.compiler.is_exporting():
             raise InvalidInput(
                 "torch.func and torch.export cannot trace a trainer, whose layers are compiled: call backward() of a"
                 " loss for gradients, and detcompile.export(compile(model)) for a file"
             )
-        batch = unpad(*require_tensors(*given))
+        batch = unpad(*require_tensors(*tensors))
         check_batch(batch, self.vocab_size, self.max_context)
         return batch
 
     def _weights(self) -> dict[str, Weight]:
-        """The parameters that belong to no layer, at the beginning of a forward."""
+        """Return the parameters that belong to no layer, at the start of a forward."""
         require_no_hooks(self)
         if all(parameter.grad is None for parameter in self._trained):
             self._guard.clear()
-            for held in self._sums:
-                held.clear()
-        own = {name: attrgetter(name)(self) for name in self._own}
-        return weights_of(own, self._accumulators, self._dtypes)
+            for exact in self._sums:
+                exact.clear()
+        unblocked = {name: attrgetter(name)(self) for name in self._unblocked}
+        return weights_of(unblocked, self._accumulators, self._dtypes)
 
     def _rows(self, step: StepTensors, weights: Mapping[str, Weight]) -> Tensor:
-        """What the last layer gives, [1, T, H]."""
+        """Return the last layer's output, [1, T, H]."""
         rows, *shared = self._built.first(None, (), step, weights)
-        others = MappingProxyType(weights)  # FSDP, which looks into a dict, would make zeros of all their gradients
+        others = MappingProxyType(weights)  # FSDP looks into dicts, and would turn their gradients into zeros
         for block in self.blocks:
             rows = block(rows, shared, step, others)
         return rows
 
     def _logits(self, rows: Tensor, step: StepTensors, weights: Mapping[str, Weight]) -> Tensor:
-        """Logits [R, V] of rows [1, R, H]; a backward begins at them."""
+        """Return logits [R, V] of rows [1, R, H], with a hook for the start of a backward."""
         logits: Tensor = self._built.last(rows, (), step, weights)[0]
         if logits.requires_grad:
             logits.register_hook(self._begin_backward)
@@ -295,34 +297,34 @@ class Trainer(Unreplicated):
         if backward_keeps_graph():
             raise InvalidInput(
                 "retain_graph=True or create_graph=True: a trainer's backward runs once, and has no gradient. Add the "
-                "losses of one forward and call backward() of their sum, or run the forward again."
+                "losses of one forward and call backward() on their sum, or run the forward again."
             )
         self._guard.add_loss(gradient)
 
     def _chunked(
         self, rows: Tensor, targets: Tensor, temperature: float, step: StepTensors, weights: Mapping[str, Weight]
     ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of ``targets`` and entropies [R], from ``rows`` [1, R, H], in pieces of whole leaves."""
+        """Return log-probabilities of ``targets`` and entropies [R], from ``rows`` [1, R, H], in pieces of leaves."""
 
         def of_piece(rows: Tensor, targets: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
             logits = self._logits(rows, step._replace(table=table), weights)
-            found: tuple[Tensor, Tensor] = torch.ops.detcompile.token_logprobs(logits, targets, temperature)
-            return found
+            result: tuple[Tensor, Tensor] = torch.ops.detcompile.token_logprobs(logits, targets, temperature)
+            return result
 
-        if len(step.table) == 1:  # sequences of one token, which nothing predicts
+        if len(step.table) == 1:  # sequences of one token, so nothing is predicted
             handles = [weights[name].handle for name in self._built.last.weights]
             nothing = rows.float().sum(-1).flatten()
-            for handle in handles:  # gradients of zeros and not None: ranks reduce those of the same parameters
+            for handle in handles:  # zero gradients instead of None: ranks must reduce the same parameters
                 if handle is not None:
                     nothing = nothing + (handle.sum() * 0).float()
             return nothing, nothing
         tables = pieces(step.table.tolist(), rows_at_once(self.vocab_size * rows.element_size(), rows.device))
         if len(tables) == 1:
             return of_piece(rows, targets, step.table)
-        found, at = [], 0
+        results, at = [], 0
         for table in tables:
             piece = slice(at, at := at + table[-1])
-            given = rows[:, piece], targets[piece], torch.tensor(table, dtype=torch.int32, device=self.device)
-            found.append(checkpoint(of_piece, *given, use_reentrant=False))
-        logprobs, entropies = zip(*found, strict=True)
+            inputs = rows[:, piece], targets[piece], torch.tensor(table, dtype=torch.int32, device=self.device)
+            results.append(checkpoint(of_piece, *inputs, use_reentrant=False))
+        logprobs, entropies = zip(*results, strict=True)
         return torch.cat(logprobs), torch.cat(entropies)

@@ -105,7 +105,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     ) -> tuple[list[list[int]], list[list[float]]]:
         """Sample a completion of each prompt with the current weights; return token ids and their log-probabilities."""
         if images or multimodal_fields:
-            raise InvalidInput("images are not served: the policy reads tokens alone.")
+            raise InvalidInput("images are not served: the policy reads only tokens.")
         step = self.state.global_step
         now = step, sum(version_of(parameter) for parameter in self.policy.parameters())
         if now != self._served:
@@ -137,9 +137,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         **keywords: Any,
     ) -> tuple[Tensor, Tensor, None]:
         """Compute log-probabilities and entropies [B, logits_to_keep] of the last tokens with the policy."""
-        given = sorted(name for name, value in keywords.items() if value is not None and not isinstance(value, bool))
-        if given:
-            raise InvalidInput(f"{', '.join(given)}: the policy reads tokens alone.")
+        others = sorted(name for name, value in keywords.items() if value is not None and not isinstance(value, bool))
+        if others:
+            raise InvalidInput(f"{', '.join(others)}: the policy reads only tokens.")
         logprobs, entropies = [], []
         with torch.autocast(input_ids.device.type, enabled=False):
             for ids, mask in zip(*(part.split(batch_size or len(part)) for part in (input_ids, attention_mask))):

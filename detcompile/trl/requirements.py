@@ -7,11 +7,11 @@ from detcompile.errors import InvalidInput
 __all__ = ["require_exact"]
 
 LOSSES = ("cispo", "dapo", "dr_grpo")
-OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")  # detcompile.AdamW takes their place
+OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")  # replaced by detcompile.AdamW
 MICRO_BATCH = "its value depends on the split into micro-batches"
 SAMPLER = "detcompile's engine samples the completions"
 FILTER = "completions would be sampled from another distribution than the trained one"
-ALONE: dict[str, tuple[Any, str]] = {  # field -> the only supported value, and why
+ALONE: dict[str, tuple[Any, str]] = {  # field -> the only supported value, and the reason
     "beta": (0.0, "the divergence from the reference model has no pinned exponential"),
     "cast_lm_head_to_fp32": (False, "the head must round as in serving"),
     "delta": (None, "the clipped objective has no second bound"),
@@ -32,7 +32,7 @@ ALONE: dict[str, tuple[Any, str]] = {  # field -> the only supported value, and 
 }
 REFUSED = {  # arguments of the trainer
     "peft_config": "adapters are not served",
-    "quantization_config": "quantised weights have no gradient",
+    "quantization_config": "quantized weights have no gradient",
     "rollout_func": SAMPLER,
 }
 

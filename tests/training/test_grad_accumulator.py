@@ -124,9 +124,9 @@ def test_a_gradient_that_is_only_asked_for_leaves_the_sum_as_it_is():
 def test_other_parameters_than_those_of_the_trainer_are_refused_by_name():
     held = Held()
     other = nn.Parameter(torch.ones(3))
-    with pytest.raises(InvalidInput, match=r"weight is another parameter .* without assign=True"):
+    with pytest.raises(InvalidInput, match=r"weight is not the parameter .* without assign=True"):
         grad_handle(other, held.accumulator)
-    with pytest.raises(InvalidInput, match="late was frozen when the trainer was made"):
+    with pytest.raises(InvalidInput, match="late was frozen when the trainer was created"):
         weights_of({"late": other}, {}, {"late": torch.bfloat16})
     assert weights_of({"late": other.requires_grad_(False)}, {}, {"late": torch.bfloat16})["late"].handle is None
 
@@ -167,7 +167,7 @@ def test_another_loss_in_one_backward_is_refused(penalty_first: bool):
     losses = [lambda: held.penalty(1e-9), lambda: held.loss(0.5)]
     one, two = (make() for make in (losses if penalty_first else reversed(losses)))
     with pytest.raises(
-        InvalidInput, match=r"in one backward weight got gradients .* backward\(\) of each loss by itself"
+        InvalidInput, match=r"in one backward weight received gradients .* backward\(\) separately for each loss"
     ):
         (one + two).backward()
     assert held.parameter.grad is None
@@ -186,7 +186,7 @@ def test_a_hook_that_changes_gradients_is_refused_and_one_that_reads_them_is_not
     assert [grad.tolist() for grad in seen] == [[0.5] * 3] and held.parameter.grad.tolist() == [0.5] * 3
     for change in (lambda grad: grad / 3, in_place):
         hook = held.parameter.register_hook(change)
-        with pytest.raises(InvalidInput, match="a hook of weight changes its gradients"):
+        with pytest.raises(InvalidInput, match="a hook of weight changes individual gradients"):
             held.loss(0.5).backward()
         hook.remove()
     held.parameter.register_hook(lambda grad: grad * 2.0**20)

@@ -177,7 +177,7 @@ def test_what_is_saved_is_read_by_peft(trainer: Trainer, tmp_path: Path):
     (tmp_path / "file").touch()
     with pytest.raises(InvalidInput, match="is a file"):
         trainer.save_adapters(tmp_path / "file")
-    with pytest.raises(StorageError, match="Give another folder"):
+    with pytest.raises(StorageError, match="Use another folder"):
         trainer.save_adapters(tmp_path / "file" / "below")
 
 
@@ -244,5 +244,5 @@ def test_dropout_is_not_trained_but_served():
 
 def test_a_trainer_without_adapters_saves_none(trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(trainer, "_adapters", {})
-    with pytest.raises(InvalidInput, match="came without adapters"):
+    with pytest.raises(InvalidInput, match="has no PEFT adapters"):
         trainer.save_adapters(tmp_path)

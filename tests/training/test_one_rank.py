@@ -76,12 +76,12 @@ def test_torchs_replicas_are_refused_as_they_add_rounded_gradients(shared: Train
 def test_ranks_that_cannot_share_are_refused_before_anything_is_shared(
     shared: Trainer, monkeypatch: pytest.MonkeyPatch
 ):
-    with pytest.raises(InvalidInput, match=r"sharded already, over .*: make another"):
+    with pytest.raises(InvalidInput, match=r"already sharded over .*: create another"):
         shared.shard()
     for given in (init_device_mesh("cpu", (1, 1, 1)), "cpu", (1,), SimpleNamespace(ndim=1, device_type="cpu")):
-        with pytest.raises(InvalidInput, match="give a DeviceMesh of 'cpu'"):
+        with pytest.raises(InvalidInput, match="pass a DeviceMesh of 'cpu'"):
             mesh_of(given, "cpu")
-    with pytest.raises(InvalidInput, match="give a DeviceMesh of 'cuda'"):
+    with pytest.raises(InvalidInput, match="pass a DeviceMesh of 'cuda'"):
         mesh_of(init_device_mesh("cpu", (1,)), "cuda")
     assert mesh_of(None, "cpu").size() == 1
     monkeypatch.setattr(dist, "is_initialized", lambda: False)

@@ -92,13 +92,13 @@ def test_a_token_without_an_advantage_may_have_any_old(terms_of):
         ({"denominator": 0}, r"denominator=0\.0 positive"),
         ({"clip": (1.5, 0.2)}, r"clip=\(1\.5, 0\.2\) must be distances"),
         ({"clip": -0.1}, "must be distances"),
-        ({"old": torch.zeros(3)}, r"old is torch.float32 \(3,\) and must be float32 \(4,\)"),
+        ({"old": torch.zeros(3)}, r"old is torch.float32 \(3,\) on cpu, but must be float32 \(4,\)"),
         ({"advantages": torch.zeros(4).double()}, "advantages is torch.float64"),
         ({"logprobs": torch.zeros(4).bfloat16()}, "logprobs is torch.bfloat16"),
         ({"advantages": torch.zeros(4, device="meta")}, "advantages: it is on the meta device"),
         ({"old": torch.zeros(4).to_sparse()}, "old: it is of layout torch.sparse_coo"),
-        ({"advantages": 1.0}, "advantages is a float: give a tensor"),
-        ({"logprobs": [0.0]}, "logprobs is a list: give a tensor"),
+        ({"advantages": 1.0}, "advantages is a float: pass a tensor"),
+        ({"logprobs": [0.0]}, "logprobs is a list: pass a tensor"),
         ({"clip": (0.2, torch.nan)}, "clip nan is a float: give a number"),
         ({"clip": (0.1, 0.2, 0.3)}, r"clip .* is a tuple: give a number"),
         ({"clip": "0.2"}, "clip '0.2' is a str: give a number"),
@@ -122,5 +122,5 @@ def test_a_list_of_two_distances_is_taken_as_a_tuple_is():
 def test_a_tensor_of_another_device_is_refused(monkeypatch):
     """A kernel would read from its address; the meta device stands for a GPU beside a CPU."""
     monkeypatch.setattr("detcompile.training.policy_loss.require_values", lambda tensor, name: None)
-    with pytest.raises(InvalidInput, match=r"old is torch\.float32 .* on cpu and not on meta"):
+    with pytest.raises(InvalidInput, match=r"old is torch\.float32 .* on meta, but must be .* on cpu"):
         policy_loss(torch.zeros(4), torch.zeros(4, device="meta"), torch.zeros(4), 2.0)

@@ -79,12 +79,12 @@ def test_a_model_of_other_orders_is_refused(trainer: Trainer):
         with pytest.raises(InvalidInput, match=f"pass {next(iter(changed))}="):
             trainer.check(model)
     for given in (None, True, "tiny", random_model("qwen3", torch.bfloat16)):
-        with pytest.raises(InvalidInput, match=r"what compile\(\) returns, and not against"):
+        with pytest.raises(InvalidInput, match=r"against the result of compile\(\), not against"):
             trainer.check(given)
 
 
 @pytest.mark.parametrize("given", ["tiny", True, type("Other", (), {"numerics": Numerics(), "max_context": 5})()])
 def test_what_cannot_be_checked_is_refused_before_anything_is_compiled(given: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(loading, "Trainer", None)
-    with pytest.raises(InvalidInput, match=r"compile\(\) returns|pass max_context="):
+    with pytest.raises(InvalidInput, match=r"result of compile\(\)|pass max_context="):
         detcompile.trainer(random_model("qwen3", torch.bfloat16), max_context=MAX_CONTEXT, check=given)

@@ -1,6 +1,6 @@
-// Tiles of bfloat16, AMX's operands: of each block of 32 k the even k are one chain from +0 and the odd k another; their sum is
-// added to the tile of sums. Subnormals count as zeros throughout (Intel SDM, TDPBF16PS). A product is turned: a tile of sums
-// is [16 features][16 tokens], so that weights are read where they lie, 32 k of a row in a cache line.
+// AMX tiles of bfloat16. In each block of 32 k the even k form one chain from +0 and the odd k another; their sum is added to the
+// tile of sums. Subnormals are flushed throughout (Intel SDM, TDPBF16PS). Products are transposed: a tile of sums is [16 features]
+// [16 tokens], so weights are read in place, 32 k of a row per cache line.
 //
 // Legend: a block is 32 k; a tile of w is [16 features][32 k], one of x [16 pairs of k][16 tokens][2], 1 KiB each.
 #pragma once
@@ -10,10 +10,10 @@
 namespace {
 
 constexpr int64_t kTileK = 32, kTileBytes = 1024, kTileFloats = kTileBytes / 4;
-constexpr int kPanelTiles = 2;     // of features
-constexpr int kMostTokenTiles = 2;  // that are multiplied at once
+constexpr int kPanelTiles = 2;     // tiles of features
+constexpr int kMostTokenTiles = 2;  // tiles of tokens that are multiplied at once
 
-// Where the tiles of a panel of w lie, in bytes
+// Location of a panel's tiles of w, in bytes
 struct WeightTiles {
   const char* start;
   int64_t row, tile, block;  // from one feature, tile of features and block of k to the next
@@ -29,7 +29,7 @@ struct alignas(64) TileConfig {
 };
 constexpr TileConfig kTileConfig;
 
-// While it lives, all eight tiles of this thread are 16 rows of 64 bytes
+// While it lives, this thread's eight tiles are configured as 16 rows of 64 bytes
 class Tiles {
  public:
   Tiles() { _tile_loadconfig(&kTileConfig); }
@@ -38,15 +38,14 @@ class Tiles {
   Tiles& operator=(const Tiles&) = delete;
 };
 
-// c[feature tile][token tile] of a panel += w * x over blocks of k; from +0 if `fresh`. The token tiles of x lie x_tile bytes
-// apart. Weights are fetched into the second-level cache (their rows share sets of the first) so many blocks `ahead` of their
-// use; 0: they are there.
+// c[feature tile][token tile] of a panel += w * x over blocks of k; from +0 if `fresh`. Token tiles of x are x_tile bytes apart.
+// Weights are prefetched into L2 (their rows share L1 sets) `ahead` blocks before their use; 0: they are cached.
 template <int TokenTiles>
 inline void multiply_tiles(const WeightTiles& w, const char* x, int64_t x_tile, int64_t blocks, float* c, bool fresh,
                            int64_t ahead) {
   constexpr bool two = TokenTiles == 2;
-  float* second = c + TokenTiles * kTileFloats;  // tile of features
-  asm volatile("" ::: "memory");  // a compiler does not know that tile loads read what was stored before
+  float* second = c + TokenTiles * kTileFloats;  // second tile of features
+  asm volatile("" ::: "memory");  // the compiler does not know that tile loads read earlier stores
   if (fresh) {
     _tile_zero(0);
     _tile_zero(1);
@@ -87,10 +86,10 @@ template <int TokenTiles>
 inline void multiply_tiles(const WeightTiles&, const char*, int64_t, int64_t, float*, bool, int64_t) {}
 #endif
 
-// A missing k is -0 in x and +0 in w: their product, added to a chain, leaves it as it is.
+// A missing k is -0 in x and +0 in w: adding their product leaves a chain unchanged.
 constexpr bf16 kNoX{0x8000}, kNoW{0};
 
-// 32 k of each of sixteen rows, of which num_k are there -> rows of 64 bytes
+// 32 k of each of sixteen rows, the first num_k of which exist -> rows of 64 bytes
 inline void pad_block(const bf16* const rows[kLanes], int64_t num_k, bf16 pad, bf16 out[kLanes][kTileK]) {
   for (int lane = 0; lane < kLanes; lane++)
     for (int64_t i = 0; i < kTileK; i++) out[lane][i] = i < num_k ? rows[lane][i] : pad;

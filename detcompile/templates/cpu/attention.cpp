@@ -7,15 +7,15 @@
 
 namespace {
 
-// what is wrong with the metadata of a step; values are those of templates/attention/op.py
+// errors in a step's metadata; the values are those of templates/attention/op.py
 enum Fault : int64_t { kFine = 0, kBadSlot = 1, kBadCuSeqlens = 2, kBadSeqLen = 3, kBadBlock = 4, kSameSlot = 5 };
 
 struct Metadata {
   const int64_t* slot_mapping; const int32_t* cu_seqlens; const int32_t* seq_lens; const int32_t* block_table;
-  int64_t T, S, max_blocks, num_blocks, block_size, num_slots;  // a multiple of T
+  int64_t T, S, max_blocks, num_blocks, block_size, num_slots;  // num_slots is a multiple of T
   Visible visible;
 
-  // `where` gets the index of the offending token or sequence
+  // `where` receives the index of the offending token or sequence
   Fault check(int64_t* where) const {
     for (*where = 0; *where < num_slots; ++*where)
       if (slot_mapping[*where] < -1 || slot_mapping[*where] >= num_blocks * block_size) return kBadSlot;
@@ -70,7 +70,7 @@ EXPORT void detcompile_dense_attention(const char* q, const char* k, const char*
 // q [T, Hq, D], k v [T, Hkv, D | Dv], caches [num_blocks, block_size, Hkv, D | Dv]; strides[12]: token and head of q, k, v;
 // block, key and head of the caches. sizes[14]: T S Hq Hkv D Dv num_blocks block_size max_blocks window chunk attention_chunk
 // extent num_slots. relative [T, Hq, extent] contiguous, or null.
-// out [T, Hq, Dv] contiguous. scalars[3]: the first three fields of Scores. Returns a Fault, with its place in `where` and nothing written.
+// out [T, Hq, Dv] contiguous. scalars[3]: the first three fields of Scores. On a Fault `where` gets its index; nothing is written.
 EXPORT int64_t detcompile_paged_attention(const char* q, const char* k, const char* v, char* k_cache, char* v_cache,
                                           const int64_t* slot_mapping, const int32_t* cu_seqlens, const int32_t* seq_lens,
                                           const int32_t* block_table, char* out, const int64_t* strides, const int64_t* sizes,

@@ -1,4 +1,4 @@
-// What attention is handed: heads and their strides, sequences, and which keys a query sees.
+// Operands of attention: heads and their strides, sequences, and visible keys.
 //
 // Legend: T tokens, Hq Hkv heads, D Dv head dims. Strides count elements.
 #pragma once
@@ -7,9 +7,9 @@
 
 namespace {
 
-constexpr int64_t kBlock = 64;  // keys that are taken together
+constexpr int64_t kBlock = 64;  // keys that are processed together
 
-// The keys that a query sees: from first(its position) to its own.
+// The keys that a query sees: from first(its position) to its own position.
 struct Visible {
   int64_t window, attention_chunk;  // 0: none; at most one of them is positive
   int64_t first(int64_t position) const {
@@ -34,11 +34,11 @@ struct Sequence {
   const char* q; const char* k; const char* v; char* out;
   const int32_t* table;  // null: keys are contiguous
   int64_t num_queries, first_position;
-  const float* relative;  // biases of its first query, or null
-  float* lse;             // [num_queries, Hq]: gets the logarithm of each row's sum of exponentials, or null
+  const float* relative;  // biases of the first query, or null
+  float* lse;             // [num_queries, Hq]: receives the log-sum-exp of each row, or null
 };
 
-// Keys [begin, end) of a block, as a row sees them; without any, both may lie outside of the block
+// Visible keys [begin, end) of a block; if there are none, both may lie outside the block
 struct Keys {
   int64_t begin, end;
   bool none() const { return begin >= end; }

@@ -1,4 +1,4 @@
-// From products with the keys to scores: soft cap, ALiBi, biases by distance.
+// Turn products with the keys into scores: soft cap, ALiBi, biases by distance.
 #pragma once
 
 #include "elementary.h"
@@ -27,21 +27,21 @@ inline Vec tanh_of(Vec x) {
   return load(nears);
 }
 
-// What templates/attention/op.py makes of scores.AttentionRule. Plain scores are in units of log2. Shaped ones (all others) are in
-// natural units, so that no constant is rounded before their maximum is taken away, and meet log2(e) inside exp2.
+// Derived from scores.AttentionRule by templates/attention/op.py. Plain scores are in units of log2. Shaped ones (all others) are in
+// natural units, so no constant is rounded before the maximum is subtracted, and log2(e) is applied inside exp2.
 struct Scores {
   float scale;          // plain: scale * log2(e); shaped: scale, or scale / softcap
   float cap;            // 0: none
   float c;              // plain: 1; shaped: log2(e)
   const float* slopes;  // [Hq], or null
   const float* sinks;   // [Hq], in the units of the scores, or null
-  int64_t extent;       // distances that a query has a bias for, the first of them 0
+  int64_t extent;       // number of distances with a bias, from 0
 
   bool plain() const { return c == 1.0f; }
   float log_sum(float maximum, float sum) const {  // in natural units
     return float(double(maximum) * (plain() ? 0.69314718055994530942 : 1.0) + log_of(sum));
   }
-  // of keys at `distance` and nearer, one less a lane; 0 past the extent, and for keys that are not visible
+  // biases of keys at `distance` and below, decreasing by one per lane; 0 past the extent, and for keys that are not visible
   Vec biases(const float* relative, int64_t distance) const {
     float found[kLanes];
     for (int64_t i = 0; i < kLanes; i++) found[i] = distance >= i && distance - i < extent ? relative[distance - i] : 0.0f;

@@ -1,14 +1,14 @@
-// Causal attention in KV order, over a paged cache or dense keys; one kernel, which asks where key p lies.
+// Causal attention in KV order, over a paged cache or dense keys; one kernel with a lookup of key p.
 //
-// Keys are taken in blocks of 64 at absolute positions. For each row (a query of one head) and block:
+// Keys are processed in blocks of 64 at absolute positions. For each row (a query of one head) and block:
 //   s_j = (chains of fma(q_d, k_jd) over ascending d, 128 each, added ascending) * (scale * log2(e)), -inf where j is
-//         not visible; Scores.shape takes the place of the product where there is a soft cap, ALiBi or a bias
-//   m'  = max(m, s); alpha = exp2(m - m'); p_j = exp2(s_j - m'), float32 (shaped scores: times c inside exp2); 0 for both
+//         not visible; with a soft cap, ALiBi or a bias Scores.shape replaces the multiplication
+//   m'  = max(m, s); alpha = exp2(m - m'); p_j = exp2(s_j - m'), float32 (shaped scores: times c inside exp2); both are 0
 //         while m' is -inf
 //   l   = l * alpha + (p summed as Row(64, lanes=64))
 //   o   = fma(o, alpha, chain of fma(p_j, v_j) over ascending j)
-// (m, l, o) start afresh in each chunk; chunks are merged ascending, a sink last; out = o / l + 0.0. A block without a visible key is
-// skipped; keys that no row of a task sees are never read, and a row never multiplies a value it does not see.
+// (m, l, o) are reset in each chunk; chunks are merged ascending, a sink last; out = o / l + 0.0. Blocks without a visible key are
+// skipped; keys that no row of a task sees are never read, and a row never multiplies a value that it does not see.
 //
 // Legend: T tokens, S sequences, Hq Hkv heads, G = Hq / Hkv, D Dv head dims; rows of a task are (query, head of the group).
 #pragma once
@@ -21,12 +21,12 @@
 namespace {
 
 constexpr int64_t kWidth = kPanelVecs * kLanes;
-constexpr int64_t kChain = 128;  // features of one chain: a longer one would be less accurate than torch
+constexpr int64_t kChain = 128;  // features per chain: longer chains would be less accurate than torch
 constexpr int64_t kRowsPerTask = 8 * kMaxRows;
 
 thread_local Scratch scratch;
 
-// One (sequence, kv head, query tile): its packed queries, its current block of keys, the state of its rows.
+// One task (sequence, kv head, query tile): its packed queries, its current block of keys, and the state of its rows.
 struct Tile {
   const Heads& h;
   const Sequence& s;
@@ -102,8 +102,8 @@ struct Tile {
     }
   }
 
-  // Keys that no row of the task sees are zeros in k_panel, where what was left may be subnormal, and slow. Nobody reads their
-  // rows of v_panel.
+  // Keys that no row of the task sees are zeros in k_panel, because leftovers may be subnormal, which is slow. Their rows of
+  // v_panel are not read.
   void load_block(int64_t block) const {
     int64_t first = block * kBlock, begin = first_key > first ? first_key - first : 0, end = min64(last_key + 1 - first, kBlock);
     if (begin > 0 || end < kBlock) std::memset(k_panel, 0, kBlock * h.D * sizeof(float));
@@ -123,13 +123,13 @@ struct Tile {
     return {first > 0 ? first : 0, min64(position(row) - block * kBlock + 1, kBlock)};
   }
 
-  // Scores of one row, scaled, -inf where not visible, in place; returns their maximum, of which a NaN is not always part: it
-  // reaches p all the same
+  // Scale one row's scores in place, with -inf where not visible; return their maximum, which may ignore a NaN (the NaN still
+  // reaches p)
   float mask(float* score, const Keys& keys) const {
     Vec largest = splat(-INFINITY), scale = splat(h.scores.plain() ? h.scores.scale : 1.0f);
     for (int64_t j = 0; j < kBlock; j += kLanes) {
       Vec s_j = load(score + j) * scale;
-      if (!keys.all()) {  // after the scale: a negative one must not make a masked score +inf
+      if (!keys.all()) {  // after scaling: a negative scale must not turn a masked score into +inf
         s_j = blend_first(keys.end - j, s_j, splat(-INFINITY));
         s_j = blend_first(keys.begin - j, splat(-INFINITY), s_j);
       }
@@ -164,7 +164,7 @@ struct Tile {
                                               keys.end - keys.begin, values + i * Dv_padded + d, Dv_padded, fresh);
   }
 
-  // o = fma(o, alpha, chain): the keys that all rows see are multiplied together, those before and behind row by row
+  // o = fma(o, alpha, chain): keys that all rows see are multiplied together, others row by row
   void add_values(int64_t row, int64_t rows, const float* alpha, const Keys* keys) const {
     Keys common = keys[0];
     bool begin_together = true;
@@ -204,7 +204,7 @@ struct Tile {
       int64_t row = row_tiles.begin(tile), rows = row_tiles.begin(tile + 1) - row;
       if (position(row + rows - 1) < block * kBlock || h.visible.first(position(row)) >= (block + 1) * kBlock) continue;
       multiply_keys(row, rows);
-      // Step by step for all rows, so that one does not wait for another, and one exp2 gives every alpha
+      // Step by step for all rows, so that rows do not wait for each other, and one exp2 computes every alpha
       static_assert(kMaxRows <= kLanes);
       Keys keys[kMaxRows];
       float m_old[kLanes] = {}, m_new[kLanes] = {}, base[kLanes] = {}, sum[kLanes], alpha[kLanes];
@@ -216,7 +216,7 @@ struct Tile {
         float largest = mask(score, keys[i]);
         m_old[i] = m[row + i];
         m_new[i] = m_old[i] > largest ? m_old[i] : largest;
-        base[i] = m_new[i] == -INFINITY ? 0.0f : m_new[i];  // of keys that weigh nothing, though they are visible
+        base[i] = m_new[i] == -INFINITY ? 0.0f : m_new[i];  // visible keys without weight
       }
       for (int64_t i = 0; i < rows; i++)
         if (!keys[i].none()) sum[i] = soften(scores + i * kBlock, base[i]);
@@ -230,7 +230,7 @@ struct Tile {
     }
   }
 
-  // what blocks [begin, end) left
+  // merge the state of blocks [begin, end)
   void merge_chunk(int64_t begin, int64_t end) const {
     for (int64_t row = 0; row < row_tiles.rows; row++) {
       if (position(row) < begin * kBlock || h.visible.first(position(row)) >= end * kBlock) continue;  // nothing visible
@@ -253,7 +253,7 @@ struct Tile {
       merge_chunk(begin, block);
     }
     for (int64_t row = 0; row < row_tiles.rows; row++) {
-      // a sink is one more key, without a value; where it dwarfs all others, infinity makes a row of zeros
+      // a sink is one more key, without a value; if it dwarfs all others, infinity makes the row zeros
       if (h.scores.sinks) l_total[row] = l_total[row] + power(h.scores.sinks[head(row)] - m_total[row]);
       if (s.lse) s.lse[(task.begin + row / h.group()) * h.Hq + head(row)] = h.scores.log_sum(m_total[row], l_total[row]);
       int64_t index = (task.begin + row / h.group()) * h.out_token_stride + head(row) * h.out_head_stride;

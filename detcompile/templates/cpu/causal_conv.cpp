@@ -15,7 +15,7 @@ struct Convolution {
   int64_t C, W;
   int32_t dtype;
 
-  // input of the token `place` tokens after the sequence's first one in this step (before it if negative)
+  // the input `place` tokens after the sequence's first token in this step (before it if negative)
   Vec input(int64_t first, int64_t place, const char* before, int64_t c) const {
     if (place >= 0) return load_as(x, dtype, (first + place) * x_stride + c, C - c);
     return before ? load_as(before, dtype, (W - 1 + place) * C + c, C - c) : splat(0.0f);
@@ -32,7 +32,7 @@ struct Convolution {
       if (bias) sum = sum + load_some(bias + c, C - c);
       store_as(out, dtype, (first + t) * C + c, sum, C - c);
     }
-    if (own && count > 0)  // ascending: what is read lies behind what was written
+    if (own && count > 0)  // ascending: reads stay ahead of writes
       for (int64_t i = 0; i < W - 1; i++)
         store_as(own, dtype, i * C + c, input(first, count + i + 1 - W, before, c), C - c);
   }
@@ -40,7 +40,7 @@ struct Convolution {
 
 }  // namespace
 
-// sizes[7]: T S num_slots C W x_stride dtype. Returns a StateFault, with its sequence in `where` and nothing written.
+// sizes[7]: T S num_slots C W x_stride dtype. On a StateFault `where` gets the sequence, and nothing is written.
 EXPORT int64_t detcompile_causal_conv(const char* x, const float* weight, const float* bias, char* state, char* out,
                                       const int32_t* slots, const int32_t* cu_seqlens, const int32_t* seq_lens,
                                       const int64_t* sizes, int32_t num_threads, int64_t* where) {

@@ -1,12 +1,12 @@
-// out[n, k] = round(float32(q[n, k] - z) * float32(s)): rows of a quantised matrix, as templates/quantized/weights.py defines them.
+// out[n, k] = round(float32(q[n, k] - z) * float32(s)): rows of a quantized matrix, as defined in templates/quantized/weights.py.
 #include "simd.h"
 
 namespace {
 
-constexpr int64_t kBlock = 128, kHalf = 64;  // k of a block of nibbles; bytes that hold it
+constexpr int64_t kBlock = 128, kHalf = 64;  // k of a block of nibbles; bytes of a block
 enum Kind : int32_t { kNibbles = 0, kBytes = 1, kFloat8 = 2 };
 
-// The arguments as templates/quantized/op.py packs them: rows [first, first + N) of w; zeros may be null.
+// The arguments packed by templates/quantized/op.py: rows [first, first + N) of w; zeros may be null.
 struct Call {
   const uint8_t* w; int64_t w_stride;
   const void* scales; const int16_t* zeros; int64_t scales_stride;
@@ -15,11 +15,11 @@ struct Call {
   int32_t kind, scales_dtype, out_dtype, num_threads;
 };
 
-// e4m3fn: four exponent bits of bias 7, three of mantissa, no infinities; a NaN becomes torch's. Integers alone, so that
-// the loops are vectorised.
+// e4m3fn: four exponent bits of bias 7, three of mantissa, no infinities; NaN becomes torch's NaN. Integer operations only, so
+// that the loops are vectorized.
 void take_float8(const uint8_t* bytes, int64_t count, float* values) {
   uint32_t bits[kBlock];
-  for (int64_t i = 0; i < count; i++) values[i] = float(int32_t(bytes[i] & 127)) * 0x1p-9f;  // right below 8: subnormals
+  for (int64_t i = 0; i < count; i++) values[i] = float(int32_t(bytes[i] & 127)) * 0x1p-9f;  // correct below 8: subnormals
   std::memcpy(bits, values, sizeof(float) * count);
   for (int64_t i = 0; i < count; i++) {
     uint32_t magnitude = bytes[i] & 127u, normal = (magnitude << 20) + (120u << 23);
@@ -29,7 +29,7 @@ void take_float8(const uint8_t* bytes, int64_t count, float* values) {
   std::memcpy(values, bits, sizeof(float) * count);
 }
 
-// count values of a row from k on, k a multiple of kBlock
+// dequantize count values of a row from k on; k is a multiple of kBlock
 void take(const Call& c, const uint8_t* row, int64_t k, int64_t count, float* values) {
   if (c.kind == kNibbles) {
     const uint8_t* bytes = row + k / 2;

@@ -1,4 +1,4 @@
-// Whether the places that a step writes are distinct: two tokens in one place would leave it to the threads who is last.
+// Check that the places a step writes are distinct: otherwise threads would decide which token is written last.
 #pragma once
 
 #include <cstdint>
@@ -6,10 +6,10 @@
 
 namespace {
 
-// The first index of places[count] whose place an earlier one has too, or -1. Places are below `bound`; negative ones are none.
+// Return the index of the first place that repeats an earlier one, or -1. Places are below `bound`; negative ones are ignored.
 template <class T>
 int64_t first_repeat(const T* places, int64_t count, int64_t bound) {
-  static thread_local std::vector<uint64_t> taken;  // a bit a place; all are 0 between calls
+  static thread_local std::vector<uint64_t> taken;  // one bit per place; all are 0 between calls
   if (count < 2) return -1;
   if (int64_t(taken.size()) <= bound / 64) taken.resize(bound / 64 + 1);
   int64_t repeat = -1, seen = 0;

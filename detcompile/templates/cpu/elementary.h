@@ -1,4 +1,4 @@
-// exp, exp2 and log from IEEE operations only, so that no libm and no instruction set can change a bit.
+// exp, exp2 and log from IEEE operations only, so neither libm nor the instruction set can change a bit.
 #pragma once
 
 #include "simd.h"

@@ -1,4 +1,4 @@
-// Rows of a table by id. Bytes are copied as they are.
+// Rows of a table by id, copied as bytes.
 #include <cstdint>
 #include <cstring>
 
@@ -12,7 +12,7 @@ inline int64_t id_at(const void* ids, int32_t id_bytes, int64_t i) {
 
 }  // namespace
 
-// Returns the index of the first id outside [0, V), having written nothing; else -1, with out [T, row_bytes] filled.
+// Returns the index of the first id outside [0, V), without writing anything; else -1, with out [T, row_bytes] filled.
 EXPORT int64_t detcompile_embedding(const void* weight, int64_t weight_stride_bytes, const void* ids, int32_t id_bytes, void* out,
                                     int64_t T, int64_t V, int64_t row_bytes, int32_t num_threads) {
   for (int64_t t = 0; t < T; t++) {

@@ -1,8 +1,8 @@
 // The floating-point mode of a step: rounding to nearest and subnormals kept, in the calling thread and in its OpenMP workers.
 //
-// A mode is a thread's own, and new threads inherit it from the one that starts them. So after a parallel region of two or
-// more threads in the standard mode all threads of later regions have it, however many these ask for: libgomp ends workers
-// that a region does not need, and starts what is missing.
+// The mode belongs to a thread, and new threads inherit it from the thread that starts them. So after a parallel region of two or
+// more threads in the standard mode all threads of later regions have it, whatever their number: libgomp ends workers that a
+// region does not need, and starts missing ones.
 #include <atomic>
 #include <cstdint>
 
@@ -39,12 +39,12 @@ inline void set_control(uint64_t bits) { std::fesetround(int(bits)); }
 #endif
 
 struct Thread {
-  uint64_t before = 0;  // the mode bits that it had; 0 is the standard mode
-  // of a caller alone
-  int depth = 0;                // entered so many times
+  uint64_t before = 0;  // its previous mode bits; 0 is the standard mode
+  // for callers only
+  int depth = 0;                // nesting depth
   int covered = 0;              // threads that have the standard mode
-  bool any = false;             // whether one of them had another
-  Parallel of_torch = nullptr;  // as it was entered
+  bool any = false;             // true if one of them had another mode
+  Parallel of_torch = nullptr;  // as passed on entry
 };
 thread_local Thread self;
 
@@ -71,7 +71,7 @@ void on_all(void (*run)(void*), void* argument) {
 
 }  // namespace
 
-// of_torch: GOMP_parallel of the OpenMP that torch's own operations use, which may be another one; null where they use none
+// of_torch: GOMP_parallel of the OpenMP of torch's own operations, which may differ from ours; null if they use none
 EXPORT void detcompile_enter_floats(int32_t num_threads, Parallel of_torch) {
   if (self.depth++ && num_threads <= self.covered) return;
   self.covered = num_threads;

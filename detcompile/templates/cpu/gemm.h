@@ -1,7 +1,7 @@
 // The inner loops of matmul.cpp: operands packed as 32-bit words, and the register blocks that multiply them.
 //
-// A word is one float, or a pair of bfloat16 with the earlier k in the high half, which the dot product of pairs takes first:
-// its chain is then that of fma_flushed() over ascending k.
+// A word is one float, or a pair of bfloat16 with the earlier k in the high half. The dot product of pairs takes that one first,
+// so its chain equals that of fma_flushed() over ascending k.
 #pragma once
 
 #include <cstdlib>
@@ -13,11 +13,11 @@ namespace {
 
 constexpr int64_t kPanelWidth = kPanelVecs * kLanes;
 constexpr int64_t kOverrun = 32;  // words that packing may write past the last one
-constexpr int kFewRows = 4;       // up to so many tokens, which are one tile, packing w would cost more than the product
+constexpr int kFewRows = 4;       // up to this many tokens (one tile) packing w would cost more than the product
 static_assert(kFewRows <= kMaxRows);
 
-// One link of a chain: c + a * b over the k of a word. Where chains restart, each block of words has one, from +0, and is added
-// to those before, which begin with -0, as -0 + s is s. Any other chain goes on, from +0.
+// One link of a chain: c + a * b over the k of a word. If chains restart, each block of words has its own, from +0, which is added
+// to the earlier ones; that sum starts at -0, as -0 + s is s. Other chains continue, from +0.
 struct Fma {
   static constexpr bool pairs = false, restarts = false;
   static Vec link(Vec a, Vec b, Vec c) { return fma(a, b, c); }
@@ -56,7 +56,7 @@ inline void take_words(Vec unit, Take take) {
   }
 }
 
-// out[word * stride + lane] = words of rows[lane], from num_k elements; an odd one is paired with `pad`
+// out[word * stride + lane] = words of rows[lane], from num_k elements; with an odd count the last is paired with `pad`
 template <class T, bool Pairs>
 inline void pack_columns(const T* const rows[kLanes], int64_t num_k, float* out, int64_t stride, T pad) {
   constexpr int64_t per_block = kLanes * 4 / sizeof(T);
@@ -81,14 +81,14 @@ inline void pack_columns(const T* const rows[kLanes], int64_t num_k, float* out,
   }
 }
 
-// c[i, n] gets a block of words of its chain. a lies as [word][Rows], b as [word][kPanelWidth], c as [Rows][kPanelWidth].
+// Adds a block of words to the chain of c[i, n]. Layouts: a [word][Rows], b [word][kPanelWidth], c [Rows][kPanelWidth].
 template <class Link, int Rows>
 inline void multiply_panel(const float* a, const float* b, int64_t words, float* c) {
-  Vec sum[Rows * kPanelVecs];  // in registers, if every loop around it is unrolled early
+  Vec sum[Rows * kPanelVecs];  // stays in registers if every enclosing loop is unrolled early
 #pragma GCC unroll 32
   for (int i = 0; i < Rows * kPanelVecs; i++) sum[i] = chain_start<Link>(c + i * kLanes);
   for (int64_t word = 0; word < words; word++) {
-    __builtin_prefetch(a + (words + word) * Rows);  // the next tile's: it lies behind this one
+    __builtin_prefetch(a + (words + word) * Rows);  // the next tile, which follows this one
     Vec b_word[kPanelVecs];
 #pragma GCC unroll 32
     for (int j = 0; j < kPanelVecs; j++) b_word[j] = load(b + word * kPanelWidth + j * kLanes);

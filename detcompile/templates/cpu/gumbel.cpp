@@ -1,8 +1,8 @@
-// Gumbel-max on the CPU: the highest logprob + noise of each row, the noise drawn where it is used.
+// Gumbel-max on the CPU: the highest logprob + noise of each row; the noise is computed where it is used.
 //
-// The bits are those of runtime/sampling/philox.py in double: the same Philox words, and the same single operations for the
-// logarithm in the same order; nothing is contracted. A maximum has no order to keep; among equal scores the lowest id
-// wins, and a NaN beats all, as in torch.argmax.
+// The bits are those of runtime/sampling/philox.py in double: the same Philox words, and the same operations in the same order
+// for the logarithm; nothing is contracted. A maximum needs no order; among equal scores the lowest id wins, and NaN beats
+// all, as in torch.argmax.
 //
 // Legend: T rows, V vocabulary size.
 #include <cstdint>
@@ -18,7 +18,7 @@ constexpr uint64_t kMultiplier0 = 0xD2511F53, kMultiplier1 = 0xCD9E8D57;
 constexpr uint32_t kKeyStep0 = 0x9E3779B9, kKeyStep1 = 0xBB67AE85;
 constexpr int kGroups = 64, kBlock = 4 * kGroups;  // Philox counters and tokens that are scored at a time
 constexpr int64_t kTile = 16 * kBlock;             // tokens of a task
-constexpr int64_t kLeastForThreads = 16384;        // scores: for fewer a parallel region costs more
+constexpr int64_t kLeastForThreads = 16384;        // scores; below, a parallel region costs more
 
 constexpr double kSqrtHalf = 0.7071067811865476, kUnit = 1.0 / 4294967296.0;
 constexpr double kLn2High = 6.93147180369123816490e-01, kLn2Low = 1.90821492927058770002e-10;

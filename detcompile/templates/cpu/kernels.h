@@ -1,4 +1,4 @@
-// Kernels that direct/ops.cpp calls too.
+// Kernels that direct/ops.cpp also calls.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// A matrix state a head, decayed and added to token by token: float32, sums over the keys ascending with fused multiply-adds.
+// A matrix state per head that every token decays and adds to: float32, sums over ascending keys with fused multiply-adds.
 //
 // Legend: T tokens, S sequences, H heads, G groups of heads that share queries and keys, K keys, V values.
 #include "elementary.h"
@@ -9,7 +9,7 @@ namespace {
 
 enum DecayKind : int64_t { kPerHead = 0, kPerKey = 1, kPerValue = 2 };
 
-constexpr int64_t kTileValues = 64;  // of a task's part of a state
+constexpr int64_t kTileValues = 64;  // values of a task's part of a state
 
 struct Recurrence {
   const float *q, *k;   // [T, G, K]
@@ -21,7 +21,7 @@ struct Recurrence {
   float* out;           // [T, H, V]
   int64_t H, G, K, V, kind;
 
-  // the factors of each key (one for all of them where they do not differ)
+  // the factor of each key (a single one if they are equal)
   void factors(int64_t row, float* target) const {
     if (kind == kPerHead) return store(target, exp(splat(decay[row])));
     for (int64_t i = 0; i < K; i += kLanes) store(target + i, exp(load_some(decay + row * K + i, K - i)));
@@ -75,7 +75,7 @@ struct Recurrence {
 
 }  // namespace
 
-// sizes[8]: T S num_slots H G K V kind. Returns a StateFault, with its sequence in `where` and nothing written.
+// sizes[8]: T S num_slots H G K V kind. On a StateFault `where` gets the sequence, and nothing is written.
 EXPORT int64_t detcompile_linear_recurrence(const float* q, const float* k, const float* v, const float* decay, const float* beta,
                                             const float* rates, float* state, float* out, const int32_t* slots,
                                             const int32_t* cu_seqlens, const int32_t* seq_lens, const int64_t* sizes,

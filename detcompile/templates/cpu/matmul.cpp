@@ -1,7 +1,6 @@
 // out[M,N] = x[M,K] @ w[N,K]^T in a fixed order: one chain of fused multiply-adds over ascending k for each output element,
-// restarted at each leaf of the tree and, for float32, after each 128 k. The chains of bfloat16 flush subnormals, as the dot
-// product of pairs does where there is one; with AMX they have another order, and are multiplied by matmul_amx.h. Tiles and
-// threads cannot change bits.
+// restarted at each leaf of the tree and, for float32, every 128 k. The chains of bfloat16 flush subnormals, as the dot product of
+// pairs does, where available; AMX has another order, in matmul_amx.h. Tiles and threads cannot change bits.
 //
 // Legend: M tokens, N output features, K input features; a panel is kPanelWidth features of w packed as [word][feature].
 #include "kernels.h"
@@ -12,9 +11,9 @@ namespace {
 
 constexpr int64_t kFloatBlock = 128;            // Blocked(K, 128) of float32
 constexpr int64_t kWordsPerStep = kFloatBlock;  // packed at a time: part of a leaf, or several leaves
-constexpr int64_t kRowsPerGroup = 512;          // w is packed once for each group, and every thread packs its x
-constexpr int64_t kManyWords = 2048;            // of x in a row: half as many rows then, or their copies outgrow the caches
-constexpr int64_t kRowsPerPanel = 64;           // of a task: few rows read w best in one go, many read x for several panels
+constexpr int64_t kRowsPerGroup = 512;          // w is packed once per group, and every thread packs its x
+constexpr int64_t kManyWords = 2048;            // of x in a row: then half as many rows, or their copies outgrow the caches
+constexpr int64_t kRowsPerPanel = 64;           // of a task: few rows read w best in one pass, many read x for several panels
 
 // elements [k, k + num_k) of x rows [first, first + rows) as [word][rows]
 template <class T, bool Pairs>
@@ -25,7 +24,7 @@ void pack_x(const Problem& p, int64_t first, int64_t rows, int64_t k, int64_t nu
   pack_columns<T, Pairs>(pointers, num_k, packed, rows, pad);
 }
 
-// The rows of w of a panel, from k on; past the last feature they repeat it, and their sums go nowhere
+// The rows of w of a panel, from k on; rows past the last feature repeat it, and their sums are discarded
 template <class T>
 struct FeatureRows {
   const T* rows[kPanelVecs][kLanes];
@@ -58,7 +57,7 @@ void interleave(const float* x, int64_t stride, int64_t K, float* out) {
     for (int row = 0; row < Rows; row++) out[k * Rows + row] = x[row * stride + k];
 }
 
-// Few rows of x as [leaf][word][rows]. One row of float32 lies so already; more are interleaved, which beats transposing.
+// Few rows of x as [leaf][word][rows]. A single float32 row already has this layout; more are interleaved, not transposed.
 template <class T, class Link>
 const float* pack_few(const Problem& p, T pad) {
   constexpr bool floats = sizeof(T) == sizeof(float);
@@ -75,7 +74,7 @@ const float* pack_few(const Problem& p, T pad) {
   return packed;
 }
 
-// The features of a panel straight from w, sixteen at a time along a whole leaf: of so many rows the CPU foresees the rest.
+// The features of a panel straight from w, sixteen at a time along a whole leaf: the CPU prefetches that many streams.
 template <class T, class Link>
 void multiply_few(const Problem& p, const float* packed_x, int64_t n) {
   int64_t block = kWordsPerStep * (Link::pairs ? 2 : 1);
@@ -86,7 +85,7 @@ void multiply_few(const Problem& p, const float* packed_x, int64_t n) {
     const float* a = packed_x + leaf * p.leaf_words * p.M;
     begin_chains<Link>(tree.leaf_sum(leaf), p.M * kPanelWidth);
     for (int group = 0; group < kPanelVecs; group++) {
-      FlushSubnormals flush(p.dtype == kBFloat16 && !Link::pairs);  // in the chains alone
+      FlushSubnormals flush(p.dtype == kBFloat16 && !Link::pairs);  // only in the chains
       float* sum = tree.leaf_sum(leaf) + group * kLanes;
       for (int64_t word = 0, k = 0; word == 0 || word < p.leaf_words; word += kWordsPerStep, k += block)
         rows_kernel<T, Link>(p.M)(a + word * p.M, features.rows[group], k, min64(block, p.leaf_k - k), sum);
@@ -96,7 +95,7 @@ void multiply_few(const Problem& p, const float* packed_x, int64_t n) {
   finish(p, 0, p.M, n, state);
 }
 
-// What is packed at a time: words [word, word + words) of each leaf in [leaf, leaf + leaves)
+// The unit of packing: words [word, word + words) of each leaf in [leaf, leaf + leaves)
 struct Step {
   int64_t leaf, leaves, word, words;
 
@@ -111,8 +110,8 @@ struct Step {
   Step next(const Problem& p) const { return ends_leaf(p) ? at(p, leaf + leaves, 0) : at(p, leaf, word + words); }
 };
 
-// The products of a group of rows, in the arithmetic of one dtype. Every thread packs the rows for itself, which costs less
-// than to wait for the others.
+// The products of a group of rows, in the arithmetic of one dtype. Every thread packs the rows for itself, which is cheaper than
+// waiting for the others.
 template <class T, class Link>
 struct Product {
   static constexpr int64_t per_word = Link::pairs ? 2 : 1;
@@ -125,7 +124,7 @@ struct Product {
       : p(problem), first_row(begin), tiles(end - begin),
         packed_x(packed_x_scratch.floats((end - begin) * p.words() + kOverrun * kLanes)) {}
 
-  // [step][leaf of the step][tile][word][rows], so that a step reads its share in one go
+  // layout [step][leaf of the step][tile][word][rows], so that a step reads its share contiguously
   void pack(T pad) const {
     for (Step step = Step::first(p);; step = step.next(p)) {
       for (int64_t i = 0; i < step.leaves; i++)
@@ -151,8 +150,8 @@ struct Product {
     panel_kernel<Link>(rows)(a, panel + i * step.words * kPanelWidth, step.words, sum);
   }
 
-  // A tile's share of what the panel at n takes from w in a step. Inlined, because GCC drops calls that only prefetch.
-  // One tile alone is multiplied before anything arrives.
+  // Prefetches a tile's share of the panel at n of w for a step. Inlined, because GCC drops calls that only prefetch. A single
+  // tile is multiplied before the data arrive.
   [[gnu::always_inline]] void prefetch(int64_t n, const Step& step, int64_t tile) const {
     if (p.w_k_stride != 1 || tiles.count == 1) return;
     constexpr int64_t item = sizeof(T), line = 64;
@@ -162,7 +161,7 @@ struct Product {
     }
   }
 
-  // Where a tile's last step will put its sums. Inlined for the same reason.
+  // Prefetches where a tile's last step stores its sums. Inlined for the same reason.
   [[gnu::always_inline]] void prefetch_out(int64_t row, int64_t rows, int64_t n) const {
     int64_t item = item_size(p.out_dtype), bytes = min64(kPanelWidth, p.N - n) * item;
     for (int64_t i = first_row + row; i < first_row + row + rows; i++) {
@@ -233,7 +232,7 @@ void run(const Call& call, T pad) {
   }
 }
 
-// Rows [row, row + rows) of one panel: x holds the leaves themselves, float32 [leaves][M][N], and w is not read
+// Rows [row, row + rows) of one panel: x holds the leaves themselves, float32 [leaves][M][N]; w is not read
 void add_panel(const Problem& p, int64_t row, int64_t rows, int64_t n, float* state) {
   TreeSum tree{p, state, rows * kPanelWidth};
   for (int64_t leaf = 0; leaf < p.leaves; leaf++) {
@@ -251,7 +250,7 @@ void multiply(const Call& call) {
   if (call.dtype == kFloat32) run<float, BlockedFma>(call, 0.0f);
   else if (call.dtype == kFloat16) run<fp16, Fma>(call, fp16{0});
   else if (kHasTiles) run_tiles(call);
-  else if (kHasPairs) run<bf16, PairDot>(call, bf16{0x8000});  // -0 * +0, added to a chain, leaves it as it is
+  else if (kHasPairs) run<bf16, PairDot>(call, bf16{0x8000});  // adding -0 * +0 leaves a chain unchanged
   else run<bf16, FlushedFma>(call, bf16{0});
 }
 

@@ -12,14 +12,14 @@ namespace {
 
 constexpr int64_t kPairTokens = kMostTokenTiles * kLanes;
 constexpr int64_t kTokensPerGroup = 512;
-constexpr int64_t kBlocksPerStep = 8;   // of a panel that is packed, which with a pair then stays in the first-level cache
+constexpr int64_t kBlocksPerStep = 8;   // of a packed panel, so that it stays in L1 together with a pair
 constexpr int64_t kMostTilePanels = 8;  // of a task
-constexpr int64_t kFewTokens = 128;     // up to so many, weights are read where they lie
+constexpr int64_t kFewTokens = 128;     // up to this many, weights are read in place
 constexpr int64_t kFetchAhead = 16;     // blocks
 constexpr int64_t kPanelBlockBytes = kPanelTiles * kTileBytes;
 static_assert(!kHasTiles || kPanelWidth == kPanelTiles * kLanes);
 
-// Blocks [block, block + blocks) of one leaf: whole ones, or the short last one
+// Blocks [block, block + blocks) of one leaf: whole blocks, or the short last one
 struct TileStep {
   int64_t leaf, block, blocks, num_k;
 };
@@ -62,7 +62,7 @@ struct TileProduct {
     return ends_leaf(step) ? step_at(step.leaf + 1, 0) : step_at(step.leaf, step.block + step.blocks);
   }
 
-  // rows of w, 64 bytes of each at a time; past the last feature they repeat it, and their sums go nowhere
+  // rows of w, 64 bytes of each at a time; rows past the last feature repeat it, and their sums are discarded
   void copy_rows(int64_t n, int64_t k, int64_t num_k, char* out) const {
     const bf16* features[kLanes];
     for (int64_t tile = 0; tile < kPanelTiles; tile++, n += kLanes, out += kTileBytes) {
@@ -75,7 +75,7 @@ struct TileProduct {
     }
   }
 
-  // the same, of w with its features side by side
+  // the same for w with contiguous features
   void turn_columns(int64_t n, int64_t k, int64_t num_k, char* out) const {
     const bf16* w = reinterpret_cast<const bf16*>(p.w) + k * p.w_k_stride;
     alignas(64) float pairs[kLanes][kLanes];
@@ -112,7 +112,7 @@ struct TileProduct {
     kernel(w, reinterpret_cast<const char*>(x), tile_floats() * 4, step.blocks, sum, step.block == 0, fetched);
   }
 
-  // sums lie as [feature tile][token tile][feature][token]
+  // layout of sums: [feature tile][token tile][feature][token]
   void finish_pair(int64_t tile, int64_t tiles, int64_t n, const float* sums) const {
     alignas(64) float turned[kPairTokens * kPanelWidth];
     for (int64_t i = 0; i < kPanelTiles * tiles; i++) {

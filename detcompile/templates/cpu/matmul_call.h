@@ -1,4 +1,4 @@
-// The arguments of a matrix product, as templates/matmul/op.py, templates/collectives/op.py and direct/ops.cpp pack them.
+// The arguments of a matrix product, packed by templates/matmul/op.py, templates/collectives/op.py and direct/ops.cpp.
 #pragma once
 
 #include <cstdint>

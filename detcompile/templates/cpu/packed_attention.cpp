@@ -1,8 +1,8 @@
-// Attention of whole sequences that lie behind each other, and its gradients.
+// Attention of whole packed sequences, and its gradients.
 //
-// Forward: attention_tile.h's, of contiguous keys. Backward, for each query head and sequence, float32 inside:
-//   P  = exp2((score - lse) * c), 0 where a key is not seen; dP = g . v; both products as the forward's, in chains of 128
-//   dS = P * (dP - delta), times 1 - tanh^2 under a soft cap; delta = the sum of g * out as Row(Dv)
+// Forward: attention_tile.h, with contiguous keys. Backward, for each query head and sequence, float32 inside:
+//   P  = exp2((score - lse) * c), 0 where a key is not visible; dP = g . v; both products as in the forward, in chains of 128
+//   dS = P * (dP - delta), times 1 - tanh^2 with a soft cap; delta = the sum of g * out as Row(Dv)
 // P and dS are rounded to the dtype of the operands. Then, in the orders Keys and Queries:
 //   dq = scale * (dS . k) over keys; dv = P . g and dk = scale * (dS . q) over queries
 //
@@ -12,7 +12,7 @@
 
 namespace {
 
-constexpr int64_t kQueries = 64, kKeys = 128;  // of a tile; the first bears no part in the bits, the second is orders.Keys.block
+constexpr int64_t kQueries = 64, kKeys = 128;  // of a tile; kQueries affects no bit, kKeys is orders.Keys.block
 
 struct Given {
   const char *g, *q, *k, *v, *out;
@@ -23,7 +23,7 @@ struct Given {
   int64_t T, S, Hq, Hkv, D, Dv;
   Visible visible;
   Scores scores;
-  float scale;  // of a product in a score, apart from the soft cap
+  float scale;  // factor of a product in a score, without the soft cap
   int32_t dtype;
 };
 
@@ -36,7 +36,7 @@ BlockKernel turned_kernel(int64_t rows, std::integer_sequence<int, I...>) {
   return table[rows - 1];
 }
 
-// One sequence and KV head, whose query heads are taken in turn
+// One sequence and KV head, whose query heads are processed in turn
 struct Gradients {
   const Given& a;
   int64_t first, n, kv_head, D, Dv, keys;
@@ -71,7 +71,7 @@ struct Gradients {
   void run() {
     load_rows(a.k, a.Hkv, kv_head, a.D, D, k_rows.data());
     turn(k_rows.data(), a.D, D, k_columns.data());
-    load_rows(a.v, a.Hkv, kv_head, a.Dv, Dv, g_rows.data());  // for a moment
+    load_rows(a.v, a.Hkv, kv_head, a.Dv, Dv, g_rows.data());  // temporarily
     turn(g_rows.data(), a.Dv, Dv, v_columns.data());
     int64_t group = a.Hq / a.Hkv;
     for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head++) {
@@ -126,7 +126,7 @@ struct Gradients {
         for (int64_t d = 0; d < D; d += kWidth)
           spread_kernel<kPanelVecs, kKeys>(rows)(&ds[row * kKeys], &k_rows[key * D + d], D, num_keys, &block_sum[row * D + d], D, true);
       }
-      // a query before the block adds nothing, not even its zeros
+      // a query before the block adds nothing, not even zeros
       for (int64_t row = query < key ? key - query : 0; row < count; row++)
         for (int64_t d = 0; d < D; d += kLanes)
           store(&dq[row * D + d], load(&dq[row * D + d]) + load(&block_sum[row * D + d]));
@@ -190,7 +190,7 @@ struct Gradients {
   }
 };
 
-// the index of the first sequence that is out of place, or -1
+// return the index of the first invalid sequence, or -1
 int64_t misplaced(const int32_t* cu_seqlens, int64_t S, int64_t T) {
   if (cu_seqlens[0] != 0) return 0;
   for (int64_t s = 0; s < S; s++)
@@ -201,7 +201,7 @@ int64_t misplaced(const int32_t* cu_seqlens, int64_t S, int64_t T) {
 }  // namespace
 
 // q [T, Hq, D], k v [T, Hkv, D | Dv], out [T, Hq, Dv], lse [T, Hq]. sizes[9]: T S Hq Hkv D Dv window chunk attention_chunk; then as
-// detcompile_paged_attention. Returns the index of a sequence whose place is none, having written nothing; else -1.
+// detcompile_paged_attention. Returns the index of an invalid sequence, without writing anything; else -1.
 EXPORT int64_t detcompile_packed_attention(const char* q, const char* k, const char* v, const int32_t* cu_seqlens, char* out,
                                            float* lse, const int64_t* sizes, const float* scalars, const float* slopes,
                                            const float* sinks, const float* relative, int64_t extent, int32_t dtype,
@@ -227,7 +227,7 @@ EXPORT int64_t detcompile_packed_attention(const char* q, const char* k, const c
 }
 
 // g out [T, Hq, Dv], q dq [T, Hq, D], k dk [T, Hkv, D], v dv [T, Hkv, Dv], lse [T, Hq], sink_rows [T, Hq] or null. sizes[8]: T S Hq
-// Hkv D Dv window attention_chunk. scalars[4]: the first three fields of Scores as of shaped ones, and scale. Rows past the last
+// Hkv D Dv window attention_chunk. scalars[4]: the first three fields of Scores, as for shaped ones, and scale. Rows past the last
 // sequence are not written. Returns as detcompile_packed_attention.
 EXPORT int64_t detcompile_packed_attention_backward(const char* g, const char* q, const char* k, const char* v, const char* out,
                                                     const float* lse, const int32_t* cu_seqlens, char* dq, char* dk, char* dv,

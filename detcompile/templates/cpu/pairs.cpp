@@ -1,12 +1,12 @@
-// Does this CPU's dot product of bfloat16 pairs round as two flushed multiply-adds, the high halves first? Counted over values
-// at every edge, and over random ones near the smallest normal, near each other, and of any kind.
+// Probe: does this CPU's dot product of bfloat16 pairs round like two flushed multiply-adds, high halves first? Covers edge values
+// and random values near the smallest normal, near each other, and of any kind.
 #include "probe.h"
 
 namespace {
 
 constexpr int kRandomVectors = 1 << 15;
 
-// not inlined, so that nothing moves out of a FlushSubnormals around it
+// not inlined, so that nothing moves out of an enclosing FlushSubnormals
 __attribute__((noinline)) void link(const float* a, const float* b, const float* c, float* out) {
   store(out, fma_flushed(load(a), load(b), load(c)));
 }

@@ -1,4 +1,4 @@
-// What a training step does to each element by itself: AdamW's update, and the terms of a policy's loss.
+// Elementwise parts of a training step: AdamW's update, and the terms of a policy's loss.
 #include "elementary.h"
 
 namespace {
@@ -40,8 +40,8 @@ EXPORT void detcompile_adamw(float* parameter, const float* gradient, float* ave
   });
 }
 
-// Of each token: its term -min(ratio * A, clipped ratio * A) / denominator, and its derivative by the logprob; scalars[3]: lowest and
-// highest ratio, denominator. All float32 [count]. Where A is 0, nobody has to have set the logprobs.
+// For each token its term -min(ratio * A, clipped ratio * A) / denominator, and the term's derivative by the logprob; scalars[3]:
+// lowest and highest ratio, denominator. All float32 [count]. Where A is 0, the logprobs may be uninitialized.
 EXPORT void detcompile_policy_loss(const float* logprobs, const float* old, const float* advantages, float* terms, float* slopes,
                                    const float* scalars, int64_t count, int32_t num_threads) {
   over_elements(count, num_threads, [=](int64_t first, int64_t end) {

@@ -1,4 +1,4 @@
-// What every way to multiply in matmul.cpp shares: the call, the tree over its leaves, and how a sum becomes an output.
+// Shared by all multiplication methods of matmul.cpp: the call, the tree over its leaves, and the epilogue.
 //
 // Legend: M tokens, N output features, K input features; a panel is kPanelWidth features.
 #pragma once
@@ -9,7 +9,7 @@
 namespace {
 
 constexpr int64_t kTasksPerThread = 4;
-constexpr int64_t kWorthThreads = 1 << 17;  // products; below, a parallel region costs more
+constexpr int64_t kWorthThreads = 1 << 17;  // multiply-adds; below, a parallel region costs more
 
 struct Problem : Call {
   int64_t leaves = 1, leaf_k, leaf_words;
@@ -29,8 +29,8 @@ inline void add_into(float* total, const float* value, int64_t count) {
   for (int64_t i = 0; i < count; i += kLanes) store(total + i, load(total + i) + load(value + i));
 }
 
-// The sums of one tile and panel, fed leaf by leaf; a node of radix r adds its children left to right, and starts as the
-// first of them, in the same place. Level 0 is the root, level num_radices the leaves.
+// The sums of one tile and panel, fed leaf by leaf. A node of radix r adds its children left to right, in place, starting with
+// the first. Level 0 is the root, level num_radices the leaves.
 struct TreeSum {
   const Problem& p;
   float* places;  // [level][count]

@@ -1,4 +1,4 @@
-// Gradients of norms, softmaxes and log-probabilities of rows: float32 inside, sums in Row order, one rounding to each output.
+// Gradients of norms, softmaxes and log-probabilities of rows: float32 inside, sums in Row order, each output rounded once.
 //
 // Legend: M rows, R row length. x and g are contiguous.
 #include "elementary.h"
@@ -7,9 +7,9 @@
 namespace {
 
 thread_local Scratch row_scratch;
-constexpr float kUnlikely = -1e30f;  // a finite logarithm in the place of that of zero, whose probability it is multiplied by
+constexpr float kUnlikely = -1e30f;  // finite stand-in for log(0), which is multiplied by the probability 0
 
-// Several rows of float32, each of R elements and room to load whole vectors
+// Several float32 rows of R elements, padded so that whole vectors can be loaded
 struct Rows {
   float* start;
   int64_t stride;
@@ -54,7 +54,7 @@ inline void log_softmax_row(float* row, float* exps, int64_t R, float temperatur
   fill(row, R, [=](int64_t i) { return (load_some(row + i, R - i) - shift) - log_total; });
 }
 
-// -sum of p log p; what has no probability adds nothing
+// -sum of p log p; entries with probability 0 add nothing
 inline float entropy_of(const float* logprobs, float* terms, int64_t R, const int64_t* radices, int64_t num_radices) {
   fill(terms, R, [=](int64_t i) {
     float lanes[kLanes], products[kLanes];
@@ -68,7 +68,7 @@ inline float entropy_of(const float* logprobs, float* terms, int64_t R, const in
 
 }  // namespace
 
-// dx of x's dtype, weight_rows float32 (g times what met the weight) or null
+// dx of x's dtype; weight_rows float32 (g times the weight's factor) or null
 EXPORT void detcompile_rms_norm_backward(const void* g, const void* x, const void* weight, void* dx, float* weight_rows, double eps,
                                          int32_t round_before_weight, int64_t M, int64_t R, int32_t dtype, int32_t weight_dtype,
                                          int32_t num_threads) {
@@ -138,7 +138,7 @@ EXPORT void detcompile_token_logprobs(const void* logits, const int64_t* targets
   });
 }
 
-// g of the logprobs and g_entropy of the entropies, [M] float32, the second maybe null -> dlogits [M, R] of the logits' dtype
+// g of the logprobs and g_entropy of the entropies, [M] float32, g_entropy may be null -> dlogits [M, R] of the logits' dtype
 EXPORT void detcompile_token_logprobs_backward(const float* g, const float* g_entropy, const void* logits, const int64_t* targets,
                                                void* dlogits, float temperature, int64_t M, int64_t R, const int64_t* radices,
                                                int64_t num_radices, int32_t dtype, int32_t num_threads) {

@@ -1,4 +1,4 @@
-// Sums, moments and norms of rows: float32 inside, sums in Row order, one rounding to each output.
+// Sums, moments and norms of rows: float32 inside, sums in Row order, each output rounded once.
 //
 // Legend: M rows, R row length.
 #include "kernels.h"
@@ -8,7 +8,7 @@ namespace {
 
 struct Moments { float mean, centered_squares; };
 
-// two passes: the mean, then the squares of what is left
+// two passes: the mean, then the squares of the differences
 inline Moments moments(const float* row, int64_t R) {
   float mean = sum_row(row, R, identity) / float(R);
   Vec mean_lanes = splat(mean);

@@ -30,7 +30,7 @@ inline Vec term_of(const float* elements, int64_t count, Term term) {
   return count >= kLanes ? term(load(elements)) : blend_first(count, term(load_some(elements, count)), splat(0.0f));
 }
 
-// term(Vec) is evaluated on the row's elements; its result is rounded to float32 before it is added
+// term(Vec) is evaluated on the row's elements; its result is rounded to float32 before the addition
 template <class Term>
 inline float sum_leaf(const float* row, int64_t length, int64_t num_lanes, Term term) {
   if (num_lanes == kLeastRowLanes) {
@@ -53,7 +53,7 @@ inline float sum_leaf(const float* row, int64_t length, int64_t num_lanes, Term 
 template <class Term>
 inline float sum_row(const float* row, int64_t length, const int64_t* radices, int64_t num_radices, Term term) {
   if (num_radices == 0) return sum_leaf(row, length, row_lanes(length), term);
-  float nodes[16];  // cpu/library.radices_array bounds their number
+  float nodes[16];  // cpu/library.radices_array limits their number
   int64_t leaves = 1;
   for (int64_t i = 0; i < num_radices; i++) leaves *= radices[i];
   int64_t leaf_length = (length + leaves - 1) / leaves;
@@ -79,7 +79,7 @@ inline float sum_row(const float* row, int64_t length, Term term) {
 
 inline Vec identity(Vec x) { return x; }
 
-// rows of x as float32 in a thread's scratch; `work(row index, row)` runs once a row, over threads
+// Converts rows of x to float32 in a thread's scratch; `work(row index, row)` runs once per row, in parallel
 template <class Work>
 inline void for_each_row(const void* x, int32_t dtype, int64_t x_stride, int64_t M, int64_t R, int32_t num_threads, Work work) {
   static thread_local Scratch scratch;

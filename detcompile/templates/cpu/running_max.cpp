@@ -1,4 +1,4 @@
-// The greatest value a channel so far, which falls token by token: float32.
+// The maximum of each channel so far, which decays token by token: float32.
 //
 // Legend: T tokens, S sequences, C channels.
 #include "states.h"
@@ -25,14 +25,14 @@ struct RunningMax {
 
 }  // namespace
 
-// sizes[4]: T S num_slots C. Returns a StateFault, with its sequence in `where` and nothing written.
+// sizes[4]: T S num_slots C. On a StateFault `where` gets the sequence, and nothing is written.
 EXPORT int64_t detcompile_running_max(const float* x, const float* decay, float* state, float* out, const int32_t* slots,
                                       const int32_t* cu_seqlens, const int32_t* seq_lens, const int64_t* sizes,
                                       int32_t /*num_threads*/, int64_t* where) {
   StateSteps steps{slots, cu_seqlens, seq_lens, sizes[0], sizes[1], sizes[2]};
   if (StateFault fault = steps.check(where)) return fault;
   RunningMax most{x, decay, state, out, sizes[3]};
-  for (int64_t s = 0; s < steps.S; s++)  // of heads, which are few: no threads
+  for (int64_t s = 0; s < steps.S; s++)  // one channel per head: too few for threads
     for (int64_t c = 0; c < most.C; c += kLanes) most.run(steps, s, c);
   steps.clear_padding(out, most.C * sizeof(float));
   return kStatesFine;

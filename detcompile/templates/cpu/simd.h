@@ -1,4 +1,4 @@
-// Vec: sixteen float lanes with the same bits on AVX-512, AVX2 and plain C++ (fused multiply-add only where fma() is written).
+// Vec: sixteen float lanes with the same bits on AVX-512, AVX2 and plain C++ (FMA only where fma() is called).
 #pragma once
 
 #include <cmath>
@@ -54,7 +54,7 @@ inline float to_float(fp16 x) {
   return out[0];
 }
 
-// the first `count` lanes from memory, +0 in the others; never reads past them
+// load the first `count` lanes, with +0 in the others; never reads past them
 template <class T>
 inline Vec load_some(const T* source, int64_t count) {
   if (count >= kLanes) return load(source);
@@ -72,7 +72,7 @@ inline void store_some(T* target, Vec value, int64_t count) {
   if (count > 0) std::memcpy(target, lanes, sizeof(T) * count);
 }
 
-// the same, of a dtype known only at run time; `index` counts elements
+// the same for a dtype known only at run time; `index` counts elements
 inline Vec load_as(const void* source, int32_t dtype, int64_t index, int64_t count) {
   if (dtype == kFloat32) return load_some(static_cast<const float*>(source) + index, count);
   if (dtype == kBFloat16) return load_some(static_cast<const bf16*>(source) + index, count);

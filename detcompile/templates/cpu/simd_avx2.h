@@ -25,7 +25,7 @@ inline Vec fma(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.lo, b.lo, c.lo),
 inline Vec fma_flushed(Vec a, Vec b, Vec c) { return fma(a, b, c); }  // under FlushSubnormals
 inline Vec max(Vec a, Vec b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }  // a > b ? a : b
 inline Vec max_or_nan(Vec a, Vec b) {
-  Vec most = max(a, b);  // b where b is NaN
+  Vec most = max(a, b);  // b if b is NaN
   return {_mm256_blendv_ps(most.lo, a.lo, _mm256_cmp_ps(a.lo, a.lo, _CMP_UNORD_Q)),
           _mm256_blendv_ps(most.hi, a.hi, _mm256_cmp_ps(a.hi, a.hi, _CMP_UNORD_Q))};
 }
@@ -116,7 +116,7 @@ inline Vec blend_first(int64_t count, Vec a, Vec b) {
           _mm256_blendv_ps(b.hi, a.hi, from_bits(_mm256_cmpgt_epi32(counts, hi)))};
 }
 
-// lane i and lane i + 8, then 4, 2, 1: their sum, or a > b ? a : b, which may lose a NaN
+// add lane i and lane i + 8, then 4, 2, 1; or a > b ? a : b instead of the sum, which may lose a NaN
 inline float halve(Vec a) { return add_eight(_mm256_add_ps(a.lo, a.hi)); }
 inline float max_lanes(Vec a) { return max_eight(_mm256_max_ps(a.lo, a.hi)); }
 

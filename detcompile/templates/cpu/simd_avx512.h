@@ -24,7 +24,7 @@ inline Vec operator/(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
 inline Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 inline Vec fma_flushed(Vec a, Vec b, Vec c) { return fma(a, b, c); }  // under FlushSubnormals
 inline Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }  // a > b ? a : b
-inline Vec max_or_nan(Vec a, Vec b) {  // max gives b where b is NaN
+inline Vec max_or_nan(Vec a, Vec b) {  // max returns b if b is NaN
   return {_mm512_mask_mov_ps(max(a, b).v, _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q), a.v)};
 }
 inline Vec min(Vec a, Vec b) { return {_mm512_min_ps(a.v, b.v)}; }  // a < b ? a : b
@@ -32,7 +32,7 @@ inline Vec shift_left_23(Vec a) { return {_mm512_castsi512_ps(_mm512_slli_epi32(
 
 #ifdef __AVX512BF16__
 constexpr bool kHasPairs = true;
-inline Vec dot_pairs(Vec a, Vec b, Vec c) {  // the high halves first, then the low ones; subnormals count as zeros
+inline Vec dot_pairs(Vec a, Vec b, Vec c) {  // the high halves first, then the low halves; subnormals are flushed
   return {_mm512_dpbf16_ps(c.v, __m512bh(_mm512_castps_si512(a.v)), __m512bh(_mm512_castps_si512(b.v)))};
 }
 #endif
@@ -79,18 +79,18 @@ inline Vec blend_first(int64_t count, Vec a, Vec b) {
 inline __m256 lower_eight(Vec a) { return _mm512_castps512_ps256(a.v); }
 inline __m256 upper_eight(Vec a) { return _mm512_extractf32x8_ps(a.v, 1); }
 
-// lane i and lane i + 8, then 4, 2, 1: their sum, or a > b ? a : b, which may lose a NaN
+// add lane i and lane i + 8, then 4, 2, 1; or a > b ? a : b instead of the sum, which may lose a NaN
 inline float halve(Vec a) { return add_eight(_mm256_add_ps(lower_eight(a), upper_eight(a))); }
 inline float max_lanes(Vec a) { return max_eight(_mm256_max_ps(lower_eight(a), upper_eight(a))); }
 
-// eight rows and the eight after them, each 256 bits: out[c] = word c of each of sixteen rows, c < 8
+// eight rows and the next eight, 256 bits each: out[c] = word c of each of sixteen rows, c < 8
 inline void transpose_half(const char* const rows[16], int64_t byte_offset, Vec out[8]) {
   __m512 r[8], t[8];
   __m512d u[8];
   for (int i = 0; i < 8; i++) {
     __m256 upper = _mm256_loadu_ps(reinterpret_cast<const float*>(rows[i] + byte_offset));
     __m256 lower = _mm256_loadu_ps(reinterpret_cast<const float*>(rows[i + 8] + byte_offset));
-    r[i] = _mm512_mask_broadcast_f32x8(_mm512_castps256_ps512(upper), 0xff00, lower);  // no shuffle: it joins while loading
+    r[i] = _mm512_mask_broadcast_f32x8(_mm512_castps256_ps512(upper), 0xff00, lower);  // joined by the load, without a shuffle
   }
   for (int i = 0; i < 8; i += 2) {
     t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);

@@ -1,4 +1,4 @@
-// Vec in plain C++: no intrinsics, the bits of the AVX versions.
+// Vec in plain C++ without intrinsics, with the bits of the AVX versions.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ constexpr int kPanelVecs = 1;
 constexpr float kLeastNormal = 1.1754943508222875e-38f;  // 2^-126
 constexpr double kTiny = 1.1754943157898258e-38;         // 2^-126 - 2^-151: below it, rounding to 24 bits stays below 2^-126
 
-struct FlushSubnormals { explicit FlushSubnormals(bool) {} };  // fma_flushed() flushes by itself
+struct FlushSubnormals { explicit FlushSubnormals(bool) {} };  // fma_flushed() itself flushes
 
 template <class F>
 inline Vec lanewise(F f) {
@@ -25,21 +25,21 @@ inline Vec lanewise(F f) {
   return out;
 }
 
-// a * b is exact in double; the sum is rounded to odd, so that the rounding to float is the only one
+// a * b is exact in double; the sum is rounded to odd, so the rounding to float is the only one
 // (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", 2008)
 inline double fma_to_odd(float a, float b, float c) {
   double product = double(a) * double(b), addend = c, sum = product + addend;
   double shadow = sum - product;
   double error = (product - (sum - shadow)) + (addend - shadow);
   int64_t bits = bit_cast<int64_t>(sum);
-  int64_t inexact = (error > 0) | (error < 0);  // false for NaN, so that infinities stay
+  int64_t inexact = (error > 0) | (error < 0);  // false for NaN, so infinities are kept
   int64_t outward = (error > 0) == (sum > 0);
   bits += inexact & ~bits & 1 ? (outward ? 1 : -1) : 0;
   return bit_cast<double>(bits);
 }
 inline float fma_lane(float a, float b, float c) { return float(fma_to_odd(a, b, c)); }
 
-// a subnormal operand counts as zero, and so does a result that would be one: as the AVX versions under FlushSubnormals
+// flush subnormal operands and results to zero, as the AVX versions do under FlushSubnormals
 inline float flushed_operand(float x) { return x > -kLeastNormal && x < kLeastNormal ? bit_cast<float>(bit_cast<uint32_t>(x) & 0x80000000u) : x; }
 inline float fma_flushed_lane(float a, float b, float c) {
   double odd = fma_to_odd(flushed_operand(a), flushed_operand(b), flushed_operand(c));
@@ -75,7 +75,7 @@ inline float half_to_float(uint16_t half) {
   return bit_cast<float>(sign | (exponent + 112) << 23 | fraction << 13);
 }
 
-inline uint16_t float_to_half(float value) {  // to nearest even, quiet NaN with the leading payload: as F16C does
+inline uint16_t float_to_half(float value) {  // to nearest even; NaN becomes quiet and keeps its leading payload, as in F16C
   uint32_t bits = bit_cast<uint32_t>(value), sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
   if (magnitude > 0x7f800000u) return uint16_t(sign | 0x7e00u | (magnitude >> 13 & 0x3ffu));
   if (magnitude >= 0x477ff000u) return uint16_t(sign | 0x7c00u);
@@ -117,7 +117,7 @@ inline Vec high_half(Vec w, fp16) {
 // a in the first `count` lanes, b in the others
 inline Vec blend_first(int64_t count, Vec a, Vec b) { return lanewise([&](int i) { return i < count ? a.v[i] : b.v[i]; }); }
 
-// lane i and lane i + 8, then 4, 2, 1: their sum, or a > b ? a : b, which may lose a NaN
+// add lane i and lane i + 8, then 4, 2, 1; or a > b ? a : b instead of the sum, which may lose a NaN
 template <class F>
 inline float fold(Vec a, F f) {
   for (int width = 8; width >= 1; width /= 2)

@@ -1,19 +1,19 @@
-// What the AVX versions of Vec share.
+// Shared by the AVX versions of Vec.
 #pragma once
 
 #include <immintrin.h>
 
 namespace {
 
-// While it lives, subnormal operands and results of this thread's AVX arithmetic count as zeros. A compiler knows nothing of
-// that: what is to be flushed belongs into functions that are not inlined into its scope.
+// While it lives, this thread's AVX arithmetic flushes subnormal operands and results. The compiler does not know this: code
+// to be flushed must be in functions that are not inlined into its scope.
 class FlushSubnormals {
  public:
   explicit FlushSubnormals(bool wanted) : wanted_(wanted), before_(wanted ? _mm_getcsr() : 0) {
     if (wanted_) _mm_setcsr(before_ | 0x8040);  // FTZ and DAZ
   }
   ~FlushSubnormals() {
-    if (wanted_) _mm_setcsr(before_);  // the pipeline drains: not where nothing changed
+    if (wanted_) _mm_setcsr(before_);  // drains the pipeline, so only if the mode was changed
   }
   FlushSubnormals(const FlushSubnormals&) = delete;
   FlushSubnormals& operator=(const FlushSubnormals&) = delete;

@@ -14,7 +14,7 @@ inline float row_max(const float* row, int64_t R) {
   for (; i + kLanes <= R; i += kLanes) best = max(best, load(row + i));
   float result = max_lanes(best);
   for (; i < R; i++) result = row[i] > result ? row[i] : result;
-  return result;  // a NaN in the row reaches the result through the sum of exponentials
+  return result;  // a NaN in the row reaches the output through the sum of exponentials
 }
 
 }  // namespace
@@ -27,7 +27,7 @@ EXPORT void detcompile_softmax(int32_t kind, const void* x, int64_t x_stride, vo
     static thread_local Scratch scratch;
     float* exps = scratch.floats(R);
     float largest = row_max(row, R);
-    if (kind == kLogSumExp && std::isinf(largest)) largest = 0.0f;  // torch: logsumexp of -inf alone is -inf
+    if (kind == kLogSumExp && std::isinf(largest)) largest = 0.0f;  // as in torch, logsumexp of only -inf is -inf
     Vec shift = splat(largest);
     for (int64_t i = 0; i < R; i += kLanes) store_some(exps + i, exp(load_some(row + i, R - i) - shift), R - i);
     float total = sum_row(exps, R, radices, num_radices, identity);

@@ -1,4 +1,4 @@
-// Which state each sequence of a packed step reads and writes, checked before anything is written.
+// The state of each sequence in a packed step, checked before anything is written.
 #pragma once
 
 #include "distinct.h"
@@ -8,7 +8,7 @@ namespace {
 
 enum StateFault : int64_t { kStatesFine = 0, kBadSequences = 1, kBadLength = 2, kBadSlot = 3, kSameSlot = 4 };
 
-// slots[S]: -1 starts from zero and writes nothing. cu_seqlens[S + 1], seq_lens[S] as in StepInputs.
+// slots[S]: -1 starts from zero and writes nothing. cu_seqlens[S + 1] and seq_lens[S] as in StepInputs.
 struct StateSteps {
   const int32_t* slots;
   const int32_t* cu_seqlens;

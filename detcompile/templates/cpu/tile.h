@@ -1,4 +1,4 @@
-// The shared inner loops: packing sixteen rows side by side, and the register block of fused multiply-adds.
+// Shared inner loops: packing sixteen rows side by side, and the register block of fused multiply-adds.
 #pragma once
 
 #include <cstdlib>
@@ -8,7 +8,7 @@
 
 namespace {
 
-// scratch memory of a thread, kept between calls, cache-line aligned
+// a thread's scratch memory, kept between calls, aligned to cache lines
 class Scratch {
  public:
   ~Scratch() { std::free(data_); }
@@ -53,7 +53,7 @@ inline void pack_rows(const T* const rows[kLanes], int64_t num_k, float* panel, 
 // a[i, k] lies at a[i * RowStride + k * KStride].
 template <int Rows, int Vecs, int RowStride, int KStride>
 inline void fma_block(const float* a, const float* b, int64_t b_stride, int64_t num_k, float* c, int64_t c_stride, bool fresh) {
-  Vec sum[Rows * Vecs];  // in registers, if every loop around it is unrolled early
+  Vec sum[Rows * Vecs];  // stays in registers if every enclosing loop is unrolled early
 #pragma GCC unroll 32
   for (int i = 0; i < Rows * Vecs; i++) sum[i] = fresh ? splat(0.0f) : load(c + i / Vecs * c_stride + i % Vecs * kLanes);
   for (int64_t k = 0; k < num_k; k++) {
@@ -92,7 +92,7 @@ inline BlockKernel spread_kernel(int64_t rows) {
   return spread_kernel<Vecs, RowStride>(rows, std::make_integer_sequence<int, kMaxRows>());
 }
 
-// rows cut into ceil(rows / kMaxRows) tiles of nearly equal height; sizes cannot change bits
+// splits rows into ceil(rows / kMaxRows) tiles of nearly equal height; sizes cannot change bits
 struct RowTiles {
   int64_t rows, count;
   explicit RowTiles(int64_t num_rows) : rows(num_rows), count((num_rows + kMaxRows - 1) / kMaxRows) {}

@@ -1,5 +1,5 @@
-// Does this CPU's tile product of bfloat16 sum in the order of amx.h? Counted over tiles of values at every edge among zeros of
-// one sign or both, and of random ones near the smallest normal, near each other, and of any kind.
+// Probe: does this CPU's tile product of bfloat16 sum in the order of amx.h? Covers edge values among zeros of one or both signs,
+// and random values near the smallest normal, near each other, and of any kind.
 #include "amx.h"
 #include "probe.h"
 
@@ -11,7 +11,7 @@ constexpr int kKinds = 6;
 struct Operands {
   alignas(64) bf16 w[kPanelTiles][kLanes][kTileK];
   alignas(64) bf16 x[kTileK / 2][kLanes][2];
-  alignas(64) float c[kPanelTiles][kLanes][kLanes];  // starts, which a chain of blocks has flushed
+  alignas(64) float c[kPanelTiles][kLanes][kLanes];  // initial values, flushed as by a chain of blocks
 };
 
 bf16 draw(Random& random, int kind, uint16_t sign) {
@@ -19,7 +19,7 @@ bf16 draw(Random& random, int kind, uint16_t sign) {
   if (kind == 1) return {uint16_t(random.bf16(120, 14))};  // sums that cancel and round
   if (kind == 2) return {uint16_t(random.next())};
   constexpr int edges = sizeof kEdges / sizeof *kEdges, finite = edges - 3;
-  if (kind == 3 && random.next() % 64) return {sign};  // chains of products that are all -0
+  if (kind == 3 && random.next() % 64) return {sign};  // chains of only -0 products
   if (random.next() % 4) return {uint16_t(random.next() & 0x8000)};
   return {uint16_t(kEdges[random.next() % (kind == 4 ? finite : edges)])};
 }
@@ -41,8 +41,8 @@ void fill(Random& random, int kind, Operands& o) {
       for (float& value : row) value = draw_start(random, kind);
 }
 
-// c + (chain over the even k + chain over the odd k), for one feature and sixteen tokens; not inlined, so that nothing moves
-// out of a FlushSubnormals around it
+// c + (chain over the even k + chain over the odd k), for one feature and sixteen tokens; not inlined, so that nothing moves out
+// of an enclosing FlushSubnormals
 __attribute__((noinline)) void sum_block(const bf16 w[kTileK], const float x[kTileK][kLanes], const float* c, float* out) {
   Vec chains[2] = {splat(0.0f), splat(0.0f)};
   for (int k = 0; k < kTileK; k++) chains[k % 2] = fma_flushed(splat(to_float(w[k])), load(x[k]), chains[k % 2]);

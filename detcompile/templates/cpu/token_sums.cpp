@@ -1,5 +1,5 @@
-// Sums over tokens that are exact, so that they have no order (orders.Exact): a leaf's float32 sum is rounded to a multiple of
-// the grid, to nearest even, and multiples are added in float64.
+// Exact sums over tokens, which do not depend on the order (orders.Exact): a leaf's float32 sum is rounded to a multiple of the
+// grid, to nearest even, and multiples are added in float64.
 //
 // Legend: T rows, N K features, V rows of a table, D its width.
 #include <algorithm>
@@ -13,21 +13,21 @@ namespace {
 
 constexpr int64_t kStrip = 256;              // columns that are summed together
 constexpr int64_t kScratchFloats = 1 << 20;  // of a leaf's product at a time
-constexpr int64_t kLeastRows = 256;          // of it, so that packing its other operand is worth it
+constexpr int64_t kLeastRows = 256;          // rows of the product that make packing its other operand worthwhile
 constexpr int64_t kWorthThreads = 1 << 16;   // elements; below, a parallel region costs more
 
-// Adding 1.5 * 2^(52 + grid) to a double leaves no bits finer than the grid; `limit` is what magnitudes may add up to.
+// Adding 1.5 * 2^(52 + grid) to a double removes bits finer than the grid; `limit` bounds the sum of magnitudes.
 struct Grid {
   double magic, limit;
 
-  // Infinite where the value is larger than `most`, NaN where it is not finite
+  // infinite if the value exceeds `most`, NaN if it is not finite
   double round(float value, double most) const {
     double rounded = (double(value) + magic) - magic, infinite = double(value - value) + INFINITY;
     return std::fabs(double(value)) <= most ? rounded : infinite;
   }
 };
 
-// The exact sums of a strip of columns, fed row by row
+// Exact sums of a strip of columns, fed row by row
 struct Strip {
   const Grid& grid;
   double sums[kStrip] = {}, magnitudes[kStrip] = {};
@@ -36,7 +36,7 @@ struct Strip {
     for (int64_t i = 0; i < count; i += kLanes) {
       float lanes[kLanes];
       store(lanes, load_as(rows, dtype, index + i, count - i));
-      for (int64_t lane = 0; lane < kLanes; lane++) {  // past the last column they are zeros, and nobody reads them
+      for (int64_t lane = 0; lane < kLanes; lane++) {  // lanes past the last column are zeros and unused
         double rounded = grid.round(lanes[lane], grid.limit);
         sums[i + lane] += rounded;
         magnitudes[i + lane] += std::fabs(rounded);
@@ -51,8 +51,8 @@ struct Strip {
 }  // namespace
 
 // out [N, K] float64 = the sum over leaves of x [N, T] times w [K, T]; `packed` is a struct Call whose K is T and whose out is not
-// read. Leaves [count + 1] count tokens of rows_a_token rows. Returns the index of the first leaf that is out of place, having
-// written nothing; else -1.
+// read. Leaves [count + 1] count tokens of rows_a_token rows. Returns the index of the first invalid leaf, without writing anything;
+// else -1.
 EXPORT int64_t detcompile_token_matmul(const void* packed, const int32_t* leaves, int64_t count, int64_t rows_a_token, double magic,
                                        double limit, double* out) {
   Call call = *static_cast<const Call*>(packed);
@@ -103,7 +103,7 @@ EXPORT void detcompile_token_sum(const void* g, int64_t g_stride, double* out, i
   }
 }
 
-// g [T, D] by ids [T] -> out [V, D] float64. Returns the index of the first id outside [0, V), having written nothing; else -1.
+// g [T, D] by ids [T] -> out [V, D] float64. Returns the index of the first id outside [0, V), without writing anything; else -1.
 EXPORT int64_t detcompile_token_scatter(const void* g, int64_t g_stride, const int64_t* ids, double* out, int64_t T, int64_t V,
                                         int64_t D, double magic, double limit, int32_t dtype, int32_t num_threads) {
   for (int64_t t = 0; t < T; t++)

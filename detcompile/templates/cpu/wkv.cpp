@@ -1,4 +1,4 @@
-// A weighted average a channel over the tokens so far, kept with its greatest exponent: float32, token by token.
+// A weighted average per channel of the tokens so far, kept with its maximum exponent: float32, token by token.
 //
 // Legend: T tokens, S sequences, C channels.
 #include "elementary.h"
@@ -6,12 +6,12 @@
 
 namespace {
 
-constexpr float kNoExponent = -1e38f;  // of an average of nothing
+constexpr float kNoExponent = -1e38f;  // for an empty average
 
 struct Average {
   const float *k, *v;          // [T, C]
   const float *decay, *bonus;  // [C]
-  float* state;                // [num_slots, 3, C]: weighted values, weights, the exponent that both are divided by
+  float* state;                // [num_slots, 3, C]: weighted values, weights, and the exponent by which both are divided
   float* out;                  // [T, C]
   int64_t C;
 
@@ -43,7 +43,7 @@ struct Average {
 
 }  // namespace
 
-// sizes[4]: T S num_slots C. Returns a StateFault, with its sequence in `where` and nothing written.
+// sizes[4]: T S num_slots C. On a StateFault `where` gets the sequence, and nothing is written.
 EXPORT int64_t detcompile_wkv(const float* k, const float* v, const float* decay, const float* bonus, float* state, float* out,
                               const int32_t* slots, const int32_t* cu_seqlens, const int32_t* seq_lens, const int64_t* sizes,
                               int32_t num_threads, int64_t* where) {

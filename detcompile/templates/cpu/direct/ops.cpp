@@ -1,8 +1,8 @@
-// torch.ops.detcompile_direct: the operations that a step calls most, without Python between torch's dispatcher and their
-// kernels. Each takes the arguments of its namesake in torch.ops.detcompile, and hands it whatever is not plain: attention's
-// rarer scores, tensors to be copied first (norms copy by themselves), and all that is to be refused.
+// torch.ops.detcompile_direct: the operations that a step calls most, without Python between torch's dispatcher and the kernels.
+// Each takes the arguments of its namesake in torch.ops.detcompile, and passes calls that are not plain to it: attention's rarer
+// scores, tensors that must be copied first (norms copy by themselves), and invalid calls.
 //
-// In a folder of its own, as it is compiled once, against torch, and not for each instruction set.
+// It is in its own folder because it is compiled once, against torch, and not for each instruction set.
 #include <ATen/EmptyTensor.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -20,7 +20,7 @@ using at::ScalarType;
 using at::Tensor;
 using Optional = std::optional<Tensor>;
 
-// of the library for an instruction set, in the order of OPS in templates/cpp_dispatch.py
+// kernels of an instruction set's library, in the order of OPS in templates/cpp_dispatch.py
 struct Kernels {
   decltype(&detcompile_matmul) matmul;
   decltype(&detcompile_rms_norm) rms_norm;
@@ -31,12 +31,12 @@ struct Kernels {
 constexpr size_t kMostRadices = 16;            // _MOST_RADICES of templates/cpu/library.py
 constexpr int64_t kMostLeaves = 1 << 20;       // _MOST_LEAVES there
 constexpr int64_t kKeyBlock = 64;              // KV_BLOCK of orders/numerics.py
-constexpr double kLog2E = 1.4426950408889634;  // _LOG2_E of templates/attention/op.py: a score's bits hang on it
+constexpr double kLog2E = 1.4426950408889634;  // _LOG2_E of templates/attention/op.py: the bits of scores depend on it
 
-// at::empty goes through the dispatcher, whose code a product's weights have swept from the caches.
+// at::empty goes through the dispatcher, whose code has been evicted from the caches by a product's weights.
 Tensor new_tensor(at::IntArrayRef sizes, ScalarType dtype) { return at::detail::empty_cpu(sizes, dtype); }
 
-// The operation in Python: it does what is not plain, and its exceptions say what is wrong
+// The operation in Python: it handles calls that are not plain, and raises the exceptions
 template <class Signature>
 c10::TypedOperatorHandle<Signature> in_python(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
@@ -56,7 +56,7 @@ const void* read(const Optional& tensor) { return tensor ? tensor->const_data_pt
 template <class T>
 T* write(const Tensor& tensor) { return static_cast<T*>(tensor.mutable_data_ptr()); }
 
-// Whether its storage has the memory that its sizes and strides describe: it may have been freed
+// Returns true if the storage is as large as sizes and strides require: it may have been freed
 bool has_memory(const Tensor& tensor) {
   size_t bytes = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize(), tensor.storage_offset());
   return tensor.numel() == 0 || tensor.storage().nbytes() >= bytes;
@@ -118,9 +118,9 @@ Tensor matmul(const Tensor& x, const Tensor& w, const Optional& bias, const Opti
   return out;
 }
 
-// What lies between two rows of x [..., R], or 0 if that is not one number or a row is not contiguous
+// Returns the stride between rows of x [..., R], or 0 if there is no single one or a row is not contiguous
 int64_t row_stride(const Tensor& x) {
-  int64_t last = x.dim() - 1, stride = 0, next = 0;  // next: what the dim further out has to be
+  int64_t last = x.dim() - 1, stride = 0, next = 0;  // next: the stride that the next outer dim must have
   if (x.size(last) != 1 && x.stride(last) != 1) return 0;
   for (int64_t i = last - 1; i >= 0; i--) {
     if (x.size(i) == 1) continue;
@@ -181,7 +181,7 @@ bool caches_fit(const Tensor& k_cache, const Tensor& v_cache, const Tensor& k, c
   if (k_cache.dim() != 4 || v_cache.dim() != 4) return false;
   if (k_cache.scalar_type() != v_cache.scalar_type() || code_of(k_cache) < 0) return false;
   if (k_cache.const_data_ptr() == v_cache.const_data_ptr()) return false;
-  for (const Tensor* cache : {&k_cache, &v_cache})  // others may have elements that share memory
+  for (const Tensor* cache : {&k_cache, &v_cache})  // other tensors may have elements that share memory
     if (!cache->is_non_overlapping_and_dense() || !has_memory(*cache)) return false;
   return k_cache.size(0) == v_cache.size(0) && k_cache.size(1) == v_cache.size(1) && k_cache.size(2) == k.size(1) &&
          v_cache.size(2) == v.size(1) && k_cache.size(3) == k.size(2) && v_cache.size(3) == v.size(2) && k_cache.stride(3) == 1 &&
@@ -208,7 +208,7 @@ Tensor paged_attention(const Tensor& q, const Tensor& k, const Tensor& v, Tensor
                caches_fit(k_cache, v_cache, k, v) && metadata_fits(slots, cu_seqlens, seq_lens, table, q.size(0));
   if (!plain) return call_python();
   Tensor out = new_tensor({q.size(0), q.size(1), v.size(2)}, q.scalar_type());
-  // in the order that attention.cpp says
+  // in the order of attention.cpp
   int64_t strides[] = {q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), k_cache.stride(0),
                        k_cache.stride(1), k_cache.stride(2), v_cache.stride(0), v_cache.stride(1), v_cache.stride(2)};
   int64_t sizes[] = {q.size(0), table.size(0), q.size(1), k.size(1), q.size(2), v.size(2), k_cache.size(0), k_cache.size(1),
@@ -219,7 +219,7 @@ Tensor paged_attention(const Tensor& q, const Tensor& k, const Tensor& v, Tensor
       read<char>(q), read<char>(k), read<char>(v), write<char>(k_cache), write<char>(v_cache), read<int64_t>(slots),
       read<int32_t>(cu_seqlens), read<int32_t>(seq_lens), read<int32_t>(table), write<char>(out), strides, sizes, scalars, nullptr,
       nullptr, nullptr, code_of(q), code_of(k_cache), at::get_num_threads(), &where);
-  return fault ? call_python() : out;  // it wrote nothing then, and Python says what is wrong
+  return fault ? call_python() : out;  // nothing was written, and Python raises the error
 }
 
 }  // namespace

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from detcompile.passes.graphs import VIEWS, insert, replace, shape_of
 from detcompile.passes.programs.travelling_weights import wait_for_weights
 from detcompile.templates.ops import ours
-from detcompile.torch_internals.graph_nodes import set_source_trace
+from detcompile.torch_internals.graph_nodes import forget_eager_inputs, set_source_trace
 
 __all__ = ["fed", "joined", "lift_weights", "merge_linears"]
 
@@ -39,7 +39,7 @@ def merge_linears(gm: fx.GraphModule) -> fx.GraphModule:
         if len(products) > 1:
             _fuse(gm.graph, products)
     for node in gm.graph.nodes:  # strides of before; our operations take any
-        node.meta.pop("eager_input_vals", None)
+        forget_eager_inputs(node)
     return gm
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, fx
 from detcompile.passes.graphs import insert, replace
 from detcompile.templates.attention.scores import RULE
 from detcompile.templates.ops import ours
+from detcompile.torch_internals.graph_nodes import forget_eager_inputs
 from detcompile.torch_internals.operators import schema_of
 
 __all__ = ["TWINS", "as_templates", "twins"]
@@ -51,7 +52,7 @@ def as_templates(gm: fx.GraphModule) -> fx.GraphModule:
     for twin, (template, count) in TWINS.items():
         for node in gm.graph.find_nodes(op="call_function", target=twin):
             node.target, node.args = template, node.args[:count]
-            node.meta.pop("eager_input_vals", None)  # Inductor's note of how the twin was called
+            forget_eager_inputs(node)  # Inductor's note of how the twin was called
     gm.recompile()
     return gm
 

@@ -34,6 +34,7 @@ help:
 	@echo "make gpu-test  the tests that need a CUDA GPU, under $(PYTHON) and its own packages"
 	@echo "make bench     benchmarks, under $(PYTHON) and its own packages; BENCHMARKS='templates model' for some"
 	@echo "make models    examine every architecture (hours on two cores) and regenerate docs/models.md; MODELS_ARGS=-h"
+	@echo "make canary    a short set of tests under other releases, in $(CANARY); TORCH=2.15.0 TRANSFORMERS=5.24.0, or the newest"
 	@echo "make clean     remove caches and .venv"
 
 demo: $(VENV)/.stamp-run
@@ -91,6 +92,16 @@ bench:
 
 models: $(VENV)/.stamp-test
 	@OMP_NUM_THREADS=1 $(VENV_PYTHON) -m tools.generate_models $(MODELS_ARGS)
+
+# Releases beyond those that pyproject.toml names are installed too: what they are asked for is whether they work.
+CANARY ?= build/canary
+CANARY_PIP := $(CANARY)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_EXTRA_ARGS)
+canary:
+	@test -x $(CANARY)/bin/python || $(PYTHON) -m venv $(CANARY)
+	@$(PYTHON) -m tools.canary --requirements > $(CANARY)/requirements.txt
+	@$(CANARY_PIP) --upgrade -r $(CANARY)/requirements.txt \
+	  torch$(if $(TORCH),==$(TORCH)) transformers$(if $(TRANSFORMERS),==$(TRANSFORMERS)) triton huggingface-hub
+	@$(CANARY)/bin/python -m tools.canary
 
 clean:
 	rm -rf $(VENV) .cache build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

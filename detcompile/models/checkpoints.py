@@ -79,9 +79,9 @@ def load_checkpoint(
         options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # mismatches are rejected below
         task = task or task_of(config)
         if settings is None:
-            model, found = TASKS[task].from_pretrained(path, **options)
+            model, loading_info = TASKS[task].from_pretrained(path, **options)
         elif task == "generate":
-            model, found = load_quantized(path, config, settings, **options)
+            model, loading_info = load_quantized(path, config, settings, **options)
         else:
             raise UnsupportedModel(f"{path}: a quantized {IN_WORDS[task]}; only causal LMs can be quantized")
     except (DetcompileError, MemoryError):
@@ -94,9 +94,9 @@ def load_checkpoint(
         raise InvalidInput(f"{path} cannot be loaded as a {what}: {reason}\n{advice}") from error
     if task == "embed" and getattr(model, "pooler", None) is not None:
         model.pooler = None  # its output is unused, and a masked LM's checkpoint has none
-        found["missing_keys"] = [key for key in found["missing_keys"] if not key.startswith("pooler.")]
-    _require_all_weights(path, model, found)
-    _require_no_scales(path, found)
+        loading_info["missing_keys"] = [key for key in loading_info["missing_keys"] if not key.startswith("pooler.")]
+    _require_all_weights(path, model, loading_info)
+    _require_no_scales(path, loading_info)
     return model
 
 
@@ -250,11 +250,12 @@ def _pickle_fault(file: Path) -> str:
     return "is truncated or damaged: its end is missing" if is_zip and not zipfile.is_zipfile(file) else ""
 
 
-def _require_all_weights(path: Path, model: PreTrainedModel, found: dict[str, Any]) -> None:
+def _require_all_weights(path: Path, model: PreTrainedModel, loading_info: dict[str, Any]) -> None:
     """Reject missing weights: transformers would initialize them randomly, differently in every process."""
-    missing = sorted(found["missing_keys"])
+    missing = sorted(loading_info["missing_keys"])
     missing += sorted(
-        f"{key} ({list(actual)} instead of {list(expected)})" for key, actual, expected in found["mismatched_keys"]
+        f"{key} ({list(actual)} instead of {list(expected)})"
+        for key, actual, expected in loading_info["mismatched_keys"]
     )
     if missing:
         more = f" and {len(missing) - MOST_NAMED} more" if len(missing) > MOST_NAMED else ""
@@ -264,13 +265,13 @@ def _require_all_weights(path: Path, model: PreTrainedModel, found: dict[str, An
         )
 
 
-def _require_no_scales(path: Path, found: dict[str, Any]) -> None:
+def _require_no_scales(path: Path, loading_info: dict[str, Any]) -> None:
     """Reject a checkpoint with scales that nobody reads: without them its weights are other numbers.
 
     Raises:
         UnsupportedModel: naming such a tensor.
     """
-    key = next((key for key in sorted(found["unexpected_keys"]) if SCALES.fullmatch(key)), None)
+    key = next((key for key in sorted(loading_info["unexpected_keys"]) if SCALES.fullmatch(key)), None)
     if key is not None:
         raise UnsupportedModel(
             f"{path} holds {key}, as quantised checkpoints do, and its config.json names no quantisation that reads it:"

@@ -174,7 +174,7 @@ BAD_ARGUMENTS = [
     ({"revision": 5}, "revision 5 is an int"),
     ({"token": 5}, "token is an int"),
     ({"trust_remote_code": "no"}, "trust_remote_code 'no' is a str"),
-    ({"model": ""}, "'': no such folder; pass a local"),
+    ({"model": ""}, "'': there is no such folder; pass a local"),
     ({"model": "a" * 5000}, "File name too long.*; pass a local"),
     ({"model": "a\0b"}, "pass a local"),
     ({"model": None}, "not a NoneType"),
@@ -194,7 +194,7 @@ def test_arguments_of_compile_are_what_they_are_called(given: dict, said: str, m
 def test_weights_made_in_inference_mode_are_refused_and_those_of_a_name_are_not_made_in_it(monkeypatch) -> None:
     with torch.inference_mode():
         model = random_model("llama", torch.float32, num_hidden_layers=1)
-    with pytest.raises(InvalidInput, match=r"embed_tokens.weight was made in torch.inference_mode"):
+    with pytest.raises(InvalidInput, match=r"embed_tokens.weight was created in torch.inference_mode"):
         detcompile.compile(model)
     monkeypatch.setattr(api, "compile_here", lambda module, *_: SimpleNamespace(model=module, tokenizer=None))
     with torch.inference_mode():

@@ -416,5 +416,5 @@ def test_a_folder_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("path", NO_PATHS.values(), ids=NO_PATHS)
 def test_a_path_is_a_path(path: Any) -> None:
     for call in (detcompile.load, lambda path: detcompile.export("tiny", path)):
-        with pytest.raises(InvalidInput, match=r"give the path of a file|m…: File name too long; give"):
+        with pytest.raises(InvalidInput, match=r"give the path of a file|m…: File name too long; (give|pass)"):
             call(path)

@@ -52,7 +52,7 @@ def test_numbers_of_numpy_and_torch_are_taken_for_what_they_are() -> None:
 @pytest.mark.parametrize("settings", [{"config": {"num_blocks": 5}}, {"config": {}}, {"speculation": "ngram"}])
 def test_an_engine_takes_settings_of_their_own_types_alone(settings) -> None:
     model = SimpleNamespace(tokenizer=None)
-    with pytest.raises(InvalidInput, match=r"give (EngineConfig|SpeculationConfig)\(\.\.\.\)"):
+    with pytest.raises(InvalidInput, match=r"pass (EngineConfig|SpeculationConfig)\(\.\.\.\)"):
         CompiledModel.engine(model, **settings)
 
 

@@ -32,7 +32,8 @@ PARAGRAPH = "def add(a, b):\n    return a + b  # é東 🎉\n\n"
 @pytest.fixture(scope="module")
 def texts() -> TokenizerPool:
     tokenizer = (TINY_FOLDER / "tokenizer.json").read_text()
-    hello = SimpleNamespace(tokenizer=tokenizer, special_ids=[0], max_context=2048, split_special_tokens=False)
+    settings = {"vocab_size": 1024, "special_ids": [0], "max_context": 2048, "split_special_tokens": False}
+    hello = SimpleNamespace(tokenizer=tokenizer, **settings)
     return TokenizerPool(hello)
 
 

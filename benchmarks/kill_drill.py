@@ -118,9 +118,9 @@ class Drill:
         if self._num_rounds % FRONT_EVERY == 0:
             return asyncio.run(self._round(self.long_pauses, self._kill_server))
         before = self._restarts()
-        found = asyncio.run(self._round(self.pauses, self._kill_engine))
+        streams = asyncio.run(self._round(self.pauses, self._kill_engine))
         self.num_restarts += self._restarts() - before
-        return found
+        return streams
 
     def _restarts(self) -> int:
         """Return how often the server that runs now has started an engine again."""

@@ -121,10 +121,10 @@ def open_responses(folder: Path, url: str) -> dict[str, Any]:
     command += ["--model", "tiny", "--json"]
     environment = os.environ | {"NODE_OPTIONS": "--experimental-websocket"}
     ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=FILE_SECONDS)
-    found = json.loads(ran.stdout)
-    failed = [own for own in found["results"] if own["status"] == "failed"]
-    not_held = {own["id"]: [*own["errors"], _message(own.get("response"))] for own in failed}
-    return {name: found["summary"][name] for name in ("passed", "failed", "skipped")} | {"not held": not_held}
+    report = json.loads(ran.stdout)
+    failed = [result for result in report["results"] if result["status"] == "failed"]
+    not_held = {result["id"]: [*result["errors"], _message(result.get("response"))] for result in failed}
+    return {name: report["summary"][name] for name in ("passed", "failed", "skipped")} | {"not held": not_held}
 
 
 def _message(response: Any) -> str | None:

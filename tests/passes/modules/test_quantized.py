@@ -105,6 +105,7 @@ def test_the_engine_serves_it() -> None:
     ("config", "message"),
     [
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "'bitsandbytes', which is not certified"),
+        ({"quant_method": "mxfp4"}, "'mxfp4', which is not certified"),
         ({"quant_method": "hqq"}, "'hqq', which is not certified"),
         ({"quant_method": "gptq", "bits": 3}, "gptq with bits=3"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq with version='gemv'"),

@@ -83,7 +83,7 @@ def load_checkpoint(
         elif task == "generate":
             model, loading_info = load_quantized(path, config, settings, **options)
         else:
-            raise UnsupportedModel(f"{path}: a quantized {IN_WORDS[task]}; only causal LMs can be quantized")
+            raise UnsupportedModel(f"{path}: a quantized {IN_WORDS[task]}; only quantized causal LMs are supported")
     except (DetcompileError, MemoryError):
         raise
     except Exception as error:  # file readers raise anything

@@ -149,7 +149,7 @@ def find(
         raise InvalidInput(f"token is {kind(token)}: pass a string, or True for the token of `hf auth login`")
     trust_remote_code, random = flag(trust_remote_code, "trust_remote_code"), flag(random, "random")
     if task is not None and not (isinstance(task, str) and task in TASKS):
-        raise InvalidInput(f"task={task!r}: use {', '.join(map(repr, TASKS))}, or None for the checkpoint's")
+        raise InvalidInput(f"task={task!r}: use {', '.join(map(repr, TASKS))}, or None for that of the checkpoint")
     place, wanted_dtype = _device(device), _dtype(dtype)
     checkpoint = find_checkpoint(name, revision=revision, token=token, weights=not random, code=trust_remote_code)
     if not random:

@@ -34,7 +34,7 @@ class Unreplicated(nn.Module):
         )
 
     def _replicate_for_data_parallel(self) -> NoReturn:
-        raise UnsupportedModel("DataParallel adds rounded gradients: start one process per GPU, call trainer.shard()")
+        raise UnsupportedModel("DataParallel adds rounded gradients: start a process per GPU and call trainer.shard()")
 
 
 class Changes:

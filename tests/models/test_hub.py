@@ -203,8 +203,8 @@ def test_bin_files_are_fetched_where_no_safetensors_are(cache: Path, small: dict
         assert sorted(there.sent) == sorted({*files} - {"training_args.bin"})
         assert (found.folder / "pytorch_model.bin").read_bytes() == b"weights"
     nothing = serving(Hub({COMMIT: others}, {"main": COMMIT}))
-    said = pytest.raises(InvalidInput, match=r"lacks model\.safetensors: it is not a model in transformers' format")
-    with with_cache(cache / "2", offline=False), nothing, said:
+    refusal = pytest.raises(InvalidInput, match=r"lacks model\.safetensors: it is not a model in transformers' format")
+    with with_cache(cache / "2", offline=False), nothing, refusal:
         find_checkpoint(NAME)
 
 

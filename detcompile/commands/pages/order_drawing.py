@@ -92,7 +92,7 @@ def _row(order: Row) -> Node:
     step = int(order.lanes) * int(order.vector)
     text: tuple[str, ...] = (
         f"{order.lanes} lanes, combined by halving",
-        f"each lane adds every {step}th term"
+        f"each lane adds terms {step} apart"
         if order.vector == 1
         else f"each lane adds runs of {order.vector}, {step} apart",
     )

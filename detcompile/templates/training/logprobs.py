@@ -182,7 +182,7 @@ def reference_token_logprobs(logits: Tensor, targets: Tensor, temperature: float
 
 def _check_temperature(op: str, temperature: float) -> None:
     if not temperature > 0:
-        raise InvalidInput(f"detcompile::{op}: temperature={temperature} must be positive; 1.0 is the model's.")
+        raise InvalidInput(f"detcompile::{op}: temperature={temperature} must be positive; 1.0 changes nothing.")
 
 
 def _in_vocabulary(targets: Tensor, size: int) -> Tensor:

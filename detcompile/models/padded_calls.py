@@ -12,8 +12,14 @@ from detcompile.runtime.dense.given_tensors import require_integers
 from detcompile.runtime.dense.padded_batch import UnpaddedBatch, check_batch, keep_columns, language_loss, repad
 from detcompile.runtime.dense.step import dense_step
 from detcompile.runtime.kv.block_pool import BLOCK_SIZE
+from detcompile.torch_internals.autograd import is_traced
 
-__all__ = ["padded_output", "require_served", "require_tensors"]
+__all__ = ["UNTRACED", "padded_output", "require_served", "require_tensors"]
+
+UNTRACED = (
+    "torch.func, torch.export, torch.jit and make_fx cannot trace a compiled model or a trainer: call it outside of"
+    " them. For gradients, call backward() on a trainer's loss; for a file, detcompile.export(compile(model), 'm.pt2')"
+)
 
 IDLE = ("cache_position", "use_cache")  # a call neither keeps nor returns a cache
 REFUSED = {
@@ -47,8 +53,10 @@ def require_tensors(
     """Return the first three arguments; reject any that is not a tensor. All but input_ids may be None.
 
     Raises:
-        InvalidInput: names the argument.
+        InvalidInput: names the argument, or the call is traced, where token ids would become constants.
     """
+    if is_traced():
+        raise InvalidInput(UNTRACED)
     if input_ids is None:
         raise InvalidInput("input_ids is missing: pass token ids, [batch, length]")
     arguments = {

@@ -1,17 +1,18 @@
-"""A backward that is under way, and what changes a tensor outside it."""
+"""A backward that is under way, what changes a tensor outside it, and whether a call is traced."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 __all__ = [
     "backward_id",
     "backward_keeps_graph",
     "call_after_backward",
+    "is_traced",
     "tensor_hooks",
-    "under_transform",
     "version_of",
 ]
 
@@ -42,20 +43,21 @@ def call_after_backward(function: Callable[[], Any]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
+def is_traced() -> bool:
+    """Return whether torch.func, torch.export, torch.jit.trace or make_fx traces the calls of this thread.
+
+    Without it: a trace keeps the token ids of a call as constants, or fails with an error that does not say what to do.
+    """
+    transformed = torch._C._functorch.maybe_current_level() is not None or get_proxy_mode() is not None
+    return transformed or torch.jit.is_tracing() or torch.compiler.is_exporting()
+
+
 def tensor_hooks(parameter: Tensor) -> Any:
     """Return the hooks that were registered on a tensor by number, or None.
 
     Without it: a hook that changes gradients one by one is not seen.
     """
     return parameter._backward_hooks
-
-
-def under_transform() -> bool:
-    """Return whether a transform of torch.func (grad, vmap, jvp) runs in this thread.
-
-    Without it: a transform of a trainer fails in the compiled layers, with an error that does not say what to do.
-    """
-    return torch._C._functorch.maybe_current_level() is not None
 
 
 def version_of(tensor: Tensor) -> int:

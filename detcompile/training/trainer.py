@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -18,13 +18,13 @@ from transformers.modeling_outputs import CausalLMOutput
 from detcompile.errors import InvalidInput, UnsupportedModel
 from detcompile.models.compiled import CompiledModel
 from detcompile.models.loading import tokenizer_of
-from detcompile.models.padded_calls import require_served, require_tensors
+from detcompile.models.padded_calls import UNTRACED, require_served, require_tensors
 from detcompile.orders.numerics import Numerics
 from detcompile.runtime.dense.padded_batch import UnpaddedBatch, check_batch, repad, unpad
 from detcompile.runtime.requests.plain_values import number
 from detcompile.runtime.requests.sampling_params import LARGEST, MIN_TEMPERATURE
 from detcompile.templates.training.exactness import ExactnessGuard
-from detcompile.torch_internals.autograd import backward_keeps_graph, under_transform
+from detcompile.torch_internals.autograd import backward_keeps_graph
 from detcompile.training.adapters import of_adapters, save_adapters
 from detcompile.training.agreement import require_agreement, require_same_orders
 from detcompile.training.blocks import Block, StepTensors, Weight, require_no_hooks, weights_of
@@ -258,12 +258,11 @@ class Trainer(Unreplicated):
         self._guard.require(bounds)
         return clip_grad_norm_(self.parameters(), max_norm)
 
+    @property
+    def __jit_ignored_attributes__(self) -> NoReturn:  # the first attribute that torch.jit reads of a module
+        raise InvalidInput(UNTRACED)
+
     def _batch(self, *tensors: Tensor | None) -> UnpaddedBatch:
-        if under_transform() or torch.compiler.is_exporting():
-            raise InvalidInput(
-                "torch.func and torch.export cannot trace a trainer, whose layers are compiled: call backward() of a"
-                " loss for gradients, and detcompile.export(compile(model)) for a file"
-            )
         batch = unpad(*require_tensors(*tensors))
         check_batch(batch, self.vocab_size, self.max_context)
         return batch

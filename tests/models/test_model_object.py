@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import transformers.pipelines.base
+from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import DynamicCache, GenerationConfig, Pipeline, pipeline
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
@@ -46,6 +47,14 @@ def test_attributes_that_it_lacks_say_what_to_do(name: str) -> None:
     message = f"'CompiledModel' object has no attribute '{name}'" + (f": {INSTEAD[name]}" if name in INSTEAD else "")
     with pytest.raises(AttributeError, match=f"^{re.escape(message)}$"):
         getattr(model(), name)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.parametrize("transform", [torch.func.vmap, make_fx, lambda call: torch.jit.trace(call, (IDS,))])
+def test_traces_of_a_call_are_refused(transform: Callable[..., Any]) -> None:
+    ours = model()
+    with pytest.raises(InvalidInput, match="make_fx cannot trace a compiled model"):
+        transform(lambda ids: ours(ids).logits)(IDS)
 
 
 def test_it_is_not_copied() -> None:

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.hooks import RemovableHandle
 
 import detcompile
@@ -322,7 +323,10 @@ def test_functional_call_takes_tensors_without_a_gradient():
             torch.func.functional_call(trainer, {name: given[name].requires_grad_()}, (ids,))
 
 
-@pytest.mark.parametrize("transform", ["grad", "jvp", "vmap", "export"])
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.parametrize(
+    "transform", ["grad", "jvp", "vmap", "export", "make_fx", "jit.trace", "jit.trace of logprobs", "jit.script"]
+)
 def test_transforms_of_functions_are_refused(transform: str):
     trainer, ids = trained("qwen3"), torch.tensor([[1, 2, 3]])
     weights = {"model.norm.weight": trainer.get_parameter("model.norm.weight").detach()}
@@ -332,8 +336,12 @@ def test_transforms_of_functions_are_refused(transform: str):
         "jvp": lambda: torch.func.jvp(loss, (weights,), (weights,)),
         "vmap": lambda: torch.func.vmap(lambda ids: trainer.logprobs(ids[None]))(ids),
         "export": lambda: torch.export.export(trainer, (ids,), strict=False),
+        "make_fx": lambda: make_fx(trainer)(ids),
+        "jit.trace": lambda: torch.jit.trace(trainer, (ids,)),
+        "jit.trace of logprobs": lambda: torch.jit.trace(lambda ids: trainer.logprobs(ids), (ids,)),
+        "jit.script": lambda: torch.jit.script(trainer),
     }
-    with pytest.raises(InvalidInput, match=r"torch\.func and torch\.export cannot trace a trainer"):
+    with pytest.raises(InvalidInput, match=r"make_fx cannot trace a compiled model or a trainer"):
         calls[transform]()
 
 

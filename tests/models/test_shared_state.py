@@ -21,6 +21,7 @@ from detcompile.models.loading import tokenizer_of
 from detcompile.passes import capture
 from detcompile.passes.lowering import lower, lower_view, lower_with_states
 from detcompile.passes.packaging import package
+from detcompile.passes.training import regions
 from detcompile.passes.training.tracing import trace_regions
 from tests.model_cases import MAX_CONTEXT, VOCAB_SIZE, compiled, random_model
 from tests.runtime.grammar_cases import small_tokenizer
@@ -104,6 +105,7 @@ DOORS: dict[str, Callable[[], object]] = {
     "load_model": lambda: detcompile.load_model("tiny", device="cpu"),
     "load_model of random weights": lambda: detcompile.load_model("tiny", random=True, device="cpu"),
     "compile": lambda: detcompile.compile(random_model("qwen3", torch.float32), max_context=MAX_CONTEXT),
+    "trainer": lambda: detcompile.trainer(random_model("qwen3", torch.float32, num_hidden_layers=1), max_context=64),
     "tokenizer": lambda: tokenizer_of(SimpleNamespace(config=SimpleNamespace(), name_or_path=str(TINY_FOLDER))),
 }
 
@@ -120,6 +122,7 @@ def test_loading_and_capture_hold_one_lock(door: str) -> None:
         return run
 
     patched = [(AttentionInterface, "register"), (AutoConfig, "from_pretrained"), (AutoTokenizer, "from_pretrained")]
+    patched += [(regions, "compile_fx")]
     with contextlib.ExitStack() as patches:
         for kind, name in patched:
             patches.enter_context(mock.patch.object(kind, name, watched(name, getattr(kind, name))))

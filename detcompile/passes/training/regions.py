@@ -21,6 +21,7 @@ from detcompile.passes.training.proofs import Proofs
 from detcompile.passes.training.twins import as_templates
 from detcompile.templates.cpp_dispatch import direct_ops
 from detcompile.torch_internals.aot_autograd import functorch_config
+from detcompile.torch_internals.dynamo import compile_lock
 from detcompile.torch_internals.fake_tensors import TracingContext, detect_fake_mode, tracing
 from detcompile.torch_internals.inductor import compile_fx, compile_fx_inner
 from detcompile.torch_internals.inductor_settings import inductor_config
@@ -71,7 +72,9 @@ class TrainedRegion:
         """
         key = trained, differentiated
         if key not in self._programs:
-            self._programs[key] = self._compile(trained, differentiated)
+            with compile_lock:  # a compilation sets state of the whole process
+                if key not in self._programs:
+                    self._programs[key] = self._compile(trained, differentiated)
         return self._programs[key]
 
     def _compile(self, trained: tuple[int, ...], differentiated: tuple[int, ...]) -> Callable[..., Sequence[Tensor]]:

@@ -246,6 +246,31 @@ def test_what_fails_says_so_and_the_log_counts_it(in_the_root: None) -> None:
     assert lines[2]["generated_tokens"] == 3 and lines[2]["id"] == short.json()["id"] and lines[1]["error"]
 
 
+def test_whole_response_waits_for_its_recording(in_the_root: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recording ends after the answer: its receipt is issued in between."""
+
+    async def scenario() -> None:
+        service = scripted(chat_template="{{ messages[0].content }}")
+        issue = service.issue
+
+        async def issue_late(job: Any) -> Any:
+            await asyncio.sleep(0.05)
+            return await issue(job)
+
+        monkeypatch.setattr(service, "issue", issue_late)
+        async with running(service) as http:
+            for num_tokens in (1, 3):
+                for store in (True, False):
+                    body = {"input": "a", "max_output_tokens": num_tokens, "store": store}
+                    response = (await http.post("/v1/responses", json=body)).json()
+                    assert response["status"] == "incomplete" and response["output"][0]["status"] == "incomplete"
+                    assert response["usage"]["output_tokens"] == num_tokens
+                    if store:
+                        assert (await http.get(f"/v1/responses/{response['id']}")).json() == response
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
 def test_only_a_response_that_was_answered_is_gone_on_with(in_the_root: None) -> None:
     """Of another one there is a part, which is another one at each moment."""
 

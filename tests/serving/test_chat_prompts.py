@@ -196,6 +196,21 @@ def test_prompts_are_those_of_transformers(tokenizer: Any, family: str) -> None:
     assert served
 
 
+@pytest.mark.parametrize("template", [TEMPLATES["hermes"], TEMPLATES["qwen 2"], "{{ tools[0].function.description }}"])
+@pytest.mark.parametrize(
+    "fields", [{}, {"description": ""}, {"strict": True}, {"strict": False}, {"description": "d", "strict": True}]
+)
+def test_template_gets_tools_as_given(tokenizer: Any, template: str, fields: dict[str, Any]) -> None:
+    strict = {name: value for name, value in fields.items() if name == "strict"}
+    described = {name: value for name, value in fields.items() if name != "strict"}
+    function = {"name": "f", **described, "parameters": {"type": "object", "properties": {}}, **strict}
+    tools = [{"type": "function", "function": function}]
+    expected = tokenizer.apply_chat_template([USER], tools=tools, chat_template=template)["input_ids"]
+    assert server_ids(tokenizer, template, [USER], tools) == expected
+    no_values = [{"type": "function", "function": {"description": None, "strict": None} | function}]
+    assert server_ids(tokenizer, template, [USER], no_values) == expected
+
+
 def test_tools_have_a_template_of_their_own() -> None:
     found = transformers.AutoTokenizer.from_pretrained(TINY_FOLDER)
     found.chat_template = {"default": "plain", "tool_use": "{{ tools | tojson }} <tool_call>", "rag": "other"}

@@ -150,10 +150,15 @@ def _without_cut_arguments(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _template_tool(tool: Tool) -> dict[str, Any]:
+    """Return a tool in the templates' form. One without parameters gets an empty object: templates list properties."""
     spec = tool.function
-    function: dict[str, Any] = {"name": spec.name, "description": spec.description or ""}
-    parameters = {"type": "object", "properties": {}} if spec.parameters is None else spec.parameters
-    return {"type": "function", "function": function | {"parameters": parameters}}
+    function: dict[str, Any] = {"name": spec.name}
+    if spec.description is not None:
+        function["description"] = spec.description
+    function["parameters"] = {"type": "object", "properties": {}} if spec.parameters is None else spec.parameters
+    if spec.strict is not None:
+        function["strict"] = spec.strict
+    return {"type": "function", "function": function}
 
 
 def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:

@@ -115,12 +115,12 @@ class ChatTemplate:
 
 def _compared_words(tree: nodes.Template) -> frozenset[str]:
     """Return the strings that a template compares with anything, and the keys of its dicts; not those of lookups."""
-    found = {id(pair.key): pair.key for pair in tree.find_all(nodes.Pair)}
+    constants = {id(pair.key): pair.key for pair in tree.find_all(nodes.Pair)}
     for compare in tree.find_all(nodes.Compare):
-        found |= {id(const): const for const in compare.find_all(nodes.Const)}
+        constants |= {id(const): const for const in compare.find_all(nodes.Const)}
         for lookup in compare.find_all(nodes.Getitem):
-            found.pop(id(lookup.arg), None)
-    values = [node.value for node in found.values() if isinstance(node, nodes.Const)]
+            constants.pop(id(lookup.arg), None)
+    values = [node.value for node in constants.values() if isinstance(node, nodes.Const)]
     return frozenset(value for value in values if isinstance(value, str))
 
 

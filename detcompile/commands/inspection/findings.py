@@ -14,9 +14,9 @@ LEVELS: tuple[Level, ...] = ("missing", "slow", "fast", "note")
 # Supported versions (from, below), as in pyproject.toml.
 DEPENDENCIES: dict[str, tuple[str, str | None]] = {
     "python": ("3.11", None),
-    "torch": ("2.11", "2.14"),
-    "transformers": ("5.17", "5.18"),
-    "triton": ("3.6", None),
+    "torch": ("2.11", "2.16"),
+    "transformers": ("5.17", "5.25"),
+    "triton": ("3.6", "3.10"),
 }
 GIB = 1 << 30
 LEAST_FREE = GIB  # free bytes on the cache's disk; kernels and a few programs take some hundred MB

@@ -23,7 +23,7 @@ LAYERS = [
     {"detcompile.models"},
     {"detcompile.executors"},
     {"detcompile.archives"},
-    {"detcompile.passes", "detcompile.runtime"},
+    {"detcompile.contrib", "detcompile.passes", "detcompile.runtime"},
     {"detcompile.templates"},
     {
         "detcompile.config",

@@ -16,35 +16,35 @@ from transformers import PreTrainedModel
 
 from detcompile.errors import UnsupportedModel
 from detcompile.passes.adapters.forwards import attend
-from detcompile.passes.adapters.modules import class_of
+from detcompile.passes.adapters.modules import class_of, entries_of
 from detcompile.passes.adapters.rotary import rotate_halves, rotate_pairs
 from detcompile.passes.modules.attention import IMPLEMENTATION, STEP_KWARG
 from detcompile.passes.modules.step_carrier import carry_positions
 from detcompile.transformers_internals.attention import set_attention_implementation
 
-__all__ = ["CODEGEN_PARTS", "OWN_ATTENTION", "replace_attention"]
+__all__ = ["CODEGEN_PARTS", "OWN_ATTENTION", "projected_attention", "replace_attention"]
 
 CODEGEN_PARTS = 4  # the fused weight holds four parts, each with its queries, values and keys
 
 
 def replace_attention(model: PreTrainedModel) -> bool:
     """Give the attention classes of OWN_ATTENTION in ``model`` their forward; says whether there are any."""
-    found = [module for module in model.modules() if class_of(module) in OWN_ATTENTION]
-    for layer, attention in enumerate(found):
+    replaced = entries_of(model, "ATTENTION", OWN_ATTENTION)
+    for layer, (attention, forward) in enumerate(replaced):
         if getattr(attention, "layer_idx", None) is None:
             attention.layer_idx = layer
         attention.is_causal = True  # bigbird_pegasus says otherwise, and makes a causal mask
-        attention.forward = types.MethodType(OWN_ATTENTION[class_of(attention)], attention)
-    scaled = [attention for attention in found if class_of(attention) in SCALED_BY_POSITION]
+        attention.forward = types.MethodType(forward, attention)
+    scaled = [attention for attention, _ in replaced if class_of(attention) in SCALED_BY_POSITION]
     if scaled:
         carry_positions(model, scaled)
-    if found:
+    if replaced:
         set_attention_implementation(model.config, IMPLEMENTATION)  # under this name transformers makes no mask
-    return bool(found)
+    return bool(replaced)
 
 
-def _projected(self: Any, hidden_states: Tensor, key_value_states: Tensor | None = None, **kwargs: Any) -> Any:
-    """bigbird_pegasus, mvp, trocr, xglm: three projections; their class attends to an encoder too, if there is one."""
+def projected_attention(self: Any, hidden_states: Tensor, key_value_states: Tensor | None = None, **kwargs: Any) -> Any:
+    """Project three times and attend: bigbird_pegasus, mvp, trocr, xglm. Attention to an encoder is refused."""
     if key_value_states is not None or kwargs.get("attn_prompt") is not None:
         raise UnsupportedModel(
             f"{type(self).__name__}: keys of an encoder or of a prompt; only its own tokens' are known"
@@ -97,25 +97,6 @@ def _openai_gpt(self: Any, x: Tensor, attention_mask: Any = None, **kwargs: Any)
     query, key, value = self.c_attn(x).unflatten(-1, (3, self.n_head, -1)).unbind(-3)
     scale = query.shape[-1] ** -0.5 if self.scale else 1.0
     return [self.c_proj(attend(self, query, key, value, kwargs.get(STEP_KWARG), scaling=scale))]
-
-
-def _diffllama(self: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **kwargs: Any) -> Any:
-    """Two attentions of equal queries and keys are one, over both halves of the values side by side."""
-    query, key, value = (
-        project(hidden_states).unflatten(-1, (project.out_features // self.head_dim, self.head_dim))
-        for project in (self.q_proj, self.k_proj, self.v_proj)
-    )
-    query, key = rotate_halves(query, key, *position_embeddings)
-    both = torch.cat(value.chunk(2, 2), -1)
-    out = attend(self, query, key, torch.cat([both, both], 2), kwargs.get(STEP_KWARG), scaling=self.scaling)
-    one, other = out.unflatten(-1, (query.shape[2], 2 * self.head_dim)).chunk(2, 2)
-    first, second = (
-        torch.exp(torch.sum(q * k, dim=-1, dtype=torch.float32)).to(query.dtype)
-        for q, k in ((self.lambda_q1, self.lambda_k1), (self.lambda_q2, self.lambda_k2))
-    )
-    mixed = (one - (first - second + self.lambda_init) * other).float()
-    mixed = mixed * torch.rsqrt(mixed.pow(2).mean(-1, keepdim=True) + self.groupnorm.eps)
-    return self.o_proj(((1 - self.lambda_init) * mixed.to(query.dtype)).flatten(2)), None
 
 
 def _git(self: Any, hidden_states: Tensor, *_: Any, **kwargs: Any) -> Any:
@@ -213,18 +194,16 @@ def _turned(states: Tensor, table: Tensor) -> Tensor:
 # Queries are scaled by their positions, which the model does not hand to its attention: it counts them anew.
 SCALED_BY_POSITION = ("inkling.modeling_inkling.InklingAttention", "llama4.modeling_llama4.Llama4TextAttention")
 OWN_ATTENTION: dict[str, Callable[..., Any]] = {
-    "bigbird_pegasus.modeling_bigbird_pegasus.BigBirdPegasusDecoderAttention": _projected,
+    "bigbird_pegasus.modeling_bigbird_pegasus.BigBirdPegasusDecoderAttention": projected_attention,
     "codegen.modeling_codegen.CodeGenAttention": _codegen,
     "deepseek_v2.modeling_deepseek_v2.DeepseekV2Attention": _deepseek_v2,
-    "diffllama.modeling_diffllama.DiffLlamaAttention": _diffllama,
     "git.modeling_git.GitSelfAttention": _git,
     "gpt_neo.modeling_gpt_neo.GPTNeoSelfAttention": _gpt_neo,
     "gpt_neox_japanese.modeling_gpt_neox_japanese.GPTNeoXJapaneseAttention": _gpt_neox_japanese,
     "hrm_text.modeling_hrm_text.HrmTextAttention": _hrm_text,
     "inkling.modeling_inkling.InklingAttention": _inkling,
     "llama4.modeling_llama4.Llama4TextAttention": _llama4,
-    "mvp.modeling_mvp.MvpAttention": _projected,
+    "mvp.modeling_mvp.MvpAttention": projected_attention,
     "openai.modeling_openai.Attention": _openai_gpt,
-    "trocr.modeling_trocr.TrOCRAttention": _projected,
-    "xglm.modeling_xglm.XGLMAttention": _projected,
+    "trocr.modeling_trocr.TrOCRAttention": projected_attention,
 }

@@ -5,7 +5,6 @@ Each is written as passes.modules.experts has it: products of a token with its o
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
@@ -14,30 +13,31 @@ from detcompile.passes.adapters.modules import Methods, give_methods
 from detcompile.passes.modules.experts import added, mixed
 from detcompile.templates.ops import ours
 
-__all__ = ["OWN_EXPERTS", "replace_experts"]
+__all__ = ["OWN_EXPERTS", "expert_product", "replace_experts"]
 
 
 def replace_experts(model: PreTrainedModel) -> int:
     """Give the experts of OWN_EXPERTS in ``model`` their methods; says how many modules there are."""
-    return give_methods(model, OWN_EXPERTS)
+    return give_methods(model, "EXPERTS", OWN_EXPERTS)
 
 
-def _product(x: Tensor, ids: Tensor, w_ENK: Tensor) -> Tensor:
+def expert_product(x: Tensor, ids: Tensor, w_ENK: Tensor) -> Tensor:
+    """Multiply x with the weights of each token's experts: ids [T, k], w [E, N, K] -> [T, k, N]."""
     return ours.expert_matmul(x, ids, w_ENK, None)
 
 
 def _aria(self: Any, hidden_states: Tensor, router_logits: Tensor) -> Tensor:
     ids, weights = self.route_tokens_to_experts(router_logits)
-    projection, gate = _product(hidden_states, ids, self.fc1.weight.transpose(1, 2)).chunk(2, -1)
-    return mixed(_product(F.silu(projection) * gate, ids, self.fc2.weight.transpose(1, 2)), weights)
+    projection, gate = expert_product(hidden_states, ids, self.fc1.weight.transpose(1, 2)).chunk(2, -1)
+    return mixed(expert_product(F.silu(projection) * gate, ids, self.fc2.weight.transpose(1, 2)), weights)
 
 
 def _dbrx(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     x = hidden_states.reshape(-1, self.hidden_size)
     stacked = (self.num_experts, self.ffn_hidden_size, self.hidden_size)
     w1, v1, w2 = (weight.view(stacked) for weight in (self.mlp.w1, self.mlp.v1, self.mlp.w2))
-    inner = self.mlp.activation_fn(_product(x, top_k_index, w1)) * _product(x, top_k_index, v1)
-    return mixed(_product(inner, top_k_index, w2.transpose(1, 2)), top_k_weights).view_as(hidden_states)
+    inner = self.mlp.activation_fn(expert_product(x, top_k_index, w1)) * expert_product(x, top_k_index, v1)
+    return mixed(expert_product(inner, top_k_index, w2.transpose(1, 2)), top_k_weights).view_as(hidden_states)
 
 
 def _llama4(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,20 +46,10 @@ def _llama4(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     logits = F.linear(x, self.router.weight)
     best, ids = logits.topk(self.top_k, 1)
     weighted = x[:, None] * best.float().sigmoid().to(x.dtype)[..., None]
-    gate, up = _product(weighted, ids, self.experts.gate_up_proj.transpose(1, 2)).chunk(2, -1)
+    gate, up = expert_product(weighted, ids, self.experts.gate_up_proj.transpose(1, 2)).chunk(2, -1)
     inner = up * self.experts.act_fn(gate)
-    outer = _product(inner, ids, self.experts.down_proj.transpose(1, 2))
+    outer = expert_product(inner, ids, self.experts.down_proj.transpose(1, 2))
     return self.shared_expert(x) + added(outer), logits
-
-
-def _longcat_flash(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The last experts of the router compute nothing: their result is the token."""
-    routed = self.num_routed_experts
-    ids = top_k_index.clamp(max=routed - 1)
-    gate, up = _product(hidden_states, ids, self.gate_up_proj[:routed]).chunk(2, -1)
-    outer = _product(self.act_fn(gate) * up, ids, self.down_proj)
-    outer = torch.where((top_k_index < routed)[..., None], outer, hidden_states[:, None])
-    return mixed(outer, top_k_weights)
 
 
 def _jetmoe_route(router: Any, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -70,8 +60,8 @@ def _jetmoe_route(router: Any, x: Tensor) -> tuple[Tensor, Tensor]:
 def _jetmoe(self: Any, layer_input: Tensor) -> Tensor:
     x = layer_input.flatten(0, 1)
     ids, weights = _jetmoe_route(self.router, x)
-    gate, up = _product(x, ids, self.input_linear.weight).chunk(2, -1)
-    outer = _product(self.activation(gate) * up, ids, self.output_linear.weight)
+    gate, up = expert_product(x, ids, self.input_linear.weight).chunk(2, -1)
+    outer = expert_product(self.activation(gate) * up, ids, self.output_linear.weight)
     return mixed(outer, weights).view_as(layer_input) + self.bias
 
 
@@ -79,11 +69,11 @@ def _jetmoe_queries(self: Any, layer_input: Tensor) -> tuple[Tensor, None, Any]:
     """A token's queries by each of its experts [B, T, k, H], and what `_jetmoe_outputs` takes."""
     x = layer_input.flatten(0, 1)
     ids, weights = _jetmoe_route(self.router, x)
-    return _product(x, ids, self.input_linear.weight).unflatten(0, layer_input.shape[:2]), None, (ids, weights)
+    return expert_product(x, ids, self.input_linear.weight).unflatten(0, layer_input.shape[:2]), None, (ids, weights)
 
 
 def _jetmoe_outputs(self: Any, layer_input: Tensor, chosen: tuple[Tensor, Tensor]) -> Tensor:
-    outer = _product(layer_input.flatten(0, 1), chosen[0], self.output_linear.weight)
+    outer = expert_product(layer_input.flatten(0, 1), chosen[0], self.output_linear.weight)
     return mixed(outer, chosen[1]).unflatten(0, layer_input.shape[:2]) + self.bias
 
 
@@ -93,5 +83,4 @@ OWN_EXPERTS: dict[str, Methods] = {
     "jetmoe.modeling_jetmoe.JetMoeMoA": {"map": _jetmoe_queries, "reduce": _jetmoe_outputs},
     "jetmoe.modeling_jetmoe.JetMoeMoE": {"forward": _jetmoe},
     "llama4.modeling_llama4.Llama4TextMoe": {"forward": _llama4},
-    "longcat_flash.modeling_longcat_flash.LongcatFlashExperts": {"forward": _longcat_flash},
 }

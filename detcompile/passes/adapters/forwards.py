@@ -6,7 +6,6 @@ attention's. Embeddings, blocks, norms and MLPs stay Hugging Face's, and so do t
 attention in the blocks' argument ``attention_mask``, which nothing else reads.
 """
 
-import math
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from detcompile.errors import UnsupportedModel
+from detcompile.passes.adapters.modules import entry_of
 from detcompile.passes.adapters.rotary import rotate_halves, rotate_pairs
 from detcompile.passes.modules.attention import IMPLEMENTATION, STEP_KWARG
 from detcompile.step import StepInputs
@@ -55,11 +55,8 @@ def adapt(model: PreTrainedModel) -> bool:
     Raises:
         UnsupportedModel: there is one, but not for this configuration.
     """
-    adapter = ADAPTERS.get(type(model).__name__)
-    # A checkpoint's own code may call its class the same and compute something else.
-    if adapter is None or not type(model).__module__.startswith("transformers.models."):
-        return False
-    if not adapter.is_needed(model):
+    adapter = entry_of(model, "ADAPTERS", ADAPTERS)
+    if adapter is None or not adapter.is_needed(model):
         return False
     obstacle = adapter.obstacle(model.config)
     if obstacle:
@@ -168,33 +165,6 @@ def _gptj_attention(
     return self.out_proj(attend(self, query, key, value, attention_mask)), None
 
 
-def _ctrl(model: Any, input_ids: Tensor, position_ids: Tensor, step: StepInputs | None, keep: Any) -> Tensor:
-    body = model.transformer
-    hidden = body.w(input_ids) * math.sqrt(body.d_model_size) + body.pos_encoding[position_ids]
-    for block in body.h:
-        hidden = block(hidden, attention_mask=step)
-    return model.lm_head(body.layernorm(hidden)[:, keep])
-
-
-def _ctrl_attention(
-    self: Any, v: Tensor, k: Tensor, q: Tensor, attention_mask: StepInputs | None = None, **_: Any
-) -> tuple[Tensor, None]:
-    query, key, value = (
-        project(states).unflatten(-1, (self.num_heads, self.head_dim))
-        for project, states in ((self.Wq, q), (self.Wk, k), (self.Wv, v))
-    )
-    return self.dense(attend(self, query, key, value, attention_mask, scaling=self.scaling)), None
-
-
-def _ctrl_positions(model: Any, attention: Any) -> None:
-    """The sinusoids are no buffer of Hugging Face's, which moves them anew in every forward."""
-    body = model.transformer
-    if not isinstance(body.pos_encoding, nn.Buffer):
-        table = body.pos_encoding.to(body.w.weight)
-        del body.pos_encoding
-        body.pos_encoding = nn.Buffer(table, persistent=False)
-
-
 def _mpt(model: Any, input_ids: Tensor, position_ids: Tensor, step: StepInputs | None, keep: Any) -> Tensor:
     """Positions enter through ALiBi alone, as in bloom."""
     body = model.transformer
@@ -221,29 +191,6 @@ def _mpt_slopes(model: Any, attention: Any) -> None:
     attention.register_buffer("alibi_slopes", (bias[:, 0, 1] - bias[:, 0, 0]).contiguous(), persistent=False)
 
 
-def _xlm(model: Any, input_ids: Tensor, position_ids: Tensor, step: StepInputs | None, keep: Any) -> Tensor:
-    """No token has a language, as in Hugging Face's forward without ``langs``."""
-    body = model.transformer
-    hidden = body.layer_norm_emb(body.embeddings(input_ids) + body.position_embeddings(position_ids))
-    layers = zip(body.attentions, body.layer_norm1, body.ffns, body.layer_norm2, strict=True)
-    for attention, first_norm, mlp, second_norm in layers:
-        hidden = first_norm(hidden + attention(hidden, step)[0])
-        hidden = second_norm(hidden + mlp.ff_chunk(hidden))
-    return model.pred_layer.proj(hidden[:, keep])
-
-
-def _xlm_attention(self: Any, hidden_states: Tensor, step: StepInputs | None) -> tuple[Tensor, None]:
-    query, key, value = (
-        project(hidden_states).unflatten(-1, (self.n_heads, self.head_dim))
-        for project in (self.q_lin, self.k_lin, self.v_lin)
-    )
-    return self.out_lin(attend(self, query, key, value, step)), None
-
-
-def _xlm_number(model: Any, attention: Any) -> None:
-    attention.layer_idx = attention.layer_id
-
-
 def _bloom_obstacle(config: Any) -> str:
     sliced = config.slow_but_exact and config.pretraining_tp > 1
     return "slow_but_exact and pretraining_tp > 1 (linears summed in slices)" if sliced else ""
@@ -254,17 +201,11 @@ def _falcon_obstacle(config: Any) -> str:
     return "alibi=True (whose bias Hugging Face's own implementations disagree about)" if config.alibi else ""
 
 
-def _xlm_obstacle(config: Any) -> str:
-    if not config.causal:
-        return "causal=False (attention that sees both ways)"
-    return "asm=True (a head that is no linear)" if config.asm else ""
-
-
 ADAPTERS = {
-    "BloomForCausalLM": Adapter("self_attention", _bloom, _bloom_attention, _bloom_obstacle, _bloom_slopes),
-    "CTRLLMHeadModel": Adapter("multi_head_attention", _ctrl, _ctrl_attention, prepare=_ctrl_positions),
-    "FalconForCausalLM": Adapter("self_attention", _falcon, _falcon_attention, _falcon_obstacle),
-    "GPTJForCausalLM": Adapter("attn", _gptj, _gptj_attention, is_needed=_gptj_is_needed),
-    "MptForCausalLM": Adapter("attn", _mpt, _mpt_attention, prepare=_mpt_slopes, blocks="blocks"),
-    "XLMWithLMHeadModel": Adapter("", _xlm, _xlm_attention, _xlm_obstacle, _xlm_number, blocks="attentions"),
+    "bloom.modeling_bloom.BloomForCausalLM": Adapter(
+        "self_attention", _bloom, _bloom_attention, _bloom_obstacle, _bloom_slopes
+    ),
+    "falcon.modeling_falcon.FalconForCausalLM": Adapter("self_attention", _falcon, _falcon_attention, _falcon_obstacle),
+    "gptj.modeling_gptj.GPTJForCausalLM": Adapter("attn", _gptj, _gptj_attention, is_needed=_gptj_is_needed),
+    "mpt.modeling_mpt.MptForCausalLM": Adapter("attn", _mpt, _mpt_attention, prepare=_mpt_slopes, blocks="blocks"),
 }

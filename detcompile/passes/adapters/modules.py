@@ -5,48 +5,60 @@ The weights stay theirs, and what they compute: positions by tables and rotation
 
 import types
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutput
 
-__all__ = ["Methods", "OWN_MODULES", "class_of", "give_methods", "replace_modules"]
+from detcompile.contrib import contributed
 
+__all__ = ["Methods", "OWN_MODULES", "class_of", "entries_of", "entry_of", "give_methods", "replace_modules"]
 
+Entry = TypeVar("Entry")
 Methods = dict[str, Callable[..., Any]]
 
 
 def replace_modules(model: PreTrainedModel) -> None:
     """Give the modules of OWN_MODULES in ``model`` their methods."""
-    give_methods(model, OWN_MODULES)
+    give_methods(model, "MODULES", OWN_MODULES)
 
 
-def give_methods(model: PreTrainedModel, table: Mapping[str, Methods]) -> int:
-    """Give each module of ``model`` the methods that the table has for its class; says how many there are."""
-    found = [module for module in model.modules() if class_of(module) in table]
-    for module in found:
+def give_methods(model: PreTrainedModel, kind: str, table: Mapping[str, Methods]) -> int:
+    """Give modules of ``model`` the methods that the table, or contrib's of that kind, has; return their number."""
+    replaced = entries_of(model, kind, table)
+    for module, methods in replaced:
         module.whole_config = model.config
-        for method, function in table[class_of(module)].items():
+        for method, function in methods.items():
             setattr(module, method, types.MethodType(function, module))
-    return len(found)
+    return len(replaced)
+
+
+def entries_of(model: PreTrainedModel, kind: str, table: Mapping[str, Entry]) -> list[tuple[Any, Entry]]:
+    """Return the modules of ``model`` whose class has an entry in the table or in contrib's of that kind."""
+    entries = ((module, entry_of(module, kind, table)) for module in model.modules())
+    return [(module, entry) for module, entry in entries if entry is not None]
+
+
+def entry_of(module: Any, kind: str, table: Mapping[str, Entry]) -> Entry | None:
+    """Return the entry of a module's class in the table or in contrib's of that kind; None if neither has one."""
+    name = class_of(module)
+    return table[name] if name in table else contributed(kind, name)
 
 
 def class_of(module: Any) -> str:
-    """Where transformers defines the class: a checkpoint's own code may call its class the same."""
-    return f"{type(module).__module__.removeprefix('transformers.models.')}.{type(module).__name__}"
+    """Return "folder.modeling_folder.Class" of a class of transformers.
+
+    Empty for other classes: a checkpoint's code may use the same class name for something else.
+    """
+    prefix, _, place = type(module).__module__.partition("transformers.models.")
+    return f"{place}.{type(module).__name__}" if place and not prefix else ""
 
 
 def _cosines_and_sines(self: Any, x: Tensor, position_ids: Tensor) -> Tensor:
     """deepseek_v2, llama4: [B, T, D / 2, 2] float32, where Hugging Face has complex numbers."""
     angles = position_ids[..., None].float() * self.inv_freq.float()
     return torch.stack([angles.cos(), angles.sin()], -1) * self.attention_scaling
-
-
-def _sinusoids(self: Any, position_ids: Tensor, past_key_values_length: int = 0) -> Tensor:
-    """xglm: rows of the table it has; Hugging Face makes a larger one when a batch has more columns."""
-    return torch.nn.functional.embedding(position_ids + self.offset, self.weights)
 
 
 def _adapter_of_default_language(self: Any, lang_ids: Tensor, hidden_states: Tensor) -> Tensor:
@@ -61,22 +73,8 @@ def _adapter_of_default_language(self: Any, lang_ids: Tensor, hidden_states: Ten
     return self.adapter_modules[self.whole_config.default_language](hidden_states) + residual
 
 
-def _xlstm(self: Any, input_ids: Tensor, logits_to_keep: Any = 0, **_: Any) -> CausalLMOutput:
-    """Hugging Face takes long prompts in pieces, which its states make one; ours do it by themselves."""
-    keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-    hidden = self.backbone.embeddings(input_ids)
-    for block in self.backbone.blocks:
-        hidden, _ = block(hidden)
-    kept = self.backbone.out_norm(hidden)[:, keep]
-    logits = self.lm_head(kept.to(self.lm_head.weight.dtype)).float()
-    cap = self.config.output_logit_soft_cap
-    return CausalLMOutput(logits=logits if cap is None else cap * torch.tanh(logits / cap))
-
-
 OWN_MODULES: dict[str, Methods] = {
     "deepseek_v2.modeling_deepseek_v2.DeepseekV2RotaryEmbedding": {"forward": _cosines_and_sines},
     "llama4.modeling_llama4.Llama4TextRotaryEmbedding": {"forward": _cosines_and_sines},
-    "xglm.modeling_xglm.XGLMSinusoidalPositionalEmbedding": {"forward": _sinusoids},
-    "xlstm.modeling_xlstm.xLSTMForCausalLM": {"forward": _xlstm},
     "xmod.modeling_xmod.XmodOutput": {"lang_adapter": _adapter_of_default_language},
 }

@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from detcompile.errors import UnsupportedModel
-from detcompile.passes.adapters.mixers import OWN_MIXERS, selective
+from detcompile.passes.adapters.modules import entry_of
 from detcompile.passes.modules.recurrences import Recurrences, rebound
 
-__all__ = ["SCANS", "pin_recurrences"]
+__all__ = ["SCANS", "pin_recurrences", "selective"]
 
 # Arguments of scans that a packed step has no place for: states from outside, and other layouts of the sequences.
 STATES = ("initial_state", "initial_states", "output_final_state", "return_final_states", "seq_idx", "cu_seqlens")
@@ -29,12 +29,11 @@ def pin_recurrences(model: PreTrainedModel) -> Recurrences | None:
     recurrences = Recurrences()
     found = False
     for module in model.modules():
-        source = type(module).__module__
-        if not source.startswith("transformers.models."):
+        if not type(module).__module__.startswith("transformers.models."):
             continue
-        name = f"{source.removeprefix('transformers.models.')}.{type(module).__name__}"
-        if name in OWN_MIXERS:
-            methods: dict[str, Callable[..., Any]] = {"forward": recurrences.bind(OWN_MIXERS[name])}
+        mixer = entry_of(module, "MIXERS", {})
+        if mixer is not None:
+            methods: dict[str, Callable[..., Any]] = {"forward": recurrences.bind(mixer)}
         else:
             methods = _calling_scans(type(module), recurrences)
         for method, replacement in methods.items():
@@ -150,6 +149,17 @@ def _gated_delta(
         query, key = (x * torch.rsqrt((x * x).sum(dim=-1, keepdim=True) + 1e-6) for x in (query, key))
     out = recurrences.recur(query * query.shape[-1] ** -0.5, key, value, g, beta)
     return out.to(dtype), None
+
+
+def selective(
+    recurrences: Recurrences, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None
+) -> Tensor:
+    """Run Mamba's scan, in which each channel decays at its own rates, and add D's product.
+
+    x and dt [B, T, H, P], B and C [B, T, H, K], A [H, P, K], D [H, P] -> [B, T, H, P] in x.dtype.
+    """
+    out = recurrences.recur(C, B, dt.float() * x.float(), dt, rates=A.transpose(1, 2)).to(x.dtype)
+    return out if D is None else out + x * D
 
 
 def _refuse_states(**kwargs: Any) -> None:

@@ -2,7 +2,7 @@
 
 transformers writes them as functions of its modeling files. A method that calls one gets another global scope, in which
 its name is an adapter of ours (passes.adapters.scans); the rest of the layer stays Hugging Face's. Layers that compute
-their recurrence in place get a forward of their own (passes.adapters.mixers).
+their recurrence in place get another forward (MIXERS of contrib's files).
 
 Every call that keeps a state is known by its number within a forward, in the order in which the model runs.
 """
@@ -46,6 +46,13 @@ class Recurrences:
         step, state = found
         order = (state, step.state_slots, step.cu_seqlens, step.seq_lens)
         return ours.causal_conv(x.squeeze(0), weight, bias, *order).unsqueeze(0)
+
+    def delayed(self, x: Tensor, delay: int) -> Tensor:
+        """Return x [B, T, C] of ``delay`` tokens before; zeros before the first."""
+        if not delay:
+            return x
+        ones = x.new_ones(x.shape[2])
+        return self.convolve(x, torch.stack([ones, *[torch.zeros_like(ones)] * delay], -1), None)
 
     def recur(
         self,

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from detcompile.contrib import MODELS, table_of
 from detcompile.passes.adapters.expert_classes import OWN_EXPERTS, replace_experts
 from detcompile.passes.adapters.modules import OWN_MODULES
 from detcompile.passes.capture import freeze_rope, probe_attention
@@ -31,6 +32,10 @@ def test_logits_are_the_models_own(name: str) -> None:
 
 def test_a_class_is_known_by_where_transformers_defines_it() -> None:
     assert all(name.count(".") == 2 and "modeling_" in name for name in OWN_EXPERTS | OWN_MODULES)
+    kinds = ("ADAPTERS", "ATTENTION", "EXPERTS", "MIXERS", "MODULES")
+    for folder in MODELS:
+        names = [name for kind in kinds for name in table_of(folder, kind)]
+        assert names and all(name.startswith(f"{folder}.modeling_{folder}.") for name in names)
     model = tiny_model("jetmoe")
     for module in list(model.modules()):
         if type(module).__name__.startswith("JetMoeMo"):

@@ -5,8 +5,8 @@ from unittest import mock
 import pytest
 import torch
 
+from detcompile.contrib import MODELS, table_of
 from detcompile.errors import UnsupportedModel
-from detcompile.passes.adapters.mixers import OWN_MIXERS
 from detcompile.passes.adapters.scans import SCANS, pin_recurrences
 from detcompile.passes.modules.recurrences import Recurrences
 from tests.model_cases import random_model
@@ -34,7 +34,7 @@ def test_the_logits_are_the_models_own(name: str) -> None:
 def test_every_scan_and_layer_of_ours_is_met() -> None:
     kinds = {type(module) for name in NAMES for module in tiny_model(name).modules()}
     met = {f"{kind.__module__.removeprefix('transformers.models.')}.{kind.__name__}" for kind in kinds}
-    assert OWN_MIXERS.keys() <= met
+    assert {name for folder in MODELS for name in table_of(folder, "MIXERS")} <= met
     codes = [getattr(getattr(kind, "forward", None), "__wrapped__", kind.forward).__code__ for kind in kinds]
     assert SCANS.keys() <= {name for code in codes for name in code.co_names}
 

@@ -123,8 +123,9 @@ class GrammarCheck:
             if self._process is None or self._process.returncode is not None:
                 await self._start(tokenizer)
         except (TimeoutError, OSError, asyncio.IncompleteReadError) as error:
+            reason = await self._reason(error)
             await self.stop()
-            raise WorkerError(f"the process that checks grammars does not start: {error!r}") from error
+            raise WorkerError(f"the process that checks grammars does not start: {reason}") from error
         except asyncio.CancelledError:
             await self.stop()
             raise
@@ -149,6 +150,15 @@ class GrammarCheck:
             self._process = Child(command, stdin=theirs.fileno(), stdout=theirs.fileno())
         async with asyncio.timeout(START_SECONDS):
             await self._ask(tokenizer)
+
+    async def _reason(self, error: Exception) -> str:
+        """Return why the helper process did not start."""
+        if self._process is not None and not isinstance(error, TimeoutError):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1):
+                    await self._process.wait()
+            return f"it ended with exit code {self._process.returncode}, and its output is in the server's log"
+        return repr(error)
 
     async def _ask(self, content: str | list[str]) -> str:
         assert self._streams is not None

@@ -1,6 +1,7 @@
 """Answers that have to match a grammar do, with the bits that they have alone, whatever is drafted or cut."""
 
 import importlib
+import importlib.metadata
 import json
 import threading
 import time
@@ -380,6 +381,7 @@ def test_what_a_grammar_needs_is_named(monkeypatch) -> None:
         raise ImportError(name)
 
     monkeypatch.setattr(importlib, "import_module", absent)
+    compiler._llguidance.cache_clear()
     with pytest.raises(InvalidInput, match=r"pip install '\.\[serve\]'"):
         serving().add_request([1], params)
 
@@ -409,3 +411,10 @@ def test_json_of_a_class_with_a_schema() -> None:
             return {"type": "boolean"}
 
     assert json.loads(Grammar.json_schema(Model).source) == {"type": "boolean"}
+
+
+def test_an_old_llguidance_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.6.1")
+    compiler._llguidance.cache_clear()
+    with pytest.raises(InvalidInput, match=r"grammars need llguidance 1\.9 or later, not 1\.6\.1: pip install"):
+        compiler.definition_of(Grammar.regex("a"))

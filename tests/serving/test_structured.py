@@ -14,7 +14,7 @@ import openai
 import pydantic
 import pytest
 
-from detcompile.errors import InvalidInput
+from detcompile.errors import InvalidInput, WorkerError
 from detcompile.models.hub import TINY_FOLDER
 from detcompile.runtime.grammars.grammar import Grammar
 from detcompile.serving.grammar_check import GrammarCheck
@@ -124,6 +124,20 @@ def test_a_grammar_is_checked_beside_large_mappings(monkeypatch: pytest.MonkeyPa
     async def checked() -> None:
         check = GrammarCheck((TINY_FOLDER / "tokenizer.json").read_text(), 60, lambda *_: nullcontext())
         await check.require(Grammar.regex("a"), "")
+        await check.stop()
+
+    asyncio.run(checked())
+
+
+def test_a_grammar_check_that_does_not_start_says_how_it_ended(
+    monkeypatch: pytest.MonkeyPatch, in_the_root: None
+) -> None:
+    monkeypatch.setattr("detcompile.serving.grammar_check.BOUND", (sys.executable, "-c", "raise SystemExit(7)"))
+
+    async def checked() -> None:
+        check = GrammarCheck((TINY_FOLDER / "tokenizer.json").read_text(), 60, lambda *_: nullcontext())
+        with pytest.raises(WorkerError, match="it ended with exit code 7, and its output is in the server's log"):
+            await check.require(Grammar.regex("a"), "")
         await check.stop()
 
     asyncio.run(checked())

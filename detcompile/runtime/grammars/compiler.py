@@ -5,7 +5,7 @@ import importlib.metadata
 import json
 import threading
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -23,6 +23,7 @@ from detcompile.runtime.grammars.matcher import NO_CONTINUATION, Matcher, token_
 
 __all__ = ["COMPILE_SECONDS", "GrammarCompiler", "compiled_within", "definition_of", "masks_version"]
 
+OLDEST = (1, 9)  # release of llguidance; pyproject.toml has the same
 COMPILE_SECONDS = 1.0
 MOST_LEFT = 4  # abandoned threads that still compile; with this many, no new one is started
 COMPILE_STACK = 256 << 20  # bytes: rules that refer to each other nest deeply
@@ -199,8 +200,14 @@ def _refusal(grammar: Grammar, error: str) -> str:
     return f"grammar: this {grammar.kind} cannot be served: {' '.join(error.split())[:300]}"
 
 
+@cache
 def _llguidance() -> Any:
+    install = "pip install '.[serve]' in a checkout of detcompile"
     try:
-        return importlib.import_module("llguidance")
+        library = importlib.import_module("llguidance")
     except ImportError as error:
-        raise InvalidInput("grammars need llguidance: pip install '.[serve]' in a checkout of detcompile") from error
+        raise InvalidInput(f"grammars need llguidance: {install}") from error
+    version = importlib.metadata.version("llguidance")
+    if tuple(map(int, version.split(".")[:2])) < OLDEST:
+        raise InvalidInput(f"grammars need llguidance {OLDEST[0]}.{OLDEST[1]} or later, not {version}: {install}")
+    return library

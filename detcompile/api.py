@@ -79,6 +79,7 @@ def compile(
     token: str | bool | None = None,
     trust_remote_code: bool = False,
     task: Literal["generate", "classify", "embed"] | None = None,
+    gguf_file: str | None = None,
 ) -> Compiled:
     """Compile a model so that each row's bits depend on the weights and on that row's own tokens.
 
@@ -86,11 +87,11 @@ def compile(
     decoder or of an encoder of the BERT family, a CompiledEmbedder.
 
     Args:
-        model: a name, as ``load_model`` takes it: a local folder, the id of a repository on the Hugging Face Hub, or
-            "tiny", or its draft model "tiny-draft"; or a Hugging Face causal LM in eval mode, on the device and in the
-            dtype it shall serve in. A module is changed in place and belongs to the result afterwards, also if it is
-            refused: load it again then. PEFT's model, with LoRA of linears, is taken like one without, its adapters
-            beside the weights.
+        model: a name, as ``load_model`` takes it: a local folder or GGUF file, the id of a repository on the Hugging
+            Face Hub, or "tiny", or its draft model "tiny-draft"; or a Hugging Face causal LM in eval mode, on the
+            device and in the dtype it shall serve in. A module is changed in place and belongs to the result
+            afterwards, also if it is refused: load it again then. PEFT's model, with LoRA of linears, is taken like one
+            without, its adapters beside the weights.
         tp: tensor-parallel size. Above 1, so many worker processes are started, which load and run the model; the
             result is used like any other. Where torch.distributed was initialised before (torchrun), none are: each
             process then calls compile() with the same whole model and keeps its share of it, and from then on all of
@@ -106,8 +107,8 @@ def compile(
         progress: show the stages and their seconds on standard error, as one line of a terminal, or as lines; default:
             yes, unless DETCOMPILE_PROGRESS=0. Of worker processes, those of rank 0. What is fetched from the Hub
             has Hugging Face's own bars, which HF_HUB_DISABLE_PROGRESS_BARS=1 hides.
-        dtype, device, revision, token, trust_remote_code, task: how to load a model that is given by its name, as
-            ``load_model`` takes them. Refused with a module.
+        dtype, device, revision, token, trust_remote_code, task, gguf_file: how to load a model that is given by its
+            name, as ``load_model`` takes them. Refused with a module.
 
     Raises:
         UnsupportedModel: the model cannot be captured with its meaning intact.
@@ -125,7 +126,7 @@ def compile(
     replicate_attention = plain_values.flag(replicate_attention, "replicate_attention")
     progress = None if progress is None else plain_values.flag(progress, "progress")
     how: LoadOptions = {"dtype": dtype, "device": device, "revision": revision, "token": token}
-    how |= {"trust_remote_code": trust_remote_code, "task": task}
+    how |= {"trust_remote_code": trust_remote_code, "task": task, "gguf_file": gguf_file}
     with shown(progress):
         given = find(model, **how) if isinstance(model, (str, Path)) else loaded_before(model, **how)
     alone = tp_group is None and not dist.is_initialized()
@@ -253,6 +254,7 @@ def load_model(
     token: str | bool | None = None,
     trust_remote_code: bool = False,
     task: Literal["generate", "classify", "embed"] | None = None,
+    gguf_file: str | None = None,
 ) -> PreTrainedModel:
     """A model by its name, in eval mode.
 
@@ -261,8 +263,9 @@ def load_model(
     of what was loaded is ``model.config._commit_hash``.
 
     Args:
-        name: a local folder; or the id of a repository on the Hub, such as "Qwen/Qwen3-0.6B"; or "tiny", the embedded
-            model, or "tiny-draft". A path that exists is taken before an id.
+        name: a local folder; or the id of a repository on the Hub, such as "Qwen/Qwen3-0.6B"; or a GGUF file, such as
+            "model.gguf", or "Qwen/Qwen3-0.6B-GGUF:Qwen3-0.6B-Q8_0.gguf" on the Hub; or "tiny", the embedded model, or
+            "tiny-draft". A path that exists is taken before an id.
         random: take the config of ``name`` (or of a file) with random weights.
         dtype: a dtype or its name; None and "auto" take the checkpoint's own.
         device: where to load it; None takes a GPU if there is one.
@@ -272,13 +275,15 @@ def load_model(
             otherwise.
         task: load a causal LM, a model for sequence classification, or a base model without a head; None takes what
             the checkpoint was saved as.
+        gguf_file: the GGUF file in the folder or repository ``name``.
 
     Raises:
         InvalidInput: no such model, a file that is missing or damaged, a weight that no file has, or code that is not
             trusted; of the Hub: no such repository or revision, a gated one, no network and not in the cache.
+        UnsupportedModel: the quantisation, or a part of a GGUF file, is not supported.
         StorageError: the Hub's cache cannot be written.
     """
     how: LoadOptions = {"dtype": dtype, "device": device, "revision": revision, "token": token}
-    how |= {"trust_remote_code": trust_remote_code, "task": task}
+    how |= {"trust_remote_code": trust_remote_code, "task": task, "gguf_file": gguf_file}
     load = find(name, random=random, **how)
     return load.on(load.device)

@@ -119,7 +119,7 @@ STRANGERS = [
     {"detcompile.templates.cpu", "detcompile.templates.device"},
 ]
 LINKED = {"detcompile.passes", "detcompile.runtime", "detcompile.templates"}  # links to them stand at the root
-IMPORTED_ON_DEMAND = {"triton"}  # optional: absent off Linux
+IMPORTED_ON_DEMAND = {"gguf", "triton"}  # optional: an extra; absent off Linux
 READS_ENVIRONMENT = {"detcompile.config"}
 BANNED_NAMES = {"Autotuner", "autotune", "atomic_add"}  # the first two pick by speed alone, the last adds in no order
 

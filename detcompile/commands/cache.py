@@ -26,6 +26,7 @@ __all__ = ["command"]
 
 KINDS = {
     "cpu": "compiled CPU kernels",
+    "gguf": "GGUF files as folders in transformers' format",
     "programs": "compiled programs of models",
     "schedules": "schedule decisions",
     "triton": "compiled GPU kernels",

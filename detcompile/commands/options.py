@@ -33,7 +33,7 @@ logs = Console(stderr=True)
 Model = Annotated[
     str,
     typer.Argument(
-        help="A local Hugging Face model folder, an id on the Hugging Face Hub such as Qwen/Qwen3-0.6B,"
+        help="A local Hugging Face model folder, a .gguf file, an id on the Hugging Face Hub such as Qwen/Qwen3-0.6B,"
         f" '{TINY}' (the embedded model), or an exported .pt2."
     ),
 ]

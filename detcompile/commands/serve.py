@@ -208,7 +208,7 @@ class EngineOptions:
 
 
 def command(
-    model: Annotated[str, typer.Argument(help="A model folder, an id on the Hub, 'tiny', or an exported .pt2.")],
+    model: Annotated[str, typer.Argument(help="A model folder or .gguf file, an id on the Hub, 'tiny', or a .pt2.")],
     host: Annotated[str, typer.Option(help="Address to bind; one that others reach needs keys.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
     name: Annotated[str | None, typer.Option(help="What clients call the model; default: MODEL.")] = None,

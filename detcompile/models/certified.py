@@ -20,7 +20,6 @@ from detcompile.runtime.requests.turns import without_interrupts
 __all__ = ["CertifiedModel", "WeightSource"]
 
 
-
 @runtime_checkable
 class ServesWeights(Protocol):
     """A trainer, whose weights differ from the served ones."""

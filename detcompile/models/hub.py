@@ -1,4 +1,4 @@
-"""Find models by name: an embedded model, a local folder, or a cached or downloaded repository of the Hugging Face Hub.
+"""Find models by name: an embedded model, a local folder or GGUF file, or a repository of the Hugging Face Hub.
 
 Files of the Hub are in its cache (HF_HUB_CACHE or HF_HOME), shared with transformers and `hf download`.
 """
@@ -24,12 +24,13 @@ from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import validate_repo_id
 
 from detcompile.errors import DetcompileError, InvalidInput
+from detcompile.models.gguf.conversion import converted
 from detcompile.models.weight_files import WEIGHTS, parts_of
 from detcompile.progress import aside, stage
 from detcompile.runtime.requests.plain_values import shown
 from detcompile.storage import disk_failure
 
-__all__ = ["Checkpoint", "EMBEDDED", "TINY", "TINY_FOLDER", "cached_snapshot", "find_checkpoint", "is_hub_id"]
+__all__ = ["Checkpoint", "EMBEDDED", "GGUF", "TINY", "TINY_FOLDER", "cached_snapshot", "find_checkpoint", "is_hub_id"]
 
 TINY = "tiny"  # the name of the embedded model
 TINY_FOLDER = Path(__file__).parents[1] / TINY
@@ -38,9 +39,10 @@ SETTINGS = ["*.json", "*.model", "*.txt", "*.tiktoken", "*.jinja"]  # configs, w
 BELOW = ["*/*"]  # subfolders: other formats, and training checkpoints
 TEMPLATES = "additional_chat_templates/*.jinja"
 CODE = "*.py"
+GGUF = ".gguf"
 CHOICES = (
-    f"pass a local Hugging Face model folder, an embedded model ({' or '.join(map(repr, EMBEDDED))}), or the id of a"
-    " repository on the Hugging Face Hub, such as Qwen/Qwen3-0.6B"
+    f"pass a local Hugging Face model folder, an embedded model ({' or '.join(map(repr, EMBEDDED))}), a GGUF file, or"
+    " the id of a repository on the Hugging Face Hub, such as Qwen/Qwen3-0.6B"
 )
 ADDRESS = (
     r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?P<owner>[^/?#]+)/(?P<repository>[^/?#]+)"
@@ -57,7 +59,8 @@ class Checkpoint(NamedTuple):
 
     Attributes:
         folder: their folder; or a file, if only a config was given.
-        name: the model's name: the folder, or its id on the Hub.
+        name: the model's name: the folder, the GGUF file that the folder was made from, or its id on the Hub, with
+            `:FILE` for a GGUF file there.
         commit: the revision on the Hub; None for other folders.
     """
 
@@ -68,20 +71,22 @@ class Checkpoint(NamedTuple):
     @property
     def title(self) -> str:
         """A short name for messages."""
-        return self.folder.name if self.commit is None else f"{self.name} at {self.commit[:SHOWN_OF_COMMIT]}"
+        return Path(self.name).name if self.commit is None else f"{self.name} at {self.commit[:SHOWN_OF_COMMIT]}"
 
 
 class _Request(NamedTuple):
-    """A request to the Hub."""
+    """A request to the Hub; of a GGUF file alone if one is named."""
 
     name: str
     revision: str | None
     token: str | bool | None
+    gguf_file: str | None = None
 
     @property
     def command(self) -> str:
         """The command that downloads it."""
-        return f"`hf download {self.name}{f' --revision {self.revision}' if self.revision else ''}`"
+        file = f" {self.gguf_file}" if self.gguf_file else ""
+        return f"`hf download {self.name}{file}{f' --revision {self.revision}' if self.revision else ''}`"
 
 
 def find_checkpoint(
@@ -94,7 +99,8 @@ def find_checkpoint(
 ) -> Checkpoint:
     """Find a model's folder: embedded, local, or from the Hub; files that the cache lacks are downloaded.
 
-    An existing path takes precedence over an id of the Hub. Only a str with at most one slash is an id.
+    An existing path takes precedence over an id of the Hub. Only a str with at most one slash is an id. A GGUF file is
+    a path, or `ID:FILE` on the Hub; its folder is the converted file's.
 
     Args:
         revision: branch, tag or commit on the Hub; None: the main branch.
@@ -103,8 +109,9 @@ def find_checkpoint(
         code: True to include Python files.
 
     Raises:
-        InvalidInput: the model does not exist or cannot be reached, the cache has only a part of it, or a revision was
-            given for a local model.
+        InvalidInput: the model does not exist or cannot be reached, the cache has only a part of it, a revision was
+            given for a local model, or a GGUF file is damaged.
+        UnsupportedModel: a GGUF file holds what transformers' reader cannot represent.
         StorageError: the cache cannot be written.
     """
     _require_no_address(str(name))
@@ -118,14 +125,17 @@ def find_checkpoint(
         if local.suffix == ".pt2" and local.is_file():
             raise InvalidInput(f"{name} is an exported archive, already compiled: pass it to detcompile.load()")
         local = local.absolute()  # the working directory may change later
-        return Checkpoint(local, str(local))
-    if not isinstance(name, str) or not is_hub_id(name):
-        raise InvalidInput(f"{name or repr(name)}: there is no such folder; {CHOICES}")
+        return Checkpoint(converted(local) if local.suffix == GGUF and local.is_file() else local, str(local))
+    repository, separator, file = str(name).partition(":")
+    if separator and file.endswith(GGUF) and is_hub_id(repository):
+        return _from_hub(_Request(repository, revision, token, file), weights, code)
+    if not isinstance(name, str) or not is_hub_id(name) or name.endswith(GGUF):
+        raise InvalidInput(f"{name or repr(name)}: there is no such folder or file; {CHOICES}")
     return _from_hub(_Request(name, revision, token), weights, code)
 
 
 def _require_no_address(name: str) -> None:
-    """Reject a URL or a GGUF file, and say what to pass instead.
+    """Reject a URL, and say what to pass instead.
 
     Raises:
         InvalidInput: names the replacement.
@@ -137,8 +147,6 @@ def _require_no_address(name: str) -> None:
         raise InvalidInput(f"{name} is a URL: pass the repository's id, {repository!r}{revision}")
     if "://" in name:
         raise InvalidInput(f"{name} is a URL: {CHOICES}")
-    if name.endswith(".gguf"):
-        raise InvalidInput(f"{name}: GGUF is not supported; pass the safetensors checkpoint that it was made from")
 
 
 def is_hub_id(name: str) -> bool:
@@ -177,13 +185,16 @@ def _from_hub(request: _Request, weights: bool, code: bool) -> Checkpoint:
         if folder is None:
             assert obstacle is not None, "a successful download returns its folder"
             raise _refusal(request, obstacle) from obstacle
-        missing = _missing(folder, weights)
+        missing = _missing(folder, weights) if request.gguf_file is None else _missing_file(folder, request.gguf_file)
         if missing and isinstance(obstacle, HfHubHTTPError):
             raise _refusal(request, obstacle) from obstacle
         if missing:
             raise InvalidInput(_lacking(request, folder, missing, obstacle)) from obstacle
         checkpoint = Checkpoint(folder, request.name, folder.name)
         fetching.becomes(f"fetch {checkpoint.title}")
+    if request.gguf_file is not None:
+        name = f"{request.name}:{request.gguf_file}"
+        return Checkpoint(converted(folder / request.gguf_file), name, checkpoint.commit)
     return checkpoint
 
 
@@ -192,6 +203,8 @@ def _fetched(request: _Request, weights: bool, code: bool) -> tuple[Path | None,
     if constants.HF_HUB_OFFLINE:
         return None, OfflineModeIsEnabled("HF_HUB_OFFLINE is set")
     try:
+        if request.gguf_file is not None:
+            return _download(request, [glob.escape(request.gguf_file)]), None
         first = [*SETTINGS, CODE] if code else SETTINGS
         folder = _download(request, first, ignore_patterns=BELOW)
         request = request._replace(revision=folder.name)
@@ -210,7 +223,7 @@ def _fetched(request: _Request, weights: bool, code: bool) -> tuple[Path | None,
 
 
 def _download(request: _Request, patterns: list[str], **options: Any) -> Path:
-    name, revision, token = request
+    name, revision, token, _ = request
     return Path(snapshot_download(name, revision=revision, token=token, allow_patterns=patterns, **options))
 
 
@@ -233,9 +246,15 @@ def _missing(folder: Path, weights: bool) -> list[str]:
     return missing + [part for part in parts if not (folder / part).is_file()]
 
 
+def _missing_file(folder: Path, name: str) -> list[str]:
+    return [] if (folder / name).is_file() else [name]
+
+
 def _lacking(request: _Request, folder: Path, missing: list[str], obstacle: Exception | None) -> str:
     more = f" and {len(missing) - MOST_NAMED} more" if len(missing) > MOST_NAMED else ""
     files = f"{', '.join(missing[:MOST_NAMED])}{more}"
+    if obstacle is None and request.gguf_file is not None:
+        return f"{request.name} on the Hugging Face Hub, at {folder.name}, has no file {request.gguf_file}"
     if obstacle is None:
         return (
             f"{request.name} on the Hugging Face Hub, at {folder.name}, lacks {files}: it is not a model in"
@@ -249,7 +268,7 @@ def _lacking(request: _Request, folder: Path, missing: list[str], obstacle: Exce
 
 def _refusal(request: _Request, error: Exception) -> DetcompileError:
     """Return the error to raise: what went wrong, and what to do."""
-    name, revision, _ = request
+    name, revision, *_ = request
     if isinstance(error, GatedRepoError):
         return InvalidInput(
             f"{name} is gated on the Hugging Face Hub: request access at {constants.ENDPOINT}/{name}, then run `hf auth"

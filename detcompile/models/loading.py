@@ -18,7 +18,7 @@ from detcompile.models.checkpoints import (
     require_trust,
     task_of,
 )
-from detcompile.models.hub import Checkpoint, cached_snapshot, find_checkpoint
+from detcompile.models.hub import GGUF, Checkpoint, cached_snapshot, find_checkpoint
 from detcompile.models.weight_files import weight_files
 from detcompile.passes.modules.low_rank import take_adapters
 from detcompile.passes.programs.travelling_weights import TravellingWeights, may_travel, travelling
@@ -41,6 +41,7 @@ class LoadOptions(TypedDict, total=False):
     token: str | bool | None
     trust_remote_code: bool
     task: str | None
+    gguf_file: str | None
 
 
 class Load(NamedTuple):
@@ -72,7 +73,7 @@ class Load(NamedTuple):
             UnsupportedModel: the quantization is not supported.
         """
         folder, name, commit = self.checkpoint
-        if commit is not None and not folder.exists():  # another machine
+        if not folder.exists() and (commit is not None or name.endswith(GGUF)):  # another machine
             local = find_checkpoint(name, revision=commit, weights=not self.random, code=self.trust_remote_code)
             return self._replace(checkpoint=local).on(device)
         title = self.checkpoint.title
@@ -82,8 +83,9 @@ class Load(NamedTuple):
             else:
                 model = load_checkpoint(folder, self.dtype, self.trust_remote_code, self.task).to(device).eval()
             if commit is not None:
-                model.name_or_path = model.config.name_or_path = name
                 set_commit(model.config, commit)
+                if not name.endswith(GGUF):  # whose folder has the tokenizer
+                    model.name_or_path = model.config.name_or_path = name
             num_bytes = sum(tensor.nbytes for tensor in named_weights(model).values())
             loading.becomes(f"load {title}, {num_bytes / 1e9:.2f} GB")
         return model
@@ -134,6 +136,7 @@ def find(
     token: str | bool | None = None,
     trust_remote_code: bool = False,
     task: str | None = None,
+    gguf_file: str | None = None,
 ) -> Load:
     """Find the model of a name and return how to load it; arguments as in ``api.load_model``.
 
@@ -150,6 +153,8 @@ def find(
     trust_remote_code, random = flag(trust_remote_code, "trust_remote_code"), flag(random, "random")
     if task is not None and not (isinstance(task, str) and task in TASKS):
         raise InvalidInput(f"task={task!r}: use {', '.join(map(repr, TASKS))}, or None for that of the checkpoint")
+    if gguf_file is not None:
+        name = _with_file(name, gguf_file)
     place, wanted_dtype = _device(device), _dtype(dtype)
     checkpoint = find_checkpoint(name, revision=revision, token=token, weights=not random, code=trust_remote_code)
     if not random:
@@ -200,6 +205,13 @@ def tokenizer_of(model: Any) -> Any | None:
     trusted = type(model.config).__module__.startswith("transformers_modules.")
     with compile_lock:
         return load_tokenizer(str(folder), trusted) if folder else None
+
+
+def _with_file(name: str | Path, gguf_file: object) -> str | Path:
+    """Return the name of a GGUF file in a folder or a repository."""
+    if not isinstance(gguf_file, str) or not gguf_file.endswith(GGUF):
+        raise InvalidInput(f"gguf_file={gguf_file!r}: pass the name of a file that ends with {GGUF}")
+    return Path(name) / gguf_file if Path(name).is_dir() else f"{name}:{gguf_file}"
 
 
 def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

@@ -164,9 +164,7 @@ def _sequences(
     return [request.sequences[0] for request in requests]
 
 
-def _columns(
-    rows: _Rows, input_ids: Tensor, criteria: StoppingCriteriaList, arguments: GenerationArguments
-) -> Columns:
+def _columns(rows: _Rows, input_ids: Tensor, criteria: StoppingCriteriaList, arguments: GenerationArguments) -> Columns:
     """Run the loop. A finished row is padded if any criterion has end tokens; otherwise it continues until all end."""
     streamer, device, size = arguments.streamer, input_ids.device, len(input_ids)
     pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)

@@ -117,11 +117,10 @@ def test_what_is_no_id_never_asks_the_hub(name: str, monkeypatch: pytest.MonkeyP
         ("https://huggingface.co/Qwen/Qwen3-0.6B?library=vllm", "id, 'Qwen/Qwen3-0.6B'$"),
         ("hf://Qwen/Qwen3-0.6B", "is a URL: pass a local"),
         ("https://example.com/model", "is a URL: pass a local"),
-        ("model.gguf", "GGUF is not supported"),
-        ("org/model.Q4_K_M.gguf", "GGUF is not supported"),
+        ("https://huggingface.co/Qwen/Qwen3-0.6B-GGUF", "id, 'Qwen/Qwen3-0.6B-GGUF'$"),
     ],
 )
-def test_addresses_and_gguf_are_told_what_to_write(name: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_addresses_are_told_what_to_write(name: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the Hub"))
     with pytest.raises(InvalidInput, match=message):
         find_checkpoint(name)

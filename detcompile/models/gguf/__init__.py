@@ -1,0 +1,1 @@
+"""GGUF files: read, checked, and converted once to a folder in transformers' format."""

@@ -1,0 +1,73 @@
+"""How transformers reads a GGUF file: names of metadata and tensors, and what llama.cpp's converter changed in them."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers.modeling_gguf_pytorch_utils import (
+    GGUF_TO_TRANSFORMERS_MAPPING,
+    TENSOR_PROCESSORS,
+    TensorProcessor,
+    get_gguf_hf_weights_map,
+)
+
+__all__ = ["names_in_config", "state_dict_of"]
+
+READ_IN = "5.17.0, 5.24.0"
+NAMES: dict[str, str] = {}
+
+
+def names_in_config(architecture: str, model_type: str) -> dict[str, str | None]:
+    """Return the names of metadata, without the architecture, that become settings of a config, and those settings.
+
+    Without it: metadata that transformers' reader drops, such as a scaling of rotary tables, are not noticed.
+    """
+    of_architectures = GGUF_TO_TRANSFORMERS_MAPPING["config"]
+    names = of_architectures.get(architecture) or of_architectures.get(model_type) or {}
+    return {name: attribute for name, attribute in names.items() if attribute != -1}
+
+
+def state_dict_of(
+    model: Any, architecture: str, tensors: Iterable[tuple[str, np.ndarray]], dtype: torch.dtype
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Return the model's weights from dequantized tensors under their names in the file, and the unused names.
+
+    Without it: weights are read by transformers' own loader, which needs accelerate, and seconds for each module.
+
+    Args:
+        model: on any device, also "meta".
+        tensors: float32, in the order of the file.
+    """
+    settings = model.config.to_dict()
+    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=settings)
+    places = get_gguf_hf_weights_map(_Names(model), processor)
+    parsed: dict[str, dict[str, Tensor]] = {"tensors": {}}
+    weights, unused = parsed["tensors"], []
+    for name, values in tensors:
+        before = len(weights)
+        result = processor.process(weights=values, name=name, tensor_key_mapping=places, parsed_parameters=parsed)
+        if result.name is None:  # the processor has put it into the weights, perhaps beside another tensor
+            continue
+        if result.name in places:
+            writable = np.require(result.weights, requirements=["C", "W"])  # torch warns at views of files
+            weights[places[result.name]] = torch.from_numpy(writable).to(dtype)
+        elif len(weights) == before:
+            unused.append(name)
+    return {name: tensor.to(dtype) for name, tensor in weights.items()}, unused
+
+
+class _Names:
+    """A module with only one level of children: the names in deeper ones are in no GGUF file, and each costs 14 ms."""
+
+    def __init__(self, module: nn.Module, config: Any = None, leaf: bool = False) -> None:
+        self._module, self._leaf = module, leaf
+        self.config = module.config if config is None else config
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self._module.state_dict()
+
+    def named_children(self) -> list[tuple[str, "_Names"]]:
+        children: Iterator[tuple[str, nn.Module]] = iter(()) if self._leaf else self._module.named_children()
+        return [(name, _Names(child, self.config, leaf=True)) for name, child in children]

@@ -13,7 +13,7 @@ __all__ = ["Patches"]
 
 PACKAGE = "detcompile"
 # As in the digest of the sources: nothing in these packages decides a program.
-OUTSIDE = ("detcompile.commands", "detcompile.serving")
+OUTSIDE = ("detcompile.commands", "detcompile.experimental", "detcompile.serving")
 
 
 class Patches:

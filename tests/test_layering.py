@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # A module imports from its own layer and from the layers after it. Longest prefix wins.
 LAYERS = [
-    {"detcompile", "detcompile.__main__", "detcompile.commands"},
+    {"detcompile", "detcompile.__main__", "detcompile.commands", "detcompile.experimental"},
     {"detcompile.serving"},
     {"detcompile.exporting", "detcompile.models.spec", "detcompile.offline", "detcompile.trl"},
     {"detcompile.api", "detcompile.training", "detcompile.workers"},

@@ -20,9 +20,9 @@ from msgspec.structs import replace
 from detcompile.config import Place
 from detcompile.errors import InvalidInput, NumericsError, WorkerError
 from detcompile.executors.ranks import Nodes
+from detcompile.experimental import rank
 from detcompile.models.spec import ModelSpec
 from detcompile.runtime.requests.sampling_params import SamplingParams
-from detcompile.serving.engines import rank
 from detcompile.serving.engines.answers import Answer, AnswerSignal
 from detcompile.serving.engines.engine_link import EngineLink
 from detcompile.serving.engines.fleet import Fleet
@@ -55,7 +55,7 @@ def torchruns(front: int, *, per_node: int = 1, max_restarts: int = 0) -> Iterat
     """Two nodes of some ranks each, on their way to a front."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(per_node)]
     command += ["--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--max-restarts", str(max_restarts)]
-    program = ["-m", "detcompile.serving.engines.rank", "--dial", f"127.0.0.1:{front}"]
+    program = ["-m", "detcompile.experimental.rank", "--dial", f"127.0.0.1:{front}"]
     environment = os.environ | {"DETCOMPILE_ENGINE_SECRET": SECRET.decode()}
     nodes = [
         subprocess.Popen([*command, "--node-rank", str(node), *program], env=environment, stderr=subprocess.DEVNULL)

@@ -1,6 +1,8 @@
-"""A rank of an engine that torchrun starts, on one machine or several. Rank 0 is also the engine process.
+"""Experimental: a rank of an engine that torchrun starts, on one machine or several. Rank 0 is also the engine process.
 
-Run as ``torchrun ... -m detcompile.serving.engines.rank --dial HOST:PORT`` with the front end's secret in
+Tested with two nodes on one machine, not yet across machines.
+
+Run as ``torchrun ... -m detcompile.experimental.rank --dial HOST:PORT`` with the front end's secret in
 DETCOMPILE_ENGINE_SECRET, which also authenticates the ranks to each other. If one rank ends, all exit with code 1, and
 torchrun restarts them as often as its --max-restarts allows.
 """

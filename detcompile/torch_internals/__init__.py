@@ -2,5 +2,5 @@
 
 No other module names a private module or attribute of torch (tests/test_source_habits.py). Each module lists the
 releases that it was read in (``READ_IN``). ``NAMES`` says of names that are torch's as they are what they are for and
-what breaks without them; functions say it in their docstrings. docs/torch_internals.md is made of both.
+what breaks without them; functions say it in their docstrings. The site's page of internals is made of both.
 """

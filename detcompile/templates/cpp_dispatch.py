@@ -1,6 +1,6 @@
 """torch.ops.detcompile_direct: CPU operations that are called without Python.
 
-A call through Python takes longer than many kernels take for one token (docs/log/cpu.md). cpu/direct/ops.cpp is
+A call through Python takes longer than many kernels take for one token (docs/log/kernels.md). cpu/direct/ops.cpp is
 compiled against the installed torch on first use. It calls the same kernels as cpu_library. Calls that are not plain go
 to the operation's usual implementation, so bits and exceptions are the same.
 """

@@ -1,6 +1,6 @@
 """Which GEMM schedules come first, where times on an H200 decided it; their names; what other GPUs get.
 
-The times are in docs/log/gemm.md and docs/log/whole-model.md.
+The times are in docs/log/kernels.md and docs/log/model.md.
 """
 
 from dataclasses import replace

@@ -8,6 +8,7 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from detcompile.config import pin_kernel_cache, pin_ptxas
+from detcompile.releases import naming_releases
 
 if TYPE_CHECKING:
     from detcompile.api import compile, load_model
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
         TrainerMismatch,
         UncertifiedOp,
         UnsupportedModel,
+        UnsupportedRelease,
         WorkerError,
     )
     from detcompile.exporting import export
@@ -89,6 +91,7 @@ __all__ = [
     "TrainerMismatch",
     "UncertifiedOp",
     "UnsupportedModel",
+    "UnsupportedRelease",
     "WorkerError",
     "clip_grad_norm_",
     "compile",
@@ -138,6 +141,7 @@ PLACES = {  # modules of the public names
     "Trainer": "detcompile.training.trainer",
     "UncertifiedOp": "detcompile.errors",
     "UnsupportedModel": "detcompile.errors",
+    "UnsupportedRelease": "detcompile.errors",
     "WorkerError": "detcompile.errors",
     "clip_grad_norm_": "detcompile.training.gradient_norm",
     "compile": "detcompile.api",
@@ -151,7 +155,8 @@ PLACES = {  # modules of the public names
 
 def __getattr__(name: str) -> Any:
     if name in PLACES:
-        found = getattr(importlib.import_module(PLACES[name]), name)
+        with naming_releases():
+            found = getattr(importlib.import_module(PLACES[name]), name)
         globals()[name] = found
         return found
     if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None:

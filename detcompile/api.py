@@ -25,6 +25,7 @@ from detcompile.passes.capture import require_ready
 from detcompile.passes.lowering import lower
 from detcompile.passes.modules.pooling_heads import PoolingModel, as_pooling_model, has_pooling_head
 from detcompile.passes.modules.positions import position_tables
+from detcompile.passes.release_probe import require_release
 from detcompile.progress import shown
 from detcompile.runtime.requests import plain_values
 
@@ -112,6 +113,7 @@ def compile(
 
     Raises:
         UnsupportedModel: the model cannot be captured with its meaning intact.
+        UnsupportedRelease: the installed torch, transformers or triton is untested and fails a probe.
         UncertifiedOp: an operation could make a row's bits depend on other rows; the message names it.
         NumericsError: the model does not fit the numerics.
         InvalidInput: an argument is off.
@@ -128,6 +130,7 @@ def compile(
     how: LoadOptions = {"dtype": dtype, "device": device, "revision": revision, "token": token}
     how |= {"trust_remote_code": trust_remote_code, "task": task, "gguf_file": gguf_file}
     with shown(progress):
+        require_release()
         given = find(model, **how) if isinstance(model, (str, Path)) else loaded_before(model, **how)
     alone = tp_group is None and not dist.is_initialized()
     if pp > 1 and not alone:

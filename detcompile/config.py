@@ -4,6 +4,7 @@
 |---|---|---|
 | DETCOMPILE_CACHE | ~/.cache/detcompile | compiled kernels, tuner decisions, programs |
 | DETCOMPILE_KEEP_PROGRAMS | 1 | 0: compile() neither reads nor writes the programs in the cache |
+| DETCOMPILE_ANY_RELEASE | 0 | 1: compile under untested releases of torch, transformers and triton, without a probe |
 | DETCOMPILE_PROGRESS | 1 | 0: compile() shows no stages on standard error |
 | DETCOMPILE_CPU_ISA | the widest the machine has | amx, avx512bf16, avx512, avx2 or portable |
 | DETCOMPILE_PEER_MEMORY | 1 | 0: sums and gathers over ranks go by NCCL also where GPUs map each other's memory |
@@ -18,6 +19,7 @@
 import contextlib
 import importlib.util
 import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
@@ -25,11 +27,13 @@ from typing import NamedTuple
 from detcompile.errors import InvalidInput, StorageError
 
 __all__ = [
+    "any_release",
     "c_compiler",
     "cache_directory",
     "compiler_environment",
     "cpu_isa_override",
     "cxx_compiler",
+    "environment_of_probe",
     "environment_without_programs",
     "gpus_shared",
     "peer_memory_allowed",
@@ -182,6 +186,20 @@ def progress_shown() -> bool:
 def programs_kept() -> bool:
     """Return whether compile() reads and writes compiled programs in the cache."""
     return os.environ.get("DETCOMPILE_KEEP_PROGRAMS", "1") != "0"
+
+
+def any_release() -> bool:
+    """Return whether untested releases of torch, transformers and triton are taken as they are."""
+    return os.environ.get("DETCOMPILE_ANY_RELEASE", "0") == "1"
+
+
+def environment_of_probe() -> dict[str, str]:
+    """Return the environment for a process that tries an untested release: modules from where this one takes them."""
+    return environment_without_programs() | {
+        "DETCOMPILE_ANY_RELEASE": "1",
+        "DETCOMPILE_PROGRESS": "0",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
 
 
 def environment_without_programs() -> dict[str, str]:

@@ -12,6 +12,7 @@ DetcompileError
 ├── StorageError          a folder or file cannot be written, is full, or may belong to another user
 ├── TrainerMismatch       a trainer's log-probabilities are not those of an engine
 ├── UnsupportedModel      the model cannot be captured with its meaning intact
+├── UnsupportedRelease    the installed torch, transformers or triton is too old, or too new and fails a probe
 └── UncertifiedOp         the certificate refuses the compiled graph
 
 Each message says what went wrong, where, and what to do about it.
@@ -30,6 +31,7 @@ __all__ = [
     "TrainerMismatch",
     "UncertifiedOp",
     "UnsupportedModel",
+    "UnsupportedRelease",
     "WorkerError",
 ]
 
@@ -87,6 +89,10 @@ class TrainerMismatch(DetcompileError):
 
 class UnsupportedModel(DetcompileError):
     """The model cannot be captured without changing what it means."""
+
+
+class UnsupportedRelease(DetcompileError):
+    """The installed torch, transformers or triton is not tested and fails a probe, or is too old."""
 
 
 class UncertifiedOp(DetcompileError):

@@ -34,6 +34,7 @@ LAYERS = [
         "detcompile.parallel",
         "detcompile.progress",
         "detcompile.read_ahead",
+        "detcompile.releases",
         "detcompile.sources",
         "detcompile.step",
         "detcompile.storage",
@@ -63,7 +64,7 @@ FLOORS = [
         {"passes.calls", "passes.capture", "passes.pipeline", "passes.roles", "passes.sharding"},
         {"passes.adapters", "passes.programs", "passes.rewrites"},
         {"passes.modules", "passes.proof"},
-        {"passes.causes", "passes.graphs"},
+        {"passes.causes", "passes.graphs", "passes.release_probe"},
     ],
     [
         {"runtime.engine_setup"},

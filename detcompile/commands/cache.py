@@ -28,6 +28,7 @@ KINDS = {
     "cpu": "compiled CPU kernels",
     "gguf": "GGUF files as folders in transformers' format",
     "programs": "compiled programs of models",
+    "releases": "untested releases that passed a probe",
     "schedules": "schedule decisions",
     "triton": "compiled GPU kernels",
 }

@@ -20,6 +20,7 @@ from detcompile import __version__
 from detcompile.errors import DetcompileError, InvalidInput
 from detcompile.models.weight_files import files_at_hand
 from detcompile.read_ahead import read_ahead
+from detcompile.releases import naming_releases
 
 __all__ = ["COMMANDS", "app", "main", "module_of"]
 
@@ -95,7 +96,8 @@ def _require_folders(args: list[str]) -> None:
 
 def _loaded(name: str) -> Any:
     """Import a command's module and build its typer command."""
-    module = importlib.import_module(module_of(name))
+    with naming_releases():
+        module = importlib.import_module(module_of(name))
     command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     command.command(name)(_with_options(module.command))
     return get_command(command)

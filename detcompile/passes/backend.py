@@ -26,6 +26,7 @@ from detcompile.passes.programs.direct_calls import call_directly
 from detcompile.passes.programs.plain import run_plainly
 from detcompile.passes.proof.certificate import Certificate, certify
 from detcompile.passes.proof.inputs import Role
+from detcompile.passes.release_probe import require_release
 from detcompile.passes.rewrites.collectives import pin_collectives
 from detcompile.passes.rewrites.composites import take_apart
 from detcompile.passes.rewrites.gates import fuse_gated_products
@@ -111,6 +112,8 @@ class Backend:
         return functools.partial(Call, self.graph_breaks, self.roles_of is None)
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Compiled:
+        if self.roles_of is None:  # torch.compile; compile() and trainer() have checked it
+            require_release()
         if torch.is_grad_enabled() and any(getattr(given, "requires_grad", False) for given in example_inputs):
             raise UnsupportedModel("the templates have no gradient: call the compiled module under torch.no_grad()")
         if inductor_config.freezing:

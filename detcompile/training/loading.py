@@ -11,6 +11,7 @@ from detcompile.models.compiled import CompiledModel
 from detcompile.models.loading import Load, LoadOptions, find, loaded_before
 from detcompile.orders.numerics import Numerics
 from detcompile.passes.capture import require_ready
+from detcompile.passes.release_probe import require_release
 from detcompile.progress import shown, stage
 from detcompile.training.adapters import require_no_dropout
 from detcompile.training.agreement import require_same_orders
@@ -54,6 +55,7 @@ def trainer(
     Raises:
         UnsupportedModel: the model cannot be captured, an operation has no gradient, or its adapters are not LoRA
             without dropout.
+        UnsupportedRelease: the installed torch, transformers or triton is untested and fails a probe.
         UncertifiedOp: names an operation that could mix rows.
         NumericsError: the model does not fit the numerics.
         TrainerMismatch: log-probabilities differ from those of ``check``.
@@ -62,6 +64,7 @@ def trainer(
     how: LoadOptions = {"dtype": dtype, "device": device, "revision": revision, "token": token}
     how |= {"trust_remote_code": trust_remote_code, "task": None}
     with shown(progress):
+        require_release()
         source = find(model, **how) if isinstance(model, (str, Path)) else loaded_before(model, **how)
         module = source.on(source.device) if isinstance(source, Load) else source
         require_ready(module)

@@ -1,23 +1,17 @@
 """Findings of `detcompile doctor`: what is missing on a machine, and what will be slow or fast."""
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from detcompile.commands.inspection.machine import GPU, Machine
+from detcompile.releases import TESTED, numbers
 
 __all__ = ["DEPENDENCIES", "Finding", "Level", "findings"]
 
 Level = Literal["missing", "slow", "fast", "note"]
 LEVELS: tuple[Level, ...] = ("missing", "slow", "fast", "note")
-# Supported versions (from, below), as in pyproject.toml.
-DEPENDENCIES: dict[str, tuple[str, str | None]] = {
-    "python": ("3.11", None),
-    "torch": ("2.11", "2.16"),
-    "transformers": ("5.17", "5.25"),
-    "triton": ("3.6", "3.10"),
-}
+DEPENDENCIES: dict[str, tuple[str, str | None]] = {"python": ("3.11", None), **TESTED}  # (from, below)
 GIB = 1 << 30
 LEAST_FREE = GIB  # free bytes on the cache's disk; kernels and a few programs take some hundred MB
 FEW_CORES = 4
@@ -56,10 +50,10 @@ def _packages(machine: Machine) -> Iterator[Finding]:
         version = machine.versions.get(name)
         if version is None or name in machine.broken:
             continue
-        if _numbers(version) < _numbers(least):
+        if numbers(version) < numbers(least):
             yield Finding("missing", name, f"{version} is older than {least}", f"install {name} {least} or later")
-        elif below is not None and _numbers(version) >= _numbers(below):
-            text = f"{version} is outside of the range that is tested, {least} to below {below}"
+        elif below is not None and numbers(version) >= numbers(below):
+            text = f"{version} is outside of the range that is tested, {least} to below {below}: compile() probes it"
             advice = f"install {name} below {below}, or run `detcompile verify` on your model before you rely on it"
             yield Finding("note", name, text, advice)
 
@@ -155,11 +149,6 @@ def _cache(machine: Machine) -> Iterator[Finding]:
     if not machine.programs_kept:
         text = "DETCOMPILE_KEEP_PROGRAMS=0: every start compiles its model anew"
         yield Finding("slow", "cache", text, "unset it to start in seconds the second time")
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """Parse "2.13.0+cpu" as (2, 13, 0)."""
-    return tuple(int(number) for number in re.findall(r"\d+", re.split(r"[^\d.]", version, maxsplit=1)[0]))
 
 
 RULES: tuple[Callable[[Machine], Iterator[Finding]], ...] = (_packages, _compilers, _cache, _gpus, _cpu)

@@ -8,6 +8,7 @@ import pytest
 
 import detcompile
 from detcompile.commands.axes import AXES
+from tools import flow_drawing
 from tools.site_links import GENERATED, copies, in_site, relinked
 
 ROOT = Path(__file__).parents[1]
@@ -99,6 +100,14 @@ def test_the_page_of_the_environment_names_what_is_read() -> None:
     read = variables_of((ROOT / "detcompile" / "config.py").read_text(encoding="utf-8"))
     assert sorted(re.findall(r"^\| `(\w+)` \|", page, re.M)) == sorted(read)
     assert {"DETCOMPILE_CACHE", "CXX", "NCCL_NVLS_ENABLE"} < read  # asked for, asked for with a default, set
+
+
+def test_drawing_matches_its_source_and_the_code() -> None:
+    source = flow_drawing.SOURCE.read_text(encoding="utf-8")
+    drawn = flow_drawing.draw(source)
+    assert flow_drawing.SVG.read_text(encoding="utf-8") == drawn, "run `python -m tools.flow_drawing`"
+    assert [name for name in flow_drawing.files(source) if not (ROOT / "detcompile" / name).is_file()] == []
+    assert drawn.count("<rect") == 1 + len(flow_drawing.files(source))
 
 
 def test_variables_are_found() -> None:

@@ -268,7 +268,7 @@ def load_model(
     Args:
         name: a local folder; or the id of a repository on the Hub, such as "Qwen/Qwen3-0.6B"; or a GGUF file, such as
             "model.gguf", or "Qwen/Qwen3-0.6B-GGUF:Qwen3-0.6B-Q8_0.gguf" on the Hub; or "tiny", the embedded model, or
-            "tiny-draft". A path that exists is taken before an id.
+            "tiny-draft", or "smollm2" after `detcompile fetch smollm2`. A path that exists is taken before an id.
         random: take the config of ``name`` (or of a file) with random weights.
         dtype: a dtype or its name; None and "auto" take the checkpoint's own.
         device: where to load it; None takes a GPU if there is one.

@@ -27,6 +27,7 @@ __all__ = ["command"]
 KINDS = {
     "cpu": "compiled CPU kernels",
     "gguf": "GGUF files as folders in transformers' format",
+    "models": "models of `detcompile fetch`",
     "programs": "compiled programs of models",
     "releases": "untested releases that passed a probe",
     "schedules": "schedule decisions",

@@ -1,5 +1,5 @@
 """The command line: detcompile demo | generate | serve | replay | audit | keygen | verify | check | diff |
-export | doctor | cache | tune-speculation. Results go to standard output, progress to standard error."""
+export | doctor | cache | fetch | tune-speculation. Results go to standard output, progress to standard error."""
 
 import functools
 import importlib
@@ -42,6 +42,7 @@ COMMANDS = {
     "keygen": "Make a key that signs receipts, and the public one that verifies them.",
     "doctor": "Look at this machine: what is here, what will be fast or slow; exit 1 if something needed is missing.",
     "cache": "List what is kept from one start to the next: kinds and sizes, and each compiled program.",
+    "fetch": "Download a small chat model by pip, once; afterwards its name is a MODEL, also without a network.",
     "demo": "Plain torch beside detcompile on the embedded model, under many batches, paddings, chunkings and splits.",
     "tune-speculation": (
         "Try drafts on code and on prose: what is fastest, and what another draft model would have to be."

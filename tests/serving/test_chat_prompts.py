@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import inspect
 import json
 import shutil
 import threading
@@ -23,7 +24,7 @@ from detcompile.serving.chat_template import ChatTemplate
 from detcompile.serving.engines.engine_process import hello_of
 from detcompile.serving.engines.protocol import Hello
 from detcompile.serving.http_errors import HTTPError, OverdueError
-from detcompile.serving.openai.messages import prompt_of
+from detcompile.serving.openai.messages import prompt_of, template_variables
 from detcompile.serving.openai.schema import ChatRequest, decode_body
 from detcompile.serving.tokenizer_pool import TokenizerPool
 from tests.serving.chat_templates import TEMPLATES
@@ -165,19 +166,22 @@ def texts_of(tokenizer: Any) -> tuple[Hello, TokenizerPool]:
     return known, TokenizerPool(known)
 
 
-def server_ids(tokenizer: Any, template: str, messages: list[Any], tools: list[Any] | None) -> list[int]:
+def server_ids(
+    tokenizer: Any, template: str, messages: list[Any], tools: list[Any] | None, **fields: Any
+) -> list[int]:
     """The prompt that the server makes of a request."""
     written = json.loads(json.dumps(messages))
     for message in written:
         for call in message.get("tool_calls", ()):
             call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
-    asked = decode_body(json.dumps({"messages": written, "tools": tools}).encode(), ChatRequest)
+    asked = decode_body(json.dumps({"messages": written, "tools": tools, **fields}).encode(), ChatRequest)
     known, texts = texts_of(tokenizer)
     made = compiled(template)
     service: Any = SimpleNamespace(
         template=made, tool_template=made, tool_family=None, hello=known, texts=texts, name="x"
     )
-    return asyncio.run(prompt_of(service, asked.messages, asked.tools or ()))
+    variables = template_variables(asked)
+    return asyncio.run(prompt_of(service, asked.messages, asked.tools or (), variables=variables))
 
 
 @pytest.mark.parametrize("family", TEMPLATES)
@@ -194,6 +198,54 @@ def test_prompts_are_those_of_transformers(tokenizer: Any, family: str) -> None:
         assert server_ids(tokenizer, template, messages, tools) == expected, name
         served += 1
     assert served
+
+
+VARIABLES = (  # shows which variables are defined, and how
+    "{% for m in messages %}{{ m.content }}{% endfor %}{{ bos_token }}"
+    "{% for v in [enable_thinking, thinking, reasoning_effort, level] %}{{ '-' if v is undefined else v | tojson }} "
+    "{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("template", [VARIABLES, TEMPLATES["qwen 3"]])
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, {}),
+        ({"enable_thinking": False}, {"enable_thinking": False}),
+        ({"reasoning_effort": "low"}, {"reasoning_effort": "low", "enable_thinking": True}),
+        ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False}),
+        (
+            {"reasoning_effort": "high", "enable_thinking": False},
+            {"reasoning_effort": "high", "enable_thinking": False},
+        ),
+        ({"chat_template_kwargs": {}}, {}),
+        (
+            {"chat_template_kwargs": {"enable_thinking": False, "level": [1, {"a": None}]}},
+            {"enable_thinking": False, "level": [1, {"a": None}]},
+        ),
+        ({"chat_template_kwargs": {"thinking": True, "bos_token": "<b>"}}, {"thinking": True, "bos_token": "<b>"}),
+        (
+            {"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}},
+            {"reasoning_effort": "high", "enable_thinking": False},
+        ),
+    ],
+)
+def test_template_variables_are_those_of_transformers(
+    tokenizer: Any, template: str, fields: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    ids = tokenizer.apply_chat_template([USER], chat_template=template, **expected)["input_ids"]
+    assert server_ids(tokenizer, template, [USER], None, **fields) == ids
+
+
+@pytest.mark.parametrize("name", [
+    name for name in inspect.signature(transformers.PreTrainedTokenizerBase.apply_chat_template).parameters
+    if name not in ("self", "kwargs")
+])  # fmt: skip
+def test_arguments_of_the_renderer_are_no_variables(tokenizer: Any, name: str) -> None:
+    for reserved in (name, "messages"):
+        with pytest.raises(HTTPError, match=rf"chat_template_kwargs\.{reserved} is not supported"):
+            server_ids(tokenizer, VARIABLES, [USER], None, chat_template_kwargs={reserved: None})
 
 
 @pytest.mark.parametrize("template", [TEMPLATES["hermes"], TEMPLATES["qwen 2"], "{{ tools[0].function.description }}"])

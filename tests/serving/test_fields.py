@@ -103,7 +103,7 @@ def test_every_field_of_the_clients_is_known(kind: type, params: type) -> None:
 def test_tokens_are_those_of_the_prompt_that_a_chat_has(in_the_root: None) -> None:
     template = (
         "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
-        "{% if add_generation_prompt %}<assistant>{% endif %}"
+        "{% if add_generation_prompt %}<assistant>{{ thinking }}{% endif %}"
     )
     tool = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
 
@@ -120,6 +120,11 @@ def test_tokens_are_those_of_the_prompt_that_a_chat_has(in_the_root: None) -> No
                 assert answer.json()["usage"]["prompt_tokens"] == len(await tokens(tools=tools))
             assert len(await tokens(tools=[tool])) > len(await tokens())
             assert len(await tokens()) > len(await tokens(add_generation_prompt=False))
+            more = {"chat_template_kwargs": {"thinking": "so"}}
+            assert len(await tokens(**more)) == len(await tokens()) + 1
+            for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"):
+                sizes = [await prompt_size(http, path, asked) for asked in ({}, more)]
+                assert sizes[1] == sizes[0] + 1, path
             answer = (await http.post("/tokenize", json={"prompt": "import json", "return_token_strs": True})).json()
             assert "".join(answer["token_strs"]) == "importĠjson" and len(answer["token_strs"]) == answer["count"]
             assert "tokenizer_class" in (await http.get("/tokenizer_info")).json()
@@ -141,6 +146,13 @@ def test_a_body_that_is_compressed_is_refused(in_the_root: None, coding: str, st
             assert answer.status_code == status and (status == 200 or coding in answer.json()["error"]["message"])
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+async def prompt_size(http: httpx.AsyncClient, path: str, asked: dict[str, Any]) -> int:
+    answer = await http.post(path, json=(ROUTES[path][1] if path in ROUTES else {"messages": CHAT["messages"]}) | asked)
+    assert answer.status_code == 200, answer.text
+    usage = answer.json().get("usage", answer.json())
+    return usage["prompt_tokens"] if "prompt_tokens" in usage else usage["input_tokens"]
 
 
 async def refused_by_name(http: httpx.AsyncClient, path: str, good: dict[str, Any], name: str) -> None:

@@ -13,7 +13,7 @@ from detcompile.serving.engines.answers import AnswerSample, progress
 from detcompile.serving.journal.job import Job
 from detcompile.serving.journal.jobs import Call
 from detcompile.serving.openai.chat import ask_chat
-from detcompile.serving.openai.messages import prompt_of
+from detcompile.serving.openai.messages import prompt_of, template_variables
 from detcompile.serving.openai.reply import ReplyContext, as_int64, headers_of
 from detcompile.serving.openai.tools import ToolUse, recorded_use, tool_use
 from detcompile.serving.responses import JSON, Events, Whole
@@ -55,7 +55,9 @@ async def count_tokens(service: Service, request: CountTokensRequest, call: Call
     chat = chat_request(request)
     use = tool_use(service, chat.tools, chat.tool_choice, chat.parallel_tool_calls)
     tools = () if use is None else use.tools
-    ids = await prompt_of(service, chat.messages, tools, counts=True, owner=call.owner)
+    ids = await prompt_of(
+        service, chat.messages, tools, variables=template_variables(chat), counts=True, owner=call.owner
+    )
     return Response(msgspec.json.encode({"input_tokens": len(ids)}), media_type=JSON)
 
 

@@ -88,6 +88,8 @@ class CountTokensRequest(MessageFields, kw_only=True):
     tools: list[InputTool] | None = None
     tool_choice: InputToolChoice | None = None
     output_config: OutputConfig | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
@@ -123,6 +125,7 @@ def chat_request(request: CountTokensRequest) -> ChatRequest:
         message = "the last message must have the role user: continuing an assistant message is not supported"
         raise HTTPError(400, f"messages: {message}", param="messages")
     chat = ChatRequest(model=request.model, messages=list(_messages(request)), tool_choice=_choice(request.tool_choice))
+    chat.chat_template_kwargs, chat.enable_thinking = request.chat_template_kwargs, request.enable_thinking
     chat.tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(request.tools or ())]
     if request.output_config is not None and request.output_config.format is not None:
         chat.response_format = ResponseFormat(type="json_schema", json_schema=request.output_config.format)

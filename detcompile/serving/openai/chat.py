@@ -10,7 +10,7 @@ from detcompile.serving.engines.protocol import Token
 from detcompile.serving.journal.job import Ask
 from detcompile.serving.journal.jobs import Call
 from detcompile.serving.openai.fields import require_served
-from detcompile.serving.openai.messages import prompt_of, template_of
+from detcompile.serving.openai.messages import prompt_of, template_of, template_variables
 from detcompile.serving.openai.parameters import chat_params
 from detcompile.serving.openai.reply import Reply, chat_entry
 from detcompile.serving.openai.schema import ChatRequest
@@ -65,7 +65,10 @@ async def ask_chat(service: Service, request: ChatRequest, owner: str, prefix: s
     tools = () if use is None else use.tools
     template = template_of(service, tools).digest
     special = bool(request.add_special_tokens)
-    prompt = await prompt_of(service, request.messages, tools, owner=owner, add_special_tokens=special)
+    variables = template_variables(request)
+    prompt = await prompt_of(
+        service, request.messages, tools, variables=variables, owner=owner, add_special_tokens=special
+    )
     family = None if use is None else use.family.name
     salt = request.cache_salt or ""
     return Ask([prompt], params, request.priority or 0, prefix, template, family=family, cache_salt=salt)

@@ -25,6 +25,7 @@ PROMPT: Idle = {
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "documents": ([],),
+    "enable_thinking": (),
     "input_ids": (),
     "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),

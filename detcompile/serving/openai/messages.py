@@ -1,22 +1,29 @@
 """Conversations: from request messages to chat-template messages and token ids."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from detcompile.errors import InvalidInput
 from detcompile.serving.chat_template import MANY, ChatTemplate
 from detcompile.serving.http_errors import HTTPError
-from detcompile.serving.openai.schema import Message, Part, Tool
+from detcompile.serving.openai.schema import ChatRequest, Message, Part, TokenizeRequest, Tool
 from detcompile.serving.service import Service
 from detcompile.serving.tools.reader import read_json
 
-__all__ = ["NO_TEMPLATE", "prompt_of", "template_of"]
+__all__ = ["NO_TEMPLATE", "prompt_of", "template_of", "template_variables"]
 
 NO_TEMPLATE = "has no chat template: use /v1/completions, or start the server with --chat-template"
 ROLES = ("system", "user", "assistant", "tool")
 SHOWN = ("name", "tool_call_id", "reasoning", "reasoning_content")  # message fields for templates
 UNSERVED = ("audio", "function_call", "partial", "prefix")  # message fields that are rejected
+RESERVED = frozenset((  # names in chat_template_kwargs that mean something else to apply_chat_template
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
+    "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize",
+    "tokenizer_kwargs", "tools", "truncation",
+))  # fmt: skip
+NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 SHORT_ID = 9  # length of call ids for templates that require it
 
 
@@ -25,6 +32,7 @@ async def prompt_of(
     messages: Sequence[Message],
     tools: Sequence[Tool] = (),
     *,
+    variables: Mapping[str, Any] = NO_VARIABLES,
     counts: bool = False,
     param: str = "messages",
     add_generation_prompt: bool = True,
@@ -35,6 +43,7 @@ async def prompt_of(
 
     Args:
         tools: functions for the template.
+        variables: the request's variables of the template; they replace the tokenizer's special tokens.
         counts: the prompt is only counted and may exceed the context.
         param: request field of the messages.
         add_generation_prompt: append the beginning of the assistant's answer.
@@ -54,24 +63,45 @@ async def prompt_of(
         plain.append(_plain(message, f"messages[{place}]", template))
     if service.tool_family is not None and service.tool_family.short_ids:
         plain = [_with_short_ids(message) for message in plain]
-    variables: dict[str, Any] = {
+    context: dict[str, Any] = {
         **service.hello.special_tokens,
+        **variables,
         "tools": [_template_tool(tool) for tool in tools] or None,
         "add_generation_prompt": add_generation_prompt,
     }
     try:
-        text = await template.render(plain, **variables)
+        text = await template.render(plain, **context)
     except InvalidInput:
         repaired = [_without_cut_arguments(message) for message in plain]
         if repaired == plain:
             raise
-        text = await template.render(repaired, **variables)
+        text = await template.render(repaired, **context)
     if not counts:
         service.texts.require_fit(text, param=param)
     ids = await service.texts.encode(text, add_special_tokens=add_special_tokens, owner=owner)
     if not counts:
         service.texts.require_answer(ids, param)
     return ids
+
+
+def template_variables(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
+    """Return a request's variables of the chat template, as apply_chat_template would get them.
+
+    As in vLLM, reasoning_effort also sets enable_thinking: false for "none", else true.
+
+    Raises:
+        HTTPError: chat_template_kwargs has a name with another meaning.
+    """
+    given = request.chat_template_kwargs or {}
+    reserved = sorted(given.keys() & RESERVED)
+    if reserved:
+        param = f"chat_template_kwargs.{reserved[0]}"
+        raise HTTPError(400, f"{param} is not supported: omit it", param=param, code="unsupported_parameter")
+    effort, thinks = request.reasoning_effort, request.enable_thinking
+    if effort is not None and thinks is None:
+        thinks = effort != "none"
+    variables = {"reasoning_effort": effort, "enable_thinking": thinks}
+    return {name: value for name, value in variables.items() if value is not None} | given
 
 
 def template_of(service: Service, tools: Sequence[Tool]) -> ChatTemplate:

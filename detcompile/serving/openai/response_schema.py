@@ -11,6 +11,7 @@ from detcompile.serving.openai.schema import (
     CacheSalt,
     CalledFunction,
     ChatRequest,
+    Effort,
     FunctionName,
     FunctionSpec,
     JSONSchema,
@@ -79,6 +80,14 @@ class TextConfig(msgspec.Struct, kw_only=True):
     verbosity: str | None = None
 
 
+class ReasoningConfig(msgspec.Struct, kw_only=True):
+    """Reasoning settings; models return their whole reasoning, whatever summary is asked for."""
+
+    effort: Effort | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
 class ResponsesRequest(ResponseFields, kw_only=True):
     """Body of POST /v1/responses. Fields that OpenAI does not have are vLLM's."""
 
@@ -98,6 +107,9 @@ class ResponsesRequest(ResponseFields, kw_only=True):
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     max_output_tokens: int | None = None
+    reasoning: ReasoningConfig | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
@@ -120,7 +132,7 @@ class ResponsesRequest(ResponseFields, kw_only=True):
 SAME_AS_CHAT = (
     "model", "parallel_tool_calls", "temperature", "top_p", "seed", "top_k", "min_p", "repetition_penalty",
     "presence_penalty", "frequency_penalty", "min_tokens", "ignore_eos", "stop", "stop_token_ids", "logit_bias",
-    "priority", "cache_salt",
+    "priority", "cache_salt", "chat_template_kwargs", "enable_thinking",
 )  # fmt: skip
 
 
@@ -147,6 +159,7 @@ def chat_request(request: ResponsesRequest, before: list[Message]) -> ChatReques
         tools=None if request.tools is None else [_tool(tool) for tool in request.tools],
         tool_choice=_choice(request.tool_choice),
         response_format=_format(request.text),
+        reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
         max_completion_tokens=request.max_output_tokens,
         logprobs=logprobs,
         top_logprobs=request.top_logprobs if logprobs else None,

@@ -12,7 +12,7 @@ from detcompile.serving.http_errors import HTTPError
 from detcompile.serving.journal.job import Ask
 from detcompile.serving.journal.jobs import Call
 from detcompile.serving.limiter import Reservation
-from detcompile.serving.openai.messages import prompt_of, template_of
+from detcompile.serving.openai.messages import prompt_of, template_of, template_variables
 from detcompile.serving.openai.parameters import chat_params
 from detcompile.serving.openai.recording import Recording
 from detcompile.serving.openai.response_schema import InputItem, ResponsesRequest, chat_request, messages_of
@@ -82,7 +82,10 @@ async def count_input(service: Service, request: ResponsesRequest, call: Call) -
     chat = chat_request(request, await _before(service, call.owner, request.previous_response_id))
     use = tool_use(service, chat.tools, chat.tool_choice, chat.parallel_tool_calls)
     tools = () if use is None else use.tools
-    ids = await prompt_of(service, chat.messages, tools, counts=True, param="input", owner=call.owner)
+    variables = template_variables(chat)
+    ids = await prompt_of(
+        service, chat.messages, tools, variables=variables, counts=True, param="input", owner=call.owner
+    )
     return _json({"object": "response.input_tokens", "input_tokens": len(ids)})
 
 
@@ -140,7 +143,8 @@ async def _ask(service: Service, request: ResponsesRequest, owner: str) -> Ask:
     service.limiter.require(owner, 1)
     tools = () if use is None else use.tools
     template = template_of(service, tools).digest
-    prompt = await prompt_of(service, chat.messages, tools, param="input", owner=owner)
+    variables = template_variables(chat)
+    prompt = await prompt_of(service, chat.messages, tools, variables=variables, param="input", owner=owner)
     messages, family = msgspec.json.encode(before), None if use is None else use.family.name
     return Ask([prompt], params, chat.priority or 0, "resp_", template, messages, family, chat.cache_salt or "")
 

@@ -17,6 +17,7 @@ __all__ = [
     "ChatRequest",
     "CompletionRequest",
     "DetokenizeRequest",
+    "Effort",
     "JSONSchema",
     "Message",
     "ResponseFormat",
@@ -34,6 +35,7 @@ STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 FunctionName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 CacheSalt = Annotated[str, Meta(min_length=1)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -207,6 +209,9 @@ class ChatRequest(_CompletionFields, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    reasoning_effort: Effort | None = None
 
 
 class TokenizeRequest(TokenizeFields, kw_only=True):
@@ -219,6 +224,9 @@ class TokenizeRequest(TokenizeFields, kw_only=True):
     add_generation_prompt: bool | None = None
     add_special_tokens: bool | None = None  # None: yes for a text, no for a conversation
     return_token_strs: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    reasoning_effort: Effort | None = None
 
 
 class DetokenizeRequest(DetokenizeFields, kw_only=True):

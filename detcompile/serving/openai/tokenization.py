@@ -8,7 +8,7 @@ from starlette.responses import Response
 from detcompile.serving.http_errors import HTTPError
 from detcompile.serving.journal.jobs import Call
 from detcompile.serving.openai.fields import require_served
-from detcompile.serving.openai.messages import prompt_of
+from detcompile.serving.openai.messages import prompt_of, template_variables
 from detcompile.serving.openai.schema import DetokenizeRequest, TokenizeRequest
 from detcompile.serving.openai.tools import tool_use
 from detcompile.serving.responses import JSON
@@ -34,6 +34,7 @@ async def tokenize(service: Service, request: TokenizeRequest, call: Call) -> Re
             service,
             request.messages,
             () if use is None else use.tools,
+            variables=template_variables(request),
             counts=True,
             owner=call.owner,
             add_generation_prompt=request.add_generation_prompt is not False,

@@ -34,10 +34,10 @@ from benchmarks.random_programs import FEATURES, WEIGHTS, NoFit, Program
 from detcompile import Numerics
 from detcompile.errors import DetcompileError
 from detcompile.passes.backend import Backend
-from detcompile.passes.causes import cause
 from detcompile.passes.pipeline import decompositions, rewrite
 from detcompile.passes.proof.certificate import certify
-from detcompile.passes.proof.inputs import Role
+from detcompile.passes.proof.context import Role
+from detcompile.passes.tracing import cause
 
 __all__ = ["Verdict", "draw"]
 

@@ -20,7 +20,6 @@ from detcompile.models.remote import compile_in_workers
 from detcompile.orders.numerics import Numerics
 from detcompile.other_names import naming_equivalents
 from detcompile.parallel import PipelineStage, tensor_parallel
-from detcompile.passes import named_backend  # noqa: F401 - torch.compile knows the name from here on
 from detcompile.passes.capture import require_ready
 from detcompile.passes.lowering import lower
 from detcompile.passes.modules.pooling_heads import PoolingModel, as_pooling_model, has_pooling_head

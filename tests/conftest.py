@@ -19,7 +19,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
-import detcompile.passes.named_backend  # noqa: F401 - a checkout that is not installed has no entry point
+import detcompile.passes.backend  # noqa: F401 - a checkout that is not installed has no entry point
 from detcompile import config
 from detcompile.passes import lowering, whole_model
 from tests.budget import Budget

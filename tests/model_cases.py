@@ -13,7 +13,7 @@ import detcompile
 from detcompile import CompiledModel, Numerics
 from detcompile.models.hub import EMBEDDED
 from detcompile.passes import lowering
-from detcompile.passes.programs.plain import run_plainly
+from detcompile.passes.programs.aot import run_plainly
 
 __all__ = [
     "ARCHITECTURES", "CANONICAL", "STATEFUL", "VOCAB_SIZE", "certified", "compiled", "random_model", "without_inductor",

@@ -58,13 +58,13 @@ FLOORS = [
         {"passes.lowering", "passes.packaging", "passes.training"},
         {"passes.batches", "passes.preparation", "passes.sharding.shares"}
         | {"passes.stages", "passes.warm", "passes.whole_model"},
-        {"passes.named_backend", "passes.tracing"},
+        {"passes.tracing"},
         {"passes.backend"},
         {"passes.layers"},
         {"passes.calls", "passes.capture", "passes.pipeline", "passes.roles", "passes.sharding"},
         {"passes.adapters", "passes.programs", "passes.rewrites"},
         {"passes.modules", "passes.proof"},
-        {"passes.causes", "passes.graphs", "passes.release_probe"},
+        {"passes.graphs", "passes.release_probe"},
     ],
     [
         {"runtime.engine_setup"},

@@ -10,7 +10,7 @@ import pytest
 
 from detcompile.passes import lowering, pipeline
 from detcompile.passes.backend import Backend
-from detcompile.passes.programs.plain import run_plainly
+from detcompile.passes.programs.aot import run_plainly
 from detcompile.templates.device import gate
 from tests import budget
 from tests.budget import Budget

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 import detcompile
 from detcompile.errors import DetcompileError
 from detcompile.passes import lowering
-from detcompile.passes.programs.plain import run_plainly
+from detcompile.passes.programs.aot import run_plainly
 from tools.generate_models import RESULTS
 from tools.model_checks import NUMERICS, Result, one_line, refusal_of, two_rows
 from tools.model_configs import MAX_CONTEXT, tiny_model

@@ -22,12 +22,12 @@ from detcompile.models.compiled import CompiledModel
 from detcompile.orders.numerics import Numerics
 from detcompile.parallel import TensorParallel
 from detcompile.passes import lowering
-from detcompile.passes.adapters.expert_classes import replace_experts
+from detcompile.passes.adapters.modules import replace_experts
 from detcompile.passes.adapters.scans import pin_recurrences
 from detcompile.passes.capture import freeze_rope, probe_attention
 from detcompile.passes.modules.experts import pin_experts
 from detcompile.passes.modules.positions import give_positions
-from detcompile.passes.programs.plain import run_plainly
+from detcompile.passes.programs.aot import run_plainly
 from detcompile.passes.sharding.shard import shard
 from tools.model_configs import MAX_CONTEXT, OUTSIDE, VOCAB_SIZE, tiny_model
 

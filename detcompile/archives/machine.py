@@ -8,7 +8,7 @@ import torch
 import triton
 
 from detcompile import config
-from detcompile.passes.programs.compiling_ahead import vector_isa
+from detcompile.passes.programs.lanes import vector_isa
 from detcompile.templates.cpu import library as cpu_library
 
 __all__ = ["obstacle", "this_machine"]

@@ -5,7 +5,7 @@ passes.adapters ("folder.modeling_folder.Class"):
 
 - ADAPTERS: how a causal LM calls our attention (passes.adapters.forwards)
 - ATTENTION: forwards of attention classes (passes.adapters.attention_classes)
-- EXPERTS: methods of mixtures of experts (passes.adapters.expert_classes)
+- EXPERTS: methods of mixtures of experts (passes.adapters.modules)
 - MIXERS: forwards of layers that keep a state (passes.adapters.scans)
 - MODULES: methods of other modules (passes.adapters.modules)
 """

@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from detcompile.passes.adapters.forwards import attend
-from detcompile.passes.adapters.rotary import rotate_halves
+from detcompile.passes.adapters.forwards import attend, rotate_halves
 from detcompile.passes.modules.attention import STEP_KWARG
 
 __all__ = ["ATTENTION"]

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from detcompile.passes.adapters.expert_classes import expert_product
+from detcompile.passes.adapters.modules import expert_product
 from detcompile.passes.modules.experts import mixed
 
 __all__ = ["EXPERTS"]

@@ -21,8 +21,7 @@ from detcompile.executors.live_weights import LiveWeights
 from detcompile.executors.local import LocalExecutor
 from detcompile.orders.numerics import Numerics
 from detcompile.parallel import TensorParallel
-from detcompile.passes.programs.cache_writes import require_kept
-from detcompile.passes.programs.example_step import example_step
+from detcompile.passes.programs.binding import example_step, require_kept
 from detcompile.runtime.engine_setup import Forwards
 from detcompile.step import StepInputs, step_leaves
 from detcompile.storage import in_temporary_folder

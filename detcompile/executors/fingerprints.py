@@ -11,7 +11,7 @@ import transformers
 import triton
 
 from detcompile.orders.numerics import Numerics
-from detcompile.passes.programs.compiling_ahead import vector_isa
+from detcompile.passes.programs.lanes import vector_isa
 from detcompile.passes.proof.certificate import Certificate
 from detcompile.runtime.dense.end_tokens import stop_tokens
 from detcompile.sources import source_digest

@@ -13,9 +13,9 @@ from detcompile.executors.live_weights import LiveWeights
 from detcompile.executors.local import LocalExecutor
 from detcompile.orders.numerics import Numerics
 from detcompile.parallel import TensorParallel
+from detcompile.passes.layers.structure import layers_of
 from detcompile.passes.lowering import Lowered, lower_view, lower_with_states
 from detcompile.passes.modules.recurrences import Recurrences
-from detcompile.passes.programs.layer_views import layers_of
 from detcompile.passes.sharding.modules import GatheredLinear
 from detcompile.runtime.engine_setup import Forwards
 from detcompile.runtime.step.runner import Forward

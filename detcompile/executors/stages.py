@@ -6,7 +6,7 @@ from itertools import accumulate
 
 from detcompile.errors import InvalidInput
 from detcompile.executors.description import ModelDescription
-from detcompile.passes.layers.stages import require_whole
+from detcompile.passes.layers.compilation import require_whole
 from detcompile.step import KVGroup
 
 __all__ = ["joined_description"]

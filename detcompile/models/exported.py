@@ -51,7 +51,7 @@ def load(path: str | Path, *, tp_group: ProcessGroup | None = None) -> CompiledM
         InvalidInput: the file does not exist; there are too few GPUs, or the number of processes is not that of ranks;
             ranks load different archives; or this process runs CPU kernels of another compiler.
         UnsupportedModel: the program, in a test step, did not write its KV caches in place
-            (passes.programs.cache_writes).
+            (passes.programs.binding).
         WorkerError: a worker process could not start.
     """
     path = file_path(path, "load from")

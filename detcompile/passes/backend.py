@@ -1,6 +1,7 @@
 """The torch.compile backend: rewrite, certify, then lower through Inductor.
 
-torch.compile(model, backend=Backend(numerics)) keeps the certificate; passes.named_backend is the same by name.
+torch.compile(model, backend=Backend(numerics)) keeps the certificate; torch.compile(model, backend="detcompile") is the
+same by name, for any module.
 """
 
 import functools
@@ -14,34 +15,32 @@ from torch import fx
 from detcompile.errors import InvalidInput, UnsupportedModel
 from detcompile.orders.numerics import Numerics
 from detcompile.passes.calls import GRAPH_BREAKS, Call, current_call, reporting
-from detcompile.passes.layers.boundary import take_marks
 from detcompile.passes.layers.compilation import Layered, compile_layers, inputs_of_all_layers
-from detcompile.passes.layers.inputs import LayerInputs
-from detcompile.passes.layers.program import LayeredCode, Run, of_one_graph
-from detcompile.passes.layers.regions import Region
+from detcompile.passes.layers.program import LayeredCode, LayerInputs, Run, of_one_graph
+from detcompile.passes.layers.regions import Region, take_marks
 from detcompile.passes.pipeline import ROUNDING, GraphPass, decompositions, pinned_codegen, read_extents, rewrite
+from detcompile.passes.programs.aot import call_directly, run_plainly
 from detcompile.passes.programs.binding import CompiledGraph
 from detcompile.passes.programs.canonical_form import never_run, program_digest
-from detcompile.passes.programs.direct_calls import call_directly
-from detcompile.passes.programs.plain import run_plainly
 from detcompile.passes.proof.certificate import Certificate, certify
-from detcompile.passes.proof.inputs import Role
+from detcompile.passes.proof.context import Role
 from detcompile.passes.release_probe import require_release
 from detcompile.passes.rewrites.collectives import pin_collectives
 from detcompile.passes.rewrites.composites import take_apart
-from detcompile.passes.rewrites.gates import fuse_gated_products
+from detcompile.passes.rewrites.matmuls import fuse_gated_products
 from detcompile.passes.rewrites.merged_linears import fed, joined, lift_weights, merge_linears
 from detcompile.passes.roles import join_batches, refuse, role_by_source
 from detcompile.templates.cpp_dispatch import direct_ops
 from detcompile.templates.cpu.fp_mode import in_float_mode
 from detcompile.torch_internals.aot_autograd import functorch_config
 from detcompile.torch_internals.compiled_calls import enter_around_calls
+from detcompile.torch_internals.dynamo import register_backend
 from detcompile.torch_internals.graph_nodes import traced_value
 from detcompile.torch_internals.inductor import compile_fx, compile_fx_inner
 from detcompile.torch_internals.inductor_settings import inductor_config
 from detcompile.torch_internals.traced_call import TracedCall
 
-__all__ = ["Backend", "Expected"]
+__all__ = ["Backend", "Expected", "detcompile_backend"]
 
 COMPARISONS = (operator.eq, operator.ge, operator.gt, operator.le, operator.lt, operator.ne)
 Compiled = Callable[..., Any]
@@ -323,3 +322,26 @@ def _in_float_mode(run: Compiled, inputs: Sequence[Any]) -> Compiled:
 
 
 enter_around_calls()
+
+
+class NamedBackend:
+    """The backend by name: ``options`` may hold "numerics" and "graph_breaks", as Backend takes them."""
+
+    __name__ = "detcompile"
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
+        return _with_options(kwargs.get("options") or {})(gm, example_inputs)
+
+    def around_calls(self, options: Mapping[str, Any]) -> Callable[[], Call]:
+        return _with_options(options).around_calls({})
+
+
+def _with_options(options: Mapping[str, Any]) -> Backend:
+    unknown = options.keys() - {"numerics", "graph_breaks"}
+    if unknown:
+        raise InvalidInput(f"options={dict(options)!r}: {', '.join(sorted(unknown))} is none of numerics, graph_breaks")
+    return Backend(**{"numerics": Numerics(), **options})
+
+
+detcompile_backend = NamedBackend()
+register_backend("detcompile", detcompile_backend)

@@ -17,11 +17,10 @@ from detcompile.errors import UnsupportedModel
 from detcompile.orders.numerics import Numerics
 from detcompile.passes.backend import Backend, Expected
 from detcompile.passes.capture import DenseForward
-from detcompile.passes.layers.structure import Repeats
+from detcompile.passes.layers.structure import Repeats, layers_of, view_of
 from detcompile.passes.pipeline import decompositions, rewrite
-from detcompile.passes.programs.layer_views import layers_of, view_of
 from detcompile.passes.proof.certificate import Certificate, certify
-from detcompile.passes.proof.inputs import Role
+from detcompile.passes.proof.context import Role
 from detcompile.passes.rewrites.collectives import pin_collectives
 from detcompile.passes.roles import dense_role
 from detcompile.passes.tracing import trace_once

@@ -26,6 +26,7 @@ from detcompile.passes.modules.attention import (
     STEP_KWARG,
     AttentionCall,
     StepDropped,
+    carry_step,
     check_call,
     layer_of,
     register_attention,
@@ -33,7 +34,6 @@ from detcompile.passes.modules.attention import (
 )
 from detcompile.passes.modules.pooling_heads import attends_both_ways
 from detcompile.passes.modules.recurrences import Recurrences
-from detcompile.passes.modules.step_carrier import carry_step
 from detcompile.step import KVGroup, StepInputs, kv_groups
 from detcompile.torch_internals.dynamo import compile_lock
 from detcompile.transformers_internals.attention import mask_functions

@@ -17,9 +17,8 @@ from detcompile.passes.capture import PackedForward, StatesForward, isolated, ob
 from detcompile.passes.layers.structure import Repeats
 from detcompile.passes.modules.recurrences import Recurrences
 from detcompile.passes.preparation import prepare
-from detcompile.passes.programs.binding import bind, binding_of
-from detcompile.passes.programs.cache_writes import require_kept
-from detcompile.passes.programs.compiling_ahead import precompile_header, prepare_compiler
+from detcompile.passes.programs.binding import bind, binding_of, require_kept
+from detcompile.passes.programs.lanes import precompile_header, prepare_compiler
 from detcompile.passes.proof.certificate import Certificate
 from detcompile.passes.sharding.shard import pin_row_parallel, shard
 from detcompile.passes.sharding.shares import Shares, shares_of
@@ -133,7 +132,7 @@ def lower(
 
 @isolated
 def lower_view(view: PreTrainedModel, numerics: Numerics, max_context: int) -> Lowered:
-    """A program over a part of a model that ``lower`` has changed; it shares the weights (passes.programs.layer_views).
+    """A program over a part of a model that ``lower`` has changed; it shares the weights (passes.layers.structure).
 
     Raises:
         UnsupportedModel, UncertifiedOp: as ``lower``.

@@ -11,17 +11,11 @@ from torch import Tensor, fx
 
 from detcompile.passes.graphs import sympy_size
 from detcompile.passes.programs.lanes import lane_by_lane
-from detcompile.passes.rewrites.allocations import join_fills
-from detcompile.passes.rewrites.batch_indices import drop_batch_indices
-from detcompile.passes.rewrites.batched_matmuls import pin_batched_products
-from detcompile.passes.rewrites.canonicalize import canonicalize
-from detcompile.passes.rewrites.gates import fuse_gates
-from detcompile.passes.rewrites.matmuls import fuse_residuals, pin_matmuls
-from detcompile.passes.rewrites.reductions import KEPT_WHOLE, pin_reductions
-from detcompile.passes.rewrites.rms_norms import pin_rms_norms
+from detcompile.passes.rewrites.canonicalize import canonicalize, drop_batch_indices, join_fills
+from detcompile.passes.rewrites.matmuls import fuse_gates, fuse_residuals, pin_batched_products, pin_matmuls
+from detcompile.passes.rewrites.reductions import KEPT_WHOLE, pin_reductions, pin_rms_norms
 from detcompile.passes.rewrites.rope import fuse_rope
-from detcompile.passes.rewrites.running_sums import pin_running_sums
-from detcompile.passes.rewrites.sorts import pin_sorts, pin_topk
+from detcompile.passes.rewrites.sorts import pin_running_sums, pin_sorts, pin_topk
 from detcompile.passes.rewrites.windows import POOLS, pin_convolutions, pin_pools
 from detcompile.sources import source_digest
 from detcompile.templates.cpu.shared_objects import compiler_if_any

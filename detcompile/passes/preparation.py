@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from detcompile.errors import InvalidInput, UnsupportedModel
 from detcompile.orders.numerics import Numerics
-from detcompile.passes.adapters.expert_classes import replace_experts
+from detcompile.passes.adapters.modules import replace_experts
 from detcompile.passes.adapters.scans import pin_recurrences
 from detcompile.passes.capture import freeze_rope, probe_attention
 from detcompile.passes.modules.experts import pin_experts

@@ -9,7 +9,7 @@ from torch import fx
 from detcompile.errors import UncertifiedOp
 from detcompile.passes.calls import current_call
 from detcompile.passes.graphs import sympy_size
-from detcompile.passes.proof.inputs import Role
+from detcompile.passes.proof.context import Role
 from detcompile.passes.proof.provenance import Layout
 from detcompile.step import KVGroup
 from detcompile.torch_internals.graph_nodes import first_value, traced_value

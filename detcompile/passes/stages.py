@@ -8,9 +8,8 @@ from transformers import PreTrainedModel
 
 from detcompile.errors import UnsupportedModel
 from detcompile.parallel import PipelineStage
-from detcompile.passes.layers.structure import Repeats
+from detcompile.passes.layers.structure import Repeats, layer_list
 from detcompile.passes.programs.binding import CompiledGraph
-from detcompile.passes.programs.layer_views import layer_list
 from detcompile.passes.proof.certificate import Certificate
 from detcompile.step import KVGroup
 from detcompile.torch_internals.modules import buffer_table, parameter_table

@@ -16,34 +16,33 @@ from detcompile.errors import DetcompileError, UnsupportedModel
 from detcompile.orders.numerics import Numerics
 from detcompile.passes.backend import Backend, Expected
 from detcompile.passes.capture import DenseForward, PackedForward
-from detcompile.passes.causes import cause, said_by
-from detcompile.passes.layers.boundary import mark_layers
-from detcompile.passes.layers.inputs import LayerInputs
-from detcompile.passes.layers.regions import NotCut
-from detcompile.passes.layers.structure import Repeats, Shown, repeats_of
+from detcompile.passes.layers.program import LayerInputs
+from detcompile.passes.layers.regions import NotCut, mark_layers
+from detcompile.passes.layers.structure import Repeats, Shown, layer_list, layers_of, repeats_of
 from detcompile.passes.modules.attention import AttentionCall
 from detcompile.passes.modules.recurrences import Recurrences
-from detcompile.passes.programs.binding import CompiledGraph
+from detcompile.passes.programs.binding import CompiledGraph, ExampleStep, example_step, some_layers
 from detcompile.passes.programs.canonical_form import NotRun, constants_of, input_names
-from detcompile.passes.programs.example_step import ExampleStep, example_step, some_layers
-from detcompile.passes.programs.layer_views import layer_list, layers_of
 from detcompile.passes.proof.certificate import Certificate
 from detcompile.passes.roles import packed_roles
 from detcompile.step import KVGroup, KVShape, StateShape, step_leaves
 from detcompile.storage import INDUCTOR_ADVICE, disk_failure
 from detcompile.torch_internals.dynamo import TorchDynamoException, dynamo_config
+from detcompile.torch_internals.graph_nodes import innermost_model_frame
 from detcompile.torch_internals.inductor_settings import inductor_config
 from detcompile.torch_internals.symbolic_shapes import ConstraintViolationError
 
 __all__ = [
     "Seen",
     "Traced",
+    "cause",
+    "compiler_message",
     "find_repeats",
     "marked_layers",
     "run_on_two_tokens",
     "trace_once",
     "trace_packed",
-    "with_own_code",
+    "with_fresh_code",
 ]
 
 logger = logging.getLogger(__name__)
@@ -187,22 +186,22 @@ def marked_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
     return view
 
 
-def with_own_code(module: nn.Module) -> Callable[..., Tensor]:
-    """``module.forward`` over a code object of its own: Dynamo keeps graphs by code object, and few for each."""
+def with_fresh_code(module: nn.Module) -> Callable[..., Tensor]:
+    """Return ``module.forward`` with a new code object. Dynamo caches graphs by code object, a few for each."""
     function = type(module).forward
     code = function.__code__.replace(co_name=f"forward_{id(module):x}")
     return types.MethodType(types.FunctionType(code, function.__globals__), module)
 
 
 def trace_once(module: DenseForward | PackedForward, backend: Backend, arguments: Sequence[Any]) -> None:
-    """Make the first call, which compiles; unwrap our own errors and explain Dynamo's and the disk's.
+    """Make the first call, which compiles. Unwrap our errors and explain those of Dynamo and of the disk.
 
-    Dynamo makes symbols of numbers that differ from those of a model which had this one's code name before it. Which
-    extents are symbolic was marked.
+    ``automatic_dynamic_shapes`` is off: Dynamo would make symbols of numbers that differ from those of an earlier model
+    with the same code name. The symbolic extents are marked explicitly.
     """
     try:
         with torch.no_grad(), dynamo_config.patch(automatic_dynamic_shapes=False):
-            torch.compile(with_own_code(module), backend=backend, fullgraph=True, dynamic=None)(*arguments)
+            torch.compile(with_fresh_code(module), backend=backend, fullgraph=True, dynamic=None)(*arguments)
     except DetcompileError:
         raise
     except TorchDynamoException as error:
@@ -210,7 +209,7 @@ def trace_once(module: DenseForward | PackedForward, backend: Backend, arguments
         if ours is not None:
             raise ours from None
         raise UnsupportedModel(
-            f"{type(module.model).__name__} is not one graph over any number of tokens: {said_by(error)}\n"
+            f"{type(module.model).__name__} is not one graph over any number of tokens: {compiler_message(error)}\n"
             "Write that as operations on tensors, for any number of tokens; torch's own words are in the cause."
         ) from error
     except ConstraintViolationError as error:
@@ -220,3 +219,21 @@ def trace_once(module: DenseForward | PackedForward, backend: Backend, arguments
         ) from error
     except OSError as error:
         raise disk_failure(error, inductor_folder(), INDUCTOR_ADVICE) or error from None
+
+
+def cause(error: BaseException) -> DetcompileError | None:
+    """Return the detcompile error inside the exceptions that Dynamo and Inductor wrap around it, or None."""
+    current: BaseException | None = error
+    while current is not None:
+        if isinstance(current, DetcompileError):
+            return current
+        current = getattr(current, "inner_exception", None) or current.__cause__ or current.__context__
+    return None
+
+
+def compiler_message(error: Exception) -> str:
+    """Return the first line of an error of Dynamo or Inductor, and the line of the model that was being traced."""
+    inner = getattr(error, "inner_exception", None) or error
+    message = (str(inner).strip().splitlines() or [type(inner).__name__])[0]
+    place = innermost_model_frame(getattr(error, "real_stack", None) or ())
+    return f"{message} at {place}" if place else message

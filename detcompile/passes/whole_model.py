@@ -11,8 +11,8 @@ from detcompile.digests import weights_digest
 from detcompile.orders.numerics import Numerics
 from detcompile.parallel import TensorParallel
 from detcompile.passes.capture import PackedForward
+from detcompile.passes.layers.structure import view_of
 from detcompile.passes.programs.canonical_form import never_run
-from detcompile.passes.programs.layer_views import view_of
 from detcompile.passes.sharding.shard import pin_row_parallel
 from detcompile.passes.tracing import Seen, find_repeats, trace_packed
 from detcompile.passes.warm import programs

@@ -1,7 +1,10 @@
 """What torch writes about the nodes of its graphs, and how it calls operations that write into their arguments."""
 
 import os
+import re
+from collections.abc import Iterable
 from pathlib import Path
+from traceback import FrameSummary
 from typing import Any
 
 import torch
@@ -14,11 +17,12 @@ __all__ = [
     "expression_of",
     "first_value",
     "forget_eager_inputs",
-    "is_file_of_torch",
+    "frame_text",
+    "innermost_model_frame",
     "mark_user_outputs",
     "module_stack",
     "set_source_trace",
-    "source_trace",
+    "source_frames",
     "traced_value",
 ]
 
@@ -32,7 +36,9 @@ NAMES = {
 
 FUNCTIONALIZED: Any = torch.ops.higher_order.auto_functionalized_v2
 BASES = "_all_bases"
-FOLDER = f"{Path(torch.__file__).parent}{os.sep}"  # not that of torchvision beside it
+FOLDER = f"{Path(torch.__file__).parent}{os.sep}"  # the separator leaves torchvision out
+FRAME = re.compile(r'^\s*File "(.+)", line (\d+), in ([^,\n]+)', re.MULTILINE)
+CODE_NAME = re.compile(r"^forward_[0-9a-f]+$")  # passes.tracing.with_fresh_code
 
 
 def base_index(argument: str) -> str:
@@ -76,18 +82,37 @@ def module_stack(node: fx.Node) -> list[tuple[str, Any]]:
     return list((node.meta.get("nn_module_stack") or {}).values())
 
 
-def source_trace(node: fx.Node) -> str:
-    """Return the frames of Python that a node comes from, as text, or "".
+def source_frames(node: fx.Node) -> list[FrameSummary]:
+    """Return the Python frames that a node comes from, outermost first.
 
     Without it: a certificate and a refusal do not name the line of source.
     """
-    return node.meta.get("stack_trace") or ""
+    frames = FRAME.findall(node.meta.get("stack_trace") or "")
+    return [FrameSummary(file, int(line), name.strip(), lookup_line=False) for file, line, name in frames]
+
+
+def frame_text(frame: FrameSummary) -> str:
+    """Return "file:line function" of a frame.
+
+    Without it: see ``source_frames``.
+    """
+    name = "forward" if CODE_NAME.match(frame.name) else frame.name
+    return f"{Path(frame.filename).name}:{frame.lineno} {name}"
+
+
+def innermost_model_frame(frames: Iterable[FrameSummary]) -> str:
+    """Return the text of the innermost frame outside torch, or "".
+
+    Without it: a message names a line of torch instead of the model's.
+    """
+    outside = [frame for frame in frames if not frame.filename.startswith(FOLDER)]
+    return frame_text(outside[-1]) if outside else ""
 
 
 def set_source_trace(node: fx.Node, origin: fx.Node) -> None:
-    """Have a node come from the frames of Python that another one comes from.
+    """Copy the Python frames of another node, for a node that a pass adds.
 
-    Without it: see ``source_trace``, for what a pass has added.
+    Without it: see ``source_frames``.
     """
     node.meta["stack_trace"] = origin.meta.get("stack_trace", "")
 
@@ -107,10 +132,3 @@ def mark_user_outputs(output: fx.Node, count: int) -> None:
     """
     output.meta["user_visible_output_idxs"] = list(range(count))
 
-
-def is_file_of_torch(file: str) -> bool:
-    """Return whether a source file is torch's.
-
-    Without it: a message names a line of torch and not the model's.
-    """
-    return file.startswith(FOLDER)

@@ -26,7 +26,7 @@ from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 from detcompile.errors import UnsupportedModel
-from detcompile.torch_internals.graph_nodes import is_file_of_torch
+from detcompile.torch_internals.graph_nodes import innermost_model_frame
 
 __all__ = ["TracedCall"]
 
@@ -206,10 +206,10 @@ def _is_as_before(var: Any, attribute: str, value: Any, graph: Any) -> bool:
 
 
 def _at(effects: Any, var: Any) -> str:
-    """Where the model's own source does it, where this torch keeps that."""
+    """Where the model's source changes the value, if this release of torch records that."""
     stacks = getattr(effects, "mutation_user_stacks", {}).get(var) or [[]]
-    own = [frame for frame in stacks[-1] if not is_file_of_torch(frame.filename)]
-    return f" at {own[-1].filename.rsplit('/', 1)[-1]}:{own[-1].lineno} {own[-1].name}" if own else ""
+    place = innermost_model_frame(stacks[-1])
+    return f" at {place}" if place else ""
 
 
 def _of_equal_counts(expr: sympy.Basic, counts: Iterable[sympy.Symbol]) -> bool:

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from detcompile.errors import UnsupportedModel
 from detcompile.orders.numerics import Numerics
-from detcompile.passes.programs.layer_views import layer_list
+from detcompile.passes.layers.structure import layer_list
 from detcompile.passes.proof.certificate import Certificate
 from detcompile.passes.training.tracing import TracedRegions, trace_regions
 from detcompile.torch_internals.modules import child_table

@@ -20,7 +20,7 @@ from detcompile.passes.backend import Backend, Expected
 from detcompile.passes.capture import DenseForward, observe_attention, probe_attention
 from detcompile.passes.roles import dense_role
 from detcompile.passes.sharding.shard import pin_row_parallel, shard
-from detcompile.passes.tracing import with_own_code
+from detcompile.passes.tracing import with_fresh_code
 from detcompile.runtime import engine_setup
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.requests.sampling_params import SamplingParams
@@ -165,7 +165,7 @@ def dense_logits(model: PreTrainedModel, tp: int, numerics: Numerics = Numerics(
         shard(model, attention, numerics, tensor_parallel(tp), replicate)
         attention, _ = observe_attention(model, numerics.kv_chunk)
     backend = Backend(numerics, dense_role, expects=Expected(len(attention)), certify_only=True)
-    dense = torch.compile(with_own_code(DenseForward(model)), backend=backend, fullgraph=True, dynamic=None)
+    dense = torch.compile(with_fresh_code(DenseForward(model)), backend=backend, fullgraph=True, dynamic=None)
     device = next(model.parameters()).device
     input_ids = (torch.arange(21, device=device) * 13 % model.config.vocab_size).view(3, 7)
     position_ids = torch.arange(7, device=device).repeat(3, 1)

@@ -21,7 +21,7 @@ from detcompile.executors.remote_weights import RemoteWeights
 from detcompile.models.compiled import CompiledModel
 from detcompile.models.remote import RemoteModel, compile_in_workers
 from detcompile.passes import lowering
-from detcompile.passes.programs.plain import run_plainly
+from detcompile.passes.programs.aot import run_plainly
 from detcompile.runtime.grammars.grammar import Grammar
 from detcompile.runtime.processes.group import WorkerGroup
 from tests.exhaustive import EXHAUSTIVE

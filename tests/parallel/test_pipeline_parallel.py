@@ -26,7 +26,7 @@ from detcompile.models.remote import RemoteModel, compile_in_workers
 from detcompile.models.spec import ModelSpec
 from detcompile.parallel import PipelineStage
 from detcompile.passes import lowering
-from detcompile.passes.programs.plain import run_plainly
+from detcompile.passes.programs.aot import run_plainly
 from detcompile.passes.stages import layers_of_stage
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.pacing.lanes import Lanes, most_lanes

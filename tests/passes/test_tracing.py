@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 from detcompile import UnsupportedModel
-from detcompile.passes.causes import said_by
+from detcompile.passes.tracing import compiler_message
 from tests.model_cases import certified, random_model
 
 
@@ -60,4 +60,4 @@ def test_what_a_compiler_says_is_named() -> None:
 
     with pytest.raises(BackendCompilerFailed) as raised:
         torch.compile(torch.sin, backend=compiler)(torch.ones(2))
-    assert said_by(raised.value) == "no room"
+    assert compiler_message(raised.value) == "no room"

@@ -1,7 +1,7 @@
 """Attention classes of transformers that compute their own softmax, replaced one by one: the rest of the model stays.
 
 Unlike passes.adapters.forwards, only the attention's forward is replaced; the step, and positions that scale queries,
-reach it through passes.modules.step_carrier, and learned positions through passes.modules.positions. The mask that the
+reach it through passes.modules.attention, and learned positions through passes.modules.positions. The mask that the
 model makes for its own attention is read by nobody.
 """
 
@@ -15,11 +15,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from detcompile.errors import UnsupportedModel
-from detcompile.passes.adapters.forwards import attend
+from detcompile.passes.adapters.forwards import attend, rotate_halves, rotate_pairs
 from detcompile.passes.adapters.modules import class_of, entries_of
-from detcompile.passes.adapters.rotary import rotate_halves, rotate_pairs
-from detcompile.passes.modules.attention import IMPLEMENTATION, STEP_KWARG
-from detcompile.passes.modules.step_carrier import carry_positions
+from detcompile.passes.modules.attention import IMPLEMENTATION, STEP_KWARG, carry_positions
 from detcompile.transformers_internals.attention import set_attention_implementation
 
 __all__ = ["CODEGEN_PARTS", "OWN_ATTENTION", "projected_attention", "replace_attention"]

@@ -1,9 +1,13 @@
-"""Models that do not take attention from outside: their forward is written anew around calls of our attention.
+"""Models that take no attention from outside: their forward is written anew around calls of our attention.
 
 bloom ignores an attention function, falcon and gptj know only their own, and none of them hands the model's keywords
-down to its layers. An adapter replaces two methods of the model it is given: the causal LM's forward, and the
-attention's. Embeddings, blocks, norms and MLPs stay Hugging Face's, and so do the weights. The step travels to the
-attention in the blocks' argument ``attention_mask``, which nothing else reads.
+down to its layers. An adapter replaces two methods: the causal LM's forward and the attention's. Embeddings, blocks,
+norms and MLPs stay Hugging Face's, and so do the weights. The step reaches the attention through the blocks' argument
+``attention_mask``, which nothing else reads.
+
+Rotations are written here and not imported, so that importing this package imports no model's code.
+
+Legend: B batch, T tokens, H heads, D head dim.
 """
 
 import types
@@ -17,12 +21,30 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from detcompile.errors import UnsupportedModel
 from detcompile.passes.adapters.modules import entry_of
-from detcompile.passes.adapters.rotary import rotate_halves, rotate_pairs
 from detcompile.passes.modules.attention import IMPLEMENTATION, STEP_KWARG
 from detcompile.step import StepInputs
 from detcompile.transformers_internals.attention import takes_attention
 
-__all__ = ["ADAPTERS", "Adapter", "adapt", "attend"]
+__all__ = ["ADAPTERS", "Adapter", "adapt", "attend", "rotate_halves", "rotate_pairs"]
+
+
+def rotate_halves(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Element i turns with element i + D/2: query and key [B, T, H, D], cos and sin [B, T, D]."""
+    cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
+    return query * cos + _half_turned(query) * sin, key * cos + _half_turned(key) * sin
+
+
+def rotate_pairs(states: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
+    """Element 2i turns with element 2i + 1: states [B, T, H, D], cos and sin [B, T, D/2]."""
+    sin, cos = (torch.repeat_interleave(table[:, :, None, :], 2, 3) for table in (sin, cos))
+    turned = torch.stack((-states[:, :, :, 1::2], states[:, :, :, ::2]), dim=-1).flatten(-2)
+    return states * cos + turned * sin
+
+
+def _half_turned(states: Tensor) -> Tensor:
+    half = states.shape[-1] // 2
+    return torch.cat((-states[..., half:], states[..., :half]), dim=-1)
+
 
 ATTENTION = AttentionInterface()  # of all registered functions
 

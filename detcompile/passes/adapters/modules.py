@@ -1,6 +1,7 @@
-"""Modules of transformers whose forward has complex numbers or looks at the batch, given one that does not.
+"""Modules of transformers that get methods of ours: those with complex numbers, with a look at the batch, or with experts.
 
-The weights stay theirs, and what they compute: positions by tables and rotations, adapters of one language.
+The weights stay Hugging Face's, and so does what the modules compute. Experts are written as in passes.modules.experts:
+products of a token with each of its experts, added in the router's order.
 """
 
 import types
@@ -9,11 +10,25 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from detcompile.contrib import contributed
+from detcompile.passes.modules.experts import added, mixed
+from detcompile.templates.ops import ours
 
-__all__ = ["Methods", "OWN_MODULES", "class_of", "entries_of", "entry_of", "give_methods", "replace_modules"]
+__all__ = [
+    "Methods",
+    "OWN_EXPERTS",
+    "OWN_MODULES",
+    "class_of",
+    "entries_of",
+    "entry_of",
+    "expert_product",
+    "give_methods",
+    "replace_experts",
+    "replace_modules",
+]
 
 Entry = TypeVar("Entry")
 Methods = dict[str, Callable[..., Any]]
@@ -77,4 +92,74 @@ OWN_MODULES: dict[str, Methods] = {
     "deepseek_v2.modeling_deepseek_v2.DeepseekV2RotaryEmbedding": {"forward": _cosines_and_sines},
     "llama4.modeling_llama4.Llama4TextRotaryEmbedding": {"forward": _cosines_and_sines},
     "xmod.modeling_xmod.XmodOutput": {"lang_adapter": _adapter_of_default_language},
+}
+
+
+def replace_experts(model: PreTrainedModel) -> int:
+    """Give the experts of OWN_EXPERTS in ``model`` their methods; says how many modules there are."""
+    return give_methods(model, "EXPERTS", OWN_EXPERTS)
+
+
+def expert_product(x: Tensor, ids: Tensor, w_ENK: Tensor) -> Tensor:
+    """Multiply x with the weights of each token's experts: ids [T, k], w [E, N, K] -> [T, k, N]."""
+    return ours.expert_matmul(x, ids, w_ENK, None)
+
+
+def _aria(self: Any, hidden_states: Tensor, router_logits: Tensor) -> Tensor:
+    ids, weights = self.route_tokens_to_experts(router_logits)
+    projection, gate = expert_product(hidden_states, ids, self.fc1.weight.transpose(1, 2)).chunk(2, -1)
+    return mixed(expert_product(F.silu(projection) * gate, ids, self.fc2.weight.transpose(1, 2)), weights)
+
+
+def _dbrx(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    x = hidden_states.reshape(-1, self.hidden_size)
+    stacked = (self.num_experts, self.ffn_hidden_size, self.hidden_size)
+    w1, v1, w2 = (weight.view(stacked) for weight in (self.mlp.w1, self.mlp.v1, self.mlp.w2))
+    inner = self.mlp.activation_fn(expert_product(x, top_k_index, w1)) * expert_product(x, top_k_index, v1)
+    return mixed(expert_product(inner, top_k_index, w2.transpose(1, 2)), top_k_weights).view_as(hidden_states)
+
+
+def _llama4(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    """A token is weighted before its experts see it, and not after."""
+    x = hidden_states.reshape(-1, self.hidden_dim)
+    logits = F.linear(x, self.router.weight)
+    best, ids = logits.topk(self.top_k, 1)
+    weighted = x[:, None] * best.float().sigmoid().to(x.dtype)[..., None]
+    gate, up = expert_product(weighted, ids, self.experts.gate_up_proj.transpose(1, 2)).chunk(2, -1)
+    inner = up * self.experts.act_fn(gate)
+    outer = expert_product(inner, ids, self.experts.down_proj.transpose(1, 2))
+    return self.shared_expert(x) + added(outer), logits
+
+
+def _jetmoe_route(router: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    best, ids = router.layer(x).float().topk(router.top_k, -1)
+    return ids, best.softmax(-1).to(x.dtype)
+
+
+def _jetmoe(self: Any, layer_input: Tensor) -> Tensor:
+    x = layer_input.flatten(0, 1)
+    ids, weights = _jetmoe_route(self.router, x)
+    gate, up = expert_product(x, ids, self.input_linear.weight).chunk(2, -1)
+    outer = expert_product(self.activation(gate) * up, ids, self.output_linear.weight)
+    return mixed(outer, weights).view_as(layer_input) + self.bias
+
+
+def _jetmoe_queries(self: Any, layer_input: Tensor) -> tuple[Tensor, None, Any]:
+    """A token's queries by each of its experts [B, T, k, H], and what `_jetmoe_outputs` takes."""
+    x = layer_input.flatten(0, 1)
+    ids, weights = _jetmoe_route(self.router, x)
+    return expert_product(x, ids, self.input_linear.weight).unflatten(0, layer_input.shape[:2]), None, (ids, weights)
+
+
+def _jetmoe_outputs(self: Any, layer_input: Tensor, chosen: tuple[Tensor, Tensor]) -> Tensor:
+    outer = expert_product(layer_input.flatten(0, 1), chosen[0], self.output_linear.weight)
+    return mixed(outer, chosen[1]).unflatten(0, layer_input.shape[:2]) + self.bias
+
+
+OWN_EXPERTS: dict[str, Methods] = {
+    "aria.modeling_aria.AriaExperts": {"forward": _aria},
+    "dbrx.modeling_dbrx.DbrxExperts": {"forward": _dbrx},
+    "jetmoe.modeling_jetmoe.JetMoeMoA": {"map": _jetmoe_queries, "reduce": _jetmoe_outputs},
+    "jetmoe.modeling_jetmoe.JetMoeMoE": {"forward": _jetmoe},
+    "llama4.modeling_llama4.Llama4TextMoe": {"forward": _llama4},
 }

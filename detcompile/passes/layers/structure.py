@@ -5,7 +5,9 @@ that the layer before handed over, what all layers read, their own weights at th
 alike in every class and attribute. What code of the model reads besides these cannot tell the two apart.
 """
 
+import copy
 import functools
+import itertools
 import types
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from detcompile.passes.programs.layer_views import layer_list, layers_of, view_of
+from detcompile.errors import InvalidInput, UnsupportedModel
 from detcompile.torch_internals.fake_tensors import (
     FakeTensor,
     FakeTensorMode,
@@ -25,7 +27,7 @@ from detcompile.torch_internals.fake_tensors import (
 from detcompile.torch_internals.modules import attributes_of, buffer_table, parameter_table
 from detcompile.weights import tensor_digest
 
-__all__ = ["Repeats", "Shown", "repeats_of", "shown_by"]
+__all__ = ["Repeats", "Shown", "layer_list", "layers_of", "repeats_of", "shown_by", "view_of"]
 
 PLAIN = (
     bool,
@@ -263,3 +265,48 @@ def _same(one: Any, other: Any, indices: tuple[int, int]) -> bool:
     if isinstance(one, types.MethodType):  # of two layers: the same function, and the modules are compared themselves
         return one.__func__ is other.__func__ and isinstance(one.__self__, nn.Module)
     return False
+
+
+def view_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The model once more, of modules of its own, which share every weight with it."""
+    shared = itertools.chain(model.parameters(), model.buffers())
+    view: PreTrainedModel = copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
+    return view
+
+
+def layer_list(model: PreTrainedModel) -> nn.ModuleList | None:
+    """The one list of a model's layers, if it keeps them in one."""
+    count = model.config.get_text_config().num_hidden_layers
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == count]
+    return lists[0] if len(lists) == 1 else None
+
+
+def layers_of(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
+    """The model as if it had only these layers, between its embedding and its final norm and head.
+
+    Args:
+        layers: indices, each at most once, in the order of the model.
+
+    Raises:
+        InvalidInput: not such indices. UnsupportedModel: the model keeps its layers in no single list.
+    """
+    count = model.config.get_text_config().num_hidden_layers
+    if not layers or list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < count:
+        raise InvalidInput(f"layers {tuple(layers)}: give some of 0 to {count - 1}, each once, in their order")
+    view = view_of(model)
+    all_layers = layer_list(view)
+    if all_layers is None:
+        raise UnsupportedModel(f"{type(model).__name__} keeps its {count} layers in no single list")
+    for index in reversed(range(count)):
+        if index not in layers:
+            del all_layers[index]
+    for index, layer in enumerate(all_layers):
+        attention: Any
+        for attention in layer.modules():
+            if isinstance(getattr(attention, "layer_idx", None), int):
+                attention.layer_idx = index
+    config = view.config.get_text_config()
+    config.num_hidden_layers = len(all_layers)
+    if getattr(config, "layer_types", None):
+        config.layer_types = [config.layer_types[index] for index in layers]
+    return view

@@ -1,11 +1,12 @@
 """Attention reaches our template through transformers' AttentionInterface."""
 
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 from detcompile.errors import UnsupportedModel
 from detcompile.step import KVGroup, StepInputs
@@ -16,6 +17,8 @@ __all__ = [
     "IMPLEMENTATION",
     "STEP_KWARG",
     "StepDropped",
+    "carry_positions",
+    "carry_step",
     "check_call",
     "layer_of",
     "register_attention",
@@ -193,3 +196,43 @@ def _check_shapes(where: str, query: Tensor, kwargs: dict[str, Any]) -> None:
             f"{where} passes relative_bias {tuple(bias.shape)}, which is no row of biases for each of its queries "
             f"{tuple(query.shape[:-1])}"
         )
+
+
+class Carrier:
+    """Holds one of the model's keyword arguments between its entry and its attention, within one forward."""
+
+    carried: Any = None
+
+
+def carry_step(model: PreTrainedModel) -> None:
+    """Give every attention of ``model`` that takes keywords the step that the model was called with."""
+    taking = []
+    for module in model.modules():
+        parameters = inspect.signature(module.forward).parameters.values()
+        takes_keywords = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+        if isinstance(getattr(module, "layer_idx", None), int) and takes_keywords:
+            taking.append(module)
+    _carry(model, STEP_KWARG, taking)
+
+
+def carry_positions(model: PreTrainedModel, modules: Iterable[nn.Module]) -> None:
+    """Give ``modules`` the ``position_ids`` that the model was called with."""
+    _carry(model, "position_ids", modules)
+
+
+def _carry(model: PreTrainedModel, name: str, modules: Iterable[nn.Module]) -> None:
+    carrier = Carrier()
+
+    def take(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        carrier.carried = kwargs.get(name)
+
+    def give(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {name: carrier.carried, **kwargs}
+
+    def forget(*_: Any) -> None:
+        carrier.carried = None
+
+    model.register_forward_pre_hook(take, with_kwargs=True)
+    model.register_forward_hook(forget)
+    for module in modules:
+        module.register_forward_pre_hook(give, with_kwargs=True)

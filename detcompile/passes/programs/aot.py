@@ -1,22 +1,57 @@
-"""A certified graph compiled ahead of time by AOTInductor: a shared library that takes what the graph takes.
+"""What runs a certified graph: AOTInductor ahead of time, or no compiler; and how code calls our operations."""
 
-The graph is the one that the JIT compiles, after the same passes and under the same settings; only the wrapper around
-its kernels is C++ instead of Python. Our own operations are called through torch's proxy executor, by name.
-"""
-
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 
-from detcompile.passes.programs.plain import run_plainly
+from detcompile.torch_internals.aot_autograd import auto_functionalized_v2_dense, make_boxed_func
 from detcompile.torch_internals.aotinductor import ahead_of_time
-from detcompile.torch_internals.graph_nodes import expression_of
+from detcompile.torch_internals.graph_nodes import FUNCTIONALIZED, expression_of
 from detcompile.torch_internals.inductor import compile_fx_inner
 
-__all__ = ["Packaging"]
+__all__ = ["Packaging", "call_directly", "run_plainly"]
+
+
+def run_plainly(gm: fx.GraphModule, *_: Any, **__: Any) -> Callable[..., Any]:
+    """What Inductor would be called with  ->  the graph as it is, as a function of its inputs in order.
+
+    auto_functionalized_v2(op, ..., _all_bases=caches)  ->  the same with a copy of no cache. It would copy each of
+    them, and write the copies back when all layers are done: layers of several KV groups share a cache, and the last
+    would undo the writes of the others (cache_writes).
+    """
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    for node in graph.find_nodes(op="call_function", target=FUNCTIONALIZED):
+        node.target, node.args = auto_functionalized_v2_dense, (node.args[0], ())
+    run: Callable[..., Any] = make_boxed_func(fx.GraphModule(gm, graph).forward)
+    return run
+
+
+def call_directly(gm: fx.GraphModule, direct: Mapping[Any, Any]) -> fx.GraphModule:
+    """detcompile.matmul(x, w, …)  ->  detcompile_direct.matmul(x, w, …)          where its result lies on a CPU
+
+    Behind the certificate, which knows the operations by their first names.
+
+    Args:
+        direct: the operation that is called directly for each of ours, from cpp_dispatch.direct_ops.
+    """
+    for node in gm.graph.find_nodes(op="call_function", target=FUNCTIONALIZED):
+        if _is_on_cpu(node):
+            node.args = (direct.get(node.args[0], node.args[0]), *node.args[1:])
+    for op, same in direct.items():
+        for node in gm.graph.find_nodes(op="call_function", target=op):
+            node.target = same if _is_on_cpu(node) else op
+    return gm
+
+
+def _is_on_cpu(node: fx.Node) -> bool:
+    value = node.meta["val"]
+    first: torch.Tensor = value[0] if isinstance(value, tuple) else value
+    return first.device.type == "cpu"
+
 
 LIBRARY_SUFFIXES = (".so", ".json", ".cubin")  # of the files that a package needs when it runs
 

@@ -1,17 +1,33 @@
-"""A compiled graph, and the same as a function of a step."""
+"""A compiled graph as a function of a step, the step it is traced with, and the check of its cache writes."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from detcompile.errors import UnsupportedModel
 from detcompile.passes.graphs import sympy_size
-from detcompile.passes.programs.example_step import ExampleStep
-from detcompile.passes.proof.inputs import Role
-from detcompile.step import StepInputs, step_leaves
+from detcompile.passes.programs.travelling_weights import wait_for_weights
+from detcompile.passes.proof.context import Role
+from detcompile.step import KVGroup, KVShape, StateShape, StepInputs, step_leaves
+from detcompile.torch_internals.dynamo import mark_unbacked
 
-__all__ = ["Binding", "CompiledGraph", "bind", "binding_of"]
+__all__ = [
+    "BLOCK_SIZE",
+    "Binding",
+    "CompiledGraph",
+    "ExampleStep",
+    "NUM_TOKENS",
+    "bind",
+    "binding_of",
+    "example_step",
+    "require_kept",
+    "some_layers",
+]
+
+
+ExampleStep = tuple[Tensor, Tensor, StepInputs, Tensor]  # what a forward takes
 
 
 class CompiledGraph(NamedTuple):
@@ -80,3 +96,125 @@ def _sizes(graph: CompiledGraph, place: Mapping[int, int]) -> dict[Any, tuple[in
         if id(given) in place:
             sizes |= {sympy_size(size): (place[id(given)], dim) for dim, size in enumerate(value.shape)}
     return sizes
+
+
+NUM_TOKENS, NUM_BLOCKS = 2, 2
+BLOCK_SIZE = 16  # of the step's caches; the extent is marked unknown like the others
+
+
+def example_step(
+    shapes: Sequence[KVShape],
+    num_groups: int,
+    states: Sequence[StateShape],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> ExampleStep:
+    """A step of two tokens whose extents are marked unknown, so that one graph serves every step.
+
+    Args:
+        shapes: extents of a cached key and value, one a layer.
+        states: what is kept of a sequence, one an operation that carries a state.
+    """
+    step = _step(shapes, num_groups, states, dtype, device)
+    input_ids = torch.zeros(1, NUM_TOKENS, dtype=torch.int64, device=device)
+    position_ids = torch.arange(NUM_TOKENS, device=device)[None]
+    logits_to_keep = torch.arange(NUM_TOKENS, device=device)
+    _mark_unknown([input_ids, position_ids], [1])
+    _mark_unknown([logits_to_keep, *step.slot_mappings, step.cu_seqlens, step.seq_lens, step.state_slots], [0])
+    _mark_unknown([*step.block_tables, *step.k_caches, *step.v_caches], [0, 1])
+    _mark_unknown(step.states, [0])
+    return input_ids, position_ids, step, logits_to_keep
+
+
+def some_layers(example: ExampleStep, layers: range) -> ExampleStep:
+    """The step without the caches of the other layers."""
+    input_ids, position_ids, step, logits_to_keep = example
+    part = slice(layers.start, layers.stop)
+    kept = step._replace(k_caches=step.k_caches[part], v_caches=step.v_caches[part])
+    return input_ids, position_ids, kept, logits_to_keep
+
+
+def _step(
+    shapes: Sequence[KVShape],
+    num_groups: int,
+    states: Sequence[StateShape],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> StepInputs:
+    def cache(heads: int, dim: int) -> Tensor:
+        return torch.zeros(NUM_BLOCKS, BLOCK_SIZE, heads, dim, dtype=dtype, device=device)
+
+    def metadata(values: Any, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    return StepInputs(
+        slot_mappings=tuple(metadata([0, 1], torch.int64) for _ in range(num_groups)),
+        cu_seqlens=metadata([0, NUM_TOKENS]),
+        seq_lens=metadata([NUM_TOKENS]),
+        block_tables=tuple(metadata([[0, 1]]) for _ in range(num_groups)),
+        k_caches=tuple(cache(kv_heads, head_dim) for kv_heads, head_dim, _ in shapes),
+        v_caches=tuple(cache(kv_heads, v_head_dim) for kv_heads, _, v_head_dim in shapes),
+        state_slots=metadata([0]),
+        states=tuple(
+            torch.zeros(2, *state.shape, dtype=torch.float32 if state.float32 else dtype, device=device)
+            for state in states
+        ),
+    )
+
+
+def _mark_unknown(tensors: Iterable[Tensor], dims: list[int]) -> None:
+    for tensor in tensors:
+        mark_unbacked(tensor, dims)
+
+
+UNWRITTEN = -4096.0  # in every dtype; a head whose every value is this one would have to be made on purpose
+
+
+@torch.no_grad()
+def require_kept(forward: Callable[..., Any], groups: Sequence[KVGroup], example: ExampleStep) -> None:
+    """Run a step over caches that groups share, where there are several; each group has a block of its own.
+
+    Args:
+        forward: the compiled forward of Lowered. Ranks that share a model have to call this together.
+
+    Raises:
+        UnsupportedModel: what some layer wrote is not there after the step; the message names its caches.
+    """
+    if len(groups) < 2:
+        return
+    wait_for_weights()
+    input_ids, position_ids, step, logits_to_keep = example
+    k_caches, v_caches = (_shared(caches, groups) for caches in (step.k_caches, step.v_caches))
+    shared = step._replace(
+        slot_mappings=tuple(slots + block * BLOCK_SIZE for block, slots in enumerate(step.slot_mappings)),
+        block_tables=tuple(torch.full_like(table, block) for block, table in enumerate(step.block_tables)),
+        k_caches=k_caches,
+        v_caches=v_caches,
+    )
+    forward(input_ids, position_ids, shared, logits_to_keep)
+    lost = list(_unwritten("k_caches", k_caches, groups, input_ids.shape[1]))
+    lost += _unwritten("v_caches", v_caches, groups, input_ids.shape[1])
+    if lost:
+        raise UnsupportedModel(
+            f"the compiled graph does not write its KV caches in place: after a step {', '.join(lost)} lack its"
+            f" tokens, as layers of {len(groups)} KV groups share them. The compiler copied them: use the torch that"
+            " constraints.txt names, and report the model if it is refused there too"
+        )
+
+
+def _shared(caches: Sequence[Tensor], groups: Sequence[KVGroup]) -> tuple[Tensor, ...]:
+    """A cache a layer: layer i of every group has one tensor, of a block for each group."""
+    place = {layer: index for group in groups for index, layer in enumerate(group.layers)}
+    tensors: dict[int, Tensor] = {}
+    for layer, cache in enumerate(caches):
+        if place[layer] not in tensors:
+            tensors[place[layer]] = cache.new_full((len(groups), *cache.shape[1:]), UNWRITTEN)
+    return tuple(tensors[place[layer]] for layer in range(len(caches)))
+
+
+def _unwritten(name: str, caches: Sequence[Tensor], groups: Sequence[KVGroup], num_tokens: int) -> Iterator[str]:
+    for block, group in enumerate(groups):
+        for layer in group.layers:
+            written = (caches[layer][block, :num_tokens] != UNWRITTEN).any(-1)
+            if not bool(written.all()):
+                yield f"{name}[{layer}]"

@@ -1,25 +1,25 @@
-"""Inductor's C++ for a CPU gives an element the same bits in every lane, whatever stands in the others.
-
-A vector function of SLEEF may look at all lanes before it chooses how to compute each: tan reduces its angles in
-another way as soon as one lane is large. And a function of vectors rounds otherwise than the C library's scalar
-function, which computes what Inductor leaves scalar. So each operation of Inductor is of one of three kinds: EXACT,
-SAME_LANES or, by default, the scalar function, a lane at a time.
-"""
+"""Inductor's C++ for a CPU: the vectors it uses, what is compiled ahead, and the same bits in every lane."""
 
 import contextlib
 import functools
+import logging
 import operator
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import torch
 
-from detcompile.passes.programs.compiling_ahead import vector_isa
+from detcompile.config import inductor_folder
+from detcompile.storage import INDUCTOR_ADVICE, naming
+from detcompile.templates.cpp_dispatch import build_direct_ops
+from detcompile.templates.cpu.library import library
 from detcompile.torch_internals.inductor_cpp import CppOverrides, CppVecOverrides, OpOverrides, each_lane
 from detcompile.torch_internals.inductor_lowerings import lowerings
+from detcompile.torch_internals.vector_instructions import VecISA, list_vector_isas, pick_vec_isa, precompile_cpp_header
 
-__all__ = ["EXACT", "SAME_LANES", "lane_by_lane"]
+__all__ = ["EXACT", "SAME_LANES", "lane_by_lane", "precompile_header", "prepare_compiler", "vector_isa"]
 
 # One IEEE operation, a comparison, a choice, bits or a cast: vectors and scalars have one result for it. `masked`,
 # `index_expr` and `value_expr` hold other operations; `load_seed`, `rand`, `randn` and `randint64` are refused by
@@ -121,3 +121,42 @@ def _once_on_cpu(lower: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return found
 
     return realized
+
+
+logger = logging.getLogger(__name__)
+THREAD = "detcompile compiling ahead"
+
+
+def vector_isa() -> VecISA:
+    """Return the vectors of Inductor's C++ on this machine; the first call in a process may compile a program to see.
+
+    Raises:
+        StorageError: Inductor's cache cannot be written.
+    """
+    with naming(inductor_folder(), INDUCTOR_ADVICE):
+        list_vector_isas()
+    return pick_vec_isa()
+
+
+@functools.cache
+def prepare_compiler() -> None:
+    """Start, once a process, what the first program needs whether it was kept or not. Whoever needs it finds it there
+    or makes it, and hears of what fails."""
+    _start(list_vector_isas, library, build_direct_ops)
+
+
+@functools.cache
+def precompile_header() -> None:
+    """Start, once a process, to precompile the header of Inductor's kernels."""
+    _start(precompile_cpp_header)
+
+
+def _start(*tasks: Callable[[], object]) -> None:
+    def run() -> None:
+        for task in tasks:
+            try:
+                task()
+            except Exception as error:  # whoever needs it does it again, and raises
+                logger.debug("%s: %s", task, error)
+
+    threading.Thread(target=run, name=THREAD, daemon=True).start()

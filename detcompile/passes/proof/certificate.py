@@ -7,7 +7,7 @@ holds no symbol), *attention* and *recurrence* (sums over the row's own prefix, 
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,20 +18,34 @@ from detcompile.errors import InvalidInput, UncertifiedOp
 from detcompile.orders.numerics import Numerics
 from detcompile.orders.sum_order import SumOrder
 from detcompile.passes.graphs import layer_of, operation_of, place_of, source_of, sympy_size
-from detcompile.passes.proof.context import Context, require_arguments, size_arithmetic
+from detcompile.passes.proof.context import (
+    Context,
+    Role,
+    constant_state,
+    context_of,
+    input_state,
+    require_arguments,
+    size_arithmetic,
+)
 from detcompile.passes.proof.gradient_rules import of_token_sums
-from detcompile.passes.proof.indexing_rules import INDEXING
-from detcompile.passes.proof.inputs import Role, constant_state, context_of, input_state
-from detcompile.passes.proof.movement_rules import MOVEMENT
+from detcompile.passes.proof.movement_rules import INDEXING, MOVEMENT
 from detcompile.passes.proof.order_free_rules import ORDER_FREE
 from detcompile.passes.proof.pointwise import is_pointwise, pointwise, why_not_pointwise
-from detcompile.passes.proof.provenance import Layout, Refusal, Rows, TokenSum, require_apart
-from detcompile.passes.proof.refusals import reason_of
+from detcompile.passes.proof.provenance import (
+    Dim,
+    Layout,
+    Refusal,
+    Rows,
+    Size,
+    TokenSum,
+    describe,
+    is_feature,
+    require_apart,
+)
 from detcompile.passes.proof.template_table import Template, template_of
-from detcompile.passes.proof.whole_graph import is_assertion, lost_of, only_checked
-from detcompile.torch_internals.operators import OpOverload
+from detcompile.torch_internals.operators import OpOverload, schema_of
 
-__all__ = ["Certificate", "Entry", "certify"]
+__all__ = ["Certificate", "Entry", "certify", "is_assertion", "lost_of", "only_checked", "reason_of"]
 
 
 @dataclass(frozen=True)
@@ -269,3 +283,83 @@ def _proof(kind: str, state: Any, order: SumOrder | None) -> str:
 def _name(node: fx.Node) -> str:
     target = operation_of(node)
     return str(target if isinstance(target, OpOverload) else getattr(target, "__name__", target))
+
+
+def only_checked(graph: fx.Graph) -> set[fx.Node]:
+    """Operations that nothing but an assertion reads: they may stop a step, and enter no value of it."""
+    checked: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        pure = isinstance(node.target, OpOverload) and not schema_of(node.target).is_mutable
+        if pure and node.users and all(user in checked or is_assertion(user) for user in node.users):
+            checked.add(node)
+    return checked
+
+
+def is_assertion(node: fx.Node) -> bool:
+    return str(node.target).startswith(("aten._assert", "aten.sym_constrain"))
+
+
+def lost_of(output: fx.Node, context: Context, leading: str | None = None) -> list[str]:
+    """What the caller of the graph would not find: logits in the rows it asked for, keys and values in their caches.
+
+    Nor a result with a copy of all rows for each of as many places as a count says, which look like rows themselves.
+
+    Args:
+        leading: the row space that the first dimension of every output has to be, unless the output reads no row.
+    """
+    lost = []
+    for place, arg in enumerate(output.all_input_nodes):
+        state = context.states[arg]
+        if isinstance(state, Size) and leading is not None:
+            lost.append(f"output {place}: is computed from a token or batch count")
+        if not isinstance(state, Rows):
+            continue
+        shown = f"output {place} of {source_of(arg)}: holds {' '.join(map(describe, state.dims))}"
+        if context.final_gather and not _is_chosen(state, context):
+            lost.append(f"{shown}, not the rows that the caller chose")
+        elif any(axis.row is None and axis.size.free_symbols for dim in state.dims for axis in dim):
+            lost.append(f"{shown}, an extent computed from a token or batch count that is no row")
+        elif leading is not None and state.row_spaces and not _is_row(state.dims[:1], leading):
+            lost.append(f"{shown}, and its first dimension is not the {leading}")
+    for cache in context.caches:
+        if cache not in context.kept:
+            lost.append(f"{cache.part}[{cache.index}]: what attention wrote is not kept for the next step")
+    return lost
+
+
+def _is_row(dims: Sequence[Dim], name: str) -> bool:
+    return [axis.row for dim in dims for axis in dim] == [name]
+
+
+def _is_chosen(state: Rows, context: Context) -> bool:
+    first, *others = state.dims
+    rows = [axis.row for axis in first]
+    return len(rows) == 1 and rows[0] in context.final_gather.values() and all(map(is_feature, others))
+
+
+# The first that is part of the operation's name counts.
+REASONS = {
+    "dropout": "dropout draws from a generator the batch shares: call model.eval()",
+    "seeds": "random numbers inside the graph (dropout? call model.eval())",
+    "rand": "random numbers inside the graph",
+    "bernoulli": "random numbers inside the graph",
+    "cumsum": "a running sum whose order is not pinned",
+    "bmm": "a batched matrix product without a pinned order (attention outside the attention interface?)",
+    "convolution": "a convolution that is transposed, or over a length that is not fixed",
+    "pool": "a pool whose windows differ in their terms, whose indices are read, or over a length that is not fixed",
+    "prod": "a product of floating-point numbers whose order is not pinned",
+    "empty": "reads memory that nothing has written",
+    "as_strided": "a view whose rows cannot be followed",
+    "c10d": (
+        "a collective of torch.distributed, whose order of additions is its own (compile(tp=...) shards the model; an "
+        "all_reduce of a plain matrix product, over a declared number of ranks, becomes the declared tree)"
+    ),
+}
+
+
+def reason_of(target: Any) -> str:
+    """The reason that goes with the name of an operation."""
+    for name, reason in REASONS.items():
+        if name in str(target):
+            return reason
+    return "no rule proves this operation independent of the batch"

@@ -1,6 +1,6 @@
-"""What the templates do to rows: each sums over features alone, save attention, which has a rule of its own.
+"""Rules of the templates. Each sums over features alone; attention and recurrences have rules of their own.
 
-A rule takes (node, context) and returns the state of the node's value; it raises Refusal with the reason otherwise.
+A rule takes (node, context) and returns the state of the node's value, or raises Refusal with the reason.
 """
 
 import math
@@ -18,6 +18,7 @@ from detcompile.passes.proof.provenance import (
     Layout,
     Refusal,
     Rows,
+    Rule,
     created,
     describe,
     is_feature,
@@ -30,20 +31,30 @@ from detcompile.torch_internals.graph_nodes import BASES, FUNCTIONALIZED, base_i
 from detcompile.torch_internals.operators import schema_of
 
 __all__ = [
+    "AVERAGE",
+    "CONV",
+    "GREATEST",
+    "SCAN",
     "batched_matmul",
     "cached_attention",
+    "columns_gathered",
     "dense_attention",
+    "dense_recurrence",
     "dequant_matmul",
     "expert_matmul",
+    "expert_matmul_partial",
     "gated_matmul",
     "matmul",
+    "matmul_all_reduce",
     "of_experts",
+    "packed_recurrence",
     "paged_attention",
     "require_heads_of_tokens",
     "require_per_head",
     "rope_cache",
     "row_by_row",
     "row_reduced",
+    "tree_all_reduce",
 ]
 
 
@@ -244,3 +255,101 @@ def dense_attention(node: fx.Node, ctx: Context) -> Rows:
         if not in_order or value.dims[0] != q.dims[0] or value.dims[2] != q.dims[2]:
             raise Refusal("attention's batch and tokens are out of place")
     return Rows((q.dims[0], q.dims[1], q.dims[2], v.dims[3]))
+
+
+def matmul_all_reduce(node: fx.Node, ctx: Context) -> Rows:
+    x, w = ctx.rows(node.args[0]), ctx.rows(node.args[1])
+    bias, residual = node.args[2:4]
+    require_weight(w, "the second matrix")
+    require_feature(x, 1, "the sum of a matrix product")
+    if bias is not None:
+        require_weight(ctx.rows(bias), "the bias")
+    out = Rows((x.dims[0], w.dims[0]))
+    return out if residual is None else join([out, ctx.rows(residual)], len(out.dims))
+
+
+def expert_matmul_partial(node: fx.Node, ctx: Context) -> Rows:
+    """A sum over a share of K: it means nothing until the ranks' shares are added."""
+    for user in node.users:
+        if user.target is not ours.tree_all_reduce.default or user.args[0] is not node or node in user.args[1:]:
+            raise Refusal(f"a rank's partial sum is read by {user.target}, not by the tree over the ranks")
+    return of_experts(node, ctx)
+
+
+def tree_all_reduce(node: fx.Node, ctx: Context) -> Rows:
+    partial, bias, residual, radices = node.args[:4]
+    if partial.target is not ours.expert_matmul_partial.default:
+        raise Refusal("adds up ranks' values that are no partial sums of a matrix product")
+    tp = partial.args[-1]
+    if math.prod(radices) != tp:
+        raise Refusal(f"a tree over {math.prod(radices)} ranks adds the partial sums of {tp}")
+    if bias is not None:
+        require_weight(ctx.rows(bias), "the bias")
+    out = ctx.rows(partial)
+    return out if residual is None else join([out, ctx.rows(residual)], len(out.dims))
+
+
+def columns_gathered(node: fx.Node, ctx: Context) -> Rows:
+    x = ctx.rows(node.args[0])
+    require_feature(x, 1, "a gather of columns")
+    return Rows((x.dims[0], created([shape_of(node)[1]], {}).dims[0]))
+
+
+STEP_OF_STATE = ("state_slots", "cu_seqlens", "seq_lens")
+OF_STATE = {BASES, base_index("state")}  # what functionalization adds
+CONV: dict[str, tuple[str, ...]] = {"rows": ("x",), "weights": ("weight", "bias")}
+SCAN: dict[str, tuple[str, ...]] = {"rows": ("v", "q", "k", "decay", "beta"), "weights": ("rates",)}
+AVERAGE: dict[str, tuple[str, ...]] = {"rows": ("v", "k"), "weights": ("decay", "bonus")}
+GREATEST: dict[str, tuple[str, ...]] = {"rows": ("x", "decay"), "weights": ()}
+
+
+def packed_recurrence(operands: dict[str, tuple[str, ...]]) -> Rule:
+    def rule(node: fx.Node, ctx: Context) -> tuple[Any, ...]:
+        kwargs = node.kwargs
+        for name in STEP_OF_STATE:
+            if ctx.states[kwargs[name]] != Layout(name):
+                raise Refusal(f"the recurrence's {name} is not the step's own")
+        out = _rows(kwargs, operands, ctx, 0)
+        return out, _written_state(node, ctx)
+
+    return rule
+
+
+def _written_state(node: fx.Node, ctx: Context) -> Layout:
+    """The state that a functionalized operation writes: whole, of the step, and written here alone."""
+    kwargs = node.kwargs
+    unknown = set(kwargs) - {argument.name for argument in schema_of(node.args[0]).arguments} - OF_STATE
+    (base,) = kwargs[BASES]
+    state = ctx.states[base]
+    if unknown or not isinstance(state, Layout) or state.part != "states":
+        raise Refusal("the recurrence's state is not one of the step's own")
+    if state in ctx.caches:
+        raise Refusal(f"{state.part}[{state.index}] is written twice in a step")
+    ctx.caches[state] = node
+    return state
+
+
+def dense_recurrence(operands: dict[str, tuple[str, ...]]) -> Rule:
+    def rule(node: fx.Node, ctx: Context) -> Rows:
+        if ctx.packed:
+            raise Refusal("a recurrence without a step reads the step's tokens as one sequence")
+        names = [argument.name for argument in schema_of(node.target).arguments]
+        return _rows(dict(zip(names, node.args, strict=False)), operands, ctx, 1)
+
+    return rule
+
+
+def _rows(given: dict[str, Any], operands: dict[str, tuple[str, ...]], ctx: Context, tokens: int) -> Rows:
+    """The state of the first operand, which the result shares; ``tokens`` is the dimension that they are in."""
+    for name in operands["weights"]:
+        if given.get(name) is not None:
+            require_weight(ctx.rows(given[name]), f"the recurrence's {name}")
+    values = [ctx.rows(given[name]) for name in operands["rows"] if given.get(name) is not None]
+    for value in values:
+        in_order = is_feature(value.dims[tokens]) if tokens else False
+        in_order |= [axis.row for axis in value.dims[tokens]] == ["tokens"]
+        if not in_order or not all(is_feature(dim) for dim in value.dims[tokens + 1 :]):
+            raise Refusal(f"a recurrence over {[describe(dim) for dim in value.dims]}: its tokens are out of place")
+        if value.dims[: tokens + 1] != values[0].dims[: tokens + 1]:
+            raise Refusal("the recurrence's operands are of different rows")
+    return values[0]

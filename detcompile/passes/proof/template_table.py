@@ -25,29 +25,32 @@ from detcompile.orders.numerics import (
 )
 from detcompile.orders.sum_order import SumOrder
 from detcompile.passes.graphs import arguments_of, operation_of, shape_of
-from detcompile.passes.proof.collective_rules import (
-    columns_gathered,
-    expert_matmul_partial,
-    matmul_all_reduce,
-    tree_all_reduce,
-)
 from detcompile.passes.proof.gradient_rules import gradient, packed_attention
-from detcompile.passes.proof.indexing_rules import embedding
+from detcompile.passes.proof.movement_rules import embedding
 from detcompile.passes.proof.pointwise import pointwise
 from detcompile.passes.proof.provenance import Refusal, Rule
-from detcompile.passes.proof.recurrence_rules import AVERAGE, CONV, GREATEST, SCAN, dense_recurrence, packed_recurrence
 from detcompile.passes.proof.template_rules import (
+    AVERAGE,
+    CONV,
+    GREATEST,
+    SCAN,
     batched_matmul,
     cached_attention,
+    columns_gathered,
     dense_attention,
+    dense_recurrence,
     dequant_matmul,
     expert_matmul,
+    expert_matmul_partial,
     gated_matmul,
     matmul,
+    matmul_all_reduce,
+    packed_recurrence,
     paged_attention,
     rope_cache,
     row_by_row,
     row_reduced,
+    tree_all_reduce,
 )
 from detcompile.templates.cpu.library import isa_of
 from detcompile.templates.ops import ours

@@ -1,15 +1,19 @@
-"""One spelling an operation, so that the rewrites that follow need one pattern each."""
+"""One spelling per operation, so that later rewrites need one pattern each.
+
+Also here: an allocation that is filled slice by slice, and an index that counts all rows.
+"""
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import sympy
 import torch
 from torch import fx
 
-from detcompile.passes.graphs import VIEWS, insert, shape_of
+from detcompile.passes.graphs import VIEWS, insert, replace, shape_of
 
-__all__ = ["canonicalize"]
+__all__ = ["canonicalize", "drop_batch_indices", "join_fills"]
 
 aten = torch.ops.aten
 
@@ -96,3 +100,147 @@ def _is_masked_fill(node: fx.Node) -> bool:
     mask, kind = indices[0], value.meta["val"]
     whole = mask.meta["val"].dtype is torch.bool and shape_of(mask) == shape_of(x)
     return whole and not kind.shape and kind.dtype == x.meta["val"].dtype
+
+
+ALL = 2**63 - 1
+ALLOCATIONS = (aten.empty.memory_format, aten.new_empty.default, aten.full.default)
+
+
+def join_fills(gm: fx.GraphModule) -> fx.GraphModule:
+    """slice_scatter(slice_scatter(empty, a, d, 0, n), b, d, n, m)  ->  cat([a, b], d)        where m is the extent of d
+
+    Only a fill without a gap is rewritten; where one has a gap, the certificate names what was not written. Slices
+    of everything, as of an unknown number of rows, are left out first.
+    """
+    if gm.graph.find_nodes(op="call_function", target=aten.slice_scatter.default):
+        _drop_whole_slices(gm)
+    for node in reversed(gm.graph.find_nodes(op="call_function", target=aten.slice_scatter.default)):
+        slices = _filling_slices(node)
+        if slices is not None:
+            joined = insert(gm.graph, aten.cat.default, (slices, _slice_range(node)[0]), node)
+            node.replace_all_uses_with(joined)
+    gm.graph.eliminate_dead_code()
+    return gm
+
+
+def _drop_whole_slices(gm: fx.GraphModule) -> None:
+    """slice(x, d, 0, all)  ->  x        and        slice_scatter(x, y, d, 0, all)  ->  y"""
+    for target, first in ((aten.slice.Tensor, 1), (aten.slice_scatter.default, 2)):
+        for node in gm.graph.find_nodes(op="call_function", target=target):
+            kept: Any = node.args[first - 1]
+            given: tuple[Any, ...] = (*node.args[first:], *(0, None, None, 1)[len(node.args) - first :])
+            _, start, end, step = given
+            of_all = start in (0, None) and step == 1 and (end is None or end == ALL)
+            as_wide = shape_of(kept) == shape_of(node) and kept.meta["val"].dtype == node.meta["val"].dtype
+            if of_all and not node.kwargs and as_wide:
+                replace(node, kept)
+
+
+def _filling_slices(last: fx.Node) -> list[fx.Node] | None:
+    """What fills an allocation along one dimension, in order, or None where ``last`` does not complete such a fill."""
+    dim, _, end = _slice_range(last)
+    slices: list[fx.Node] = []
+    node: Any = last
+    while isinstance(node, fx.Node) and node.target is aten.slice_scatter.default:
+        own_dim, own_start, own_end = _slice_range(node)
+        if own_dim != dim or own_end != end or len(node.args) > 5 or node.kwargs:
+            return None
+        slices.insert(0, _copied_value(node.args[1]))
+        node, end = node.args[0], own_start
+    whole = shape_of(last)
+    complete = end == 0 and _slice_range(last)[2] == whole[dim] and len(slices) > 1
+    if not complete or node.target not in ALLOCATIONS or not _same_but(slices, last, dim):
+        return None
+    return slices
+
+
+def _slice_range(node: fx.Node) -> tuple[int, Any, Any]:
+    """Dimension, start and end of a slice_scatter, the end within the extent."""
+    sizes = shape_of(node)
+    dim = (node.args[2] if len(node.args) > 2 else 0) % len(sizes)
+    start = node.args[3] if len(node.args) > 3 else None
+    end = node.args[4] if len(node.args) > 4 else None
+    extent = sizes[dim]
+    whole = end is None or (isinstance(end, int) and not extent.free_symbols and end >= extent)
+    return dim, start or 0, int(extent) if whole and not extent.free_symbols else end
+
+
+def _copied_value(source: Any) -> Any:
+    """What copy(into, value) writes: the value, if it has the shape and dtype of what it is written into."""
+    if source.target is aten.copy.default and not source.kwargs and len(source.args) == 2:
+        into, value = source.args
+        if shape_of(into) == shape_of(value) and into.meta["val"].dtype == value.meta["val"].dtype:
+            return value
+    return source
+
+
+def _same_but(slices: list[fx.Node], last: fx.Node, dim: int) -> bool:
+    """Whether all slices have the dtype of the whole, and its shape but along ``dim``."""
+    whole = shape_of(last)
+    expected = whole[:dim] + whole[dim + 1 :]
+    shapes = [shape_of(one) for one in slices]
+    return all(shape[:dim] + shape[dim + 1 :] == expected for shape in shapes) and all(
+        one.meta["val"].dtype == last.meta["val"].dtype for one in slices
+    )
+
+
+aten, prims = torch.ops.aten, torch.ops.prims
+SAME_NUMBERS = (*VIEWS, aten.unsqueeze.default, prims.convert_element_type.default, aten._to_copy.default)
+
+
+def drop_batch_indices(gm: fx.GraphModule) -> fx.GraphModule:
+    """index(x_BS, [arange(B) [B, 1, 1, 1], j [S]])  ->  permute(index(x_BS, [None, j [1, 1, S]]), ...)
+
+    As masks of transformers read the padding of a row: mask[batch_idx, kv_idx] over all pairs.
+    """
+    for node in gm.graph.find_nodes(op="call_function", target=aten.index.Tensor):
+        x, indices = node.args
+        place = _place_of_rows(x, indices)
+        if place is not None:
+            _index_the_rest(gm.graph, node, place)
+    return gm
+
+
+def _place_of_rows(x: fx.Node, indices: list[fx.Node | None]) -> int | None:
+    """The dimension, from the end, along which the first index counts all rows of x and the others are constant."""
+    if len(indices) < 2 or any(index is None for index in indices):
+        return None
+    shape, rows = shape_of(indices[0]), shape_of(x)[0]
+    counted = [i - len(shape) for i, size in enumerate(shape) if size != 1]
+    if len(counted) != 1 or shape[counted[0]] != rows or not _counts_up(indices[0]):
+        return None
+    (place,) = counted
+    others = [shape_of(index) for index in indices[1:]]
+    return place if all(len(other) < -place or other[place] == 1 for other in others) else None
+
+
+def _counts_up(node: fx.Node) -> bool:
+    """Whether the values are 0, 1, 2, ..., in order: of a range, through views of it."""
+    while node.target in SAME_NUMBERS or (node.target is aten.slice.Tensor and _is_whole(node)):
+        node = node.args[0]
+    if node.target is prims.iota.default:
+        return node.kwargs["start"] == 0 and node.kwargs["step"] == 1
+    return node.target is aten.arange.start_step and node.args[0] == 0 and node.args[2:] in ((), (1,))
+
+
+def _is_whole(part: fx.Node) -> bool:
+    return shape_of(part) == shape_of(part.args[0])
+
+
+def _index_the_rest(graph: fx.Graph, node: fx.Node, place: int) -> None:
+    """Index the other dimensions, then move the rows, which stayed first, to their place."""
+    x, indices = node.args
+    rank = len(shape_of(node)) - (len(shape_of(x)) - len(indices))  # of the indices, broadcast
+    others = []
+    for index in indices[1:]:
+        if len(shape_of(index)) >= -place:
+            index = insert(graph, aten.squeeze.dim, (index, place), node)
+        others.append(index)
+    chosen = insert(graph, aten.index.Tensor, (x, [None, *others]), node)
+    missing = rank - 1 - (len(shape_of(chosen)) - 1 - (len(shape_of(x)) - len(indices)))
+    for _ in range(missing):
+        chosen = insert(graph, aten.unsqueeze.default, (chosen, 1), node)
+    dims = list(range(1, len(shape_of(chosen))))
+    dims.insert(rank + place, 0)
+    moved = insert(graph, aten.permute.default, (chosen, dims), node)
+    replace(node, insert(graph, aten.clone.default, (moved,), node, memory_format=torch.contiguous_format))

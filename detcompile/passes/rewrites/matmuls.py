@@ -1,13 +1,23 @@
-"""Matrix products become the matmul template, with bias and residual as its epilogue."""
+"""Matrix products become the matmul templates: with bias, residual or gate as epilogue, and in batches."""
 
+from typing import Any
+
+import sympy
 import torch
 from torch import fx
 
-from detcompile.passes.graphs import VIEWS, insert, replace, shape_of
+from detcompile.passes.graphs import VIEWS, insert, replace, shape_of, sympy_size
 from detcompile.templates.ops import ours
 from detcompile.torch_internals.graph_nodes import set_source_trace
 
-__all__ = ["fuse_residuals", "pin_matmuls", "transposed_weight"]
+__all__ = [
+    "fuse_gated_products",
+    "fuse_gates",
+    "fuse_residuals",
+    "pin_batched_products",
+    "pin_matmuls",
+    "transposed_weight",
+]
 
 aten = torch.ops.aten
 # The argument's position.
@@ -58,7 +68,7 @@ def fuse_residuals(gm: fx.GraphModule) -> fx.GraphModule:
         for y, r in (add.args, add.args[::-1]):
             product = y.args[0] if y.target in VIEWS else y
             if _takes_residual(product, y, r, add):
-                _fuse(gm.graph, add, product, y, r)
+                _fuse_residual(gm.graph, add, product, y, r)
                 break
     return gm
 
@@ -76,7 +86,7 @@ def _takes_residual(product: fx.Node, y: fx.Node, r: fx.Node, add: fx.Node) -> b
     )
 
 
-def _fuse(graph: fx.Graph, add: fx.Node, product: fx.Node, y: fx.Node, r: fx.Node) -> None:
+def _fuse_residual(graph: fx.Graph, add: fx.Node, product: fx.Node, y: fx.Node, r: fx.Node) -> None:
     flat = r
     if y is not product:  # [-1, N]: no symbolic size has to be threaded through
         flat = insert(graph, aten.reshape.default, (r, [-1, int(product.meta["val"].shape[1])]), add)
@@ -88,3 +98,167 @@ def _fuse(graph: fx.Graph, add: fx.Node, product: fx.Node, y: fx.Node, r: fx.Nod
     add.replace_all_uses_with(fused)
     for dead in dict.fromkeys((add, y, product)):
         graph.erase_node(dead)
+
+
+aten, prims = torch.ops.aten, torch.ops.prims
+MOST_TERMS = 8  # of a sum; a longer one belongs into a template of its own
+MOST_MATRICES = 32  # each becomes a product of its own
+
+
+def pin_batched_products(gm: fx.GraphModule) -> fx.GraphModule:
+    """bmm(a_GMK, w_GKN)  ->  cat([mm(a_GMK[0], w_GKN[0]), ...])      where w has known extents: einsum, grouped linears
+    bmm(a_RMK, b_RKN)  ->  row_sum(a_RM1K * b_R1NK)             where K is small and M, N are known: gemma3n mixes so
+    bmm(a_RMK, b_RKN)  ->  batched_matmul(a_RMK, b_RNK)         where K is known, and M or N: attention of an encoder
+    baddbmm(c, a, b)  ->  c + bmm(a, b)
+    """
+    for node in gm.graph.find_nodes(op="call_function", target=aten.baddbmm.default):
+        _add_apart(gm.graph, node)
+    for node in gm.graph.find_nodes(op="call_function", target=aten.bmm.default):
+        known = [[not size.free_symbols for size in shape_of(operand)] for operand in node.args]
+        (_, M, K), (_, _, N) = known
+        whole = all(known[0] + known[1])  # whose rows are not told apart from weights here
+        if all(known[1]) and not whole and int(shape_of(node.args[1])[0]) <= MOST_MATRICES:
+            _pin_each(gm.graph, node, int(shape_of(node.args[1])[0]))
+        elif M and K and N and int(shape_of(node.args[1])[1]) <= MOST_TERMS:
+            _pin_sum(gm.graph, node)
+        elif K and (M or N):
+            _pin_batch(gm.graph, node)
+    return gm
+
+
+def _add_apart(graph: fx.Graph, node: fx.Node) -> None:
+    """Only unscaled; the sum is of two terms, each rounded."""
+    if not node.kwargs:
+        c, a, b = node.args
+        product = insert(graph, aten.bmm.default, (a, b), node)
+        replace(node, insert(graph, aten.add.Tensor, (c, product), node))
+
+
+def _pin_batch(graph: fx.Graph, node: fx.Node) -> None:
+    a, b = node.args
+    turned = insert(graph, aten.permute.default, (b, [0, 2, 1]), node)
+    replace(node, insert(graph, ours.batched_matmul.default, (a, turned), node))
+
+
+def _pin_each(graph: fx.Graph, node: fx.Node, matrices: int) -> None:
+    products = []
+    for place in range(matrices):
+        a, w = (insert(graph, aten.select.int, (operand, 0, place), node) for operand in node.args)
+        products.append(insert(graph, aten.unsqueeze.default, (insert(graph, aten.mm.default, (a, w), node), 0), node))
+    whole = products[0] if matrices == 1 else insert(graph, _cat, tuple(products), node)
+    if matrices > 1:
+        whole.target, whole.args = aten.cat.default, (products,)
+    replace(node, whole)
+
+
+def _cat(*parts: torch.Tensor) -> torch.Tensor:
+    return torch.cat(parts)
+
+
+def _pin_sum(graph: fx.Graph, node: fx.Node) -> None:
+    """The products and their sum stay in fp32; one rounding."""
+    a, b = (
+        value
+        if value.meta["val"].dtype == torch.float32
+        else insert(graph, prims.convert_element_type.default, (value, torch.float32), node)
+        for value in node.args
+    )
+    a = insert(graph, aten.unsqueeze.default, (a, 2), node)
+    b = insert(graph, aten.unsqueeze.default, (insert(graph, aten.permute.default, (b, [0, 2, 1]), node), 1), node)
+    product = insert(graph, aten.mul.Tensor, (a, b), node)
+    replace(node, insert(graph, ours.row_sum.default, (product, node.meta["val"].dtype), node))
+
+
+convert = torch.ops.prims.convert_element_type.default
+DEVICES = ("cuda",)  # on a CPU Inductor's loop is as fast
+
+
+def fuse_gates(gm: fx.GraphModule) -> fx.GraphModule:
+    """mul(round(g / (exp(-g) + 1)), u)  ->  silu_mul(g, u)          g and u of one shape and dtype
+
+    A silu that something else reads too, or whose product broadcasts or does not lie in rows as silu_mul's result does
+    (views that follow were traced with its strides), keeps its operations. The bits are the same for float32; for 16
+    bits they are silu_mul's own.
+    """
+    for mul in gm.graph.find_nodes(op="call_function", target=aten.mul.Tensor):
+        value = mul.meta["val"]
+        if mul.kwargs or value.device.type not in DEVICES or not _lies_in_rows(value):
+            continue
+        for silu, up in (mul.args, mul.args[::-1]):
+            gate = _match_silu(silu)
+            if gate is not None and isinstance(up, fx.Node) and _is_like(gate, mul) and _is_like(up, mul):
+                replace(mul, insert(gm.graph, ours.silu_mul.default, (gate, up), mul))
+                break
+    gm.graph.eliminate_dead_code()
+    return gm
+
+
+def fuse_gated_products(gm: fx.GraphModule) -> fx.GraphModule:
+    """y = matmul(x, w), silu_mul(y[:, :F], y[:, F:])  ->  gated_matmul(x, w)          w [2 F, K]
+
+    Where nothing else reads the product; after the linears of one input share it (passes/rewrites/merged_linears.py).
+    The bits stay.
+    """
+    for gate in gm.graph.find_nodes(op="call_function", target=ours.silu_mul.default):
+        product = _match_halves(*gate.args)
+        if product is not None:
+            out = insert(gm.graph, ours.gated_matmul.default, product.args[:2], gate)
+            half = gate.args[0]
+            if half.target in VIEWS:
+                out = insert(gm.graph, half.target, (out, half.args[1]), gate)
+            replace(gate, out)
+    gm.graph.eliminate_dead_code()
+    return gm
+
+
+def _match_halves(gate: fx.Node, up: fx.Node) -> fx.Node | None:
+    """The product whose first half of columns is ``gate`` and whose second is ``up``, behind whatever views."""
+    halves = []
+    for node in (gate, up):
+        while node.target in VIEWS and len(node.users) == 1:
+            node = node.args[0]
+        if node.target is not aten.slice.Tensor or len(node.users) != 1 or node.args[1] != 1 or len(node.args) != 4:
+            return None
+        halves.append(node.args)
+    (product, _, *first), (other, _, *second) = halves
+    whole = product is other and product.target is ours.matmul.default and len(product.users) == 2
+    if not whole or any(arg is not None for arg in product.args[2:4]) or product.args[4] or len(product.args) != 5:
+        return None
+    width = int(product.meta["val"].shape[1])
+    return product if (first, second) == ([0, width // 2], [width // 2, width]) else None
+
+
+def _is_like(x: fx.Node, mul: fx.Node) -> bool:
+    return shape_of(x) == shape_of(mul) and x.meta["val"].dtype == mul.meta["val"].dtype
+
+
+def _lies_in_rows(value: torch.Tensor) -> bool:
+    step = sympy.Integer(1)
+    for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
+        if sympy_size(size) != 1 and sympy_size(stride) != step:
+            return False
+        step *= sympy_size(size)
+    return True
+
+
+def _match_silu(node: Any) -> fx.Node | None:
+    """g of round(float32(g) / (exp(-float32(g)) + 1)), the decomposition of aten.silu."""
+    if not isinstance(node, fx.Node) or len(node.users) != 1:
+        return None
+    rounded = node.meta["val"].dtype
+    quotient = node.args[0] if node.target is convert else node
+    if not _calls(quotient, aten.div.Tensor):
+        return None
+    g, total = quotient.args
+    if not _calls(total, aten.add.Tensor) or total.args[1] != 1 or not _calls(total.args[0], aten.exp.default):
+        return None
+    negative = total.args[0].args[0]
+    if not _calls(negative, aten.neg.default) or negative.args[0] is not g or not isinstance(g, fx.Node):
+        return None
+    if rounded is torch.float32:
+        return g
+    return g.args[0] if g.target is convert and g.meta["val"].dtype is torch.float32 else None
+
+
+def _calls(node: Any, target: Any) -> bool:
+    return isinstance(node, fx.Node) and node.target is target and not node.kwargs

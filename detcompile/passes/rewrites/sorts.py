@@ -1,4 +1,4 @@
-"""Rankings become a function of the row alone: of equal elements, the one of the lowest index comes first."""
+"""Sorts and running sums become functions of one row alone."""
 
 import operator
 from typing import Any
@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from detcompile.passes.graphs import insert, replace
+from detcompile.passes.graphs import insert, replace, shape_of
 
-__all__ = ["pin_sorts", "pin_topk"]
+__all__ = ["pin_running_sums", "pin_sorts", "pin_topk"]
 
 aten = torch.ops.aten
 DEFAULTS = (None, None, -1, True, True)  # x, k, dim, largest, sorted
@@ -56,3 +56,47 @@ def _users(node: fx.Node, part: int) -> list[fx.Node]:
 
 def _stable_sort(x: Any, dim: int, descending: bool) -> Any:
     return aten.sort.stable(x, stable=True, dim=dim, descending=descending)
+
+
+aten, prims = torch.ops.aten, torch.ops.prims
+# What combines two values, and the value that changes none.
+COMBINED: dict[Any, tuple[Any, int]] = {
+    aten.cumsum.default: (aten.add.Tensor, 0),
+    aten.cumprod.default: (aten.mul.Tensor, 1),
+}
+
+
+def pin_running_sums(gm: fx.GraphModule) -> fx.GraphModule:
+    """cumsum(x, dim)  ->  y = x + shift(x, 1); y = y + shift(y, 2); y = y + shift(y, 4); ...
+
+    Element i is a tree over the elements up to i that knows nothing of the rows beside it, nor of what follows in its
+    own (Hillis and Steele, "Data parallel algorithms", CACM 1986). 16-bit values are float32 until the end. Integers
+    need no order; a length that is not fixed is left to the certificate.
+    """
+    for target, (combine, neutral) in COMBINED.items():
+        for node in gm.graph.find_nodes(op="call_function", target=target):
+            x, dim = node.args[:2]
+            sizes = shape_of(x)
+            if node.meta["val"].dtype.is_floating_point and sizes and not sizes[dim].free_symbols:
+                _double(gm.graph, node, combine, neutral, dim % len(sizes), int(sizes[dim]))
+    return gm
+
+
+def _double(graph: fx.Graph, node: fx.Node, combine: Any, neutral: int, dim: int, length: int) -> None:
+    dtype = node.meta["val"].dtype
+    wide = torch.float32 if dtype.itemsize < 4 else dtype
+    y = insert(graph, prims.convert_element_type.default, (node.args[0], wide), node)
+    for shift in (1 << level for level in range((length - 1).bit_length())):
+        kept = insert(graph, aten.slice.Tensor, (y, dim, 0, length - shift), node)
+        first = insert(graph, aten.slice.Tensor, (y, dim, 0, shift), node)
+        filled = _filled(graph, first, neutral, node)
+        shifted = insert(graph, aten.cat.default, ([filled, kept], dim), node)
+        y = insert(graph, combine, (y, shifted), node)
+    replace(node, insert(graph, prims.convert_element_type.default, (y, dtype), node))
+
+
+def _filled(graph: fx.Graph, like: fx.Node, neutral: int, origin: fx.Node) -> fx.Node:
+    """Zeros or ones of a value's shape and dtype, whatever it holds: the number of its rows may be known to nobody."""
+    equal, unequal = (insert(graph, compare, (like, like), origin) for compare in (aten.eq.Tensor, aten.ne.Tensor))
+    both = insert(graph, aten.bitwise_or.Tensor if neutral else aten.bitwise_and.Tensor, (equal, unequal), origin)
+    return insert(graph, prims.convert_element_type.default, (both, like.meta["val"].dtype), origin)

@@ -14,16 +14,13 @@ from detcompile.orders.numerics import Numerics
 from detcompile.passes.backend import Backend, Expected
 from detcompile.passes.batches import certify_batches
 from detcompile.passes.capture import PackedForward, isolated
-from detcompile.passes.layers.inputs import LayerInputs
-from detcompile.passes.layers.program import LayeredProgram
-from detcompile.passes.layers.structure import Repeats
+from detcompile.passes.layers.program import LayeredProgram, LayerInputs
+from detcompile.passes.layers.structure import Repeats, layer_list
 from detcompile.passes.modules.attention import STEP_KWARG
 from detcompile.passes.modules.experts import find_experts
 from detcompile.passes.preparation import prepare
-from detcompile.passes.programs.binding import Binding, binding_of
+from detcompile.passes.programs.binding import Binding, ExampleStep, binding_of
 from detcompile.passes.programs.canonical_form import NotRun, never_run
-from detcompile.passes.programs.example_step import ExampleStep
-from detcompile.passes.programs.layer_views import layer_list
 from detcompile.passes.proof.certificate import Certificate
 from detcompile.passes.roles import packed_roles
 from detcompile.passes.sharding.shard import pin_row_parallel
@@ -53,9 +50,7 @@ class WholeSequences(PackedForward):
     def forward(self, input_ids: Tensor, position_ids: Tensor, step: StepInputs, logits_to_keep: Tensor) -> Tensor:
         torch._check(input_ids.shape[1] > 0)
         kwargs: Any = {STEP_KWARG: step}
-        logits: Tensor = self.model(
-            input_ids=input_ids, position_ids=position_ids, use_cache=False, **kwargs
-        ).logits
+        logits: Tensor = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **kwargs).logits
         return logits.squeeze(0)
 
 

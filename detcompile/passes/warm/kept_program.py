@@ -13,9 +13,7 @@ from transformers import PreTrainedModel
 from detcompile.errors import DetcompileError
 from detcompile.parallel import TensorParallel
 from detcompile.passes.layers.program import LayeredCode, LayeredProgram, Unrolled
-from detcompile.passes.programs.binding import Binding, bind, binding_of
-from detcompile.passes.programs.cache_writes import require_kept
-from detcompile.passes.programs.example_step import example_step, some_layers
+from detcompile.passes.programs.binding import Binding, bind, binding_of, example_step, require_kept, some_layers
 from detcompile.passes.programs.travelling_weights import wait_for_weights
 from detcompile.passes.proof.certificate import Certificate
 from detcompile.passes.rewrites.merged_linears import joined

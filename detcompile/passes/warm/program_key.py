@@ -16,12 +16,10 @@ from transformers import PreTrainedModel
 
 from detcompile.config import sizes_asserted
 from detcompile.orders.numerics import Numerics
-from detcompile.passes.layers.structure import Shown, shown_by
-from detcompile.passes.programs.compiling_ahead import vector_isa
-from detcompile.passes.programs.layer_views import view_of
+from detcompile.passes.layers.structure import Shown, shown_by, view_of
+from detcompile.passes.programs.lanes import vector_isa
 from detcompile.passes.tracing import Seen, run_on_two_tokens
-from detcompile.passes.warm.called_code import CalledCode
-from detcompile.passes.warm.descriptions import Descriptions, Undescribed
+from detcompile.passes.warm.descriptions import CalledCode, Descriptions, Undescribed
 from detcompile.passes.warm.programs import KEY_PART
 from detcompile.sources import source_digest
 from detcompile.templates.cpu import library as cpu_library

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from detcompile.contrib import MODELS, table_of
-from detcompile.passes.adapters.expert_classes import OWN_EXPERTS, replace_experts
-from detcompile.passes.adapters.modules import OWN_MODULES
+from detcompile.passes.adapters.modules import OWN_EXPERTS, OWN_MODULES, replace_experts
 from detcompile.passes.capture import freeze_rope, probe_attention
 from detcompile.passes.modules.positions import give_positions
 from tools.model_checks import LENGTH, MEANING_LIMIT, relative_error

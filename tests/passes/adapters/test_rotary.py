@@ -9,7 +9,7 @@ from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb as f
 from transformers.models.gpt_neox_japanese.modeling_gpt_neox_japanese import apply_rotary_pos_emb as japanese
 from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb as gptj
 
-from detcompile.passes.adapters.rotary import rotate_halves, rotate_pairs
+from detcompile.passes.adapters.forwards import rotate_halves, rotate_pairs
 from tests.bits import assert_bitwise_equal
 
 NO_MODEL_CODE = """

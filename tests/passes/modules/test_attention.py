@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from detcompile import Backend, Numerics, UncertifiedOp, UnsupportedModel
-from detcompile.passes.causes import cause
 from detcompile.passes.lowering import lower
 from detcompile.passes.modules.attention import STEP_KWARG, check_call
-from detcompile.passes.proof.inputs import Role
+from detcompile.passes.proof.context import Role
+from detcompile.passes.tracing import cause
 from tests.model_cases import random_model
 
 

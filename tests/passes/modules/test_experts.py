@@ -16,9 +16,9 @@ from detcompile.commands.axes import Configuration, score
 from detcompile.orders import Experts
 from detcompile.passes import pipeline
 from detcompile.passes.backend import Backend
-from detcompile.passes.causes import cause
 from detcompile.passes.modules.experts import experts, mixed, pin_experts
 from detcompile.passes.rewrites.sorts import pin_topk
+from detcompile.passes.tracing import cause
 from tests.bits import assert_bitwise_equal
 from tests.invariance.axis import configuration_for
 from tests.model_cases import VOCAB_SIZE, random_model

@@ -7,8 +7,8 @@ from torch import nn
 from detcompile import InvalidInput, UnsupportedModel
 from detcompile.api import compile
 from detcompile.passes.capture import probe_attention
+from detcompile.passes.layers.structure import view_of
 from detcompile.passes.modules.positions import PositionTable, give_positions, position_tables
-from detcompile.passes.programs.layer_views import view_of
 from tests.model_cases import VOCAB_SIZE, random_model
 
 DECODER = {"is_decoder": True, "max_position_embeddings": 64}

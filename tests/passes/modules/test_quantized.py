@@ -20,10 +20,10 @@ from detcompile import CompiledModel, EngineConfig, Numerics, SamplingParams, Un
 from detcompile.commands.axes import Configuration, score
 from detcompile.orders.numerics import matmul_order
 from detcompile.passes.backend import Backend
-from detcompile.passes.causes import cause
 from detcompile.passes.modules.quantized_layouts import unpack_words
 from detcompile.passes.modules.quantized_linear import QuantizedLinear, pin_quantized
-from detcompile.passes.proof.inputs import Role
+from detcompile.passes.proof.context import Role
+from detcompile.passes.tracing import cause
 from detcompile.templates.cpu.library import isa_of
 from tests.bits import assert_bitwise_equal
 from tests.invariance.axis import configuration_for

@@ -7,9 +7,9 @@ from torch._dynamo.decorators import mark_unbacked
 
 from detcompile import Numerics, UncertifiedOp
 from detcompile.passes.backend import Backend, Expected
-from detcompile.passes.causes import cause
-from detcompile.passes.proof.inputs import Role
+from detcompile.passes.proof.context import Role
 from detcompile.passes.proof.provenance import Layout
+from detcompile.passes.tracing import cause
 from tests.templates.recurrences.cases import step_of
 
 ops = torch.ops.detcompile

@@ -11,8 +11,7 @@ import detcompile
 from detcompile.commands.axes import Configuration, score
 from detcompile.errors import UnsupportedModel
 from detcompile.passes import lowering
-from detcompile.passes.programs.cache_writes import require_kept
-from detcompile.passes.programs.example_step import example_step
+from detcompile.passes.programs.binding import example_step, require_kept
 from detcompile.step import KVGroup
 from tests.bits import assert_bitwise_equal
 from tests.model_cases import certified, random_model

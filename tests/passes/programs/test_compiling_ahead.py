@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._inductor import codecache, cpu_vec_isa
 
-from detcompile.passes.programs import compiling_ahead
+from detcompile.passes.programs import lanes
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def test_the_vectors_are_those_that_inductor_finds(
 ) -> None:
     if capability is not None:
         monkeypatch.setenv("ATEN_CPU_CAPABILITY", capability)
-    found = str(compiling_ahead.vector_isa()), cpu_vec_isa.valid_vec_isa_list()
+    found = str(lanes.vector_isa()), cpu_vec_isa.valid_vec_isa_list()
     cpu_vec_isa.valid_vec_isa_list.cache_clear()
     assert found == (str(cpu_vec_isa.pick_vec_isa()), cpu_vec_isa.valid_vec_isa_list())
 
@@ -31,15 +31,15 @@ def test_vectors_that_do_not_work_are_passed_over(untried: None, monkeypatch: py
         pytest.skip("this machine has one kind of vectors or none")
     cpu_vec_isa.valid_vec_isa_list.cache_clear()
     monkeypatch.setattr(type(possible[0]), "__bool__", lambda isa: False)
-    assert compiling_ahead.vector_isa() is possible[1]
+    assert lanes.vector_isa() is possible[1]
     cpu_vec_isa.valid_vec_isa_list.cache_clear()
 
 
 def test_kernels_take_the_header_that_was_precompiled() -> None:
-    compiling_ahead.precompile_header.cache_clear()
-    compiling_ahead.precompile_header()
+    lanes.precompile_header.cache_clear()
+    lanes.precompile_header()
     for thread in threading.enumerate():
-        if thread.name == compiling_ahead.THREAD:
+        if thread.name == lanes.THREAD:
             thread.join()
     made = codecache._precompile_header.cache_info()
     assert made.currsize

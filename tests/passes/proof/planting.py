@@ -19,7 +19,7 @@ from detcompile.passes import backend, lowering, whole_model
 from detcompile.passes.graphs import shape_of
 from detcompile.passes.pipeline import rewrite
 from detcompile.passes.proof.certificate import certify
-from detcompile.passes.proof.inputs import Role
+from detcompile.passes.proof.context import Role
 from tests.model_cases import random_model
 
 __all__ = ["MODELS", "Captured", "Planter", "candidates", "capture", "copied", "offenders_of"]

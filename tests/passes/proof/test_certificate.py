@@ -11,8 +11,8 @@ import detcompile
 from detcompile import Backend, Numerics, UncertifiedOp, UnsupportedModel
 from detcompile.orders.numerics import matmul_order
 from detcompile.passes.backend import Expected
-from detcompile.passes.causes import cause
-from detcompile.passes.proof.inputs import Role
+from detcompile.passes.proof.context import Role
+from detcompile.passes.tracing import cause
 from detcompile.templates.cpu.library import isa_of
 from tests.exhaustive import exhaustive_unless
 from tests.model_cases import certified, compiled, random_model

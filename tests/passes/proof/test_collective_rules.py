@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from detcompile import Backend, DetcompileError, InvalidInput, Numerics, UncertifiedOp
 from detcompile.parallel import tensor_parallel
-from detcompile.passes.causes import cause
 from detcompile.passes.proof.certificate import Certificate
+from detcompile.passes.tracing import cause
 
 ours = torch.ops.detcompile
 TP2 = ([2, 2], 2, [2])  # below the ranks, ranks, above them

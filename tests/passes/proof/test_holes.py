@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from detcompile import Backend, Numerics, UncertifiedOp
-from detcompile.passes.causes import cause
-from detcompile.passes.proof.inputs import Role
+from detcompile.passes.proof.context import Role
+from detcompile.passes.tracing import cause
 
 
 def offenders(function: Callable, role: Callable[[str, object], Role], *inputs: Tensor) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from detcompile import Backend, DetcompileError, InvalidInput, Numerics, UncertifiedOp, UnsupportedModel
 from detcompile.passes import calls
-from detcompile.passes.causes import cause
+from detcompile.passes.tracing import cause
 from tests.bits import assert_bitwise_equal
 from tests.passes.proof.planted_modules import CERTIFIED, REFUSED, D, Held, rows
 from tests.torch_versions import skip_before_torch_2_13

@@ -7,9 +7,9 @@ from torch import Tensor
 from torch._inductor.codegen.cpp import CppVecOverrides
 
 from detcompile.errors import UncertifiedOp
-from detcompile.passes.causes import cause
 from detcompile.passes.programs.lanes import EXACT, SAME_LANES, lane_by_lane
 from detcompile.passes.proof.pointwise import ADMITTED, OTHERWISE_SPELLED, UNPROVEN, is_pointwise
+from detcompile.passes.tracing import cause
 
 CLASSES = (ADMITTED, OTHERWISE_SPELLED, UNPROVEN)
 

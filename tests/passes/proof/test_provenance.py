@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 
 from detcompile.passes.proof.context import Context, require_arguments
-from detcompile.passes.proof.indexing_rules import INDEXING
-from detcompile.passes.proof.movement_rules import MOVEMENT
+from detcompile.passes.proof.movement_rules import INDEXING, MOVEMENT
 from detcompile.passes.proof.pointwise import pointwise
 from detcompile.passes.proof.provenance import (
     Axis,

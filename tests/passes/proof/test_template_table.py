@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from detcompile import Backend, Numerics, UncertifiedOp
-from detcompile.passes.causes import cause
 from detcompile.passes.proof import template_table
 from detcompile.passes.proof.template_table import TEMPLATES, Template, without_entry
+from detcompile.passes.tracing import cause
 
 
 def test_every_registered_operation_has_an_entry() -> None:

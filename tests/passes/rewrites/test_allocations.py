@@ -8,7 +8,7 @@ from torch import Tensor
 
 from detcompile import Numerics, UncertifiedOp
 from detcompile.passes.backend import Backend
-from detcompile.passes.causes import cause
+from detcompile.passes.tracing import cause
 
 
 def filled(x: Tensor, *pieces: tuple[int, int]) -> Tensor:

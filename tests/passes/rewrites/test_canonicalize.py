@@ -8,7 +8,7 @@ from torch._dynamo.decorators import mark_unbacked
 
 from detcompile import Numerics
 from detcompile.passes.backend import Backend
-from detcompile.passes.proof.inputs import Role
+from detcompile.passes.proof.context import Role
 from tests.model_cases import VOCAB_SIZE, certified, random_model
 
 

@@ -10,18 +10,18 @@ import detcompile
 from detcompile.orders.numerics import Numerics
 from detcompile.passes import pipeline
 from detcompile.passes.backend import Backend
-from detcompile.passes.rewrites import gates
+from detcompile.passes.rewrites import matmuls
 from tests.bits import assert_bitwise_equal
 from tests.conftest import NEEDS_CUDA
 from tests.exhaustive import EXHAUSTIVE
 from tests.model_cases import certified, random_model
 
-APART = tuple(apply for apply in pipeline.PASSES if apply is not gates.fuse_gates)
+APART = tuple(apply for apply in pipeline.PASSES if apply is not matmuls.fuse_gates)
 
 
 @pytest.fixture
 def on_every_device() -> Iterator[None]:
-    with mock.patch.object(gates, "DEVICES", ("cpu", "cuda")):
+    with mock.patch.object(matmuls, "DEVICES", ("cpu", "cuda")):
         yield
 
 

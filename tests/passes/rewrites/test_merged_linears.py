@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import detcompile
 from detcompile import Backend, CompiledModel, Numerics
 from detcompile.passes import tracing
-from detcompile.passes.proof.inputs import Role
+from detcompile.passes.proof.context import Role
 from tests.bits import assert_bitwise_equal
 from tests.conftest import NEEDS_CUDA
 from tests.exhaustive import EXHAUSTIVE, exhaustive_unless

@@ -78,7 +78,7 @@ def test_what_dynamo_saw_of_another_model_makes_no_extent_a_symbol() -> None:
         code = forward.__code__.replace(co_name="forward_of_both")
         return types.MethodType(types.FunctionType(code, forward.__globals__), module)
 
-    with mock.patch.object(tracing, "with_own_code", named_alike):
+    with mock.patch.object(tracing, "with_fresh_code", named_alike):
         for name in ("gemma3_text", "phi3"):
             certificate = certified(random_model(name, torch.bfloat16, num_hidden_layers=1)).certificate
     assert count(certificate, "rope_cache") == 1

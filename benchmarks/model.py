@@ -26,7 +26,7 @@ import detcompile
 from detcompile import CompiledModel, Numerics
 from detcompile.commands.verification import available_axes, verify
 from detcompile.models.spec import ModelSpec
-from detcompile.passes import lowering
+from detcompile.passes import program_source
 from detcompile.runtime.requests.sequence import Sequence
 from detcompile.runtime.step.builder import build_step
 from detcompile.templates.matmul import gpu as matmul_gpu
@@ -301,7 +301,7 @@ def measure_warm_compile(layers: int, keep: Keep, has: Has) -> None:
 def measure_regions(layers: int, keep: Keep, has: Has) -> None:
     """One region for all layers beside one graph of all layers: the logits' bytes, and times in turns."""
     models = {"regions": detcompile.compile(build(layers))}
-    with mock.patch.object(lowering, "find_repeats", lambda *_: None):
+    with mock.patch.object(program_source, "find_repeats", lambda *_: None):
         models["one graph"], seconds = compile_seconds(build(layers), Numerics())
     keep("one graph, compile seconds", seconds)
     keep_in_turns(models, keep)

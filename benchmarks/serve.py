@@ -29,7 +29,7 @@ import detcompile
 from benchmarks.model import QWEN3_8B, STEPS, build, step_breakdown
 from detcompile import CompiledModel, Numerics
 from detcompile.models.remote import compile_in_workers
-from detcompile.passes import backend, lowering
+from detcompile.passes import backend, lowering, program_source
 from detcompile.passes.proof.certificate import Certificate
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import EngineConfig
@@ -123,7 +123,7 @@ def plain_lowering() -> Iterator[None]:
             (backend, "ROUNDING", {"aggressive_fusion": True}),
             (backend, "certify", lambda *_: mock.create_autospec(Certificate, instance=True)),
             (lowering, "pin_row_parallel", lambda model, numerics: None),
-            (lowering, "certify_batches", lambda *_: None),
+            (program_source, "certify_batches", lambda *_: None),
         ):
             stack.enter_context(mock.patch.object(target, name, value))
         yield

@@ -44,13 +44,13 @@ def measure(kind: str, num_layers: int) -> dict[str, Any]:
     import detcompile
     from benchmarks.model import build
     from detcompile.models.hub import TINY_FOLDER
-    from detcompile.passes import lowering
+    from detcompile.passes import program_source
     from detcompile.templates import cpp_dispatch
     from detcompile.templates.cpu import library
 
     found = {"import, s": time.perf_counter() - started, "import, CPU s": cpu_seconds() - used}
     if kind == "one graph":
-        lowering.find_repeats = lambda *_: None
+        program_source.find_repeats = lambda *_: None
     torch.manual_seed(0)
     if torch.cuda.is_available():
         model = build(num_layers)

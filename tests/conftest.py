@@ -21,7 +21,7 @@ from hypothesis.database import DirectoryBasedExampleDatabase
 
 import detcompile.passes.backend  # noqa: F401 - a checkout that is not installed has no entry point
 from detcompile import config
-from detcompile.passes import lowering, whole_model
+from detcompile.passes import program_source
 from tests.budget import Budget
 from tests.draws import VARIABLE, seed_of_run
 from tests.patches import Patches
@@ -39,7 +39,7 @@ def programs_kept() -> bool:
     return config.programs_kept() and not PATCHES.changed()
 
 
-lowering.programs_kept = whole_model.programs_kept = programs_kept
+program_source.programs_kept = programs_kept
 
 # Where a CI is noticed, hypothesis would repeat itself and keep nothing: so each of these is said.
 DRAWS = settings(
@@ -125,8 +125,7 @@ def pytest_xdist_auto_num_workers() -> int:
 @pytest.fixture
 def keep_patched_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep programs although the test patches the package: for tests of kept programs, whose patches change none."""
-    for module in (lowering, whole_model):
-        monkeypatch.setattr(module, "programs_kept", config.programs_kept)
+    monkeypatch.setattr(program_source, "programs_kept", config.programs_kept)
 
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

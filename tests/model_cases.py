@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 import detcompile
 from detcompile import CompiledModel, Numerics
 from detcompile.models.hub import EMBEDDED
-from detcompile.passes import lowering
+from detcompile.passes import program_source
 from detcompile.passes.programs.aot import run_plainly
 
 __all__ = [
@@ -113,7 +113,7 @@ def _compiled(name: str, dtype: torch.dtype, device: str, tp_sizes: tuple[int, .
 @contextlib.contextmanager
 def without_inductor() -> Iterator[None]:
     """While entered, compiled graphs run operation by operation, as they were certified: half the time to compile."""
-    with mock.patch.object(lowering, "compile_fx_inner", run_plainly):
+    with mock.patch.object(program_source, "compile_fx_inner", run_plainly):
         yield
 
 

@@ -56,8 +56,9 @@ FLOORS = [
     ],
     [
         {"passes.lowering", "passes.packaging", "passes.training"},
+        {"passes.program_source"},
         {"passes.batches", "passes.preparation", "passes.sharding.shares"}
-        | {"passes.stages", "passes.warm", "passes.whole_model"},
+        | {"passes.warm"},
         {"passes.tracing"},
         {"passes.backend"},
         {"passes.layers"},

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 
-from detcompile.passes import lowering, pipeline
+from detcompile.passes import pipeline, program_source
 from detcompile.passes.backend import Backend
 from detcompile.passes.programs.aot import run_plainly
 from detcompile.templates.device import gate
@@ -21,7 +21,7 @@ from tests.conftest import PATCHES
     ("patch", "name"),
     [
         (lambda: mock.patch.object(pipeline, "PASSES", ()), "detcompile.passes.pipeline.PASSES"),
-        (lambda: mock.patch.object(lowering, "compile_fx_inner", run_plainly), "detcompile.passes.lowering.comp"),
+        (lambda: mock.patch.object(program_source, "compile_fx_inner", run_plainly), "program_source.compile_fx_inner"),
         (lambda: mock.patch.object(Backend, "_certify", None), "detcompile.passes.backend.Backend._certify"),
         (lambda: mock.patch.object(gate.Gate, "reference", None), "detcompile.templates.device.gate.Gate.reference"),
         (lambda: mock.patch.dict(pipeline.ROUNDING, {"emulate_precision_casts": False}), "passes.pipeline.ROUNDING"),
@@ -31,12 +31,12 @@ def test_no_program_is_kept_while_the_package_is_patched(patch: Any, name: str) 
     before = PATCHES.changed()
     with patch():
         assert any(name in changed for changed in set(PATCHES.changed()) - set(before))
-        assert not lowering.programs_kept()
+        assert not program_source.programs_kept()
     assert PATCHES.changed() == before
 
 
 def test_nothing_is_patched_by_default() -> None:
-    assert PATCHES.changed() == [] and lowering.programs_kept()
+    assert PATCHES.changed() == [] and program_source.programs_kept()
 
 
 def test_processes_and_seconds_are_counted_and_limited(monkeypatch: pytest.MonkeyPatch) -> None:

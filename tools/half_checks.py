@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 import detcompile
 from detcompile.errors import DetcompileError
-from detcompile.passes import lowering
+from detcompile.passes import program_source
 from detcompile.passes.programs.aot import run_plainly
 from tools.generate_models import RESULTS
 from tools.model_checks import NUMERICS, Result, one_line, refusal_of, two_rows
@@ -45,7 +45,7 @@ def examine_half(model_type: str, dtype: torch.dtype) -> Result:
             eager = loaded(model_type, dtype, "eager")(input_ids=ids, use_cache=False).logits
             found["eager"] = median_error(eager, expected)
     try:
-        with mock.patch.object(lowering, "compile_fx_inner", run_plainly):
+        with mock.patch.object(program_source, "compile_fx_inner", run_plainly):
             model = detcompile.compile(loaded(model_type, dtype), numerics=NUMERICS, max_context=MAX_CONTEXT)
             both, *alone = (model(rows).logits for rows in (ids, *ids.split(1)))
     except DetcompileError as error:

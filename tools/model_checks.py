@@ -21,7 +21,7 @@ from detcompile.errors import DetcompileError
 from detcompile.models.compiled import CompiledModel
 from detcompile.orders.numerics import Numerics
 from detcompile.parallel import TensorParallel
-from detcompile.passes import lowering
+from detcompile.passes import program_source
 from detcompile.passes.adapters.modules import replace_experts
 from detcompile.passes.adapters.scans import pin_recurrences
 from detcompile.passes.capture import freeze_rope, probe_attention
@@ -111,7 +111,7 @@ def examine(model_type: str, codegen: bool = True) -> Result:
             with codegen served (as that function returns).
     """
     start = time.monotonic()
-    with contextlib.nullcontext() if codegen else mock.patch.object(lowering, "compile_fx_inner", run_plainly):
+    with contextlib.nullcontext() if codegen else mock.patch.object(program_source, "compile_fx_inner", run_plainly):
         result = _examine(model_type, codegen)
     return result | {"seconds": round(time.monotonic() - start, 1)}
 

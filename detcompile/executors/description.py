@@ -9,7 +9,7 @@ from torch import nn
 from detcompile.facts import ModelFacts
 from detcompile.orders.numerics import Numerics
 from detcompile.passes.proof.certificate import Certificate
-from detcompile.passes.stages import StagePart
+from detcompile.passes.warm.kept_program import StagePart
 
 __all__ = ["ModelDescription", "ParameterCount"]
 

@@ -85,13 +85,13 @@ def layer_of(node: fx.Node) -> str:
 
 
 def place_of(node: fx.Node) -> str:
-    """Return "file:line function" of the innermost frame that produced a node."""
+    """Return "file:line in function" of the innermost frame that produced a node."""
     frames = source_frames(node)
     return frame_text(frames[-1]) if frames else "no source recorded"
 
 
 def source_of(node: fx.Node) -> str:
-    """Return "file:line function" in the model's source, or in torch's if no frame lies outside torch.
+    """Return "file:line in function" in the model's source, or in torch's if no frame lies outside torch.
 
     A node that a torch pass added has no source; the nearest node downstream that has one stands in for it.
     """

@@ -92,12 +92,12 @@ def source_frames(node: fx.Node) -> list[FrameSummary]:
 
 
 def frame_text(frame: FrameSummary) -> str:
-    """Return "file:line function" of a frame.
+    """Return "file:line in function" of a frame.
 
     Without it: see ``source_frames``.
     """
     name = "forward" if CODE_NAME.match(frame.name) else frame.name
-    return f"{Path(frame.filename).name}:{frame.lineno} {name}"
+    return f"{Path(frame.filename).name}:{frame.lineno} in {name}"
 
 
 def innermost_model_frame(frames: Iterable[FrameSummary]) -> str:

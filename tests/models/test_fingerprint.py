@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.models.llama import modeling_llama
 
 from detcompile import CompiledModel, EngineConfig, SamplingParams, sources
-from detcompile.passes import lowering
+from detcompile.passes import program_source
 from detcompile.weights import tensor_digest
 from tests.model_cases import certified, random_model
 
@@ -21,7 +21,7 @@ def made(change: Callable[[PreTrainedModel], object] = lambda model: None) -> Co
     """Without the proof over a batch, which takes half the time and no part in a fingerprint."""
     model = random_model("llama", torch.float32, num_hidden_layers=1)
     change(model)
-    with mock.patch.object(lowering, "certify_batches"):
+    with mock.patch.object(program_source, "certify_batches"):
         return certified(model)
 
 

@@ -13,7 +13,7 @@ from detcompile import CompiledModel
 from detcompile.api import compile_here
 from detcompile.models.loading import find
 from detcompile.orders.numerics import Numerics
-from detcompile.passes import lowering
+from detcompile.passes import program_source
 from detcompile.passes.programs import travelling_weights as module
 from detcompile.passes.programs.travelling_weights import TravellingWeights, may_travel, wait_for_weights
 from detcompile.passes.warm.kept_program import take_program
@@ -105,7 +105,7 @@ def test_weights_that_come_last_give_the_same_bits(
         taken.append(found is not None)
         return found
 
-    monkeypatch.setattr(lowering, "take_program", noted)
+    monkeypatch.setattr(program_source, "take_program", noted)
     monkeypatch.setenv("DETCOMPILE_KEEP_PROGRAMS", "1" if is_kept else "0")
     assert facts(compiled(folder, beside=True)) == expected
     assert expected[-1] and gate.num_copied > 4 and gate.num_waits > 1

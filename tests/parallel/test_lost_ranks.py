@@ -20,7 +20,7 @@ from detcompile.executors import ranks
 from detcompile.executors.remote_weights import RemoteWeights
 from detcompile.models.compiled import CompiledModel
 from detcompile.models.remote import RemoteModel, compile_in_workers
-from detcompile.passes import lowering
+from detcompile.passes import program_source
 from detcompile.passes.programs.aot import run_plainly
 from detcompile.runtime.grammars.grammar import Grammar
 from detcompile.runtime.processes.group import WorkerGroup
@@ -50,7 +50,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=6, logprobs=1)
 
 def module(num_layers: int = 2) -> PreTrainedModel:
     """Two KV groups, one with a window. Inductor, which has its own tests, would be most of the time of a start."""
-    lowering.compile_fx_inner = run_plainly
+    program_source.compile_fx_inner = run_plainly
     return random_model("granite_swa", torch.float32, num_hidden_layers=num_layers)
 
 

@@ -25,9 +25,9 @@ from detcompile.models.compiled import CompiledModel
 from detcompile.models.remote import RemoteModel, compile_in_workers
 from detcompile.models.spec import ModelSpec
 from detcompile.parallel import PipelineStage
-from detcompile.passes import lowering
+from detcompile.passes import program_source
+from detcompile.passes.program_source import layers_of_stage
 from detcompile.passes.programs.aot import run_plainly
-from detcompile.passes.stages import layers_of_stage
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.pacing.lanes import Lanes, most_lanes
 from detcompile.runtime.speculation.medusa_heads import MedusaHeads
@@ -53,7 +53,7 @@ def module(device: str = "cpu") -> PreTrainedModel:
 
 def module_without_inductor() -> PreTrainedModel:
     """In a worker process, which compiles nothing else."""
-    lowering.compile_fx_inner = run_plainly
+    program_source.compile_fx_inner = run_plainly
     return module()
 
 

@@ -3,7 +3,8 @@
 import copy
 import pickle
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from detcompile.templates.cpu.fp_mode import in_float_mode
 from detcompile.torch_internals.kept_code import CompiledFxGraph, restore_code, without_code
 from detcompile.weights import named_weights
 
-__all__ = ["KeptProgram", "TakenProgram", "kept", "take_program"]
+__all__ = ["KeptProgram", "Program", "StagePart", "kept", "take_program"]
 
 
 class KeptProgram(NamedTuple):
@@ -95,15 +96,22 @@ def _is_all_of(traced: Traced, program: LayeredProgram) -> bool:
     return (one.dtype, one.stride()) == (other.dtype, other.stride()) and torch.equal(one, other)
 
 
-class TakenProgram(NamedTuple):
-    """A kept program over the weights of a model, as a function of a step."""
+class StagePart(NamedTuple):
+    """What belongs to a stage's program in addition to that of a whole model."""
+
+    certificate: Certificate  # proof of the layers that the stage runs
+    rows: Tensor | None  # [1, 2, H]: an example of the rows that it takes; None if it takes token ids
+
+
+class Program(NamedTuple):
+    """A compiled program over the weights of a model, as a function of a step."""
 
     forward: Callable[..., Any]
     certificate: Certificate
     digest: str
-    weights: list[Tensor]  # that it takes, the parts of those that are concatenated
-    stage: Certificate | None  # as of KeptProgram
-    rows: Tensor | None
+    weights: list[Tensor]  # that it takes, including the parts of joined weights
+    constants: Mapping[str, Tensor] = MappingProxyType({})  # other tensors that it holds, by name
+    stage: StagePart | None = None
 
 
 def take_program(
@@ -112,7 +120,7 @@ def take_program(
     seen: Seen,
     ranks: TensorParallel | None = None,
     here: range | None = None,
-) -> TakenProgram | None:
+) -> Program | None:
     """The program of this key, which ran a step of this model; None if there is none, or it cannot be loaded.
 
     Args:
@@ -147,7 +155,8 @@ def take_program(
             raise
         _warn(model, error)
         return None
-    return TakenProgram(forward, program.certificate, program.digest, weights, program.stage, rows)
+    part = None if program.stage is None else StagePart(program.stage, rows)
+    return Program(forward, program.certificate, program.digest, weights, stage=part)
 
 
 _Revived = tuple[KeptProgram, Callable[..., Any], list[Tensor]]  # the last: the weights that it takes

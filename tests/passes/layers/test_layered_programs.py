@@ -8,7 +8,7 @@ import torch
 
 import detcompile
 from detcompile import CompiledModel, SamplingParams
-from detcompile.passes import lowering, tracing
+from detcompile.passes import program_source, tracing
 from detcompile.passes.layers.program import LayeredProgram, Unrolled
 from detcompile.templates.device.cuda_graphs import rehearsal
 from tests.bits import assert_bitwise_equal
@@ -34,7 +34,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 def build(name: str, whole: bool, dtype: torch.dtype = torch.float32) -> CompiledModel:
     nothing: Any = lambda *_: None  # noqa: E731
     find = nothing if whole else tracing.find_repeats
-    with mock.patch.object(lowering, "find_repeats", find):
+    with mock.patch.object(program_source, "find_repeats", find):
         return detcompile.compile(random_model(name, dtype, **CASES[name]), max_context=MAX_CONTEXT)
 
 
@@ -137,7 +137,7 @@ def test_a_weight_that_all_layers_read_is_no_layers_own(owner: str):
 
     with without_inductor():
         layered = detcompile.compile(source(), max_context=MAX_CONTEXT)
-        with mock.patch.object(lowering, "find_repeats", lambda *_: None):
+        with mock.patch.object(program_source, "find_repeats", lambda *_: None):
             whole = detcompile.compile(source(), max_context=MAX_CONTEXT)
     ids = torch.arange(1, 41)[None] % VOCAB_SIZE
     assert_bitwise_equal(layered(ids).logits, whole(ids).logits)

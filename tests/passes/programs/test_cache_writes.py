@@ -10,7 +10,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 import detcompile
 from detcompile.commands.axes import Configuration, score
 from detcompile.errors import UnsupportedModel
-from detcompile.passes import lowering
+from detcompile.passes import program_source
 from detcompile.passes.programs.binding import example_step, require_kept
 from detcompile.step import KVGroup
 from tests.bits import assert_bitwise_equal
@@ -26,7 +26,7 @@ def two_groups():
 
 def test_a_graph_that_copies_its_caches_is_refused() -> None:
     """As Inductor compiles it where it finds no way to write in place: the functional graph, as it is."""
-    copying = mock.patch.object(lowering, "compile_fx_inner", lambda gm, *_, **__: make_boxed_func(gm.forward))
+    copying = mock.patch.object(program_source, "compile_fx_inner", lambda gm, *_, **__: make_boxed_func(gm.forward))
     with copying, pytest.raises(UnsupportedModel, match=NAMED):
         detcompile.compile(two_groups())
 

@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from detcompile import Numerics, UncertifiedOp
 from detcompile.parallel import TensorParallel
-from detcompile.passes import backend, lowering, whole_model
+from detcompile.passes import backend, lowering, program_source
 from detcompile.passes.graphs import shape_of
 from detcompile.passes.pipeline import rewrite
 from detcompile.passes.proof.certificate import certify
@@ -71,10 +71,10 @@ def capture(name: str) -> Captured:
 
     model_type, _, shared = name.partition(" of ")
     with (
-        mock.patch.object(lowering, "find_repeats", return_value=None),  # the whole model's graph
+        mock.patch.object(program_source, "find_repeats", return_value=None),  # the whole model's graph
         _two_ranks() if shared else contextlib.nullcontext() as ranks,
-        mock.patch.object(lowering, "certify_batches"),
-        mock.patch.object(whole_model, "_whole_program", return_value=("", {})),
+        mock.patch.object(program_source, "certify_batches"),
+        mock.patch.object(program_source.ProgramSource, "digest", return_value=("", {})),
         mock.patch.object(TensorParallel, "require_equal"),
         mock.patch.object(backend, "rewrite", rewrite_seen),
         mock.patch.object(backend.Backend, "_certify", stop),

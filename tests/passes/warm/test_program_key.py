@@ -145,8 +145,8 @@ def test_settings_of_code_are_part_of_it(name: str) -> None:
 
 IN_A_FOLDER = """
 import detcompile, torch
-from detcompile.passes import lowering
-lowering.take_program = lambda key, *_: print("key", key) or exit()
+from detcompile.passes import program_source
+program_source.take_program = lambda key, *_: print("key", key) or exit()
 detcompile.compile("tiny", device="cpu")
 """
 

@@ -23,7 +23,7 @@ from detcompile.api import compile_here
 from detcompile.config import cache_directory
 from detcompile.models.remote import RemoteModel
 from detcompile.parallel import PipelineStage
-from detcompile.passes import lowering
+from detcompile.passes import program_source
 from detcompile.passes.layers.program import LayeredProgram
 from detcompile.passes.tracing import find_repeats
 from detcompile.passes.warm import programs
@@ -80,7 +80,7 @@ def compiled(model: PreTrainedModel, **options: Any) -> CompiledModel:
 
 
 def from_the_cache(model: PreTrainedModel, **options: Any) -> CompiledModel:
-    with mock.patch.object(lowering, "certify_batches", side_effect=Compiled):
+    with mock.patch.object(program_source, "certify_batches", side_effect=Compiled):
         return compiled(model, **options)
 
 
@@ -149,7 +149,7 @@ def test_stages_take_their_programs(fresh: CompiledModel, empty: None) -> None:
         return chained([model.executor for model in models])
 
     anew = stages()
-    with mock.patch.object(lowering, "certify_batches", side_effect=Compiled):
+    with mock.patch.object(program_source, "certify_batches", side_effect=Compiled):
         again = stages()
     for one, other in zip(again, anew, strict=True):
         assert one.executor.fingerprint_parts() == other.executor.fingerprint_parts() == fresh.fingerprint_parts
@@ -240,7 +240,7 @@ def key_of(model: PreTrainedModel) -> Any:
         found.append(key)
         raise Compiled
 
-    with mock.patch.object(lowering, "take_program", stop), pytest.raises(Compiled):
+    with mock.patch.object(program_source, "take_program", stop), pytest.raises(Compiled):
         from_the_cache(model)
     return found[0]
 

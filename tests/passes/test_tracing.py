@@ -41,7 +41,7 @@ def leaves_python(x: Tensor) -> Tensor:
 def test_the_line_of_the_model_is_named(function: Callable[[Tensor], Tensor]) -> None:
     model = random_model("llama", torch.float32, num_hidden_layers=1)
     model.model.layers[0].mlp = Behind(model.model.layers[0].mlp, function)
-    with pytest.raises(UnsupportedModel, match=rf"is not one graph .* at test_tracing.py:\d+ {function.__name__}\n"):
+    with pytest.raises(UnsupportedModel, match=rf"is not one graph .* at test_tracing.py:\d+ in {function.__name__}\n"):
         certified(model)
 
 

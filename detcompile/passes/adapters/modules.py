@@ -1,4 +1,4 @@
-"""Modules of transformers that get methods of ours: those with complex numbers, with a look at the batch, or with experts.
+"""Modules of transformers that get methods of ours: with complex numbers, with a look at the batch, or with experts.
 
 The weights stay Hugging Face's, and so does what the modules compute. Experts are written as in passes.modules.experts:
 products of a token with each of its experts, added in the router's order.

@@ -200,7 +200,7 @@ def _checked_context(max_context: int | None) -> int | None:
 
 
 def numerics_of(given: Numerics | None) -> Numerics:
-    """What a caller declares, or what stands where nobody declares anything.
+    """Return what the caller declares, or the defaults.
 
     Raises:
         InvalidInput: no Numerics.
@@ -211,7 +211,7 @@ def numerics_of(given: Numerics | None) -> Numerics:
 
 
 def _kind(model: PreTrainedModel) -> type[Compiled]:
-    """What becomes of a module: by whether it has a language-model head, another head, or none."""
+    """Return what a module becomes: by whether it has a language-model head, another head, or none."""
     if model.get_output_embeddings() is not None or not (has_pooling_head(model) or model.base_model is model):
         return CompiledModel
     return CompiledEmbedder if model.base_model is model else CompiledClassifier
@@ -258,7 +258,7 @@ def load_model(
     task: Literal["generate", "classify", "embed"] | None = None,
     gguf_file: str | None = None,
 ) -> PreTrainedModel:
-    """A model by its name, in eval mode.
+    """Return a model by its name, in eval mode.
 
     From the Hugging Face Hub the config, the tokenizer and the weights (.safetensors, or .bin where there are none) are
     fetched into Hugging Face's cache. Without a network, or with HF_HUB_OFFLINE=1, the cache alone is used. The commit

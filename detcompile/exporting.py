@@ -136,7 +136,7 @@ def _write(compiled: CompiledModel, path: Path, beside: bool) -> None:
 
 
 def _share(compiled: CompiledModel) -> Share:
-    """What of the archive is this process's."""
+    """Return this process's part of the archive."""
     origin = compiled.executor.origin if isinstance(compiled.executor, LocalExecutor) else None
     if not isinstance(origin, LoweredModule):
         raise UnsupportedModel("this model was loaded from an archive: copy that, or compile it from its own folder")
@@ -151,7 +151,7 @@ def _share(compiled: CompiledModel) -> Share:
 
 
 def _written_share(compiled: CompiledModel, folder: str) -> Share:
-    """The same, of a worker process: its weights in a file."""
+    """Return a worker process's part of the archive: its weights in a file."""
     share = _share(compiled)
     rank = 0 if compiled.ranks is None else compiled.ranks.rank
     with naming(Path(folder)):

@@ -32,13 +32,13 @@ class TensorParallel:
     device: torch.device | None = None
 
     def share(self, whole: int) -> slice:
-        """The range of ``whole`` features that this rank holds; ranks hold equal ones, in order."""
+        """Return the range of ``whole`` features that this rank holds; ranks hold equal ranges, in order."""
         assert whole % self.size == 0, f"{whole} features over {self.size} ranks"
-        own = whole // self.size
-        return slice(self.rank * own, (self.rank + 1) * own)
+        size = whole // self.size
+        return slice(self.rank * size, (self.rank + 1) * size)
 
     def least(self, value: int) -> int:
-        """The smallest of all ranks' values, on all of them, which have to call it."""
+        """Return the smallest of all ranks' values. All ranks have to call this."""
         everyone = [0] * self.size
         dist.all_gather_object(everyone, value, group=process_group(self.group))
         return min(everyone)
@@ -55,9 +55,9 @@ class TensorParallel:
         for rank, other in enumerate(everyone):
             differing = [name for name in {**first, **other} if first.get(name) != other.get(name)]
             if differing:
-                told = "; ".join(f"{name}: {first.get(name)!r} and {other.get(name)!r}" for name in differing)
+                parts_text = "; ".join(f"{name}: {first.get(name)!r} and {other.get(name)!r}" for name in differing)
                 raise InvalidInput(
-                    f"ranks 0 and {rank} of the tensor-parallel group do not hold the same model: {told}. "
+                    f"ranks 0 and {rank} of the tensor-parallel group do not hold the same model: {parts_text}. "
                     "Give every rank the same checkpoint, dtype, numerics and versions."
                 )
 
@@ -76,7 +76,7 @@ class PipelineStage:
     device: torch.device | None = None
 
     def layers(self, num_layers: int) -> range:
-        """The layers of this stage; where they do not divide, the last stage, which has the head, gets none more.
+        """Return the layers of this stage. If they do not divide, the last stage, with the head, gets no extra layer.
 
         Raises:
             InvalidInput: there are more stages than layers.
@@ -95,14 +95,14 @@ def rank_device(device_type: str, rank: int) -> torch.device:
 
 
 def backend_of_ranks(device_type: str) -> str:
-    """What their process group is made with: NCCL on GPUs, but gloo where ranks may share them."""
+    """Return the backend of the ranks' process group: NCCL on GPUs, but gloo if ranks may share them."""
     if device_type != "cuda":
         return "gloo"
     return "cuda:gloo" if gpus_shared() else "nccl"
 
 
 def tensor_parallel(size: int, group: dist.ProcessGroup | None = None) -> TensorParallel:
-    """The place of this process among ``size`` ranks. A group that speaks of GPUs' memory alone has its shares there.
+    """Return the place of this process among ``size`` ranks. A group for GPU memory alone has its shares there.
 
     Args:
         group: the ranks' process group; None is all of torch.distributed. On GPUs, the current one is this rank's.

@@ -19,10 +19,10 @@ class Listener(Protocol):
     """Receives the stages of a call. Stages may be nested."""
 
     def begins(self, text: str) -> None:
-        """A stage begins, or its text changes."""
+        """Begin a stage, or change its text."""
 
     def ended(self, text: str, seconds: float) -> None:
-        """A stage has ended without an exception."""
+        """End a stage that raised no exception."""
 
 
 _listener: ContextVar[Listener | None] = ContextVar("listener", default=None)

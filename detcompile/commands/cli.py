@@ -1,5 +1,7 @@
-"""The command line: detcompile demo | generate | serve | replay | audit | keygen | verify | check | diff |
-export | doctor | cache | fetch | tune-speculation. Results go to standard output, progress to standard error."""
+"""The command line.
+
+Results go to standard output, progress to standard error.
+"""
 
 import functools
 import importlib

@@ -19,7 +19,7 @@ MARKS = (  # UTF-32 before UTF-16, whose mark is a prefix of it
 
 
 def read_text_file(path: Path) -> str:
-    """A file's text, its lines ended by \\n, without the mark.
+    """Return a file's text without the byte order mark; lines end with a line feed.
 
     Raises:
         InvalidInput: it cannot be read, or is no text.

@@ -12,7 +12,7 @@ __all__ = ["EXPERTS"]
 
 
 def _longcat_flash(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The router's last experts compute nothing: they return the token."""
+    """Run the chosen experts. The router's last experts return the token unchanged."""
     routed = self.num_routed_experts
     ids = top_k_index.clamp(max=routed - 1)
     gate, up = expert_product(hidden_states, ids, self.gate_up_proj[:routed]).chunk(2, -1)

@@ -14,7 +14,7 @@ __all__ = ["MIXERS"]
 def _griffin(
     recurrences: Recurrences, self: Any, input_states: Tensor, position_ids: Tensor, *_: Any, **__: Any
 ) -> tuple[Tensor, None]:
-    """A convolution, then one decay per channel. Position 0 resets the state."""
+    """Run a convolution, then one decay per channel. Position 0 resets the state."""
     x = recurrences.convolve(self.linear_x(input_states), self.conv_1d.weight.squeeze(1), self.conv_1d.bias)
     unit = self.rg_lru
     kept = _block_gate(unit, x, unit.recurrent_gate_weight, unit.recurrent_gate_bias)

@@ -1,5 +1,7 @@
-"""Load a checkpoint's folder; reject missing, truncated or corrupt files by path, and missing weights, which would be
-random."""
+"""Load a checkpoint's folder.
+
+Reject missing, truncated or corrupt files by path, and missing weights, which would be random.
+"""
 
 import json
 import re

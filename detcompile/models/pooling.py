@@ -1,5 +1,7 @@
-"""Models with one result per sequence: classifiers, reward models and embedders. A row's result depends only on its
-tokens."""
+"""Models with one result per sequence: classifiers, reward models and embedders.
+
+A row's result depends only on its tokens.
+"""
 
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
@@ -76,8 +78,7 @@ class _Pooling(CertifiedModel):
         return False
 
     def _run(self, batch: UnpaddedBatch, tokens: NDArray[np.int64]) -> Tensor:
-        """Return the model's results for the packed ``tokens`` [R] of a batch: [R, ...], from one step over its own
-        cache."""
+        """Return the model's results [R, ...] for the packed ``tokens`` [R] of a batch, from one step."""
         check_batch(batch, self.vocab_size, self.max_context)
         build = two_way_step if attends_both_ways(self.model) else dense_step
         arrays, num_blocks = build(batch, len(self.facts.kv_groups), tokens)

@@ -143,7 +143,7 @@ class Numerics:
         return tuple(large // small for small, large in itertools.pairwise(self.tp_sizes))
 
     def split_radices(self, tp: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The radices above and below the level of the tree that has a node for each of ``tp`` ranks."""
+        """Return the radices above and below the level of the tree that has a node for each of ``tp`` ranks."""
         level = self.tp_sizes.index(tp)
         return self.radices[:level], self.radices[level:]
 

@@ -95,7 +95,7 @@ class Experts(SumOrder):
 
     @QUIET
     def evaluate(self, partials: np.ndarray) -> np.ndarray:
-        """partials [num_experts, ...] float32, best-ranked expert first, -> [...] float32."""
+        """Sum partials [num_experts, ...] float32, best-ranked expert first, to [...] float32."""
         self._check_extent("the first dim of partials", len(partials), self.num_experts)
         return add_left_to_right(list(np.asarray(partials, np.float32)))
 

@@ -125,8 +125,10 @@ def ran_out_of_memory(error: BaseException) -> bool:
 
 
 def _rooms(mount: Path, path: str, version: tuple[tuple[str, ...], str, str]) -> list[int]:
-    """Return the free bytes under each cgroup limit, from the mount point down; inside a container, ``path`` may name
-    ancestors outside it."""
+    """Return the free bytes under each cgroup limit, from the mount point down.
+
+    Inside a container, ``path`` may name ancestors outside it.
+    """
     limits, usage, cached = version
     folder = mount / path.lstrip("/")
     rooms = []

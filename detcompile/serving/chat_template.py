@@ -131,7 +131,7 @@ def _as_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """The filter ``tojson``; its arguments are those of transformers', in the same order."""
+    """Implement the filter ``tojson`` with transformers' arguments, in the same order."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

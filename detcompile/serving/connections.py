@@ -1,5 +1,4 @@
-"""A uvicorn protocol that closes stalled connections: requests that arrive too slowly and responses that nobody
-reads."""
+"""A uvicorn protocol that closes stalled connections: slow requests, and responses that nobody reads."""
 
 import asyncio
 import contextlib

@@ -171,8 +171,10 @@ class GrammarCheck:
 
 
 class FairLock:
-    """A lock that goes to the owner with the least time so far. All methods must be called in the event loop's
-    thread."""
+    """A lock that goes to the owner with the least time so far.
+
+    All methods must be called in the event loop's thread.
+    """
 
     def __init__(self) -> None:
         self._queues: dict[str, deque[asyncio.Future[None]]] = {}  # no empty queues

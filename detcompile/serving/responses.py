@@ -1,5 +1,7 @@
-"""Responses of running answers: JSON in one piece, or server-sent events. A request ends when its client
-disconnects."""
+"""Responses of running answers: JSON in one piece, or server-sent events.
+
+A request ends when its client disconnects.
+"""
 
 import asyncio
 from abc import ABC, abstractmethod

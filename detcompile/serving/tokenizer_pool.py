@@ -30,8 +30,9 @@ Result = TypeVar("Result")
 
 
 class TokenizerPool:
-    """Encodes and decodes with the engine's tokenizer. Also implements what Detokenizer needs of a transformers
-    tokenizer.
+    """Encodes and decodes with the engine's tokenizer.
+
+    Also implements what Detokenizer needs of a transformers tokenizer.
 
     Args:
         hello: the engine's description of its tokenizer.

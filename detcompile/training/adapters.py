@@ -45,6 +45,7 @@ def save_adapters(folder: Path, configs: Mapping[str, Any], parameters: Mapping[
         configs: PEFT's config by adapter name; exactly one.
         parameters: whole tensors by name: the adapter's and others that were trained.
         base: name or folder of the base model.
+
     Raises:
         InvalidInput: ``folder`` is a file.
         StorageError: the folder cannot be written.

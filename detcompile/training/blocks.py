@@ -137,6 +137,7 @@ class RegionCall:
     def __call__(
         self, rows: Tensor | None, shared: Sequence[Tensor], step: StepTensors, weights: Mapping[str, Weight]
     ) -> Sequence[Tensor]:
+        """Run the region and return its outputs."""
         inputs: list[Any] = ([] if rows is None else [rows]) + [shared[place] for place in self.shared]
         inputs += [self._input(source, step, weights) for source in self.sources]
         for position, (place, dim) in self._sizes.items():
@@ -182,6 +183,7 @@ class Block(Holder):
     def forward(
         self, rows: Tensor, shared: Sequence[Tensor], step: StepTensors, others: Mapping[str, Weight]
     ) -> Tensor:
+        """Run the block on its rows."""
         def run(rows: Tensor) -> Tensor:
             named = {self.prefix + name: parameter for name, parameter in self.named_parameters(remove_duplicate=False)}
             weights = {**others, **weights_of(named, self.accumulators, self.dtypes)}

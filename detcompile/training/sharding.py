@@ -93,6 +93,7 @@ class ExactSum:
             held.sharded_param.grad = None
 
     def __call__(self, reduced: Tensor) -> None:
+        """Add the group's reduced gradients to its sums."""
         trained = [held for held in self._held if held.unsharded_param.requires_grad]
         sizes = [held.padded_sharded_param_size.numel() for held in trained]
         if sum(sizes) != reduced.numel():

@@ -79,10 +79,12 @@ class Trainer(Unreplicated):
 
     @property
     def blocks(self) -> tuple[Block, ...]:
+        """Return the blocks, in the order of the layers."""
         return self._built.blocks
 
     @property
     def device(self) -> torch.device:
+        """Return the device of the weights."""
         return next(self.parameters()).device
 
     @property

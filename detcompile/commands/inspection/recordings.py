@@ -73,7 +73,7 @@ def read_recording(path: Path) -> Recording:
 
 
 def _of_model(name: str) -> Recording:
-    """A model that is compiled for this, as `detcompile check` does; only this needs all of torch."""
+    """Compile a model, as `detcompile check` does; only this needs all of torch."""
     options = importlib.import_module("detcompile.commands.options")
     verification = importlib.import_module("detcompile.commands.verification")
     compiled = options.compile_model(verification.ModelSpec(name))

@@ -53,7 +53,7 @@ def scrolled(content: str, label: str) -> str:
 
 
 def table(label: str, columns: Iterable[str], rows: Iterable[Iterable[str]], classes: Mapping[int, str] = {}) -> str:
-    """A table of plain texts in a box.
+    """Return a table of plain texts in a box.
 
     Args:
         classes: names of CSS classes by the number of the column.

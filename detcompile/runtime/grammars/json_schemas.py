@@ -116,7 +116,7 @@ def _prepare(schema: Schema) -> None:
 
 
 def _leave_out_unwritable(schema: Schema, own: Schema) -> None:
-    """Take out of a schema what a text without \\u cannot have: llguidance would take it without these letters."""
+    r"""Remove what a text without \u cannot contain: llguidance would accept it without these letters."""
     values = own.get("enum")
     if isinstance(values, list):
         own["enum"] = [value for value in values if not _is_unwritable(value)]
@@ -129,7 +129,7 @@ def _leave_out_unwritable(schema: Schema, own: Schema) -> None:
 
 
 def _is_unwritable(value: Any) -> bool:
-    """Whether a value has a letter that has to be escaped with \\u."""
+    r"""Return whether a value has a letter that has to be escaped with \u."""
     if isinstance(value, dict):
         return any(_is_unwritable(part) for part in (*value, *value.values()))
     if isinstance(value, list):

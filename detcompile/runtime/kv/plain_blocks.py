@@ -18,7 +18,7 @@ def plain_blocks(
     order: Sequence[int] | torch.Generator | None = None,
     num_sequences: int | None = None,
 ) -> KVBlocks:
-    """The blocks of a KV cache for at least ``num_tokens`` tokens.
+    """Return the blocks of a KV cache for at least ``num_tokens`` tokens.
 
     Args:
         num_tokens: tokens of all sequences together, each rounded up to whole blocks by the caller.

@@ -126,6 +126,7 @@ class RemoteStep:
 class RemoteWorker(_Remote):
     """Runs steps and draws tokens in the workers, in the order of the launches.
 
+    Args:
         group: processes whose target serves ``launch``, ``collect``, ``read_blocks``, ``write_blocks`` and ``free``.
         abandoned: names to free, shared by all objects of the group.
         make: creates the worker of a name in the processes of a group.

@@ -83,16 +83,21 @@ class State(msgspec.Struct, kw_only=True):
 
 
 class KillRequest(msgspec.Struct):
-    """Kill the engine that serves the client's answer of this id; without an id, or if no engine does, the busiest
-    one."""
+    """Kill the engine that serves the client's answer of this id.
+
+    Without an id, or if no engine does, the busiest one.
+    """
 
     id: str | None = None
 
 
 @functools.cache
 def page() -> Response:
-    """Return the page. Its policy allows its inline script and style by digest, connections to this server, and nothing
-    else: no injected scripts, forms or frames."""
+    """Return the page.
+
+    Its policy allows its inline script and style by digest, connections to this server, and nothing else: no injected
+    scripts, forms or frames.
+    """
     text = PAGE.read_text()
     digests = {kind: _digest(body) for kind, body in INLINE.findall(text)}
     policy = (

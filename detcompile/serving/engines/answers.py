@@ -187,8 +187,10 @@ class Answer:
         self.finished = delta.finished
 
     def resumption(self) -> dict[int, list[int]] | None:
-        """Return what an engine needs to continue: the tokens of running samples by index; None if no token was
-        drawn."""
+        """Return what an engine needs to continue: the tokens of running samples by index.
+
+        None if no token was drawn.
+        """
         self._num_repeated_logprobs = len(self.prompt_logprobs)
         if not self.num_tokens:
             return None
@@ -203,8 +205,10 @@ class Answer:
 
 
 class AuxiliaryTask(Answer, ABC):
-    """Work of an engine other than answers. It queues, is bounded and is canceled like an answer, but draws no
-    tokens."""
+    """Work of an engine other than answers.
+
+    It queues, is bounded and is canceled like an answer, but draws no tokens.
+    """
 
     @abstractmethod
     def command(self) -> Verify | Pool:

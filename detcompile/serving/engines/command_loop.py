@@ -1,5 +1,7 @@
-"""The loop of all engine processes: one thread computes, one reads commands, one sends heartbeats. The process ends
-when the front end does."""
+"""The loop of all engine processes: one thread computes, one reads commands, one sends heartbeats.
+
+The process ends when the front end does.
+"""
 
 import os
 import socket

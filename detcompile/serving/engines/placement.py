@@ -23,8 +23,7 @@ MOST_BLOCKED = 10_000
 
 
 class Router:
-    """Sends an answer to the engine with the fewest tokens to compute before it is done: its own and those queued
-    before.
+    """Sends an answer to the engine that has to compute the fewest tokens before the answer is done.
 
     It remembers the blocks of prompts sent to each engine (LRU) and assumes that they are in the engine's prefix cache.
     """

@@ -74,8 +74,7 @@ class Child:
 
 
 def end_with_parent() -> None:
-    """On Linux, have the kernel kill this process when the thread that started it ends, even if it is stopped by a
-    signal."""
+    """On Linux, have the kernel kill this process when the thread that started it ends, even if it is stopped."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
 

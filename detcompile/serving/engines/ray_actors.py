@@ -122,8 +122,10 @@ class RayActors:
         return host
 
     def _place(self, host: str, port: int, secret: bytes) -> tuple[Any, Any, Any]:
-        """Return a placement group, its actor, and the reference of the actor's run; Ray creates them
-        asynchronously."""
+        """Return a placement group, its actor, and the reference of the actor's run.
+
+        Ray creates them asynchronously.
+        """
         groups: Any = importlib.import_module("ray.util.placement_group")
         strategies: Any = importlib.import_module("ray.util.scheduling_strategies")
         group = groups.placement_group([self._bundle], strategy="STRICT_PACK")

@@ -11,8 +11,9 @@ FORM = re.compile(r"(?P<name>[\w-]{1,64}):(?P<places>\d{1,12}\*?(,\d{1,12}\*?)*)
 
 
 class Cursor:
-    """How much of each choice was sent, counted in tokens, so that it does not depend on how the stream was cut into
-    events.
+    """How much of each choice was sent.
+
+    It is counted in tokens, so that it does not depend on how the stream was cut into events.
 
     Args:
         name: id of the answer.
@@ -32,8 +33,10 @@ class Cursor:
         self._text = ""
 
     def __str__(self) -> str:
-        """Return the event id. ``cmpl-12ab:7,9*``: 7 tokens of choice 0, and all 9 tokens of choice 1 including its
-        end."""
+        """Return the event id.
+
+        ``cmpl-12ab:7,9*``: 7 tokens of choice 0, and all 9 tokens of choice 1 including its end.
+        """
         places = ",".join(f"{read}{'*' * over}" for read, over in zip(self.num_read, self.over))
         return f"{self.name}:{places}" + (f"+{self.tail}" if self.tail else "")
 

@@ -109,8 +109,10 @@ class Jobs:
             del future  # its exception refers to this frame: break the cycle
 
     def kept(self, call: Call) -> Call:
-        """Return the request with a generated key if there is a journal and it has none; its client reconnects by the
-        answer's id."""
+        """Return the request with a generated key if there is a journal and it has none.
+
+        Its client reconnects by the answer's id.
+        """
         return call if self._journal is None or call.key is not None else replace(call, key=secrets.token_hex(16))
 
     async def call(self, owner: str, name: str, last_event: str | None = None) -> Call | None:

@@ -119,8 +119,10 @@ class CompletionReply(Reply):
         }
 
     def _top(self, entry: Token) -> dict[str, float]:
-        """Return the likeliest tokens by name, likeliest first, and the token itself; of equal names the likeliest is
-        kept."""
+        """Return the likeliest tokens by name, likeliest first, and the token itself.
+
+        Of equal names the likeliest is kept.
+        """
         top: dict[str, float] = {}
         for token, logprob in (*entry.top, (entry.token_id, entry.logprob)):
             top.setdefault(self.texts.name_of(token), finite(logprob))

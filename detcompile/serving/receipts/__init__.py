@@ -1,2 +1,1 @@
-"""Receipts: signed records of answers and everything they depend on, kept in a chained log, and replayed to verify
-them."""
+"""Receipts: signed records of answers and everything they depend on, in a chained log, and their replay."""

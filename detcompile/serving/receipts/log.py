@@ -38,8 +38,9 @@ class Line(NamedTuple):
 
 
 class ReceiptLog:
-    """Appends to a log exclusively. An incomplete last line, left by a killed server, is cut off: no client has its
-    receipt.
+    """Appends to a log exclusively.
+
+    An incomplete last line, left by a killed server, is cut off: no client has its receipt.
 
     Attributes:
         place: position of the next receipt.
@@ -75,8 +76,9 @@ class ReceiptLog:
         self.place = LogPlace(index=self.place.index + 1, previous=_digest(line))
 
     def require_writable(self) -> None:
-        """Test whether the log can be written again after a failure. The test bytes are cut off here or at the next
-        start.
+        """Test whether the log can be written again after a failure.
+
+        The test bytes are cut off here or at the next start.
 
         Raises:
             StorageError: the write failed.

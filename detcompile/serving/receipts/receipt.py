@@ -1,5 +1,7 @@
-"""Receipts: everything that an answer's bits depend on, and the answer. The schema is strict: unknown fields are
-rejected."""
+"""Receipts: everything that an answer's bits depend on, and the answer.
+
+The schema is strict: unknown fields are rejected.
+"""
 
 import hashlib
 from collections.abc import Mapping, Sequence

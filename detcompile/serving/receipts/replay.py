@@ -238,8 +238,10 @@ class Replayer:
 
 
 def _other_samples(prompt: Prompt, params: SamplingParams) -> Verdict | None:
-    """Return a verdict unless there are n samples. Checked first: a request for many samples could use up the
-    memory."""
+    """Return a verdict unless there are n samples.
+
+    Checked first: a request for many samples could use up the memory.
+    """
     indices, expected = [sample.index for sample in prompt.samples], list(range(params.n))
     if indices == expected:
         return None

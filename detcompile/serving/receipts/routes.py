@@ -36,8 +36,10 @@ async def stored_receipt(service: Service, owner: str, name: str) -> Response:
 
 
 async def verify(service: Service, envelope: Envelope, call: Call) -> Response:
-    """Return a verdict. The replay is queued and bounded like an answer with the receipt's tokens. Signatures are
-    checked with this server's key, if it has one.
+    """Return a verdict.
+
+    The replay is queued and bounded like an answer with the receipt's tokens. Signatures are checked with this server's
+    key, if it has one.
 
     Raises:
         HTTPError: over a limit, or no engine serves.

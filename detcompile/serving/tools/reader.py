@@ -1,5 +1,7 @@
-"""Incremental parser of answers: content and tool calls, however the text is cut. Also the tool-call formats of
-models."""
+"""Incremental parser of answers: content and tool calls, however the text is cut.
+
+Also the tool-call formats of models.
+"""
 
 import json
 from collections.abc import Generator
@@ -194,8 +196,10 @@ class Reader:
         return whole and name is not None
 
     def _value(self, call: int | None) -> Generator[None, None, str]:
-        """Parse a JSON value and return its text, sending it to ``call`` as it arrives; the character after a scalar is
-        not read."""
+        """Parse a JSON value and return its text, sending it to ``call`` as it arrives.
+
+        The character after a scalar is not read.
+        """
         start = given = self._at
         depth, quoted, escaped = 0, False, False
         while True:

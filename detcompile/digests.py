@@ -4,12 +4,23 @@ import hashlib
 import json
 from collections.abc import Mapping
 
-__all__ = ["fingerprint", "weights_digest"]
+__all__ = ["BITS_VERSION", "differing_parts", "fingerprint", "weights_digest"]
+
+# Raise it with a change of the sources that moves a bit of any model, and name the operation in CHANGELOG.md.
+# tests/test_bits_version.py fails if golden digests change under the same version.
+BITS_VERSION = "1"
 
 
 def fingerprint(parts: Mapping[str, str]) -> str:
-    """sha256, in hex, of the parts."""
-    return _digest(parts)
+    """Return the sha256, in hex, of the parts; of "bits_version" and "source", where both are there, of the first."""
+    return _digest({name: part for name, part in parts.items() if name != "source" or "bits_version" not in parts})
+
+
+def differing_parts(a: Mapping[str, str | None], b: Mapping[str, str | None]) -> list[str]:
+    """Return the names of parts whose values differ. Sources may differ under one bits version."""
+    names = [name for name in dict.fromkeys([*a, *b]) if a.get(name) != b.get(name)]
+    same_bits = a.get("bits_version") is not None and a.get("bits_version") == b.get("bits_version")
+    return [name for name in names if name != "source" or not same_bits]
 
 
 def weights_digest(digests: Mapping[str, str]) -> str:

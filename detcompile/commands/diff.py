@@ -65,6 +65,8 @@ def _lines(a: Recording, b: Recording, parts: list[PartDifference], runs: RunCom
         if len(part.details) > MOST_SHOWN:
             yield f"  and {len(part.details) - MOST_SHOWN} more: --json has them"
         yield from (f"  {name}: {_short(value)}" for name, value in (("A", part.a), ("B", part.b)))
+    if a.parts.get("source") != b.parts.get("source") and "source" not in {part.part for part in parts}:
+        yield f"\nsources differ, bits version equal ({a.parts['bits_version']})"
     if runs is not None:
         yield from _run_lines(runs)
     yield f"\n{_explanation(parts, runs)}"

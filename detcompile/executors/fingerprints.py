@@ -10,6 +10,7 @@ import torch
 import transformers
 import triton
 
+from detcompile.digests import BITS_VERSION
 from detcompile.orders.numerics import Numerics
 from detcompile.passes.programs.lanes import vector_isa
 from detcompile.passes.proof.certificate import Certificate
@@ -47,6 +48,7 @@ def fingerprint_parts(
         "orders": "; ".join(certificate.orders),
         "max_context": str(max_context),
         "kv_dtype": str(dtype),
+        "bits_version": BITS_VERSION,
         "source": source_digest(),
         "torch": torch.__version__,
         "triton": triton.__version__,

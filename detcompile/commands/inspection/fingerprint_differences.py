@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from detcompile.commands.inspection.recordings import Recording
+from detcompile.digests import differing_parts
 
 __all__ = ["MEANINGS", "PartDifference", "part_differences"]
 
@@ -17,6 +18,7 @@ MEANINGS = {
     "orders": "sums in other orders",
     "max_context": "another longest sequence, for which rotary tables are frozen",
     "kv_dtype": "another dtype of the model and its KV cache: --dtype",
+    "bits_version": "a release of detcompile that moved bits: CHANGELOG.md names the operations",
     "source": "another version of detcompile's sources",
     "torch": "another torch, which compiles the pointwise operations",
     "triton": "another Triton, which compiles GPU kernels",
@@ -46,12 +48,10 @@ class PartDifference:
 
 
 def part_differences(a: Recording, b: Recording) -> list[PartDifference]:
-    """Return every part that differs, in the order of the contract."""
+    """Return every part that differs, in the order of the contract. Sources may differ under one bits version."""
     differences = []
-    for part in dict.fromkeys((*MEANINGS, *a.parts, *b.parts)):
+    for part in sorted(differing_parts(a.parts, b.parts), key=[*MEANINGS, *a.parts, *b.parts].index):
         one, other = a.parts.get(part), b.parts.get(part)
-        if one == other:
-            continue
         details: Iterator[str] = iter(())
         if part == "weights":
             details = _weights(a.weight_digests, b.weight_digests)

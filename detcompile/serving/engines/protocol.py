@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from detcompile.digests import differing_parts
 from detcompile.serving.receipts.verdict import Verdict
 
 __all__ = [
@@ -151,8 +152,7 @@ class Hello(msgspec.Struct, kw_only=True, tag=True):
             }
             for hello in (self, other)
         )
-        names = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
-        return names or ["fingerprint"] * (self.fingerprint != other.fingerprint)
+        return sorted(differing_parts(ours, theirs)) or ["fingerprint"] * (self.fingerprint != other.fingerprint)
 
 
 class Token(msgspec.Struct, array_like=True, gc=False):

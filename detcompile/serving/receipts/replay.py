@@ -124,7 +124,8 @@ class Replayer:
                 verdict.prompt = number
                 return verdict
             num_tokens += verdict.num_tokens
-        return Verdict(outcome="equal", message=f"all {num_tokens} tokens came out again", num_tokens=num_tokens)
+        message = f"all {num_tokens} tokens came out again{self._other_sources(receipt)}"
+        return Verdict(outcome="equal", message=message, num_tokens=num_tokens)
 
     def check(self, receipt: Receipt) -> Verdict:
         """Return the verdict on a receipt by teacher forcing.
@@ -161,7 +162,13 @@ class Replayer:
                 return verdict
         self.redrawn = [redrawn_of(output, ids) for output, ids in zip(outputs, prompts)]
         num_samples = sum(len(prompt.samples) for prompt in made)
-        return Verdict(outcome="equal", message=f"all {num_samples} answers came out again")
+        message = f"all {num_samples} answers came out again{self._other_sources(receipt)}"
+        return Verdict(outcome="equal", message=message)
+
+    def _other_sources(self, receipt: Receipt) -> str:
+        """Return a remark if the receipt's sources differ, which the bits version allows."""
+        same = receipt.fingerprint_parts.get("source") == self._parts.get("source")
+        return "" if same else f"; sources differ, bits version equal ({self._parts['bits_version']})"
 
     def _check(self, prompt: Prompt, params: SamplingParams) -> Generator[None, None, Verdict]:
         answers = [one.token_ids for one in prompt.samples if not isinstance(one.token_ids, str)]

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from detcompile.digests import fingerprint
+from detcompile.digests import differing_parts, fingerprint
 from detcompile.runtime.grammars.compiler import masks_version
 from detcompile.serving.receipts.receipt import Receipt
 
@@ -70,8 +70,7 @@ def fingerprint_verdict(receipt: Receipt, parts: Mapping[str, str], tokenizer: s
     theirs: dict[str, str | None] = {**receipt.fingerprint_parts, "tokenizer": receipt.served.tokenizer}
     if receipt.grammar is not None:
         ours["llguidance"], theirs["llguidance"] = masks_version(), receipt.grammar.llguidance
-    names = dict.fromkeys([*ours, *theirs])
-    differing = [(name, theirs.get(name), ours.get(name)) for name in names if theirs.get(name) != ours.get(name)]
+    differing = [(name, theirs.get(name), ours.get(name)) for name in differing_parts(ours, theirs)]
     if not differing:
         return None
     first = differing[0][0]

@@ -91,9 +91,12 @@ def _other_prompt(payload: dict[str, Any]) -> None:
     payload["prompts"][0]["token_ids"][-1] ^= 1
 
 
-def _other_part(payload: dict[str, Any]) -> None:
-    payload["fingerprint_parts"]["weights"] = "0" * 64
-    payload["fingerprint"] = fingerprint(payload["fingerprint_parts"])
+def _part(name: str) -> Callable[[dict[str, Any]], None]:
+    def change(payload: dict[str, Any]) -> None:
+        payload["fingerprint_parts"][name] = "0" * 64
+        payload["fingerprint"] = fingerprint(payload["fingerprint_parts"])
+
+    return change
 
 
 def _swapped(payload: dict[str, Any]) -> None:
@@ -130,7 +133,8 @@ TAMPERINGS: dict[str, Tampering] = {
     "a sample left out": Tampering(lambda p: p["prompts"][0]["samples"].pop(), "samples"),
     "samples in another order": Tampering(lambda p: p["prompts"][0]["samples"].reverse(), "samples"),
     "a fingerprint that its parts do not make": Tampering(_set("fingerprint", OTHER), "fingerprint"),
-    "other weights": Tampering(_other_part, "fingerprint_parts.weights", "incomparable"),
+    "other weights": Tampering(_part("weights"), "fingerprint_parts.weights", "incomparable"),
+    "another bits version": Tampering(_part("bits_version"), "fingerprint_parts.bits_version", "incomparable"),
     "a grammar": Tampering(_grammar("zz*"), "token_ids"),
     "another library of grammars": Tampering(_grammar("zz*", "0.1"), "llguidance", "incomparable"),
     "another tokenizer": Tampering(lambda p: p["served"].update(tokenizer=OTHER), "tokenizer", "incomparable"),

@@ -90,6 +90,15 @@ def test_a_change_is_named_whoever_seals_it(
     assert (served.json()["outcome"], served.json()["field"]) == (verdict.outcome, verdict.field)
 
 
+def test_a_receipt_of_other_sources_replays(http: httpx.Client, doubted: Envelope, model: CompiledModel) -> None:
+    other = changed(doubted, lambda payload: payload["fingerprint_parts"].update(source="0" * 64), None)
+    verdict = replay(model, other)
+    assert verdict.outcome == "equal" and verdict.message.endswith("; sources differ, bits version equal (1)")
+    assert replay(model, other, decode=True).message.endswith("; sources differ, bits version equal (1)")
+    before = changed(doubted, lambda payload: payload["fingerprint_parts"].pop("bits_version"), None)
+    assert replay(model, before).field == "fingerprint"
+
+
 def test_a_changed_token_is_found_at_its_place(doubted: Envelope, model: CompiledModel) -> None:
     given = decode_receipt(payload_of(doubted)).prompts[0].samples[0].token_ids
     verdict = replay(model, changed(doubted, TAMPERINGS["another token"].change, None))

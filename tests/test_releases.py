@@ -14,6 +14,8 @@ from detcompile import UnsupportedRelease, releases
 from detcompile.commands import cli
 from detcompile.passes import release_probe
 from detcompile.passes.release_probe import LOGITS, require_release
+from detcompile.templates import cpp_dispatch
+from detcompile.templates.device import gate
 from tools.canary import RESULTS
 
 PASSES = [sys.executable, "-c", f"print({json.dumps(json.dumps(LOGITS))})"]
@@ -146,6 +148,22 @@ def test_failed_import_names_an_untested_release(
     for load in (lambda: detcompile.__getattr__("compile"), lambda: cli._loaded("check")):
         with pytest.raises(UnsupportedRelease, match=rf"^{name} {version} .*lacks what detcompile imports \(no "):
             load()
+
+
+@pytest.mark.parametrize("release", ["torch.__version__", "torch.version.git_version"])
+def test_direct_operations_of_another_torch_are_another_file(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpp_dispatch, "is_intact", lambda path: True)
+    before = cpp_dispatch.build_direct_ops()
+    monkeypatch.setattr(release, "2.99.0")
+    assert cpp_dispatch.build_direct_ops() != before
+
+
+@pytest.mark.parametrize("release", ["torch.__version__", "triton.__version__"])
+def test_schedules_of_another_release_are_another_file(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    of = lambda: gate._tuner.__wrapped__("matmul", (), torch.device("cpu")).path  # noqa: E731
+    before = of()
+    monkeypatch.setattr(release, "2.99.0")
+    assert of() != before
 
 
 @pytest.mark.exhaustive

@@ -20,6 +20,7 @@ from benchmarks.export import compare, loaded_elsewhere, measure, observe
 from detcompile import ArchiveError, CompiledModel, ExportedModel, InvalidInput, UnsupportedModel, exporting
 from detcompile.archives.archive import EXTRA, Archive, Share, library_folder, write_archive
 from detcompile.archives.description import CERTIFICATE, KERNELS, read_config
+from detcompile.archives.machine import obstacle, this_machine
 from detcompile.archives.stored_weights import StoredWeights
 from detcompile.commands import verification
 from detcompile.commands.cli import app
@@ -320,6 +321,16 @@ def test_another_torch_is_refused(archives: dict[str, Path], monkeypatch: pytest
     monkeypatch.setattr(torch, "__version__", "2.12.1")
     with pytest.raises(ArchiveError, match=r"this is 2\.12\.1: install that one, or export again"):
         detcompile.load(archives["llama"])
+
+
+@pytest.mark.parametrize("release", ["torch", "triton"])
+def test_another_release_on_a_gpu_is_refused(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    here = this_machine(torch.device("cuda"))
+    assert obstacle(here) == ""
+    assert f"{release} 2.99.0" in obstacle(here | {release: "2.99.0"})
 
 
 def test_another_format_or_detcompile_is_refused(archives: dict[str, Path], tmp_path: Path) -> None:

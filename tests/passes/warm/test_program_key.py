@@ -107,6 +107,14 @@ def test_another_compiler_is_another_key(before: str, monkeypatch: pytest.Monkey
     assert key() != before
 
 
+@pytest.mark.parametrize(
+    "release", ["torch.__version__", "torch.version.git_version", "triton.__version__", "transformers.__version__"]
+)
+def test_another_release_is_another_key(release: str, before: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(release, "5.99.0")
+    assert key() != before
+
+
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_code_holds_is_a_part_of_it(name: str, before: str) -> None:
     CHANGES[name]()

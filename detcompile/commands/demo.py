@@ -21,6 +21,7 @@ from detcompile.commands.verification import RESTART, available_axes, prompt_tex
 from detcompile.models.compiled import CompiledModel
 from detcompile.models.hub import TINY, TINY_FOLDER
 from detcompile.models.spec import ModelSpec
+from detcompile.transformers_internals.generation import cache_keyword
 
 __all__ = ["Comparison", "DEMO_AXES", "command", "compare_with_torch", "greedy_tokens", "score_plain"]
 
@@ -80,7 +81,7 @@ def score_plain(model: PreTrainedModel, configuration: Configuration) -> Tensor:
     cache, start, pieces = DynamicCache(config=model.config), 0, []
     for chunk in chunks:
         ids = torch.tensor([target[start : start + chunk]], device=model.device)
-        pieces.append(model(ids, past_key_values=cache, use_cache=True).logits[0])
+        pieces.append(model(ids, **{cache_keyword(model): cache}, use_cache=True).logits[0])
         start += chunk
     return torch.cat(pieces)
 

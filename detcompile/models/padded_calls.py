@@ -22,9 +22,11 @@ UNTRACED = (
 )
 
 IDLE = ("cache_position", "use_cache")  # a call neither keeps nor returns a cache
+NO_CACHE = "a call takes no cache: continue a prompt with generate() or an engine"
 REFUSED = {
+    "cache": NO_CACHE,  # the name of past_key_values from transformers 5.24 on
     "inputs_embeds": "a compiled model reads token ids: pass input_ids",
-    "past_key_values": "a call takes no cache: continue a prompt with generate() or an engine",
+    "past_key_values": NO_CACHE,
     "output_hidden_states": "the program only returns logits: use the Hugging Face module",
     "output_attentions": "the program only returns logits: use the Hugging Face module",
 }

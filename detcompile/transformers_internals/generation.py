@@ -1,10 +1,11 @@
 """What transformers' pipelines ask of a model."""
 
+import inspect
 from typing import Any
 
-from transformers import GenerationMixin
+from transformers import GenerationMixin, PreTrainedModel
 
-__all__ = ["prepare_generation_config"]
+__all__ = ["cache_keyword", "prepare_generation_config"]
 
 READ_IN = "5.17.0"
 NAMES = {
@@ -13,3 +14,11 @@ NAMES = {
 }
 
 prepare_generation_config: Any = GenerationMixin._prepare_generation_config
+
+
+def cache_keyword(model: PreTrainedModel) -> str:
+    """Return what a model's forward calls the keys and values of earlier tokens: "cache" from transformers 5.24 on.
+
+    Without it: plain torch beside ours warns of the earlier name, which transformers 5.40 removes.
+    """
+    return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"

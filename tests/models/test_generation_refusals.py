@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import DynamicCache, GenerationConfig
 from transformers.generation import logits_process
 from transformers.generation.stopping_criteria import StopStringCriteria
 
@@ -23,6 +23,8 @@ from tests.models.generation_cases import Recorder, model_of, padded_batch
         ({"num_beams": 4}, "num_beams = 4 is not served"),
         ({"assistant_model": SimpleNamespace()}, "assistant_model = .* is not served.*SpeculationConfig"),
         ({"output_attentions": True}, "output_attentions = True is not served"),
+        ({"past_key_values": DynamicCache()}, "past_key_values = DynamicCache.*give the whole prompt"),
+        ({"cache": DynamicCache()}, "cache = DynamicCache.*give the whole prompt"),
         ({"logits_processor": [lambda ids, scores: scores]}, "logits_processor = .* is not served"),
         ({"max_new_token": 3}, r"not used by the model: \['max_new_token'\]"),
         ({"stop_strings": "a"}, "this model has none: pass tokenizer="),
@@ -53,7 +55,7 @@ def test_arguments_that_ask_for_nothing_are_taken() -> None:
     model = model_of("qwen3")
     nothing = dict.fromkeys(
         ["assistant_model", "assistant_tokenizer", "streamer", "stopping_criteria", "prefix_allowed_tokens_fn"]
-        + ["past_key_values", "token_type_ids", "unknown", "generation_config", "tokenizer", "position_ids"]
+        + ["past_key_values", "cache", "token_type_ids", "unknown", "generation_config", "tokenizer", "position_ids"]
     )
     nothing |= {"logits_processor": logits_process.LogitsProcessorList(), "num_beams": 1, "synced_gpus": False}
     nothing |= {"cache_implementation": "static", "output_attentions": False, "trust_remote_code": False}

@@ -1,6 +1,7 @@
 """A compiled model is taken for a Hugging Face model by code that was written for one; what it cannot do it refuses."""
 
 import copy
+import inspect
 import io
 import pickle
 import re
@@ -13,13 +14,23 @@ import pytest
 import torch
 import transformers.pipelines.base
 from torch.fx.experimental.proxy_tensor import make_fx
-from transformers import DynamicCache, GenerationConfig, Pipeline, pipeline
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LlamaForCausalLM,
+    Pipeline,
+    PreTrainedModel,
+    Qwen3ForCausalLM,
+    pipeline,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 import detcompile
 from detcompile import CompiledClassifier, CompiledModel, InvalidInput
 from detcompile.executors.description import ParameterCount
 from detcompile.models.model_object import INSTEAD
+from detcompile.models.padded_calls import REFUSED, SERVED, require_served
+from detcompile.transformers_internals.generation import cache_keyword
 from tests.bits import assert_bitwise_equal
 from tests.model_cases import VOCAB_SIZE, compiled, random_model
 
@@ -122,7 +133,7 @@ IDLE: list[dict[str, Any]] = [
     {"use_cache": True},
     {"use_cache": False},
     {"return_dict": True},
-    {"cache_position": None, "past_key_values": None, "inputs_embeds": None},
+    {"cache_position": None, "past_key_values": None, "cache": None, "inputs_embeds": None},
     {"output_hidden_states": False, "output_attentions": False},
 ]
 
@@ -157,6 +168,7 @@ BAD: dict[str, dict[str, Any]] = {
     "labels must be a tensor": {"input_ids": IDS, "labels": IDS.tolist()},
     "inputs_embeds is not served": {"inputs_embeds": torch.zeros(1, 4, 80)},
     "past_key_values is not served": {"input_ids": IDS, "past_key_values": DynamicCache()},
+    "cache is not served: a call takes no cache": {"input_ids": IDS, "cache": DynamicCache()},
     "output_hidden_states is not served": {"input_ids": IDS, "output_hidden_states": True},
     "output_attentions is not served": {"input_ids": IDS, "output_attentions": True},
     "cache_position is not served": {"input_ids": IDS, "cache_position": torch.arange(6)},
@@ -169,6 +181,14 @@ BAD: dict[str, dict[str, Any]] = {
 def test_what_a_call_cannot_serve_is_refused_by_its_name(said: str) -> None:
     with pytest.raises(InvalidInput, match=said):
         model()(**BAD[said])
+
+
+@pytest.mark.parametrize("kind", [Qwen3ForCausalLM, LlamaForCausalLM])
+def test_every_argument_of_hugging_face_is_known(kind: type[PreTrainedModel]) -> None:
+    names = inspect.signature(kind.forward).parameters.keys() - {"self", "kwargs"}
+    served = set(SERVED.replace(" and ", ", ").split(", "))
+    require_served(dict.fromkeys(names - served))
+    assert cache_keyword(random_model("qwen3", torch.float32)) in names & REFUSED.keys()
 
 
 def test_a_generation_config_may_be_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ DRAFTS = "speculation moves no token here: model.engine(speculation=SpeculationC
 FORCED = "put the token into the prompts, or append it to the answers"
 DECODER = "it is of encoder-decoder models"
 FORWARD = "the prompts are input_ids, and attention_mask says where padding stands"
+CACHED = "give the whole prompt; an engine's prefix cache finds what it has computed"
 STATES = "compiled graphs give logits alone; run the model that it was made from"
 
 UNSERVED: Mapping[str, Unserved] = {
@@ -30,6 +31,7 @@ UNSERVED: Mapping[str, Unserved] = {
     "assistant_model": Unserved((), DRAFTS),
     "assistant_tokenizer": Unserved((), DRAFTS),
     "begin_suppress_tokens": Unserved((), "suppress_tokens and min_new_tokens are served"),
+    "cache": Unserved((), CACHED),  # past_key_values from transformers 5.24 on
     "constraints": Unserved((), BEAMS),
     "custom_generate": Unserved((), "write the loop over model(input_ids).logits or over model.engine()"),
     "diversity_penalty": Unserved((0,), BEAMS),
@@ -54,7 +56,7 @@ UNSERVED: Mapping[str, Unserved] = {
     "num_beams": Unserved((1,), BEAMS),
     "output_attentions": Unserved((False,), STATES),
     "output_hidden_states": Unserved((False,), STATES),
-    "past_key_values": Unserved((), "give the whole prompt; an engine's prefix cache finds what it has computed"),
+    "past_key_values": Unserved((), CACHED),
     "penalty_alpha": Unserved((0,), "contrastive search is not made of one row's own logits"),
     "position_ids": Unserved((), "they are counted from attention_mask; a plain call takes others"),
     "prefix_allowed_tokens_fn": Unserved((), "an engine takes SamplingParams(allowed_token_ids=...)"),

@@ -18,16 +18,20 @@ from detcompile.errors import UnsupportedModel
 from detcompile.passes.adapters.forwards import attend, rotate_halves, rotate_pairs
 from detcompile.passes.adapters.modules import class_of, entries_of
 from detcompile.passes.modules.attention import IMPLEMENTATION, STEP_KWARG, carry_positions
-from detcompile.transformers_internals.attention import set_attention_implementation
+from detcompile.transformers_internals.attention import set_attention_implementation, takes_attention
 
 __all__ = ["CODEGEN_PARTS", "OWN_ATTENTION", "projected_attention", "replace_attention"]
 
+CODEGEN = "codegen.modeling_codegen.CodeGenAttention"
 CODEGEN_PARTS = 4  # the fused weight holds four parts, each with its queries, values and keys
 
 
 def replace_attention(model: PreTrainedModel) -> bool:
     """Give the attention classes of OWN_ATTENTION in ``model`` their forward; says whether there are any."""
-    replaced = entries_of(model, "ATTENTION", OWN_ATTENTION)
+    table = OWN_ATTENTION.copy()
+    if takes_attention(model):  # CodeGen's classes call the interface from transformers 5.24 on
+        del table[CODEGEN]
+    replaced = entries_of(model, "ATTENTION", table)
     for layer, (attention, forward) in enumerate(replaced):
         if getattr(attention, "layer_idx", None) is None:
             attention.layer_idx = layer
@@ -97,7 +101,12 @@ def _openai_gpt(self: Any, x: Tensor, attention_mask: Any = None, **kwargs: Any)
     return [self.c_proj(attend(self, query, key, value, kwargs.get(STEP_KWARG), scaling=scale))]
 
 
-def _git(self: Any, hidden_states: Tensor, *_: Any, **kwargs: Any) -> Any:
+def _bert(
+    self: Any, hidden_states: Tensor, *_: Any, encoder_hidden_states: Tensor | None = None, **kwargs: Any
+) -> Any:
+    """git, megatron_bert, rembert. Attention to an encoder is refused."""
+    if encoder_hidden_states is not None:
+        raise UnsupportedModel(f"{type(self).__name__}: keys of an encoder; only its own tokens' are known")
     query, key, value = (
         project(hidden_states).unflatten(-1, (self.num_attention_heads, self.attention_head_size))
         for project in (self.query, self.key, self.value)
@@ -193,15 +202,17 @@ def _turned(states: Tensor, table: Tensor) -> Tensor:
 SCALED_BY_POSITION = ("inkling.modeling_inkling.InklingAttention", "llama4.modeling_llama4.Llama4TextAttention")
 OWN_ATTENTION: dict[str, Callable[..., Any]] = {
     "bigbird_pegasus.modeling_bigbird_pegasus.BigBirdPegasusDecoderAttention": projected_attention,
-    "codegen.modeling_codegen.CodeGenAttention": _codegen,
+    CODEGEN: _codegen,
     "deepseek_v2.modeling_deepseek_v2.DeepseekV2Attention": _deepseek_v2,
-    "git.modeling_git.GitSelfAttention": _git,
+    "git.modeling_git.GitSelfAttention": _bert,
     "gpt_neo.modeling_gpt_neo.GPTNeoSelfAttention": _gpt_neo,
     "gpt_neox_japanese.modeling_gpt_neox_japanese.GPTNeoXJapaneseAttention": _gpt_neox_japanese,
     "hrm_text.modeling_hrm_text.HrmTextAttention": _hrm_text,
     "inkling.modeling_inkling.InklingAttention": _inkling,
     "llama4.modeling_llama4.Llama4TextAttention": _llama4,
+    "megatron_bert.modeling_megatron_bert.MegatronBertSelfAttention": _bert,
     "mvp.modeling_mvp.MvpAttention": projected_attention,
     "openai.modeling_openai.Attention": _openai_gpt,
+    "rembert.modeling_rembert.RemBertSelfAttention": _bert,
     "trocr.modeling_trocr.TrOCRAttention": projected_attention,
 }

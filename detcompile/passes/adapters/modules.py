@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from detcompile.contrib import contributed
 from detcompile.passes.modules.experts import added, mixed
 from detcompile.templates.ops import ours
+from detcompile.transformers_internals.experts import takes_implementation
 
 __all__ = [
     "Methods",
@@ -97,7 +98,8 @@ OWN_MODULES: dict[str, Methods] = {
 
 def replace_experts(model: PreTrainedModel) -> int:
     """Give the experts of OWN_EXPERTS in ``model`` their methods; says how many modules there are."""
-    return give_methods(model, "EXPERTS", OWN_EXPERTS)
+    taking = {class_of(module) for module in model.modules() if takes_implementation(module)}  # Aria's from 5.24 on
+    return give_methods(model, "EXPERTS", {name: OWN_EXPERTS[name] for name in OWN_EXPERTS.keys() - taking})
 
 
 def expert_product(x: Tensor, ids: Tensor, w_ENK: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Attention classes with a softmax of their own, and masks that models make in other ways: the meaning stays."""
 
+import sys
 from typing import Any, ClassVar
 
 import pytest
@@ -17,6 +18,7 @@ from tests.model_cases import VOCAB_SIZE, random_model
 IDS = torch.randint(4, VOCAB_SIZE, (2, 90), generator=torch.Generator().manual_seed(5))
 POSITIONS = {"max_position_embeddings": 128}
 BART = {"d_model": 80, "decoder_layers": 2, "decoder_ffn_dim": 96, "decoder_attention_heads": 4} | POSITIONS
+BERT = {"num_hidden_layers": 2, "num_attention_heads": 4, "is_decoder": True} | POSITIONS
 GPT = {"n_embd": 80, "n_layer": 2, "n_head": 4, "n_positions": 128}
 XLM = {"emb_dim": 80, "n_layers": 2, "n_heads": 4, "pad_token_id": 2} | POSITIONS
 TYPES = ["sliding_attention", "full_attention"]
@@ -50,12 +52,28 @@ CASES = {
         [33, 0],
     ),
 }
+BERTS = {"megatron-bert": BERT, "rembert": BERT | {"input_embedding_size": 80, "output_embedding_size": 80}}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits_and_windows_are_the_models_own(case: str) -> None:
     changes, windows = CASES[case]
-    name = case.partition(" ")[0]
+    require_equal_logits(case.partition(" ")[0], changes, windows)
+
+
+@pytest.mark.parametrize("name", BERTS)
+def test_berts_that_mask_as_decoders_are_taken(name: str) -> None:
+    """In transformers 5.24; earlier ones see both ways, whatever the config says."""
+    with torch.no_grad():
+        model = random_model(name, torch.float32, **BERTS[name])
+        if hasattr(sys.modules[type(model).__module__], "create_causal_mask"):
+            require_equal_logits(name, BERTS[name], [0, 0])
+        else:
+            with pytest.raises(UnsupportedModel, match="asks for create_bidirectional_mask"):
+                probe_attention(model, 64)
+
+
+def require_equal_logits(name: str, changes: dict[str, Any], windows: list[int]) -> None:
     with torch.no_grad():
         plain = random_model(name, torch.float32, **changes)
         if plain._can_set_attn_implementation():
@@ -74,8 +92,9 @@ def test_logits_and_windows_are_the_models_own(case: str) -> None:
 def test_angles_of_float32_turn_states_of_bfloat16() -> None:
     """A checkpoint of codegen is loaded in a dtype that its table of angles does not take."""
     model = random_model("codegen", torch.bfloat16, **CASES["codegen"][0])
-    for block in model.transformer.h:
-        block.attn.embed_positions = block.attn.embed_positions.float()
+    for module in model.modules():  # each attention, or one for all of them
+        if hasattr(module, "embed_positions"):
+            module.embed_positions = module.embed_positions.float()
     with torch.no_grad():
         give_positions(model)
         probe_attention(model, 64)

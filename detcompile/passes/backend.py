@@ -54,26 +54,26 @@ class Expected(NamedTuple):
 
 
 class Backend:
-    """Compiles Dynamo graphs and keeps the certificate of each.
+    """Compile Dynamo graphs and keep the certificate of each.
 
     Args:
         numerics: the declared orders.
-        roles_of: the Role of a tensor input from its name and fake value in Dynamo's graph. Default: what the caller
-            gives holds a batch in its first dimension, which is made symbolic, and rows in every other symbolic one;
-            what the compiled module holds are weights; and every output has the batch in its first dimension.
+        roles_of: returns the Role of a tensor input from its name and fake value in Dynamo's graph. Default: arguments
+            of the call hold a batch in their first dimension, which becomes symbolic, and rows in every other symbolic
+            dimension. Tensors of the compiled module are weights. The first dimension of every output is the batch.
         expects: calls that a causal LM makes; None for any other module.
-        compile_graph: what compiles the certified graph, called as Inductor's own; default: Inductor's own.
-        certify_only: run the certified graph as it is, without Inductor: ``compile_graph=run_plainly``.
-        join_weights: linears of one input share a product: their weights become views of one tensor, and have to
-            stay so.
-        name_inputs: names of a graph's traced inputs; where it is given, the digest of each graph is kept.
-        graph_breaks: "raise", or "warn" where torch did not make one graph of a whole call.
-        layers: the graph is of a model's first layers, marked by `mark_layers`; the program runs all of them.
-        compile_region: makes code of a certified region of such a graph, as `compile_layers` calls it.
+        compile_graph: compiles the certified graph, with Inductor's signature. Default: Inductor.
+        certify_only: run the certified graph without Inductor, as ``compile_graph=run_plainly`` does.
+        join_weights: linears with the same input share a product. Their weights become views of one tensor, and must
+            stay views.
+        name_inputs: returns names of a graph's traced inputs. If given, the digest of each graph is kept.
+        graph_breaks: "raise" or "warn" if torch does not make one graph of a whole call.
+        layers: the graph holds a model's first layers, marked by `mark_layers`, and the program runs all layers.
+        compile_region: compiles a certified region of such a graph; called by `compile_layers`.
 
     Attributes:
-        certificates, programs: one a graph that was compiled.
-        digests: one a graph, if ``name_inputs`` was given.
+        certificates, programs: one per compiled graph.
+        digests: one per graph, if ``name_inputs`` is given.
     """
 
     def __init__(
@@ -104,10 +104,10 @@ class Backend:
         self.certificates: list[Certificate] = []
         self.programs: list[CompiledGraph] = []
         self.digests: list[str] = []
-        self.backend_ctx_ctor = self.around_calls({})  # where torch._dynamo.optimize is called with this object itself
+        self.backend_ctx_ctor = self.around_calls({})  # for torch._dynamo.optimize(this object)
 
     def around_calls(self, options: Mapping[str, Any]) -> Callable[[], Call]:
-        """What torch.compile enters around each call."""
+        """Return the context that torch.compile enters around each call."""
         return functools.partial(Call, self.graph_breaks, self.roles_of is None)
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Compiled:
@@ -144,7 +144,7 @@ class Backend:
         return reporting(fed(run, wide), _held(roles, example_inputs))
 
     def _roles(self, gm: fx.GraphModule, traced: TracedCall) -> list[Role]:
-        """Roles of the graph's inputs, in order; what the call leaves behind or looks at is refused before."""
+        """Return roles of the graph's inputs, in order. Refuse state that outlives the call, and identity checks."""
         refuse(traced.left_behind(), "the module keeps state from call to call, so that a row follows earlier batches")
         if self.roles_of is None:
             refuse(traced.identified(), "the module looks at more of its arguments than their values")
@@ -174,11 +174,11 @@ class Backend:
 
 
 class _Compilation:
-    """One graph on its way through compile_fx, which calls what is here in this order.
+    """One graph on its way through compile_fx, which calls these methods in order.
 
-    rewrite     the graph in ATen, before Inductor's own rewrites: the passes
-    lower       the graph that is left for a compiler: shared products, the certificate, then ``compile_graph``
-    finish      the graph behind Inductor's own rewrites, unless its cache has it: the certificate once more
+    rewrite     runs our passes on the ATen graph, before Inductor's rewrites
+    lower       joins products, certifies the graph, then calls ``compile_graph``
+    finish      certifies the graph again after Inductor's rewrites, unless Inductor's cache has the code
     """
 
     def __init__(self, backend: Backend, traced: TracedCall, roles: list[Role], inputs: list[Any]) -> None:
@@ -186,13 +186,13 @@ class _Compilation:
         self._traced = traced
         self._roles = roles
         self._inputs = inputs
-        self._named: dict[str, Role] = {}  # by the names of the graph that is lowered
-        self._groups: list[tuple[int, ...]] = []  # positions of weights that became one
+        self._named: dict[str, Role] = {}  # by input names of the lowered graph
+        self._groups: list[tuple[int, ...]] = []  # positions of weights that were joined
         self.layered: Layered | None = None
-        self._graph: Any = None  # its code, where it is not layered
+        self._graph: Any = None  # its code, if it is not layered
 
     def settings(self) -> dict[str, Any]:
-        """Inductor's settings: those of rounding, and where it calls us."""
+        """Return Inductor's settings: rounding, and our hooks."""
         numerics, direct = repr(self._backend.numerics), self._direct_ops()
         finish = functools.partial(self.finish, direct)
         return {
@@ -221,7 +221,7 @@ class _Compilation:
             self.layered = self._lower_layers(gm, backend.layers, kwargs)
             backend.certificates.append(self.layered.certificate)
             return never_run()
-        # Here and again after Inductor's own rewrites: on a hit of its cache only this one runs.
+        # Certified here and again after Inductor's rewrites. On a hit in its cache, only this one runs.
         backend.certificates.append(backend._certify(gm, self._named))
         self._graph = backend.compile_graph(gm, inputs, **kwargs)
         return self._graph
@@ -253,7 +253,7 @@ class _Compilation:
         return compile_layers(gm, rows, self._inputs, owners, self._named, proved, backend.numerics, make)
 
     def over_all_layers(self, values: Sequence[Any], checked: frozenset[int]) -> CompiledGraph:
-        """The program over all layers, whose inputs are those of the graph and then those of the other layers."""
+        """Return the program over all layers. Its inputs are those of the graph, then those of the other layers."""
         assert self.layered is not None and self._backend.layers is not None
         run = self.layered.run
         sources = run.unrolled.sources
@@ -272,20 +272,20 @@ class _Compilation:
         read_extents(call_directly(gm, direct))
 
     def code(self) -> LayeredCode:
-        """What the program of one graph is made of."""
+        """Return the code of a program that is a single graph."""
         return of_one_graph(self._graph, self._inputs, self._groups)
 
     def _direct_ops(self) -> Mapping[Any, Any]:
-        """What calls the operations of a CPU's graph without Python.
+        """Return the operations that a CPU graph calls without going through Python.
 
-        torch's proxy executor calls the operations of a package, and knows these by their first names.
+        AOTInductor's packages keep the registered operations: torch's proxy executor calls them by name.
         """
         devices = {given.device.type for given in self._inputs if isinstance(given, torch.Tensor)}
         return direct_ops() if self._backend.compile_graph is compile_fx_inner and devices == {"cpu"} else {}
 
 
 def _held(roles: Sequence[Role], inputs: Sequence[Any]) -> list[int]:
-    """Positions of the strided tensors that the compiled callable holds."""
+    """Return positions of the strided tensors that the compiled callable holds."""
     return [
         position
         for position, (role, given) in enumerate(zip(roles, inputs, strict=True))
@@ -308,14 +308,14 @@ def _named(gm: fx.GraphModule, roles: Sequence[Role]) -> dict[str, Role]:
 
 
 def _with_joined(gm: fx.GraphModule, inputs: Sequence[Any], groups: Sequence[tuple[int, ...]]) -> list[Any]:
-    """The fake inputs of the graph, with the concatenations among them."""
+    """Return the fake inputs of the graph, with joined weights in place of single ones."""
     values = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
     wide = {positions[0] for positions in groups}
     return [values[i] if i in wide else given for i, given in enumerate(inputs)]
 
 
 def _in_float_mode(run: Compiled, inputs: Sequence[Any]) -> Compiled:
-    """``run`` in the standard mode, in all threads that its kernels were compiled for."""
+    """Return ``run`` in the standard float mode, with the number of threads that its kernels were compiled for."""
     devices = {given.device for given in inputs if isinstance(given, torch.Tensor)}
     on_cpu = all(device.type == "cpu" for device in devices)
     return in_float_mode(run, torch.device("cpu"), torch.get_num_threads()) if on_cpu else run

@@ -1,8 +1,8 @@
-"""Certify a model over a padless batch [B, T], which shows the batch operations that packing hides in an extent of 1.
+"""Certify a model over a padless batch [B, T]: packing gives the batch an extent of 1, which hides batch operations.
 
-The model's Python runs once over fake tensors of unknown extents B and T; the graph of the operations that it calls is
-certified. This takes a fifth of the time of a trace by Dynamo, torch.compile's tracer. If the run fails, branches on an
-extent or is not certified, Dynamo traces the batch, and that graph decides: refusals name lines of the model's source.
+The model's Python runs once over fake tensors of unknown extents B and T, and the graph of its operations is certified.
+This takes a fifth of the time of a trace by Dynamo. If the run fails, branches on an extent or is not certified, Dynamo
+traces the batch instead, and that graph decides: its refusals name lines of the model's source.
 """
 
 import logging
@@ -43,7 +43,7 @@ from detcompile.torch_internals.symbolic_shapes import (
 __all__ = ["certificate_of_batches", "certify_batches"]
 
 logger = logging.getLogger(__name__)
-B, T = 3, 5  # two extents that no other dimension shares
+B, T = 3, 5  # no other dimension has these extents
 ROWS = Role("rows", {0: "batch", 1: "tokens"})
 
 
@@ -53,7 +53,7 @@ def certify_batches(
     """Prove a model over a batch of several rows.
 
     Args:
-        repeats: structures of the model's layers; where they are given, the first layers stand for all.
+        repeats: layers by their structure. If given, the first layers stand for all.
 
     Raises:
         UncertifiedOp, UnsupportedModel: rows of the batch may meet, or the model cannot be traced over a batch.
@@ -61,7 +61,7 @@ def certify_batches(
     if repeats is not None:
         model, expected = layers_of(model, range(repeats.prefix)), Expected(repeats.prefix)
     device = next(model.parameters()).device
-    forward = DenseForward(view_of(model))  # modules of its own: a run may leave something behind in them
+    forward = DenseForward(view_of(model))  # a view: a run may leave state in modules
     weights = dict((*forward.named_parameters(), *forward.named_buffers()))
 
     def run(weights: Mapping[str, Tensor], *given: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ def certify_batches(
 
     try:
         certificate_of_batches(run, weights, device, numerics, expected)
-    except Exception as error:  # of the model's code over fake tensors, which may be any
+    except Exception as error:  # the model's code may raise anything over fake tensors
         logger.debug("%s over a batch is traced by Dynamo: %s", type(model).__name__, error)
         _trace_batches(model, numerics, expected, device)
 
@@ -86,11 +86,11 @@ def certificate_of_batches(
     Raises:
         UnsupportedModel: the code branches on B or T.
         UncertifiedOp: rows may meet.
-        Exception: whatever the code raises over fake tensors.
+        Exception: an error of the model's code over fake tensors.
     """
     shapes = ShapeEnv()
     fakes = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)
-    fakes.cache_enabled = False  # results of unknown extents are computed faster than they are looked up
+    fakes.cache_enabled = False  # with unknown extents, computing a result is faster than looking it up
     unknown = StatelessSymbolicContext([DimDynamic.DUCK, DimDynamic.DUCK])
     ids = torch.zeros(B, T, dtype=torch.int64, device=device)
     positions = torch.arange(T, device=device).repeat(B, 1)
@@ -119,7 +119,7 @@ def certificate_of_batches(
 
 
 def _trace_batches(model: PreTrainedModel, numerics: Numerics, expected: Expected, device: torch.device) -> None:
-    """Have Dynamo trace the model over a batch, and certify that."""
+    """Trace the model over a batch with Dynamo, and certify the graph."""
     backend = Backend(numerics, dense_role, expects=expected, certify_only=True)
     input_ids = torch.zeros(B, T, dtype=torch.int64, device=device)
     position_ids = torch.arange(T, device=device).repeat(B, 1)

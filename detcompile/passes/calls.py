@@ -1,8 +1,8 @@
-"""One call of a compiled module: its batch is made symbolic before it, and one certified graph has to answer all of it.
+"""One call of a compiled module: its batch is symbolic, and a single certified graph must answer all of it.
 
-Dynamo asks a backend about the graphs that it makes. What it leaves to Python - modules that it does not trace, code
-between the graphs of a broken one, hooks of the compiled module, everything once it has compiled too often - no
-certificate sees. So torch.compile enters a Call around each call of what it compiled, and the graphs report to it.
+A backend only sees the graphs that Dynamo makes. No certificate covers what Dynamo leaves to Python: modules that it
+does not trace, code between graphs, hooks of the compiled module, and everything after the recompile limit. So
+torch.compile enters a Call around each call of a compiled module, and the graphs report to it.
 """
 
 import contextlib
@@ -39,13 +39,13 @@ __all__ = ["Call", "GRAPH_BREAKS", "current_call", "reporting"]
 
 GRAPH_BREAKS = ("raise", "warn")
 
-# Counts are symbols from zero up, of the first dimension alone: every other extent is what it is, and has its graph.
+# Only the first dimension is symbolic, from zero up. Every other extent is a constant of its graph.
 ONE_GRAPH_A_SHAPE = dynamo_settings(
     assume_static_by_default=True,
     automatic_dynamic_shapes=False,
-    force_parameter_static_shapes=False,  # of a parameter that is given as an argument
+    force_parameter_static_shapes=False,  # a parameter may be an argument
     recompile_limit=64,
-    skip_nnmodule_hook_guards=False,  # hooks that come after the first call are traced, too
+    skip_nnmodule_hook_guards=False,  # trace hooks that are added after the first call, too
 )
 FROM_ZERO_UP = shape_settings(backed_size_oblivious=True)
 LOUD = dynamo_settings(suppress_errors=False, fail_on_recompile_limit_hit=True)
@@ -96,11 +96,11 @@ class Call:
         _threads.call = self
 
     def __exit__(self, *_: object) -> None:
-        """torch.compile tells nothing of an exception: whether one is under way is looked up."""
+        """Explain an exception. torch.compile does not pass it on, so look it up."""
         self._stack.close()
         raised = sys.exc_info()[1]
         new = raised is not self._raised_before
-        self._frame = self._raised_before = None  # which hold this call, and what it was given
+        self._frame = self._raised_before = None  # they refer to this call and its arguments
         self.given, self.arguments = [], []
         if new and self.mark_batch and isinstance(raised, FailOnRecompileLimitHit):
             raise UnsupportedModel(f"{TOO_OFTEN}\n{raised}") from raised
@@ -110,7 +110,7 @@ class Call:
             self._complain("torch made no graph of this call")
 
     def count_graph(self, frame: types.FrameType | None) -> None:
-        """A graph is about to run, called from ``frame``."""
+        """Count a graph that is about to run, called from ``frame``."""
         self.num_graphs += 1
         if self.num_graphs > 1:
             self._complain("torch made several graphs of this call")
@@ -128,10 +128,10 @@ class Call:
             self._complain("another forward was put in the place of the one of what torch.compile returned")
 
     def require_apart(self, held: Sequence[torch.Tensor]) -> None:
-        """Reject tensors of the compiled callable that begin in the memory of an argument.
+        """Reject tensors of the compiled callable that start inside the memory of an argument.
 
         Raises:
-            UncertifiedOp: there is one.
+            UncertifiedOp: a tensor does.
         """
         strided = [given.untyped_storage() for given in self.arguments if given.layout is torch.strided]
         spans = [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in strided]
@@ -141,8 +141,8 @@ class Call:
                 line = f"a tensor {list(tensor.shape)} that the module holds shares the memory of an argument"
                 raise UncertifiedOp(f"an input of two origins:\n  {line}\nGive a copy of one of them.", (line,))
 
-    def _complain(self, found: str) -> None:
-        text = f"{found}: what Python computes there has no certificate, and may let rows meet."
+    def _complain(self, problem: str) -> None:
+        text = f"{problem}: what Python computes there has no certificate, and may let rows meet."
         if self.graph_breaks == "warn":
             warnings.warn(text, RuntimeWarning, stacklevel=4)
             return
@@ -150,12 +150,12 @@ class Call:
 
 
 def current_call() -> Call | None:
-    """The innermost call of this thread that is under way."""
+    """Return the innermost running call of this thread, or None."""
     return getattr(_threads, "call", None)
 
 
 def reporting(run: Callable[..., Any], held: Sequence[int]) -> Callable[..., Any]:
-    """A graph that counts itself in the call that it answers.
+    """Return a graph that reports to the call that it answers.
 
     Args:
         held: positions of the inputs that the compiled callable holds.
@@ -173,10 +173,10 @@ def reporting(run: Callable[..., Any], held: Sequence[int]) -> Callable[..., Any
 
 
 def _require_own_rows(arguments: Sequence[torch.Tensor]) -> None:
-    """Reject arguments that share memory other than row by row, as a batch and its last row expanded do.
+    """Reject arguments that share memory across rows, such as a batch and an expanded last row of it.
 
     Raises:
-        UncertifiedOp: there are two.
+        UncertifiedOp: two arguments do.
     """
     by_storage = defaultdict[int, list[torch.Tensor]](list)
     for given in arguments:
@@ -194,7 +194,7 @@ def _require_own_rows(arguments: Sequence[torch.Tensor]) -> None:
 
 
 def _share_rows_alone(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one storage overlap at most in rows of the same number."""
+    """Return whether two tensors of one storage overlap only in rows of the same index."""
     first, second = sorted((one, other), key=torch.Tensor.data_ptr)
     distance = second.data_ptr() - first.data_ptr()
     same = distance == 0 and first.stride() == second.stride() and first.shape[1:] == second.shape[1:]
@@ -208,6 +208,6 @@ def _share_rows_alone(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _reach(tensor: torch.Tensor, dim: int) -> int:
-    """Bytes from a tensor's first element to the end of its last one, over the dimensions from ``dim`` on."""
+    """Return the bytes that a tensor spans over its dimensions from ``dim`` on."""
     extents = zip(tensor.shape[dim:], tensor.stride()[dim:], strict=True)
     return (1 + sum((size - 1) * stride for size, stride in extents)) * tensor.element_size()

@@ -1,7 +1,7 @@
-"""From a Hugging Face causal LM to one callable over packed tokens, with its meaning checked on the way.
+"""A Hugging Face causal LM as a callable over packed tokens, with checks of its meaning.
 
-The model runs once, eagerly, on two tokens, with an attention function that only records what it is asked for. What it
-records (layers, heads, windows, mask kinds) sizes the caches, and later has to equal what the compiled graph holds.
+The model runs once, eagerly, on two tokens, with an attention function that only records its arguments. The records
+(layers, heads, windows, mask kinds) size the caches. Later, the compiled graph must hold the same calls.
 """
 
 import contextlib
@@ -54,14 +54,14 @@ KIND_OF_LAYER = {
     "conv": PADDING_MASK,
     "chunked_attention": CHUNKED_MASK,
 }
-MASK_SHAPING = ("or_mask_function", "and_mask_function", "block_sequence_ids")  # arguments that change what is visible
+MASK_SHAPING = ("or_mask_function", "and_mask_function", "block_sequence_ids")  # arguments that change the mask
 
 
 def isolated(function: Callable[P, R]) -> Callable[P, R]:
-    """Run ``function``, which captures a model, apart from the caller's other threads and from torch.autocast.
+    """Run ``function``, which captures a model, outside torch.autocast and with a lock.
 
-    Capture patches torch and transformers, so only one thread captures at a time. The lock is Dynamo's, which a
-    torch.compile of another thread takes too.
+    Capture patches torch and transformers, so only one thread captures at a time. The lock is Dynamo's: torch.compile
+    in another thread takes it too.
     """
 
     @functools.wraps(function)
@@ -73,7 +73,7 @@ def isolated(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class PackedForward(nn.Module):
-    """Logits of chosen rows of a packed step: what serving compiles.
+    """Logits of chosen rows of a packed step. Serving compiles this.
 
     forward(input_ids [1, T] int64, position_ids [1, T] int64, step, logits_to_keep [R] int64) -> [R, V]
     """
@@ -84,7 +84,7 @@ class PackedForward(nn.Module):
         self.chooses_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, step: StepInputs, logits_to_keep: Tensor) -> Tensor:
-        torch._check(input_ids.shape[1] > 0)  # a reshape with an extent to infer asks
+        torch._check(input_ids.shape[1] > 0)  # a reshape that infers an extent needs this
         kwargs: dict[str, Any] = {"logits_to_keep": logits_to_keep} if self.chooses_rows else {}
         logits = self.model(
             input_ids=input_ids, position_ids=position_ids, use_cache=False, **{STEP_KWARG: step}, **kwargs
@@ -93,7 +93,7 @@ class PackedForward(nn.Module):
 
 
 class StatesForward(PackedForward):
-    """As PackedForward, with the rows that the language-model head reads beside the logits it makes of them.
+    """PackedForward that also returns the hidden states that the language-model head reads.
 
     forward(…) -> ([R, V], [R, H])
     """
@@ -104,12 +104,12 @@ class StatesForward(PackedForward):
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, step: StepInputs, logits_to_keep: Tensor) -> Any:
         logits = PackedForward.forward(self, input_ids, position_ids, step, logits_to_keep)
-        assert self._read is not None, "the head did not run, or nobody watches it"
+        assert self._read is not None, "the head did not run, or is not watched"
         hidden, self._read = self._read.squeeze(0), None
         return logits, hidden if self.chooses_rows else hidden[logits_to_keep]
 
     def watch(self) -> RemovableHandle:
-        """Keep what the head reads, until the handle is removed."""
+        """Record the head's input until the handle is removed."""
         return self.model.get_output_embeddings().register_forward_pre_hook(self._note)
 
     def _note(self, head: nn.Module, given: tuple[Tensor, ...]) -> None:
@@ -117,7 +117,7 @@ class StatesForward(PackedForward):
 
 
 class DenseForward(nn.Module):
-    """Logits of a padless batch [B, T]: traced to see the batch dimension that packing hides, never served."""
+    """Logits of a padless batch [B, T]: traced because packing hides the batch dimension, never served."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -128,9 +128,9 @@ class DenseForward(nn.Module):
 
 
 def freeze_rope(model: PreTrainedModel, max_context: int) -> None:
-    """Fix rotary tables that look at the longest position of the batch (dynamic, longrope) to ``max_context`` tokens.
+    """Freeze rotary tables that depend on the longest position of the batch (dynamic, longrope) at ``max_context``.
 
-    The module updates itself once, as it would for a sequence of that length, and never again.
+    The module updates itself once, as for a sequence of that length, and never again.
     """
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
@@ -152,14 +152,14 @@ def freeze_rope(model: PreTrainedModel, max_context: int) -> None:
 def probe_attention(
     model: PreTrainedModel, kv_chunk: int, recurrences: Recurrences | None = None
 ) -> tuple[tuple[AttentionCall, ...], tuple[KVGroup, ...]]:
-    """Make the model call our attention; as observe_attention.
+    """Make the model call our attention, then observe it as ``observe_attention`` does.
 
     Raises:
-        UnsupportedModel: it takes none from outside, or a call means something unknown.
+        UnsupportedModel: the model takes no attention function, or a call means something unknown.
     """
     require_ready(model)
     replace_modules(model)
-    register_attention(kv_chunk, ())  # before the model is told to use it
+    register_attention(kv_chunk, ())  # before the model's config names it
     ours = adapt(model) or replace_attention(model)
     if not ours:
         _use_attention(model)
@@ -176,10 +176,10 @@ def probe_attention(
 
 
 def require_ready(model: PreTrainedModel) -> None:
-    """Fail unless a model may be run and traced.
+    """Fail unless a model can be run and traced.
 
     Raises:
-        UnsupportedModel: it is in training mode, or has an encoder of its own.
+        UnsupportedModel: it is in training mode, or has an encoder.
     """
     if model.training:
         raise UnsupportedModel(f"{type(model).__name__} is in training mode: call model.eval() before compiling it")
@@ -190,9 +190,9 @@ def require_ready(model: PreTrainedModel) -> None:
 def observe_attention(
     model: PreTrainedModel, kv_chunk: int, recurrences: Recurrences | None = None
 ) -> tuple[tuple[AttentionCall, ...], tuple[KVGroup, ...]]:
-    """The attention calls of one forward, in layer order, and the groups of layers that share a block table.
+    """Return the attention calls of one forward in layer order, and the groups of layers that share a block table.
 
-    Where other layers carry a state, attention is numbered by its calls instead.
+    If other layers carry a state, attention calls are numbered in call order.
 
     Raises:
         UnsupportedModel: a call means something unknown.
@@ -204,7 +204,7 @@ def observe_attention(
 def _observe(
     model: PreTrainedModel, kv_chunk: int, recurrences: Recurrences | None
 ) -> tuple[tuple[AttentionCall, ...], tuple[KVGroup, ...], set[str]]:
-    """observe_attention, and the masks that the model asks transformers for."""
+    """Like ``observe_attention``; also return the masks that the model asks transformers for."""
     calls: list[AttentionCall] = []
     place = layer_of if recurrences is None else recurrences.attention_place
     both_ways = attends_both_ways(model)
@@ -250,12 +250,12 @@ def _run_once(model: PreTrainedModel) -> set[str]:
 
 @contextlib.contextmanager
 def _recorded_masks(model: nn.Module) -> Iterator[set[str]]:
-    """Watch which masks the model's own modules ask transformers for."""
+    """Record the masks that the model's modules ask transformers for."""
     seen: set[str] = set()
 
     def watched(name: str, make: Any):
         def make_mask(*args: Any, **kwargs: Any):
-            # a decoder asks for a mask over its encoder's states, and there are none: nothing attends by it
+            # a decoder asks for a mask over its encoder's states; without an encoder, nothing uses it
             idle = name == "create_bidirectional_mask" and kwargs.get("encoder_hidden_states", seen) is None
             kinds = set() if idle else _kinds(model, name)
             unknown = sorted(kinds - ({BOTH_WAYS_MASK} if attends_both_ways(model) else set(MASK_KINDS)))
@@ -280,12 +280,12 @@ def _recorded_masks(model: nn.Module) -> Iterator[set[str]]:
 
 
 def _shapes(argument: Any) -> bool:
-    """Whether an argument changes a mask; block ids below 0 are of tokens in no block (git without an image)."""
+    """Return whether an argument changes a mask. Block ids below 0 mean tokens in no block (git without an image)."""
     return argument is not None and not (isinstance(argument, Tensor) and bool((argument < 0).all()))
 
 
 def _kinds(model: nn.Module, name: str) -> set[str]:
-    """The masks that the function of transformers of this name makes: one, or those of the kinds of layers."""
+    """Return the masks that a function of transformers makes: one, or one per kind of layer."""
     if name != "create_masks_for_generate":
         return {name}
     config: Any = model.config
@@ -305,7 +305,7 @@ def _check_calls(
             "attention that does not pass through the interface cannot be pinned"
         )
     kinds = getattr(model.config.get_text_config(), "layer_types", None)
-    uses_sliding = kinds is None or "sliding_attention" in kinds  # says which mask a layer takes
+    uses_sliding = kinds is None or "sliding_attention" in kinds  # names the mask of each layer
     tells_window = any(call.window and not call.chunk for call in calls) or not calls
     if "create_sliding_window_causal_mask" in masks and uses_sliding and not tells_window:
         raise UnsupportedModel(f"{name} builds a sliding-window mask but tells no attention layer its window")

@@ -1,4 +1,4 @@
-"""The forward of a compiled model once more, ahead of time: AOTInductor's files, and what they take."""
+"""Compile a model's forward ahead of time into AOTInductor's files."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -23,8 +23,8 @@ __all__ = ["Packaged", "package"]
 class Packaged(NamedTuple):
     """A compiled model as AOTInductor's files.
 
-    ``arguments`` says what the library takes, in order: an index into step.step_leaves, or the name of a weight.
-    ``views`` says where in these the model's own parameters and buffers lie, by their names in the model.
+    ``arguments`` lists what the library takes: an index into step.step_leaves, or the name of a weight.
+    ``views`` maps the model's parameters and buffers to their places in ``weights``, by name.
     """
 
     files: tuple[Path, ...]
@@ -41,14 +41,14 @@ def package(
     recurrences: Recurrences | None,
     program: str | None,
 ) -> Packaged:
-    """Compile the forward of a model that ``lower`` has changed once more, ahead of time.
+    """Compile the forward of a model that ``lower`` has rewritten, ahead of time.
 
     Args:
-        certificate, recurrences: what Lowered has of these names.
-        program: what Lowered has of this name, or None where the model is a rank's share.
+        certificate, recurrences: those of Lowered.
+        program: that of Lowered; None if the model is a rank's share.
 
     Raises:
-        UnsupportedModel: the graph would be another one.
+        UnsupportedModel: the graph differs from the compiled one.
     """
     packaging = Packaging()
     seen = Seen.of(observe_attention(model, numerics.kv_chunk, recurrences), recurrences)
@@ -74,13 +74,13 @@ def package(
 
 
 def _sums(certificate: Certificate) -> tuple[dict[str, int], tuple[str, ...]]:
-    """What a certificate says of sums. Values that all layers move alike may be moved once, or once a layer."""
+    """Return the sums of a certificate. Movements are left out: what all layers move may be moved once or per layer."""
     counts = {kind: count for kind, count in certificate.counts.items() if kind not in ("movement", "pointwise")}
     return counts, certificate.orders
 
 
 def _same_program(model: PreTrainedModel, numerics: Numerics, seen: Seen, digest: str, program: str | None) -> bool:
-    """Whether a model is the one of a program, whose digest is of all its layers or of the first ones."""
+    """Return whether a program's digest, of all layers or of the first ones, matches the model."""
     if program in (None, digest):
         return True
     repeats = None if seen.states else find_repeats(model)

@@ -1,4 +1,4 @@
-"""The passes in the order they run, and Inductor's settings under which they hold."""
+"""The passes in the order they run, and the Inductor settings that they rely on."""
 
 import contextlib
 import functools
@@ -50,14 +50,14 @@ PASSES: tuple[Callable[[fx.GraphModule], fx.GraphModule], ...] = (
 )
 
 
-# Rounding must not depend on what Inductor happens to fuse, nor sums on what it happens to split.
+# Rounding must not depend on what Inductor fuses, nor sums on what it splits.
 ROUNDING: dict[str, Any] = {
     "emulate_precision_casts": True,
     "eager_numerics.division_rounding": True,
     "split_reductions": False,
     "comprehensive_padding": False,
     "max_autotune": False,
-    # With an unknown token count Inductor sees no data that two kernels share, and would fuse nothing over tokens.
+    # With an unknown token count, Inductor finds no data that two kernels share and fuses nothing over tokens.
     "aggressive_fusion": True,
     "cpp.enable_floating_point_contract_flag": "off",
     "cpp.enable_unsafe_math_opt_flag": False,
@@ -66,7 +66,7 @@ ROUNDING: dict[str, Any] = {
 
 
 class GraphPass(CustomGraphPass):
-    """A ``gm -> gm`` function where Inductor wants a pass over a graph; ``key`` enters the cache key."""
+    """A ``gm -> gm`` function as an Inductor graph pass. ``key`` enters Inductor's cache key."""
 
     def __init__(self, apply: Callable[[fx.GraphModule], Any], key: str) -> None:
         self.apply = apply
@@ -76,7 +76,7 @@ class GraphPass(CustomGraphPass):
         self.apply(graph.owning_module)
 
     def uuid(self) -> Any:
-        # Inductor's cache must not outlive a change in our sources, nor a compiler
+        # a change in our sources or of the compiler invalidates Inductor's cache
         return (source_digest(), self.key, compiler_if_any())
 
 
@@ -93,8 +93,8 @@ def rewrite(gm: fx.GraphModule) -> fx.GraphModule:
 def read_extents(gm: fx.GraphModule) -> fx.GraphModule:
     """f(x)  ->  f(x), with sym_size(x, dim) or sym_stride(x, dim) for each symbol of x that no input number is
 
-    Run this last, right before Inductor's lowering: nothing uses these nodes. Since torch 2.14 Inductor's wrapper
-    defines a symbol only where it is an input or where a node reads it from one, though kernels use it for their loops.
+    Run this last, right before Inductor's lowering: nothing uses these nodes. Since torch 2.14, Inductor's wrapper
+    defines a symbol only if it is an input or if a node reads it from one, but kernels also use it for their loops.
     """
     inputs = gm.graph.find_nodes(op="placeholder")
     values = [node.meta["val"] for node in inputs]
@@ -114,10 +114,10 @@ def read_extents(gm: fx.GraphModule) -> fx.GraphModule:
 
 @contextlib.contextmanager
 def pinned_codegen() -> Iterator[None]:
-    """Generated C++ rounds an element the same way wherever it stands and whatever is fused with it.
+    """Make generated C++ round an element the same way in every position and every fusion.
 
-    What a vector computes of each lane, see passes.programs.lanes. Inductor's cache must not take what another compiler
-    has made of the same C++.
+    See passes.programs.lanes for lanes of vectors. The compiler is part of the C++, so that Inductor's cache does not
+    reuse another compiler's code.
     """
     compiler = functools.partial(commented, compiler_if_any)
     with contextlib.ExitStack() as stack:
@@ -127,11 +127,11 @@ def pinned_codegen() -> Iterator[None]:
 
 
 def decompositions(kept: tuple[OpOverload, ...] = (*KEPT_WHOLE, *POOLS)) -> dict[Any, Any]:
-    """Inductor's decompositions without those of the operations that a pass takes as a whole."""
+    """Return Inductor's decompositions, except those of operations that a pass rewrites whole."""
     table = {op: decomposition for op, decomposition in select_decomp_table().items() if op not in kept}
     return table | {aten.fill.Tensor: _fill}
 
 
 def _fill(into: Tensor, value: Tensor) -> Tensor:
-    """``aten.fill``, for which torch's decomposition asks whether there are two rows or more, to choose strides."""
+    """``aten.fill``. torch's decomposition branches on whether there are at least two rows, to choose strides."""
     return torch.zeros_like(into).where(torch.zeros((), dtype=torch.bool, device=into.device), value.to(into))

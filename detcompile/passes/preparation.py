@@ -1,4 +1,4 @@
-"""What is done to a model's modules before anything of it is traced, to serve it or to train it."""
+"""Prepare a model's modules before it is traced, for serving or training."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,14 +18,14 @@ from detcompile.passes.tracing import Seen
 
 __all__ = ["MODULE_PASSES", "ModulePass", "change_modules", "prepare"]
 
-TAKEN = "_taken_by_detcompile"  # attribute of a model that compile() has changed, whether or not it then refused it
+TAKEN = "_taken_by_detcompile"  # attribute of a model that compile() has changed, even if it refused it later
 
 
 class ModulePass(NamedTuple):
     """A change of a model's modules, before anything of it is traced."""
 
-    apply: Callable[[PreTrainedModel], Any]  # in place; says what it changed, nothing if the model has none of it
-    whole: str | None = None  # what it changes, in words, where ranks cannot share that
+    apply: Callable[[PreTrainedModel], Any]  # in place; returns what it changed, falsy if nothing
+    whole: str | None = None  # name of what it changes, if ranks cannot share that
 
 
 MODULE_PASSES = (
@@ -40,15 +40,15 @@ MODULE_PASSES = (
 def prepare(
     model: PreTrainedModel, numerics: Numerics, max_context: int, shared: bool = False
 ) -> tuple[Seen, Recurrences | None]:
-    """Change the model in place, once; what a run of it has shown then, and the calls that carry a state, if any.
+    """Change the model in place, then observe one run of it. Return what it shows and the calls that carry a state.
 
     Args:
-        max_context: tokens that rotary tables which look at the length are frozen to.
-        shared: ranks are to share the model.
+        max_context: rotary tables that depend on the length are frozen at this length.
+        shared: ranks share the model.
 
     Raises:
         UnsupportedModel: the model cannot be captured with its meaning intact.
-        InvalidInput: it was prepared, or refused, before.
+        InvalidInput: it was prepared or refused before.
     """
     if getattr(model, TAKEN, False):
         raise InvalidInput(
@@ -62,7 +62,7 @@ def prepare(
 
 
 def change_modules(model: PreTrainedModel, shared: bool) -> Recurrences | None:
-    """Run MODULE_PASSES in order; the calls that carry a state, if the model has any."""
+    """Run MODULE_PASSES in order. Return the calls that carry a state, if the model has any."""
     changed = {}
     for apply, whole in MODULE_PASSES:
         changed[apply] = apply(model)

@@ -1,4 +1,4 @@
-"""What each input of a traced graph holds: rows of the batch, the layout of a step, or weights."""
+"""Roles of the inputs of a traced graph: rows of the batch, the layout of a step, or weights."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,7 +19,7 @@ __all__ = ["dense_role", "join_batches", "packed_roles", "refuse", "role_by_sour
 
 
 def packed_roles(groups: Sequence[KVGroup]) -> Callable[[str, Any], Role]:
-    """Roles by the names of PackedForward's arguments."""
+    """Return a function that gives roles by the names of PackedForward's arguments."""
     group_of = {layer: group for group, layers in enumerate(groups) for layer in layers.layers}
 
     def role(name: str, value: Any) -> Role:
@@ -42,15 +42,15 @@ def packed_roles(groups: Sequence[KVGroup]) -> Callable[[str, Any], Role]:
 
 
 def dense_role(name: str, value: Any) -> Role:
-    """Roles by the names of DenseForward's arguments."""
+    """Return a role by the names of DenseForward's arguments."""
     return Role("rows", {0: "batch", 1: "tokens"}) if name.startswith(("L_input", "L_pos")) else Role("weight")
 
 
 def role_by_source(node: fx.Node, value: torch.Tensor, traced: TracedCall) -> Role:
-    """What the compiled module holds are weights; of an argument the first and every symbolic dimension holds rows.
+    """Return "weight" for tensors of the compiled module. An argument holds rows in its first and symbolic dimensions.
 
     Raises:
-        UncertifiedOp: an argument whose first dimension is a number, where a count would be seen as a constant.
+        UncertifiedOp: the first dimension of an argument is a constant, so that values may depend on the row count.
     """
     given = node.meta.get("grapharg")
     source = getattr(given, "source", None)
@@ -72,7 +72,7 @@ def role_by_source(node: fx.Node, value: torch.Tensor, traced: TracedCall) -> Ro
     rows = {d: f"dim {d}" for d, size in enumerate(value.shape) if sympy_size(size).free_symbols}
     names = {0: "batch", 1: "tokens"}
     if value.dim() and 0 not in rows:
-        if call is not None and call.graph_breaks == "warn" and value.shape[0] > 1:  # a later part of a broken graph
+        if call is not None and call.graph_breaks == "warn" and value.shape[0] > 1:  # after a graph break
             return Role("rows", {0: "batch"} | {d: names.get(d, name) for d, name in rows.items()})
         refuse(
             [*traced.splits(), f"{name} has {int(value.shape[0])} rows in every call of this graph"],
@@ -91,21 +91,21 @@ def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def join_batches(gm: fx.GraphModule, roles: Sequence[Role]) -> None:
-    """Guard that arguments with as many rows as each other always have: they hold one batch, a mask and its tokens."""
+    """Guard that arguments with equal numbers of rows stay equal: they hold one batch, as a mask and its tokens."""
     sizes: dict[int, torch.SymInt] = {}  # by the number of rows
     for node, role in zip(gm.graph.find_nodes(op="placeholder"), roles, strict=True):
         if (role.rows or {}).get(0) == "batch":
             size = traced_value(node).shape[0]
             count = first_value(size)
             if count is not None:
-                assert sizes.setdefault(count, size) == size  # asked of a symbol, this becomes the guard
+                assert sizes.setdefault(count, size) == size  # comparing symbols adds the guard
 
 
 def refuse(lines: Sequence[str], why: str) -> None:
-    """Refuse a module for what ``lines`` say of it; none is no reason.
+    """Refuse a module for the reasons in ``lines``, if there are any.
 
     Raises:
-        UncertifiedOp: there is a line.
+        UncertifiedOp: ``lines`` is not empty.
     """
     if lines:
         listed = "\n  ".join(lines)

@@ -1,4 +1,4 @@
-"""Dynamo makes one graph of a model over a packed step, to serve it."""
+"""Trace a model over a packed step into one graph with Dynamo."""
 
 import contextlib
 import logging
@@ -49,27 +49,27 @@ logger = logging.getLogger(__name__)
 
 
 class Seen(NamedTuple):
-    """What one eager run of a model has shown."""
+    """What one eager run of a model shows."""
 
     attention: tuple[AttentionCall, ...]  # in the order of layers
     groups: tuple[KVGroup, ...]
-    states: tuple[StateShape, ...] = ()  # one a call that carries a state from token to token
+    states: tuple[StateShape, ...] = ()  # one per call that carries a state from token to token
 
     @classmethod
     def of(
         cls, observed: tuple[tuple[AttentionCall, ...], tuple[KVGroup, ...]], recurrences: Recurrences | None = None
     ) -> "Seen":
-        """What observe_attention gave, and the states that ``recurrences`` knows since then."""
+        """Combine the result of observe_attention with the states that ``recurrences`` recorded."""
         return cls(*observed, () if recurrences is None else tuple(recurrences.shapes))
 
     @property
     def kv_shapes(self) -> tuple[KVShape, ...]:
-        """Extents of a cached key and value, one a layer."""
+        """Extents of a cached key and value, one per layer."""
         return tuple(KVShape(*call.shape) for call in self.attention)
 
     @property
     def expected(self) -> Expected:
-        """Calls that a graph of the model has to hold."""
+        """Calls that a graph of the model must hold."""
         return Expected(len(self.attention), len(self.states))
 
 
@@ -80,7 +80,7 @@ class Traced(NamedTuple):
     certificate: Certificate
     digest: str  # digest of the graph's canonical form
     example: ExampleStep  # the step that it was traced with
-    constants: dict[str, Tensor]  # what the graph takes that is no parameter or buffer, by name
+    constants: dict[str, Tensor]  # other tensors than parameters and buffers, by name
 
 
 def trace_packed(
@@ -92,20 +92,20 @@ def trace_packed(
     repeats: Repeats | None = None,
     here: range | None = None,
 ) -> Traced:
-    """The graph of a packed forward over an example step.
+    """Trace a packed forward over an example step.
 
     Args:
         module: the forward of the whole model.
-        seen: what the model has shown as it is now.
-        compile_graph: what makes code of the rewritten graph; see `Backend`.
+        seen: what a run of the model shows, in its present state.
+        compile_graph: compiles the rewritten graph; see `Backend`.
         join_weights: whether matrices of equal width share a product; see `Backend`.
-        repeats: structures of the model's layers; where they are given, only the first layers are traced, unless
-            those turn out to read of each other something else than their rows.
-        here: the layers of a stage, which the program is to run; None for all. The example is then a step of theirs,
-            with rows in the place of token ids behind the first stage.
+        repeats: layers by their structure. If given, only the first layers are traced, unless layers read more of
+            each other than their rows.
+        here: the layers of a stage, for the program to run; None for all. The example step then has their caches, and
+            rows in place of token ids after the first stage.
 
     Raises:
-        UnsupportedModel: the layers of a stage read more of others than their rows.
+        UnsupportedModel: layers of a stage read more of other layers than their rows.
     """
     if repeats is not None:
         try:
@@ -145,7 +145,7 @@ def _trace_packed(
         name_inputs=partial(input_names, model, leaves),
         layers=layers,
     )
-    # In a few layers, fake results of unknown extents are computed faster than they are looked up.
+    # For a few layers with unknown extents, computing fake results is faster than looking them up.
     caching = dynamo_config.patch(fake_tensor_cache_enabled=repeats is None)
     with caching, inductor_config.patch(size_asserts=sizes_asserted()), contextlib.suppress(NotRun):
         trace_once(traced, backend, example if repeats is None else some_layers(example, range(repeats.prefix)))
@@ -158,27 +158,27 @@ def _trace_packed(
 
 
 def find_repeats(model: PreTrainedModel, whole: Shown | None = None) -> Repeats | None:
-    """The structures of a model's layers, from runs on two tokens that compute nothing; None if they cannot be had.
+    """Group a model's layers by structure, from runs on two tokens that compute nothing; None if that fails.
 
     Args:
-        whole: what `run_on_two_tokens` has shown of the model, if it was run.
+        whole: what `run_on_two_tokens` shows of the model, if it was run.
     """
     try:
         with torch.no_grad():
             return repeats_of(model, run_on_two_tokens, whole)
-    except (RuntimeError, TypeError) as error:  # code that looks at values, or modules that cannot be copied
+    except (RuntimeError, TypeError) as error:  # code that reads values, or modules that cannot be copied
         logger.debug("the layers of %s are taken one by one: %s", type(model).__name__, error)
         return None
 
 
 def run_on_two_tokens(model: PreTrainedModel) -> None:
-    """Call a model once."""
+    """Call a model once, on two tokens."""
     device = next(model.parameters()).device
     DenseForward(model)(torch.zeros(1, 2, dtype=torch.int64, device=device), torch.arange(2, device=device)[None])
 
 
 def marked_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
-    """The model as if it had only its first layers, whose boundaries a trace will show."""
+    """Return a view of the model with only its first layers, whose boundaries a trace will show."""
     view = layers_of(model, range(count))
     layers = layer_list(view)
     assert layers is not None

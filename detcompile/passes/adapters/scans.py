@@ -27,7 +27,7 @@ STATES = ("initial_state", "initial_states", "output_final_state", "return_final
 def pin_recurrences(model: PreTrainedModel) -> Recurrences | None:
     """Make the model's scans, convolutions and linear attention ours; None if it has none that are known."""
     recurrences = Recurrences()
-    found = False
+    replaced = False
     for module in model.modules():
         if not type(module).__module__.startswith("transformers.models."):
             continue
@@ -38,8 +38,8 @@ def pin_recurrences(model: PreTrainedModel) -> Recurrences | None:
             methods = _calling_scans(type(module), recurrences)
         for method, replacement in methods.items():
             setattr(module, method, types.MethodType(replacement, module))
-        found |= bool(methods)
-    if not found:
+        replaced |= bool(methods)
+    if not replaced:
         return None
     unnumbered = [module for module in model.modules() if getattr(module, "layer_idx", 0) is None]
     for index, module in enumerate(unnumbered):  # attention that several layers share

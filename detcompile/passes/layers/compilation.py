@@ -38,10 +38,10 @@ __all__ = [
 
 
 class GivenRows(NamedTuple):
-    """The rows [1, T, H] that a stage is given."""
+    """The rows [1, T, H] that a stage takes."""
 
-    value: Tensor  # of the trace, T being a symbol
-    example: Tensor  # those of a step of two tokens
+    value: Tensor  # of the trace, with a symbol for T
+    example: Tensor  # for a step of two tokens
 
 
 class Layered(NamedTuple):
@@ -49,8 +49,8 @@ class Layered(NamedTuple):
 
     run: LayeredProgram
     certificate: Certificate  # of all layers
-    stage: Certificate | None = None  # of what runs here, where that is a stage
-    rows: GivenRows | None = None  # of a stage behind the first
+    stage: Certificate | None = None  # of what runs here, if that is a stage
+    rows: GivenRows | None = None  # of a stage after the first
 
 
 def compile_layers(
@@ -63,20 +63,20 @@ def compile_layers(
     numerics: Numerics,
     compile_region: Callable[[Region, Mapping[str, Role], Certificate], Run],
 ) -> Layered:
-    """Cut a graph over the first layers and compile one region a structure.
+    """Cut a graph over the first layers and compile one region per structure.
 
     Args:
         gm: the graph, after all rewrites.
-        rows: the nodes that `take_marks` gave.
+        rows: the nodes returned by `take_marks`.
         inputs: traced tensors and numbers of the graph's inputs, in order.
-        owners: layers that these belong to.
+        owners: the layers that the inputs belong to.
         roles: roles of the graph's inputs, by name.
-        proved: the graph's certificate, and what the proof says of each node.
+        proved: the graph's certificate, and the proof's state of each node.
         numerics: the declared orders.
-        compile_region: makes code of a region, given the roles of its inputs and its certificate.
+        compile_region: compiles a region, given the roles of its inputs and its certificate.
 
     Raises:
-        NotCut: layers read of each other something else than their rows.
+        NotCut: layers read more of each other than their rows.
     """
     whole, states = proved
     trained = [owners.is_trained(given) for given in inputs]
@@ -100,7 +100,7 @@ def compile_layers(
         form = region_form(regions[index].gm, _names(regions[index], inputs, owners, index - 1))
         if form not in by_form:
             text = f"compile region {len(by_form) + 1} of at most {len(here)}"
-            with stage(text), TracingContext.report_output_strides():  # each region has its own
+            with stage(text), TracingContext.report_output_strides():  # separate for each region
                 by_form[form] = compile_region(regions[index], roles_in(index), proofs[index])
         runs[index] = by_form[form]
     program = LayeredProgram(runs, {index: regions[index].shared for index in runs}, unrolled, bool(owners.here.start))
@@ -114,31 +114,31 @@ class AllInputs(NamedTuple):
     """Inputs of a program over all layers."""
 
     inputs: list[Any]  # in order
-    joined: dict[int, torch.Tensor]  # by position: the concatenations that stand in for single weights
-    parts: dict[int, tuple[torch.Tensor, ...]]  # by position: what these are made of
+    joined: dict[int, torch.Tensor]  # by position: joined weights
+    parts: dict[int, tuple[torch.Tensor, ...]]  # by position: the weights that were joined
 
 
 def inputs_of_all_layers(
     unrolled: Unrolled, inputs: Sequence[Any], groups: Sequence[tuple[int, ...]], owners: LayerInputs
 ) -> AllInputs:
-    """The inputs of a program, from those of the graph over the first layers.
+    """Return the inputs of a program, given those of the graph over the first layers.
 
     Args:
-        groups: positions of the weights that are parts of one product, each group in the place of its first.
+        groups: positions of weights that are joined, at the first position of each group.
     """
     positions_of = {positions[0]: positions for positions in groups}
-    found = AllInputs([], {}, {})
+    result = AllInputs([], {}, {})
     for position, (source, layer) in enumerate(zip(unrolled.sources, unrolled.layers, strict=True)):
         parts = [inputs[part] for part in positions_of.get(source, (source,))]
-        own = [given if layer is None else owners.of(given, layer) for given in parts]
-        found.inputs.append(own[0])
-        if len(own) > 1:
-            found.joined[position], found.parts[position] = joined(own), tuple(own)
-    return found
+        tensors = [given if layer is None else owners.of(given, layer) for given in parts]
+        result.inputs.append(tensors[0])
+        if len(tensors) > 1:
+            result.joined[position], result.parts[position] = joined(tensors), tuple(tensors)
+    return result
 
 
 def role_of(node: fx.Node, state: Any) -> Role:
-    """The role, in a graph, of a value that another one made."""
+    """Return the role, in one graph, of a value that another graph computes."""
     spaces: dict[int, str] = {}
     if isinstance(state, Rows) and isinstance(node.meta.get("val"), torch.Tensor):
         sizes = shape_of(node)
@@ -150,22 +150,22 @@ def role_of(node: fx.Node, state: Any) -> Role:
 
 
 def _names(region: Region, inputs: Sequence[Any], owners: LayerInputs, layer: int) -> list[str]:
-    """What each input of a region is to its layer."""
+    """Return the name of each input of a region in its layer."""
     num_inputs = len(region.gm.graph.find_nodes(op="placeholder"))
     names = ["rows"] * (num_inputs - len(region.given) - len(region.shared))
     names += [f"shared {place}" for place in region.shared]
     for position in region.given:
         common = f"input {position}" if isinstance(inputs[position], torch.Tensor) else ""
-        own = owners.name_of(inputs[position], layer) if 0 <= layer < owners.repeats.prefix else None
-        names.append(own or common)
+        name = owners.name_of(inputs[position], layer) if 0 <= layer < owners.repeats.prefix else None
+        names.append(name or common)
     return names
 
 
 def _of_stage(unrolled: Unrolled, inputs: Sequence[Any], roles: Sequence[Role], owners: LayerInputs) -> Unrolled:
-    """The program, of a stage with no other inputs than it takes and the tensors of a step that every stage is given.
+    """Restrict a stage's program to the inputs that it reads and the step tensors that every stage takes.
 
     Raises:
-        NotCut: it takes the token ids, which stages behind the first are not given.
+        NotCut: a stage after the first reads the token ids, which it does not get.
     """
     if not owners.is_stage:
         return unrolled
@@ -174,28 +174,28 @@ def _of_stage(unrolled: Unrolled, inputs: Sequence[Any], roles: Sequence[Role], 
         for position, (given, role) in enumerate(zip(inputs, roles, strict=True))
         if isinstance(given, torch.Tensor) and role.kind != "weight" and owners.is_everywhere(given)
     ]
-    own = narrowed(unrolled, everywhere)
-    if owners.here.start and any(owners.is_token_ids(inputs[source]) for source in own.sources):
+    stage_part = narrowed(unrolled, everywhere)
+    if owners.here.start and any(owners.is_token_ids(inputs[source]) for source in stage_part.sources):
         raise NotCut("layers read the token ids, beside the rows of the layer before")
-    return own
+    return stage_part
 
 
 def _entries(certificates: Mapping[int, Certificate], repeats: Repeats, here: range) -> tuple[Any, ...]:
-    """Entries of the regions; those of a layer say for which of the layers that run here they hold."""
-    found = []
+    """Return the entries of all regions. Entries of a layer list the running layers that they hold for."""
+    result = []
     for index, certificate in sorted(certificates.items()):
         layer = index - 1
         alike = repeats.alike(layer) if 0 <= layer < repeats.prefix else ()
-        own = tuple(layer for layer in alike if layer in here)
-        found += [replace(entry, holds_for=own) for entry in certificate.entries]
-    return tuple(found)
+        layers = tuple(layer for layer in alike if layer in here)
+        result += [replace(entry, holds_for=layers) for entry in certificate.entries]
+    return tuple(result)
 
 
 Operation = tuple[str, str, str]  # name, order and class
 
 
 def without_rows(region: Region) -> Region:
-    """What comes before the layers, for a stage that is given the rows: (rows, *shared)  ->  (*shared)."""
+    """Drop the rows from the first region, for a stage that takes the rows: (rows, *shared)  ->  (*shared)."""
     (output,) = region.gm.graph.find_nodes(op="output")
     gives = list(output.args[0][1:])
     needed, wanted = set(), list(gives)
@@ -217,10 +217,10 @@ def without_rows(region: Region) -> Region:
 
 
 def given_rows(rows: Sequence[fx.Node]) -> GivenRows:
-    """The rows that a stage hands to the next.
+    """Return the rows that a stage passes to the next.
 
     Raises:
-        NotCut: layers hand each other something of another form, which no other process would know.
+        NotCut: the rows have another form, which the next process would not expect.
     """
     for node in rows:
         value, sizes = node.meta["val"], shape_of(node)
@@ -232,7 +232,7 @@ def given_rows(rows: Sequence[fx.Node]) -> GivenRows:
 
 
 class _Parts(NamedTuple):
-    """Operations of a certificate, by where they stand."""
+    """Operations of a certificate, by place."""
 
     before: list[Operation]
     layers: dict[int, list[Operation]]
@@ -240,10 +240,10 @@ class _Parts(NamedTuple):
 
 
 def require_whole(stages: Sequence[Certificate], whole: Certificate) -> None:
-    """Compare the operations of all stages, (op, order, class), with those of the model that was not cut.
+    """Require that the stages together have the operations (op, order, class) of the uncut model.
 
-    Each layer has its operations, in their order, in one stage; the ends have what comes before the layers and after
-    them; and stages in between make nothing that is not made before the layers, as several may make what all read.
+    Each layer has its operations, in order, in exactly one stage. The first stage has what precedes the layers, the
+    last what follows them. Other stages may only repeat operations that precede the layers.
 
     Raises:
         UnsupportedModel: they differ; the message says where.

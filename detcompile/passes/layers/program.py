@@ -29,7 +29,7 @@ __all__ = [
 
 
 class _Owned(NamedTuple):
-    """An input of a layer: a weight by its name in the layer, or a part of the step by the name of its field."""
+    """An input of a layer: a weight by its name in the layer, or a part of the step by its field."""
 
     kind: str  # weight, cache or group
     name: str
@@ -37,15 +37,17 @@ class _Owned(NamedTuple):
 
 
 class LayerInputs:
-    """The inputs of layers whose structures are known, in a model that attends once a layer.
+    """The inputs of a graph that belong to a layer, and their counterparts in other layers of the same structure.
+
+    The model has one attention per layer.
 
     Args:
         layers: all layers of the model.
-        repeats: structures of the layers.
+        repeats: layers by their structure.
         example: a step with the caches of all layers.
         groups: KV groups of all layers.
-        here: the layers that the program runs, one behind the other; None for all.
-        trains: the weights are to be trained.
+        here: the consecutive layers that the program runs; None for all.
+        trains: whether the weights are trained.
     """
 
     def __init__(
@@ -73,59 +75,59 @@ class LayerInputs:
                     self._owned[id(tensor)] = _Owned(kind, field, owner)
 
     def is_owned(self, given: Any) -> bool:
-        """Whether an input belongs to some layer, or to the layers of a group."""
+        """Return whether an input belongs to a layer, or to the layers of a group."""
         return id(given) in self._owned
 
     @property
     def is_stage(self) -> bool:
-        """Whether the program runs a part of the layers."""
+        """Whether the program runs only some of the layers."""
         return len(self.here) < len(self.repeats.first)
 
     @property
     def has_end(self) -> bool:
-        """Whether the program runs the last layer, and what comes after it."""
+        """Whether the program runs the last layer and what follows it."""
         return self.here.stop == len(self.repeats.first)
 
     def is_everywhere(self, given: Any) -> bool:
-        """Whether a tensor of a step is given to the programs of all layers: no cache, and no token ids."""
+        """Return whether every stage takes this tensor of a step: not for caches and token ids."""
         owned = self._owned.get(id(given))
         return not self.is_token_ids(given) and (owned is None or owned.kind != "cache")
 
     def is_token_ids(self, given: Any) -> bool:
-        """Whether an input is the token ids of the step."""
+        """Return whether an input is the token ids of the step."""
         return given is self._token_ids
 
     def is_trained(self, given: Any) -> bool:
-        """Whether an input is a weight that is to be trained."""
+        """Return whether an input is a trained weight."""
         return self._trains and isinstance(given, nn.Parameter)
 
     def require_joinable(self, groups: Sequence[Sequence[Any]]) -> None:
-        """Ask that the weights of each group, which become one, belong to one layer, or all to none.
+        """Require that the weights of each group, which are joined, belong to one layer, or none to any layer.
 
         Raises:
-            NotCut: a weight that all layers read would become a part of each layer's.
+            NotCut: a weight that all layers read would be joined with weights of one layer.
         """
         for parts in groups:
             if len({owned.owner if (owned := self._owned.get(id(part))) else None for part in parts}) > 1:
                 raise NotCut("a product joins a layer's weights with weights that other layers read too")
 
     def name_of(self, given: Any, layer: int) -> str | None:
-        """What an input is to the layer that reads it; None if it is not the layer's own.
+        """Return the name of an input in the layer that reads it; None if the layer does not own the input.
 
         Raises:
-            NotCut: it is another layer's cache.
+            NotCut: the input is another layer's cache.
         """
         owned = self._owned.get(id(given))
         if owned is None:
             return None
         if owned.owner == (self._group_of[layer] if owned.kind == "group" else layer):
             return f"{owned.kind} {owned.name}"
-        if owned.kind == "weight":  # the layers that share this one's structure were seen to read the same weight
+        if owned.kind == "weight":  # layers of the same structure read the same weight
             return None
         raise NotCut(f"layer {layer} reads {owned.name}[{owned.owner}]")
 
     def of(self, given: Any, layer: int) -> Any:
-        """What this layer has in the place of an input that the first layer of its structure takes."""
+        """Return this layer's counterpart of an input of the first layer with the same structure."""
         if self.name_of(given, self.repeats.first[layer]) is None:
             return given
         owned = self._owned[id(given)]
@@ -139,16 +141,16 @@ Run = Callable[[list[Any]], Sequence[Any]]
 
 
 class Unrolled(NamedTuple):
-    """Inputs of a program over all layers: those of the graph over the first layers, and what other layers add."""
+    """Inputs of a program over all layers: those of the graph over the first layers, then those of other layers."""
 
-    sources: tuple[int, ...]  # by position: the input of the graph in whose place it stands
+    sources: tuple[int, ...]  # by position: the corresponding input of the graph
     layers: tuple[int | None, ...]  # by position: the layer that added it; None for an input of the graph
-    given: tuple[tuple[int, ...], ...]  # positions that each region of the program takes, in the order in which it runs
-    regions: tuple[int, ...]  # which region of the graph each of them is
+    given: tuple[tuple[int, ...], ...]  # positions that each region takes, in running order
+    regions: tuple[int, ...]  # the graph's region that each of them runs
 
 
 def owned_inputs(gm: fx.GraphModule, inputs: Sequence[Any], owners: LayerInputs) -> list[bool]:
-    """Say of each input of a graph whether some layer owns it; a number is owned if only tensors of layers have it."""
+    """Return, for each input, whether a layer owns it. A number is owned if only tensors of layers have that extent."""
     nodes = gm.graph.find_nodes(op="placeholder")
     general = {
         symbol
@@ -166,7 +168,7 @@ def owned_inputs(gm: fx.GraphModule, inputs: Sequence[Any], owners: LayerInputs)
 
 
 def unroll(regions: Sequence[Region], inputs: Sequence[Any], owners: LayerInputs) -> Unrolled:
-    """Inputs and regions of the program over the layers that run here, from the regions of a graph over the first."""
+    """Return inputs and regions of the program over the layers that run here, given a graph over the first layers."""
     repeats = owners.repeats
     sources = list(range(len(inputs)))
     layers: list[int | None] = [None] * len(inputs)
@@ -195,7 +197,7 @@ def unroll(regions: Sequence[Region], inputs: Sequence[Any], owners: LayerInputs
 
 
 def narrowed(unrolled: Unrolled, others: Collection[int]) -> Unrolled:
-    """The program without the inputs that no region takes, but for ``others``."""
+    """Return the program without inputs that no region takes, except ``others``."""
     kept = sorted({*others, *chain.from_iterable(unrolled.given)})
     place = {position: number for number, position in enumerate(kept)}
     return Unrolled(
@@ -207,25 +209,25 @@ def narrowed(unrolled: Unrolled, others: Collection[int]) -> Unrolled:
 
 
 class LayeredCode(NamedTuple):
-    """What a program over all layers is made of; one that is one graph has a region."""
+    """The code of a program over all layers. A program of one graph has a single region."""
 
     program: "LayeredProgram"
-    parts: Mapping[int, tuple[torch.Tensor, ...]]  # by position: weights that became one
-    rows: torch.Tensor | None = None  # an example of what a stage behind the first is given, as the last input
-    stage: Certificate | None = None  # proof of what runs here, where that is a stage
+    parts: Mapping[int, tuple[torch.Tensor, ...]]  # by position: weights that were joined
+    rows: torch.Tensor | None = None  # example of the last input of a stage after the first
+    stage: Certificate | None = None  # proof of the layers of a stage
 
 
 class LayeredProgram:
-    """The program as a function of its inputs in order, which gives the outputs of the last region.
+    """The program as a function of its inputs in order, which returns the outputs of the last region.
 
-    In a rehearsal each region runs once, over the first layer that it serves.
+    During warmup, each region runs once, for the first of its layers.
 
     Args:
-        runs: code of the regions of a graph, by their number.
-        shared: numbers of the shared values that each of them takes.
+        runs: code of the graph's regions, by number.
+        shared: numbers of the shared values that each region takes.
         unrolled: inputs and regions of the program.
-        takes_rows: the rows that enter the first layer are given, as the last input, and the first region gives the
-            shared values alone.
+        takes_rows: whether the last input is the rows that enter the first layer. The first region then returns the
+            shared values only.
     """
 
     def __init__(
@@ -257,12 +259,12 @@ class LayeredProgram:
 
 
 def of_one_graph(run: Run, inputs: Sequence[Any], groups: Sequence[tuple[int, ...]]) -> LayeredCode:
-    """A program that is one graph, as one of a region that takes all inputs.
+    """Wrap a program that is one graph: a single region takes all inputs.
 
     Args:
-        groups: positions of the weights that became one, each group in the place of its first.
+        groups: positions of joined weights. The joined weight takes the first position of its group.
     """
     positions = tuple(range(len(inputs)))
     unrolled = Unrolled(positions, (None,) * len(inputs), (positions,), (0,))
-    parts = {own[0]: tuple(inputs[position] for position in own) for own in groups}
+    parts = {group[0]: tuple(inputs[position] for position in group) for group in groups}
     return LayeredCode(LayeredProgram({0: run}, {0: ()}, unrolled), parts)

@@ -16,9 +16,9 @@ __all__ = ["NotCut", "Region", "cut", "mark_layers", "take_marks"]
 
 @torch.library.custom_op("detcompile_graph::layer_boundary", mutates_args=())
 def layer_boundary(rows: Tensor, layer: int) -> Tensor:
-    """A copy of the rows that ``layer`` reads; it stands in graphs until they are cut, and never runs in a program.
+    """Copy the rows that ``layer`` reads. A mark in traced graphs; it never runs in a program.
 
-    It has a namespace of its own: those of ours are templates, which have orders.
+    Its namespace is separate because operations in ``detcompile`` are templates, which have orders.
     """
     return rows.clone()
 
@@ -29,9 +29,9 @@ def _(rows: Tensor, layer: int) -> Tensor:
 
 
 def mark_layers(layers: Sequence[nn.Module]) -> None:
-    """Have the rows that enter the first layer, and those that each layer gives, pass through the operation.
+    """Pass the rows that enter the first layer and the output of each layer through ``layer_boundary``.
 
-    The layers keep the hooks: they are those of a view, which is traced and dropped.
+    The hooks stay on the layers, which belong to a view that is traced and dropped.
     """
     layers[0].register_forward_pre_hook(_before, with_kwargs=True)
     for index, layer in enumerate(layers):
@@ -51,9 +51,9 @@ def _after(index: int, layer: nn.Module, args: tuple[Any, ...], output: Any) -> 
 
 
 def take_marks(gm: fx.GraphModule) -> list[fx.Node]:
-    """Erase the operations; returns the nodes of the rows that enter each layer, and of those that the last one gives.
+    """Erase the marks. Return the nodes of the rows that enter each layer, and of the last layer's output.
 
-    None of them where some rows were not seen, or seen twice.
+    Return no node if some rows were not marked, or marked twice.
     """
     marks = gm.graph.find_nodes(op="call_function", target=torch.ops.detcompile_graph.layer_boundary.default)
     rows: list[fx.Node] = []
@@ -66,7 +66,7 @@ def take_marks(gm: fx.GraphModule) -> list[fx.Node]:
 
 
 aten = torch.ops.aten
-# What a region computes for itself rather than take it from another: it costs nothing, or aliases what it is made of.
+# Operations that each region repeats instead of taking their results: they cost nothing, or alias their inputs.
 CHEAP = (
     *VIEWS,
     aten.expand.default,
@@ -81,7 +81,7 @@ CHEAP = (
     aten.transpose.int,
     aten.unsqueeze.default,
 )
-OUTSIDE = -1  # the place of what no layer's rows enter
+OUTSIDE = -1  # place of values that depend on no layer's rows
 
 
 class NotCut(UnsupportedModel):
@@ -89,36 +89,36 @@ class NotCut(UnsupportedModel):
 
 
 class Region(NamedTuple):
-    """A part of a graph as a graph of its own, with the names of nodes as they were.
+    """A part of a graph as a separate graph. Its nodes keep their names.
 
-    Its inputs are, in this order: the ``rows`` of the region before it (none before the first), ``shared`` values that
-    the first region made, and ``given`` inputs of the whole graph. The first region gives the rows and then every
-    shared value; each other one gives its rows, and the last one what the whole graph gave.
+    Its inputs, in order: the ``rows`` of the region before it (not in the first region), ``shared`` values that the
+    first region computes, and ``given`` inputs of the whole graph. The first region returns the rows, then every
+    shared value. Other regions return their rows, and the last one the outputs of the whole graph.
     """
 
     gm: fx.GraphModule
-    shared: tuple[int, ...]  # which of the shared values
+    shared: tuple[int, ...]  # numbers of the shared values that it takes
     given: tuple[int, ...]  # positions of the whole graph's inputs
 
 
 def cut(
     gm: fx.GraphModule, rows: Sequence[fx.Node], owned: Sequence[bool], trained: Sequence[bool] = ()
 ) -> list[Region]:
-    """The regions of a graph, in the order in which they run.
+    """Cut a graph into regions, in the order in which they run.
 
     Args:
-        rows: nodes of the rows that enter each layer, and of those that the last one gives.
-        owned: whether an input belongs to some layer or to all, one entry an input.
-        trained: whether it is a weight, where weights are trained: each region computes for itself what is made of
-            them alone, so that their gradients do not pass from one to another.
+        rows: nodes of the rows that enter each layer, and of the last layer's output.
+        owned: for each input, whether it belongs to a layer.
+        trained: for each input, whether it is a trained weight. Each region repeats what is computed from weights
+            alone, so that no gradient of a weight passes between regions.
 
     Raises:
-        NotCut: a layer reads, from another one, something else than its rows.
+        NotCut: a layer reads more of another layer than its rows.
     """
     places = _places(gm.graph, rows)
     inputs = gm.graph.find_nodes(op="placeholder")
-    own = {node for node, belongs in zip(inputs, owned, strict=True) if belongs}
-    copied = _copied(gm.graph, places, own, {node for node, trains in zip(inputs, trained) if trains})
+    of_layers = {node for node, belongs in zip(inputs, owned, strict=True) if belongs}
+    copied = _copied(gm.graph, places, of_layers, {node for node, trains in zip(inputs, trained) if trains})
     (output,) = gm.graph.find_nodes(op="output")
     results = [[row] for row in rows] + [list(output.args[0])]
     while True:
@@ -127,7 +127,7 @@ def cut(
             made = [node for node in gm.graph.nodes if places.get(node) == place and node not in copied]
             parts.append(_with_copied([node for node in made if node.op != "placeholder"], gives, copied))
         shared = _read_elsewhere(parts, results, rows)
-        # Share what a view is made of: Inductor cannot return a view whose strides depend on the number of tokens.
+        # Share the base of a view instead: Inductor cannot return a view whose strides depend on the number of tokens.
         views = {node for node in shared if node.target in CHEAP}
         if not views:
             break
@@ -137,7 +137,7 @@ def cut(
 
 
 def _places(graph: fx.Graph, rows: Sequence[fx.Node]) -> dict[fx.Node, int]:
-    """Of each node, the layer whose rows it is computed from; OUTSIDE if it is computed from none."""
+    """Return, by node, the layer whose rows it depends on, or OUTSIDE."""
     entering = {node: layer for layer, node in enumerate(rows)}
     places: dict[fx.Node, int] = {}
     for node in graph.nodes:
@@ -154,10 +154,10 @@ def _places(graph: fx.Graph, rows: Sequence[fx.Node]) -> dict[fx.Node, int]:
     return places
 
 
-def _copied(graph: fx.Graph, places: Mapping[fx.Node, int], own: set[fx.Node], weights: set[fx.Node]) -> set[fx.Node]:
-    """Nodes outside the layers that each region computes for itself: numbers, cheap ones, and what is of one layer."""
+def _copied(graph: fx.Graph, places: Mapping[fx.Node, int], owned: set[fx.Node], weights: set[fx.Node]) -> set[fx.Node]:
+    """Return nodes outside the layers that each region repeats: numbers, cheap ones, and those of one layer."""
     copied: set[fx.Node] = set()
-    special, of_weights = set(own), set(weights)
+    special, of_weights = set(owned), set(weights)
     for node in graph.nodes:
         if node.op in ("placeholder", "output") or places[node] != OUTSIDE:
             continue
@@ -175,7 +175,7 @@ def _copied(graph: fx.Graph, places: Mapping[fx.Node, int], own: set[fx.Node], w
 
 
 def _with_copied(made: Sequence[fx.Node], gives: Sequence[Any], copied: set[fx.Node]) -> set[fx.Node]:
-    """The nodes of a region, with those that it computes for itself."""
+    """Return the nodes of a region, including those that it repeats."""
     nodes = set(made)
     wanted = [arg for node in made for arg in node.all_input_nodes] + [node for node in gives if node in copied]
     while wanted:
@@ -189,7 +189,7 @@ def _with_copied(made: Sequence[fx.Node], gives: Sequence[Any], copied: set[fx.N
 def _read_elsewhere(
     parts: Sequence[set[fx.Node]], results: Sequence[Sequence[Any]], rows: Sequence[fx.Node]
 ) -> list[fx.Node]:
-    """What the first part makes and others read, but for the rows."""
+    """Return what the first part computes and others read, except the rows."""
     first, others = parts[0], parts[1:]
     read = {arg for part in others for node in part for arg in node.all_input_nodes}
     read |= {node for gives in results[1:] for node in gives if isinstance(node, fx.Node)}

@@ -1,8 +1,8 @@
-"""Layers of a model that compute the same from other weights: found by watching the model run, never assumed.
+"""Layers of a model that compute the same with different weights: observed in a run of the model, never assumed.
 
 Two layers have one structure if a run of the model shows the same operations for both, on the same values (the rows
-that the layer before handed over, what all layers read, their own weights at the same places), and their modules are
-alike in every class and attribute. What code of the model reads besides these cannot tell the two apart.
+of the layer before, values that all layers read, and the layer's weights at the same places), and their modules agree
+in every class and attribute. Nothing else that the model's code reads can tell the two layers apart.
 """
 
 import copy
@@ -42,7 +42,7 @@ PLAIN = (
     torch.layout,
     torch.memory_format,
 )
-NO_INDICES = (-1, -1)  # of layers, where no number may differ
+NO_INDICES = (-1, -1)  # no number may differ
 
 
 class Repeats(NamedTuple):
@@ -52,21 +52,21 @@ class Repeats(NamedTuple):
 
     @property
     def prefix(self) -> int:
-        """Layers from the first on, among which is one of each structure."""
+        """Number of first layers that include every structure."""
         return max(self.first) + 1
 
     def alike(self, layer: int) -> tuple[int, ...]:
-        """The layers that have the structure of this one."""
+        """Return the layers with the structure of this one."""
         return tuple(other for other, first in enumerate(self.first) if first == self.first[layer])
 
 
 class Shown(NamedTuple):
-    """Operations of one run of a model, in their order, by where they stand. Values go by the place of their making.
+    """The operations of one run of a model, in order, by place. Values are named by the operation that made them.
 
-    Of a tensor that is none of the model's and comes from outside, as one made of Python's numbers, by its contents.
+    A tensor that comes from outside, such as one made from Python numbers, is named by its contents.
 
     Attributes:
-        in_turn: the layers run one after the other, each on what the one before it gave.
+        in_turn: whether the layers run one after the other, each on the output of the one before.
     """
 
     before: list[Any]
@@ -76,7 +76,7 @@ class Shown(NamedTuple):
 
 
 def shown_by(model: PreTrainedModel, run: Callable[[PreTrainedModel], None]) -> Shown:
-    """Return what a run shows; nothing is computed. The model's layers keep hooks: give a view that is dropped.
+    """Observe a run over fake tensors. The layers keep hooks, so pass a view that is dropped afterwards.
 
     Args:
         run: calls a model once, on the same few tokens.
@@ -94,17 +94,17 @@ def shown_by(model: PreTrainedModel, run: Callable[[PreTrainedModel], None]) -> 
 def repeats_of(
     model: PreTrainedModel, run: Callable[[PreTrainedModel], None], whole: Shown | None = None
 ) -> Repeats | None:
-    """The structures of a model's layers; None where the first layers alone would not show what all of them do.
+    """Group a model's layers by structure; None if a run of the first layers would not show what all layers do.
 
     Args:
-        run: as of `shown_by`.
-        whole: what a run of the model has shown, if there was one.
+        run: as in `shown_by`.
+        whole: what a run of the model shows, if there was one.
     """
     layers = layer_list(model)
     if layers is None or len(layers) < 2:
         return None
     if whole is None:
-        whole = shown_by(view_of(model), run)  # of modules of their own: a run may leave something behind in them
+        whole = shown_by(view_of(model), run)  # a view: a run may leave state in modules
     if not whole.in_turn:
         return None
     first: list[int] = []
@@ -124,28 +124,28 @@ def repeats_of(
 
 
 class _Recorder(TorchDispatchMode):
-    """Writes every operation down as (name, arguments), each tensor by its origin.
+    """Records every operation as (name, arguments), with each tensor named by its origin.
 
-    An origin is ``("weight", name)``, ``("own", name within the layer)``, ``("rows",)`` for what the layer before gave,
-    ``(part, place, index)`` for the result of an operation, or ``("given", number)`` for what came from outside.
-    A layer's part begins where the layer before it ends, and that of the first layer where it is called.
+    Origins: ``("weight", name)``, ``("own", name within the layer)``, ``("rows",)`` for the output of the layer before,
+    ``(part, place, index)`` for the result of an operation, and ``("given", number)`` for a tensor from outside.
+    A layer's part begins where the layer before it ends. The first layer's part begins where it is called.
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[nn.Module]) -> None:
         super().__init__()
-        self._names: dict[int, tuple[int | None, str]] = {}  # of parameters and buffers: which layer's, and its name
+        self._names: dict[int, tuple[int | None, str]] = {}  # of parameters and buffers: layer and name
         for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers()):
             self._names.setdefault(id(tensor), (None, name))
         for index, layer in enumerate(layers):
             for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
                 if self._names[id(tensor)][0] is None:
                     self._names[id(tensor)] = (index, name)
-        self._parts: list[list[Any]] = [[] for _ in range(len(layers) + 2)]  # before, one a layer, after
+        self._parts: list[list[Any]] = [[] for _ in range(len(layers) + 2)]  # before the layers, one per layer, after them
         self._part = 0
         self._origins: dict[int, tuple[Any, ...]] = {}
         self._objects: dict[int, int] = {}
         self._kept: list[Any] = []  # an id is that of one object only while it lives
-        self._rows: Tensor | None = None  # what the layer before gave
+        self._rows: Tensor | None = None  # output of the layer before
         self._broken = False
 
     def shown(self) -> Shown:
@@ -157,7 +157,7 @@ class _Recorder(TorchDispatchMode):
         if index == 0 and self._part == 0 and isinstance(given, Tensor):
             self._rows, self._part = given, 1
         if self._part != index + 1 or given is not self._rows:
-            self._broken = True  # out of its turn, or what it reads first is not what the layer before it gave
+            self._broken = True  # out of order, or its input is not the output of the layer before
             return
         self._parts[self._part].append(("call", self._encoded((args, kwargs))))
 
@@ -208,14 +208,14 @@ class _Recorder(TorchDispatchMode):
         number = self._objects.setdefault(id(tensor), len(self._objects))
         if isinstance(tensor, FakeTensor):
             return "given", number
-        with without_modes():  # as there is nothing to read in a run that computes nothing
+        with without_modes():  # fake tensors have no contents to read
             return "given", number, tensor_digest(tensor)
 
 
 def _alike(one: nn.Module, other: nn.Module, indices: tuple[int, int]) -> bool:
-    """Whether two layers' modules agree in class, attributes and the form of their weights.
+    """Return whether two layers' modules agree in class, attributes and the form of their weights.
 
-    A whole number that is its layer's own index (layer_idx) may differ: what it is used for was seen in the run.
+    An integer that is its layer's index (layer_idx) may differ: the run shows what it is used for.
     """
     ours, theirs = dict(one.named_modules()), dict(other.named_modules())
     if ours.keys() != theirs.keys():
@@ -241,7 +241,7 @@ def _same_form(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def _same(one: Any, other: Any, indices: tuple[int, int]) -> bool:
-    """Whether two attributes are equal: by value where they have one, by identity elsewhere."""
+    """Return whether two attributes are equal, by value if they have one, else by identity."""
     if one is other:
         return True
     if type(one) is not type(other):
@@ -258,37 +258,38 @@ def _same(one: Any, other: Any, indices: tuple[int, int]) -> bool:
         return one.keys() == other.keys() and all(_same(one[key], other[key], indices) for key in one)
     if isinstance(one, (set, frozenset, slice)):
         return one == other
-    if isinstance(one, PreTrainedConfig):  # ranks that share heads count their own in a copy of each layer's
+    if isinstance(one, PreTrainedConfig):  # each sharded layer has a copy with this rank's head count
         return _same(vars(one), vars(other), NO_INDICES)
     if isinstance(one, functools.partial):
         return _same((one.func, one.args, one.keywords), (other.func, other.args, other.keywords), indices)
-    if isinstance(one, types.MethodType):  # of two layers: the same function, and the modules are compared themselves
+    if isinstance(one, types.MethodType):  # the modules are compared elsewhere
         return one.__func__ is other.__func__ and isinstance(one.__self__, nn.Module)
     return False
 
 
 def view_of(model: PreTrainedModel) -> PreTrainedModel:
-    """The model once more, of modules of its own, which share every weight with it."""
+    """Return a copy of the model's modules that shares every weight with it."""
     shared = itertools.chain(model.parameters(), model.buffers())
     view: PreTrainedModel = copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
     return view
 
 
 def layer_list(model: PreTrainedModel) -> nn.ModuleList | None:
-    """The one list of a model's layers, if it keeps them in one."""
+    """Return the list of a model's layers; None if there is not exactly one."""
     count = model.config.get_text_config().num_hidden_layers
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == count]
     return lists[0] if len(lists) == 1 else None
 
 
 def layers_of(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
-    """The model as if it had only these layers, between its embedding and its final norm and head.
+    """Return a view of the model with only these layers between its embedding and its final norm and head.
 
     Args:
-        layers: indices, each at most once, in the order of the model.
+        layers: ascending indices without repetition.
 
     Raises:
-        InvalidInput: not such indices. UnsupportedModel: the model keeps its layers in no single list.
+        InvalidInput: invalid indices.
+        UnsupportedModel: the model does not keep its layers in a single list.
     """
     count = model.config.get_text_config().num_hidden_layers
     if not layers or list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < count:

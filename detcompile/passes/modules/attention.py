@@ -82,18 +82,18 @@ def layer_of(module: Any) -> int:
     return int(module.layer_idx)
 
 
-def rule_of(query: Tensor, kv_chunk: int, asked: Mapping[str, Any]) -> AttentionRule:
+def rule_of(query: Tensor, kv_chunk: int, kwargs: Mapping[str, Any]) -> AttentionRule:
     """What the keywords of a call through the AttentionInterface ask for."""
-    scaling = asked.get("scaling")
+    scaling = kwargs.get("scaling")
     return AttentionRule(
         scale=float(query.shape[-1] ** -0.5 if scaling is None else scaling),
-        sliding_window=int(asked.get("sliding_window") or 0),
+        sliding_window=int(kwargs.get("sliding_window") or 0),
         kv_chunk=kv_chunk,
-        softcap=float(asked.get("softcap") or 0),
-        sinks=asked.get("s_aux"),
-        alibi_slopes=asked.get("alibi_slopes"),
-        attention_chunk=int(asked.get("attention_chunk") or 0),
-        relative_bias=asked.get("relative_bias"),
+        softcap=float(kwargs.get("softcap") or 0),
+        sinks=kwargs.get("s_aux"),
+        alibi_slopes=kwargs.get("alibi_slopes"),
+        attention_chunk=int(kwargs.get("attention_chunk") or 0),
+        relative_bias=kwargs.get("relative_bias"),
     )
 
 
@@ -113,10 +113,10 @@ def register_attention(kv_chunk: int, groups: Sequence[KVGroup], place: Callable
         key: Tensor,
         value: Tensor,
         attention_mask: Any = None,
-        **asked: Any,
+        **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        rule = rule_of(query, kv_chunk, asked)
-        step: StepInputs | None = asked.get(STEP_KWARG)
+        rule = rule_of(query, kv_chunk, kwargs)
+        step: StepInputs | None = kwargs.get(STEP_KWARG)
         if step is None:
             out = torch.ops.detcompile.dense_attention(query, key, value, *rule)
             return out.transpose(1, 2).contiguous(), None  # as transformers' own: models view it
@@ -166,8 +166,8 @@ def check_call(
         raise StepDropped(f"{where} drops the model's keyword arguments, so that the step inputs do not reach it")
     if kwargs.get("dropout"):
         raise UnsupportedModel(f"{where} asks for dropout {kwargs['dropout']}: call model.eval()")
-    said = {kwargs.get("is_causal"), getattr(module, "is_causal", None)} - {None}
-    if both_ways in said:
+    causal_flags = {kwargs.get("is_causal"), getattr(module, "is_causal", None)} - {None}
+    if both_ways in causal_flags:
         raise UnsupportedModel(f"{where} is {'causal in an encoder' if both_ways else 'not causal'}")
     known = HARMLESS | {STEP_KWARG, "dropout", "is_causal", *UNDERSTOOD}
     for name, given in kwargs.items():

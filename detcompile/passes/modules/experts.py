@@ -46,12 +46,12 @@ def pin_experts(model: PreTrainedModel) -> int:
     Raises:
         UnsupportedModel: they are of a layout that is not known.
     """
-    found = find_experts(model)
-    for name, module in found:
+    modules = find_experts(model)
+    for name, module in modules:
         _require_known(name, module)
         if not set_experts_implementation(module, EXPERTS):
             raise UnsupportedModel(f"{name}: {type(module).__name__} takes no experts implementation from outside")
-    return len(found)
+    return len(modules)
 
 
 def experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -48,10 +48,10 @@ class AdaptedLinear(nn.Module):
         return [self.base_layer, self.lora_B[self.adapter]]
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.base_layer(x)
+        base: Tensor = self.base_layer(x)
         A: Any = self.lora_A[self.adapter]
         B = self.lora_B[self.adapter]
-        return (found + B(A(x.to(A.weight.dtype))) * self.scaling).to(found.dtype)
+        return (base + B(A(x.to(A.weight.dtype))) * self.scaling).to(base.dtype)
 
 
 def take_adapters(model: Any) -> Any:

@@ -45,8 +45,8 @@ class PoolingModel(PreTrainedModel):
         """
         given = {"position_ids": position_ids, "token_type_ids": token_type_ids}
         kwargs |= {name: value for name, value in given.items() if value is not None}
-        own = super().forward if self.base_model is self else self.base_model
-        hidden = own(input_ids=input_ids, **kwargs).last_hidden_state
+        run = super().forward if self.base_model is self else self.base_model
+        hidden = run(input_ids=input_ids, **kwargs).last_hidden_state
         rows = hidden[:, logits_to_keep] if isinstance(logits_to_keep, Tensor) else hidden
         return CausalLMOutput(logits=self._head(rows))
 
@@ -78,7 +78,7 @@ def as_pooling_model(model: PreTrainedModel) -> PreTrainedModel:
     Raises:
         UnsupportedModel: its own forward needs more than token ids, or gives something else.
     """
-    own, name = type(model), type(model).__name__
+    kind, name = type(model), type(model).__name__
     pooled = _pooled_token(model)
     _number_attention(model)
     device = next(model.parameters()).device
@@ -88,12 +88,12 @@ def as_pooling_model(model: PreTrainedModel) -> PreTrainedModel:
     with torch.no_grad():
         try:
             expected = model(input_ids=ids)[0]
-            model.__class__ = type(name, (PoolingModel, own), {"__module__": own.__module__})
+            model.__class__ = type(name, (PoolingModel, kind), {"__module__": kind.__module__})
             model.pooled_token = pooled
-            found = _whole(model, ids)
+            actual = _whole(model, ids)
         except Exception as error:  # models raise what they like
             raise UnsupportedModel(f"{name} does not run on token ids alone: {error}") from error
-    if torch.equal(found, expected):
+    if torch.equal(actual, expected):
         return model
     raise UnsupportedModel(
         f"{name} gives something else than its base model and a head over the {pooled or 'last'} token do: only such"

@@ -34,10 +34,10 @@ def quantization_of(config: PretrainedConfig) -> dict[str, Any] | None:
     Raises:
         UnsupportedModel: a method, or a variant of one, that is not read; the message names it and what to do.
     """
-    found = getattr(config, "quantization_config", None) or getattr(config, "compression_config", None)
-    if found is None:
+    stored = getattr(config, "quantization_config", None) or getattr(config, "compression_config", None)
+    if stored is None:
         return None
-    settings = found if isinstance(found, dict) else found.to_dict()
+    settings = stored if isinstance(stored, dict) else stored.to_dict()
     method = str(getattr(settings.get("quant_method"), "value", settings.get("quant_method")))
     if method not in LAYOUTS:
         raise UnsupportedModel(
@@ -60,8 +60,8 @@ def load_quantized(
         UnsupportedModel: the checkpoint quantises something other than linears, or in a way that is not read.
     """
     config.quantization_config = {"quant_method": METHOD, "checkpoint": settings}
-    model, found = AutoModelForCausalLM.from_pretrained(path, config=config, **options)
-    return model, found
+    model, loading_info = AutoModelForCausalLM.from_pretrained(path, config=config, **options)
+    return model, loading_info
 
 
 class PackedLinear(nn.Module):
@@ -110,7 +110,7 @@ class CheckpointReader(HfQuantizer):
         for name, tensor in _tensors(checkpoint_files):
             module, _, leaf = name.rpartition(".")
             packed[module][leaf] = tensor
-        quantized = {name: found for name, found in packed.items() if any(mark in found for mark in layout.marks)}
+        quantized = {name: tensors for name, tensors in packed.items() if any(mark in tensors for mark in layout.marks)}
         linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
         if not quantized:
             raise UnsupportedModel(

@@ -40,10 +40,10 @@ class Recurrences:
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Each channel's last inputs, weighted: x [B, T, C], weight [C, W], bias [C] -> [B, T, C]."""
-        found = self._next(StateShape((weight.shape[1] - 1, weight.shape[0]), x.dtype is torch.float32))
-        if found is None:
+        bound = self._next(StateShape((weight.shape[1] - 1, weight.shape[0]), x.dtype is torch.float32))
+        if bound is None:
             return ours.dense_causal_conv(x, weight, bias)
-        step, state = found
+        step, state = bound
         order = (state, step.state_slots, step.cu_seqlens, step.seq_lens)
         return ours.causal_conv(x.squeeze(0), weight, bias, *order).unsqueeze(0)
 
@@ -70,10 +70,10 @@ class Recurrences:
         q, k, v, decay = q.float(), k.float(), v.float(), decay.float()
         beta = None if beta is None else beta.float()
         rates = None if rates is None else rates.float()
-        found = self._next(StateShape((v.shape[2], q.shape[3], v.shape[3]), True))
-        if found is None:
+        bound = self._next(StateShape((v.shape[2], q.shape[3], v.shape[3]), True))
+        if bound is None:
             return ours.dense_linear_recurrence(q, k, v, decay, beta, rates)
-        step, state = found
+        step, state = bound
         packed = (None if value is None else value.squeeze(0) for value in (q, k, v, decay, beta))
         order = (rates, state, step.state_slots, step.cu_seqlens, step.seq_lens)
         return ours.linear_recurrence(*packed, *order).unsqueeze(0)
@@ -81,20 +81,20 @@ class Recurrences:
     def average(self, k: Tensor, v: Tensor, decay: Tensor, bonus: Tensor) -> Tensor:
         """templates.recurrences.wkv: k and v [B, T, C], decay and bonus [C] -> [B, T, C]; all rounded to float32."""
         k, v, decay, bonus = k.float(), v.float(), decay.float(), bonus.float()
-        found = self._next(StateShape((3, v.shape[2]), True))
-        if found is None:
+        bound = self._next(StateShape((3, v.shape[2]), True))
+        if bound is None:
             return ours.dense_wkv(k, v, decay, bonus)
-        step, state = found
+        step, state = bound
         order = (state, step.state_slots, step.cu_seqlens, step.seq_lens)
         return ours.wkv(k.squeeze(0), v.squeeze(0), decay, bonus, *order).unsqueeze(0)
 
     def greatest(self, x: Tensor, decay: Tensor) -> Tensor:
         """templates.recurrences.running_max: x and decay [B, T, C] -> [B, T, C]; both are rounded to float32."""
         x, decay = x.float(), decay.float()
-        found = self._next(StateShape((1, x.shape[2]), True))
-        if found is None:
+        bound = self._next(StateShape((1, x.shape[2]), True))
+        if bound is None:
             return ours.dense_running_max(x, decay)
-        step, state = found
+        step, state = bound
         order = (state, step.state_slots, step.cu_seqlens, step.seq_lens)
         return ours.running_max(x.squeeze(0), decay.squeeze(0), *order).unsqueeze(0)
 

@@ -16,11 +16,10 @@ __all__ = ["Packaging", "call_directly", "run_plainly"]
 
 
 def run_plainly(gm: fx.GraphModule, *_: Any, **__: Any) -> Callable[..., Any]:
-    """What Inductor would be called with  ->  the graph as it is, as a function of its inputs in order.
+    """Run a graph as it is, without a compiler. Takes the arguments of Inductor's compile function.
 
-    auto_functionalized_v2(op, ..., _all_bases=caches)  ->  the same with a copy of no cache. It would copy each of
-    them, and write the copies back when all layers are done: layers of several KV groups share a cache, and the last
-    would undo the writes of the others (cache_writes).
+    auto_functionalized_v2(op, ..., _all_bases=caches)  ->  the same without copies of the caches. Copies are written
+    back at the end, and the last would undo the writes of other KV groups (programs.binding.require_kept).
     """
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
@@ -31,12 +30,12 @@ def run_plainly(gm: fx.GraphModule, *_: Any, **__: Any) -> Callable[..., Any]:
 
 
 def call_directly(gm: fx.GraphModule, direct: Mapping[Any, Any]) -> fx.GraphModule:
-    """detcompile.matmul(x, w, …)  ->  detcompile_direct.matmul(x, w, …)          where its result lies on a CPU
+    """detcompile.matmul(x, w, …)  ->  detcompile_direct.matmul(x, w, …)          if its result is on a CPU
 
-    Behind the certificate, which knows the operations by their first names.
+    Calls kernels without Python in between. Runs after the certificate, which knows the registered operations only.
 
     Args:
-        direct: the operation that is called directly for each of ours, from cpp_dispatch.direct_ops.
+        direct: cpp_dispatch.direct_ops.
     """
     for node in gm.graph.find_nodes(op="call_function", target=FUNCTIONALIZED):
         if _is_on_cpu(node):
@@ -53,16 +52,19 @@ def _is_on_cpu(node: fx.Node) -> bool:
     return first.device.type == "cpu"
 
 
-LIBRARY_SUFFIXES = (".so", ".json", ".cubin")  # of the files that a package needs when it runs
+LIBRARY_SUFFIXES = (".so", ".json", ".cubin")  # of files that a package needs at run time
 
 
 class Packaging:
-    """What a Backend lowers with, in place of Inductor's JIT: called with a graph and its fake inputs.
+    """Compiles a Backend's graph with AOTInductor into a shared library, instead of Inductor's JIT.
+
+    Passes and settings are those of the JIT; only the wrapper around the kernels is C++. torch's proxy executor calls
+    our operations by name.
 
     Attributes:
-        files: what AOTInductor wrote, once it was called.
-        kept: positions of the graph's inputs that the library takes, in its order; the others are read by nobody, or
-            are sizes, which it reads off the tensors.
+        files: the files that AOTInductor wrote, once this was called.
+        kept: positions of the graph's inputs that the library takes, in its order. It reads sizes off the tensors and
+            drops unread inputs.
     """
 
     def __init__(self) -> None:
@@ -71,7 +73,7 @@ class Packaging:
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any], **settings: Any) -> Any:
         assert not self.files, "a packaging holds one graph"
-        traced = run_plainly(gm)  # Dynamo runs what it compiled once; that may be the plain graph
+        traced = run_plainly(gm)  # Dynamo runs its result once; the plain graph will do
         self.kept = _without_sizes(gm)
         given = [inputs[position] for position in self.kept]
         with ahead_of_time():
@@ -81,7 +83,7 @@ class Packaging:
 
 
 def _drop_checks(node: fx.Node) -> None:
-    """Erase what compares a number and asserts the outcome: a size of an input that nothing else reads."""
+    """Erase the comparisons and assertions that are the only users of a size."""
     while node.users:
         user = next(iter(node.users))
         computes = user.op == "output" or isinstance(user.meta.get("val"), torch.Tensor)
@@ -91,7 +93,7 @@ def _drop_checks(node: fx.Node) -> None:
 
 
 def _without_sizes(gm: fx.GraphModule) -> tuple[int, ...]:
-    """f(size, x, unread)  ->  f(x), where size = sym_size(x, dim). Returns the positions of what is left."""
+    """f(size, x, unread)  ->  f(x), where size = sym_size(x, dim). Return the positions of the remaining inputs."""
     inputs = gm.graph.find_nodes(op="placeholder")
     known: dict[Any, tuple[fx.Node, int]] = {}
     for node in inputs:

@@ -31,26 +31,26 @@ ExampleStep = tuple[Tensor, Tensor, StepInputs, Tensor]  # what a forward takes
 
 
 class CompiledGraph(NamedTuple):
-    """A compiled graph, with the fake value and the traced argument of each of its inputs."""
+    """A compiled graph, with the fake value and the traced argument of each input."""
 
-    run: Callable[..., Any]  # the graph's inputs in order, with `joined` in place of those there -> its outputs
+    run: Callable[..., Any]  # the graph's inputs in order, `joined` ones replaced -> its outputs
     values: list[Any]  # fake tensors and SymInts
-    inputs: list[Any]  # the very tensors of the traced call; parameters and buffers are the model's own
+    inputs: list[Any]  # the tensors of the traced call, including the model's parameters and buffers
     roles: list[Role]
-    joined: Mapping[int, Tensor]  # by position: the concatenations that stand in for single weights
-    checked: frozenset[int] = frozenset()  # positions of extents that are compared with numbers, and read by nobody
+    joined: Mapping[int, Tensor]  # by position: concatenated weights that replace single ones
+    checked: frozenset[int] = frozenset()  # positions of extents that are only compared with numbers
     code: Any = None  # LayeredCode of a program that runs one region for many layers
 
 
 class Binding(NamedTuple):
     """Where the inputs of a graph come from."""
 
-    fixed: list[Any]  # weights by position, and None where a step brings something
-    of_step: list[tuple[int, int, int | None]]  # position, leaf of the step, and the dimension whose extent it is
+    fixed: list[Any]  # weights by position; None for inputs of the step
+    of_step: list[tuple[int, int, int | None]]  # position, leaf of the step, dimension if it is an extent
 
 
 def binding_of(graph: CompiledGraph, example: ExampleStep) -> Binding:
-    """Where the graph's inputs come from; ``example`` is the step that it was traced with."""
+    """Return where a graph's inputs come from. ``example`` is the step that it was traced with."""
     place = {id(leaf): i for i, leaf in enumerate(step_leaves(*example))}
     sizes = _sizes(graph, place)
     fixed: list[Any] = []
@@ -59,7 +59,7 @@ def binding_of(graph: CompiledGraph, example: ExampleStep) -> Binding:
         fixed.append(graph.joined.get(position, given) if role.kind == "weight" else None)
         if isinstance(value, torch.SymInt):
             extent = sizes.get(sympy_size(value))
-            if extent is None:  # the tensor that has it is not read: the graph only checks that there is something
+            if extent is None:  # its tensor is not read: the graph only checks that it is not empty
                 assert position in graph.checked, f"an extent of no input of the step is read: {value}"
                 extent = (0, 1)
             of_step.append((position, *extent))
@@ -71,9 +71,9 @@ def binding_of(graph: CompiledGraph, example: ExampleStep) -> Binding:
 
 
 def bind(run: Callable[..., Any], binding: Binding) -> Callable[..., Any]:
-    """A graph's code as a function of a step.
+    """Return a graph's code as a function of a step.
 
-    Dynamo is left out at run time: its guards could only cost time, or trace the model again for one token count.
+    Dynamo is bypassed at run time: its guards cost time, and could retrace the model for one token count.
     """
     fixed, of_step = binding
 
@@ -90,7 +90,7 @@ def bind(run: Callable[..., Any], binding: Binding) -> Callable[..., Any]:
 
 
 def _sizes(graph: CompiledGraph, place: Mapping[int, int]) -> dict[Any, tuple[int, int]]:
-    """Leaf and dimension that has the extent of a symbol; ``place`` numbers the leaves by their identity."""
+    """Return a leaf and dimension by symbol. ``place`` numbers the leaves by id."""
     sizes: dict[Any, tuple[int, int]] = {}
     for value, given in zip(graph.values, graph.inputs, strict=True):
         if id(given) in place:
@@ -99,7 +99,7 @@ def _sizes(graph: CompiledGraph, place: Mapping[int, int]) -> dict[Any, tuple[in
 
 
 NUM_TOKENS, NUM_BLOCKS = 2, 2
-BLOCK_SIZE = 16  # of the step's caches; the extent is marked unknown like the others
+BLOCK_SIZE = 16  # of the step's caches; marked unknown like the other extents
 
 
 def example_step(
@@ -109,11 +109,11 @@ def example_step(
     dtype: torch.dtype,
     device: torch.device,
 ) -> ExampleStep:
-    """A step of two tokens whose extents are marked unknown, so that one graph serves every step.
+    """Return a step of two tokens with extents marked unknown, so that one graph serves every step.
 
     Args:
-        shapes: extents of a cached key and value, one a layer.
-        states: what is kept of a sequence, one an operation that carries a state.
+        shapes: extents of a cached key and value, one per layer.
+        states: shape of a sequence's state, one per operation that carries a state.
     """
     step = _step(shapes, num_groups, states, dtype, device)
     input_ids = torch.zeros(1, NUM_TOKENS, dtype=torch.int64, device=device)
@@ -127,7 +127,7 @@ def example_step(
 
 
 def some_layers(example: ExampleStep, layers: range) -> ExampleStep:
-    """The step without the caches of the other layers."""
+    """Return the step with only the caches of these layers."""
     input_ids, position_ids, step, logits_to_keep = example
     part = slice(layers.start, layers.stop)
     kept = step._replace(k_caches=step.k_caches[part], v_caches=step.v_caches[part])
@@ -167,18 +167,23 @@ def _mark_unknown(tensors: Iterable[Tensor], dims: list[int]) -> None:
         mark_unbacked(tensor, dims)
 
 
-UNWRITTEN = -4096.0  # in every dtype; a head whose every value is this one would have to be made on purpose
+UNWRITTEN = -4096.0  # exact in every dtype; no model computes a head with only this value
 
 
 @torch.no_grad()
 def require_kept(forward: Callable[..., Any], groups: Sequence[KVGroup], example: ExampleStep) -> None:
-    """Run a step over caches that groups share, where there are several; each group has a block of its own.
+    """Require that a program writes its KV caches in place, if layers of several KV groups share memory.
+
+    Layer i of every group has one cache (runtime.kv.kv_cache). Compilers make graphs functional: each layer writes a
+    copy, and the copies go back at the end, where the last one undoes the writes of the others. Inductor usually
+    removes the copies. This runs a step on the program itself, in which each group has a block of the shared caches,
+    so it also covers code from a cache, AOTInductor's code and plain graphs.
 
     Args:
-        forward: the compiled forward of Lowered. Ranks that share a model have to call this together.
+        forward: the compiled forward of Lowered. Ranks that share a model call this together.
 
     Raises:
-        UnsupportedModel: what some layer wrote is not there after the step; the message names its caches.
+        UnsupportedModel: a layer's writes are missing after the step; the message names its caches.
     """
     if len(groups) < 2:
         return
@@ -203,7 +208,7 @@ def require_kept(forward: Callable[..., Any], groups: Sequence[KVGroup], example
 
 
 def _shared(caches: Sequence[Tensor], groups: Sequence[KVGroup]) -> tuple[Tensor, ...]:
-    """A cache a layer: layer i of every group has one tensor, of a block for each group."""
+    """Return one cache per layer. Layer i of every group shares a tensor with one block per group."""
     place = {layer: index for group in groups for index, layer in enumerate(group.layers)}
     tensors: dict[int, Tensor] = {}
     for layer, cache in enumerate(caches):

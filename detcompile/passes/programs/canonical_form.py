@@ -1,9 +1,8 @@
-"""The canonical form of a graph: what it computes from which inputs, hashed.
+"""The canonical form of a graph, and its digest: what the graph computes from which inputs.
 
-It has each operation with its arguments, in the graph's order, constants by value, and dtype and shape of every value.
-It has no names of nodes or symbols, no places in the source, no strides and no device: two traces of one model have one
-form, wherever and however often they are made. The graph is ATen as it was traced, before the first pass: what passes
-make of it follows from their source and the numerics.
+The form has each operation with its arguments, in graph order, constants by value, and dtype and shape of every value.
+It has no names of nodes or symbols, no source places, no strides and no device, so that every trace of a model gives the
+same form. The graph is ATen as traced, before the first pass: the passes' sources and the numerics decide the rest.
 """
 
 import hashlib
@@ -25,19 +24,19 @@ from detcompile.weights import tensor_digest
 
 __all__ = ["NotRun", "constants_of", "input_names", "never_run", "program_digest", "region_form"]
 
-CONSTANT = "constant."  # begins the names of tensors that are neither a model's parameters or buffers nor a step's
+CONSTANT = "constant."  # prefix of the names of other tensors than parameters, buffers and parts of a step
 CHECKS = ("_assert_scalar", "_assert_async", "sym_constrain_range", "_assert_tensor_metadata")  # they compute nothing
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
-ELSEWHERE = ("device", "pin_memory")  # arguments that say where a value lives
+ELSEWHERE = ("device", "pin_memory")  # arguments that place a value
 BY_NAME = (bool, str, torch.dtype, torch.layout, torch.memory_format, type(None), type(...))
 
 
 def program_digest(gm: fx.GraphModule, names: Sequence[str], repeats: Sequence[Any] | None = None) -> str:
-    """sha256 of the canonical form.
+    """Return the sha256 of the canonical form.
 
     Args:
-        names: what each of the graph's inputs is, in order: which weight, which constant, which part of a step.
-        repeats: structures of all layers, if the graph is of a model's first ones.
+        names: name of each of the graph's inputs, in order: a weight, a constant, or a part of a step.
+        repeats: structures of all layers, if the graph holds the first layers only.
 
     Raises:
         UnsupportedModel: an argument has no canonical form.
@@ -51,10 +50,10 @@ def program_digest(gm: fx.GraphModule, names: Sequence[str], repeats: Sequence[A
 
 
 def region_form(gm: fx.GraphModule, names: Sequence[str]) -> str:
-    """The canonical form as text, with what code depends on besides: strides and devices of the inputs.
+    """Return the canonical form as text, with strides and devices of the inputs, on which code depends too.
 
     Args:
-        names: what each of the graph's inputs is, in order; two inputs may have one name.
+        names: name of each of the graph's inputs, in order; two inputs may share a name.
     """
     form = _Form(gm, names)
     values = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
@@ -64,9 +63,9 @@ def region_form(gm: fx.GraphModule, names: Sequence[str]) -> str:
 
 
 def input_names(model: nn.Module, leaves: Sequence[Tensor], inputs: Sequence[Any]) -> list[str]:
-    """What each input of a traced graph is: a parameter or buffer by its name in the model, a leaf of a step by number.
+    """Return a name for each input of a traced graph: a parameter or buffer of the model, or a numbered leaf of a step.
 
-    Other tensors that the model's code holds are numbered as the graph comes to them. Numbers have no name.
+    Other tensors that the model's code holds are numbered in graph order. Numbers have an empty name.
     """
     weights = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     names = {id(tensor): name for name, tensor in sorted(weights, key=lambda weight: weight[0], reverse=True)}
@@ -78,17 +77,17 @@ def input_names(model: nn.Module, leaves: Sequence[Tensor], inputs: Sequence[Any
 
 
 def constants_of(model: nn.Module, leaves: Sequence[Tensor], inputs: Sequence[Any]) -> dict[str, Tensor]:
-    """What a traced graph takes that is neither a parameter or buffer of the model nor a leaf of a step, by name."""
+    """Return the other tensors of a traced graph than parameters, buffers and leaves of a step, by name."""
     names = input_names(model, leaves, inputs)
     return {name: given for name, given in zip(names, inputs) if name.startswith(CONSTANT)}
 
 
 class NotRun(Exception):
-    """A graph was traced for its digest alone."""
+    """A graph that was only traced for its digest is called."""
 
 
 def never_run(*_graph: Any, **_settings: Any) -> Callable[..., Any]:
-    """What compiles a graph that shall not run: a call raises NotRun."""
+    """Stand in for a compiler, for a graph that is not meant to run: a call raises NotRun."""
 
     def run(*_given: Any) -> Any:
         raise NotRun
@@ -97,7 +96,7 @@ def never_run(*_graph: Any, **_settings: Any) -> Callable[..., Any]:
 
 
 class _Form:
-    """Lines of JSON, one an operation."""
+    """Lines of JSON, one per operation."""
 
     def __init__(self, gm: fx.GraphModule, names: Sequence[str], symbols: dict[Any, str] | None = None) -> None:
         self._gm = gm
@@ -107,7 +106,7 @@ class _Form:
         inputs = gm.graph.find_nodes(op="placeholder")
         assert len(inputs) == len(names), f"{len(names)} inputs were named, the graph has {len(inputs)}"
         for _, node in sorted(zip(names, inputs), key=lambda named: named[0]):
-            self._value(node)  # extents are called after the first input that has them, in the order of names
+            self._value(node)  # symbols are numbered by the first input that has them, in order of names
         for name, node in zip(names, inputs):
             value = node.meta.get("val")
             extent = isinstance(value, SYMBOLIC)
@@ -155,7 +154,7 @@ class _Form:
         )
 
     def _constant(self, node: fx.Node) -> Any:
-        """A tensor by its bytes, a graph by its own form."""
+        """Return a tensor by its bytes, or a graph by its form."""
         held: Any = self._gm
         for part in str(node.target).split("."):
             held = getattr(held, part)
@@ -165,7 +164,7 @@ class _Form:
         if not isinstance(held, Tensor) or isinstance(held, FakeTensor):
             raise UnsupportedModel(f"the model's graph holds a {type(held).__name__}, which no fingerprint can hold")
         wait_for_weights()
-        with unset_fake_temporarily():  # a backend's passes run under the mode that traced the graph
+        with unset_fake_temporarily():  # passes run under the mode that traced the graph
             return ["tensor", tensor_digest(held)]
 
     def _value(self, node: fx.Node) -> Any:
@@ -175,7 +174,7 @@ class _Form:
         return [[str(part.dtype), *(self._number(size) for size in part.shape)] for part in tensors]
 
     def _number(self, value: Any) -> Any:
-        """A number, or its expression in symbols that are counted as they come."""
+        """Return a number, or its expression in symbols that are numbered in order of appearance."""
         if not isinstance(value, SYMBOLIC):
             return _scalar(value)
         expression: Any = expression_of(value)
@@ -199,7 +198,7 @@ def _name_of(node: fx.Node) -> str:
 
 
 def _scalar(value: complex) -> Any:
-    """A number by its type and all of its digits."""
+    """Return a number with its type and all digits."""
     if isinstance(value, complex):
         return ["complex", value.real.hex(), value.imag.hex()]
     return ["float", value.hex()] if isinstance(value, float) else ["int", int(value)]

@@ -1,4 +1,10 @@
-"""Inductor's C++ for a CPU: the vectors it uses, what is compiled ahead, and the same bits in every lane."""
+"""Inductor's C++ for a CPU: its vector instructions, what is compiled ahead, and equal bits in every lane.
+
+A vector function of SLEEF may look at all lanes before it chooses an algorithm: tan reduces all angles differently as
+soon as one lane is large. A vector function also rounds differently from the C library's scalar function, which computes
+what Inductor leaves scalar. So each operation of Inductor is of one of three kinds: EXACT, SAME_LANES or, by default,
+the scalar function lane by lane.
+"""
 
 import contextlib
 import functools
@@ -21,9 +27,9 @@ from detcompile.torch_internals.vector_instructions import VecISA, list_vector_i
 
 __all__ = ["EXACT", "SAME_LANES", "lane_by_lane", "precompile_header", "prepare_compiler", "vector_isa"]
 
-# One IEEE operation, a comparison, a choice, bits or a cast: vectors and scalars have one result for it. `masked`,
-# `index_expr` and `value_expr` hold other operations; `load_seed`, `rand`, `randn` and `randint64` are refused by
-# their graph, since the certificate has no rule for them.
+# One IEEE operation, a comparison, a choice, bits or a cast: vectors and scalars give the same result. `masked`,
+# `index_expr` and `value_expr` hold other operations. The certificate refuses `load_seed`, `rand`, `randn` and
+# `randint64`: it has no rule for them.
 EXACT = frozenset(
     (
         *("add", "sub", "mul", "truediv", "fma", "square", "reciprocal", "sqrt", "rsqrt", "abs", "neg", "sign", "relu"),
@@ -34,18 +40,18 @@ EXACT = frozenset(
         *("load_seed", "rand", "randn", "randint64"),
     )
 )
-# Models compute these for every feature, so that vectors pay. Of float32 the code has no branch: a lane's instructions
-# are the same whatever the others hold. Scalar code takes a lane of a vector of equal values.
+# Models compute these for every feature, so vectors pay off. Their float32 code has no branch: a lane's instructions do
+# not depend on the other lanes. Scalar code takes one lane of a vector of equal values.
 SAME_LANES = frozenset(["exp", "expm1", "erf", "log", "sigmoid", "tanh"])
 
 
 @contextlib.contextmanager
 def lane_by_lane() -> Iterator[None]:
-    """While it is open, generated C++ computes every function that is neither EXACT nor of SAME_LANES by the scalar
-    function of each lane, and those of SAME_LANES by one function in vectors, their tails and scalars.
+    """Make generated C++ compute equal bits in every lane while entered.
 
-    Sines and cosines are then computed once for all that read them, as Inductor computes exp that several read:
-    otherwise every head of every layer computes its rotary table anew.
+    Functions outside EXACT and SAME_LANES are computed by the scalar function of each lane. Those of SAME_LANES are
+    computed by one function in vectors, their tails and scalars. Sines and cosines get a buffer, as Inductor does for
+    an exp with several readers: otherwise every head of every layer would recompute its rotary table.
     """
     with contextlib.ExitStack() as stack:
         for name, vector in _functions(CppVecOverrides).items():
@@ -69,9 +75,9 @@ def lane_by_lane() -> Iterator[None]:
 
 
 def _functions(overrides: type) -> dict[str, Callable[..., Any]]:
-    """The operations that a class of Inductor's overrides writes itself."""
-    own = {name: method.__func__ for name, method in vars(overrides).items() if isinstance(method, staticmethod)}
-    return {name: function for name, function in own.items() if name != "__new__"}
+    """Return the operations that a class of Inductor's overrides defines."""
+    functions = {name: method.__func__ for name, method in vars(overrides).items() if isinstance(method, staticmethod)}
+    return {name: function for name, function in functions.items() if name != "__new__"}
 
 
 def _patch(stack: contextlib.ExitStack, overrides: type, name: str, function: Callable[..., Any]) -> None:
@@ -80,14 +86,14 @@ def _patch(stack: contextlib.ExitStack, overrides: type, name: str, function: Ca
 
 
 def _each_lane(scalar: Callable[..., Any]) -> Callable[..., Any]:
-    """C++ of vectors that calls a scalar function for each lane."""
+    """Return vector C++ that calls a scalar function for each lane."""
 
     def of_lane(*operands: Any) -> str:
         lanes = [f"lane{i}" for i in range(len(operands))]
         taken = ", ".join(f"auto {lane}" for lane in lanes)
         return f"[]({taken}) {{ return {scalar(*lanes)}; }}({', '.join(map(str, operands))})"
 
-    of_lane.__name__ = scalar.__name__  # Inductor asks it whether the result is a mask
+    of_lane.__name__ = scalar.__name__  # Inductor decides by it whether the result is a mask
     return each_lane(of_lane)
 
 
@@ -96,9 +102,9 @@ def _float32_in_vectors(vector: Callable[..., Any], lanes: Callable[..., Any], x
 
 
 def _of_equal_lanes(vector: Callable[..., Any], scalar: Callable[..., Any], x: Any) -> str:
-    """C++ of a scalar: of float32 what the vector function gives in each lane."""
+    """Return scalar C++ that, for float32, gives what the vector function gives in each lane."""
     if not vector_isa():
-        return scalar(x)  # nothing is computed in vectors, and their header is missing
+        return scalar(x)  # there are no vectors, and no header for them
     return (
         "[](auto lane) { if constexpr (std::is_same_v<decltype(lane), float>) {"
         " using Lanes = at::vec::Vectorized<float>; __at_align__ float lanes[Lanes::size()]; const Lanes x(lane);"
@@ -107,18 +113,18 @@ def _of_equal_lanes(vector: Callable[..., Any], scalar: Callable[..., Any], x: A
 
 
 def _remainder(vector: Callable[..., Any], a: Any, b: Any) -> Any:
-    """Of floats by the C library's fmod, as scalar code: SLEEF's stops when all lanes are done."""
+    """Compute float remainders with the C library's fmod, as scalar code does: SLEEF's loops until all lanes are done."""
     return OpOverrides.remainder(a, b) if a.dtype.is_floating_point else vector(a, b)
 
 
 def _once_on_cpu(lower: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """An operation's lowering whose result has a buffer of its own on a CPU."""
+    """Return a lowering whose result gets its own buffer on a CPU."""
 
     def realized(x: Any) -> Any:
-        found = lower(x)
-        if found.get_device().type == "cpu":
-            found.realize()
-        return found
+        result = lower(x)
+        if result.get_device().type == "cpu":
+            result.realize()
+        return result
 
     return realized
 
@@ -128,7 +134,7 @@ THREAD = "detcompile compiling ahead"
 
 
 def vector_isa() -> VecISA:
-    """Return the vectors of Inductor's C++ on this machine; the first call in a process may compile a program to see.
+    """Return the vector instructions of Inductor's C++ here. The first call in a process may compile a test program.
 
     Raises:
         StorageError: Inductor's cache cannot be written.
@@ -140,14 +146,17 @@ def vector_isa() -> VecISA:
 
 @functools.cache
 def prepare_compiler() -> None:
-    """Start, once a process, what the first program needs whether it was kept or not. Whoever needs it finds it there
-    or makes it, and hears of what fails."""
+    """Start in a thread, once per process, what every first program needs: vector instructions and our libraries.
+
+    Inductor would compile a test program for every instruction set; here only the widest is compiled. Code that needs
+    a result makes it if the thread failed, and raises the error.
+    """
     _start(list_vector_isas, library, build_direct_ops)
 
 
 @functools.cache
 def precompile_header() -> None:
-    """Start, once a process, to precompile the header of Inductor's kernels."""
+    """Start to precompile the header of Inductor's kernels in a thread, once per process."""
     _start(precompile_cpp_header)
 
 
@@ -156,7 +165,7 @@ def _start(*tasks: Callable[[], object]) -> None:
         for task in tasks:
             try:
                 task()
-            except Exception as error:  # whoever needs it does it again, and raises
+            except Exception as error:  # its user tries again, and raises
                 logger.debug("%s: %s", task, error)
 
     threading.Thread(target=run, name=THREAD, daemon=True).start()

@@ -188,9 +188,9 @@ def certify(
 def _miscounted(entries: Iterable[Entry], expected: Mapping[str, int]) -> Iterator[str]:
     """Calls of the model that the graph has not, or has too often: the first kind of them."""
     for kind, number in expected.items():
-        found = sum(entry.kind == kind for entry in entries)
-        if found != number:
-            yield f"the model calls {kind} {number} times, the graph holds {found} {kind} nodes"
+        count = sum(entry.kind == kind for entry in entries)
+        if count != number:
+            yield f"the model calls {kind} {number} times, the graph holds {count} {kind} nodes"
             return
 
 

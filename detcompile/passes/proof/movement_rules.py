@@ -95,9 +95,9 @@ def _cat(node: fx.Node, ctx: Context) -> Rows:
     rank = len(values[0].dims)
     dim = (node.args[1] if len(node.args) > 1 else 0) % rank
     along = created([shape_of(node)[dim]], {}).dims[0]
-    own = values[0].dims[dim]
-    if not is_feature(own) and all(value.dims[dim] == own for value in values):
-        along = (Axis(sympy.Integer(len(values))), *own)  # a stack: outermost, which of the values
+    first_axes = values[0].dims[dim]
+    if not is_feature(first_axes) and all(value.dims[dim] == first_axes for value in values):
+        along = (Axis(sympy.Integer(len(values))), *first_axes)  # a stack: outermost, which of the values
     else:
         for value in values:
             require_feature(value, dim, "a concatenation")

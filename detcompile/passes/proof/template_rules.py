@@ -112,8 +112,8 @@ def of_experts(node: fx.Node, ctx: Context) -> Rows:
     x, ids, w = (ctx.rows(arg) for arg in node.args[:3])
     require_weight(w, "the experts' weights")
     require_feature(x, -1, "the sum of a matrix product")
-    own = Rows((*x.dims[:-1], *((),) * (len(ids.dims) - len(x.dims) + 1)))
-    return Rows((*join([own, ids], len(ids.dims)).dims, w.dims[1]))
+    rows_of_x = Rows((*x.dims[:-1], *((),) * (len(ids.dims) - len(x.dims) + 1)))
+    return Rows((*join([rows_of_x, ids], len(ids.dims)).dims, w.dims[1]))
 
 
 def row_by_row(node: fx.Node, ctx: Context) -> Rows:

@@ -42,9 +42,9 @@ def pin_collectives(gm: fx.GraphModule, numerics: Numerics) -> fx.GraphModule:
         InvalidInput: there is no order for products of this dtype.
     """
     for reduced in gm.graph.find_nodes(op="call_function", target=c10d.all_reduce.default):
-        found = _sum_of(reduced)
-        if found is not None and process_group(reduced.args[2]).size() in numerics.tp_sizes:
-            _pin(gm.graph, found, numerics)
+        match = _sum_of(reduced)
+        if match is not None and process_group(reduced.args[2]).size() in numerics.tp_sizes:
+            _pin(gm.graph, match, numerics)
     return gm
 
 
@@ -65,24 +65,24 @@ def _sum_of(reduced: fx.Node) -> _Sum | None:
     return _Sum(product, view, reduced, total, copy)
 
 
-def _pin(graph: fx.Graph, found: _Sum, numerics: Numerics) -> None:
-    x, w_KN = found.product.args
-    w_NK = transposed_weight(graph, w_KN, found.product)
-    group = found.reduced.args[2]
+def _pin(graph: fx.Graph, match: _Sum, numerics: Numerics) -> None:
+    x, w_KN = match.product.args
+    w_NK = transposed_weight(graph, w_KN, match.product)
+    group = match.reduced.args[2]
     size = process_group(group).size()
     try:
         matmul_order(size * int(w_KN.meta["val"].shape[0]), x.meta["val"].dtype, numerics.radices)
     except DetcompileError as error:
-        raise type(error)(f"the product at {place_of(found.product)}, which all_reduce adds up: {error}") from None
+        raise type(error)(f"the product at {place_of(match.product)}, which all_reduce adds up: {error}") from None
     if size == 1:
-        pinned = insert(graph, ours.matmul.default, (x, w_NK, None, None, list(numerics.radices)), found.product)
+        pinned = insert(graph, ours.matmul.default, (x, w_NK, None, None, list(numerics.radices)), match.product)
     else:
         above, below = map(list, numerics.split_radices(size))
-        given = (x, w_NK, None, None, below, above, group, found.product.meta["val"].dtype)
-        pinned = insert(graph, ours.matmul_all_reduce.default, given, found.product)
-    if found.view is not None:
-        pinned = insert(graph, found.view.target, (pinned, *found.view.args[1:]), found.view)
-    (found.copy or found.total).replace_all_uses_with(pinned)
-    for dead in (found.copy, found.total, found.reduced, found.view, found.product):
+        given = (x, w_NK, None, None, below, above, group, match.product.meta["val"].dtype)
+        pinned = insert(graph, ours.matmul_all_reduce.default, given, match.product)
+    if match.view is not None:
+        pinned = insert(graph, match.view.target, (pinned, *match.view.args[1:]), match.view)
+    (match.copy or match.total).replace_all_uses_with(pinned)
+    for dead in (match.copy, match.total, match.reduced, match.view, match.product):
         if dead is not None:
             graph.erase_node(dead)

@@ -46,9 +46,9 @@ def merge_linears(gm: fx.GraphModule) -> fx.GraphModule:
 def _is_plain(product: fx.Node) -> bool:
     x, w, bias, residual, radices = product.args[:5]
     inputs = [w] if bias is None else [w, bias]
-    own = all(node.op == "placeholder" and len(node.users) == 1 and node is not x for node in inputs)
-    own &= all(node.meta["val"].is_contiguous() for node in inputs)  # views of the whole are, and code asks for strides
-    return own and residual is None and not radices and len(product.args) == 5 and not product.kwargs
+    alone = all(node.op == "placeholder" and len(node.users) == 1 and node is not x for node in inputs)
+    alone &= all(node.meta["val"].is_contiguous() for node in inputs)  # as a view of the whole is
+    return alone and residual is None and not radices and len(product.args) == 5 and not product.kwargs
 
 
 def _kind(product: fx.Node) -> tuple:

@@ -243,9 +243,9 @@ def pin_rms_norms(gm: fx.GraphModule) -> fx.GraphModule:
     Runs before pin_reductions; a norm of another shape keeps its operations and gets only its mean pinned.
     """
     for mean in gm.graph.find_nodes(op="call_function", target=aten.mean.dim):
-        found = _match_rms_norm(mean)
-        if found:
-            last, args = found
+        match = _match_rms_norm(mean)
+        if match:
+            last, args = match
             replace(last, insert(gm.graph, ours.rms_norm.default, args, last))
     gm.graph.eliminate_dead_code()
     return gm

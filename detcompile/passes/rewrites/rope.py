@@ -122,20 +122,20 @@ def _match_heads(rows: fx.Node) -> Rotated | None:
     turned = swapped.args[0]
     if _is(turned, aten.clone.default):  # of cat([rotated, nothing])
         turned = turned.args[0]
-    found = _match_rotation(turned)
-    if found is None and _is(turned, aten.cat.default) and len(turned.args[0]) == 2 and _last(turned):
-        found = _match_partial(*turned.args[0])
-    return found and _with_norm(found)
+    rotated = _match_rotation(turned)
+    if rotated is None and _is(turned, aten.cat.default) and len(turned.args[0]) == 2 and _last(turned):
+        rotated = _match_partial(*turned.args[0])
+    return rotated and _with_norm(rotated)
 
 
 def _match_partial(turned: fx.Node, rest: fx.Node) -> Rotated | None:
     """cat([rope(x[..., :E]), x[..., E:]])"""
-    found = _match_rotation(turned)
-    taken = found and _slice_of(found.raw)
-    if found is None or taken is None:
+    rotated = _match_rotation(turned)
+    taken = rotated and _slice_of(rotated.raw)
+    if rotated is None or taken is None:
         return None
     whole, start, end = taken
-    return found._replace(raw=whole) if start == 0 and _slice_of(rest) == (whole, end, shape_of(whole)[-1]) else None
+    return rotated._replace(raw=whole) if start == 0 and _slice_of(rest) == (whole, end, shape_of(whole)[-1]) else None
 
 
 def _match_rotation(add: fx.Node) -> Rotated | None:
@@ -180,17 +180,17 @@ def _slice_of(node: Any) -> tuple[fx.Node, int, int] | None:
     return x, first, first + int(shape_of(node)[-1])
 
 
-def _with_norm(found: Rotated) -> Rotated:
+def _with_norm(rotated: Rotated) -> Rotated:
     """``raw`` before its norm, which may stand before or after heads and tokens change places."""
-    x = found.raw
+    x = rotated.raw
     if _is(x, ours.rms_norm.default):
-        return found._replace(raw=x.args[0], norm=Norm(*x.args[1:4]))
+        return rotated._replace(raw=x.args[0], norm=Norm(*x.args[1:4]))
     swapped = _is(x, aten.permute.default) and list(x.args[1]) == SWAP
     if swapped and _is(x.args[0], ours.rms_norm.default):
         norm = x.args[0]
         permuted = insert(x.graph, aten.permute.default, (norm.args[0], SWAP), x)
-        return found._replace(raw=permuted, norm=Norm(*norm.args[1:4]))
-    return found
+        return rotated._replace(raw=permuted, norm=Norm(*norm.args[1:4]))
+    return rotated
 
 
 def _last(cat: fx.Node) -> bool:

@@ -100,9 +100,9 @@ def pin_pools(gm: fx.GraphModule) -> fx.GraphModule:
             x = node.args[0]
             if any(size.free_symbols for size in shape_of(x)[-rank - 1 :]) or len(shape_of(x)) < rank + 1:
                 continue
-            found = what(node, rank)
-            if found is not None:
-                _pool(gm.graph, node, *found)
+            windows = what(node, rank)
+            if windows is not None:
+                _pool(gm.graph, node, *windows)
     return gm
 
 
@@ -133,13 +133,13 @@ def _equal_parts(node: fx.Node, rank: int) -> tuple[list[int], list[list[int]]] 
 
 
 def _adaptive_average(node: fx.Node, rank: int) -> tuple[list[int], list[list[int]], int] | None:
-    found = _equal_parts(node, rank)
-    return found and (*found, math.prod(found[0]))
+    windows = _equal_parts(node, rank)
+    return windows and (*windows, math.prod(windows[0]))
 
 
 def _adaptive_greatest(node: fx.Node, rank: int) -> tuple[list[int], list[list[int]], None] | None:
-    found = _equal_parts(node, rank)
-    return found and (*found, None)
+    windows = _equal_parts(node, rank)
+    return windows and (*windows, None)
 
 
 # Dimensions of a window, and what reads a call's arguments: kernel, moves, and what a sum is divided by.

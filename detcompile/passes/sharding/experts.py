@@ -25,11 +25,11 @@ def pin_expert_trees(model: PreTrainedModel, numerics: Numerics) -> int:
     Raises:
         NumericsError: their inner features make no equal leaves; the message names the module.
     """
-    found = find_experts(model)
-    for name, module in found:
+    modules = find_experts(model)
+    for name, module in modules:
         _require_leaves(name, module, numerics)
         module.tree = ExpertTree(numerics.radices)
-    return len(found)
+    return len(modules)
 
 
 def shard_experts(name: str, module: Any, numerics: Numerics, ranks: TensorParallel) -> None:
@@ -42,17 +42,17 @@ def shard_experts(name: str, module: Any, numerics: Numerics, ranks: TensorParal
     features = _require_leaves(name, module, numerics)
     share = ranks.share(features)
     into, out_of = _projections(module)
-    own = torch.arange(share.start, share.stop, device="cpu")
+    columns = torch.arange(share.start, share.stop, device="cpu")
     if module.has_gate:
-        own = (
-            torch.cat([own, features + own])
+        columns = (
+            torch.cat([columns, features + columns])
             if module.is_concatenated
             else torch.arange(2 * share.start, 2 * share.stop, device="cpu")
         )
-        _require_own_gate(name, module, own, share, features)
-    _keep(module, into, own, 2 if module.is_transposed else 1)
+        _require_own_gate(name, module, columns, share, features)
+    _keep(module, into, columns, 2 if module.is_transposed else 1)
     if module.has_bias:
-        _keep(module, f"{into}_bias", own, 1)
+        _keep(module, f"{into}_bias", columns, 1)
     _keep(module, out_of, torch.arange(share.start, share.stop, device="cpu"), 1 if module.is_transposed else 2)
     above, below = numerics.split_radices(ranks.size)
     module.tree = ExpertTree(below, above, ranks.size, ranks.group)
@@ -70,15 +70,16 @@ def _require_leaves(name: str, module: Any, numerics: Numerics) -> int:
     return features
 
 
-def _require_own_gate(name: str, module: Any, own: Tensor, share: slice, features: int) -> None:
+def _require_own_gate(name: str, module: Any, columns: Tensor, share: slice, features: int) -> None:
     """Everything else is NaN, and reaches all features but this rank's own."""
     given = torch.full((1, 2 * features), torch.nan, device="cpu")
-    given[:, own] = 0.5
+    given[:, columns] = 0.5
     expected = torch.ones(features, dtype=torch.bool, device="cpu")
     expected[share] = False
     with torch.no_grad():
-        found, kept = gated(module, given), gated(module, given[:, own])
-    if found.shape != (1, features) or not torch.equal(found[0].isnan(), expected) or kept.shape[1] != len(own) // 2:
+        whole, kept = gated(module, given), gated(module, given[:, columns])
+    apart = whole.shape == (1, features) and torch.equal(whole[0].isnan(), expected)
+    if not apart or kept.shape[1] != len(columns) // 2:
         raise UnsupportedModel(
             f"{name}: {type(module).__name__} gates features that a rank does not have; compile with tp=1"
         )
@@ -88,7 +89,7 @@ def _projections(module: Any) -> tuple[str, str]:
     return "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
 
 
-def _keep(module: nn.Module, name: str, own: Tensor, dim: int) -> None:
+def _keep(module: nn.Module, name: str, indices: Tensor, dim: int) -> None:
     weight = getattr(module, name)
-    kept = weight.detach().index_select(dim, own.to(weight.device))
+    kept = weight.detach().index_select(dim, indices.to(weight.device))
     setattr(module, name, nn.Parameter(kept, requires_grad=False))

@@ -103,9 +103,7 @@ def head_share(call: AttentionCall, ranks: TensorParallel, name: str, replicate:
     )
 
 
-def features_of(
-    leaf: str, linear: nn.Linear | Conv1D, share: HeadShare, model_type: str, where: str
-) -> Tensor | None:
+def features_of(leaf: str, linear: nn.Linear | Conv1D, share: HeadShare, model_type: str, where: str) -> Tensor | None:
     """The output features of an attention module's projection that belong to the rank's heads; None for all of them.
 
     Every rank has all outputs of a module's last projection, and of one into a latent that all heads read.
@@ -142,11 +140,11 @@ def _blocks(heads: Sequence[int], size: int) -> Tensor:
 
 def _grouped(share: HeadShare) -> Tensor:
     members = share.num_heads // share.num_kv_heads
-    own = len(share.q) // len(share.kv)
+    heads_a_key = len(share.q) // len(share.kv)
     heads = []
     for i, kv in enumerate(share.kv):
         first = kv * (members + 2)
-        heads += [first + head % members for head in share.q[i * own : (i + 1) * own]]
+        heads += [first + head % members for head in share.q[i * heads_a_key : (i + 1) * heads_a_key]]
         heads += [first + members, first + members + 1]
     return _blocks(heads, share.head_dim)
 
@@ -154,11 +152,11 @@ def _grouped(share: HeadShare) -> Tensor:
 def _in_parts(share: HeadShare) -> Tensor:
     """Of four parts, each its queries, values and keys, the same in as many parts as the rank's heads fill."""
     whole, parts = share.num_heads // CODEGEN_PARTS, math.gcd(CODEGEN_PARTS, len(share.q))
-    own = len(share.q) // parts
+    heads_a_part = len(share.q) // parts
     heads = [
         (head // whole * 3 + kind) * whole + head % whole
         for part in range(parts)
         for kind in range(3)
-        for head in share.q[part * own : (part + 1) * own]
+        for head in share.q[part * heads_a_part : (part + 1) * heads_a_part]
     ]
     return _blocks(heads, share.head_dim)

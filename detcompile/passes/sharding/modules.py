@@ -57,8 +57,8 @@ class RowShardLinear(nn.Module):
         self.weight_is_KN = isinstance(linear, Conv1D)
         whole = linear.weight.shape[0 if self.weight_is_KN else 1]
         self.share = ranks.share(whole)
-        own = linear.weight[self.share] if self.weight_is_KN else linear.weight[:, self.share]
-        self.weight, self.bias = _parameter(own), linear.bias
+        share_of_weight = linear.weight[self.share] if self.weight_is_KN else linear.weight[:, self.share]
+        self.weight, self.bias = _parameter(share_of_weight), linear.bias
         self.whole = whole
         self.ranks = ranks
         self.radices_above, self.radices = map(list, radices)
@@ -119,24 +119,24 @@ class ShardedEmbedding(nn.Module):
 class NormAcrossHeads(nn.Module):
     """A norm over the features of all heads, between a projection that holds some heads and attention over these.
 
-    forward(x [..., own features] or [..., all]) -> [..., own features]
+    forward(x [..., kept features] or [..., all]) -> [..., kept features]
 
     Args:
-        own: the features that this rank keeps.
+        features: the features that this rank keeps.
     """
 
-    def __init__(self, norm: Any, own: Tensor, ranks: TensorParallel) -> None:
+    def __init__(self, norm: Any, features: Tensor, ranks: TensorParallel) -> None:
         super().__init__()
         self.norm = norm
         self.num_features = norm.weight.shape[0]
         self.group = ranks.group
-        self.register_buffer("own", own.to(norm.weight.device), persistent=False)
+        self.register_buffer("features", features.to(norm.weight.device), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[-1] != self.num_features:
             gathered = ours.all_gather_columns(x.flatten(0, -2), self.group, self.num_features)
             x = gathered.view(*x.shape[:-1], self.num_features)
-        return self.norm(x)[..., self.own]
+        return self.norm(x)[..., self.features]
 
 
 def keep_features(linear: nn.Linear | Conv1D, features: Tensor) -> None:
@@ -150,11 +150,11 @@ def keep_features(linear: nn.Linear | Conv1D, features: Tensor) -> None:
 
 def _padded_share(whole: Tensor, ranks: TensorParallel) -> Tensor:
     """Rows [r * n, (r + 1) * n) of ``whole``, n its length over the ranks rounded up, zeros past its end."""
-    own = math.ceil(len(whole) / ranks.size)
-    rows = whole[ranks.rank * own : (ranks.rank + 1) * own]
-    return torch.cat([rows, rows.new_zeros(own - len(rows), *rows.shape[1:])])
+    rows_a_rank = math.ceil(len(whole) / ranks.size)
+    rows = whole[ranks.rank * rows_a_rank : (ranks.rank + 1) * rows_a_rank]
+    return torch.cat([rows, rows.new_zeros(rows_a_rank - len(rows), *rows.shape[1:])])
 
 
-def _parameter(own: Tensor) -> nn.Parameter:
+def _parameter(values: Tensor) -> nn.Parameter:
     """A copy, so that the whole can be freed."""
-    return nn.Parameter(own.detach().clone(memory_format=torch.contiguous_format), requires_grad=False)
+    return nn.Parameter(values.detach().clone(memory_format=torch.contiguous_format), requires_grad=False)

@@ -53,13 +53,13 @@ def pin_row_parallel(model: PreTrainedModel, numerics: Numerics) -> int:
     Raises:
         NumericsError: K of a linear has no equal leaves; the message names the module and the sets that fit.
     """
-    found = _row_parallel(model, numerics)
-    for name, module in found:
+    linears = _row_parallel(model, numerics)
+    for name, module in linears:
         if isinstance(module, QuantizedLinear):
             module.radices = list(numerics.radices)
         else:
             _replace(model, name, RowParallelLinear(module, numerics.radices))
-    return len(found) + (pin_expert_trees(model, numerics) if tensor_parallel_plan(model) else 0)
+    return len(linears) + (pin_expert_trees(model, numerics) if tensor_parallel_plan(model) else 0)
 
 
 def shard(
@@ -124,7 +124,7 @@ def moves_after_sharding(model: PreTrainedModel) -> bool:
 def _row_parallel(model: PreTrainedModel, numerics: Numerics) -> list[tuple[str, Any]]:
     """The row-parallel linears, each of which has equal leaves."""
     plan = {pattern: style for pattern, style in tensor_parallel_plan(model).items() if style in ROW_STYLES}
-    found = []
+    result = []
     planned = [(name, module) for name, module in model.named_modules() if style_of(name, plan) == "row"]
     for name, module in [part for place in planned for part in _linears(*place)]:
         if isinstance(module, (nn.Linear, Conv1D, QuantizedLinear)):
@@ -133,8 +133,8 @@ def _row_parallel(model: PreTrainedModel, numerics: Numerics) -> list[tuple[str,
                 matmul_order(k, model.dtype, numerics.radices)
             except NumericsError as error:
                 raise NumericsError(f"{name}: {error}") from error
-            found.append((name, module))
-    return found
+            result.append((name, module))
+    return result
 
 
 def _linears(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -163,9 +163,9 @@ def _shard_heads(attention: Any, share: HeadShare, name: str, model_type: str, r
     """Leave an attention module this rank's heads: projections, norms, what each head has one of, and the counts."""
     norms = {NORMS[leaf]: leaf for leaf, norm in attention.named_children() if leaf in NORMS and share.spans(norm)}
     for leaf, linear in list(attention.named_children()):
-        own = linear.gives if isinstance(linear, AdaptedLinear) else [linear]
-        if isinstance(own[0], (nn.Linear, Conv1D)):
-            features = features_of(leaf, own[0], share, model_type, name)
+        linears = linear.gives if isinstance(linear, AdaptedLinear) else [linear]
+        if isinstance(linears[0], (nn.Linear, Conv1D)):
+            features = features_of(leaf, linears[0], share, model_type, name)
             if features is None:
                 continue
             if leaf in norms:
@@ -173,7 +173,7 @@ def _shard_heads(attention: Any, share: HeadShare, name: str, model_type: str, r
                 setattr(attention, norms[leaf], NormAcrossHeads(norm, features, ranks))
             # Heads that several ranks hold do not lie side by side after a gather: such a projection stays whole.
             if leaf not in norms or share.is_partition(leaf):
-                for part in own:
+                for part in linears:
                     keep_features(part, features)
         elif leaf in NORMS:
             _keep_norms(linear, share.heads(NORMS[leaf]))

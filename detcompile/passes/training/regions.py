@@ -20,8 +20,7 @@ from detcompile.passes.programs.aot import call_directly
 from detcompile.passes.proof.certificate import Certificate, certify
 from detcompile.passes.proof.context import Role
 from detcompile.passes.proof.provenance import Layout, Rows, TokenSum
-from detcompile.passes.training.ports import LEAVES, is_port, to_train
-from detcompile.passes.training.twins import as_templates
+from detcompile.passes.training.autograd_ops import LEAVES, as_templates, is_handle, to_train
 from detcompile.templates.cpp_dispatch import direct_ops
 from detcompile.torch_internals.aot_autograd import functorch_config
 from detcompile.torch_internals.dynamo import compile_lock
@@ -61,12 +60,14 @@ class Proofs:
         inputs = graph.find_nodes(op="placeholder")
         roles = dict(zip((node.name for node in inputs), self.roles, strict=True))
         self.forward = certify(graph, roles, self.numerics, self.served.counts.get("attention", 0), states=states)
-        served, found = _sums(self.served), _sums(self.forward)
-        if served != found:
-            lost, new = served - found, found - served
+        served, trained = _sums(self.served), _sums(self.forward)
+        if served != trained:
+            lost, new = served - trained, trained - served
             raise UncertifiedOp(f"the forward that is trained sums otherwise than served: {dict(lost)} is {dict(new)}")
         (output,) = graph.find_nodes(op="output")
-        self._given = [roles[node.name] if roles[node.name].kind == "port" else _role(node, states) for node in inputs]
+        self._given = [
+            roles[node.name] if roles[node.name].kind == "handle" else _role(node, states) for node in inputs
+        ]
         self._made = [_role(node, states) for node in output.args[0]]
 
     def certify_backward(self, graph: fx.Graph) -> None:
@@ -117,17 +118,17 @@ class TrainedRegion:
 
     def sizes(self) -> dict[int, tuple[int, int]]:
         """Where the extent of each number among the inputs is: its position, then an input and the dimension of it."""
-        found: dict[Any, tuple[int, int]] = {}
+        extents: dict[Any, tuple[int, int]] = {}
         for place, node in enumerate(self._inputs):
             if isinstance(node.meta["val"], Tensor):
                 for dim, size in enumerate(node.meta["val"].shape):
-                    found.setdefault(sympy_size(size), (place, dim))
+                    extents.setdefault(sympy_size(size), (place, dim))
         numbers = {
             place: sympy_size(node.meta["val"])
             for place, node in enumerate(self._inputs)
             if isinstance(node.meta["val"], torch.SymInt)
         }
-        return {place: found[size] for place, size in numbers.items() if size in found}
+        return {place: extents[size] for place, size in numbers.items() if size in extents}
 
     def program(self, trained: tuple[int, ...], differentiated: tuple[int, ...]) -> Callable[..., Sequence[Tensor]]:
         """Code of the region, with a gradient: its inputs, the leaf table, a port for each trained one -> its outputs.
@@ -150,12 +151,12 @@ class TrainedRegion:
         for position, node in enumerate(inputs):
             value = node.meta["val"]
             value = value.detach() if isinstance(value, Tensor) else value
-            if position in differentiated or is_port(node):
+            if position in differentiated or is_handle(node):
                 with_gradient.add(node)
                 value.requires_grad_()
             values.append(value)
         roles = [self.roles.get(node.name, Role("weight")) for node in inputs]
-        roles[len(self._inputs) :] = [Role("layout", layout=Layout(LEAVES)), *[Role("port")] * len(trained)]
+        roles[len(self._inputs) :] = [Role("layout", layout=Layout(LEAVES)), *[Role("handle")] * len(trained)]
         proofs = Proofs(self.certificate, roles, _reached(gm.graph, with_gradient), self.numerics)
         settings = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
         with (
@@ -241,7 +242,7 @@ def _unlike(place: int, node: Any, role: Role, states: Mapping[fx.Node, Any]) ->
     state = None if node is None else states[node]
     if state is None:
         return None
-    if role.kind == "port":
+    if role.kind == "handle":
         return None if isinstance(state, TokenSum) else f"output {place}: {node} is no sum over tokens, for a weight"
     if not isinstance(state, Rows) or not isinstance(role.state, Rows) or state.dims != role.state.dims:
         return f"output {place}: {node} holds other rows than the input whose gradient it is"

@@ -73,9 +73,9 @@ def trace_regions(model: PreTrainedModel, numerics: Numerics, max_context: int) 
     layers = layer_list(model)
     if layers is None:
         raise UnsupportedModel(f"{name} keeps its layers in no single list, by which its gradient could be cut")
-    found = find_repeats(model)
-    certify_batches(model, numerics, seen.expected, found)
-    repeats = found or Repeats(tuple(range(len(layers))))
+    known_repeats = find_repeats(model)
+    certify_batches(model, numerics, seen.expected, known_repeats)
+    repeats = known_repeats or Repeats(tuple(range(len(layers))))
     example = whole_sequences(next(model.parameters()).device)
     keep: Any = partial(TrainedRegion, numerics=numerics)  # in the place of code
     backend = Backend(

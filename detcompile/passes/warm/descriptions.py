@@ -60,10 +60,10 @@ class Descriptions:
             for held in (parameter_table(module), buffer_table(module))
             for name, tensor in held.items()
         }
-        own = {name: value for name, value in attributes_of(module).items() if name not in VOLATILE}
+        attributes = {name: value for name, value in attributes_of(module).items() if name not in VOLATILE}
         table = child_table(module)
         children = {name: None if child is None else self._names[id(child)] for name, child in table.items()}
-        return [_class(type(module)), self._held_by(type(module)), tensors, children, self.of(own)]
+        return [_class(type(module)), self._held_by(type(module)), tensors, children, self.of(attributes)]
 
     def of(self, value: Any) -> Any:
         """The description of an attribute.
@@ -89,11 +89,14 @@ class Descriptions:
 
     def _held_by(self, kind: type) -> Any:
         """Attributes of a class and of those it comes from, with the defaults of their functions, once each class."""
-        new = [own for own in kind.__mro__ if own not in self._classes and not _is_pinned(own)]
+        new = [base for base in kind.__mro__ if base not in self._classes and not _is_pinned(base)]
         self._classes.update(new)
         return [
-            [_class(own), [[name, self._held(value)] for name, value in sorted(vars(own).items()) if name[:2] != "__"]]
-            for own in new
+            [
+                _class(base),
+                [[name, self._held(value)] for name, value in sorted(vars(base).items()) if name[:2] != "__"],
+            ]
+            for base in new
         ]
 
     def _held(self, value: Any) -> Any:
@@ -131,11 +134,11 @@ class Descriptions:
             defaults = self.of([value.__defaults__, value.__kwdefaults__])
             return ["function", *code_lines(value.__code__), held, defaults]
         if hasattr(value, "__dict__") and type(value).__flags__ & (1 << 9):  # of a class that Python code made
-            own = {name: part for name, part in vars(value).items() if name not in VOLATILE}
-            return [_class(type(value)), self.of(own)]
+            attributes = {name: part for name, part in vars(value).items() if name not in VOLATILE}
+            return [_class(type(value)), self.of(attributes)]
         if dataclasses.is_dataclass(value):  # of slots
-            own = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-            return [_class(type(value)), self.of(own)]
+            attributes = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+            return [_class(type(value)), self.of(attributes)]
         raise Undescribed(f"a {type(value).__module__}.{type(value).__qualname__}")
 
 

@@ -66,8 +66,8 @@ def kept(traced: Traced, model: nn.Module, ranks: TensorParallel | None = None) 
     brought = {position for position, _, _ in of_step}
     weights = []
     for position in range(len(fixed)):
-        own = () if position in brought else parts.get(position, (traced.graph.inputs[position],))
-        weights.append(tuple(names[id(part)] for part in own))
+        tensors = () if position in brought else parts.get(position, (traced.graph.inputs[position],))
+        weights.append(tuple(names[id(part)] for part in tensors))
     place = {key: number for number, key in enumerate(graphs)}
     return pickle.dumps(
         KeptProgram(
@@ -134,12 +134,12 @@ def take_program(
         UnsupportedModel: it copies its caches.
         StorageError: the cache cannot be used.
     """
-    found = None if key is None else _loaded(key, model)
-    if ranks is not None and not ranks.least(found is not None):
+    loaded = None if key is None else _loaded(key, model)
+    if ranks is not None and not ranks.least(loaded is not None):
         return None
-    if found is None:
+    if loaded is None:
         return None
-    program, forward, weights = found
+    program, forward, weights = loaded
     example = example_step(seen.kv_shapes, len(seen.groups), seen.states, model.dtype, model.device)
     rows = None if program.rows is None else program.rows.to(model.device)
     if here is not None:

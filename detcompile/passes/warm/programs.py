@@ -79,7 +79,7 @@ def write(key: str, program: bytes, label: Mapping[str, str]) -> None:
 
 def entries() -> list[Entry]:
     """The kept programs, the latest last; what cannot be read is left out."""
-    found = []
+    result = []
     for path in storage.cache_folder(FOLDER).glob("*.program"):
         try:
             with path.open("rb") as file:
@@ -88,16 +88,16 @@ def entries() -> list[Entry]:
         except OSError:  # another process removed it, or it is no file
             continue
         label = _label(head[2]) if head[0] == MAGIC and len(head) == 3 else {}
-        found.append(Entry(path, label, status.st_size, status.st_mtime))
-    return sorted(found, key=lambda entry: entry.made)
+        result.append(Entry(path, label, status.st_size, status.st_mtime))
+    return sorted(result, key=lambda entry: entry.made)
 
 
 def _label(written: bytes) -> dict[str, str]:
     try:
-        found = json.loads(written)
+        label = json.loads(written)
     except (ValueError, RecursionError):
         return {}
-    return {name: str(value) for name, value in found.items()} if isinstance(found, dict) else {}
+    return {name: str(value) for name, value in label.items()} if isinstance(label, dict) else {}
 
 
 def _path(key: str) -> Path:

@@ -13,7 +13,7 @@ from detcompile.errors import UncertifiedOp
 from detcompile.passes.proof import gradient_rules
 from detcompile.passes.proof.provenance import Axis, Layout, Refusal, Rows, TokenSum
 from detcompile.passes.training import regions
-from detcompile.passes.training.twins import as_templates
+from detcompile.passes.training.autograd_ops import as_templates
 from tests.training.cases import trained
 
 aten, ours = torch.ops.aten, torch.ops.detcompile

@@ -1,4 +1,4 @@
-"""Every twin's gradient by finite differences in float64, through its ports, with templates in float64."""
+"""Every twin's gradient by finite differences in float64, through its handles, with templates in float64."""
 
 import types
 from collections.abc import Callable, Iterator
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from detcompile.passes.training import twins
+from detcompile.passes.training import autograd_ops
 from detcompile.templates.attention.scores import AttentionRule
 from detcompile.templates.rows.norms import reference_layer_norm, reference_rms_norm
 from detcompile.templates.training.attention import reference_packed_attention
@@ -24,7 +24,7 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def zeros(*shape: int) -> Tensor:
-    """A port."""
+    """A handle."""
     return torch.zeros(shape, dtype=torch.float64)
 
 
@@ -69,16 +69,16 @@ FLOAT64 = types.SimpleNamespace(
     layer_norm_backward=layer_norm_backward,
     packed_attention_backward=packed_attention_backward,
 )
-# The forward of each twin in float64: its template's, of weights that the ports are added to.
+# The forward of each twin in float64: its template's, of weights that the handles are added to.
 FORWARDS: dict[str, Callable[..., Any]] = {
-    "matmul": lambda x, w, bias, residual, radices, dtype, leaves, rows, grid, w_port, bias_port: matmul(
-        x, w + w_port, None if bias is None else bias + bias_port, residual, radices
+    "matmul": lambda x, w, bias, residual, radices, dtype, leaves, rows, grid, w_port, bias_handle: matmul(
+        x, w + w_port, None if bias is None else bias + bias_handle, residual, radices
     ),
-    "rms_norm": lambda x, weight, eps, early, grid, port: reference_rms_norm(x, weight + port, eps),
-    "layer_norm": lambda x, weight, bias, eps, grid, port, bias_port: reference_layer_norm(
-        x, weight + port, bias + bias_port, eps
+    "rms_norm": lambda x, weight, eps, early, grid, handle: reference_rms_norm(x, weight + handle, eps),
+    "layer_norm": lambda x, weight, bias, eps, grid, handle, bias_handle: reference_layer_norm(
+        x, weight + handle, bias + bias_handle, eps
     ),
-    "embedding": lambda weight, ids, padding_id, grid, port: (weight + port)[ids],
+    "embedding": lambda weight, ids, padding_id, grid, handle: (weight + handle)[ids],
     "packed_attention": lambda q, k, v, cu, *given: (
         reference_packed_attention(q, k, v, cu, rule_of(given[:-2], given[-1])),
         zeros(*q.shape[:2]),
@@ -106,26 +106,26 @@ CASES: dict[str, tuple[Any, ...]] = {
     "silu": (drawn(T, K) * 3,),
     "silu_mul": (drawn(T, K) * 3, drawn(T, K, seed=1)),
 }  # fmt: skip
-OF_WEIGHTS = {"matmul": (1, 2), "rms_norm": (1,), "layer_norm": (1, 2), "embedding": (0,)}  # which go through ports
+OF_WEIGHTS = {"matmul": (1, 2), "rms_norm": (1,), "layer_norm": (1, 2), "embedding": (0,)}  # which go through handles
 
 
-def rule_of(given: tuple[Any, ...], port: Tensor | None) -> AttentionRule:
+def rule_of(given: tuple[Any, ...], handle: Tensor | None) -> AttentionRule:
     rule = AttentionRule(*given)
-    return rule if port is None else rule._replace(sinks=rule.sinks + port)
+    return rule if handle is None else rule._replace(sinks=rule.sinks + handle)
 
 
 @pytest.fixture
 def in_float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Twins run, in float64."""
-    monkeypatch.setattr(twins, "ours", FLOAT64)
-    with torch.library._scoped_library("detcompile_twins", "IMPL") as library:
+    monkeypatch.setattr(autograd_ops, "ours", FLOAT64)
+    with torch.library._scoped_library("detcompile_autograd", "IMPL") as library:
         for name, forward in FORWARDS.items():
             library.impl(name, forward, "CPU")
         yield
 
 
 def checked(case: str) -> bool:
-    """Whether finite differences give the gradients of a twin's rows and ports."""
+    """Whether finite differences give the gradients of a twin's rows and handles."""
     name = case.split()[0]
     given, weights = CASES[case], OF_WEIGHTS.get(name, ())
     attends = name == "packed_attention"
@@ -137,7 +137,7 @@ def checked(case: str) -> bool:
         arguments = list(given)
         for place, leaf in zip(places, leaves, strict=True):
             arguments[place] = leaf
-        found = getattr(twins.twins, name)(*arguments)
+        found = getattr(autograd_ops.autograd_ops, name)(*arguments)
         return found[0] if attends else found
 
     leaves = [given[place].clone().requires_grad_() for place in places]
@@ -150,7 +150,7 @@ def test_gradients_are_finite_differences(case: str, in_float64: None):
 
 
 def test_every_twin_has_a_case():
-    names = {str(twin).split(".")[1] for twin in twins.TWINS} | {"silu"}
+    names = {str(twin).split(".")[1] for twin in autograd_ops.AUTOGRAD_OPS} | {"silu"}
     assert names == {case.split()[0] for case in CASES} == FORWARDS.keys()
 
 
@@ -174,9 +174,9 @@ def test_a_wrong_gradient_is_seen(template: str, cases: list[str], in_float64: N
 @pytest.mark.parametrize("padding", [0, 1])
 def test_the_row_of_padding_gets_no_gradient(in_float64: None, padding: int):
     weight, ids, *_ = CASES["embedding"]
-    port = zeros(V, K).requires_grad_()
+    handle = zeros(V, K).requires_grad_()
     g = drawn(1, T, K)
-    (found,) = torch.autograd.grad(twins.twins.embedding(weight, ids, padding, -44, port), port, g)
+    (found,) = torch.autograd.grad(autograd_ops.autograd_ops.embedding(weight, ids, padding, -44, handle), handle, g)
     leaf = weight.clone().requires_grad_()
     (torchs,) = torch.autograd.grad(torch.nn.functional.embedding(ids, leaf, padding_idx=padding), leaf, g)
     assert torch.equal(found, torchs) and not found[padding].any() and bool((ids == padding).any())

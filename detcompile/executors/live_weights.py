@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from detcompile.errors import InvalidInput
-from detcompile.passes.programs.travelling_weights import wait_for_weights
+from detcompile.passes.programs.async_weights import wait_for_weights
 from detcompile.torch_internals.autograd import version_of
 from detcompile.weights import tensor_digest, weight_digests
 

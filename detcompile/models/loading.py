@@ -21,7 +21,7 @@ from detcompile.models.checkpoints import (
 from detcompile.models.hub import GGUF, Checkpoint, cached_snapshot, find_checkpoint
 from detcompile.models.weight_files import weight_files
 from detcompile.passes.modules.low_rank import take_adapters
-from detcompile.passes.programs.travelling_weights import TravellingWeights, may_travel, travelling
+from detcompile.passes.programs.async_weights import AsyncWeightLoad, can_load_async, loading_weights
 from detcompile.progress import stage
 from detcompile.read_ahead import read_ahead
 from detcompile.runtime.requests.plain_values import flag, kind, shown
@@ -100,8 +100,8 @@ class Load(NamedTuple):
         model = None if self.random or not beside else self.on(torch.device("cpu"))
         if model is None:
             yield self.on(self.device)
-        elif may_travel(model):
-            with travelling(TravellingWeights(model, self.device)):
+        elif can_load_async(model):
+            with loading_weights(AsyncWeightLoad(model, self.device)):
                 yield model
         else:
             with stage(f"copy {self.checkpoint.title} to {self.device}"):

@@ -24,8 +24,8 @@ from detcompile.runtime.speculation.drafter import require_fitting
 from detcompile.runtime.speculation.speculator import DRAFT_ROWS, SpeculationConfig
 from detcompile.runtime.step.interfaces import StepWorker
 from detcompile.runtime.step.layout import graph_layouts
-from detcompile.runtime.step.rehearsal import rehearse, rehearsed_steps
 from detcompile.runtime.step.runner import Forward, Runner
+from detcompile.runtime.step.warmup import warm_up_kernels, warmup_steps
 from detcompile.runtime.step.worker import Worker
 
 __all__ = [
@@ -120,8 +120,8 @@ def rehearse_steps(facts: ModelFacts, forward: Forward, config: EngineConfig, nu
         num_ranks: processes of the model that share the machine's cores.
     """
     if facts.device.type == "cuda":
-        steps = rehearsed_steps(*_step_sizes(facts, config))
-        rehearse(forward, new_cache(facts, 2, config.block_size), steps, num_ranks)
+        steps = warmup_steps(*_step_sizes(facts, config))
+        warm_up_kernels(forward, new_cache(facts, 2, config.block_size), steps, num_ranks)
 
 
 def _forward(

@@ -13,7 +13,7 @@ from detcompile.passes.layers.structure import Repeats
 from detcompile.passes.programs.binding import ExampleStep
 from detcompile.passes.proof.certificate import Certificate
 from detcompile.step import KVGroup
-from detcompile.templates.device.cuda_graphs import is_rehearsal
+from detcompile.templates.device.cuda_graphs import is_warmup
 
 __all__ = [
     "LayerInputs",
@@ -245,14 +245,14 @@ class LayeredProgram:
             (runs[index], shared[index], positions) for index, positions in zip(others, unrolled.given[1:], strict=True)
         ]
         firsts = [others.index(index) for index in dict.fromkeys(others)]
-        self._rehearsed = [self._steps[place] for place in firsts]
+        self._warmup_steps = [self._steps[place] for place in firsts]
 
     def __call__(self, *given: Any) -> Sequence[Any]:
         run, positions = self._first
         made = run([given[position] for position in positions])
         rows, *shared = (given[-1], *made) if self._takes_rows else made
         outputs: Sequence[Any] = [rows]
-        for run, used, positions in self._rehearsed if is_rehearsal() else self._steps:
+        for run, used, positions in self._warmup_steps if is_warmup() else self._steps:
             arguments = [outputs[0], *[shared[index] for index in used], *[given[position] for position in positions]]
             outputs = run(arguments)
         return outputs

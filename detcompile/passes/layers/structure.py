@@ -126,7 +126,7 @@ def repeats_of(
 class _Recorder(TorchDispatchMode):
     """Records every operation as (name, arguments), with each tensor named by its origin.
 
-    Origins: ``("weight", name)``, ``("own", name within the layer)``, ``("rows",)`` for the output of the layer before,
+    Origins: ``("weight", name)``, ``("own", name in the layer)``, ``("rows",)`` for the output of the layer before,
     ``(part, place, index)`` for the result of an operation, and ``("given", number)`` for a tensor from outside.
     A layer's part begins where the layer before it ends. The first layer's part begins where it is called.
     """
@@ -140,7 +140,7 @@ class _Recorder(TorchDispatchMode):
             for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
                 if self._names[id(tensor)][0] is None:
                     self._names[id(tensor)] = (index, name)
-        self._parts: list[list[Any]] = [[] for _ in range(len(layers) + 2)]  # before the layers, one per layer, after them
+        self._parts: list[list[Any]] = [[] for _ in range(len(layers) + 2)]  # before, one per layer, after
         self._part = 0
         self._origins: dict[int, tuple[Any, ...]] = {}
         self._objects: dict[int, int] = {}

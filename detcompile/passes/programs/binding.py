@@ -8,7 +8,7 @@ from torch import Tensor
 
 from detcompile.errors import UnsupportedModel
 from detcompile.passes.graphs import sympy_size
-from detcompile.passes.programs.travelling_weights import wait_for_weights
+from detcompile.passes.programs.async_weights import wait_for_weights
 from detcompile.passes.proof.context import Role
 from detcompile.step import KVGroup, KVShape, StateShape, StepInputs, step_leaves
 from detcompile.torch_internals.dynamo import mark_unbacked

@@ -1,7 +1,7 @@
 """The canonical form of a graph, and its digest: what the graph computes from which inputs.
 
 The form has each operation with its arguments, in graph order, constants by value, and dtype and shape of every value.
-It has no names of nodes or symbols, no source places, no strides and no device, so that every trace of a model gives the
+It has no names of nodes or symbols, no source places, no strides and no device, so that every trace of a model has the
 same form. The graph is ATen as traced, before the first pass: the passes' sources and the numerics decide the rest.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from detcompile.errors import UnsupportedModel
-from detcompile.passes.programs.travelling_weights import wait_for_weights
+from detcompile.passes.programs.async_weights import wait_for_weights
 from detcompile.torch_internals.aot_autograd import make_boxed_func
 from detcompile.torch_internals.fake_tensors import FakeTensor, unset_fake_temporarily
 from detcompile.torch_internals.graph_nodes import expression_of

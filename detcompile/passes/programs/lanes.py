@@ -1,8 +1,8 @@
 """Inductor's C++ for a CPU: its vector instructions, what is compiled ahead, and equal bits in every lane.
 
 A vector function of SLEEF may look at all lanes before it chooses an algorithm: tan reduces all angles differently as
-soon as one lane is large. A vector function also rounds differently from the C library's scalar function, which computes
-what Inductor leaves scalar. So each operation of Inductor is of one of three kinds: EXACT, SAME_LANES or, by default,
+soon as one lane is large. A vector function also rounds differently from the C library's scalar function, which
+computes what Inductor leaves scalar. So each operation of Inductor is EXACT, of SAME_LANES, or computed by
 the scalar function lane by lane.
 """
 
@@ -113,7 +113,7 @@ def _of_equal_lanes(vector: Callable[..., Any], scalar: Callable[..., Any], x: A
 
 
 def _remainder(vector: Callable[..., Any], a: Any, b: Any) -> Any:
-    """Compute float remainders with the C library's fmod, as scalar code does: SLEEF's loops until all lanes are done."""
+    """Compute float remainders with the C library's fmod, as scalar code does. SLEEF's depends on all lanes."""
     return OpOverrides.remainder(a, b) if a.dtype.is_floating_point else vector(a, b)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from detcompile.passes.graphs import VIEWS, insert, replace, shape_of
-from detcompile.passes.programs.travelling_weights import wait_for_weights
+from detcompile.passes.programs.async_weights import wait_for_weights
 from detcompile.templates.ops import ours
 from detcompile.torch_internals.graph_nodes import forget_eager_inputs, set_source_trace
 

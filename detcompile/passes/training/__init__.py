@@ -1,1 +1,1 @@
-"""The certified forward graph of a model is differentiated, region by region, and its backward certified too."""
+"""Training: differentiate the certified forward graph region by region, and certify the backward."""

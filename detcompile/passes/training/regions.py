@@ -1,4 +1,9 @@
-"""Regions of a certified forward graph: each is differentiated, compiled, and proven in both directions."""
+"""Regions of a certified forward graph: each is differentiated, compiled and certified in both directions.
+
+The backward reads what the forward saved, whose rows the forward's proof knows, and the gradients of the forward's
+outputs, which hold the same rows. It returns the gradient of each input with that input's rows, and a sum over tokens
+for each gradient handle. Everything else is refused.
+"""
 
 import contextlib
 from collections import Counter
@@ -36,8 +41,8 @@ class Proofs:
     """The proofs of one program.
 
     Args:
-        served: the proof of the region's forward.
-        roles: what the inputs of the region hold, then of the leaf table and of the ports, in order.
+        served: the proof of the region's forward, as served.
+        roles: roles of the region's inputs, then of the leaf table and the gradient handles, in order.
         with_gradient: positions of the region's outputs that have a gradient.
     """
 
@@ -47,14 +52,14 @@ class Proofs:
     numerics: Numerics
     forward: Certificate | None = None
     backward: Certificate | None = None
-    _given: list[Role] = field(default_factory=list)  # of the forward's inputs, as the backward has to give them back
-    _made: list[Role] = field(default_factory=list)  # of the forward's outputs, those that the backward reads last
+    _given: list[Role] = field(default_factory=list)  # of the forward's inputs; the backward returns their gradients
+    _made: list[Role] = field(default_factory=list)  # of the forward's outputs; the saved ones come last
 
     def certify_forward(self, graph: fx.Graph) -> None:
-        """Prove the forward, which has to hold the same templates with the same orders as when it serves.
+        """Prove the forward, and require the templates and orders of the served forward.
 
         Raises:
-            UncertifiedOp: it does not, or rows meet.
+            UncertifiedOp: they differ, or rows meet.
         """
         states: dict[fx.Node, Any] = {}
         inputs = graph.find_nodes(op="placeholder")
@@ -63,7 +68,7 @@ class Proofs:
         served, trained = _sums(self.served), _sums(self.forward)
         if served != trained:
             lost, new = served - trained, trained - served
-            raise UncertifiedOp(f"the forward that is trained sums otherwise than served: {dict(lost)} is {dict(new)}")
+            raise UncertifiedOp(f"the trained forward sums differently from the served one: {dict(lost)}, {dict(new)}")
         (output,) = graph.find_nodes(op="output")
         self._given = [
             roles[node.name] if roles[node.name].kind == "handle" else _role(node, states) for node in inputs
@@ -71,10 +76,10 @@ class Proofs:
         self._made = [_role(node, states) for node in output.args[0]]
 
     def certify_backward(self, graph: fx.Graph) -> None:
-        """Prove the backward of the forward that was proved last.
+        """Prove the backward of the last proven forward.
 
         Raises:
-            UncertifiedOp: rows meet otherwise than in a sum over all tokens, or a gradient is not what it should be.
+            UncertifiedOp: rows meet outside a sum over all tokens, or a gradient does not match its input.
         """
         states: dict[fx.Node, Any] = {}
         inputs = graph.find_nodes(op="placeholder")
@@ -85,10 +90,11 @@ class Proofs:
         lost = [text for place, (node, role) in enumerate(given) if (text := _unlike(place, node, role, states))]
         if lost:
             listed = "\n  ".join(lost)
-            raise UncertifiedOp(f"a backward gives what is no gradient of its input:\n  {listed}", tuple(lost))
+            message = f"a backward returns values that are not gradients of its inputs:\n  {listed}"
+            raise UncertifiedOp(message, tuple(lost))
 
     def _read(self, inputs: Sequence[fx.Node]) -> list[Role]:
-        """What the backward reads: the numbers that the forward saved, its tensors, and gradients of its outputs."""
+        """Return roles of the backward's inputs: saved numbers and tensors, then gradients of the outputs."""
         num_outputs = len(inputs) - len(self.with_gradient)
         saved = self._made[-num_outputs:] if num_outputs else []
         numbers = [role for role in saved if role.kind == "weight" and role.state is None]
@@ -100,8 +106,8 @@ class TrainedRegion:
     """One region of a forward graph, for all layers of its structure.
 
     Args:
-        region: the graph, rewritten, and what it takes.
-        roles: what its inputs hold, by name.
+        region: the rewritten graph and its inputs.
+        roles: roles of its inputs, by name.
         certificate: the forward's proof.
     """
 
@@ -113,11 +119,11 @@ class TrainedRegion:
         mode = detect_fake_mode(values)
         assert mode is not None
         self._mode = mode
-        self.backwards: dict[Any, Certificate | None] = {}  # of each program; None where nothing has a gradient
+        self.backwards: dict[Any, Certificate | None] = {}  # by program; None if nothing has a gradient
         self._programs: dict[Any, Callable[..., Sequence[Tensor]]] = {}
 
     def sizes(self) -> dict[int, tuple[int, int]]:
-        """Where the extent of each number among the inputs is: its position, then an input and the dimension of it."""
+        """Return, for each number among the inputs, an input and dimension with that extent."""
         extents: dict[Any, tuple[int, int]] = {}
         for place, node in enumerate(self._inputs):
             if isinstance(node.meta["val"], Tensor):
@@ -131,7 +137,7 @@ class TrainedRegion:
         return {place: extents[size] for place, size in numbers.items() if size in extents}
 
     def program(self, trained: tuple[int, ...], differentiated: tuple[int, ...]) -> Callable[..., Sequence[Tensor]]:
-        """Code of the region, with a gradient: its inputs, the leaf table, a port for each trained one -> its outputs.
+        """Return differentiable code of the region: its inputs, the leaf table and gradient handles -> its outputs.
 
         Args:
             trained: positions of the inputs that are trained weights.
@@ -139,7 +145,7 @@ class TrainedRegion:
         """
         key = trained, differentiated
         if key not in self._programs:
-            with compile_lock:  # a compilation sets state of the whole process
+            with compile_lock:  # a compilation sets process-wide state
                 if key not in self._programs:
                     self._programs[key] = self._compile(trained, differentiated)
         return self._programs[key]
@@ -187,7 +193,7 @@ class TrainedRegion:
 
 @contextlib.contextmanager
 def _deterministic_algorithms() -> Iterator[None]:
-    """While entered, torch's flag is set: no backward compiled without it runs once a caller has set it."""
+    """Set torch's flag for deterministic algorithms: a backward compiled without it fails once a caller sets it."""
     before = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("warn")
     try:
@@ -197,7 +203,7 @@ def _deterministic_algorithms() -> Iterator[None]:
 
 
 def _lower(proofs: Proofs, gm: fx.GraphModule, inputs: Sequence[Any], **settings: Any) -> Any:
-    """Templates for twins, the proof, and Inductor's code; the proof once more behind Inductor's own rewrites."""
+    """Put the templates back, prove the graph, and compile it. Prove it again after Inductor's rewrites."""
     backward = bool(settings.get("is_backward"))
     prove = proofs.certify_backward if backward else proofs.certify_forward
     as_templates(gm)
@@ -217,7 +223,7 @@ def _lower(proofs: Proofs, gm: fx.GraphModule, inputs: Sequence[Any], **settings
 
 
 def _reached(graph: fx.Graph, sources: set[fx.Node]) -> list[int]:
-    """Positions of a graph's floating-point outputs that are computed from ``sources``."""
+    """Return positions of a graph's outputs that are computed from ``sources``."""
     reached = set(sources)
     for node in graph.nodes:
         if node.op == "call_function" and not reached.isdisjoint(node.all_input_nodes):
@@ -238,12 +244,13 @@ def _role(node: Any, states: Mapping[fx.Node, Any]) -> Role:
 
 
 def _unlike(place: int, node: Any, role: Role, states: Mapping[fx.Node, Any]) -> str | None:
-    """What is wrong with the gradient of an input, in words."""
+    """Return why a value cannot be the gradient of an input, or None."""
     state = None if node is None else states[node]
     if state is None:
         return None
     if role.kind == "handle":
-        return None if isinstance(state, TokenSum) else f"output {place}: {node} is no sum over tokens, for a weight"
+        problem = f"output {place}: {node} belongs to a weight and is not a sum over tokens"
+        return None if isinstance(state, TokenSum) else problem
     if not isinstance(state, Rows) or not isinstance(role.state, Rows) or state.dims != role.state.dims:
-        return f"output {place}: {node} holds other rows than the input whose gradient it is"
+        return f"output {place}: {node} holds other rows than the input that it is a gradient of"
     return None

@@ -1,4 +1,4 @@
-"""From a Hugging Face module to the regions of its certified forward over packed sequences, ready to be trained."""
+"""Trace a Hugging Face module over packed sequences into certified regions, ready for training."""
 
 import contextlib
 from collections.abc import Sequence
@@ -35,14 +35,14 @@ __all__ = ["TracedRegions", "trace_regions"]
 class TracedRegions(NamedTuple):
     """A forward graph in regions: before the layers, one a structure, after them."""
 
-    program: LayeredProgram  # whose code of a region is a TrainedRegion
-    binding: Binding  # where the inputs of all regions come from: weights, or leaves of a step
+    program: LayeredProgram  # the code of each region is a TrainedRegion
+    binding: Binding  # of the inputs of all regions
     certificate: Certificate  # of the forward
-    differentiated: frozenset[int]  # numbers of the shared values that parameters enter
+    differentiated: frozenset[int]  # numbers of the shared values that depend on parameters
 
 
 class WholeSequences(PackedForward):
-    """Logits of all tokens of packed sequences, each of them whole.
+    """Logits of all tokens of packed, whole sequences.
 
     forward(input_ids [1, T], position_ids [1, T], step, _) -> [T, V]
     """
@@ -56,11 +56,11 @@ class WholeSequences(PackedForward):
 
 @isolated
 def trace_regions(model: PreTrainedModel, numerics: Numerics, max_context: int) -> TracedRegions:
-    """Rewrite, capture and certify a model's forward, and cut it where its layers meet. The model is changed in place.
+    """Rewrite, capture and certify a model's forward, and cut it where layers meet. The model is changed in place.
 
     Raises:
-        UnsupportedModel: the model cannot be captured with its meaning intact, or its layers read of each other
-            something else than their rows, carry a state from token to token, or hold experts.
+        UnsupportedModel: the model cannot be captured with its meaning intact, or its layers read more of each other
+            than their rows, carry a state from token to token, or hold experts.
         UncertifiedOp: an operation could make a row's bits depend on other rows.
     """
     name = type(model).__name__
@@ -77,7 +77,7 @@ def trace_regions(model: PreTrainedModel, numerics: Numerics, max_context: int) 
     certify_batches(model, numerics, seen.expected, known_repeats)
     repeats = known_repeats or Repeats(tuple(range(len(layers))))
     example = whole_sequences(next(model.parameters()).device)
-    keep: Any = partial(TrainedRegion, numerics=numerics)  # in the place of code
+    keep: Any = partial(TrainedRegion, numerics=numerics)  # instead of code
     backend = Backend(
         numerics,
         packed_roles(()),
@@ -94,7 +94,7 @@ def trace_regions(model: PreTrainedModel, numerics: Numerics, max_context: int) 
 
 
 def _made_of_parameters(program: LayeredProgram, inputs: Sequence[Any]) -> frozenset[int]:
-    """Numbers of the values which the first region gives to all others, and which a parameter enters."""
+    """Return numbers of the first region's shared values that depend on a parameter."""
     first: Any = program.runs[program.unrolled.regions[0]]
     graph = first.region.gm.graph
     made = {
@@ -110,7 +110,7 @@ def _made_of_parameters(program: LayeredProgram, inputs: Sequence[Any]) -> froze
 
 
 def whole_sequences(device: torch.device) -> ExampleStep:
-    """One sequence of two tokens, whose extents are marked unknown."""
+    """Return a step of one sequence of two tokens with extents marked unknown."""
     input_ids = torch.zeros(1, 2, dtype=torch.int64, device=device)
     position_ids = torch.arange(2, device=device)[None]
     cu_seqlens = torch.tensor([0, 2], dtype=torch.int32, device=device)

@@ -1,4 +1,4 @@
-"""Values and called code as JSON: a trace cannot tell apart what has equal descriptions."""
+"""Descriptions of values and called code as JSON. A trace cannot tell apart what has equal descriptions."""
 
 import dataclasses
 import enum
@@ -23,23 +23,22 @@ __all__ = ["CalledCode", "Descriptions", "PINNED", "Undescribed", "code_lines"]
 BUILTIN = (bool, int, float, complex, str, bytes, type(None), type(...), slice, range)
 PLAIN = (*BUILTIN, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 FUNCTIONS = (types.BuiltinFunctionType, types.MethodDescriptorType, OpOverload, OpOverloadPacket)
-# Of a config or a model: where it came from, what wrote it and how it is written again, and a hash of strings, which is
-# another in every process.
+# Attributes of a config or a model that say how it was saved, or hold a hash of strings, which differs by process.
 WRITTEN = ("transformers_version", "_auto_class", "_original_object_hash", "_weight_conversions")
 VOLATILE = ("_name_or_path", "name_or_path", "_commit_hash", *WRITTEN)
-# Packages whose code the versions of torch and Python tell, and a digest of our own sources.
+# Packages whose code is determined by the versions of torch and Python, and by the digest of our sources.
 PINNED = {"torch", "detcompile", "sympy", "mpmath", "typing_extensions", *sys.stdlib_module_names} - {"__main__"}
 
 
 class Undescribed(Exception):
-    """A value whose state cannot be seen."""
+    """A value has state that cannot be described."""
 
 
 class Descriptions:
-    """Describes values that belong to one model.
+    """Describes values of one model.
 
     Args:
-        model: the model whose modules, parameters and buffers are described by their names.
+        model: its modules, parameters and buffers are described by name.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -47,13 +46,13 @@ class Descriptions:
         self._names |= {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
         self._seen: dict[int, int] = {}
         self._classes: set[type] = set()
-        self._kept: list[Any] = []  # an id is that of one object only while it lives
+        self._kept: list[Any] = []  # keeps objects alive, so that ids stay unique
 
     def module(self, module: nn.Module) -> Any:
-        """Class, what it holds, attributes, and the form of each parameter and buffer, whose values are left out.
+        """Describe class, children, attributes, and the form of each parameter and buffer, without their values.
 
         Raises:
-            Undescribed: an attribute has a state that cannot be seen.
+            Undescribed: an attribute has state that cannot be described.
         """
         tensors = {
             name: None if tensor is None else [self._names.get(id(tensor)), *_form(tensor)]
@@ -66,10 +65,10 @@ class Descriptions:
         return [_class(type(module)), self._held_by(type(module)), tensors, children, self.of(attributes)]
 
     def of(self, value: Any) -> Any:
-        """The description of an attribute.
+        """Describe an attribute.
 
         Raises:
-            Undescribed: it has a state that cannot be seen.
+            Undescribed: it has state that cannot be described.
         """
         if isinstance(value, enum.Enum):
             return ["enum", _class(type(value)), value.name]
@@ -88,7 +87,7 @@ class Descriptions:
         return self._object(value)
 
     def _held_by(self, kind: type) -> Any:
-        """Attributes of a class and of those it comes from, with the defaults of their functions, once each class."""
+        """Describe the attributes of a class and its bases, with the defaults of functions, once per class."""
         new = [base for base in kind.__mro__ if base not in self._classes and not _is_pinned(base)]
         self._classes.update(new)
         return [
@@ -100,12 +99,12 @@ class Descriptions:
         ]
 
     def _held(self, value: Any) -> Any:
-        """An attribute of a class, of an object whose state cannot be seen by its class alone."""
+        """Describe an attribute of a class; only by its class if it has hidden state."""
         if isinstance(value, property):
             return [self._held(part) for part in (value.fget, value.fset)]
         if isinstance(value, (staticmethod, classmethod)):
             value = value.__func__
-        if isinstance(value, types.FunctionType):  # its code counts where it is called
+        if isinstance(value, types.FunctionType):  # CalledCode covers its code
             value = [value.__defaults__, value.__kwdefaults__]
         try:
             return self.of(value)
@@ -133,17 +132,17 @@ class Descriptions:
             held = [[name, self.of(cell.cell_contents)] for name, cell in free]
             defaults = self.of([value.__defaults__, value.__kwdefaults__])
             return ["function", *code_lines(value.__code__), held, defaults]
-        if hasattr(value, "__dict__") and type(value).__flags__ & (1 << 9):  # of a class that Python code made
+        if hasattr(value, "__dict__") and type(value).__flags__ & (1 << 9):  # of a Python class
             attributes = {name: part for name, part in vars(value).items() if name not in VOLATILE}
             return [_class(type(value)), self.of(attributes)]
-        if dataclasses.is_dataclass(value):  # of slots
+        if dataclasses.is_dataclass(value):  # with slots
             attributes = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
             return [_class(type(value)), self.of(attributes)]
         raise Undescribed(f"a {type(value).__module__}.{type(value).__qualname__}")
 
 
 def code_lines(code: types.CodeType) -> list[Any]:
-    """A function's code, without its place."""
+    """Return a function's code without its file and line."""
     constants = [
         code_lines(part)
         if isinstance(part, types.CodeType)
@@ -178,10 +177,10 @@ def _form(tensor: Tensor) -> list[Any]:
 
 
 class CalledCode:
-    """Entered around a run; ``lines`` then describes every function that was called, in no order.
+    """Context around a run. ``lines`` then describes every function that was called, in no order.
 
-    Code of torch, of the standard library and of this package is left out. The garbage collector waits meanwhile: it
-    calls what has nothing to do with the run.
+    Code of torch, the standard library and this package is left out. Garbage collection is off in the block: it calls
+    unrelated finalizers.
     """
 
     def __init__(self) -> None:
@@ -224,7 +223,7 @@ def _globals_of(code: types.CodeType, read: dict[str, Any]) -> list[str]:
 
 
 def _shallow(value: Any) -> str:
-    """A plain value, or a container of these; of another object its class and name, since registries grow."""
+    """Describe a plain value or container. Other objects are described by class and name, since registries grow."""
     if _is_plain(value):
         parts = sorted(map(repr, value)) if isinstance(value, (set, frozenset)) else repr(value)
         return f"{type(value).__qualname__} {parts}"

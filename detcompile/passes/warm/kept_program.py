@@ -1,4 +1,4 @@
-"""A program without its weights, as bytes, and the same over the weights of a model."""
+"""Kept programs: a compiled program as bytes without its weights, and loaded again over a model's weights."""
 
 import copy
 import pickle
@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from detcompile.errors import DetcompileError
 from detcompile.parallel import TensorParallel
 from detcompile.passes.layers.program import LayeredCode, LayeredProgram, Unrolled
+from detcompile.passes.programs.async_weights import wait_for_weights
 from detcompile.passes.programs.binding import Binding, bind, binding_of, example_step, require_kept, some_layers
-from detcompile.passes.programs.travelling_weights import wait_for_weights
 from detcompile.passes.proof.certificate import Certificate
 from detcompile.passes.rewrites.merged_linears import joined
 from detcompile.passes.tracing import Seen, Traced
@@ -29,25 +29,25 @@ __all__ = ["KeptProgram", "Program", "StagePart", "kept", "take_program"]
 
 
 class KeptProgram(NamedTuple):
-    """What is pickled of a program."""
+    """The pickled parts of a program."""
 
     certificate: Certificate
     digest: str  # of the graph's canonical form
-    graphs: list[CompiledFxGraph]  # without the code that was loaded
-    runs: dict[int, int]  # by region: which of ``graphs`` is its code
+    graphs: list[CompiledFxGraph]  # without loaded code
+    runs: dict[int, int]  # by region: index into ``graphs``
     shared: dict[int, tuple[int, ...]]
     unrolled: Unrolled
-    weights: list[tuple[str, ...]]  # by position: names of the weights that are concatenated there; none for a step's
+    weights: list[tuple[str, ...]]  # by position: names of the joined weights; none for inputs of the step
     of_step: list[tuple[int, int, int | None]]
-    stage: Certificate | None  # of what runs, where that is a stage
-    rows: Tensor | None  # on the CPU: an example of what a stage behind the first is given
+    stage: Certificate | None  # of the layers of a stage
+    rows: Tensor | None  # on the CPU: example input of a stage after the first
 
 
 def kept(traced: Traced, model: nn.Module, ranks: TensorParallel | None = None) -> bytes | None:
-    """Return a compiled program as bytes, or None where it holds more than code and named weights.
+    """Return a compiled program as bytes, or None if it holds more than code and named weights.
 
-    A program of one graph has lost here what torch does around its code; it is kept where nothing of that is missed in
-    a step. Ranks that share the model all call this, as such a step sums over them.
+    The bytes of a one-graph program lack what torch does around its code. Such a program is kept if a step gives the
+    same result without that. Ranks that share the model all call this, because that step communicates.
     """
     code: LayeredCode | None = traced.graph.code
     bare = code is not None and not traced.constants
@@ -86,7 +86,7 @@ def kept(traced: Traced, model: nn.Module, ranks: TensorParallel | None = None) 
 
 
 def _is_all_of(traced: Traced, program: LayeredProgram) -> bool:
-    """Whether the code of a graph alone gives the one result of the traced forward, in its form."""
+    """Return whether the code of a graph alone gives the result of the traced forward, with its strides."""
     wait_for_weights()
     binding = binding_of(traced.graph, traced.example)
     alone = in_float_mode(program, traced.example[0].device, torch.get_num_threads())
@@ -121,17 +121,17 @@ def take_program(
     ranks: TensorParallel | None = None,
     here: range | None = None,
 ) -> Program | None:
-    """The program of this key, which ran a step of this model; None if there is none, or it cannot be loaded.
+    """Load a kept program over a model's weights; None if there is none or it cannot be loaded.
 
     Args:
-        key: None where no program may be taken.
-        seen: what the model has shown, with the groups of what runs here.
-        ranks: the ranks that share the model, all of which call this. Where one has no program all compile, since they
-            meet in its sums.
+        key: None if no program may be taken.
+        seen: what a run of the model shows, with the KV groups of the layers that run here.
+        ranks: the ranks that share the model. All of them call this, and all compile if one of them has no program,
+            because a compilation communicates.
         here: the layers of a stage; None for all.
 
     Raises:
-        UnsupportedModel: it copies its caches.
+        UnsupportedModel: the program copies its caches.
         StorageError: the cache cannot be used.
     """
     loaded = None if key is None else _loaded(key, model)
@@ -151,7 +151,7 @@ def take_program(
     except (DetcompileError, MemoryError):
         raise
     except Exception as error:
-        if ranks is not None:  # the others wait for this one's sums
+        if ranks is not None:  # the other ranks wait for this one
             raise
         _warn(model, error)
         return None
@@ -159,7 +159,7 @@ def take_program(
     return Program(forward, program.certificate, program.digest, weights, stage=part)
 
 
-_Revived = tuple[KeptProgram, Callable[..., Any], list[Tensor]]  # the last: the weights that it takes
+_Revived = tuple[KeptProgram, Callable[..., Any], list[Tensor]]  # program, forward, and the weights that it takes
 
 
 def _loaded(key: str, model: PreTrainedModel) -> _Revived | None:
@@ -170,7 +170,7 @@ def _loaded(key: str, model: PreTrainedModel) -> _Revived | None:
         return _revived(content, model)
     except (DetcompileError, MemoryError):
         raise
-    except Exception as error:  # torch's loader, whose files anybody may have removed
+    except Exception as error:  # from torch's loader, whose files may be gone
         _warn(model, error)
         return None
 
@@ -182,7 +182,7 @@ def _warn(model: PreTrainedModel, error: Exception) -> None:
 def _revived(content: bytes, model: nn.Module) -> _Revived:
     device = next(model.parameters()).device
     if device.type == "cpu":
-        direct_ops()  # which its code calls by their names
+        direct_ops()  # its code calls them by name
     program: KeptProgram = pickle.loads(content)
     for graph in program.graphs:
         restore_code(graph)

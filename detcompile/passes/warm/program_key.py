@@ -1,4 +1,4 @@
-"""What decides a model's program, as one digest: equal keys mean equal programs."""
+"""ProgramKey: a digest of everything that decides a model's program. Equal keys mean equal programs."""
 
 import hashlib
 import json
@@ -29,8 +29,8 @@ from detcompile.torch_internals.inductor_settings import inductor_config
 __all__ = ["ObservedRun", "ProgramKey", "cpu_facts", "inductor_settings", "label_of", "observe_run", "program_key"]
 
 logger = logging.getLogger(__name__)
-PART_DIGITS = 12  # of the digest of a part of a key
-# What torch computes by, besides its versions and its threads.
+PART_DIGITS = 12  # of a part's digest
+# Modes of torch that change computation.
 MODES = (
     torch.get_default_dtype,
     torch.get_float32_matmul_precision,
@@ -47,7 +47,7 @@ class ObservedRun(NamedTuple):
 
 
 def observe_run(model: PreTrainedModel) -> ObservedRun | None:
-    """Observe a run that computes nothing; None if the model does not run so."""
+    """Observe a run over fake tensors; None if the model does not run over them."""
     called = CalledCode()
     try:
         with torch.no_grad(), called:
@@ -63,7 +63,7 @@ class ProgramKey(NamedTuple):
 
     Attributes:
         digest: sha256 over all parts.
-        parts: a digest of each part by its name; the number of threads is given as it is.
+        parts: a digest of each part, by name; the number of threads is not digested.
     """
 
     digest: str
@@ -79,15 +79,15 @@ def program_key(
     use: str = "a forward",
     device: torch.device | None = None,
 ) -> ProgramKey | None:
-    """Digest what decides the program of a model whose modules have been changed; None where that is not all seen.
+    """Digest everything that decides the program of a prepared model; None if some of it cannot be described.
 
-    Of the model: each module's class and what it holds, attributes, the form of each weight, the operations of one run
-    on two tokens with the contents of tensors from outside, and the Python code that this run called. Values of
-    weights are left out, since a program takes them as inputs.
+    Of the model: each module's class, children and attributes, the form of each weight, the operations of one run on
+    two tokens with the contents of tensors from outside, and the Python code that the run calls. Values of weights are
+    left out, because a program takes them as inputs.
 
     Args:
-        observed: the run, of the model as it is now.
-        use: what is kept of the program, and by whom.
+        observed: the run of the model, in its present state.
+        use: what the program is for.
         device: where it runs, if the model is not there yet.
     """
     if observed is None:
@@ -106,7 +106,7 @@ def program_key(
 
 
 def inductor_settings() -> list[tuple[str, str]]:
-    """Return the settings of Inductor that a program may depend on: no folders, caches or traces of its work."""
+    """Return the settings of Inductor that a program may depend on, without folders, caches and traces."""
     settings = inductor_config.save_config_portable(ignore_private_configs=False)
     return sorted(
         (name, repr(value))
@@ -143,7 +143,7 @@ def _short(text: str) -> str:
 
 
 def label_of(model: PreTrainedModel, max_context: int, digest: str, key: ProgramKey) -> dict[str, str]:
-    """Return what a kept program is of, to be listed.
+    """Return a description of a kept program, for lists of programs.
 
     Args:
         digest: the digest of the program.
@@ -155,7 +155,7 @@ def label_of(model: PreTrainedModel, max_context: int, digest: str, key: Program
 
 
 def cpu_facts() -> list[str]:
-    """What of this machine's CPU and compiler a program depends on; a process that asks for it first takes a second."""
+    """Return facts of the CPU and compiler that a program depends on. The first call in a process takes a second."""
     return [platform.machine(), "cpu", cpu_library.isa(), str(vector_isa()), compiler_if_any()]
 
 

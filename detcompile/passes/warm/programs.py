@@ -1,4 +1,4 @@
-"""The folder of kept programs: a file each, named by its key, whole or absent."""
+"""The folder of kept programs. Each is one file, named by its key, written whole or not at all."""
 
 import contextlib
 import hashlib
@@ -14,16 +14,16 @@ __all__ = ["Entry", "KEY_PART", "entries", "read", "write"]
 
 FOLDER = "programs"
 MAGIC = b"detcompile program 1"
-KEY_PART = "key: "  # before the names of a key's parts in a label
+KEY_PART = "key: "  # prefix of a key's parts in a label
 
 
 class Entry(NamedTuple):
     """A kept program's file.
 
     Attributes:
-        label: what it is of, as `write` was told; empty if the file is damaged.
+        label: the label passed to `write`; empty if the file is damaged.
         size: bytes.
-        made: seconds since 1970.
+        made: when it was written, in seconds since 1970.
     """
 
     path: Path
@@ -33,7 +33,7 @@ class Entry(NamedTuple):
 
 
 def read(key: str) -> bytes | None:
-    """The program of this key; None if there is none, it cannot be read, or it is damaged and is then removed.
+    """Return the program of a key; None if it is missing, unreadable or damaged. A damaged file is removed.
 
     Raises:
         StorageError: the cache cannot be used.
@@ -60,10 +60,10 @@ def read(key: str) -> bytes | None:
 
 
 def write(key: str, program: bytes, label: Mapping[str, str]) -> None:
-    """Keep a program. A disk that takes none is warned of: what was compiled runs all the same.
+    """Keep a program. Warn if the disk fails: the compiled program runs anyway.
 
     Args:
-        label: what it is of, for who lists the programs.
+        label: description for lists of programs.
 
     Raises:
         StorageError: the cache's folder cannot be used.
@@ -78,14 +78,14 @@ def write(key: str, program: bytes, label: Mapping[str, str]) -> None:
 
 
 def entries() -> list[Entry]:
-    """The kept programs, the latest last; what cannot be read is left out."""
+    """Return the kept programs, latest last, without unreadable files."""
     result = []
     for path in storage.cache_folder(FOLDER).glob("*.program"):
         try:
             with path.open("rb") as file:
                 head = file.read(1 << 16).partition(b"\n\n")[0].split(b"\n")
             status = path.stat()
-        except OSError:  # another process removed it, or it is no file
+        except OSError:  # removed by another process, or not a file
             continue
         label = _label(head[2]) if head[0] == MAGIC and len(head) == 3 else {}
         result.append(Entry(path, label, status.st_size, status.st_mtime))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from detcompile.runtime.step.layout import StepBuffers
-from detcompile.templates.device.cuda_graphs import capture, for_graph, rehearsal
+from detcompile.templates.device.cuda_graphs import capture, for_graph, warmup
 from detcompile.torch_internals.native import storage_at
 
 __all__ = ["Graph", "unowned"]
@@ -26,7 +26,7 @@ class Graph:
         warmup_stream.wait_stream(torch.cuda.current_stream())
         self.graph = torch.cuda.CUDAGraph()
         with for_graph():
-            with torch.cuda.stream(warmup_stream), rehearsal():
+            with torch.cuda.stream(warmup_stream), warmup():
                 forward()
             torch.cuda.current_stream().wait_stream(warmup_stream)
             with capture(self.graph, pool=memory_pool):

@@ -23,7 +23,7 @@ from detcompile.runtime.step.graphs import Graph
 from detcompile.runtime.step.layout import MIXED_BUCKETS, TOKEN_BUCKETS, StepBuffers, StepLayout, host_tensors
 from detcompile.runtime.step.stage_forward import StageForward
 from detcompile.step import NO_SLOT, StepInputs
-from detcompile.templates.device.cuda_graphs import for_graph, rehearsal
+from detcompile.templates.device.cuda_graphs import for_graph, warmup
 from detcompile.templates.tokens.next_tokens_gpu import fill_pending_cuda
 
 __all__ = ["Forward", "MOST_SEQUENCES", "Runner"]
@@ -119,7 +119,7 @@ class Runner:
         self.drawn = None if drawn is None else drawn[:num_rows]
         return logits[:num_rows]
 
-    def rehearse(self, arrays: StepArrays, *, as_graph: bool) -> None:
+    def warm_up(self, arrays: StepArrays, *, as_graph: bool) -> None:
         """Run a step only to build its kernels, as a capture or a step without a graph would launch them.
 
         Other ranks and stages take no part.
@@ -128,7 +128,7 @@ class Runner:
         self._start_upload((arrays,), buffers).record()
         if self._stage is not None:
             self._stage.receive(len(arrays.input_ids), self.kv_cache.device)
-        with rehearsal(alone=True), for_graph() if as_graph else contextlib.nullcontext():
+        with warmup(alone=True), for_graph() if as_graph else contextlib.nullcontext():
             self._drawing(buffers.steps[0].tensors())
 
     def keep(self, drawn: Tensor) -> None:

@@ -15,14 +15,14 @@ __all__ = [
     "graph_seconds",
     "is_alone",
     "is_for_graph",
-    "is_rehearsal",
-    "rehearsal",
+    "is_warmup",
+    "warmup",
 ]
 
 # Context variables, because a compiled program lies between the capture and the templates that read them, and its
 # operators must not have an argument for how they are launched.
 _FOR_GRAPH = contextvars.ContextVar("for_graph", default=False)
-_REHEARSAL = contextvars.ContextVar("rehearsal", default=False)
+_WARMUP = contextvars.ContextVar("warmup", default=False)
 _ALONE = contextvars.ContextVar("alone", default=False)
 
 
@@ -47,7 +47,7 @@ def is_for_graph() -> bool:
 
 
 @contextmanager
-def rehearsal(*, alone: bool = False) -> Iterator[None]:
+def warmup(*, alone: bool = False) -> Iterator[None]:
     """Mark a run whose only purpose is that kernels are compiled, gated and loaded.
 
     Its results are not used, and one of several layers that run the same code is enough.
@@ -55,21 +55,21 @@ def rehearsal(*, alone: bool = False) -> Iterator[None]:
     Args:
         alone: other ranks do not take part, so collectives return zeros without communicating.
     """
-    tokens = _REHEARSAL.set(True), _ALONE.set(alone)
+    tokens = _WARMUP.set(True), _ALONE.set(alone)
     try:
         yield
     finally:
-        _REHEARSAL.reset(tokens[0])
+        _WARMUP.reset(tokens[0])
         _ALONE.reset(tokens[1])
 
 
-def is_rehearsal() -> bool:
-    """Return True inside ``rehearsal``."""
-    return _REHEARSAL.get()
+def is_warmup() -> bool:
+    """Return True inside ``warmup``."""
+    return _WARMUP.get()
 
 
 def is_alone() -> bool:
-    """Return True inside ``rehearsal(alone=True)``."""
+    """Return True inside ``warmup(alone=True)``."""
     return _ALONE.get()
 
 

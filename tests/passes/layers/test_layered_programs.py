@@ -10,7 +10,7 @@ import detcompile
 from detcompile import CompiledModel, SamplingParams
 from detcompile.passes import program_source, tracing
 from detcompile.passes.layers.program import LayeredProgram, Unrolled
-from detcompile.templates.device.cuda_graphs import rehearsal
+from detcompile.templates.device.cuda_graphs import warmup
 from tests.bits import assert_bitwise_equal
 from tests.exhaustive import EXHAUSTIVE, exhaustive_unless
 from tests.model_cases import MAX_CONTEXT, VOCAB_SIZE, certified, random_model, without_inductor
@@ -80,7 +80,7 @@ def test_a_rehearsal_runs_each_region_once():
     program("given")
     assert seen == ["before", "dense", "dense", "experts", "dense", "after"]
     seen.clear()
-    with rehearsal():
+    with warmup():
         program("given")
     assert seen == ["before", "dense", "experts", "after"]
 

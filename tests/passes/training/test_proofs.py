@@ -79,7 +79,7 @@ MUTANTS: dict[Callable[[fx.Graph], None], str] = {
     heads_as_tokens: "leaves of 4 rows a token",
     product_over_tokens: "the second matrix holds rows of tokens",
     sum_into_rows: "a sum over tokens, which is the gradient of a weight and nothing else",
-    rows_for_a_weight: "is no sum over tokens, for a weight",
+    rows_for_a_weight: "belongs to a weight and is not a sum over tokens",
     plain_sum_over_tokens: "a floating-point sum whose order is not pinned",
 }
 
@@ -120,7 +120,7 @@ def test_a_forward_that_sums_otherwise_than_served_is_refused(monkeypatch: pytes
         return gm
 
     monkeypatch.setattr(regions, "as_templates", changed)
-    with pytest.raises(UncertifiedOp, match="sums otherwise than served"):
+    with pytest.raises(UncertifiedOp, match="sums differently from the served one"):
         compile_layer()
 
 

@@ -1,4 +1,4 @@
-"""In a rehearsal that a rank runs alone, collectives meet nobody: they give zeros in the form of their results."""
+"""In a warmup that a rank runs alone, collectives meet nobody: they give zeros in the form of their results."""
 
 from collections.abc import Callable, Iterator
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from detcompile.templates.collectives import gather, op
-from detcompile.templates.device.cuda_graphs import rehearsal
+from detcompile.templates.device.cuda_graphs import warmup
 
 RANKS, TOKENS = 2, 5
 X, W = torch.ones(TOKENS, 8), torch.ones(6, 8)
@@ -53,8 +53,8 @@ def test_a_rank_that_rehearses_alone_meets_nobody(name: str, group: str) -> None
     call, shape, dtype = CALLS[name]
     with pytest.raises(AssertionError, match="a collective was begun"):
         call(group)
-    with rehearsal(alone=True):
+    with warmup(alone=True):
         found = call(group)
     assert found.shape == shape and found.dtype == dtype and not found.any()
-    with rehearsal(), pytest.raises(AssertionError, match="a collective was begun"):
+    with warmup(), pytest.raises(AssertionError, match="a collective was begun"):
         call(group)  # a capture's warm-up, which all ranks run

@@ -14,12 +14,12 @@ from detcompile.runtime.step.runner import Forward, Runner
 from detcompile.runtime.step.stage_forward import StageForward
 from detcompile.runtime.step.worker import idle_arrays
 
-__all__ = ["Rehearsed", "rehearse", "rehearsed_steps"]
+__all__ = ["WarmupStep", "warm_up_kernels", "warmup_steps"]
 
 MOST_THREADS = 16
 
 
-class Rehearsed(NamedTuple):
+class WarmupStep(NamedTuple):
     """A dummy step that is run only to build its kernels."""
 
     tokens: int
@@ -28,9 +28,9 @@ class Rehearsed(NamedTuple):
     as_graph: bool  # launch it like a CUDA graph's forward
 
 
-def rehearsed_steps(
+def warmup_steps(
     graphs: list[tuple[int, int, int]], most_sequences: int, most_tokens: int, width: int
-) -> list[Rehearsed]:
+) -> list[WarmupStep]:
     """Return steps that launch nearly every kernel an engine uses, the largest first because they take longest.
 
     Kernels are chosen by sizes rounded to powers of two, so intermediate sizes need no further kernels.
@@ -41,18 +41,18 @@ def rehearsed_steps(
         most_tokens: tokens of the largest step.
         width: blocks of the widest table.
     """
-    steps = [Rehearsed(*layout, True) for layout in graphs if all(size & (size - 1) == 0 for size in layout)]
+    steps = [WarmupStep(*layout, True) for layout in graphs if all(size & (size - 1) == 0 for size in layout)]
     least = 2 * MIXED_BUCKETS[-1] if graphs else 1
     sizes = {most_tokens} | {1 << shift for shift in range(most_tokens.bit_length()) if 1 << shift >= least}
     steps += [
-        Rehearsed(tokens, sequences, width, False)
+        WarmupStep(tokens, sequences, width, False)
         for tokens in sizes
         for sequences in {1, min(tokens, most_sequences)}
     ]
     return sorted(steps, reverse=True)
 
 
-def rehearse(forward: Forward, cache: KVCache, steps: list[Rehearsed], num_ranks: int = 1) -> None:
+def warm_up_kernels(forward: Forward, cache: KVCache, steps: list[WarmupStep], num_ranks: int = 1) -> None:
     """Run dummy steps in threads, each with its own runner, over one cache to which they write nothing.
 
     A step that runs out of memory is skipped: its kernels are compiled at their first launch.
@@ -62,12 +62,12 @@ def rehearse(forward: Forward, cache: KVCache, steps: list[Rehearsed], num_ranks
     """
     failed: list[Exception] = []
 
-    def run(step: Rehearsed) -> None:
+    def run(step: WarmupStep) -> None:
         try:
             with torch.cuda.device(cache.device):
                 local = forward.unconnected() if isinstance(forward, StageForward) else forward
                 arrays = idle_arrays(step.tokens, step.sequences, len(cache.groups), step.width)
-                Runner(local, cache, False).rehearse(arrays, as_graph=step.as_graph)
+                Runner(local, cache, False).warm_up(arrays, as_graph=step.as_graph)
         except Exception as error:
             if not ran_out_of_memory(error):
                 failed.append(error)

@@ -1,6 +1,7 @@
-"""Large weights of a model travel to a device while it is captured and compiled, which reads none of their values.
+"""AsyncWeightLoad: copy large weights to a device while the model is captured and compiled.
 
-Until they are there zeros stand in their place. Who reads a weight's value calls `wait_for_weights` first.
+Capture and compilation do not read the values of weights. Until a weight is copied, zeros stand in for it. Code that
+reads values calls `wait_for_weights` first.
 """
 
 import contextlib
@@ -13,16 +14,16 @@ from torch import Tensor, nn
 
 from detcompile.progress import stage
 
-__all__ = ["TravellingWeights", "may_travel", "travelling", "wait_for_weights"]
+__all__ = ["AsyncWeightLoad", "can_load_async", "loading_weights", "wait_for_weights"]
 
-LEAST_BYTES = 1 << 20  # of a weight that a thread copies; smaller ones are copied at once
-LOOK = 0.25  # seconds between two looks at how far the copy is
+LEAST_BYTES = 1 << 20  # smaller weights are copied at once
+LOOK = 0.25  # seconds between two updates of the progress text
 
 
-def may_travel(model: nn.Module) -> bool:
-    """Whether a model of transformers, as it was loaded, is prepared and captured without a look at its large weights.
+def can_load_async(model: nn.Module) -> bool:
+    """Return whether a loaded model of transformers is prepared and captured without reading its large weights.
 
-    They are those of plain linears, and of the one table of embeddings, which a run reads as a whole or not at all.
+    All of its large weights must belong to plain linears or to its only embedding.
     """
     tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     if not type(model).__module__.startswith("transformers.models.") or len(tables) != 1:
@@ -31,18 +32,18 @@ def may_travel(model: nn.Module) -> bool:
     return all(id(weight) in plain for weight in model.parameters() if weight.nbytes >= LEAST_BYTES)
 
 
-class TravellingWeights:
-    """A copy of a model's large weights to a device, in a thread that begins with it; all else is there at once.
+class AsyncWeightLoad:
+    """Copies a model's large weights to a device in a thread. Other weights are copied by the constructor.
 
     Args:
-        model: a model on the CPU, whose parameters get their place on the device here.
+        model: a model on the CPU; its parameters move to the device.
 
     Attributes:
-        failure: what the copy failed with; None as long as it did not.
+        failure: the exception that ended the copy, or None.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._pairs: list[tuple[Tensor, Tensor]] = []  # where a weight shall be, and where it is
+        self._pairs: list[tuple[Tensor, Tensor]] = []  # target and source
         for weight in model.parameters():
             if weight.nbytes >= LEAST_BYTES:
                 source = weight.data
@@ -52,7 +53,7 @@ class TravellingWeights:
         self._pairs.reverse()  # the last goes first
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(device))  # the zeros are written there
+            self._stream.wait_stream(torch.cuda.current_stream(device))  # that stream writes the zeros
         self._done, self._total = 0, sum(target.nbytes for target, _ in self._pairs)
         self._given_up = threading.Event()
         self.failure: BaseException | None = None
@@ -60,7 +61,7 @@ class TravellingWeights:
         self._thread.start()
 
     def wait(self) -> None:
-        """Return when all weights are there, for any stream; raise what the copy failed with."""
+        """Wait until all weights are copied, for any stream. Raise the error of a failed copy."""
         if self._thread.is_alive():
             with stage(self._text()) as copying:
                 while self._thread.is_alive():
@@ -70,7 +71,7 @@ class TravellingWeights:
             raise self.failure
 
     def give_up(self) -> None:
-        """Copy no further weight; returns when the thread has ended."""
+        """Stop copying and wait for the thread to end."""
         self._given_up.set()
         self._thread.join()
 
@@ -84,7 +85,7 @@ class TravellingWeights:
                     self._copy(*self._pairs.pop())
                 if self._stream is not None:
                     self._stream.synchronize()
-        except BaseException as error:  # whatever it is, wait() raises it
+        except BaseException as error:  # wait() raises it
             self.failure = error
         self._pairs.clear()
 
@@ -93,18 +94,18 @@ class TravellingWeights:
         self._done += target.nbytes
 
 
-_under_way: ContextVar[TravellingWeights | None] = ContextVar("under_way", default=None)
+_under_way: ContextVar[AsyncWeightLoad | None] = ContextVar("under_way", default=None)
 
 
 @contextlib.contextmanager
-def travelling(weights: TravellingWeights) -> Iterator[None]:
-    """Weights are under way within; they are there, or the copy is given up, when the block ends."""
+def loading_weights(weights: AsyncWeightLoad) -> Iterator[None]:
+    """Load weights inside the block. At its end, they are copied, or the copy is stopped."""
     before = _under_way.set(weights)
     try:
         yield
         weights.wait()
     except Exception:
-        if weights.failure is not None:  # torch.compile, in whose backend it was waited, wraps it in its own
+        if weights.failure is not None:  # torch.compile wraps an error that its backend raises
             raise weights.failure from None
         raise
     finally:
@@ -113,7 +114,7 @@ def travelling(weights: TravellingWeights) -> Iterator[None]:
 
 
 def wait_for_weights() -> None:
-    """Return when no weight is under way; raise what the copy of one failed with."""
+    """Wait until no weight is being copied. Raise the error of a failed copy."""
     weights = _under_way.get()
     if weights is not None:
         weights.wait()

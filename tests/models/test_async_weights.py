@@ -14,8 +14,8 @@ from detcompile.api import compile_here
 from detcompile.models.loading import find
 from detcompile.orders.numerics import Numerics
 from detcompile.passes import program_source
-from detcompile.passes.programs import travelling_weights as module
-from detcompile.passes.programs.travelling_weights import TravellingWeights, may_travel, wait_for_weights
+from detcompile.passes.programs import async_weights as module
+from detcompile.passes.programs.async_weights import AsyncWeightLoad, can_load_async, wait_for_weights
 from detcompile.passes.warm.kept_program import take_program
 from tests.conftest import NEEDS_CUDA
 from tests.exhaustive import exhaustive_unless
@@ -71,20 +71,20 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened, self.num_copied, self.num_waits = threading.Event(), 0, 0
-        copy, wait = TravellingWeights._copy, TravellingWeights.wait
+        copy, wait = AsyncWeightLoad._copy, AsyncWeightLoad.wait
 
-        def held(weights: TravellingWeights, target: torch.Tensor, source: torch.Tensor) -> None:
+        def held(weights: AsyncWeightLoad, target: torch.Tensor, source: torch.Tensor) -> None:
             assert self.opened.wait(120)
             copy(weights, target, source)
             self.num_copied += 1
 
-        def opening(weights: TravellingWeights) -> None:
+        def opening(weights: AsyncWeightLoad) -> None:
             self.num_waits += 1
             self.opened.set()
             wait(weights)
 
-        monkeypatch.setattr(TravellingWeights, "_copy", held)
-        monkeypatch.setattr(TravellingWeights, "wait", opening)
+        monkeypatch.setattr(AsyncWeightLoad, "_copy", held)
+        monkeypatch.setattr(AsyncWeightLoad, "wait", opening)
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def test_what_the_copy_fails_with_comes_out(
     def failing(*_: object) -> None:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(TravellingWeights, "_copy", failing)
+    monkeypatch.setattr(AsyncWeightLoad, "_copy", failing)
     monkeypatch.setenv("DETCOMPILE_KEEP_PROGRAMS", "1" if is_kept else "0")
     with pytest.raises(torch.OutOfMemoryError, match="no room"):
         compiled(folder, beside=True)
@@ -144,7 +144,7 @@ def test_tied_weights_stay_tied_and_travel_once(folder: Path, gate: Gate) -> Non
 @pytest.mark.parametrize("name", ["mixtral", "gpt2"])
 def test_models_that_may_look_at_their_weights_wait(name: str) -> None:
     """Experts lie in stacks that are no linear's, and rows of learned positions are compared with their table."""
-    assert not may_travel(random_model(name, torch.float32))
+    assert not can_load_async(random_model(name, torch.float32))
 
 
 @pytest.mark.gpu

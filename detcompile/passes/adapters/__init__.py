@@ -1,1 +1,1 @@
-"""Classes of transformers and torch whose forward looks at the batch, taught ours one by one."""
+"""Adapters for classes of transformers whose forward looks at the batch, one by one."""

@@ -1,4 +1,4 @@
-"""Attention reaches our template through transformers' AttentionInterface."""
+"""Route attention to our template through transformers' AttentionInterface, and step inputs to attention."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,7 +28,7 @@ __all__ = [
 IMPLEMENTATION = "detcompile"  # the model's attn_implementation
 STEP_KWARG = "detcompile_step"  # forward kwarg that carries the StepInputs down to attention
 
-# Keywords that models hand to every attention function and that do not change its sum.
+# Keywords that models pass to every attention function and that do not change its result.
 HARMLESS = frozenset(
     [
         "position_ids",
@@ -46,26 +46,26 @@ HARMLESS = frozenset(
         "max_length_k",
     ]
 )
-# Keywords that the template gives their meaning: what is seen, soft cap of the scores, one sink logit a head, ALiBi,
-# biases of a query by distance.
+# Keywords that the template implements: visibility, soft cap of the scores, one sink logit per head, ALiBi, and biases
+# of a query by distance.
 UNDERSTOOD = ("scaling", "sliding_window", "attention_chunk", "softcap", "s_aux", "alibi_slopes", "relative_bias")
 PER_HEAD = ("s_aux", "alibi_slopes")
 
 
 class StepDropped(UnsupportedModel):
-    """A module between the model and its attention does not hand the step down."""
+    """A module between the model and its attention drops the step."""
 
 
 class AttentionCall:
-    """What one attention layer asks for, seen while the model runs once.
+    """One call of attention, observed while the model runs once.
 
     Attributes:
-        module: the layer's module, which called.
+        module: the calling module.
         layer: index into the step's caches.
         num_heads: heads of the queries.
         shape: extents of a cached key and value (KV heads, head dim, head dim of the values).
-        chunk: a query sees no key before its own chunk of so many tokens; 0 for none.
-        window: the last tokens that hold all that a query sees, by its window or its chunk; 0 for no limit.
+        chunk: tokens of a chunk; a query sees no key before its chunk. 0 for no chunks.
+        window: a query sees at most this many last tokens, by its window or chunk; 0 for no limit.
     """
 
     def __init__(self, module: Any, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, layer: int) -> None:
@@ -78,12 +78,12 @@ class AttentionCall:
 
 
 def layer_of(module: Any) -> int:
-    """The index of an attention's layer, which is that of its cache where every layer attends."""
+    """Return the layer of an attention module. It is the index of its cache if every layer attends."""
     return int(module.layer_idx)
 
 
 def rule_of(query: Tensor, kv_chunk: int, kwargs: Mapping[str, Any]) -> AttentionRule:
-    """What the keywords of a call through the AttentionInterface ask for."""
+    """Return the rule that the keywords of a call through the AttentionInterface describe."""
     scaling = kwargs.get("scaling")
     return AttentionRule(
         scale=float(query.shape[-1] ** -0.5 if scaling is None else scaling),
@@ -98,12 +98,12 @@ def rule_of(query: Tensor, kv_chunk: int, kwargs: Mapping[str, Any]) -> Attentio
 
 
 def register_attention(kv_chunk: int, groups: Sequence[KVGroup], place: Callable[[Any], int] = layer_of) -> None:
-    """Make ``attn_implementation="detcompile"`` known to transformers, with chunks of ``kv_chunk`` keys.
+    """Register ``attn_implementation="detcompile"`` with transformers, with chunks of ``kv_chunk`` keys.
 
     A layer reads the block table of its group.
 
     Args:
-        place: index of an attention's caches, asked for once a call.
+        place: returns the index of a module's caches; called once per call.
     """
     group_of = {layer: index for index, group in enumerate(groups) for layer in group.layers}
 
@@ -119,12 +119,12 @@ def register_attention(kv_chunk: int, groups: Sequence[KVGroup], place: Callable
         step: StepInputs | None = kwargs.get(STEP_KWARG)
         if step is None:
             out = torch.ops.detcompile.dense_attention(query, key, value, *rule)
-            return out.transpose(1, 2).contiguous(), None  # as transformers' own: models view it
+            return out.transpose(1, 2).contiguous(), None  # contiguous as in transformers: models view it
         layer = place(module)
         q, k, v = (states.transpose(1, 2).squeeze(0) for states in (query, key, value))
         if rule.relative_bias is not None:
             rule = rule._replace(relative_bias=rule.relative_bias.transpose(1, 2).squeeze(0))
-        if not step.k_caches:  # a trainer's: it holds whole sequences
+        if not step.k_caches:  # a trainer's step holds whole sequences
             return torch.ops.detcompile.packed_attention(q, k, v, step.cu_seqlens, *rule)[0].unsqueeze(0), None
         out = torch.ops.detcompile.paged_attention(
             q,
@@ -152,10 +152,10 @@ def check_call(
     kwargs: dict[str, Any],
     both_ways: bool,
 ) -> None:
-    """Refuse an attention call whose meaning the template does not have.
+    """Refuse an attention call that the template does not implement.
 
     Args:
-        both_ways: tokens see those behind them too, as the steps of an encoder let them.
+        both_ways: whether tokens also see later tokens, as in an encoder.
     """
     where = f"{type(module).__name__} (layer {getattr(module, 'layer_idx', '?')})"
     if not isinstance(getattr(module, "layer_idx", None), int):
@@ -183,7 +183,7 @@ def check_call(
 
 
 def _check_shapes(where: str, query: Tensor, kwargs: dict[str, Any]) -> None:
-    """Refuse numbers that are not one for each head, and biases that are not a row for each query."""
+    """Refuse values that are not one per head, and biases that are not one row per query."""
     for name in PER_HEAD:
         if kwargs.get(name) is not None and tuple(kwargs[name].shape) != (query.shape[1],):
             raise UnsupportedModel(
@@ -199,13 +199,13 @@ def _check_shapes(where: str, query: Tensor, kwargs: dict[str, Any]) -> None:
 
 
 class Carrier:
-    """Holds one of the model's keyword arguments between its entry and its attention, within one forward."""
+    """Holds one keyword argument of the model during a forward, for its attention."""
 
     carried: Any = None
 
 
 def carry_step(model: PreTrainedModel) -> None:
-    """Give every attention of ``model`` that takes keywords the step that the model was called with."""
+    """Pass the step that the model is called with to every attention of ``model`` that takes keywords."""
     taking = []
     for module in model.modules():
         parameters = inspect.signature(module.forward).parameters.values()
@@ -216,7 +216,7 @@ def carry_step(model: PreTrainedModel) -> None:
 
 
 def carry_positions(model: PreTrainedModel, modules: Iterable[nn.Module]) -> None:
-    """Give ``modules`` the ``position_ids`` that the model was called with."""
+    """Pass the ``position_ids`` that the model is called with to ``modules``."""
     _carry(model, "position_ids", modules)
 
 

@@ -1,8 +1,8 @@
-"""Mixtures of experts reach our template through transformers' ExpertsInterface.
+"""Route mixtures of experts to our template through transformers' ExpertsInterface.
 
-A token's experts are multiplied one by one (detcompile.expert_matmul), weighted by the router, and added left to right
-in the router's order, in float32: orders.token_orders.Experts, written as additions that the certificate sees.
-Where ranks share the experts (passes.sharding.experts), each product is added over the ranks and rounded before that.
+A token's experts are computed one by one (detcompile.expert_matmul), weighted by the router, and added left to right in
+the router's order, in float32: orders.token_orders.Experts, written as additions that the certificate sees. If ranks
+share the experts (passes.sharding.experts), each product is added over the ranks and rounded first.
 """
 
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ EXPERTS = "detcompile"  # the model's experts implementation
 
 
 class ExpertTree(NamedTuple):
-    """How the sums of the down products are split: ``radices`` over what this rank holds, ``above`` over the ranks."""
+    """The sum tree of the down products: ``radices`` within this rank's share, ``above`` over the ranks."""
 
     radices: tuple[int, ...] = ()
     above: tuple[int, ...] = ()
@@ -36,15 +36,15 @@ class ExpertTree(NamedTuple):
 
 
 def find_experts(model: PreTrainedModel) -> list[tuple[str, Any]]:
-    """The modules of ``model`` that hold experts and take an implementation from outside, by name."""
+    """Return the modules of ``model`` that hold experts and take an experts implementation, by name."""
     return [(name, module) for name, module in model.named_modules() if takes_implementation(module)]
 
 
 def pin_experts(model: PreTrainedModel) -> int:
-    """Make the experts of ``model`` that take an implementation from outside call ours; says how many there are.
+    """Make the experts of ``model`` that take an implementation use ours. Return how many there are.
 
     Raises:
-        UnsupportedModel: they are of a layout that is not known.
+        UnsupportedModel: their layout is unknown.
     """
     modules = find_experts(model)
     for name, module in modules:
@@ -62,15 +62,15 @@ def experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weigh
 
 
 def mixed(outer: Tensor, top_k_weights: Tensor) -> Tensor:
-    """What a token's experts say [M, k, H], weighted [M, k] and added in float32, best expert first -> [M, H].
+    """Add the outputs of a token's experts [M, k, H], weighted [M, k], in float32, best expert first -> [M, H].
 
-    Weights of float32, as Mixtral has them beside any dtype, are multiplied unrounded.
+    Float32 weights, as in Mixtral with any dtype, are multiplied unrounded.
     """
     return added(outer * top_k_weights[..., None]).to(outer.dtype)
 
 
 def added(outer: Tensor) -> Tensor:
-    """What a token's experts say [M, k, H], added in float32, best expert first -> [M, H]."""
+    """Add the outputs of a token's experts [M, k, H] in float32, best expert first -> [M, H]."""
     single = outer.float()
     total = single[:, 0]
     for rank in range(1, outer.shape[1]):
@@ -84,7 +84,7 @@ def _product(module: Any, x: Tensor, ids: Tensor, name: str, radices: tuple[int,
 
 
 def _down(module: Any, x: Tensor, ids: Tensor) -> Tensor:
-    """One rounding, after the bias, as expert_matmul has it."""
+    """Multiply by the down projection, with one rounding after the bias, as in expert_matmul."""
     tree = getattr(module, "tree", ExpertTree())
     if tree.size == 1:
         return _product(module, x, ids, "down_proj", tree.radices)

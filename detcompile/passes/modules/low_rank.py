@@ -1,4 +1,4 @@
-"""Linears with a low-rank adapter (LoRA) beside them, and where PEFT has put such into a model."""
+"""Linears with a low-rank adapter (LoRA), and the conversion of PEFT's layers."""
 
 from typing import Any
 
@@ -16,12 +16,12 @@ ONE = "one LoRA adapter is trained or served at a time"
 class AdaptedLinear(nn.Module):
     """forward(x [..., K]) -> [..., N] in the dtype of the linear: linear(x) + B(A(x)) * scaling, rounded as PEFT does.
 
-    Shares the modules of PEFT's layer that it replaces, under their names.
+    Shares the modules of the PEFT layer that it replaces, under the same names.
 
     Args:
         base_layer: K -> N.
-        lora_A, lora_B: K -> r and r -> N, each by the name of the adapter.
-        dropout: probability that an element of x is dropped while PEFT trains; none is here.
+        lora_A, lora_B: K -> r and r -> N, by adapter name.
+        dropout: PEFT's dropout probability in training; not applied here.
     """
 
     def __init__(
@@ -39,12 +39,12 @@ class AdaptedLinear(nn.Module):
 
     @property
     def takes(self) -> dict[str, Any]:
-        """The linears that read x, by their names in the module."""
+        """The linears that read x, by name in the module."""
         return {"base_layer": self.base_layer, f"lora_A.{self.adapter}": self.lora_A[self.adapter]}
 
     @property
     def gives(self) -> list[Any]:
-        """The linears that give all N features."""
+        """The linears that return all N features."""
         return [self.base_layer, self.lora_B[self.adapter]]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -55,11 +55,10 @@ class AdaptedLinear(nn.Module):
 
 
 def take_adapters(model: Any) -> Any:
-    """The model inside of PEFT's, with AdaptedLinear in the place of PEFT's layers; any other as it is.
+    """Return the model inside a PEFT model, with AdaptedLinear for PEFT's layers. Return other models unchanged.
 
     Raises:
-        UnsupportedModel: an adapter is another than a plain LoRA of a linear that is not quantised; the message names
-            the module.
+        UnsupportedModel: an adapter is not a plain LoRA of an unquantised linear; the message names the module.
     """
     configs = getattr(model, "peft_config", None)
     if configs is None:

@@ -1,5 +1,8 @@
-"""Models without a language-model head: classifiers and reward models, whose head scores one token of a sequence, and
-base models, whose hidden states are wanted as embeddings. They get the forward of a causal LM, logits by row."""
+"""Give models without a language-model head the forward of a causal LM, with scores or hidden states per row.
+
+These are classifiers and reward models, whose head scores one token of a sequence, and base models, whose hidden states
+serve as embeddings.
+"""
 
 from typing import Any
 
@@ -12,12 +15,12 @@ from detcompile.errors import UnsupportedModel
 
 __all__ = ["FIRST", "LAST", "PoolingModel", "as_pooling_model", "attends_both_ways", "has_pooling_head"]
 
-FIRST, LAST = "first", "last"  # the token of a sequence that a head reads
-NUM_COMPARED = 7  # tokens of the sequence that the two forwards are compared on
+FIRST, LAST = "first", "last"  # token that a head reads
+NUM_COMPARED = 7  # tokens of the sequence for comparing the two forwards
 
 
 class PoolingModel(PreTrainedModel):
-    """The forward of a causal LM over a base model and its head; mixed into the model's own class.
+    """The forward of a causal LM over a base model and its head. Mixed into the model's class.
 
     Attributes:
         pooled_token: "first" or "last": the token of a sequence that the head reads; None for a base model.
@@ -38,10 +41,10 @@ class PoolingModel(PreTrainedModel):
 
         Args:
             input_ids: [1, T] int64.
-            position_ids: [1, T] int64; None leaves them to the model.
+            position_ids: [1, T] int64; None for the model's default.
             logits_to_keep: [R] indices of tokens; 0 keeps all.
-            token_type_ids: [1, T] int64; None leaves them to the model.
-            use_cache: nothing, as base models of encoders know no cache.
+            token_type_ids: [1, T] int64; None for the model's default.
+            use_cache: ignored: base models of encoders have no cache.
         """
         given = {"position_ids": position_ids, "token_type_ids": token_type_ids}
         kwargs |= {name: value for name, value in given.items() if value is not None}
@@ -51,7 +54,7 @@ class PoolingModel(PreTrainedModel):
         return CausalLMOutput(logits=self._head(rows))
 
     def _head(self, rows: Tensor) -> Tensor:
-        """What the model makes of hidden states [B, R, H] of tokens, each as if it were its sequence's."""
+        """Apply the head to hidden states [B, R, H], each as if it were the pooled token of its sequence."""
         if self.pooled_token is None:
             return rows
         if self.pooled_token == LAST:
@@ -66,23 +69,23 @@ class PoolingModel(PreTrainedModel):
 
 
 def attends_both_ways(model: nn.Module) -> bool:
-    """Whether tokens of a model see those behind them."""
+    """Return whether tokens of a model see later tokens."""
     return isinstance(model, PoolingModel) and not any(
         getattr(module, "is_causal", False) for module in model.modules() if hasattr(module, "layer_idx")
     )
 
 
 def as_pooling_model(model: PreTrainedModel) -> PreTrainedModel:
-    """Give a module the forward of a PoolingModel; it stays the same object, and its parameters keep their names.
+    """Give a module the forward of a PoolingModel. It stays the same object, and its parameters keep their names.
 
     Raises:
-        UnsupportedModel: its own forward needs more than token ids, or gives something else.
+        UnsupportedModel: its original forward needs more than token ids, or returns something else.
     """
     kind, name = type(model), type(model).__name__
     pooled = _pooled_token(model)
     _number_attention(model)
     device = next(model.parameters()).device
-    padding = getattr(model.config.get_text_config(), "pad_token_id", None)  # which some count no position for
+    padding = getattr(model.config.get_text_config(), "pad_token_id", None)  # some models give it no position
     vocab_size = model.get_input_embeddings().weight.shape[0]
     ids = torch.tensor([[index for index in range(vocab_size) if index != padding][:NUM_COMPARED]], device=device)
     with torch.no_grad():
@@ -102,7 +105,7 @@ def as_pooling_model(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def has_pooling_head(model: nn.Module) -> bool:
-    """Whether a model has a head of the names by which classifiers have theirs: `score`, or `classifier`."""
+    """Return whether a model has a classifier's head: `score` or `classifier`."""
     return any(isinstance(getattr(model, name, None), nn.Module) for name in ("score", "classifier"))
 
 
@@ -113,7 +116,7 @@ def _pooled_token(model: PreTrainedModel) -> str | None:
 
 
 def _number_attention(model: PreTrainedModel) -> None:
-    """Give the attention of each layer the number that DistilBERT's has not: its calls are checked to be these."""
+    """Number the attention modules if they have no layer_idx, as in DistilBERT. Call order is checked later."""
     unnumbered = [module for module in model.modules() if type(module).__name__.endswith("SelfAttention")]
     if not any(hasattr(module, "layer_idx") for module in unnumbered):
         for index, module in enumerate(unnumbered):
@@ -121,7 +124,7 @@ def _number_attention(model: PreTrainedModel) -> None:
 
 
 def _whole(model: Any, ids: Tensor) -> Tensor:
-    """What the model's own forward gives for one sequence, by ours: equal shapes inside, so that bits are too."""
+    """Compute with our forward what the original forward returns for one sequence, with equal shapes and bits."""
     if model.pooled_token is None:
         return model(ids).logits
     if model.pooled_token == LAST:

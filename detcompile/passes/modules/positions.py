@@ -1,8 +1,8 @@
-"""Learned positions: which tables of a model hold them, and that they are read at the step's own positions.
+"""Learned positions: find a model's position tables and make it read them at the step's positions.
 
-Models number the rows of such a table in three ways: by the ``position_ids`` they are given; by these and an offset
-that they leave out if they are given any (roberta starts at padding_idx + 1); or by the columns of the batch (bart).
-The model runs on two equal tokens to see which. Afterwards position 0 is the row that it reads for a first token.
+Models choose rows of such a table in three ways: by ``position_ids``; by ``position_ids`` plus an offset that is only
+added to default positions (roberta starts at padding_idx + 1); or by the columns of the batch (bart). A run on two
+equal tokens shows which. Afterwards position 0 is the row that the model reads for a first token.
 """
 
 import inspect
@@ -24,7 +24,7 @@ class PositionTable(NamedTuple):
 
     Attributes:
         name: the module's name. rows: rows of the table. first: the row of a sequence's first token.
-        given: the row that is read for a token of position 0; None where the model counts the columns instead.
+        given: the row that is read for position 0; None if the model counts columns instead.
     """
 
     name: str
@@ -34,7 +34,7 @@ class PositionTable(NamedTuple):
 
 
 class GivenPositions(nn.Module):
-    """Rows of a table of positions [rows, D] at the position_ids [1, T] that ``_hand_over`` leaves here."""
+    """Rows of a position table [rows, D] at the position_ids [1, T] that ``_set_positions`` stores here."""
 
     def __init__(self, weight: nn.Parameter, first: int) -> None:
         super().__init__()
@@ -48,12 +48,12 @@ class GivenPositions(nn.Module):
 
 
 def position_tables(model: PreTrainedModel) -> tuple[PositionTable, ...]:
-    """The tables of positions that ``model`` reads; none if its token embedding is its only table.
+    """Return the position tables that ``model`` reads; none if its token embedding is its only table.
 
     Raises:
-        UnsupportedModel: two tokens do not read two rows in a row.
+        UnsupportedModel: two tokens do not read two consecutive rows.
     """
-    of_tokens = getattr(model.get_input_embeddings(), "weight", None)  # what is no table is refused later
+    of_tokens = getattr(model.get_input_embeddings(), "weight", None)  # other embeddings are refused later
     embeddings = {name: module for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
     names = {module.weight: name for name, module in embeddings.items() if module.weight is not of_tokens}
     if not names:
@@ -73,10 +73,10 @@ def position_tables(model: PreTrainedModel) -> tuple[PositionTable, ...]:
 
 
 def give_positions(model: PreTrainedModel) -> None:
-    """Make ``model`` read its tables of positions at its ``position_ids``, which count from 0.
+    """Make ``model`` read its position tables at its ``position_ids``, which count from 0.
 
     Raises:
-        UnsupportedModel: its tables start at different rows, or are not read as they are.
+        UnsupportedModel: its tables start at different rows, or it changes rows after reading them.
     """
     tables = position_tables(model)
     offsets = {table.first - table.given for table in tables if table.given is not None}
@@ -85,16 +85,16 @@ def give_positions(model: PreTrainedModel) -> None:
     counting = [_replace_table(model, table) for table in tables if table.given is None]
     shift = next(iter(offsets), 0)
     if shift or counting:
-        model.register_forward_pre_hook(partial(_hand_over, shift, counting), with_kwargs=True)
-        model.register_forward_hook(partial(_take_back, counting))
+        model.register_forward_pre_hook(partial(_set_positions, shift, counting), with_kwargs=True)
+        model.register_forward_hook(partial(_drop_positions, counting))
     if _has_token_types(model):
         model.register_forward_pre_hook(_give_token_types, with_kwargs=True)
 
 
-def _hand_over(
+def _set_positions(
     shift: int, counting: list[str], model: nn.Module, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """Leave the positions in the tables of ``model``, by name: a copy of the model is called with this hook too."""
+    """Store the positions in the tables of ``model``, by name: a copy of the model has this hook too."""
     positions = kwargs.get("position_ids")
     if positions is None:
         return args, kwargs
@@ -106,15 +106,15 @@ def _hand_over(
     return args, {**kwargs, "position_ids": positions + shift}
 
 
-def _take_back(counting: list[str], model: nn.Module, *_: Any) -> None:
-    """A call leaves nothing behind."""
+def _drop_positions(counting: list[str], model: nn.Module, *_: Any) -> None:
+    """Drop the positions after a call."""
     for name in counting:
         table: Any = model.get_submodule(name)
         table.position_ids = None
 
 
 def _has_token_types(model: PreTrainedModel) -> bool:
-    """Whether the model takes types of tokens, and takes them as zeros, by its positions, where it is given none."""
+    """Return whether the model defaults token_type_ids to a zero buffer that it indexes by position."""
     buffers = [buffer for name, buffer in model.named_buffers() if name.rpartition(".")[2] == "token_type_ids"]
     takes = "token_type_ids" in inspect.signature(model.forward).parameters
     return takes and bool(buffers) and not any(bool(buffer.any()) for buffer in buffers)
@@ -126,7 +126,7 @@ def _give_token_types(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[
 
 
 def _replace_table(model: PreTrainedModel, table: PositionTable) -> str:
-    """Put GivenPositions in the place of a table, whose name is returned."""
+    """Replace a table by GivenPositions and return its name."""
     parent, _, leaf = table.name.rpartition(".")
     module = model.get_submodule(table.name)
     outputs: list[Tensor] = []
@@ -142,7 +142,7 @@ def _replace_table(model: PreTrainedModel, table: PositionTable) -> str:
 
 
 def _rows_read(model: PreTrainedModel, positions: tuple[int, int] | None) -> dict[Tensor, tuple[int, int]]:
-    """Rows that the first and the second of two equal tokens read, by the table's weight; {} if the model fails."""
+    """Return the rows that two equal tokens read, by the table's weight; {} if the model fails."""
     read: dict[Tensor, tuple[int, int]] = {}
     lookup = nn.functional.embedding
 
@@ -158,7 +158,7 @@ def _rows_read(model: PreTrainedModel, positions: tuple[int, int] | None) -> dic
     with mock.patch.object(nn.functional, "embedding", record), torch.no_grad():
         try:
             model(input_ids=ids, use_cache=False, **kwargs)
-        except Exception as error:  # models raise what they like at position_ids that they do not take
+        except Exception as error:  # models may raise anything for position_ids that they do not take
             if positions is None:
                 raise UnsupportedModel(f"{type(model).__name__} does not run on two tokens: {error}") from error
             return {}
@@ -166,6 +166,6 @@ def _rows_read(model: PreTrainedModel, positions: tuple[int, int] | None) -> dic
 
 
 def _ordinary_token(model: PreTrainedModel) -> int:
-    """An id that is not the padding, which some models give no position."""
+    """Return an id that is not the padding: some models give padding no position."""
     padding = getattr(model.config.get_text_config(), "pad_token_id", None)
     return 1 if padding == 0 else 0

@@ -1,7 +1,7 @@
-"""Layers that carry a state from token to token: the scans and convolutions that they call become ours.
+"""Recurrences: route the scans and convolutions of layers that carry a state to our templates.
 
-transformers writes them as functions of its modeling files. A method that calls one gets another global scope, in which
-its name is an adapter of ours (passes.adapters.scans); the rest of the layer stays Hugging Face's. Layers that compute
+transformers defines them as functions of its modeling files. A method that calls one gets a new global scope, in which
+that name is our adapter (passes.adapters.scans). The rest of the layer stays Hugging Face's. Layers that compute
 their recurrence in place get another forward (MIXERS of contrib's files).
 
 Every call that keeps a state is known by its number within a forward, in the order in which the model runs.
@@ -26,10 +26,10 @@ Scan = Callable[..., Any]
 
 
 class Recurrences:
-    """The calls of a model's forward that keep a state, and the step that they are in.
+    """The calls in a model's forward that carry a state, and the current step.
 
     Attributes:
-        shapes: what each call keeps, in the order of the calls; empty until the model was run once on a step.
+        shapes: state of each call, in call order; empty until the model has run once on a step.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Recurrences:
         self._num_attention = 0
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Each channel's last inputs, weighted: x [B, T, C], weight [C, W], bias [C] -> [B, T, C]."""
+        """Convolve each channel with its last inputs: x [B, T, C], weight [C, W], bias [C] -> [B, T, C]."""
         bound = self._next(StateShape((weight.shape[1] - 1, weight.shape[0]), x.dtype is torch.float32))
         if bound is None:
             return ours.dense_causal_conv(x, weight, bias)
@@ -65,7 +65,7 @@ class Recurrences:
     ) -> Tensor:
         """templates.recurrences.linear: q and k [B, T, G, K], v [B, T, H, V], decay and beta alike -> [B, T, H, V].
 
-        All are rounded to float32, which they are as a rule; so is the result.
+        Inputs and result are rounded to float32.
         """
         q, k, v, decay = q.float(), k.float(), v.float(), decay.float()
         beta = None if beta is None else beta.float()
@@ -99,13 +99,13 @@ class Recurrences:
         return ours.running_max(x.squeeze(0), decay.squeeze(0), *order).unsqueeze(0)
 
     def attention_place(self, _: nn.Module) -> int:
-        """The number of this call of attention within the forward."""
+        """Return the number of this attention call within the forward."""
         place = self._num_attention
         self._num_attention += 1
         return place
 
     def bind(self, scan: Scan) -> Scan:
-        """``scan(self, ...)`` as a function of the other arguments."""
+        """Return ``scan(self, ...)`` as a function of the other arguments."""
 
         def bound(*args: Any, **kwargs: Any) -> Any:
             return scan(self, *args, **kwargs)
@@ -113,7 +113,7 @@ class Recurrences:
         return bound
 
     def follow(self, model: PreTrainedModel) -> None:
-        """Learn the step of each forward of ``model`` from its keyword, and count from its start."""
+        """Read the step from the keyword of each forward of ``model``, and restart the counts there."""
 
         def begin(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             self._step = kwargs.get(STEP_KWARG)
@@ -121,13 +121,13 @@ class Recurrences:
 
         def end(*_: Any) -> None:
             self._step = None
-            self._num_states = self._num_attention = 0  # as before: a call leaves nothing behind
+            self._num_states = self._num_attention = 0  # restored: a call leaves no state behind
 
         model.register_forward_pre_hook(begin, with_kwargs=True)
         model.register_forward_hook(end)
 
     def _next(self, shape: StateShape) -> tuple[StepInputs, Tensor] | None:
-        """The step and the state of this call; None where there is no step, or one that only asks for the shapes."""
+        """Return the step and the state of this call; None without a step, or if the step only collects shapes."""
         index = self._num_states
         self._num_states += 1
         step = self._step
@@ -140,10 +140,10 @@ class Recurrences:
 
 
 def rebound(method: Callable[..., Any], names: dict[str, Scan]) -> types.FunctionType:
-    """``method`` without its decorators, in a global scope where ``names`` are these functions."""
+    """Return ``method`` without decorators, in a global scope with these functions as ``names``."""
     plain: Any = inspect.unwrap(method)
     scope = {**plain.__globals__, **names}
-    del scope["__name__"]  # torch.compile would look the names up in the module that is called so
+    del scope["__name__"]  # torch.compile would look names up in that module
     copied = types.FunctionType(plain.__code__, scope, plain.__name__, plain.__defaults__, plain.__closure__)
     copied.__kwdefaults__ = plain.__kwdefaults__
     return copied

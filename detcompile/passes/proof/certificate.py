@@ -53,8 +53,8 @@ class Entry:
     """One certified operation.
 
     Attributes:
-        layer: path of the module that it came from; empty where none was recorded.
-        holds_for: indices of the layers that the proof holds for, where those have one structure; empty elsewhere.
+        layer: path of the module that it came from; empty if none was recorded.
+        holds_for: indices of the layers with the same structure that the proof holds for; empty outside layers.
     """
 
     op: str
@@ -67,12 +67,12 @@ class Entry:
 
     @property
     def count(self) -> int:
-        """Number of operations that the proof covers: one a layer where layers share it."""
+        """Number of operations that the proof covers: one per layer that shares it."""
         return max(1, len(self.holds_for))
 
     @property
     def layers(self) -> str:
-        """The layers that the proof holds for, as ranges: "0-2, 5"; empty where it is of one operation."""
+        """The layers that the proof holds for, as ranges: "0-2, 5"; empty outside layers."""
         runs: list[list[int]] = []
         for number in self.holds_for:
             if runs and number == runs[-1][-1] + 1:
@@ -87,7 +87,7 @@ class Certificate:
     """The proof that a compiled graph keeps rows apart and pins its sums.
 
     Attributes:
-        sums: the distinct orders of its sums, in the order in which they come.
+        sums: the distinct orders of its sums, in graph order.
     """
 
     entries: tuple[Entry, ...]
@@ -96,7 +96,7 @@ class Certificate:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Number of operations of each class, those of layers of one structure once a layer."""
+        """Number of operations of each class, counted in every layer."""
         counts: Counter[str] = Counter()
         for entry in self.entries:
             counts[entry.kind] += entry.count
@@ -108,7 +108,7 @@ class Certificate:
         return tuple(sorted({str(order) for order in self.sums}))
 
     def to_json(self) -> str:
-        """The certificate as one JSON object: numerics, counts, orders, entries."""
+        """Return the certificate as one JSON object: numerics, counts, orders, entries."""
         return json.dumps(
             {
                 "numerics": str(self.numerics),
@@ -119,7 +119,7 @@ class Certificate:
         )
 
     def summary(self) -> str:
-        """One line: how many operations of each class were certified."""
+        """Return one line with the number of certified operations of each class."""
         return ", ".join(f"{count} {kind}" for kind, count in sorted(self.counts.items()))
 
     def __str__(self) -> str:
@@ -141,17 +141,17 @@ def certify(
     states: dict[fx.Node, Any] | None = None,
     backward: bool = False,
 ) -> Certificate:
-    """Prove the graph or raise UncertifiedOp naming every offender.
+    """Prove the graph, or raise UncertifiedOp that names every offender.
 
     Args:
-        graph: ATen graph after all rewrites; nodes carry fake tensors in ``meta["val"]``.
-        roles: what each placeholder holds, by name; one that is missing counts as a weight.
+        graph: ATen graph after all rewrites, with fake tensors in ``meta["val"]``.
+        roles: roles of placeholders by name; missing ones count as weights.
         numerics: the declared orders.
-        expected_attention: attention calls the model makes; None if the graph is not a causal LM.
-        expected_recurrences: calls that carry a state from token to token, of a causal LM.
-        leading: the row space that the first dimension of every output has to be; None if the caller knows.
-        states: is filled with what the proof says of each node.
-        backward: the graph computes gradients, in which rows meet as the templates' orders say.
+        expected_attention: attention calls of the model; None if the graph is not a causal LM.
+        expected_recurrences: calls of a causal LM that carry a state from token to token.
+        leading: the row space that the first dimension of every output must have; None for no check.
+        states: receives the proof's state of each node.
+        backward: the graph computes gradients, in which rows meet in the templates' orders.
     """
     context, checked = context_of(graph, roles, {} if states is None else states, backward), only_checked(graph)
     entries, offenders, sums = [], [], dict[SumOrder, None]()
@@ -186,7 +186,7 @@ def certify(
 
 
 def _miscounted(entries: Iterable[Entry], expected: Mapping[str, int]) -> Iterator[str]:
-    """Calls of the model that the graph has not, or has too often: the first kind of them."""
+    """Yield a message about the first kind of calls whose number differs between model and graph."""
     for kind, number in expected.items():
         count = sum(entry.kind == kind for entry in entries)
         if count != number:
@@ -205,7 +205,7 @@ def _refusal_text(offenders: list[str]) -> str:
 
 
 def _known_to_be_poisoned(node: fx.Node, context: Context) -> bool:
-    """Report an offender once, not everything that reads it."""
+    """Return whether a node reads an offender: only the offender is reported."""
     if any(
         arg in context.states and context.states[arg] is None for arg in node.all_input_nodes if arg.op != "get_attr"
     ):
@@ -255,10 +255,10 @@ def _require_apart(node: fx.Node, state: Any, context: Context) -> None:
 
 
 def _order_of(node: fx.Node, template: Template, numerics: Numerics) -> SumOrder | None:
-    """The pinned order of a template; it may hold no symbol."""
+    """Return the pinned order of a template. It may not contain a symbol."""
     try:
         order = template.order(node, numerics)
-    except InvalidInput as error:  # there is none for these operands
+    except InvalidInput as error:  # these operands have no order
         raise Refusal(str(error)) from error
     if order is not None and order.symbols:
         raise Refusal(f"the order {order} depends on {sorted(map(str, order.symbols))}")
@@ -286,7 +286,7 @@ def _name(node: fx.Node) -> str:
 
 
 def only_checked(graph: fx.Graph) -> set[fx.Node]:
-    """Operations that nothing but an assertion reads: they may stop a step, and enter no value of it."""
+    """Return operations that only assertions read: they may stop a step, but enter no value."""
     checked: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         pure = isinstance(node.target, OpOverload) and not schema_of(node.target).is_mutable
@@ -300,12 +300,10 @@ def is_assertion(node: fx.Node) -> bool:
 
 
 def lost_of(output: fx.Node, context: Context, leading: str | None = None) -> list[str]:
-    """What the caller of the graph would not find: logits in the rows it asked for, keys and values in their caches.
-
-    Nor a result with a copy of all rows for each of as many places as a count says, which look like rows themselves.
+    """Return what is wrong with the outputs: logits outside the chosen rows, unsaved caches, extents that are not rows.
 
     Args:
-        leading: the row space that the first dimension of every output has to be, unless the output reads no row.
+        leading: the row space that the first dimension of every output must have, unless the output reads no row.
     """
     lost = []
     for place, arg in enumerate(output.all_input_nodes):
@@ -337,7 +335,7 @@ def _is_chosen(state: Rows, context: Context) -> bool:
     return len(rows) == 1 and rows[0] in context.final_gather.values() and all(map(is_feature, others))
 
 
-# The first that is part of the operation's name counts.
+# The first entry that is part of the operation's name applies.
 REASONS = {
     "dropout": "dropout draws from a generator the batch shares: call model.eval()",
     "seeds": "random numbers inside the graph (dropout? call model.eval())",
@@ -358,7 +356,7 @@ REASONS = {
 
 
 def reason_of(target: Any) -> str:
-    """The reason that goes with the name of an operation."""
+    """Return why an operation without a rule is refused, and what to do, by its name."""
     for name, reason in REASONS.items():
         if name in str(target):
             return reason

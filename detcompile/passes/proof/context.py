@@ -1,4 +1,4 @@
-"""Role and Context: what the inputs of a graph hold, and what the proof knows while it walks the graph."""
+"""Role and Context: the meaning of a graph's inputs, and the state of the proof while it walks the graph."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 
 class Context:
-    """The states of the nodes seen so far, and the row spaces that extents stand for."""
+    """The states of the nodes seen so far, and the row space of each symbolic extent."""
 
     def __init__(
         self,
@@ -29,15 +29,15 @@ class Context:
         backward: bool = False,
     ) -> None:
         self.row_symbols = row_symbols
-        self.final_gather = final_gather  # placeholders that choose the rows of the logits, and the space of those rows
-        self.packed = packed  # the tokens are of several sequences
-        self.backward = backward  # gradients are computed, of rows and, as sums over tokens, of weights
+        self.final_gather = final_gather  # placeholders that choose logit rows -> their row space
+        self.packed = packed  # the tokens belong to several sequences
+        self.backward = backward  # the graph computes gradients of rows and of weights
         self.states: dict[fx.Node, Any] = {} if states is None else states
-        self.caches: dict[Layout, fx.Node] = {}  # written in this step, and by which attention
-        self.kept: set[Layout] = set()  # of these, the ones that the graph's inputs hold when it ends
+        self.caches: dict[Layout, fx.Node] = {}  # written in this step -> the node that writes
+        self.kept: set[Layout] = set()  # written back into the graph's inputs
 
     def rows(self, arg: Any, what: str = "the operation") -> Rows:
-        """The state of a tensor argument; metadata and sizes are refused."""
+        """Return the state of a tensor argument. Refuse metadata and sizes."""
         state = self.states[arg]
         if isinstance(state, Layout):
             raise Refusal(f"{what} reads step metadata, which holds the layout of the batch")
@@ -57,12 +57,12 @@ EXTENTS = (
 
 
 def require_arguments(node: fx.Node, ctx: Context) -> None:
-    """Refuse what no rule looks at: counts that are not the extents of a view, keywords out of place, writes.
+    """Refuse what no rule checks: counts other than extents of views, positional arguments by keyword, and writes.
 
-    A start of a slice or a scale that follows the token count leaves every axis where it is, and changes every bit.
+    A slice start or a scale computed from the token count leaves all axes in place, but changes every bit.
     """
     counts = {arg for arg in node.all_input_nodes if isinstance(ctx.states[arg], Size)}
-    if node.target in EXTENTS:  # they come in a list
+    if node.target in EXTENTS:  # extents come in a list
         counts &= {*node.args, *node.kwargs.values()} if counts else set()
     if counts and node.target is not aten.slice.Tensor:
         raise Refusal("takes a value computed from a token or batch count")
@@ -80,7 +80,7 @@ NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool)
 
 
 def size_arithmetic(node: fx.Node, ctx: Context) -> Size | None:
-    """The state of a node whose value is a number, None for tensors."""
+    """Return the state of a node whose value is a number; None for tensors."""
     if node.target is aten.sym_size.int:
         return SIZE
     if not isinstance(node.meta.get("val"), NUMBERS):
@@ -92,11 +92,13 @@ def size_arithmetic(node: fx.Node, ctx: Context) -> Size | None:
 
 @dataclass(frozen=True)
 class Role:
-    """What a graph input is: 'weight', 'layout', 'rows' with the row space of each dimension that has one, or 'made'.
+    """What a graph input holds.
 
     Attributes:
-        layout: the part of the step that attention is to read there.
-        state: what the proof of another graph says of a value that was made there.
+        kind: 'weight', 'layout', 'rows', 'handle' (a gradient handle), or 'made' (computed by another graph).
+        rows: the row space of each dimension that has one.
+        layout: the part of the step that attention may read there.
+        state: the state of a 'made' value in the other graph's proof.
     """
 
     kind: str
@@ -109,7 +111,7 @@ class Role:
 def context_of(
     graph: fx.Graph, roles: Mapping[str, Role], states: dict[fx.Node, Any], backward: bool = False
 ) -> Context:
-    """What is known before the walk: the row spaces of symbols, and what chooses rows."""
+    """Return the context at the start: row spaces of symbols, and inputs that choose rows."""
     row_symbols: dict[sympy.Expr, str] = {}
     for node in graph.find_nodes(op="placeholder"):
         for dim, name in (roles.get(node.name, Role("weight")).rows or {}).items():
@@ -122,12 +124,12 @@ def context_of(
 
 
 def input_state(node: fx.Node, role: Role) -> Any:
-    """What the proof knows of an input."""
+    """Return the state of an input."""
     if role.kind == "made":
         return role.state
     if not isinstance(node.meta["val"], torch.Tensor):
         return SIZE
-    if role.kind == "layout" or role.final_gather:  # which row of the step is wanted tells its place
+    if role.kind == "layout" or role.final_gather:  # an index of a step's row reveals its place
         return role.layout
     dims = list(created(shape_of(node), {}).dims)
     for dim, name in (role.rows or {}).items():
@@ -136,7 +138,7 @@ def input_state(node: fx.Node, role: Role) -> Any:
 
 
 def constant_state(node: fx.Node) -> Rows | None:
-    """What the proof knows of a constant; None if it is no tensor."""
+    """Return the state of a constant; None if it is not a tensor."""
     owner = node.graph.owning_module
     value = getattr(owner, str(node.target), None) if owner is not None else None
     if not isinstance(value, torch.Tensor):

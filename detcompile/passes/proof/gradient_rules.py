@@ -1,7 +1,7 @@
-"""What the templates of a trainer do to rows: its attention keeps them apart; gradients belong into a backward alone.
+"""Rules of training templates: packed attention keeps rows apart, and gradients occur in a backward only.
 
-There sums over tokens are gradients of weights (TokenSum), which no row reads again: they are moved, and added to each
-other in float64, and leave the graph.
+In a backward, sums over tokens are gradients of weights (TokenSum). No row may read them: they are moved, added to each
+other in float64, and returned.
 """
 
 import math
@@ -33,7 +33,7 @@ aten = torch.ops.aten
 
 
 def packed_attention(node: fx.Node, ctx: Context) -> tuple[Rows, Rows]:
-    """Row t reads the keys of its own sequence up to its own position, which are rows of the same step."""
+    """Row t reads the keys of its sequence up to its position. They are rows of the same step."""
     given = arguments_of(node)
     _require_step(given["cu_seqlens"], "cu_seqlens", ctx)
     require_per_head(given["sinks"], given["alibi_slopes"], ctx=ctx)
@@ -46,10 +46,10 @@ def packed_attention(node: fx.Node, ctx: Context) -> tuple[Rows, Rows]:
 
 
 def gradient(node: fx.Node, ctx: Context) -> Any:
-    """The rule of GRADIENTS.
+    """Apply the rule of GRADIENTS.
 
     Raises:
-        Refusal: the graph is no backward, and rows would meet; or the rule's own.
+        Refusal: the graph is not a backward, or the rule refuses.
     """
     rule = GRADIENTS.get(operation_of(node))
     if rule is None or not ctx.backward:
@@ -58,10 +58,10 @@ def gradient(node: fx.Node, ctx: Context) -> Any:
 
 
 def of_token_sums(node: fx.Node, ctx: Context) -> TokenSum:
-    """What may be done to a sum over tokens: it is moved, or added to another one.
+    """Allow moving a sum over tokens and adding two of them.
 
     Raises:
-        Refusal: anything else.
+        Refusal: any other operation.
     """
     reads = [ctx.states[arg] for arg in node.all_input_nodes]
     moved = node.target in MOVES and len(reads) == 1
@@ -76,7 +76,7 @@ MOVES = (*VIEWS, aten.permute.default, aten.t.default, aten.transpose.int, aten.
 
 
 def _attention_backward(node: fx.Node, given: Mapping[str, Any], ctx: Context) -> tuple[Rows, ...]:
-    """A row of dq reads its sequence up to its own token, one of dk and dv from there on, by the contract."""
+    """By contract, a row of dq reads its sequence up to its token, and a row of dk and dv from its token on."""
     _require_step(given["cu_seqlens"], "cu_seqlens", ctx)
     require_per_head(given["sinks"], given["alibi_slopes"], ctx=ctx)
     g, q, k, v, out = values = [ctx.rows(given[name]) for name in ("g", "q", "k", "v", "out")]
@@ -90,7 +90,7 @@ def _attention_backward(node: fx.Node, given: Mapping[str, Any], ctx: Context) -
 
 
 def _norm_backward(node: fx.Node, given: Mapping[str, Any], ctx: Context) -> tuple[Rows, Rows]:
-    """A row of each result reads the same row of the gradient and of what was normed."""
+    """Row t of each result reads row t of the gradient and of the norm's input."""
     value = _alike(ctx.rows(given["g"]), ctx.rows(given["x"]))
     if given["weight"] is not None:
         require_weight(ctx.rows(given["weight"]), "the weight of a norm")
@@ -119,7 +119,7 @@ def _token_matmul(node: fx.Node, given: Mapping[str, Any], ctx: Context) -> Toke
 
 
 def _token_sum(node: fx.Node, given: Mapping[str, Any], ctx: Context) -> TokenSum:
-    """A leaf is a row, so that no order of the tokens moves the sum: they may lie behind heads."""
+    """A leaf is one row, so the order of tokens does not matter, and heads may come first."""
     g = ctx.rows(given["g"])
     if sum(axis.row is not None for axis in g.dims[0]) != 1:
         raise Refusal(f"a sum over {describe(g.dims[0])}, which is not over the tokens")
@@ -133,7 +133,7 @@ def _token_scatter(node: fx.Node, given: Mapping[str, Any], ctx: Context) -> Tok
 
 
 def _require_tokens(g: Rows, others: Dim) -> Dim:
-    """A matrix of gradients whose rows, as those of ``others``, are all tokens in their order, or some rows of each."""
+    """Require that g and ``others`` hold all tokens in order, with equally many rows of each."""
     rows = g.dims[0]
     if not rows or rows[0].row is None or any(axis.row for axis in rows[1:]) or others != rows:
         raise Refusal(f"a sum over {describe(rows)}, which is not over the tokens in their order")

@@ -72,7 +72,7 @@ def _slice(node: fx.Node, ctx: Context) -> Rows:
 
 
 def _all_from_the_end(start: Any, extent: sympy.Expr) -> bool:
-    """Whether a slice that starts at minus the extent is meant: as many as there are."""
+    """Return whether a slice starts at minus the extent, and so is whole."""
     value = start.meta.get("val") if isinstance(start, fx.Node) else None
     return isinstance(value, torch.SymInt) and sympy.expand(sympy_size(value) + extent) == 0
 
@@ -97,7 +97,7 @@ def _cat(node: fx.Node, ctx: Context) -> Rows:
     along = created([shape_of(node)[dim]], {}).dims[0]
     first_axes = values[0].dims[dim]
     if not is_feature(first_axes) and all(value.dims[dim] == first_axes for value in values):
-        along = (Axis(sympy.Integer(len(values))), *first_axes)  # a stack: outermost, which of the values
+        along = (Axis(sympy.Integer(len(values))), *first_axes)  # a stack: the number of the value is outermost
     else:
         for value in values:
             require_feature(value, dim, "a concatenation")
@@ -106,7 +106,7 @@ def _cat(node: fx.Node, ctx: Context) -> Rows:
 
 
 def _slice_scatter(node: fx.Node, ctx: Context) -> Rows:
-    """x with a slice of it replaced: of features, by values of the same rows."""
+    """A slice of features is replaced by values of the same rows."""
     value, part = ctx.rows(node.args[0]), ctx.rows(node.args[1])
     rank = len(value.dims)
     dim = (node.args[2] if len(node.args) > 2 else 0) % rank
@@ -117,7 +117,7 @@ def _slice_scatter(node: fx.Node, ctx: Context) -> Rows:
 
 
 def _select_scatter(node: fx.Node, ctx: Context) -> Rows:
-    """x with one element of a feature dimension replaced by values of the same rows."""
+    """One element of a feature dimension is replaced by values of the same rows."""
     value, part = ctx.rows(node.args[0]), ctx.rows(node.args[1])
     rank = len(value.dims)
     dim = (node.args[2] if len(node.args) > 2 else 0) % rank
@@ -127,7 +127,7 @@ def _select_scatter(node: fx.Node, ctx: Context) -> Rows:
 
 
 def _repeat(node: fx.Node, ctx: Context) -> Rows:
-    """A repetition as often as there are rows gives each of them the whole."""
+    """Repeating a value once per row gives each row the whole value."""
     value, repeats = ctx.rows(node.args[0]), node.args[1]
     new = len(repeats) - len(value.dims)
     dims = [*[()] * new, *value.dims]
@@ -145,7 +145,7 @@ def _repeat(node: fx.Node, ctx: Context) -> Rows:
 
 
 def _glu(node: fx.Node, ctx: Context) -> Rows:
-    """One half of the features times the sigmoid of the other."""
+    """Half of the features is multiplied by the sigmoid of the other half."""
     value = ctx.rows(node.args[0])
     dim = (node.args[1] if len(node.args) > 1 else -1) % len(value.dims)
     require_feature(value, dim, "a gated unit")
@@ -168,7 +168,7 @@ def _unbind(node: fx.Node, ctx: Context) -> tuple[Rows, ...]:
 
 
 def _unfold(node: fx.Node, ctx: Context) -> Rows:
-    """Windows over a dimension of features: which window stays in its place, what is in it comes last."""
+    """Windows over a feature dimension: the window index stays in place, its contents come last."""
     value = ctx.rows(node.args[0])
     dim = node.args[1] % len(value.dims)
     require_feature(value, dim, "windows")
@@ -194,7 +194,7 @@ def _pad(node: fx.Node, ctx: Context) -> Rows:
 
 
 def _constant(node: fx.Node, ctx: Context) -> Rows:
-    """full, zeros, ...: rows may shape the value, their number may not be the value."""
+    """full, zeros, ...: the number of rows may be an extent, not the value."""
     return created(shape_of(node), ctx.row_symbols)
 
 
@@ -214,7 +214,7 @@ def _keep(node: fx.Node, ctx: Context) -> Any:
 
 
 def _write_back(node: fx.Node, ctx: Context) -> Layout:
-    """copy_ of an updated cache into its graph input."""
+    """Allow copy_ of an updated cache into its graph input."""
     cache, written = (ctx.states[arg] for arg in node.args[:2])
     if not isinstance(cache, Layout) or not isinstance(written, Layout):
         raise Refusal("writes rows into an input of the graph")
@@ -287,12 +287,12 @@ def _gather(node: fx.Node, ctx: Context) -> Rows:
 
 
 def _scatter_value(node: fx.Node, ctx: Context) -> Rows:
-    """x with one constant at chosen features of the same rows: where two indices are equal, both write the same."""
+    """A constant is written at chosen features of the same rows. Equal indices write the same value."""
     return Rows(join([ctx.rows(node.args[0]), _scattered(node, ctx)], len(shape_of(node))).dims)
 
 
 def _scattered(node: fx.Node, ctx: Context) -> Rows:
-    """The rows of the index, whose extents have to be x's but for the features that are chosen from."""
+    """Return the rows of the index. Its extents must equal those of x, except the dimension of chosen features."""
     rank = len(shape_of(node))
     dim = node.args[1] % rank
     idx = ctx.rows(node.args[2], "an index")

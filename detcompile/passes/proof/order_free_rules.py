@@ -1,6 +1,6 @@
-"""What operations whose result no order of evaluation changes do to rows: maxima, sums of integers, stable sorts.
+"""Rules of operations whose result does not depend on the order of evaluation: maxima, integer sums, stable sorts.
 
-Rules of the kind of movement_rules. Sums of floating-point numbers are refused here, for the row templates to take.
+Floating-point sums are refused here: row templates compute them.
 """
 
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ def _integer_sum(node: fx.Node, ctx: Context) -> Rows | tuple[Rows, ...]:
 
 
 def _running_integers(node: fx.Node, ctx: Context) -> Rows:
-    """Sums and products of integers have one result, in whatever order."""
+    """Integer sums and products have the same result in any order."""
     if node.meta["val"].dtype.is_floating_point or node.meta["val"].dtype.is_complex:
         raise Refusal("a running sum whose order is not pinned")
     value = ctx.rows(node.args[0])
@@ -57,7 +57,7 @@ def _sort(node: fx.Node, ctx: Context) -> tuple[Rows, ...]:
 
 
 def _topk(node: fx.Node, ctx: Context) -> tuple[Rows, ...]:
-    """Kernels that depend on the number of rows choose among equal elements: passes.rewrites.sorts makes it a sort."""
+    """Refuse topk: kernels that depend on the number of rows choose among equal elements. rewrites.sorts removes it."""
     raise Refusal("which of equal elements topk finds is not pinned; sort(stable=True) pins it")
 
 

@@ -1,9 +1,9 @@
-"""The pointwise operations that the certificate admits: those whose elements have the same bits whatever stands beside.
+"""The pointwise operations that the certificate admits: the bits of an element do not depend on its neighbors.
 
-torch's tag says that element i of a result depends on element i of each operand; the bits may still follow the other
-lanes of a vector, or differ between vectors and the elements left over. So the tag alone admits nothing. Inductor's C++
-computes what is ADMITTED lane by lane (passes.programs.lanes), its Triton in one thread an element. A test holds these
-tables against torch's list: an operation that is new there is refused until somebody decides what it is.
+torch's tag only says that element i of a result depends on element i of each operand. The bits may depend on other
+lanes of a vector, or differ between vectors and leftover elements. Inductor's C++ computes ADMITTED operations lane by
+lane (passes.programs.lanes), and Triton uses one thread per element. A test compares these tables with torch's list: an
+operation that is new in torch is refused until it is added to one of them.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ __all__ = ["ADMITTED", "OTHERWISE_SPELLED", "UNPROVEN", "is_pointwise", "pointwi
 
 
 def _named(namespace: str, names: str) -> frozenset[str]:
-    """Overloads by name; one without a name of its own is torch's `default`."""
+    """Return overloads by name. A name without an overload means `default`."""
     return frozenset(f"{namespace}.{name}" if "." in name else f"{namespace}.{name}.default" for name in names.split())
 
 
@@ -47,7 +47,7 @@ ADMITTED = _named(
     "prims",
     "abs bitwise_not convert_element_type exp2 fma hypot log2 maximum minimum nextafter reciprocal rsqrt sign",
 )
-# Inductor leaves these to torch's own kernels: on a CPU vectors, and a scalar loop over what is left of them.
+# Inductor leaves these to torch's kernels: on a CPU, vectors and a scalar loop over the rest.
 _POLYNOMIALS = (
     *("chebyshev_polynomial_t", "chebyshev_polynomial_u", "chebyshev_polynomial_v", "chebyshev_polynomial_w"),
     *("shifted_chebyshev_polynomial_t", "shifted_chebyshev_polynomial_u", "shifted_chebyshev_polynomial_v"),
@@ -64,8 +64,7 @@ UNPROVEN = _named(
     """
     + " ".join(f"special_{name}{overload}" for name in _POLYNOMIALS for overload in ("", ".n_scalar", ".x_scalar")),
 ) | _named("prims", "digamma igamma igammac")
-# These reach the certificate as other operations, by torch's decompositions; a torch that left one whole would have to
-# be looked at.
+# torch decomposes these before they reach the certificate. If a release stops doing so, review the operation.
 OTHERWISE_SPELLED = _named(
     "aten",
     """
@@ -82,12 +81,12 @@ OTHERWISE_SPELLED = _named(
 
 
 def is_pointwise(target: Any) -> bool:
-    """Whether the bits of element i of the result depend on element i of each operand alone, in every vector."""
+    """Return whether the bits of element i depend on element i of each operand only, in every vector."""
     return isinstance(target, OpOverload) and str(target) in ADMITTED and target not in fallbacks
 
 
 def why_not_pointwise(target: Any) -> str | None:
-    """Why an operation that torch calls pointwise is not admitted, and what to write; None for any other."""
+    """Return why an operation with torch's pointwise tag is not admitted, and what to write; None for others."""
     if not isinstance(target, OpOverload) or torch.Tag.pointwise not in target.tags:
         return None
     if schema_of(target).is_mutable:
@@ -101,6 +100,6 @@ def why_not_pointwise(target: Any) -> str | None:
 
 
 def pointwise(node: fx.Node, ctx: Context) -> Rows:
-    """The rows of the operands, which have to agree."""
+    """Return the rows of the operands, which must agree."""
     operands = [ctx.rows(arg, "arithmetic") for arg in node.all_input_nodes]
     return join(operands, len(shape_of(node)))

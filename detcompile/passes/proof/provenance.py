@@ -1,9 +1,9 @@
 """Row provenance: which rows of the inputs each value of a graph may read.
 
-"Pointwise or data movement" proves nothing about a batch: a roll over tokens is an index_select. So every dimension
-of every value is described by its row-major *axes*; an axis is either a feature (its extent is a number) or a row
-space ("tokens", "batch", "logits") in its original order. An operation is accepted only if row t of its output reads
-row t of its inputs; the rule of each operation says how axes move. What has no rule is refused.
+"Pointwise or data movement" proves nothing about a batch: a roll over tokens is an index_select. So every dimension of
+every value is described by its row-major *axes*. An axis is either a feature (its extent is a number) or a row space
+("tokens", "batch", "logits") in its original order. An operation is accepted only if row t of its output reads row t of
+its inputs. The rule of each operation says how axes move. Operations without a rule are refused.
 """
 
 import math
@@ -17,7 +17,7 @@ __all__ = ["Axis", "LAYOUT", "Layout", "Refusal", "Rows", "SIZE", "Size", "Token
 
 
 class Axis(NamedTuple):
-    """One factor of a dimension. ``row`` names the row space it runs over, None for a feature."""
+    """One factor of a dimension. ``row`` is its row space, None for a feature."""
 
     size: sympy.Expr
     row: str | None = None
@@ -41,7 +41,7 @@ class Rows:
 class Layout:
     """Step metadata (slots, lengths, block tables, caches): only attention may read it.
 
-    part: the field of StepInputs; index: of a cache, its layer; group: the KV group whose blocks it is about.
+    part: field of StepInputs. index: layer of a cache. group: KV group whose blocks it describes.
     """
 
     part: str = ""
@@ -56,7 +56,7 @@ class Size:
 
 @dataclass(frozen=True)
 class TokenSum:
-    """The gradient of a weight, summed over all tokens in an order Exact: no row may read it."""
+    """The gradient of a weight, summed exactly over all tokens. No row may read it."""
 
 
 LAYOUT, SIZE = Layout(), Size()
@@ -84,7 +84,7 @@ def is_feature(dim: Dim) -> bool:
 
 
 def join(values: Sequence[Rows], rank: int) -> Rows:
-    """Axes of an elementwise result whose operands broadcast against each other."""
+    """Return the axes of an elementwise result with broadcast operands."""
     dims: list[Dim] = []
     for position in range(-rank, 0):
         joined: Dim = ()
@@ -102,9 +102,9 @@ def join(values: Sequence[Rows], rank: int) -> Rows:
 
 
 def require_apart(value: Rows, sizes: Sequence[sympy.Expr], chosen: Iterable[str]) -> None:
-    """What holds of every value: its axes have its extents, and no row meets another of its own space.
+    """Require that the axes match the extents, and that no row meets another row of its space.
 
-    Rows of a space in ``chosen`` were picked by the caller out of another space, whose rows they may not meet.
+    The caller picked rows of the spaces in ``chosen`` out of other spaces, whose rows they may not meet.
     """
     spaces = value.row_spaces
     crossed = {row for row in spaces if spaces.count(row) > 1}
@@ -143,7 +143,7 @@ def take(axes: list[Axis], size: sympy.Expr) -> Dim:
 
 
 def view(value: Rows, sizes: Sequence[sympy.Expr]) -> Rows:
-    """Axes after a reshape to ``sizes``."""
+    """Return the axes after a reshape to ``sizes``."""
     axes = [axis for dim in value.dims for axis in simplify(dim)]
     dims = tuple(take(axes, size) for size in sizes)
     if axes:
@@ -156,7 +156,7 @@ def permute(value: Rows, order: Sequence[int]) -> Rows:
 
 
 def drop(value: Rows, dims: Iterable[int], keepdim: bool, what: str) -> Rows:
-    """Axes after a reduction over ``dims``, which must be features."""
+    """Return the axes after a reduction over ``dims``, which must be features."""
     rank = len(value.dims)
     gone = {dim % rank for dim in dims}
     for dim in gone:
@@ -181,12 +181,12 @@ Rule = Callable[..., Rows | tuple[Rows, ...] | Layout]
 
 
 def created(sizes: Sequence[sympy.Expr], row_symbols: RowSymbols) -> Rows:
-    """Axes of a value that reads no row: an extent equal to a row space's is that row space, broadcast."""
+    """Return the axes of a value that reads no row. A row space's extent stands for that row space, broadcast."""
     return Rows(tuple(simplify((Axis(size, row_symbols.get(size)),)) for size in sizes))
 
 
 def expand(value: Rows, sizes: Sequence[sympy.Expr], row_symbols: RowSymbols) -> Rows:
-    """Axes after a broadcast to ``sizes``."""
+    """Return the axes after a broadcast to ``sizes``."""
     new = created(sizes, row_symbols).dims
     padding = len(sizes) - len(value.dims)
     return Rows(
@@ -197,14 +197,14 @@ def expand(value: Rows, sizes: Sequence[sympy.Expr], row_symbols: RowSymbols) ->
 
 
 def choose_rows(value: Rows, dim: int, chosen: Axis) -> Rows:
-    """Axes after the caller's logits_to_keep picks rows of ``dim``, the one dimension that holds any."""
+    """Return the axes after logits_to_keep picks rows of ``dim``, the only dimension with rows."""
     if len(value.row_spaces) != 1 or len(value.dims[dim]) != 1 or value.dims[dim][0].row in (None, chosen.row):
         raise Refusal(f"rows are chosen from {' '.join(map(describe, value.dims))}, dimension {dim}")
     return Rows((*value.dims[:dim], (chosen,), *value.dims[dim + 1 :]))
 
 
 def index(value: Rows, indices: Sequence[Rows | None]) -> Rows:
-    """Axes of ``value[indices]``."""
+    """Return the axes of ``value[indices]``."""
     chosen = [i for i, idx in enumerate(indices) if idx is not None]
     for i in chosen:
         require_feature(value, i, "indexing")
@@ -218,7 +218,7 @@ def index(value: Rows, indices: Sequence[Rows | None]) -> Rows:
 
 
 def gather(value: Rows, dim: int, idx: Rows) -> Rows:
-    """Axes of a gather along a feature dimension with an index of the same rows."""
+    """Return the axes of a gather along a feature dimension with an index of the same rows."""
     rank = len(value.dims)
     dim %= rank
     require_feature(value, dim, "gather")

@@ -71,7 +71,7 @@ def matmul(node: fx.Node, ctx: Context) -> Rows:
 
 
 def batched_matmul(node: fx.Node, ctx: Context) -> Rows:
-    """A matrix of the batch reads its own other matrix, whole; a row of the first operand ignores the others."""
+    """Each matrix of the batch reads one whole matrix of the other. Rows of the first operand are independent."""
     x, w = ctx.rows(node.args[0]), ctx.rows(node.args[1])
     require_feature(x, -1, "the sum of a matrix product")
     require_feature(w, -1, "the sum of a matrix product")
@@ -83,7 +83,7 @@ def batched_matmul(node: fx.Node, ctx: Context) -> Rows:
 
 
 def dequant_matmul(node: fx.Node, ctx: Context) -> Rows:
-    """matmul, of weights that are dequantised element by element."""
+    """A matmul whose weights are dequantized element by element."""
     x, w = ctx.rows(node.args[0]), ctx.rows(node.args[1])
     require_feature(x, 1, "the sum of a matrix product")
     for part, what in zip(node.args[1:5], ("the weights", "their scales", "their zeros", "the bias"), strict=True):
@@ -94,7 +94,7 @@ def dequant_matmul(node: fx.Node, ctx: Context) -> Rows:
 
 
 def gated_matmul(node: fx.Node, ctx: Context) -> Rows:
-    """Feature f of a row is of features f and F + f of the product."""
+    """Feature f of a row depends on features f and F + f of the product."""
     x, w = ctx.rows(node.args[0]), ctx.rows(node.args[1])
     require_weight(w, "the second matrix")
     require_feature(x, 1, "the sum of a matrix product")
@@ -108,7 +108,7 @@ def expert_matmul(node: fx.Node, ctx: Context) -> Rows:
 
 
 def of_experts(node: fx.Node, ctx: Context) -> Rows:
-    """A row (node.args[0]) is multiplied by the weights of the experts that the same row chose (the next two)."""
+    """Each row of x is multiplied by the weights of the experts that the same row chose."""
     x, ids, w = (ctx.rows(arg) for arg in node.args[:3])
     require_weight(w, "the experts' weights")
     require_feature(x, -1, "the sum of a matrix product")
@@ -117,7 +117,7 @@ def of_experts(node: fx.Node, ctx: Context) -> Rows:
 
 
 def row_by_row(node: fx.Node, ctx: Context) -> Rows:
-    """Each row, along the last dimension, gives a row; its weights may hold features of the dimensions before too."""
+    """Each row, along the last dimension, gives a row. Weights may also span the feature dimensions before it."""
     value = ctx.rows(node.args[0])
     require_feature(value, -1, "a row reduction")
     for weight in node.args[1:3]:
@@ -128,7 +128,7 @@ def row_by_row(node: fx.Node, ctx: Context) -> Rows:
 
 
 def _require_features_of(weight: fx.Node, value: Rows, sizes: tuple[sympy.Expr, ...]) -> None:
-    """The last dimensions of a value, as many as make the weight's elements, hold features and no rows."""
+    """Require that the last dimensions of a value, as many as the weight's elements fill, hold features."""
     extent, covered, dim = math.prod(shape_of(weight)), sizes[-1], -1
     while covered != extent:
         dim -= 1
@@ -139,12 +139,12 @@ def _require_features_of(weight: fx.Node, value: Rows, sizes: tuple[sympy.Expr, 
 
 
 def row_reduced(node: fx.Node, ctx: Context) -> Rows | tuple[Rows, ...]:
-    """Each row, along the last dimension, gives a value, or one of each of several results."""
+    """Each row, along the last dimension, gives one value of each result."""
     result = Rows(row_by_row(node, ctx).dims[:-1])
     return (result,) * len(node.meta["val"]) if isinstance(node.meta["val"], (tuple, list)) else result
 
 
-# What attention calls a part of the step: its field in StepInputs.
+# Argument of attention -> field of StepInputs.
 METADATA = {
     "slot_mapping": "slot_mappings",
     "cu_seqlens": "cu_seqlens",
@@ -154,7 +154,7 @@ METADATA = {
 
 
 def _require_step(given: Mapping[str, fx.Node], group: int | None, ctx: Context) -> None:
-    """Attention reads the parts of the step that it is meant to, and those of the group that its cache is of."""
+    """Require that attention reads the right parts of the step, for the KV group of its cache."""
     for name, arg in given.items():
         state = ctx.states[arg]
         if not isinstance(state, Layout) or state.part != METADATA[name] or state.group not in (None, group):
@@ -162,7 +162,7 @@ def _require_step(given: Mapping[str, fx.Node], group: int | None, ctx: Context)
 
 
 def _written_caches(node: fx.Node, ctx: Context) -> tuple[Layout, Layout]:
-    """The caches of keys and values that a functionalized operation writes: of one layer, and written here alone."""
+    """Return the caches that a functionalized operation writes. They belong to one layer and are written only here."""
     kwargs = node.kwargs
     arguments = {arg.name for arg in schema_of(node.args[0]).arguments}
     unknown = set(kwargs) - arguments - {BASES, base_index("k_cache"), base_index("v_cache")}
@@ -181,7 +181,7 @@ def _written_caches(node: fx.Node, ctx: Context) -> tuple[Layout, Layout]:
 
 
 def paged_attention(node: fx.Node, ctx: Context) -> tuple[Any, ...]:
-    """Row t reads the keys of its own sequence up to its own position: by the template's contract."""
+    """By the template's contract, row t reads the keys of its sequence up to its position."""
     kwargs = node.kwargs
     cache, _ = _written_caches(node, ctx)
     _require_step({name: kwargs[name] for name in METADATA}, cache.group, ctx)
@@ -196,20 +196,20 @@ def paged_attention(node: fx.Node, ctx: Context) -> tuple[Any, ...]:
 
 
 def require_heads_of_tokens(value: Rows) -> None:
-    """Refuse what is not [tokens, heads, features]."""
+    """Refuse values that are not [tokens, heads, features]."""
     if [axis.row for axis in value.dims[0]] != ["tokens"] or not all(is_feature(dim) for dim in value.dims[1:]):
         raise Refusal(f"attention over {[describe(dim) for dim in value.dims]} instead of [tokens, heads, features]")
 
 
 def require_per_head(sinks: Any = None, alibi_slopes: Any = None, *, ctx: Context) -> None:
-    """Sinks and slopes are of the heads alone: one value for every row."""
+    """Require that sinks and slopes depend on the head only, not on rows."""
     for name, values in (("sinks", sinks), ("slopes", alibi_slopes)):
         if values is not None:
             require_weight(ctx.rows(values), f"attention's {name}")
 
 
 def rope_cache(node: fx.Node, ctx: Context) -> tuple[Any, ...]:
-    """Row t of q, k and v is normed and rotated by itself; k and v go to the row's own slot."""
+    """Row t of q, k and v is normed and rotated independently. k and v go to the row's slot."""
     kwargs = node.kwargs
     cache, _ = _written_caches(node, ctx)
     _require_step({"slot_mapping": kwargs["slot_mapping"]}, cache.group, ctx)
@@ -222,7 +222,7 @@ def rope_cache(node: fx.Node, ctx: Context) -> tuple[Any, ...]:
 
 
 def cached_attention(node: fx.Node, ctx: Context) -> Rows:
-    """Row t reads the keys of its own sequence up to its own position, which the same step has written before."""
+    """Row t reads the keys of its sequence up to its position, which the same step has written."""
     for cache in node.args[1:3]:
         written = cache.args[0] if cache.target is operator.getitem else None
         if not isinstance(written, fx.Node) or written.target is not FUNCTIONALIZED:
@@ -242,7 +242,7 @@ def cached_attention(node: fx.Node, ctx: Context) -> Rows:
 
 
 def dense_attention(node: fx.Node, ctx: Context) -> Rows:
-    """Row t of a sequence reads its rows up to t: by the template's contract, and only if t counts tokens in order."""
+    """By the template's contract, row t of a sequence reads its rows up to t, if tokens are in order."""
     if ctx.packed:
         raise Refusal("attention outside the attention interface reads the step's tokens as one sequence")
     require_per_head(*node.args[7:9], ctx=ctx)
@@ -269,7 +269,7 @@ def matmul_all_reduce(node: fx.Node, ctx: Context) -> Rows:
 
 
 def expert_matmul_partial(node: fx.Node, ctx: Context) -> Rows:
-    """A sum over a share of K: it means nothing until the ranks' shares are added."""
+    """A sum over a share of K. Only tree_all_reduce may read it."""
     for user in node.users:
         if user.target is not ours.tree_all_reduce.default or user.args[0] is not node or node in user.args[1:]:
             raise Refusal(f"a rank's partial sum is read by {user.target}, not by the tree over the ranks")
@@ -296,7 +296,7 @@ def columns_gathered(node: fx.Node, ctx: Context) -> Rows:
 
 
 STEP_OF_STATE = ("state_slots", "cu_seqlens", "seq_lens")
-OF_STATE = {BASES, base_index("state")}  # what functionalization adds
+OF_STATE = {BASES, base_index("state")}  # keywords that functionalization adds
 CONV: dict[str, tuple[str, ...]] = {"rows": ("x",), "weights": ("weight", "bias")}
 SCAN: dict[str, tuple[str, ...]] = {"rows": ("v", "q", "k", "decay", "beta"), "weights": ("rates",)}
 AVERAGE: dict[str, tuple[str, ...]] = {"rows": ("v", "k"), "weights": ("decay", "bonus")}
@@ -316,7 +316,7 @@ def packed_recurrence(operands: dict[str, tuple[str, ...]]) -> Rule:
 
 
 def _written_state(node: fx.Node, ctx: Context) -> Layout:
-    """The state that a functionalized operation writes: whole, of the step, and written here alone."""
+    """Return the state that a functionalized operation writes: whole, part of the step, and written only here."""
     kwargs = node.kwargs
     unknown = set(kwargs) - {argument.name for argument in schema_of(node.args[0]).arguments} - OF_STATE
     (base,) = kwargs[BASES]
@@ -340,7 +340,7 @@ def dense_recurrence(operands: dict[str, tuple[str, ...]]) -> Rule:
 
 
 def _rows(given: dict[str, Any], operands: dict[str, tuple[str, ...]], ctx: Context, tokens: int) -> Rows:
-    """The state of the first operand, which the result shares; ``tokens`` is the dimension that they are in."""
+    """Return the rows of the first operand, which the result shares. ``tokens`` is the dimension of tokens."""
     for name in operands["weights"]:
         if given.get(name) is not None:
             require_weight(ctx.rows(given[name]), f"the recurrence's {name}")

@@ -1,8 +1,8 @@
-"""Every operation of torch.ops.detcompile: its class in the certificate, what it does to rows, and how it sums.
+"""Every operation of torch.ops.detcompile: its class in the certificate, its rule for rows, and its sum order.
 
-One entry an operation, whole: an operation that is registered and has none is an error when this module is imported.
-An order is a function of (node, numerics), None where this call sums nothing; a template that never sums has
-`sums_nothing`. It raises Refusal for an order that was not declared or whose extent is not fixed.
+A registered operation without an entry is an error when this module is imported. An order is a function of (node,
+numerics). It returns None if this call sums nothing (`sums_nothing`: if no call does), and raises Refusal for an order
+that is not declared or whose extent is not fixed.
 """
 
 import math
@@ -64,11 +64,11 @@ Order: TypeAlias = Callable[[fx.Node, Numerics], SumOrder | None]
 
 
 def sums_nothing(node: fx.Node, numerics: Numerics) -> None:
-    """No order: the template moves values, or its sums have two terms, each an operation of its own."""
+    """Return no order: the template moves values, or its sums have two terms, each a separate operation."""
 
 
 def order_of_product(node: fx.Node, numerics: Numerics) -> SumOrder:
-    """A matrix product: over the last dimension of its first operand, in the declared tree where it has one."""
+    """Return the order of a matrix product: over the last dimension of x, in the declared tree if it has one."""
     given = arguments_of(node)
     value = given["x"].meta["val"]
     radices = _declared(given.get("radices") or (), numerics)
@@ -76,7 +76,7 @@ def order_of_product(node: fx.Node, numerics: Numerics) -> SumOrder:
 
 
 def order_of_row(node: fx.Node, numerics: Numerics) -> SumOrder:
-    """A reduction of rows: over the last dimension, whole or in the declared leaves."""
+    """Return the order of a row reduction: over the last dimension, whole or in the declared leaves."""
     given = arguments_of(node)
     (rows,) = (given[name] for name in ("x", "y", "logits") if name in given)
     value = rows.meta["val"]
@@ -85,7 +85,7 @@ def order_of_row(node: fx.Node, numerics: Numerics) -> SumOrder:
 
 
 def order_of_head_norm(node: fx.Node, numerics: Numerics) -> SumOrder | None:
-    """rope_cache's norm of a head, where it has one."""
+    """Return the order of rope_cache's norm of a head, if it has one."""
     given = arguments_of(node)
     if given["eps"] is None:
         return None
@@ -94,7 +94,7 @@ def order_of_head_norm(node: fx.Node, numerics: Numerics) -> SumOrder | None:
 
 
 def order_of_attention(node: fx.Node, numerics: Numerics) -> SumOrder:
-    """The sum over the keys of one sequence, in the declared chunks."""
+    """Return the order over the keys of one sequence, in the declared chunks."""
     chunk = arguments_of(node)["kv_chunk"]
     if chunk != numerics.kv_chunk:
         raise Refusal(f"attention in chunks of {chunk}, declared are {numerics.kv_chunk}")
@@ -102,44 +102,44 @@ def order_of_attention(node: fx.Node, numerics: Numerics) -> SumOrder:
 
 
 def order_of_attention_gradients(node: fx.Node, numerics: Numerics) -> SumOrder:
-    """The gradients of queries, over keys; those of keys and values are in the order Queries, by the same template."""
+    """Return the order of the gradients of queries: over keys. Those of keys and values are over queries."""
     order_of_attention(node, numerics)
     return Keys(KEY_BLOCK)
 
 
 def order_of_convolution(node: fx.Node, numerics: Numerics) -> SumOrder:
-    """A causal convolution: over its taps."""
+    """Return the order of a causal convolution: over its taps."""
     return Sequential(_static(shape_of(arguments_of(node)["weight"])[1]))
 
 
 def order_of_state(node: fx.Node, numerics: Numerics) -> SumOrder:
-    """A matrix state that a query reads: over its keys."""
+    """Return the order in which a query reads a matrix state: over its keys."""
     q = arguments_of(node)["q"]
     return state_order(_static(shape_of(q)[-1]), q.meta["val"].device.type)
 
 
 def order_of_ranks(node: fx.Node, numerics: Numerics) -> SumOrder:
-    """The whole sum of a product and of the tree over its ranks."""
+    """Return the order of a product and the tree over its ranks."""
     given = arguments_of(node)
     above = given["radices_above"]
     return _shared(given["x"], given["radices"], math.prod(above), [above], numerics)
 
 
 def order_of_partial(node: fx.Node, numerics: Numerics) -> SumOrder:
-    """The whole sum of which a rank holds its share, which the trees of its users finish."""
+    """Return the order of a whole sum: this rank's share, and the trees of the node's users."""
     given = arguments_of(node)
     trees = [arguments_of(user)["radices"] for user in node.users]
     return _shared(given["x"], given["radices"], given["tp"], trees, numerics)
 
 
 def order_of_tokens(node: fx.Node, numerics: Numerics) -> SumOrder:
-    """The gradient of a matrix: over tokens, in leaves of the declared length on the declared grid."""
+    """Return the order of a matrix gradient: over tokens, in leaves of the declared length on the declared grid."""
     value = _on_declared_grid(node, numerics)["g"].meta["val"]
     return token_product_order(numerics, value.dtype, isa_of(value.device))
 
 
 def order_of_token_rows(node: fx.Node, numerics: Numerics) -> SumOrder:
-    """The gradient of what each token scales or looks up: over tokens, on the declared grid."""
+    """Return the order of the gradient of a scale or table: over tokens, on the declared grid."""
     _on_declared_grid(node, numerics)
     return token_row_order(numerics)
 
@@ -175,7 +175,7 @@ def _static(size: sympy.Expr) -> int:
 
 
 class Template(NamedTuple):
-    """What is known of one operation. No field has a default: what sums nothing says so."""
+    """One operation. No field has a default: an operation without sums has `sums_nothing`."""
 
     kind: Kind
     rows: Rule
@@ -228,7 +228,7 @@ TEMPLATES: Mapping[Any, Template] = {
 
 
 def without_entry(registered: Iterable[str]) -> tuple[str, ...]:
-    """Operations of torch.ops.detcompile that TEMPLATES has no entry for, among the dispatcher's names."""
+    """Return the operations of torch.ops.detcompile without an entry, among the dispatcher's names."""
     named = {schema_of(operation).name for operation in TEMPLATES}
     of_ours = {name.partition(".")[0] for name in registered if name.startswith("detcompile::")}
     return tuple(sorted(of_ours - named))
@@ -240,7 +240,7 @@ if _missing:
 
 
 def template_of(node: fx.Node) -> Template | None:
-    """The entry of what a node calls, also where functionalization calls it; None for what is no operation of ours.
+    """Return the entry of the operation that a node calls, directly or functionalized; None for other operations.
 
     Raises:
         Refusal: a functionalized operation without an entry, or one that writes nothing.

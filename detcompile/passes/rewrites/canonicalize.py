@@ -1,6 +1,6 @@
 """One spelling per operation, so that later rewrites need one pattern each.
 
-Also here: an allocation that is filled slice by slice, and an index that counts all rows.
+Slice-by-slice fills of an allocation become concatenations. An index that counts all rows is dropped.
 """
 
 import math
@@ -45,9 +45,9 @@ def canonicalize(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _split_mixed_rows(graph: fx.Graph, view: fx.Node) -> None:
-    """Take a view from or to a dimension that holds rows and features by way of one dimension for each.
+    """Split a view from or to a dimension with rows and features into two views, with separate dimensions in between.
 
-    Inductor (torch 2.11 to 2.13) decides by a guess of an unknown extent how two shapes match, and may read other rows.
+    Inductor (torch 2.11 to 2.13) matches the two shapes by a guess of the unknown extent, and may read other rows.
     """
     before, after = shape_of(view.args[0]), shape_of(view)
     mixed, plain = (before, after) if any(map(_mixed, before)) else (after, before)
@@ -64,9 +64,9 @@ def _split_mixed_rows(graph: fx.Graph, view: fx.Node) -> None:
 
 
 def _scatter_without_units(graph: fx.Graph, scatter: fx.Node) -> None:
-    """Write a slice of four dimensions in as many as have an extent.
+    """Drop dimensions of extent 1 from a slice_scatter of four or more dimensions.
 
-    Inductor takes [N, 1, H, W] for an image, whose layout it cannot choose where an extent is unknown.
+    Inductor takes [N, 1, H, W] for an image, and cannot choose a layout for it if an extent is unknown.
     """
     x, part, *rest = scatter.args
     whole = shape_of(x)
@@ -87,7 +87,7 @@ def _scatter_without_units(graph: fx.Graph, scatter: fx.Node) -> None:
 
 
 def _mixed(extent: sympy.Expr) -> bool:
-    """Whether an extent is an unknown number times a known one."""
+    """Return whether an extent is an unknown number times a known factor."""
     factor, rows = extent.as_coeff_Mul()
     return factor != 1 and isinstance(rows, sympy.Symbol)
 
@@ -109,8 +109,8 @@ ALLOCATIONS = (aten.empty.memory_format, aten.new_empty.default, aten.full.defau
 def join_fills(gm: fx.GraphModule) -> fx.GraphModule:
     """slice_scatter(slice_scatter(empty, a, d, 0, n), b, d, n, m)  ->  cat([a, b], d)        where m is the extent of d
 
-    Only a fill without a gap is rewritten; where one has a gap, the certificate names what was not written. Slices
-    of everything, as of an unknown number of rows, are left out first.
+    Only fills without a gap are rewritten; the certificate refuses the others. Slices of a whole dimension, such as an
+    unknown number of rows, are dropped first.
     """
     if gm.graph.find_nodes(op="call_function", target=aten.slice_scatter.default):
         _drop_whole_slices(gm)
@@ -137,7 +137,7 @@ def _drop_whole_slices(gm: fx.GraphModule) -> None:
 
 
 def _filling_slices(last: fx.Node) -> list[fx.Node] | None:
-    """What fills an allocation along one dimension, in order, or None where ``last`` does not complete such a fill."""
+    """Return the slices that fill an allocation along one dimension, in order; None if ``last`` completes no fill."""
     dim, _, end = _slice_range(last)
     slices: list[fx.Node] = []
     node: Any = last
@@ -155,7 +155,7 @@ def _filling_slices(last: fx.Node) -> list[fx.Node] | None:
 
 
 def _slice_range(node: fx.Node) -> tuple[int, Any, Any]:
-    """Dimension, start and end of a slice_scatter, the end within the extent."""
+    """Return dimension, start and end of a slice_scatter, with the end clamped to the extent."""
     sizes = shape_of(node)
     dim = (node.args[2] if len(node.args) > 2 else 0) % len(sizes)
     start = node.args[3] if len(node.args) > 3 else None
@@ -166,7 +166,7 @@ def _slice_range(node: fx.Node) -> tuple[int, Any, Any]:
 
 
 def _copied_value(source: Any) -> Any:
-    """What copy(into, value) writes: the value, if it has the shape and dtype of what it is written into."""
+    """Return the value that copy(into, value) writes, if it has the shape and dtype of ``into``."""
     if source.target is aten.copy.default and not source.kwargs and len(source.args) == 2:
         into, value = source.args
         if shape_of(into) == shape_of(value) and into.meta["val"].dtype == value.meta["val"].dtype:
@@ -175,7 +175,7 @@ def _copied_value(source: Any) -> Any:
 
 
 def _same_but(slices: list[fx.Node], last: fx.Node, dim: int) -> bool:
-    """Whether all slices have the dtype of the whole, and its shape but along ``dim``."""
+    """Return whether all slices have the dtype of the whole, and its shape except along ``dim``."""
     whole = shape_of(last)
     expected = whole[:dim] + whole[dim + 1 :]
     shapes = [shape_of(one) for one in slices]
@@ -191,7 +191,7 @@ SAME_NUMBERS = (*VIEWS, aten.unsqueeze.default, prims.convert_element_type.defau
 def drop_batch_indices(gm: fx.GraphModule) -> fx.GraphModule:
     """index(x_BS, [arange(B) [B, 1, 1, 1], j [S]])  ->  permute(index(x_BS, [None, j [1, 1, S]]), ...)
 
-    As masks of transformers read the padding of a row: mask[batch_idx, kv_idx] over all pairs.
+    Masks of transformers read a row's padding so: mask[batch_idx, kv_idx] over all pairs.
     """
     for node in gm.graph.find_nodes(op="call_function", target=aten.index.Tensor):
         x, indices = node.args
@@ -202,7 +202,7 @@ def drop_batch_indices(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _place_of_rows(x: fx.Node, indices: list[fx.Node | None]) -> int | None:
-    """The dimension, from the end, along which the first index counts all rows of x and the others are constant."""
+    """Return the dimension, from the end, along which the first index counts all rows of x and others are constant."""
     if len(indices) < 2 or any(index is None for index in indices):
         return None
     shape, rows = shape_of(indices[0]), shape_of(x)[0]
@@ -215,7 +215,7 @@ def _place_of_rows(x: fx.Node, indices: list[fx.Node | None]) -> int | None:
 
 
 def _counts_up(node: fx.Node) -> bool:
-    """Whether the values are 0, 1, 2, ..., in order: of a range, through views of it."""
+    """Return whether a node is a range 0, 1, 2, ..., possibly through views."""
     while node.target in SAME_NUMBERS or (node.target is aten.slice.Tensor and _is_whole(node)):
         node = node.args[0]
     if node.target is prims.iota.default:
@@ -228,7 +228,7 @@ def _is_whole(part: fx.Node) -> bool:
 
 
 def _index_the_rest(graph: fx.Graph, node: fx.Node, place: int) -> None:
-    """Index the other dimensions, then move the rows, which stayed first, to their place."""
+    """Index the other dimensions, then move the rows from the front to their place."""
     x, indices = node.args
     rank = len(shape_of(node)) - (len(shape_of(x)) - len(indices))  # of the indices, broadcast
     others = []

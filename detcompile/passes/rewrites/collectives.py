@@ -1,7 +1,7 @@
-"""A model's own all_reduce of a matrix product becomes the declared tree; one rank computes the whole tree.
+"""A model's all_reduce of a matrix product becomes the declared tree. A single rank computes the whole tree.
 
-Rank r of the group is taken to hold the r-th range of K. What is no such sum stays as it is, and the certificate
-refuses it by name: a product with a bias, or one that something else reads too; other values, reductions and dtypes.
+Rank r of the group must hold the r-th range of K. Other collectives stay, and the certificate refuses them by name: a
+product with a bias or with other readers, and other values, reductions and dtypes.
 """
 
 from typing import NamedTuple
@@ -35,11 +35,11 @@ class _Sum(NamedTuple):
 def pin_collectives(gm: fx.GraphModule, numerics: Numerics) -> fx.GraphModule:
     """all_reduce(mm(x, w_KN), "sum")  ->  matmul_all_reduce(x, w_NK, None, None, below, above)
 
-    Of a group of one:  matmul(x, w_NK, None, None, radices).
+    In a group of one:  matmul(x, w_NK, None, None, radices).
 
     Raises:
         NumericsError: K does not split into equal leaves.
-        InvalidInput: there is no order for products of this dtype.
+        InvalidInput: products of this dtype have no order.
     """
     for reduced in gm.graph.find_nodes(op="call_function", target=c10d.all_reduce.default):
         match = _sum_of(reduced)
@@ -61,7 +61,7 @@ def _sum_of(reduced: fx.Node) -> _Sum | None:
     if copy is not None and (copy.args != (value, total) or len(total.users) != 1):
         return None
     if others != [node for node in (copy,) if node is not None] or (view is not None and len(product.users) != 1):
-        return None  # a rank's own share is read
+        return None  # something reads a rank's share
     return _Sum(product, view, reduced, total, copy)
 
 

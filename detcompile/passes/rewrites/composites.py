@@ -1,6 +1,6 @@
-"""Calls that torch would compute by kernels with orders of their own, taken apart into operations that are pinned.
+"""Decompose calls that torch would compute with unpinned kernels: attention, encoder layers, circular padding.
 
-Runs on Dynamo's graph, before torch chooses a kernel: attention, layers of encoders, padding in circles.
+Runs on Dynamo's graph, before torch chooses a kernel.
 """
 
 import types
@@ -41,7 +41,7 @@ def take_apart(gm: fx.GraphModule, kv_chunk: int) -> fx.GraphModule:
 
 
 def _calling(function: Any, **replaced: Any) -> Callable[..., Any]:
-    """``function`` where these names mean something else, there alone."""
+    """Return a copy of ``function`` in whose globals these names are replaced."""
     names = function.__globals__ | replaced
     copy = types.FunctionType(function.__code__, names, argdefs=function.__defaults__)
     names[function.__name__] = copy  # which it hands to modes that see every function of torch
@@ -61,7 +61,7 @@ def _attention(kv_chunk: int) -> Callable[..., Tensor]:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """scaled_dot_product_attention; what draws random numbers stays whole, for the certificate to name."""
+        """Replace scaled_dot_product_attention. With dropout, leave the call for the certificate to refuse."""
         if dropout_p or query.dim() < 3:
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -79,7 +79,7 @@ def _attention(kv_chunk: int) -> Callable[..., Tensor]:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Scores and weights are float32, the weights rounded once; a query that sees no key gets zeros, as torch's."""
+    """Attend with float32 scores and weights, rounded once. A query that sees no key gets zeros, as in torch."""
     batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
     q, k, v = (x.expand(*batch, *x.shape[-2:]) for x in (q, k, v))
     scores = ours.batched_matmul(q, k, torch.float32) * scale
@@ -94,7 +94,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) 
 
 
 def _for_each_head(x: Tensor, heads: int) -> Tensor:
-    """[..., G, S, D] -> [..., heads, S, D]: heads / G in a row share one."""
+    """[..., G, S, D] -> [..., heads, S, D]: heads / G consecutive heads share one."""
     groups = x.shape[-3]
     return x.unsqueeze(-3).expand(*x.shape[:-2], heads // groups, *x.shape[-2:]).flatten(-4, -3)
 
@@ -133,13 +133,13 @@ def _encoder_layer(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _seen(mask: Tensor, mask_type: int | None) -> Tensor:
-    """An encoder layer's mask as attention takes it: True where a key is seen, or what is added to its score."""
+    """Return an encoder layer's mask for attention: True for visible keys, or a bias of the scores."""
     given = ~mask if mask.dtype is torch.bool else mask
     return given[:, None, None, :] if mask_type == OF_KEYS else given
 
 
 def _pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Tensor:
-    """Circular padding as a concatenation; others are left to torch."""
+    """Write circular padding as a concatenation. Leave other modes to torch."""
     if mode != "circular" or min(pad) < 0:
         return plain_pad(input, pad, mode, value)
     for i in range(len(pad) // 2):

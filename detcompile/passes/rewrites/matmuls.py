@@ -20,7 +20,7 @@ __all__ = [
 ]
 
 aten = torch.ops.aten
-# The argument's position.
+# Position of the argument.
 RESIDUAL_OF = {
     ours.matmul.default: 3,
     ours.dequant_matmul.default: 5,
@@ -32,7 +32,7 @@ RESIDUAL_OF = {
 def pin_matmuls(gm: fx.GraphModule) -> fx.GraphModule:
     """mm(x, w_KN)  ->  matmul(x, w_NK, None, None, [])         addmm(b, x, w_KN)  ->  matmul(x, w_NK, b, None, [])
 
-    Both are one sum in the order of matmul_order; row-parallel linears call the template with their tree themselves.
+    Both sum in the order of matmul_order. Row-parallel linears call the template with their tree.
     """
     for node in gm.graph.find_nodes(op="call_function", target=aten.mm.default):
         _pin(gm.graph, node, node.args[0], node.args[1], None)
@@ -49,7 +49,7 @@ def _pin(graph: fx.Graph, node: fx.Node, x: fx.Node, w_KN: fx.Node, bias: fx.Nod
 
 
 def transposed_weight(graph: fx.Graph, w_KN: fx.Node, product: fx.Node) -> fx.Node:
-    """The second operand of a product as the template takes it, [N, K]."""
+    """Return the second operand of a product as [N, K], which the template takes."""
     return w_KN.args[0] if _is_transpose(w_KN) else insert(graph, aten.permute.default, (w_KN, [1, 0]), product)
 
 
@@ -58,9 +58,9 @@ def _is_transpose(node: fx.Node) -> bool:
 
 
 def fuse_residuals(gm: fx.GraphModule) -> fx.GraphModule:
-    """add(r, view(matmul(x, w, b, None)))  ->  view(matmul(x, w, b, view(r)))          and of all reductions the same
+    """add(r, view(matmul(x, w, b, None)))  ->  view(matmul(x, w, b, view(r)))          also for all-reduces
 
-    The template rounds the product before it adds, as the two operations did.
+    The template rounds the product before the addition, as the two operations do.
     """
     for add in gm.graph.find_nodes(op="call_function", target=aten.add.Tensor):
         if add.kwargs or not all(isinstance(arg, fx.Node) for arg in add.args):
@@ -88,7 +88,7 @@ def _takes_residual(product: fx.Node, y: fx.Node, r: fx.Node, add: fx.Node) -> b
 
 def _fuse_residual(graph: fx.Graph, add: fx.Node, product: fx.Node, y: fx.Node, r: fx.Node) -> None:
     flat = r
-    if y is not product:  # [-1, N]: no symbolic size has to be threaded through
+    if y is not product:  # [-1, N] avoids a symbolic size
         flat = insert(graph, aten.reshape.default, (r, [-1, int(product.meta["val"].shape[1])]), add)
     place = RESIDUAL_OF[product.target]
     fused = insert(graph, product.target, (*product.args[:place], flat, *product.args[place + 1 :]), add)
@@ -101,8 +101,8 @@ def _fuse_residual(graph: fx.Graph, add: fx.Node, product: fx.Node, y: fx.Node, 
 
 
 aten, prims = torch.ops.aten, torch.ops.prims
-MOST_TERMS = 8  # of a sum; a longer one belongs into a template of its own
-MOST_MATRICES = 32  # each becomes a product of its own
+MOST_TERMS = 8  # of a sum; longer ones need a template
+MOST_MATRICES = 32  # each becomes a separate product
 
 
 def pin_batched_products(gm: fx.GraphModule) -> fx.GraphModule:
@@ -116,7 +116,7 @@ def pin_batched_products(gm: fx.GraphModule) -> fx.GraphModule:
     for node in gm.graph.find_nodes(op="call_function", target=aten.bmm.default):
         known = [[not size.free_symbols for size in shape_of(operand)] for operand in node.args]
         (_, M, K), (_, _, N) = known
-        whole = all(known[0] + known[1])  # whose rows are not told apart from weights here
+        whole = all(known[0] + known[1])  # rows cannot be told from weights here
         if all(known[1]) and not whole and int(shape_of(node.args[1])[0]) <= MOST_MATRICES:
             _pin_each(gm.graph, node, int(shape_of(node.args[1])[0]))
         elif M and K and N and int(shape_of(node.args[1])[1]) <= MOST_TERMS:
@@ -127,7 +127,7 @@ def pin_batched_products(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _add_apart(graph: fx.Graph, node: fx.Node) -> None:
-    """Only unscaled; the sum is of two terms, each rounded."""
+    """Split an unscaled baddbmm into a product and a sum of two rounded terms."""
     if not node.kwargs:
         c, a, b = node.args
         product = insert(graph, aten.bmm.default, (a, b), node)
@@ -176,9 +176,9 @@ DEVICES = ("cuda",)  # on a CPU Inductor's loop is as fast
 def fuse_gates(gm: fx.GraphModule) -> fx.GraphModule:
     """mul(round(g / (exp(-g) + 1)), u)  ->  silu_mul(g, u)          g and u of one shape and dtype
 
-    A silu that something else reads too, or whose product broadcasts or does not lie in rows as silu_mul's result does
-    (views that follow were traced with its strides), keeps its operations. The bits are the same for float32; for 16
-    bits they are silu_mul's own.
+    On GPUs only: in Inductor's kernel every element divides in 64 bits to find its row. A silu with other readers keeps
+    its operations, and so does a product that broadcasts or is not contiguous (later views were traced with its
+    strides). Float32 bits stay the same; 16-bit results are those of silu_mul.
     """
     for mul in gm.graph.find_nodes(op="call_function", target=aten.mul.Tensor):
         value = mul.meta["val"]
@@ -196,8 +196,7 @@ def fuse_gates(gm: fx.GraphModule) -> fx.GraphModule:
 def fuse_gated_products(gm: fx.GraphModule) -> fx.GraphModule:
     """y = matmul(x, w), silu_mul(y[:, :F], y[:, F:])  ->  gated_matmul(x, w)          w [2 F, K]
 
-    Where nothing else reads the product; after the linears of one input share it (passes/rewrites/merged_linears.py).
-    The bits stay.
+    Only if nothing else reads the product. Runs after merge_linears. The bits stay the same.
     """
     for gate in gm.graph.find_nodes(op="call_function", target=ours.silu_mul.default):
         product = _match_halves(*gate.args)
@@ -212,7 +211,7 @@ def fuse_gated_products(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _match_halves(gate: fx.Node, up: fx.Node) -> fx.Node | None:
-    """The product whose first half of columns is ``gate`` and whose second is ``up``, behind whatever views."""
+    """Return the product whose first half of columns is ``gate`` and second half ``up``, through any views."""
     halves = []
     for node in (gate, up):
         while node.target in VIEWS and len(node.users) == 1:
@@ -242,7 +241,7 @@ def _lies_in_rows(value: torch.Tensor) -> bool:
 
 
 def _match_silu(node: Any) -> fx.Node | None:
-    """g of round(float32(g) / (exp(-float32(g)) + 1)), the decomposition of aten.silu."""
+    """Match round(float32(g) / (exp(-float32(g)) + 1)), the decomposition of aten.silu, and return g."""
     if not isinstance(node, fx.Node) or len(node.users) != 1:
         return None
     rounded = node.meta["val"].dtype

@@ -1,8 +1,8 @@
-"""Linears that read one input become one matrix product over their weights together: q, k and v; gate and up.
+"""Linears that read one input become one matrix product over their concatenated weights: q, k and v; gate and up.
 
-Every element of a product is a sum of its own, in an order that K alone fixes, so the bits stay. Two steps:
-`merge_linears` writes the concatenation of the weights into the graph, and `lift_weights` makes it an input, which
-whoever calls the graph has to concatenate once (`joined`), so that no step pays for it.
+Every element of a product is a separate sum, in an order that depends on K only, so the bits stay the same. Two steps:
+`merge_linears` writes the concatenation of the weights into the graph. `lift_weights` makes it an input, which the
+caller of the graph concatenates once (`joined`), so that no step pays for it.
 """
 
 import itertools
@@ -27,10 +27,10 @@ aten = torch.ops.aten
 def merge_linears(gm: fx.GraphModule) -> fx.GraphModule:
     """matmul(x, w_q), matmul(x, w_k)  ->  y = matmul(x, cat([w_q, w_k])), y[:, :Nq], y[:, Nq:]
 
-    Only where each weight (and bias: all or none) is a contiguous input of the graph that nothing else reads, and no
-    sum takes a tree or a residual.
+    Only if each weight and bias is a contiguous input of the graph without other readers, all or none of the linears
+    have a bias, and no sum takes a tree or a residual.
     """
-    gm.graph.eliminate_dead_code()  # a transpose that nothing reads would count as a reader of its weight
+    gm.graph.eliminate_dead_code()  # an unused transpose would count as a reader of its weight
     groups: dict[tuple, list[fx.Node]] = defaultdict(list)
     for node in gm.graph.find_nodes(op="call_function", target=ours.matmul.default):
         if _is_plain(node):
@@ -38,7 +38,7 @@ def merge_linears(gm: fx.GraphModule) -> fx.GraphModule:
     for products in groups.values():
         if len(products) > 1:
             _fuse(gm.graph, products)
-    for node in gm.graph.nodes:  # strides of before; our operations take any
+    for node in gm.graph.nodes:  # outdated strides; our operations take any
         forget_eager_inputs(node)
     return gm
 
@@ -52,7 +52,7 @@ def _is_plain(product: fx.Node) -> bool:
 
 
 def _kind(product: fx.Node) -> tuple:
-    """What linears that are merged share: the rows they read, whatever view of them, and how they read them."""
+    """Return what merged linears share: the rows that they read, through any view, and dtypes."""
     x, w, bias = product.args[:3]
     sizes = shape_of(x)
     while x.target in VIEWS:
@@ -61,7 +61,7 @@ def _kind(product: fx.Node) -> tuple:
 
 
 def _fuse(graph: fx.Graph, products: list[fx.Node]) -> None:
-    """Products in graph order; x of the first of them is known where it stands."""
+    """Fuse products, given in graph order, at the first of them."""
     first = products[0]
     x, _, bias = first.args[:3]
     weight = insert(graph, aten.cat.default, ([product.args[1] for product in products],), first)
@@ -72,7 +72,7 @@ def _fuse(graph: fx.Graph, products: list[fx.Node]) -> None:
     parts = []
     for end, width, product in zip(itertools.accumulate(widths), widths, products, strict=True):
         part = insert(graph, aten.slice.Tensor, (fused, 1, end - width, end), first)
-        if _mixes_rows(product):  # a view that a part's rows, which lie apart, do not have
+        if _mixes_rows(product):  # the view needs contiguous rows
             part = insert(graph, aten.clone.default, (part,), first)
         set_source_trace(part, product)
         parts.append(part)
@@ -81,7 +81,7 @@ def _fuse(graph: fx.Graph, products: list[fx.Node]) -> None:
 
 
 def _mixes_rows(product: fx.Node) -> bool:
-    """Whether a view of the product joins its rows with features in one dimension."""
+    """Return whether a view of the product joins rows and features in one dimension."""
     rows = shape_of(product)[0]
     views = [user for user in product.users if user.target in VIEWS]
     while views:
@@ -95,7 +95,7 @@ def _mixes_rows(product: fx.Node) -> bool:
 def lift_weights(gm: fx.GraphModule, weights: Collection[int]) -> tuple[tuple[int, ...], ...]:
     """cat([w_q, w_k]) of weights that only it reads  ->  the input w_q, which is now as long as both
 
-    w_k stays an input, which nothing reads. Returns the positions of the inputs of each concatenation.
+    w_k stays an input without readers. Return the input positions of each concatenation.
 
     Args:
         weights: positions of the inputs that are the same tensors at every call.
@@ -104,7 +104,7 @@ def lift_weights(gm: fx.GraphModule, weights: Collection[int]) -> tuple[tuple[in
     lifted = []
     for cat in gm.graph.find_nodes(op="call_function", target=aten.cat.default):
         inputs = cat.args[0]
-        alone = len(cat.args) == 1 and len(set(inputs)) == len(inputs)  # one tensor cannot be a view of two places
+        alone = len(cat.args) == 1 and len(set(inputs)) == len(inputs)  # a tensor cannot be a view of two places
         if not alone or not all(node in position and len(node.users) == 1 for node in inputs):
             continue
         lifted.append(tuple(position[node] for node in inputs))
@@ -116,9 +116,9 @@ def lift_weights(gm: fx.GraphModule, weights: Collection[int]) -> tuple[tuple[in
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """The concatenation of ``parts`` [N, ...], which become views of it: their memory is not held twice.
+    """Concatenate ``parts`` [N, ...] and make them views of the result, so that memory is not held twice.
 
-    Parts that lie one behind the other already, as another program over these weights left them, stay there.
+    Parts that another program has already placed one after the other stay where they are.
     """
     wait_for_weights()
     first, ends = parts[0], itertools.accumulate(part.numel() * part.element_size() for part in parts)
@@ -133,7 +133,7 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def fed(run: Callable[..., Any], weights: Mapping[int, Tensor]) -> Callable[..., Any]:
-    """``run`` with these tensors in place of its inputs at these positions."""
+    """Return ``run`` with these tensors in place of its inputs at these positions."""
     if not weights:
         return run
 

@@ -19,7 +19,7 @@ __all__ = ["KEPT_WHOLE", "keeps_dims", "pin_reductions", "pin_rms_norms", "reduc
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-# Operations that Inductor would decompose into reductions of its own before our passes see them.
+# Operations that Inductor would decompose into its reductions before our passes see them.
 KEPT_WHOLE = (
     aten.native_group_norm.default,
     aten.native_layer_norm.default,
@@ -31,7 +31,7 @@ KEPT_WHOLE = (
 
 
 def pin_reductions(gm: fx.GraphModule) -> fx.GraphModule:
-    """mean(x, dims)  ->  row_sum(x) / R        softmax(x, -1)  ->  detcompile.softmax(x)        and so on (REWRITES)"""
+    """mean(x, dims)  ->  row_sum(x) / R        softmax(x, -1)  ->  detcompile.softmax(x)        see REWRITES"""
     for floating, rewrite in REWRITES.items():
         for node in gm.graph.find_nodes(op="call_function", target=floating):
             dtypes = (node.args[0].meta["val"].dtype, _result_dtype(node))
@@ -42,7 +42,7 @@ def pin_reductions(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def reduced_dims(node: fx.Node) -> list[int]:
-    """The dimensions that a reduction or norm reduces, ascending and counted from 0."""
+    """Return the dimensions that a reduction or norm reduces, ascending and >= 0."""
     rank = len(shape_of(node.args[0]))
     if node.target is aten.native_group_norm.default:
         return list(range(1, rank))
@@ -54,7 +54,7 @@ def reduced_dims(node: fx.Node) -> list[int]:
 
 
 def keeps_dims(node: fx.Node) -> bool:
-    """Whether a reduction keeps the dimensions that it reduces, as extents of 1."""
+    """Return whether a reduction keeps its dimensions with extent 1."""
     return bool(node.args[2]) if len(node.args) > 2 else bool(node.kwargs.get("keepdim", False))
 
 
@@ -64,13 +64,13 @@ def _result_dtype(node: fx.Node) -> torch.dtype:
 
 
 def _rows_stay(node: fx.Node) -> bool:
-    """Whether the number of terms is known, and there is one."""
+    """Return whether the number of terms is known and at least 1."""
     sizes = shape_of(node.args[0])
     return bool(sizes) and not any(sizes[dim].free_symbols or sizes[dim] == 0 for dim in reduced_dims(node))
 
 
 def _as_rows(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, int]:
-    """The reduced input with its reduced dimensions last and flattened, and their extent R."""
+    """Return the input with the reduced dimensions last and flattened, and their extent R."""
     x, dims = node.args[0], reduced_dims(node)
     sizes = shape_of(x)
     kept = [dim for dim in range(len(sizes)) if dim not in dims]
@@ -84,7 +84,7 @@ def _as_rows(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, int]:
 
 
 def _extents(graph: fx.Graph, node: fx.Node, dims: Iterable[tuple[fx.Node, int]]) -> list[Any]:
-    """The extents of these dimensions for a reshape: one that is not fixed is left to it, several are asked for."""
+    """Return extents for a reshape: -1 for a single unknown extent, sym_size for several."""
     sizes = [(value, dim, shape_of(value)[dim]) for value, dim in dims]
     left_out = sum(bool(size.free_symbols) for *_, size in sizes) == 1
     return [
@@ -94,7 +94,7 @@ def _extents(graph: fx.Graph, node: fx.Node, dims: Iterable[tuple[fx.Node, int]]
 
 
 def _restore(graph: fx.Graph, node: fx.Node, result: fx.Node) -> fx.Node:
-    """Give the reduced dimensions back as extents of 1 where the operation kept them."""
+    """Restore the reduced dimensions with extent 1 if the operation keeps them."""
     if keeps_dims(node):
         for dim in reduced_dims(node):
             result = insert(graph, aten.unsqueeze.default, (result, dim), node)
@@ -108,7 +108,7 @@ def _cast(graph: fx.Graph, node: fx.Node, value: fx.Node, dtype: torch.dtype) ->
 
 
 def _replace_parts(graph: fx.Graph, node: fx.Node, parts: dict[int, fx.Node]) -> bool:
-    """Replace the getitems of a node with several results; False (and no change) if another result is used."""
+    """Replace the getitems of a node with several results. Return False, without a change, if others are used."""
     users = list(node.users)
     if any(user.target is not operator.getitem or user.args[1] not in parts for user in users):
         return False
@@ -124,7 +124,7 @@ def _sum(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _mean(graph: fx.Graph, node: fx.Node) -> None:
-    """The sum and the division stay in fp32; one rounding."""
+    """Sum and divide in float32, with one rounding."""
     x, length = _as_rows(graph, node)
     total = insert(graph, ours.row_sum.default, (x, torch.float32), node)
     mean = insert(graph, aten.div.Tensor, (total, length), node)
@@ -148,7 +148,7 @@ def _var_mean(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _layer_norm(graph: fx.Graph, node: fx.Node) -> None:
-    """The statistics that only a backward pass reads are not produced."""
+    """Rewrite a layer norm without the statistics, which only a backward pass reads."""
     x, shape, weight, bias, eps = node.args
     _normed(graph, node, ours.layer_norm.default, [x, weight, bias], len(shape), eps)
 
@@ -160,7 +160,7 @@ def _fused_rms_norm(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _normed(graph: fx.Graph, node: fx.Node, norm: Any, operands: list[fx.Node | None], dims: int, *rest: Any) -> None:
-    """A norm over the last ``dims`` dimensions of its operands, x and the weights: over one that holds them all."""
+    """Write a norm over the last ``dims`` dimensions as one over a single flattened dimension."""
     x = operands[0]
     sizes = shape_of(x)
     if dims > 1:
@@ -178,7 +178,7 @@ def _normed(graph: fx.Graph, node: fx.Node, norm: Any, operands: list[fx.Node | 
 
 
 def _group_norm(graph: fx.Graph, node: fx.Node) -> None:
-    """Each group of channels is a row of layer_norm, in float32; weight and bias are of a channel; one rounding."""
+    """Write a group norm as layer_norm with one row per group, in float32, with one rounding at the end."""
     x, weight, bias, _, channels, _, groups, eps = node.args
     sizes, dtype = shape_of(x), x.meta["val"].dtype
     batch = _extents(graph, node, [(x, 0)])
@@ -194,7 +194,7 @@ def _group_norm(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _last_dim(target: OpOverload):
-    """Along another dimension: that one is moved to the end and back."""
+    """Return a rewrite that moves the reduced dimension to the end and back."""
 
     def rewrite(graph: fx.Graph, node: fx.Node) -> None:
         (dim,), rank = reduced_dims(node), len(shape_of(node.args[0]))
@@ -240,7 +240,7 @@ def pin_rms_norms(gm: fx.GraphModule) -> fx.GraphModule:
         n.to(x.dtype) * weight                               round_before_weight = True   (Llama, Qwen)
         (n * weight_fp32).to(x.dtype)                        round_before_weight = False  (Gemma)
 
-    Runs before pin_reductions; a norm of another shape keeps its operations and gets only its mean pinned.
+    Runs before pin_reductions. A norm of another shape keeps its operations, and only its mean is pinned.
     """
     for mean in gm.graph.find_nodes(op="call_function", target=aten.mean.dim):
         match = _match_rms_norm(mean)
@@ -252,13 +252,13 @@ def pin_rms_norms(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _only_user(node: fx.Node, *targets: OpOverload) -> fx.Node | None:
-    """What alone reads the node, if it is one of these operations; an addition that scales an operand is none."""
+    """Return the node's only reader, if it is one of these operations without keywords such as alpha."""
     users = list(node.users)
     return users[0] if len(users) == 1 and users[0].target in targets and not users[0].kwargs else None
 
 
 def _match_rms_norm(mean: fx.Node) -> tuple[fx.Node, tuple] | None:
-    """The last operation of the norm and the template's arguments."""
+    """Return the last operation of the norm and the template's arguments."""
     square = mean.args[0]
     h = square.args[0] if square.args else None
     squared = square.target is aten.pow.Tensor_Scalar and square.args[1] == 2
@@ -298,7 +298,7 @@ def _match_weight(normed: fx.Node, h: fx.Node, eps: float) -> tuple[fx.Node, tup
 
 
 def _vector(product: fx.Node, other: fx.Node, length: object, dtype: torch.dtype | None) -> fx.Node | None:
-    """The factor of ``product`` that is a weight of [R] in ``dtype`` (None: in any)."""
+    """Return the factor of ``product`` that is a weight [R] of ``dtype`` (None: any dtype)."""
     factors = [arg for arg in product.args if arg is not other]
     if len(factors) != 1 or not isinstance(factors[0], fx.Node):
         return None

@@ -1,4 +1,4 @@
-"""The norms and rotations of q and k and the cache write become one operation, which attention then reads behind."""
+"""Norms and rotations of q and k and the cache write become one operation. Attention then reads the cache."""
 
 import operator
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ __all__ = ["fuse_rope"]
 aten = torch.ops.aten
 SWAP = [0, 2, 1, 3]  # [1, T, H, D] <-> [1, H, T, D]
 CACHES = {base_index("k_cache"), base_index("v_cache"), BASES}
-DEVICES = ("cuda",)  # on a CPU launches are cheap, and Inductor's loops are faster than our composition
+DEVICES = ("cuda",)  # on a CPU, Inductor's loops are faster
 LATER = (*StepMetadata._fields, *AttentionRule._fields)
 
 
@@ -41,8 +41,8 @@ def fuse_rope(gm: fx.GraphModule) -> fx.GraphModule:
     """paged_attention(rope(norm(q)), rope(norm(k)), v, caches, ...)
     ->  cached_attention(rope_cache(q, k, v, cos, sin, ..., caches), caches, ...)
 
-    With or without norms, over all or the first features of a head of up to MOST_FEATURES. Any other rotation keeps
-    its operations. The bits are the same either way.
+    With or without norms, over all or the first features of a head with at most MOST_FEATURES. Other rotations keep
+    their operations. The bits are the same either way.
     """
     for node in gm.graph.find_nodes(op="call_function", target=FUNCTIONALIZED):
         if node.args[0] is ours.paged_attention.default and node.kwargs["q"].meta["val"].device.type in DEVICES:
@@ -93,7 +93,7 @@ def _fuse(graph: fx.Graph, attention: fx.Node, q: Rotated, k: Rotated) -> None:
 
 
 def _part(graph: fx.Graph, origin: fx.Node, node: fx.Node, index: int) -> fx.Node:
-    """One result of ``node``; one node for each."""
+    """Return the getitem of one result of ``node``, without duplicates."""
     for user in node.users:
         if user.target is operator.getitem and user.args[1] == index:
             return user
@@ -113,14 +113,14 @@ def _tokens_first(graph: fx.Graph, origin: fx.Node, x: fx.Node) -> fx.Node:
 
 
 def _match_heads(rows: fx.Node) -> Rotated | None:
-    """The rotation behind [T, H, D] = squeeze(permute(rotated [1, H, T, D]), 0)."""
+    """Match [T, H, D] = squeeze(permute(rotated [1, H, T, D]), 0) and return the rotation."""
     if not _is(rows, aten.squeeze.dim) or rows.args[1] != 0:
         return None
     swapped: Any = rows.args[0]
     if not _is(swapped, aten.permute.default) or list(swapped.args[1]) != SWAP:
         return None
     turned = swapped.args[0]
-    if _is(turned, aten.clone.default):  # of cat([rotated, nothing])
+    if _is(turned, aten.clone.default):  # from cat([rotated, empty])
         turned = turned.args[0]
     rotated = _match_rotation(turned)
     if rotated is None and _is(turned, aten.cat.default) and len(turned.args[0]) == 2 and _last(turned):
@@ -181,7 +181,7 @@ def _slice_of(node: Any) -> tuple[fx.Node, int, int] | None:
 
 
 def _with_norm(rotated: Rotated) -> Rotated:
-    """``raw`` before its norm, which may stand before or after heads and tokens change places."""
+    """Move ``raw`` before its norm, which may come before or after the swap of heads and tokens."""
     x = rotated.raw
     if _is(x, ours.rms_norm.default):
         return rotated._replace(raw=x.args[0], norm=Norm(*x.args[1:4]))

@@ -1,4 +1,4 @@
-"""Sorts and running sums become functions of one row alone."""
+"""Sorts and running sums become functions of one row. Among equal elements, the lowest index comes first."""
 
 import operator
 from typing import Any
@@ -17,9 +17,9 @@ DEFAULTS = (None, None, -1, True, True)  # x, k, dim, largest, sorted
 def pin_topk(gm: fx.GraphModule) -> fx.GraphModule:
     """topk(x, k, dim, largest, _)  ->  the first k of sort(x, stable=True, dim, descending=largest)
 
-    torch's topk leaves open which of equal elements it finds, and its kernel may follow the number of rows. A stable
-    sort has one result. Elements of topk(sorted=False) come in this order too. Equal values are not equal bits where
-    zeros have signs, so that values are pinned as indices are.
+    torch's topk does not define which of equal elements it returns, and its kernel may depend on the number of rows. A
+    stable sort has one result. Elements of topk(sorted=False) come in this order too. Values are pinned like indices:
+    0.0 and -0.0 are equal with different bits.
     """
     for node in gm.graph.find_nodes(op="call_function", target=aten.topk.default):
         given: tuple[Any, ...] = (*node.args, *DEFAULTS[len(node.args) :])
@@ -27,13 +27,13 @@ def pin_topk(gm: fx.GraphModule) -> fx.GraphModule:
         if node.kwargs or not isinstance(k, int):
             continue
         both = insert(gm.graph, _stable_sort, (x, dim, largest), node)
-        both.target, both.args = aten.sort.stable, (x,)  # what the certificate knows, by its own name
+        both.target, both.args = aten.sort.stable, (x,)  # the name that the certificate knows
         both.kwargs = {"stable": True, "dim": dim, "descending": largest}
         for part in range(2):
             for user in _users(node, part):
                 whole = insert(gm.graph, operator.getitem, (both, part), node)
                 first = insert(gm.graph, aten.slice.Tensor, (whole, dim, 0, k), node)
-                dense = insert(gm.graph, aten.clone.default, (first,), node)  # as topk's: views of it may follow
+                dense = insert(gm.graph, aten.clone.default, (first,), node)
                 replace(user, dense)
         gm.graph.erase_node(node)
     return gm
@@ -59,7 +59,7 @@ def _stable_sort(x: Any, dim: int, descending: bool) -> Any:
 
 
 aten, prims = torch.ops.aten, torch.ops.prims
-# What combines two values, and the value that changes none.
+# The combining operation and its neutral element.
 COMBINED: dict[Any, tuple[Any, int]] = {
     aten.cumsum.default: (aten.add.Tensor, 0),
     aten.cumprod.default: (aten.mul.Tensor, 1),
@@ -69,9 +69,9 @@ COMBINED: dict[Any, tuple[Any, int]] = {
 def pin_running_sums(gm: fx.GraphModule) -> fx.GraphModule:
     """cumsum(x, dim)  ->  y = x + shift(x, 1); y = y + shift(y, 2); y = y + shift(y, 4); ...
 
-    Element i is a tree over the elements up to i that knows nothing of the rows beside it, nor of what follows in its
-    own (Hillis and Steele, "Data parallel algorithms", CACM 1986). 16-bit values are float32 until the end. Integers
-    need no order; a length that is not fixed is left to the certificate.
+    Element i is a tree over the elements up to i, independent of other rows and of later elements (Hillis and Steele,
+    "Data parallel algorithms", CACM 1986). 16-bit values are float32 until the end. Integers need no order. A length
+    that is not fixed is left to the certificate.
     """
     for target, (combine, neutral) in COMBINED.items():
         for node in gm.graph.find_nodes(op="call_function", target=target):
@@ -96,7 +96,7 @@ def _double(graph: fx.Graph, node: fx.Node, combine: Any, neutral: int, dim: int
 
 
 def _filled(graph: fx.Graph, like: fx.Node, neutral: int, origin: fx.Node) -> fx.Node:
-    """Zeros or ones of a value's shape and dtype, whatever it holds: the number of its rows may be known to nobody."""
+    """Return zeros or ones of a value's shape and dtype, computed from it because its row count may be unknown."""
     equal, unequal = (insert(graph, compare, (like, like), origin) for compare in (aten.eq.Tensor, aten.ne.Tensor))
     both = insert(graph, aten.bitwise_or.Tensor if neutral else aten.bitwise_and.Tensor, (equal, unequal), origin)
     return insert(graph, prims.convert_element_type.default, (both, like.meta["val"].dtype), origin)

@@ -1,4 +1,4 @@
-"""Convolutions and pools become products, sums and maxima over the windows that they slide over their features."""
+"""Convolutions and pools become products, sums and maxima over sliding windows."""
 
 import math
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ aten, prims = torch.ops.aten, torch.ops.prims
 def pin_convolutions(gm: fx.GraphModule) -> fx.GraphModule:
     """convolution(x_NCS, w_OCk, bias)  ->  mm(windows(x) [N * S, C * k], w [C * k, O]) + bias
 
-    A product sums over a window, channel by channel, in the order of matmul; each group has a product of its own.
-    Transposed ones, and those over extents that are not fixed, are left to the certificate.
+    A product sums over a window, channel by channel, in the order of matmul. Each group is a separate product.
+    Transposed convolutions and unknown extents are left to the certificate.
     """
     for node in gm.graph.find_nodes(op="call_function", target=aten.convolution.default):
         x, w, _, _, _, _, transposed, _, _ = node.args
@@ -59,12 +59,12 @@ def _convolve(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _each(given: Sequence[int], rank: int) -> list[int]:
-    """One number for all dimensions, or one for each."""
+    """Repeat a single number for all dimensions."""
     return list(given) * rank if len(given) == 1 else list(given)
 
 
 def _extent(x: fx.Node, dim: int) -> int:
-    """An extent for a reshape, where no other is unknown."""
+    """Return an extent for a reshape: -1 if it is unknown."""
     size = shape_of(x)[dim]
     return -1 if size.free_symbols else int(size)
 
@@ -76,7 +76,7 @@ def _reshape(graph: fx.Graph, node: fx.Node, value: fx.Node, shape: Sequence[int
 def _windows(
     graph: fx.Graph, node: fx.Node, x: fx.Node, kernel: list[int], moves: Sequence[Sequence[int]], padding_value: float
 ) -> fx.Node:
-    """x [..., S] -> [..., places, kernel]: the last dimensions' windows; moves are stride, padding and dilation."""
+    """x [..., S] -> [..., places, kernel]: windows over the last dimensions. Moves: stride, padding, dilation."""
     stride, padding, dilation = moves
     first = len(shape_of(x)) - len(kernel)
     if any(padding):
@@ -93,7 +93,7 @@ def _windows(
 def pin_pools(gm: fx.GraphModule) -> fx.GraphModule:
     """avg_pool2d(x, kernel)  ->  row_sum(windows(x)) / terms         max_pool2d(x, kernel)  ->  amax(windows(x))
 
-    Left to the certificate: averages whose windows differ in their terms, and indices of maxima.
+    Averages over windows with different numbers of terms, and indices of maxima, are left to the certificate.
     """
     for target, (rank, what) in POOLS.items():
         for node in gm.graph.find_nodes(op="call_function", target=target):
@@ -124,7 +124,7 @@ def _greatest(node: fx.Node, rank: int) -> tuple[list[int], list[list[int]], Non
 
 
 def _equal_parts(node: fx.Node, rank: int) -> tuple[list[int], list[list[int]]] | None:
-    """The windows of an adaptive pool, where each has as many terms as the others."""
+    """Return the windows of an adaptive pool if all have the same size."""
     whole, parts = ([int(size) for size in shape_of(node.args[0])[-rank:]], _each(node.args[1], rank))
     if any(size % part for size, part in zip(whole, parts, strict=True)):
         return None
@@ -142,7 +142,7 @@ def _adaptive_greatest(node: fx.Node, rank: int) -> tuple[list[int], list[list[i
     return windows and (*windows, None)
 
 
-# Dimensions of a window, and what reads a call's arguments: kernel, moves, and what a sum is divided by.
+# Dimensions of a window, and the reader of a call's arguments: kernel, moves, and the divisor of a sum.
 POOLS: dict[Any, tuple[int, Any]] = {
     aten.avg_pool2d.default: (2, _average),
     aten.avg_pool3d.default: (3, _average),
@@ -156,7 +156,7 @@ POOLS: dict[Any, tuple[int, Any]] = {
 
 
 def _pool(graph: fx.Graph, node: fx.Node, kernel: list[int], moves: list[list[int]], divisor: int | None) -> None:
-    """An average is float32 until it is rounded. Nothing is done where another result than the values is read."""
+    """Rewrite a pool. Averages are float32 until they are rounded. A call whose indices are read stays."""
     value = node.meta["val"] if divisor else node.meta["val"][0]
     indices_read = divisor is None and any(user.args[1] for user in node.users)
     summed = value.dtype in (torch.float32, torch.bfloat16, torch.float16)

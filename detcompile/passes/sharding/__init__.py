@@ -1,1 +1,1 @@
-"""What a rank of a tensor-parallel group keeps of a model."""
+"""Tensor parallelism: the share of a model that each rank keeps."""

@@ -1,7 +1,7 @@
-"""Every rank holds a range of each expert's inner features; the down products of a token's experts meet in the tree.
+"""Shard experts: every rank holds a range of each expert's inner features, and the tree adds the down products.
 
-What the ranks add is the product of one token with one expert, before it is rounded, weighted and added to the token's
-others: whatever the number of ranks, that sum over K is rounded once, as on one rank. Routers are whole on each rank.
+The ranks add the product of one token with one expert before it is rounded, weighted and added to the token's other
+experts. So the sum over K is rounded once, for any number of ranks. Every rank holds whole routers.
 """
 
 from typing import Any
@@ -20,10 +20,10 @@ __all__ = ["pin_expert_trees", "shard_experts"]
 
 
 def pin_expert_trees(model: PreTrainedModel, numerics: Numerics) -> int:
-    """Give the experts of ``model`` the declared tree, on one rank; says how many modules there were.
+    """Give the experts of ``model`` the declared tree, on one rank. Return the number of modules.
 
     Raises:
-        NumericsError: their inner features make no equal leaves; the message names the module.
+        NumericsError: their inner features do not split into equal leaves; the message names the module.
     """
     modules = find_experts(model)
     for name, module in modules:
@@ -33,11 +33,11 @@ def pin_expert_trees(model: PreTrainedModel, numerics: Numerics) -> int:
 
 
 def shard_experts(name: str, module: Any, numerics: Numerics, ranks: TensorParallel) -> None:
-    """Leave this rank its range of the inner features of the experts in ``module``, in place.
+    """Keep this rank's range of the inner features of the experts in ``module``, in place.
 
     Raises:
-        NumericsError: as `pin_expert_trees`.
-        UnsupportedModel: the gate's features are not laid out as the module says.
+        NumericsError: as in `pin_expert_trees`.
+        UnsupportedModel: the gate's features have another layout than the module declares.
     """
     features = _require_leaves(name, module, numerics)
     share = ranks.share(features)
@@ -59,7 +59,7 @@ def shard_experts(name: str, module: Any, numerics: Numerics, ranks: TensorParal
 
 
 def _require_leaves(name: str, module: Any, numerics: Numerics) -> int:
-    """The inner features of each expert."""
+    """Return the number of inner features of each expert, which must split into equal leaves."""
     _, out_of = _projections(module)
     weight: Tensor = getattr(module, out_of)
     features = weight.shape[1 if module.is_transposed else 2]
@@ -71,7 +71,7 @@ def _require_leaves(name: str, module: Any, numerics: Numerics) -> int:
 
 
 def _require_own_gate(name: str, module: Any, columns: Tensor, share: slice, features: int) -> None:
-    """Everything else is NaN, and reaches all features but this rank's own."""
+    """Require that the gate of this rank's features reads these columns only: NaN elsewhere must not reach it."""
     given = torch.full((1, 2 * features), torch.nan, device="cpu")
     given[:, columns] = 0.5
     expected = torch.ones(features, dtype=torch.bool, device="cpu")

@@ -1,8 +1,8 @@
-"""The heads of an attention module that a rank holds, and the features of its projections that these are.
+"""The heads of an attention module that a rank holds, and the projection features that belong to them.
 
-A rank has H / tp query heads that lie side by side, and the key heads that they read. Where there are fewer key heads
-than ranks, or the ranks' borders cut a group of query heads, several ranks hold a key head, and a rank may hold it
-more than once, so that each of its key heads serves equally many of its query heads.
+A rank has H / tp consecutive query heads, and the key heads that they read. If there are fewer key heads than ranks, or
+a rank's border cuts a group of query heads, several ranks hold the same key head. A rank may hold it repeatedly, so
+that each of its key heads serves equally many query heads.
 """
 
 import math
@@ -22,11 +22,11 @@ __all__ = ["HeadShare", "features_of", "head_share"]
 
 QUERIES = {"q_proj", "q_b_proj", "query", "Wq", "q_lin"}
 KEYS, VALUES = {"k_proj", "key", "Wk", "k_lin"}, {"v_proj", "value", "Wv", "v_lin"}
-LATENTS = {"q_a_proj", "kv_a_proj_with_mqa"}  # what every head reads
+LATENTS = {"q_a_proj", "kv_a_proj_with_mqa"}  # read by every head
 OUTPUTS = {"o_proj", "out_proj", "c_proj", "dense", "Wo", "out_lin"}
-# (architecture, projection) whose features are those of the query heads, gates of what the heads found
+# (architecture, projection) with the features of the query heads: gates of the heads' outputs
 GATES = {("afmoe", "gate_proj"), ("laguna", "g_proj")}
-# ... whose features are all queries, then all keys, then all values
+# ... with all queries, then all keys, then all values
 PACKED = {
     ("gpt2", "c_attn"),
     ("mpt", "Wqkv"),
@@ -34,7 +34,7 @@ PACKED = {
     ("phi3", "qkv_proj"),
     ("phi4_multimodal", "qkv_proj"),
 }
-# ... whose features are, for each key head, its query heads, its key and its value
+# ... with, for each key head, its query heads, its key and its value
 GROUPED = {
     ("bloom", "query_key_value"),
     ("falcon", "query_key_value"),
@@ -62,24 +62,24 @@ class HeadShare:
     v_head_dim: int
 
     def heads(self, projection: str) -> list[int]:
-        """The heads of a projection that has one kind of them."""
+        """Return this rank's heads of a projection with a single kind of heads."""
         return list(self.q if projection.startswith("q") else self.kv)
 
     def is_partition(self, projection: str) -> bool:
-        """Whether no two ranks hold the same head of a projection."""
+        """Return whether no two ranks hold the same head of a projection."""
         return projection.startswith("q") or len(self.kv) * self.num_heads == len(self.q) * self.num_kv_heads
 
     def spans(self, norm: nn.Module) -> bool:
-        """Whether a norm goes over the features of several heads at once."""
+        """Return whether a norm spans the features of several heads."""
         weight = getattr(norm, "weight", None)
         return isinstance(weight, Tensor) and weight.dim() == 1 and len(weight) != self.head_dim
 
 
 def head_share(call: AttentionCall, ranks: TensorParallel, name: str, replicate: bool) -> HeadShare | None:
-    """The heads that this rank holds of the module that made the call; None if every rank is to hold all of them.
+    """Return this rank's heads of the calling module; None if every rank holds all heads.
 
     Raises:
-        NumericsError: the heads do not divide, and they are not to be replicated.
+        NumericsError: the heads do not divide among the ranks, and ``replicate`` is off.
     """
     num_kv_heads, head_dim, v_head_dim = call.shape
     if call.num_heads % ranks.size:
@@ -104,24 +104,24 @@ def head_share(call: AttentionCall, ranks: TensorParallel, name: str, replicate:
 
 
 def features_of(leaf: str, linear: nn.Linear | Conv1D, share: HeadShare, model_type: str, where: str) -> Tensor | None:
-    """The output features of an attention module's projection that belong to the rank's heads; None for all of them.
+    """Return the output features of an attention projection that belong to the rank's heads; None for all.
 
-    Every rank has all outputs of a module's last projection, and of one into a latent that all heads read.
+    Every rank keeps all outputs of the module's last projection, and of one into a latent that all heads read.
 
     Raises:
-        UnsupportedModel: what the projection's features are is not known.
+        UnsupportedModel: the layout of the projection's features is unknown.
     """
     width = linear.weight.shape[1 if isinstance(linear, Conv1D) else 0]
     q, k = (heads * share.head_dim for heads in (share.num_heads, share.num_kv_heads))
     v = share.num_kv_heads * share.v_head_dim
     if leaf in OUTPUTS | LATENTS:
         return None
-    # A head may have more than its query, as a gate.
+    # A head may have more features than its query, such as a gate.
     if (leaf in QUERIES or (model_type, leaf) in GATES) and width % share.num_heads == 0:
         return _blocks(share.q, width // share.num_heads)
     if (leaf in KEYS and width == k) or (leaf in VALUES and width == v):
         return _blocks(share.kv, width // share.num_kv_heads)
-    # Of a latent: each head's key without its rotated part, and its value.
+    # From a latent: each head's key without its rotated part, and its value.
     if leaf == "kv_b_proj" and share.num_kv_heads == share.num_heads and width % share.num_heads == 0:
         return _blocks(share.kv, width // share.num_heads)
     if (model_type, leaf) in PACKED and width == q + k + v:
@@ -150,7 +150,8 @@ def _grouped(share: HeadShare) -> Tensor:
 
 
 def _in_parts(share: HeadShare) -> Tensor:
-    """Of four parts, each its queries, values and keys, the same in as many parts as the rank's heads fill."""
+    """Return this rank's features of CodeGen's fused weight: parts of queries, values and keys, fewer than four if
+    the rank's heads fill fewer."""
     whole, parts = share.num_heads // CODEGEN_PARTS, math.gcd(CODEGEN_PARTS, len(share.q))
     heads_a_part = len(share.q) // parts
     heads = [

@@ -1,6 +1,6 @@
-"""The modules that stand in a model for linears, tables and norms whose features several ranks share.
+"""Modules that replace linears, embeddings and norms whose features are shared by several ranks.
 
-Each takes its rank's share of the parameters of the module it replaces, so that the rest can be freed.
+Each copies its rank's share of the parameters of the module that it replaces, so that the rest can be freed.
 """
 
 import math
@@ -24,7 +24,7 @@ __all__ = [
 
 
 class RowParallelLinear(nn.Module):
-    """A linear whose K is split over ranks: leaves of K summed by the declared tree, one rounding after the bias.
+    """A linear with the declared sum tree over leaves of K, and one rounding after the bias.
 
     forward(x [..., K]) -> [..., N] in x.dtype. Shares the parameters of the linear it replaces.
     """
@@ -42,12 +42,12 @@ class RowParallelLinear(nn.Module):
 
 
 class RowShardLinear(nn.Module):
-    """One rank's share of a RowParallelLinear: a subtree over its part of K, and the rest of the tree over the ranks.
+    """One rank's share of a RowParallelLinear: a subtree over its part of K, then the tree over the ranks.
 
     forward(x [..., K] or this rank's [..., K / tp]) -> [..., N] in x.dtype, the same on every rank.
 
     Args:
-        radices: fan-ins of the tree above the ranks, and of the subtree that each of them holds.
+        radices: fan-ins of the tree over the ranks, and of each rank's subtree.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class RowShardLinear(nn.Module):
 
 
 class GatheredLinear(nn.Module):
-    """A linear whose outputs the ranks compute in parts and then all hold: a language model's head.
+    """A linear whose outputs are computed in parts and gathered on every rank: a language-model head.
 
     forward(x [..., K]) -> [..., N]. Features that do not divide are padded with zero rows, which the gather drops.
     """
@@ -92,13 +92,13 @@ class GatheredLinear(nn.Module):
         return gathered.view(*x.shape[:-1], self.num_features)
 
     def whole_weight(self) -> Tensor:
-        """[N, K] of all ranks, each of which has to call this."""
+        """Return the whole weight [N, K]. Every rank must call this."""
         columns: Tensor = ours.all_gather_columns(self.weight.detach().t(), self.group, self.num_features)
         return columns.t().contiguous()
 
 
 class ShardedEmbedding(nn.Module):
-    """An embedding whose rows lie on the ranks, of which each holds as many (the last ones are padded).
+    """An embedding with its rows divided equally among the ranks, and padding at the end.
 
     forward(ids [...]) -> [..., D], the bytes of the row, times embed_scale where the model scales its embeddings.
     """
@@ -117,7 +117,7 @@ class ShardedEmbedding(nn.Module):
 
 
 class NormAcrossHeads(nn.Module):
-    """A norm over the features of all heads, between a projection that holds some heads and attention over these.
+    """A norm over the features of all heads, between a sharded projection and attention over this rank's heads.
 
     forward(x [..., kept features] or [..., all]) -> [..., kept features]
 
@@ -140,7 +140,7 @@ class NormAcrossHeads(nn.Module):
 
 
 def keep_features(linear: nn.Linear | Conv1D, features: Tensor) -> None:
-    """Leave only these outputs of a linear, in this order."""
+    """Keep only these outputs of a linear, in this order."""
     features = features.to(linear.weight.device)
     linear.weight = _parameter(linear.weight.index_select(1 if isinstance(linear, Conv1D) else 0, features))
     if linear.bias is not None:
@@ -149,12 +149,12 @@ def keep_features(linear: nn.Linear | Conv1D, features: Tensor) -> None:
 
 
 def _padded_share(whole: Tensor, ranks: TensorParallel) -> Tensor:
-    """Rows [r * n, (r + 1) * n) of ``whole``, n its length over the ranks rounded up, zeros past its end."""
+    """Return rows [r * n, (r + 1) * n) of ``whole``, with n = ceil(len / ranks) and zeros past its end."""
     rows_a_rank = math.ceil(len(whole) / ranks.size)
     rows = whole[ranks.rank * rows_a_rank : (ranks.rank + 1) * rows_a_rank]
     return torch.cat([rows, rows.new_zeros(rows_a_rank - len(rows), *rows.shape[1:])])
 
 
 def _parameter(values: Tensor) -> nn.Parameter:
-    """A copy, so that the whole can be freed."""
+    """Copy, so that the whole tensor can be freed."""
     return nn.Parameter(values.detach().clone(memory_format=torch.contiguous_format), requires_grad=False)

@@ -1,7 +1,7 @@
-"""The linears of a model that ranks share, and how: transformers' tensor-parallel plans, and ours where it has none.
+"""Tensor-parallel plans: those of transformers, and ours for architectures without one.
 
-A plan maps names of modules, with * for the layer, to styles. What a style means for a module that carries heads is
-not told by the plan; shard.py knows it by the module's name.
+A plan maps module names, with * for the layer, to styles. A plan does not say what a style means for a module with
+heads; shard.py knows that by the module's name.
 """
 
 from fnmatch import filter as filter_names
@@ -15,13 +15,13 @@ __all__ = ["EXPERT_STYLE", "ROW_STYLES", "style_of", "tensor_parallel_plan"]
 
 COLUMN_STYLES = ("colwise", "colwise_gather_output", "packed_colwise")
 ROW_STYLES = ("rowwise", "rowwise_split_input")
-EXPERT_STYLE = "moe_tp_experts"  # of a module; what a rank keeps of its weights is told by the module itself
-# Whole on every rank; the embedding is sharded whether or not a plan says so.
+EXPERT_STYLE = "moe_tp_experts"  # of a module, whose class decides which weights a rank keeps
+# Whole on every rank. The embedding is always sharded.
 WHOLE_STYLES = ("replicated", "replicated_with_grad_allreduce", "embedding_rowwise")
 
 
 def _plan(layer: str, columns: str, rows: str) -> dict[str, str]:
-    """Styles of a layer's modules, whose names are separated by blanks."""
+    """Return styles of a layer's modules, whose names are separated by spaces."""
     styles = dict.fromkeys(columns.split(), "colwise") | dict.fromkeys(rows.split(), "rowwise")
     return {f"{layer}.{name}": style for name, style in styles.items()}
 
@@ -39,7 +39,7 @@ ENCODER = _plan(
     "attention.self.query attention.self.key attention.self.value intermediate.dense",
     "attention.output.dense output.dense",
 )
-# Plans of architectures for which transformers has none, or none for their attention, in its notation.
+# Plans for architectures without a plan in transformers, or without one for attention, in the same notation.
 OWN_PLANS: dict[str, dict[str, str]] = {
     "afmoe": LLAMA | _plan("layers.*.mlp.shared_experts", "gate_proj up_proj", "down_proj"),
     **dict.fromkeys(("axk1", "deepseek_v3", "youtu"), _plan("layers.*", "", "self_attn.o_proj")),
@@ -76,14 +76,14 @@ OWN_PLANS: dict[str, dict[str, str]] = {
 
 
 def tensor_parallel_plan(model: PreTrainedModel) -> dict[str, str]:
-    """Style by pattern of module names; empty where there is no plan, or one of names that no module has (llama4)."""
+    """Return styles by module-name pattern; empty without a plan, or if its names match no module (llama4)."""
     config = model.config.get_text_config()
     if model.base_model_prefix and not hasattr(model, model.base_model_prefix):
         return {}
     plan = OWN_PLANS.get(config.model_type, {}) | (getattr(config, "base_model_tp_plan", None) or {})
     base = f"{model.base_model_prefix}." if model.base_model_prefix else ""
     names = [name for name, _ in model.named_modules()]
-    for body in (base, f"{base}language_model."):  # the latter beside a tower of images
+    for body in (base, f"{base}language_model."):  # the latter in models with an image tower
         placed = {f"{body}{pattern}": style for pattern, style in plan.items()}
         if any(filter_names(names, pattern) for pattern in placed):
             return placed
@@ -91,10 +91,10 @@ def tensor_parallel_plan(model: PreTrainedModel) -> dict[str, str]:
 
 
 def style_of(name: str, plan: dict[str, str]) -> str:
-    """'column', 'row', 'experts' or '' for a module or parameter of this name.
+    """Return 'column', 'row', 'experts' or '' for a module or parameter of this name.
 
     Raises:
-        UnsupportedModel: the plan's style is none that is known.
+        UnsupportedModel: the plan has an unknown style.
     """
     for pattern, style in plan.items():
         if fnmatch(name, pattern):

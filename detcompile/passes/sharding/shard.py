@@ -1,4 +1,4 @@
-"""Each rank keeps its share of a model's linears; row-parallel sums take the declared tree, on one rank too."""
+"""Each rank keeps its share of the linears. Row-parallel sums take the declared tree, on one rank too."""
 
 import copy
 from collections.abc import Sequence
@@ -31,11 +31,11 @@ from detcompile.torch_internals.modules import parameter_table
 __all__ = ["moves_after_sharding", "pin_row_parallel", "row_parallel_patterns", "shard"]
 
 OWN_SLOPES = {"bloom", "mpt"}  # ALiBi slopes that passes.adapters.forwards computes
-KNOWN_ROPES = {"default", "linear", "llama3", "yarn"}  # whose tables transformers makes when it loads the model
+KNOWN_ROPES = {"default", "linear", "llama3", "yarn"}  # transformers makes their tables when it loads the model
 PER_HEAD = ("sinks", "alibi_slopes")
 NORMS = {"q_norm": "q_proj", "k_norm": "k_proj", "q_layernorm": "q_proj", "k_layernorm": "k_proj"}
 HALVES = ("gate_up_proj", "Wi")  # two projections in one weight
-# Where attention modules keep their number of query heads, key heads, and query heads for each key head.
+# Attributes of attention modules with the number of query heads, key heads, and query heads per key head.
 NUM_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 NUM_GROUPS = ("num_key_value_groups",)
@@ -43,15 +43,15 @@ WIDTHS = ("split_size", "embed_dim", "all_head_size")  # features of all query h
 
 
 def row_parallel_patterns(model: PreTrainedModel) -> tuple[str, ...]:
-    """Names of row-parallel modules, with * for the layer; empty where the model has no tensor-parallel plan."""
+    """Return names of row-parallel modules, with * for the layer; empty without a tensor-parallel plan."""
     return tuple(pattern for pattern, style in tensor_parallel_plan(model).items() if style in ROW_STYLES)
 
 
 def pin_row_parallel(model: PreTrainedModel, numerics: Numerics) -> int:
-    """Give the row-parallel linears of ``model`` and its experts the tree, in place; says how many there were.
+    """Give the row-parallel linears and experts of ``model`` the tree, in place. Return their number.
 
     Raises:
-        NumericsError: K of a linear has no equal leaves; the message names the module and the sets that fit.
+        NumericsError: K of a linear does not split into equal leaves; the message names the module and what fits.
     """
     linears = _row_parallel(model, numerics)
     for name, module in linears:
@@ -69,17 +69,16 @@ def shard(
     ranks: TensorParallel,
     replicate_attention: bool = False,
 ) -> None:
-    """Leave this rank its share of ``model``, in place and on the rank's device.
+    """Keep this rank's share of ``model``, in place and on the rank's device.
 
-    What is cut is moved on the way, part after part, so that a device never holds more of the model than its share and
-    one layer's attention.
+    Parts move to the device as they are cut, so that it never holds more than its share and one layer's attention.
 
     Args:
         attention: the calls of the whole model.
-        replicate_attention: every rank attends with all heads where they do not divide, instead of a refusal.
+        replicate_attention: if heads do not divide, every rank computes all of them instead of a refusal.
 
     Raises:
-        UnsupportedModel: there is no plan for the architecture, or it holds what is not known.
+        UnsupportedModel: the architecture has no plan, or unknown modules.
         NumericsError: heads or features do not divide; the message names the module.
     """
     plan = tensor_parallel_plan(model)
@@ -111,9 +110,9 @@ def shard(
 
 
 def moves_after_sharding(model: PreTrainedModel) -> bool:
-    """Whether ``shard`` may get the model on another device than it shall serve on.
+    """Return whether ``shard`` may take the model on another device than the one that serves it.
 
-    Not where compile() computes constants before that: one device's powers are not another's.
+    Not if compile() computes constants before: pow() rounds differently between devices.
     """
     config = model.config.get_text_config()
     kinds = [getattr(module, "rope_type", "default") for module in model.modules()]
@@ -122,7 +121,7 @@ def moves_after_sharding(model: PreTrainedModel) -> bool:
 
 
 def _row_parallel(model: PreTrainedModel, numerics: Numerics) -> list[tuple[str, Any]]:
-    """The row-parallel linears, each of which has equal leaves."""
+    """Return the row-parallel linears, each of which must have equal leaves."""
     plan = {pattern: style for pattern, style in tensor_parallel_plan(model).items() if style in ROW_STYLES}
     result = []
     planned = [(name, module) for name, module in model.named_modules() if style_of(name, plan) == "row"]
@@ -138,7 +137,7 @@ def _row_parallel(model: PreTrainedModel, numerics: Numerics) -> list[tuple[str,
 
 
 def _linears(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """A linear's own name and itself; of one with an adapter, those of the linears that read its rows."""
+    """Return a linear with its name, or, for one with an adapter, the linears that read its rows."""
     if not isinstance(module, AdaptedLinear):
         return [(name, module)]
     return [(f"{name}.{part}", linear) for part, linear in module.takes.items()]
@@ -147,7 +146,7 @@ def _linears(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
 def _shard_attention(
     model: PreTrainedModel, attention: Sequence[AttentionCall], ranks: TensorParallel, replicate: bool
 ) -> set[str]:
-    """Leave the modules that attend this rank's heads, or whole where their heads do not divide; says their names."""
+    """Keep this rank's heads of attention modules, or all heads if they do not divide. Return the modules' names."""
     names = {module: name for name, module in model.named_modules()}
     for call in attention:
         if call.module not in names:
@@ -160,7 +159,7 @@ def _shard_attention(
 
 
 def _shard_heads(attention: Any, share: HeadShare, name: str, model_type: str, ranks: TensorParallel) -> None:
-    """Leave an attention module this rank's heads: projections, norms, what each head has one of, and the counts."""
+    """Keep this rank's heads of an attention module: projections, norms, per-head values and head counts."""
     norms = {NORMS[leaf]: leaf for leaf, norm in attention.named_children() if leaf in NORMS and share.spans(norm)}
     for leaf, linear in list(attention.named_children()):
         linears = linear.gives if isinstance(linear, AdaptedLinear) else [linear]
@@ -171,7 +170,7 @@ def _shard_heads(attention: Any, share: HeadShare, name: str, model_type: str, r
             if leaf in norms:
                 norm = getattr(attention, norms[leaf])
                 setattr(attention, norms[leaf], NormAcrossHeads(norm, features, ranks))
-            # Heads that several ranks hold do not lie side by side after a gather: such a projection stays whole.
+            # A gather would repeat heads that several ranks hold, so such a projection stays whole.
             if leaf not in norms or share.is_partition(leaf):
                 for part in linears:
                     keep_features(part, features)
@@ -187,7 +186,7 @@ def _shard_heads(attention: Any, share: HeadShare, name: str, model_type: str, r
 
 
 def _keep_norms(norm: Any, heads: list[int]) -> None:
-    """Of weights for each head, rows of one tensor or modules of their own (stablelm), those of ``heads``."""
+    """Keep per-head weights of ``heads``: rows of one tensor, or one module per head (stablelm)."""
     weight = getattr(norm, "weight", None)  # nanochat's has none
     if isinstance(getattr(norm, "norms", None), nn.ModuleList):
         norm.norms = nn.ModuleList(norm.norms[head] for head in heads)
@@ -212,7 +211,7 @@ def _count_heads(attention: Any, share: HeadShare) -> None:
 
 
 def _shard_columns(model: nn.Module, name: str, linear: nn.Module, ranks: TensorParallel) -> None:
-    """Leave a column-parallel linear this rank's output features."""
+    """Keep this rank's output features of a column-parallel linear."""
     if getattr(model.get_submodule(name.rpartition(".")[0]), "activation_sparsity", 0):
         raise UnsupportedModel(f"{name}: which of its features are kept depends on all of them; compile with tp=1")
     if isinstance(linear, AdaptedLinear):
@@ -231,7 +230,7 @@ def _shard_columns(model: nn.Module, name: str, linear: nn.Module, ranks: Tensor
 
 
 def _shard_vocabulary(model: PreTrainedModel, ranks: TensorParallel) -> None:
-    """Rows of the embedding and of the head. An embedding whose forward is its own stays whole: its bits do too."""
+    """Shard the rows of the embedding and of the head. An embedding with a custom forward stays whole."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     names = {module: name for name, module in model.named_modules()}
     tied = head is not None and head.weight is embedding.weight

@@ -1,4 +1,4 @@
-"""Shares: what a rank keeps of new weights of a model that ranks share, taken as it was of the first ones."""
+"""Shares: cut this rank's share out of new weights, in the way that the first weights were cut."""
 
 from collections.abc import Mapping
 from copy import deepcopy
@@ -21,7 +21,7 @@ class Shares:
 
     Args:
         model: the whole model, before it is prepared.
-        replicate_attention: what ``shard`` was told.
+        replicate_attention: as for ``shard``.
     """
 
     def __init__(
@@ -38,14 +38,14 @@ class Shares:
         self._ranks, self._replicate_attention = ranks, replicate_attention
 
     def whole(self, *, every_name: bool) -> dict[str, Tensor]:
-        """Tensors without content, of the shapes and dtypes of the whole parameters, by name."""
+        """Return meta tensors with the shapes and dtypes of the whole parameters, by name."""
         return dict(self._structure.named_parameters(remove_duplicate=not every_name))
 
     def take(self, contents: Mapping[int, Tensor]) -> dict[str, Tensor]:
-        """What this rank keeps of every parameter, by each of its names.
+        """Return this rank's share of every parameter, by each of its names.
 
         Args:
-            contents: what each tensor of ``whole`` holds now, by its id.
+            contents: values for the tensors of ``whole``, by id.
         """
         parameters = {place: nn.Parameter(tensor, requires_grad=False) for place, tensor in contents.items()}
         model = _like(self._structure, parameters)
@@ -61,7 +61,7 @@ def shares_of(
     ranks: TensorParallel | None,
     replicate_attention: bool,
 ) -> Shares | None:
-    """None where ranks share no model, or one of quantised weights, which take no new contents."""
+    """Return the Shares of a model; None without ranks, or for quantised weights, which cannot be replaced."""
     if ranks is None or any(isinstance(module, QuantizedLinear) for module in model.modules()):
         return None
     return Shares(model, numerics, max_context, ranks, replicate_attention)
@@ -72,6 +72,6 @@ def _hollow(parameter: Tensor) -> nn.Parameter:
 
 
 def _like(model: PreTrainedModel, parameters: Mapping[int, nn.Parameter]) -> PreTrainedModel:
-    """The same modules over other parameters, by the id of those that they replace, and the same buffers."""
+    """Copy a model's modules over other parameters, given by the ids that they replace, and the same buffers."""
     memo = {**parameters, **{id(buffer): buffer for buffer in model.buffers()}}
     return deepcopy(model, memo)

@@ -1,10 +1,12 @@
-"""What a fingerprint is, and the digest of weights in it, over names and text: plain JSON, without torch."""
+"""Digests: fingerprints, weights by name, and the sources of this package. Needs no torch."""
 
+import functools
 import hashlib
 import json
 from collections.abc import Mapping
+from pathlib import Path
 
-__all__ = ["BITS_VERSION", "differing_parts", "fingerprint", "weights_digest"]
+__all__ = ["BITS_VERSION", "differing_parts", "fingerprint", "source_digest", "weights_digest"]
 
 # Raise it with a change of the sources that moves a bit of any model, and name the operation in CHANGELOG.md.
 # tests/test_bits_version.py fails if golden digests change under the same version.
@@ -12,7 +14,7 @@ BITS_VERSION = "1"
 
 
 def fingerprint(parts: Mapping[str, str]) -> str:
-    """Return the sha256, in hex, of the parts; of "bits_version" and "source", where both are there, of the first."""
+    """Return the sha256, in hex, of the parts. "bits_version" replaces "source" if both are given."""
     return _digest({name: part for name, part in parts.items() if name != "source" or "bits_version" not in parts})
 
 
@@ -24,8 +26,20 @@ def differing_parts(a: Mapping[str, str | None], b: Mapping[str, str | None]) ->
 
 
 def weights_digest(digests: Mapping[str, str]) -> str:
-    """sha256 over the names of weights and the digest of each."""
+    """Return the sha256 over the names of weights and the digest of each."""
     return _digest(digests)
+
+
+@functools.cache
+def source_digest() -> str:
+    """Return the sha256 over the sources of this package that decide bits, as of the first call in a process."""
+    digest = hashlib.sha256()
+    package = Path(__file__).parent
+    outside = {package / name for name in ("commands", "experimental", "serving")}
+    for path in sorted(package.rglob("*")):
+        if path.suffix in (".py", ".cpp", ".h") and not outside & set(path.parents):
+            digest.update(str(path.relative_to(package)).encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def _digest(named: Mapping[str, str]) -> str:

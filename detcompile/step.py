@@ -1,15 +1,27 @@
-"""StepInputs: every tensor one forward step reads. The only type that passes and runtime share.
+"""StepInputs, every tensor that one forward step reads, and ModelFacts, the sizes that passes and runtime share.
 
 Legend: T tokens of this step, S sequences, R rows whose logits are wanted, C sequences that one token may belong to.
 """
 
 import itertools
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-__all__ = ["KVGroup", "KVShape", "NO_SLOT", "PADDING_SLOT", "StateShape", "StepInputs", "kv_groups", "step_leaves"]
+__all__ = [
+    "KVGroup",
+    "KVShape",
+    "ModelFacts",
+    "NO_SLOT",
+    "PADDING_SLOT",
+    "StateShape",
+    "StepInputs",
+    "kv_groups",
+    "step_leaves",
+]
 
 PADDING_SLOT = -1  # a token whose key and value are written nowhere
 NO_SLOT = -1  # a sequence that starts from a state of zeros and keeps none
@@ -85,3 +97,30 @@ def kv_groups(windows: Sequence[int], shapes: Sequence[Hashable]) -> tuple[KVGro
         for window, layers in kinds.items()
         for start in range(0, len(layers), size)
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """The sizes of a compiled model. Ranks that share one differ in ``kv_shapes`` and ``device`` alone.
+
+    Attributes:
+        kv_shapes: extents of a cached key and value, one per layer.
+        kv_groups: layers that share a block table.
+        state_shapes: one per operation that carries a state from token to token.
+        dtype: dtype of weights, activations and KV cache.
+        device: where the weights live.
+        max_context: most tokens of a sequence.
+        num_token_ids: ids that a prompt may hold: rows of the embedding.
+        num_logits: ids that may be drawn; the head may be wider than the embedding.
+        hidden_size: features that the head reads; 0 if hidden states are not available.
+    """
+
+    kv_shapes: tuple[KVShape, ...]
+    kv_groups: tuple[KVGroup, ...]
+    state_shapes: tuple[StateShape, ...] = ()
+    dtype: torch.dtype
+    device: torch.device
+    max_context: int
+    num_token_ids: int
+    num_logits: int
+    hidden_size: int = 0

@@ -10,11 +10,10 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from detcompile.archives.archive import EXTRA
 from detcompile.digests import fingerprint
-from detcompile.facts import ModelFacts
 from detcompile.orders.numerics import Numerics
 from detcompile.runtime.dense.end_tokens import stop_tokens
 from detcompile.runtime.kv.kv_cache import KVShape
-from detcompile.step import KVGroup, StateShape, StepInputs
+from detcompile.step import KVGroup, ModelFacts, StateShape, StepInputs
 
 __all__ = ["CERTIFICATE", "FORMAT", "KERNELS", "TOKENIZER", "facts_of", "read_config", "read_sizes"]
 

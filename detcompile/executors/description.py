@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from detcompile.facts import ModelFacts
 from detcompile.orders.numerics import Numerics
 from detcompile.passes.proof.certificate import Certificate
 from detcompile.passes.warm.kept_program import StagePart
+from detcompile.step import ModelFacts
 
 __all__ = ["ModelDescription", "ParameterCount"]
 

@@ -14,6 +14,7 @@ from detcompile.archives.certificates import read_certificate
 from detcompile.archives.description import CERTIFICATE, FORMAT, KERNELS
 from detcompile.archives.machine import obstacle
 from detcompile.archives.manifest import parsed, require_model
+from detcompile.digests import source_digest
 from detcompile.errors import ArchiveError, DetcompileError, InvalidInput
 from detcompile.executors.archived import executor_from
 from detcompile.models.compiled import CompiledModel
@@ -21,7 +22,6 @@ from detcompile.models.remote import load_in_workers
 from detcompile.orders.numerics import Numerics
 from detcompile.parallel import tensor_parallel
 from detcompile.runtime.requests.plain_values import file_path, shown
-from detcompile.sources import source_digest
 from detcompile.storage import TEMPORARY_ADVICE, disk_failure
 from detcompile.templates.cpu import library as cpu_library
 

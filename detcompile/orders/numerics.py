@@ -1,7 +1,7 @@
-"""Numerics: the declared choices that fix every SumOrder, and the functions that choose the orders on a CPU and a GPU.
+"""Numerics: the declared choices that fix every SumOrder, and the functions that choose orders on CPUs and GPUs.
 
-A choosing function sees the reduced length, the dtype, the device type or instruction set, and the Numerics. None has a
-parameter through which the number of tokens, the batch or the current tensor-parallel size could reach it.
+These functions see the reduced length, the dtype, the device type or instruction set, and the Numerics. They have no
+parameter for the number of tokens, the batch or the current tensor-parallel size.
 """
 
 import functools
@@ -32,18 +32,18 @@ __all__ = [
     "token_row_order",
 ]
 
-KV_BLOCK = 64  # keys that one step of the online softmax takes
-KEY_BLOCK = 128  # keys that one step of a query's gradient takes
-_TILE_BLOCK = 32  # k of AMX's tiles of bfloat16
+KV_BLOCK = 64  # keys of one step of the online softmax
+KEY_BLOCK = 128  # keys of one step of a query's gradient
+_TILE_BLOCK = 32  # K of AMX's bfloat16 tiles
 FINEST_GRID, COARSEST_GRID = -96, 0  # magnitudes up to 2^-45 and to 2^51
-_FP32_BLOCK = 128  # one long float32 chain is less accurate than cuBLAS, blocks of 128 are more
+_FP32_BLOCK = 128  # one long float32 chain is less accurate than cuBLAS; blocks of 128 are more accurate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _CpuRows:
-    """How a CPU's lanes share a row: they double from the fewest until none adds more terms than `steps`.
+    """Lanes of a row on a CPU: doubled from `fewest_lanes` until no lane adds more than `steps` terms.
 
-    torch.sum is as accurate; one chain of 64 lanes is not.
+    This is as accurate as torch.sum; 64 lanes for any length would not be.
     """
 
     fewest_lanes: int = 64
@@ -53,17 +53,17 @@ class _CpuRows:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _GpuRows:
-    """How a GPU's threads, which are the lanes, share a row.
+    """Lanes of a row on a GPU, which are threads.
 
     Attributes:
         load: bytes that a thread loads at once, if the rows are aligned to them.
-        shortest: elements that a shorter row is padded to.
-        short: elements of the longest row that shares its program with others.
-        short_lanes: the most lanes of a short row, and the fewest of any other.
-        elements: elements of a thread, as long as most_lanes are enough.
-        most_lanes: the most lanes of a row that one program holds in registers.
-        longest: elements of the longest such row; a longer one is cut into chunks, which programs share.
-        chunk, chunk_lanes: elements of a chunk, and its lanes.
+        shortest: shorter rows are padded to this many elements.
+        short: elements of the longest row that shares its program with other rows.
+        short_lanes: most lanes of a short row, and fewest lanes of a longer one.
+        elements: elements per thread, up to most_lanes threads.
+        most_lanes: most lanes of a row that one program holds in registers.
+        longest: elements of the longest such row; longer rows are cut into chunks for several programs.
+        chunk, chunk_lanes: elements and lanes of a chunk.
     """
 
     load: int = 16
@@ -82,20 +82,20 @@ _CPU, _GPU = _CpuRows(), _GpuRows()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Numerics:
-    """What a user declares about rounding. Equal Numerics are part of what equal fingerprints mean.
+    """The declared choices about rounding. They are part of a fingerprint.
 
     Attributes:
-        tp_sizes: tensor-parallel sizes among which the bits stay equal; starts with 1, each divides the next.
+        tp_sizes: tensor-parallel sizes with equal bits; starts with 1, and each size divides the next.
         kv_chunk: keys in one attention chunk, counted from position 0; a multiple of 64.
-        token_leaf: tokens of one sequence whose gradient of a weight is one float32 sum; a multiple of 64.
-        token_grid: exponent of two to whose multiples such sums are rounded, so that they can be added exactly.
-        train_tp_sizes: tensor-parallel sizes of a trainer among which gradients stay equal; (1,) alone for now.
+        token_leaf: tokens of one sequence in one float32 sum of a weight's gradient; a multiple of 64.
+        token_grid: such sums are rounded to multiples of 2^token_grid, so that they add up exactly.
+        train_tp_sizes: tensor-parallel sizes of a trainer with equal gradients; only (1,) for now.
 
-    The last three decide the bits of gradients alone. They are part of a trainer's fingerprint and not of a compiled
-    model's: ``repr`` leaves them out, and ``for_training`` has all.
+    The last three only affect gradients. They are part of a trainer's fingerprint, but not of a compiled model's:
+    ``repr`` leaves them out, and ``for_training`` includes them.
 
     Raises:
-        NumericsError: when built, if a choice contradicts itself.
+        NumericsError: a choice is invalid.
     """
 
     tp_sizes: tuple[int, ...] = (1, 2, 4, 8)
@@ -143,16 +143,16 @@ class Numerics:
         return tuple(large // small for small, large in itertools.pairwise(self.tp_sizes))
 
     def split_radices(self, tp: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the radices above and below the level of the tree that has a node for each of ``tp`` ranks."""
+        """Return the radices above and below the tree level that has one node per rank."""
         level = self.tp_sizes.index(tp)
         return self.radices[:level], self.radices[level:]
 
     def digest(self) -> str:
-        """sha256, in hex, of every choice that decides the bits of a forward; the same in every process."""
+        """Return the sha256, in hex, of every choice that affects a forward; the same in every process."""
         return hashlib.sha256(repr(self).encode()).hexdigest()
 
     def for_training(self) -> str:
-        """Every choice as text, as a trainer's fingerprint has them."""
+        """Return every choice as text, for a trainer's fingerprint."""
         choices = ", ".join(f"{choice.name}={getattr(self, choice.name)!r}" for choice in fields(self))
         return f"Numerics({choices})"
 
@@ -160,17 +160,17 @@ class Numerics:
 def matmul_order(
     k: int, dtype: torch.dtype, radices: tuple[int, ...], isa: str = ""
 ) -> Sequential | Blocked | EvenOdd | Tree:
-    """How a GEMM sums its K features.
+    """Return how a GEMM sums its K features.
 
     Args:
-        k: features summed over all ranks together, not one rank's share.
+        k: summed features of all ranks together.
         dtype: both operands' dtype: float32 takes Blocked leaves, bfloat16 and float16 take Sequential ones.
-        radices: `Numerics.radices` for a row-parallel GEMM, () for any other.
-        isa: the CPU's, as `cpu.library.isa_of` gives it, or "" for a GPU: with "amx", bfloat16 takes EvenOdd leaves.
+        radices: `Numerics.radices` for a row-parallel GEMM, else ().
+        isa: instruction set of a CPU from `cpu.library.isa_of`, "" for a GPU; "amx" makes bfloat16 take EvenOdd leaves.
 
     Raises:
         NumericsError: K does not split into prod(radices) equal leaves; the message names tp_sizes that fit.
-        InvalidInput: there is no GEMM of this dtype.
+        InvalidInput: no GEMM has this dtype.
     """
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise InvalidInput(f"matmul of {dtype}: there is an order for float32, bfloat16 and float16; convert first")
@@ -186,18 +186,18 @@ def matmul_order(
     return Tree(k, radices, leaf) if radices else leaf
 
 
-@functools.lru_cache(4096)  # launches ask, and a prompt's wait for the host
+@functools.lru_cache(4096)  # cached because launches call it while a prompt waits for the host
 def row_order(length: int, device_type: str, radices: tuple[int, ...] = (), dtype: torch.dtype = torch.bfloat16) -> Row:
-    """How a reduction over one axis sums its `length` elements.
+    """Return how a reduction over one axis sums its `length` elements.
 
     Args:
-        length: elements of a whole row, over all ranks together.
+        length: elements of a whole row, of all ranks together.
         device_type: "cpu" or "cuda".
-        radices: `Numerics.radices` for a row that ranks may share (the vocabulary), () for any other.
-        dtype: the elements' dtype, which on a GPU says how many a thread loads at once.
+        radices: `Numerics.radices` for a row that ranks may share (the vocabulary), else ().
+        dtype: dtype of the elements; on a GPU it decides how many a thread loads at once.
 
     Raises:
-        InvalidInput: there is no template for this device type.
+        InvalidInput: no template supports this device type.
     """
     leaf_length = -(-length // math.prod(radices))
     if device_type == "cpu":
@@ -211,10 +211,10 @@ def row_order(length: int, device_type: str, radices: tuple[int, ...] = (), dtyp
 
 
 def state_order(length: int, device_type: str) -> Sequential | Row:
-    """How a state is read: the sum over its keys, on a GPU by lanes that are the keys, padded to a power of two.
+    """Return how a recurrence sums over the keys of its state. On a GPU, keys are lanes, padded to a power of two.
 
     Raises:
-        InvalidInput: there is no template for this device type.
+        InvalidInput: no template supports this device type.
     """
     if device_type == "cpu":
         return Sequential(length)
@@ -224,12 +224,12 @@ def state_order(length: int, device_type: str) -> Sequential | Row:
 
 
 def kv_order(numerics: Numerics) -> KV:
-    """How attention walks the keys of a sequence."""
+    """Return how attention walks the keys of a sequence."""
     return KV(numerics.kv_chunk, KV_BLOCK)
 
 
 def token_product_order(numerics: Numerics, dtype: torch.dtype, isa: str = "") -> Exact:
-    """How the gradient of a matrix sums over tokens; a leaf of fewer tokens is shorter, and otherwise the same.
+    """Return how the gradient of a matrix sums over tokens. A leaf with fewer tokens is shorter.
 
     Args:
         dtype: dtype of the rows and of their gradients.
@@ -240,7 +240,7 @@ def token_product_order(numerics: Numerics, dtype: torch.dtype, isa: str = "") -
 
 
 def token_row_order(numerics: Numerics) -> Exact:
-    """How the gradient of what each token scales or looks up sums over tokens: a leaf is one row."""
+    """Return how the gradient of a scale or table sums over tokens: a leaf is one row."""
     return Exact(Sequential(1), 1, numerics.token_grid)
 
 
@@ -252,7 +252,7 @@ def _cpu_lanes(length: int) -> int:
 
 
 def _cuda_lanes(length: int, vector: int) -> int:
-    """Threads that share a row: of a short one, which shares its program with others, as many as have an element."""
+    """Return the threads of a row. Short rows, which share a program, use only threads with an element."""
     width = max(1 << (length - 1).bit_length(), _GPU.shortest)
     if width <= _GPU.short:
         return min(width // vector, _GPU.short_lanes)
@@ -281,7 +281,7 @@ def _nearest_chunk(chunk: object) -> int:
 
 
 def _misfit(k: int, radices: tuple[int, ...]) -> str:
-    """K fits exactly the sizes that divide it, which are a prefix of a divisor chain."""
+    """Return the message for a K that does not divide. The sizes that fit are a prefix of the declared chain."""
     tp_sizes = tuple(itertools.accumulate(radices, initial=1, func=lambda size, radix: size * radix))
     prefix = tuple(size for size in tp_sizes if k % size == 0)
     divisors = [size for size in range(2, 65) if k % size == 0]

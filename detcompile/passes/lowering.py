@@ -9,7 +9,6 @@ from transformers import PreTrainedModel
 
 from detcompile.digests import weights_digest
 from detcompile.errors import UnsupportedModel
-from detcompile.facts import ModelFacts
 from detcompile.orders.numerics import Numerics
 from detcompile.parallel import PipelineStage, TensorParallel
 from detcompile.passes.capture import PackedForward, StatesForward, isolated, observe_attention
@@ -24,7 +23,7 @@ from detcompile.passes.sharding.shares import Shares, shares_of
 from detcompile.passes.tracing import Seen, find_repeats
 from detcompile.passes.warm.kept_program import StagePart
 from detcompile.progress import stage
-from detcompile.step import StepInputs
+from detcompile.step import ModelFacts, StepInputs
 from detcompile.weights import copy_mapped_weights, named_weights, weight_digests
 
 __all__ = ["Lowered", "lower", "lower_view", "lower_with_states"]

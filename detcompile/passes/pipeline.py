@@ -9,6 +9,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 
+from detcompile.digests import source_digest
 from detcompile.passes.graphs import sympy_size
 from detcompile.passes.programs.lanes import lane_by_lane
 from detcompile.passes.rewrites.canonicalize import canonicalize, drop_batch_indices, join_fills
@@ -17,7 +18,6 @@ from detcompile.passes.rewrites.reductions import KEPT_WHOLE, pin_reductions, pi
 from detcompile.passes.rewrites.rope import fuse_rope
 from detcompile.passes.rewrites.sorts import pin_running_sums, pin_sorts, pin_topk
 from detcompile.passes.rewrites.windows import POOLS, pin_convolutions, pin_pools
-from detcompile.sources import source_digest
 from detcompile.templates.cpu.shared_objects import compiler_if_any
 from detcompile.torch_internals.inductor import (
     CustomGraphPass,

@@ -12,10 +12,10 @@ import sys
 import warnings
 
 from detcompile import config, storage
+from detcompile.digests import source_digest
 from detcompile.errors import UnsupportedRelease
 from detcompile.progress import stage
 from detcompile.releases import beyond_tested, installed, require_no_older
-from detcompile.sources import source_digest
 
 __all__ = ["LOGITS", "require_release"]
 

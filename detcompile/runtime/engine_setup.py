@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from detcompile.errors import InvalidInput
-from detcompile.facts import ModelFacts
 from detcompile.parallel import TensorParallel
 from detcompile.progress import shown
 from detcompile.runtime.device_memory import StepMemory, available_memory, gpu_memory
@@ -27,6 +26,7 @@ from detcompile.runtime.step.layout import graph_layouts
 from detcompile.runtime.step.runner import Forward, Runner
 from detcompile.runtime.step.warmup import warm_up_kernels, warmup_steps
 from detcompile.runtime.step.worker import Worker
+from detcompile.step import ModelFacts
 
 __all__ = [
     "EngineModel",

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from detcompile.errors import InvalidInput
-from detcompile.facts import ModelFacts
 from detcompile.runtime.device_memory import StepMemory, gpu_memory
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.kv.kv_cache import KVCache
@@ -20,6 +19,7 @@ from detcompile.runtime.sampling.sampler import Sampler, SampleRow
 from detcompile.runtime.step.layout import StepBuffers, StepLayout, first_layouts
 from detcompile.runtime.step.runner import Runner
 from detcompile.runtime.step.worker import PromptRows, StepWork, Worker, idle_arrays
+from detcompile.step import ModelFacts
 
 __all__ = ["GraphNeeds", "Room", "StepNeeds", "affordable_states", "graph_needs", "step_needs"]
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.llama import modeling_llama
 
-from detcompile import CompiledModel, EngineConfig, SamplingParams, sources
+from detcompile import CompiledModel, EngineConfig, SamplingParams
+from detcompile import digests as digests_module
 from detcompile.passes import program_source
 from detcompile.weights import tensor_digest
 from tests.model_cases import certified, random_model
@@ -177,12 +178,12 @@ def test_a_digest_sees_every_word_of_a_large_tensor():
 
 
 def test_sources_of_kernels_count_and_those_of_commands_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "__file__", str(tmp_path / "sources.py"))
+    monkeypatch.setattr(digests_module, "__file__", str(tmp_path / "digests.py"))
 
     def digest_with(name: str) -> str:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("one more")
-        return sources.source_digest.__wrapped__()
+        return digests_module.source_digest.__wrapped__()
 
     digests = [digest_with(name) for name in ("a.py", "cpu/a.cpp", "cpu/a.h", "cpu/direct/a.cpp")]
     assert len(set(digests)) == len(digests)

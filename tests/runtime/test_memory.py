@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from detcompile.facts import ModelFacts
 from detcompile.runtime import device_memory, engine_setup, memory_probe
 from detcompile.runtime.device_memory import (
     GPUMemory,
@@ -29,7 +28,7 @@ from detcompile.runtime.step.graphs import unowned
 from detcompile.runtime.step.layout import StepLayout, first_layouts, graph_layouts, mixed_layouts, table_widths
 from detcompile.runtime.step.runner import Runner
 from detcompile.runtime.step.worker import Worker
-from detcompile.step import KVGroup
+from detcompile.step import KVGroup, ModelFacts
 from tests.bits import assert_bitwise_equal
 from tests.conftest import NEEDS_CUDA
 from tests.runtime.step.runner_cases import forward, make_cache

@@ -15,13 +15,13 @@ import triton
 from transformers import PreTrainedModel
 
 from detcompile.config import sizes_asserted
+from detcompile.digests import source_digest
 from detcompile.orders.numerics import Numerics
 from detcompile.passes.layers.structure import Shown, shown_by, view_of
 from detcompile.passes.programs.lanes import vector_isa
 from detcompile.passes.tracing import Seen, run_on_two_tokens
 from detcompile.passes.warm.descriptions import CalledCode, Descriptions, Undescribed
 from detcompile.passes.warm.programs import KEY_PART
-from detcompile.sources import source_digest
 from detcompile.templates.cpu import library as cpu_library
 from detcompile.templates.cpu.shared_objects import compiler_if_any
 from detcompile.torch_internals.inductor_settings import inductor_config

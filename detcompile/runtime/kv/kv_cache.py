@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from detcompile.errors import InvalidInput
-from detcompile.facts import ModelFacts
 from detcompile.runtime.device_memory import ran_out_of_memory
 from detcompile.runtime.kv.block_pool import check_block_size
-from detcompile.step import KVGroup, KVShape, StateShape
+from detcompile.step import KVGroup, KVShape, ModelFacts, StateShape
 from detcompile.templates.tokens.block_copies_gpu import copy_blocks_cuda
 
 __all__ = ["KVCache", "KVShape", "new_cache"]

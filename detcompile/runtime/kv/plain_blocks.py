@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import torch
 
-from detcompile.facts import ModelFacts
 from detcompile.runtime.kv.block_pool import BLOCK_SIZE, BlockPool
 from detcompile.runtime.kv.kv_blocks import KVBlocks
+from detcompile.step import ModelFacts
 
 __all__ = ["plain_blocks"]
 

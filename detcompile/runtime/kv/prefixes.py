@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from detcompile.errors import InvalidInput
-from detcompile.facts import ModelFacts
 from detcompile.runtime.kv.kv_blocks import KVBlocks
 from detcompile.runtime.requests.plain_values import kind, shown, token_list
 from detcompile.runtime.requests.turns import Turns, without_interrupts
+from detcompile.step import ModelFacts
 
 __all__ = ["BlockReader", "KVPrefix", "LayerBlocks", "Prefixes"]
 

@@ -156,14 +156,22 @@ class Chat:
 
     chat_template: Annotated[Path | None, typer.Option(help="A Jinja file, in place of the tokenizer's.")] = None
     tool_parser: Annotated[
-        Literal["hermes", "llama3", "mistral"] | None,
+        Literal["hermes", "llama3", "mistral", "openai"] | None,
         typer.Option(help="How the model writes calls of functions; default: as its chat template says."),
+    ] = None
+    reasoning_parser: Annotated[
+        Literal[
+            "deepseek_r1", "deepseek_v3", "ernie45", "glm45", "kimi_k2", "minimax_m2", "mistral", "none", "olmo3",
+            "openai_gptoss", "qwen3", "seed_oss", "step3",
+        ] | None,
+        typer.Option(help="How the model marks its reasoning; default: as its chat template says."),
     ] = None
 
     def options(self) -> dict[str, Any]:
         """Return keyword arguments for Service; read the template file."""
         template = None if self.chat_template is None else _read(self.chat_template)
-        return {"chat_template": template, "tool_parser": self.tool_parser}
+        names = {"tool_parser": self.tool_parser, "reasoning_parser": self.reasoning_parser}
+        return {"chat_template": template, **names}
 
 
 @dataclass(frozen=True, kw_only=True)

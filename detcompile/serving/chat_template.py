@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
@@ -74,6 +75,10 @@ class ChatTemplate:
     def names(self, role: str) -> bool:
         """Return True if the template compares something with this word, or has it as a key of a dict."""
         return role in self._words
+
+    def reads(self, field: str) -> bool:
+        """Return True if the template has an attribute or a key of this name."""
+        return re.search(rf"""[.'"]{field}\b""", self.source) is not None
 
     async def render(
         self,

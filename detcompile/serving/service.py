@@ -24,6 +24,7 @@ from detcompile.serving.kept_responses import KeptResponses
 from detcompile.serving.limiter import AdmissionLimiter, Deadlines, Reservation, Slot
 from detcompile.serving.metrics import Metrics
 from detcompile.serving.plain_tokenizer import tokenizer_digest
+from detcompile.serving.reasoning import PARSERS, reasoning_parser_of
 from detcompile.serving.receipts.issuer import Issued, Issuer
 from detcompile.serving.tokenizer_pool import TokenizerPool
 from detcompile.serving.tools.reader import FAMILIES, family_of
@@ -44,6 +45,7 @@ class Service:
         name: model name for clients; None takes the name it was loaded by.
         chat_template: replaces the tokenizer's template.
         tool_parser: tool-call format (see tools/reader.py); None infers it from the chat template.
+        reasoning_parser: reasoning format (see reasoning.py) or "none"; None infers it from the chat template.
         max_queue: limit of open samples, plus requests that no engine has seen yet.
         max_queued_tokens: limit of prompt tokens of open answers without a first token.
         max_body: bytes of a request's body.
@@ -73,6 +75,7 @@ class Service:
         name: str | None = None,
         chat_template: str | None = None,
         tool_parser: str | None = None,
+        reasoning_parser: str | None = None,
         max_queue: int = 512,
         max_queued_tokens: int = 262144,
         max_body: int = MAX_BODY,
@@ -100,6 +103,7 @@ class Service:
         self.created = int(time.time())
         self._name = name
         self._given_family = None if tool_parser is None else FAMILIES[tool_parser]
+        self._given_parser = reasoning_parser
         self._given_template = None if chat_template is None else ChatTemplate(chat_template)
         self.serves = False
         self._queue_timeout = queue_timeout
@@ -124,6 +128,10 @@ class Service:
         self.tool_template = self._given_template or with_tools or plain
         source = None if self.tool_template is None else self.tool_template.source
         self.tool_family = self._given_family or (None if source is None else family_of(source))
+        source = None if self.template is None else self.template.source
+        self.reasoning_parser = None if source is None else reasoning_parser_of(source)
+        if self._given_parser is not None:
+            self.reasoning_parser = PARSERS.get(self._given_parser)
         self.serves = True
         return hello
 

@@ -185,6 +185,10 @@ class TokenizerPool:
         token: str | None = self._backend.id_to_token(token_id)
         return token
 
+    def is_special(self, text: str) -> bool:
+        """Return True if a text is one special token."""
+        return self.special_id(text) is not None
+
     def special_id(self, text: str) -> int | None:
         """Return the id of a special token by its text; None if there is none."""
         token = None if self.backend_tokenizer is None else self.backend_tokenizer.token_to_id(text)

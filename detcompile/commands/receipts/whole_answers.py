@@ -5,6 +5,7 @@ The serving code renders the replayed tokens again, and the result is compared f
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ from detcompile.serving.openai.completions import CompletionReply
 from detcompile.serving.openai.recording import Recording
 from detcompile.serving.openai.responses import DRAWN_WITH, REPEATED
 from detcompile.serving.openai.tools import ToolUse
+from detcompile.serving.reasoning import PARSERS, Thinking
 from detcompile.serving.receipts.decoding import Redrawn
 from detcompile.serving.receipts.envelope import Envelope, payload_digest
 from detcompile.serving.receipts.issuer import Issued
@@ -30,7 +32,9 @@ from detcompile.serving.tools.reader import FAMILIES
 __all__ = ["answer_difference", "require_known", "uncovered"]
 
 Fields = Mapping[str, Any]  # an answer's JSON object
-# A receipt does not record how tool calls were parsed: an answer is right if one of these ways produces it.
+# A receipt does not record how reasoning and calls were parsed: an answer is right if one of these ways produces it.
+THINKINGS = [None, *sorted({(parser.opens, begun): Thinking(parser.name, begun) for parser in PARSERS.values()
+                            for begun in (False, True)}.values())]  # fmt: skip
 USES = [None, *(ToolUse(family, (), None, named) for family in FAMILIES.values() for named in (False, True))]
 CACHED = {  # path of the number of cached prompt tokens
     "text_completion": ("usage", "prompt_tokens_details", "cached_tokens"),
@@ -197,15 +201,16 @@ async def _prompt_text(text: str, token_ids: list[int], texts: TokenizerPool) ->
 
 
 async def _chats(fields: Fields, job: Job, context: _Context) -> AsyncIterator[dict[str, Any]]:
-    for use in USES:
-        reply = ChatReply(context, job, with_ids=_shows_ids(fields), with_receipt=True)
-        reply.use = use
-        yield await reply.whole()
+    for each, use in _ways(job):
+        for shows in (True, False)[: 1 if each.ask.thinking is None else 2]:
+            reply = ChatReply(context, each, with_ids=_shows_ids(fields), with_receipt=True)
+            reply.use, reply.shows_reasoning = use, shows
+            yield await reply.whole()
 
 
 async def _messages(fields: Fields, job: Job, context: _Context) -> AsyncIterator[dict[str, Any]]:
-    for use in USES:
-        yield await MessageReply(context, job, use, with_receipt=True).whole()
+    for each, use in _ways(job):
+        yield await MessageReply(context, each, use, with_receipt=True).whole()
 
 
 async def _responses(fields: Fields, job: Job, context: _Context) -> AsyncIterator[dict[str, Any]]:
@@ -213,10 +218,17 @@ async def _responses(fields: Fields, job: Job, context: _Context) -> AsyncIterat
     repeated = {name: fields[name] for name in REPEATED if name in fields}
     repeated |= {name: getattr(params, name) for name in DRAWN_WITH}
     job.ended = fields.get("completed_at")
-    for use in USES:
-        recording = Recording(context, job, repeated, None if use is None else use.family, [], with_receipt=True)
+    for each, use in _ways(job):
+        recording = Recording(context, each, repeated, None if use is None else use.family, [], with_receipt=True)
         await recording.settled()
         yield recording.response()
+
+
+def _ways(job: Job) -> Iterator[tuple[Job, ToolUse | None]]:
+    """Yield the job with each way to read reasoning, and each way to read calls."""
+    for thinking in THINKINGS:
+        for use in USES:
+            yield replace(job, ask=replace(job.ask, thinking=thinking)), use
 
 
 def _shows_ids(fields: Fields) -> bool:

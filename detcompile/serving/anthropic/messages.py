@@ -16,6 +16,7 @@ from detcompile.serving.openai.chat import ask_chat
 from detcompile.serving.openai.messages import prompt_of, template_variables
 from detcompile.serving.openai.reply import ReplyContext, as_int64, headers_of
 from detcompile.serving.openai.tools import ToolUse, recorded_use, tool_use
+from detcompile.serving.reasoning import num_reasoning_tokens
 from detcompile.serving.responses import JSON, Events, Whole
 from detcompile.serving.service import Service
 from detcompile.serving.tokenizer_pool import SampleText
@@ -73,7 +74,7 @@ class MessageReply:
         self._job = job
         self._with_receipt = with_receipt
         [self._answer] = job.answers
-        self._blocks = Blocks(job.name, use)
+        self._blocks = Blocks(job.name, use, job.ask.thinking)
         self.headers = headers_of(job.name, self._answer.params.seed, job.salt) | {"Request-Id": job.name}
 
     async def whole(self) -> dict[str, Any]:
@@ -127,7 +128,11 @@ class MessageReply:
         reason = "tool_use" if self._blocks.num_calls else "end_turn"
         stop = sample.stop_reason if isinstance(sample.stop_reason, str) else None
         reason = "max_tokens" if sample.finish_reason == "length" else "stop_sequence" if stop is not None else reason
-        usage = self._usage(self._answer.num_cached_tokens, self._answer.num_tokens)
+        usage: dict[str, Any] = self._usage(self._answer.num_cached_tokens, self._answer.num_tokens)
+        thinking = self._job.ask.thinking
+        if thinking is not None:
+            num_thinking = await num_reasoning_tokens(self._service.texts, [self._answer], thinking)
+            usage["output_tokens_details"] = {"thinking_tokens": num_thinking}
         end: dict[str, Any] = {"delta": {"stop_reason": reason, "stop_sequence": stop}, "usage": usage}
         issued = await self._service.issue(self._job)
         if issued is not None:

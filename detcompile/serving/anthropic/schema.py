@@ -30,10 +30,11 @@ __all__ = ["CountTokensRequest", "MessagesRequest", "chat_request"]
 
 
 class Block(msgspec.Struct, kw_only=True):
-    """A content block: text, a tool call, or a tool's result."""
+    """A content block: text, thinking, a tool call, or a tool's result."""
 
     type: str
     text: str | None = None
+    thinking: str | None = None
     id: str | None = None
     name: str | None = None
     input: dict[str, Any] | None = None
@@ -79,6 +80,14 @@ class OutputConfig(msgspec.Struct, kw_only=True):
     effort: str | None = None
 
 
+class ThinkingConfig(msgspec.Struct, kw_only=True):
+    """Whether the model thinks before it answers; "adaptive" leaves it to the chat template and the model."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
 class CountTokensRequest(MessageFields, kw_only=True):
     """Body of POST /v1/messages/count_tokens."""
 
@@ -90,6 +99,7 @@ class CountTokensRequest(MessageFields, kw_only=True):
     output_config: OutputConfig | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
+    thinking: ThinkingConfig | None = None
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
@@ -126,6 +136,13 @@ def chat_request(request: CountTokensRequest) -> ChatRequest:
         raise HTTPError(400, f"messages: {message}", param="messages")
     chat = ChatRequest(model=request.model, messages=list(_messages(request)), tool_choice=_choice(request.tool_choice))
     chat.chat_template_kwargs, chat.enable_thinking = request.chat_template_kwargs, request.enable_thinking
+    if request.thinking is not None and request.thinking.type != "adaptive":
+        on = request.thinking.type == "enabled"
+        chat.chat_template_kwargs = {"enable_thinking": on, "thinking": on} | (request.chat_template_kwargs or {})
+    for name, served in (("display", "summarized"), ("budget_tokens", None)):
+        if getattr(request.thinking, name, None) not in (None, served):
+            param = f"thinking.{name}"
+            raise HTTPError(400, f"{param} is not supported: omit it", param=param, code="unsupported_parameter")
     chat.tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(request.tools or ())]
     if request.output_config is not None and request.output_config.format is not None:
         chat.response_format = ResponseFormat(type="json_schema", json_schema=request.output_config.format)
@@ -160,7 +177,11 @@ def _turn(role: str, blocks: list[Block], where: str) -> list[Message]:
             continue
         if not messages or messages[-1].role != role:
             messages.append(Message(role=role, content=[]))
-        if block.type == "tool_use" and role == "assistant":
+        if block.type == "thinking" and role == "assistant":
+            thinking = _needed(block.thinking, f"{path}.thinking")
+            before = messages[-1].reasoning_content
+            messages[-1].reasoning_content = thinking if before is None else f"{before}\n{thinking}"
+        elif block.type == "tool_use" and role == "assistant":
             arguments = json.dumps(block.input or {}, ensure_ascii=False)
             function = CalledFunction(name=_needed(block.name, f"{path}.name"), arguments=arguments)
             made = ToolCall(id=_needed(block.id, f"{path}.id"), function=function)

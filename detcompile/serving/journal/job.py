@@ -9,6 +9,7 @@ import msgspec
 
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.serving.engines.answers import Answer
+from detcompile.serving.reasoning import Thinking
 from detcompile.serving.receipts.issuer import Issued
 
 __all__ = ["Ask", "Job", "ServedModel"]
@@ -40,6 +41,7 @@ class Ask:
         before: JSON of the earlier messages of a response's conversation; empty for other requests.
         family: name of the tool-call format; None without tools.
         cache_salt: requests with different salts share no cached prefix.
+        thinking: how the answers' reasoning is read; None for none.
     """
 
     prompts: list[list[int]]
@@ -50,6 +52,7 @@ class Ask:
     before: bytes = b""
     family: str | None = None
     cache_salt: str = ""
+    thinking: Thinking | None = None
 
 
 @dataclass(eq=False)

@@ -10,6 +10,7 @@ from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.serving.engines.answers import Answer, given_params
 from detcompile.serving.engines.protocol import Token
 from detcompile.serving.journal.job import Ask, Job, ServedModel
+from detcompile.serving.reasoning import Thinking
 from detcompile.serving.receipts.issuer import Issued
 
 __all__ = ["Outcome", "Record", "Work", "ask_of", "differing", "outcome_of", "record_of", "restore"]
@@ -30,6 +31,7 @@ class Work(msgspec.Struct):
     before: bytes = b""
     family: str | None = None
     cache_salt: str = ""
+    thinking: Thinking | None = None
 
 
 class KeptSample(msgspec.Struct, array_like=True):
@@ -91,14 +93,14 @@ def record_of(job: Job, place: tuple[str, str], request: tuple[str, bytes]) -> R
     ask = job.ask
     params = given_params(ask.params)
     fields = (ask.prompts, params, ask.priority, ask.prefix, ask.template, job.salt)
-    work = Work(*fields, job.model, ask.before, ask.family, ask.cache_salt)
+    work = Work(*fields, job.model, ask.before, ask.family, ask.cache_salt, ask.thinking)
     return Record(job.name, *place, *request, job.created, work)
 
 
 def ask_of(work: Work) -> Ask:
     """Return the work for the engines, to draw it again."""
     params = SamplingParams(**work.params)
-    rest = (work.template, work.before, work.family, work.cache_salt)
+    rest = (work.template, work.before, work.family, work.cache_salt, work.thinking)
     return Ask(work.prompts, params, work.priority, work.prefix, *rest)
 
 

@@ -11,10 +11,11 @@ from detcompile.serving.journal.job import Ask
 from detcompile.serving.journal.jobs import Call
 from detcompile.serving.openai.fields import require_served
 from detcompile.serving.openai.messages import prompt_of, template_of, template_variables
-from detcompile.serving.openai.parameters import chat_params
+from detcompile.serving.openai.parameters import chat_params, with_markers
 from detcompile.serving.openai.reply import Reply, chat_entry
 from detcompile.serving.openai.schema import ChatRequest
-from detcompile.serving.openai.tools import Calls, ToolUse, recorded_use, tool_use
+from detcompile.serving.openai.tools import AnswerParts, ToolUse, recorded_use, tool_use
+from detcompile.serving.reasoning import num_reasoning_tokens, thinking_of
 from detcompile.serving.responses import Events, Whole
 from detcompile.serving.service import Service
 
@@ -43,6 +44,7 @@ async def chat(service: Service, request: ChatRequest, call: Call) -> Response:
         last_event=call.last_event,
     )
     reply.use = recorded_use(job.ask.family, request.tool_choice)
+    reply.shows_reasoning = request.include_reasoning is not False
     if request.stream:
         return Events(job.answers, call.reservation, reply.headers, reply.events())
     return Whole(job.answers, call.reservation, reply.headers, reply.whole)
@@ -71,7 +73,12 @@ async def ask_chat(service: Service, request: ChatRequest, owner: str, prefix: s
     )
     family = None if use is None else use.family.name
     salt = request.cache_salt or ""
-    return Ask([prompt], params, request.priority or 0, prefix, template, family=family, cache_salt=salt)
+    thinking = None  # a grammar begins with the answer, so that there is no reasoning
+    if params.grammar is None:
+        thinking = thinking_of(service.reasoning_parser, service.texts, prompt)
+    params = with_markers(params, service, thinking)
+    priority = request.priority or 0
+    return Ask([prompt], params, priority, prefix, template, family=family, cache_salt=salt, thinking=thinking)
 
 
 class ChatReply(Reply):
@@ -81,10 +88,12 @@ class ChatReply(Reply):
     chunk_kind = "chat.completion.chunk"
     one_prompt = True
     use: ToolUse | None = None
+    shows_reasoning = True
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._calls: dict[int, Calls] = {}  # by index of the choice
+        self._thinking = self._job.ask.thinking
+        self._parts: dict[int, AnswerParts] = {}  # by index of the choice
 
     def _opening(self, index: int) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
@@ -93,16 +102,19 @@ class ChatReply(Reply):
     def _content(
         self, index: int, answer: Answer, text: str, logprobs: list[Token] | None, *, first: bool, last: bool
     ) -> dict[str, Any]:
-        calls: list[dict[str, Any]] = []
-        if self.use is not None:
-            choice_calls = self._calls.setdefault(index, Calls(self.use, f"{self._head['id']}/{index}"))
-            text, calls = choice_calls.read(text, last=last)
+        if index not in self._parts:
+            self._parts[index] = AnswerParts(self._thinking, self.use, f"{self._head['id']}/{index}")
+        reasoning, text, calls = self._parts[index].read(text, last=last)
+        shown: dict[str, Any] = {}
+        if self._thinking is not None and self.shows_reasoning and (reasoning or self._whole):
+            shown = {"reasoning": reasoning or None, "reasoning_content": reasoning or None}
         content = None if logprobs is None else [chat_entry(self.texts, entry) for entry in logprobs]
         logprobs_field = None if content is None else {"content": content, "refusal": None}
         if not self._whole:
-            delta = ({"content": text} if text else {}) | ({"tool_calls": calls} if calls else {})
+            delta = shown | ({"content": text} if text else {}) | ({"tool_calls": calls} if calls else {})
             return {"delta": delta, "logprobs": logprobs_field}
-        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        content_field = text if self._thinking is None else text or None
+        message: dict[str, Any] = {"role": "assistant", "content": content_field, "refusal": None, **shown}
         if calls:
             for call in calls:
                 del call["index"]  # only deltas have it
@@ -110,4 +122,9 @@ class ChatReply(Reply):
         return {"message": message, "logprobs": logprobs_field}
 
     def _reason(self, index: int, reason: str | None) -> str | None:
-        return reason if self.use is None else self._calls[index].reason(reason)
+        return self._parts[index].reason(reason)
+
+    async def _completion_details(self) -> dict[str, int]:
+        if self._thinking is None:
+            return {}
+        return {"reasoning_tokens": await num_reasoning_tokens(self.texts, self._answers, self._thinking)}

@@ -17,6 +17,7 @@ __all__ = ["NO_TEMPLATE", "prompt_of", "template_of", "template_variables"]
 NO_TEMPLATE = "has no chat template: use /v1/completions, or start the server with --chat-template"
 ROLES = ("system", "user", "assistant", "tool")
 SHOWN = ("name", "tool_call_id", "reasoning", "reasoning_content")  # message fields for templates
+REASONING = ("reasoning_content", "reasoning", "thinking")  # names of a message's reasoning in templates
 UNSERVED = ("audio", "function_call", "partial", "prefix")  # message fields that are rejected
 RESERVED = frozenset((  # names in chat_template_kwargs that mean something else to apply_chat_template
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
@@ -132,6 +133,9 @@ def _plain(message: Message, where: str, template: ChatTemplate) -> dict[str, An
     role = _role(message.role, where, template)
     plain: dict[str, Any] = {"role": role, "content": content or message.refusal or ""}
     plain |= {name: value for name in SHOWN if (value := getattr(message, name)) is not None}
+    reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
+    if reasoning is not None and not any(template.reads(name) for name in REASONING if name in plain):
+        plain |= {name: reasoning for name in REASONING if template.reads(name)}
     if message.tool_calls:
         plain["tool_calls"] = [
             {"id": call.id, "type": "function", "function": {

@@ -2,7 +2,7 @@
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from msgspec.structs import asdict
@@ -13,9 +13,11 @@ from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.serving.http_errors import HTTPError, error_of
 from detcompile.serving.openai.schema import ChatRequest, CompletionRequest, ResponseFormat
 from detcompile.serving.openai.tools import ToolUse
+from detcompile.serving.reasoning import GPT_OSS, PARSERS, Thinking
 from detcompile.serving.receipts.receipt import MAX_STOPS
+from detcompile.serving.service import Service
 
-__all__ = ["chat_params", "completion_params", "grammar_of", "prompts_of"]
+__all__ = ["chat_params", "completion_params", "grammar_of", "prompts_of", "with_markers"]
 
 MAX_PROMPTS = 2048
 FRESH_SEEDS = 1 << 53  # exact in JavaScript's numbers
@@ -78,6 +80,15 @@ def chat_params(request: ChatRequest, defaults: Mapping[str, Any], use: ToolUse 
     if use is not None:
         others["skip_special_tokens"] = False  # some formats write calls with them
     return _params(request, defaults, length, grammar=_with_tools(grammar_of(request), use), **others)
+
+
+def with_markers(params: SamplingParams, service: Service, thinking: Thinking | None) -> SamplingParams:
+    """Return parameters that keep the markers of reasoning in the text if they are special tokens."""
+    if thinking is None or not params.skip_special_tokens:
+        return params
+    parser = PARSERS[thinking.parser]
+    special = parser is GPT_OSS or any(map(service.texts.is_special, (parser.opens, parser.closes)))
+    return replace(params, skip_special_tokens=False) if special else params
 
 
 def prompts_of(prompts: str | Sequence[str | int | list[int]], param: str) -> list[str | list[int]]:

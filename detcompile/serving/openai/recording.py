@@ -16,8 +16,9 @@ from detcompile.serving.limiter import Reservation
 from detcompile.serving.openai.reply import AT_ONCE, ReplyContext, as_int64, chat_entry, headers_of
 from detcompile.serving.openai.response_output import ResponseOutput
 from detcompile.serving.openai.schema import Message
+from detcompile.serving.reasoning import AnswerReader, num_reasoning_tokens
 from detcompile.serving.tokenizer_pool import SampleText
-from detcompile.serving.tools.reader import Family, Piece, Reader
+from detcompile.serving.tools.reader import Family, Piece
 
 __all__ = ["Recording", "Status"]
 
@@ -70,7 +71,8 @@ class Recording:
         self._status: Status = "in_progress"
         self._failure: dict[str, Any] | None = None
         self._incomplete: dict[str, Any] | None = None
-        self._reader = None if family is None else Reader(family)
+        self._reader = AnswerReader(job.ask.thinking, family)
+        self._num_reasoning = 0  # tokens
         self._output = ResponseOutput(self.name)
         self._changed = asyncio.Event()  # replaced at each change
         self._whole = False  # the whole answer was read
@@ -137,7 +139,7 @@ class Recording:
             "output": self._output.items,
             "system_fingerprint": self._job.model.fingerprint,
             "seed": as_int64(answer.params.seed or 0),
-            "usage": None if self.ended is None else _usage(answer),
+            "usage": None if self.ended is None else _usage(answer, self._num_reasoning),
             **self._fields,
             **({} if issued is None else {"receipt": issued.envelope}),
         }
@@ -146,12 +148,12 @@ class Recording:
         """Read the answer to its end; always wake waiting readers at the end."""
         try:
             await self._send_answer()
-            self._end()
+            await self._end()
         except Exception:  # a bug: log it and end the response as failed
             logger.exception("%s failed", self.name)
             self._status, self._output = "in_progress", ResponseOutput(self.name)  # the old one may be unencodable
             self._fail(EngineError(FAULT))
-            self._end()
+            await self._end()
         finally:
             self._status = "failed" if self._status == "in_progress" else self._status
             self.ended = self.ended or time.monotonic()
@@ -176,7 +178,9 @@ class Recording:
             await self._take(text, sample)  # the last tokens before the error; the journal has them, too
             self._fail(error)
 
-    def _end(self) -> None:
+    async def _end(self) -> None:
+        thinking = self._job.ask.thinking
+        self._num_reasoning = await num_reasoning_tokens(self._service.texts, [self.answer], thinking)
         self.ended = time.monotonic()
         last = "incomplete" if self._status == "cancelled" else self._status
         self._send_response(f"response.{last}")
@@ -198,11 +202,14 @@ class Recording:
 
     def _add(self, text: str, read: slice, *, last: bool) -> None:
         """Process new text and send its events."""
-        pieces = [Piece(None, None, text)] if self._reader is None else self._reader.feed(text, last=last)
+        showed = self._reader.shows
+        pieces = self._reader.feed(text, last=last)
         known = self.answer.samples[0].logprobs
         self._logprobs += [chat_entry(self._service.texts, entry) for entry in (known or [])[read]]
+        if not self._reader.shows or not (showed or any(piece.text and not piece.reasoning for piece in pieces)):
+            self._logprobs = []
         for piece in pieces:
-            logprobs, self._logprobs = self._logprobs, []  # calls have no logprobs
+            logprobs, self._logprobs = self._logprobs, []  # calls and reasoning have no logprobs
             if piece.call is not None or piece.text or logprobs:
                 for event in self._output.add(piece, logprobs):
                     self._send(event)
@@ -244,12 +251,12 @@ class Recording:
         changed.set()
 
 
-def _usage(answer: Answer) -> dict[str, Any]:
+def _usage(answer: Answer, num_reasoning: int) -> dict[str, Any]:
     num_prompt, num_drawn = len(answer.prompt_ids), answer.num_tokens
     return {
         "input_tokens": num_prompt,
         "input_tokens_details": {"cached_tokens": answer.num_cached_tokens, "cache_write_tokens": 0},
         "output_tokens": num_drawn,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": num_reasoning},
         "total_tokens": num_prompt + num_drawn,
     }

@@ -98,7 +98,7 @@ class Reply(ABC):
                 text, read = await SampleText(self.texts, answer.params, sample).rest()
                 choice = self._choice(len(choices), answer, sample, text, read, ended=True)
                 choices.append(msgspec.Raw(msgspec.json.encode(choice)))
-        reply = {"object": self.kind, **self._head, "choices": choices, "usage": self._usage()}
+        reply = {"object": self.kind, **self._head, "choices": choices, "usage": await self._usage()}
         return reply | self._prompt(0) | await self._receipt()
 
     async def events(self) -> AsyncIterator[bytes]:
@@ -165,7 +165,8 @@ class Reply(ABC):
     async def _tail(self) -> list[dict[str, Any]]:
         """Return the contents of the chunks without choices at the end of a stream."""
         receipt = await self._receipt()
-        return ([{"more": receipt}] if receipt else []) + ([{"usage": self._usage()}] if self._include_usage else [])
+        usage = [{"usage": await self._usage()}] if self._include_usage else []
+        return ([{"more": receipt}] if receipt else []) + usage
 
     def _choice(
         self, index: int, answer: Answer, sample: AnswerSample, text: str, read: slice, *, ended: bool
@@ -230,15 +231,21 @@ class Reply(ABC):
         name = f"id: {self._cursor}\n".encode() if self._job.kept else b""
         return name + self._prefix + msgspec.json.encode(choices) + end
 
-    def _usage(self) -> dict[str, Any]:
+    async def _completion_details(self) -> dict[str, int]:
+        """Return kinds of drawn tokens, by the names in OpenAI's completion_tokens_details."""
+        return {}
+
+    async def _usage(self) -> dict[str, Any]:
         num_prompt = sum(len(answer.prompt_ids) for answer in self._answers)
         num_drawn = 0 if self._hidden else sum(answer.num_tokens for answer in self._answers)
         cached = sum(answer.num_cached_tokens for answer in self._answers)
+        details = await self._completion_details()
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_drawn,
             "total_tokens": num_prompt + num_drawn,
             "prompt_tokens_details": {"cached_tokens": cached},
+            **({"completion_tokens_details": details} if details else {}),
         }
 
 

@@ -12,7 +12,7 @@ Event = dict[str, Any]  # without its sequence number
 
 
 class ResponseOutput:
-    """Turns pieces of an answer into items: content into messages, calls into function_call items.
+    """Turns pieces of an answer into items: reasoning, messages and function_call items.
 
     Args:
         name: id of the response; item ids are derived from it.
@@ -25,16 +25,16 @@ class ResponseOutput:
         self.items: list[dict[str, Any]] = []
         self._name = name
         self._open: dict[str, Any] | None = None
-        self._call: int | None = None  # index of the open call
+        self._kind: tuple[int | None, bool] = (None, False)  # the open item's call, and whether it is reasoning
 
     def add(self, piece: Piece, logprobs: list[dict[str, Any]]) -> list[Event]:
         """Add a piece.
 
         Args:
-            logprobs: entries of the content's tokens, if requested.
+            logprobs: entries of the content's tokens, if requested; reasoning and calls have none.
         """
         events: list[Event] = []
-        if piece.name is not None or (piece.call is None and (self._open is None or self._call is not None)):
+        if piece.name is not None or self._open is None or self._kind != (piece.call, piece.reasoning):
             events += self.close("completed")
             events += self._opened(piece)
         assert self._open is not None
@@ -46,8 +46,11 @@ class ResponseOutput:
             return events
         part = self._open["content"][0]
         part["text"] += piece.text
+        delta: Event = {"content_index": 0, "delta": piece.text}
+        if piece.reasoning:
+            return [*events, {"type": "response.reasoning_text.delta", **place, **delta}]
         part["logprobs"] += logprobs
-        delta = {"content_index": 0, "delta": piece.text, "logprobs": logprobs}
+        delta["logprobs"] = logprobs
         return [*events, {"type": "response.output_text.delta", **place, **delta}]
 
     def close(self, status: str) -> list[Event]:
@@ -63,21 +66,23 @@ class ResponseOutput:
             function = {"name": item["name"], "arguments": item["arguments"]}
             return [{"type": "response.function_call_arguments.done", **place, **function}, done]
         part, place = _copy(item)["content"][0], place | {"content_index": 0}
-        text = {"text": part["text"], "logprobs": part["logprobs"]}
+        text = {name: part[name] for name in ("text", "logprobs") if name in part}
         return [
-            {"type": "response.output_text.done", **place, **text},
+            {"type": f"response.{part['type']}.done", **place, **text},
             {"type": "response.content_part.done", **place, "part": part},
             done,
         ]
 
     def _opened(self, piece: Piece) -> list[Event]:
-        index, self._call = len(self.items), piece.call
+        index, self._kind = len(self.items), (piece.call, piece.reasoning)
         digest = hashlib.sha256(f"{self._name}/{index}".encode()).hexdigest()[:24]
         item: dict[str, Any]
         if piece.name is not None:
             assert piece.call is not None
             call = {"call_id": call_id(self._name, piece.call), "name": piece.name, "arguments": ""}
             item = {"type": "function_call", "id": f"fc_{digest}", "status": "in_progress", **call}
+        elif piece.reasoning:
+            item = {"type": "reasoning", "id": f"rs_{digest}", "status": "in_progress", "summary": [], "content": []}
         else:
             item = {"type": "message", "id": f"msg_{digest}", "status": "in_progress", "role": "assistant"}
             item["content"] = []
@@ -86,6 +91,8 @@ class ResponseOutput:
         added: list[Event] = [{"type": "response.output_item.added", "output_index": index, "item": _copy(item)}]
         if piece.name is None:
             part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            if piece.reasoning:
+                part = {"type": "reasoning_text", "text": ""}
             item["content"].append(part)
             place = {"item_id": item["id"], "output_index": index, "content_index": 0}
             added.append({"type": "response.content_part.added", **place, "part": _copy(part)})

@@ -36,7 +36,7 @@ Metadata = Annotated[  # OpenAI's bounds; a response repeats it in its events
 
 
 class InputItem(msgspec.Struct, kw_only=True):
-    """A message, a function call, or a function's result."""
+    """A message, reasoning, a function call, or a function's result."""
 
     type: str = "message"
     role: str | None = None
@@ -45,6 +45,8 @@ class InputItem(msgspec.Struct, kw_only=True):
     name: str | None = None
     arguments: str | None = None
     output: str | list[Part] | None = None
+    summary: list[Part] | None = None
+    encrypted_content: str | None = None
 
 
 class ResponseTool(msgspec.Struct, kw_only=True):
@@ -168,7 +170,7 @@ def chat_request(request: ResponsesRequest, before: list[Message]) -> ChatReques
 
 
 def messages_of(items: str | list[InputItem]) -> list[Message]:
-    """Return items as chat messages; calls join the preceding assistant message.
+    """Return items as chat messages; calls join the preceding assistant message, reasoning the following one.
 
     Raises:
         HTTPError: an item is not supported or incomplete.
@@ -176,14 +178,18 @@ def messages_of(items: str | list[InputItem]) -> list[Message]:
     if isinstance(items, str):
         return [Message(role="user", content=items)]
     messages: list[Message] = []
+    reasoning: str | None = None  # of the next assistant message
     for place, item in enumerate(items):
         where = f"input[{place}]"
         if item.type == "message":
             role = _needed(item.role, f"{where}.role")
             messages.append(Message(role=role, content=_content(item.content, where)))
+        elif item.type == "reasoning":
+            reasoning = "\n".join([*([] if reasoning is None else [reasoning]), _reasoning(item, where)])
+            continue
         elif item.type == "function_call":
             name, call = _needed(item.name, f"{where}.name"), _needed(item.call_id, f"{where}.call_id")
-            if not messages or messages[-1].role != "assistant":
+            if not messages or messages[-1].role != "assistant" or reasoning is not None:
                 messages.append(Message(role="assistant", content=""))
             made = ToolCall(id=call, function=CalledFunction(name=name, arguments=item.arguments or "{}"))
             messages[-1].tool_calls = messages[-1].tool_calls or []
@@ -193,6 +199,9 @@ def messages_of(items: str | list[InputItem]) -> list[Message]:
             messages.append(Message(role="tool", tool_call_id=call, content=_content(item.output, where)))
         else:
             raise HTTPError(400, f"{where}: items of type {item.type[:40]!r} are not supported", param=where)
+        if messages[-1].role == "assistant" and reasoning is not None:
+            messages[-1].reasoning_content = reasoning
+        reasoning = None
     return messages
 
 
@@ -204,6 +213,19 @@ def _content(content: str | list[Part] | None, where: str) -> str:
             path = f"{where}.content[{index}]"
             raise HTTPError(400, f"{path}: parts of type {part.type[:40]!r} are not supported, only text", param=path)
     return "\n".join(part.text or "" for part in content)
+
+
+def _reasoning(item: InputItem, where: str) -> str:
+    """Return the text of reasoning: its content, or without one its summary."""
+    if item.encrypted_content is not None:
+        param = f"{where}.encrypted_content"
+        raise HTTPError(400, f"{param} is not supported: omit it", param=param, code="unsupported_parameter")
+    parts = item.content if isinstance(item.content, list) else []
+    for index, part in enumerate(parts := parts or item.summary or []):
+        if part.type not in ("reasoning_text", "summary_text") or part.text is None:
+            path = f"{where}.content[{index}]"
+            raise HTTPError(400, f"{path}: parts of type {part.type[:40]!r} are not supported here", param=path)
+    return "\n".join(part.text or "" for part in parts)
 
 
 def _needed(value: str | None, where: str) -> str:

@@ -212,6 +212,7 @@ class ChatRequest(_CompletionFields, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
     reasoning_effort: Effort | None = None
+    include_reasoning: bool | None = None
 
 
 class TokenizeRequest(TokenizeFields, kw_only=True):

@@ -8,11 +8,12 @@ from detcompile.errors import InvalidInput
 from detcompile.runtime.grammars.grammar import Grammar
 from detcompile.serving.http_errors import HTTPError
 from detcompile.serving.openai.schema import NamedTool, Tool, ToolChoice
+from detcompile.serving.reasoning import AnswerReader, Thinking
 from detcompile.serving.service import Service
 from detcompile.serving.tools.grammars import Function, free_grammar, required_grammar
-from detcompile.serving.tools.reader import FAMILIES, Family, Piece, Reader
+from detcompile.serving.tools.reader import FAMILIES, Family, Piece
 
-__all__ = ["Calls", "ToolUse", "call_id", "recorded_use", "tool_use"]
+__all__ = ["AnswerParts", "ToolUse", "call_id", "recorded_use", "tool_use"]
 
 MOST_TOOLS = 128
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}  # of a function without parameters
@@ -88,6 +89,11 @@ def _grammar(service: Service, tools: Sequence[Tool], *, required: bool, single:
     ]
     family = service.tool_family
     assert family is not None
+    if family.harmony:  # its messages hold one call each
+        if required or any(function.strict for function in functions):
+            message = "required, named and strict functions are not supported in gpt-oss's format"
+            raise HTTPError(400, f"tools: {message}", param="tools", code="unsupported_parameter")
+        return None
     try:
         if required:
             return required_grammar(family, functions, service.texts.special_id, single=single)
@@ -106,30 +112,34 @@ def recorded_use(family: str | None, choice: ToolChoice | None) -> ToolUse | Non
     return None if family is None else ToolUse(FAMILIES[family], (), None, isinstance(choice, NamedTool))
 
 
-class Calls:
-    """The calls in the text of one choice.
+class AnswerParts:
+    """Reasoning, content and calls in the text of one choice.
 
     Args:
+        thinking: how to read reasoning; None for none.
+        use: the request's tools; None if no tool may be called.
         name: unique prefix of the ids of its calls.
     """
 
-    def __init__(self, use: ToolUse, name: str) -> None:
-        self._reader = Reader(use.family)
-        self._named = use.named
+    def __init__(self, thinking: Thinking | None, use: ToolUse | None, name: str) -> None:
+        self._reader = AnswerReader(thinking, None if use is None else use.family)
+        self._named = use is not None and use.named
         self._name = name
 
-    def read(self, text: str, *, last: bool) -> tuple[str, list[dict[str, Any]]]:
-        """Return the content and the deltas of calls in new text."""
-        content = ""
+    def read(self, text: str, *, last: bool) -> tuple[str, str, list[dict[str, Any]]]:
+        """Return the reasoning, the content and the deltas of calls in new text."""
+        reasoning = content = ""
         calls: dict[int, dict[str, Any]] = {}
         for piece in self._reader.feed(text, last=last):
-            if piece.call is None:
+            if piece.reasoning:
+                reasoning += piece.text
+            elif piece.call is None:
                 content += piece.text
             elif piece.call in calls:
                 calls[piece.call]["function"]["arguments"] += piece.text
             else:
                 calls[piece.call] = self._delta(piece.call, piece)
-        return content, list(calls.values())
+        return reasoning, content, list(calls.values())
 
     def reason(self, reason: str | None) -> str | None:
         """Return OpenAI's finish reason for a choice with these calls."""

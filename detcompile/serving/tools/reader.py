@@ -7,7 +7,10 @@ import json
 from collections.abc import Generator
 from typing import Any, NamedTuple
 
-__all__ = ["FAMILIES", "Family", "HERMES", "LLAMA3", "MISTRAL", "Piece", "Reader", "family_of", "read_json"]
+__all__ = [
+    "FAMILIES", "Family", "HERMES", "LLAMA3", "MISTRAL", "OPENAI", "Piece", "Reader", "SPACE", "family_of", "overlap",
+    "read_json",
+]  # fmt: skip
 
 SPACE = " \t\r\n"
 ARGUMENTS = ("arguments", "parameters")
@@ -28,6 +31,7 @@ class Family(NamedTuple):
         array: calls are in a JSON list, or each is a name, "[ARGS]" and its arguments.
         short_ids: templates need call ids of nine characters.
         bare: an answer that starts with a JSON object is a call, even without ``opens``.
+        harmony: calls are messages of gpt-oss's format, which serving/reasoning.py reads.
     """
 
     name: str
@@ -37,34 +41,38 @@ class Family(NamedTuple):
     array: bool = False
     bare: bool = False
     short_ids: bool = False
+    harmony: bool = False
 
 
 HERMES = Family("hermes", "<tool_call>", "</tool_call>")
 LLAMA3 = Family("llama3", "<|python_tag|>", key="parameters", bare=True)
 MISTRAL = Family("mistral", "[TOOL_CALLS]", array=True, short_ids=True)
-FAMILIES = {family.name: family for family in (HERMES, LLAMA3, MISTRAL)}
+OPENAI = Family("openai", "<|channel|>", harmony=True)
+FAMILIES = {family.name: family for family in (HERMES, LLAMA3, MISTRAL, OPENAI)}
 
 
 def family_of(template: str) -> Family | None:
     """Return the format whose markers a chat template contains; None if there are none."""
-    for family in (HERMES, MISTRAL):
+    for family in (OPENAI, HERMES, MISTRAL):
         if family.opens in template:
             return family
     return LLAMA3 if '"parameters":' in template else None
 
 
 class Piece(NamedTuple):
-    """New content, or a call's name (once) or new part of its arguments.
+    """New content or reasoning, or a call's name (once) or new part of its arguments.
 
     Attributes:
         call: index of the call; None for content.
         name: the function's name, only in a call's first piece.
-        text: content, or arguments as the model wrote them.
+        text: content, reasoning, or arguments as the model wrote them.
+        reasoning: the text is reasoning.
     """
 
     call: int | None
     name: str | None
     text: str
+    reasoning: bool = False
 
 
 class Reader:
@@ -109,7 +117,7 @@ class Reader:
         opens = self._family.opens
         while True:
             position = self._text.find(opens, self._at)
-            held = 0 if self._last else _overlap(self._text[self._at :], opens)
+            held = 0 if self._last else overlap(self._text[self._at :], opens)
             stop = position if position >= 0 else len(self._text) - held
             self._give(Piece(None, None, self._text[self._at : stop]))
             self._at = stop
@@ -304,6 +312,6 @@ def _arguments_of(written: str) -> str | None:
     return written
 
 
-def _overlap(text: str, mark: str) -> int:
+def overlap(text: str, mark: str) -> int:
     """Return the length of the longest suffix of a text that is a proper prefix of ``mark``."""
     return next((size for size in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:size])), 0)

@@ -1,0 +1,377 @@
+"""Reasoning of thinking models: apart from content and calls, on each route, whole and streamed."""
+
+import asyncio
+import functools
+import itertools
+import typing
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anthropic
+import httpx
+import httpx2
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from tokenizers import AddedToken, Tokenizer
+
+from detcompile.commands.serve import Chat
+from detcompile.serving.app import new_app
+from detcompile.serving.engines.answers import Answer
+from detcompile.serving.engines.protocol import Delta, Hello, SampleDelta, Token
+from detcompile.serving.reasoning import PARSERS, AnswerReader, Thinking, reasoning_parser_of
+from detcompile.serving.service import Service
+from detcompile.serving.tools.reader import FAMILIES as CALLS
+from detcompile.serving.tools.reader import Piece
+from tests.serving.instant_fleet import InstantFleet
+from tests.serving.reasoning_cases import CONTENT, FAMILIES, REASONING, Transcript
+from tests.serving.scripted_engine import HELLO
+from tests.serving.scripted_service import SPEC
+
+USER = [{"role": "user", "content": "x"}]
+ADD = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+
+
+@functools.cache
+def hello_of(markers: tuple[str, ...]) -> Hello:
+    tokenizer = Tokenizer.from_str(HELLO.tokenizer)
+    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in markers])
+    special = [*HELLO.special_ids, *map(tokenizer.token_to_id, markers)]
+    return replace(HELLO, tokenizer=tokenizer.to_str(), special_ids=special, vocab_size=tokenizer.get_vocab_size())
+
+
+@functools.cache
+def ids_of(tokenizer: str, text: str) -> list[int]:
+    return Tokenizer.from_str(tokenizer).encode(text, add_special_tokens=False).ids
+
+
+class Fleet(InstantFleet):
+    """Draws one text, a token a turn of the event loop."""
+
+    text = ""
+
+    def _draw(self, answer: Answer) -> None:
+        if answer.finished:
+            return
+        ids = ids_of(self.known.tokenizer, self.text)
+        count = len(answer.samples[0].token_ids) + 1
+        ended = count == min(len(ids), answer.params.max_tokens or len(ids))
+        reason = None if not ended else "stop" if count == len(ids) else "length"
+        token = ids[count - 1]
+        logprobs = None if answer.params.logprobs is None else [Token(token, -0.5, [])]
+        samples = [SampleDelta(n, [token], logprobs, reason, None) for n in range(answer.params.n)]
+        delta = Delta(answer.request_id, samples, ended, None, None, 0, None)
+        answer.extend(delta)
+        self._on_delta(answer, delta)
+        answer.signal.notify()
+        self._later(self._draw, answer)
+
+
+@asynccontextmanager
+async def served(family: Transcript, text: str, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a service that answers every request with a text."""
+    fleet = type("Scripted", (Fleet,), {"text": text, "known": hello_of(family.markers)})
+    service = Service(chat_template=family.template, fleet=fleet, **options)
+    app = new_app(service, "test")
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", timeout=30) as client:
+        await service.start(SPEC)
+        yield client
+        await service.stop()
+
+
+def run(scenario: Callable[[], Any]) -> None:
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+def merged(pieces: list[Piece]) -> list[Piece]:
+    """Pieces with neighbors of one kind joined."""
+    found: list[Piece] = []
+    for piece in pieces:
+        if found and piece.name is None and (found[-1].call, found[-1].reasoning) == (piece.call, piece.reasoning):
+            found[-1] = found[-1]._replace(text=found[-1].text + piece.text)
+        elif piece.text or piece.name is not None:
+            found.append(piece)
+    return found
+
+
+MARKS = [
+    "<think>", "</think>", "[THINK]", "[/THINK]", "<|channel|>analysis<|message|>", "<|channel|>final<|message|>",
+    "<|channel|>commentary to=functions.f <|constrain|>json<|message|>", "<|end|>", "<|start|>assistant", "<|call|>",
+    "<tool_call>", '{"name": "f", "arguments": {"a": 1}}', "</tool_call>", "<", "<|", "</", " ", "\n", "a",
+]  # fmt: skip
+texts = st.lists(st.sampled_from(MARKS), max_size=8).map("".join)
+
+
+@given(
+    text=st.one_of(texts, st.sampled_from([t for each in FAMILIES.values() for t in (each.text, each.call) if t])),
+    cuts=st.lists(st.integers(0, 300), max_size=12),
+    parser=st.sampled_from([None, *sorted(PARSERS)]),
+    begun=st.booleans(),
+    family=st.sampled_from([None, *sorted(CALLS)]),
+)
+def test_pieces_are_the_same_however_cut(
+    text: str, cuts: list[int], parser: str | None, begun: bool, family: str | None
+) -> None:
+    thinking = None if parser is None else Thinking(parser, begun)
+
+    def read(parts: list[str]) -> tuple[list[Piece], int]:
+        reader = AnswerReader(thinking, None if family is None else CALLS[family])
+        pieces = [piece for part in parts[:-1] for piece in reader.feed(part)]
+        return merged(pieces + reader.feed(parts[-1], last=True)), reader.num_calls
+
+    places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    whole = read([text])
+    assert read([text[start:end] for start, end in itertools.pairwise(places)]) == whole == read([*text, ""])
+    if family is None and parser not in (None, "openai_gptoss"):  # nothing but a marker is lost
+        assert sum(len(piece.text) for piece in whole[0]) >= len(text.strip()) - len("<seed:think></seed:think>")
+
+
+def reading(parser: str, text: str, *, begun: bool = False) -> tuple[str, str]:
+    pieces = AnswerReader(Thinking(parser, begun), None).feed(text, last=True)
+    parts = ["".join(piece.text for piece in pieces if piece.reasoning is reasons) for reasons in (True, False)]
+    return parts[0], parts[1]
+
+
+@pytest.mark.parametrize(
+    ("parser", "text", "begun", "expected"),
+    [
+        ("qwen3", "<think>\na\n</think>\n\nb", False, ("\na\n", "\n\nb")),
+        ("qwen3", "a</think>b", True, ("a", "b")),
+        ("qwen3", "<think>a</think>b", True, ("a", "b")),
+        ("qwen3", "a", True, ("a", "")),
+        ("qwen3", "a <think>b</think>", False, ("", "a <think>b</think>")),
+        ("qwen3", "<think>a</think>b<think>c</think>", False, ("a", "b<think>c</think>")),
+        ("qwen3", "<think></think>", False, ("", "")),
+        ("qwen3", "<thi", False, ("", "<thi")),
+        ("qwen3", "a</thi", True, ("a</thi", "")),
+        ("mistral", "a[/THINK]b", False, ("", "a[/THINK]b")),
+        ("seed_oss", "<seed:think>a</seed:think>b", False, ("a", "b")),
+        ("openai_gptoss", "plain", False, ("", "plain")),
+        ("openai_gptoss", "<|channel|>final<|message|>b<|return|>", False, ("", "b")),
+        ("openai_gptoss", "<|channel|>analysis<|message|>a", False, ("a", "")),
+        ("openai_gptoss", "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>analysis<|message|>c"
+         "<|end|><|start|>assistant<|channel|>commentary<|message|>d<|end|><|start|>assistant<|channel|>final<|message|>b",
+         False, ("a\nc", "d\nb")),
+        ("openai_gptoss", "<|channel|>commentary to=browser.open json<|message|>a<|call|>", False, ("a", "")),
+        ("openai_gptoss", "<|channel|>analysis<|mess", False, ("", "")),
+    ],
+)  # fmt: skip
+def test_reasoning_ends_at_its_marker(parser: str, text: str, begun: bool, expected: tuple[str, str]) -> None:
+    assert reading(parser, text, begun=begun) == expected
+
+
+@pytest.mark.parametrize("parser", [parser for parser in PARSERS.values() if parser.assumed], ids=lambda p: p.name)
+def test_assumed_reasoning_needs_no_marker(parser: Any) -> None:
+    family = Transcript(parser.name, "{{ messages[0].content }}", f"{REASONING}</think>{CONTENT}", None)
+
+    async def scenario() -> None:
+        async with served(family, family.text, reasoning_parser=parser.name) as http:
+            message = (await chat(http))["choices"][0]["message"]
+            assert (message["reasoning"], message["content"]) == (REASONING, CONTENT)
+
+    run(scenario)
+
+
+async def chat(http: httpx.AsyncClient, **asked: Any) -> dict[str, Any]:
+    answer = await http.post("/v1/chat/completions", json={"messages": USER} | asked)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_template_chooses_its_parser(name: str) -> None:
+    chosen, named = reasoning_parser_of(FAMILIES[name].template), PARSERS[FAMILIES[name].parser]
+    assert chosen is not None and (chosen.opens, chosen.closes) == (named.opens, named.closes)
+    assert reasoning_parser_of("{% for m in messages %}{{ m.content }}{% endfor %}I think") is None
+
+
+def test_option_names_are_the_parsers() -> None:
+    hints = typing.get_type_hints(Chat)
+    for option, names in (("reasoning_parser", {*PARSERS, "none"}), ("tool_parser", {*CALLS})):
+        literal = next(each for each in typing.get_args(hints[option]) if typing.get_args(each))
+        assert set(typing.get_args(literal)) == names
+
+
+@pytest.mark.parametrize("tools", [False, True])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_openai_client_gets_reasoning_apart(name: str, tools: bool) -> None:
+    family = FAMILIES[name]
+    text = family.call if tools else family.text
+    if text is None:
+        pytest.skip("a family without calls here")
+    asked: dict[str, Any] = {"model": "scripted", "messages": USER}
+    body = {"chat_template_kwargs": {"thinking": True}}
+    if tools:
+        asked["tools"] = [{"type": "function", "function": ADD}]
+
+    async def scenario() -> None:
+        async with served(family, text) as http:
+            client = openai.AsyncOpenAI(base_url="http://test/v1", api_key="none", http_client=http)
+            whole = await client.chat.completions.create(**asked, extra_body=body)
+            message = whole.choices[0].message
+            assert message.reasoning == message.reasoning_content == REASONING
+            assert message.content == (None if tools else CONTENT)
+            assert [call.function.arguments for call in message.tool_calls or ()] == ['{"a": 1}'] * tools
+            usage = whole.usage
+            assert 0 < usage.completion_tokens_details.reasoning_tokens < usage.completion_tokens
+            options = {"stream": True, "stream_options": {"include_usage": True}, "extra_body": body}
+            chunks = [chunk async for chunk in await client.chat.completions.create(**asked, **options)]
+            deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
+            for field, expected in (("reasoning", REASONING), ("reasoning_content", REASONING),
+                                    ("content", "" if tools else CONTENT)):  # fmt: skip
+                assert "".join(getattr(delta, field, None) or "" for delta in deltas) == expected
+            calls = [call for delta in deltas for call in delta.tool_calls or ()]
+            assert "".join(call.function.arguments for call in calls) == '{"a": 1}' * tools
+            assert chunks[-1].usage.completion_tokens_details == usage.completion_tokens_details
+            finish = [choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason]
+            assert finish == [whole.choices[0].finish_reason] == ["tool_calls" if tools else "stop"]
+
+            response = await client.responses.create(model="scripted", input="x", extra_body=body | ({
+                "tools": [{"type": "function", **ADD}]} if tools else {}))  # fmt: skip
+            reasoning, other = response.output
+            assert reasoning.type == "reasoning" and [part.text for part in reasoning.content] == [REASONING]
+            assert other.type == ("function_call" if tools else "message")
+            assert tools or other.content[0].text == CONTENT
+            details = response.usage.output_tokens_details
+            assert details.reasoning_tokens == usage.completion_tokens_details.reasoning_tokens
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_responses_stream_has_reasoning_items(name: str) -> None:
+    family = FAMILIES[name]
+
+    async def scenario() -> None:
+        async with served(family, family.text) as http:
+            client = openai.AsyncOpenAI(base_url="http://test/v1", api_key="none", http_client=http)
+            more = {"chat_template_kwargs": {"thinking": True}, "include": ["message.output_text.logprobs"]}
+            events = []
+            async with client.responses.stream(model="scripted", input="x", extra_body=more) as stream:
+                async for event in stream:
+                    events.append(event)
+                final = await stream.get_final_response()
+            deltas = {kind: "".join(event.delta for event in events if event.type == kind)
+                      for kind in ("response.reasoning_text.delta", "response.output_text.delta")}  # fmt: skip
+            assert list(deltas.values()) == [REASONING, CONTENT]
+            done = [event.text for event in events if event.type == "response.reasoning_text.done"]
+            assert done == [REASONING] and final.output[0].content[0].text == REASONING
+            shown = final.output[1].content[0]
+            assert shown.text == CONTENT and "".join(entry.token for entry in shown.logprobs).endswith(CONTENT[-4:])
+            again = await client.responses.retrieve(final.id)
+            assert again.output[0] == final.output[0] and again.output[1].content[0].text == CONTENT
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("tools", [False, True])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_anthropic_client_gets_thinking_blocks(name: str, tools: bool) -> None:
+    family = FAMILIES[name]
+    text = family.call if tools else family.text
+    if text is None:
+        pytest.skip("a family without calls here")
+    asked: dict[str, Any] = {"model": "scripted", "messages": USER, "max_tokens": 999}
+    asked["extra_body"] = {"chat_template_kwargs": {"thinking": True}}
+    if tools:
+        asked["tools"] = [{"name": "add", "input_schema": ADD["parameters"]}]
+
+    async def scenario() -> None:
+        async with served(family, text) as http:
+            app = http._transport.app
+            own = httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://test", timeout=30)
+            client = anthropic.AsyncAnthropic(base_url="http://test", api_key="none", http_client=own)
+            whole = await client.messages.create(**asked)
+            async with client.messages.stream(**asked) as stream:
+                streamed = await stream.get_final_message()
+            for message in (whole, streamed):
+                thinking, other = message.content
+                assert (thinking.type, thinking.thinking) == ("thinking", REASONING) and thinking.signature
+                assert other.input == {"a": 1} if tools else other.text == CONTENT
+                assert 0 < message.usage.output_tokens_details.thinking_tokens < message.usage.output_tokens
+            assert (streamed.content[0], streamed.stop_reason) == (whole.content[0], whole.stop_reason)
+            history = [*USER, {"role": "assistant", "content": [block.model_dump() for block in whole.content]}]
+            if not tools:
+                sizes = [
+                    (await client.messages.count_tokens(model="scripted", messages=[*messages, *USER])).input_tokens
+                    for messages in (history, [*USER, {"role": "assistant", "content": CONTENT}])
+                ]
+                assert sizes[0] > sizes[1] or "deepseek r1" in name  # whose template drops it
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.off is not None])
+def test_switched_off_answers_are_content(name: str) -> None:
+    family = FAMILIES[name]
+
+    async def scenario() -> None:
+        async with served(family, CONTENT) as http:
+            answer = await chat(http, chat_template_kwargs=family.off)
+            message = answer["choices"][0]["message"]
+            assert message["content"] == CONTENT and "reasoning" not in message
+            asked = {"messages": USER, "max_tokens": 99, "thinking": {"type": "disabled"}}
+            [block] = (await http.post("/v1/messages", json=asked)).json()["content"]
+            assert block == {"type": "text", "text": CONTENT}
+
+    run(scenario)
+
+
+def test_reasoning_is_left_out_or_unparsed_on_request() -> None:
+    family = FAMILIES["qwen3"]
+
+    async def scenario() -> None:
+        async with served(family, family.text) as http:
+            answer = await chat(http, include_reasoning=False)
+            message = answer["choices"][0]["message"]
+            assert message["content"] == CONTENT and "reasoning" not in message
+            asked = {"messages": USER, "include_reasoning": False, "stream": True}
+            stream = await http.post("/v1/chat/completions", json=asked)
+            assert "reasoning" not in stream.text
+        async with served(family, family.text, reasoning_parser="none") as http:
+            assert (await chat(http))["choices"][0]["message"]["content"] == family.text
+
+    run(scenario)
+
+
+def test_reasoning_cut_by_its_length_has_no_content() -> None:
+    family = FAMILIES["qwen3 thinking"]
+
+    async def scenario() -> None:
+        async with served(family, family.text) as http:
+            answer = await chat(http, max_tokens=4)
+            choice, usage = answer["choices"][0], answer["usage"]
+            assert choice["finish_reason"] == "length" and choice["message"]["content"] is None
+            assert REASONING.startswith(choice["message"]["reasoning"])
+            assert usage["completion_tokens_details"]["reasoning_tokens"] == usage["completion_tokens"] == 4
+            response = (await http.post("/v1/responses", json={"input": "x", "max_output_tokens": 4})).json()
+            assert response["status"] == "incomplete" and [item["type"] for item in response["output"]] == ["reasoning"]
+
+    run(scenario)
+
+
+def test_conversation_continues_with_its_reasoning() -> None:
+    family = FAMILIES["qwen3"]
+
+    async def scenario() -> None:
+        async with served(family, family.text) as http:
+            first = (await http.post("/v1/responses", json={"input": "x"})).json()
+            sizes = []
+            for before in (
+                {"previous_response_id": first["id"], "input": "y"},
+                {"input": [*USER, *first["output"], {"role": "user", "content": "y"}]},
+                {"input": [*USER, first["output"][1], {"role": "user", "content": "y"}]},
+            ):
+                answer = await http.post("/v1/responses", json=before)
+                assert answer.status_code == 200, answer.text
+                sizes.append(answer.json()["usage"]["input_tokens"])
+            assert sizes[0] == sizes[1] > sizes[2]
+            for field in ("reasoning", "reasoning_content"):
+                before = {"role": "assistant", "content": CONTENT, field: REASONING}
+                history = [*USER, before, {"role": "user", "content": "y"}]
+                assert (await chat(http, messages=history))["usage"]["prompt_tokens"] == sizes[0]
+
+    run(scenario)

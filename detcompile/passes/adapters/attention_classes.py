@@ -1,8 +1,8 @@
-"""Attention classes of transformers that compute their own softmax, replaced one by one: the rest of the model stays.
+"""Replacements for attention classes of transformers that compute their softmax inline.
 
-Unlike passes.adapters.forwards, only the attention's forward is replaced; the step, and positions that scale queries,
-reach it through passes.modules.attention, and learned positions through passes.modules.positions. The mask that the
-model makes for its own attention is read by nobody.
+Unlike in passes.adapters.forwards, only the attention's forward is replaced. The step, and positions that scale
+queries, reach it through passes.modules.attention, and learned positions through passes.modules.positions. The mask
+that the model makes for its attention is ignored.
 """
 
 import math
@@ -35,13 +35,13 @@ def replace_attention(model: PreTrainedModel) -> bool:
     for layer, (attention, forward) in enumerate(replaced):
         if getattr(attention, "layer_idx", None) is None:
             attention.layer_idx = layer
-        attention.is_causal = True  # bigbird_pegasus says otherwise, and makes a causal mask
+        attention.is_causal = True  # bigbird_pegasus says False, and makes a causal mask
         attention.forward = types.MethodType(forward, attention)
     scaled = [attention for attention, _ in replaced if class_of(attention) in SCALED_BY_POSITION]
     if scaled:
         carry_positions(model, scaled)
     if replaced:
-        set_attention_implementation(model.config, IMPLEMENTATION)  # under this name transformers makes no mask
+        set_attention_implementation(model.config, IMPLEMENTATION)  # with this name, transformers makes no mask
     return bool(replaced)
 
 
@@ -70,7 +70,7 @@ def _gpt_neo(self: Any, hidden_states: Tensor, **kwargs: Any) -> Any:
 
 
 def _codegen(self: Any, hidden_states: Tensor, position_ids: Tensor, **kwargs: Any) -> Any:
-    parts = math.gcd(CODEGEN_PARTS, self.num_attention_heads)  # fewer of a rank's heads; a whole model has four
+    parts = math.gcd(CODEGEN_PARTS, self.num_attention_heads)  # four in a whole model, fewer for a rank's heads
     heads = self.num_attention_heads // parts
     fused = self.qkv_proj(hidden_states).unflatten(-1, (parts, 3, heads, self.head_dim))
     query, value, key = (fused[..., part, :, :].flatten(-3, -2) for part in range(3))
@@ -198,7 +198,7 @@ def _turned(states: Tensor, table: Tensor) -> Tensor:
     return product.flatten(-2).to(states.dtype)
 
 
-# Queries are scaled by their positions, which the model does not hand to its attention: it counts them anew.
+# These scale queries by their positions, which the model does not pass to its attention.
 SCALED_BY_POSITION = ("inkling.modeling_inkling.InklingAttention", "llama4.modeling_llama4.Llama4TextAttention")
 OWN_ATTENTION: dict[str, Callable[..., Any]] = {
     "bigbird_pegasus.modeling_bigbird_pegasus.BigBirdPegasusDecoderAttention": projected_attention,

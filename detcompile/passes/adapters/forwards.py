@@ -29,13 +29,13 @@ __all__ = ["ADAPTERS", "Adapter", "adapt", "attend", "rotate_halves", "rotate_pa
 
 
 def rotate_halves(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Element i turns with element i + D/2: query and key [B, T, H, D], cos and sin [B, T, D]."""
+    """Rotate element i with element i + D/2: query and key [B, T, H, D], cos and sin [B, T, D]."""
     cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
     return query * cos + _half_turned(query) * sin, key * cos + _half_turned(key) * sin
 
 
 def rotate_pairs(states: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
-    """Element 2i turns with element 2i + 1: states [B, T, H, D], cos and sin [B, T, D/2]."""
+    """Rotate element 2i with element 2i + 1: states [B, T, H, D], cos and sin [B, T, D/2]."""
     sin, cos = (torch.repeat_interleave(table[:, :, None, :], 2, 3) for table in (sin, cos))
     turned = torch.stack((-states[:, :, :, 1::2], states[:, :, :, ::2]), dim=-1).flatten(-2)
     return states * cos + turned * sin
@@ -53,12 +53,12 @@ class Adapter(NamedTuple):
     """How one class of causal LM is made to call our attention.
 
     Attributes:
-        attention_name: the attribute of a block that holds its attention; empty where the blocks are attentions.
-        forward: the causal LM's: (model, input_ids, position_ids, step, keep) -> logits of the rows that keep indexes.
-        attention: the attention's, with the keywords that its block hands it.
-        obstacle: what of a configuration the adapter does not do, empty where it does all.
-        prepare: what an attention needs besides its weights.
-        blocks: the attribute of the model's body that holds its blocks.
+        attention_name: attribute of a block with its attention; empty if the blocks are attentions.
+        forward: of the causal LM: (model, input_ids, position_ids, step, keep) -> logits of the rows that keep indexes.
+        attention: forward of the attention, with the keywords that its block passes.
+        obstacle: returns the unsupported part of a configuration, or "".
+        prepare: adds what an attention needs besides its weights.
+        blocks: attribute of the model's body with its blocks.
         is_needed: False for a model whose class calls an attention function by itself, as later transformers do.
     """
 
@@ -72,10 +72,10 @@ class Adapter(NamedTuple):
 
 
 def adapt(model: PreTrainedModel) -> bool:
-    """Give the model its adapter, if there is one for its class of transformers; says whether.
+    """Give the model its adapter, if its class of transformers has one. Return whether it has.
 
     Raises:
-        UnsupportedModel: there is one, but not for this configuration.
+        UnsupportedModel: the adapter does not support this configuration.
     """
     adapter = entry_of(model, "ADAPTERS", ADAPTERS)
     if adapter is None or not adapter.is_needed(model):
@@ -110,7 +110,7 @@ def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, step: StepInp
 
 
 def _bloom(model: Any, input_ids: Tensor, position_ids: Tensor, step: StepInputs | None, keep: Any) -> Tensor:
-    """Positions enter through ALiBi alone, which counts from the start of the token's own sequence."""
+    """Positions only enter through ALiBi, which counts from the start of the token's sequence."""
     body = model.transformer
     hidden = body.word_embeddings_layernorm(body.word_embeddings(input_ids))
     for block in body.h:
@@ -128,7 +128,7 @@ def _bloom_attention(
 
 
 def _bloom_slopes(model: Any, attention: Any) -> None:
-    """The slopes are the bias of a key at position 1, by the model's own formula."""
+    """Store the slopes: the bias of a key at position 1, by the model's formula."""
     two_positions = model.transformer.word_embeddings.weight.new_ones(1, 2).float()
     alibi = model.transformer.build_alibi_tensor(two_positions, attention.num_heads, two_positions.dtype)
     attention.register_buffer("alibi_slopes", alibi[:, 0, 1].contiguous(), persistent=False)
@@ -150,7 +150,7 @@ def _falcon_attention(
     position_embeddings: tuple[Tensor, Tensor],
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Keys and values that several query heads share are attended once, where Hugging Face copies them."""
+    """Share keys and values among query heads without the copies that Hugging Face makes."""
     groups = self.num_kv_heads  # fused rows: for each key head its query heads, its key and its value
     members = self.num_heads // groups
     fused = self.query_key_value(hidden_states).unflatten(-1, (groups, members + 2, self.head_dim))
@@ -188,7 +188,7 @@ def _gptj_attention(
 
 
 def _mpt(model: Any, input_ids: Tensor, position_ids: Tensor, step: StepInputs | None, keep: Any) -> Tensor:
-    """Positions enter through ALiBi alone, as in bloom."""
+    """Positions only enter through ALiBi, as in bloom."""
     body = model.transformer
     hidden = body.wte(input_ids)
     for block in body.blocks:
@@ -208,7 +208,7 @@ def _mpt_attention(
 
 
 def _mpt_slopes(model: Any, attention: Any) -> None:
-    """The slopes are the difference of two neighbouring keys' biases, by the model's own formula."""
+    """Store the slopes: the difference of two neighboring keys' biases, by the model's formula."""
     bias = model.transformer.build_mpt_alibi_tensor(attention.n_heads, 2, device=model.device)
     attention.register_buffer("alibi_slopes", (bias[:, 0, 1] - bias[:, 0, 0]).contiguous(), persistent=False)
 

@@ -72,13 +72,13 @@ def class_of(module: Any) -> str:
 
 
 def _cosines_and_sines(self: Any, x: Tensor, position_ids: Tensor) -> Tensor:
-    """deepseek_v2, llama4: [B, T, D / 2, 2] float32, where Hugging Face has complex numbers."""
+    """deepseek_v2, llama4: [B, T, D / 2, 2] float32; Hugging Face uses complex numbers."""
     angles = position_ids[..., None].float() * self.inv_freq.float()
     return torch.stack([angles.cos(), angles.sin()], -1) * self.attention_scaling
 
 
 def _adapter_of_default_language(self: Any, lang_ids: Tensor, hidden_states: Tensor) -> Tensor:
-    """xmod: every token's language is the configuration's, where Hugging Face picks the rows of each language."""
+    """xmod: every token has the configured language; Hugging Face selects the rows of each language."""
     residual = hidden_states
     if self.adapter_layer_norm is not None:
         hidden_states = self.adapter_layer_norm(hidden_states)
@@ -122,7 +122,7 @@ def _dbrx(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: 
 
 
 def _llama4(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-    """A token is weighted before its experts see it, and not after."""
+    """A token is weighted before its experts, not after."""
     x = hidden_states.reshape(-1, self.hidden_dim)
     logits = F.linear(x, self.router.weight)
     best, ids = logits.topk(self.top_k, 1)
@@ -147,7 +147,7 @@ def _jetmoe(self: Any, layer_input: Tensor) -> Tensor:
 
 
 def _jetmoe_queries(self: Any, layer_input: Tensor) -> tuple[Tensor, None, Any]:
-    """A token's queries by each of its experts [B, T, k, H], and what `_jetmoe_outputs` takes."""
+    """Return a token's queries by each of its experts [B, T, k, H], and the arguments of `_jetmoe_outputs`."""
     x = layer_input.flatten(0, 1)
     ids, weights = _jetmoe_route(self.router, x)
     return expert_product(x, ids, self.input_linear.weight).unflatten(0, layer_input.shape[:2]), None, (ids, weights)

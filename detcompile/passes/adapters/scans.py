@@ -1,7 +1,7 @@
-"""The scans of transformers' modeling files by name, each as our recurrence with what is computed around it.
+"""Scans of transformers' modeling files by name, written around our recurrences.
 
-Each takes the arguments of its namesake and gives its result, up to rounding. States that a caller passes in, or asks
-for, are refused: they live in the step.
+Each takes the arguments of its namesake and returns the same result, up to rounding. Calls that pass or request a state
+are refused: states belong to the step.
 """
 
 import types
@@ -20,12 +20,12 @@ from detcompile.passes.modules.recurrences import Recurrences, rebound
 
 __all__ = ["SCANS", "pin_recurrences", "selective"]
 
-# Arguments of scans that a packed step has no place for: states from outside, and other layouts of the sequences.
+# Arguments of scans that a packed step does not support: external states, and other layouts of sequences.
 STATES = ("initial_state", "initial_states", "output_final_state", "return_final_states", "seq_idx", "cu_seqlens")
 
 
 def pin_recurrences(model: PreTrainedModel) -> Recurrences | None:
-    """Make the model's scans, convolutions and linear attention ours; None if it has none that are known."""
+    """Replace the model's scans, convolutions and linear attention by ours; None if it has none that are known."""
     recurrences = Recurrences()
     replaced = False
     for module in model.modules():
@@ -42,14 +42,14 @@ def pin_recurrences(model: PreTrainedModel) -> Recurrences | None:
     if not replaced:
         return None
     unnumbered = [module for module in model.modules() if getattr(module, "layer_idx", 0) is None]
-    for index, module in enumerate(unnumbered):  # attention that several layers share
+    for index, module in enumerate(unnumbered):  # attention that is shared by several layers
         module.layer_idx = index
     recurrences.follow(model)
     return recurrences
 
 
 def _calling_scans(kind: type, recurrences: Recurrences) -> dict[str, Callable[..., Any]]:
-    """The class's methods that call a scan, calling ours."""
+    """Return the class's methods that call a scan, changed to call ours."""
     methods: dict[str, Callable[..., Any]] = {}
     for name, method in vars(kind).items():
         code = getattr(_unwrapped(method), "__code__", None)

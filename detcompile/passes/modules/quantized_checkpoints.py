@@ -1,7 +1,7 @@
 """Quantised checkpoints, loaded by transformers without the packages that made them.
 
-transformers builds the model and reads the files; a quantizer of ours, registered beside its own, puts `PackedLinear`
-modules where the checkpoint has quantised linears, and turns them into `QuantizedLinear` once they are filled.
+transformers builds the model and reads the files. Our quantizer, registered with transformers, puts `PackedLinear`
+modules in place of quantised linears, and turns them into `QuantizedLinear` once they are filled.
 """
 
 import json
@@ -91,7 +91,7 @@ class _OfLinear(dict[str, torch.Tensor]):
 
 @register_quantization_config(METHOD)
 class CheckpointConfig(QuantizationConfigMixin):
-    """Carries the checkpoint's own quantization_config."""
+    """Carries the checkpoint's quantization_config."""
 
     def __init__(self, checkpoint: dict[str, Any], **kwargs: Any) -> None:
         self.quant_method = METHOD

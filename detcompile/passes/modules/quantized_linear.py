@@ -1,4 +1,4 @@
-"""A linear whose weights stay quantised, and where such linears stand in a model."""
+"""QuantizedLinear: a linear whose weights stay quantised, and its place in a model."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ class QuantizedLinear(nn.Module):
 
     Args:
         weight: [N, K] in few bits.
-        order: the places in x of the weight's k, where a checkpoint has sorted them by group.
+        order: indices into x of the weight's k, if a checkpoint has sorted them by group.
     """
 
     packed: Tensor
@@ -37,11 +37,11 @@ class QuantizedLinear(nn.Module):
 
     @property
     def quantized(self) -> QuantizedWeight:
-        """The weight's parts where they are now."""
+        """The weight's parts on their present device."""
         return QuantizedWeight(self.packed, self.scales, self.zeros, self.in_features, self.group, self.rows)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """The matrix [N, K] that x is multiplied with, K in the order of x."""
+        """Return the matrix [N, K] that x is multiplied with, with K in the order of x."""
         w = dequantized(self.quantized, dtype)
         return w if self.order is None else w[:, self.order.argsort()]
 
@@ -85,6 +85,6 @@ def pin_quantized(model: Any) -> int:
 
 
 def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Put ``module`` in the place of the submodule of this name."""
+    """Replace the submodule of this name by ``module``."""
     parent, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(parent), leaf, module)

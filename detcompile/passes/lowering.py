@@ -221,8 +221,7 @@ def _read_whole(
         if ranks is not None:
             declared = {"numerics": str(numerics), "max_context": str(max_context)}
             ranks.require_equal({"weights": weights_digest(digests), **declared})
-    with stage("digest the whole program"):
-        view = view_of(model)
-        pin_row_parallel(view, numerics)
-        program, constants = ProgramSource(view, numerics, max_context, seen, None, "the digest of the whole").digest()
+    view = view_of(model)
+    pin_row_parallel(view, numerics)
+    program, constants = ProgramSource(view, numerics, max_context, seen, None, "the digest of the whole").digest()
     return _Whole(program, digests | constants)

@@ -141,13 +141,13 @@ class ProgramSource:
 
     def digest(self) -> tuple[str, Mapping[str, str]]:
         """Return the digest of the program, and digests of its constants, without compiling it."""
-        content = None if self.key is None else programs.read(self.key.digest)
-        if content is not None:
-            return content.decode(), {}
-        packed = PackedForward(self.model)
-        traced = trace_packed(
-            packed, self.numerics, self.seen, never_run, join_weights=False, repeats=self.repeats
-        )
+        with stage("capture the whole program") as capturing:
+            content = None if self.key is None else programs.read(self.key.digest)
+            if content is not None:
+                capturing.becomes("take the whole program's digest")
+                return content.decode(), {}
+            packed = PackedForward(self.model)
+            traced = trace_packed(packed, self.numerics, self.seen, never_run, join_weights=False, repeats=self.repeats)
         if self.key is not None and not traced.constants:
             label = label_of(self.model, self.max_context, traced.digest, self.key)
             programs.write(self.key.digest, traced.digest.encode(), label)

@@ -189,6 +189,14 @@ class TokenizerPool:
         """Return True if a text is one special token."""
         return self.special_id(text) is not None
 
+    def added_id(self, text: str) -> int | None:
+        """Return the id of an added token, special or not, by its text; None if there is none.
+
+        llguidance keeps all added tokens out of free text.
+        """
+        token = None if self.backend_tokenizer is None else self.backend_tokenizer.token_to_id(text)
+        return token if token in self._added else None
+
     def special_id(self, text: str) -> int | None:
         """Return the id of a special token by its text; None if there is none."""
         token = None if self.backend_tokenizer is None else self.backend_tokenizer.token_to_id(text)

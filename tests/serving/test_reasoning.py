@@ -19,15 +19,19 @@ from msgspec.structs import replace
 from tokenizers import AddedToken, Tokenizer
 
 from detcompile.commands.serve import Chat
+from detcompile.runtime.grammars.compiler import GrammarCompiler
+from detcompile.runtime.grammars.grammar import Grammar
 from detcompile.serving.app import new_app
 from detcompile.serving.engines.answers import Answer
 from detcompile.serving.engines.protocol import Delta, Hello, SampleDelta, Token
 from detcompile.serving.reasoning import PARSERS, AnswerReader, Thinking, reasoning_parser_of
+from detcompile.serving.reasoning_grammars import after_reasoning
 from detcompile.serving.service import Service
+from detcompile.serving.tools.grammars import Function, required_grammar
 from detcompile.serving.tools.reader import FAMILIES as CALLS
-from detcompile.serving.tools.reader import Piece
+from detcompile.serving.tools.reader import HERMES, Piece
 from tests.serving.instant_fleet import InstantFleet
-from tests.serving.reasoning_cases import CONTENT, FAMILIES, REASONING, Transcript
+from tests.serving.reasoning_cases import CALL, CONTENT, FAMILIES, REASONING, Transcript
 from tests.serving.scripted_engine import HELLO
 from tests.serving.scripted_service import SPEC
 
@@ -373,5 +377,82 @@ def test_conversation_continues_with_its_reasoning() -> None:
                 before = {"role": "assistant", "content": CONTENT, field: REASONING}
                 history = [*USER, before, {"role": "user", "content": "y"}]
                 assert (await chat(http, messages=history))["usage"]["prompt_tokens"] == sizes[0]
+
+    run(scenario)
+
+
+@functools.cache
+def marked(kind: str) -> "Marked":
+    return Marked(kind)
+
+
+class Marked:
+    """A tokenizer of transformers whose markers are added tokens, or text."""
+
+    def __init__(self, kind: str) -> None:
+        self.backend_tokenizer = Tokenizer.from_str(HELLO.tokenizer)
+        if kind != "text":
+            marks = [mark for parser in PARSERS.values() for mark in (parser.opens, parser.closes)]
+            special = kind == "special"
+            self.backend_tokenizer.add_tokens([AddedToken(mark, special=special, normalized=False) for mark in marks])
+
+        self.compiler = GrammarCompiler(self, self.backend_tokenizer.get_vocab_size(), [0])
+
+    def added_id(self, text: str) -> int | None:
+        token = self.backend_tokenizer.token_to_id(text)
+        return None if token is None or token < HELLO.vocab_size else token
+
+
+def fits(tokenizer: Marked, grammar: Grammar, text: str) -> bool:
+    """Whether a grammar takes all of a text and lets it end there."""
+    matcher = tokenizer.compiler.matcher(grammar, (0,))
+    for token in tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids:
+        if matcher.mask((token,)) is None:
+            return False
+        matcher.append(token)
+    return bool(int(matcher.mask()[0]) & 1)
+
+
+GRAMMARS = {
+    "schema": (Grammar.json_schema({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"],
+               "additionalProperties": False}), '{"a": 1}', '{"b": 1}'),
+    "object": (Grammar.json_object(), '{"b": 1}', "b"),
+    "regex": (Grammar.regex(r"a/[/b]\d+\/"), "a/b12/", "a/b12"),
+    "choice": (Grammar.choice(["yes", 'n"o']), 'n"o', "no"),
+    "tools": (required_grammar(HERMES, [Function("add", ADD["parameters"])], lambda _: None, single=True),
+              CALL, "2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "parser"), [("text", "qwen3"), ("added", "qwen3"), ("added", "mistral"), ("special", "mistral")]
+)
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_grammar_begins_after_reasoning(kind: str, parser: str, name: str) -> None:
+    tokenizer, (given, good, bad) = marked(kind), GRAMMARS[name]
+    opens, closes = PARSERS[parser].opens, PARSERS[parser].closes
+    for begun in (True, False):
+        first = "" if begun else opens
+        made = after_reasoning(given, Thinking(parser, begun), tokenizer.added_id, composed=name == "tools")
+        for gap in ("", "\n\n"):
+            assert fits(tokenizer, made, f"{first}{REASONING}\n{closes}{gap}{good}")
+        assert not fits(tokenizer, made, f"{first}{REASONING}{closes}{bad}")
+        assert not fits(tokenizer, made, f"{first}{REASONING}")
+        assert fits(tokenizer, made, good) is not begun
+
+
+def test_other_grammars_after_reasoning_are_refused() -> None:
+    asked = {"messages": USER, "structured_outputs": {"grammar": 'start: "a"'}}
+
+    async def scenario() -> None:
+        family = FAMILIES["qwen3"]
+        async with served(family, "a") as http:
+            answer = await http.post("/v1/chat/completions", json=asked)
+            assert answer.status_code == 400 and "after reasoning is not supported" in answer.text
+            off = asked | {"chat_template_kwargs": family.off}
+            assert (await http.post("/v1/chat/completions", json=off)).status_code == 200
+        async with served(FAMILIES["gpt-oss"], "a") as http:
+            answer = await http.post("/v1/chat/completions", json=asked | {"structured_outputs": {"json": {}}})
+            assert answer.status_code == 400 and "gpt-oss" in answer.text
 
     run(scenario)

@@ -11,7 +11,7 @@ from detcompile.serving.journal.job import Ask
 from detcompile.serving.journal.jobs import Call
 from detcompile.serving.openai.fields import require_served
 from detcompile.serving.openai.messages import prompt_of, template_of, template_variables
-from detcompile.serving.openai.parameters import chat_params, with_markers
+from detcompile.serving.openai.parameters import chat_params, with_reasoning
 from detcompile.serving.openai.reply import Reply, chat_entry
 from detcompile.serving.openai.schema import ChatRequest
 from detcompile.serving.openai.tools import AnswerParts, ToolUse, recorded_use, tool_use
@@ -73,10 +73,8 @@ async def ask_chat(service: Service, request: ChatRequest, owner: str, prefix: s
     )
     family = None if use is None else use.family.name
     salt = request.cache_salt or ""
-    thinking = None  # a grammar begins with the answer, so that there is no reasoning
-    if params.grammar is None:
-        thinking = thinking_of(service.reasoning_parser, service.texts, prompt)
-    params = with_markers(params, service, thinking)
+    thinking = thinking_of(service.reasoning_parser, service.texts, prompt)
+    params = with_reasoning(params, service, thinking, use)
     priority = request.priority or 0
     return Ask([prompt], params, priority, prefix, template, family=family, cache_salt=salt, thinking=thinking)
 

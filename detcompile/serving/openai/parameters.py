@@ -14,10 +14,11 @@ from detcompile.serving.http_errors import HTTPError, error_of
 from detcompile.serving.openai.schema import ChatRequest, CompletionRequest, ResponseFormat
 from detcompile.serving.openai.tools import ToolUse
 from detcompile.serving.reasoning import GPT_OSS, PARSERS, Thinking
+from detcompile.serving.reasoning_grammars import after_reasoning
 from detcompile.serving.receipts.receipt import MAX_STOPS
 from detcompile.serving.service import Service
 
-__all__ = ["chat_params", "completion_params", "grammar_of", "prompts_of", "with_markers"]
+__all__ = ["chat_params", "completion_params", "grammar_of", "prompts_of", "with_reasoning"]
 
 MAX_PROMPTS = 2048
 FRESH_SEEDS = 1 << 53  # exact in JavaScript's numbers
@@ -82,13 +83,26 @@ def chat_params(request: ChatRequest, defaults: Mapping[str, Any], use: ToolUse 
     return _params(request, defaults, length, grammar=_with_tools(grammar_of(request), use), **others)
 
 
-def with_markers(params: SamplingParams, service: Service, thinking: Thinking | None) -> SamplingParams:
-    """Return parameters that keep the markers of reasoning in the text if they are special tokens."""
-    if thinking is None or not params.skip_special_tokens:
+def with_reasoning(
+    params: SamplingParams, service: Service, thinking: Thinking | None, use: ToolUse | None
+) -> SamplingParams:
+    """Return the parameters of answers with reasoning: the grammar begins after it, and special markers are text.
+
+    Raises:
+        HTTPError: the grammar cannot begin after reasoning.
+    """
+    if thinking is None:
         return params
-    parser = PARSERS[thinking.parser]
+    grammar, parser = params.grammar, PARSERS[thinking.parser]
+    if grammar is not None:
+        composed = use is not None and use.grammar is not None
+        try:
+            grammar = after_reasoning(grammar, thinking, service.texts.added_id, composed=composed)
+        except InvalidInput as error:
+            param = "tools" if composed else "structured_outputs"
+            raise HTTPError(400, f"{param}: {error}", param=param, code="unsupported_parameter") from error
     special = parser is GPT_OSS or any(map(service.texts.is_special, (parser.opens, parser.closes)))
-    return replace(params, skip_special_tokens=False) if special else params
+    return replace(params, grammar=grammar, skip_special_tokens=params.skip_special_tokens and not special)
 
 
 def prompts_of(prompts: str | Sequence[str | int | list[int]], param: str) -> list[str | list[int]]:

@@ -13,7 +13,7 @@ from detcompile.serving.journal.job import Ask
 from detcompile.serving.journal.jobs import Call
 from detcompile.serving.limiter import Reservation
 from detcompile.serving.openai.messages import prompt_of, template_of, template_variables
-from detcompile.serving.openai.parameters import chat_params, with_markers
+from detcompile.serving.openai.parameters import chat_params, with_reasoning
 from detcompile.serving.openai.recording import Recording
 from detcompile.serving.openai.response_schema import InputItem, ResponsesRequest, chat_request, messages_of
 from detcompile.serving.openai.schema import Message, decode_body
@@ -147,10 +147,8 @@ async def _ask(service: Service, request: ResponsesRequest, owner: str) -> Ask:
     variables = template_variables(chat)
     prompt = await prompt_of(service, chat.messages, tools, variables=variables, param="input", owner=owner)
     messages, family = msgspec.json.encode(before), None if use is None else use.family.name
-    thinking = None  # a grammar begins with the answer, so that there is no reasoning
-    if params.grammar is None:
-        thinking = thinking_of(service.reasoning_parser, service.texts, prompt)
-    params = with_markers(params, service, thinking)
+    thinking = thinking_of(service.reasoning_parser, service.texts, prompt)
+    params = with_reasoning(params, service, thinking, use)
     rest = (template, messages, family, chat.cache_salt or "", thinking)
     return Ask([prompt], params, chat.priority or 0, "resp_", *rest)
 

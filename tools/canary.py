@@ -105,6 +105,13 @@ def page(rows: Mapping[str, Mapping[str, Any]]) -> str:
         tests = f"{row['tests_passed']} of {row['tests']}" if row["tests"] else "–"
         cells = [torch, transformers, row["date"], tests, row["demo_seconds"] or "–", *logits]
         lines.append(f"| {' | '.join(map(str, cells))} | {', '.join(row['failed']) or 'none'} |")
+    lines += [
+        "",
+        "The fingerprint differs between all of these, since it holds the versions. Its part `program` differs",
+        "between transformers 5.17 and 5.24 too: 5.24 writes the angles of the rotary table as a broadcast",
+        "multiplication, 5.17 as a matrix product over one element. Each angle is one product of the same two",
+        "numbers, so the logits are equal.",
+    ]
     return "\n".join([*lines, ""])
 
 

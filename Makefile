@@ -22,7 +22,7 @@ LINTED := detcompile tests benchmarks examples tools
 .PHONY: demo rl test test-all test-rotation sanitize web-test check docs gpu-test bench models clean help
 
 help:
-	@echo "make demo      plain torch beside detcompile on the embedded model"
+	@echo "make demo      plain transformers beside detcompile, on a chat model of 98 MB if pip can download it"
 	@echo "make rl        reinforcement learning, plain and on policy to the bit, minutes"
 	@echo "make test      the tests that need no GPU"
 	@echo "make test-all  these, more cases of what they test, and clients of other projects"
@@ -38,6 +38,7 @@ help:
 	@echo "make clean     remove caches and .venv"
 
 demo: $(VENV)/.stamp-run
+	@$(VENV)/bin/detcompile fetch smollm2 >/dev/null || true
 	@$(VENV)/bin/detcompile demo
 
 rl: $(VENV)/.stamp-run
@@ -115,7 +116,7 @@ $(VENV)/.stamp-python:
 
 $(VENV)/.stamp-run: $(VENV)/.stamp-python pyproject.toml constraints.txt
 	@echo "Installing detcompile and its pinned dependencies into $(VENV) (minutes the first time)"
-	@$(PIP_INSTALL) -e .
+	@$(PIP_INSTALL) -e '.[gguf,serve]'
 	@touch $@
 
 $(VENV)/.stamp-test: $(VENV)/.stamp-run

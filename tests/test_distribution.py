@@ -68,7 +68,7 @@ def test_the_demo_runs(installed: Path, tmp_path: Path) -> None:
     command = [installed / "python", "-c", where]
     printed = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
     assert Path(printed.stdout).is_relative_to(installed.parent), printed.stdout + printed.stderr
-    command = [installed / "detcompile", "demo", "--configurations", "2"]
+    command = [installed / "detcompile", "demo", "tiny", "--configurations", "2"]
     demo = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=500)
     assert demo.returncode == 0 and "composition" in demo.stdout, demo.stdout + demo.stderr
 

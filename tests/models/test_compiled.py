@@ -174,7 +174,7 @@ BAD_ARGUMENTS = [
     ({"revision": 5}, "revision 5 is an int"),
     ({"token": 5}, "token is an int"),
     ({"trust_remote_code": "no"}, "trust_remote_code 'no' is a str"),
-    ({"model": ""}, "'': there is no such folder; pass a local"),
+    ({"model": ""}, "'': there is no such folder or file; pass a local"),
     ({"model": "a" * 5000}, "File name too long.*; pass a local"),
     ({"model": "a\0b"}, "pass a local"),
     ({"model": None}, "not a NoneType"),

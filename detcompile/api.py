@@ -136,7 +136,9 @@ def compile(
         raise InvalidInput(f"pp={pp}: stages are processes that compile() starts; call it where no ranks were started")
     if pp * tp > 1 and alone:
         options = {"replicate_attention": replicate_attention}
-        compiled = compile_in_workers(given, tp=tp, pp=pp, numerics=numerics, max_context=max_context, options=options)
+        compiled: Compiled = compile_in_workers(
+            given, tp=tp, pp=pp, numerics=numerics, max_context=max_context, options=options
+        )
     else:
         with shown(progress):
             beside = isinstance(given, Load) and tp == 1 and given.device.type == "cuda"

@@ -8,7 +8,8 @@ from detcompile.errors import InvalidInput
 
 __all__ = ["naming_equivalents"]
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def naming_equivalents(title: str, equivalents: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:

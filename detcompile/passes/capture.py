@@ -41,7 +41,8 @@ from detcompile.transformers_internals.attention import mask_functions
 __all__ = ["DenseForward", "PackedForward", "StatesForward", "freeze_rope", "isolated", "observe_attention",
            "probe_attention", "require_ready"]  # fmt: skip
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 CAUSAL_MASK, SLIDING_MASK = "create_causal_mask", "create_sliding_window_causal_mask"
 PADDING_MASK = "create_recurrent_attention_mask"  # for layers with a state; of a packed step it is None
 CHUNKED_MASK = "create_chunked_causal_mask"

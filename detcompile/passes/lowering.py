@@ -224,4 +224,4 @@ def _read_whole(
     view = view_of(model)
     pin_row_parallel(view, numerics)
     program, constants = ProgramSource(view, numerics, max_context, seen, None, "the digest of the whole").digest()
-    return _Whole(program, digests | constants)
+    return _Whole(program, {**digests, **constants})

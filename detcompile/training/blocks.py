@@ -49,7 +49,9 @@ class Weight(NamedTuple):
 
 
 def weights_of(
-    parameters: Mapping[str, Tensor], accumulators: Mapping[str, GradAccumulator], dtypes: Mapping[str, torch.dtype]
+    parameters: Mapping[str, nn.Parameter],
+    accumulators: Mapping[str, GradAccumulator],
+    dtypes: Mapping[str, torch.dtype],
 ) -> dict[str, Weight]:
     """Return parameters as regions' inputs; each has one handle, however many regions read it.
 
@@ -184,6 +186,7 @@ class Block(Holder):
         self, rows: Tensor, shared: Sequence[Tensor], step: StepTensors, others: Mapping[str, Weight]
     ) -> Tensor:
         """Run the block on its rows."""
+
         def run(rows: Tensor) -> Tensor:
             named = {self.prefix + name: parameter for name, parameter in self.named_parameters(remove_duplicate=False)}
             weights = {**others, **weights_of(named, self.accumulators, self.dtypes)}

@@ -160,14 +160,15 @@ class GradAccumulator:
             return None
         grad, exact, bound = grad.detach(), self._exact, self._bound
         if exact is None or bound is None:
-            self._exact, self._bound = grad.to(torch.float64, copy=True), _largest(grad)
+            exact = self._exact = grad.to(torch.float64, copy=True)
+            self._bound = _largest(grad)
         else:
             changed = grad != exact.to(grad.dtype)
             other = grad.masked_fill(~changed, 0.0)
             exact.masked_fill_(changed, 0.0).add_(other)
             kept = bound.where((~changed & (grad != 0)).any(), 0.0)
             self._bound = torch.maximum(_largest(other), kept)
-        round_to_grid(self._exact, self.guard.grid)
+        round_to_grid(exact, self.guard.grid)
         return self._bound
 
     def _is_unchanged(self, gradient: Tensor, arrivals: list[_Arrival]) -> bool:
@@ -221,7 +222,7 @@ def grad_handle(parameter: nn.Parameter, accumulator: GradAccumulator) -> Tensor
         return stand_in(parameter)
     if accumulator.ranks and parameter.grad_dtype is not torch.float64:
         parameter.grad_dtype = torch.float64  # for a gathered parameter
-    handle: Tensor = _GradHandle.apply(parameter, accumulator)
+    handle: Any = _GradHandle.apply(parameter, accumulator)
     if not accumulator.ranks:
         accumulator.replace_accumulation(handle.grad_fn.next_functions[0][0])
     return handle

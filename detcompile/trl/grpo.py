@@ -145,7 +145,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             for ids, mask in zip(*(part.split(batch_size or len(part)) for part in (input_ids, attention_mask))):
                 scored = self.policy.logprobs(ids, mask, temperature=self.temperature)
                 logprobs.append(scored[:, -logits_to_keep:])
-                entropies.append(scored.entropy[:, -logits_to_keep:])  # type: ignore[attr-defined]
+                entropies.append(scored.entropy[:, -logits_to_keep:])
         return torch.cat(logprobs), torch.cat(entropies), None
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:

@@ -152,7 +152,9 @@ def _require_sizes(name: str, linear: PackedLinear, weight: QuantizedWeight, bia
     """
     n, k = linear.out_features, linear.in_features
     groups = (-(-k // weight.group), -(-n // weight.rows))
-    sizes = {"weight": ((len(weight.w), weight.k), (n, k)), "scales": (tuple(weight.scales.shape), groups)}
+    sizes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+    sizes["weight"] = ((len(weight.w), weight.k), (n, k))
+    sizes["scales"] = (tuple(weight.scales.shape), groups)
     if weight.zeros is not None:
         sizes["zeros"] = (tuple(weight.zeros.shape), groups)
     if bias is not None:

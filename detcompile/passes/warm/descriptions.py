@@ -7,7 +7,7 @@ import gc
 import hashlib
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -186,7 +186,7 @@ class CalledCode:
     def __init__(self) -> None:
         self.lines: set[str] = set()
         self._pinned: dict[types.CodeType, bool] = {}
-        hooks = (getattr(finder, "find_spec", None) for finder in sys.meta_path)
+        hooks: Iterator[Any] = (getattr(finder, "find_spec", None) for finder in sys.meta_path)
         self._hooks = {hook.__code__ for hook in hooks if hasattr(hook, "__code__")}
         self._read: set[tuple[Any, ...]] = set()
 

@@ -255,7 +255,7 @@ def _digest_of(prefix: KVPrefix) -> str:
     digest = hashlib.blake2b(prefix.key.encode(), digest_size=32)
     for keys, values in prefix.layers:
         for part in (keys, values):
-            digest.update(part.contiguous().view(torch.uint8).numpy())
+            digest.update(part.contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

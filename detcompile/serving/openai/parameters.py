@@ -137,9 +137,9 @@ def grammar_of(request: CompletionRequest | ChatRequest) -> Grammar | None:
     }
     if request.structured_outputs is not None:
         constraints["structured_outputs"] = asdict(request.structured_outputs)
-    constraint = None if request.response_format is None else _constraint(request.response_format)
-    if constraint is not None:
-        constraints["response_format"] = constraint
+    response_format = None if request.response_format is None else _constraint(request.response_format)
+    if response_format is not None:
+        constraints["response_format"] = response_format
     if not constraints:
         return None
     name, constraint = next(iter(constraints.items()))

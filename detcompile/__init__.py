@@ -156,9 +156,9 @@ PLACES = {  # modules of the public names
 def __getattr__(name: str) -> Any:
     if name in PLACES:
         with naming_releases():
-            found = getattr(importlib.import_module(PLACES[name]), name)
-        globals()[name] = found
-        return found
+            value = getattr(importlib.import_module(PLACES[name]), name)
+        globals()[name] = value
+        return value
     if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -78,7 +78,7 @@ def tiny_digest(dtype: torch.dtype) -> str:
 
 def vectors() -> str:
     """Return the vectors of pointwise operations, the only ones whose bits depend on them."""
-    return f"{vector_isa()}"
+    return str(vector_isa())
 
 
 def recorded() -> dict[str, Any]:

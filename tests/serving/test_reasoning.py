@@ -199,13 +199,15 @@ def test_option_names_are_the_parsers() -> None:
         assert set(typing.get_args(literal)) == names
 
 
-@pytest.mark.parametrize("tools", [False, True])
-@pytest.mark.parametrize("name", FAMILIES)
+# Not every family calls functions.
+TRANSCRIPTS = [(name, tools) for name, each in FAMILIES.items() for tools in (False, True) if not tools or each.call]
+
+
+@pytest.mark.parametrize(("name", "tools"), TRANSCRIPTS)
 def test_openai_client_gets_reasoning_apart(name: str, tools: bool) -> None:
     family = FAMILIES[name]
     text = family.call if tools else family.text
-    if text is None:
-        pytest.skip("a family without calls here")
+    assert text is not None
     asked: dict[str, Any] = {"model": "scripted", "messages": USER}
     body = {"chat_template_kwargs": {"thinking": True}}
     if tools:
@@ -271,13 +273,11 @@ def test_responses_stream_has_reasoning_items(name: str) -> None:
     run(scenario)
 
 
-@pytest.mark.parametrize("tools", [False, True])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "tools"), TRANSCRIPTS)
 def test_anthropic_client_gets_thinking_blocks(name: str, tools: bool) -> None:
     family = FAMILIES[name]
     text = family.call if tools else family.text
-    if text is None:
-        pytest.skip("a family without calls here")
+    assert text is not None
     asked: dict[str, Any] = {"model": "scripted", "messages": USER, "max_tokens": 999}
     asked["extra_body"] = {"chat_template_kwargs": {"thinking": True}}
     if tools:

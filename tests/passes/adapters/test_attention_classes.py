@@ -115,7 +115,7 @@ def test_a_class_of_the_same_name_from_elsewhere_is_left_alone() -> None:
         probe_attention(model, 64)
 
 
-@pytest.mark.skipif(numbers(transformers.__version__) >= (5, 24), reason="moshi makes a causal mask there")
+@pytest.mark.skipif(numbers(transformers.__version__) >= (5, 24), reason="moshi is causal in 5.24")
 def test_a_model_that_makes_no_causal_mask_is_refused() -> None:
     """moshi attends both ways unless it is given a mask."""
     with pytest.raises(UnsupportedModel, match="sees both ways"):

@@ -1,0 +1,476 @@
+"""exact-1 (draft) in numpy, as docs/exact.md defines it: functions, products, norm, rope, attention, a decoder.
+
+Nothing here is fast or shared with the product, so that the product can be compared with it.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+F, D, I, U = np.float32, np.float64, np.int32, np.uint32
+Array = np.ndarray[Any, Any]
+np.seterr(all="ignore")  # overflow to inf is a defined result
+
+# ---------------------------------------------------------------- float32 operations and functions
+
+
+def bits(x: Any) -> Array:
+    return np.asarray(x, F).view(I)
+
+
+def from_bits(i: Any) -> Array:
+    return np.asarray(i).astype(I).view(F)
+
+
+def fma(a: Any, b: Any, c: Any) -> Array:
+    """Return a * b + c with one rounding: a float64 sum rounded to odd, then float32."""
+    p = np.asarray(a, F).astype(D) * np.asarray(b, F).astype(D)  # exact: 48 bits
+    c = np.asarray(c, F).astype(D)
+    s = p + c
+    v = s - p
+    error = (p - (s - v)) + (c - v)
+    i = np.ascontiguousarray(s).view(np.int64)
+    inexact = (error > 0) | (error < 0)
+    i = i + np.where(inexact & ((i & 1) == 0), np.where((error > 0) == (s > 0), 1, -1), 0)
+    return i.view(D).astype(F).reshape(np.shape(s))
+
+
+def polynomial(f: Array, coefficients: Sequence[F]) -> Array:
+    """Return c0 + c1 f + c2 f^2 + ... by Horner's rule, one fma a step."""
+    y = np.full_like(f, coefficients[-1])
+    for c in coefficients[-2::-1]:
+        y = fma(y, f, c)
+    return y
+
+
+def constants(text: str) -> list[F]:
+    return [F(float.fromhex(word)) for word in text.split()]
+
+
+MAGIC = F(12582912.0)  # 1.5 * 2^23: adding it rounds |x| <= 2^22 to the nearest even integer
+LOG2E, LN2_HIGH, LN2_LOW = constants("0x1.715476p+0 0x1.63p-1 -0x1.bd0106p-13")
+EXP2 = constants("0x1.62e430p-1 0x1.ebfbdcp-3 0x1.c6af7ap-5 0x1.3b2dd2p-7 0x1.5f0948p-10 0x1.417a9cp-13")
+EXP2_SHORT = constants("0x1.ffffe8p-1 0x1.62e0dep-1 0x1.ec06b2p-3 0x1.ca13e4p-5 0x1.399f14p-7")
+EXP = constants("0x1.fffffcp-2 0x1.555492p-3 0x1.5558b0p-5 0x1.12398ap-7 0x1.6a4d70p-10")
+LOG = constants(
+    "-0x1.fffff8p-2 0x1.555550p-2 -0x1.000432p-2 0x1.99a416p-3 -0x1.5425c0p-3 0x1.226e6ep-3 "
+    "-0x1.0f4050p-3 0x1.085db6p-3 -0x1.383b80p-4"
+)
+GELU_CUBE, GELU_SCALE = constants("0x1.6e4e26p-5 -0x1.988454p+0")  # 0.044715, -2 sqrt(2 / pi)
+
+
+def near(x: Any, y: Any = F(1)) -> Array:
+    """Return the integer nearest to x * y, |x * y| <= 2^22, ties to even: one rounding."""
+    return bits(fma(x, y, MAGIC)) - bits(MAGIC)
+
+
+def ceil(x: Array) -> Array:
+    """Return the least integer that is not below x, as float32."""
+    return np.ceil(x)
+
+
+def power_of_two(k: Any) -> Array:
+    """Return 2^k for integers -126 <= k <= 127."""
+    return from_bits((np.asarray(k, I) + I(127)) << I(23))
+
+
+def scaled(y: Array, k: Array) -> Array:
+    """Return y * 2^k for -252 <= k <= 254; the first product is exact, the second rounds."""
+    return y * power_of_two(k >> I(1)) * power_of_two(k - (k >> I(1)))
+
+
+def clip(x: Array, low: float, high: float) -> Array:
+    """Return x between the bounds; NaN stays."""
+    x = np.where(x < F(low), F(low), x)
+    return np.where(x > F(high), F(high), x)
+
+
+def exp2(x: Array) -> Array:
+    x = clip(x, -160, 136)
+    t = x + MAGIC
+    f = x - (t - MAGIC)
+    return scaled(fma(f, polynomial(f, EXP2), F(1)), bits(t) - bits(MAGIC))
+
+
+def exp(x: Array) -> Array:
+    x = clip(x, -110, 95)
+    t = fma(x, LOG2E, MAGIC)
+    n = t - MAGIC
+    f = fma(n, -LN2_LOW, fma(n, -LN2_HIGH, x))
+    return scaled(fma(f * f, polynomial(f, EXP), f) + F(1), bits(t) - bits(MAGIC))
+
+
+def log(x: Array) -> Array:
+    tiny = x < F(2.0**-126)
+    z = np.where(tiny, x * F(2.0**24), x)
+    e = (bits(z) - I(0x3F3504F3)) >> I(23)
+    f = from_bits(bits(z) - (e << I(23))) - F(1)
+    n = np.where(tiny, e - I(24), e).astype(F)
+    y = fma(n, LN2_HIGH, fma(f * f, polynomial(f, LOG), fma(n, LN2_LOW, f)))
+    y = np.where(x == F(np.inf), x, np.where(x == F(0), F(-np.inf), y))
+    return np.where(x >= F(0), y, F(np.nan)).astype(F)
+
+
+def rsqrt(x: Array) -> Array:
+    return F(1) / np.sqrt(x)
+
+
+def sigmoid(x: Array) -> Array:
+    return F(1) / (F(1) + exp(-x))
+
+
+def silu(x: Array) -> Array:
+    return x / (F(1) + exp(-x))
+
+
+def gelu_tanh(x: Array) -> Array:
+    return x / (F(1) + exp(fma(x * x * GELU_CUBE, x, x) * GELU_SCALE))
+
+
+def exp2_short(e: Array) -> Array:
+    """Return 2^e for the weights of a softmax, e clipped to [-100, 0], within 2.7e-6 of the value."""
+    e = clip(e, -100, 0)
+    t = e + MAGIC
+    f = e - (t - MAGIC)
+    return from_bits(bits(polynomial(f, EXP2_SHORT)) + (bits(t) << I(23)))
+
+
+def bf16(x: Array) -> Array:
+    """Round float32 to bfloat16, ties to even, and widen again."""
+    i = bits(x).view(U)
+    i = (i + U(0x7FFF) + ((i >> U(16)) & U(1))) & U(0xFFFF0000)
+    return np.where(x != x, F(np.nan), i.view(F)).astype(F)
+
+
+FUNCTIONS: Mapping[str, Callable[[Array], Array]] = {
+    "exp2": exp2,
+    "exp": exp,
+    "log": log,
+    "rsqrt": rsqrt,
+    "sigmoid": sigmoid,
+    "silu": silu,
+    "gelu_tanh": gelu_tanh,
+}
+
+
+def log_softmax(z: Array) -> Array:
+    """Return the log-probabilities of logits [..., V]; the sum is an integer, so its order is free."""
+    shifted = z - z.max(-1, keepdims=True)
+    total = softmax_integers(z).sum(-1, keepdims=True)
+    return shifted - log(total.astype(F) * F(2.0**-40))
+
+
+def softmax_integers(z: Array) -> Array:
+    """Return floor(exp(z - max) * 2^40) as int64 [..., V]: what log_softmax and top-p sum."""
+    return (exp(z - z.max(-1, keepdims=True)).astype(D) * 2.0**40).astype(np.int64)  # the product is exact
+
+
+# ---------------------------------------------------------------- quantisation and products
+
+BLOCK, GROUP = 128, 8  # keys of a block of attention, by absolute position; blocks of a group
+TOP = {1: F(127), 2: F(32512)}  # largest quantised magnitude, by digits; 32512 = 127 * 256
+SMALLEST, LARGEST = F(2.0**-60), F(2.0**40)
+LONGEST = 65536  # terms of an int32 sum
+
+
+def quantize(x: Any, digits: int, right: bool) -> tuple[Array, Array]:
+    """Return (digits int8 [digits, ..., K], scale float32 [...]) of rows x [..., K].
+
+    Left (activations, queries): the scale of the integer 256 high + low. Right (weights, keys, values): of
+    high + low / 256. A row with NaN or a magnitude of 2^40 or more is poisoned: scale NaN, digits 0.
+    """
+    x = np.asarray(x, F)
+    peak = (bits(x) & I(0x7FFFFFFF)).max(-1).view(F)  # integer order = float order, NaN above all
+    poisoned = ~(peak < LARGEST)
+    a = np.where(poisoned, LARGEST, np.maximum(peak, SMALLEST))
+    v = near(np.where(poisoned[..., None], F(0), x), (TOP[digits] / a)[..., None])
+    scale = np.where(poisoned, F(np.nan), a / (TOP[1] if right else TOP[digits]))
+    return split(v, digits), scale.astype(F)
+
+
+def split(v: Array, digits: int) -> Array:
+    if digits == 1:
+        return v.astype(np.int8)[None]
+    high = (v + I(128)) >> I(8)
+    return np.stack([high, v - (high << I(8))]).astype(np.int8)
+
+
+def product(x: Array, w: Array) -> Array:
+    """Return the exact integers T [M, N] of digits x [dx, M, K] and w [dw, N, K].
+
+    One digit each: sum x w. Left of two: 256 high + low. Both of two: 256 high high + (high low + low high); low low
+    is left out by definition. Float64 is exact: every partial sum is an integer below 2^53.
+    """
+
+    def dot(a: Array, b: Array) -> Array:
+        return (a.astype(D) @ b.astype(D).swapaxes(-1, -2)).astype(np.int64)
+
+    if len(x) == 1:
+        return dot(x[0], w[0])
+    t = 256 * dot(x[0], w[0]) + dot(x[1], w[0])
+    return t if len(w) == 1 else t + dot(x[0], w[1])
+
+
+def epilogue(t: Array, x_scale: Array, w_scale: Array) -> Array:
+    """Return (float32(T) * x_scale) * w_scale: three roundings."""
+    return (t.astype(F) * x_scale[:, None]) * w_scale[None, :]
+
+
+def linear(x: Array, digits: int, w: Array, w_scale: Array, bias: Array | None = None) -> Array:
+    """Return x [M, K] in `digits` digits times the quantised weight w [dw, N, K], plus the bias."""
+    x_digits, x_scale = quantize(x, digits, right=False)
+    y = epilogue(product(x_digits, w), x_scale, w_scale)
+    return y if bias is None else y + bias
+
+
+# ---------------------------------------------------------------- norm, rope
+
+
+def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    """Return x / rms(x) * weight; the sum of squares is an integer, so its order is free.
+
+    n = near(x * 2^(21 - e)) with 2^e <= max |x| < 2^(e + 1), so |n| <= 2^22 and rows of K < 2^19 fit int64.
+    """
+    peak = (bits(x) & I(0x7FFFFFFF)).max(-1)
+    p = from_bits((I(275) - np.clip(peak >> I(23), 87, 254).astype(I)) << I(23))[..., None]  # 2^(21 - e)
+    u = x * p
+    n = near(np.where(peak[..., None] < bits(LARGEST), u, F(0))).astype(np.int64)
+    mean = (n * n).sum(-1, keepdims=True).astype(F) / F(x.shape[-1])
+    y = (u * rsqrt(mean + (F(eps) * p) * p)) * weight
+    return np.where(peak[..., None] < bits(LARGEST), y, F(np.nan)).astype(F)
+
+
+ONE = 1 << 120
+
+
+def _arctan_of_reciprocal(n: int) -> int:
+    return sum((-1) ** k * (ONE // n ** (2 * k + 1)) // (2 * k + 1) for k in range(60))
+
+
+PI = 4 * (4 * _arctan_of_reciprocal(5) - _arctan_of_reciprocal(239))
+
+
+def rope_tables(positions: Iterable[int], dim: int, theta: int) -> tuple[Array, Array]:
+    """Return cos, sin float32 [positions, dim / 2]: from integers of 120 bits to float64, then to float32.
+
+    The inverse frequencies are theta^(-2i / dim) rounded to float64, then float32; the angles position * frequency
+    are rounded to float32.
+    """
+    frequencies = []
+    for i in range(dim // 2):  # theta^(2i / dim) by bisection: r^dim <= theta^(2i) * ONE^dim
+        low, high, goal = ONE, ONE * (theta + 1), theta ** (2 * i) * ONE**dim
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if middle**dim <= goal else (low, middle)
+        frequencies.append(float(F((ONE * ONE // low) / ONE)))
+    angles = np.asarray(list(positions), F)[:, None] * np.asarray(frequencies, F)[None, :]
+    values = {angle: _cos_sin(float(angle)) for angle in np.unique(angles)}
+    table = np.array([values[a] for a in angles.ravel()]).reshape(*angles.shape, 2).astype(F)
+    return table[..., 0], table[..., 1]
+
+
+def _cos_sin(angle: float) -> tuple[float, float]:
+    numerator, denominator = angle.as_integer_ratio()
+    x = numerator * ONE // denominator // 16 % (2 * PI // 16)  # of a sixteenth of the angle, doubled four times
+    c = s = k = 0
+    term = ONE
+    while term:
+        sign = (-1) ** (k // 2)
+        c, s = (c, s + sign * term) if k & 1 else (c + sign * term, s)
+        k += 1
+        term = term * x // ONE // k
+    for _ in range(4):
+        c, s = (c * c - s * s) // ONE, 2 * c * s // ONE
+    return c / ONE, s / ONE
+
+
+def rope(x: Array, cos: Array, sin: Array) -> Array:
+    """Rotate halves of x [T, H, dim] by cos, sin [T, dim / 2]; products and sums are rounded apart."""
+    a, b = np.split(x, 2, axis=-1)
+    c, s = cos[:, None], sin[:, None]
+    return np.concatenate([a * c - b * s, b * c + a * s], axis=-1)
+
+
+# ---------------------------------------------------------------- attention
+
+
+@dataclass
+class State:
+    """Sums of one head over some keys, for T rows: values acc [T, dim] and weights total [T], in units of 2^peak."""
+
+    acc: Array
+    total: Array
+    peak: Array
+
+    @classmethod
+    def empty(cls, T: int, dim: int) -> "State":
+        return cls(np.zeros((T, dim), F), np.zeros(T, F), np.full(T, F(-(2.0**127))))
+
+    def merge(self, other: "State", seen: Array) -> None:
+        """Add another state to the rows that have `seen` one of its keys."""
+        peak = np.maximum(self.peak, other.peak)
+        mine, its = shift(self.peak - peak), shift(other.peak - peak)
+        acc = fma(other.acc, its[:, None], self.acc * mine[:, None])
+        self.acc = np.where(seen[:, None], acc, self.acc)
+        self.total = np.where(seen, fma(other.total, its, self.total * mine), self.total)
+        self.peak = np.where(seen, peak, self.peak)
+
+
+def shift(k: Array) -> Array:
+    """Return 2^k for integers k <= 0 in float32, 0 below -126."""
+    return np.where(k < F(-126), F(0), power_of_two(np.maximum(k, F(-126)).astype(I)))
+
+
+def attention(q: Array, q_scale: Array, k: Array, k_scale: Array, v: Array, v_scale: Array, positions: Array) -> Array:
+    """Return softmax(q k / sqrt(dim)) v, float32 [T, H, dim], causal.
+
+    q int8 [dq, T, H, dim], q_scale [T, H] (left); k, v int8 [d, S, G, dim], scales [S, G] (right); positions [T] of
+    the queries. The weights of the softmax have as many digits as q.
+    """
+    _, T, H, dim = q.shape
+    G, S = k.shape[2], int(positions.max()) + 1
+    r = np.where(q_scale == q_scale, q_scale, F(1)) * (LOG2E / np.sqrt(F(dim)))
+    k_unit, v_unit = (np.where(scale == scale, scale, F(1)) for scale in (k_scale, v_scale))
+    out = np.empty((T, H, dim), F)
+    for h in range(H):
+        g = h * G // H
+        whole = State.empty(T, dim)
+        for start in range(0, S, GROUP * BLOCK):
+            group = State.empty(T, dim)
+            for first in range(start, min(start + GROUP * BLOCK, S), BLOCK):
+                keys = slice(first, min(first + BLOCK, S))
+                visible = np.arange(keys.start, keys.stop)[None, :] <= positions[:, None]
+                block = key_block(
+                    q[:, :, h], r[:, h], k[:, keys, g], k_unit[keys, g], v[:, keys, g], v_unit[keys, g], visible
+                )
+                group.merge(block, visible.any(1))
+            whole.merge(group, positions >= start)
+        out[:, h] = whole.acc * (F(1) / whole.total)[:, None]
+        poisoned = np.isnan(k_scale[:S, g]) | np.isnan(v_scale[:S, g])
+        sees_poison = (poisoned[None, :] & (np.arange(S)[None, :] <= positions[:, None])).any(1)
+        out[np.isnan(q_scale[:, h]) | sees_poison, h] = F(np.nan)
+    return out
+
+
+def key_block(q: Array, r: Array, k: Array, k_scale: Array, v: Array, v_scale: Array, visible: Array) -> State:
+    """Return the state of rows q [dq, T, dim] over one block of keys k, v [d, n, dim]; a row that sees none is unused."""
+    top = TOP[len(q)]
+    z = (product(q, k).astype(F) * k_scale) * r[:, None]
+    peak = ceil(np.where(visible, z, F(-np.inf)).max(1))
+    peak = np.where(visible.any(1), peak, F(0))
+    p = np.where(visible, exp2_short(z - peak[:, None]), F(0))
+    count = near(p, top).sum(1)
+    reach = np.where(visible, v_scale, F(0)).max(1)  # the largest value scale that the row sees
+    reach = np.where(visible.any(1), reach, F(1))
+    digits = split(near(p, np.where(visible, v_scale * (top / reach)[:, None], F(0))), len(q))
+    o = product(digits, v.swapaxes(1, 2)).astype(F) * reach[:, None]
+    return State(o, count.astype(F), peak)
+
+
+# ---------------------------------------------------------------- a decoder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """Digits of weights, activations (queries too), keys and values; whether residual sums are rounded to bfloat16."""
+
+    weights: int
+    activations: int
+    kv: int
+    bf16_residual: bool
+
+
+VARIANTS = {
+    "exact8": Variant(weights=1, activations=1, kv=1, bf16_residual=True),
+    "exact8x16": Variant(weights=1, activations=2, kv=1, bf16_residual=True),
+    "exact16": Variant(weights=2, activations=2, kv=2, bf16_residual=False),
+}
+QUERY_DIGITS = 2  # of queries and of the softmax's weights, in every variant
+
+
+class Decoder:
+    """A Qwen3 or Llama decoder over a folder with config.json and model.safetensors, one sequence at a time."""
+
+    def __init__(self, folder: Path, variant: Variant, rope_length: int = 512) -> None:
+        self.c, self.n = json.loads((folder / "config.json").read_text()), variant
+        self.t = read_safetensors(folder / "model.safetensors")
+        self.dim = self.c.get("head_dim") or self.c["hidden_size"] // self.c["num_attention_heads"]
+        theta = self.c.get("rope_theta") or self.c["rope_parameters"]["rope_theta"]
+        self.cos, self.sin = rope_tables(range(rope_length), self.dim, int(theta))
+        tied = "lm_head.weight" not in self.t
+        self.head = self._quantized("model.embed_tokens.weight" if tied else "lm_head.weight")
+
+    def _quantized(self, *names: str) -> tuple[Array, Array]:
+        return quantize(np.concatenate([self.t[name] for name in names]), self.n.weights, right=True)
+
+    def _linear(self, x: Array, *names: str) -> Array:
+        return linear(x, self.n.activations, *self._quantized(*(f"{name}.weight" for name in names)))
+
+    def _add(self, x: Array, y: Array) -> Array:
+        return bf16(x + y) if self.n.bf16_residual else x + y
+
+    def forward(self, tokens: Sequence[int], cache: list[Any] | None = None) -> tuple[Array, list[Any]]:
+        """Return float32 logits [T, vocabulary] and the cache: (k, k_scale, v, v_scale) a layer."""
+        c, eps, T = self.c, self.c["rms_norm_eps"], len(tokens)
+        heads, groups = c["num_attention_heads"], c["num_key_value_heads"]
+        past = cache[0][0].shape[1] if cache else 0
+        positions = np.arange(past, past + T)
+        cos, sin = self.cos[positions], self.sin[positions]
+        x, new_cache = self.t["model.embed_tokens.weight"][np.asarray(tokens)], []
+        for i in range(c["num_hidden_layers"]):
+            name = f"model.layers.{i}."
+            y = rms_norm(x, self.t[name + "input_layernorm.weight"], eps)
+            q, k, v = (
+                self._linear(y, f"{name}self_attn.{part}_proj").reshape(T, -1, self.dim) for part in ("q", "k", "v")
+            )
+            assert q.shape[1] == heads and k.shape[1] == groups
+            if name + "self_attn.q_norm.weight" in self.t:
+                q = rms_norm(q, self.t[name + "self_attn.q_norm.weight"], eps)
+                k = rms_norm(k, self.t[name + "self_attn.k_norm.weight"], eps)
+            entry = quantize(rope(k, cos, sin), self.n.kv, right=True) + quantize(v, self.n.kv, right=True)
+            if cache:
+                entry = tuple(np.concatenate(pair, axis=1 - j % 2) for j, pair in enumerate(zip(cache[i], entry)))
+            new_cache.append(entry)
+            a = attention(*quantize(rope(q, cos, sin), QUERY_DIGITS, right=False), *entry, positions)
+            x = self._add(x, self._linear(a.reshape(T, -1), name + "self_attn.o_proj"))
+            y = rms_norm(x, self.t[name + "post_attention_layernorm.weight"], eps)
+            gated = silu(self._linear(y, name + "mlp.gate_proj")) * self._linear(y, name + "mlp.up_proj")
+            x = self._add(x, self._linear(gated, name + "mlp.down_proj"))
+        x = rms_norm(x, self.t["model.norm.weight"], eps)
+        return linear(x, self.n.activations, *self.head), new_cache
+
+
+def read_safetensors(path: Path) -> dict[str, Array]:
+    """Return the bfloat16 tensors of a safetensors file, widened to float32."""
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    tensors = {}
+    for name, entry in json.loads(data[8 : 8 + size]).items():
+        if name != "__metadata__":
+            assert entry["dtype"] == "BF16", (name, entry["dtype"])
+            start, stop = (8 + size + offset for offset in entry["data_offsets"])
+            words = np.frombuffer(data[start:stop], np.uint16).astype(U) << U(16)
+            tensors[name] = words.view(F).reshape(entry["shape"])
+    return tensors
+
+
+def fixed_tokens(length: int, vocabulary: int = 4096) -> list[int]:
+    """Return a fixed token sequence: x -> 1103515245 x + 12345 mod 2^31."""
+    x, tokens = length, []
+    for _ in range(length):
+        x = (1103515245 * x + 12345) % 2**31
+        tokens.append((x >> 12) % vocabulary)
+    return tokens
+
+
+def digest(array: Array) -> str:
+    """Return the first 16 hex digits of the bytes' SHA-256; every NaN counts as one value."""
+    array = np.ascontiguousarray(array)
+    if array.dtype == F:
+        array = np.where(array != array, F(np.nan), array)
+    return hashlib.sha256(array.tobytes()).hexdigest()[:16]

@@ -1,0 +1,103 @@
+"""The reference of exact-1 against its golden digests, float64 and itself in pieces."""
+
+import numpy as np
+import pytest
+
+from tests.exact import definition as exact
+from tests.exact import golden
+from tests.exact.definition import D, F, U
+from tests.exhaustive import EXHAUSTIVE, exhaustive_unless
+
+WORST_ULP = {"exp2": 0.79, "exp": 1.0, "log": 0.86, "rsqrt": 1.49, "sigmoid": 2.27, "silu": 2.25, "gelu_tanh": 38}
+TRUTHS = {
+    "exp2": np.exp2,
+    "exp": np.exp,
+    "log": np.log,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
+    "silu": lambda x: x / (1 + np.exp(-x)),
+    "gelu_tanh": lambda x: x / (1 + np.exp(-2 * np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))),
+}
+
+
+def test_reference_gives_golden_digests() -> None:
+    kept = golden.kept()
+    assert golden.measured() == {part: kept[part] for part in ("functions", "rows", "products", "attention")}
+
+
+@pytest.mark.parametrize(
+    ("variant", "length"),
+    exhaustive_unless(lambda case: case == ("exact16", 1), [(v, n) for v in exact.VARIANTS for n in golden.LENGTHS]),
+)
+def test_reference_gives_golden_logits(variant: str, length: int) -> None:
+    assert golden.logits(variant, length) == golden.kept()["logits"][variant][str(length)]
+
+
+@EXHAUSTIVE
+@pytest.mark.parametrize("variant", exact.VARIANTS)
+def test_chunks_of_a_text_give_its_logits(variant: str) -> None:
+    decoder, tokens, cache, parts = (
+        exact.Decoder(golden.TINY, exact.VARIANTS[variant]),
+        exact.fixed_tokens(40),
+        None,
+        [],
+    )
+    for start, stop in ((0, 17), (17, 18), (18, 40)):
+        logits, cache = decoder.forward(tokens[start:stop], cache)
+        parts.append(logits)
+    assert exact.digest(np.concatenate(parts)) == golden.kept()["logits"][variant]["40"]
+
+
+@EXHAUSTIVE
+@pytest.mark.parametrize("name", golden.kept()["sweep"])
+def test_reference_gives_a_segment_of_the_sweep(name: str) -> None:
+    inputs = np.arange(1 << 24, dtype=U) + U(64 << 24)
+    x = inputs.view(F)
+    y = getattr(exact, name)(np.where(x == x, x, F(0)) if name == "exp2_short" else x)
+    assert golden.segment_sum(inputs, y) == golden.kept()["sweep"][name]["every 16th segment"][4]
+
+
+@pytest.mark.parametrize("name", exact.FUNCTIONS)
+def test_function_is_near_float64(name: str) -> None:
+    x = golden.function_sample()
+    truth, y = TRUTHS[name](x.astype(D)), exact.FUNCTIONS[name](x).astype(D)
+    counts = np.isfinite(truth) & (np.abs(truth) >= 2.0**-126) & (np.abs(truth) < 2.0**128)
+    counts &= x > {"silu": -80, "gelu_tanh": -5}.get(name, -np.inf)
+    ulp = 2.0 ** (np.floor(np.log2(np.abs(truth[counts]))) - 23)
+    assert np.max(np.abs(y[counts] - truth[counts]) / ulp) <= WORST_ULP[name]
+
+
+@pytest.mark.parametrize("kv_digits", [1, 2])
+def test_attention_is_near_float64(kv_digits: int) -> None:
+    q, q_scale, k, k_scale, v, v_scale, positions = golden.attention_operands(kv_digits, 300, 300, H=2, G=1)
+    parts, T, dim = (q, q_scale, k, k_scale, v, v_scale), *q.shape[1::2]
+    q, k, v = (
+        sum(digit * D(unit) for digit, unit in zip(digits.astype(D), units)) * scale[..., None].astype(D)
+        for digits, scale, units in ((q, q_scale, (256, 1)), (k, k_scale, (1, 1 / 256)), (v, v_scale, (1, 1 / 256)))
+    )
+    scores = np.einsum("thd,sd->hts", q, k[:, 0]) / np.sqrt(dim)
+    scores[:, np.arange(T)[:, None] < np.arange(T)] = -np.inf
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    truth = np.einsum("hts,sd->thd", weights / weights.sum(-1, keepdims=True), v[:, 0])
+    assert np.abs(exact.attention(*parts, positions) - truth).max() <= 5e-4 * np.abs(v).max()
+
+
+def test_attention_of_finite_scores_is_finite() -> None:
+    q, q_scale, *rest = golden.attention_operands(1, 8, 200)
+    for sign in (1, -1):
+        for exponent in range(0, 64, 7):
+            rest[1] = np.full_like(rest[1], sign * 2.0**exponent)  # a scale is positive: this makes every score low
+            assert np.isfinite(exact.attention(q, q_scale, *rest)).all()
+
+
+def test_log_softmax_is_near_float64() -> None:
+    z = golden.values((3, 5000), 3)
+    wide = z.astype(D) - z.max(-1, keepdims=True)
+    truth = wide - np.log(np.exp(wide).sum(-1, keepdims=True))
+    assert np.abs(exact.log_softmax(z) - truth).max() < 2e-6
+
+
+def test_sum_of_largest_digits_fits_int32() -> None:
+    high, low = 127 * 127 * exact.LONGEST, 2 * 127 * 128 * exact.LONGEST
+    assert max(high, low) < 2**31 - 1
+    assert (256 * 127 * 127 + 2 * 127 * 128) * 512 < 2**31  # scores of heads of up to 512, and values of a block

@@ -358,7 +358,7 @@ def attention(q: Array, q_scale: Array, k: Array, k_scale: Array, v: Array, v_sc
 
 
 def key_block(q: Array, r: Array, k: Array, k_scale: Array, v: Array, v_scale: Array, visible: Array) -> State:
-    """Return the state of rows q [dq, T, dim] over one block of keys k, v [d, n, dim]; a row that sees none is unused."""
+    """Return the state of rows q [dq, T, dim] over a block of keys k, v [d, n, dim]; rows that see none are unused."""
     top = TOP[len(q)]
     z = (product(q, k).astype(F) * k_scale) * r[:, None]
     peak = ceil(np.where(visible, z, F(-np.inf)).max(1))

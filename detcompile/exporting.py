@@ -8,8 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from detcompile.api import compile
-from detcompile.archives.archive import Archive, Share, write_archive
-from detcompile.archives.certificates import certificate_json
+from detcompile.archives.archive import Archive, Share, certificate_json, write_archive
 from detcompile.archives.description import CERTIFICATE, KERNELS, TOKENIZER, facts_of
 from detcompile.archives.machine import this_machine
 from detcompile.archives.stored_weights import StoredWeights, files_beside

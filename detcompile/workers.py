@@ -30,11 +30,13 @@ from detcompile.progress import listening, stage
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.engine_setup import Forwards, affordable_blocks, new_worker, rehearse_steps, room_for_cache
 from detcompile.runtime.memory_probe import Room
-from detcompile.runtime.processes.packed_tensors import PackedTensor, pack_tensor, unpack_tensor
 from detcompile.runtime.processes.remote_worker import (
+    PackedTensor,
     PackedWork,
     RankStep,
     WorkReader,
+    pack_tensor,
+    unpack_tensor,
 )
 from detcompile.runtime.processes.start_progress import StageNotes, reading
 from detcompile.runtime.step.builder import StepArrays

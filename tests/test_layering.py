@@ -68,7 +68,6 @@ FLOORS = [
     [
         {"runtime.engine_setup"},
         {"runtime.engine", "runtime.memory_probe"},
-        {"runtime.engine_loop"},
         {"runtime.step_turns"},
         {"runtime.pipeline"},
         {"runtime.step_planner"},
@@ -80,7 +79,7 @@ FLOORS = [
         {"runtime.kv", "runtime.sampling"},
         {"runtime.requests"},
         {"runtime.grammars"},
-        {"runtime.device_memory", "runtime.gc_pauses"},
+        {"runtime.device_memory"},
     ],
     [
         {"serving.app", "serving.server"},

@@ -6,6 +6,7 @@ member or as a safetensors file next to the archive. Members are not compressed,
 pages without copying the file.
 """
 
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -23,11 +24,15 @@ from typing import IO, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from detcompile import orders
 from detcompile.archives.manifest import parsed, plain_name, require_shares
 from detcompile.archives.stored_weights import SUFFIX, StoredWeights, files_beside, mapped, read_weights
 from detcompile.errors import ArchiveError
+from detcompile.orders.numerics import Numerics
+from detcompile.orders.sum_order import SumOrder
+from detcompile.passes.proof.certificate import Certificate, Entry
 
-__all__ = ["Archive", "EXTRA", "Share", "library_folder", "write_archive"]
+__all__ = ["Archive", "EXTRA", "Share", "certificate_json", "library_folder", "read_certificate", "write_archive"]
 
 ROOT = "detcompile"  # top folder that torch's reader expects
 LIBRARIES = "data/aotinductor"  # where torch looks for AOTInductor's outputs, one folder each
@@ -298,3 +303,30 @@ def _write_hashed(file: IO[bytes], parts: Iterable[Any]) -> dict[str, Any]:
             file.write(chunk)
         size += len(part)
     return {"sha256": digest.hexdigest(), "bytes": size}
+
+
+def certificate_json(certificate: Certificate) -> bytes:
+    """Serialize a certificate as JSON."""
+    entries = [dataclasses.asdict(entry) for entry in certificate.entries]
+    sums = [_order_json(order) for order in certificate.sums]
+    return json.dumps({"entries": entries, "sums": sums}, indent=1).encode()
+
+
+def read_certificate(content: dict[str, Any], numerics: Numerics) -> Certificate:
+    """Return the certificate that ``certificate_json`` wrote. Malformed content raises any exception."""
+    entries = tuple(Entry(**{**entry, "holds_for": tuple(entry["holds_for"])}) for entry in content["entries"])
+    return Certificate(entries, numerics, tuple(_order(order) for order in content["sums"]))
+
+
+def _order_json(order: SumOrder) -> dict[str, Any]:
+    fields = {field.name: getattr(order, field.name) for field in dataclasses.fields(order)}  # type: ignore[arg-type]
+    nested = {name: _order_json(value) if isinstance(value, SumOrder) else value for name, value in fields.items()}
+    return {"order": type(order).__name__, **nested}
+
+
+def _order(content: dict[str, Any]) -> SumOrder:
+    kind = getattr(orders, content["order"])
+    if not (isinstance(kind, type) and issubclass(kind, SumOrder)):
+        raise ValueError(f"{content['order']} is not a SumOrder")
+    fields = {name: _order(value) if isinstance(value, dict) else value for name, value in content.items()}
+    return kind(**{name: tuple(v) if isinstance(v, list) else v for name, v in fields.items() if name != "order"})

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from detcompile.archives.archive import Archive, library_folder
-from detcompile.archives.certificates import read_certificate
+from detcompile.archives.archive import Archive, library_folder, read_certificate
 from detcompile.archives.description import CERTIFICATE, TOKENIZER, read_config, read_sizes
 from detcompile.errors import InvalidInput
 from detcompile.executors.description import ModelDescription, ParameterCount

@@ -11,8 +11,8 @@ from detcompile.errors import InvalidInput
 from detcompile.executors.remote import RemoteExecutor
 from detcompile.executors.started_ranks import StartedRanks
 from detcompile.orders.numerics import Numerics
-from detcompile.runtime.processes.dialled_rank import DialledRank
 from detcompile.runtime.processes.group import WorkerGroup
+from detcompile.runtime.processes.rank_process import DialledRank
 
 __all__ = ["Nodes", "RankPlan", "start_ranks"]
 

@@ -24,12 +24,14 @@ from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.engine_setup import EngineModel, engine_over, require_block_tables
 from detcompile.runtime.processes.group import WorkerGroup
-from detcompile.runtime.processes.packed_tensors import PackedTensor, pack_tensor, unpack_tensor
 from detcompile.runtime.processes.remote_worker import (
+    PackedTensor,
     RemoteRunner,
     RemoteWorker,
     answer,
     free_abandoned,
+    pack_tensor,
+    unpack_tensor,
 )
 from detcompile.runtime.requests.plain_values import number, or_none, shown
 from detcompile.runtime.speculation.drafter import require_fitting

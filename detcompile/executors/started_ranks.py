@@ -3,17 +3,20 @@
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import accumulate
 from typing import IO
 
-from detcompile.errors import WorkerError
+from detcompile.errors import InvalidInput, WorkerError
 from detcompile.executors.description import ModelDescription
 from detcompile.executors.remote_weights import START_SECONDS, RemoteWeights
-from detcompile.executors.stages import joined_description
+from detcompile.passes.layers.compilation import require_whole
 from detcompile.progress import aside, stage
 from detcompile.runtime.processes.group import WorkerGroup
 from detcompile.runtime.processes.start_progress import StartProgress
+from detcompile.step import KVGroup
 
-__all__ = ["StartedRanks"]
+__all__ = ["StartedRanks", "joined_description"]
 
 
 class StartedRanks:
@@ -104,3 +107,31 @@ def _loaded(group: WorkerGroup) -> ModelDescription:
             raise
     group.on_note = lambda rank, text: None
     return description
+
+
+def joined_description(stages: Sequence[ModelDescription]) -> ModelDescription:
+    """Join the descriptions of all stages, in order. A model without stages has one description, returned as is.
+
+    Raises:
+        UnsupportedModel: the stages' certificates do not add up to the whole model's.
+        InvalidInput: the stages hold different models.
+    """
+    first = stages[0]
+    if first.stage is None:
+        return first
+    differing = [index for index, stage in enumerate(stages) if stage.program != first.program]
+    if differing:
+        raise InvalidInput(f"stages 0 and {differing[0]} do not hold the same model: give all of them one checkpoint")
+    require_whole([stage.stage.certificate for stage in stages if stage.stage is not None], first.certificate)
+    starts = [0, *accumulate(len(stage.facts.kv_shapes) for stage in stages)]
+    groups = tuple(
+        KVGroup(
+            tuple(
+                start + layer for stage, start in zip(stages, starts) for layer in stage.facts.kv_groups[index].layers
+            ),
+            group.window,
+        )
+        for index, group in enumerate(first.facts.kv_groups)
+    )
+    shapes = tuple(shape for stage in stages for shape in stage.facts.kv_shapes)
+    return replace(first, facts=replace(first.facts, kv_shapes=shapes, kv_groups=groups), stage=None)

@@ -28,8 +28,8 @@ from detcompile.models.loading import find
 from detcompile.models.remote import RemoteModel, compile_in_workers
 from detcompile.models.spec import ARCHIVE_SUFFIX, ModelSpec
 from detcompile.orders.numerics import Numerics
-from detcompile.runtime.processes.dialled_rank import DialledRank
 from detcompile.runtime.processes.process import serve as obey
+from detcompile.runtime.processes.rank_process import DialledRank
 from detcompile.serving.engines.engine_process import serve
 from detcompile.serving.engines.handshake import SECRET_BYTES, connected, front_of, keep_alive, proven, read_exactly
 from detcompile.serving.engines.processes import end_with_parent

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from detcompile.archives.archive import Archive, library_folder
-from detcompile.archives.certificates import read_certificate
+from detcompile.archives.archive import Archive, library_folder, read_certificate
 from detcompile.archives.description import CERTIFICATE, FORMAT, KERNELS
 from detcompile.archives.machine import obstacle
 from detcompile.archives.manifest import parsed, require_model

@@ -24,8 +24,7 @@ from detcompile.errors import InvalidInput
 from detcompile.executors.executor import Executor
 from detcompile.models.stepwise import Columns, Stepper
 from detcompile.runtime.dense.generation_arguments import GenerationArguments, read_arguments
-from detcompile.runtime.dense.given_tensors import require_ids
-from detcompile.runtime.dense.padded_batch import check_batch, inferred_mask, row_seeds, unpad
+from detcompile.runtime.dense.padded_batch import check_batch, inferred_mask, require_ids, row_seeds, unpad
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.kv.block_pool import BLOCK_SIZE, whole_blocks

@@ -8,8 +8,14 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from detcompile.errors import InvalidInput
 from detcompile.executors.executor import Executor
-from detcompile.runtime.dense.given_tensors import require_integers
-from detcompile.runtime.dense.padded_batch import UnpaddedBatch, check_batch, keep_columns, language_loss, repad
+from detcompile.runtime.dense.padded_batch import (
+    UnpaddedBatch,
+    check_batch,
+    keep_columns,
+    language_loss,
+    repad,
+    require_integers,
+)
 from detcompile.runtime.dense.step import dense_step
 from detcompile.runtime.kv.block_pool import BLOCK_SIZE
 from detcompile.torch_internals.autograd import is_traced

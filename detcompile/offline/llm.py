@@ -17,8 +17,7 @@ from detcompile.models.checkpoints import load_tokenizer
 from detcompile.models.compiled import CompiledModel, require_causal
 from detcompile.models.exported import load
 from detcompile.models.remote import RemoteModel
-from detcompile.offline.default_params import configured_params
-from detcompile.offline.llm_options import NO_LORA, TEXT_ALONE, LLMOptions, read_options
+from detcompile.offline.llm_options import NO_LORA, TEXT_ALONE, LLMOptions, configured_params, read_options
 from detcompile.offline.llm_outputs import LLMOutput, llm_output
 from detcompile.runtime.dense.padded_batch import seed_of_row
 from detcompile.runtime.engine import Engine

@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 import torch
 
 from detcompile.errors import InvalidInput
+from detcompile.models.compiled import CompiledModel
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.requests.plain_values import flag, shown, whole_number
+from detcompile.runtime.requests.sampling_params import SamplingParams
 
-__all__ = ["LLMOptions", "NO_LORA", "TEXT_ALONE", "read_options"]
+__all__ = ["LLMOptions", "NO_LORA", "TEXT_ALONE", "configured_params", "read_options"]
 
 DTYPES = {
     "auto": None,
@@ -173,6 +175,15 @@ NEUTRAL: Mapping[str, tuple[Any, str]] = {
     "worker_cls": ("auto", "ranks run the compiled program alone"),
     "worker_extension_cls": ("", "ranks run the compiled program alone"),
 }
+# generation_config fields that give vLLM's default SamplingParams, and the fields of SamplingParams.
+CONFIGURED = {
+    "repetition_penalty": "repetition_penalty",
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "max_new_tokens": "max_tokens",
+}
 
 
 class LLMOptions(NamedTuple):
@@ -256,3 +267,16 @@ def _engine_config(rest: dict[str, Any]) -> EngineConfig:
         scheduler="stall_free" if flags.get("enable_chunked_prefill", True) else "prefill_first",
         **settings,
     )
+
+
+def configured_params(model: CompiledModel) -> dict[str, Any]:
+    """Return the fields of SamplingParams that the model's ``generation_config`` sets.
+
+    Raises:
+        InvalidInput: a value is not valid for SamplingParams.
+    """
+    config = getattr(model.model, "generation_config", None)
+    named = {ours: getattr(config, theirs, None) for theirs, ours in CONFIGURED.items()}
+    fields = {name: value for name, value in named.items() if value is not None}
+    params = SamplingParams(**fields)
+    return {name: getattr(params, name) for name in fields}

@@ -12,7 +12,6 @@ from rich.progress import track
 from detcompile.errors import EngineError, InvalidInput
 from detcompile.other_names import naming_equivalents
 from detcompile.runtime.engine_config import EngineConfig
-from detcompile.runtime.engine_loop import EngineLoop
 from detcompile.runtime.kv.kv_blocks import KVBlocks
 from detcompile.runtime.kv.prefixes import Prefixes
 from detcompile.runtime.metrics import EngineStats
@@ -27,7 +26,7 @@ from detcompile.runtime.requests.turns import Turns, without_interrupts
 from detcompile.runtime.scheduler import Scheduler
 from detcompile.runtime.speculation.speculator import SpeculationConfig, Speculator
 from detcompile.runtime.step.interfaces import StepWorker
-from detcompile.runtime.step_turns import StepTurns
+from detcompile.runtime.step_turns import EngineLoop, StepTurns
 
 __all__ = ["Engine"]
 

@@ -12,11 +12,10 @@ from itertools import count
 
 from detcompile.errors import EngineError, GenerationError, InvalidInput
 from detcompile.runtime.kv.block_pool import NULL_BLOCK
-from detcompile.runtime.processes.isolation import Isolation
 from detcompile.runtime.requests.deliveries import Deliveries
 from detcompile.runtime.requests.outputs import Logprobs, RequestMetrics, RequestOutput
 from detcompile.runtime.requests.plain_values import string
-from detcompile.runtime.requests.poison_guard import ALONE_DEATHS
+from detcompile.runtime.requests.poison_guard import ALONE_DEATHS, Isolation
 from detcompile.runtime.requests.request import Request, undrawable
 from detcompile.runtime.requests.sequence import Sequence
 from detcompile.runtime.scheduler import Scheduler

@@ -1,16 +1,42 @@
-"""StepDriver: runs an engine's steps one at a time, on whichever threads ask for them, and handles a failed step."""
+"""StepTurns: runs an engine's steps one at a time, on whichever threads ask for them, and handles a failed step."""
 
+import gc
+import threading
 from collections.abc import Iterator
 
 from detcompile.errors import EngineError
-from detcompile.runtime.gc_pauses import GCPauses
 from detcompile.runtime.pipeline import Pipeline
 from detcompile.runtime.request_book import RequestBook
 from detcompile.runtime.requests.deliveries import Mailbox
 from detcompile.runtime.requests.outputs import RequestOutput
 from detcompile.runtime.requests.turns import Place, Turns, without_interrupts
 
-__all__ = ["StepTurns"]
+__all__ = ["EngineLoop", "GCPauses", "StepTurns"]
+
+IDLE_SECONDS = 60.0  # an idle thread ends, so that an unreferenced engine can be freed
+
+
+class GCPauses:
+    """Keeps garbage collections short while requests run.
+
+    A full collection visits every object of the process, including the traced and compiled model, and stalls the
+    engine for 0.2 s or more. Frozen objects are not visited. Unfreezing includes objects that others froze.
+    """
+
+    def __init__(self) -> None:
+        self._short = False
+
+    def shorten(self) -> None:
+        """Exclude existing objects from collection; repeated calls do nothing until ``restore``."""
+        if not self._short:
+            gc.freeze()
+            self._short = True
+
+    def restore(self) -> None:
+        """Allow everything to be collected again."""
+        if self._short:
+            gc.unfreeze()
+            self._short = False
 
 
 class StepTurns:
@@ -96,3 +122,39 @@ class StepTurns:
             self._book.fail(error, text)
         if isinstance(error, Exception):
             raise EngineError(text) from error
+
+
+class EngineLoop:
+    """Steps an engine in a background thread while it has work."""
+
+    def __init__(self, steps: StepTurns) -> None:
+        self._steps = steps
+        self._work = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def wake(self) -> None:
+        """Wake the thread, or start a new one. Thread-safe."""
+        with self._work:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="detcompile engine", daemon=True)
+                self._thread.start()
+            self._work.notify()
+
+    def _run(self) -> None:
+        while self._has_work():
+            try:
+                self._steps.step()
+            except BaseException as error:
+                with self._work:
+                    self._thread = None
+                if isinstance(error, EngineError):  # every receiver has received it
+                    return
+                raise
+
+    def _has_work(self) -> bool:
+        """Wait for work. Return False after IDLE_SECONDS without any; the next ``wake`` then starts a new thread."""
+        with self._work:
+            has_work = self._steps.has_work or self._work.wait_for(lambda: self._steps.has_work, IDLE_SECONDS)
+            if not has_work:
+                self._thread = None
+            return has_work

@@ -1,4 +1,7 @@
-"""policy_loss: PPO's clipped objective; the bits of a token's gradient depend only on that token."""
+"""Losses of a trainer's log-probabilities: policy_loss, PPO's clipped objective, and Hugging Face's label_loss.
+
+The bits of a token's gradient depend only on that token.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,12 +11,12 @@ from torch import Tensor
 
 import detcompile.templates.training.token_sums  # noqa: F401  registers torch.ops.detcompile.token_sum
 from detcompile.errors import InvalidInput
-from detcompile.runtime.dense.given_tensors import require_values
+from detcompile.runtime.dense.padded_batch import IGNORED_LABEL, UnpaddedBatch, require_integers, require_values
 from detcompile.runtime.requests.plain_values import kind, number
 from detcompile.runtime.requests.sampling_params import LARGEST, SMALLEST
 from detcompile.templates.training.pointwise import policy_terms
 
-__all__ = ["policy_loss"]
+__all__ = ["label_loss", "policy_loss"]
 
 _GRID = -40  # for the loss itself, whose terms add up to less than 2^11
 
@@ -88,3 +91,35 @@ class _PolicyLoss(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
         (slopes,) = ctx.saved_tensors
         return slopes * g.to(slopes.dtype), None, None, None, None, None
+
+
+def label_loss(logits: Tensor, labels: Tensor, batch: UnpaddedBatch, num_items: Tensor | int | None) -> Tensor:
+    """Return minus the sum of the labels' log-probabilities, divided by ``num_items`` or the number of labels.
+
+    Args:
+        logits: [T, V], of the tokens that are not padding.
+        labels: [B, C], -100 for none.
+
+    Raises:
+        InvalidInput: no token has a label, a label is outside the vocabulary, the shape is not the batch's, or
+            ``num_items`` is not positive.
+    """
+    require_integers(labels, "labels")
+    labels = labels.to(logits.device)
+    mask = torch.from_numpy(batch.mask).to(labels.device)
+    if labels.shape != mask.shape:
+        raise InvalidInput(f"labels {list(labels.shape)} must have the shape of input_ids {list(mask.shape)}")
+    following = labels.new_full(labels.shape, IGNORED_LABEL)
+    following[:, :-1] = torch.where(mask[:, 1:], labels[:, 1:], IGNORED_LABEL)
+    targets = following[mask]
+    counted = targets != IGNORED_LABEL
+    bad = targets[counted & ((targets < 0) | (targets >= logits.shape[1]))]
+    if len(bad):
+        raise InvalidInput(f"label {int(bad[0])}: labels are 0 to {logits.shape[1] - 1}, or {IGNORED_LABEL} for none")
+    count = float(counted.sum()) if num_items is None else number(num_items, "num_items_in_batch")
+    if num_items is None and not count:
+        raise InvalidInput("no token has a label: every label is -100, at padding, or at a row's first token")
+    if not SMALLEST <= count <= LARGEST:
+        raise InvalidInput(f"num_items_in_batch={count} divides the loss: pass the number of labels of the whole batch")
+    logprobs, _ = torch.ops.detcompile.token_logprobs(logits, targets.where(counted, 0))
+    return -(logprobs * counted / logprobs.new_full((), count)).sum(dtype=torch.float64).float()

@@ -32,8 +32,8 @@ from detcompile.training.certificate import TrainingCertificate, backward_of
 from detcompile.training.construction import build
 from detcompile.training.grad_accumulator import GradAccumulator
 from detcompile.training.gradient_norm import clip_grad_norm_
-from detcompile.training.label_loss import label_loss
 from detcompile.training.packing import packed_step, padded, pieces, predicting_leaves, rows_at_once
+from detcompile.training.policy_loss import label_loss
 from detcompile.training.sharding import ExactSum, Unreplicated, mesh_of, shard_blocks, whole, whole_weights
 
 __all__ = ["Trainer"]

@@ -16,8 +16,7 @@ from typer.testing import CliRunner
 
 from detcompile.commands import cli
 from detcompile.commands.axes import AxisResult
-from detcompile.commands.pages.certificate_page import certificate_page
-from detcompile.commands.pages.measurements import Measurement, read_measurements
+from detcompile.commands.pages.certificate_page import Measurement, certificate_page, read_measurements
 from detcompile.commands.pages.order_drawing import order_drawing, order_tree
 from detcompile.commands.pages.page import STYLE
 from detcompile.commands.pages.refusal_page import REMEDIES, refusal_page, refused_in

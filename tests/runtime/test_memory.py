@@ -24,9 +24,8 @@ from detcompile.runtime.kv.kv_cache import KVShape, new_cache
 from detcompile.runtime.memory_probe import GraphNeeds, Room, StepNeeds, graph_needs, step_needs
 from detcompile.runtime.sampling.penalties import TokenCounts
 from detcompile.runtime.sampling.sampler import Sampler, SamplingParams
-from detcompile.runtime.step.graphs import unowned
 from detcompile.runtime.step.layout import StepLayout, first_layouts, graph_layouts, mixed_layouts, table_widths
-from detcompile.runtime.step.runner import Runner
+from detcompile.runtime.step.runner import Runner, unowned
 from detcompile.runtime.step.worker import Worker
 from detcompile.step import KVGroup, ModelFacts
 from tests.bits import assert_bitwise_equal

@@ -1,4 +1,4 @@
-"""Convert padded batches to packed rows and back.
+"""Check padded batches, and convert them to packed rows and back.
 
 Legend: B rows and C columns of a padded batch, R rows of logits, V vocabulary size.
 """
@@ -13,21 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from detcompile.errors import InvalidInput
-from detcompile.runtime.dense.given_tensors import holds_integers, require_ids, require_values
 from detcompile.runtime.requests.plain_values import token_list, whole_number
 from detcompile.templates.cpu.fp_mode import float_mode
 
 __all__ = [
-    "UnpaddedBatch",
-    "check_batch",
-    "inferred_mask",
-    "keep_columns",
-    "language_loss",
-    "repad",
-    "row_seeds",
-    "seed_of_row",
-    "unpad",
-]
+    "UnpaddedBatch", "check_batch", "holds_integers", "inferred_mask", "keep_columns", "language_loss", "repad",
+    "require_ids", "require_integers", "require_values", "row_seeds", "seed_of_row", "unpad",
+]  # fmt: skip
 
 IGNORED_LABEL = -100  # Hugging Face's label of a token without loss
 
@@ -277,3 +269,45 @@ def _columns_of(wanted: Tensor, length: int) -> NDArray[np.int64]:
         raise InvalidInput(f"logits_to_keep names a column outside the batch: input_ids have 0 to {length - 1}")
     columns: NDArray[np.int64] = torch.arange(length, device="cpu")[named].numpy()
     return columns
+
+
+def require_ids(input_ids: Tensor) -> None:
+    """Reject input_ids that are not a padded batch of integers.
+
+    Raises:
+        InvalidInput: another shape or dtype, or no values.
+    """
+    require_values(input_ids, "input_ids")
+    if input_ids.dim() != 2 or input_ids.numel() == 0 or not holds_integers(input_ids):
+        raise InvalidInput(
+            f"input_ids must be integers [batch, length], not empty; got {input_ids.dtype} {list(input_ids.shape)}"
+        )
+
+
+def require_integers(tensor: Tensor, name: str) -> None:
+    """Reject a tensor that does not hold integers.
+
+    Raises:
+        InvalidInput: names the tensor.
+    """
+    require_values(tensor, name)
+    if not holds_integers(tensor):
+        raise InvalidInput(f"{name}: it holds {tensor.dtype}: give integers")
+
+
+def require_values(tensor: Tensor, name: str) -> None:
+    """Reject a tensor without values (meta device), or one that is sparse or nested.
+
+    Raises:
+        InvalidInput: names the tensor.
+    """
+    if tensor.is_meta:
+        raise InvalidInput(f"{name}: it is on the meta device, which holds no values: pass a tensor of a real device")
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        what = "a nested tensor" if tensor.is_nested else f"of layout {tensor.layout}"
+        raise InvalidInput(f"{name}: it is {what}: pass a dense tensor")
+
+
+def holds_integers(tensor: Tensor) -> bool:
+    """Return True for integer dtypes; bool does not count."""
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)

@@ -14,9 +14,8 @@ from itertools import count
 from typing import Any, NamedTuple, NoReturn
 
 from detcompile.errors import DetcompileError, WorkerError
-from detcompile.runtime.processes.dialled_rank import DialledRank
 from detcompile.runtime.processes.process import DONE, NOTE, Channel, encode
-from detcompile.runtime.processes.rank_process import RankProcess, end_processes
+from detcompile.runtime.processes.rank_process import DialledRank, RankProcess, end_processes
 
 __all__ = ["WorkerGroup"]
 

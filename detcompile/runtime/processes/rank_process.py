@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import signal
 import socket
@@ -14,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from detcompile.runtime.processes import process as worker_process
-from detcompile.runtime.processes.dialled_rank import DialledRank
-from detcompile.runtime.processes.process import Channel
+from detcompile.runtime.processes.process import BEAT, Channel
 
-__all__ = ["ENDING_SECONDS", "RankProcess", "end_processes"]
+__all__ = ["DialledRank", "ENDING_SECONDS", "RankProcess", "end_processes"]
 
 ENDING_SECONDS = 1.0  # grace period between asking a process to end and killing it
 
@@ -95,6 +95,52 @@ class RankProcess:
     def reap(self) -> None:
         """Wait for a killed process and release its id."""
         self._process.wait()
+
+
+class DialledRank:
+    """A process that serves commands from its ``channel`` and ends by itself once that is closed.
+
+    Args:
+        connection: leads to the process, which runs ``process.serve`` with ``dialled``.
+        id: the process's id on its machine.
+
+    Attributes:
+        silence_seconds: time without a beat after which a running command counts as lost.
+    """
+
+    is_stopped = False  # unknown on another machine: beats replace it
+
+    def __init__(self, connection: socket.socket, id: int) -> None:
+        self.id = id
+        self.silence_seconds = math.inf
+        self._where = connection.getpeername()[0].removeprefix("::ffff:")
+        self.channel = _Beaten(connection)
+
+    @property
+    def ending(self) -> Any | None:
+        """How the process ended, as far as its connection shows; None while it is open."""
+        return None if self.channel.fileno() >= 0 else "closed"
+
+    def is_silent(self, since: float) -> bool:
+        """Return True if a process that has been busy since ``since`` has sent no beat for too long."""
+        return time.monotonic() - max(since, self.channel.moved) > self.silence_seconds
+
+    def death(self) -> str:
+        """Describe how a process with a closed connection ended."""
+        return f"the connection to its process {self.id} at {self._where} was closed: that machine's log may say why"
+
+    def kill(self) -> None:
+        """Do nothing: the process ends with its connection."""
+
+    def reap(self) -> None:
+        """Do nothing: whoever started the process waits for it."""
+
+
+class _Beaten(Channel):
+    """A channel that drops beats."""
+
+    def pull(self) -> list[Any]:
+        return [message for message in super().pull() if message[1] != BEAT]
 
 
 def end_processes(processes: list[RankProcess | DialledRank], owner: int) -> None:

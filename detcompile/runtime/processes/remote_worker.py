@@ -4,6 +4,7 @@ A sequence's parameters and tokens are sent once, with its first row; later rows
 """
 
 import math
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
@@ -18,25 +19,26 @@ from torch import Tensor
 from detcompile.runtime.grammars.matcher import Mask
 from detcompile.runtime.kv.prefixes import LayerBlocks
 from detcompile.runtime.processes.group import WorkerGroup
-from detcompile.runtime.processes.packed_tensors import PackedTensor, pack_tensor, unpack_tensor
-from detcompile.runtime.processes.stage_clock import StageClock
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.runtime.sampling.sampler import SampleRow
 from detcompile.runtime.step.builder import StepArrays
 from detcompile.runtime.step.worker import StepResult, StepWork
 
 __all__ = [
-    "PackedWork",
-    "RankStep",
-    "RemoteRunner",
-    "RemoteWorker",
-    "WorkReader",
-    "answer",
-    "free_abandoned",
-]
+    "PackedTensor", "PackedWork", "RankStep", "RemoteRunner", "RemoteWorker", "StageClock", "WorkReader", "answer",
+    "free_abandoned", "pack_tensor", "unpack_tensor",
+]  # fmt: skip
 
 NO_TOKENS: tuple[int, ...] = ()
 NAMES = count(1)  # names of this process's objects in the workers
+
+
+class PackedTensor(NamedTuple):
+    """A tensor as bytes; works for dtypes that numpy does not have."""
+
+    memory: NDArray[np.uint8]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
 
 
 class PackedWork(NamedTuple):
@@ -282,3 +284,56 @@ class RemoteRunner(_Remote):
     def fill_caches(self, value: float) -> None:
         """Fill every slot of the workers' KV caches and every state with ``value``."""
         self._group.post("fill_caches", self.name, value)
+
+
+class StageClock:
+    """Measures from the start of steps to their ends; time without any step in flight does not count.
+
+    Args:
+        num_stages: stages of the pipeline.
+        clock: returns seconds.
+
+    Attributes:
+        shortest: the slowest stage's seconds for the shortest step; infinity before the first step.
+    """
+
+    def __init__(self, num_stages: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._num_stages = num_stages
+        self._clock = clock
+        self.shortest = math.inf
+        self._num_steps = 0  # in flight
+        self._since = self._seconds = self._busy_seconds = 0.0
+
+    @property
+    def idle_share(self) -> float:
+        """Fraction of all stages' time, up to the last end of a step, without a step; 0 before the first."""
+        return max(0.0, 1 - self._busy_seconds / (self._num_stages * self._seconds)) if self._seconds else 0.0
+
+    def started(self) -> None:
+        """Count a launched step."""
+        if not self._num_steps:
+            self._since = self._clock()
+        self._num_steps += 1
+
+    def interrupted(self) -> None:
+        """Drop the steps in flight, which will never end."""
+        self._num_steps = 0
+
+    def ended(self, busy_seconds: Sequence[float]) -> None:
+        """Count the end of a step, given the busy seconds of each stage."""
+        now = self._clock()
+        self._seconds, self._since = self._seconds + now - self._since, now
+        self._busy_seconds += sum(busy_seconds)
+        self.shortest = min(self.shortest, max(busy_seconds))
+        self._num_steps -= 1
+
+
+def pack_tensor(tensor: Tensor) -> PackedTensor:
+    """Copy a tensor to the host as bytes."""
+    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return PackedTensor(flat.numpy(), tensor.dtype, tuple(tensor.shape))
+
+
+def unpack_tensor(packed: PackedTensor) -> Tensor:
+    """Return the tensor on the CPU, sharing the memory."""
+    return torch.from_numpy(packed.memory).view(packed.dtype).view(packed.shape)

@@ -19,14 +19,14 @@ from detcompile.errors import InvalidInput
 from detcompile.runtime.kv.kv_cache import KVCache
 from detcompile.runtime.sampling.filters import likeliest
 from detcompile.runtime.step.builder import NOT_PENDING, StepArrays
-from detcompile.runtime.step.graphs import Graph
 from detcompile.runtime.step.layout import MIXED_BUCKETS, TOKEN_BUCKETS, StepBuffers, StepLayout, host_tensors
 from detcompile.runtime.step.stage_forward import StageForward
 from detcompile.step import NO_SLOT, StepInputs
-from detcompile.templates.device.cuda_graphs import for_graph, warmup
+from detcompile.templates.device.cuda_graphs import capture, for_graph, warmup
 from detcompile.templates.tokens.next_tokens_gpu import fill_pending_cuda
+from detcompile.torch_internals.native import storage_at
 
-__all__ = ["Forward", "MOST_SEQUENCES", "Runner"]
+__all__ = ["Forward", "Graph", "MOST_SEQUENCES", "Runner", "unowned"]
 
 MOST_SEQUENCES = 4096  # per step
 OFTEN = 16  # steps that run in a graph with wider tables before they get a graph of their own
@@ -34,6 +34,31 @@ NUM_STAGING = 3  # staging buffers: one is written while copies from the others 
 MOST_VIEWS = 256  # cached views of staging memory by layout; steps without a graph have unboundedly many layouts
 
 Forward = Callable[[Tensor, Tensor, StepInputs, Tensor], Any]
+
+
+class Graph:
+    """Captured forwards over buffers at fixed addresses.
+
+    The outputs are kept by address only, so that graphs captured later may reuse their memory.
+    """
+
+    def __init__(self, forward: Callable[[], Any], buffers: StepBuffers, memory_pool: Any) -> None:
+        self.buffers = buffers
+        warmup_stream = _warmup_stream(torch.cuda.current_device())
+        warmup_stream.wait_stream(torch.cuda.current_stream())
+        self.graph = torch.cuda.CUDAGraph()
+        with for_graph():
+            with torch.cuda.stream(warmup_stream), warmup():
+                forward()
+            torch.cuda.current_stream().wait_stream(warmup_stream)
+            with capture(self.graph, pool=memory_pool):
+                output = forward()
+            self.output = unowned(output)
+
+    def replay(self) -> Any:
+        """Return the forwards' output, which the next replay of any graph of the memory pool overwrites."""
+        self.graph.replay()
+        return self.output
 
 
 class Runner:
@@ -265,6 +290,22 @@ class Runner:
         staging = self._staging.pop(0) if len(self._staging) == NUM_STAGING else _Staging()
         self._staging.append(staging)
         return staging.upload(steps, buffers)
+
+
+def unowned(value: Any) -> Any:
+    """Return tensors over the same memory, in nested tuples, that do not keep the memory from being reused."""
+    if isinstance(value, Tensor):
+        storage = value.untyped_storage()
+        view = storage_at(storage.data_ptr(), value.device, storage.nbytes())
+        place = value.storage_offset(), value.size(), value.stride()
+        return torch.empty(0, dtype=value.dtype, device=value.device).set_(view, *place)
+    return tuple(map(unowned, value)) if isinstance(value, tuple) else value
+
+
+@functools.cache
+def _warmup_stream(device: int) -> torch.cuda.Stream:
+    """Return one stream for all captures: the allocator keeps freed memory for the stream that freed it."""
+    return torch.cuda.Stream(device)
 
 
 class _Staging:

@@ -19,7 +19,7 @@ from detcompile.digests import fingerprint
 from detcompile.errors import DetcompileError, EngineError, InvalidInput
 from detcompile.models.pooling import CompiledClassifier, CompiledEmbedder
 from detcompile.models.spec import ModelSpec
-from detcompile.offline.default_params import configured_params
+from detcompile.offline.llm_options import configured_params
 from detcompile.orders.numerics import Numerics
 from detcompile.passes.warm.program_key import cpu_facts
 from detcompile.runtime.engine import Engine

@@ -12,7 +12,7 @@ import detcompile
 from detcompile import CompiledModel, Numerics
 from detcompile.api import compile_here
 from detcompile.executors.local import LocalExecutor
-from detcompile.executors.stages import joined_description
+from detcompile.executors.started_ranks import joined_description
 from detcompile.parallel import PipelineStage
 from detcompile.runtime.engine_setup import Forwards
 from detcompile.step import StepInputs

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from detcompile.errors import InvalidInput, WorkerError
-from detcompile.runtime.processes.dialled_rank import DialledRank
 from detcompile.runtime.processes.group import WorkerGroup
+from detcompile.runtime.processes.rank_process import DialledRank
 
 ROOT = Path(__file__).parents[3]
 TARGET = "tests.runtime.processes.rank_targets:Rank"

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from detcompile.runtime.processes.remote_worker import RankStep, RemoteWorker, WorkReader
-from detcompile.runtime.processes.stage_clock import StageClock
+from detcompile.runtime.processes.remote_worker import RankStep, RemoteWorker, StageClock, WorkReader
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.runtime.sampling.sampling_tensors import SampleRow
 from detcompile.runtime.step.worker import StepResult, StepWork, idle_arrays

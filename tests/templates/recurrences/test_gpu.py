@@ -6,14 +6,12 @@ import torch
 from torch import Tensor
 
 from detcompile.orders.numerics import state_order
-from detcompile.templates.recurrences.causal_conv import reference_causal_conv
-from detcompile.templates.recurrences.causal_conv_gpu import causal_conv_cuda
+from detcompile.templates.recurrences.causal_conv import causal_conv_cuda, reference_causal_conv
 from detcompile.templates.recurrences.linear import decay_kind, reference_linear_recurrence
 from detcompile.templates.recurrences.linear_gpu import linear_recurrence_cuda
 from detcompile.templates.recurrences.running_max import reference_running_max, running_max_cuda
 from detcompile.templates.recurrences.states import dense_steps
-from detcompile.templates.recurrences.wkv import reference_wkv
-from detcompile.templates.recurrences.wkv_gpu import wkv_cuda
+from detcompile.templates.recurrences.wkv import reference_wkv, wkv_cuda
 from tests.bits import assert_bitwise_equal
 from tests.templates.cases import normal
 from tests.templates.recurrences.cases import KINDS, Operands, averaged, falling, in_steps, operands, step_of

@@ -26,25 +26,6 @@ from typing import NamedTuple
 
 from detcompile.errors import InvalidInput, StorageError
 
-__all__ = [
-    "any_release",
-    "c_compiler",
-    "cache_directory",
-    "compiler_environment",
-    "cpu_isa_override",
-    "cxx_compiler",
-    "environment_of_probe",
-    "environment_without_programs",
-    "gpus_shared",
-    "peer_memory_allowed",
-    "pin_kernel_cache",
-    "pin_ptxas",
-    "programs_kept",
-    "progress_shown",
-    "settle_symmetric_memory",
-    "sizes_asserted",
-]
-
 
 def cache_directory() -> Path:
     """Return the folder for artifacts that can be rebuilt at any time.

@@ -6,8 +6,6 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["BITS_VERSION", "differing_parts", "fingerprint", "source_digest", "weights_digest"]
-
 # Raise it with a change of the sources that moves a bit of any model, and name the operation in CHANGELOG.md.
 # tests/test_bits_version.py fails if golden digests change under the same version.
 BITS_VERSION = "1"

@@ -18,23 +18,6 @@ DetcompileError
 Each message says what went wrong, where, and what to do about it.
 """
 
-__all__ = [
-    "ArchiveError",
-    "CompilerNotFound",
-    "DetcompileError",
-    "EngineError",
-    "GenerationError",
-    "InvalidInput",
-    "NumericsError",
-    "ScheduleError",
-    "StorageError",
-    "TrainerMismatch",
-    "UncertifiedOp",
-    "UnsupportedModel",
-    "UnsupportedRelease",
-    "WorkerError",
-]
-
 
 class DetcompileError(Exception):
     """Base class of every exception of this package."""

@@ -26,8 +26,6 @@ from detcompile.runtime.requests.plain_values import file_path, shown
 from detcompile.storage import disk_failure, naming
 from detcompile.templates.cpu import library as cpu_library
 
-__all__ = ["DEVICES", "export", "require_target"]
-
 DEVICES: tuple[str, ...] = ("cpu", "cuda")  # where exported programs were seen to give the bits of the JIT
 
 

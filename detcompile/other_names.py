@@ -6,8 +6,6 @@ from typing import ParamSpec, TypeVar
 
 from detcompile.errors import InvalidInput
 
-__all__ = ["naming_equivalents"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

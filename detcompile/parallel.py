@@ -14,8 +14,6 @@ from detcompile.config import gpus_shared
 from detcompile.errors import InvalidInput
 from detcompile.torch_internals.distributed import device_types, process_group
 
-__all__ = ["PipelineStage", "TensorParallel", "backend_of_ranks", "rank_device", "tensor_parallel"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorParallel:

@@ -12,8 +12,6 @@ from rich.status import Status
 
 from detcompile import config
 
-__all__ = ["Listener", "Stage", "aside", "is_terminal", "listener", "listening", "shown", "stage"]
-
 
 class Listener(Protocol):
     """Receives the stages of a call. Stages may be nested."""

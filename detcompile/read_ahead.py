@@ -10,8 +10,6 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["THREAD", "read_ahead"]
-
 logger = logging.getLogger(__name__)
 THREAD = "detcompile reading ahead"
 MEMORY = Path("/proc/meminfo")

@@ -7,8 +7,6 @@ from importlib.metadata import PackageNotFoundError, version
 
 from detcompile.errors import UnsupportedRelease
 
-__all__ = ["TESTED", "beyond_tested", "installed", "naming_releases", "numbers", "require_no_older"]
-
 # (from, below), as in pyproject.toml; docs/compatibility.md has the tests.
 TESTED = {"torch": ("2.11", "2.16"), "transformers": ("5.17", "5.25"), "triton": ("3.6", "3.10")}
 

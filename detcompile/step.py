@@ -11,18 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = [
-    "KVGroup",
-    "KVShape",
-    "ModelFacts",
-    "NO_SLOT",
-    "PADDING_SLOT",
-    "StateShape",
-    "StepInputs",
-    "kv_groups",
-    "step_leaves",
-]
-
 PADDING_SLOT = -1  # a token whose key and value are written nowhere
 NO_SLOT = -1  # a sequence that starts from a state of zeros and keeps none
 

@@ -12,11 +12,6 @@ from pathlib import Path
 from detcompile import config
 from detcompile.errors import StorageError
 
-__all__ = [
-    "CACHE_ADVICE", "INDUCTOR_ADVICE", "TEMPORARY_ADVICE", "cache_folder", "disk_failure", "distrust",
-    "in_temporary_folder", "naming", "put",
-]  # fmt: skip
-
 CACHE_ADVICE = "Free space there or make it writable, or set DETCOMPILE_CACHE to a folder of yours with room."
 TEMPORARY_ADVICE = "Free space there or make it writable, or set TMPDIR to another folder."
 INDUCTOR_ADVICE = "Free space there or make it writable, or set TORCHINDUCTOR_CACHE_DIR, or TMPDIR, to another folder."

@@ -22,20 +22,6 @@ from torch import Tensor, nn
 
 from detcompile.errors import InvalidInput
 
-__all__ = [
-    "SAFETENSORS_DTYPES",
-    "WeightView",
-    "copy_mapped_weights",
-    "in_mapped_file",
-    "named_weights",
-    "require_weights_at",
-    "tensor_digest",
-    "views_in",
-    "weight_addresses",
-    "weight_digests",
-    "weights_in_place",
-]
-
 SAFETENSORS_DTYPES = {  # by their names in the format
     "BF16": torch.bfloat16,
     "F16": torch.float16,

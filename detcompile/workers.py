@@ -44,8 +44,6 @@ from detcompile.runtime.step.runner import Runner
 from detcompile.runtime.step.stage_forward import StageForward
 from detcompile.runtime.step.worker import LaunchedStep, Worker
 
-__all__ = ["RankServer", "load_for_rank"]
-
 
 class _Served(NamedTuple):
     """The worker of one of the parent's engines."""

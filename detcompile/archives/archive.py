@@ -32,8 +32,6 @@ from detcompile.orders.numerics import Numerics
 from detcompile.orders.sum_order import SumOrder
 from detcompile.passes.proof.certificate import Certificate, Entry
 
-__all__ = ["Archive", "EXTRA", "Share", "certificate_json", "library_folder", "read_certificate", "write_archive"]
-
 ROOT = "detcompile"  # top folder that torch's reader expects
 LIBRARIES = "data/aotinductor"  # where torch looks for AOTInductor's outputs, one folder each
 EXTRA = "extra/detcompile"

@@ -15,8 +15,6 @@ from detcompile.runtime.dense.end_tokens import stop_tokens
 from detcompile.runtime.kv.kv_cache import KVShape
 from detcompile.step import KVGroup, ModelFacts, StateShape, StepInputs
 
-__all__ = ["CERTIFICATE", "FORMAT", "KERNELS", "TOKENIZER", "facts_of", "read_config", "read_sizes"]
-
 FORMAT = 4
 CERTIFICATE, KERNELS, TOKENIZER = (f"{EXTRA}/{name}" for name in ("certificate.json", "cpu", "tokenizer"))
 

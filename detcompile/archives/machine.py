@@ -11,8 +11,6 @@ from detcompile import config
 from detcompile.passes.programs.lanes import vector_isa
 from detcompile.templates.cpu import library as cpu_library
 
-__all__ = ["obstacle", "this_machine"]
-
 # CPU flags in /proc/cpuinfo that Inductor's code for an instruction set needs.
 VECTOR_FLAGS = {
     "avx2": {"avx2", "fma", "f16c"},

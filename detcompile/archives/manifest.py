@@ -11,8 +11,6 @@ from typing import Any
 
 from detcompile.errors import ArchiveError
 
-__all__ = ["parsed", "plain_name", "require_model", "require_shares"]
-
 Check = Callable[[Any], bool]
 MOST = 1 << 40  # the largest count
 MOST_FEATURES = 1 << 24  # elements of a KV slot or a state in one layer

@@ -13,8 +13,6 @@ from torch import Tensor
 from detcompile.errors import ArchiveError
 from detcompile.weights import SAFETENSORS_DTYPES
 
-__all__ = ["SUFFIX", "StoredWeights", "files_beside", "mapped", "read_weights"]
-
 SUFFIX = ".safetensors"
 MOST_SPREAD = 1024  # elements of memory that strides may span per stored element
 DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}

@@ -17,8 +17,6 @@ from detcompile.models.compiled import CompiledModel
 from detcompile.runtime.requests.sequence import Sequence
 from detcompile.runtime.step.builder import build_step
 
-__all__ = ["AXES", "AxisResult", "Configuration", "configurations", "logit_bytes", "measure", "padded_batch", "score"]
-
 CHUNK_EDGES = (
     1,
     15,

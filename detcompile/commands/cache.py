@@ -22,8 +22,6 @@ from detcompile.passes.warm import programs
 from detcompile.progress import is_terminal
 from detcompile.storage import CACHE_ADVICE, naming
 
-__all__ = ["command"]
-
 KINDS = {
     "cpu": "compiled CPU kernels",
     "gguf": "GGUF files as folders in transformers' format",

@@ -37,8 +37,6 @@ from detcompile.serving.receipts.receipt import (
 )
 from detcompile.serving.receipts.replay import replay
 
-__all__ = ["OwnNoise", "Run", "first_difference", "receipt_of", "run_plain", "show"]
-
 QUESTION = "What should I pack for a trip to Norway?"
 OTHERS = (
     "What is the capital of France?", "How do I boil an egg?", "Write a haiku about autumn.",

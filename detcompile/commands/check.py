@@ -15,8 +15,6 @@ from detcompile.digests import fingerprint
 from detcompile.errors import DetcompileError, InvalidInput
 from detcompile.models.compiled import CompiledModel
 
-__all__ = ["command"]
-
 
 def command(
     model: Model,

@@ -24,8 +24,6 @@ from detcompile.models.weight_files import files_at_hand
 from detcompile.read_ahead import read_ahead
 from detcompile.releases import naming_releases
 
-__all__ = ["COMMANDS", "app", "main", "module_of"]
-
 # The first help line of each command. A command's module is imported only when it runs, so that --help and --version
 # are fast.
 COMMANDS = {

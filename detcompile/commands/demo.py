@@ -26,8 +26,6 @@ from detcompile.models.spec import ModelSpec
 from detcompile.models.wheel_models import SMOLLM2
 from detcompile.transformers_internals.generation import cache_keyword
 
-__all__ = ["Comparison", "DEMO_AXES", "command", "compare_with_torch", "greedy_tokens", "score_plain"]
-
 DEMO_AXES = tuple(axis for axis in available_axes("cpu") if axis != RESTART)
 TEXT_PROMPT = "def count_words(text):\n"
 TEXT_TOKENS = 48

@@ -12,8 +12,6 @@ from detcompile.commands.inspection.fingerprint_differences import PartDifferenc
 from detcompile.commands.inspection.recordings import Recording, read_recording
 from detcompile.commands.inspection.run_differences import Parting, RequestDifference, RunComparison, compare_runs
 
-__all__ = ["command"]
-
 MOST_SHOWN = 12  # details of a part, and numbers of requests; --json has all
 MOST_LETTERS = 160  # characters of a value
 FILE = (

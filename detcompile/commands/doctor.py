@@ -13,8 +13,6 @@ from rich.text import Text
 from detcompile.commands.inspection.findings import Finding, findings
 from detcompile.commands.inspection.machine import Machine, look_at_machine
 
-__all__ = ["command"]
-
 STYLES = {"missing": "bold red", "slow": "yellow", "fast": "green", "note": "cyan"}
 LABEL = 12  # columns
 

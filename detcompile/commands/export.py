@@ -8,8 +8,6 @@ import typer
 from detcompile.commands.options import Loading, Model, Random, compile_model
 from detcompile.exporting import export, require_target
 
-__all__ = ["command"]
-
 
 def command(
     model: Model,

@@ -13,8 +13,6 @@ from detcompile.commands.options import logs
 from detcompile.errors import InvalidInput
 from detcompile.models.wheel_models import WHEEL_MODELS, WheelModel, local_file, unpack
 
-__all__ = ["command"]
-
 LAST_LINES = 3
 
 

@@ -27,19 +27,6 @@ from detcompile.runtime.engine_config import AllocationName, EngineConfig, Sched
 from detcompile.runtime.requests.outputs import CompletionOutput, Logprobs, RequestOutput
 from detcompile.runtime.requests.sampling_params import SamplingParams
 
-__all__ = [
-    "Sampling",
-    "Serving",
-    "answer",
-    "as_json",
-    "command",
-    "print_json",
-    "read_prompts",
-    "show",
-    "summary",
-    "with_own_seeds",
-]
-
 NUM_SEEDS = 1 << 64
 
 

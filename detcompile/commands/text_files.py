@@ -7,8 +7,6 @@ from pathlib import Path
 from detcompile.errors import InvalidInput
 from detcompile.storage import naming
 
-__all__ = ["read_input", "read_text_file", "require_place", "write_text_file"]
-
 MARKS = (  # UTF-32 before UTF-16, whose mark is a prefix of it
     (codecs.BOM_UTF8, "utf-8"),
     (codecs.BOM_UTF32_LE, "utf-32-le"),

@@ -8,8 +8,6 @@ import torch
 import detcompile
 from detcompile.templates.cpu.library import isa
 
-__all__ = ["digests"]
-
 
 def digests() -> dict[str, str]:
     """Return the sha256 of the logits of `tiny` for 64 tokens, on a CPU, by dtype.

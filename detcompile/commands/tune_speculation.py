@@ -15,8 +15,6 @@ from detcompile.commands.tuning.report import advice_text, read_text, speedup_pl
 from detcompile.models.compiled import CompiledModel
 from detcompile.runtime.requests.sampling_params import SamplingParams
 
-__all__ = ["command"]
-
 KINDS = ("code", "prose")
 
 

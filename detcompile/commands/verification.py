@@ -26,19 +26,6 @@ from detcompile.models.hub import TINY, TINY_FOLDER
 from detcompile.models.remote import RemoteModel
 from detcompile.models.spec import ARCHIVE_SUFFIX, ModelSpec
 
-__all__ = [
-    "EXPORT",
-    "PP",
-    "RESTART",
-    "TP",
-    "available_axes",
-    "embedded_prompts",
-    "prompt_texts",
-    "prompts_for",
-    "require_axes",
-    "verify",
-]
-
 RESTART = "restart"  # runs in another process
 EXPORT = "export"  # an exported archive in another process; measured on request only
 TP = "tp"  # one process for each rank, on GPUs one GPU each; measured on request only

@@ -21,8 +21,6 @@ from detcompile.commands.options import (
 from detcompile.commands.verification import available_axes, require_axes, verify
 from detcompile.digests import fingerprint
 
-__all__ = ["command"]
-
 
 def command(
     model: Model,

@@ -8,8 +8,6 @@ from torch import Tensor, nn
 from detcompile.passes.adapters.forwards import Adapter, attend
 from detcompile.step import StepInputs
 
-__all__ = ["ADAPTERS"]
-
 
 def _ctrl(model: Any, input_ids: Tensor, position_ids: Tensor, step: StepInputs | None, keep: Any) -> Tensor:
     body = model.transformer

@@ -8,8 +8,6 @@ from torch import Tensor
 from detcompile.passes.adapters.forwards import attend, rotate_halves
 from detcompile.passes.modules.attention import STEP_KWARG
 
-__all__ = ["ATTENTION"]
-
 
 def _diffllama(self: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **kwargs: Any) -> Any:
     """Run both attentions as one: they share queries and keys, and their values are joined side by side."""

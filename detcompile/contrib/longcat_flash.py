@@ -8,8 +8,6 @@ from torch import Tensor
 from detcompile.passes.adapters.modules import expert_product
 from detcompile.passes.modules.experts import mixed
 
-__all__ = ["EXPERTS"]
-
 
 def _longcat_flash(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Run the chosen experts. The router's last experts return the token unchanged."""

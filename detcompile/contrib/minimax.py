@@ -7,8 +7,6 @@ from torch import Tensor
 
 from detcompile.passes.modules.recurrences import Recurrences
 
-__all__ = ["MIXERS"]
-
 
 def _lightning(recurrences: Recurrences, self: Any, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
     heads = self.num_attention_heads

@@ -8,8 +8,6 @@ from torch.nn import functional as F
 
 from detcompile.passes.modules.recurrences import Recurrences
 
-__all__ = ["MIXERS"]
-
 
 def _griffin(
     recurrences: Recurrences, self: Any, input_states: Tensor, position_ids: Tensor, *_: Any, **__: Any

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from detcompile.passes.modules.recurrences import Recurrences
 
-__all__ = ["MIXERS"]
-
 
 def _rwkv_attention(recurrences: Recurrences, self: Any, hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
     late = recurrences.delayed(hidden, 1)

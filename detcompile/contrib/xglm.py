@@ -7,8 +7,6 @@ from torch import Tensor
 
 from detcompile.passes.adapters.attention_classes import projected_attention
 
-__all__ = ["ATTENTION", "MODULES"]
-
 
 def _sinusoids(self: Any, position_ids: Tensor, past_key_values_length: int = 0) -> Tensor:
     """Look rows up in the existing table. Hugging Face grows the table when a batch has more columns."""

@@ -7,8 +7,6 @@ from torch import Tensor
 from detcompile.passes.adapters.forwards import Adapter, attend
 from detcompile.step import StepInputs
 
-__all__ = ["ADAPTERS"]
-
 
 def _xlm(model: Any, input_ids: Tensor, position_ids: Tensor, step: StepInputs | None, keep: Any) -> Tensor:
     """Run without language embeddings, like Hugging Face's forward without ``langs``."""

@@ -10,8 +10,6 @@ from transformers.modeling_outputs import CausalLMOutput
 from detcompile.errors import UnsupportedModel
 from detcompile.passes.modules.recurrences import Recurrences
 
-__all__ = ["MIXERS", "MODULES"]
-
 MOST_EXPONENT = 30.0  # e^30 leaves room for sums over any context in float32
 
 

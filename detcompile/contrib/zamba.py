@@ -9,8 +9,6 @@ from torch.nn import functional as F
 from detcompile.passes.adapters.scans import selective
 from detcompile.passes.modules.recurrences import Recurrences
 
-__all__ = ["MIXERS"]
-
 
 def _zamba(recurrences: Recurrences, self: Any, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
     """Channels alternate between x and gate. Each head has its own projections."""

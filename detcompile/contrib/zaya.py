@@ -8,8 +8,6 @@ from torch.nn import functional as F
 
 from detcompile.passes.modules.recurrences import Recurrences
 
-__all__ = ["MIXERS"]
-
 
 def _zaya(recurrences: Recurrences, self: Any, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
     """Convolve queries and keys per channel, then per head. Half of each value comes from the token before.

@@ -27,8 +27,6 @@ from detcompile.storage import in_temporary_folder
 from detcompile.templates.cpu.fp_mode import in_float_mode
 from detcompile.torch_internals.library_runner import converts_dtypes, dtype_number, library_runner
 
-__all__ = ["ArchivedProgram", "executor_from"]
-
 
 def executor_from(archive: Archive, ranks: TensorParallel | None = None) -> LocalExecutor:
     """Return the executor of an archive's program; of this rank's program if ranks share the model.

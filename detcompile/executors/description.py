@@ -11,8 +11,6 @@ from detcompile.passes.proof.certificate import Certificate
 from detcompile.passes.warm.kept_program import StagePart
 from detcompile.step import ModelFacts
 
-__all__ = ["ModelDescription", "ParameterCount"]
-
 
 class ParameterCount(NamedTuple):
     """Number of parameter elements in the checkpoint; tied parameters count once."""

@@ -13,8 +13,6 @@ from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.speculation.speculator import SpeculationConfig
 from detcompile.runtime.step.interfaces import StepRunner
 
-__all__ = ["Executor", "Weights"]
-
 
 class Weights(Protocol):
     """The weights of an executor's model."""

@@ -19,8 +19,6 @@ from detcompile.templates.cpu import library as cpu_library
 from detcompile.templates.cpu.shared_objects import compiler_version
 from detcompile.torch_internals.inductor_settings import inductor_config
 
-__all__ = ["config_digest", "end_tokens", "fingerprint_parts"]
-
 VOLATILE_CONFIG = ("_name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype")
 
 

@@ -11,8 +11,6 @@ from detcompile.passes.programs.async_weights import wait_for_weights
 from detcompile.torch_internals.autograd import version_of
 from detcompile.weights import tensor_digest, weight_digests
 
-__all__ = ["LiveWeights", "tensors_by_name"]
-
 SAMPLES = 256  # elements of each tensor that change detection compares
 RELOAD = "load and compile the model again"
 

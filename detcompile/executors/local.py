@@ -19,8 +19,6 @@ from detcompile.runtime.kv.kv_cache import new_cache
 from detcompile.runtime.speculation.speculator import SpeculationConfig
 from detcompile.runtime.step.runner import Runner
 
-__all__ = ["LocalExecutor", "Origin"]
-
 
 class Origin(Protocol):
     """The source of a forward: a module lowered in this process, or an archive."""

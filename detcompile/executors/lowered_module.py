@@ -21,8 +21,6 @@ from detcompile.runtime.engine_setup import Forwards
 from detcompile.runtime.step.runner import Forward
 from detcompile.weights import weight_addresses, weights_in_place
 
-__all__ = ["LoweredModule", "executor_of"]
-
 
 def executor_of(
     module: PreTrainedModel,

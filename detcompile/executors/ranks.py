@@ -14,8 +14,6 @@ from detcompile.orders.numerics import Numerics
 from detcompile.runtime.processes.group import WorkerGroup
 from detcompile.runtime.processes.rank_process import DialledRank
 
-__all__ = ["Nodes", "RankPlan", "start_ranks"]
-
 STEP_SECONDS = {"cuda": 300.0, "cpu": 3600.0}  # a step may compile GPU kernels; CPUs are slow
 
 

@@ -37,8 +37,6 @@ from detcompile.runtime.requests.plain_values import number, or_none, shown
 from detcompile.runtime.speculation.drafter import require_fitting
 from detcompile.runtime.speculation.speculator import SpeculationConfig
 
-__all__ = ["RemoteExecutor"]
-
 
 class RemoteExecutor:
     """An Executor whose steps run in worker processes. If one worker fails, all of them are ended.

@@ -13,8 +13,6 @@ from detcompile.errors import EngineError
 from detcompile.runtime.processes.group import WorkerGroup
 from detcompile.storage import in_temporary_folder
 
-__all__ = ["RemoteWeights", "START_SECONDS"]
-
 START_SECONDS = 3600.0  # loading, compiling, and capturing CUDA graphs
 RELOAD = "compile the model again"
 

@@ -16,8 +16,6 @@ from detcompile.runtime.processes.group import WorkerGroup
 from detcompile.runtime.processes.start_progress import StartProgress
 from detcompile.step import KVGroup
 
-__all__ = ["StartedRanks", "joined_description"]
-
 
 class StartedRanks:
     """Processes of workers.RankServer. They end at ``close`` or with this object. Thread-safe.

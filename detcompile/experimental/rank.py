@@ -34,8 +34,6 @@ from detcompile.serving.engines.engine_process import serve
 from detcompile.serving.engines.handshake import SECRET_BYTES, connected, front_of, keep_alive, proven, read_exactly
 from detcompile.serving.engines.processes import end_with_parent
 
-__all__ = ["main"]
-
 KEY = "detcompile/rank 0"  # key of rank 0's address in the store
 GREETING = struct.Struct(">II")  # sent after the proof: rank and process id
 MEETING_SECONDS = 300.0  # for imports, after torchrun has connected all machines

@@ -17,8 +17,6 @@ from detcompile.models.model_object import ModelObject
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.requests.turns import without_interrupts
 
-__all__ = ["CertifiedModel", "WeightSource"]
-
 
 @runtime_checkable
 class ServesWeights(Protocol):

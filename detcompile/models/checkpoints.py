@@ -28,8 +28,6 @@ from detcompile.models.weight_files import WEIGHTS
 from detcompile.passes.modules.quantized_checkpoints import load_quantized, quantization_of
 from detcompile.transformers_internals.auto_classes import has_causal_lm
 
-__all__ = ["TASKS", "load_checkpoint", "load_tokenizer", "require_json", "require_trust", "task_of"]
-
 WITHOUT_DOCSTRINGS = sys.flags.optimize > 1
 SETTINGS = ("config.json", "generation_config.json")  # transformers ignores a corrupt second one
 TOKENIZER_JSON = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json")

@@ -32,8 +32,6 @@ from detcompile.runtime.speculation.model_drafter import ModelDrafter, TreeKind
 from detcompile.runtime.speculation.speculator import SpeculationConfig
 from detcompile.runtime.step.interfaces import StepRunner
 
-__all__ = ["CompiledModel", "require_causal"]
-
 ENGINE_NAMES = {each.name: f"pass config=EngineConfig({each.name}=...)" for each in fields(EngineConfig)}
 ENGINE_NAMES |= {name: f"{advice}; settings are config=EngineConfig(...)" for name, advice in VLLM_NAMES.items()}
 

@@ -11,8 +11,6 @@ from detcompile.runtime.kv.plain_blocks import plain_blocks
 from detcompile.runtime.requests.plain_values import flag, or_none, token_list, whole_number
 from detcompile.runtime.speculation.model_drafter import ModelDrafter
 
-__all__ = ["CACHE_TOKENS", "draft_with"]
-
 CACHE_TOKENS = 1 << 17  # default limit of a draft model's KV cache
 
 

@@ -32,8 +32,6 @@ from detcompile.runtime.requests.admission import warn_of_end_tokens
 from detcompile.runtime.requests.plain_values import kind, shown
 from detcompile.runtime.requests.sampling_params import SamplingParams
 
-__all__ = ["GenerationOutput", "Generator", "append_rows"]
-
 _MAKING = threading.Lock()  # threads that generate share one new engine
 
 

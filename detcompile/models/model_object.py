@@ -11,8 +11,6 @@ from detcompile.executors.executor import Executor
 from detcompile.torch_internals.native import parse_to
 from detcompile.transformers_internals.generation import prepare_generation_config
 
-__all__ = ["AnyConfig", "ModelObject"]
-
 SHOWN_OF_PROGRAM = 12  # digits
 # What to do instead of using an attribute of a Hugging Face model that a compiled one lacks.
 INSTEAD = {

@@ -20,8 +20,6 @@ from detcompile.runtime.dense.step import dense_step
 from detcompile.runtime.kv.block_pool import BLOCK_SIZE
 from detcompile.torch_internals.autograd import is_traced
 
-__all__ = ["UNTRACED", "padded_output", "require_served", "require_tensors"]
-
 UNTRACED = (
     "torch.func, torch.export, torch.jit and make_fx cannot trace a compiled model or a trainer: call it outside of"
     " them. For gradients, call backward() on a trainer's loss; for a file, detcompile.export(compile(model), 'm.pt2')"

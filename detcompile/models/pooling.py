@@ -28,8 +28,6 @@ from detcompile.runtime.requests.plain_values import flag, kind, shown, token_li
 from detcompile.runtime.requests.prompts import Prompt, private_copy, prompts_of, read_prompt, tokenized
 from detcompile.templates.cpu.fp_mode import float_mode
 
-__all__ = ["CompiledClassifier", "CompiledEmbedder", "Prompts"]
-
 Prompts = Prompt | SequenceOf[Prompt]
 SERVED = "input_ids, attention_mask, position_ids and return_dict"
 STEP_TOKENS = 4096  # of prompts that share a step; a longer prompt runs alone

@@ -22,8 +22,6 @@ from detcompile.runtime.processes.group import WorkerGroup
 from detcompile.storage import in_temporary_folder
 from detcompile.transformers_internals.auto_classes import init_hf_modules
 
-__all__ = ["RemoteModel", "compile_in_workers", "load_in_workers"]
-
 
 class RemoteModel(CompiledModel):
     """A certified causal LM in worker processes. It is called, generates and serves like a local one.

@@ -29,8 +29,6 @@ from detcompile.runtime.sampling.sampler import Sampler, SampleRow
 from detcompile.runtime.step.builder import build_step
 from detcompile.runtime.step.interfaces import StepRunner
 
-__all__ = ["Columns", "Stepper"]
-
 
 class Columns(NamedTuple):
     """Result of stepwise generation."""

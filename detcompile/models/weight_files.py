@@ -6,8 +6,6 @@ from pathlib import Path
 
 import huggingface_hub
 
-__all__ = ["WEIGHTS", "files_at_hand", "parts_of", "weight_files"]
-
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # or an index of parts for each; in this order
 
 

@@ -12,8 +12,6 @@ from typing import IO, NamedTuple
 from detcompile.errors import InvalidInput
 from detcompile.storage import CACHE_ADVICE, cache_folder, naming
 
-__all__ = ["SMOLLM2", "WHEEL_MODELS", "WheelModel", "local_file", "unpack"]
-
 
 class WheelModel(NamedTuple):
     """A GGUF file in a wheel.

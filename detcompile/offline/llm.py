@@ -25,8 +25,6 @@ from detcompile.runtime.requests.plain_values import kind, shown
 from detcompile.runtime.requests.prompts import Prompt, private_copy, prompts_of, tokenized
 from detcompile.runtime.requests.sampling_params import SamplingParams
 
-__all__ = ["LLM"]
-
 # The arguments of compile() for options that are fixed once a model is compiled.
 COMPILES_BY = {
     "max_model_len": "max_context",

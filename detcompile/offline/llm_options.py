@@ -14,8 +14,6 @@ from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.requests.plain_values import flag, shown, whole_number
 from detcompile.runtime.requests.sampling_params import SamplingParams
 
-__all__ = ["LLMOptions", "NO_LORA", "TEXT_ALONE", "configured_params", "read_options"]
-
 DTYPES = {
     "auto": None,
     "half": torch.float16,

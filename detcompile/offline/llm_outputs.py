@@ -7,8 +7,6 @@ from typing import Any
 from detcompile.errors import DetcompileError
 from detcompile.runtime.requests.outputs import CompletionOutput, Logprobs, RequestMetrics, RequestOutput
 
-__all__ = ["LLMCompletion", "LLMOutput", "Logprob", "llm_output"]
-
 
 @dataclass(slots=True)
 class Logprob:

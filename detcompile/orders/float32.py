@@ -8,9 +8,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-__all__ = ["add_halves", "add_left_to_right", "add_pairs", "add_tree", "fma_float32", "fma_flushed", "pad_last"]
-
-
 LEAST_NORMAL = 2.0**-126
 ROUNDS_TO_NORMAL = 2.0**-126 - 2.0**-151  # the smallest magnitude that rounds up to 2^-126 in 24 bits
 

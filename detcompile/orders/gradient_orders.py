@@ -12,8 +12,6 @@ from detcompile.errors import NumericsError
 from detcompile.orders.float32 import add_left_to_right, fma_float32
 from detcompile.orders.sum_order import QUIET, Size, SumOrder
 
-__all__ = ["Exact", "Keys", "Queries"]
-
 
 @dataclass(frozen=True, slots=True)
 class Exact(SumOrder):

@@ -18,8 +18,6 @@ from detcompile.errors import NumericsError
 from detcompile.orders.float32 import add_left_to_right, add_tree, fma_float32
 from detcompile.orders.sum_order import QUIET, SharedOrder, Size, SumOrder
 
-__all__ = ["Blocked", "EvenOdd", "Sequential", "Tree"]
-
 FusedMultiplyAdd: TypeAlias = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 
 

@@ -10,8 +10,6 @@ from detcompile.errors import NumericsError
 from detcompile.orders.float32 import add_halves, add_pairs, add_tree, pad_last
 from detcompile.orders.sum_order import QUIET, SharedOrder, Size, SumOrder
 
-__all__ = ["Row"]
-
 _WARP = 32  # lanes that a GPU combines without shared memory
 
 

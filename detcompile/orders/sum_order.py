@@ -12,8 +12,6 @@ import sympy
 from detcompile.errors import InvalidInput, NumericsError
 from detcompile.orders.float32 import add_tree
 
-__all__ = ["QUIET", "SharedOrder", "Size", "SumOrder"]
-
 Size: TypeAlias = int | sympy.Expr  # may be symbolic, so that a certificate can show what an order depends on
 
 QUIET = np.errstate(over="ignore", invalid="ignore")  # infinities and NaN are results here, as on the device

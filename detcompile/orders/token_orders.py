@@ -14,8 +14,6 @@ from detcompile.orders.float32 import add_left_to_right, fma_float32
 from detcompile.orders.matmul_orders import Sequential
 from detcompile.orders.sum_order import QUIET, Size, SumOrder
 
-__all__ = ["Experts", "KV"]
-
 
 @dataclass(frozen=True, slots=True)
 class KV(SumOrder):

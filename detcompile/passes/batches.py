@@ -40,8 +40,6 @@ from detcompile.torch_internals.symbolic_shapes import (
     make_fx,
 )
 
-__all__ = ["certificate_of_batches", "certify_batches"]
-
 logger = logging.getLogger(__name__)
 B, T = 3, 5  # no other dimension has these extents
 ROWS = Role("rows", {0: "batch", 1: "tokens"})

@@ -35,8 +35,6 @@ from detcompile.torch_internals.dynamo import (
 )
 from detcompile.torch_internals.fake_tensors import tree_leaves
 
-__all__ = ["Call", "GRAPH_BREAKS", "current_call", "reporting"]
-
 GRAPH_BREAKS = ("raise", "warn")
 
 # Only the first dimension is symbolic, from zero up. Every other extent is a constant of its graph.

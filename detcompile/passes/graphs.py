@@ -18,19 +18,6 @@ from detcompile.torch_internals.graph_nodes import (
 )
 from detcompile.torch_internals.operators import schema_of
 
-__all__ = [
-    "VIEWS",
-    "arguments_of",
-    "insert",
-    "layer_of",
-    "operation_of",
-    "place_of",
-    "replace",
-    "shape_of",
-    "source_of",
-    "sympy_size",
-]
-
 aten = torch.ops.aten
 VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 

@@ -26,8 +26,6 @@ from detcompile.progress import stage
 from detcompile.step import ModelFacts, StepInputs
 from detcompile.weights import copy_mapped_weights, named_weights, weight_digests
 
-__all__ = ["Lowered", "lower", "lower_view", "lower_with_states"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Lowered:

@@ -17,8 +17,6 @@ from detcompile.passes.tracing import Seen, find_repeats, trace_packed
 from detcompile.step import step_leaves
 from detcompile.weights import WeightView, named_weights, views_in
 
-__all__ = ["Packaged", "package"]
-
 
 class Packaged(NamedTuple):
     """A compiled model as AOTInductor's files.

@@ -28,8 +28,6 @@ from detcompile.torch_internals.inductor import (
 from detcompile.torch_internals.inductor_cpp import commented, keeping_casts, vectorized_tails
 from detcompile.torch_internals.operators import OpOverload
 
-__all__ = ["GraphPass", "PASSES", "ROUNDING", "decompositions", "pinned_codegen", "read_extents", "rewrite"]
-
 aten = torch.ops.aten
 PASSES: tuple[Callable[[fx.GraphModule], fx.GraphModule], ...] = (
     join_fills,

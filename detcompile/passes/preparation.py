@@ -16,8 +16,6 @@ from detcompile.passes.modules.quantized_linear import pin_quantized
 from detcompile.passes.modules.recurrences import Recurrences
 from detcompile.passes.tracing import Seen
 
-__all__ = ["MODULE_PASSES", "ModulePass", "change_modules", "prepare"]
-
 TAKEN = "_taken_by_detcompile"  # attribute of a model that compile() has changed, even if it refused it later
 
 

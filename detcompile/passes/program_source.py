@@ -28,8 +28,6 @@ from detcompile.torch_internals.inductor import compile_fx_inner
 from detcompile.torch_internals.modules import buffer_table, parameter_table
 from detcompile.weights import weight_digests
 
-__all__ = ["ProgramSource", "compile_packed", "layers_of_stage"]
-
 INSTEAD = "compile it with pp=1"
 
 

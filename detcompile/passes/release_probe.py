@@ -17,8 +17,6 @@ from detcompile.errors import UnsupportedRelease
 from detcompile.progress import stage
 from detcompile.releases import beyond_tested, installed, require_no_older
 
-__all__ = ["LOGITS", "require_release"]
-
 # sha256 of the logits of `tiny` for 64 tokens on a CPU, under every tested release (docs/compatibility.md) and on each
 # instruction set from portable to avx512bf16. AMX adds bfloat16 products in another order, and reports float32 only.
 LOGITS = {

@@ -15,8 +15,6 @@ from detcompile.step import KVGroup
 from detcompile.torch_internals.graph_nodes import first_value, traced_value
 from detcompile.torch_internals.traced_call import TracedCall
 
-__all__ = ["dense_role", "join_batches", "packed_roles", "refuse", "role_by_source"]
-
 
 def packed_roles(groups: Sequence[KVGroup]) -> Callable[[str, Any], Role]:
     """Return a function that gives roles by the names of PackedForward's arguments."""

@@ -32,19 +32,6 @@ from detcompile.torch_internals.graph_nodes import innermost_model_frame
 from detcompile.torch_internals.inductor_settings import inductor_config
 from detcompile.torch_internals.symbolic_shapes import ConstraintViolationError
 
-__all__ = [
-    "Seen",
-    "Traced",
-    "cause",
-    "compiler_message",
-    "find_repeats",
-    "marked_layers",
-    "run_on_two_tokens",
-    "trace_once",
-    "trace_packed",
-    "with_fresh_code",
-]
-
 logger = logging.getLogger(__name__)
 
 

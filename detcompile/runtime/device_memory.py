@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["GPUMemory", "StepMemory", "available_memory", "cgroup_room", "gpu_memory", "ran_out_of_memory"]
-
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
 # Names of limit files, the usage file, and memory.stat's key for reclaimable page cache.

@@ -28,8 +28,6 @@ from detcompile.runtime.speculation.speculator import SpeculationConfig, Specula
 from detcompile.runtime.step.interfaces import StepWorker
 from detcompile.runtime.step_turns import EngineLoop, StepTurns
 
-__all__ = ["Engine"]
-
 REQUEST_NAMES = {
     "lora_request": "merge the adapter into the weights",
     "prompt_token_ids": "pass the token ids as the prompt",

@@ -11,8 +11,6 @@ from detcompile.runtime.kv.block_pool import check_block_size
 from detcompile.runtime.requests.plain_values import flag, number, or_none, shown, string, whole_number
 from detcompile.runtime.step.runner import MOST_SEQUENCES
 
-__all__ = ["AllocationName", "EngineConfig", "SchedulerName", "VLLM_NAMES"]
-
 SchedulerName = Literal["stall_free", "prefill_first", "simple_chunking"]
 AllocationName = Literal["lazy", "reserve"]
 MOST_BLOCKS = (1 << 31) - 1  # block tables are int32

@@ -28,18 +28,6 @@ from detcompile.runtime.step.warmup import warm_up_kernels, warmup_steps
 from detcompile.runtime.step.worker import Worker
 from detcompile.step import ModelFacts
 
-__all__ = [
-    "EngineModel",
-    "Forwards",
-    "affordable_blocks",
-    "engine_over",
-    "new_engine",
-    "new_worker",
-    "rehearse_steps",
-    "require_block_tables",
-    "room_for_cache",
-]
-
 
 class EngineModel(NamedTuple):
     """What an engine needs to know of a model, wherever its steps run."""

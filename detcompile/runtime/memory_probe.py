@@ -21,8 +21,6 @@ from detcompile.runtime.step.runner import Runner
 from detcompile.runtime.step.worker import PromptRows, StepWork, Worker, idle_arrays
 from detcompile.step import ModelFacts
 
-__all__ = ["GraphNeeds", "Room", "StepNeeds", "affordable_states", "graph_needs", "step_needs"]
-
 STATE_SHARE = 2  # recurrent states may take 1 / STATE_SHARE of the remaining memory
 PARTS = (8, 5, 3)  # eighths of the rows: the allocator may keep blocks that fit only one size of step
 NUM_LOGPROBS = 20  # per token

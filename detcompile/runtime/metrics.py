@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from detcompile.runtime.scheduler import Scheduler
 
-__all__ = ["EngineStats", "StepRecord", "Tally"]
-
 MOST_RECORDS = 4096  # number of most recent steps to keep
 
 

@@ -31,8 +31,6 @@ from detcompile.runtime.step.worker import LaunchedStep, StepResult, StepWork
 from detcompile.runtime.step_planner import PlannedStep, StepPlanner
 from detcompile.runtime.step_work import Draw
 
-__all__ = ["Pipeline"]
-
 
 class _InFlight(NamedTuple):
     """A step that was launched and is not read back yet."""

@@ -18,8 +18,6 @@ from detcompile.runtime.requests.queues import Queues
 from detcompile.runtime.requests.sequence import Sequence
 from detcompile.runtime.step.builder import StepEntry
 
-__all__ = ["NextStep", "PROMPT_LOGPROBS_CHUNK", "Policy", "new_policy"]
-
 PROMPT_LOGPROBS_CHUNK = 512  # most prompt tokens per step with logits of all: bounds the memory of prompt logprobs
 
 # Prompt tokens of a pipeline step are a share of all waiting ones, so that consecutive steps take about as long.

@@ -21,8 +21,6 @@ from detcompile.runtime.requests.sequence import Sequence
 from detcompile.runtime.scheduler import Scheduler
 from detcompile.runtime.step.builder import StepEntry
 
-__all__ = ["CHANGED", "RequestBook"]
-
 LOST = f"its workers crashed {ALONE_DEATHS} times while they served it alone"
 CHANGED = "the weights were changed in place while it ran: use update_weights() while no request runs"
 

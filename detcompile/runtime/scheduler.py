@@ -19,8 +19,6 @@ from detcompile.runtime.requests.sequence import Sequence
 from detcompile.runtime.step.builder import StepEntry
 from detcompile.step import NO_SLOT
 
-__all__ = ["Scheduler", "StepPlan"]
-
 CALM_STEPS = 16  # steps after which a token budget that was cut for lack of memory doubles
 
 

@@ -24,8 +24,6 @@ from detcompile.runtime.step.runner import MOST_SEQUENCES
 from detcompile.runtime.step.worker import StepWork
 from detcompile.runtime.step_work import Draw, build_work, lay_out
 
-__all__ = ["PlannedStep", "StepPlanner"]
-
 logger = logging.getLogger(__name__)
 
 

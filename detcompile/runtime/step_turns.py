@@ -11,8 +11,6 @@ from detcompile.runtime.requests.deliveries import Mailbox
 from detcompile.runtime.requests.outputs import RequestOutput
 from detcompile.runtime.requests.turns import Place, Turns, without_interrupts
 
-__all__ = ["EngineLoop", "GCPauses", "StepTurns"]
-
 IDLE_SECONDS = 60.0  # an idle thread ends, so that an unreferenced engine can be freed
 
 

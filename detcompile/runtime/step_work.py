@@ -14,8 +14,6 @@ from detcompile.runtime.step.block_tables import BlockTables
 from detcompile.runtime.step.builder import StepArrays, StepEntry, build_arrays, joined
 from detcompile.runtime.step.worker import PromptRows, StepWork
 
-__all__ = ["Draw", "build_work", "lay_out"]
-
 
 class Draw(NamedTuple):
     """A token to draw: a sequence's next one from logits in ``row``, and those of its draft tree in the rows after."""

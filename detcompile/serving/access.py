@@ -13,8 +13,6 @@ from detcompile.errors import InvalidInput
 from detcompile.serving.http_errors import HTTPError
 from detcompile.serving.responses import JSON
 
-__all__ = ["Access", "KeyFile", "owner_of", "read_keys"]
-
 OWNER = "detcompile.owner"  # key of the scope; the value is the sha256 of the request's API key in hex
 
 DIGEST_LETTERS = 64  # of sha256 in hex

@@ -57,8 +57,6 @@ from detcompile.serving.request_log import LogFile, RequestLog
 from detcompile.serving.responses import JSON, Reserving, unless_left
 from detcompile.serving.service import Service
 
-__all__ = ["new_app"]
-
 METHODS = ["GET", "POST", "DELETE"]
 EXPOSED = [  # response headers that pages of other origins may read
     "Retry-After", "X-Request-Id", "X-Detcompile-Seed", "X-Detcompile-Receipt", "X-Detcompile-Receipt-Salt",

@@ -11,8 +11,6 @@ from detcompile.serving.limiter import Reservation
 from detcompile.serving.metrics import Metrics
 from detcompile.serving.responses import JSON
 
-__all__ = ["BodyLimiter", "MAX_BODY"]
-
 MAX_BODY = 4 << 20  # bytes of a body
 MOST_HELD = 64  # bodies of the maximum size that may be in memory
 SHORT = 1 << 16  # bytes; bodies up to this size are accepted however much others hold

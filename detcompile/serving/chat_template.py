@@ -17,8 +17,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from detcompile.errors import InvalidInput
 from detcompile.serving.http_errors import OverdueError
 
-__all__ = ["ChatTemplate", "MANY"]
-
 RENDER_SECONDS = 2.0
 MANY = 1024  # messages; longer conversations are rendered one at a time, so that short ones do not wait
 THREADS = 4

@@ -9,8 +9,6 @@ from typing import Any
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from uvicorn.protocols.http.flow_control import FlowControl
 
-__all__ = ["bounded_protocol"]
-
 MOST_HEAD = 1 << 16  # bytes of a request's head, or between two parts of its body
 MOST_AHEAD = 16  # pipelined requests of a connection; no more are parsed before one is answered
 SLICE = 4096  # bytes to parse at a time

@@ -28,8 +28,6 @@ from detcompile.runtime.grammars.grammar import Grammar, Kind
 from detcompile.serving.engines.processes import BOUND, Child
 from detcompile.serving.http_errors import OverdueError
 
-__all__ = ["FairLock", "GrammarCheck", "main"]
-
 LENGTH = struct.Struct(">I")  # prefix of every frame
 START_SECONDS = 60.0
 MOST_MEMORY = 4 << 30  # bytes of address space that grammars may add

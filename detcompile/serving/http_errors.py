@@ -6,8 +6,6 @@ import msgspec
 
 from detcompile.errors import DetcompileError, EngineError, InvalidInput, WorkerError
 
-__all__ = ["BlockedRequestError", "CLIENT_LEFT", "FAULT", "HTTPError", "OverdueError", "error_of", "too_long"]
-
 TYPES = {  # by status; otherwise invalid_request_error below 500, else api_error
     401: "authentication_error",
     429: "rate_limit_error",

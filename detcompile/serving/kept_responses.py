@@ -5,8 +5,6 @@ from typing import Any, Protocol
 
 from detcompile.serving.owned_cache import OwnedCache
 
-__all__ = ["KeptResponses"]
-
 KEPT_SECONDS = 3600.0
 KEPT_BYTES = 64 << 20  # events and prompts of finished responses
 

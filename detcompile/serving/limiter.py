@@ -9,8 +9,6 @@ from detcompile.serving.engines.answers import Answer, AuxiliaryTask
 from detcompile.serving.http_errors import HTTPError, OverdueError
 from detcompile.serving.metrics import Metrics
 
-__all__ = ["AdmissionLimiter", "Deadlines", "Reservation", "Slot"]
-
 MOST_RETRY_SECONDS = 60
 
 

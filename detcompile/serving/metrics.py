@@ -12,8 +12,6 @@ from detcompile.serving.engines.answers import Answer
 from detcompile.serving.engines.fleet import Fleet
 from detcompile.serving.engines.protocol import Delta
 
-__all__ = ["Metrics", "SECONDS"]
-
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
 
 

@@ -12,8 +12,6 @@ from tokenizers import Tokenizer, pre_tokenizers
 from detcompile.errors import InvalidInput, UnsupportedModel
 from detcompile.runtime.requests.prompts import require_one_reading
 
-__all__ = ["longest_token", "plain_tokenizer", "tokenizer_digest"]
-
 NFC_SHRINKS = 4  # a text has at most so many times the bytes of its NFC
 PROBE = "A probe: Ünïcode 東京 🎉\n\tdef f(x):  return x  <s>"  # text on which both tokenizers are compared
 

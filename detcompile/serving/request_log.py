@@ -12,8 +12,6 @@ from detcompile.errors import StorageError
 from detcompile.serving.engines.answers import Answer
 from detcompile.serving.responses import ANSWERS
 
-__all__ = ["LogFile", "RequestLog"]
-
 MOST_LETTERS = 100  # of a path, which clients choose
 
 

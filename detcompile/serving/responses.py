@@ -18,8 +18,6 @@ from detcompile.serving.engines.answers import Answer, progress
 from detcompile.serving.http_errors import CLIENT_LEFT, FAULT, HTTPError, error_of
 from detcompile.serving.limiter import Reservation
 
-__all__ = ["ANSWERS", "Events", "JSON", "Reserving", "Whole", "event", "unless_left"]
-
 JSON = "application/json"
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 ANSWERS = "detcompile.answers"  # key of the request's answers in the scope, for outer ASGI layers

@@ -19,8 +19,6 @@ from detcompile.serving.connections import bounded_protocol
 from detcompile.serving.engines.protocol import EngineSpec
 from detcompile.serving.service import Service
 
-__all__ = ["ENGINE_LOST", "is_loopback", "listen", "serve"]
-
 ENGINE_LOST = 70  # exit code, os.EX_SOFTWARE: tells a supervisor to restart the server
 LAST_ANSWERS_SECONDS = 5  # for connections to close after their requests
 STALL_SECONDS = 60.0

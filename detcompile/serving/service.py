@@ -29,8 +29,6 @@ from detcompile.serving.receipts.issuer import Issued, Issuer
 from detcompile.serving.tokenizer_pool import TokenizerPool
 from detcompile.serving.tools.reader import FAMILIES, family_of
 
-__all__ = ["Service"]
-
 TASKS = {  # what a model can do, for errors about requests of another task
     "generate": "generates text: POST /v1/completions, /v1/chat/completions or /v1/responses",
     "embed": "gives embeddings: POST /v1/embeddings, /v1/score or /v1/rerank",

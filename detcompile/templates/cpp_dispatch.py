@@ -22,8 +22,6 @@ from detcompile.templates.cpu import library as cpu_library
 from detcompile.templates.cpu.shared_objects import build, compiler_version, is_intact
 from detcompile.torch_internals.operators import OpOverload, schema_of
 
-__all__ = ["build_direct_ops", "direct_ops"]
-
 _BUILDING = threading.Lock()
 _LIBRARY = torch.library.Library("detcompile_direct", "DEF")
 

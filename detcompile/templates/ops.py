@@ -24,6 +24,4 @@ import detcompile.templates.training.logprobs
 import detcompile.templates.training.row_gradients
 import detcompile.templates.training.token_sums
 
-__all__ = ["ours"]
-
 ours = torch.ops.detcompile

@@ -26,8 +26,6 @@ from torch import Tensor
 from detcompile.errors import InvalidInput
 from detcompile.templates.cpu import library as cpu_library
 
-__all__ = ["LIBRARY", "define"]
-
 LIBRARY = torch.library.Library("detcompile", "FRAGMENT")
 
 _FLOAT = frozenset(cpu_library.DTYPE_CODES)

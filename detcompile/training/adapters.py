@@ -14,8 +14,6 @@ from detcompile.errors import InvalidInput, UnsupportedModel
 from detcompile.passes.modules.low_rank import AdaptedLinear
 from detcompile.storage import naming
 
-__all__ = ["of_adapters", "require_no_dropout", "save_adapters"]
-
 PARTS = (".lora_A.", ".lora_B.")  # in names of parameters
 
 

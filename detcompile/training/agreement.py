@@ -14,8 +14,6 @@ from detcompile.runtime.requests.plain_values import shown
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.weights import weight_digests
 
-__all__ = ["require_agreement", "require_same_orders"]
-
 MOST_TOKENS = 2048  # per sequence
 SHORT = (2, 17, 65)
 

@@ -18,8 +18,6 @@ from detcompile.templates.cpu.fp_mode import float_mode
 from detcompile.torch_internals.modules import global_hooks, hooks_of
 from detcompile.training.grad_accumulator import GradAccumulator, grad_handle
 
-__all__ = ["Block", "Holder", "RegionCall", "Source", "StepTensors", "Weight", "require_no_hooks", "weights_of"]
-
 
 class Holder(nn.Module):
     """A component of a parameter's name."""

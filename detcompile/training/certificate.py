@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from detcompile.orders.numerics import Numerics
 from detcompile.passes.proof.certificate import Certificate
 
-__all__ = ["TrainingCertificate", "backward_of"]
-
 
 @dataclass(frozen=True)
 class TrainingCertificate:

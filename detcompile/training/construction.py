@@ -14,8 +14,6 @@ from detcompile.passes.training.tracing import TracedRegions, trace_regions
 from detcompile.torch_internals.modules import child_table
 from detcompile.training.blocks import Block, Holder, RegionCall, Source
 
-__all__ = ["Built", "build"]
-
 
 class Built(NamedTuple):
     """The regions of a model in running order; those that are layers are modules."""

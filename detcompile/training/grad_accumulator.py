@@ -17,8 +17,6 @@ from detcompile.errors import InvalidInput
 from detcompile.templates.training.exactness import ExactnessGuard, round_to_grid
 from detcompile.torch_internals.autograd import backward_id, call_after_backward, tensor_hooks, version_of
 
-__all__ = ["GradAccumulator", "grad_handle"]
-
 
 class _Arrival(NamedTuple):
     """A gradient that a handle has passed to autograd."""

@@ -19,8 +19,6 @@ from detcompile.runtime.requests.plain_values import number
 from detcompile.templates.rows.sums import row_square_sum
 from detcompile.training.optimizer import local_part
 
-__all__ = ["clip_grad_norm_"]
-
 _LIMBS, _BITS = 4, 32
 _MOST = 2.0**31  # per row: 2^32 rows add up in 64 bits
 

@@ -12,8 +12,6 @@ from torch.optim import Optimizer
 from detcompile.errors import InvalidInput
 from detcompile.templates.training.pointwise import AdamWStep, adamw
 
-__all__ = ["AdamW", "local_part"]
-
 OPTIONS = {"amsgrad": False, "maximize": False, "differentiable": False, "decoupled_weight_decay": True}
 
 

@@ -10,8 +10,6 @@ from detcompile.runtime.dense.padded_batch import UnpaddedBatch
 from detcompile.step import StepInputs, step_leaves
 from detcompile.training.blocks import StepTensors
 
-__all__ = ["leaf_table", "packed_step", "padded", "pieces", "predicting_leaves", "rows_at_once"]
-
 ROWS_AT_ONCE = 2048  # rows of logits; a GPU takes more if they fit in a part of its memory
 PARTS_OF_MEMORY = 16
 

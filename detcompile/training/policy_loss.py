@@ -16,8 +16,6 @@ from detcompile.runtime.requests.plain_values import kind, number
 from detcompile.runtime.requests.sampling_params import LARGEST, SMALLEST
 from detcompile.templates.training.pointwise import policy_terms
 
-__all__ = ["label_loss", "policy_loss"]
-
 _GRID = -40  # for the loss itself, whose terms add up to less than 2^11
 
 

@@ -20,8 +20,6 @@ from detcompile.torch_internals.autograd import call_after_backward
 from detcompile.torch_internals.distributed import fsdp_groups
 from detcompile.training.optimizer import local_part
 
-__all__ = ["ExactSum", "Unreplicated", "mesh_of", "shard_blocks", "whole", "whole_weights"]
-
 
 class Unreplicated(nn.Module):
     """A module that rejects torch's replicas, whose gradients are averaged and added in float32."""

@@ -36,8 +36,6 @@ from detcompile.training.packing import packed_step, padded, pieces, predicting_
 from detcompile.training.policy_loss import label_loss
 from detcompile.training.sharding import ExactSum, Unreplicated, mesh_of, shard_blocks, whole, whole_weights
 
-__all__ = ["Trainer"]
-
 
 class Trainer(Unreplicated):
     """A trainer of a causal LM, created by ``detcompile.trainer``.

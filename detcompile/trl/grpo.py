@@ -26,8 +26,6 @@ try:
 except ImportError as error:
     raise ImportError("trl is not installed: pip install '.[trl]' in a checkout of detcompile") from error
 
-__all__ = ["GRPOTrainer"]
-
 LOSSES = ("cispo", "dapo", "dr_grpo")
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")  # replaced by detcompile.AdamW
 MICRO_BATCH = "its value depends on the split into micro-batches"

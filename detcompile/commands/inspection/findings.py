@@ -7,8 +7,6 @@ from typing import Literal
 from detcompile.commands.inspection.machine import GPU, Machine
 from detcompile.releases import TESTED, numbers
 
-__all__ = ["DEPENDENCIES", "Finding", "Level", "findings"]
-
 Level = Literal["missing", "slow", "fast", "note"]
 LEVELS: tuple[Level, ...] = ("missing", "slow", "fast", "note")
 DEPENDENCIES: dict[str, tuple[str, str | None]] = {"python": ("3.11", None), **TESTED}  # (from, below)

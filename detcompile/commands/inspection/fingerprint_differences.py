@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from detcompile.commands.inspection.recordings import Recording
 from detcompile.digests import differing_parts
 
-__all__ = ["MEANINGS", "PartDifference", "part_differences"]
-
 # What a different value of each part means.
 MEANINGS = {
     "weights": "other weights: a checkpoint, an update or a change in place",

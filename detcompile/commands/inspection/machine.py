@@ -16,8 +16,6 @@ from typing import Any
 from detcompile import __version__, config
 from detcompile.commands.inspection.toolchain import Cache, Compilers, look_at_cache, look_at_compilers
 
-__all__ = ["CPU", "GPU", "GPUs", "Hub", "Machine", "look_at_cpu", "look_at_gpus", "look_at_machine"]
-
 PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy")
 CPUINFO = Path("/proc/cpuinfo")
 DRIVER = Path("/proc/driver/nvidia/version")

@@ -15,8 +15,6 @@ from detcompile.commands.text_files import read_text_file
 from detcompile.digests import fingerprint, weights_digest
 from detcompile.errors import InvalidInput
 
-__all__ = ["Recording", "read_recording"]
-
 ARCHIVE_MARK = b"PK\x03\x04"
 PARTS = ("weights", "program")  # every fingerprint has these: a mapping that holds them is one of parts
 WANTED = "give JSON of `detcompile check --json` or `detcompile generate --json`, an exported .pt2, or a model's name"

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
-__all__ = ["Parting", "RequestDifference", "RunComparison", "compare_runs"]
-
 REPORTING = ("logprobs", "prompt_logprobs")  # parameters that change what is reported, and no bits
 ENDS = ("finish_reason", "stop_reason")  # compared after tokens and logprobs
 

@@ -14,8 +14,6 @@ from detcompile.errors import CompilerNotFound, StorageError
 from detcompile.storage import CACHE_ADVICE, distrust, naming
 from detcompile.templates.cpu.shared_objects import compiler_version
 
-__all__ = ["Cache", "Compilers", "look_at_cache", "look_at_compilers"]
-
 KINDS = ("cpu", "programs", "schedules")  # folders of the cache
 TRIAL = """
 #include <omp.h>

@@ -14,8 +14,6 @@ from detcompile.commands.text_files import read_text_file
 from detcompile.errors import InvalidInput
 from detcompile.passes.proof.certificate import Certificate, Entry
 
-__all__ = ["Measurement", "certificate_page", "read_measurements"]
-
 CLASSES = {
     "pointwise": "each element is computed from its own inputs alone",
     "movement": "bytes are moved, nothing is computed",

@@ -8,8 +8,6 @@ from typing import NamedTuple
 from detcompile.orders import KV, Blocked, EvenOdd, Experts, Row, Sequential, Tree
 from detcompile.orders.sum_order import SumOrder
 
-__all__ = ["Node", "order_drawing", "order_tree"]
-
 MOST_CHILDREN = 8  # children drawn for a node; more are counted
 LEGIBLE = 0.8  # a drawing wider than the page is scaled down to this, then scrolls
 LETTER, LINE, PAD, GAP, DROP = 6.7, 15, 8, 14, 26  # pixels; DROP: from a box to its children

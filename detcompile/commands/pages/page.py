@@ -3,8 +3,6 @@
 from collections.abc import Iterable, Mapping
 from html import escape
 
-__all__ = ["fact_table", "page", "scrolled", "table"]
-
 STYLE = """
 :root { color-scheme: light dark; --text: #222; --muted: #666; --line: #ddd; --page: #fff; --code: #f5f6f8;
   --box: #eef3fa; --edge: #7a94b8; --wire: #999; --bad: #a00; --good: #06702a; }

@@ -8,8 +8,6 @@ from typing import NamedTuple
 from detcompile.commands.pages.page import fact_table, page, table
 from detcompile.errors import CompilerNotFound, DetcompileError, StorageError, UncertifiedOp
 
-__all__ = ["REMEDIES", "Refused", "refusal_page", "refused_in"]
-
 
 class Refused(NamedTuple):
     """One line of a refusal: the operation, its place in the model's source, and the reason."""

@@ -13,8 +13,6 @@ from detcompile.serving.receipts.keys import read_verify_key
 from detcompile.serving.receipts.log import Line, checked_lines, is_sampled, miss_probability
 from detcompile.serving.receipts.replay import replay
 
-__all__ = ["UNCHECKED", "command"]
-
 UNCHECKED = 3  # exit code: no fault, but some of the sample could not be checked
 
 REPORTED_SHARES = (0.1, 0.01)  # shares of wrong receipts to report the miss probability for

@@ -7,8 +7,6 @@ import typer
 
 from detcompile.serving.receipts.keys import write_key_pair
 
-__all__ = ["command"]
-
 
 def command(
     path: Annotated[Path, typer.Argument(help="File of the key; the public one gets .pub behind its name.")],

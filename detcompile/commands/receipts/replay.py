@@ -24,8 +24,6 @@ from detcompile.serving.receipts.replay import CHUNK, replay
 from detcompile.serving.receipts.verdict import Verdict, differs
 from detcompile.serving.tokenizer_pool import TokenizerPool
 
-__all__ = ["UNREADABLE", "command", "model_name"]
-
 UNREADABLE = 3  # exit code
 ARCHIVE_SUFFIX = ".pt2"
 TOKENIZER = "another tokenizer, which makes text of tokens and finds stop strings in it"

@@ -29,8 +29,6 @@ from detcompile.serving.receipts.verdict import Verdict, differs
 from detcompile.serving.tokenizer_pool import TokenizerPool
 from detcompile.serving.tools.reader import FAMILIES
 
-__all__ = ["answer_difference", "require_known", "uncovered"]
-
 Fields = Mapping[str, Any]  # an answer's JSON object
 # A receipt does not record how reasoning and calls were parsed: an answer is right if one of these ways produces it.
 THINKINGS = [None, *sorted({(parser.opens, begun): Thinking(parser.name, begun) for parser in PARSERS.values()

@@ -25,8 +25,6 @@ from detcompile.runtime.speculation.ngram_drafter import NGramDrafter
 from detcompile.runtime.speculation.speculator import SpeculationConfig
 from detcompile.runtime.speculation.statistics import DraftStatistics, expected_tokens
 
-__all__ = ["Advice", "Trial", "Workload", "advice", "embedded_text", "plan", "tune_speculation"]
-
 FOLDER = Path(detcompile.__file__).parent
 MOST_GUESSES = 16
 MOST_CHARACTERS = 16  # upper bound of the mean characters per token

@@ -10,8 +10,6 @@ from detcompile.commands.text_files import read_text_file
 from detcompile.commands.tuning.draft_trials import Advice, Trial, embedded_text
 from detcompile.errors import InvalidInput
 
-__all__ = ["advice_text", "read_text", "speedup_plot", "trials_table"]
-
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 760, 320, 44, 50, 64
 COLORS = ("#2a6f97", "#81b29a", "#e07a5f")
 

@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 
 from detcompile.errors import InvalidInput, UnsupportedModel
 
-__all__ = ["Header", "TENSOR_TYPES", "TensorType", "TensorView", "read_header"]
-
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}

@@ -25,8 +25,6 @@ from detcompile.passes.modules.attention import IMPLEMENTATION, STEP_KWARG
 from detcompile.step import StepInputs
 from detcompile.transformers_internals.attention import takes_attention
 
-__all__ = ["ADAPTERS", "Adapter", "adapt", "attend", "rotate_halves", "rotate_pairs"]
-
 
 def rotate_halves(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate element i with element i + D/2: query and key [B, T, H, D], cos and sin [B, T, D]."""

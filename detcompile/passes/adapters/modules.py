@@ -18,19 +18,6 @@ from detcompile.passes.modules.experts import added, mixed
 from detcompile.templates.ops import ours
 from detcompile.transformers_internals.experts import takes_implementation
 
-__all__ = [
-    "Methods",
-    "OWN_EXPERTS",
-    "OWN_MODULES",
-    "class_of",
-    "entries_of",
-    "entry_of",
-    "expert_product",
-    "give_methods",
-    "replace_experts",
-    "replace_modules",
-]
-
 Entry = TypeVar("Entry")
 Methods = dict[str, Callable[..., Any]]
 

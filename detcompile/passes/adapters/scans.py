@@ -18,8 +18,6 @@ from detcompile.errors import UnsupportedModel
 from detcompile.passes.adapters.modules import entry_of
 from detcompile.passes.modules.recurrences import Recurrences, rebound
 
-__all__ = ["SCANS", "pin_recurrences", "selective"]
-
 # Arguments of scans that a packed step does not support: external states, and other layouts of sequences.
 STATES = ("initial_state", "initial_states", "output_final_state", "return_final_states", "seq_idx", "cu_seqlens")
 

@@ -24,18 +24,6 @@ from detcompile.progress import stage
 from detcompile.torch_internals.fake_tensors import TracingContext, unset_fake_temporarily
 from detcompile.torch_internals.graph_nodes import mark_user_outputs
 
-__all__ = [
-    "AllInputs",
-    "GivenRows",
-    "Layered",
-    "compile_layers",
-    "given_rows",
-    "inputs_of_all_layers",
-    "require_whole",
-    "role_of",
-    "without_rows",
-]
-
 
 class GivenRows(NamedTuple):
     """The rows [1, T, H] that a stage takes."""

@@ -15,18 +15,6 @@ from detcompile.passes.proof.certificate import Certificate
 from detcompile.step import KVGroup
 from detcompile.templates.device.cuda_graphs import is_warmup
 
-__all__ = [
-    "LayerInputs",
-    "LayeredCode",
-    "LayeredProgram",
-    "Run",
-    "Unrolled",
-    "narrowed",
-    "of_one_graph",
-    "owned_inputs",
-    "unroll",
-]
-
 
 class _Owned(NamedTuple):
     """An input of a layer: a weight by its name in the layer, or a part of the step by its field."""

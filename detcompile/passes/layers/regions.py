@@ -11,8 +11,6 @@ from detcompile.errors import UnsupportedModel
 from detcompile.passes.graphs import VIEWS
 from detcompile.torch_internals.graph_nodes import mark_user_outputs
 
-__all__ = ["NotCut", "Region", "cut", "mark_layers", "take_marks"]
-
 
 @torch.library.custom_op("detcompile_graph::layer_boundary", mutates_args=())
 def layer_boundary(rows: Tensor, layer: int) -> Tensor:

@@ -27,8 +27,6 @@ from detcompile.torch_internals.fake_tensors import (
 from detcompile.torch_internals.modules import attributes_of, buffer_table, parameter_table
 from detcompile.weights import tensor_digest
 
-__all__ = ["Repeats", "Shown", "layer_list", "layers_of", "repeats_of", "shown_by", "view_of"]
-
 PLAIN = (
     bool,
     int,

@@ -12,19 +12,6 @@ from detcompile.errors import UnsupportedModel
 from detcompile.step import KVGroup, StepInputs
 from detcompile.templates.attention.scores import AttentionRule
 
-__all__ = [
-    "AttentionCall",
-    "IMPLEMENTATION",
-    "STEP_KWARG",
-    "StepDropped",
-    "carry_positions",
-    "carry_step",
-    "check_call",
-    "layer_of",
-    "register_attention",
-    "rule_of",
-]
-
 IMPLEMENTATION = "detcompile"  # the model's attn_implementation
 STEP_KWARG = "detcompile_step"  # forward kwarg that carries the StepInputs down to attention
 

@@ -21,8 +21,6 @@ from detcompile.transformers_internals.experts import (
     takes_implementation,
 )
 
-__all__ = ["EXPERTS", "ExpertTree", "added", "experts", "find_experts", "mixed", "pin_experts"]
-
 EXPERTS = "detcompile"  # the model's experts implementation
 
 

@@ -8,8 +8,6 @@ from transformers import Conv1D
 from detcompile.errors import UnsupportedModel
 from detcompile.passes.modules.quantized_linear import replace_module
 
-__all__ = ["AdaptedLinear", "take_adapters"]
-
 ONE = "one LoRA adapter is trained or served at a time"
 
 

@@ -13,8 +13,6 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from detcompile.errors import UnsupportedModel
 
-__all__ = ["FIRST", "LAST", "PoolingModel", "as_pooling_model", "attends_both_ways", "has_pooling_head"]
-
 FIRST, LAST = "first", "last"  # token that a head reads
 NUM_COMPARED = 7  # tokens of the sequence for comparing the two forwards
 

@@ -16,8 +16,6 @@ from transformers import PreTrainedModel
 
 from detcompile.errors import UnsupportedModel
 
-__all__ = ["PositionTable", "give_positions", "position_tables"]
-
 
 class PositionTable(NamedTuple):
     """A table of learned positions.

@@ -20,8 +20,6 @@ from detcompile.passes.modules.attention import STEP_KWARG
 from detcompile.step import StateShape, StepInputs
 from detcompile.templates.ops import ours
 
-__all__ = ["Recurrences"]
-
 Scan = Callable[..., Any]
 
 

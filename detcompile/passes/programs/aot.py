@@ -12,8 +12,6 @@ from detcompile.torch_internals.aotinductor import ahead_of_time
 from detcompile.torch_internals.graph_nodes import FUNCTIONALIZED, expression_of
 from detcompile.torch_internals.inductor import compile_fx_inner
 
-__all__ = ["Packaging", "call_directly", "run_plainly"]
-
 
 def run_plainly(gm: fx.GraphModule, *_: Any, **__: Any) -> Callable[..., Any]:
     """Run a graph as it is, without a compiler. Takes the arguments of Inductor's compile function.

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from detcompile.progress import stage
 
-__all__ = ["AsyncWeightLoad", "can_load_async", "loading_weights", "wait_for_weights"]
-
 LEAST_BYTES = 1 << 20  # smaller weights are copied at once
 LOOK = 0.25  # seconds between two updates of the progress text
 

@@ -13,20 +13,6 @@ from detcompile.passes.proof.context import Role
 from detcompile.step import KVGroup, KVShape, StateShape, StepInputs, step_leaves
 from detcompile.torch_internals.dynamo import mark_unbacked
 
-__all__ = [
-    "BLOCK_SIZE",
-    "Binding",
-    "CompiledGraph",
-    "ExampleStep",
-    "NUM_TOKENS",
-    "bind",
-    "binding_of",
-    "example_step",
-    "require_kept",
-    "some_layers",
-]
-
-
 ExampleStep = tuple[Tensor, Tensor, StepInputs, Tensor]  # what a forward takes
 
 

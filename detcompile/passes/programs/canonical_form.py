@@ -22,8 +22,6 @@ from detcompile.torch_internals.graph_nodes import expression_of
 from detcompile.torch_internals.operators import HigherOrderOperator, OpOverload, schema_of
 from detcompile.weights import tensor_digest
 
-__all__ = ["NotRun", "constants_of", "input_names", "never_run", "program_digest", "region_form"]
-
 CONSTANT = "constant."  # prefix of the names of other tensors than parameters, buffers and parts of a step
 CHECKS = ("_assert_scalar", "_assert_async", "sym_constrain_range", "_assert_tensor_metadata")  # they compute nothing
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)

@@ -25,8 +25,6 @@ from detcompile.torch_internals.inductor_cpp import CppOverrides, CppVecOverride
 from detcompile.torch_internals.inductor_lowerings import lowerings
 from detcompile.torch_internals.vector_instructions import VecISA, list_vector_isas, pick_vec_isa, precompile_cpp_header
 
-__all__ = ["EXACT", "SAME_LANES", "lane_by_lane", "precompile_header", "prepare_compiler", "vector_isa"]
-
 # One IEEE operation, a comparison, a choice, bits or a cast: vectors and scalars give the same result. `masked`,
 # `index_expr` and `value_expr` hold other operations. The certificate refuses `load_seed`, `rand`, `randn` and
 # `randint64`: it has no rule for them.

@@ -45,8 +45,6 @@ from detcompile.passes.proof.provenance import (
 from detcompile.passes.proof.template_table import Template, template_of
 from detcompile.torch_internals.operators import OpOverload, schema_of
 
-__all__ = ["Certificate", "Entry", "certify", "is_assertion", "lost_of", "only_checked", "reason_of"]
-
 
 @dataclass(frozen=True)
 class Entry:

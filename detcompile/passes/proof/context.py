@@ -12,8 +12,6 @@ from detcompile.passes.graphs import VIEWS, shape_of
 from detcompile.passes.proof.provenance import LAYOUT, SIZE, Layout, Refusal, Rows, Size, created
 from detcompile.torch_internals.operators import OpOverload, schema_of
 
-__all__ = ["Context", "Role", "constant_state", "context_of", "input_state", "require_arguments", "size_arithmetic"]
-
 aten = torch.ops.aten
 
 

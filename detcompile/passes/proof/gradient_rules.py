@@ -27,8 +27,6 @@ from detcompile.passes.proof.provenance import (
 from detcompile.passes.proof.template_rules import require_heads_of_tokens, require_per_head
 from detcompile.templates.ops import ours
 
-__all__ = ["gradient", "of_token_sums", "packed_attention"]
-
 aten = torch.ops.aten
 
 

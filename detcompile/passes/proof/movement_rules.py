@@ -33,8 +33,6 @@ from detcompile.passes.proof.provenance import (
     view,
 )
 
-__all__ = ["INDEXING", "MOVEMENT", "embedding"]
-
 aten, prims = torch.ops.aten, torch.ops.prims
 
 

@@ -13,8 +13,6 @@ from detcompile.passes.graphs import shape_of
 from detcompile.passes.proof.context import Context
 from detcompile.passes.proof.provenance import Refusal, Rows, Rule, drop, require_feature
 
-__all__ = ["ORDER_FREE"]
-
 aten = torch.ops.aten
 
 

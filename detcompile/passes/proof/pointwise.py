@@ -17,8 +17,6 @@ from detcompile.passes.proof.provenance import Rows, join
 from detcompile.torch_internals.inductor_lowerings import fallbacks
 from detcompile.torch_internals.operators import OpOverload, schema_of
 
-__all__ = ["ADMITTED", "OTHERWISE_SPELLED", "UNPROVEN", "is_pointwise", "pointwise", "why_not_pointwise"]
-
 
 def _named(namespace: str, names: str) -> frozenset[str]:
     """Return overloads by name. A name without an overload means `default`."""

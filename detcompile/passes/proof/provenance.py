@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 import sympy
 
-__all__ = ["Axis", "LAYOUT", "Layout", "Refusal", "Rows", "SIZE", "Size", "TokenSum"]
-
 
 class Axis(NamedTuple):
     """One factor of a dimension. ``row`` is its row space, None for a feature."""

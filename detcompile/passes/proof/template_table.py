@@ -57,8 +57,6 @@ from detcompile.templates.ops import ours
 from detcompile.torch_internals.graph_nodes import FUNCTIONALIZED
 from detcompile.torch_internals.operators import operation_names, schema_of
 
-__all__ = ["TEMPLATES", "Template", "template_of", "without_entry"]
-
 Kind = Literal["template", "attention", "recurrence", "collective"]
 Order: TypeAlias = Callable[[fx.Node, Numerics], SumOrder | None]
 

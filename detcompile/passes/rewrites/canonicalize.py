@@ -13,8 +13,6 @@ from torch import fx
 
 from detcompile.passes.graphs import VIEWS, insert, replace, shape_of
 
-__all__ = ["canonicalize", "drop_batch_indices", "join_fills"]
-
 aten = torch.ops.aten
 
 

@@ -17,8 +17,6 @@ from detcompile.templates.ops import ours
 from detcompile.torch_internals.distributed import process_group
 from detcompile.torch_internals.operators import c10d
 
-__all__ = ["pin_collectives"]
-
 aten = torch.ops.aten
 
 

@@ -15,8 +15,6 @@ from detcompile.templates.ops import ours
 from detcompile.torch_internals.native import encoder_layer_forward
 from detcompile.torch_internals.native import pad as plain_pad
 
-__all__ = ["take_apart"]
-
 # The mask_type of encoder_layer_forward for a mask [B, L]; others are [L, L] or [B, H, L, L].
 OF_KEYS = 1
 

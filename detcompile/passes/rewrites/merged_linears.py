@@ -19,8 +19,6 @@ from detcompile.passes.programs.async_weights import wait_for_weights
 from detcompile.templates.ops import ours
 from detcompile.torch_internals.graph_nodes import forget_eager_inputs, set_source_trace
 
-__all__ = ["fed", "joined", "lift_weights", "merge_linears"]
-
 aten = torch.ops.aten
 
 

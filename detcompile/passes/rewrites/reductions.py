@@ -15,8 +15,6 @@ from detcompile.passes.graphs import insert, replace, shape_of
 from detcompile.templates.ops import ours
 from detcompile.torch_internals.operators import OpOverload
 
-__all__ = ["KEPT_WHOLE", "keeps_dims", "pin_reductions", "pin_rms_norms", "reduced_dims"]
-
 aten, prims = torch.ops.aten, torch.ops.prims
 
 # Operations that Inductor would decompose into its reductions before our passes see them.

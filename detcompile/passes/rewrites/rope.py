@@ -13,8 +13,6 @@ from detcompile.templates.attention.scores import AttentionRule
 from detcompile.templates.ops import ours
 from detcompile.torch_internals.graph_nodes import BASES, FUNCTIONALIZED, base_index, forget_eager_inputs
 
-__all__ = ["fuse_rope"]
-
 aten = torch.ops.aten
 SWAP = [0, 2, 1, 3]  # [1, T, H, D] <-> [1, H, T, D]
 CACHES = {base_index("k_cache"), base_index("v_cache"), BASES}
@@ -23,6 +21,8 @@ LATER = (*StepMetadata._fields, *AttentionRule._fields)
 
 
 class Norm(NamedTuple):
+    """An RMSNorm over the features of a head."""
+
     weight: fx.Node | None
     eps: float
     round_before_weight: bool

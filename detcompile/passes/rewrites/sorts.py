@@ -8,8 +8,6 @@ from torch import fx
 
 from detcompile.passes.graphs import insert, replace, shape_of
 
-__all__ = ["pin_running_sums", "pin_sorts", "pin_topk"]
-
 aten = torch.ops.aten
 DEFAULTS = (None, None, -1, True, True)  # x, k, dim, largest, sorted
 

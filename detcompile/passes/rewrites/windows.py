@@ -10,8 +10,6 @@ from torch import fx
 from detcompile.passes.graphs import insert, replace, shape_of, sympy_size
 from detcompile.templates.ops import ours
 
-__all__ = ["POOLS", "pin_convolutions", "pin_pools"]
-
 aten, prims = torch.ops.aten, torch.ops.prims
 
 

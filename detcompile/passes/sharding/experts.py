@@ -16,8 +16,6 @@ from detcompile.parallel import TensorParallel
 from detcompile.passes.modules.experts import ExpertTree, find_experts
 from detcompile.transformers_internals.experts import gated
 
-__all__ = ["pin_expert_trees", "shard_experts"]
-
 
 def pin_expert_trees(model: PreTrainedModel, numerics: Numerics) -> int:
     """Give the experts of ``model`` the declared tree, on one rank. Return the number of modules.

@@ -18,8 +18,6 @@ from detcompile.parallel import TensorParallel
 from detcompile.passes.adapters.attention_classes import CODEGEN_PARTS
 from detcompile.passes.modules.attention import AttentionCall
 
-__all__ = ["HeadShare", "features_of", "head_share"]
-
 QUERIES = {"q_proj", "q_b_proj", "query", "Wq", "q_lin"}
 KEYS, VALUES = {"k_proj", "key", "Wk", "k_lin"}, {"v_proj", "value", "Wv", "v_lin"}
 LATENTS = {"q_a_proj", "kv_a_proj_with_mqa"}  # read by every head

@@ -13,15 +13,6 @@ from transformers import Conv1D
 from detcompile.parallel import TensorParallel
 from detcompile.templates.ops import ours
 
-__all__ = [
-    "GatheredLinear",
-    "NormAcrossHeads",
-    "RowParallelLinear",
-    "RowShardLinear",
-    "ShardedEmbedding",
-    "keep_features",
-]
-
 
 class RowParallelLinear(nn.Module):
     """A linear with the declared sum tree over leaves of K, and one rounding after the bias.

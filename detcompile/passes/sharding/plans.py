@@ -11,8 +11,6 @@ from transformers import PreTrainedModel
 
 from detcompile.errors import UnsupportedModel
 
-__all__ = ["EXPERT_STYLE", "ROW_STYLES", "style_of", "tensor_parallel_plan"]
-
 COLUMN_STYLES = ("colwise", "colwise_gather_output", "packed_colwise")
 ROW_STYLES = ("rowwise", "rowwise_split_input")
 EXPERT_STYLE = "moe_tp_experts"  # of a module, whose class decides which weights a rank keeps

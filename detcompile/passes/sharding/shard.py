@@ -28,8 +28,6 @@ from detcompile.passes.sharding.modules import (
 from detcompile.passes.sharding.plans import ROW_STYLES, style_of, tensor_parallel_plan
 from detcompile.torch_internals.modules import parameter_table
 
-__all__ = ["moves_after_sharding", "pin_row_parallel", "row_parallel_patterns", "shard"]
-
 OWN_SLOPES = {"bloom", "mpt"}  # ALiBi slopes that passes.adapters.forwards computes
 KNOWN_ROPES = {"default", "linear", "llama3", "yarn"}  # transformers makes their tables when it loads the model
 PER_HEAD = ("sinks", "alibi_slopes")

@@ -13,8 +13,6 @@ from detcompile.passes.modules.quantized_linear import QuantizedLinear
 from detcompile.passes.preparation import prepare
 from detcompile.passes.sharding.shard import shard
 
-__all__ = ["Shares", "shares_of"]
-
 
 class Shares:
     """A model's structure before ranks took shares of it, without its weights.

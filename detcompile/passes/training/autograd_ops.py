@@ -26,8 +26,6 @@ from detcompile.templates.ops import ours
 from detcompile.torch_internals.graph_nodes import forget_eager_inputs
 from detcompile.torch_internals.operators import schema_of
 
-__all__ = ["AUTOGRAD_OPS", "LEAVES", "as_templates", "autograd_ops", "is_handle", "to_train"]
-
 aten = torch.ops.aten
 _LIBRARY = torch.library.Library("detcompile_autograd", "DEF")
 autograd_ops = torch.ops.detcompile_autograd

@@ -33,8 +33,6 @@ from detcompile.torch_internals.fake_tensors import TracingContext, detect_fake_
 from detcompile.torch_internals.inductor import compile_fx, compile_fx_inner
 from detcompile.torch_internals.inductor_settings import inductor_config
 
-__all__ = ["Proofs", "TrainedRegion"]
-
 
 @dataclass
 class Proofs:

@@ -29,8 +29,6 @@ from detcompile.passes.training.regions import TrainedRegion
 from detcompile.step import StepInputs
 from detcompile.torch_internals.dynamo import mark_unbacked
 
-__all__ = ["TracedRegions", "trace_regions"]
-
 
 class TracedRegions(NamedTuple):
     """A forward graph in regions: before the layers, one a structure, after them."""

@@ -18,8 +18,6 @@ from detcompile.torch_internals.modules import attributes_of, buffer_table, chil
 from detcompile.torch_internals.operators import OpOverload, OpOverloadPacket
 from detcompile.weights import tensor_digest
 
-__all__ = ["CalledCode", "Descriptions", "PINNED", "Undescribed", "code_lines"]
-
 BUILTIN = (bool, int, float, complex, str, bytes, type(None), type(...), slice, range)
 PLAIN = (*BUILTIN, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 FUNCTIONS = (types.BuiltinFunctionType, types.MethodDescriptorType, OpOverload, OpOverloadPacket)

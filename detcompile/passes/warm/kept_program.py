@@ -25,8 +25,6 @@ from detcompile.templates.cpu.fp_mode import in_float_mode
 from detcompile.torch_internals.kept_code import CompiledFxGraph, restore_code, without_code
 from detcompile.weights import named_weights
 
-__all__ = ["KeptProgram", "Program", "StagePart", "kept", "take_program"]
-
 
 class KeptProgram(NamedTuple):
     """The pickled parts of a program."""

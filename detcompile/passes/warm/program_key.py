@@ -26,8 +26,6 @@ from detcompile.templates.cpu import library as cpu_library
 from detcompile.templates.cpu.shared_objects import compiler_if_any
 from detcompile.torch_internals.inductor_settings import inductor_config
 
-__all__ = ["ObservedRun", "ProgramKey", "cpu_facts", "inductor_settings", "label_of", "observe_run", "program_key"]
-
 logger = logging.getLogger(__name__)
 PART_DIGITS = 12  # of a part's digest
 # Modes of torch that change computation.

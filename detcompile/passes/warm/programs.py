@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 from detcompile import storage
 
-__all__ = ["Entry", "KEY_PART", "entries", "read", "write"]
-
 FOLDER = "programs"
 MAGIC = b"detcompile program 1"
 KEY_PART = "key: "  # prefix of a key's parts in a label

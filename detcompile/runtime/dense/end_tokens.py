@@ -5,8 +5,6 @@ from typing import Any
 
 from detcompile.runtime.requests.plain_values import token_list, whole_number
 
-__all__ = ["stop_tokens", "token_ids"]
-
 
 def stop_tokens(model: Any) -> tuple[int, ...]:
     """Return the end tokens of the model's ``generation_config``.

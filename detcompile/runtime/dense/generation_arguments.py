@@ -16,8 +16,6 @@ from detcompile.runtime.dense.end_tokens import token_ids
 from detcompile.runtime.dense.unserved_arguments import INERT, UNSERVED, is_neutral
 from detcompile.runtime.requests.plain_values import flag, kind, shown, token_list, whole_number
 
-__all__ = ["DEFAULTS", "GenerationArguments", "read_arguments"]
-
 logger = logging.getLogger(__name__)
 
 # Served settings of a ``generation_config``, with Hugging Face's defaults.

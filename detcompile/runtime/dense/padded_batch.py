@@ -16,11 +16,6 @@ from detcompile.errors import InvalidInput
 from detcompile.runtime.requests.plain_values import token_list, whole_number
 from detcompile.templates.cpu.fp_mode import float_mode
 
-__all__ = [
-    "UnpaddedBatch", "check_batch", "holds_integers", "inferred_mask", "keep_columns", "language_loss", "repad",
-    "require_ids", "require_integers", "require_values", "row_seeds", "seed_of_row", "unpad",
-]  # fmt: skip
-
 IGNORED_LABEL = -100  # Hugging Face's label of a token without loss
 
 

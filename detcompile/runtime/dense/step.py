@@ -10,8 +10,6 @@ from detcompile.runtime.dense.padded_batch import UnpaddedBatch
 from detcompile.runtime.kv.block_pool import BLOCK_SIZE, NULL_BLOCK
 from detcompile.runtime.step.builder import NOT_PENDING, StepArrays, token_places
 
-__all__ = ["dense_step", "two_way_step"]
-
 
 def dense_step(batch: UnpaddedBatch, num_groups: int, logits_to_keep: NDArray[np.int64]) -> tuple[StepArrays, int]:
     """Return what ``build_step`` gives for new sequences, and the number of blocks of BLOCK_SIZE that the cache needs.

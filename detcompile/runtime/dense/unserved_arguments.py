@@ -6,8 +6,6 @@ Every name of transformers' GenerationConfig is in one of these tables or served
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-__all__ = ["INERT", "UNSERVED", "Unserved", "is_neutral"]
-
 
 class Unserved(NamedTuple):
     """Values that are accepted (besides None and empty ones), and what to do instead of the argument."""

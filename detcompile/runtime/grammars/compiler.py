@@ -21,8 +21,6 @@ from detcompile.runtime.grammars.json_schemas import (
 )
 from detcompile.runtime.grammars.matcher import NO_CONTINUATION, Matcher, token_bits
 
-__all__ = ["COMPILE_SECONDS", "GrammarCompiler", "compiled_within", "definition_of", "masks_version"]
-
 OLDEST = (1, 9)  # release of llguidance; pyproject.toml has the same
 COMPILE_SECONDS = 1.0
 MOST_LEFT = 4  # abandoned threads that still compile; with this many, no new one is started

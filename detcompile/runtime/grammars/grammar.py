@@ -8,8 +8,6 @@ from typing import Any, Literal, get_args
 
 from detcompile.errors import InvalidInput
 
-__all__ = ["Grammar", "Kind"]
-
 Kind = Literal["json_schema", "json_object", "regex", "lark", "choice"]
 MAX_SOURCE = 64 << 10  # bytes
 STRUCTURED = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}  # vLLM's names

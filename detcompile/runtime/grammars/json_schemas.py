@@ -12,8 +12,6 @@ from typing import Any
 
 from detcompile.errors import InvalidInput
 
-__all__ = ["ESCAPES", "prepared_lark", "prepared_schema", "require_continuations", "schemas_of_lark"]
-
 WHITESPACE = r"(\x20|\x0A\x20{0,20})?"  # optional whitespace as usually written, and bounded
 ESCAPES = {"json_allowed_escapes": 'nrbtf\\"'}  # characters that may follow a backslash
 LAYOUT = {"item_separator", "key_separator", "whitespace_flexible", "whitespace_pattern"}  # options of %json in Lark

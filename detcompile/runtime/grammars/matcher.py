@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 
 from detcompile.errors import GenerationError
 
-__all__ = ["Mask", "Matcher", "NO_CONTINUATION", "token_bits"]
-
 Mask = NDArray[np.int32]  # [W]
 NO_CONTINUATION = "NoExtensionBias"  # start of llguidance's error if no token can follow
 Path = tuple[int, ...]

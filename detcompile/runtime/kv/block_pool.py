@@ -7,8 +7,6 @@ import torch
 
 from detcompile.errors import InvalidInput
 
-__all__ = ["BLOCK_SIZE", "BLOCK_SIZE_MULTIPLE", "BlockPool", "NULL_BLOCK", "check_block_size", "whole_blocks"]
-
 BLOCK_SIZE_MULTIPLE = 16
 BLOCK_SIZE = 64  # default, in tokens
 NULL_BLOCK = 0  # never allocated: padding, and table entries that no query reads, point at it

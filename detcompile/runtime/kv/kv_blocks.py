@@ -17,8 +17,6 @@ from detcompile.runtime.kv.block_pool import NULL_BLOCK, BlockPool
 from detcompile.runtime.requests.sequence import Sequence
 from detcompile.step import NO_SLOT, KVGroup
 
-__all__ = ["KVBlocks", "KVStatistics"]
-
 DIGEST_BYTES = 32  # prompts are untrusted: collisions must be infeasible
 
 

@@ -16,8 +16,6 @@ from detcompile.runtime.kv.block_pool import check_block_size
 from detcompile.step import KVGroup, KVShape, ModelFacts, StateShape
 from detcompile.templates.tokens.block_copies_gpu import copy_blocks_cuda
 
-__all__ = ["KVCache", "KVShape", "new_cache"]
-
 Kind = tuple[int, int]  # heads, head_dim
 Place = tuple[Kind, int]  # kind, and index among the tensors of that kind
 

@@ -8,8 +8,6 @@ from detcompile.runtime.kv.block_pool import BLOCK_SIZE, BlockPool
 from detcompile.runtime.kv.kv_blocks import KVBlocks
 from detcompile.step import ModelFacts
 
-__all__ = ["plain_blocks"]
-
 
 def plain_blocks(
     facts: ModelFacts,

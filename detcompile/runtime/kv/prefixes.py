@@ -18,8 +18,6 @@ from detcompile.runtime.requests.plain_values import kind, shown, token_list
 from detcompile.runtime.requests.turns import Turns, without_interrupts
 from detcompile.step import ModelFacts
 
-__all__ = ["BlockReader", "KVPrefix", "LayerBlocks", "Prefixes"]
-
 LayerBlocks = tuple[Tensor, Tensor]  # keys and values on the CPU: [blocks, block_size, kv_heads, head_dim]
 
 

@@ -13,8 +13,6 @@ import numpy as np
 
 from detcompile.runtime.step.builder import StepEntry
 
-__all__ = ["CostModel", "StepShape"]
-
 LEAST_SECONDS = 1e-6  # least duration of a step, measured or predicted
 KEPT_STEPS = 64  # steps kept per size (power of two of tokens)
 FEW_TOKENS = 64  # up to so many, a product may cost no more than reading its weights

@@ -7,8 +7,6 @@ time. One more step hides it, at the cost of reading each stage's weights once m
 
 import math
 
-__all__ = ["Lanes", "most_lanes"]
-
 NEWEST = 8  # weight of the newest step in the average of host times: 1 / NEWEST
 
 

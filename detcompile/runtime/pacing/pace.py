@@ -10,8 +10,6 @@ import numpy as np
 
 from detcompile.runtime.pacing.cost_model import CostModel, StepShape
 
-__all__ = ["LEAST_CHUNK", "Pace"]
-
 LEAST_CHUNK = 64  # least tokens of a prompt chunk; chunks are multiples of it, or reach the prompt's end
 FIRST_TOKENS = 256  # limit of a step until larger ones were measured
 

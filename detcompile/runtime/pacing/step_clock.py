@@ -2,8 +2,6 @@
 
 from collections.abc import Callable
 
-__all__ = ["StepClock"]
-
 
 class StepClock:
     """Runs during steps, and pauses while the caller processes their tokens.

@@ -17,8 +17,6 @@ from detcompile.errors import DetcompileError, WorkerError
 from detcompile.runtime.processes.process import DONE, NOTE, Channel, encode
 from detcompile.runtime.processes.rank_process import DialledRank, RankProcess, end_processes
 
-__all__ = ["WorkerGroup"]
-
 POLL_SECONDS = 0.2  # interval of checking processes and deadlines while nothing arrives
 SETTLE_SECONDS = 0.5  # after a rank raised, wait this long for deaths: the error may be caused by another rank's death
 REFUSAL_SECONDS = 30.0  # time for the other ranks to answer a command that one rank has rejected

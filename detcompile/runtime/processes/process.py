@@ -25,8 +25,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["BEAT", "Channel", "DONE", "NOTE", "RAISED", "encode", "serve"]
-
 DONE, RAISED, NOTE, BEAT = "done", "raised", "note", "beat"  # kinds of answers
 BEAT_SECONDS = 0.25
 HEADER = struct.Struct("<QQ")  # number of parts; bytes of the lengths and the parts together

@@ -17,8 +17,6 @@ from typing import Any
 from detcompile.runtime.processes import process as worker_process
 from detcompile.runtime.processes.process import BEAT, Channel
 
-__all__ = ["DialledRank", "ENDING_SECONDS", "RankProcess", "end_processes"]
-
 ENDING_SECONDS = 1.0  # grace period between asking a process to end and killing it
 
 

@@ -24,11 +24,6 @@ from detcompile.runtime.sampling.sampler import SampleRow
 from detcompile.runtime.step.builder import StepArrays
 from detcompile.runtime.step.worker import StepResult, StepWork
 
-__all__ = [
-    "PackedTensor", "PackedWork", "RankStep", "RemoteRunner", "RemoteWorker", "StageClock", "WorkReader", "answer",
-    "free_abandoned", "pack_tensor", "unpack_tensor",
-]  # fmt: skip
-
 NO_TOKENS: tuple[int, ...] = ()
 NAMES = count(1)  # names of this process's objects in the workers
 

@@ -7,8 +7,6 @@ from typing import Protocol
 
 from detcompile.errors import WorkerError
 
-__all__ = ["Restarts"]
-
 WINDOW_SECONDS = 60.0
 logger = logging.getLogger(__name__)
 

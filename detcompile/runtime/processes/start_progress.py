@@ -10,8 +10,6 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeE
 
 from detcompile.progress import listener
 
-__all__ = ["StageNotes", "StartProgress", "reading"]
-
 QUIET_SECONDS = 2.0  # no bar for starts shorter than this
 READING = re.compile(r"reading (\d+) of (\d+) bytes")
 ENDED = re.compile(r"in (\d+\.\d+) s: (.+)")

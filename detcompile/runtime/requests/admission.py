@@ -22,8 +22,6 @@ from detcompile.runtime.requests.prompts import Prompt, private_copy, prompts_of
 from detcompile.runtime.requests.request import Request
 from detcompile.runtime.requests.sampling_params import SamplingParams
 
-__all__ = ["Admission", "ModelLimits", "Prompt", "resumed_samples", "warn_of_end_tokens"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 from detcompile.errors import InvalidInput
 
-__all__ = ["BadWords", "NO_WORDS", "word_tokens"]
-
 Word = tuple[int, ...]
 
 

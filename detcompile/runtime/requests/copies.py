@@ -6,8 +6,6 @@ from typing import Literal
 
 from detcompile.runtime.requests.outputs import CompletionOutput, RequestMetrics, RequestOutput
 
-__all__ = ["Cursor", "OutputKind", "copy_of", "joined"]
-
 OutputKind = Literal["cumulative", "delta", "final_only"]  # vLLM's RequestOutputKind
 
 

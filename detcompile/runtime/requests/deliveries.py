@@ -10,8 +10,6 @@ from detcompile.runtime.requests.copies import Cursor, OutputKind, copy_of, join
 from detcompile.runtime.requests.outputs import RequestOutput
 from detcompile.runtime.requests.turns import Place, Turns
 
-__all__ = ["Deliveries", "Mailbox", "Receiver", "dropped"]
-
 Receiver = Callable[[RequestOutput | EngineError], None]
 
 

@@ -6,8 +6,6 @@ from typing import NamedTuple
 from detcompile.errors import DetcompileError
 from detcompile.runtime.requests.sequence import FinishReason
 
-__all__ = ["CompletionOutput", "Logprobs", "RequestMetrics", "RequestOutput"]
-
 
 class Logprobs(NamedTuple):
     """Log-probabilities (fp32, natural logarithm) at one position, before any sampling parameter applies."""

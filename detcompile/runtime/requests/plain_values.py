@@ -11,8 +11,6 @@ from typing import Any
 
 from detcompile.errors import InvalidInput
 
-__all__ = ["file_path", "flag", "kind", "number", "or_none", "shown", "string", "token_list", "whole_number"]
-
 MOST_SHOWN = 80  # characters of a value in an error message
 
 

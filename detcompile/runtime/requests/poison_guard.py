@@ -10,8 +10,6 @@ from detcompile.runtime.requests.request import Request
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.runtime.requests.sequence import Sequence
 
-__all__ = ["ALONE_DEATHS", "Isolation", "PoisonRequestGuard"]
-
 CROWD_DEATHS = 2  # crashes among other answers before an answer is served alone
 ALONE_DEATHS = 2  # crashes alone before an answer is given up
 ISOLATED_TOKENS = 4  # tokens per sample drawn alone; must cover the steps in flight when an engine crashed

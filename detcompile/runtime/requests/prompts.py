@@ -14,8 +14,6 @@ from tokenizers import Encoding, Tokenizer
 from detcompile.errors import InvalidInput
 from detcompile.runtime.requests.plain_values import kind, shown, token_list
 
-__all__ = ["Prompt", "ReadPrompt", "private_copy", "prompts_of", "read_prompt", "require_one_reading", "tokenized"]
-
 Prompt = str | SequenceOf[int] | Mapping[str, Any] | Encoding  # also a 1-D integer array of numpy or torch
 WANTED = 'a string, a list of token ids, what a tokenizer gives, or {"prompt": text} or {"prompt_token_ids": ids}'
 # Keys of a tokenizer's dict that are ignored.

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 
 from detcompile.runtime.requests.sequence import Sequence
 
-__all__ = ["Queues"]
-
 
 class Queues:
     """Tracks each sequence of an engine from arrival to end. Blocks are managed elsewhere.

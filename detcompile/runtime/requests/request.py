@@ -13,8 +13,6 @@ from detcompile.runtime.requests.outputs import CompletionOutput, Logprobs, Requ
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.runtime.requests.sequence import FinishReason, Sequence
 
-__all__ = ["Request", "undrawable"]
-
 
 @dataclass(eq=False, slots=True)
 class _Sample:

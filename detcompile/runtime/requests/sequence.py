@@ -11,8 +11,6 @@ from detcompile.runtime.requests.bad_words import NO_WORDS, BadWords
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.step import NO_SLOT
 
-__all__ = ["FinishReason", "Sequence"]
-
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 

@@ -9,8 +9,6 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 
-__all__ = ["Place", "Turns", "without_interrupts"]
-
 
 class Place:
     """A thread's position in the queue. Reused from turn to turn."""

@@ -12,8 +12,6 @@ from torch import Tensor
 import detcompile.templates.rows.softmax  # noqa: F401  registers torch.ops.detcompile.softmax
 from detcompile.templates.tokens.next_tokens_gpu import LIKELIEST_DTYPES, likeliest_cuda
 
-__all__ = ["NO_LIMIT", "PROBABILITY_UNIT", "filtered", "likeliest", "masked", "not_finite"]
-
 PROBABILITY_UNIT = 2.0**56  # fixed-point probabilities: a row's sum stays far below 2^63
 NO_LIMIT = torch.iinfo(torch.int64).max
 

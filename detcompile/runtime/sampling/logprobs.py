@@ -11,8 +11,6 @@ from torch import Tensor
 
 import detcompile.templates.rows.softmax  # noqa: F401  registers torch.ops.detcompile.log_softmax
 
-__all__ = ["TokenLogprobs", "token_logprobs"]
-
 ELEMENTS_AT_ONCE = 1 << 24  # bounds the memory of many rows; they are independent, so it cannot change a bit
 
 

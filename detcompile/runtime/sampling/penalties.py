@@ -14,8 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["FreshCounts", "TokenCounts", "penalise"]
-
 
 class FreshCounts(NamedTuple):
     """Starting counts of a plan's new requests, as CPU tensors."""

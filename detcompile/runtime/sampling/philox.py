@@ -17,8 +17,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["gumbel_noise", "gumbel_noise_of", "noise_keys", "philox4x32", "portable_log", "uniform_of"]
-
 NUM_ROUNDS = 10
 WORD_MASK = 0xFFFFFFFF
 # Multipliers minus 2^32, so that a product with a 32-bit word fits in int64: a * M = a * (M - 2^32) + (a << 32).

@@ -30,8 +30,6 @@ from detcompile.runtime.sampling.sampling_tensors import (
     proposal_tensors,
 )
 
-__all__ = ["RowGroup", "RowNeeds", "SamplingPlan", "plan_rows"]
-
 GREEDY = SamplingParams(temperature=0.0)
 
 

@@ -24,8 +24,6 @@ from torch import Tensor
 from detcompile.runtime.sampling.philox import uniform_of
 from detcompile.templates.tokens.gumbel import gumbel_argmax
 
-__all__ = ["ACCEPTANCE_STREAM", "CERTAIN", "NO_GUESS", "Proposals", "RESIDUAL_STREAM", "resolve"]
-
 # Added to the sample's index: random streams that neither drafters nor plain draws use.
 ACCEPTANCE_STREAM = 1 << 31
 RESIDUAL_STREAM = 1 << 30

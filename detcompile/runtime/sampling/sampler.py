@@ -27,16 +27,6 @@ from detcompile.runtime.sampling.sampling_tensors import SampleRow, SamplingTens
 from detcompile.templates.cpu.fp_mode import float_mode
 from detcompile.templates.tokens.gumbel import gumbel_argmax
 
-__all__ = [
-    "SampleRow",
-    "Sampled",
-    "Sampler",
-    "SamplingParams",
-    "TokenLogprobs",
-    "sample",
-    "token_logprobs",
-]
-
 ELEMENTS_AT_ONCE = 1 << 24  # bounds the memory of a large batch; rows are independent, so it cannot change a bit
 
 

@@ -21,19 +21,6 @@ from detcompile.runtime.sampling.penalties import TokenCounts
 from detcompile.runtime.sampling.philox import noise_keys
 from detcompile.runtime.sampling.rejection import ACCEPTANCE_STREAM, CERTAIN, NO_GUESS, RESIDUAL_STREAM, Proposals
 
-__all__ = [
-    "PackedTensors",
-    "SampleRow",
-    "SamplingTensors",
-    "allowed_tensors",
-    "bias_tensors",
-    "drawing_tensors",
-    "fresh_tensors",
-    "mask_tensors",
-    "penalty_tensors",
-    "proposal_tensors",
-]
-
 ALIGNMENT = 16  # bytes; each tensor begins at a multiple
 
 

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from detcompile.errors import InvalidInput
 
-__all__ = ["DraftTree", "Path", "require_shape"]
-
 Path = tuple[int, ...]
 
 

@@ -8,8 +8,6 @@ from typing import Any, overload
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.runtime.requests.sequence import Sequence
 
-__all__ = ["DraftedSequence"]
-
 
 class DraftedSequence:
     """A read-only view of a sequence, which exists from its first step to ``Drafter.forget``."""

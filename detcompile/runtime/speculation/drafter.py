@@ -15,8 +15,6 @@ from detcompile.runtime.sampling.plan import SamplingPlan
 from detcompile.runtime.sampling.sampler import Sampler
 from detcompile.runtime.speculation.draft_tree import DraftTree
 
-__all__ = ["Drafter", "NO_DRAFT", "as_drafter", "draw_drafts", "require_fitting"]
-
 NO_DRAFT = DraftTree({})
 
 

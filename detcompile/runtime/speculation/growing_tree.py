@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from detcompile.errors import InvalidInput
 from detcompile.runtime.speculation.draft_tree import DraftTree, Path, require_shape
 
-__all__ = ["FixedTree", "GrowingTree"]
-
 
 class FixedTree:
     """A tree of a given shape, filled level by level; path (0, 2) is the third candidate after (0,).

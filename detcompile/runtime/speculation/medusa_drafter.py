@@ -21,8 +21,6 @@ from detcompile.runtime.speculation.draft_tree import DraftTree, Path, require_s
 from detcompile.runtime.speculation.drafter import NO_DRAFT, Drafter, draw_drafts
 from detcompile.runtime.speculation.medusa_heads import MedusaHeads
 
-__all__ = ["MedusaDrafter", "likeliest_paths"]
-
 
 class MedusaDrafter(Drafter):
     """Drafts trees of the heads' most likely tokens. Made by ``CompiledModel.medusa_drafter``.

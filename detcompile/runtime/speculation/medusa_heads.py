@@ -17,8 +17,6 @@ from torch import Tensor, nn
 
 from detcompile.errors import InvalidInput
 
-__all__ = ["MedusaHeads"]
-
 TINY = Path(__file__).parents[2] / "tiny" / "medusa"
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 # Exceptions of files that are not Medusa heads: missing, malformed, or with weights of other shapes.

@@ -16,8 +16,6 @@ from detcompile.runtime.requests.sequence import Sequence
 from detcompile.runtime.speculation.draft_tree import DraftTree
 from detcompile.runtime.speculation.drafter import NO_DRAFT, Drafter, as_drafter
 
-__all__ = ["MirrorDrafter"]
-
 
 class MirrorDrafter(Drafter):
     """Runs another drafter one step early.

@@ -27,8 +27,6 @@ from detcompile.runtime.step.layout import FEWEST_MIXED, MIXED_BUCKETS
 from detcompile.runtime.step.runner import Runner
 from detcompile.runtime.step.worker import Worker
 
-__all__ = ["ModelDrafter", "TreeKind"]
-
 WIDTH = 4  # nodes that a grown tree expands per level, and candidates per node
 NEWEST = 64  # tokens to compare one by one; rejected drafts are among them
 

@@ -11,8 +11,6 @@ from detcompile.runtime.requests.sequence import Sequence
 from detcompile.runtime.speculation.draft_tree import DraftTree
 from detcompile.runtime.speculation.drafter import NO_DRAFT, Drafter
 
-__all__ = ["NGramDrafter"]
-
 NUM_KEPT = 64  # most recent tokens that can be undone without reading the sequence again
 
 

@@ -31,8 +31,6 @@ from detcompile.runtime.speculation.switch import Load, SpeculationSwitch
 from detcompile.runtime.speculation.tree_verification import Verification, tree_layout
 from detcompile.runtime.step.builder import StepEntry
 
-__all__ = ["AcceptanceName", "DRAFT_ROWS", "SpeculationConfig", "Speculator", "SwitchName"]
-
 logger = logging.getLogger(__name__)
 
 DRAFT_ROWS = 1024  # most rows of logits for drafts in a step, besides one row per sequence

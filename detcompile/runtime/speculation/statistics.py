@@ -3,8 +3,6 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-__all__ = ["DraftStatistics", "expected_tokens"]
-
 
 def expected_tokens(rate: float, depth: int) -> float:
     """Return the tokens per step of a chain accepted at ``rate`` per guess: (1 - rate^(depth + 1)) / (1 - rate).

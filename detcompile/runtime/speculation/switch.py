@@ -17,8 +17,6 @@ import statistics
 from collections import deque
 from typing import NamedTuple
 
-__all__ = ["Load", "SpeculationSwitch"]
-
 RATE = 0.02  # fraction of the time that may be spent on trying again
 DEPOSIT = 2.0  # plain steps, at the start and before trying again
 DEBT = 16.0  # plain steps: the first cap of a debt

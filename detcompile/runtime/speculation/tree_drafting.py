@@ -19,8 +19,6 @@ from detcompile.runtime.speculation.growing_tree import FixedTree, GrowingTree
 from detcompile.runtime.step.builder import StepEntry, block_tables, build_arrays
 from detcompile.runtime.step.runner import Runner
 
-__all__ = ["TreeDrafting"]
-
 
 class _Node(NamedTuple):
     """A node expanded by a level."""

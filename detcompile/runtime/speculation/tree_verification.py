@@ -22,8 +22,6 @@ from detcompile.runtime.speculation.draft_tree import DraftTree, Path
 from detcompile.runtime.step.builder import NOT_PENDING, StepArrays, read_only
 from detcompile.step import NO_SLOT, PADDING_SLOT
 
-__all__ = ["TreeLayout", "Verification", "tree_arrays", "tree_layout"]
-
 
 class TreeLayout(NamedTuple):
     """What a step computes for trees of one shape, independent of tokens and sequence."""

@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 
 from detcompile.runtime.requests.sequence import Sequence
 
-__all__ = ["BlockTables"]
-
 
 class BlockTables:
     """Block tables of running sequences in one array, [G, slots, W] int32, from which a step gathers its rows.

@@ -17,20 +17,6 @@ from detcompile.runtime.kv.kv_blocks import KVBlocks
 from detcompile.runtime.requests.sequence import Sequence
 from detcompile.step import NO_SLOT, PADDING_SLOT
 
-__all__ = [
-    "NOT_PENDING",
-    "NO_COPIES",
-    "StepArrays",
-    "StepEntry",
-    "block_tables",
-    "build_arrays",
-    "build_step",
-    "joined",
-    "pending_arrays",
-    "read_only",
-    "token_places",
-]
-
 NOT_PENDING = -1  # marks a token that the host knows
 NO_COPIES = np.zeros((3, 0), np.int64)
 

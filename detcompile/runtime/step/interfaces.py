@@ -9,8 +9,6 @@ from detcompile.runtime.kv.prefixes import BlockReader
 from detcompile.runtime.step.builder import StepArrays
 from detcompile.runtime.step.worker import StepResult, StepWork
 
-__all__ = ["Forgetful", "StepRunner", "StepWorker"]
-
 
 class Forgetful(Protocol):
     """Keeps state of every sequence that has had a row."""

@@ -17,20 +17,6 @@ from torch import Tensor
 from detcompile.runtime.step.builder import NOT_PENDING, StepArrays
 from detcompile.step import NO_SLOT, PADDING_SLOT
 
-__all__ = [
-    "FEWEST_MIXED",
-    "MIXED_BUCKETS",
-    "StepBuffer",
-    "StepBuffers",
-    "StepLayout",
-    "TOKEN_BUCKETS",
-    "first_layouts",
-    "graph_layouts",
-    "host_tensors",
-    "mixed_layouts",
-    "table_widths",
-]
-
 TOKEN_BUCKETS = (1, 2, 4, 8, *range(16, 128, 16), *range(128, 512, 32), *range(512, 1024, 64), *range(1024, 4097, 256))
 MIXED_BUCKETS = (16, 32, 64, 128, 256, 512)  # for steps with more tokens than sequences
 FEWEST_MIXED = 8  # sequences of a mixed step

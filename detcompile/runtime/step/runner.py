@@ -26,8 +26,6 @@ from detcompile.templates.device.cuda_graphs import capture, for_graph, warmup
 from detcompile.templates.tokens.next_tokens_gpu import fill_pending_cuda
 from detcompile.torch_internals.native import storage_at
 
-__all__ = ["Forward", "Graph", "MOST_SEQUENCES", "Runner", "unowned"]
-
 MOST_SEQUENCES = 4096  # per step
 OFTEN = 16  # steps that run in a graph with wider tables before they get a graph of their own
 NUM_STAGING = 3  # staging buffers: one is written while copies from the others may still run

@@ -16,8 +16,6 @@ from torch import Tensor
 from detcompile.runtime.step.layout import TOKEN_BUCKETS
 from detcompile.step import StepInputs
 
-__all__ = ["StageForward"]
-
 MOST_SENT = 8  # steps whose rows may be in transit at a time
 
 

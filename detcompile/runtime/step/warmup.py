@@ -14,8 +14,6 @@ from detcompile.runtime.step.runner import Forward, Runner
 from detcompile.runtime.step.stage_forward import StageForward
 from detcompile.runtime.step.worker import idle_arrays
 
-__all__ = ["WarmupStep", "warm_up_kernels", "warmup_steps"]
-
 MOST_THREADS = 16
 
 

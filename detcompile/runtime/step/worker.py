@@ -25,9 +25,6 @@ from detcompile.runtime.step.runner import Runner
 from detcompile.step import NO_SLOT, PADDING_SLOT
 from detcompile.templates.cpu.fp_mode import float_mode
 
-__all__ = ["LaunchedStep", "PromptRows", "StepResult", "StepWork", "Worker", "idle_arrays"]
-
-
 Result = TypeVar("Result")
 
 

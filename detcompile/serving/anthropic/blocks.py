@@ -7,8 +7,6 @@ from detcompile.serving.openai.tools import ToolUse, call_id
 from detcompile.serving.reasoning import AnswerReader, Thinking
 from detcompile.serving.tools.reader import Piece, read_json
 
-__all__ = ["Blocks"]
-
 Event = dict[str, Any]
 
 

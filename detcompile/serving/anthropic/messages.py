@@ -21,8 +21,6 @@ from detcompile.serving.responses import JSON, Events, Whole
 from detcompile.serving.service import Service
 from detcompile.serving.tokenizer_pool import SampleText
 
-__all__ = ["MessageReply", "count_tokens", "create_message"]
-
 
 async def create_message(service: Service, request: MessagesRequest, call: Call) -> Response:
     """Answer a request.

@@ -8,8 +8,6 @@ import msgspec
 
 from detcompile.serving.engines.answers import Answer, Verification
 
-__all__ = ["History", "Row"]
-
 KEPT_ROWS = 100
 
 

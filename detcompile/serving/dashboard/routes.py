@@ -20,8 +20,6 @@ from detcompile.serving.metrics import SECONDS
 from detcompile.serving.responses import JSON
 from detcompile.serving.service import Service
 
-__all__ = ["KillRequest", "kill_engine", "page", "state_of"]
-
 PAGE = Path(__file__).with_name("index.html")
 INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 MOST_ROWS = 256

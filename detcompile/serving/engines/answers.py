@@ -17,8 +17,6 @@ from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.serving.engines.protocol import Delta, Pool, Pooled, Token, Verified, Verify
 from detcompile.serving.receipts.verdict import Verdict
 
-__all__ = ["Answer", "AnswerSample", "AuxiliaryTask", "Pooling", "Verification", "given_params", "progress"]
-
 PARAMETERS = tuple(field.name for field in fields(SamplingParams))
 DEFAULTS = {name: getattr(SamplingParams(), name) for name in PARAMETERS}
 WAKES_PER_TURN = 32  # readers to wake per turn; between turns the event loop accepts connections and reads

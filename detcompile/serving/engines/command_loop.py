@@ -12,8 +12,6 @@ from typing import Any
 
 from detcompile.serving.engines.protocol import LENGTH, Broken, Heartbeat, Statistics, decode_command, frame
 
-__all__ = ["CommandLoop", "HEARTBEAT_SECONDS", "Wire"]
-
 HEARTBEAT_SECONDS = 0.25
 
 

@@ -37,8 +37,6 @@ from detcompile.serving.engines.protocol import (
     frame,
 )
 
-__all__ = ["EngineLink"]
-
 ERRORS = {kind.__name__: kind for kind in (ArchiveError, InvalidInput, StorageError, UncertifiedOp, UnsupportedModel)}
 SILENCE_SECONDS = 10.0  # without a heartbeat, after which a ready process counts as hanging and is killed
 CHECK_SECONDS = 0.25

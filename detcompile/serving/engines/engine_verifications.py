@@ -13,8 +13,6 @@ from detcompile.serving.receipts.receipt import decode_receipt
 from detcompile.serving.receipts.replay import Replayer
 from detcompile.serving.receipts.verdict import Verdict
 
-__all__ = ["Verifications"]
-
 CHUNK = 256  # tokens that a replay may compute between two steps of the engine
 
 

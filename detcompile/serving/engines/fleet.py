@@ -20,8 +20,6 @@ from detcompile.serving.engines.placement import Blocklist, Router
 from detcompile.serving.engines.protocol import Delta, EngineSpec, Hello, Statistics
 from detcompile.serving.engines.spares import Spares
 
-__all__ = ["EngineFailure", "Fleet"]
-
 KEPT_LOSSES = 20
 RETRY_SECONDS = 1.0  # after a failed launch
 RESTART_SECONDS = 60.0  # window for ``most_restarts``

@@ -6,11 +6,6 @@ import secrets
 import socket
 from collections.abc import Sequence
 
-__all__ = [
-    "NONCE_BYTES", "SECRET_BYTES", "connected", "front_of", "keep_alive", "new_nonce", "proof_of", "proven",
-    "read_exactly",
-]  # fmt: skip
-
 NONCE_BYTES = 32
 SECRET_BYTES = 16  # minimum
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}  # s, s, 1, ms

@@ -14,8 +14,6 @@ from detcompile.errors import WorkerError
 from detcompile.serving.engines.handshake import NONCE_BYTES, SECRET_BYTES, keep_alive, new_nonce, proof_of
 from detcompile.serving.engines.processes import BOUND, Child, is_stopped
 
-__all__ = ["Connection", "DialIn", "Launcher", "LocalProcess", "MODULE"]
-
 MODULE = "detcompile.serving.engines.engine_process"
 HANDSHAKE_SECONDS = 10.0
 ENDING_SECONDS = 10.0

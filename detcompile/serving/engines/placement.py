@@ -15,8 +15,6 @@ from detcompile.serving.engines.answers import Answer
 from detcompile.serving.engines.engine_link import EngineLink
 from detcompile.serving.http_errors import BlockedRequestError
 
-__all__ = ["Blocklist", "Router"]
-
 DECODE_TOKENS = 16  # cost of a running sample, in prompt tokens
 BLOCKED_SECONDS = 600.0
 MOST_BLOCKED = 10_000

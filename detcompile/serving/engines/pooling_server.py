@@ -13,8 +13,6 @@ from detcompile.models.pooling import STEP_TOKENS, CompiledClassifier, CompiledE
 from detcompile.serving.engines.command_loop import CommandLoop, Wire
 from detcompile.serving.engines.protocol import Cancel, Delta, Pool, Pooled, Statistics, Tokens
 
-__all__ = ["PoolingServer"]
-
 
 class _Share(NamedTuple):
     """The prompts that a step takes from a request."""

@@ -13,8 +13,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["BOUND", "Child", "end_with_parent", "is_stopped", "main"]
-
 BOUND = (sys.executable, "-m", "detcompile.serving.engines.processes")  # append a module
 STOPPED = "T"  # by a signal; a debugger's stop is "t"
 SET_PARENT_DEATH_SIGNAL = 1  # prctl(2)

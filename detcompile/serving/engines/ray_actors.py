@@ -12,8 +12,6 @@ from detcompile.errors import InvalidInput, WorkerError
 from detcompile.serving.engines.handshake import SECRET_BYTES, connected
 from detcompile.serving.engines.launchers import MODULE, Connection, DialIn
 
-__all__ = ["Placed", "RayActors"]
-
 CONNECT_SECONDS = 10.0
 SLOW_SECONDS = 30.0  # between warnings that the cluster has no resources yet
 logger = logging.getLogger(__name__)

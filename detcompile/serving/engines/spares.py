@@ -6,8 +6,6 @@ from collections.abc import Callable
 from detcompile.errors import DetcompileError
 from detcompile.serving.engines.engine_link import EngineLink
 
-__all__ = ["Spares"]
-
 logger = logging.getLogger(__name__)
 
 

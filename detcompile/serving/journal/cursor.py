@@ -5,8 +5,6 @@ from collections.abc import Sequence
 
 from detcompile.serving.http_errors import HTTPError
 
-__all__ = ["Cursor"]
-
 FORM = re.compile(r"(?P<name>[\w-]{1,64}):(?P<places>\d{1,12}\*?(,\d{1,12}\*?)*)(\+(?P<tail>\d{1,2}))?")
 
 

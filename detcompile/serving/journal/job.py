@@ -12,8 +12,6 @@ from detcompile.serving.engines.answers import Answer
 from detcompile.serving.reasoning import Thinking
 from detcompile.serving.receipts.issuer import Issued
 
-__all__ = ["Ask", "Job", "ServedModel"]
-
 
 class ServedModel(msgspec.Struct, frozen=True):
     """The model of an answer, as replies name it.

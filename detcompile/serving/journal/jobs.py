@@ -18,8 +18,6 @@ from detcompile.serving.journal.records import Record, ask_of, differing, outcom
 from detcompile.serving.limiter import Reservation
 from detcompile.serving.receipts.issuer import Issued
 
-__all__ = ["Call", "Jobs"]
-
 MOST_LETTERS = 255  # of an idempotency key
 RETRY_SECONDS = 30
 Result = TypeVar("Result")

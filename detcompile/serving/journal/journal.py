@@ -15,8 +15,6 @@ import msgspec
 from detcompile.errors import InvalidInput, StorageError
 from detcompile.serving.journal.records import Outcome, Record, Work
 
-__all__ = ["DamagedRecord", "Journal", "JournalFull"]
-
 APPLICATION = 0x64746A6C  # "dtjl", in the file's header
 FORMAT = 2
 BATCH = 64  # requests to drop at a time to free space

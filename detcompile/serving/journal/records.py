@@ -13,8 +13,6 @@ from detcompile.serving.journal.job import Ask, Job, ServedModel
 from detcompile.serving.reasoning import Thinking
 from detcompile.serving.receipts.issuer import Issued
 
-__all__ = ["Outcome", "Record", "Work", "ask_of", "differing", "outcome_of", "record_of", "restore"]
-
 SHOWN_BY = ("max_context", "special_tokens", "tokenizer")  # model parts that affect replies made from recorded tokens
 
 

@@ -23,8 +23,6 @@ from detcompile.serving.responses import Events, Whole
 from detcompile.serving.service import Service
 from detcompile.serving.tokenizer_pool import TokenizerPool
 
-__all__ = ["CompletionReply", "complete"]
-
 
 async def complete(service: Service, request: CompletionRequest, call: Call) -> Response:
     """Answer a request.

@@ -14,11 +14,6 @@ import msgspec
 
 from detcompile.serving.http_errors import HTTPError
 
-__all__ = [
-    "COUNTED", "DetokenizeFields", "MessageFields", "PoolingFields", "ResponseFields", "TextFields", "TokenizeFields",
-    "require_served",
-]  # fmt: skip
-
 Idle = dict[str, tuple[Any, ...]]  # values without effect, by name; null always is one
 PROMPT: Idle = {
     "chat_template": (),

@@ -12,8 +12,6 @@ from detcompile.serving.openai.schema import ChatRequest, Message, Part, Tokeniz
 from detcompile.serving.service import Service
 from detcompile.serving.tools.reader import read_json
 
-__all__ = ["NO_TEMPLATE", "prompt_of", "template_of", "template_variables"]
-
 NO_TEMPLATE = "has no chat template: use /v1/completions, or start the server with --chat-template"
 ROLES = ("system", "user", "assistant", "tool")
 SHOWN = ("name", "tool_call_id", "reasoning", "reasoning_content")  # message fields for templates

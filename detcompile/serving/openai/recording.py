@@ -20,8 +20,6 @@ from detcompile.serving.reasoning import AnswerReader, num_reasoning_tokens
 from detcompile.serving.tokenizer_pool import SampleText
 from detcompile.serving.tools.reader import Family, Piece
 
-__all__ = ["Recording", "Status"]
-
 TOKEN_BYTES = 64  # estimate per prompt token: its id, and its text in the messages
 Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
 logger = logging.getLogger(__name__)

@@ -17,8 +17,6 @@ from detcompile.serving.receipts.issuer import Issued
 from detcompile.serving.responses import event
 from detcompile.serving.tokenizer_pool import SampleText, TokenizerPool
 
-__all__ = ["AT_ONCE", "Reply", "ReplyContext", "as_int64", "chat_entry", "finite", "headers_of"]
-
 AT_ONCE = 64  # tokens to process before yielding to the event loop
 LEAST_LOGPROB = -9999.0  # OpenAI's value for minus infinity, which JSON lacks
 NOTHING: Mapping[str, Any] = MappingProxyType({})

@@ -6,8 +6,6 @@ from typing import Any
 from detcompile.serving.openai.tools import call_id
 from detcompile.serving.tools.reader import Piece
 
-__all__ = ["ResponseOutput"]
-
 Event = dict[str, Any]  # without its sequence number
 
 

@@ -14,8 +14,6 @@ from detcompile.serving.openai.tools import tool_use
 from detcompile.serving.responses import JSON
 from detcompile.serving.service import Service
 
-__all__ = ["detokenize", "tokenize", "tokenizer_info"]
-
 
 async def tokenize(service: Service, request: TokenizeRequest, call: Call) -> Response:
     """Return the token ids of a text or a conversation.

@@ -15,8 +15,6 @@ from detcompile.serving.openai.fields import require_served
 from detcompile.serving.responses import Whole
 from detcompile.serving.service import Service
 
-__all__ = ["Row", "facts_of", "pooled", "require_count", "require_prompts"]
-
 MAX_PROMPTS = 2048
 Row = Sequence[float]  # float32
 

@@ -22,10 +22,6 @@ from detcompile.serving.openai.schema import TokenId
 from detcompile.serving.pooling.reply import Row, facts_of, pooled, require_count, require_prompts
 from detcompile.serving.service import Service
 
-__all__ = [
-    "ClassifyRequest", "EmbeddingRequest", "RerankRequest", "ScoreRequest", "classify", "embed", "rerank", "score",
-]  # fmt: skip
-
 TYPED_PAIRS = "this model needs token_type_ids for pairs, which are not supported"
 Input = str | list[str | TokenId | list[TokenId]]
 

@@ -23,8 +23,6 @@ from detcompile.serving.receipts.receipt import (
 from detcompile.serving.receipts.teacher_forcing import PlainLogprobs
 from detcompile.serving.receipts.verdict import Verdict, differs
 
-__all__ = ["Opening", "Redrawn", "RedrawnSample", "opened", "read_opening", "recorded_prompt", "redraw", "redrawn_of"]
-
 WANTED = 'give JSON: {"salt": "hex of X-Detcompile-Receipt-Salt", "prompts": [[token ids]], "grammar": source if any}'
 
 

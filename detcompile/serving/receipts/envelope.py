@@ -10,18 +10,6 @@ import msgspec
 from detcompile.errors import InvalidInput
 from detcompile.serving.receipts.keys import SigningKey, VerifyKey
 
-__all__ = [
-    "Envelope",
-    "PAYLOAD_TYPE",
-    "Signature",
-    "payload_digest",
-    "payload_of",
-    "read_answer",
-    "read_envelope",
-    "seal",
-    "unsealed",
-]
-
 PAYLOAD_TYPE = "application/vnd.detcompile.receipt+json"
 WANTED = "give an envelope: `payloadType`, `payload` and `signatures`, or an answer that has one as `receipt`"
 

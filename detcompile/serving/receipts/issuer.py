@@ -27,8 +27,6 @@ from detcompile.serving.receipts.receipt import (
 )
 from detcompile.serving.tokenizer_pool import SampleText, TokenizerPool
 
-__all__ = ["Issued", "Issuer", "ReceiptLevel"]
-
 ReceiptLevel = Literal["off", "hashes", "tokens"]
 KEPT_BYTES = 64 << 20  # of receipts in memory
 SALT_BYTES = 16

@@ -19,8 +19,6 @@ from cryptography.hazmat.primitives.serialization import (
 
 from detcompile.errors import InvalidInput, StorageError
 
-__all__ = ["SigningKey", "VerifyKey", "read_signing_key", "read_verify_key", "write_key_pair"]
-
 
 class VerifyKey:
     """A public key.

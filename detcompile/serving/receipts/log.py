@@ -14,8 +14,6 @@ from detcompile.serving.receipts.envelope import Envelope, payload_digest, paylo
 from detcompile.serving.receipts.keys import VerifyKey
 from detcompile.serving.receipts.receipt import LogPlace, Receipt, decode_receipt
 
-__all__ = ["Line", "ReceiptLog", "checked_lines", "is_sampled", "miss_probability", "read_log"]
-
 LINE_START = b'{"payloadType":"'
 PROBE = 4096  # bytes to write to test for free space
 TAIL = 1 << 16  # bytes to read at a time to find the last line

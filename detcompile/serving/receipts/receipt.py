@@ -15,26 +15,6 @@ from detcompile.errors import InvalidInput
 from detcompile.runtime.grammars.compiler import masks_version
 from detcompile.runtime.requests.sampling_params import SamplingParams
 
-__all__ = [
-    "Digest",
-    "Level",
-    "LogPlace",
-    "MAX_STOPS",
-    "Prompt",
-    "Receipt",
-    "Sample",
-    "Served",
-    "WrittenGrammar",
-    "commitment",
-    "decode_receipt",
-    "encode_receipt",
-    "params_of",
-    "recorded",
-    "recorded_sample",
-    "written_grammar",
-    "written_params",
-]
-
 Digest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]  # sha256 in hex
 Level = Literal["hashes", "tokens"]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]

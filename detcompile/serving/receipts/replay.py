@@ -33,8 +33,6 @@ from detcompile.serving.receipts.receipt import (
 from detcompile.serving.receipts.teacher_forcing import Drawn, PlainLogprobs, teacher_forced
 from detcompile.serving.receipts.verdict import Verdict, differs, fingerprint_verdict
 
-__all__ = ["CHUNK", "Replayer", "replay"]
-
 CHUNK = 512  # tokens per step
 HASHED = "the receipt holds hashes of its prompts and answers: give its salt and its prompts (--opening)"
 OTHER_LOGPROBS = "the logprobs of the prompt differ"

@@ -16,8 +16,6 @@ from detcompile.serving.receipts.verdict import Verdict, differs, fingerprint_ve
 from detcompile.serving.responses import JSON, Whole
 from detcompile.serving.service import Service
 
-__all__ = ["stored_receipt", "verify"]
-
 
 async def stored_receipt(service: Service, owner: str, name: str) -> Response:
     """Return the receipt of an answer by the answer's id, for the owner of the answer's API key.

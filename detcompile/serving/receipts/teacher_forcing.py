@@ -24,8 +24,6 @@ from detcompile.runtime.sampling.sampler import ELEMENTS_AT_ONCE, Sampler, Sampl
 from detcompile.runtime.step.builder import build_step
 from detcompile.templates.cpu.fp_mode import float_mode
 
-__all__ = ["Drawn", "PlainLogprobs", "teacher_forced"]
-
 PlainLogprobs = tuple[int, float, list[tuple[int, float]]]  # token, logprob, likeliest tokens and logprobs
 
 

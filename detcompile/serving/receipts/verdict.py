@@ -9,8 +9,6 @@ from detcompile.digests import differing_parts, fingerprint
 from detcompile.runtime.grammars.compiler import masks_version
 from detcompile.serving.receipts.receipt import Receipt
 
-__all__ = ["Verdict", "differs", "fingerprint_verdict"]
-
 
 class Verdict(msgspec.Struct, kw_only=True):
     """The result of a check.

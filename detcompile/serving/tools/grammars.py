@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 from detcompile.runtime.grammars.grammar import Grammar
 from detcompile.serving.tools.reader import SPLITS, Family
 
-__all__ = ["Function", "free_grammar", "required_grammar"]
-
 COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # JSON as templates write it
 ANYTHING = r"/(.|\n)*/"
 

@@ -7,11 +7,6 @@ import json
 from collections.abc import Generator
 from typing import Any, NamedTuple
 
-__all__ = [
-    "FAMILIES", "Family", "HERMES", "LLAMA3", "MISTRAL", "OPENAI", "Piece", "Reader", "SPACE", "family_of", "overlap",
-    "read_json",
-]  # fmt: skip
-
 SPACE = " \t\r\n"
 ARGUMENTS = ("arguments", "parameters")
 SPLITS = "[ARGS]"  # between name and arguments in formats without a JSON object around both

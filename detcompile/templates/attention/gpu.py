@@ -40,15 +40,6 @@ from detcompile.templates.device import dependent_launch, primitives
 from detcompile.templates.device.gate import Gate, bytes_of, multiprocessors
 from detcompile.templates.device.launcher import cdiv
 
-__all__ = [
-    "ATTENTION",
-    "cached_attention_cuda",
-    "dense_attention_cuda",
-    "paged_attention_cuda",
-    "probe_bits",
-    "require_32_bits",
-]
-
 KERNELS: dict[Kernel, Callable[[AttentionLaunch], None]] = {
     "plain": kernels.launch,
     "hopper": hopper.launch,

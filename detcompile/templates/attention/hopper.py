@@ -21,8 +21,6 @@ from detcompile.templates.device.dependent_launch import gluon_let_next_start, g
 from detcompile.templates.device.gate import multiprocessors
 from detcompile.templates.device.launcher import cdiv, launcher, next_power_of_2
 
-__all__ = ["REGISTERS", "hopper_attention_kernel", "launch"]
-
 REGISTERS = {1: 128, 2: 168}  # per thread, by CONSUMERS; the attending warpgroups then get 232 or 240
 
 TOTALS = gl.constexpr(gl.SwizzledSharedLayout(vec=8, per_phase=1, max_phase=8, order=[1, 0]))

@@ -12,8 +12,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from detcompile.templates.matmul import hopper as matmul_hopper
 
-__all__ = ["copy_tile", "descriptor", "row_of", "row_steps", "sequence_of", "supports"]
-
 _SHARED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 

@@ -25,8 +25,6 @@ from detcompile.templates.device.dependent_launch import gluon_let_next_start, g
 from detcompile.templates.device.launcher import cdiv, launcher
 from detcompile.templates.device.primitives import barrier
 
-__all__ = ["hopper_decode_kernel", "launch", "registers"]
-
 _BLOCKS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
 _TILES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 

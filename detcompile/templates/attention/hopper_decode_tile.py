@@ -20,8 +20,6 @@ from detcompile.templates.attention.hopper_blocks import copy_tile, row_of
 from detcompile.templates.attention.hopper_tile import KEYS, LANES
 from detcompile.templates.device.primitives import barrier
 
-__all__ = ["attend_columns", "copy_block", "merge_columns", "piece_rows"]
-
 # [4 warps, 8 columns], a column's four values in one thread: one exchange through shared memory gives their maximum.
 _ALL_WARPS = gl.constexpr(
     gl.DistributedLinearLayout(

@@ -12,8 +12,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-__all__ = ["KEYS", "LANES", "SUMS", "attend_tile"]
-
 KEYS = gl.constexpr(64)  # per block
 LANES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 SUMS = gl.constexpr(8)  # columns of ones: the minimum of a warpgroup MMA

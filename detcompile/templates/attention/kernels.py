@@ -23,8 +23,6 @@ from detcompile.templates.attention.scores import first_seen, join_sink, related
 from detcompile.templates.device.dependent_launch import launch_options, let_next_start, wait_for_earlier
 from detcompile.templates.device.launcher import cdiv, launcher, next_power_of_2
 
-__all__ = ["KEYS", "attention_kernel", "launch"]
-
 KEYS = tl.constexpr(64)  # per block
 
 

@@ -30,8 +30,6 @@ from detcompile.templates.device.gate import multiprocessors
 from detcompile.templates.device.launcher import launcher, next_power_of_2
 from detcompile.templates.device.primitives import barrier
 
-__all__ = ["launch", "marked_merge_kernel", "merge_by_marks", "merge_kernel", "merged", "quotient"]
-
 _AHEAD = 16  # chunk partials that are loaded before the first is merged
 _EAGER_BYTES = 1 << 22  # up to this size all chunks are copied, visible or not, without waiting for the marks
 _ROWS = gl.constexpr(gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0]))

@@ -32,15 +32,6 @@ from detcompile.templates.attention.scores import RULE, AttentionRule, rule_oper
 from detcompile.templates.cpu import library as cpu_library
 from detcompile.templates.registration import define
 
-__all__ = [
-    "CpuScores",
-    "KEYS",
-    "check_slots",
-    "dense_attention_cpu",
-    "paged_attention_cpu",
-    "reference_attention",
-]
-
 _LOG2_E = math.log2(math.e)
 _FAULTS = {  # enum Fault of attention.cpp
     1: "slot_mapping[{where}] is neither PADDING_SLOT nor a slot of the caches",

@@ -8,8 +8,6 @@ from detcompile.templates.attention.schedules import AttentionProblem, Attention
 from detcompile.templates.attention.scores import AttentionRule
 from detcompile.templates.device.launcher import cdiv, next_power_of_2
 
-__all__ = ["AttentionLaunch", "Caches", "HeadNorm", "StepMetadata", "padded"]
-
 
 class Caches(NamedTuple):
     """Keys [num_blocks, block_size, KV heads, D] and values [..., DV] of one layer."""

@@ -17,8 +17,6 @@ from detcompile.templates.attention.scores import AttentionRule
 from detcompile.templates.device.gate import heavy_tailed
 from detcompile.templates.device.launcher import cdiv
 
-__all__ = ["ProbeStep", "draw_probe"]
-
 Draw = Callable[..., Tensor]
 
 

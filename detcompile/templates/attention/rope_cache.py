@@ -26,8 +26,6 @@ from detcompile.templates.attention.scores import RULE, AttentionRule, rule_oper
 from detcompile.templates.registration import define
 from detcompile.templates.rows.norms import rms_norm_cpu
 
-__all__ = ["cached_attention_cpu", "rope_cache_cpu"]
-
 
 def rope_cache_cpu(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, norm: HeadNorm, caches: Caches, slot_mapping: Tensor

@@ -21,8 +21,6 @@ from detcompile.templates.device.primitives import widened
 from detcompile.templates.rows.tile_sums import row_total
 from detcompile.templates.rows.tiles import aligned, in_units, rms_scale, row_plan
 
-__all__ = ["MOST_FEATURES", "rope_cache_cuda", "write_kv", "write_kv_kernel"]
-
 MOST_FEATURES = 512  # per head
 
 

@@ -9,17 +9,6 @@ from typing import Literal
 
 from detcompile.templates.device.launcher import next_power_of_2
 
-__all__ = [
-    "AttentionProblem",
-    "AttentionSchedule",
-    "DECODE_COLUMNS",
-    "HOPPER_ROWS",
-    "Kernel",
-    "attention_candidates",
-    "most_tiles",
-    "reference_attention_schedule",
-]
-
 Kernel = Literal["plain", "hopper", "hopper_decode"]  # kernels.py, and the modules of these names
 HOPPER_ROWS = 64  # rows of a warpgroup's tile
 DECODE_COLUMNS = 8  # the minimum of a warpgroup MMA

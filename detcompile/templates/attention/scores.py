@@ -19,18 +19,6 @@ from detcompile.errors import InvalidInput
 from detcompile.orders.numerics import KV_BLOCK
 from detcompile.templates.device.primitives import LOG2_E
 
-__all__ = [
-    "AttentionRule",
-    "RULE",
-    "first_seen",
-    "join_sink",
-    "related",
-    "rule_operands",
-    "sequence_of",
-    "shaped",
-    "tanh",
-]
-
 # The fields of AttentionRule, as they end the schemas of the operations.
 RULE = (
     "float scale, int sliding_window, int kv_chunk, float softcap=0.0, Tensor? sinks=None, "

@@ -24,8 +24,6 @@ from detcompile.templates.registration import define
 from detcompile.torch_internals.distributed import process_group
 from detcompile.torch_internals.operators import c10d
 
-__all__ = ["all_gather_columns", "gather", "sharded_embedding"]
-
 
 def gather(x: Tensor, group: str) -> Tensor:
     """Gather x [...] of every rank, contiguous -> [R, ...].

@@ -21,8 +21,6 @@ from detcompile.templates.collectives.gpu import ReduceSchedule, enter, meet, me
 from detcompile.templates.collectives.peer_memory import PeerMemory
 from detcompile.templates.device.launcher import launcher
 
-__all__ = ["columns_over_peers", "rows_over_peers"]
-
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # element sizes that fit in boxes of float32
 
 

@@ -33,22 +33,6 @@ from detcompile.templates.device.launcher import launcher
 from detcompile.templates.device.primitives import widened
 from detcompile.templates.matmul.tree import close_leaf, root_of, tree_options
 
-__all__ = [
-    "LEVELS",
-    "MOST_ELEMENTS",
-    "ReduceSchedule",
-    "Reduction",
-    "choose_schedule",
-    "enter",
-    "finish",
-    "launch_arguments",
-    "meet",
-    "memory_arguments",
-    "reduce_over_peers",
-    "shot_schedule",
-    "tree_sum",
-]
-
 LEVELS = 4  # at most, of the tree over the ranks
 MOST_ELEMENTS = 1 << 30  # offsets have 32 bits
 BLOCKS = ((512, 4), (1024, 8), (2048, 8), (4096, 8))  # elements, warps

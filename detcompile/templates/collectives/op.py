@@ -37,15 +37,6 @@ from detcompile.templates.registration import define
 from detcompile.torch_internals.distributed import process_group
 from detcompile.torch_internals.operators import c10d
 
-__all__ = [
-    "TWO_SHOT_BYTES",
-    "add_partials",
-    "matmul_all_reduce",
-    "partial_product",
-    "reference_tree_sum",
-    "tree_all_reduce",
-]
-
 TWO_SHOT_BYTES = 1 << 20  # of one partial; from this size on sending less is worth a second step
 
 _CALL = struct.Struct("PqPqqPPqPqqqPq5i")  # struct Call of matmul_call.h

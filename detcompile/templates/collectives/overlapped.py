@@ -31,8 +31,6 @@ from detcompile.templates.collectives.gpu import (
 from detcompile.templates.collectives.peer_memory import CHANNELS, LANDING, LANES, Landing, PeerMemory
 from detcompile.templates.device.launcher import launcher
 
-__all__ = ["LEAST_TOKENS", "MOST_FEATURES", "reduce_overlapped"]
-
 LEAST_TOKENS = 1024  # of a product; from here on computing a share takes as long as the copies it overlaps
 TILE = 128  # tokens: shares are whole tiles of a product if possible
 MOST_FEATURES = LANDING // LANES  # so that a share holds at least one row

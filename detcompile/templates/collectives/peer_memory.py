@@ -29,8 +29,6 @@ from detcompile.templates.device.cuda_graphs import capturing
 from detcompile.torch_internals import symmetric_memory
 from detcompile.torch_internals.distributed import process_group
 
-__all__ = ["BOX", "CHANNELS", "LANDING", "LANES", "Landing", "PeerMemory", "landing_of", "peer_memory"]
-
 CHANNELS = 256
 BOX = 4096  # float32 elements
 LANDING = 1 << 25  # elements of all senders together: 134 MB, and the same for the sums

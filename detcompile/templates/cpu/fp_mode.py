@@ -18,8 +18,6 @@ import torch
 from detcompile.errors import InvalidInput
 from detcompile.templates.cpu import library as cpu_library
 
-__all__ = ["float_mode", "in_float_mode"]
-
 TORCH = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
 
 

@@ -22,8 +22,6 @@ from detcompile import config
 from detcompile.errors import CompilerNotFound
 from detcompile.storage import CACHE_ADVICE, disk_failure, distrust, naming, put
 
-__all__ = ["build", "compiler_if_any", "compiler_version", "is_intact"]
-
 _DIGEST_BYTES = 32
 _LONGEST_WAIT = 300.0  # seconds to wait for another process's build; that process may be stopped
 

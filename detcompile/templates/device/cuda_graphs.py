@@ -8,17 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "capture",
-    "capturing",
-    "for_graph",
-    "graph_seconds",
-    "is_alone",
-    "is_for_graph",
-    "is_warmup",
-    "warmup",
-]
-
 # Context variables, because a compiled program lies between the capture and the templates that read them, and its
 # operators must not have an argument for how they are launched.
 _FOR_GRAPH = contextvars.ContextVar("for_graph", default=False)

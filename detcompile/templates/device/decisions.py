@@ -18,8 +18,6 @@ from pathlib import Path
 
 from detcompile.storage import CACHE_ADVICE, distrust
 
-__all__ = ["Decision", "DecisionFile"]
-
 
 @dataclass(slots=True)
 class Decision:

@@ -17,17 +17,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-__all__ = [
-    "fetch_ahead",
-    "fetch_rows_ahead",
-    "gluon_let_next_start",
-    "gluon_wait_for_earlier",
-    "launch_options",
-    "let_next_start",
-    "overlaps",
-    "wait_for_earlier",
-]
-
 
 @functools.cache
 def overlaps(device: torch.device) -> bool:

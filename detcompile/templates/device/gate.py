@@ -28,8 +28,6 @@ from detcompile.errors import ScheduleError
 from detcompile.templates.device.decisions import Decision, DecisionFile
 from detcompile.templates.device.launcher import next_power_of_2
 
-__all__ = ["Buckets", "Gate", "Tuner", "bytes_of", "heavy_tailed", "multiprocessors"]
-
 P = TypeVar("P")  # a problem: a frozen dataclass with a unique str, and a field `bucket` if the gate has buckets
 S = TypeVar("S")  # a schedule: any value with a unique str
 

@@ -17,8 +17,6 @@ from triton.runtime import driver
 from triton.runtime.jit import DependenciesFinder, JITCallable, JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-__all__ = ["cdiv", "launcher", "next_power_of_2"]
-
 
 def _hash_callees_first() -> None:
     """Make Triton's keys of compiled kernels independent of the order of their first launches.

@@ -5,8 +5,6 @@ import triton.language as tl
 from triton.experimental.gluon import language as gl
 from triton.language.extra import libdevice
 
-__all__ = ["LOG2_E", "barrier", "exponential", "widened"]
-
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.7 and later, 3.6

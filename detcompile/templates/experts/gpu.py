@@ -36,8 +36,6 @@ from detcompile.templates.matmul import tree as matmul_tree
 from detcompile.templates.matmul.candidates import reference_schedule
 from detcompile.templates.matmul.tree import LEVELS, tree_options
 
-__all__ = ["EXPERTS", "expert_matmul_cuda", "experts_problem", "probe_experts", "run_experts"]
-
 _BUCKETS = Buckets(16, 1 << 16)
 _CHUNK = 4096  # rows that a program sorts per iteration
 

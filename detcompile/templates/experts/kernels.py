@@ -21,8 +21,6 @@ from detcompile.templates.device.dependent_launch import let_next_start, wait_fo
 from detcompile.templates.matmul.kernels import grouped, leaf_sum
 from detcompile.templates.matmul.tree import close_leaf, root_of
 
-__all__ = ["decode_kernel", "gather_rows_kernel", "group_rows_kernel", "grouped_kernel", "sorted_kernel"]
-
 
 @triton.jit
 def _groups_of(ids, E: tl.constexpr):

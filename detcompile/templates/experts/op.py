@@ -23,8 +23,6 @@ from detcompile.templates.experts.gpu import expert_matmul_cuda
 from detcompile.templates.matmul.op import pack_call
 from detcompile.templates.registration import define
 
-__all__ = ["expert_matmul_cpu", "reference_expert_matmul"]
-
 
 def expert_matmul_cpu(
     x: Tensor,

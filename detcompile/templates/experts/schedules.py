@@ -10,17 +10,6 @@ from typing import TypeAlias
 
 from detcompile.templates.matmul.schedules import PipelinedTile
 
-__all__ = [
-    "DECODE_ROWS",
-    "Decode",
-    "ExpertsProblem",
-    "ExpertsSchedule",
-    "Grouped",
-    "REFERENCE",
-    "Sorted",
-    "expert_candidates",
-]
-
 DECODE_ROWS = 64  # rows that a program searches for its expert's
 
 

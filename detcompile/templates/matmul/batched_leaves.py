@@ -20,8 +20,6 @@ from detcompile.templates.matmul.kernels import store_tile
 from detcompile.templates.matmul.operands import Operands
 from detcompile.templates.matmul.schedules import BatchedLeaves
 
-__all__ = ["batched_leaves_kernel", "launch"]
-
 
 @triton.jit(do_not_specialize=["M"])
 def batched_leaves_kernel(

@@ -18,8 +18,6 @@ from detcompile.templates.matmul.schedules import (
     TmaTiles,
 )
 
-__all__ = ["candidates", "reference_schedule"]
-
 _Rows: TypeAlias = list[tuple[int, ...]]  # sizes, warps (not for hopper), stages, ctas and nodes (default 1)
 _POINTERS_FEW: dict[int, _Rows] = {
     16: [(16, 64, 128, 4, 6), (16, 64, 256, 4, 5), (16, 64, 128, 4, 4), (16, 128, 64, 4, 4)],

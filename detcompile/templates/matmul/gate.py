@@ -19,8 +19,6 @@ from detcompile.templates.matmul.gpu import gated_matmul_cuda
 from detcompile.templates.matmul.op import matmul_cpu, reference_matmul
 from detcompile.templates.registration import define
 
-__all__ = ["gated_matmul_cpu", "reference_gated_matmul", "reference_silu_mul", "silu_mul_cpu"]
-
 
 def silu_mul_cpu(gate: Tensor, up: Tensor) -> Tensor:
     """Run the op on the CPU, gate and up [..., F] -> [..., F], contiguous."""

@@ -14,8 +14,6 @@ from detcompile.templates.device.dependent_launch import launch_options, let_nex
 from detcompile.templates.device.launcher import cdiv, launcher, next_power_of_2
 from detcompile.templates.device.primitives import LOG2_E
 
-__all__ = ["silu_mul", "silu_mul_cuda"]
-
 
 @triton.jit
 def silu_mul(gate, up, ON_GPU: tl.constexpr):

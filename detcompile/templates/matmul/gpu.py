@@ -26,20 +26,6 @@ from detcompile.templates.matmul.launch import launch, run_schedule
 from detcompile.templates.matmul.operands import operands_of
 from detcompile.templates.matmul.schedules import GemmProblem, GemmSchedule, HopperTiles, PointerTiles
 
-__all__ = [
-    "MATMUL",
-    "dtype_name",
-    "dtype_name_of",
-    "gated_matmul_cuda",
-    "gated_problem",
-    "gemm_problem",
-    "matmul_cuda",
-    "order_name",
-    "probe_bits",
-    "run_gated",
-    "tune_matmul",
-]
-
 _BUCKETS = Buckets(8, 4096)
 
 

@@ -31,8 +31,6 @@ from detcompile.templates.matmul.operands import Operands
 from detcompile.templates.matmul.schedules import HopperTiles
 from detcompile.templates.matmul.tree import tree_options
 
-__all__ = ["hopper_matmul_kernel", "launch", "supports"]
-
 ROWS = 64
 _AHEAD_BYTES = 16 << 20  # of weights, prefetched into L2 while the previous kernel is finishing
 _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}

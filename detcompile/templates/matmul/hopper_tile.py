@@ -17,8 +17,6 @@ from triton.language.extra import libdevice
 from detcompile.templates.device.dependent_launch import fetch_ahead, gluon_let_next_start, gluon_wait_for_earlier
 from detcompile.templates.device.primitives import LOG2_E, widened
 
-__all__ = ["fetch", "multiply"]
-
 
 @gluon.jit
 def _tile_of(work, tiles_m, tiles_n, GROUP: gl.constexpr):

@@ -25,15 +25,6 @@ from detcompile.templates.device.primitives import widened
 from detcompile.templates.matmul.gate_gpu import silu_mul
 from detcompile.templates.matmul.tree import close_leaf, root_of
 
-__all__ = [
-    "combine_kernel",
-    "grouped",
-    "leaf_sum",
-    "store_tile",
-    "tile_kernel",
-    "tma_kernel",
-]
-
 FP32_BLOCK = tl.constexpr(128)
 
 

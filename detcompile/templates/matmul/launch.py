@@ -22,8 +22,6 @@ from detcompile.templates.matmul.operands import Operands, operands_of
 from detcompile.templates.matmul.schedules import BatchedLeaves, GemmSchedule, HopperTiles, PointerTiles, TmaTiles
 from detcompile.templates.matmul.tree import LEVELS, tree_options
 
-__all__ = ["launch", "run_schedule", "sum_partials_cuda"]
-
 
 def run_schedule(
     schedule: GemmSchedule,

@@ -32,8 +32,6 @@ from detcompile.templates.cpu import library as cpu_library
 from detcompile.templates.matmul.gpu import matmul_cuda
 from detcompile.templates.registration import define
 
-__all__ = ["batched_matmul_cpu", "matmul_cpu", "pack_call", "reference_batched_matmul", "reference_matmul"]
-
 _CALL = struct.Struct("PqPqqPPqPqqqPq5i")  # struct Call of matmul_call.h
 
 

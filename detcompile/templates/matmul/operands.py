@@ -11,8 +11,6 @@ from torch import Tensor
 
 from detcompile.errors import InvalidInput
 
-__all__ = ["Operands", "operands_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Operands:

@@ -7,17 +7,6 @@ this.
 from dataclasses import KW_ONLY, dataclass
 from typing import TypeAlias
 
-__all__ = [
-    "BatchedLeaves",
-    "GemmProblem",
-    "GemmSchedule",
-    "HopperTiles",
-    "PipelinedTile",
-    "PointerTiles",
-    "Tile",
-    "TmaTiles",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmProblem:

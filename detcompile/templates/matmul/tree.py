@@ -3,8 +3,6 @@
 import triton
 import triton.language as tl
 
-__all__ = ["LEVELS", "close_leaf", "root_of", "tree_options"]
-
 LEVELS = 4  # of a tree that one kernel supports
 
 

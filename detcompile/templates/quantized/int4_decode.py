@@ -30,8 +30,6 @@ from detcompile.templates.device.primitives import barrier, widened
 from detcompile.templates.quantized.dequantize import NARROW_BFLOAT16, NARROW_FLOAT16, NARROW_REGISTERS
 from detcompile.templates.quantized.schedules import Int4Decode
 
-__all__ = ["int4_decode_kernel", "launch"]
-
 _AHEAD_BYTES = 16 << 20  # of weights, prefetched into L2 while the previous kernel is finishing
 # Rows of bytes start at the same bank of shared memory, so chunks of eight are swizzled. Tokens are side by side for
 # each 16 k instead, so that one of them can be copied without the others.

@@ -19,8 +19,6 @@ from detcompile.templates.cpu import library as cpu_library
 from detcompile.templates.recurrences.states import STEPS, dense_steps, run_on_cpu
 from detcompile.templates.registration import define
 
-__all__ = ["causal_conv_cpu", "causal_conv_cuda", "reference_causal_conv"]
-
 BLOCK = 256  # channels per program
 
 

@@ -26,9 +26,6 @@ from detcompile.templates.recurrences.linear_gpu import linear_recurrence_cuda
 from detcompile.templates.recurrences.states import STEPS, dense_steps, run_on_cpu
 from detcompile.templates.registration import define
 
-__all__ = ["decay_kind", "linear_recurrence_cpu", "reference_linear_recurrence"]
-
-
 _OPERANDS = "Tensor q, Tensor k, Tensor v, Tensor decay, Tensor? beta, Tensor? rates"
 PER_HEAD, PER_KEY, PER_VALUE = 0, 1, 2  # enum DecayKind of linear_recurrence.cpp
 

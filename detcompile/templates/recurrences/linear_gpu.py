@@ -11,8 +11,6 @@ from torch import Tensor
 
 from detcompile.templates.device.primitives import exponential
 
-__all__ = ["linear_recurrence_cuda"]
-
 MOST_ELEMENTS = 8192  # of a state, per program
 GROUP = 32  # lanes that a Row combines first
 

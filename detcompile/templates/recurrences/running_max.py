@@ -17,8 +17,6 @@ from torch import Tensor
 from detcompile.templates.recurrences.states import STEPS, dense_steps, run_on_cpu
 from detcompile.templates.registration import define
 
-__all__ = ["reference_running_max", "running_max_cpu", "running_max_cuda"]
-
 BLOCK = 32  # channels per program
 
 

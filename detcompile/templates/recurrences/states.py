@@ -15,8 +15,6 @@ from detcompile.errors import InvalidInput
 from detcompile.step import NO_SLOT
 from detcompile.templates.cpu import library as cpu_library
 
-__all__ = ["STEPS", "dense_steps", "run_on_cpu"]
-
 STEPS = {  # declarations of the last three arguments
     "state_slots": "contiguous int32 S",
     "cu_seqlens": "contiguous int32 S+1",

@@ -24,8 +24,6 @@ from detcompile.templates.device.primitives import exponential
 from detcompile.templates.recurrences.states import STEPS, dense_steps, run_on_cpu
 from detcompile.templates.registration import define
 
-__all__ = ["reference_wkv", "wkv_cpu", "wkv_cuda"]
-
 _OPERANDS = "Tensor k, Tensor v, Tensor decay, Tensor bonus"
 BLOCK = 32  # channels per program: few, because a single sequence has no other parallel work
 

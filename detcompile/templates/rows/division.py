@@ -6,8 +6,6 @@ The result equals tl.div_rn bit for bit or, in fewer instructions (FAST), is wit
 import triton
 import triton.language as tl
 
-__all__ = ["normalized"]
-
 _PACK = 8  # elements that a thread checks together
 _LEAST = "0f0D800000"  # 2^-100: below it an FMA of `normalized` could lose bits
 

@@ -19,8 +19,6 @@ from detcompile.templates.registration import define
 from detcompile.templates.rows.sums import rows_of
 from detcompile.templates.rows.sums_and_norms_gpu import layer_norm_cuda, rms_norm_cuda
 
-__all__ = ["layer_norm_cpu", "reference_layer_norm", "reference_rms_norm", "rms_norm_cpu"]
-
 
 def rms_norm_cpu(
     x: Tensor, weight: Tensor | None, eps: float, round_before_weight: bool, isa: str | None = None

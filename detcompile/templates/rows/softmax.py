@@ -23,15 +23,6 @@ from detcompile.templates.registration import define
 from detcompile.templates.rows.softmax_gpu import log_softmax_cuda, logsumexp_cuda, softmax_cuda
 from detcompile.templates.rows.sums import rows_of
 
-__all__ = [
-    "log_softmax_cpu",
-    "logsumexp_cpu",
-    "reference_log_softmax",
-    "reference_logsumexp",
-    "reference_softmax",
-    "softmax_cpu",
-]
-
 _KINDS = {"softmax": 0, "log_softmax": 1, "logsumexp": 2}  # enum Kind of softmax.cpp
 
 

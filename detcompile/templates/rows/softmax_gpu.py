@@ -34,8 +34,6 @@ from detcompile.templates.rows.tiles import (
     store_rows,
 )
 
-__all__ = ["log_normalizer_cuda", "log_softmax_cuda", "logsumexp_cuda", "softmax_cuda"]
-
 SOFTMAX = tl.constexpr(0)
 LOG_SOFTMAX = tl.constexpr(1)
 LOGSUMEXP = tl.constexpr(2)

@@ -17,10 +17,6 @@ from detcompile.templates.cpu import library as cpu_library
 from detcompile.templates.registration import define
 from detcompile.templates.rows.sums_and_norms_gpu import SQUARE, row_sum_cuda, row_var_mean_cuda
 
-__all__ = [
-    "reference_row_sum", "reference_row_var_mean", "row_square_sum", "row_sum_cpu", "row_var_mean_cpu", "rows_of",
-]  # fmt: skip
-
 
 def row_sum_cpu(x: Tensor, out_dtype: torch.dtype | None = None, isa: str | None = None) -> Tensor:
     """Run the op on the CPU, x [..., R] -> [...]."""

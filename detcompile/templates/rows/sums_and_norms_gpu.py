@@ -36,10 +36,6 @@ from detcompile.templates.rows.tiles import (
     store_rows,
 )
 
-__all__ = [
-    "P_LOG_P", "SQUARE", "UNLIKELY", "layer_norm_cuda", "rms_norm_cuda", "row_sum_cuda", "row_var_mean_cuda",
-]  # fmt: skip
-
 # The term that a row's sum adds for an element x.
 PLAIN = tl.constexpr(0)  # x
 SQUARE = tl.constexpr(1)  # x * x

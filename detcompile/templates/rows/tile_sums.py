@@ -6,8 +6,6 @@ Legend: R row length, W columns per program, F folds, C = W // F; rows/tiles.py 
 import triton
 import triton.language as tl
 
-__all__ = ["chunk_sums", "lanes_total", "row_total", "slots_to_row", "tile_max", "tile_total"]
-
 
 @triton.jit
 def _halve_adjacent(x_RC):

@@ -22,24 +22,6 @@ from detcompile.orders import Row
 from detcompile.templates.device.launcher import cdiv, next_power_of_2
 from detcompile.templates.device.primitives import widened
 
-__all__ = [
-    "CALLERS",
-    "RowLayout",
-    "RowPlan",
-    "ShortTile",
-    "aligned",
-    "in_units",
-    "load_columns",
-    "load_rows",
-    "rms_scale",
-    "row_layout",
-    "row_mean",
-    "row_plan",
-    "row_starts",
-    "rows_at",
-    "store_rows",
-]
-
 CALLERS = ["T", "heads", "outer", "inner"]  # arguments that depend on the call
 
 

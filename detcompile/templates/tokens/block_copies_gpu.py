@@ -8,8 +8,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["copy_blocks_cuda"]
-
 _WIDTH = 2048  # words per iteration
 
 

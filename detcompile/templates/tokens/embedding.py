@@ -13,8 +13,6 @@ from detcompile.errors import InvalidInput
 from detcompile.templates.cpu import library as cpu_library
 from detcompile.templates.registration import define
 
-__all__ = ["embedding_cpu", "embedding_cuda", "reference_embedding"]
-
 
 def embedding_cpu(weight: Tensor, ids: Tensor, isa: str | None = None) -> Tensor:
     """Run the op on the CPU, weight [V, D], ids [...] int64 or int32 -> [..., D].

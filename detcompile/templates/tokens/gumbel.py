@@ -15,8 +15,6 @@ from torch import Tensor
 
 from detcompile.templates.cpu import library as cpu_library
 
-__all__ = ["best_scores_cpu", "gumbel_argmax", "gumbel_argmax_cuda"]
-
 _WIDTH = 1024
 
 # Constants of runtime.sampling.philox, which is in a higher layer; the tests compare the bits.

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from detcompile.templates.device.dependent_launch import launch_options, let_next_start, wait_for_earlier
 
-__all__ = ["LIKELIEST_DTYPES", "fill_pending_cuda", "likeliest_cuda"]
-
 LIKELIEST_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _WIDTH = 2048

@@ -34,13 +34,6 @@ from detcompile.templates.cpu import library as cpu_library
 from detcompile.templates.registration import LIBRARY, define
 from detcompile.templates.training.attention_gpu import packed_attention_backward_cuda, packed_attention_cuda
 
-__all__ = [
-    "Attended",
-    "packed_attention_backward_cpu",
-    "packed_attention_cpu",
-    "reference_packed_attention",
-]
-
 
 class Attended(NamedTuple):
     """Operands and results of a forward, as its backward takes them."""

@@ -27,16 +27,6 @@ from detcompile.templates.training.attention_schedules import (
     reference_tiles,
 )
 
-__all__ = [
-    "ATTENTION_GRADIENTS",
-    "attention_lse",
-    "gradient_problem",
-    "key_gradients",
-    "packed_attention_backward_cuda",
-    "packed_attention_cuda",
-    "query_gradient",
-]
-
 _BLOCK = 64  # keys per block of the temporary cache
 _LSE_QUERIES = 64
 _SHORT = ShortTile()

@@ -17,8 +17,6 @@ from detcompile.templates.device.primitives import LOG2_E
 from detcompile.templates.rows.tile_sums import tile_total
 from detcompile.templates.rows.tiles import CALLERS, load_rows, rows_at
 
-__all__ = ["KEY_BLOCK", "delta_kernel", "dkdv_kernel", "dq_kernel", "lse_kernel"]
-
 KEY_BLOCK = tl.constexpr(128)  # orders.Keys.block
 LSE_QUERIES = tl.constexpr(64)
 LSE_KEYS = tl.constexpr(64)

@@ -6,8 +6,6 @@ A schedule never affects bits; `templates.device.gate` checks this.
 import functools
 from dataclasses import dataclass
 
-__all__ = ["GradientProblem", "GradientTiles", "candidates", "reference_tiles"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientProblem:

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from detcompile.errors import NumericsError
 
-__all__ = ["ExactnessGuard", "limit_of", "magic_of", "round_to_grid"]
-
 FEWEST_BITS = 12  # bits on the grid of the largest logit gradient; deep layers' parameters have smaller gradients
 
 

@@ -27,14 +27,6 @@ from detcompile.templates.rows.softmax_gpu import log_normalizer_cuda
 from detcompile.templates.rows.sums_and_norms_gpu import P_LOG_P, row_sum_cuda
 from detcompile.templates.training.row_gradients_gpu import logit_gradients
 
-__all__ = [
-    "reference_token_logprobs",
-    "token_logprobs_backward_cpu",
-    "token_logprobs_backward_cuda",
-    "token_logprobs_cpu",
-    "token_logprobs_cuda",
-]
-
 ELEMENTS_AT_ONCE = 1 << 27  # bounds the memory of logits divided by a temperature, or copied for alignment
 
 

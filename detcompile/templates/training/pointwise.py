@@ -21,8 +21,6 @@ from torch import Tensor
 from detcompile.templates.cpu import library as cpu_library
 from detcompile.templates.device.launcher import cdiv, launcher
 
-__all__ = ["AdamWStep", "adamw", "policy_terms"]
-
 _BLOCK = 1024
 
 

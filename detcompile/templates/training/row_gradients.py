@@ -22,8 +22,6 @@ from detcompile.templates.training.row_gradients_gpu import (
     softmax_backward_cuda,
 )
 
-__all__ = ["layer_norm_backward_cpu", "rms_norm_backward_cpu", "softmax_backward_cpu"]
-
 
 def rms_norm_backward_cpu(
     g: Tensor, x: Tensor, weight: Tensor | None, eps: float, round_before_weight: bool, isa: str | None = None

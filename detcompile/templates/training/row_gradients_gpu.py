@@ -29,8 +29,6 @@ from detcompile.templates.rows.tiles import (
     store_rows,
 )
 
-__all__ = ["layer_norm_backward_cuda", "logit_gradients", "rms_norm_backward_cuda", "softmax_backward_cuda"]
-
 _SHORT = ShortTile()
 _LOGITS = 4096  # per program
 

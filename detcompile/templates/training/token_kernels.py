@@ -13,8 +13,6 @@ import triton.language as tl
 
 from detcompile.templates.matmul.kernels import grouped
 
-__all__ = ["token_matmul_kernel", "token_scatter_kernel", "token_sum_kernel"]
-
 FP32_BLOCK = tl.constexpr(128)
 
 

@@ -6,8 +6,6 @@ A schedule never affects bits; `templates.device.gate` checks this.
 import functools
 from dataclasses import dataclass
 
-__all__ = ["TokenProblem", "TokenTiles", "candidates", "reference_schedule"]
-
 # The smaller tiles allow two resident programs: one multiplies while the other finishes a leaf.
 _TMA = [
     (128, 128, 64, 8, 4), (128, 128, 64, 8, 5), (128, 128, 128, 8, 3), (64, 128, 64, 4, 4), (64, 128, 64, 4, 3),

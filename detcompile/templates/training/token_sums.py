@@ -26,14 +26,6 @@ from detcompile.templates.registration import define
 from detcompile.templates.training.exactness import limit_of, magic_of
 from detcompile.templates.training.token_sums_gpu import token_matmul_cuda, token_scatter_cuda, token_sum_cuda
 
-__all__ = [
-    "reference_token_matmul",
-    "reference_token_scatter",
-    "token_matmul_cpu",
-    "token_scatter_cpu",
-    "token_sum_cpu",
-]
-
 GRID = -44  # the default of Numerics.token_grid
 
 

@@ -22,16 +22,6 @@ from detcompile.templates.training import token_kernels
 from detcompile.templates.training.exactness import limit_of
 from detcompile.templates.training.token_schedules import TokenProblem, TokenTiles, candidates, reference_schedule
 
-__all__ = [
-    "TOKEN_MATMUL",
-    "run_token_matmul",
-    "token_matmul_cuda",
-    "token_problem",
-    "token_scatter_cuda",
-    "token_sum_cuda",
-    "tune_token_matmul",
-]
-
 _ROWS_A_PROGRAM = 512  # for token_sum
 
 

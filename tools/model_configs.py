@@ -54,7 +54,9 @@ SIZES: dict[str, int] = {
         ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", "zero_expert_num"), _EXPERTS
     ),
     **dict.fromkeys(
-        ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "n_group", "top_k_experts"), 2
+        ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "n_group", "num_expert_group",
+         "top_k_experts"),
+        2,
     ),
     **dict.fromkeys(("topk_group", "num_nextn_predict_layers", "first_k_dense_replace", "num_ngram"), 1),
     **dict.fromkeys(
@@ -81,6 +83,7 @@ SIZES: dict[str, int] = {
     **dict.fromkeys(("hidden_size_per_layer_input", "router_hidden_size"), _HEAD_DIM),
     **dict.fromkeys(("chunk_size", "mamba_chunk_size"), 16),
     **dict.fromkeys(("index_topk", "index_topk_blocks"), WINDOW),
+    "hidden_size_global": 2 * _HIDDEN,
     "patch_size": 4,
     "image_size": 16,
     "floor_scale": 32,  # positions from which queries are scaled
@@ -119,6 +122,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
     "dots1": {**_TWO_EXPERTS, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    "dots3_note_audio_encoder": {"adapter_input_size": _HIDDEN, "adapter_out_dim": _HIDDEN},
+    "dots3_note_vision_encoder": {"adapter_in_dim": _HIDDEN, "adapter_out_dim": _HIDDEN, "num_hidden_layers": 2,
+                                  "mlp_layer_types": ["dense", "sparse"]},
     "gemma3n_text": {**_SHARED_KEYS, "intermediate_size": [_MLP] * 4, "activation_sparsity_pattern": [0.95, 0.0] * 2},
     "granitemoehybrid": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
     "hrm_text": {"num_hidden_layers": 1, "num_layers_per_stack": None, "H_cycles": 1, "L_cycles": 2},

@@ -8,7 +8,9 @@ import contextlib
 import functools
 import inspect
 import sys
+import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 from unittest import mock
 
@@ -245,8 +247,18 @@ def _run_once(model: PreTrainedModel) -> set[str]:
                 input_ids=ids, position_ids=torch.arange(2, device=device)[None], use_cache=False, **{STEP_KWARG: step}
             )
         except (AttributeError, TypeError) as error:
-            raise UnsupportedModel(f"{type(model).__name__}.forward cannot take the step inputs: {error}") from error
+            raise UnsupportedModel(_obstacle(model, error)) from error
     return masks
+
+
+def _obstacle(model: nn.Module, error: Exception) -> str:
+    """Return why a model's code cannot run on a packed step."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    line = (frame.line or "").rstrip(",")
+    if "attention_mask" not in line:
+        return f"{type(model).__name__}.forward cannot take the step inputs: {error}"
+    place = f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}"
+    return f"{line} at {place}: the model's code reads its attention mask, and a packed step has none"
 
 
 @contextlib.contextmanager

@@ -101,10 +101,8 @@ def _openai_gpt(self: Any, x: Tensor, attention_mask: Any = None, **kwargs: Any)
     return [self.c_proj(attend(self, query, key, value, kwargs.get(STEP_KWARG), scaling=scale))]
 
 
-def _bert(
-    self: Any, hidden_states: Tensor, *_: Any, encoder_hidden_states: Tensor | None = None, **kwargs: Any
-) -> Any:
-    """git, megatron_bert, rembert. Attention to an encoder is refused."""
+def _bert(self: Any, hidden_states: Tensor, *_: Any, encoder_hidden_states: Tensor | None = None, **kwargs: Any) -> Any:
+    """big_bird with attention_type="original_full", git, megatron_bert, rembert. Attention to an encoder is refused."""
     if encoder_hidden_states is not None:
         raise UnsupportedModel(f"{type(self).__name__}: keys of an encoder; only its own tokens' are known")
     query, key, value = (
@@ -201,6 +199,7 @@ def _turned(states: Tensor, table: Tensor) -> Tensor:
 # These scale queries by their positions, which the model does not pass to its attention.
 SCALED_BY_POSITION = ("inkling.modeling_inkling.InklingAttention", "llama4.modeling_llama4.Llama4TextAttention")
 OWN_ATTENTION: dict[str, Callable[..., Any]] = {
+    "big_bird.modeling_big_bird.BigBirdSelfAttention": _bert,
     "bigbird_pegasus.modeling_bigbird_pegasus.BigBirdPegasusDecoderAttention": projected_attention,
     CODEGEN: _codegen,
     "deepseek_v2.modeling_deepseek_v2.DeepseekV2Attention": _deepseek_v2,

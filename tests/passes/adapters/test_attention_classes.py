@@ -16,6 +16,7 @@ from detcompile.passes.capture import freeze_rope, probe_attention
 from detcompile.passes.modules.positions import give_positions
 from detcompile.releases import numbers
 from tests.model_cases import VOCAB_SIZE, random_model
+from tools.model_configs import ARCHITECTURES, tiny_model
 
 IDS = torch.randint(4, VOCAB_SIZE, (2, 90), generator=torch.Generator().manual_seed(5))
 POSITIONS = {"max_position_embeddings": 128}
@@ -23,6 +24,7 @@ BART = {"d_model": 80, "decoder_layers": 2, "decoder_ffn_dim": 96, "decoder_atte
 BERT = {"num_hidden_layers": 2, "num_attention_heads": 4, "is_decoder": True} | POSITIONS
 GPT = {"n_embd": 80, "n_layer": 2, "n_head": 4, "n_positions": 128}
 XLM = {"emb_dim": 80, "n_layers": 2, "n_heads": 4, "pad_token_id": 2} | POSITIONS
+READS_ITS_MASK = ("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4", "qwen4_exp_text")  # by an indexer
 TYPES = ["sliding_attention", "full_attention"]
 CASES = {
     "codegen": (GPT | {"rotary_dim": 12}, [0, 0]),
@@ -54,7 +56,13 @@ CASES = {
         [33, 0],
     ),
 }
-BERTS = {"megatron-bert": BERT, "rembert": BERT | {"input_embedding_size": 80, "output_embedding_size": 80}}
+BERTS = {
+    "big_bird": BERT | {"attention_type": "original_full"},
+    "megatron-bert": BERT,
+    "rembert": BERT | {"input_embedding_size": 80, "output_embedding_size": 80},
+    "roformer": BERT | {"embedding_size": 80},
+    "roformer with turned values": BERT | {"embedding_size": 80, "rotary_value": True},
+}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -63,13 +71,14 @@ def test_logits_and_windows_are_the_models_own(case: str) -> None:
     require_equal_logits(case.partition(" ")[0], changes, windows)
 
 
-@pytest.mark.parametrize("name", BERTS)
-def test_berts_that_mask_as_decoders_are_taken(name: str) -> None:
+@pytest.mark.parametrize("case", BERTS)
+def test_berts_that_mask_as_decoders_are_taken(case: str) -> None:
     """In transformers 5.24; earlier ones see both ways, whatever the config says."""
+    name = case.partition(" ")[0]
     with torch.no_grad():
-        model = random_model(name, torch.float32, **BERTS[name])
+        model = random_model(name, torch.float32, **BERTS[case])
         if hasattr(sys.modules[type(model).__module__], "create_causal_mask"):
-            require_equal_logits(name, BERTS[name], [0, 0])
+            require_equal_logits(name, BERTS[case], [0, 0])
         else:
             with pytest.raises(UnsupportedModel, match="asks for create_bidirectional_mask"):
                 probe_attention(model, 64)
@@ -113,6 +122,14 @@ def test_a_class_of_the_same_name_from_elsewhere_is_left_alone() -> None:
     give_positions(model)
     with pytest.raises(UnsupportedModel, match=r"called the attention interface for layers \[\]"):
         probe_attention(model, 64)
+
+
+@pytest.mark.parametrize("name", [name for name in READS_ITS_MASK if name in ARCHITECTURES])
+def test_code_that_reads_its_mask_is_named(name: str) -> None:
+    with pytest.raises(
+        UnsupportedModel, match=r"attention_mask.* at modeling_\w+\.py:\d+ in forward: the model's code reads"
+    ):
+        probe_attention(tiny_model(name), 64)
 
 
 @pytest.mark.skipif(numbers(transformers.__version__) >= (5, 24), reason="moshi is causal in 5.24")

@@ -129,7 +129,7 @@ def compile(
     how: LoadOptions = {"dtype": dtype, "device": device, "revision": revision, "token": token}
     how |= {"trust_remote_code": trust_remote_code, "task": task, "gguf_file": gguf_file}
     with shown(progress):
-        require_release()
+        require_release()  # as capture does; here before weights are loaded and workers are started
         given = find(model, **how) if isinstance(model, (str, Path)) else loaded_before(model, **how)
     alone = tp_group is None and not dist.is_initialized()
     if pp > 1 and not alone:

@@ -1,16 +1,20 @@
 """Releases of torch, transformers and triton beyond the tested ones: probed, then warned of or refused by name."""
 
+import importlib
+import inspect
 import json
+import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import detcompile
-from detcompile import UnsupportedRelease, releases
+from detcompile import Numerics, UnsupportedRelease, releases
 from detcompile.commands import cli
 from detcompile.passes import release_probe
 from detcompile.passes.release_probe import LOGITS, require_release
@@ -31,6 +35,29 @@ def empty_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Non
     release_probe._require.cache_clear()
     yield
     release_probe._require.cache_clear()
+
+
+def traced(_: Path) -> None:
+    torch.compile(torch.nn.LayerNorm(8).eval(), backend="detcompile")(torch.ones(2, 8))
+
+
+ENTRIES: dict[str, Callable[[Path], Any]] = {
+    "Backend": traced,
+    "LLM": lambda _: detcompile.LLM("tiny"),
+    "Trainer": lambda _: detcompile.Trainer(detcompile.load_model("tiny"), Numerics(), 64),
+    "compile": lambda _: detcompile.compile("tiny"),
+    "export": lambda file: detcompile.export(detcompile.load_model("tiny"), file),
+    "load": detcompile.load,
+    "trainer": lambda _: detcompile.trainer("tiny"),
+}
+
+
+WITHOUT_TEST = {
+    "audit": "compiles as check does, for a log of receipts",
+    "fetch": "compiles nothing",
+    "replay": "compiles as check does, for a receipt",
+    "serve": "compiles in a process of its own, which patches do not reach",
+}
 
 
 def install(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
@@ -114,14 +141,52 @@ def test_older_release_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) ->
         require_release()
 
 
-def test_every_entry_point_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_entry_point_has_a_case() -> None:
+    """Each public name whose arguments are a model or a file."""
+    takes = re.compile("PreTrainedModel|Path|GraphModule")
+    entries = set()
+    for name in detcompile.PLACES:
+        value = getattr(detcompile, name)
+        if callable(value) and not (isinstance(value, type) and issubclass(value, BaseException)):
+            called = [value, getattr(value, "__call__", None)] if isinstance(value, type) else [value]  # noqa: B004
+            if any(takes.search(str(inspect.signature(one))) for one in called if one is not None):
+                entries.add(name)
+    assert entries - {"load_model"} == ENTRIES.keys()  # load_model returns a plain module
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_every_entry_point_refuses(entry: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     failing_probe(monkeypatch)
-    for enter in (detcompile.compile, detcompile.trainer, detcompile.LLM):
-        with pytest.raises(UnsupportedRelease, match=r"torch 2\.16\.0"):
-            enter("tiny")
-    compiled = torch.compile(torch.nn.LayerNorm(8).eval(), backend="detcompile")
-    with torch.no_grad(), pytest.raises(Exception, match=r"torch 2\.16\.0 .* does not compile the embedded model"):
-        compiled(torch.ones(2, 8))
+    file = tmp_path / "model.pt2"
+    file.touch()
+    with torch.no_grad(), pytest.raises(Exception, match=r"torch 2\.16\.0 .* does not compile the embedded") as refused:
+        ENTRIES[entry](file)
+    assert entry == "Backend" or refused.type is UnsupportedRelease  # torch.compile wraps what a backend raises
+
+
+def test_refused_model_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing_probe(monkeypatch)
+    model = detcompile.load_model("tiny")
+    before = {name: type(module) for name, module in model.named_modules()}
+    for enter in (detcompile.compile, detcompile.trainer, lambda model: detcompile.Trainer(model, Numerics(), 64)):
+        with pytest.raises(UnsupportedRelease):
+            enter(model)
+    assert {name: type(module) for name, module in model.named_modules()} == before
+
+
+def test_every_command_with_a_model_refuses(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing_probe(monkeypatch)
+    rest = {"export": [str(tmp_path / "model.pt2")], "generate": ["hello"]}
+    modules = {name: importlib.import_module(cli.module_of(name)) for name in cli.COMMANDS}
+    with_model = {name for name in modules if "model" in inspect.signature(modules[name].command).parameters}
+    assert with_model > WITHOUT_TEST.keys()
+    for command in sorted(with_model - WITHOUT_TEST.keys()):
+        monkeypatch.setattr(sys, "argv", ["detcompile", command, "tiny", *rest.get(command, [])])
+        with pytest.raises(SystemExit, match=r"^2$"):
+            cli.main()
+        assert "UnsupportedRelease\ntorch 2.16.0 (tested: " in capsys.readouterr().err, command
 
 
 def test_variable_takes_any_release(monkeypatch: pytest.MonkeyPatch) -> None:

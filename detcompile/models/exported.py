@@ -20,6 +20,7 @@ from detcompile.models.compiled import CompiledModel
 from detcompile.models.remote import load_in_workers
 from detcompile.orders.numerics import Numerics
 from detcompile.parallel import tensor_parallel
+from detcompile.passes.release_probe import require_release
 from detcompile.runtime.requests.plain_values import file_path, shown
 from detcompile.storage import TEMPORARY_ADVICE, disk_failure
 from detcompile.templates.cpu import library as cpu_library
@@ -38,14 +39,16 @@ class ExportedModel(CompiledModel):
 def load(path: str | Path, *, tp_group: ProcessGroup | None = None) -> CompiledModel:
     """Load a compiled model from a file written by ``export``: same bits, same fingerprint.
 
-    Neither the model's class in transformers nor a C++ compiler is needed. The ranks of a model that was compiled for
-    several run in worker processes again, as a RemoteModel. If torch.distributed is initialized (torchrun), no workers
-    are started: every process calls load() and takes its own rank's share.
+    Neither the model's class in transformers nor a C++ compiler is needed, except for the probe of an untested release.
+    The ranks of a model that was compiled for several run in worker processes again, as a RemoteModel. If
+    torch.distributed is initialized (torchrun), no workers are started: every process calls load() and takes its own
+    rank's share.
 
     Args:
         tp_group: the processes that share the model, as in ``compile``.
 
     Raises:
+        UnsupportedRelease: the installed torch, transformers or triton is untested and fails a probe.
         ArchiveError: the file is damaged, or was made for another machine, torch or detcompile.
         InvalidInput: the file does not exist; there are too few GPUs, or the number of processes is not that of ranks;
             ranks load different archives; or this process runs CPU kernels of another compiler.
@@ -60,6 +63,7 @@ def load(path: str | Path, *, tp_group: ProcessGroup | None = None) -> CompiledM
         raise InvalidInput(f"{shown(str(path))}: {error.strerror}; pass a file written by export") from error
     if not exists:
         raise InvalidInput(f"{path}: no such file; pass one written by export")
+    require_release()
     opened = Archive(path, rank=None)
     facts = opened.facts
     if facts.get("format") != FORMAT:

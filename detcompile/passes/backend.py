@@ -111,7 +111,7 @@ class Backend:
         return functools.partial(Call, self.graph_breaks, self.roles_of is None)
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Compiled:
-        if self.roles_of is None:  # torch.compile; compile() and trainer() have checked it
+        if self.roles_of is None:  # torch.compile; capture has checked it for models
             require_release()
         if torch.is_grad_enabled() and any(getattr(given, "requires_grad", False) for given in example_inputs):
             raise UnsupportedModel("the templates have no gradient: call the compiled module under torch.no_grad()")

@@ -36,6 +36,7 @@ from detcompile.passes.modules.attention import (
 )
 from detcompile.passes.modules.pooling_heads import attends_both_ways
 from detcompile.passes.modules.recurrences import Recurrences
+from detcompile.passes.release_probe import require_release
 from detcompile.step import KVGroup, StepInputs, kv_groups
 from detcompile.torch_internals.dynamo import compile_lock
 from detcompile.transformers_internals.attention import mask_functions
@@ -61,14 +62,16 @@ MASK_SHAPING = ("or_mask_function", "and_mask_function", "block_sequence_ids")  
 
 
 def isolated(function: Callable[P, R]) -> Callable[P, R]:
-    """Run ``function``, which captures a model, outside torch.autocast and with a lock.
+    """Run ``function``, which captures a model, outside torch.autocast and with a lock, under releases that pass.
 
     Capture patches torch and transformers, so only one thread captures at a time. The lock is Dynamo's: torch.compile
-    in another thread takes it too.
+    in another thread takes it too. Every way to a program of a Hugging Face model goes through here, so the check of
+    the releases is here: a refused model is unchanged.
     """
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        require_release()
         with compile_lock, torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             return function(*args, **kwargs)
 

@@ -11,7 +11,6 @@ from detcompile.models.compiled import CompiledModel
 from detcompile.models.loading import Load, LoadOptions, find, loaded_before
 from detcompile.orders.numerics import Numerics
 from detcompile.passes.capture import require_ready
-from detcompile.passes.release_probe import require_release
 from detcompile.progress import shown, stage
 from detcompile.training.adapters import require_no_dropout
 from detcompile.training.agreement import require_same_orders
@@ -64,7 +63,6 @@ def trainer(
     how: LoadOptions = {"dtype": dtype, "device": device, "revision": revision, "token": token}
     how |= {"trust_remote_code": trust_remote_code, "task": None}
     with shown(progress):
-        require_release()
         source = find(model, **how) if isinstance(model, (str, Path)) else loaded_before(model, **how)
         module = source.on(source.device) if isinstance(source, Load) else source
         require_ready(module)

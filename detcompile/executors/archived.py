@@ -20,7 +20,7 @@ from detcompile.executors.live_weights import LiveWeights
 from detcompile.executors.local import LocalExecutor
 from detcompile.orders.numerics import Numerics
 from detcompile.parallel import TensorParallel
-from detcompile.passes.programs.binding import example_step, require_kept
+from detcompile.passes.programs.binding import example_step, require_cache_writes
 from detcompile.runtime.engine_setup import Forwards
 from detcompile.step import StepInputs, step_leaves
 from detcompile.storage import in_temporary_folder
@@ -50,7 +50,7 @@ def executor_from(archive: Archive, ranks: TensorParallel | None = None) -> Loca
     loaded = _Library(Path(folder.name, library), share["arguments"], weights, ranks)
     forward = in_float_mode(loaded, sizes.device, share["num_threads"])
     step = example_step(sizes.kv_shapes, len(sizes.kv_groups), sizes.state_shapes, sizes.dtype, sizes.device)
-    require_kept(forward, sizes.kv_groups, step)
+    require_cache_writes(forward, sizes.kv_groups, step)
     origin = ArchivedProgram(facts["fingerprint_parts"], folder)
     return LocalExecutor(description, Forwards(forward), live, origin, ranks)
 

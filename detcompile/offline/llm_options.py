@@ -1,6 +1,6 @@
-"""Options of vLLM's LLM: those of compile() and EngineConfig, and those that are accepted only if they have no effect.
+"""Options of vLLM's LLM. Some map to compile() and EngineConfig; others are accepted only at a value without effect.
 
-Options that would change an answer, or promise something that is not implemented, are rejected by name.
+A value that would change an answer, or that asks for something not implemented, is rejected by name.
 """
 
 from collections.abc import Mapping
@@ -22,8 +22,7 @@ DTYPES = {
     "float": torch.float32,
     "float32": torch.float32,
 }
-# Ignored options, with the value that has no effect, besides None. ANY: options that affect only speed or logs.
-ANY = object()
+ANY = object()  # every value is accepted
 QUANTIZED = "a checkpoint's own quantization is used (docs/quantization.md)"
 ONE_ENGINE = "one engine serves one model, over tensor_parallel_size ranks"
 LOCAL = "checkpoints are read as transformers reads them"
@@ -70,6 +69,7 @@ NO_ANSWER = (  # options of vLLM for kernels, memory, logs or downloads, which d
     "swap_space", "ubatch_size", "use_replayssm", "use_tqdm_on_load", "video_pruning_method", "video_pruning_rate",
     "watchdog_config", "watermark",
 )  # fmt: skip
+# Ignored options: the value that has no effect (as None never has), and the advice for other values.
 NEUTRAL: Mapping[str, tuple[Any, str]] = {
     **dict.fromkeys(NO_ANSWER, (ANY, "")),  # scheduling_policy: first come, first served among equal priorities
     "additional_config": ({}, "there is no platform plugin"),
@@ -78,7 +78,7 @@ NEUTRAL: Mapping[str, tuple[Any, str]] = {
     "aux_output_config": (None, AUX),
     "calculate_kv_scales": (False, "the KV cache has the model's dtype"),
     "chat_template": (None, "pass chat_template to chat(), or set tokenizer.chat_template"),
-    "code_revision": (None, "remote code is of the model's revision"),
+    "code_revision": (None, "remote code comes from the model's revision"),
     "config_format": ("auto", LOCAL),
     "convert": ("auto", "the model is a causal LM"),
     "cpu_offload_gb": (0, "weights and KV cache stay where the model is"),
@@ -144,7 +144,7 @@ NEUTRAL: Mapping[str, tuple[Any, str]] = {
     "model_loader_extra_config": ({}, LOCAL),
     "nnodes": (1, "detcompile serve runs engines over several machines (docs/serving.md)"),
     "node_rank": (0, "detcompile serve runs engines over several machines (docs/serving.md)"),
-    "override_generation_config": ({}, "SamplingParams has what a request is drawn with"),
+    "override_generation_config": ({}, "pass sampling settings in SamplingParams"),
     "pooler_config": (None, "the model is a causal LM"),
     "prefill_context_parallel_size": (1, ONE_ENGINE),
     "quantization": (None, QUANTIZED),
@@ -164,7 +164,7 @@ NEUTRAL: Mapping[str, tuple[Any, str]] = {
     "structured_outputs_config": (ANY, ""),
     "task": ("generate", "the model is a causal LM"),
     "tokenizer_mode": ("auto", "pass a tokenizer of transformers"),
-    "tokenizer_revision": (None, "the tokenizer is of the model's revision; or pass one of transformers"),
+    "tokenizer_revision": (None, "the tokenizer comes from the model's revision; or pass one of transformers"),
     "tokens_only": (False, "pass prompts as token ids; nothing reads text then"),
     "tool_call_parser": (None, PLAIN),
     "use_fp64_gumbel": (False, "noise is drawn in one way, so that a seed repeats its answer"),

@@ -15,7 +15,7 @@ from detcompile.parallel import PipelineStage, TensorParallel
 from detcompile.passes.batches import certify_batches
 from detcompile.passes.capture import PackedForward
 from detcompile.passes.layers.structure import Repeats, layer_list
-from detcompile.passes.programs.binding import CompiledGraph, bind, binding_of, require_kept
+from detcompile.passes.programs.binding import CompiledGraph, bind, binding_of, require_cache_writes
 from detcompile.passes.programs.canonical_form import never_run
 from detcompile.passes.programs.lanes import precompile_header
 from detcompile.passes.tracing import Seen, Traced, find_repeats, trace_packed
@@ -174,7 +174,7 @@ def compile_packed(
     """Compile a packed forward and check that it writes the caches of ``groups`` in place."""
     traced = trace_packed(packed, numerics, seen, compile_fx_inner, repeats=repeats, here=here)
     forward = bind(traced.graph.run, binding_of(traced.graph, traced.example))
-    require_kept(forward, groups, traced.example)
+    require_cache_writes(forward, groups, traced.example)
     return forward, traced
 
 

@@ -49,7 +49,7 @@ class Service:
         max_body: bytes of a request's body.
         queue_timeout: seconds until the first token; also the limit for waiting for a grammar check.
         timeout: seconds for a whole answer.
-        fleet: creates the engines' fleet, given a callback for each answer and its delta.
+        fleet: creates the fleet; its argument is called with each answer and delta.
         receipts: issues receipts; None takes an unsigned Issuer.
         journal: records requests with an Idempotency-Key; closed by ``stop``.
         keys: the current API keys. With several, each may use half of a limit.
@@ -90,7 +90,7 @@ class Service:
         self.limiter = AdmissionLimiter(max_queue, max_queued_tokens, self.metrics, keys)
         self.bodies = BodyLimiter(max_body, self.metrics, keys)
         self.responses = KeptResponses()
-        kept = "Bytes of receipts and responses that are kept for who asks later."
+        kept = "Bytes of receipts and responses kept for later requests."
         self.metrics.add_gauge("kept_bytes", kept, lambda: self.receipts.num_bytes + self.responses.num_bytes)
         self.deadlines = Deadlines(queue_timeout, timeout, self.fleet.cancel)
         self.jobs = Jobs(self.submit, self.issue, lambda: self.model, self.receipts.salt, journal=journal)
@@ -166,7 +166,7 @@ class Service:
             HTTPError: 503.
         """
         if not self.fleet.ready:
-            raise HTTPError(503, "no engine serves just now: one is starting", code="unavailable", retry_after=5)
+            raise HTTPError(503, "no engine is ready: one is starting", code="unavailable", retry_after=5)
 
     def require_model(self, name: str | None) -> None:
         """Refuse a request for another model.

@@ -40,8 +40,8 @@ from detcompile.training.sharding import ExactSum, Unreplicated, mesh_of, shard_
 class Trainer(Unreplicated):
     """A trainer of a causal LM, created by ``detcompile.trainer``.
 
-    Its parameters have Hugging Face's names. Trained ones are float32, and are rounded to the model's dtype for the
-    forward, which equals serving's: dropout is off. Gradients are exact sums over tokens, rounded once to float32: they
+    Its parameters have Hugging Face's names. Trained parameters are float32. The forward rounds them to the model's
+    dtype and equals serving's: dropout is off. Gradients are exact sums over tokens, rounded once to float32. They
     depend only on the weights, the sequences and each token's weight in the loss.
 
     Attributes:
@@ -107,8 +107,9 @@ class Trainer(Unreplicated):
         """Share the parameters among ranks with FSDP2, block by block; torch.distributed must be initialized.
 
         Every rank then reads its own sequences, in the same number of micro-batches, and optimizers take
-        ``parameters()``, which are DTensors from now on. Gradients, their norm and the weights do not depend on the
-        ranks if each token's weight in the loss is a function of the global batch: losses are added, not averaged.
+        ``parameters()``, which are DTensors from now on. Losses are added over ranks, not averaged. If each token's
+        weight in the loss is a function of the global batch, gradients, their norm and the weights do not depend on the
+        number of ranks.
 
         Args:
             mesh: one dimension of ranks, or two, to replicate over the first; None for all ranks.
@@ -184,9 +185,9 @@ class Trainer(Unreplicated):
 
         Args:
             input_ids, attention_mask, position_ids: [B, C], with padding on the left, the right or both.
-            labels: [B, C], -100 for none; a label is the token at its own place, which the previous one predicts.
-            num_items_in_batch: divisor of the loss; None: the number of labels of this call, so that a gradient depends
-                on the split into micro-batches.
+            labels: [B, C], -100 for none; labels[:, t] is the token at t, scored by the logits at t - 1.
+            num_items_in_batch: divisor of the loss. None takes the number of labels of this call; the gradient then
+                depends on the split into micro-batches.
             **keywords: Hugging Face keywords without effect, such as use_cache.
 
         Returns:
@@ -232,7 +233,7 @@ class Trainer(Unreplicated):
         return logprobs
 
     def _scored(self, batch: UnpaddedBatch, temperature: float) -> tuple[Tensor, Tensor]:
-        """Return ``logprobs`` and the entropies: FSDP unshards only before the backward of returned tensors."""
+        """Return (log-probabilities, entropies): both as results, because FSDP unshards for the backward of results."""
         step = packed_step(batch, self.numerics.token_leaf, self.device)
         weights = self._weights()
         rows = self._rows(step, weights)
@@ -295,8 +296,8 @@ class Trainer(Unreplicated):
     def _begin_backward(self, gradient: Tensor) -> None:
         if backward_keeps_graph():
             raise InvalidInput(
-                "retain_graph=True or create_graph=True: a trainer's backward runs once, and has no gradient. Add the "
-                "losses of one forward and call backward() on their sum, or run the forward again."
+                "retain_graph=True or create_graph=True: a trainer's backward runs once and cannot be differentiated."
+                " Add the losses of one forward and call backward() on their sum, or run the forward again."
             )
         self._guard.add_loss(gradient)
 

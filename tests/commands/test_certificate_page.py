@@ -165,7 +165,7 @@ REFUSED = {
     "_c10d_functional.all_reduce.default at a.py:4 f: a collective of torch.distributed, …": "Collectives",
     "aten.bmm.default at a.py:3 f: a batched matrix product without a pinned order": "Attention outside",
     "the model calls attention 2 times, the graph holds 1 attention nodes": "Attention outside",
-    "aten.conv1d at a.py:3 f: the recurrence's operands are of different rows": "Recurrences",
+    "aten.conv1d at a.py:3 f: the recurrence's operands have different rows": "Recurrences",
     "aten.arange.default at a.py:3 f: numbers the rows of the batch (…)": "The number of rows",
     "aten.cumsum<T> at b.py:4 g: a running sum whose order is not pinned": "Sums and ties",
     "aten.copy_.default at b.py:4 g: mutating operation aten.copy_": "Writes in place",

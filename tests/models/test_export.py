@@ -186,7 +186,7 @@ def test_what_is_known_of_the_model_comes_along(models: dict[str, CompiledModel]
 
 def test_it_has_to_keep_what_it_writes(archives: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr(archived, "require_kept", lambda *given: seen.append(given))
+    monkeypatch.setattr(archived, "require_cache_writes", lambda *given: seen.append(given))
     model = detcompile.load(archives["llama"])
     ((forward, groups, step),) = seen
     assert forward is model.executor.forwards.plain and groups == model.facts.kv_groups

@@ -17,7 +17,7 @@ def run_plainly(gm: fx.GraphModule, *_: Any, **__: Any) -> Callable[..., Any]:
     """Run a graph as it is, without a compiler. Takes the arguments of Inductor's compile function.
 
     auto_functionalized_v2(op, ..., _all_bases=caches)  ->  the same without copies of the caches. Copies are written
-    back at the end, and the last would undo the writes of other KV groups (programs.binding.require_kept).
+    back at the end, and the last would undo the writes of other KV groups (programs.binding.require_cache_writes).
     """
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))

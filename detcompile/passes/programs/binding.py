@@ -46,7 +46,7 @@ def binding_of(graph: CompiledGraph, example: ExampleStep) -> Binding:
         if isinstance(value, torch.SymInt):
             extent = sizes.get(sympy_size(value))
             if extent is None:  # its tensor is not read: the graph only checks that it is not empty
-                assert position in graph.checked, f"an extent of no input of the step is read: {value}"
+                assert position in graph.checked, f"the graph reads a size that no input of the step has: {value}"
                 extent = (0, 1)
             of_step.append((position, *extent))
         else:
@@ -76,7 +76,7 @@ def bind(run: Callable[..., Any], binding: Binding) -> Callable[..., Any]:
 
 
 def _sizes(graph: CompiledGraph, place: Mapping[int, int]) -> dict[Any, tuple[int, int]]:
-    """Return a leaf and dimension by symbol. ``place`` numbers the leaves by id."""
+    """Return the (leaf, dimension) that has each symbol's size. ``place`` is the index of a leaf by id."""
     sizes: dict[Any, tuple[int, int]] = {}
     for value, given in zip(graph.values, graph.inputs, strict=True):
         if id(given) in place:
@@ -157,12 +157,12 @@ UNWRITTEN = -4096.0  # exact in every dtype; no model computes a head with only 
 
 
 @torch.no_grad()
-def require_kept(forward: Callable[..., Any], groups: Sequence[KVGroup], example: ExampleStep) -> None:
+def require_cache_writes(forward: Callable[..., Any], groups: Sequence[KVGroup], example: ExampleStep) -> None:
     """Require that a program writes its KV caches in place, if layers of several KV groups share memory.
 
     Layer i of every group has one cache (runtime.kv.kv_cache). Compilers make graphs functional: each layer writes a
-    copy, and the copies go back at the end, where the last one undoes the writes of the others. Inductor usually
-    removes the copies. This runs a step on the program itself, in which each group has a block of the shared caches,
+    copy, all copies are written back at the end, and the last one undoes the writes of the others. Inductor usually
+    removes the copies. This check runs the program on one step in which each group has its block of the shared caches,
     so it also covers code from a cache, AOTInductor's code and plain graphs.
 
     Args:
@@ -187,9 +187,9 @@ def require_kept(forward: Callable[..., Any], groups: Sequence[KVGroup], example
     lost += _unwritten("v_caches", v_caches, groups, input_ids.shape[1])
     if lost:
         raise UnsupportedModel(
-            f"the compiled graph does not write its KV caches in place: after a step {', '.join(lost)} lack its"
-            f" tokens, as layers of {len(groups)} KV groups share them. The compiler copied them: use the torch that"
-            " constraints.txt names, and report the model if it is refused there too"
+            f"the compiled graph does not write its KV caches in place: after a step, {', '.join(lost)} lack the step's"
+            f" tokens. Layers of {len(groups)} KV groups share these caches, and the compiler copied them. Use torch as"
+            " pinned in constraints.txt; if it fails there too, report the model"
         )
 
 

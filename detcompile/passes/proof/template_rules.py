@@ -1,4 +1,4 @@
-"""Rules of the templates. Each sums over features alone; attention and recurrences have rules of their own.
+"""Proof rules of the templates: each operation may sum over features only, or over tokens in its documented order.
 
 A rule takes (node, context) and returns the state of the node's value, or raises Refusal with the reason.
 """
@@ -71,13 +71,13 @@ def matmul(node: fx.Node, ctx: Context) -> Rows:
 
 
 def batched_matmul(node: fx.Node, ctx: Context) -> Rows:
-    """Each matrix of the batch reads one whole matrix of the other. Rows of the first operand are independent."""
+    """Each row of the result reads one row of the first operand and one whole matrix of the second."""
     x, w = ctx.rows(node.args[0]), ctx.rows(node.args[1])
     require_feature(x, -1, "the sum of a matrix product")
     require_feature(w, -1, "the sum of a matrix product")
     if not is_feature(w.dims[-2]):
         advice = "fix the number of tokens of a sequence: torch._dynamo.mark_static(tensor, 1)"
-        raise Refusal(f"every row of a matrix meets {describe(w.dims[-2])}; where these are its own, {advice}")
+        raise Refusal(f"every row of the product reads {describe(w.dims[-2])}; if all belong to one sequence, {advice}")
     batch = join([Rows(x.dims[:-2]), Rows(w.dims[:-2])], len(x.dims) - 2)
     return Rows((*batch.dims, x.dims[-2], w.dims[-2]))
 
@@ -117,7 +117,7 @@ def of_experts(node: fx.Node, ctx: Context) -> Rows:
 
 
 def row_by_row(node: fx.Node, ctx: Context) -> Rows:
-    """Each row, along the last dimension, gives a row. Weights may also span the feature dimensions before it."""
+    """Each row along the last dimension becomes a row. Weights may span several trailing feature dimensions."""
     value = ctx.rows(node.args[0])
     require_feature(value, -1, "a row reduction")
     for weight in node.args[1:3]:
@@ -128,18 +128,18 @@ def row_by_row(node: fx.Node, ctx: Context) -> Rows:
 
 
 def _require_features_of(weight: fx.Node, value: Rows, sizes: tuple[sympy.Expr, ...]) -> None:
-    """Require that the last dimensions of a value, as many as the weight's elements fill, hold features."""
+    """Require features in the trailing dimensions that the norm's weight covers."""
     extent, covered, dim = math.prod(shape_of(weight)), sizes[-1], -1
     while covered != extent:
         dim -= 1
         if -dim > len(sizes):
-            raise Refusal(f"the weight of a norm has {extent} elements, which are no last dimensions of {list(sizes)}")
+            raise Refusal(f"the norm's weight has {extent} elements, which fit no trailing dimensions of {list(sizes)}")
         require_feature(value, dim, f"a norm's weight of {extent} elements")
         covered *= sizes[dim]
 
 
 def row_reduced(node: fx.Node, ctx: Context) -> Rows | tuple[Rows, ...]:
-    """Each row, along the last dimension, gives one value of each result."""
+    """Each row along the last dimension becomes one value in each result."""
     result = Rows(row_by_row(node, ctx).dims[:-1])
     return (result,) * len(node.meta["val"]) if isinstance(node.meta["val"], (tuple, list)) else result
 
@@ -158,7 +158,7 @@ def _require_step(given: Mapping[str, fx.Node], group: int | None, ctx: Context)
     for name, arg in given.items():
         state = ctx.states[arg]
         if not isinstance(state, Layout) or state.part != METADATA[name] or state.group not in (None, group):
-            raise Refusal(f"attention's {name} is not the step's own")
+            raise Refusal(f"attention's {name} is not that of the step")
 
 
 def _written_caches(node: fx.Node, ctx: Context) -> tuple[Layout, Layout]:
@@ -279,7 +279,7 @@ def expert_matmul_partial(node: fx.Node, ctx: Context) -> Rows:
 def tree_all_reduce(node: fx.Node, ctx: Context) -> Rows:
     partial, bias, residual, radices = node.args[:4]
     if partial.target is not ours.expert_matmul_partial.default:
-        raise Refusal("adds up ranks' values that are no partial sums of a matrix product")
+        raise Refusal("adds values of ranks that are not partial sums of a matrix product")
     tp = partial.args[-1]
     if math.prod(radices) != tp:
         raise Refusal(f"a tree over {math.prod(radices)} ranks adds the partial sums of {tp}")
@@ -308,7 +308,7 @@ def packed_recurrence(operands: dict[str, tuple[str, ...]]) -> Rule:
         kwargs = node.kwargs
         for name in STEP_OF_STATE:
             if ctx.states[kwargs[name]] != Layout(name):
-                raise Refusal(f"the recurrence's {name} is not the step's own")
+                raise Refusal(f"the recurrence's {name} is not that of the step")
         out = _rows(kwargs, operands, ctx, 0)
         return out, _written_state(node, ctx)
 
@@ -316,13 +316,13 @@ def packed_recurrence(operands: dict[str, tuple[str, ...]]) -> Rule:
 
 
 def _written_state(node: fx.Node, ctx: Context) -> Layout:
-    """Return the state that a functionalized operation writes: whole, part of the step, and written only here."""
+    """Return the state that a functionalized operation writes: a whole state of the step, written once."""
     kwargs = node.kwargs
     unknown = set(kwargs) - {argument.name for argument in schema_of(node.args[0]).arguments} - OF_STATE
     (base,) = kwargs[BASES]
     state = ctx.states[base]
     if unknown or not isinstance(state, Layout) or state.part != "states":
-        raise Refusal("the recurrence's state is not one of the step's own")
+        raise Refusal("the recurrence's state is not a state of the step")
     if state in ctx.caches:
         raise Refusal(f"{state.part}[{state.index}] is written twice in a step")
     ctx.caches[state] = node
@@ -340,7 +340,7 @@ def dense_recurrence(operands: dict[str, tuple[str, ...]]) -> Rule:
 
 
 def _rows(given: dict[str, Any], operands: dict[str, tuple[str, ...]], ctx: Context, tokens: int) -> Rows:
-    """Return the rows of the first operand, which the result shares. ``tokens`` is the dimension of tokens."""
+    """Return the result's rows: those of the first operand. ``tokens`` is the index of the token dimension."""
     for name in operands["weights"]:
         if given.get(name) is not None:
             require_weight(ctx.rows(given[name]), f"the recurrence's {name}")
@@ -351,5 +351,5 @@ def _rows(given: dict[str, Any], operands: dict[str, tuple[str, ...]], ctx: Cont
         if not in_order or not all(is_feature(dim) for dim in value.dims[tokens + 1 :]):
             raise Refusal(f"a recurrence over {[describe(dim) for dim in value.dims]}: its tokens are out of place")
         if value.dims[: tokens + 1] != values[0].dims[: tokens + 1]:
-            raise Refusal("the recurrence's operands are of different rows")
+            raise Refusal("the recurrence's operands have different rows")
     return values[0]

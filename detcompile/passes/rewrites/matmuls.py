@@ -19,8 +19,12 @@ __all__ = [
     "transposed_weight",
 ]
 
-aten = torch.ops.aten
-# Position of the argument.
+aten, prims = torch.ops.aten, torch.ops.prims
+convert = prims.convert_element_type.default
+MAX_TERMS = 8  # longest K of a product that becomes an elementwise sum
+MAX_MATRICES = 32  # each becomes a separate product
+GATE_DEVICES = ("cuda",)  # on a CPU Inductor's loop is as fast
+# Index of the residual argument.
 RESIDUAL_OF = {
     ours.matmul.default: 3,
     ours.dequant_matmul.default: 5,
@@ -90,8 +94,8 @@ def _fuse_residual(graph: fx.Graph, add: fx.Node, product: fx.Node, y: fx.Node, 
     flat = r
     if y is not product:  # [-1, N] avoids a symbolic size
         flat = insert(graph, aten.reshape.default, (r, [-1, int(product.meta["val"].shape[1])]), add)
-    place = RESIDUAL_OF[product.target]
-    fused = insert(graph, product.target, (*product.args[:place], flat, *product.args[place + 1 :]), add)
+    index = RESIDUAL_OF[product.target]
+    fused = insert(graph, product.target, (*product.args[:index], flat, *product.args[index + 1 :]), add)
     set_source_trace(fused, product)
     if y is not product:
         fused = insert(graph, y.target, (fused, *y.args[1:]), add)
@@ -100,34 +104,29 @@ def _fuse_residual(graph: fx.Graph, add: fx.Node, product: fx.Node, y: fx.Node, 
         graph.erase_node(dead)
 
 
-aten, prims = torch.ops.aten, torch.ops.prims
-MOST_TERMS = 8  # of a sum; longer ones need a template
-MOST_MATRICES = 32  # each becomes a separate product
-
-
 def pin_batched_products(gm: fx.GraphModule) -> fx.GraphModule:
-    """bmm(a_GMK, w_GKN)  ->  cat([mm(a_GMK[0], w_GKN[0]), ...])      where w has known extents: einsum, grouped linears
-    bmm(a_RMK, b_RKN)  ->  row_sum(a_RM1K * b_R1NK)             where K is small and M, N are known: gemma3n mixes so
-    bmm(a_RMK, b_RKN)  ->  batched_matmul(a_RMK, b_RNK)         where K is known, and M or N: attention of an encoder
+    """bmm(a_GMK, w_GKN)  ->  cat([mm(a_GMK[0], w_GKN[0]), ...])      if w's sizes are known: einsum, grouped linears
+    bmm(a_RMK, b_RKN)  ->  row_sum(a_RM1K * b_R1NK)             if K is small and M, N are known: gemma3n
+    bmm(a_RMK, b_RKN)  ->  batched_matmul(a_RMK, b_RNK)         if K is known, and M or N: an encoder's attention
     baddbmm(c, a, b)  ->  c + bmm(a, b)
     """
     for node in gm.graph.find_nodes(op="call_function", target=aten.baddbmm.default):
-        _add_apart(gm.graph, node)
+        _split_baddbmm(gm.graph, node)
     for node in gm.graph.find_nodes(op="call_function", target=aten.bmm.default):
         known = [[not size.free_symbols for size in shape_of(operand)] for operand in node.args]
         (_, M, K), (_, _, N) = known
-        whole = all(known[0] + known[1])  # rows cannot be told from weights here
-        if all(known[1]) and not whole and int(shape_of(node.args[1])[0]) <= MOST_MATRICES:
+        static = all(known[0] + known[1])  # then nothing tells rows from weights
+        if all(known[1]) and not static and int(shape_of(node.args[1])[0]) <= MAX_MATRICES:
             _pin_each(gm.graph, node, int(shape_of(node.args[1])[0]))
-        elif M and K and N and int(shape_of(node.args[1])[1]) <= MOST_TERMS:
+        elif M and K and N and int(shape_of(node.args[1])[1]) <= MAX_TERMS:
             _pin_sum(gm.graph, node)
         elif K and (M or N):
             _pin_batch(gm.graph, node)
     return gm
 
 
-def _add_apart(graph: fx.Graph, node: fx.Node) -> None:
-    """Split an unscaled baddbmm into a product and a sum of two rounded terms."""
+def _split_baddbmm(graph: fx.Graph, node: fx.Node) -> None:
+    """Split an unscaled baddbmm into a product, which is rounded, and an addition."""
     if not node.kwargs:
         c, a, b = node.args
         product = insert(graph, aten.bmm.default, (a, b), node)
@@ -156,11 +155,9 @@ def _cat(*parts: torch.Tensor) -> torch.Tensor:
 
 
 def _pin_sum(graph: fx.Graph, node: fx.Node) -> None:
-    """The products and their sum stay in fp32; one rounding."""
+    """Multiply and sum in fp32, and round once."""
     a, b = (
-        value
-        if value.meta["val"].dtype == torch.float32
-        else insert(graph, prims.convert_element_type.default, (value, torch.float32), node)
+        value if value.meta["val"].dtype == torch.float32 else insert(graph, convert, (value, torch.float32), node)
         for value in node.args
     )
     a = insert(graph, aten.unsqueeze.default, (a, 2), node)
@@ -169,20 +166,16 @@ def _pin_sum(graph: fx.Graph, node: fx.Node) -> None:
     replace(node, insert(graph, ours.row_sum.default, (product, node.meta["val"].dtype), node))
 
 
-convert = torch.ops.prims.convert_element_type.default
-DEVICES = ("cuda",)  # on a CPU Inductor's loop is as fast
-
-
 def fuse_gates(gm: fx.GraphModule) -> fx.GraphModule:
-    """mul(round(g / (exp(-g) + 1)), u)  ->  silu_mul(g, u)          g and u of one shape and dtype
+    """mul(round(g / (exp(-g) + 1)), u)  ->  silu_mul(g, u)          g and u have one shape and dtype
 
-    On GPUs only: in Inductor's kernel every element divides in 64 bits to find its row. A silu with other readers keeps
-    its operations, and so does a product that broadcasts or is not contiguous (later views were traced with its
-    strides). Float32 bits stay the same; 16-bit results are those of silu_mul.
+    On GPUs only, where Inductor's kernel spends a 64-bit division per element to find its row. Not if the silu has
+    other readers, or if the product broadcasts or is not contiguous (later views were traced with its strides). Float32
+    bits stay the same; 16-bit results are those of silu_mul.
     """
     for mul in gm.graph.find_nodes(op="call_function", target=aten.mul.Tensor):
         value = mul.meta["val"]
-        if mul.kwargs or value.device.type not in DEVICES or not _lies_in_rows(value):
+        if mul.kwargs or value.device.type not in GATE_DEVICES or not _is_contiguous(value):
             continue
         for silu, up in (mul.args, mul.args[::-1]):
             gate = _match_silu(silu)
@@ -231,7 +224,7 @@ def _is_like(x: fx.Node, mul: fx.Node) -> bool:
     return shape_of(x) == shape_of(mul) and x.meta["val"].dtype == mul.meta["val"].dtype
 
 
-def _lies_in_rows(value: torch.Tensor) -> bool:
+def _is_contiguous(value: torch.Tensor) -> bool:
     step = sympy.Integer(1)
     for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
         if sympy_size(size) != 1 and sympy_size(stride) != step:

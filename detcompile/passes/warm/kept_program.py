@@ -15,7 +15,14 @@ from detcompile.errors import DetcompileError
 from detcompile.parallel import TensorParallel
 from detcompile.passes.layers.program import LayeredCode, LayeredProgram, Unrolled
 from detcompile.passes.programs.async_weights import wait_for_weights
-from detcompile.passes.programs.binding import Binding, bind, binding_of, example_step, require_kept, some_layers
+from detcompile.passes.programs.binding import (
+    Binding,
+    bind,
+    binding_of,
+    example_step,
+    require_cache_writes,
+    some_layers,
+)
 from detcompile.passes.proof.certificate import Certificate
 from detcompile.passes.rewrites.merged_linears import joined
 from detcompile.passes.tracing import Seen, Traced
@@ -145,7 +152,7 @@ def take_program(
     if rows is not None:
         example = (rows, *example[1:])
     try:
-        require_kept(forward, seen.groups, example)
+        require_cache_writes(forward, seen.groups, example)
     except (DetcompileError, MemoryError):
         raise
     except Exception as error:

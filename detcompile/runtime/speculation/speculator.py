@@ -41,13 +41,13 @@ SwitchName = Literal["automatic", "always"]
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculationConfig:
-    """Settings of speculative decoding. With exact acceptance, none of it can change a token or a logprob.
+    """Settings of speculative decoding. With exact acceptance, no setting can change a token or a logprob.
 
     Args:
         drafter: makes the guesses: a Drafter, or any object with ``propose`` and ``forget``, which is then wrapped.
             None looks up n-grams in the sequence itself (NGramDrafter).
         max_nodes: most nodes of one sequence's tree.
-        max_sequences: most decodes of a step that drafts.
+        max_sequences: a step with more decodes drafts for none of them.
         acceptance: "exact" accepts a guess if plain decoding draws the same token there. "rejection" accepts it with
             the probability that preserves the target's distribution (runtime.sampling.rejection). More guesses are
             accepted for sampled requests, but tokens then depend on the guesses, and thus on batch-mates, timing and
@@ -72,7 +72,9 @@ class SpeculationConfig:
                 raise InvalidInput(f"SpeculationConfig: {name}={getattr(self, name)} must be at least 1")
         for name, known in (("acceptance", get_args(AcceptanceName)), ("switch", get_args(SwitchName))):
             if getattr(self, name) not in known:
-                raise InvalidInput(f"SpeculationConfig: {name}={getattr(self, name)!r}: one of {', '.join(known)}")
+                raise InvalidInput(
+                    f"SpeculationConfig: {name}={getattr(self, name)!r} must be one of {', '.join(known)}"
+                )
         if self.drafter is not None:
             object.__setattr__(self, "drafter", as_drafter(self.drafter))
 
@@ -99,9 +101,9 @@ class Speculator:
         self.switch = SpeculationSwitch()
         self._drafter: Drafter = config.drafter or NGramDrafter()
         self._views: dict[Sequence, Any] = {}  # read-only views for the drafter
-        self._barred: set[Sequence] = set()  # sequences for which the drafter has failed
+        self._disabled: set[Sequence] = set()  # sequences for which the drafter has failed
         if config.acceptance == "rejection":
-            self._tell(self._drafter.give_distributions)
+            self._call(self._drafter.give_distributions)
         self._blocks = blocks
 
     @property
@@ -123,7 +125,7 @@ class Speculator:
     def draft(self, entries: SequenceOf[StepEntry], budget: int) -> dict[Sequence, Verification]:
         """Draft trees for the decoding sequences of a planned step, within the rest of its token budget."""
         decoding = [e for e in entries if e.num_tokens == 1 and e.start + 1 == e.sequence.num_tokens and _fit(e)]
-        decoding = [entry for entry in decoding if entry.sequence not in self._barred]
+        decoding = [entry for entry in decoding if entry.sequence not in self._disabled]
         if not decoding or len(decoding) > self.config.max_sequences or budget < 1:
             return {}
         sequences = [entry.sequence for entry in decoding]
@@ -142,16 +144,16 @@ class Speculator:
 
     def draft_ahead(self) -> None:
         """Let the drafter work while a launched step is not read back yet."""
-        self._tell(self._drafter.draft_ahead)
+        self._call(self._drafter.draft_ahead)
 
     def observe(self, rows: Mapping[Sequence, int], hidden: Tensor) -> None:
         """Show the drafter the hidden states [R, H] from which the newest tokens were drawn, by row."""
-        rows = {sequence: row for sequence, row in rows.items() if sequence not in self._barred}
+        rows = {sequence: row for sequence, row in rows.items() if sequence not in self._disabled}
         seen = {self._view(sequence): row for sequence, row in rows.items()}
-        if not self._tell(self._drafter.observe, seen, hidden) and len(rows) > 1:
+        if not self._call(self._drafter.observe, seen, hidden) and len(rows) > 1:
             for sequence, row in rows.items():
-                if not self._tell(self._drafter.observe, {self._view(sequence): row}, hidden):
-                    self._bar(sequence)
+                if not self._call(self._drafter.observe, {self._view(sequence): row}, hidden):
+                    self._disable(sequence)
 
     def commit(self, verification: Verification, path: Path, *, cut: bool) -> None:
         """Keep the blocks of the branch through ``path``, the accepted node, and free the others.
@@ -184,8 +186,8 @@ class Speculator:
 
     def forget(self, sequence: Sequence) -> None:
         """Drop all state of a sequence that has ended."""
-        self._barred.discard(sequence)
-        self._tell(self._drafter.forget, self._view(sequence))
+        self._disabled.discard(sequence)
+        self._call(self._drafter.forget, self._view(sequence))
         self._views.pop(sequence, None)
 
     def _view(self, sequence: Sequence) -> Any:
@@ -202,28 +204,28 @@ class Speculator:
             self._check(trees, len(sequences))
             return trees
         except Exception as error:
-            self._note(error)
+            self._record(error)
         for sequence in sequences:
-            self._tell(self._drafter.forget, self._view(sequence))  # drop what the failed call began
+            self._call(self._drafter.forget, self._view(sequence))  # drop what the failed call began
         if len(sequences) == 1:
-            self._barred.update(sequences)
+            self._disabled.update(sequences)
             return [NO_DRAFT]
         return [tree for one, most in zip(sequences, room) for tree in self._propose([one], [most])]
 
-    def _tell(self, act: Callable[..., None], *arguments: object) -> bool:
+    def _call(self, act: Callable[..., None], *arguments: object) -> bool:
         """Call a drafter method without a result. Return False if it raised."""
         try:
             act(*arguments)
         except Exception as error:
-            self._note(error)
+            self._record(error)
             return False
         return True
 
-    def _bar(self, sequence: Sequence) -> None:
-        self._barred.add(sequence)
-        self._tell(self._drafter.forget, self._view(sequence))
+    def _disable(self, sequence: Sequence) -> None:
+        self._disabled.add(sequence)
+        self._call(self._drafter.forget, self._view(sequence))
 
-    def _note(self, error: Exception) -> None:
+    def _record(self, error: Exception) -> None:
         if repr(error) != repr(self.error):
             logger.warning("the drafter failed; affected sequences are decoded without it: %r", error)
         self.error = error
@@ -266,7 +268,7 @@ class Speculator:
 
 
 def _fit(entry: StepEntry) -> bool:
-    """Return True if drafts can be verified: with penalties, logits depend on counts that only plain decoding keeps."""
+    """Return True if drafts can be verified. Penalties rule it out: only plain decoding counts the tokens they need."""
     sequence = entry.sequence
     return (
         not sequence.sampling.penalised and sequence.num_pending == 0 and sequence.most_tokens - sequence.num_tokens > 1

@@ -27,7 +27,7 @@ from detcompile.templates.tokens.next_tokens_gpu import fill_pending_cuda
 from detcompile.torch_internals.native import storage_at
 
 MOST_SEQUENCES = 4096  # per step
-OFTEN = 16  # steps that run in a graph with wider tables before they get a graph of their own
+CAPTURE_AFTER = 16  # steps of a layout that replay a graph with wider tables before its exact graph is captured
 NUM_STAGING = 3  # staging buffers: one is written while copies from the others may still run
 MOST_VIEWS = 256  # cached views of staging memory by layout; steps without a graph have unboundedly many layouts
 
@@ -64,8 +64,8 @@ class Runner:
 
     With ``cuda_graphs``, a step is padded to a bucket and replayed from a graph. Steps of one token per sequence are
     captured the first time a bucket occurs, mixed steps of up to 512 tokens the second time, larger steps never. A
-    graph also serves narrower tables; after OFTEN such steps a faster, narrower graph is captured. Padding takes no
-    part in the arithmetic of live rows, so the bits are always the same.
+    graph also serves narrower tables; after CAPTURE_AFTER such steps a faster, narrower graph is captured. Padding
+    takes no part in the arithmetic of live rows, so the bits are always the same.
 
     Args:
         forward: (input_ids [1, T], position_ids [1, T], StepInputs, logits_to_keep [R]) -> logits [R, V], or a pair of
@@ -81,7 +81,6 @@ class Runner:
         replayed: True if the last launch replayed a graph.
 
     Raises:
-        InvalidInput: CUDA graphs without a CUDA device.
         InvalidInput: CUDA graphs without a CUDA device.
     """
 
@@ -224,7 +223,7 @@ class Runner:
         if not self.cuda_graphs or layout.tokens > most or layout in self._refused:
             return False
         self._missed[layout] += 1
-        return self._missed[layout] >= (OFTEN if is_served else 1 if is_plain else 2)
+        return self._missed[layout] >= (CAPTURE_AFTER if is_served else 1 if is_plain else 2)
 
     def _capture(self, arrays: StepArrays, layout: StepLayout) -> Graph:
         """Capture a graph. The step itself runs during capture and writes what its replay will write again.

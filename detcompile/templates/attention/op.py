@@ -10,7 +10,7 @@ position p sees all keys up to p; with sliding_window > 0 only those in (p - sli
 
 A score is scale * q.k. With softcap > 0 it becomes softcap * tanh(score / softcap). With ALiBi, slope[head] * (key - p)
 is added; the softmax cannot distinguish it from slope[head] * key, and it stays small for near keys in long sequences.
-With relative_bias, which has E values for each row of q, the value of distance p - key is added if that is below E.
+relative_bias has E values for each row of q: value p - key is added if p - key < E.
 
 A row's bits depend only on its query and on the keys it sees, in position order. Prefill, decode, any split of a prompt
 into steps, any block size and placement, and dense keys agree. Keys and values are used as the cache stores them. The
@@ -110,7 +110,7 @@ def dense_attention_cpu(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, *,
 
 
 def _flat_paged(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap a function that takes records as the operation, whose arguments are flat."""
+    """Adapt a function that takes records to the flat arguments of the operation."""
 
     def flat(
         q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, cu_seqlens: Tensor,

@@ -82,7 +82,7 @@ def run_gated(schedule: GemmSchedule, x: Tensor, w: Tensor) -> Tensor:
 def tune_matmul(
     problem: GemmProblem, device: torch.device, seconds: Callable[[GemmSchedule], float] | None = None
 ) -> GemmSchedule:
-    """Time every admitted schedule at M = problem.bucket, with weights beyond L2; later launches use the fastest."""
+    """Time every admitted schedule at M = problem.bucket, with cold weights; later launches use the fastest."""
     return MATMUL.tune(problem, device, seconds or _clock(problem, device))
 
 

@@ -11,12 +11,12 @@ import detcompile
 from detcompile.commands.axes import Configuration, score
 from detcompile.errors import UnsupportedModel
 from detcompile.passes import program_source
-from detcompile.passes.programs.binding import example_step, require_kept
+from detcompile.passes.programs.binding import example_step, require_cache_writes
 from detcompile.step import KVGroup
 from tests.bits import assert_bitwise_equal
 from tests.model_cases import certified, random_model
 
-NAMED = r"after a step k_caches\[0\], v_caches\[0\] lack its tokens, as layers of 2 KV groups share them"
+NAMED = r"after a step, k_caches\[0\], v_caches\[0\] lack the step's tokens\. Layers of 2 KV groups share these caches"
 
 
 def two_groups():
@@ -51,8 +51,8 @@ def test_the_cache_of_one_layer_is_missed_and_named(cache: str, layer: int) -> N
                     caches[index].flatten(0, 1)[kept] = torch.nan
 
     example = example_step([(2, 4, 6)] * 4, len(groups), (), torch.float16, torch.device("cpu"))
-    require_kept(partial(forward, rows=2), groups, example)
+    require_cache_writes(partial(forward, rows=2), groups, example)
     for rows in (0, 1):
-        with pytest.raises(UnsupportedModel, match=rf"a step {cache}_caches\[{layer}\] lack"):
-            require_kept(partial(forward, rows=rows), groups, example)
-    require_kept(lambda *_: None, (KVGroup((0, 1, 2, 3), 0),), example)  # nobody shares
+        with pytest.raises(UnsupportedModel, match=rf"a step, {cache}_caches\[{layer}\] lack"):
+            require_cache_writes(partial(forward, rows=rows), groups, example)
+    require_cache_writes(lambda *_: None, (KVGroup((0, 1, 2, 3), 0),), example)  # nobody shares

@@ -241,7 +241,7 @@ def gathered_by_torch(gm: fx.GraphModule) -> None:
 
 # Of a rank's share of a model.
 OF_RANKS: dict[str, tuple[Rewire, str]] = {
-    "reduced_twice": (reduced_twice, "that are no partial sums"),
+    "reduced_twice": (reduced_twice, "that are not partial sums"),
     "reduced_in_another_tree": (reduced_in_another_tree, "added in the tree (1, 2)"),
     "a_subtree_of_its_own": (subtree_of_its_own, "a subtree (2,) on each of 2 ranks"),
     "rows_for_the_weight": (rows_for_the_weight, "the second matrix"),

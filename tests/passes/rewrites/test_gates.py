@@ -21,7 +21,7 @@ APART = tuple(apply for apply in pipeline.PASSES if apply is not matmuls.fuse_ga
 
 @pytest.fixture
 def on_every_device() -> Iterator[None]:
-    with mock.patch.object(matmuls, "DEVICES", ("cpu", "cuda")):
+    with mock.patch.object(matmuls, "GATE_DEVICES", ("cpu", "cuda")):
         yield
 
 

@@ -331,7 +331,7 @@ def test_a_request_that_the_drafter_fails_with_leaves_drafts_to_the_others():
         found = engine.generate(prompts, params, progress=False)
         assert [output.outputs for output in found] == [output.outputs for output in expected]
         assert drafter.served.count(2) > 2 and max(drafter.served) == 2
-    assert "no draft for this one" in str(engine.speculator.error) and not engine.speculator._barred
+    assert "no draft for this one" in str(engine.speculator.error) and not engine.speculator._disabled
     drafter.served.clear()
     engine.generate(prompts[:1], params, progress=False)
     assert drafter.served

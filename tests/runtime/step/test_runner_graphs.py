@@ -17,7 +17,7 @@ from detcompile.runtime.sampling.sampler import Sampler
 from detcompile.runtime.step import runner as runner_module
 from detcompile.runtime.step.builder import StepEntry, build_arrays, build_step, pending_arrays
 from detcompile.runtime.step.layout import StepBuffer, StepBuffers, StepLayout, table_widths
-from detcompile.runtime.step.runner import MOST_VIEWS, OFTEN, Runner, _Staging
+from detcompile.runtime.step.runner import CAPTURE_AFTER, MOST_VIEWS, Runner, _Staging
 from detcompile.runtime.step.worker import Worker
 from detcompile.step import PADDING_SLOT
 from tests.bits import assert_bitwise_equal
@@ -165,7 +165,8 @@ def test_a_step_takes_a_wider_graph_until_its_own_pays(device):
         assert runner._wider(narrow._replace(blocks=blocks)) is graph
     assert runner._wider(wide._replace(blocks=512)) is None
     assert runner._wider(StepLayout(16, 16, 16, 32, 1)) is None
-    assert [runner._worth_a_graph(narrow, is_served=True) for _ in range(OFTEN)] == [False] * (OFTEN - 1) + [True]
+    assert not any(runner._worth_a_graph(narrow, is_served=True) for _ in range(CAPTURE_AFTER - 1))
+    assert runner._worth_a_graph(narrow, is_served=True)
     runner._refused.add(narrow)
     assert not runner._worth_a_graph(narrow, is_served=True)
 
@@ -179,13 +180,13 @@ def test_narrow_graphs_come_when_they_are_often_missed(device):
             if cuda_graphs:
                 Worker(runner, Sampler(3, device)).capture(1, 1, 64)
             sequence, logits, counts = Sequence([5]), [], []
-            for token in range(OFTEN + 2):
+            for token in range(CAPTURE_AFTER + 2):
                 logits.append(runner.run(build_step([(sequence, 1)], blocks)))
                 counts.append(runner.num_graphs)
                 sequence.token_ids.append(token)
                 sequence.num_computed += 1
         if cuda_graphs:
-            assert counts == [1] * (OFTEN - 1) + [2] * 3
+            assert counts == [1] * (CAPTURE_AFTER - 1) + [2] * 3
         results.append(torch.cat(logits))
     assert_bitwise_equal(results[1], results[0])
 

@@ -56,11 +56,7 @@ def command(
 def _page(
     compiled: CompiledModel, name: str, parts: dict[str, str], measured: tuple[str, dict[str, Measurement]] | None
 ) -> str:
-    """Render the certificate as an HTML page.
-
-    Raises:
-        InvalidInput: the measurements belong to another fingerprint.
-    """
+    """Render the certificate as an HTML page."""
     digest = fingerprint(parts)
     if measured is not None and measured[0] != digest:
         raise InvalidInput(

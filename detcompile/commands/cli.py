@@ -85,11 +85,7 @@ def _read_weights_ahead(args: list[str]) -> None:
 
 
 def _require_folders(args: list[str]) -> None:
-    """Reject an export into a folder that is not there, before the command's modules are imported.
-
-    Raises:
-        InvalidInput: naming the file.
-    """
+    """Reject an export into a folder that is not there, before the command's modules are imported."""
     for path in (Path(argument) for argument in args if argument.endswith(".pt2")):
         if not path.parent.is_dir():
             raise InvalidInput(f"export to {path}: give a file in a folder that exists, whose name ends with .pt2")

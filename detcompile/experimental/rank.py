@@ -64,11 +64,7 @@ def main() -> None:
 
 
 def _compiled(nodes: Nodes, spec: ModelSpec, tp: int, pp: int) -> RemoteModel:
-    """Compile a model across all ranks.
-
-    Raises:
-        InvalidInput: tp * pp is not the number of ranks, or the model is an archive; also what compile() raises.
-    """
+    """Compile a model across all ranks."""
     if tp * pp != nodes.num_ranks:
         raise InvalidInput(
             f"the front end needs {tp * pp} ranks (tp={tp}, pp={pp}), but torchrun has started"
@@ -87,11 +83,7 @@ def _compiled(nodes: Nodes, spec: ModelSpec, tp: int, pp: int) -> RemoteModel:
 
 
 def _met(store: dist.Store, place: Place, secret: bytes) -> Nodes:
-    """Wait until all other ranks have connected.
-
-    Raises:
-        WorkerError: some did not connect in time.
-    """
+    """Wait until all other ranks have connected."""
     host = _local_address(place)
     ranks: dict[int, DialledRank] = {}
     end = time.monotonic() + MEETING_SECONDS
@@ -128,11 +120,7 @@ def _greeting(connection: socket.socket, secret: bytes) -> tuple[int, int] | Non
 
 
 def _to_rank_0(store: dist.Store, rank: int, secret: bytes) -> socket.socket:
-    """Connect to rank 0. Until it listens, the store may have its address from before a restart.
-
-    Raises:
-        WorkerError: rank 0 cannot be reached.
-    """
+    """Connect to rank 0. Until it listens, the store may have its address from before a restart."""
     end = time.monotonic() + MEETING_SECONDS
     try:
         store.wait([KEY], timedelta(seconds=MEETING_SECONDS))

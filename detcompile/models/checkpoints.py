@@ -123,11 +123,7 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any | None:
 
 
 def _require_no_adapters(path: Path) -> None:
-    """Reject a PEFT adapter folder: transformers would fetch its base model from somewhere else.
-
-    Raises:
-        InvalidInput: the folder has an adapter_config.json.
-    """
+    """Reject a PEFT adapter folder: transformers would fetch its base model from somewhere else."""
     if (path / "adapter_config.json").is_file():
         raise InvalidInput(
             f"{path} holds PEFT adapters: load their base model by its name, and pass"
@@ -196,11 +192,7 @@ def _require_whole(file: Path) -> None:
 
 
 def _require_one_copy(path: Path) -> None:
-    """Reject a second copy of a tensor: transformers takes the copy in the file whose name sorts last.
-
-    Raises:
-        InvalidInput: naming the tensor, the file that the index maps it to, and the other one.
-    """
+    """Reject a second copy of a tensor: transformers takes the copy in the file whose name sorts last."""
     index = path / f"{WEIGHTS[0]}.index.json"
     if not index.is_file() or (path / WEIGHTS[0]).exists():
         return
@@ -266,11 +258,7 @@ def _require_all_weights(path: Path, model: PreTrainedModel, loading_info: dict[
 
 
 def _require_no_scales(path: Path, loading_info: dict[str, Any]) -> None:
-    """Reject a checkpoint with scales that nobody reads: without them its weights are other numbers.
-
-    Raises:
-        UnsupportedModel: naming such a tensor.
-    """
+    """Reject a checkpoint with scales that nobody reads: without them its weights are other numbers."""
     key = next((key for key in sorted(loading_info["unexpected_keys"]) if SCALES.fullmatch(key)), None)
     if key is not None:
         raise UnsupportedModel(

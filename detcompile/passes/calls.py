@@ -171,11 +171,7 @@ def reporting(run: Callable[..., Any], held: Sequence[int]) -> Callable[..., Any
 
 
 def _require_own_rows(arguments: Sequence[torch.Tensor]) -> None:
-    """Reject arguments that share memory across rows, such as a batch and an expanded last row of it.
-
-    Raises:
-        UncertifiedOp: two arguments do.
-    """
+    """Reject arguments that share memory across rows, such as a batch and an expanded last row of it."""
     by_storage = defaultdict[int, list[torch.Tensor]](list)
     for given in arguments:
         if given.layout is torch.strided and given.numel():

@@ -161,11 +161,7 @@ def lower_with_states(model: PreTrainedModel, numerics: Numerics, certificate: C
 
 
 def _vocabulary(model: PreTrainedModel) -> tuple[int, int]:
-    """Return the number of rows of the embedding and of the head.
-
-    Raises:
-        UnsupportedModel: the embedding or the head has no matrix with one row per token.
-    """
+    """Return the number of rows of the embedding and of the head."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     rows = []
     for what, module in (("token embedding", embedding), ("head", embedding if head is None else head)):

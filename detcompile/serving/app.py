@@ -128,11 +128,7 @@ def new_app(
 
 
 def _require_free(root_path: str, app: FastAPI) -> None:
-    """Reject a root path that cannot be told apart from a route.
-
-    Raises:
-        InvalidInput: the path is malformed or a route begins with it.
-    """
+    """Reject a root path that cannot be told apart from a route."""
     if not root_path:
         return
     if not root_path.startswith("/") or root_path.endswith("/") or "//" in root_path:

@@ -89,11 +89,7 @@ class BodyLimiter:
         return b"".join(parts)
 
     def _grow(self, body: _Body, num_bytes: int) -> None:
-        """Count newly arrived bytes.
-
-        Raises:
-            HTTPError: 413, or 429 if other bodies fill the bound.
-        """
+        """Count newly arrived bytes."""
         self._count(body, num_bytes)
         if body.num_bytes > self._max_body:
             raise HTTPError(413, f"the body is over {self._max_body} bytes")

@@ -308,11 +308,7 @@ class Service:
         return job.issued
 
     def _add(self, answers: Sequence[Answer], owner: str, reservation: Reservation) -> None:
-        """Register answers and hand them to the engines.
-
-        Raises:
-            HTTPError: the request has ended, or no engine serves.
-        """
+        """Register answers and hand them to the engines."""
         if reservation.released:
             raise HTTPError(400, CLIENT_LEFT)
         reservation.add(functools.partial(self.release, answers))

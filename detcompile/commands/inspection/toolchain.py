@@ -120,9 +120,6 @@ def _obstacle(folder: Path, place: Path) -> str:
 
     Args:
         place: the folder, or its nearest existing parent.
-
-    Raises:
-        StorageError: the folder cannot be written.
     """
     for path in (place, *(folder / kind for kind in KINDS)):
         if not path.exists():

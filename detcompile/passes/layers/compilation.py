@@ -150,11 +150,7 @@ def _names(region: Region, inputs: Sequence[Any], owners: LayerInputs, layer: in
 
 
 def _of_stage(unrolled: Unrolled, inputs: Sequence[Any], roles: Sequence[Role], owners: LayerInputs) -> Unrolled:
-    """Restrict a stage's program to the inputs that it reads and the step tensors that every stage takes.
-
-    Raises:
-        NotCut: a stage after the first reads the token ids, which it does not get.
-    """
+    """Restrict a stage's program to the inputs that it reads and the step tensors that every stage takes."""
     if not owners.is_stage:
         return unrolled
     everywhere = [

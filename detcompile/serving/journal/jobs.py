@@ -246,11 +246,7 @@ class Jobs:
                 await self._written(lambda journal: journal.drop(job.name))
 
     async def _answered(self, job: Job) -> None:
-        """Wait for the end of a job and issue its receipt. A failure after cancellation is ignored.
-
-        Raises:
-            DetcompileError: an answer failed.
-        """
+        """Wait for the end of a job and issue its receipt. A failure after cancellation is ignored."""
         try:
             async for _ in progress(job.answers):
                 continue
@@ -260,11 +256,7 @@ class Jobs:
                 raise
 
     async def _written(self, work: Callable[[Journal], Result]) -> Result:
-        """Run ``work`` on the journal in the writer thread, in order.
-
-        Raises:
-            HTTPError: 503 if it fails.
-        """
+        """Run ``work`` on the journal in the writer thread, in order."""
         assert self._journal is not None
         try:
             return await asyncio.get_running_loop().run_in_executor(self._writer, work, self._journal)
@@ -283,22 +275,14 @@ class Jobs:
 
 
 def _require_same(existing: Call, call: Call) -> None:
-    """Reject the key of another request.
-
-    Raises:
-        HTTPError: 422.
-    """
+    """Reject the key of another request."""
     if (existing.endpoint, existing.body) != (call.endpoint, call.body):
         raise HTTPError(422, "this Idempotency-Key belongs to another request: use a new key", param="Idempotency-Key",
                         code="idempotency_key_reused")  # fmt: skip
 
 
 def _require_model(record: Record, model: ServedModel) -> None:
-    """Reject a record that only another model can answer.
-
-    Raises:
-        HTTPError: 409.
-    """
+    """Reject a record that only another model can answer."""
     names = ", ".join(differing(record, model))
     if names:
         raise HTTPError(

@@ -223,11 +223,7 @@ def _digest(columns: Sequence[Any]) -> bytes:
 
 
 def _make_private(path: Path) -> None:
-    """Create the file if missing, and make it readable only by its owner.
-
-    Raises:
-        InvalidInput: the path is not a regular file, such as a device, whose permissions must not be changed.
-    """
+    """Create the file if missing, and make it readable only by its owner."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o600)
     try:
         if not stat.S_ISREG(os.fstat(file).st_mode):

@@ -61,11 +61,7 @@ class _Standard:
 
 @functools.cache
 def _parallel_of_torch() -> int:
-    """Return the address at which torch's OpenMP starts a parallel region; our kernels may use another OpenMP.
-
-    Raises:
-        InvalidInput: torch does not use GNU OpenMP.
-    """
+    """Return the address at which torch's OpenMP starts a parallel region; our kernels may use another OpenMP."""
     try:
         parallel = ctypes.CDLL(str(TORCH), mode=os.RTLD_NOLOAD | os.RTLD_LAZY).GOMP_parallel
     except (OSError, AttributeError) as error:

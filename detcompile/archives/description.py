@@ -11,8 +11,8 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 from detcompile.archives.archive import EXTRA
 from detcompile.digests import fingerprint
 from detcompile.orders.numerics import Numerics
-from detcompile.runtime.dense.end_tokens import stop_tokens
 from detcompile.runtime.kv.kv_cache import KVShape
+from detcompile.runtime.requests.plain_values import stop_tokens
 from detcompile.step import KVGroup, ModelFacts, StateShape, StepInputs
 
 FORMAT = 4

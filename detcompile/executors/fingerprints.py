@@ -14,7 +14,7 @@ from detcompile.digests import BITS_VERSION, source_digest
 from detcompile.orders.numerics import Numerics
 from detcompile.passes.programs.lanes import vector_isa
 from detcompile.passes.proof.certificate import Certificate
-from detcompile.runtime.dense.end_tokens import stop_tokens
+from detcompile.runtime.requests.plain_values import stop_tokens
 from detcompile.templates.cpu import library as cpu_library
 from detcompile.templates.cpu.shared_objects import compiler_version
 from detcompile.torch_internals.inductor_settings import inductor_config

@@ -11,11 +11,11 @@ from detcompile.executors.description import ModelDescription
 from detcompile.executors.fingerprints import end_tokens
 from detcompile.executors.live_weights import LiveWeights
 from detcompile.parallel import TensorParallel
-from detcompile.runtime.dense.end_tokens import stop_tokens
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.engine_setup import EngineModel, Forwards, new_engine
 from detcompile.runtime.kv.kv_cache import new_cache
+from detcompile.runtime.requests.plain_values import stop_tokens
 from detcompile.runtime.speculation.speculator import SpeculationConfig
 from detcompile.runtime.step.runner import Runner
 

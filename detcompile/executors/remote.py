@@ -19,7 +19,6 @@ from detcompile.executors.fingerprints import end_tokens
 from detcompile.executors.remote_weights import START_SECONDS
 from detcompile.executors.started_ranks import StartedRanks
 from detcompile.parallel import TensorParallel, rank_device
-from detcompile.runtime.dense.end_tokens import stop_tokens
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.engine_setup import EngineModel, engine_over, require_block_tables
@@ -33,7 +32,7 @@ from detcompile.runtime.processes.remote_worker import (
     pack_tensor,
     unpack_tensor,
 )
-from detcompile.runtime.requests.plain_values import number, or_none, shown
+from detcompile.runtime.requests.plain_values import number, or_none, shown, stop_tokens
 from detcompile.runtime.speculation.drafter import require_fitting
 from detcompile.runtime.speculation.speculator import SpeculationConfig
 

@@ -23,8 +23,7 @@ from detcompile.runtime.dense.padded_batch import unpad
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import VLLM_NAMES, EngineConfig
 from detcompile.runtime.kv.block_pool import BLOCK_SIZE
-from detcompile.runtime.kv.kv_blocks import KVBlocks
-from detcompile.runtime.kv.plain_blocks import plain_blocks
+from detcompile.runtime.kv.kv_blocks import KVBlocks, plain_blocks
 from detcompile.runtime.requests.plain_values import flag, kind, shown
 from detcompile.runtime.speculation.medusa_drafter import MedusaDrafter
 from detcompile.runtime.speculation.medusa_heads import MedusaHeads

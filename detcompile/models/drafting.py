@@ -7,7 +7,7 @@ from typing import Any
 from detcompile.errors import InvalidInput
 from detcompile.executors.executor import Executor
 from detcompile.runtime.kv.block_pool import whole_blocks
-from detcompile.runtime.kv.plain_blocks import plain_blocks
+from detcompile.runtime.kv.kv_blocks import plain_blocks
 from detcompile.runtime.requests.plain_values import flag, or_none, token_list, whole_number
 from detcompile.runtime.speculation.model_drafter import ModelDrafter
 

@@ -11,12 +11,12 @@ from detcompile.executors.executor import Executor
 from detcompile.runtime.dense.padded_batch import (
     UnpaddedBatch,
     check_batch,
+    dense_step,
     keep_columns,
     language_loss,
     repad,
     require_integers,
 )
-from detcompile.runtime.dense.step import dense_step
 from detcompile.runtime.kv.block_pool import BLOCK_SIZE
 from detcompile.torch_internals.autograd import is_traced
 

@@ -21,8 +21,7 @@ from detcompile.models.certified import CertifiedModel
 from detcompile.models.model_object import AnyConfig
 from detcompile.models.padded_calls import require_served, require_tensors
 from detcompile.passes.modules.pooling_heads import FIRST, LAST, attends_both_ways
-from detcompile.runtime.dense.padded_batch import UnpaddedBatch, check_batch, repad, unpad
-from detcompile.runtime.dense.step import dense_step, two_way_step
+from detcompile.runtime.dense.padded_batch import UnpaddedBatch, check_batch, dense_step, repad, two_way_step, unpad
 from detcompile.runtime.kv.block_pool import BLOCK_SIZE
 from detcompile.runtime.requests.plain_values import flag, kind, shown, token_list
 from detcompile.runtime.requests.prompts import Prompt, private_copy, prompts_of, read_prompt, tokenized

@@ -19,7 +19,7 @@ from detcompile.errors import EngineError
 from detcompile.executors.executor import Executor
 from detcompile.runtime.dense.generation_arguments import GenerationArguments
 from detcompile.runtime.kv.block_pool import BLOCK_SIZE, whole_blocks
-from detcompile.runtime.kv.plain_blocks import plain_blocks
+from detcompile.runtime.kv.kv_blocks import plain_blocks
 from detcompile.runtime.request_book import CHANGED
 from detcompile.runtime.requests.admission import Admission
 from detcompile.runtime.requests.request import undrawable

@@ -11,11 +11,12 @@ from struct import Struct
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from detcompile.runtime.kv.block_pool import NULL_BLOCK, BlockPool
+from detcompile.runtime.kv.block_pool import BLOCK_SIZE, NULL_BLOCK, BlockPool
 from detcompile.runtime.requests.sequence import Sequence
-from detcompile.step import NO_SLOT, KVGroup
+from detcompile.step import NO_SLOT, KVGroup, ModelFacts
 
 DIGEST_BYTES = 32  # prompts are untrusted: collisions must be infeasible
 
@@ -304,3 +305,23 @@ class KVBlocks:
         blocks = self.pool.allocate(num_new * len(self.groups))
         for index, table in enumerate(sequence.block_tables):
             table += blocks[index * num_new : (index + 1) * num_new]
+
+
+def plain_blocks(
+    facts: ModelFacts,
+    num_tokens: int,
+    block_size: int = BLOCK_SIZE,
+    order: SequenceOf[int] | torch.Generator | None = None,
+    num_sequences: int | None = None,
+) -> KVBlocks:
+    """Return the blocks of a KV cache for at least ``num_tokens`` tokens.
+
+    Args:
+        num_tokens: tokens of all sequences together, each rounded up to whole blocks by the caller.
+        order: the pool hands out its blocks in this order.
+        num_sequences: sequences that have a state at a time; None takes as many as there are blocks.
+    """
+    whole = max(1, -(-num_tokens // block_size))
+    pool = BlockPool(whole * len(facts.kv_groups) + 1, block_size, order)
+    num_states = (num_sequences or whole) if facts.state_shapes else 0
+    return KVBlocks(pool, facts.kv_groups, prefix_caching=False, num_state_slots=num_states)

@@ -5,7 +5,7 @@ Numbers of numpy and torch are accepted. True is not a number and 7.0 is not an 
 
 import operator
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -135,3 +135,26 @@ def _is_flag(value: Any) -> bool:
 
 def _dtype(value: Any) -> str:
     return str(getattr(value, "dtype", ""))
+
+
+def stop_tokens(model: Any) -> tuple[int, ...]:
+    """Return the end tokens of the model's ``generation_config``.
+
+    Raises:
+        InvalidInput: the value is neither a token id nor a list of them.
+    """
+    config = getattr(model, "generation_config", None)
+    return token_ids(getattr(config, "eos_token_id", None), "generation_config.eos_token_id")
+
+
+def token_ids(value: Any, name: str) -> tuple[int, ...]:
+    """Return one token id, several or none as a tuple.
+
+    Raises:
+        InvalidInput: the value is neither a token id nor a list of them.
+    """
+    if value is None:
+        return ()
+    listed = isinstance(value, (Sequence, Set)) and not isinstance(value, (str, bytes))
+    many = listed or getattr(value, "ndim", 0) > 0
+    return tuple(token_list(value, name)) if many else (whole_number(value, name),)

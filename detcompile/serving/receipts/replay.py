@@ -5,8 +5,8 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
 from detcompile.errors import InvalidInput
 from detcompile.models.compiled import CompiledModel
-from detcompile.runtime.dense.end_tokens import stop_tokens
 from detcompile.runtime.requests.admission import Admission
+from detcompile.runtime.requests.plain_values import stop_tokens
 from detcompile.runtime.requests.request import Request
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.serving.plain_tokenizer import plain_tokenizer, tokenizer_digest

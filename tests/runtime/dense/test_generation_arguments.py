@@ -9,8 +9,14 @@ from transformers import GenerationConfig
 from transformers.generation.utils import GenerationMixin
 
 from detcompile import InvalidInput
-from detcompile.runtime.dense.generation_arguments import CALL_ONLY, DEFAULTS, NEW_TOKENS, read_arguments
-from detcompile.runtime.dense.unserved_arguments import INERT, UNSERVED
+from detcompile.runtime.dense.generation_arguments import (
+    CALL_ONLY,
+    DEFAULTS,
+    INERT,
+    NEW_TOKENS,
+    UNSERVED,
+    read_arguments,
+)
 
 
 def model_of(**settings: object) -> SimpleNamespace:

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from detcompile.errors import InvalidInput
-from detcompile.runtime.dense.padded_batch import check_batch, keep_columns, unpad
-from detcompile.runtime.dense.step import dense_step
+from detcompile.runtime.dense.padded_batch import check_batch, dense_step, keep_columns, unpad
 from detcompile.runtime.kv.block_pool import BLOCK_SIZE
 from detcompile.runtime.requests.sequence import Sequence
 from detcompile.runtime.step.builder import StepArrays, StepEntry, build_arrays

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from detcompile.runtime.engine_config import EngineConfig
-from detcompile.runtime.pacing.step_clock import StepClock
+from detcompile.runtime.pacing.cost_model import StepClock
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.runtime.speculation import switch as speculation_switch
 from detcompile.runtime.speculation.draft_tree import DraftTree

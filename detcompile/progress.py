@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -23,6 +24,7 @@ class Listener(Protocol):
         """End a stage that raised no exception."""
 
 
+PATIENCE = 10.0  # seconds
 _listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
 
@@ -99,8 +101,12 @@ def shown(progress: bool | None) -> Iterator[None]:
         with console.status("") as status, listening(_Spinner(status)):
             yield
     else:
-        with listening(_Lines()):
-            yield
+        lines = _Lines()
+        try:
+            with listening(lines):
+                yield
+        finally:
+            lines.stop_timer()
 
 
 def is_terminal(stream: TextIO | None) -> bool:
@@ -122,10 +128,21 @@ class _Spinner:
 
 
 class _Lines:
-    """Prints one line for each stage that has ended."""
+    """Prints one line for each stage that has ended, and one for a stage that is still running after PATIENCE."""
+
+    def __init__(self) -> None:
+        self._timer = threading.Timer(0, print)
 
     def begins(self, text: str) -> None:
-        pass
+        self.stop_timer()
+        line = f"detcompile: {text}, still running after {PATIENCE:g} s"
+        self._timer = threading.Timer(PATIENCE, print, [line], {"file": sys.stderr, "flush": True})
+        self._timer.daemon = True
+        self._timer.start()
+
+    def stop_timer(self) -> None:
+        self._timer.cancel()
 
     def ended(self, text: str, seconds: float) -> None:
+        self.stop_timer()
         print(f"detcompile: {text}, {seconds:.1f} s", file=sys.stderr, flush=True)

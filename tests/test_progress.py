@@ -1,15 +1,17 @@
 """What compile() tells of its stages, to whom, and when it is silent."""
 
+import contextlib
 import io
 import re
 import sys
+import time
 from unittest import mock
 
 import pytest
 import torch
 
 import detcompile
-from detcompile import UnsupportedModel
+from detcompile import UnsupportedModel, progress
 from detcompile.progress import listening, shown, stage
 from tests.model_cases import MAX_CONTEXT, random_model, without_inductor
 
@@ -63,6 +65,20 @@ def test_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) ->
     assert re.search(
         rf"^detcompile: capture 1 of 3 layers, certify \d+ operations and compile{seconds}$", lines, re.MULTILINE
     )
+
+
+def test_long_stage_is_named_before_it_ends(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "PATIENCE", 0.02)
+    with shown(True), stage("long"):
+        time.sleep(0.2)
+    with contextlib.suppress(ValueError), shown(True), stage("failed"):
+        raise ValueError
+    time.sleep(0.1)
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "detcompile: long, still running after 0.02 s"
+    assert second.startswith("detcompile: long, 0.2 s")
 
 
 @pytest.mark.parametrize("progress", [False, None])

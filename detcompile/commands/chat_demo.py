@@ -78,9 +78,9 @@ class OwnNoise(LogitsProcessor):
     transformers' own sampling draws from one generator for all rows.
     """
 
-    def __init__(self, temperature: float, rows: int) -> None:
+    def __init__(self, temperature: float, seeds: Sequence[int]) -> None:
         self._temperature = temperature
-        self._generators = [torch.Generator().manual_seed(SEED + row) for row in range(rows)]
+        self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Return scores whose argmax is a sample."""
@@ -95,21 +95,21 @@ def show(name: str, device: str | None) -> bool:
     compiled, plain = compile_model(ModelSpec(name, device=device)), load_model(name, device=device)
     tokenizer = compiled.tokenizer
     prompts = [_chat(tokenizer, text) for text in (QUESTION, *OTHERS)]
-    with progress_bar() as progress:
-        task = progress.add_task("", total=None)
-        theirs: dict[str, list[Run]] = {}
-        ours: dict[str, list[Run]] = {}
-        for how, temperature in TEMPERATURES.items():
-            progress.update(task, description=f"transformers, {how}, crowds of {', '.join(map(str, CROWDS))}")
+    theirs: dict[str, list[Run]] = {}
+    ours: dict[str, list[Run]] = {}
+    for how, temperature in TEMPERATURES.items():
+        with progress_bar() as progress:
+            task = progress.add_task(f"transformers, {how}, crowds of {', '.join(map(str, CROWDS))}", total=None)
             theirs[how] = [run_plain(plain, tokenizer, prompts[:crowd], temperature) for crowd in CROWDS]
             progress.update(task, description=f"detcompile, {how}, the same crowds")
             ours[how] = [
                 _run(compiled.engine(EngineConfig(num_blocks=NUM_BLOCKS)), prompts[:crowd], temperature)[0]
                 for crowd in CROWDS
             ]
-        progress.update(task, description="detcompile, other ways")
+        console.print(_texts(tokenizer, how, theirs[how], ours[how]))
+    with progress_bar() as progress:
+        progress.add_task("detcompile, other ways", total=None)
         others, output = _other_ways(compiled, prompts)
-    console.print(_texts(tokenizer, theirs, ours))
     console.print(_counts(theirs, ours, others))
     equal, lines = _receipt_lines(compiled, name, output)
     console.print(*lines, sep="\n", highlight=False, soft_wrap=True)
@@ -134,7 +134,7 @@ def run_plain(model: PreTrainedModel, tokenizer: Any, prompts: Sequence[list[int
     padded = [[0] * (width - len(prompt)) + prompt for prompt in prompts]
     mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
     inputs = {"input_ids": torch.tensor(padded), "attention_mask": torch.tensor(mask)}
-    processors = [OwnNoise(temperature, len(prompts))] if temperature else []
+    processors = [OwnNoise(temperature, [SEED + row for row in range(len(prompts))])] if temperature else []
     start = time.perf_counter()
     rows = model.generate(
         **{name: tensor.to(model.device) for name, tensor in inputs.items()},
@@ -186,23 +186,17 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
     return None if len(one) == len(other) == at else at
 
 
-def _texts(tokenizer: Any, theirs: dict[str, list[Run]], ours: dict[str, list[Run]]) -> Table:
-    """Show two answers of transformers side by side where they part, and ours."""
-    parted = [
-        (how, crowd, run)
-        for how, runs in theirs.items()
-        for crowd, run in zip(CROWDS, runs)
-        if run.tokens != runs[0].tokens
-    ]
-    how, crowd, other = parted[0] if parted else ("greedy", CROWDS[-1], theirs["greedy"][-1])
-    alone = theirs[how][0].tokens
+def _texts(tokenizer: Any, how: str, theirs: Sequence[Run], ours: Sequence[Run]) -> Table:
+    """Show the answer of transformers alone, its first other answer, and ours."""
+    alone = theirs[0].tokens
+    crowd, other = next(((c, run) for c, run in zip(CROWDS, theirs) if run.tokens != alone), (CROWDS[-1], theirs[-1]))
     at = first_difference(alone, other.tokens)
-    where = "equal here" if at is None else f"first other token: {at + 1} of {len(other.tokens)}"
-    table = Table(title=f"{QUESTION!r}, {how}: {where}")
+    verdict = "equal this time" if at is None else f"different from token {at + 1} of {len(other.tokens)} on"
+    table = Table(title=f"{QUESTION!r}, {how}. The answers of transformers are {verdict}.")
     columns = {
         "transformers, alone": _marked(tokenizer, alone, at),
         f"transformers, in a crowd of {crowd}": _marked(tokenizer, other.tokens, at),
-        f"detcompile, in crowds of {CROWDS[0]} to {CROWDS[-1]}": _marked(tokenizer, ours[how][0].tokens, None),
+        f"detcompile, in crowds of {CROWDS[0]} to {CROWDS[-1]}": _marked(tokenizer, ours[0].tokens, None),
     }
     for title in columns:
         table.add_column(title, ratio=1)

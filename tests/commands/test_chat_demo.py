@@ -22,7 +22,8 @@ def test_demo_shows_answers_receipt_and_speeds() -> None:
     done = CliRunner().invoke(cli.app, ["demo", "tiny-draft", "--device", "cpu"], env={"COLUMNS": "160"})
     text = " ".join(done.output.split())
     assert done.exit_code == 0, done.output
-    for words in ("Different answers", "crowds of 1, 3", "prefix cache", "prompt in chunks", "all 24 tokens came out"):
+    expected = ("The answers of transformers are", "Different answers", "crowds of 1, 3", "prefix cache")
+    for words in (*expected, "prompt in chunks", "all 24 tokens came out"):
         assert words in text
     assert "token 20 forged: differs: " in text and "Tokens a second here" in text
 
@@ -50,7 +51,7 @@ def test_first_difference(one: list[int], other: list[int], at: int | None) -> N
 
 def test_noise_is_the_row_s_own() -> None:
     scores, ids = torch.zeros(3, 50), torch.zeros(3, 1, dtype=torch.long)
-    alone, crowd = chat_demo.OwnNoise(0.8, 1), chat_demo.OwnNoise(0.8, 3)
+    alone, crowd = chat_demo.OwnNoise(0.8, [7]), chat_demo.OwnNoise(0.8, [7, 8, 9])
     for _ in range(3):
         assert torch.equal(alone(ids[:1], scores[:1])[0], crowd(ids, scores)[0])
     assert len(set(crowd(ids, scores).argmax(-1).tolist())) > 1

@@ -1,8 +1,9 @@
 """Write the compiled model to one file, answer from it in another process, and see that no byte of the answers changed.
 
-    python examples/export.py
+    python examples/export.py smollm2     # after `detcompile fetch smollm2`
+    python examples/export.py             # the embedded model: no download
 
-Needs no GPU and no download: the model comes with the package. Compiling ahead of time takes a while, loading does not.
+Needs no GPU. Compiling ahead of time takes a while, loading does not.
 """
 
 import json
@@ -33,12 +34,14 @@ def answer_from(path: str) -> None:
     print(json.dumps({"fingerprint": model.fingerprint, "seconds": seconds, "answers": answers(model)}))
 
 
-def main() -> None:
-    model = detcompile.compile("tiny")  # or the path of a Hugging Face model
+def main(name: str) -> None:
+    model = detcompile.compile(name)
     with tempfile.TemporaryDirectory() as folder:
-        path = detcompile.export(model, Path(folder) / "tiny.pt2")
+        path = detcompile.export(model, Path(folder) / "model.pt2")
         print(f"--- {path.name}: {path.stat().st_size / 2**20:.1f} MiB, weights inside")
-        child = subprocess.run([sys.executable, __file__, str(path)], capture_output=True, text=True, check=True)
+        child = subprocess.run(
+            [sys.executable, __file__, "load", str(path)], capture_output=True, text=True, check=True
+        )
     found = json.loads(child.stdout)
     print(f"--- loaded in {found['seconds']:.2f} s by another process")
 
@@ -52,4 +55,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    answer_from(sys.argv[1]) if len(sys.argv) > 1 else main()
+    names = sys.argv[1:] or ["tiny"]
+    answer_from(names[1]) if names[0] == "load" else main(names[0])

@@ -1,15 +1,15 @@
 """Judge answers by their log-probabilities, in several batches: no verdict and no bit of a score follows the batch.
 
-    python examples/judge.py
+    python examples/judge.py smollm2     # after `detcompile fetch smollm2`
+    python examples/judge.py             # the embedded model: no download; it knows Python and no capitals
 
 Two answers to a question make a verdict: the likelier one wins. With plain transformers a score moves with the batch
-that its answer is in; where two answers are close, so does the verdict. The judge is the model that comes with the
-package and knows some Python, the answers are names of Python's builtins: no GPU and no download is needed.
+that its answer is in; where two answers are close, so does the verdict. Needs no GPU.
 """
 
-import builtins
 import itertools
 import random
+import sys
 
 import torch
 from transformers import PreTrainedModel
@@ -18,12 +18,15 @@ import detcompile
 from detcompile import Engine, EngineConfig, SamplingParams
 
 QUESTIONS = (
-    "for x in ",
-    "x = ",
-    'def mean(values):\n    """Return the mean."""\n    return ',
-    "import math\n\n\ndef area(radius: float) -> float:\n    return ",
+    "The capital of Norway is",
+    "The largest city of South America is",
+    "The city on my ticket is",
+    "I always wanted to live in",
 )
-ANSWERS = [name for name in dir(builtins) if name.islower() and not name.startswith("_")][:16]
+ANSWERS = (
+    " Oslo", " Paris", " Rome", " Lima", " Cairo", " Tokyo", " London", " Berlin", " Madrid", " Athens", " Vienna",
+    " Dublin", " Chicago", " Boston", " Sydney", " Santiago",
+)  # fmt: skip
 Row = tuple[list[int], int]  # the tokens of a question and an answer, and where the answer begins
 
 
@@ -73,8 +76,8 @@ def judge(name: str, score, rows: list[Row]) -> tuple[int, int]:
 
 
 def main() -> None:
-    plain = detcompile.load_model("tiny")
-    model = detcompile.compile("tiny")  # or the path of a Hugging Face model, for both
+    name = sys.argv[1] if len(sys.argv) > 1 else "tiny"  # or any Hugging Face model
+    plain, model = detcompile.load_model(name), detcompile.compile(name)
     rows = []
     for question, answer in itertools.product(QUESTIONS, ANSWERS):
         asked, told = model.tokenizer(question)["input_ids"], model.tokenizer(answer)["input_ids"]

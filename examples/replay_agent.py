@@ -1,10 +1,12 @@
 """Record an agent's turns with their seeds, then replay them in another process and another batch: equal to the byte.
 
-    python examples/replay_agent.py                # records, replays in a process of its own, and says whether equal
+    python examples/replay_agent.py smollm2        # records, replays in a process of its own, and says whether equal
+    python examples/replay_agent.py                # the same with the embedded model, which needs no download
     python examples/replay_agent.py replay FILE    # replays a transcript; exit 1 if a byte of it differs
 
 The agent writes Python: it drafts a few tokens, a tool says whether the code parses so far, and the next turn has that
-in its prompt, so that one token that moves would change all that follows. Needs no GPU and no download.
+in its prompt, so that one token that moves would change all that follows. Needs no GPU; smollm2 is there after
+`detcompile fetch smollm2`.
 """
 
 import ast
@@ -46,19 +48,20 @@ def run_agent(engine: Engine, seeds: list[int | None], neighbours: list[str]) ->
     return turns
 
 
-def record(path: Path) -> None:
+def record(name: str, path: Path) -> None:
     """Run the agent with fresh seeds, and keep what it takes to repeat it."""
-    model = detcompile.compile("tiny")  # or the path of a Hugging Face model
+    model = detcompile.compile(name)
     engine = model.engine(EngineConfig(num_blocks=64))
     turns = run_agent(engine, [None] * NUM_TURNS, [])
-    transcript = {"fingerprint_parts": model.fingerprint_parts, "turns": turns}  # `detcompile diff` reads these parts
+    # `detcompile diff` reads the parts.
+    transcript = {"model": name, "fingerprint_parts": model.fingerprint_parts, "turns": turns}
     path.write_text(json.dumps(transcript, indent=1))
 
 
 def replay(path: Path) -> None:
     """Run the agent again with the seeds that were recorded, among others, in small steps and other KV blocks."""
     recorded = json.loads(path.read_text())
-    model = detcompile.compile("tiny")
+    model = detcompile.compile(recorded["model"])
     parts = recorded["fingerprint_parts"]
     changed = [name for name, part in model.fingerprint_parts.items() if parts.get(name) != part]
     if changed:
@@ -75,7 +78,7 @@ def replay(path: Path) -> None:
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "transcript.json"
-        record(path)
+        record(sys.argv[1] if len(sys.argv) > 1 else "tiny", path)  # or any Hugging Face model
         for turn in json.loads(path.read_text())["turns"]:
             print(f"--- seed {turn['seed']}, {len(turn['token_ids'])} tokens\n{turn['text']}\n{turn['tool']}", end="")
         sys.exit(subprocess.run([sys.executable, __file__, "replay", str(path)], check=False).returncode)

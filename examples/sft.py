@@ -1,14 +1,16 @@
 """Supervised fine-tuning: weights that no split of a batch into micro-batches, no padding and no order moves.
 
-    python examples/sft.py
+    python examples/sft.py             # the embedded model
+    python examples/sft.py smollm2     # after `detcompile fetch smollm2`; minutes
 
-Trains the embedded model on a few prompts and answers, of which the answers alone have labels: once with every batch
+Trains a model on a few prompts and answers, of which the answers alone have labels: once with every batch
 whole, then with each batch shuffled, cut into micro-batches whose gradients add up, and padded on the other side. The
-weights' digests are equal after every step. Needs no GPU and no download.
+weights' digests are equal after every step. Needs no GPU, and with the embedded model no download.
 """
 
 import hashlib
 import random
+import sys
 
 import torch
 from torch import Tensor
@@ -86,7 +88,7 @@ def digest(trainer: detcompile.Trainer) -> str:
 
 
 def main() -> None:
-    trainer = detcompile.trainer("tiny")  # or the path of a Hugging Face model
+    trainer = detcompile.trainer(sys.argv[1] if len(sys.argv) > 1 else "tiny")  # or any Hugging Face model
     start = {name: weight.clone() for name, weight in trainer.state_dict().items()}
     whole = train(trainer, start, micro_batches=1)
     assert train(trainer, start, micro_batches=3) == whole  # to the last bit

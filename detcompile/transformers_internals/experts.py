@@ -5,15 +5,23 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.integrations.moe import ExpertsInterface
 
-__all__ = ["ExpertsInterface", "gated", "set_experts_implementation", "takes_implementation"]
+__all__ = [
+    "ExpertsInterface",
+    "gated",
+    "normalized",
+    "set_experts_implementation",
+    "takes_implementation",
+    "unknown_settings",
+]
 
-READ_IN = "5.17.0"
+READ_IN = "5.17.0, 5.24.0"
 NAMES = {
     "ExpertsInterface": "The implementations of experts by name. Without it: experts are multiplied in an order that "
     "follows how many tokens each of them has.",
 }
 
 MARKS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "_apply_gate")
+NORM = "has_post_expert_norm"  # from 5.24 on
 
 
 def takes_implementation(module: nn.Module) -> bool:
@@ -40,3 +48,22 @@ def gated(module: Any, inner: Tensor) -> Tensor:
     """
     result: Tensor = module._apply_gate(inner)
     return result
+
+
+def normalized(module: Any, outer: Tensor) -> Tensor:
+    """Return what a module of experts makes of the products with its down projections.
+
+    Without it: a norm of each expert's output, such as Muse Spark's, is not applied.
+    """
+    result: Tensor = module.post_expert_norm(outer) if getattr(module, NORM, False) else outer
+    return result
+
+
+def unknown_settings(module: nn.Module) -> list[str]:
+    """Return the settings of use_experts_implementation that are on in a module and that this package does not know.
+
+    Without it: what a newer release of transformers lets experts do besides is left out.
+    """
+    known = (*MARKS, NORM)
+    on = [name for name, value in vars(module).items() if name.startswith(("has_", "is_")) and value is True]
+    return [name for name in on if name not in known]

@@ -17,8 +17,10 @@ from detcompile.templates.ops import ours
 from detcompile.transformers_internals.experts import (
     ExpertsInterface,
     gated,
+    normalized,
     set_experts_implementation,
     takes_implementation,
+    unknown_settings,
 )
 
 EXPERTS = "detcompile"  # the model's experts implementation
@@ -56,7 +58,7 @@ def experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weigh
     """hidden_states [M, H], top_k_index [M, k] and top_k_weights [M, k], best expert first -> [M, H]."""
     inner = _product(module, hidden_states, top_k_index, "gate_up_proj" if module.has_gate else "up_proj")
     inner = gated(module, inner) if module.has_gate else module.act_fn(inner)
-    return mixed(_down(module, inner, top_k_index), top_k_weights)
+    return mixed(normalized(module, _down(module, inner, top_k_index)), top_k_weights)
 
 
 def mixed(outer: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -99,6 +101,9 @@ def _weight(module: Any, name: str) -> Tensor:
 
 
 def _require_known(name: str, module: nn.Module) -> None:
+    unknown = unknown_settings(module)
+    if unknown:
+        raise UnsupportedModel(f"{name}: what {' and '.join(unknown)} means for these experts is not known")
     weights = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
     given = {weight: getattr(module, weight, None) for weight in weights}
     for weight, value in given.items():

@@ -66,6 +66,29 @@ def test_every_axis_holds(axis: str, device: str) -> None:
     assert_bitwise_equal(score(compiled_mixture(device), configuration), alone, configuration.describe())
 
 
+def test_norm_of_an_experts_output_is_applied() -> None:
+    """Muse Spark's, in transformers 5.24."""
+    spark = pytest.importorskip("transformers.models.muse_spark.modeling_muse_spark")
+    sizes = {"num_local_experts": 6, "moe_hidden_size": 32, "moe_intermediate_size": 48}
+    stack = spark.MuseSparkExperts(spark.MuseSparkTextConfig(num_hidden_layers=1, **sizes))
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for weight in stack.parameters():
+            weight.copy_(torch.randn(weight.shape, generator=generator))
+        rows, ids = torch.randn(9, 32, generator=generator), torch.randint(0, 6, (9, 1), generator=generator)
+        ids = torch.cat([ids, (ids + 1) % 6], 1)
+        shares = torch.rand(9, 2, generator=generator)
+        expected = type(stack).forward.__wrapped__(stack, rows, ids, shares)
+        assert (experts(stack, rows, ids, shares) - expected).norm() < 1e-5 * expected.norm()
+
+
+def test_experts_with_an_unknown_setting_are_refused() -> None:
+    model = mixture()
+    model.model.layers[0].mlp.experts.has_pre_expert_norm = True
+    with pytest.raises(UnsupportedModel, match="what has_pre_expert_norm means for these experts"):
+        pin_experts(model)
+
+
 def stack_of_experts(dtype: torch.dtype) -> nn.Module:
     """What experts() reads of a module, with eight experts."""
     generator = torch.Generator().manual_seed(2)

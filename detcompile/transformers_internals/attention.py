@@ -8,7 +8,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 __all__ = ["mask_functions", "set_attention_implementation", "takes_attention"]
 
-READ_IN = "5.17.0"
+READ_IN = "5.17.0, 5.24.0"
 
 
 def set_attention_implementation(config: PretrainedConfig, name: str) -> None:

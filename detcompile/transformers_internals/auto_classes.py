@@ -6,7 +6,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 __all__ = ["has_causal_lm", "init_hf_modules"]
 
-READ_IN = "5.17.0"
+READ_IN = "5.17.0, 5.24.0"
 NAMES = {
     "init_hf_modules": "Make transformers' folder of such code importable. Without it: what worker processes answer "
     "about a model with code of its own cannot be read.",

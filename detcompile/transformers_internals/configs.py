@@ -4,13 +4,15 @@ from typing import Any
 
 __all__ = ["commit_of", "set_commit"]
 
-READ_IN = "5.17.0"
+READ_IN = "5.17.0, 5.24.0"
 
 
 def commit_of(config: Any) -> str | None:
     """Return the commit on the Hub that a config was loaded from, or None.
 
     Without it: worker processes and records of requests name a revision that may have moved.
+
+    transformers 5.24 itself writes none: only what this package has loaded holds one.
     """
     commit: str | None = getattr(config, "_commit_hash", None)
     return commit

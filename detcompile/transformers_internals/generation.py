@@ -7,10 +7,10 @@ from transformers import GenerationMixin, PreTrainedModel
 
 __all__ = ["cache_keyword", "prepare_generation_config"]
 
-READ_IN = "5.17.0"
+READ_IN = "5.17.0, 5.24.0"
 NAMES = {
-    "prepare_generation_config": "A method by which transformers.pipeline fills in its own defaults. Without it: a "
-    "pipeline generates by other defaults than a Hugging Face model's.",
+    "prepare_generation_config": "A method by which transformers.pipeline before 5.24 fills in its own defaults. "
+    "Without it: a pipeline generates by other defaults than a Hugging Face model's.",
 }
 
 prepare_generation_config: Any = GenerationMixin._prepare_generation_config

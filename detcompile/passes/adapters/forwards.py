@@ -217,7 +217,7 @@ def _bloom_obstacle(config: Any) -> str:
 
 
 def _falcon_obstacle(config: Any) -> str:
-    # transformers 5.17 rounds the bias to bfloat16 whatever the model's dtype, and its eager path adds it twice
+    # transformers 5.17 and 5.24 round the bias to bfloat16 whatever the model's dtype, and the eager path adds it twice
     return "alibi=True (whose bias Hugging Face's own implementations disagree about)" if config.alibi else ""
 
 

@@ -2,7 +2,8 @@
 
 An argument of the call takes precedence over the call's ``generation_config``, which takes precedence over the model's;
 then come DEFAULTS. An argument that would change tokens and is not served is rejected by name, wherever it comes from.
-Names and meanings are those of transformers 5.17 (generation/configuration_utils.py, utils.py, logits_process.py).
+Names and meanings are those of transformers 5.17 to 5.24 (configuration_utils.py, utils.py and logits_process.py of
+transformers.generation).
 """
 
 import logging

@@ -3,7 +3,10 @@
 import json
 from pathlib import Path
 
-from tools.canary import AREAS, PAGE, RESULTS, page
+import pytest
+
+from tools import canary
+from tools.canary import AREAS, PAGE, RESULTS, failures, page
 
 ROOT = Path(__file__).parents[1]
 
@@ -17,3 +20,27 @@ def test_canary_runs_tests_that_exist() -> None:
     for path in (path for paths in AREAS.values() for path in paths):
         file, _, name = path.partition("::")
         assert f"def {name}" in (ROOT / file).read_text(encoding="utf-8"), path
+
+
+def test_canary_names_errors_and_doors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(canary, "ROOT", tmp_path)
+    door = tmp_path / "detcompile/torch_internals/dynamo.py"
+    door.parent.mkdir(parents=True)
+    door.write_text("from types import gone\n")
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/test_door.py").write_text(f"import runpy\nrunpy.run_path({str(door)!r})\n")
+    (tmp_path / "tests/test_bits.py").write_text(
+        "import pytest\ndef test_good(): pass\n"
+        "@pytest.mark.parametrize('n', range(7))\ndef test_bad(n): assert n == 9\n"
+    )
+    areas = {"door": ["tests/test_door.py"], "bits": ["tests/test_bits.py"]}
+    outcomes, why_none = canary.tests(areas, tmp_path / "report.xml")
+    assert not why_none
+    (line,) = failures(outcomes["door"])
+    assert line.startswith("  tests.test_door: ImportError: cannot import name 'gone' from 'types'"), line
+    assert line.endswith(" [detcompile/torch_internals/dynamo.py:1]"), line
+    lines = failures(outcomes["bits"])
+    assert lines[0] == "  test_bad[0]: assert 0 == 9" and lines[-1] == "  and 2 more" and len(lines) == 6
+    (tmp_path / "tests/conftest.py").write_text("from types import missing\n")
+    outcomes, why_none = canary.tests(areas, tmp_path / "another.xml")
+    assert not outcomes and why_none.startswith("ImportError: cannot import name 'missing' from 'types'")

@@ -1,7 +1,8 @@
 """Test the installed torch and transformers in a few minutes, and write docs/compatibility.json and .md.
 
-Run by `make canary`, in a virtual environment of its own. Prints one line an area. The row of these versions is
-replaced; `--page` writes the page alone, and `--requirements` prints what to install beside torch and transformers.
+Run by `make canary`, in a virtual environment of its own. Prints one line an area, and below it tests that failed, why,
+and which module of torch_internals or transformers_internals met it. The row of these versions is replaced; `--page`
+writes the page alone, and `--requirements` prints what to install beside torch and transformers.
 """
 
 import json
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-__all__ = ["AREAS", "PAGE", "RESULTS", "page"]
+__all__ = ["AREAS", "PAGE", "RESULTS", "failures", "page", "tests"]
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "compatibility.json"
@@ -37,7 +38,10 @@ AREAS = {
     ),
     "backend": ("tests/passes/test_backend.py",),
 }
-TIME_LIMIT = 1800.0  # seconds of a step
+TIME_LIMIT = 3600.0  # seconds of a step
+MOST_SHOWN = 5  # failed tests of an area
+DOOR = re.compile(r"detcompile/(?:torch|transformers)_internals/\w+\.py:\d+")
+Outcomes = Mapping[str, str]  # why each test failed; empty if it passed
 # Threads and checks as `make test` and users have them: assertions of sizes hide what Inductor does without them.
 SETTINGS = {
     "OMP_NUM_THREADS": "1",
@@ -58,9 +62,11 @@ def requirements() -> list[str]:
 
 def run() -> bool:
     """Run all areas, print a line for each, and write the row of these versions; return whether all passed."""
+    key = " ".join(f"{name} {version(name).partition('+')[0]}" for name in ("torch", "transformers"))
+    print(f"{key}: {len(AREAS)} areas, the demo and digests; about five minutes of two idle cores", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        outcomes = _tests(Path(folder) / "results.xml")
-        passed = {area: _print_area(area, outcomes.get(area, {})) for area in AREAS}
+        outcomes, why_none = tests(AREAS, Path(folder) / "results.xml")
+        passed = {area: _print_area(area, outcomes.get(area, {}), why_none) for area in AREAS}
         fresh = {"DETCOMPILE_CACHE": folder}
         start = time.monotonic()
         passed["demo"] = _print_step("demo", _python(["-m", "detcompile", "demo", "tiny"], fresh))
@@ -68,7 +74,7 @@ def run() -> bool:
         hashed = _python(["-m", "detcompile.commands.tiny_logits"], fresh)
         passed["digests"] = _print_step("digests", hashed)
     logits = json.loads(hashed.stdout.splitlines()[-1]) if passed["digests"] else {}
-    results = [outcome == "passed" for area in outcomes.values() for outcome in area.values()]
+    results = [not reason for area in outcomes.values() for reason in area.values()]
     row = {
         "date": datetime.now(UTC).date().isoformat(),
         "failed": sorted(area for area in passed if not passed[area]),
@@ -78,7 +84,6 @@ def run() -> bool:
         "logits": logits,
     }
     rows = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
-    key = " ".join(f"{name} {version(name).partition('+')[0]}" for name in ("torch", "transformers"))
     RESULTS.write_text(json.dumps(dict(sorted((rows | {key: row}).items())), indent=1) + "\n", encoding="utf-8")
     PAGE.write_text(page(rows | {key: row}), encoding="utf-8")
     return all(passed.values())
@@ -115,29 +120,53 @@ def page(rows: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join([*lines, ""])
 
 
-def _tests(report: Path) -> dict[str, dict[str, str]]:
-    """Return what became of each test, by area; empty if pytest wrote no report."""
-    paths = [path for paths in AREAS.values() for path in paths]
-    _python(["-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *paths])
+def tests(areas: Mapping[str, Sequence[str]], report: Path) -> tuple[dict[str, Outcomes], str]:
+    """Run the tests of ``areas``; return their outcomes by area, and why there are none if pytest wrote no report.
+
+    A file that cannot be imported is one failed test.
+    """
+    paths = [path for area in areas.values() for path in area]
+    options = ["-q", "--continue-on-collection-errors", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    done = _python(["-m", "pytest", *options, *paths])
     outcomes: dict[str, dict[str, str]] = {}
     if not report.exists():
-        return outcomes
+        return {}, _reason(f"{done.stdout}\n{done.stderr}")
     modules = {
-        path.partition("::")[0].removesuffix(".py").replace("/", "."): area for area in AREAS for path in AREAS[area]
+        path.partition("::")[0].removesuffix(".py").replace("/", "."): area for area in areas for path in areas[area]
     }
     for case in ElementTree.parse(report).iter("testcase"):
-        faults = {child.tag for child in case} & {"failure", "error", "skipped"}
-        if faults == {"skipped"}:
+        faults = {child.tag: child for child in case}
+        fault = faults.get("failure", faults.get("error"))
+        if fault is None and "skipped" in faults:
             continue
-        area = outcomes.setdefault(modules[case.attrib["classname"]], {})
-        area[case.attrib["name"]] = "failed" if faults else "passed"
-    return outcomes
+        module = case.attrib["classname"] or case.attrib["name"]
+        area = outcomes.setdefault(modules[module], {})
+        area[case.attrib["name"]] = "" if fault is None else _reason(fault.text or fault.attrib["message"])
+    return dict(outcomes), ""
 
 
-def _print_area(area: str, outcomes: Mapping[str, str]) -> bool:
-    failed = [name for name, outcome in outcomes.items() if outcome == "failed"]
-    text = f"{len(outcomes)} passed" if outcomes else "FAILED: no test ran"
-    print(f"{area}: {f'FAILED {len(failed)} of {len(outcomes)}: ' + ', '.join(failed) if failed else text}", flush=True)
+def _reason(text: str) -> str:
+    """Return the error of pytest's text and the last door to torch or transformers that it names."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    raised = [line[1:].strip() for line in lines if line.startswith("E  ")]
+    typed = [line for line in raised if re.match(r"[\w.]+(Error|Exception|Release|Model|Op): ", line)]
+    error = typed[-1] if typed else raised[0] if raised else lines[-1] if lines else "no output"
+    doors = DOOR.findall(text)
+    return f"{error} [{doors[-1]}]" if doors else error
+
+
+def failures(outcomes: Outcomes) -> list[str]:
+    """Return a line for each test that failed, at most MOST_SHOWN and a count."""
+    failed = [f"  {name}: {reason}" for name, reason in outcomes.items() if reason]
+    more = len(failed) - MOST_SHOWN
+    return failed[:MOST_SHOWN] + ([f"  and {more} more"] if more > 0 else [])
+
+
+def _print_area(area: str, outcomes: Outcomes, why_none: str) -> bool:
+    failed = sum(map(bool, outcomes.values()))
+    ran = f"FAILED {failed} of {len(outcomes)}" if failed else f"{len(outcomes)} passed"
+    text = ran if outcomes else f"FAILED: no test ran: {why_none}"
+    print("\n".join([f"{area}: {text}", *failures(outcomes)]), flush=True)
     return bool(outcomes) and not failed
 
 
@@ -150,7 +179,10 @@ def _print_step(name: str, step: subprocess.CompletedProcess[str]) -> bool:
 def _python(arguments: Sequence[str], settings: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     environment = os.environ | SETTINGS | (settings or {})
     command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIME_LIMIT)
+    try:
+        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIME_LIMIT)
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, 1, "", f"took longer than {TIME_LIMIT:.0f} s")
 
 
 if __name__ == "__main__":

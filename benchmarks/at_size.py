@@ -1,11 +1,11 @@
-"""What the engine's tests say of small models, at the size of an 8B on a GPU: bits under any load, and stalls.
+"""The engine's tests at the size of an 8B model on a GPU: equal bits under any load, and stalls.
 
     python -m benchmarks.at_size --commit $(git rev-parse --short HEAD) [--parts machine,repeat,trace,plain]
 
 The model is Qwen3-8B's shape with random weights in bf16.
 
-machine  the state machine of tests/runtime/test_engine_machine.py: requests, cancels, preemptions and settings as
-         hypothesis draws them, each request compared by bytes with the plain forward of itself alone.
+machine  the state machine of tests/runtime/test_engine_machine.py: requests, cancels, preemptions and settings drawn
+         by hypothesis; each request is compared by bytes with a plain forward of it alone.
 repeat   one prompt many times, greedy, under random arrivals (benchmarks/repeat.py): how many answers differ.
 trace    the schedulers on one trace of arrivals (benchmarks/schedulers.py).
 plain    ``repeat``, in the same engine around the plain Inductor graph with cuBLAS; fewer completions and tokens.

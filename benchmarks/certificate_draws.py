@@ -1,10 +1,10 @@
-"""Random programs: whatever the certificate accepts has to give a row the same bits in every batch.
+"""Random programs: if the certificate accepts a program, a row must have the same bits in every batch.
 
     python -m benchmarks.certificate_draws --commit $(git rev-parse --short HEAD) [--draws 10000 --compiled 100]
 
 Each draw is a program of benchmarks/random_programs.py, traced over unknown batch and token counts, rewritten and
-certified. What is refused is counted, by the operation that was named. What is certified is run over batches of several
-sizes that share some rows (sequences, where a row attends to the rows before it), and these are compared by bytes.
+certified. Rejected programs are counted by the operation that was named. Certified programs run over batches of several
+sizes that share some rows (or sequences, if rows attend to earlier rows), and the shared rows are compared by bytes.
 
 The rewritten graph is run operation by operation: the templates by their own kernels, the rest by torch. torch rounds
 functions such as exp differently in a vector and in the loop's tail, so that these are computed in float64 and rounded.
@@ -123,13 +123,13 @@ def trace(program: Program) -> Traced:
     if len(symbols) < 2 or not all(symbol.is_Symbol for symbol in symbols):
         raise NoFit
     (result,) = next(iter(gm.graph.find_nodes(op="output"))).all_input_nodes
-    found = [getattr(getattr(size, "node", None), "expr", None) for size in result.meta["val"].shape[:2]]
+    result_sizes = [getattr(getattr(size, "node", None), "expr", None) for size in result.meta["val"].shape[:2]]
 
     def holds(batch: int, tokens: int) -> bool:
         sizes = dict(zip(symbols, (batch, tokens), strict=True))
         return all(bool(guard.expr.subs(sizes)) for guard in shapes.guards)
 
-    return Traced(gm, found == symbols, holds)
+    return Traced(gm, result_sizes == symbols, holds)
 
 
 def _weights() -> list[Tensor]:
@@ -177,11 +177,11 @@ def _compared(run: Callable[..., Tensor], traced: Traced, attends: bool, rng: ra
         for _ in range(COMPOSITIONS):
             other = _batch(rng, traced.holds)
             kept = _shared_sequences(x, other, rng) if attends else _shared_rows(x, other, rng)
-            found = run(other, *weights)
+            actual = run(other, *weights)
             if traced.has_rows:
-                same = all(_same(expected[ours], found[theirs]) for ours, theirs in kept)
+                same = all(_same(expected[ours], actual[theirs]) for ours, theirs in kept)
             else:
-                same = _same(expected, found)
+                same = _same(expected, actual)
             if not same:
                 return "failed", f"{tuple(x.shape[:2])} and {tuple(other.shape[:2])}"
     except NoFit:

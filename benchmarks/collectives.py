@@ -3,11 +3,11 @@ embedding rows. One process a GPU, on all GPUs.
 
     python -m benchmarks.collectives --commit $(git rev-parse --short HEAD) [--ranks 2] [--seconds 80]
 
-"one shot" and "two shots" are our kernels over memory that the GPUs open to each other, "landing" is the way of large
-sums, by copy engines (of a product: while it goes on), "apart" the product and then the sum otherwise, "library" is
-the same sum with NCCL moving the partials. The peers take bfloat16 and add in it: NCCL's all-reduce, and symm_mem's
-two_shot_all_reduce_. Of a row-parallel product, K is that of all ranks together, and the peer is cuBLAS with NCCL. A
-ratio is NCCL's time over ours: above 1 we are faster. Times are of the slowest rank.
+"one shot" and "two shots" are our kernels over symmetric memory. "landing", for large sums, moves partials by copy
+engines (for a GEMM, while it runs); "apart" runs the GEMM and then another of these sums; "library" is the same sum
+with NCCL moving the partials. The peers are NCCL's all-reduce and symm_mem's two_shot_all_reduce_, which add in
+bfloat16. The K of a row-parallel GEMM counts all ranks; its peer is cuBLAS with NCCL. A ratio is NCCL's time over ours:
+above 1 we are faster. Times are those of the slowest rank.
 
 Writes benchmarks/results/collectives-<device>x<ranks>-<commit>.json after each row.
 """
@@ -103,21 +103,22 @@ def gemm_rows(ranks: TensorParallel) -> Iterator[dict[str, Any]]:
 
 
 def move_rows(ranks: TensorParallel) -> Iterator[dict[str, Any]]:
-    own, width = VOCABULARY // ranks.size, WIDTHS[0]
-    table = torch.randn(own, width, device="cuda", dtype=torch.bfloat16)
+    share, width = VOCABULARY // ranks.size, WIDTHS[0]
+    table = torch.randn(share, width, device="cuda", dtype=torch.bfloat16)
     for M in TOKENS:
-        logits = [torch.randn(M, own, device="cuda", dtype=torch.bfloat16) for _ in range(_copies(2 * M * VOCABULARY))]
+        copies = range(_copies(2 * M * VOCABULARY))
+        logits = [torch.randn(M, share, device="cuda", dtype=torch.bfloat16) for _ in copies]
         generator = torch.Generator("cuda").manual_seed(M)
         ids = [torch.randint(VOCABULARY, (M,), generator=generator, device="cuda") for _ in range(FEWEST_LAUNCHES)]
 
         def columns(x: Tensor, peers: bool = True) -> Tensor:
-            return all_gather_columns(x, ranks.group, own * ranks.size, peers)
+            return all_gather_columns(x, ranks.group, share * ranks.size, peers)
 
         def rows(ids: Tensor, peers: bool = True) -> Tensor:
-            return sharded_embedding(table, ids, ranks.rank * own, ranks.group, peers)
+            return sharded_embedding(table, ids, ranks.rank * share, ranks.group, peers)
 
         for what, move, buffers in (("logits", columns, logits), ("embedding", rows, ids)):
-            row: dict[str, Any] = {"what": what, "M": M, "N": own if what == "logits" else width}
+            row: dict[str, Any] = {"what": what, "M": M, "N": share if what == "logits" else width}
             row["equal"] = torch.equal(move(buffers[0]), move(buffers[0], peers=False))
             row["us"] = microseconds(buffers, move)
             row["NCCL us"] = microseconds(buffers, functools.partial(move, peers=False))
@@ -188,8 +189,8 @@ def _measure(rank: int, num_ranks: int, port: int, arguments: argparse.Namespace
         if rank == 0:
             report["rows"].append(row)
             path.write_text(json.dumps(report, indent=1))
-            told = (f"{k} {v:.4g}" if isinstance(v, float) else str(v) for k, v in row.items())
-            print(f"[{time.monotonic() - started:4.0f} s]", "  ".join(told), flush=True)
+            fields = (f"{k} {v:.4g}" if isinstance(v, float) else str(v) for k, v in row.items())
+            print(f"[{time.monotonic() - started:4.0f} s]", "  ".join(fields), flush=True)
         late = torch.tensor(time.monotonic() - started > arguments.seconds, device="cuda", dtype=torch.int32)
         dist.broadcast(late, 0)  # one rank's clock decides for all
         if late.item():

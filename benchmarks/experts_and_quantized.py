@@ -203,35 +203,35 @@ def _beside(buffers: list[tuple], ours: Callable, peers: dict[str, tuple[list[tu
                     failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"
                     torch.cuda.synchronize()
     us = statistics.median(times.pop("ours"))
-    medians = {name: statistics.median(found) for name, found in times.items() if name not in failed}
+    medians = {name: statistics.median(samples) for name, samples in times.items() if name not in failed}
     row = {"us": us, "peer_us": medians, "ratio": {name: peer / us for name, peer in medians.items()}}
     return row | ({"failed": failed} if failed else {})
 
 
 def _gate(tuner, problem) -> dict:
-    found = next(row for row in tuner.table() if row["problem"] == str(problem))
-    return {"admitted, refused": (found["admitted"], found["refused"])}
+    row = next(row for row in tuner.table() if row["problem"] == str(problem))
+    return {"admitted, refused": (row["admitted"], row["refused"])}
 
 
 def _expert_compilations(key: str) -> list[tuple]:
     _, experts, choices, products = MIXTURES[key]
-    found = []
+    compilations = []
     for n, k, shared in products.values():
         x, w = (torch.empty(shape, device=DEVICE, dtype=BFLOAT16) for shape in ((1, k), (experts, n, k)))
         for tokens in EXPERT_TOKENS:
             problem = experts_gpu.experts_problem(tokens * choices, x, w, None)
-            found += [(schedule, experts, choices if shared else 1) for schedule in expert_candidates(problem)]
-    return list(dict.fromkeys(found))
+            compilations += [(schedule, experts, choices if shared else 1) for schedule in expert_candidates(problem)]
+    return list(dict.fromkeys(compilations))
 
 
 def _dequant_compilations(key: str) -> list[tuple]:
     weight = _quantized(key, 256, 4096)
     xs = [torch.empty(tokens, 4096, device=DEVICE, dtype=BFLOAT16) for tokens in TOKENS]
-    found = []
+    compilations = []
     for x, radices in itertools.product(xs, TREES.values()):
         problem = dequant_gpu.dequant_problem(x, weight, None, None, radices, BFLOAT16)
-        found += [(schedule, key, radices) for schedule in dequant_candidates(problem)]
-    return list(dict.fromkeys(found))
+        compilations += [(schedule, key, radices) for schedule in dequant_candidates(problem)]
+    return list(dict.fromkeys(compilations))
 
 
 def _compile_all(compile_one: Callable, arguments: list[tuple]) -> None:

@@ -2,9 +2,9 @@
 
     python -m benchmarks.export --commit $(git rev-parse --short HEAD) [--device cuda] [--architectures llama] [--tp 2]
 
-Tiny models with random weights (tests/model_cases.py). Compared are logits of a prompt of T tokens, those of a step in
-which T sequences decode one token each, and what an engine answers, with logprobs. The process that loads can import no
-code of a model from transformers. With --tp above 1, ranks share the model, and the bytes are those of one rank.
+Tiny models with random weights (tests/model_cases.py). The script compares the logits of a prompt of T tokens, the
+logits of a step in which T sequences decode one token each, and an engine's answers with logprobs. The loading process
+cannot import transformers' modeling code. With --tp above 1, ranks share the model; bytes must equal those of one rank.
 
 Writes benchmarks/results/export-<hardware>-<commit>.json (export-tp2-… with --tp 2); exits with 1 if any bytes differ.
 """
@@ -41,14 +41,14 @@ CONTEXT = 5  # tokens of a sequence before it decodes
 
 @torch.no_grad()
 def observe(model: CompiledModel, token_counts: tuple[int, ...] = TOKEN_COUNTS) -> dict[str, Tensor]:
-    """Everything that is compared, by name; the same draws for every model of this vocabulary."""
-    found = {"fingerprint": torch.tensor(list(model.fingerprint.encode()))}
+    """Return all compared tensors by name. Models with the same vocabulary get the same draws."""
+    observed = {"fingerprint": torch.tensor(list(model.fingerprint.encode()))}
     for count in token_counts:
         rng = random.Random(count)
         prompt = [rng.randrange(model.vocab_size) for _ in range(count)]
-        found[f"prefill {count}"] = model(torch.tensor([prompt], device=model.device)).logits.cpu()
-        found[f"decode {count}"] = _decode(model, count, rng).cpu()
-    return found | _serve(model)
+        observed[f"prefill {count}"] = model(torch.tensor([prompt], device=model.device)).logits.cpu()
+        observed[f"decode {count}"] = _decode(model, count, rng).cpu()
+    return observed | _serve(model)
 
 
 def _decode(model: CompiledModel, count: int, rng: random.Random) -> Tensor:
@@ -75,13 +75,13 @@ def _serve(model: CompiledModel) -> dict[str, Tensor]:
     }
 
 
-def compare(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, bool]:
-    """By name, whether the bytes are equal."""
-    assert found.keys() == expected.keys()
+def compare(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, bool]:
+    """Return by name whether the bytes are equal."""
+    assert actual.keys() == expected.keys()
     return {
-        name: found[name].dtype == tensor.dtype
-        and found[name].shape == tensor.shape
-        and torch.equal(found[name].contiguous().view(torch.uint8), tensor.contiguous().view(torch.uint8))
+        name: actual[name].dtype == tensor.dtype
+        and actual[name].shape == tensor.shape
+        and torch.equal(actual[name].contiguous().view(torch.uint8), tensor.contiguous().view(torch.uint8))
         for name, tensor in expected.items()
     }
 

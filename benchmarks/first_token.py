@@ -70,10 +70,10 @@ def measure(num_layers: int, profile: bool) -> dict[str, Any]:
         for order in ("cumulative", "tottime"):
             pstats.Stats(profiler, stream=sys.stderr).sort_stats(order).print_stats(60)
     spans = [later - earlier for earlier, later in itertools.pairwise(times)]
-    found = {"import of torch and transformers, s": imported}
-    found |= dict(zip(("compile and import, s", "engine, s", "first token, s"), spans))
-    found["all, s"] = imported + sum(spans)
-    return found | {"token": f"{output.outputs[0].token_ids} {float(output.outputs[0].cumulative_logprob).hex()}"}
+    result = {"import of torch and transformers, s": imported}
+    result |= dict(zip(("compile and import, s", "engine, s", "first token, s"), spans))
+    result["all, s"] = imported + sum(spans)
+    return result | {"token": f"{output.outputs[0].token_ids} {float(output.outputs[0].cumulative_logprob).hex()}"}
 
 
 def measured(num_layers: int, folder: str, sources: str, profile: bool = False) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Hashes of tokens and logits of an 8B model on one GPU, its start in seconds and compiled kernels, and workloads.
+"""Hashes of an 8B model's tokens and logits on one GPU, its start-up time and kernel count, and workload times.
 
     python -m benchmarks.hashes --commit $(git rev-parse --short HEAD) [--tp-sizes 1] [--repeats 2]
 
@@ -37,19 +37,19 @@ def hashed(content: bytes) -> str:
 
 def seconds_of(engine: Engine, name: str, repeats: int) -> tuple[list[float], str]:
     """Seconds of a workload's runs, and the hash of its tokens."""
-    found, tokens = [], ""
+    seconds, tokens = [], ""
     for _ in range(repeats):
         prompts, params = workload(name)
         started = time.perf_counter()
         outputs = engine.generate(prompts, params, progress=False)
         torch.cuda.synchronize()
-        found.append(round(time.perf_counter() - started, 3))
+        seconds.append(round(time.perf_counter() - started, 3))
         tokens = hashed("".join(str(output.outputs[0].token_ids) for output in outputs).encode())
-    return found, tokens
+    return seconds, tokens
 
 
 def main() -> int:
-    """Measure; the exit code says whether a hash is another than expected."""
+    """Measure. Return 1 if a hash differs from the expected one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--commit", required=True)
     parser.add_argument("--tp-sizes", default="1", help="comma-separated")

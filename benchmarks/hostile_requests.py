@@ -2,11 +2,11 @@
 
     python -m benchmarks.hostile_requests --commit $(git rev-parse --short HEAD) [--requests 10000] [--schemathesis 5]
 
-Half of them are bodies that are nearly right and bytes that are no requests (tests/serving/test_fuzz.py), a quarter are
-receipts that somebody changed, for /v1/verify, and a quarter Idempotency-Keys, Last-Event-IDs and ids of other
-requests, or of none. Before them Schemathesis, if it is installed, sends examples of every operation of /openapi.json
-for so many minutes. Then the server is stopped, bits of its journal are flipped, and one that is started with it is
-asked for what the journal holds. A 503 has to have a code that the docs name. Writes
+Half of them are nearly valid bodies and bytes that are not HTTP (tests/serving/test_fuzz.py), a quarter are altered
+receipts for /v1/verify, and a quarter use Idempotency-Keys, Last-Event-IDs and ids of other requests or of none.
+Before that, Schemathesis, if installed, sends examples of every operation of /openapi.json for that many minutes. Then
+the server is stopped, bits of its journal are flipped, a new server starts with that journal, and its entries are
+requested. A 503 must have a documented code. Writes
 benchmarks/results/hostile-requests-<cores>-cores-<commit>.json.
 """
 

@@ -1,12 +1,11 @@
-"""An open-loop client of completions: every request is sent when its time comes, whatever became of those before.
+"""An open-loop client of completions: each request is sent at its time, whether or not earlier ones have finished.
 
     python -m benchmarks.http_load < plan.json > found.json
 
-A process of its own, so that it takes none of a server's or of an engine's time; it needs httptools, and takes uvloop
-where it is. ``plan`` has ``url``, ``requests`` (a list of seconds and body) and perhaps ``key``, ``texts`` (give the
-answers' texts back) and ``firsts`` (seconds to the first event of each; null for an error). Seconds of what is found
-count from the start of the plan. A gap is the time between two events of a stream that hold text; an event may hold
-several tokens.
+A separate process, so that it takes no time from the server or engine. It needs httptools, and uses uvloop if
+installed. ``plan`` has ``url``, ``requests`` (pairs of seconds and body) and optionally ``key``, ``texts`` (return the
+answers' texts) and ``firsts`` (return seconds to each first event; null for an error). Reported seconds count from the
+start of the plan. A gap is the time between two events of a stream that hold text; an event may hold several tokens.
 """
 
 import asyncio
@@ -84,18 +83,18 @@ class Stream(asyncio.Protocol):
         self._transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing more comes."""
+        """End the stream with an error."""
         self._end("the connection was lost" if exc is None else f"{type(exc).__name__}: {exc}")
 
     @property
     def num_tokens(self) -> int:
         """Tokens drawn, as the last event says."""
-        found = USAGE.search(self.tail)
-        return 0 if found is None else int(found[1])
+        match = USAGE.search(self.tail)
+        return 0 if match is None else int(match[1])
 
     @property
     def error(self) -> str | None:
-        """Why this is no answer; None where it is one."""
+        """Why the answer failed or is incomplete; None for a complete answer."""
         if self.failure is not None:
             return self.failure
         if self.status != 200:
@@ -103,7 +102,7 @@ class Stream(asyncio.Protocol):
         return None if self.num_tokens and self.tail.rstrip().endswith(DONE) else "an answer without its end"
 
     def text(self) -> str:
-        """The text of the first choice, of a stream that was kept."""
+        """Return the text of the first choice. The stream must have been created with ``keeps``."""
         lines = b"".join(self.parts).split(b"\n")
         events = [json.loads(line.removeprefix(EVENT)) for line in lines if line.startswith(EVENT) and line != DONE]
         return "".join(event["choices"][0]["text"] for event in events if event["choices"])
@@ -115,16 +114,16 @@ class Stream(asyncio.Protocol):
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """P50, P90, P99 and the largest of seconds, in milliseconds."""
+    """Return P50, P90, P99 and the maximum, in milliseconds, of values in seconds."""
     if not values:
         return {}
-    found = sorted(values)
-    at = {f"P{share}": found[min(len(found) - 1, len(found) * share // 100)] for share in (50, 90, 99)}
-    return {name: round(1e3 * value, 2) for name, value in (at | {"most": found[-1]}).items()}
+    ordered = sorted(values)
+    at = {f"P{share}": ordered[min(len(ordered) - 1, len(ordered) * share // 100)] for share in (50, 90, 99)}
+    return {name: round(1e3 * value, 2) for name, value in (at | {"most": ordered[-1]}).items()}
 
 
 async def load(plan: dict[str, Any]) -> dict[str, Any]:
-    """Send what the plan has, and wait for all answers."""
+    """Send the plan's requests and wait for all answers."""
     address = urlsplit(plan["url"])
     key = f"Authorization: Bearer {plan['key']}\r\n" if plan.get("key") else ""
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Type: application/json\r\n{key}"
@@ -135,30 +134,30 @@ async def load(plan: dict[str, Any]) -> dict[str, Any]:
         data = json.dumps(body).encode()
         stream = Stream(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data, keeps=texts)
         await asyncio.sleep(begin + seconds - time.monotonic())
-        asked = time.monotonic()
+        sent = time.monotonic()
         try:
             await loop.create_connection(lambda: stream, address.hostname, address.port)
             await asyncio.wait_for(stream.ended, PATIENCE_SECONDS)
         except (OSError, TimeoutError) as error:
             stream.failure = f"{type(error).__name__}: {error}"
-        stream.started = asked
+        stream.started = sent
         return stream
 
     begin = time.monotonic() + 0.5
     streams = await asyncio.gather(*(ask(seconds, body) for seconds, body in plan["requests"]))
-    found = summary(streams, begin)
+    result = summary(streams, begin)
     if plan.get("firsts"):
-        found["firsts"] = [None if own.error is not None else own.times[0] - own.started for own in streams]
-    return found | {"texts": [stream.text() for stream in streams]} if texts else found
+        result["firsts"] = [each.times[0] - each.started if each.error is None else None for each in streams]
+    return result | {"texts": [stream.text() for stream in streams]} if texts else result
 
 
 def summary(streams: Sequence[Stream], begin: float) -> dict[str, Any]:
-    """What came of all streams."""
+    """Return counts, throughput and latency over all streams."""
     errors = [stream.error for stream in streams if stream.error is not None]
     fine = [stream for stream in streams if stream.error is None]
-    # the last two pieces hold usage and [DONE] and no text, where they are pieces of their own
-    told = [stream.times[: max(1, len(stream.times) - 2)] for stream in fine]
-    gaps = [after - before for times in told for before, after in itertools.pairwise(times)]
+    # usage and [DONE], which hold no text, may arrive as two pieces at the end
+    token_times = [stream.times[: max(1, len(stream.times) - 2)] for stream in fine]
+    gaps = [after - before for times in token_times for before, after in itertools.pairwise(times)]
     seconds = max((stream.finished for stream in streams), default=begin) - begin
     num_tokens = sum(stream.num_tokens for stream in fine)
     used = resource.getrusage(resource.RUSAGE_SELF)

@@ -1,13 +1,12 @@
-"""Answers of a server that is killed, or its engines, while they are drawn, beside those of one that nobody disturbs.
+"""Kill a server or its engines during requests, and compare the answers with those of an undisturbed server.
 
     python -m benchmarks.kill_drill --commit $(git rev-parse --short HEAD) [--rounds 50] [--replicas 1] [--tp 1]
 
-Every round asks for the same streams at once (several samples, penalties, log-probabilities, stop strings, grammars,
-greedy and drawn, with drafts) and kills or stops (SIGKILL, SIGSTOP) a random process of the engines when some of the
-tokens have come; every third round it is the server itself that is killed, and started again with its journal, and
-clients come back with their keys for the rest of their streams, or with the numbers of the last events of responses in
-the background. The script fails if a token is lost, comes twice, or is
-another one than before. A pause is the longest time between two events of a stream.
+Every round sends the same requests at once: several samples, penalties, log-probabilities, stop strings, grammars,
+greedy and sampled, with speculation. After some tokens it sends SIGKILL or SIGSTOP to a random engine process. Every
+third round it kills the server itself and restarts it with its journal. Clients then reconnect: to a stream with their
+idempotency key, to a background response with the number of its last event. The script fails if a token is lost,
+repeated or changed. A pause is the longest time between two events of a stream.
 
 Writes benchmarks/results/kill-drill-<cores>-cores-<commit>.json.
 """
@@ -38,8 +37,8 @@ __all__ = ["FRONT_EVERY", "Drill", "bodies", "engine_processes"]
 
 RESULTS = Path(__file__).parent / "results"
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
-FRONT_EVERY = 3  # rounds; in the last of them the server is killed
-RESPONSES_EVERY = 8  # requests; one of them is for a response
+FRONT_EVERY = 3  # in every third round the server is killed
+RESPONSES_EVERY = 8  # every eighth request is a background response
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 RETRY_SECONDS = 0.2
 START_SECONDS = 240
@@ -52,68 +51,69 @@ KINDS: list[dict[str, Any]] = [
     {"stop": ["ee", "the end"], "min_tokens": 8},
     {"structured_outputs": {"regex": "[a-z ,]{80,}"}, "ignore_eos": False},
     {"structured_outputs": {"json": {"type": "array", "items": {"type": "integer"}, "minItems": 20}}, "n": 2},
-    {"temperature": 0, "prompt": [7, 8, 9, 10] * 8},  # what drafts are right about
+    {"temperature": 0, "prompt": [7, 8, 9, 10] * 8},  # drafts are often right
 ]
 
 
 def bodies(count: int, max_tokens: int) -> list[dict[str, Any]]:
-    """Requests of all kinds, each with a seed and a prompt of its own; some for responses in the background."""
-    asked = {"model": "tiny", "max_tokens": max_tokens, "stream": True, "return_token_ids": True, "ignore_eos": True}
-    found = [
-        asked | {"prompt": [3 + index, *range(5, 5 + index % 30)], "seed": index} | KINDS[index % len(KINDS)]
+    """Return requests of all kinds, each with its own seed and prompt; some are background responses."""
+    common = {"model": "tiny", "stream": True, "ignore_eos": True}
+    completion = common | {"max_tokens": max_tokens, "return_token_ids": True}
+    requests = [
+        completion | {"prompt": [3 + index, *range(5, 5 + index % 30)], "seed": index} | KINDS[index % len(KINDS)]
         for index in range(count)
     ]
-    own = {"model": "tiny", "max_output_tokens": max_tokens, "stream": True, "background": True, "ignore_eos": True}
+    response = common | {"max_output_tokens": max_tokens, "background": True}
     for index in range(0, count, RESPONSES_EVERY):
-        found[index] = own | {"input": f"Say {index}.", "seed": index}
-    return found
+        requests[index] = response | {"input": f"Say {index}.", "seed": index}
+    return requests
 
 
 def engine_processes(server: int) -> list[int]:
-    """The processes that a server has started, and those that these have."""
-    found, waiting = [], [server]
+    """Return the ids of a server's engine processes, at any depth below it."""
+    pids, waiting = [], [server]
     while waiting:
         children = Path(f"/proc/{waiting.pop()}/task").glob("*/children")
         started = [int(pid) for path in children for pid in path.read_text().split()]
-        found += started
+        pids += started
         waiting += started
-    return [pid for pid in found if b"engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [pid for pid in pids if b"engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 class Drill:
-    """Rounds against one server, which is started again after it was killed.
+    """Rounds of requests against one server, which is restarted after it was killed.
 
     Args:
-        start: starts a server with the journal of the one before; returns where it listens, and its process.
-        asked: the requests of a round.
+        start: starts a server with the previous one's journal; returns its URL and process.
+        requests: the requests of a round.
 
     Attributes:
         process: the server.
-        num_unfinished: streams that had not ended when a process was disturbed, of all rounds.
-        num_restarts: engines that the server started again in rounds in which one was disturbed.
-        pauses: seconds of each stream of each round in which an engine was disturbed.
-        long_pauses: those in which the server was.
+        num_unfinished: streams that were open when a process was disturbed, over all rounds.
+        num_restarts: engines that the server restarted, in rounds that disturbed an engine.
+        pauses: seconds, for each stream of the rounds that disturbed an engine.
+        long_pauses: seconds, for each stream of the rounds that killed the server.
     """
 
     def __init__(
-        self, start: Callable[[], tuple[str, subprocess.Popen[str]]], asked: Sequence[dict[str, Any]], seed: int = 0
+        self, start: Callable[[], tuple[str, subprocess.Popen[str]]], requests: Sequence[dict[str, Any]], seed: int = 0
     ) -> None:
         self.num_unfinished = 0
         self.num_restarts = 0
         self.pauses: list[float] = []
         self.long_pauses: list[float] = []
         self._start = start
-        self._asked = asked
+        self._requests = requests
         self._random = random.Random(seed)
         self._num_rounds = 0
         self._url, self.process = start()
 
     def undisturbed(self) -> list[Any]:
-        """What every stream gives where nobody is killed."""
+        """Return the results of all streams without a disturbance."""
         return asyncio.run(self._round([]))
 
     def disturbed(self) -> list[Any]:
-        """What every stream gives where a process of the engines is killed, or stopped, meanwhile, or the server is."""
+        """Return the results of all streams while an engine process is killed or stopped, or the server is killed."""
         self._num_rounds += 1
         if self._num_rounds % FRONT_EVERY == 0:
             return asyncio.run(self._round(self.long_pauses, self._kill_server))
@@ -123,7 +123,7 @@ class Drill:
         return streams
 
     def _restarts(self) -> int:
-        """Return how often the server that runs now has started an engine again."""
+        """Return how many engines the current server has restarted."""
         lines = httpx.get(f"{self._url}/metrics").text.splitlines()
         return next(
             int(float(line.split()[-1])) for line in lines if line.startswith("detcompile:engine_restarts_total")
@@ -139,11 +139,11 @@ class Drill:
 
     async def _round(self, pauses: list[float], disturb: Callable[[], Any] | None = None) -> list[Any]:
         self._num_events = 0
-        limits = httpx.Limits(max_connections=len(self._asked))
+        limits = httpx.Limits(max_connections=len(self._requests))
         async with httpx.AsyncClient(timeout=180, limits=limits) as client:
             streams = [
                 asyncio.create_task(self._stream(client, body, pauses, by_name=index % 2 == 0))
-                for index, body in enumerate(self._asked)
+                for index, body in enumerate(self._requests)
             ]
             if disturb is not None:
                 after = self._random.randint(len(streams), 8 * len(streams))
@@ -154,7 +154,7 @@ class Drill:
             return await asyncio.gather(*streams)
 
     async def _stream(self, client: httpx.AsyncClient, body: dict[str, Any], pauses: list[float], by_name: bool) -> Any:
-        """Tokens, text, log-probabilities and the reason of its end, of each sample; of a response what it says."""
+        """Return tokens, text, log-probabilities and finish reason of each sample, or a response's text and status."""
         if "input" in body:
             return await self._response(client, body, pauses)
         samples: dict[int, dict[str, Any]] = {}
@@ -175,17 +175,17 @@ class Drill:
         return samples
 
     async def _response(self, client: httpx.AsyncClient, body: dict[str, Any], pauses: list[float]) -> Any:
-        """Text and status of a response, read on at the event behind the last one whenever its server is lost."""
+        """Return a response's text and status. Whenever the server is lost, resume after the last event."""
         headers = {"Idempotency-Key": str(uuid.uuid4())}
         name, number, text, status = "", -1, "", ""
         last, pause, end = time.monotonic(), 0.0, time.monotonic() + START_SECONDS
         while not status:
-            way = ("GET", f"{self._url}/v1/responses/{name}") if name else ("POST", f"{self._url}/v1/responses")
-            place = {"stream": "true", "starting_after": str(number)} if name else {}
-            own = None if name else body
+            route = ("GET", f"{self._url}/v1/responses/{name}") if name else ("POST", f"{self._url}/v1/responses")
+            cursor = {"stream": "true", "starting_after": str(number)} if name else {}
+            data = None if name else body
             try:
-                async with client.stream(*way, json=own, headers=headers, params=place) as response:
-                    if response.status_code == 503:  # it starts
+                async with client.stream(*route, json=data, headers=headers, params=cursor) as response:
+                    if response.status_code == 503:  # the server is starting
                         raise httpx.ConnectError((await response.aread()).decode())
                     assert response.status_code == 200, await response.aread()
                     async for line in response.aiter_lines():
@@ -200,8 +200,8 @@ class Drill:
                         name = event.get("response", {}).get("id", name)
                         text += event["delta"] if event["type"] == "response.output_text.delta" else ""
                         if event["type"] in ("response.completed", "response.incomplete"):
-                            status, said = event["type"], event["response"]["output"][0]["content"][0]["text"]
-                            assert said == text
+                            status, final_text = event["type"], event["response"]["output"][0]["content"][0]["text"]
+                            assert final_text == text
             except httpx.TransportError:
                 if time.monotonic() > end:
                     raise
@@ -210,10 +210,10 @@ class Drill:
         return text, status
 
     async def _events(self, client: httpx.AsyncClient, body: dict[str, Any], by_name: bool) -> AsyncIterator[Any]:
-        """The events of a stream, whose client comes back for it whenever it loses the server.
+        """Yield the events of a stream. Whenever the server is lost, reconnect and resume.
 
         Args:
-            by_name: it asks for the stream by the id of the answer, and not once more for the answer.
+            by_name: reconnect with the answer's id; otherwise send the request again with its idempotency key.
         """
         headers, name, end = {"Idempotency-Key": str(uuid.uuid4())}, "", time.monotonic() + START_SECONDS
         while True:
@@ -223,19 +223,19 @@ class Drill:
                 async with client.stream(
                     method, self._url + path, json=None if lost else body, headers=headers
                 ) as response:
-                    if response.status_code == 503:  # it starts
+                    if response.status_code == 503:  # the server is starting
                         raise httpx.ConnectError((await response.aread()).decode())
                     assert response.status_code == 200, await response.aread()
-                    name, place = response.headers["x-request-id"], ""
+                    name, event_id = response.headers["x-request-id"], ""
                     async for line in response.aiter_lines():
                         if line == "data: [DONE]":
                             return
                         if line.startswith("id: "):
-                            place = line.removeprefix("id: ")
+                            event_id = line.removeprefix("id: ")
                         elif line.startswith("data: "):
-                            headers["Last-Event-ID"] = place
+                            headers["Last-Event-ID"] = event_id
                             yield json.loads(line.removeprefix("data: "))
-                    raise AssertionError("a stream has no end")
+                    raise AssertionError("a stream ended without [DONE]")
             except httpx.TransportError:
                 if time.monotonic() > end:
                     raise
@@ -243,26 +243,26 @@ class Drill:
 
 
 def started(command: Sequence[str]) -> tuple[str, subprocess.Popen[str]]:
-    """A server that is ready: where it listens, and its process."""
+    """Start a server and wait until it is ready. Return its URL and process."""
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     line = next(line for line in process.stderr if line.startswith("serving "))
-    lines: collections.deque[str] = collections.deque(maxlen=100)  # read on, or the server waits for room in the pipe
+    lines: collections.deque[str] = collections.deque(maxlen=100)  # keep reading: a full pipe blocks the server
     threading.Thread(target=lines.extend, args=(process.stderr,), daemon=True).start()
     return line.split()[3].rstrip(";"), process
 
 
 def summary(pauses: Sequence[float]) -> dict[str, float] | None:
-    """Pauses in seconds, as they are reported."""
+    """Return median, P99 and longest pause in seconds; None without pauses."""
     if not pauses:
         return None
-    found = sorted(pauses)
-    places = {"median": statistics.median(found), "P99": found[int(0.99 * len(found))], "longest": found[-1]}
+    ordered = sorted(pauses)
+    places = {"median": statistics.median(ordered), "P99": ordered[int(0.99 * len(ordered))], "longest": ordered[-1]}
     return {name: round(value, 3) for name, value in places.items()}
 
 
 def main() -> int:
-    """Run all rounds; the exit code says whether a stream differed."""
+    """Run all rounds. Return 1 if a stream differed, otherwise 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--rounds", type=int, default=50)
@@ -285,8 +285,8 @@ def main() -> int:
             num_differing = 0
             for number in range(arguments.rounds):
                 time.sleep(arguments.between)
-                found = drill.disturbed()
-                num_differing += sum(one != other for one, other in zip(found, expected, strict=True))
+                streams = drill.disturbed()
+                num_differing += sum(one != other for one, other in zip(streams, expected, strict=True))
                 print(f"round {number}: {num_differing} differ", flush=True)
         finally:
             drill.process.kill()

@@ -1,4 +1,4 @@
-"""The default engine of an 8B model on a GPU of 80 GB: what it takes beside what it may take, under the worst load.
+"""Memory of the default engine of an 8B model on an 80 GB GPU, under the worst load, beside its limit.
 
     python -m benchmarks.memory --commit $(git rev-parse --short HEAD) [--layers 36] [--budgets 8192,16896]
 
@@ -41,8 +41,8 @@ NUM_COMPARED = 48
 
 
 def measured_engine(model: CompiledModel, config: EngineConfig) -> tuple[Engine, dict[str, Any]]:
-    """The engine, and what its sizing measured."""
-    found: dict[str, Any] = {}
+    """Return an engine and the measurements of its sizing."""
+    measured: dict[str, Any] = {}
 
     def recorded(name: str) -> Any:
         inner: Callable[..., Any] = getattr(engine_setup, name)
@@ -50,8 +50,8 @@ def measured_engine(model: CompiledModel, config: EngineConfig) -> tuple[Engine,
         def record(*arguments: Any, **options: Any) -> Any:
             start = time.perf_counter()
             result = inner(*arguments, **options)
-            found[name] = result if isinstance(result, int) else dict(result._asdict())
-            found[f"{name}, seconds"] = time.perf_counter() - start
+            measured[name] = result if isinstance(result, int) else dict(result._asdict())
+            measured[f"{name}, seconds"] = time.perf_counter() - start
             return result
 
         return mock.patch.object(engine_setup, name, record)
@@ -59,12 +59,12 @@ def measured_engine(model: CompiledModel, config: EngineConfig) -> tuple[Engine,
     start = time.perf_counter()
     with recorded("step_needs"), recorded("graph_needs"), recorded("room_for_cache"):
         engine = model.engine(config)
-    found["seconds"] = time.perf_counter() - start
+    measured["seconds"] = time.perf_counter() - start
     graphs = list(engine._pipeline._worker.runner._graphs)
-    found["blocks"] = engine.stats.num_blocks
-    found["graphs"] = len(graphs)
-    found["unshared"] = sum(layout.rows for layout in graphs) * QWEN3_8B["vocab_size"] * 2
-    return engine, found
+    measured["blocks"] = engine.stats.num_blocks
+    measured["graphs"] = len(graphs)
+    measured["unshared"] = sum(layout.rows for layout in graphs) * QWEN3_8B["vocab_size"] * 2
+    return engine, measured
 
 
 def taken(engine: Engine) -> dict[str, float]:
@@ -124,10 +124,10 @@ def answers(engine: Engine) -> list[object]:
 
 
 def parts(model: CompiledModel, config: EngineConfig) -> Iterator[tuple[str, object]]:
-    """Figures by name, as they are found."""
+    """Yield figures by name."""
     torch.cuda.reset_peak_memory_stats()
-    engine, found = measured_engine(model, config)
-    yield "engine", found
+    engine, measured = measured_engine(model, config)
+    yield "engine", measured
     yield "after warm-up", taken(engine)
     for name in "abc":
         yield name, {"seconds": served(engine, name), **taken(engine)}

@@ -179,12 +179,12 @@ def measure_axes(model: CompiledModel) -> dict[str, object]:
 
 def measure_ours(model: CompiledModel) -> dict[str, float]:
     count, tokens = PACKED_PREFILL
-    found = {f"decode {batch}": decode_milliseconds(model, batch) for batch in DECODE_BATCHES}
+    times = {f"decode {batch}": decode_milliseconds(model, batch) for batch in DECODE_BATCHES}
     for batch in SHORT_DECODES:
-        found[f"decode {batch} x {SHORT_CONTEXT} keys"] = decode_milliseconds(model, batch, SHORT_CONTEXT)
+        times[f"decode {batch} x {SHORT_CONTEXT} keys"] = decode_milliseconds(model, batch, SHORT_CONTEXT)
         torch.cuda.empty_cache()
-    found |= {f"prefill {length}": prefill_milliseconds(model, length) for length in PREFILLS}
-    return found | {f"prefill {count} x {tokens}": prefill_milliseconds(model, tokens, count)}
+    times |= {f"prefill {length}": prefill_milliseconds(model, length) for length in PREFILLS}
+    return times | {f"prefill {count} x {tokens}": prefill_milliseconds(model, tokens, count)}
 
 
 def measure_peers(layers: int, keep: Keep, has: Has) -> None:
@@ -193,20 +193,20 @@ def measure_peers(layers: int, keep: Keep, has: Has) -> None:
     if not has(60):
         return
     model = build(layers)
-    found: dict[str, float] = {}
+    times: dict[str, float] = {}
     for batch in DECODE_BATCHES[::-1]:  # as the largest are compared most narrowly
         if has(60):
-            found[f"torch.compile decode {batch}"] = _peer_decode(model, batch)
-            keep("ms, peers", found)
+            times[f"torch.compile decode {batch}"] = _peer_decode(model, batch)
+            keep("ms, peers", times)
     model.set_attn_implementation("sdpa")
     for tokens in PREFILLS:
         if has(60):
             torch._dynamo.reset()
-            found[f"torch.compile prefill {tokens}"] = _peer_prefill(model, tokens)
-            keep("ms, peers", found)
+            times[f"torch.compile prefill {tokens}"] = _peer_prefill(model, tokens)
+            keep("ms, peers", times)
     if has(20):
-        found["HF generate ms a token"] = _peer_generate(model)
-        keep("ms, peers", found)
+        times["HF generate ms a token"] = _peer_generate(model)
+        keep("ms, peers", times)
 
 
 @torch.no_grad()
@@ -325,7 +325,7 @@ def keep_in_turns(models: dict[str, CompiledModel], keep: Keep) -> None:
     name, other = models
     ids = torch.tensor([random_tokens(300)], device="cuda")
     logits = [model(ids).logits for model in models.values()]
-    keep(f"{name}, logits equal", torch.equal(*(found.view(torch.int16) for found in logits)))
+    keep(f"{name}, logits equal", torch.equal(*(one.view(torch.int16) for one in logits)))
     del logits
     for step, new_run in {
         **{f"decode {batch}": functools.partial(decode_replay, batch=batch, keys=CONTEXT) for batch in DECODE_BATCHES},
@@ -336,8 +336,9 @@ def keep_in_turns(models: dict[str, CompiledModel], keep: Keep) -> None:
         for _ in range(5):
             for kind, run in runs.items():
                 times[kind].append(milliseconds(run, 5))
-        found = {kind: statistics.median(taken) for kind, taken in times.items()}
-        keep(f"{name}, {step}", {"ms": found[name], f"{other}, ms": found[other], "ratio": found[name] / found[other]})
+        medians = {kind: statistics.median(taken) for kind, taken in times.items()}
+        ratio = medians[name] / medians[other]
+        keep(f"{name}, {step}", {"ms": medians[name], f"{other}, ms": medians[other], "ratio": ratio})
         del runs, run
         gc.collect()
         torch.cuda.empty_cache()

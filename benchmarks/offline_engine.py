@@ -56,10 +56,10 @@ class Offline:
 
         async def ask(seconds: float, body: dict[str, Any]) -> float:
             await asyncio.sleep(begin + seconds - time.monotonic())
-            asked, first = time.monotonic(), 0.0
+            sent, first = time.monotonic(), 0.0
             params = SamplingParams(**{name: body[name] for name in NAMES})
             async for _ in self._engine.stream(body["prompt"], params):
-                first = first or time.monotonic() - asked
+                first = first or time.monotonic() - sent
             return first
 
         return list(await asyncio.gather(*(ask(*request) for request in requests)))

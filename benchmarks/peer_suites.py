@@ -1,4 +1,4 @@
-"""Checks of other projects, run against `detcompile serve`, and how many hold.
+"""Run other projects' checks against `detcompile serve`, and count how many pass.
 
     git clone https://github.com/ggml-org/llama.cpp; git clone https://github.com/json-schema-org/JSON-Schema-Test-Suite
     pip download --no-deps sglang; unzip sglang-*.whl -d sglang; git clone https://github.com/vllm-project/vllm
@@ -9,13 +9,12 @@
     python -m benchmarks.peer_suites --url http://127.0.0.1:8124 --commit ... --open-responses openresponses
 
 FOLDER is a copy of the embedded model (detcompile/tiny) whose generation_config.json has "max_new_tokens": 64, as
-llama.cpp's tests set it for their server. Open Responses wants answers that end: the server at 8124 is of a copy with
-all tokens that hold a line end as "eos_token_id", whose template shows tools beside `<tool_call>`. Their code stays in
-these folders, and only the glue is ours: where the server is, what the model is called, and for SGLang's script its
-route /generate in terms of /v1/completions. What is not given is not run. Every check of llama.cpp's that does not hold
-is counted under the first of REASONS that its message matches.
+llama.cpp's tests set it for their server. Open Responses needs answers that end: the server at 8124 serves a copy whose
+"eos_token_id" lists all tokens with a line end, and whose template shows tools beside `<tool_call>`. The suites' code
+stays in these folders; our glue sets the URL and the model's name, and maps SGLang's /generate to /v1/completions.
+Only the given suites run. A failing check of llama.cpp is counted under the first of REASONS that its message matches.
 
-- llama.cpp: tools/server/tests/unit, files that ask for routes that both have and need no other model.
+- llama.cpp: tools/server/tests/unit, files for routes that both servers have and that need no other model.
 - SGLang: sglang/test/test_deterministic.py, modes single, prefix and radix_cache, greedy and drawn.
 - vLLM: tests/v1/determinism/test_online_batch_invariance.py.
 - JSON Schema: every instance of tests/draft2020-12 under the masks of its schema, in the server's grammar compiler.
@@ -52,7 +51,7 @@ __all__ = ["json_schema", "llama_cpp", "open_responses", "sglang", "vllm"]
 FILES = ("basic", "chat_completion", "compat_anthropic", "compat_oai_responses", "completion", "security", "stream",
          "tokenize")  # fmt: skip
 FILE_SECONDS = 900  # for the tests of one file
-REASONS = {  # why a check of llama.cpp's does not hold, by its message
+REASONS = {  # why a check of llama.cpp fails, by a pattern of its message
     "its own route": r"404|: Not Found",
     "a field that the docs refuse by name, or its own form of one": r"400 == (200|500)|\(400,",
     "its own fields of an answer, or its own error types": r"KeyError|is not None|is None|== 501",
@@ -62,7 +61,7 @@ REASONS = {  # why a check of llama.cpp's does not hold, by its message
 
 
 def llama_cpp(folder: Path, url: str) -> dict[str, Any]:
-    """Tests of llama.cpp's server; they take an external one."""
+    """Run the tests of llama.cpp's server against ours."""
     environment = {"DEBUG_EXTERNAL": "1", "PORT": url.rpartition(":")[2]}
     with tempfile.TemporaryDirectory() as name:
         tests = Path(name, "tests")
@@ -156,18 +155,19 @@ def json_schema(folder: Path) -> dict[str, Any]:
     return {**counts, "passed": counts["wrong instances refused"], "failed": len(taken), "wrong instances": taken[:20]}
 
 
-def _generated(url: str, to: str, asked: dict[str, Any] | None) -> Any:
-    """What SGLang's route /generate would answer."""
+def _generated(url: str, to: str, request: dict[str, Any] | None) -> Any:
+    """Return what SGLang's route /generate would answer."""
     answer = types.SimpleNamespace(status_code=200, json=dict)
     if not to.endswith("/generate"):  # /flush_cache
         return answer
-    assert asked is not None
-    given = asked["sampling_params"]
-    prompt = asked.get("text") if asked.get("input_ids") is None else [3 + token % 4000 for token in asked["input_ids"]]
+    assert request is not None
+    given = request["sampling_params"]
+    ids = request.get("input_ids")
+    prompt = request.get("text") if ids is None else [3 + token % 4000 for token in ids]
     body = {"prompt": prompt, "seed": given["sampling_seed"], "max_tokens": given["max_new_tokens"], "logprobs": 0}
     body |= {name: given[name] for name in ("temperature", "frequency_penalty", "presence_penalty")}
     answer = httpx.post(f"{url}/v1/completions", json=body | {"return_token_ids": True}, timeout=600).json()
-    told = [
+    outputs = [
         {
             "text": choice["text"],
             "output_ids": choice["token_ids"],
@@ -177,12 +177,12 @@ def _generated(url: str, to: str, asked: dict[str, Any] | None) -> Any:
         }
         for choice in answer["choices"]
     ]
-    answer.json = lambda: told if len(told) > 1 or isinstance(asked.get("text"), list) else told[0]
+    answer.json = lambda: outputs if len(outputs) > 1 or isinstance(request.get("text"), list) else outputs[0]
     return answer
 
 
 def _pytest(folder: Path, file: str, environment: dict[str, str]) -> dict[str, Any]:
-    """Run tests of others where they are; counts, and the reasons of those that do not hold."""
+    """Run another project's tests in place. Return counts, and reasons of failures."""
     with tempfile.TemporaryDirectory() as name:
         report = Path(name, "report.xml")
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", "."]
@@ -203,15 +203,15 @@ def _pytest(folder: Path, file: str, environment: dict[str, str]) -> dict[str, A
         skipped = any(part.tag == "skipped" for part in case)
         counts["failed" if bad else "skipped" if skipped else "passed"] += 1
         if bad:
-            said = str(bad[0].get("message"))
-            reason = next((name for name, pattern in REASONS.items() if re.search(pattern, said)), "other")
+            message = str(bad[0].get("message"))
+            reason = next((name for name, pattern in REASONS.items() if re.search(pattern, message)), "other")
             reasons[reason] += 1
-            others.append(f"{reason}: {case.get('classname')}::{case.get('name')}: {said[:300]}")
+            others.append(f"{reason}: {case.get('classname')}::{case.get('name')}: {message[:300]}")
     return {**counts, "reasons": dict(reasons), "not held": sorted(others)}
 
 
 def main() -> int:
-    """Run what is given; the exit code says whether bits differed, or an answer broke its schema."""
+    """Run the given suites. Return 1 if bits differed or an answer violated its schema."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--url", default="http://127.0.0.1:8000")

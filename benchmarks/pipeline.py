@@ -54,10 +54,10 @@ class Arrangement(NamedTuple):
     @classmethod
     def of(cls, name: str) -> "Arrangement":
         """From "2xpp1tp2"; what is left out is 1."""
-        found = re.fullmatch(r"(?:(\d+)x)?(?:pp(\d+))?(?:tp(\d+))?", name)
-        if found is None or not name:
-            raise SystemExit(f"{name!r} is no arrangement: write it like pp2tp2 or 4xpp1tp1")
-        return cls(*(int(number or 1) for number in found.groups()))
+        match = re.fullmatch(r"(?:(\d+)x)?(?:pp(\d+))?(?:tp(\d+))?", name)
+        if match is None or not name:
+            raise SystemExit(f"{name!r} is not an arrangement: write it like pp2tp2 or 4xpp1tp1")
+        return cls(*(int(number or 1) for number in match.groups()))
 
     def __str__(self) -> str:
         return f"{self.replicas}xpp{self.pp}tp{self.tp}"
@@ -99,7 +99,7 @@ def digest(model: CompiledModel) -> dict[str, str]:
     rng = random.Random("digest")
     ids = torch.tensor([[rng.randrange(model.vocab_size) for _ in range(300)] for _ in range(2)])
     logits = model(ids.to(model.device)).logits.contiguous().cpu()
-    found = {"logits": hashlib.sha256(logits.view(torch.uint8).numpy().tobytes()).hexdigest()}
+    digests = {"logits": hashlib.sha256(logits.view(torch.uint8).numpy().tobytes()).hexdigest()}
     kinds = ({"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.9, "top_k": 50})
     given, params = [], []
     for index in range(48):
@@ -112,9 +112,9 @@ def digest(model: CompiledModel) -> dict[str, str]:
         engine = model.engine(config, speculation=speculation)
         outputs = [output.outputs[0] for output in engine.generate(given, params, progress=False)]
         engine.check()
-        told = [(one.token_ids, [(token.logprob, token.top) for token in one.logprobs or ()]) for one in outputs]
-        found[name] = hashlib.sha256(repr(told).encode()).hexdigest()
-    return found
+        results = [(one.token_ids, [(token.logprob, token.top) for token in one.logprobs or ()]) for one in outputs]
+        digests[name] = hashlib.sha256(repr(results).encode()).hexdigest()
+    return digests
 
 
 def serve(engine: Engine, trace: Sequence[Arrival], prompts: Sequence[list[int]], start: float) -> dict[str, Any]:
@@ -138,12 +138,12 @@ def serve(engine: Engine, trace: Sequence[Arrival], prompts: Sequence[list[int]]
 def replica(
     device: str, devices: int, layers: int, arrangement: Arrangement, number: int, bytes_only: bool
 ) -> None:
-    """One process: says what it found as lines of JSON, and starts on the times that it reads."""
+    """Run one replica process: read start times from stdin, and print results as lines of JSON."""
 
     def tell(value: dict[str, Any]) -> None:
-        print(json.dumps(value), file=told, flush=True)
+        print(json.dumps(value), file=out, flush=True)
 
-    told, sys.stdout = sys.stdout, sys.stderr
+    out, sys.stdout = sys.stdout, sys.stderr
     started = time.monotonic()
     model = compiled(device, layers, arrangement.pp, arrangement.tp)
     seconds = {"compile seconds": time.monotonic() - started}
@@ -152,11 +152,11 @@ def replica(
         tell(seconds)
         return
     started = time.monotonic()
-    own = workloads(device, devices)
-    engine = model.engine(own.config)
+    work = workloads(device, devices)
+    engine = model.engine(work.config)
     tell(seconds | {"engine seconds": time.monotonic() - started, "blocks": engine.stats.num_blocks})
     rng = np.random.Generator(np.random.Philox(1))
-    for trace in (own.offline[:64], own.offline, own.load):  # the first warms up
+    for trace in (work.offline[:64], work.offline, work.load):  # the first warms up
         prompts = [rng.integers(0, model.vocab_size, arrival.num_prompt).tolist() for arrival in trace]
         start = float(sys.stdin.readline())
         part = slice(number, None, arrangement.replicas)
@@ -190,18 +190,18 @@ def measure(device: str, devices: int, layers: int, arrangement: Arrangement, by
             process.wait()
 
 
-def _coordinated(processes: Sequence[subprocess.Popen[str]], own: Workloads, bytes_only: bool) -> dict[str, Any]:
-    """Start all replicas on each workload at one time, and join what they say."""
+def _coordinated(processes: Sequence[subprocess.Popen[str]], work: Workloads, bytes_only: bool) -> dict[str, Any]:
+    """Start all replicas on each workload at one time, and merge their results."""
 
     def answers() -> list[dict[str, Any]]:
-        told = []
+        lines = []
         for process in processes:
             assert process.stdout is not None
             line = next((line for line in process.stdout if line.startswith("{")), None)
             if line is None:
                 raise SystemExit("a replica has ended; its error is above")
-            told.append(json.loads(line))
-        return told
+            lines.append(json.loads(line))
+        return lines
 
     def serve_all() -> list[dict[str, Any]]:
         start = time.monotonic() + 0.5
@@ -212,22 +212,22 @@ def _coordinated(processes: Sequence[subprocess.Popen[str]], own: Workloads, byt
         return answers()
 
     digests, made = answers(), answers()
-    found: dict[str, Any] = {"digests": digests, "start": made}
+    report: dict[str, Any] = {"digests": digests, "start": made}
     if bytes_only:
-        return found
+        return report
     serve_all()
-    for name, trace in (("offline", own.offline), ("load", own.load)):
-        told = serve_all()
-        times = [tokens for replica in told for tokens in replica["times"]]
-        arrivals = [arrival for number in range(len(told)) for arrival in trace[number :: len(told)]]
+    for name, trace in (("offline", work.offline), ("load", work.load)):
+        replicas = serve_all()
+        times = [tokens for replica in replicas for tokens in replica["times"]]
+        arrivals = [arrival for number in range(len(replicas)) for arrival in trace[number :: len(replicas)]]
         assert [len(tokens) for tokens in times] == [arrival.num_output for arrival in arrivals]
         first = [1e3 * (tokens[0] - arrival.time) for tokens, arrival in zip(times, arrivals, strict=True)]
         between = [1e3 * (after - before) for tokens in times for before, after in pairwise(tokens)]
         seconds = max(tokens[-1] for tokens in times)
         count = sum(map(len, times))
-        found[name] = {"output tokens": count, "seconds": seconds, "tokens/s": count / seconds}
-        found[name] |= latencies(first, between) | {"idle share": [replica["idle share"] for replica in told]}
-    return found
+        report[name] = {"output tokens": count, "seconds": seconds, "tokens/s": count / seconds}
+        report[name] |= latencies(first, between) | {"idle share": [replica["idle share"] for replica in replicas]}
+    return report
 
 
 def main() -> None:
@@ -262,11 +262,11 @@ def main() -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     for name in names:
         arrangement = Arrangement.of(name)
-        report[str(arrangement)] = found = measure(given.device, n, given.layers, arrangement, given.bytes_only)
-        digests = {json.dumps(one) for own in report.values() if isinstance(own, dict) for one in own["digests"]}
+        report[str(arrangement)] = result = measure(given.device, n, given.layers, arrangement, given.bytes_only)
+        digests = {json.dumps(one) for entry in report.values() if isinstance(entry, dict) for one in entry["digests"]}
         report["digests equal"] = len(digests) == 1
         path.write_text(json.dumps(report, indent=1) + "\n")
-        print(f"{arrangement}: {json.dumps(found)}", flush=True)
+        print(f"{arrangement}: {json.dumps(result)}", flush=True)
         if len(digests) > 1:
             raise SystemExit(f"{len(digests)} digests: the arrangements differ")
 

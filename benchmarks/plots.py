@@ -22,10 +22,10 @@ def gemm(report: dict) -> str:
     """Geometric means over the shapes, by token count, tuned."""
     series: Series = {}
     for order in ("Sequential", "Tree(1,2,4,8)"):
-        found = [row for row in report["rows"] if row["kernel"] == "matmul" and row["order"] == order]
+        rows = [row for row in report["rows"] if row["kernel"] == "matmul" and row["order"] == order]
         series[order] = {
-            str(m): statistics.geometric_mean(row["ratio"] for row in found if row["M"] == m)
-            for m in sorted({row["M"] for row in found})
+            str(m): statistics.geometric_mean(row["ratio"] for row in rows if row["M"] == m)
+            for m in sorted({row["M"] for row in rows})
         }
     note = f"geometric mean of the shapes measured at each M, fastest admitted schedule; commit {report['commit']}"
     return bar_chart(

@@ -118,8 +118,8 @@ def in_turns(runs: dict[str, Callable[[], object]], clocks: Clocks) -> dict[str,
         for name, run in runs.items():
             turns[name].append(one_turn(run, clocks))
     return {
-        name: {key: round(statistics.median(turn[key] for turn in found if key in turn), 1) for key in found[0]}
-        for name, found in turns.items()
+        name: {key: round(statistics.median(turn[key] for turn in samples if key in turn), 1) for key in samples[0]}
+        for name, samples in turns.items()
     }
 
 
@@ -182,11 +182,11 @@ def products(clocks: Clocks) -> Iterator[tuple[str, object]]:
                 for one in (schedule, reference_schedule(problem))
             ]
             try:
-                found, expected = (launch(weights[0]).view(torch.int16) for launch in few)
+                actual, expected = (launch(weights[0]).view(torch.int16) for launch in few)
             except Exception as error:
                 differing.append(f"{label}: {error!r}"[:200])
                 continue
-            differing += [label] * (not torch.equal(found, expected))
+            differing += [label] * (not torch.equal(actual, expected))
             runs[label] = rotating(launch_of(name, radices, schedule, x, residual), weights)
         flops = 2 * TOKENS * n * k
         times = in_turns(runs, clocks)
@@ -228,7 +228,7 @@ def attention(clocks: Clocks) -> Iterator[tuple[str, object]]:
             for schedule in ATTENTION_SCHEDULES
         }
         expected, *others = (run().view(torch.int16) for run in ours.values())
-        differing = [label for label, found in zip(list(ours)[1:], others) if not torch.equal(found, expected)]
+        differing = [label for label, actual in zip(list(ours)[1:], others) if not torch.equal(actual, expected)]
         runs: dict[str, Callable[[], object]] = {
             **ours,
             "cuDNN": functools.partial(peer, SDPBackend.CUDNN_ATTENTION),
@@ -256,9 +256,9 @@ def steps(clocks: Clocks, layers: int, tp_sizes: str) -> Iterator[tuple[str, obj
             end.record()
             times.append((start, end))
         torch.cuda.synchronize()
-        found = {"ready after s": ready, "ms": [round(start.elapsed_time(end), 2) for start, end in times]}
-        found |= clocks.between(began, time.time()) | kernels_of(run)
-        yield name, found
+        result = {"ready after s": ready, "ms": [round(start.elapsed_time(end), 2) for start, end in times]}
+        result |= clocks.between(began, time.time()) | kernels_of(run)
+        yield name, result
         del model, run
         torch.cuda.empty_cache()
 
@@ -284,7 +284,7 @@ def kernels_of(run: Callable[[], object]) -> dict[str, object]:
         total.setdefault(name, []).append(event.time_range.end - max(end, event.time_range.start))
         gap += max(0.0, event.time_range.start - end)
         end = max(end, event.time_range.end)
-    table = {name: (len(found), round(sum(found) / 1e3, 3)) for name, found in total.items()}
+    table = {name: (len(times), round(sum(times) / 1e3, 3)) for name, times in total.items()}
     return {
         "kernels: launches, ms that nothing before covers": dict(sorted(table.items(), key=lambda row: -row[1][1])),
         "gaps, ms": round(gap / 1e3, 3),
@@ -317,9 +317,9 @@ def main() -> None:
     clocks = Clocks()
     try:
         for part in arguments.only.split(","):
-            report[part] = found = {}
+            report[part] = results = {}
             for key, value in parts[part](clocks):
-                found[key] = value
+                results[key] = value
                 path.write_text(json.dumps(report, indent=1))
                 print(part, key, json.dumps(value), flush=True)
     finally:

@@ -64,12 +64,12 @@ class Program:
 def _rows_first(y: Tensor, x: Tensor) -> Tensor:
     """y with the dimensions of x's rows in front: found by their symbolic extents, which nothing else has."""
     batch, tokens = (size.node.expr for size in x.shape[:2])
-    found = [getattr(getattr(size, "node", None), "expr", None) for size in y.shape]
-    if batch in found and tokens in found:
-        return y.movedim((found.index(batch), found.index(tokens)), (0, 1))
-    if batch * tokens in found:
-        return y.movedim(found.index(batch * tokens), 0).unflatten(0, x.shape[:2])
-    if any(expr is not None and expr.free_symbols for expr in found):
+    sizes = [getattr(getattr(size, "node", None), "expr", None) for size in y.shape]
+    if batch in sizes and tokens in sizes:
+        return y.movedim((sizes.index(batch), sizes.index(tokens)), (0, 1))
+    if batch * tokens in sizes:
+        return y.movedim(sizes.index(batch * tokens), 0).unflatten(0, x.shape[:2])
+    if any(expr is not None and expr.free_symbols for expr in sizes):
         try:
             return y.reshape(*x.shape[:2], -1)
         except RuntimeError as error:

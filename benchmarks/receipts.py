@@ -1,10 +1,10 @@
-"""What it costs to check an answer, beside what it cost to draw it: one teacher-forced pass against decoding.
+"""The cost of checking an answer, one teacher-forced pass, beside the cost of decoding it.
 
     python -m benchmarks.receipts --commit $(git rev-parse --short HEAD) [--model tiny] [--tokens 256] [--rounds 5]
 
-An engine draws each answer alone, and the replay of its receipt checks every token of it; the two take turns. Both run
-the same compiled model in one process. What checks receipts is made once, as an audit makes it: it reads every weight
-for the fingerprint, whose seconds are told apart. The script fails if a verdict is not "equal".
+An engine draws each answer alone, and the replay of its receipt checks every token; the two take turns. Both run the
+same compiled model in one process. The replayer is built once, as an audit does; it reads every weight for the
+fingerprint, and those seconds are reported separately. The script fails if a verdict is not "equal".
 
 Writes benchmarks/results/receipts-<device>-<commit>.json.
 """
@@ -38,13 +38,13 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def receipt_of(model: Any, prompt: list[int], params: SamplingParams, output: Any) -> Receipt:
-    """The receipt that a server gives of an answer."""
+    """Return the receipt that a server would issue for an answer."""
     parts = {name: str(part) for name, part in model.fingerprint_parts.items()}
     tokenizer = None if model.tokenizer is None else tokenizer_digest(plain_tokenizer(model.tokenizer))
     samples = []
-    for own in output.outputs:
-        reasons, text = (own.finish_reason, own.stop_reason), own.text if tokenizer else None
-        samples.append(recorded_sample(own.index, own.token_ids, reasons, text, None, None))
+    for sample in output.outputs:
+        reasons, text = (sample.finish_reason, sample.stop_reason), sample.text if tokenizer else None
+        samples.append(recorded_sample(sample.index, sample.token_ids, reasons, text, None, None))
     return Receipt(
         id="cmpl-1",
         created=0,
@@ -60,7 +60,7 @@ def receipt_of(model: Any, prompt: list[int], params: SamplingParams, output: An
 
 
 def main() -> int:
-    """Measure every kind; the exit code says whether an answer did not come out again."""
+    """Measure every kind. Return 1 if an answer was not reproduced, otherwise 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--model", default="tiny", help="a name, or a number of layers of Qwen3-8B's shape")
@@ -76,8 +76,8 @@ def main() -> int:
     ready = round(time.perf_counter() - start, 4)
     print(f"ready after {ready} s", flush=True)
     rows: list[dict[str, Any]] = []
-    for kind, own in KINDS.items():
-        params = SamplingParams(max_tokens=arguments.tokens, ignore_eos=True, seed=7, **own)
+    for kind, settings in KINDS.items():
+        params = SamplingParams(max_tokens=arguments.tokens, ignore_eos=True, seed=7, **settings)
         drawing, checking = [], []
         for number in range(arguments.rounds + 1):
             start = time.perf_counter()

@@ -78,7 +78,8 @@ def repeat_ours(model: CompiledModel, work: Workload) -> tuple[list[Answer], lis
     while arrivals or engine.has_unfinished_requests:
         while arrivals and (arrivals[0][0] <= step or not engine.has_unfinished_requests):
             _, ours = arrivals.pop(0)
-            name = engine.add_request(*(_asked(work) if ours else _other(rng, model.vocab_size, longest, work.tokens)))
+            request = _prompt_and_params(work) if ours else _other(rng, model.vocab_size, longest, work.tokens)
+            name = engine.add_request(*request)
             wanted |= {name} if ours else set()
         for output in engine.step():
             if output.finished and output.request_id in wanted:
@@ -145,7 +146,7 @@ def _first_difference(answers: Iterable[Answer]) -> int | None:
     return next((index for index, column in enumerate(columns) if len(set(column)) > 1), None)
 
 
-def _asked(work: Workload) -> tuple[list[int], SamplingParams]:
+def _prompt_and_params(work: Workload) -> tuple[list[int], SamplingParams]:
     return work.prompt, SamplingParams(max_tokens=work.tokens, temperature=0, ignore_eos=True)
 
 

@@ -63,8 +63,8 @@ def allocation_rows(requests: int, seed: int = 0) -> Iterator[dict]:
                 max_num_seqs=MOST_SEQUENCES,
                 allocation=allocation,
             )
-            found = summarise(simulate(trace, config, blocks))
-            yield {"allocation": allocation, "rate": TIGHT_RATE, "blocks": blocks} | found
+            summary = summarise(simulate(trace, config, blocks))
+            yield {"allocation": allocation, "rate": TIGHT_RATE, "blocks": blocks} | summary
 
 
 def real_rows(
@@ -98,25 +98,25 @@ def _serve(
     engine: Engine, trace: list[Arrival], prompts: list[list[int]], started: float
 ) -> list[RequestOutput]:
     names: list[str] = []
-    found: dict[str, RequestOutput] = {}
+    outputs: dict[str, RequestOutput] = {}
     while len(names) < len(trace) or engine.has_unfinished_requests:
         while len(names) < len(trace) and trace[len(names)].time <= time.monotonic() - started:
             place = len(names)
             params = SamplingParams(max_tokens=trace[place].num_output, ignore_eos=True, seed=place)
             names.append(engine.add_request(prompts[place], params))
         if engine.has_unfinished_requests:
-            found |= {output.request_id: output for output in engine.step()}
+            outputs |= {output.request_id: output for output in engine.step()}
         else:
             time.sleep(max(0.0, trace[len(names)].time - (time.monotonic() - started)))
-    return [found[name] for name in names]
+    return [outputs[name] for name in names]
 
 
 def _times(outputs: list[RequestOutput], trace: list[Arrival], started: float) -> dict[str, Any]:
     """As ``summarise`` has them; a request's first token is counted from when the trace sent it."""
     times = [output.metrics.token_times for output in outputs if output.metrics is not None]
-    first = [1e3 * (own[0] - started - arrival.time) for own, arrival in zip(times, trace, strict=True)]
-    between = [1e3 * (b - a) for own in times for a, b in pairwise(own)]
-    ends = {round(b - started, 3): round(1e3 * (b - a), 1) for own in times for a, b in pairwise(own)}
+    first = [1e3 * (row_times[0] - started - arrival.time) for row_times, arrival in zip(times, trace, strict=True)]
+    between = [1e3 * (b - a) for row_times in times for a, b in pairwise(row_times)]
+    ends = {round(b - started, 3): round(1e3 * (b - a), 1) for row_times in times for a, b in pairwise(row_times)}
     longest = sorted(ends.items(), key=lambda end: -end[1])[:5]
     return latencies(first, between) | {"longest gaps: seconds since the start, ms": longest}
 

@@ -1,10 +1,10 @@
-"""An engine process without a model, which speaks the real protocol, and a server over it: what the front alone can do.
+"""An engine process without a model that speaks the real protocol, and a server over it: measures the front alone.
 
     python -m benchmarks.scripted_engine [--interval 0.02] [--port 0]
 
-Every ``interval`` seconds each open request gets its next token, up to its max_tokens: one message a step, as an engine
-sends it. Where the front takes them more slowly the next step begins later. The tokens are those of a text, again and
-again, each request from a place of its own.
+Every ``interval`` seconds each open request gets its next token, up to its max_tokens, in one message per step as from
+a real engine. If the front reads more slowly, the next step starts later. The tokens repeat a text; each request starts
+at a different place in it.
 """
 
 import argparse
@@ -54,7 +54,7 @@ HELLO = protocol.Hello(
 
 
 class _Open:
-    """A request in the making."""
+    """An open request."""
 
     def __init__(self, add: protocol.Add, place: int) -> None:
         self.left = int(add.params.get("max_tokens", 16))
@@ -62,7 +62,7 @@ class _Open:
 
 
 def draw(connection: socket.socket, sending: threading.Lock, requests: dict[str, _Open], interval: float) -> None:
-    """Steps, for ever."""
+    """Run steps forever."""
     tokens = Tokenizer.from_str(TOKENIZER).encode(TEXT).ids
     due, steps = time.monotonic(), itertools.count()
     while True:
@@ -70,20 +70,20 @@ def draw(connection: socket.socket, sending: threading.Lock, requests: dict[str,
         time.sleep(max(0.0, due - time.monotonic()))
         statistics = protocol.Statistics(num_steps=next(steps), num_running=len(requests))
         deltas = []
-        for name, own in list(requests.items()):
-            own.left, own.place = own.left - 1, (own.place + 1) % len(tokens)
-            if not own.left:
+        for name, request in list(requests.items()):
+            request.left, request.place = request.left - 1, (request.place + 1) % len(tokens)
+            if not request.left:
                 requests.pop(name, None)
-            reason = None if own.left else "length"
-            sample = protocol.SampleDelta(0, [tokens[own.place]], None, reason, None)
-            deltas.append(protocol.Delta(name, [sample], not own.left, None, None, 0, None))
+            reason = None if request.left else "length"
+            sample = protocol.SampleDelta(0, [tokens[request.place]], None, reason, None)
+            deltas.append(protocol.Delta(name, [sample], not request.left, None, None, 0, None))
         data = protocol.frame(protocol.Heartbeat(statistics))
         with sending:
             connection.sendall(data + protocol.frame(protocol.Tokens(deltas)) if deltas else data)
 
 
 def run_engine(connection: socket.socket, interval: float) -> None:
-    """Serve a front until it is gone."""
+    """Serve a front until its connection ends."""
     reader, sending = connection.makefile("rb"), threading.Lock()
     requests: dict[str, _Open] = {}
     reader.read(protocol.LENGTH.unpack(reader.read(4))[0])  # the spec

@@ -69,10 +69,11 @@ def measure(engine: Engine, name: str) -> dict[str, float]:
         after = engine.stats
     steps = after.num_steps - before.num_steps
     host = [record.host_seconds for record in after.recent[-steps:]]
-    found = {"seconds": seconds[-1], "first run": seconds[0], "steps": steps, "host ms a step": 1e3 * sum(host) / steps}
+    result = {"seconds": seconds[-1], "first run": seconds[0], "steps": steps}
+    result["host ms a step"] = 1e3 * sum(host) / steps
     if name == "a":
-        found["ms a token"] = 1e3 * seconds[-1] / 128
-    return found
+        result["ms a token"] = 1e3 * seconds[-1] / 128
+    return result
 
 
 SAMPLING = {
@@ -195,9 +196,9 @@ def main() -> None:
         print(f"[{time.monotonic() - started:5.0f} s] {part}: {value}", flush=True)
 
     def keep_all(part: str, rows: Iterator[tuple[str, object]]) -> None:
-        report[part] = found = {}
+        report[part] = results = {}
         for name, value in rows:
-            found[name] = value
+            results[name] = value
             path.write_text(json.dumps(report, indent=1))
             print(f"[{time.monotonic() - started:5.0f} s] {part}, {name}: {value}", flush=True)
 

@@ -1,14 +1,14 @@
-"""Random load on a server for a long time: slots, descriptors, tasks, blocks and memory must not grow.
+"""Load a server at random for a long time: slots, descriptors, tasks, blocks and memory must not grow.
 
     python -m benchmarks.server_soak --minutes 10 --commit $(git rev-parse --short HEAD)
     python -m benchmarks.server_soak --minutes 120 --requests 20000 --stretch 120 --commit ...
 
-Clients send requests of every route at random: a third of them completions (all kinds of the kill drill's, streamed and
-not, with keys and without), the others chats, messages, responses, verifications, texts, and what is refused. One in
-seven reads some lines of its answer and leaves, one in five leaves at a random moment, often before its request is
-taken, one in ten reads slowly, and from time to time an engine is killed or stopped. Between stretches of load
-everybody waits until no slot is held, and what the server holds then is noted. One request is repeated each time, and
-must come out the same. Writes benchmarks/results/server-soak-<cores>-cores-<commit>.json.
+Clients send requests to every route at random. A third are completions of all kinds of the kill drill, streamed or not,
+with and without keys; the others are chats, messages, responses, verifications, tokenizations and invalid requests. One
+client in seven disconnects after some lines of its answer, one in five at a random moment, often before its request is
+admitted; one in ten reads slowly. From time to time an engine is killed or stopped. Between periods of load the script
+waits until no slot is held, and records what the server still holds. One request is repeated each time and must give
+the same answer. Writes benchmarks/results/server-soak-<cores>-cores-<commit>.json.
 """
 
 import argparse
@@ -167,8 +167,8 @@ class Soak:
             client.stream("POST", "/v1/completions", json=body, headers=headers) as response,
         ):
             if response.status_code != 200:
-                said = (await response.aread()).decode()
-                assert response.status_code in (429, 503), said  # it is full, or an engine could not be replaced
+                text = (await response.aread()).decode()
+                assert response.status_code in (429, 503), text  # it is full, or an engine could not be replaced
                 self.counts[f"refused with {response.status_code}"] += 1
                 return
             number = 0
@@ -187,53 +187,53 @@ class Soak:
         return httpx.AsyncClient(base_url=self._url, timeout=180, headers={"Connection": "close"}, verify=False)
 
     async def _kill(self, every: float, stop: float) -> None:
-        """Disturb engines; none once clients wait for their last answers, so that these come."""
+        """Kill or stop engines, until clients wait for their last answers."""
         while time.monotonic() + every < stop:
             await asyncio.sleep(every)
             os.kill(self._random.choice(engine_processes(self._server)), self._random.choice(SIGNALS))
             self.counts["engines disturbed"] += 1
 
     async def _rest(self) -> None:
-        """Wait until nothing is open and an engine serves, repeat the canary, and note what the server holds."""
+        """Wait until nothing is open and an engine is ready, repeat the canary, and record what the server holds."""
         end = time.monotonic() + REST_SECONDS
         async with self._http() as client:
-            found = (await client.post("/v1/completions", json=CANARY)).json()
-            answer, self._envelope = found["choices"], found["receipt"]
+            reply = (await client.post("/v1/completions", json=CANARY)).json()
+            answer, self._envelope = reply["choices"], reply["receipt"]
             self._canary = self._canary or answer
             assert answer == self._canary, "the same request has another answer"
             while True:
-                found = _numbers((await client.get("/metrics")).text)
-                held = {name: found[f"detcompile:{name}"] for name in HELD}
-                waits = any(found[f"vllm:num_requests_{name}"] for name in ("running", "waiting"))
-                serves = found["detcompile:engine_ready"] and len(engine_processes(self._server)) > 1
+                metrics = _numbers((await client.get("/metrics")).text)
+                held = {name: metrics[f"detcompile:{name}"] for name in HELD}
+                waits = any(metrics[f"vllm:num_requests_{name}"] for name in ("running", "waiting"))
+                serves = metrics["detcompile:engine_ready"] and len(engine_processes(self._server)) > 1
                 if serves and not waits and not any(held.values()):
                     break
-                assert time.monotonic() < end, f"no rest: {held}, {found}"
+                assert time.monotonic() < end, f"no rest: {held}, {metrics}"
                 await asyncio.sleep(0.2)
             await asyncio.sleep(1.0)  # for sockets to close
-            found = _numbers((await client.get("/metrics")).text)
-        assert found["vllm:kv_cache_usage_perc"] == 0.0, "blocks are held by nobody"
-        held = {name.replace("_", " "): found[f"detcompile:{name}"] for name in HELD}
-        held |= {"descriptors": len(os.listdir(f"/proc/{self._server}/fd")), "tasks": found["detcompile:tasks"]}
+            metrics = _numbers((await client.get("/metrics")).text)
+        assert metrics["vllm:kv_cache_usage_perc"] == 0.0, "KV blocks are held without a request"
+        held = {name.replace("_", " "): metrics[f"detcompile:{name}"] for name in HELD}
+        held |= {"descriptors": len(os.listdir(f"/proc/{self._server}/fd")), "tasks": metrics["detcompile:tasks"]}
         status = Path(f"/proc/{self._server}/status").read_text()
         held["threads"] = float(re.search(r"Threads:\s+(\d+)", status)[1])  # type: ignore[index]
-        held["kept MB"] = round(found["detcompile:kept_bytes"] / 2**20, 1)
+        held["kept MB"] = round(metrics["detcompile:kept_bytes"] / 2**20, 1)
         memory = int(re.search(r"VmRSS:\s+(\d+)", status)[1]) / 1024  # type: ignore[index]
         held["front MB"] = round(memory - held["kept MB"], 1)
         self.rests.append(held)
 
 
 def growth(rests: list[dict[str, float]]) -> dict[str, float]:
-    """How much more the server held in the last third of the rests than in the second one, by their medians.
+    """Return how much the medians grew from the second third of the rests to the last third.
 
     The first third is left out: pools fill, and code is imported.
     """
     third = max(1, len(rests) // 3)
-    found = {}
+    growths = {}
     for name in ROOM:
         second, last = ([rest[name] for rest in part] for part in (rests[third : 2 * third], rests[-third:]))
-        found[name] = round(statistics.median(last) - statistics.median(second), 1)
-    return found
+        growths[name] = round(statistics.median(last) - statistics.median(second), 1)
+    return growths
 
 
 def _numbers(text: str) -> dict[str, float]:

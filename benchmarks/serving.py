@@ -1,4 +1,4 @@
-"""Tokens a second and waiting times of a server under load: requests arrive when their time comes (an open loop).
+"""Throughput and latency of a server under open-loop load: requests arrive at given times.
 
     python -m benchmarks.serving --url http://127.0.0.1:8000 --rates 4,6,8       # a server that runs
     python -m benchmarks.serving --serve --options="--tbt-slo 25" --rates 4,6,8  # one that is started for it
@@ -6,12 +6,12 @@
     python -m benchmarks.serving --beside-offline                                # the same by an engine without HTTP
     python -m benchmarks.serving --first-token --rates 4                         # what HTTP adds to its first tokens
 
-Poisson arrivals and log-normal lengths (median, 90th percentile, most) by ``--seed``, of token ids that are random.
-``--model`` names what is served; ``--shape 8b`` in its place is Qwen3-8B's shape with drawn weights. Needs what
-``pip install "detcompile[serve]"`` brings; the client (benchmarks.http_load) is a process of its own, over httptools.
+Poisson arrivals, log-normal lengths (median, 90th percentile, maximum) and random token ids, drawn from ``--seed``.
+``--model`` names the model; ``--shape 8b`` serves Qwen3-8B's shape with random weights instead. Needs
+``pip install "detcompile[serve]"``; the client (benchmarks.http_load) is a separate process, over httptools.
 
 Writes benchmarks/results/serving-<mode>-<device>-<commit>.json: tokens a second, milliseconds to the first event and
-between events, errors, and seconds of CPU time of every process, as other work may share the machine.
+between events, errors, and CPU seconds of every process, because other work may share the machine.
 """
 
 import argparse
@@ -49,32 +49,32 @@ Requests = list[tuple[float, dict[str, Any]]]
 
 
 def requests_of(arguments: argparse.Namespace, rate: float, vocab_size: int) -> Requests:
-    """The trace: when each request comes, and what it asks for; all at once where the rate is 0."""
+    """Return the trace: each request's arrival time and body. Rate 0 sends all at once."""
     shapes = {"prompt": arguments.prompt, "output": arguments.answer}
     trace = log_normal_trace(arguments.requests, rate or math.inf, arguments.seed, **shapes)
-    asked = {"temperature": arguments.temperature, "ignore_eos": True, "stream": True}
-    asked |= {"stream_options": {"include_usage": True}, "return_token_ids": True}  # events without a tokenizer, too
+    common = {"temperature": arguments.temperature, "ignore_eos": True, "stream": True}
+    common |= {"stream_options": {"include_usage": True}, "return_token_ids": True}  # events without a tokenizer, too
     tokens = random.Random(arguments.seed)
-    found: Requests = []
+    requests: Requests = []
     for seed, arrival in enumerate(trace):
-        own = {"prompt": tokens.choices(range(3, vocab_size), k=arrival.num_prompt), "max_tokens": arrival.num_output}
-        found.append((arrival.time, asked | own | {"seed": seed}))
-    return found
+        shape = {"prompt": tokens.choices(range(3, vocab_size), k=arrival.num_prompt), "max_tokens": arrival.num_output}
+        requests.append((arrival.time, common | shape | {"seed": seed}))
+    return requests
 
 
 def run_load(
     url: str, requests: Requests, key: str | None = None, *, texts: bool = False, firsts: bool = False
 ) -> dict[str, Any]:
-    """What the client finds."""
+    """Run the client process and return its measurements."""
     plan = {"url": url, "requests": requests, "key": key, "texts": texts, "firsts": firsts}
     command = [sys.executable, "-m", "benchmarks.http_load"]
     done = subprocess.run(command, input=json.dumps(plan), capture_output=True, text=True, check=True, cwd=ROOT)
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
 
 
 class Watched:
-    """Processes of a server: their CPU time since now, and the memory of the front, looked at ten times a second.
+    """CPU time of a server's processes from now on, and the front's memory, sampled ten times a second.
 
     Attributes:
         most: largest resident memory of the front, in bytes.
@@ -89,8 +89,8 @@ class Watched:
         self._thread = threading.Thread(target=self._look, daemon=True)
         self._thread.start()
 
-    def found(self) -> dict[str, Any]:
-        """Of all since the start; looks no more."""
+    def usage(self) -> dict[str, Any]:
+        """Stop sampling and return the usage since the start."""
         self._over.set()
         self._thread.join()
         front, engines = (after - before for before, after in zip(self._before, self._seconds()))
@@ -128,17 +128,17 @@ def resident_bytes(pid: int) -> int:
 
 @contextlib.contextmanager
 def serving(command: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """A server of its own process, once it is ready: its address, and its process."""
+    """Start a server process, wait until it is ready, and yield its URL and process id."""
     process = subprocess.Popen([sys.executable, "-m", *command], stderr=subprocess.PIPE, text=True, cwd=ROOT)
     try:
         assert process.stderr is not None
-        said = []
+        lines = []
         for line in process.stderr:
-            said.append(line)
+            lines.append(line)
             if line.startswith("serving "):
                 break
         else:
-            raise RuntimeError("the server ended: " + "".join(said))
+            raise RuntimeError("the server ended: " + "".join(lines))
         threading.Thread(target=process.stderr.read, daemon=True).start()
         yield line.split(" on ")[1].split(";")[0], process.pid
     finally:
@@ -151,7 +151,7 @@ def serving(command: Sequence[str]) -> Iterator[tuple[str, int]]:
 
 
 def front_alone(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Streams over an engine without a model: what the front delivers, in which time, and its memory."""
+    """Stream from an engine without a model: throughput, CPU time and memory of the front alone."""
     body = {"prompt": [5, 6, 7], "max_tokens": arguments.tokens, "stream": True, "ignore_eos": True}
     body["stream_options"] = {"include_usage": True}
     requests = [(row * arguments.ramp / arguments.streams, body) for row in range(arguments.streams)]
@@ -159,15 +159,15 @@ def front_alone(arguments: argparse.Namespace) -> dict[str, Any]:
     with serving(["benchmarks.scripted_engine", "--interval", str(arguments.interval)]) as (url, front):
         run_load(url, warm)
         watched = Watched(front)
-        found = run_load(url, requests) | watched.found()
-    found["microseconds of the front a token"] = round(1e6 * found["front CPU seconds"] / found["tokens"], 2)
-    found["tokens a second of the front's CPU time"] = round(found["tokens"] / found["front CPU seconds"])
-    found["KB a stream"] = round(found["front MB more"] * 1024 / arguments.streams, 1)
-    return {"found": found}
+        result = run_load(url, requests) | watched.usage()
+    result["microseconds of the front a token"] = round(1e6 * result["front CPU seconds"] / result["tokens"], 2)
+    result["tokens a second of the front's CPU time"] = round(result["tokens"] / result["front CPU seconds"])
+    result["KB a stream"] = round(result["front MB more"] * 1024 / arguments.streams, 1)
+    return {"found": result}
 
 
 def beside_offline(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The same requests by an engine of this process and by a server, in turn."""
+    """Send the same requests to an engine in this process and to a server, in turn."""
     from benchmarks.offline_engine import Offline
 
     with model_of(arguments) as (model, options):
@@ -180,17 +180,17 @@ def beside_offline(arguments: argparse.Namespace) -> dict[str, Any]:
             offline.run(requests[: len(requests) // 4])
             for _ in range(arguments.rounds):
                 watched = Watched(front)
-                over_http = run_load(url, requests, texts=offline.has_texts) | watched.found()
+                over_http = run_load(url, requests, texts=offline.has_texts) | watched.usage()
                 rounds.append(compared(over_http, offline.run(requests)))
                 print(json.dumps(rounds[-1]), flush=True)
         return {"median ratio": statistics.median(one["ratio"] for one in rounds), "rounds": rounds}
 
 
 def first_token(arguments: argparse.Namespace) -> dict[str, Any]:
-    """At each rate the same requests by a server and by an engine of this process, in turn, and what HTTP adds."""
+    """At each rate, send the same requests to a server and to an engine in this process, and report what HTTP adds."""
     from benchmarks.offline_engine import Offline
 
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     with model_of(arguments) as (model, options):
         offline = Offline(model, "--random" in options, arguments.num_blocks)
         bounds = ["--num-blocks", str(arguments.num_blocks), "--no-spare", *PATIENT, *options]
@@ -205,12 +205,12 @@ def first_token(arguments: argparse.Namespace) -> dict[str, Any]:
                     assert not over_http["errors"], over_http["first errors"]
                     rounds.append((over_http["firsts"], offline.first_tokens(requests)))
                     print(rate, *map(percentiles, rounds[-1]), flush=True)
-                found[f"{rate:g} requests a second"] = first_tokens_of(rounds)
-    return {"found": found}
+                results[f"{rate:g} requests a second"] = first_tokens_of(rounds)
+    return {"found": results}
 
 
 def first_tokens_of(rounds: list[tuple[list[float], list[float]]]) -> dict[str, Any]:
-    """Milliseconds to the first token over HTTP and without it: of each round, and of each request's soonest round."""
+    """Return milliseconds to the first token with and without HTTP: per round, and for each request's fastest round."""
     names = ("http", "engine alone")
     soonest = [[min(times) for times in zip(*kind)] for kind in zip(*rounds)]  # less of what else the machine did
     added = [over_http - alone for over_http, alone in zip(*soonest)]
@@ -220,14 +220,14 @@ def first_tokens_of(rounds: list[tuple[list[float], list[float]]]) -> dict[str, 
     }
 
 
-def compared(over_http: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """A round: both, and how much of the offline engine's speed is left over HTTP."""
-    texts, own_texts = over_http.pop("texts", []), own.pop("texts")
-    differ = sum(one != other for one, other in zip(texts, own_texts, strict=True))
-    ratio = over_http["tokens a second"] / own["tokens a second"]
-    by_time = own["CPU seconds"] / over_http["engine CPU seconds"]
+def compared(over_http: dict[str, Any], offline: dict[str, Any]) -> dict[str, Any]:
+    """Return one round: both results, and the share of the offline engine's speed that HTTP keeps."""
+    texts, offline_texts = over_http.pop("texts", []), offline.pop("texts")
+    differ = sum(one != other for one, other in zip(texts, offline_texts, strict=True))
+    ratio = over_http["tokens a second"] / offline["tokens a second"]
+    by_time = offline["CPU seconds"] / over_http["engine CPU seconds"]
     ratios = {"ratio": round(ratio, 3), "ratio of the engines' CPU seconds": round(by_time, 3)}
-    return {"http": over_http, "offline": own, "texts that differ": differ} | ratios
+    return {"http": over_http, "offline": offline, "texts that differ": differ} | ratios
 
 
 def served(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -241,12 +241,12 @@ def served(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def at_rates(arguments: argparse.Namespace, url: str) -> dict[str, Any]:
     """The trace at each rate."""
-    found = {}
+    results = {}
     for rate in arguments.rates:
         requests = requests_of(arguments, rate, arguments.vocab_size)
-        found[f"{rate:g} requests a second"] = run_load(url, requests, arguments.key)
-        print(rate, json.dumps(found[f"{rate:g} requests a second"]), flush=True)
-    return {"found": found}
+        results[f"{rate:g} requests a second"] = run_load(url, requests, arguments.key)
+        print(rate, json.dumps(results[f"{rate:g} requests a second"]), flush=True)
+    return {"found": results}
 
 
 def own_metrics(url: str) -> dict[str, float]:
@@ -317,9 +317,9 @@ def main() -> int:
     arguments = parsed()
     modes = {"front-alone": front_alone, "beside-offline": beside_offline, "serve": served, "first-token": first_token}
     mode = arguments.mode or "url"
-    found = at_rates(arguments, arguments.url) if mode == "url" else modes[mode](arguments)
+    results = at_rates(arguments, arguments.url) if mode == "url" else modes[mode](arguments)
     given = {name: value for name, value in vars(arguments).items() if name not in ("key", "out", "url", "commit")}
-    report = {"commit": arguments.commit, "hardware": hardware(), "arguments": given} | found
+    report = {"commit": arguments.commit, "hardware": hardware(), "arguments": given} | results
     device = hardware().split(",")[0].replace(" ", "-").lower()
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / f"serving-{mode}-{device}-{arguments.commit}.json"

@@ -5,13 +5,13 @@
 On a GPU the target is Qwen3-8B's shape and the draft Qwen3-0.6B's, random weights in bf16; ``--small`` takes the
 embedded model and a draft of one layer. Greedy, end tokens ignored; all engines share the compiled model.
 
-model    the draft model runs and its time counts; each token that it proposes is then replaced by the right one with
-         probability --rate, by a wrong one otherwise.
+model    the draft model runs and its time counts; each proposed token is then replaced by the right one with
+         probability --rate, otherwise by a wrong one.
 n-gram   proposals of the same rate that cost nothing.
 tree     a tree of 16 nodes, all wrong, in every step, in turns with plain steps.
 
-"always" drafts in every step, "automatic" where that is measured to be sooner; "wrong" are proposals that never hold,
-under the automatic switch. Each engine runs a workload twice to warm up and then --repeats times; medians count. A
+"always" drafts in every step, "automatic" where it was measured to be faster; "wrong" proposes only wrong tokens, under
+the automatic switch. Each engine runs a workload twice to warm up and then --repeats times; medians count. A
 difference to the plain tokens ends the program. Writes benchmarks/results/speculation-<device>-<commit>.json.
 """
 

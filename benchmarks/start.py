@@ -2,11 +2,11 @@
 
     python -m benchmarks.start --commit $(git rev-parse --short HEAD) [--layers 4,36] [--whole 4]
 
-The model is the embedded one's shape with random float32 weights on a CPU, Qwen3-8B's in bf16 on a GPU. Each
-measurement is a process of its own: the first finds the caches of Inductor and detcompile empty but for the templates
-of CPUs (cold), the second compiles over the kernels that the first left (warm kernels), the third takes a program that
-one between them kept (warm). CPU seconds are those of the process and its children. The logits of one call are compared
-by bytes between all that is measured of a depth; the script fails if they differ.
+On a CPU the model has the embedded model's shape with random float32 weights, on a GPU Qwen3-8B's in bf16. Each
+measurement is a separate process. The first starts with empty caches of Inductor and detcompile, except for CPU
+templates (cold); the second compiles with the first one's kernels (warm kernels); the third loads a program that a
+process between them kept (warm). CPU seconds include child processes. The logits of one call are compared by bytes
+between all measurements of a depth; the script fails if they differ.
 
 Writes benchmarks/results/start-<device>-<commit>.json.
 """
@@ -48,7 +48,7 @@ def measure(kind: str, num_layers: int) -> dict[str, Any]:
     from detcompile.templates import cpp_dispatch
     from detcompile.templates.cpu import library
 
-    found = {"import, s": time.perf_counter() - started, "import, CPU s": cpu_seconds() - used}
+    result = {"import, s": time.perf_counter() - started, "import, CPU s": cpu_seconds() - used}
     if kind == "one graph":
         program_source.find_repeats = lambda *_: None
     torch.manual_seed(0)
@@ -63,12 +63,12 @@ def measure(kind: str, num_layers: int) -> dict[str, Any]:
         library.library(), cpp_dispatch.direct_ops()
     started, used = time.perf_counter(), cpu_seconds()
     compiled = detcompile.compile(model)
-    found |= {"compile, s": time.perf_counter() - started, "compile, CPU s": cpu_seconds() - used}
+    result |= {"compile, s": time.perf_counter() - started, "compile, CPU s": cpu_seconds() - used}
     ids = torch.arange(1, 41, device=compiled.device)[None]
     started = time.perf_counter()
     logits = compiled(ids).logits
-    found["first call, s"] = time.perf_counter() - started
-    return found | {"logits": hashlib.sha256(logits.float().cpu().numpy().tobytes()).hexdigest()}
+    result["first call, s"] = time.perf_counter() - started
+    return result | {"logits": hashlib.sha256(logits.float().cpu().numpy().tobytes()).hexdigest()}
 
 
 def measured(kind: str, num_layers: int, folder: str, programs: str) -> dict[str, Any]:
@@ -102,10 +102,10 @@ def main() -> int:
                 for caches, programs in CACHES.items():
                     if kind == "one graph" and programs == "1":
                         continue  # is not kept
-                    found = measured(kind, num_layers, folder, programs)
+                    result = measured(kind, num_layers, folder, programs)
                     if caches == "keeping":
                         continue
-                    row = {"layers": num_layers, "program": kind, "caches": caches} | found
+                    row = {"layers": num_layers, "program": kind, "caches": caches} | result
                     logits.add(row.pop("logits"))
                     rows.append({key: round(v, 2) if isinstance(v, float) else v for key, v in row.items()})
                     print(json.dumps(rows[-1]), flush=True)

@@ -65,29 +65,29 @@ def read_prompts(path: Path | None, most: int) -> list[str]:
     """
     if path is not None and path.suffix == ".jsonl":
         rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-        found = [row.get("prompt") or row.get("problem") for row in rows]
+        prompts = [row.get("prompt") or row.get("problem") for row in rows]
     else:
-        found = (path or TINY_FOLDER / "prompts.txt").read_text().split("\n---\n")
+        prompts = (path or TINY_FOLDER / "prompts.txt").read_text().split("\n---\n")
     if path is None:
-        found = [text[: int(part * len(text))] for part in PARTS_OF_A_PROMPT for text in found]
-    if not found or not all(found):
+        prompts = [text[: int(part * len(text))] for part in PARTS_OF_A_PROMPT for text in prompts]
+    if not prompts or not all(prompts):
         raise detcompile.InvalidInput(f'{path}: every line needs a "prompt" or a "problem", and there must be one')
-    return found[:most]
+    return prompts[:most]
 
 
 def ours(path: str, tp: int, prompts: list[list[int]], tokens: int) -> dict[int, list[Answer]]:
     """The engine's answers on ``tp`` ranks, by batch size."""
     model = detcompile.compile(path, tp=tp)
     params = SamplingParams(temperature=0, max_tokens=tokens, logprobs=TOP, ignore_eos=True)
-    found = {}
+    answers = {}
     for batch in BATCHES:
         engine = model.engine(EngineConfig(max_num_seqs=batch))
         outputs = engine.generate(prompts, params, progress=False)
-        found[batch] = [_answer(output.outputs[0]) for output in outputs]
+        answers[batch] = [_answer(output.outputs[0]) for output in outputs]
         del engine
     if tp > 1:
         model.close()
-    return found
+    return answers
 
 
 def _answer(completion: detcompile.CompletionOutput) -> Answer:
@@ -104,8 +104,8 @@ def plain(path: str, tp: int, prompts: list[list[int]], tokens: int) -> dict[int
     """
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_plain_rank, (tp, path, prompts, tokens, folder), nprocs=tp)
-        found: dict[int, list[Answer]] = torch.load(Path(folder) / "answers.pt", weights_only=False)
-    return found
+        answers: dict[int, list[Answer]] = torch.load(Path(folder) / "answers.pt", weights_only=False)
+    return answers
 
 
 @torch.no_grad()
@@ -122,9 +122,9 @@ def _plain_rank(rank: int, tp: int, path: str, prompts: list[list[int]], tokens:
         styles = model.config.base_model_tp_plan.items()
         plan = {f"model.{name}": STYLES[style]() for name, style in styles if style in STYLES}
         parallelize_module(model, init_device_mesh(device.type, (tp,)), plan)
-    found = {batch: _plain_answers(model, prompts, batch, tokens) for batch in BATCHES}
+    answers = {batch: _plain_answers(model, prompts, batch, tokens) for batch in BATCHES}
     if rank == 0:
-        torch.save(found, Path(folder) / "answers.pt")
+        torch.save(answers, Path(folder) / "answers.pt")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -144,7 +144,7 @@ def _plain_answers(model: torch.nn.Module, prompts: list[list[int]], batch: int,
             return_dict_in_generate=True,
         )
         top = torch.stack([step.double().softmax(-1).topk(TOP).values for step in made.logits], 1).tolist()
-        answers += [Answer(row, own) for row, own in zip(made.sequences[:, ids.shape[1] :].tolist(), top)]
+        answers += [Answer(row, top_probs) for row, top_probs in zip(made.sequences[:, ids.shape[1] :].tolist(), top)]
     return answers
 
 
@@ -152,10 +152,10 @@ def compare(answers: Answers) -> dict[str, float]:
     """Unique outputs and divergence over all configurations, as the paper has them."""
     settings = list(answers.values())
     unique, averages, largest = [], [], 0.0
-    for own in zip(*settings, strict=True):
-        unique.append(len({tuple(answer.tokens) for answer in own}))
-        shortest = min(len(answer.top) for answer in own)
-        tops = torch.tensor([answer.top[:shortest] for answer in own])
+    for of_prompt in zip(*settings, strict=True):
+        unique.append(len({tuple(answer.tokens) for answer in of_prompt}))
+        shortest = min(len(answer.top) for answer in of_prompt)
+        tops = torch.tensor([answer.top[:shortest] for answer in of_prompt])
         spread = (tops.amax(0) - tops.amin(0)).amax(-1)  # of each position
         averages.append(spread.mean().item())
         largest = max(largest, spread.max().item())
@@ -174,11 +174,11 @@ def _measured(kind: Callable[..., dict[int, list[Answer]]], sizes: list[int], *g
     for tp in sizes:
         started = time.perf_counter()
         try:
-            found = kind(given[0], tp, *given[1:])
+            by_batch = kind(given[0], tp, *given[1:])
         except mp.ProcessRaisedException as error:  # of plain torch: its own limits are part of the table
             refused[tp] = str(error).strip().splitlines()[-1]
             continue
-        answers |= {(tp, batch): rows for batch, rows in found.items()}
+        answers |= {(tp, batch): rows for batch, rows in by_batch.items()}
         seconds[tp] = time.perf_counter() - started
         print(f"{kind.__name__}, tp={tp}: {seconds[tp]:.0f} s", flush=True)
     return {"sizes": sorted(seconds), "cannot": refused, "seconds": seconds} | (compare(answers) if answers else {})

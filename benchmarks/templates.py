@@ -88,7 +88,7 @@ def _problem(n: int, k: int, m: int, radices: tuple[int, ...]) -> matmul_gpu.Gem
 
 def _compile_gemms() -> None:
     """Every candidate once, on small operands and in many processes: the gate and the clock then find them compiled."""
-    found = dict.fromkeys(
+    schedules = dict.fromkeys(
         (schedule, radices)
         for n, k, row_parallel in GEMMS.values()
         for m in TOKENS
@@ -97,7 +97,7 @@ def _compile_gemms() -> None:
         for schedule in candidates(_problem(n, k, m, radices))
     )
     with multiprocessing.get_context("spawn").Pool(min(15, os.cpu_count() or 1)) as pool:
-        pool.starmap(_compile_gemm, found, chunksize=4)
+        pool.starmap(_compile_gemm, schedules, chunksize=4)
 
 
 def _compile_gemm(schedule: GemmSchedule, radices: tuple[int, ...]) -> None:
@@ -145,14 +145,14 @@ def gated_rows() -> Iterator[dict]:
 
 def geometric_means(rows: list[dict]) -> dict[str, dict[str, float]]:
     """Of the GEMM ratios, tuned and by default, over GROUPS of token counts."""
-    found: dict[str, dict[str, float]] = {}
+    result: dict[str, dict[str, float]] = {}
     for order in TREES:
         for low, high in GROUPS:
             group = [r for r in rows if r["kernel"] == "matmul" and r["order"] == order and low <= r["M"] <= high]
             if group:
                 means = {key: statistics.geometric_mean(r[key] for r in group) for key in ("ratio", "default_ratio")}
-                found[f"{order}, {low} to {high} tokens"] = means
-    return found
+                result[f"{order}, {low} to {high} tokens"] = means
+    return result
 
 
 def attention_rows() -> Iterator[dict]:

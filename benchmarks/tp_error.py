@@ -60,17 +60,17 @@ def errors_of_products(tp: int) -> dict[str, Errors]:
     """Of a row-parallel product [M, K] x [K, N] over the ranks of this group, by dtype and kind."""
     ranks = tensor_parallel(tp)
     above, below = Numerics().split_radices(tp)
-    own = ranks.share(K)
-    found = {}
+    share = ranks.share(K)
+    errors = {}
     for dtype in DTYPES:
         for kind in KINDS:
             x, w = _draw(kind, (M, K), dtype, 1), _draw(kind, (N, K), dtype, 2)
             exact = x.double() @ w.double().t()
-            tree = ours.matmul_all_reduce(x[:, own], w[:, own], None, None, below, above, ranks.group, dtype)
-            plain = torch.nn.functional.linear(x[:, own], w[:, own])
+            tree = ours.matmul_all_reduce(x[:, share], w[:, share], None, None, below, above, ranks.group, dtype)
+            plain = torch.nn.functional.linear(x[:, share], w[:, share])
             dist.all_reduce(plain)
-            found[f"{str(dtype).removeprefix('torch.')}, {kind}"] = Errors(_error(tree, exact), _error(plain, exact))
-    return found
+            errors[f"{str(dtype).removeprefix('torch.')}, {kind}"] = Errors(_error(tree, exact), _error(plain, exact))
+    return errors
 
 
 @torch.no_grad()
@@ -78,8 +78,8 @@ def errors_of_logits(
     tp: int, draws: int = 1, dtype: torch.dtype = torch.bfloat16, num_layers: int = LLAMA["num_hidden_layers"]
 ) -> Errors:
     """Of the logits [4, 48, V] of so many llamas with heavy-tailed weights, over the ranks of this group."""
-    found = [_errors_of_a_llama(tp, draw, dtype, num_layers) for draw in range(draws)]
-    return Errors(*(math.sqrt(sum(error**2 for error in errors) / draws) for errors in zip(*found)))
+    draws_errors = [_errors_of_a_llama(tp, draw, dtype, num_layers) for draw in range(draws)]
+    return Errors(*(math.sqrt(sum(error**2 for error in errors) / draws) for errors in zip(*draws_errors)))
 
 
 def _errors_of_a_llama(tp: int, draw: int, dtype: torch.dtype, num_layers: int) -> Errors:
@@ -117,9 +117,9 @@ def _error(y: Tensor, exact: Tensor) -> float:
 def _rank(rank: int, tp: int, draws: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=tp)
-    found = errors_of_products(tp) | {"logits, bfloat16": errors_of_logits(tp, draws)}
+    by_case = errors_of_products(tp) | {"logits, bfloat16": errors_of_logits(tp, draws)}
     if rank == 0:
-        Path(folder, "found.json").write_text(json.dumps({case: errors._asdict() for case, errors in found.items()}))
+        Path(folder, "found.json").write_text(json.dumps({case: errors._asdict() for case, errors in by_case.items()}))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -185,10 +185,10 @@ def _splits(
 
 def digest(parameters: dict[str, Tensor]) -> str:
     """sha256 of all weights, which every rank gathers."""
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for name, parameter in sorted(parameters.items()):
-        found.update(name.encode() + whole(parameter.detach()).cpu().numpy().tobytes())
-    return found.hexdigest()
+        hasher.update(name.encode() + whole(parameter.detach()).cpu().numpy().tobytes())
+    return hasher.hexdigest()
 
 
 def reduce_scatters(work: Work) -> Iterator[dict[str, Any]]:
@@ -199,12 +199,12 @@ def reduce_scatters(work: Work) -> Iterator[dict[str, Any]]:
             generator = torch.Generator(work.device).manual_seed(work.rank)
             draw = torch.randint(-(1 << 40), 1 << 40, (size,), generator=generator, device=work.device)
             given = (draw.double() * 2.0**-44).to(dtype)
-            found = given.new_empty(size // work.ranks)
+            result = given.new_empty(size // work.ranks)
             seconds = []
             for _ in range(8):
                 dist.barrier()
                 started = _now(work.device)
-                dist.reduce_scatter_tensor(found, given)
+                dist.reduce_scatter_tensor(result, given)
                 seconds.append(_now(work.device) - started)
             key = str(dtype).removeprefix("torch.")
             row |= {f"{key} us": 1e6 * statistics.median(seconds[2:]), f"{key} bytes": given.nbytes}
@@ -212,7 +212,7 @@ def reduce_scatters(work: Work) -> Iterator[dict[str, Any]]:
                 every = given.new_empty(work.ranks, size)
                 dist.all_gather_into_tensor(every.view(-1), given)
                 mine = every.view(work.ranks, work.ranks, -1)[:, work.rank]
-                exact = torch.tensor(torch.equal(mine.mul(2.0**44).long().sum(0).double() * 2.0**-44, found))
+                exact = torch.tensor(torch.equal(mine.mul(2.0**44).long().sum(0).double() * 2.0**-44, result))
                 row["exact"] = bool(_least(exact, work))
         yield row
 

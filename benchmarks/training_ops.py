@@ -89,11 +89,11 @@ def token_matmul_rows() -> Iterator[dict]:
             ours = functools.partial(token_sums_gpu.run_token_matmul, schedule, g, x, leaves)
             us, peer_us = in_turns(ours, lambda g=g, x=x: torch.mm(g.t(), x))
             exact = g[:512].double().t() @ x[:512].double()
-            found = token_sums_gpu.run_token_matmul(schedule, g[:512], x[:512], one_leaf)
+            actual = token_sums_gpu.run_token_matmul(schedule, g[:512], x[:512], one_leaf)
             row = {"kernel": "token_matmul", "shape": name, "T": TOKENS, "N": n, "K": k, "sequences": sequences}
             row |= {"leaves": len(leaves) - 1, "us": us, "peer": "cuBLAS", "peer_us": peer_us, "ratio": peer_us / us}
             row |= {"tflops": 2e-6 * TOKENS * n * k / us, "schedule": str(schedule)}
-            row["relative error"] = float((found - exact).norm() / exact.norm())
+            row["relative error"] = float((actual - exact).norm() / exact.norm())
             yield row | {"admitted, refused": (counts["admitted"], counts["refused"])}
 
 
@@ -193,7 +193,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.manual_seed(0)
     device = torch.cuda.get_device_name(DEVICE)
-    found = {"device": device, "torch": torch.__version__, "triton": triton.__version__, "commit": arguments.commit}
+    about = {"device": device, "torch": torch.__version__, "triton": triton.__version__, "commit": arguments.commit}
     rows: list[dict] = []
     path = arguments.out / f"training-ops-{device.lower().replace(' ', '-')}-{arguments.commit}.json"
     started = time.monotonic()
@@ -201,7 +201,7 @@ def main() -> None:
         for row in KERNELS[name]():
             print(json.dumps(row), flush=True)
             rows.append(row)
-            path.write_text(json.dumps(found | {"rows": rows}, indent=1) + "\n")
+            path.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
             if time.monotonic() - started > 60 * arguments.minutes:
                 print(f"stopped after {arguments.minutes} minutes, in {name}")
                 return

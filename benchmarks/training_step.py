@@ -43,10 +43,10 @@ def seconds(step: Callable[[], object]) -> float:
 
 def digest(module: torch.nn.Module) -> str:
     """sha256 over the bytes of all parameters."""
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for parameter in module.parameters():
-        found.update(parameter.detach().cpu().view(torch.uint8).numpy())
-    return found.hexdigest()
+        hasher.update(parameter.detach().cpu().view(torch.uint8).numpy())
+    return hasher.hexdigest()
 
 
 def kernels(step: Callable[[], object]) -> dict[str, float]:
@@ -56,7 +56,7 @@ def kernels(step: Callable[[], object]) -> dict[str, float]:
         torch.cuda.synchronize()
     taken = {event.key[:100]: event.self_device_time_total / 1e3 for event in profile.key_averages()}
     longest = dict(sorted(taken.items(), key=lambda row: -row[1])[:40])
-    return {name: round(found, 2) for name, found in longest.items()} | {"all": round(sum(taken.values()), 2)}
+    return {name: round(ms, 2) for name, ms in longest.items()} | {"all": round(sum(taken.values()), 2)}
 
 
 def ours(layers: int, ids: Tensor, splits: Sequence[int], keep: Callable[[str, object], None]) -> float:
@@ -81,8 +81,8 @@ def ours(layers: int, ids: Tensor, splits: Sequence[int], keep: Callable[[str, o
     step()
     torch.cuda.synchronize()
     keep("first step seconds", time.perf_counter() - start)
-    found = seconds(step)
-    keep("ours", {"seconds": found, "peak GB": torch.cuda.max_memory_allocated() / 1e9})
+    median = seconds(step)
+    keep("ours", {"seconds": median, "peak GB": torch.cuda.max_memory_allocated() / 1e9})
     keep("kernels, ms", kernels(step))
     saved = [parameter.detach().cpu() for parameter in trainer.parameters()]
     digests = {}
@@ -95,16 +95,16 @@ def ours(layers: int, ids: Tensor, splits: Sequence[int], keep: Callable[[str, o
             step(parts, rows)
             digests[f"{parts} micro-batches, {name}"] = digest(trainer)[:16]
     keep("digests", digests)
-    return found
+    return median
 
 
 def weights_of(layers: int, keep: Callable[[str, object], None]) -> None:
     """Seconds of update_weights of a compiled model of that depth, and its gigabytes."""
     model = detcompile.compile(build(layers), numerics=Numerics(tp_sizes=(1,)))
     given = {name: torch.randn_like(p) for name, p in build(layers).named_parameters()}
-    found = seconds(lambda: model.update_weights(given.items()))
+    median = seconds(lambda: model.update_weights(given.items()))
     size = sum(tensor.nbytes for tensor in given.values()) / 1e9
-    keep("update_weights", {"seconds": found, "GB": size, "GB a second": size / found})
+    keep("update_weights", {"seconds": median, "GB": size, "GB a second": size / median})
 
 
 def peer(layers: int, ids: Tensor) -> dict[str, float]:
@@ -153,13 +153,13 @@ def main() -> None:
 
     torch.manual_seed(1)
     ids = torch.randint(0, 151936, (arguments.tokens // arguments.length, arguments.length), device="cuda")
-    found = ours(arguments.layers, ids, list(map(int, arguments.splits.split(","))), keep)
+    our_seconds = ours(arguments.layers, ids, list(map(int, arguments.splits.split(","))), keep)
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     beside = peer(arguments.layers, ids)
     keep("torch.compile", beside)
-    keep("ratio", beside["seconds"] / found)
+    keep("ratio", beside["seconds"] / our_seconds)
     gc.collect()
     torch.cuda.empty_cache()
     if arguments.served_layers:

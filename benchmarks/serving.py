@@ -8,7 +8,7 @@
 
 Poisson arrivals, log-normal lengths (median, 90th percentile, maximum) and random token ids, drawn from ``--seed``.
 ``--model`` names the model; ``--shape 8b`` serves Qwen3-8B's shape with random weights instead. Needs
-``pip install "detcompile[serve]"``; the client (benchmarks.http_load) is a separate process, over httptools.
+``pip install '.[serve]'``; the client (benchmarks.http_load) is a separate process, over httptools.
 
 Writes benchmarks/results/serving-<mode>-<device>-<commit>.json: tokens a second, milliseconds to the first event and
 between events, errors, and CPU seconds of every process, because other work may share the machine.

@@ -111,7 +111,7 @@ class ModelObject:
 
     @property
     def config(self) -> PretrainedConfig:
-        """The Hugging Face config. Its ``_commit_hash`` is the commit of a model that came from the Hub."""
+        """The Hugging Face config. A model from the Hub has its commit there, as ``_commit_hash``."""
         return self.model.config
 
     @property

@@ -15,7 +15,7 @@ COLUMN_STYLES = ("colwise", "colwise_gather_output", "packed_colwise")
 ROW_STYLES = ("rowwise", "rowwise_split_input")
 EXPERT_STYLE = "moe_tp_experts"  # of a module, whose class decides which weights a rank keeps
 # Whole on every rank. The embedding is always sharded.
-WHOLE_STYLES = ("replicated", "replicated_with_grad_allreduce", "embedding_rowwise")
+WHOLE_STYLES = ("replicate", "replicated", "replicated_with_grad_allreduce", "embedding_rowwise", "local_params")
 
 
 def _plan(layer: str, columns: str, rows: str) -> dict[str, str]:
@@ -40,7 +40,7 @@ ENCODER = _plan(
 # Plans for architectures without a plan in transformers, or without one for attention, in the same notation.
 OWN_PLANS: dict[str, dict[str, str]] = {
     "afmoe": LLAMA | _plan("layers.*.mlp.shared_experts", "gate_proj up_proj", "down_proj"),
-    **dict.fromkeys(("axk1", "deepseek_v3", "youtu"), _plan("layers.*", "", "self_attn.o_proj")),
+    **dict.fromkeys(("axk1", "deepseek_v3", "sarvam_mla", "youtu"), _plan("layers.*", "", "self_attn.o_proj")),
     **dict.fromkeys(("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp"), DECODER),
     **dict.fromkeys(("opt", "pegasus", "plbart", "trocr", "whisper"), DECODER),
     **dict.fromkeys(("bert", "bert-generation", "camembert", "data2vec-text", "electra", "ernie", "git"), ENCODER),
@@ -74,7 +74,7 @@ OWN_PLANS: dict[str, dict[str, str]] = {
 
 
 def tensor_parallel_plan(model: PreTrainedModel) -> dict[str, str]:
-    """Return styles by module-name pattern; empty without a plan, or if its names match no module (llama4)."""
+    """Return styles by module-name pattern; empty if nothing is cut: names match no module (llama4)."""
     config = model.config.get_text_config()
     if model.base_model_prefix and not hasattr(model, model.base_model_prefix):
         return {}
@@ -83,7 +83,7 @@ def tensor_parallel_plan(model: PreTrainedModel) -> dict[str, str]:
     names = [name for name, _ in model.named_modules()]
     for body in (base, f"{base}language_model."):  # the latter in models with an image tower
         placed = {f"{body}{pattern}": style for pattern, style in plan.items()}
-        if any(filter_names(names, pattern) for pattern in placed):
+        if any(style not in WHOLE_STYLES and filter_names(names, pattern) for pattern, style in placed.items()):
             return placed
     return {}
 

@@ -1,6 +1,7 @@
 """Each rank keeps its share of the linears. Row-parallel sums take the declared tree, on one rank too."""
 
 import copy
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from detcompile.passes.modules.experts import find_experts
 from detcompile.passes.modules.low_rank import AdaptedLinear
 from detcompile.passes.modules.quantized_linear import QuantizedLinear
 from detcompile.passes.sharding.experts import pin_expert_trees, shard_experts
-from detcompile.passes.sharding.heads import HeadShare, features_of, head_share
+from detcompile.passes.sharding.heads import OUTPUTS, HeadShare, features_of, head_share
 from detcompile.passes.sharding.modules import (
     GatheredLinear,
     NormAcrossHeads,
@@ -145,13 +146,21 @@ def _shard_attention(
     model: PreTrainedModel, attention: Sequence[AttentionCall], ranks: TensorParallel, replicate: bool
 ) -> set[str]:
     """Keep this rank's heads of attention modules, or all heads if they do not divide. Return the modules' names."""
+    plan = tensor_parallel_plan(model)
     names = {module: name for name, module in model.named_modules()}
     for call in attention:
         if call.module not in names:
             raise UnsupportedModel(f"{type(model).__name__}: a layer that runs several times, over several ranks")
-        share = head_share(call, ranks, names[call.module], replicate)
+        name = names[call.module]
+        share = head_share(call, ranks, name, replicate)
         if share is not None:
-            _shard_heads(call.module, share, names[call.module], model.config.get_text_config().model_type, ranks)
+            for leaf, _ in call.module.named_children():
+                if leaf in OUTPUTS and style_of(f"{name}.{leaf}", plan) != "row":
+                    raise UnsupportedModel(
+                        f"{name}.{leaf}: the tensor-parallel plan does not split the projection of the heads' outputs; "
+                        "compile with tp=1"
+                    )
+            _shard_heads(call.module, share, name, model.config.get_text_config().model_type, ranks)
             call.module.to(ranks.device)
     return {names[call.module] for call in attention}
 
@@ -201,6 +210,8 @@ def _count_heads(attention: Any, share: HeadShare) -> None:
     for attribute in WIDTHS:
         if hasattr(attention, attribute):
             setattr(attention, attribute, len(share.q) * share.head_dim)
+    if hasattr(attention, "mp_num"):  # CodeGen's, of the parts of its fused projection
+        attention.mp_num = math.gcd(attention.mp_num, len(share.q))
     if hasattr(attention, "config"):
         attention.config = copy.copy(attention.config)
         attention.config.num_attention_heads = len(share.q)

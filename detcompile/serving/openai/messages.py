@@ -1,9 +1,12 @@
 """Conversations: from request messages to chat-template messages and token ids."""
 
 import asyncio
+import inspect
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from detcompile.errors import InvalidInput
 from detcompile.serving.chat_template import MANY, ChatTemplate
@@ -17,11 +20,8 @@ ROLES = ("system", "user", "assistant", "tool")
 SHOWN = ("name", "tool_call_id", "reasoning", "reasoning_content")  # message fields for templates
 REASONING = ("reasoning_content", "reasoning", "thinking")  # names of a message's reasoning in templates
 UNSERVED = ("audio", "function_call", "partial", "prefix")  # message fields that are rejected
-RESERVED = frozenset((  # names in chat_template_kwargs that mean something else to apply_chat_template
-    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
-    "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize",
-    "tokenizer_kwargs", "tools", "truncation",
-))  # fmt: skip
+# Names in chat_template_kwargs that mean something else to apply_chat_template or to the template.
+RESERVED = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"self", "kwargs"}
 NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 SHORT_ID = 9  # length of call ids for templates that require it
 

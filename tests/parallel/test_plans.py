@@ -22,7 +22,7 @@ from detcompile.passes.modules.experts import pin_experts
 from detcompile.passes.modules.positions import give_positions
 from detcompile.passes.sharding.shard import moves_after_sharding, pin_row_parallel, shard
 from tests.bits import assert_bitwise_equal
-from tests.exhaustive import EXHAUSTIVE_BY_ITEM
+from tests.exhaustive import EXHAUSTIVE
 from tests.model_cases import certified
 from tests.parallel.cases import Failure, answers, attempt, dense_logits
 from tests.parallel.ranks import run_ranks
@@ -121,7 +121,7 @@ def results(tp: int, part: str, case: str, which: str = "quick") -> list[Any]:
 @pytest.mark.parametrize(
     ("tp", "which", "case"),
     [
-        pytest.param(tp, which, case, marks=() if which == "quick" else EXHAUSTIVE_BY_ITEM, id=f"{tp}-{case}")
+        pytest.param(tp, which, case, marks=() if which == "quick" else EXHAUSTIVE, id=f"{tp}-{case}")
         for (tp, which), cases in MODULES.items()
         for case in cases
     ],

@@ -40,7 +40,7 @@ ENCODER = _plan(
 # Plans for architectures without a plan in transformers, or without one for attention, in the same notation.
 OWN_PLANS: dict[str, dict[str, str]] = {
     "afmoe": LLAMA | _plan("layers.*.mlp.shared_experts", "gate_proj up_proj", "down_proj"),
-    **dict.fromkeys(("axk1", "deepseek_v3", "sarvam_mla", "youtu"), _plan("layers.*", "", "self_attn.o_proj")),
+    **dict.fromkeys(("axk1", "deepseek_v3", "flint", "sarvam_mla", "youtu"), _plan("layers.*", "", "self_attn.o_proj")),
     **dict.fromkeys(("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp"), DECODER),
     **dict.fromkeys(("opt", "pegasus", "plbart", "trocr", "whisper"), DECODER),
     **dict.fromkeys(("bert", "bert-generation", "camembert", "data2vec-text", "electra", "ernie", "git"), ENCODER),

@@ -16,7 +16,8 @@ from tools.model_configs import MAX_CONTEXT, VOCAB_SIZE, tiny_model
 IDS = torch.randint(3, VOCAB_SIZE, (2, LENGTH), generator=torch.Generator().manual_seed(5))
 OWN = ("bigbird_pegasus", "ctrl", "deepseek_v2", "diffllama", "git", "hrm_text", "xglm", "xmod")
 OF_EXPERTS = ("dbrx", "jetmoe", "longcat_flash")
-if "router_logits" in inspect.signature(modeling_aria.AriaExperts.forward).parameters:  # from 5.24 on, Aria's experts call transformers' interface
+# From 5.24 on, Aria's experts call the interface of transformers.
+if "router_logits" in inspect.signature(modeling_aria.AriaExperts.forward).parameters:
     OF_EXPERTS += ("aria_text",)
 
 

@@ -146,12 +146,12 @@ def _quantized_row(x: Tensor, weights: list[QuantizedWeight], radices: tuple[int
 def _quantized(key: str, n: int, k: int) -> QuantizedWeight:
     if key == "int4":
         q = pack_nibbles(torch.randint(0, 16, (n, k), device=DEVICE))
-        return QuantizedWeight(q, torch.rand(k // GROUP, n, device=DEVICE).to(BFLOAT16) * 0.01, None, k, GROUP, 1)
+        return QuantizedWeight(q, torch.rand(k // GROUP, n, device=DEVICE).to(BFLOAT16) * 0.01, None, None, k, GROUP, 1)
     if key == "int8":
         q = torch.randint(-128, 128, (n, k), device=DEVICE, dtype=torch.int8)
-        return QuantizedWeight(q, torch.rand(1, n, device=DEVICE) * 0.01, None, k, k, 1)
+        return QuantizedWeight(q, torch.rand(1, n, device=DEVICE) * 0.01, None, None, k, k, 1)
     q = torch.randn(n, k, device=DEVICE).to(torch.float8_e4m3fn)
-    return QuantizedWeight(q, torch.rand(k // 128, n // 128, device=DEVICE) * 0.01, None, k, 128, 128)
+    return QuantizedWeight(q, torch.rand(k // 128, n // 128, device=DEVICE) * 0.01, None, None, k, 128, 128)
 
 
 def _quantized_peers(key: str, x: Tensor, weights: list[QuantizedWeight], plain: list[Tensor]) -> dict:

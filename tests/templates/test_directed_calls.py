@@ -85,7 +85,12 @@ def dequant_matmul(M=3, N=4, K=128) -> Arguments:
     w, scales = torch.arange(N * (K // 2), dtype=torch.uint8).view(N, K // 2), rows(-(-K // 64), -(-N // 2))
     zeros = torch.ones(scales.shape, dtype=torch.int16)
     fused = {"bias": rows(N), "residual": rows(M, N), "group": 64, "rows": 2, "radices": [2], "out_dtype": f32}
-    return {"x": rows(M, K), "w": w, "scales": scales, "zeros": zeros} | fused
+    return {"x": rows(M, K), "w": w, "scales": scales, "zeros": zeros, "mins": None} | fused
+
+
+def dequant_matmul_with_mins(M=3, N=4, K=128) -> Arguments:
+    arguments = dequant_matmul(M, N, K)
+    return arguments | {"zeros": None, "mins": -3 * arguments["scales"]}
 
 
 def rule(Hq: int, *q: int) -> Arguments:
@@ -233,6 +238,7 @@ OPERATIONS = (
 CALLS: dict[str, tuple[Callable[..., Arguments], Callable[..., Any]]] = {
     **{make.__name__: (make, getattr(ours, make.__name__)) for make in OPERATIONS},
     "log_softmax": (softmax, ours.log_softmax),
+    "dequant_matmul_with_mins": (dequant_matmul_with_mins, ours.dequant_matmul),
     **{f"{make.__name__}_directly": (make, make.__name__) for make in (matmul, rms_norm, layer_norm)},
     "paged_attention_directly": (plain_paged_attention, "paged_attention"),
 }

@@ -90,7 +90,7 @@ def float8_weight(name: str, weight: Tensor, scales: Tensor, block: tuple[int, i
             " its config has them: fetch the checkpoint again, or " + OTHERWISE
         )
     exact = scales if scales.dtype in (torch.float16, torch.bfloat16) else scales.float()
-    return QuantizedWeight(weight, exact.t().contiguous(), None, k, min(group, k), min(rows, n))
+    return QuantizedWeight(weight, exact.t().contiguous(), None, None, k, min(group, k), min(rows, n))
 
 
 def block_of(size: Any) -> tuple[int, int] | None:
@@ -304,7 +304,7 @@ def _integers(q: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, group:
         kept = None if zeros is None else zeros - middle
         packed = (q.to(torch.int16) - middle).to(torch.int8).contiguous()
     kept = None if kept is None else kept.contiguous()
-    return QuantizedWeight(packed, scales.contiguous(), kept, q.shape[1], group, 1)
+    return QuantizedWeight(packed, scales.contiguous(), kept, None, q.shape[1], group, 1)
 
 
 def _require(

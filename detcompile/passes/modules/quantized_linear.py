@@ -24,6 +24,7 @@ class QuantizedLinear(nn.Module):
     packed: Tensor
     scales: Tensor
     zeros: Tensor | None
+    mins: Tensor | None
     order: Tensor | None
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None, order: Tensor | None = None) -> None:
@@ -31,14 +32,17 @@ class QuantizedLinear(nn.Module):
         self.in_features, self.out_features = weight.k, len(weight.w)
         self.group, self.rows = weight.group, weight.rows
         self.radices: list[int] = []  # of the tree, where the linear is row-parallel
-        for name, value in (("packed", weight.w), ("scales", weight.scales), ("zeros", weight.zeros), ("order", order)):
+        parts = {"packed": weight.w, "scales": weight.scales, "zeros": weight.zeros, "mins": weight.mins}
+        for name, value in (parts | {"order": order}).items():
             self.register_buffer(name, value)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     @property
     def quantized(self) -> QuantizedWeight:
         """The weight's parts on their present device."""
-        return QuantizedWeight(self.packed, self.scales, self.zeros, self.in_features, self.group, self.rows)
+        return QuantizedWeight(
+            self.packed, self.scales, self.zeros, self.mins, self.in_features, self.group, self.rows
+        )
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Return the matrix [N, K] that x is multiplied with, with K in the order of x."""
@@ -49,7 +53,7 @@ class QuantizedLinear(nn.Module):
         if self.order is not None:
             x = x[..., self.order]
         out = ours.dequant_matmul(
-            x.flatten(0, -2), self.packed, self.scales, self.zeros, self.bias, None, self.group, self.rows, self.radices
+            x.flatten(0, -2), *self.quantized[:4], self.bias, None, self.group, self.rows, self.radices
         )
         return out.view(*x.shape[:-1], self.out_features)
 

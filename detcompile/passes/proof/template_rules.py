@@ -86,11 +86,12 @@ def dequant_matmul(node: fx.Node, ctx: Context) -> Rows:
     """A matmul whose weights are dequantized element by element."""
     x, w = ctx.rows(node.args[0]), ctx.rows(node.args[1])
     require_feature(x, 1, "the sum of a matrix product")
-    for part, what in zip(node.args[1:5], ("the weights", "their scales", "their zeros", "the bias"), strict=True):
+    whats = ("the weights", "their scales", "their zeros", "their minima", "the bias")
+    for part, what in zip(node.args[1:6], whats, strict=True):
         if part is not None:
             require_weight(ctx.rows(part), what)
     out = Rows((x.dims[0], w.dims[0]))
-    return out if node.args[5] is None else join([out, ctx.rows(node.args[5])], 2)
+    return out if node.args[6] is None else join([out, ctx.rows(node.args[6])], 2)
 
 
 def gated_matmul(node: fx.Node, ctx: Context) -> Rows:

@@ -27,7 +27,7 @@ GATE_DEVICES = ("cuda",)  # on a CPU Inductor's loop is as fast
 # Index of the residual argument.
 RESIDUAL_OF = {
     ours.matmul.default: 3,
-    ours.dequant_matmul.default: 5,
+    ours.dequant_matmul.default: 6,
     ours.matmul_all_reduce.default: 3,
     ours.tree_all_reduce.default: 2,
 }

@@ -1,4 +1,5 @@
-// out[n, k] = round(float32(q[n, k] - z) * float32(s)): rows of a quantized matrix, as defined in templates/quantized/weights.py.
+// out[n, k] = round(float32(q[n, k] - z) * float32(s) + float32(m)): rows of a quantized matrix, as defined in
+// templates/quantized/weights.py.
 #include "simd.h"
 
 namespace {
@@ -6,13 +7,13 @@ namespace {
 constexpr int64_t kBlock = 128, kHalf = 64;  // k of a block of nibbles; bytes of a block
 enum Kind : int32_t { kNibbles = 0, kBytes = 1, kFloat8 = 2 };
 
-// The arguments packed by templates/quantized/op.py: rows [first, first + N) of w; zeros may be null.
+// The arguments packed by templates/quantized/op.py: rows [first, first + N) of w; zeros and mins may be null.
 struct Call {
   const uint8_t* w; int64_t w_stride;
-  const void* scales; const int16_t* zeros; int64_t scales_stride;
+  const void* scales; const int16_t* zeros; const void* mins; int64_t scales_stride;
   void* out;
   int64_t first, N, K, group, rows;
-  int32_t kind, scales_dtype, out_dtype, num_threads;
+  int32_t kind, scales_dtype, mins_dtype, out_dtype, num_threads;
 };
 
 // e4m3fn: four exponent bits of bias 7, three of mantissa, no infinities; NaN becomes torch's NaN. Integer operations only, so
@@ -42,9 +43,9 @@ void take(const Call& c, const uint8_t* row, int64_t k, int64_t count, float* va
   }
 }
 
-float scale_at(const Call& c, int64_t place) {
+float float_at(const void* values, int32_t dtype, int64_t place) {
   float value;
-  store_some(&value, load_as(c.scales, c.scales_dtype, place, 1), 1);
+  store_some(&value, load_as(values, dtype, place, 1), 1);
   return value;
 }
 
@@ -57,9 +58,14 @@ void dequantize_row(const Call& c, int64_t i) {
     for (int64_t j = 0; j < count;) {
       int64_t group = (k + j) / c.group, end = min64(count, (group + 1) * c.group - k);
       int64_t place = group * c.scales_stride + (c.first + i) / c.rows;
-      float scale = scale_at(c, place);
-      float zero = c.zeros ? float(c.zeros[place]) : c.kind == kNibbles ? 8.0f : 0.0f;
-      for (; j < end; j++) values[j] = (values[j] - zero) * scale;
+      float scale = float_at(c.scales, c.scales_dtype, place);
+      if (c.mins) {
+        float min = float_at(c.mins, c.mins_dtype, place);
+        for (; j < end; j++) values[j] = values[j] * scale + min;
+      } else {
+        float zero = c.zeros ? float(c.zeros[place]) : c.kind == kNibbles ? 8.0f : 0.0f;
+        for (; j < end; j++) values[j] = (values[j] - zero) * scale;
+      }
     }
     store_row(c.out, c.out_dtype, i * c.K + k, values, count);
   }

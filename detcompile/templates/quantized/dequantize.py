@@ -1,7 +1,7 @@
 """Dequantize weights, in registers or with a separate kernel in memory.
 
 Legend: N output features, K summed features. KIND is 0 for nibbles, 1 for int8, 2 for float8
-(templates/quantized/weights.py).
+(templates/quantized/weights.py). OFFSET says what offset_ptr holds: 0 nothing, 1 zeros, 2 mins.
 
 The assembly is marked impure, so that Triton does not look through it: an operand that Triton knows to come from bytes
 enters mma.sync with its k in another order, which changes bits.
@@ -14,6 +14,7 @@ from detcompile.templates.device.dependent_launch import let_next_start, wait_fo
 from detcompile.templates.device.primitives import widened
 
 __all__ = [
+    "MINS",
     "NARROW_BFLOAT16",
     "NARROW_FLOAT16",
     "NARROW_REGISTERS",
@@ -27,6 +28,7 @@ __all__ = [
 NIBBLES = tl.constexpr(0)
 BYTES = tl.constexpr(1)
 FLOAT8 = tl.constexpr(2)
+MINS = tl.constexpr(2)
 _MAGIC = tl.constexpr(8388608)  # 2^23: or-ing q into its bits gives the float 2^23 + q
 # Inputs: four bytes, scale and offset of their low and high halves; outputs: four weights of each (narrow_weights).
 NARROW_BFLOAT16 = tl.constexpr(
@@ -52,31 +54,33 @@ NARROW_REGISTERS = tl.constexpr("=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r")
 
 @triton.jit
 def scale_at(
-    scale_ptr, zero_ptr, k, k_end, n, N, scale_stride,
-    KIND: tl.constexpr, GROUP_K: tl.constexpr, ROWS: tl.constexpr, HAS_ZEROS: tl.constexpr, NARROW: tl.constexpr,
+    scale_ptr, offset_ptr, k, k_end, n, N, scale_stride,
+    KIND: tl.constexpr, GROUP_K: tl.constexpr, ROWS: tl.constexpr, OFFSET: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
-    """The scale, and the offset to subtract: z plus what `wide_weights` adds to q. k and n broadcast to the result.
+    """The scale, and the offset: min, or z plus what `wide_weights` adds to q. k and n broadcast to the result.
 
     With NARROW both are of the scales' dtype, for `narrow_weights`.
     """
     place = k // GROUP_K * scale_stride + n // ROWS
     inside = (n < N) & (k < k_end)
     scale = tl.load(scale_ptr + place, mask=inside, other=0.0)
-    if HAS_ZEROS:
-        zero = tl.load(zero_ptr + place, mask=inside, other=0).to(tl.float32)
+    if OFFSET:
+        zero = tl.load(offset_ptr + place, mask=inside, other=0).to(tl.float32)
     else:
         zero = tl.full(scale.shape, 8.0 if KIND == NIBBLES else 0.0, tl.float32)
     if NARROW:
         offset = (zero + (128.0 if scale.dtype == tl.bfloat16 else 1024.0)).to(scale.dtype)
     else:
         scale = widened(scale, tl.float16)  # the only dtype that LLVM would narrow to
-        offset = zero + (_MAGIC + 128 if KIND == BYTES else _MAGIC)
+        offset = zero if OFFSET == MINS else zero + (_MAGIC + 128 if KIND == BYTES else _MAGIC)
     return scale, offset
 
 
 @triton.jit
-def wide_weights(q, scale, offset, KIND: tl.constexpr, dtype: tl.constexpr, ON_GPU: tl.constexpr):
-    """round((q - z) * scale); the difference is exact."""
+def wide_weights(
+    q, scale, offset, KIND: tl.constexpr, OFFSET: tl.constexpr, dtype: tl.constexpr, ON_GPU: tl.constexpr
+):  # fmt: skip
+    """round((q - z) * scale), or round(q * scale + min); the difference is exact."""
     if KIND == FLOAT8:
         value = q.to(tl.float32) * scale
     else:
@@ -90,7 +94,10 @@ def wide_weights(q, scale, offset, KIND: tl.constexpr, dtype: tl.constexpr, ON_G
             )  # fmt: skip
         else:
             number = (q.to(tl.uint32) | 0x4B000000).to(tl.float32, bitcast=True)
-        value = (number - offset) * scale
+        if OFFSET == MINS:
+            value = (number - (_MAGIC + 128 if KIND == BYTES else _MAGIC)) * scale + offset
+        else:
+            value = (number - offset) * scale
     return value.to(dtype)
 
 
@@ -115,8 +122,8 @@ def narrow_weights(q, low, low_offset, high, high_offset, dtype: tl.constexpr):
 
 @triton.jit
 def expand_kernel(
-    w_ptr, scale_ptr, zero_ptr, out_ptr, N, K, w_stride_n, scale_stride,
-    KIND: tl.constexpr, GROUP_K: tl.constexpr, ROWS: tl.constexpr, HAS_ZEROS: tl.constexpr, BN: tl.constexpr,
+    w_ptr, scale_ptr, offset_ptr, out_ptr, N, K, w_stride_n, scale_stride,
+    KIND: tl.constexpr, GROUP_K: tl.constexpr, ROWS: tl.constexpr, OFFSET: tl.constexpr, BN: tl.constexpr,
     ON_GPU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """dequantized(): BN features and 128 k per program."""
@@ -137,15 +144,15 @@ def expand_kernel(
             q = tl.load(w_ptr + n.to(tl.int64) * w_stride_n + k, mask=inside, other=0.0 if KIND == FLOAT8 else 0)
         if GROUP_K % 128 == 0:  # one scale per feature
             scale, offset = scale_at(
-                scale_ptr, zero_ptr, first, K, row, N, scale_stride, KIND, GROUP_K, ROWS, HAS_ZEROS, False
+                scale_ptr, offset_ptr, first, K, row, N, scale_stride, KIND, GROUP_K, ROWS, OFFSET, False
             )
             scale, offset = scale[:, None], offset[:, None]
         else:
             scale, offset = scale_at(
-                scale_ptr, zero_ptr, k, K, n, N, scale_stride, KIND, GROUP_K, ROWS, HAS_ZEROS, False
+                scale_ptr, offset_ptr, k, K, n, N, scale_stride, KIND, GROUP_K, ROWS, OFFSET, False
             )
         tl.store(
             out_ptr + n.to(tl.int64) * K + k,
-            wide_weights(q, scale, offset, KIND, out_ptr.dtype.element_ty, ON_GPU),
+            wide_weights(q, scale, offset, KIND, OFFSET, out_ptr.dtype.element_ty, ON_GPU),
             mask=inside,
         )

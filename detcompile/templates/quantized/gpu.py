@@ -103,12 +103,12 @@ def run_dequant(
 
 def expanded(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
     """Return dequantized(weight, dtype), the same bytes, from one kernel."""
-    w, scales, zeros = _contiguous(weight)
+    w, scales, offsets = _contiguous(weight)
     N, K = len(w), weight.k
     out = torch.empty((N, K), dtype=dtype, device=w.device)
     block_n = 32
     dequantize.expand_kernel[(triton.cdiv(K, NIBBLE_BLOCK), triton.cdiv(N, block_n))](
-        w, scales, scales if zeros is None else zeros, out, N, K, w.stride(0), scales.stride(0),
+        w, scales, scales if offsets is None else offsets, out, N, K, w.stride(0), scales.stride(0),
         BN=block_n, num_warps=4, enable_fp_fusion=False, **_format(weight), **launch_options(w.device),
     )  # fmt: skip
     return out
@@ -129,6 +129,7 @@ def dequant_problem(
         w_dtype=matmul_gpu.dtype_name(weight.w.dtype),
         s_dtype=matmul_gpu.dtype_name(weight.scales.dtype),
         zeros=weight.zeros is not None,
+        mins=None if weight.mins is None else matmul_gpu.dtype_name(weight.mins.dtype),
         n=len(weight.w),
         k=K,
         group=weight.group,
@@ -170,7 +171,8 @@ def probe_dequant(problem: DequantProblem, device: torch.device) -> Callable[[De
         w = draw(N, problem.k).clamp(-448, 448).to(torch.float8_e4m3fn)
     zeros = whole(0, 16, *shape).to(torch.int16) if problem.zeros else None
     scales = (0.02 * draw(*shape)).to(getattr(torch, problem.s_dtype))
-    weight = QuantizedWeight(w, scales, zeros, problem.k, problem.group, rows)
+    mins = None if problem.mins is None else draw(*shape).to(getattr(torch, problem.mins))
+    weight = QuantizedWeight(w, scales, zeros, mins, problem.k, problem.group, rows)
     dtype = getattr(torch, problem.dtype)
     x = draw(M, problem.k).to(dtype)
     out_name, *added = problem.epilogue
@@ -236,13 +238,13 @@ def _launch(
     leaves = math.prod(radices)
     leaf_k, step = weight.k // leaves, _step(schedule, x.dtype)
     split = out.dim() == 3
-    w, scales, zeros = parts = _contiguous(weight)
+    w, scales, offsets = parts = _contiguous(weight)
     if isinstance(schedule, Int4Decode):
         int4_decode.launch(schedule, x, parts, weight.group, bias, residual, out, leaf_k)
         return
     tiles = triton.cdiv(M, schedule.block_m) * triton.cdiv(N, schedule.block_n)
     dequant_kernels.dequant_kernel[(tiles, leaves if split else 1)](
-        x, w, scales, scales if zeros is None else zeros, out, out if bias is None else bias,
+        x, w, scales, scales if offsets is None else offsets, out, out if bias is None else bias,
         out if residual is None else residual, M, N, leaf_k, leaves, *x.stride(), w.stride(0),
         scales.stride(0), 0 if residual is None else residual.stride(0),
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, SPLIT=split,
@@ -270,8 +272,8 @@ def _run_probed(
 
 
 def _contiguous(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
-    zeros = None if weight.zeros is None else weight.zeros.contiguous()
-    return weight.w.contiguous(), weight.scales.contiguous(), zeros
+    offsets = weight.zeros if weight.mins is None else weight.mins
+    return weight.w.contiguous(), weight.scales.contiguous(), None if offsets is None else offsets.contiguous()
 
 
 def _format(weight: QuantizedWeight) -> dict[str, int | bool]:
@@ -279,12 +281,12 @@ def _format(weight: QuantizedWeight) -> dict[str, int | bool]:
         "KIND": KINDS[weight.w.dtype],
         "GROUP_K": weight.group,
         "ROWS": weight.rows,
-        "HAS_ZEROS": weight.zeros is not None,
+        "OFFSET": int(weight.zeros is not None) if weight.mins is None else dequantize.MINS.value,
         "ON_GPU": weight.w.is_cuda,
     }
 
 
 def _is_narrow(weight: QuantizedWeight, dtype: torch.dtype) -> bool:
     """True if a single 16-bit product equals the definition; a scale serves 64 k, because scales are loaded by row."""
-    halves = weight.w.is_cuda and weight.bits == 4 and weight.group % 64 == 0
+    halves = weight.w.is_cuda and weight.bits == 4 and weight.group % 64 == 0 and weight.mins is None
     return halves and dtype in (torch.float16, torch.bfloat16) and weight.scales.dtype is dtype

@@ -1,9 +1,9 @@
 """dequant_matmul on the GPU: weights of few bits become tensor core operands in registers.
 
 Legend: M tokens, N output features, K summed features, BM BN BK tile sizes. KIND is 0 for nibbles, 1 for int8, 2 for
-float8 (templates/quantized/weights.py). Weights are the M operand of the MMA (swapped), which may come from registers.
-The loop over k, the tree of leaves and the epilogue are those of matmul/kernels.py, and so are the bits. Leaves may
-have separate programs as there; ``combine_kernel`` adds their partials.
+float8 (templates/quantized/weights.py); OFFSET is as in dequantize.py. Weights are the M operand of the MMA (swapped),
+which may come from registers. The loop over k, the tree of leaves and the epilogue are those of matmul/kernels.py, and
+so are the bits. Leaves may have separate programs as there; ``combine_kernel`` adds their partials.
 
 Nibbles are read 128 k at a time: the low halves of 64 bytes are 64 successive k, the high halves the next 64, and each
 half is one ``tl.dot``. Scales are too small to be copied ahead, so the next step's scales are loaded in this step, and
@@ -23,8 +23,8 @@ __all__ = ["dequant_kernel"]
 
 @triton.jit
 def _nibbles_leaf(
-    x_M, w_N, scale_ptr, zero_ptr, first, end, M, N, m, n, x_stride_k, scale_stride,
-    GROUP_K: tl.constexpr, ROWS: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    x_M, w_N, scale_ptr, offset_ptr, first, end, M, N, m, n, x_stride_k, scale_stride,
+    GROUP_K: tl.constexpr, ROWS: tl.constexpr, OFFSET: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BLOCKED: tl.constexpr, EVEN_K: tl.constexpr,
     NARROW: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
@@ -35,27 +35,27 @@ def _nibbles_leaf(
     acc = tl.zeros((BN, BM), tl.float32)
     half = tl.arange(0, 64)
     n_N = n[:, None]
-    low_s, low_z = scale_at(scale_ptr, zero_ptr, first, end, n_N, N, scale_stride, 0, GROUP_K, ROWS, HAS_ZEROS, NARROW)
+    low_s, low_z = scale_at(scale_ptr, offset_ptr, first, end, n_N, N, scale_stride, 0, GROUP_K, ROWS, OFFSET, NARROW)
     high_s, high_z = scale_at(
-        scale_ptr, zero_ptr, first + 64, end, n_N, N, scale_stride, 0, GROUP_K, ROWS, HAS_ZEROS, NARROW
+        scale_ptr, offset_ptr, first + 64, end, n_N, N, scale_stride, 0, GROUP_K, ROWS, OFFSET, NARROW
     )
     for k in range(first, end, 128):
         if EACH:
             kk = (k + half)[None, :]
             low, low_offset = scale_at(
-                scale_ptr, zero_ptr, kk, end, n_N, N, scale_stride, 0, GROUP_K, ROWS, HAS_ZEROS, NARROW
+                scale_ptr, offset_ptr, kk, end, n_N, N, scale_stride, 0, GROUP_K, ROWS, OFFSET, NARROW
             )
             high, high_offset = scale_at(
-                scale_ptr, zero_ptr, kk + 64, end, n_N, N, scale_stride, 0, GROUP_K, ROWS, HAS_ZEROS, NARROW
+                scale_ptr, offset_ptr, kk + 64, end, n_N, N, scale_stride, 0, GROUP_K, ROWS, OFFSET, NARROW
             )
         else:
             low, low_offset, high, high_offset = low_s, low_z, high_s, high_z
             low_s, low_z = scale_at(
-                scale_ptr, zero_ptr, k + 128, end, n_N, N, scale_stride, 0, GROUP_K, ROWS, HAS_ZEROS, NARROW
+                scale_ptr, offset_ptr, k + 128, end, n_N, N, scale_stride, 0, GROUP_K, ROWS, OFFSET, NARROW
             )
             if TWO:
                 high_s, high_z = scale_at(
-                    scale_ptr, zero_ptr, k + 192, end, n_N, N, scale_stride, 0, GROUP_K, ROWS, HAS_ZEROS, NARROW
+                    scale_ptr, offset_ptr, k + 192, end, n_N, N, scale_stride, 0, GROUP_K, ROWS, OFFSET, NARROW
                 )
             else:
                 high, high_offset = low, low_offset
@@ -67,8 +67,8 @@ def _nibbles_leaf(
         if NARROW:
             w_low, w_high = narrow_weights(q, low, low_offset, high, high_offset, dtype)
         else:
-            w_low = wide_weights(q & 15, low, low_offset, 0, dtype, ON_GPU)
-            w_high = wide_weights(q >> 4, high, high_offset, 0, dtype, ON_GPU)
+            w_low = wide_weights(q & 15, low, low_offset, 0, OFFSET, dtype, ON_GPU)
+            w_high = wide_weights(q >> 4, high, high_offset, 0, OFFSET, dtype, ON_GPU)
         if BLOCKED:
             part = tl.dot(w_low, x_low, tl.zeros((BN, BM), tl.float32), input_precision="ieee")
             acc = acc + tl.dot(w_high, x_high, part, input_precision="ieee")
@@ -80,8 +80,8 @@ def _nibbles_leaf(
 
 @triton.jit
 def _blocks_leaf(
-    x_M, w_N, scale_ptr, zero_ptr, first, end, M, N, m, n, x_stride_k, scale_stride,
-    GROUP_K: tl.constexpr, ROWS: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    x_M, w_N, scale_ptr, offset_ptr, first, end, M, N, m, n, x_stride_k, scale_stride,
+    GROUP_K: tl.constexpr, ROWS: tl.constexpr, OFFSET: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NARROW: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
     """_nibbles_leaf with steps of several blocks of 128 k: first..end is whole steps, with one scale per block and
@@ -96,7 +96,7 @@ def _blocks_leaf(
     n_N = n[:, None, None]
     for k in range(first, end, BK):
         scale, offset = scale_at(
-            scale_ptr, zero_ptr, k + k_block, end, n_N, N, scale_stride, 0, GROUP_K, ROWS, HAS_ZEROS, NARROW
+            scale_ptr, offset_ptr, k + k_block, end, n_N, N, scale_stride, 0, GROUP_K, ROWS, OFFSET, NARROW
         )
         byte = tl.multiple_of(k // 2, 64) + tl.arange(0, BK // 2)
         q = tl.load(w_N[:, None] + byte[None, :], mask=(n < N)[:, None], other=0).reshape(BN, BLOCKS, 64)
@@ -105,8 +105,8 @@ def _blocks_leaf(
         if NARROW:
             low, high = narrow_weights(q, scale, offset, scale, offset, dtype)
         else:
-            low = wide_weights(q & 15, scale, offset, 0, dtype, ON_GPU)
-            high = wide_weights(q >> 4, scale, offset, 0, dtype, ON_GPU)
+            low = wide_weights(q & 15, scale, offset, 0, OFFSET, dtype, ON_GPU)
+            high = wide_weights(q >> 4, scale, offset, 0, OFFSET, dtype, ON_GPU)
         w = tl.join(low, high).permute(0, 1, 3, 2).reshape(BN, BK)
         if ON_GPU:  # impure as in dequantize.py: for a join, Triton uses another order of k
             w = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [w], dtype=w.dtype, is_pure=False, pack=2)
@@ -116,8 +116,8 @@ def _blocks_leaf(
 
 @triton.jit
 def _bytes_leaf(
-    x_M, w_N, scale_ptr, zero_ptr, first, end, M, N, m, n, x_stride_k, scale_stride,
-    KIND: tl.constexpr, GROUP_K: tl.constexpr, ROWS: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    x_M, w_N, scale_ptr, offset_ptr, first, end, M, N, m, n, x_stride_k, scale_stride,
+    KIND: tl.constexpr, GROUP_K: tl.constexpr, ROWS: tl.constexpr, OFFSET: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCKED: tl.constexpr, EVEN_K: tl.constexpr,
     NARROW: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
@@ -127,24 +127,24 @@ def _bytes_leaf(
     acc = tl.zeros((BN, BM), tl.float32)
     n_N = n[:, None]
     next_s, next_z = scale_at(
-        scale_ptr, zero_ptr, first, end, n_N, N, scale_stride, KIND, GROUP_K, ROWS, HAS_ZEROS, False
+        scale_ptr, offset_ptr, first, end, n_N, N, scale_stride, KIND, GROUP_K, ROWS, OFFSET, False
     )
     for k in range(first, end, BK):
         kk = k + tl.arange(0, BK)
         if EACH:
             scale, offset = scale_at(
-                scale_ptr, zero_ptr, kk[None, :], end, n_N, N, scale_stride, KIND, GROUP_K, ROWS, HAS_ZEROS, False
+                scale_ptr, offset_ptr, kk[None, :], end, n_N, N, scale_stride, KIND, GROUP_K, ROWS, OFFSET, False
             )
         else:
             scale, offset = next_s, next_z
             next_s, next_z = scale_at(
-                scale_ptr, zero_ptr, k + BK, end, n_N, N, scale_stride, KIND, GROUP_K, ROWS, HAS_ZEROS, False
+                scale_ptr, offset_ptr, k + BK, end, n_N, N, scale_stride, KIND, GROUP_K, ROWS, OFFSET, False
             )
         x_ok = (m < M)[None, :] if EVEN_K else (m < M)[None, :] & (kk < end)[:, None]
         w_ok = n_N < N if EVEN_K else (n_N < N) & (kk < end)[None, :]
         q = tl.load(w_N[:, None] + kk[None, :], mask=w_ok, other=0.0 if KIND == 2 else 0)
         x = tl.load(x_M[None, :] + (kk * x_stride_k)[:, None], mask=x_ok, other=0.0)
-        w = wide_weights(q, scale, offset, KIND, dtype, ON_GPU)
+        w = wide_weights(q, scale, offset, KIND, OFFSET, dtype, ON_GPU)
         if BLOCKED:
             acc = acc + tl.dot(w, x, tl.zeros((BN, BM), tl.float32), input_precision="ieee")
         else:
@@ -154,34 +154,34 @@ def _bytes_leaf(
 
 @triton.jit
 def _quantized_leaf(
-    x_M, w_N, scale_ptr, zero_ptr, first, end, M, N, m, n, x_stride_k, scale_stride,
-    KIND: tl.constexpr, GROUP_K: tl.constexpr, ROWS: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    x_M, w_N, scale_ptr, offset_ptr, first, end, M, N, m, n, x_stride_k, scale_stride,
+    KIND: tl.constexpr, GROUP_K: tl.constexpr, ROWS: tl.constexpr, OFFSET: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCKED: tl.constexpr, EVEN_K: tl.constexpr,
     NARROW: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
     if KIND == NIBBLES and BK > 128:
         acc = _blocks_leaf(
-            x_M, w_N, scale_ptr, zero_ptr, first, end, M, N, m, n, x_stride_k, scale_stride,
-            GROUP_K, ROWS, HAS_ZEROS, BM, BN, BK, NARROW, ON_GPU,
+            x_M, w_N, scale_ptr, offset_ptr, first, end, M, N, m, n, x_stride_k, scale_stride,
+            GROUP_K, ROWS, OFFSET, BM, BN, BK, NARROW, ON_GPU,
         )  # fmt: skip
     elif KIND == NIBBLES:
         acc = _nibbles_leaf(
-            x_M, w_N, scale_ptr, zero_ptr, first, end, M, N, m, n, x_stride_k, scale_stride,
-            GROUP_K, ROWS, HAS_ZEROS, BM, BN, BLOCKED, EVEN_K, NARROW, ON_GPU,
+            x_M, w_N, scale_ptr, offset_ptr, first, end, M, N, m, n, x_stride_k, scale_stride,
+            GROUP_K, ROWS, OFFSET, BM, BN, BLOCKED, EVEN_K, NARROW, ON_GPU,
         )  # fmt: skip
     else:
         acc = _bytes_leaf(
-            x_M, w_N, scale_ptr, zero_ptr, first, end, M, N, m, n, x_stride_k, scale_stride,
-            KIND, GROUP_K, ROWS, HAS_ZEROS, BM, BN, BK, BLOCKED, EVEN_K, NARROW, ON_GPU,
+            x_M, w_N, scale_ptr, offset_ptr, first, end, M, N, m, n, x_stride_k, scale_stride,
+            KIND, GROUP_K, ROWS, OFFSET, BM, BN, BK, BLOCKED, EVEN_K, NARROW, ON_GPU,
         )  # fmt: skip
     return acc
 
 
 @triton.jit(do_not_specialize=["M"])
 def dequant_kernel(
-    x_ptr, w_ptr, scale_ptr, zero_ptr, out_ptr, bias_ptr, residual_ptr, M, N, leaf_k, leaves,
+    x_ptr, w_ptr, scale_ptr, offset_ptr, out_ptr, bias_ptr, residual_ptr, M, N, leaf_k, leaves,
     x_stride_m, x_stride_k, w_stride_n, scale_stride, residual_stride,
-    KIND: tl.constexpr, GROUP_K: tl.constexpr, ROWS: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    KIND: tl.constexpr, GROUP_K: tl.constexpr, ROWS: tl.constexpr, OFFSET: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SPLIT: tl.constexpr,
     R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, R3: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, BLOCKED: tl.constexpr,
@@ -199,14 +199,14 @@ def dequant_kernel(
         leaf = tl.program_id(1)
         first = leaf * leaf_k
         acc = _quantized_leaf(
-            x_M, w_N, scale_ptr, zero_ptr, first, first + leaf_k, M, N, m, n, x_stride_k, scale_stride,
-            KIND, GROUP_K, ROWS, HAS_ZEROS, BM, BN, BK, BLOCKED, EVEN_K, NARROW, ON_GPU,
+            x_M, w_N, scale_ptr, offset_ptr, first, first + leaf_k, M, N, m, n, x_stride_k, scale_stride,
+            KIND, GROUP_K, ROWS, OFFSET, BM, BN, BK, BLOCKED, EVEN_K, NARROW, ON_GPU,
         )  # fmt: skip
         out_ptr += leaf.to(tl.int64) * M * N
     elif R3 == 1:
         acc = _quantized_leaf(
-            x_M, w_N, scale_ptr, zero_ptr, 0, leaf_k, M, N, m, n, x_stride_k, scale_stride,
-            KIND, GROUP_K, ROWS, HAS_ZEROS, BM, BN, BK, BLOCKED, EVEN_K, NARROW, ON_GPU,
+            x_M, w_N, scale_ptr, offset_ptr, 0, leaf_k, M, N, m, n, x_stride_k, scale_stride,
+            KIND, GROUP_K, ROWS, OFFSET, BM, BN, BK, BLOCKED, EVEN_K, NARROW, ON_GPU,
         )  # fmt: skip
     else:
         acc = tl.zeros((BN, BM), tl.float32)
@@ -214,8 +214,8 @@ def dequant_kernel(
         for leaf in range(0, leaves):
             first = leaf * leaf_k
             acc = _quantized_leaf(
-                x_M, w_N, scale_ptr, zero_ptr, first, first + leaf_k, M, N, m, n, x_stride_k, scale_stride,
-                KIND, GROUP_K, ROWS, HAS_ZEROS, BM, BN, BK, BLOCKED, EVEN_K, NARROW, ON_GPU,
+                x_M, w_N, scale_ptr, offset_ptr, first, first + leaf_k, M, N, m, n, x_stride_k, scale_stride,
+                KIND, GROUP_K, ROWS, OFFSET, BM, BN, BK, BLOCKED, EVEN_K, NARROW, ON_GPU,
             )  # fmt: skip
             t0, t1, t2, t3 = close_leaf(acc, leaf, t0, t1, t2, t3, R0, R1, R2, R3)
         acc = root_of(t0, t1, t2, t3, R0, R1, R2)

@@ -23,7 +23,7 @@ from detcompile.templates.registration import define
 
 __all__ = ["dequant_matmul_cpu", "dequantized_cpu", "reference_dequant_matmul"]
 
-_CALL = struct.Struct("PqPPqPqqqqq4i")  # struct Call of dequantize.cpp
+_CALL = struct.Struct("PqPPPqPqqqqq5i4x")  # struct Call of dequantize.cpp
 _TILE_BYTES = 1 << 21  # of dequantized weights: they stay in a core's cache until they are multiplied
 
 
@@ -32,6 +32,7 @@ def dequant_matmul_cpu(
     w: Tensor,
     scales: Tensor,
     zeros: Tensor | None,
+    mins: Tensor | None,
     bias: Tensor | None,
     residual: Tensor | None,
     group: int,
@@ -40,13 +41,13 @@ def dequant_matmul_cpu(
     out_dtype: torch.dtype | None = None,
     isa: str | None = None,
 ) -> Tensor:
-    """Run the op on the CPU: x [M, K], w, scales and zeros of weights.py, bias [N], residual [M, N] -> [M, N].
+    """Run the op on the CPU: x [M, K], w, scales, zeros and mins of weights.py, bias [N], residual [M, N] -> [M, N].
 
     Raises:
         InvalidInput: the parts of the weight do not match.
         NumericsError: K is not a multiple of the product of the radices.
     """
-    weight = QuantizedWeight(w, scales, zeros, x.shape[-1], group, rows)
+    weight = QuantizedWeight(w, scales, zeros, mins, x.shape[-1], group, rows)
     require_quantized(weight)
     N, K = len(w), x.shape[1]
     out = torch.empty((len(x), N), dtype=out_dtype or x.dtype, device="cpu")
@@ -64,7 +65,7 @@ def dequantized_cpu(
 ) -> Tensor:
     """Return rows [first, first + count) of dequantized(weight, dtype), the same bytes."""
     w, scales = weight.w.contiguous(), weight.scales.contiguous()
-    zeros = None if weight.zeros is None else weight.zeros.contiguous()
+    zeros, mins = (None if part is None else part.contiguous() for part in (weight.zeros, weight.mins))
     count = len(w) - first if count is None else count
     out = torch.empty((count, weight.k), dtype=dtype, device="cpu")
     call = _CALL.pack(
@@ -72,6 +73,7 @@ def dequantized_cpu(
         w.stride(0),
         scales.data_ptr(),
         0 if zeros is None else zeros.data_ptr(),
+        0 if mins is None else mins.data_ptr(),
         scales.stride(0),
         out.data_ptr(),
         first,
@@ -81,6 +83,7 @@ def dequantized_cpu(
         weight.rows,
         KINDS[w.dtype],
         cpu_library.dtype_code(scales),
+        0 if mins is None else cpu_library.dtype_code(mins),
         cpu_library.dtype_code(out),
         cpu_library.thread_count(),
     )
@@ -93,6 +96,7 @@ def _dequant_matmul_cuda(
     w: Tensor,
     scales: Tensor,
     zeros: Tensor | None,
+    mins: Tensor | None,
     bias: Tensor | None,
     residual: Tensor | None,
     group: int,
@@ -100,23 +104,24 @@ def _dequant_matmul_cuda(
     radices: Sequence[int] | None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    weight = QuantizedWeight(w, scales, zeros, x.shape[-1], group, rows)
+    weight = QuantizedWeight(w, scales, zeros, mins, x.shape[-1], group, rows)
     require_quantized(weight)
     return dequant_matmul_cuda(x, weight, bias, residual, radices or (), out_dtype)
 
 
-def _fake(x, w, scales, zeros, bias, residual, group, rows, radices, out_dtype=None):
+def _fake(x, w, scales, zeros, mins, bias, residual, group, rows, radices, out_dtype=None):
     return x.new_empty((x.shape[0], w.shape[0]), dtype=out_dtype or x.dtype)
 
 
 define(
-    "dequant_matmul(Tensor x, Tensor w, Tensor scales, Tensor? zeros, Tensor? bias, Tensor? residual, int group, "
-    "int rows, int[] radices, ScalarType? out_dtype=None) -> Tensor",
+    "dequant_matmul(Tensor x, Tensor w, Tensor scales, Tensor? zeros, Tensor? mins, Tensor? bias, Tensor? residual, "
+    "int group, int rows, int[] radices, ScalarType? out_dtype=None) -> Tensor",
     {
         "x": "float M K",
         "w": "quantized N W",
         "scales": "float G R",
         "zeros": "int16 G R",
+        "mins": "float G R",
         "bias": "float N",
         "residual": "float M N",
         "group": range(1, 2**31),

@@ -134,6 +134,7 @@ class DequantProblem:
         dtype: name of the activations' dtype.
         w_dtype, s_dtype: names of the dtypes of the quantized weights and of their scales.
         zeros: True if the weights have zero points.
+        mins: name of the dtype of their minima (None: absent).
         narrow: True if a 16-bit product equals the definition's weight, on a GPU: int4_decode.py requires it.
         order: the SumOrder, as text.
         epilogue: dtype names of out, bias and residual (None: absent).
@@ -144,6 +145,7 @@ class DequantProblem:
     w_dtype: str
     s_dtype: str
     zeros: bool
+    mins: str | None
     n: int
     k: int
     group: int
@@ -162,6 +164,8 @@ class DequantProblem:
     def __str__(self) -> str:
         out, bias, residual = self.epilogue
         weights = f"{self.w_dtype} x {self.s_dtype} by {self.group}x{self.rows}{' zeros' * self.zeros}"
+        if self.mins:
+            weights += f" mins {self.mins}"
         epilogue = f"-> {out} bias={bias} residual={residual}"
         return f"{self.dtype} {weights} n={self.n} {self.order} {epilogue} m<={self.bucket}"
 

@@ -1,16 +1,17 @@
-"""Formats of quantized weights, and their meaning: w[n, k] = round(float32(q - z) * float32(s)).
+"""Formats of quantized weights, and their meaning: w[n, k] = round(float32(q - z) * float32(s) + float32(m)).
 
 Legend: N output features, K input features, G groups of K.
 
-| `w` | q | without `zeros` |
+| `w` | q | without `zeros` and `mins` |
 |---|---|---|
 | uint8 [N, ceil(K / 128) * 64] | four bits, 0 to 15: see `pack_nibbles` | z = 8 |
 | int8 [N, K] | eight bits | z = 0 |
 | float8_e4m3fn [N, K] | the value itself | no z |
 
-`scales` [G, ceil(N / rows)] and `zeros` (int16, the same shape) have one value for `group` successive k of `rows`
-successive features; the last group or rows may be shorter. q - z is exact. The product is rounded to float32, then to
-the dtype of the activations, both to nearest, ties to even.
+`scales` [G, ceil(N / rows)], `zeros` (int16) and `mins` of the same shape have one value for `group` successive k of
+`rows` successive features; the last group or rows may be shorter. A weight has zeros or mins, not both: z = 0 with
+mins, and no sum without them. q - z is exact. The product is rounded to float32, the sum with m again, then the result
+to the dtype of the activations; each to nearest, ties to even.
 """
 
 from typing import NamedTuple
@@ -40,6 +41,7 @@ class QuantizedWeight(NamedTuple):
     w: Tensor
     scales: Tensor
     zeros: Tensor | None
+    mins: Tensor | None
     k: int
     group: int
     rows: int
@@ -67,7 +69,7 @@ def unpack_nibbles(packed: Tensor, k: int) -> Tensor:
 
 
 def dequantized(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
-    """Return the matrix [N, K] for activations of this dtype; float64 gives the unrounded product."""
+    """Return the matrix [N, K] for activations of this dtype; float64 gives the unrounded product and sum."""
     exact = dtype is torch.float64
     wide = torch.float64 if exact else torch.float32
     q = unpack_nibbles(weight.w, weight.k) if weight.w.dtype is torch.uint8 else weight.w
@@ -77,8 +79,9 @@ def dequantized(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
     if weight.zeros is not None:
         zeros: Tensor | int = weight.zeros.to(wide)[at_k][:, at_n].t()
     else:
-        zeros = 8 if weight.w.dtype is torch.uint8 else 0
-    return ((q.to(wide) - zeros) * scales).to(dtype)
+        zeros = 8 if weight.w.dtype is torch.uint8 and weight.mins is None else 0
+    product = (q.to(wide) - zeros) * scales
+    return (product if weight.mins is None else product + weight.mins.to(wide)[at_k][:, at_n].t()).to(dtype)
 
 
 def require_quantized(weight: QuantizedWeight) -> None:
@@ -87,7 +90,7 @@ def require_quantized(weight: QuantizedWeight) -> None:
     Raises:
         InvalidInput: names the part and its required shape.
     """
-    w, scales, _, k, group, rows = weight
+    w, scales, zeros, mins, k, group, rows = weight
     width = -(-k // NIBBLE_BLOCK) * 64 if w.dtype is torch.uint8 else k
     if w.shape[1] != width:
         raise InvalidInput(
@@ -97,6 +100,10 @@ def require_quantized(weight: QuantizedWeight) -> None:
     shape = (-(-k // group), -(-w.shape[0] // rows))
     if scales.shape != shape:
         raise InvalidInput(
-            f"detcompile::dequant_matmul: scales and zeros {tuple(scales.shape)} must be {shape}: one for {group} k of "
-            f"{rows} features. Transpose them."
+            f"detcompile::dequant_matmul: scales, zeros and mins {tuple(scales.shape)} must be {shape}: one for {group}"
+            f" k of {rows} features. Transpose them."
+        )
+    if mins is not None and (zeros is not None or w.dtype is torch.float8_e4m3fn):
+        raise InvalidInput(
+            "detcompile::dequant_matmul: mins exclude zeros and float8. Subtract zeros times scales from the mins."
         )

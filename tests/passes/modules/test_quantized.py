@@ -177,12 +177,14 @@ def test_words_come_out_as_they_went_in(bits: int, dim: int, seed: int) -> None:
     assert torch.equal(unpack_words(pack_words(numbers, bits, dim), bits, dim).long(), numbers)
 
 
-@pytest.mark.parametrize(("place", "message"), [(1, "the weights"), (2, "their scales"), (3, "their zeros")])
+@pytest.mark.parametrize(
+    ("place", "message"), [(1, "the weights"), (2, "their scales"), (3, "their zeros"), (4, "their minima")]
+)
 def test_weights_that_hold_rows_are_refused(place: int, message: str) -> None:
     weight = quantized_weight("int8, groups of 128", 8, 256)
 
     def crossed(x: Tensor) -> Tensor:
-        parts: list = [x, *weight[:3]]
+        parts: list = [x, *weight[:4]]
         parts[place] = x if place > 1 else x.to(torch.int8)
         return torch.ops.detcompile.dequant_matmul(*parts, None, None, weight.group, weight.rows, [])
 

@@ -146,7 +146,7 @@ def test_experts_are_summed_alike():
 def test_quantised_weights_are_summed_alike(name):
     weight = quantized_weight(name, 70, 264)
     x = sample("heavy", (9, 264), torch.bfloat16, 7)
-    given_parts = (*weight[:3], None, None, weight.group, weight.rows, (2,), torch.float32)
+    given_parts = (*weight[:4], None, None, weight.group, weight.rows, (2,), torch.float32)
     expected = in_its_order(x, dequantized(weight, torch.bfloat16), (2,))
     assert_bitwise_equal(dequant_matmul_cpu(x, *given_parts, isa="amx"), expected)
 

@@ -19,7 +19,7 @@ N, K = 37, 264
 
 def product(x: Tensor, weight: QuantizedWeight, *epilogue: Tensor | None, radices=(), isa: str | None = None) -> Tensor:
     bias, residual = (*epilogue, None, None)[:2]
-    return dequant_matmul_cpu(x, *weight[:3], bias, residual, weight.group, weight.rows, radices, isa=isa)
+    return dequant_matmul_cpu(x, *weight[:4], bias, residual, weight.group, weight.rows, radices, isa=isa)
 
 
 @given(n=st.integers(1, 9), k=st.integers(1, 400), seed=st.integers(0, 99))
@@ -51,8 +51,20 @@ def test_weights_are_dequantised_with_one_rounding(name: str, dtype: torch.dtype
 @pytest.mark.parametrize("isa", ISAS)
 def test_every_float8_has_its_value(isa: str) -> None:
     w = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)[None]
-    weight = QuantizedWeight(w, torch.ones(1, 1), None, 256, 256, 1)
+    weight = QuantizedWeight(w, torch.ones(1, 1), None, None, 256, 256, 1)
     assert_bitwise_equal(dequantized_cpu(weight, torch.float32, isa=isa), w.float())
+
+
+@given(seed=st.integers(0, 99), isa=st.sampled_from(ISAS))
+def test_minimum_is_added_to_rounded_product(seed: int, isa: str) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randint(-128, 128, (3, 48), generator=generator, dtype=torch.int8)
+    scales, mins = torch.randn(2, 3, 3, generator=generator)
+    product = q.numpy().astype("float32") * scales.t().repeat_interleave(16, 1).numpy()
+    weight = QuantizedWeight(q, scales, None, mins, 48, 16, 1)
+    expected = torch.from_numpy(product + mins.t().repeat_interleave(16, 1).numpy())
+    assert_bitwise_equal(dequantized(weight, torch.float32), expected)
+    assert_bitwise_equal(dequantized_cpu(weight, torch.float32, isa=isa), expected)
 
 
 @pytest.mark.parametrize("radices", [(), (2, 2, 2)], ids=str)
@@ -90,7 +102,7 @@ def test_what_does_not_fit_is_refused() -> None:
     weight, x = quantized_weight("int4, groups of 128", N, K), sample("normal", (3, K), torch.float32)
 
     def product(x: Tensor, weight: QuantizedWeight, radices=()) -> Tensor:
-        given = (x, *weight[:3], None, None, weight.group, weight.rows, radices)
+        given = (x, *weight[:4], None, None, weight.group, weight.rows, radices)
         return torch.ops.detcompile.dequant_matmul(*given)
 
     with pytest.raises(InvalidInput, match="pack_nibbles"):
@@ -99,6 +111,11 @@ def test_what_does_not_fit_is_refused() -> None:
         product(x, weight._replace(scales=weight.scales.t()))
     with pytest.raises(InvalidInput, match="int16"):
         product(x, weight._replace(zeros=weight.zeros.float()))
+    mins = weight.scales.float()
+    with pytest.raises(InvalidInput, match="mins exclude zeros"):
+        product(x, weight._replace(mins=mins))
+    with pytest.raises(InvalidInput, match=r"mins is torch\.float32 \(2, 37\)"):
+        product(x, weight._replace(zeros=None, mins=mins[:2]))
     with pytest.raises(InvalidInput, match=r"w is torch\.float16"):
         product(x, weight._replace(w=torch.zeros(N, K, dtype=torch.float16)))
     with pytest.raises(NumericsError, match="equal leaves"):

@@ -36,7 +36,13 @@ SMALL = [
     Fused(16, FEATURES[0], 128, 4, 2),
     Fused(32, FEATURES[1], 128, 4, 2, group=2),
 ]
-MODELS = ["int4, groups of 128", "int4, groups of 32", "int8, channels", "fp8, blocks of 128"]  # what checkpoints hold
+MODELS = [  # what checkpoints hold
+    "int4, groups of 128",
+    "int4, groups of 32",
+    "int4, groups of 32, mins",
+    "int8, channels",
+    "fp8, blocks of 128",
+]
 
 
 def heavy_tailed(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -54,6 +60,14 @@ def by_matmul(x: Tensor, weight: QuantizedWeight, *epilogue: Tensor | None, radi
 def test_expanded_weights_have_the_bytes_of_the_definition(name: str, dtype: torch.dtype) -> None:
     weight = quantized_weight(name, N, K, DEVICE)
     assert_bitwise_equal(expanded(weight, dtype), dequantized(weight, dtype))
+
+
+def test_minimum_is_added_to_rounded_product() -> None:
+    for weight in (quantized_weight("int4, groups of 32, mins", N, K), quantized_weight("int8, channels", N, K)):
+        generator = torch.Generator().manual_seed(1)
+        scales, mins = torch.randn(2, *weight.scales.shape, generator=generator).to(DEVICE)  # products round
+        weight = weight._replace(w=weight.w.to(DEVICE), scales=scales, mins=mins)
+        assert_bitwise_equal(expanded(weight, torch.float32), dequantized(weight, torch.float32))
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -43,31 +43,41 @@ void take(const Call& c, const uint8_t* row, int64_t k, int64_t count, float* va
   }
 }
 
-float float_at(const void* values, int32_t dtype, int64_t place) {
-  float value;
-  store_some(&value, load_as(values, dtype, place, 1), 1);
-  return value;
+// scales or mins of a group, for `count` rows from `i` on
+void take_parts(const Call& c, const void* parts, int32_t dtype, int64_t group, int64_t i, int64_t count, float* values) {
+  int64_t place = group * c.scales_stride;
+  if (c.rows == 1) return store(values, load_as(parts, dtype, place + c.first + i, count));
+  for (int64_t r = 0; r < count; r++)
+    store_some(values + r, load_as(parts, dtype, place + (c.first + i + r) / c.rows, 1), 1);
 }
 
-void dequantize_row(const Call& c, int64_t i) {
-  const uint8_t* row = c.w + (c.first + i) * c.w_stride;
-  float values[kBlock];
+void take_offsets(const Call& c, int64_t group, int64_t i, int64_t count, float* values) {
+  if (c.mins) return take_parts(c, c.mins, c.mins_dtype, group, i, count, values);
+  float without = c.kind == kNibbles ? 8.0f : 0.0f;
+  for (int64_t r = 0; r < count; r++)
+    values[r] = c.zeros ? float(c.zeros[group * c.scales_stride + (c.first + i + r) / c.rows]) : without;
+}
+
+// at most kLanes rows from i on: scales of successive rows are neighbours in memory
+void dequantize_rows(const Call& c, int64_t i, int64_t count) {
+  float values[kLanes][kBlock], scales[kLanes], offsets[kLanes];
   for (int64_t k = 0; k < c.K; k += kBlock) {
-    int64_t count = min64(kBlock, c.K - k);
-    take(c, row, k, count, values);
-    for (int64_t j = 0; j < count;) {
-      int64_t group = (k + j) / c.group, end = min64(count, (group + 1) * c.group - k);
-      int64_t place = group * c.scales_stride + (c.first + i) / c.rows;
-      float scale = float_at(c.scales, c.scales_dtype, place);
-      if (c.mins) {
-        float min = float_at(c.mins, c.mins_dtype, place);
-        for (; j < end; j++) values[j] = values[j] * scale + min;
-      } else {
-        float zero = c.zeros ? float(c.zeros[place]) : c.kind == kNibbles ? 8.0f : 0.0f;
-        for (; j < end; j++) values[j] = (values[j] - zero) * scale;
+    int64_t width = min64(kBlock, c.K - k);
+    for (int64_t r = 0; r < count; r++) take(c, c.w + (c.first + i + r) * c.w_stride, k, width, values[r]);
+    for (int64_t j = 0, end; j < width; j = end) {
+      int64_t group = (k + j) / c.group;
+      end = min64(width, (group + 1) * c.group - k);
+      take_parts(c, c.scales, c.scales_dtype, group, i, count, scales);
+      take_offsets(c, group, i, count, offsets);
+      for (int64_t r = 0; r < count; r++) {
+        Vec scale = splat(scales[r]), offset = splat(offsets[r]);
+        for (int64_t at = j; at < end; at += kLanes) {
+          Vec q = load_some(values[r] + at, end - at);
+          store_some(values[r] + at, c.mins ? q * scale + offset : (q - offset) * scale, end - at);
+        }
       }
     }
-    store_row(c.out, c.out_dtype, i * c.K + k, values, count);
+    for (int64_t r = 0; r < count; r++) store_row(c.out, c.out_dtype, (i + r) * c.K + k, values[r], width);
   }
 }
 
@@ -76,5 +86,5 @@ void dequantize_row(const Call& c, int64_t i) {
 EXPORT void detcompile_dequantize(const void* packed) {
   const Call& call = *static_cast<const Call*>(packed);
 #pragma omp parallel for schedule(static) num_threads(call.num_threads) if (call.num_threads > 1)
-  for (int64_t i = 0; i < call.N; i++) dequantize_row(call, i);
+  for (int64_t i = 0; i < call.N; i += kLanes) dequantize_rows(call, i, min64(kLanes, call.N - i));
 }

@@ -44,7 +44,7 @@ class Patches:
 def _modules() -> list[ModuleType]:
     return [
         module
-        for name, module in list(sys.modules.items())
+        for name, module in sys.modules.copy().items()  # one step: threads may import
         if name.partition(".")[0] == PACKAGE and not name.startswith(OUTSIDE)
     ]
 

@@ -80,6 +80,7 @@ def compile(
     trust_remote_code: bool = False,
     task: Literal["generate", "classify", "embed"] | None = None,
     gguf_file: str | None = None,
+    dequantize: bool | None = None,
 ) -> Compiled:
     """Compile a model so that each row's bits depend on the weights and on that row's own tokens.
 
@@ -107,8 +108,8 @@ def compile(
         progress: show the stages and their seconds on standard error, as one line of a terminal, or as lines; default:
             yes, unless DETCOMPILE_PROGRESS=0. Of worker processes, those of rank 0. What is fetched from the Hub
             has Hugging Face's own bars, which HF_HUB_DISABLE_PROGRESS_BARS=1 hides.
-        dtype, device, revision, token, trust_remote_code, task, gguf_file: how to load a model that is given by its
-            name, as ``load_model`` takes them. Refused with a module.
+        dtype, device, revision, token, trust_remote_code, task, gguf_file, dequantize: how to load a model that is
+            given by its name, as ``load_model`` takes them. Refused with a module.
 
     Raises:
         UnsupportedModel: the model cannot be captured with its meaning intact.
@@ -127,7 +128,7 @@ def compile(
     replicate_attention = plain_values.flag(replicate_attention, "replicate_attention")
     progress = None if progress is None else plain_values.flag(progress, "progress")
     how: LoadOptions = {"dtype": dtype, "device": device, "revision": revision, "token": token}
-    how |= {"trust_remote_code": trust_remote_code, "task": task, "gguf_file": gguf_file}
+    how |= {"trust_remote_code": trust_remote_code, "task": task, "gguf_file": gguf_file, "dequantize": dequantize}
     with shown(progress):
         require_release()  # as capture does; here before weights are loaded and workers are started
         given = find(model, **how) if isinstance(model, (str, Path)) else loaded_before(model, **how)
@@ -259,6 +260,7 @@ def load_model(
     trust_remote_code: bool = False,
     task: Literal["generate", "classify", "embed"] | None = None,
     gguf_file: str | None = None,
+    dequantize: bool | None = None,
 ) -> PreTrainedModel:
     """Return a model by its name, in eval mode.
 
@@ -280,6 +282,8 @@ def load_model(
         task: load a causal LM, a model for sequence classification, or a base model without a head; None takes what
             the checkpoint was saved as.
         gguf_file: the GGUF file in the folder or repository ``name``.
+        dequantize: of a GGUF file: False keeps its linears quantized in memory, with the same bits; None and True make
+            them bfloat16 (docs/quantization.md).
 
     Raises:
         InvalidInput: no such model, a file that is missing or damaged, a weight that no file has, or code that is not
@@ -288,6 +292,6 @@ def load_model(
         StorageError: the Hub's cache cannot be written.
     """
     how: LoadOptions = {"dtype": dtype, "device": device, "revision": revision, "token": token}
-    how |= {"trust_remote_code": trust_remote_code, "task": task, "gguf_file": gguf_file}
+    how |= {"trust_remote_code": trust_remote_code, "task": task, "gguf_file": gguf_file, "dequantize": dequantize}
     load = find(name, random=random, **how)
     return load.on(load.device)

@@ -54,6 +54,9 @@ class Loading:
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run the Python code that the checkpoint brings.")
     ] = False
+    dequantize: Annotated[
+        bool | None, typer.Option(help="Make a .gguf file's weights bfloat16, or keep them quantized; default: make.")
+    ] = None
 
     def spec(self, model: str, random: bool = False) -> ModelSpec:
         """Return the ModelSpec of a model with these options."""

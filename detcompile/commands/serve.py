@@ -191,6 +191,9 @@ class Loading:
         Literal["generate", "classify", "embed"] | None,
         typer.Option(help="What to load of a checkpoint; default: what it was saved as."),
     ] = None
+    dequantize: Annotated[
+        bool | None, typer.Option(help="Make a .gguf file's weights bfloat16, or keep them quantized; default: make.")
+    ] = None
     generation_config: Annotated[
         Literal["auto", "vllm"],
         typer.Option(help="Defaults of sampling: auto, as the model's generation_config; vllm, as vLLM's own."),

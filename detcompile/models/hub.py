@@ -76,12 +76,13 @@ class Checkpoint(NamedTuple):
 
 
 class _Request(NamedTuple):
-    """A download from the Hub: a model, or only its GGUF file ``gguf_file``."""
+    """A download from the Hub: a model, or only its GGUF file ``gguf_file``, which ``dequantize`` is for."""
 
     name: str
     revision: str | None
     token: str | bool | None
     gguf_file: str | None = None
+    dequantize: bool = True
 
     @property
     def command(self) -> str:
@@ -97,6 +98,7 @@ def find_checkpoint(
     token: str | bool | None = None,
     weights: bool = True,
     code: bool = False,
+    dequantize: bool = True,
 ) -> Checkpoint:
     """Find a model's folder: embedded, local, or from the Hub; files that the cache lacks are downloaded.
 
@@ -108,6 +110,7 @@ def find_checkpoint(
         token: access token of the Hub; True requires the one of `hf auth login`; None uses that if there is one.
         weights: True to include the weights.
         code: True to include Python files.
+        dequantize: False to keep the linears of a GGUF file quantized.
 
     Raises:
         InvalidInput: the model does not exist or cannot be reached, the cache has only a part of it, a revision was
@@ -117,7 +120,8 @@ def find_checkpoint(
     """
     _require_no_address(str(name))
     if str(name) in WHEEL_MODELS:
-        return _of_wheel(WHEEL_MODELS[str(name)], _Request(WHEEL_MODELS[str(name)].hub_id, revision, token), weights)
+        model = WHEEL_MODELS[str(name)]
+        return _of_wheel(model, _Request(model.hub_id, revision, token, dequantize=dequantize), weights)
     local = EMBEDDED.get(str(name)) or Path(name)
     if name != "" and _exists(local):
         if revision is not None:
@@ -128,10 +132,11 @@ def find_checkpoint(
         if local.suffix == ".pt2" and local.is_file():
             raise InvalidInput(f"{name} is an exported archive, already compiled: pass it to detcompile.load()")
         local = local.absolute()  # the working directory may change later
-        return Checkpoint(converted(local) if local.suffix == GGUF and local.is_file() else local, str(local))
+        is_gguf = local.suffix == GGUF and local.is_file()
+        return Checkpoint(converted(local, dequantize) if is_gguf else local, str(local))
     repository, separator, file = str(name).partition(":")
     if separator and file.endswith(GGUF) and is_hub_id(repository):
-        return _from_hub(_Request(repository, revision, token, file), weights, code)
+        return _from_hub(_Request(repository, revision, token, file, dequantize), weights, code)
     if not isinstance(name, str) or not is_hub_id(name) or name.endswith(GGUF):
         raise InvalidInput(f"{name or repr(name)}: there is no such folder or file; {CHOICES}")
     return _from_hub(_Request(name, revision, token), weights, code)
@@ -143,7 +148,7 @@ def _of_wheel(model: WheelModel, request: _Request, weights: bool) -> Checkpoint
         return _from_hub(request, weights, code=False)
     file = local_file(model)
     if file is not None:
-        return Checkpoint(converted(file), model.name)
+        return Checkpoint(converted(file, request.dequantize), model.name)
     folder = cached_snapshot(model.hub_id, None)
     if folder is None or _missing(folder, weights):
         raise InvalidInput(
@@ -209,7 +214,7 @@ def _from_hub(request: _Request, weights: bool, code: bool) -> Checkpoint:
         fetching.becomes(f"fetch {checkpoint.title}")
     if request.gguf_file is not None:
         name = f"{request.name}:{request.gguf_file}"
-        return Checkpoint(converted(folder / request.gguf_file), name, checkpoint.commit)
+        return Checkpoint(converted(folder / request.gguf_file, request.dequantize), name, checkpoint.commit)
     return checkpoint
 
 
@@ -238,7 +243,7 @@ def _fetched(request: _Request, weights: bool, code: bool) -> tuple[Path | None,
 
 
 def _download(request: _Request, patterns: list[str], **options: Any) -> Path:
-    name, revision, token, _ = request
+    name, revision, token, *_ = request
     return Path(snapshot_download(name, revision=revision, token=token, allow_patterns=patterns, **options))
 
 

@@ -18,6 +18,7 @@ from detcompile.models.checkpoints import (
     require_trust,
     task_of,
 )
+from detcompile.models.gguf.conversion import is_converted
 from detcompile.models.hub import GGUF, Checkpoint, cached_snapshot, find_checkpoint
 from detcompile.models.weight_files import weight_files
 from detcompile.passes.modules.low_rank import take_adapters
@@ -42,6 +43,7 @@ class LoadOptions(TypedDict, total=False):
     trust_remote_code: bool
     task: str | None
     gguf_file: str | None
+    dequantize: bool | None
 
 
 class Load(NamedTuple):
@@ -56,6 +58,7 @@ class Load(NamedTuple):
         random: True for random weights for the checkpoint's config.
         trust_remote_code: run the checkpoint's Python code, if it has any.
         task: a key of checkpoints.TASKS; None: the task that the checkpoint was saved for.
+        dequantize: False to keep the linears of a GGUF file quantized.
     """
 
     checkpoint: Checkpoint
@@ -64,6 +67,7 @@ class Load(NamedTuple):
     random: bool = False
     trust_remote_code: bool = False
     task: str | None = None
+    dequantize: bool = True
 
     def on(self, device: torch.device) -> PreTrainedModel:
         """Load the model in eval mode, on this device instead.
@@ -74,7 +78,13 @@ class Load(NamedTuple):
         """
         folder, name, commit = self.checkpoint
         if not folder.exists() and (commit is not None or name.endswith(GGUF)):  # another machine
-            local = find_checkpoint(name, revision=commit, weights=not self.random, code=self.trust_remote_code)
+            local = find_checkpoint(
+                name,
+                revision=commit,
+                weights=not self.random,
+                code=self.trust_remote_code,
+                dequantize=self.dequantize,
+            )
             return self._replace(checkpoint=local).on(device)
         title = self.checkpoint.title
         with compile_lock, stage(f"load {title}") as loading:  # transformers patches torch while it loads
@@ -137,6 +147,7 @@ def find(
     trust_remote_code: bool = False,
     task: str | None = None,
     gguf_file: str | None = None,
+    dequantize: bool | None = None,
 ) -> Load:
     """Find the model of a name and return how to load it; arguments as in ``api.load_model``.
 
@@ -156,10 +167,18 @@ def find(
     if gguf_file is not None:
         name = _with_file(name, gguf_file)
     place, wanted_dtype = _device(device), _dtype(dtype)
-    checkpoint = find_checkpoint(name, revision=revision, token=token, weights=not random, code=trust_remote_code)
+    dequantized = dequantize is None or flag(dequantize, "dequantize")
+    checkpoint = find_checkpoint(
+        name, revision=revision, token=token, weights=not random, code=trust_remote_code, dequantize=dequantized
+    )
+    if dequantize is not None and not is_converted(checkpoint.folder):
+        raise InvalidInput(
+            f"dequantize={dequantize} is for GGUF files, and {checkpoint.name} is none: weights of other quantized"
+            " checkpoints always stay quantized"
+        )
     if not random:
         read_ahead(weight_files(checkpoint.folder))
-    return Load(checkpoint, place, wanted_dtype, random, trust_remote_code, task)
+    return Load(checkpoint, place, wanted_dtype, random, trust_remote_code, task, dequantized)
 
 
 def loaded_before(module: PreTrainedModel, **how: object) -> PreTrainedModel:
@@ -176,7 +195,8 @@ def loaded_before(module: PreTrainedModel, **how: object) -> PreTrainedModel:
             f"compile() takes a transformers model, or the name of one, not a {type(module).__name__}; for other"
             ' modules use torch.compile(module, backend="detcompile")'
         )
-    options = [name for name, value in how.items() if value is not None and value is not False]
+    chosen = {name for name, value in how.items() if value is not None}
+    options = [name for name in how if name in chosen and (how[name] is not False or name == "dequantize")]
     if options:
         raise InvalidInput(
             f"{' and '.join(options)} cannot be passed with a module, which is already loaded; pass the model's name"

@@ -31,6 +31,7 @@ class ModelSpec:
     token: str | None = field(default=None, repr=False)
     trust_remote_code: bool = False
     task: Literal["generate", "classify", "embed"] | None = None
+    dequantize: bool | None = None
 
     def compile(self, tp: int = 1, pp: int = 1) -> CompiledModel:
         """Load and compile a causal LM, in ``pp * tp`` worker processes if that is more than one."""
@@ -52,7 +53,7 @@ class ModelSpec:
         """
         if self.dtype and self.dtype not in DTYPES:
             raise InvalidInput(f"dtype {self.dtype} is not supported: use {', '.join(DTYPES)}")
-        names = ("random", "dtype", "device", "revision", "token", "trust_remote_code", "task")
+        names = ("random", "dtype", "device", "revision", "token", "trust_remote_code", "task", "dequantize")
         return {name: getattr(self, name) for name in names}
 
     def pinned(self, model: CompiledModel) -> "ModelSpec":

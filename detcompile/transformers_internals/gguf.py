@@ -1,6 +1,6 @@
 """How transformers reads a GGUF file: names of metadata and tensors, and what llama.cpp's converter changed in them."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from transformers.modeling_gguf_pytorch_utils import (
     get_gguf_hf_weights_map,
 )
 
-__all__ = ["names_in_config", "state_dict_of"]
+__all__ = ["names_in_config", "row_orders", "state_dict_of"]
 
 READ_IN = "5.17.0, 5.24.0"
 NAMES: dict[str, str] = {}
@@ -40,9 +40,7 @@ def state_dict_of(
         model: on any device, also "meta".
         tensors: float32, in the order of the file.
     """
-    settings = model.config.to_dict()
-    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=settings)
-    places = get_gguf_hf_weights_map(_Names(model), processor)
+    processor, places = _reader(model, architecture)
     parsed: dict[str, dict[str, Tensor]] = {"tensors": {}}
     weights, unused = parsed["tensors"], []
     for name, values in tensors:
@@ -56,6 +54,34 @@ def state_dict_of(
         elif len(weights) == before:
             unused.append(name)
     return {name: tensor.to(dtype) for name, tensor in weights.items()}, unused
+
+
+def row_orders(model: Any, architecture: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[str, Tensor]]:
+    """Return the tensor of each weight, and which of its rows each row is, for weights that only reorder rows.
+
+    Without it: quantized blocks would have to be dequantized, because the reader changes floats only.
+
+    Args:
+        model: on any device, also "meta".
+        shapes: of matrices, by their names in the file.
+    """
+    processor, places = _reader(model, architecture)
+    orders = {}
+    for name, shape in shapes.items():
+        numbers = np.broadcast_to(np.arange(shape[0], dtype=np.float64)[:, None], shape)
+        result = processor.process(
+            weights=numbers, name=name, tensor_key_mapping=places, parsed_parameters={"tensors": {}}
+        )
+        if result.name in places and result.weights.shape == shape:
+            rows = result.weights[:, 0]
+            if (np.sort(rows) == numbers[:, 0]).all() and (result.weights == rows[:, None]).all():
+                orders[places[result.name]] = name, torch.from_numpy(rows.astype(np.int64))
+    return orders
+
+
+def _reader(model: Any, architecture: str) -> tuple[TensorProcessor, dict[str, str]]:
+    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=model.config.to_dict())
+    return processor, get_gguf_hf_weights_map(_Names(model), processor)
 
 
 class _Names:

@@ -1,7 +1,8 @@
 """A GGUF file as a folder in transformers' format, kept in the cache by the file's digest.
 
-The config, the names of weights and the tokenizer are those of transformers' reader. Weights are dequantized once: to
-bfloat16, or kept in the file's own float type if nothing in it is quantized.
+The config, the names of weights and the tokenizer are those of transformers' reader. Weights are dequantized to
+bfloat16, or keep the file's float type if nothing in it is quantized. With dequantize=False linears stay quantized, as
+the method gguf of passes/modules/quantized_layouts.py.
 """
 
 import functools
@@ -17,16 +18,18 @@ import numpy as np
 import torch
 import transformers
 from safetensors.torch import save_file
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from detcompile.errors import DetcompileError, InvalidInput, UnsupportedModel
 from detcompile.models.gguf.header import Header, TensorView, read_header
+from detcompile.models.gguf.packing import PACKINGS, dequantized_blocks, packed_linear
 from detcompile.progress import stage
 from detcompile.storage import CACHE_ADVICE, cache_folder, naming
 from detcompile.torch_internals.dynamo import compile_lock
-from detcompile.transformers_internals.gguf import names_in_config, state_dict_of
+from detcompile.transformers_internals.gguf import names_in_config, row_orders, state_dict_of
 
-__all__ = ["FOLDER", "converted"]
+__all__ = ["FOLDER", "converted", "is_converted"]
 
 FOLDER = "gguf"  # in the cache
 FORMAT = 1  # of the folders; raise it if they change
@@ -57,8 +60,11 @@ SAMPLING = {
 EXTRA = "reading a GGUF file needs the package gguf: run `pip install gguf`"
 
 
-def converted(path: Path) -> Path:
+def converted(path: Path, dequantize: bool = True) -> Path:
     """Return the folder of a GGUF file's model in the cache; convert the file if the cache does not have it.
+
+    Args:
+        dequantize: False to keep linears quantized.
 
     Raises:
         InvalidInput: the file is missing, damaged or no model, or the package gguf is missing.
@@ -70,14 +76,15 @@ def converted(path: Path) -> Path:
     status = path.stat()
     digest = _digest(path, status.st_size, status.st_mtime_ns, status.st_ino)
     parent = cache_folder(FOLDER) / f"{transformers.__version__}-{FORMAT}"
-    folder = next(parent.glob(f"*-{digest[:DIGITS]}"), parent / f"{path.stem}-{digest[:DIGITS]}")
+    key = digest[:DIGITS] + ("" if dequantize else "-quantized")
+    folder = next(parent.glob(f"*-{key}"), parent / f"{path.stem}-{key}")
     if not folder.is_dir():
         with stage(f"convert {path.name}"), naming(folder, CACHE_ADVICE):
             parent.mkdir(exist_ok=True)
             temporary = Path(tempfile.mkdtemp(dir=parent, prefix=".new-"))
             try:
                 with compile_lock:
-                    _convert(path, header, temporary)
+                    _convert(path, header, temporary, dequantize)
                 _move(temporary, folder)
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -91,6 +98,11 @@ def _digest(path: Path, *state: int) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def is_converted(folder: Path) -> bool:
+    """Return True for a folder that `converted` returned."""
+    return folder.parent.parent == cache_folder(FOLDER)
+
+
 def _move(temporary: Path, folder: Path) -> None:
     try:
         os.rename(temporary, folder)
@@ -99,7 +111,7 @@ def _move(temporary: Path, folder: Path) -> None:
             raise
 
 
-def _convert(path: Path, header: Header, folder: Path) -> None:
+def _convert(path: Path, header: Header, folder: Path, dequantize: bool) -> None:
     """Write config, weights, tokenizer and generation settings of a GGUF file to an empty folder."""
     reading: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True}
     try:
@@ -112,6 +124,8 @@ def _convert(path: Path, header: Header, folder: Path) -> None:
             model = AutoModelForCausalLM.from_config(config)
         weights, unused = state_dict_of(model, header.architecture, _values(path, header), config.dtype)
         _require_same_weights(path, model, weights, unused)
+        if not dequantize:
+            _keep_quantized(path, header, model, weights)
         tokenizer = AutoTokenizer.from_pretrained(path.parent, **reading)
     except (DetcompileError, OSError, MemoryError):
         raise
@@ -123,6 +137,8 @@ def _convert(path: Path, header: Header, folder: Path) -> None:
             f"{path} ({header.architecture}) cannot be read by transformers {transformers.__version__}: {reason}\nUse"
             " the checkpoint in transformers' format that it was made from"
         ) from error
+    if any(name.endswith(".qweight") for name in weights):
+        config.quantization_config = {"quant_method": "gguf"}
     config.architectures = [type(model).__name__]
     config.save_pretrained(folder)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
@@ -141,19 +157,27 @@ def _dtype(header: Header) -> torch.dtype:
 
 def _values(path: Path, header: Header) -> Iterator[tuple[str, np.ndarray]]:
     """Yield each tensor's name in the file and its values in float32."""
-    try:
-        from gguf import GGMLQuantizationType
-        from gguf.quants import dequantize
-    except ImportError as error:
-        raise InvalidInput(f"{path}: {EXTRA}") from error
-    data = np.memmap(path, np.uint8, "r")
     for each in header.tensors:
-        stored = data[each.start : each.start + each.num_bytes].reshape(*_stored_shape(each))
-        yield each.name, dequantize(stored, GGMLQuantizationType[each.type.name])
+        yield each.name, dequantized_blocks(_stored(path, each), each.type)
 
 
-def _stored_shape(tensor: TensorView) -> tuple[int, ...]:
-    return *tensor.shape[:-1], tensor.shape[-1] // tensor.type.block * tensor.type.size
+def _stored(path: Path, tensor: TensorView) -> np.ndarray:
+    """Return the bytes of a tensor's rows."""
+    data = np.memmap(path, np.uint8, "r", tensor.start, (tensor.num_bytes,))
+    return data.reshape(*tensor.shape[:-1], tensor.shape[-1] // tensor.type.block * tensor.type.size)
+
+
+def _keep_quantized(path: Path, header: Header, model: Any, weights: dict[str, Tensor]) -> None:
+    """Replace the weights of linears, without the language-model head, by their quantized parts, in place."""
+    quantized = {each.name: each for each in header.tensors if each.type.name in PACKINGS and len(each.shape) == 2}
+    orders = row_orders(model, header.architecture, {name: each.shape for name, each in quantized.items()})
+    head = model.get_output_embeddings()
+    for linear, module in model.named_modules():
+        if type(module) is nn.Linear and module is not head and f"{linear}.weight" in orders:
+            name, rows = orders[f"{linear}.weight"]
+            parts = packed_linear(_stored(path, quantized[name])[rows.numpy()], quantized[name].type)
+            del weights[f"{linear}.weight"]
+            weights |= {f"{linear}.{part}": tensor for part, tensor in parts.items()}
 
 
 def _require_all_metadata(path: Path, header: Header, config: Any) -> None:

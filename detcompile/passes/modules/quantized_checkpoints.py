@@ -157,6 +157,8 @@ def _require_sizes(name: str, linear: PackedLinear, weight: QuantizedWeight, bia
     sizes["scales"] = (tuple(weight.scales.shape), groups)
     if weight.zeros is not None:
         sizes["zeros"] = (tuple(weight.zeros.shape), groups)
+    if weight.mins is not None:
+        sizes["mins"] = (tuple(weight.mins.shape), groups)
     if bias is not None:
         sizes["bias"] = (tuple(bias.shape), (n,))
     for part, (size, expected) in sizes.items():

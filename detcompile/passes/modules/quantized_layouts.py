@@ -12,6 +12,7 @@ successive k, the order of K in which they are.
 | gptq | qweight [K / per, N], qzeros [G, N / per], scales [G, N], g_idx [K] | GPTQModel; "gptq" keeps z - 1 |
 | awq | qweight [K, N / 8], qzeros [G, N / 8], scales [G, N], nibbles in the order of `AWQ_NIBBLES` | AutoAWQ, "gemm" |
 | compressed-tensors | weight_packed [N, K / per] of q + 2^(bits - 1), or weight [N, K]; weight_scale [N, G] | its own |
+| gguf | qweight, scales, mins as in templates/quantized/weights.py, group [1] | models/gguf/packing.py |
 """
 
 import re
@@ -266,6 +267,11 @@ def _read_compressed(name: str, tensors: Tensors, config: Mapping[str, Any]) -> 
     return _integers(q, scales_GN, zeros_GN, bits, group), None
 
 
+def _read_gguf(name: str, tensors: Tensors, config: Mapping[str, Any]) -> Read:
+    scales, group = tensors["scales"], int(tensors["group"])
+    return QuantizedWeight(tensors["qweight"], scales, None, tensors.get("mins"), group * len(scales), group, 1), None
+
+
 def _by_rows(name: str, values: Tensor, n: int) -> Tensor:
     """Return scales or zeros as [N, G], given those, one a feature, or one for the matrix."""
     rows = values.reshape(-1, 1) if values.dim() < 2 else values
@@ -325,4 +331,5 @@ LAYOUTS: Mapping[str, Layout] = {
     "gptq": Layout(("qweight",), _check_gptq, _read_gptq),
     "awq": Layout(("qweight",), _check_awq, _read_awq),
     "compressed-tensors": Layout(("weight_packed", "weight_scale"), _check_compressed, _read_compressed),
+    "gguf": Layout(("qweight",), lambda config: None, _read_gguf),
 }

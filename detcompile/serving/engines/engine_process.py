@@ -241,6 +241,7 @@ def _start(spec: EngineSpec, wire: Wire, compile: Compile) -> tuple[Hello, Comma
         spec.token,
         spec.trust_remote_code,
         spec.task,
+        spec.dequantize,
     )
     model = compile(loaded, spec.tp, spec.pp)
     if isinstance(model, (CompiledClassifier, CompiledEmbedder)):

@@ -40,7 +40,7 @@ __all__ = [
     "frame",
 ]
 
-VERSION = 10
+VERSION = 11
 LENGTH = struct.Struct(">I")  # prefix of every frame: bytes that follow
 
 
@@ -63,6 +63,7 @@ class EngineSpec(msgspec.Struct, kw_only=True, tag=True):
     task: Literal["generate", "classify", "embed"] | None = None  # None: the checkpoint's task
     generation_config: Literal["auto", "vllm"] = "auto"  # "auto": sampling defaults from generation_config.json
     speculation: Literal["off", "automatic", "always"] = "off"  # n-gram drafts
+    dequantize: bool | None = None
 
 
 class Add(msgspec.Struct, tag=True, omit_defaults=True):

@@ -16,7 +16,7 @@ from detcompile.serving.tools.reader import SPACE, Family, Piece, Reader, overla
 
 __all__ = [
     "AnswerReader", "GPT_OSS", "PARSERS", "ReasoningParser", "Thinking", "num_reasoning_tokens", "reasoning_parser_of",
-    "thinking_of",
+    "searched_after", "thinking_of",
 ]  # fmt: skip
 
 TAIL = 32  # tokens at a prompt's end that may hold a marker and whitespace
@@ -91,6 +91,14 @@ def thinking_of(parser: ReasoningParser | None, texts: TokenizerPool, prompt: Se
     if tail.endswith(parser.closes):
         return None
     return Thinking(parser.name, parser.assumed or tail.endswith(parser.opens))
+
+
+def searched_after(thinking: Thinking) -> tuple[str, str]:
+    """Return the reasoning_markers of SamplingParams, which keep stop strings out of the reasoning."""
+    parser = PARSERS[thinking.parser]
+    if parser is GPT_OSS:
+        return "<|channel|>analysis", "<|channel|>final<|message|>"
+    return "" if thinking.begun else parser.opens, parser.closes
 
 
 class AnswerReader:

@@ -1,4 +1,7 @@
-"""Grammars of answers with reasoning: free text up to the closing marker, then the request's grammar."""
+"""Grammars of answers with reasoning: at most a budget of tokens up to the closing marker, then the answer.
+
+The grammar is one of the request's parameters, so receipts, the journal and resumed answers have it.
+"""
 
 import json
 import re
@@ -10,38 +13,93 @@ from detcompile.runtime.grammars.grammar import Grammar
 from detcompile.runtime.grammars.json_schemas import WHITESPACE
 from detcompile.serving.reasoning import GPT_OSS, PARSERS, Thinking
 
-__all__ = ["after_reasoning"]
+__all__ = ["after_reasoning", "within_budget"]
 
 ADVICE = "switch thinking off in the chat template (chat_template_kwargs), or give a JSON schema, a regex or a choice"
 UNESCAPED_SLASH = re.compile(r"(\\.)|/", re.DOTALL)
 
 
 def after_reasoning(
-    grammar: Grammar, thinking: Thinking, token_of: Callable[[str], int | None], *, composed: bool
+    grammar: Grammar,
+    thinking: Thinking,
+    token_of: Callable[[str], int | None],
+    *,
+    composed: bool,
+    budget: int | None = None,
 ) -> Grammar:
     """Return the grammar of reasoning followed by text that matches a grammar, up to four spaces or newlines apart.
 
-    The reasoning is optional unless the prompt opens it. It is part of the request's grammar, so that receipts, the
-    journal and resumed answers have it.
+    The reasoning is optional unless the prompt opens it.
 
     Args:
         token_of: returns the id of a marker that is one token, or None.
         composed: the grammar is one of tools/grammars.py, which starts with its start rule.
+        budget: most tokens between the markers; None for any number.
 
     Raises:
-        InvalidInput: the grammar cannot be combined with reasoning.
+        InvalidInput: the grammar cannot be combined with reasoning, or a budget needs markers that are tokens.
     """
     parser = PARSERS[thinking.parser]
     if parser is GPT_OSS:
         raise InvalidInput("grammars after the reasoning of gpt-oss's format are not supported")
     answer, rules = _answer(grammar, composed=composed)
-    opens, closes = ((json.dumps(mark) if (token := token_of(mark)) is None else f"<[{token}]>", token is not None)
+    opens, closes = ((json.dumps(mark) if (token := token_of(mark)) is None else f"<[{token}]>", token)
                      for mark in (parser.opens, parser.closes))  # fmt: skip
-    lines = [f"reasoning: REASONING {closes[0]}", r"REASONING: /(.|\n)*/"]
-    if not closes[1]:  # the marker is text: end at its first occurrence
+    if budget is not None:
+        lines = [f"reasoning: {_thoughts(budget)} {closes[0]}", f"thought: <[^{_token(parser.closes, token_of)}]>"]
+    elif closes[1] is not None:
+        lines = [f"reasoning: REASONING {closes[0]}", r"REASONING: /(.|\n)*/"]
+    else:  # the marker is text: end at its first occurrence
         lines = [rf"reasoning[lazy]: /(.|\n)*/ {closes[0]}"]
-    before = "reasoning" if thinking.begun else f"({opens[0]} reasoning)?"
+    before = "reasoning" if thinking.begun else f"(GAP {opens[0]} reasoning)?"
     return Grammar.lark("\n".join([f"start: {before} GAP ({answer})", r"GAP: /[ \n]{0,4}/", *lines, *rules]))
+
+
+def within_budget(thinking: Thinking, token_of: Callable[[str], int | None], budget: int) -> Grammar:
+    """Return the grammar of any answer whose reasoning ends after ``budget`` tokens between its markers.
+
+    Until then every token may be drawn, so that an answer with less reasoning is the same as without a budget. In
+    gpt-oss's format, another message must follow <|end|>, and the budget is that of all analysis messages before the
+    first other one.
+
+    Args:
+        token_of: returns the id of a text that is one token, or None.
+
+    Raises:
+        InvalidInput: the markers are not tokens.
+    """
+    parser = PARSERS[thinking.parser]
+    if parser is GPT_OSS:
+        names = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "analysis")
+        channel, message, end, start, analysis = (_token(name, token_of) for name in names)
+        begins = f"<[{channel}]> <[{analysis}]> <[^{message}]>* <[{message}]> reasoning"
+        next_channel = f"<[{end}]> <[{start}]> <[^{channel}]>* <[{channel}]>"
+        lines = [
+            f"start: ({begins} | <[{channel}]> <[^{analysis}]> <[*]>* | <[^{channel}]> <[*]>*)?",
+            f"ending: {next_channel} <[^{analysis}]>",
+            f"thought: <[^{end}]> | {next_channel} <[{analysis}]>",
+        ]
+    else:
+        opens, closes = _token(parser.opens, token_of), _token(parser.closes, token_of)
+        lines = [
+            "start: reasoning" if thinking.begun else f"start: <[^{opens}]>* (<[{opens}]> reasoning)?",
+            f"ending: <[{closes}]>",
+            f"thought: <[^{closes}]>",
+        ]
+    cut = [] if budget == 0 else [_thoughts(budget - 1)]  # an end token may end the answer within its reasoning
+    reasoning = " | ".join([f"{_thoughts(budget)} ending <[*]>*", *cut])
+    return Grammar.lark("\n".join([*lines, f"reasoning: {reasoning}"]))
+
+
+def _thoughts(most: int) -> str:
+    return f"thought{{0,{most}}}" if most else ""
+
+
+def _token(text: str, token_of: Callable[[str], int | None]) -> int:
+    token = token_of(text)
+    if token is None:
+        raise InvalidInput(f"a budget of thinking tokens needs a tokenizer in which {text} is one token")
+    return token
 
 
 def _answer(grammar: Grammar, *, composed: bool) -> tuple[str, list[str]]:

@@ -187,20 +187,20 @@ class TokenizerPool:
 
     def is_special(self, text: str) -> bool:
         """Return True if a text is one special token."""
-        return self.special_id(text) is not None
+        token = self.added_id(text)
+        return token is not None and self._added[token].special
+
+    def token_id(self, text: str) -> int | None:
+        """Return the id of the vocabulary's entry with this text; None if there is none."""
+        return None if self.backend_tokenizer is None else self.backend_tokenizer.token_to_id(text)
 
     def added_id(self, text: str) -> int | None:
         """Return the id of an added token, special or not, by its text; None if there is none.
 
         llguidance keeps all added tokens out of free text.
         """
-        token = None if self.backend_tokenizer is None else self.backend_tokenizer.token_to_id(text)
+        token = self.token_id(text)
         return token if token in self._added else None
-
-    def special_id(self, text: str) -> int | None:
-        """Return the id of a special token by its text; None if there is none."""
-        token = None if self.backend_tokenizer is None else self.backend_tokenizer.token_to_id(text)
-        return token if token is not None and token in self._added and self._added[token].special else None
 
     def bytes_of(self, token_id: int) -> bytes:
         """Return the bytes that a token adds to a text, as far as they are known without its neighbors."""

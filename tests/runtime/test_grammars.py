@@ -22,6 +22,8 @@ from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.runtime.sampling.sampler import Sampler, SampleRow, sample
 from detcompile.runtime.speculation.draft_tree import DraftTree
 from detcompile.runtime.speculation.speculator import SpeculationConfig
+from detcompile.serving.reasoning import Thinking
+from detcompile.serving.reasoning_grammars import within_budget
 from tests.model_cases import VOCAB_SIZE
 from tests.runtime.engine_cases import (
     GREEDY,
@@ -418,3 +420,24 @@ def test_an_old_llguidance_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -
     compiler._llguidance.cache_clear()
     with pytest.raises(InvalidInput, match=r"grammars need llguidance 1\.9 or later, not 1\.6\.1: pip install"):
         compiler.definition_of(Grammar.regex("a"))
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_budget_moves_no_other_token(begun: bool) -> None:
+    marks = {"<think>": 3, "</think>": 4, "<|end|>": EOS}
+    thinking, free = Thinking("qwen3", begun), SamplingParams(temperature=1.5, seed=5, max_tokens=40, logprobs=1)
+    opened, engine = replace(free, logit_bias={3: 9.0, 4: -3.0}), serving()
+    for params in (free, opened):
+        [plain] = engine.generate([prompt_of(9)], params)
+        expected = plain.outputs[0]
+        wide = replace(params, grammar=within_budget(thinking, marks.get, 99))
+        assert engine.generate([prompt_of(9)], wide)[0].outputs[0] == expected
+        narrow = replace(params, grammar=within_budget(thinking, marks.get, 2))
+        [bounded] = engine.generate([prompt_of(9)], narrow)
+        tokens = bounded.outputs[0].token_ids
+        start = 0 if begun else tokens.index(3) + 1 if 3 in tokens else len(tokens)
+        assert 4 in [*tokens[start : start + 3], *([4] if start + 3 > len(tokens) else [])]
+        assert params is free or tokens != expected.token_ids
+        for cut in {1, 2, 3, len(tokens) - 1} - {len(tokens)}:
+            engine.add_request(prompt_of(9), narrow, resume={0: tokens[:cut]})
+            assert run(engine)[0].outputs[0].token_ids == tokens

@@ -19,6 +19,7 @@ class Transcript(NamedTuple):
         call: the same answer with a call of ``add`` in place of the content; None for a family without calls.
         off: chat_template_kwargs that switch thinking off, if the template can.
         markers: texts that are special tokens of the family's tokenizer.
+        added: texts that are added tokens of the tokenizer without being special.
     """
 
     parser: str
@@ -27,10 +28,12 @@ class Transcript(NamedTuple):
     call: str | None
     off: dict[str, Any] | None = None
     markers: tuple[str, ...] = ()
+    added: tuple[str, ...] = ()
 
 
 REASONING, CONTENT = "One and one, <b>.\nThat is 2", "It is 2."
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+THINK = ("<think>", "</think>")
 HARMONY = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>")
 FAMILIES = {
     "qwen3": Transcript(  # the model opens its thinking; switched off, the prompt has an empty one
@@ -40,9 +43,14 @@ FAMILIES = {
         f"<think>{REASONING}</think>{CONTENT}",
         f"<think>{REASONING}</think>{CALL}",
         {"enable_thinking": False},
+        added=(*THINK, "<tool_call>", "</tool_call>"),
     ),
     "qwen3 thinking": Transcript(  # the prompt opens the thinking
-        "qwen3", TOOLS + ROLES + "<|assistant|><think>\n", f"{REASONING}</think>{CONTENT}", f"{REASONING}</think>{CALL}"
+        "qwen3",
+        TOOLS + ROLES + "<|assistant|><think>\n",
+        f"{REASONING}</think>{CONTENT}",
+        f"{REASONING}</think>{CALL}",
+        added=(*THINK, "<tool_call>", "</tool_call>"),
     ),
     "deepseek r1": Transcript(
         "deepseek_r1",
@@ -50,6 +58,7 @@ FAMILIES = {
         "{% endfor %}<|Assistant|><think>\n",
         f"{REASONING}</think>{CONTENT}",
         None,
+        added=THINK,
     ),
     "deepseek v3.1": Transcript(
         "deepseek_v3",
@@ -57,6 +66,7 @@ FAMILIES = {
         f"{REASONING}</think>{CONTENT}",
         None,
         {"thinking": False},
+        added=THINK,
     ),
     "glm 4.5": Transcript(
         "glm45",
@@ -65,6 +75,7 @@ FAMILIES = {
         f"\n<think>{REASONING}</think>{CONTENT}",
         f"\n<think>{REASONING}</think>{CALL}",
         {"enable_thinking": False},
+        added=(*THINK, "<tool_call>", "</tool_call>"),
     ),
     "magistral": Transcript(
         "mistral",
@@ -74,6 +85,17 @@ FAMILIES = {
         f'[THINK]{REASONING}[/THINK][TOOL_CALLS][{{"name": "add", "arguments": {{"a": 1}}}}]',
         None,
         ("[THINK]", "[/THINK]", "[TOOL_CALLS]"),
+    ),
+    "seed-oss": Transcript(  # the budget of the template is a hint; thinking_token_budget is a limit
+        "seed_oss",
+        TOOLS + ROLES + "{% if thinking_budget == 0 %}<seed:think></seed:think>{% endif %}",
+        f"<seed:think>{REASONING}</seed:think>{CONTENT}",
+        f"<seed:think>{REASONING}</seed:think>{CALL}",
+        {"thinking_budget": 0},
+        ("<seed:think>", "</seed:think>"),
+    ),
+    "olmo 3": Transcript(  # its markers are text
+        "olmo3", ROLES + "<|assistant|><think>", f"{REASONING}</think>{CONTENT}", None
     ),
     "gpt-oss": Transcript(
         "openai_gptoss",

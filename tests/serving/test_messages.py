@@ -137,7 +137,7 @@ def test_a_receipt_of_a_message_replays(http: httpx.Client) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "a", "name": "b"}]}]}, "'tool_use'"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_use_id is missing"),
         ({"system": [{"type": "text"}]}, "system[0].text is missing"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.budget_tokens is not supported"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "needs the format of the model's reasoning"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "'web_search_20250305' are not supported"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "sub"}}, "no tool is named 'sub'"),
         ({"tool_choice": {"type": "any"}}, "there are no tools"),

@@ -3,14 +3,17 @@
 import asyncio
 import functools
 import itertools
+import json
 import typing
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import anthropic
 import httpx
 import httpx2
+import numpy as np
 import openai
 import pytest
 from hypothesis import given
@@ -21,12 +24,15 @@ from tokenizers import AddedToken, Tokenizer
 from detcompile.commands.serve import Chat
 from detcompile.runtime.grammars.compiler import GrammarCompiler
 from detcompile.runtime.grammars.grammar import Grammar
+from detcompile.runtime.requests.detokenizer import Detokenizer
+from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.serving.app import new_app
-from detcompile.serving.engines.answers import Answer
+from detcompile.serving.engines.answers import Answer, AuxiliaryTask
 from detcompile.serving.engines.protocol import Delta, Hello, SampleDelta, Token
 from detcompile.serving.reasoning import PARSERS, AnswerReader, Thinking, reasoning_parser_of
-from detcompile.serving.reasoning_grammars import after_reasoning
+from detcompile.serving.reasoning_grammars import after_reasoning, within_budget
 from detcompile.serving.service import Service
+from detcompile.serving.tokenizer_pool import TokenizerPool
 from detcompile.serving.tools.grammars import Function, required_grammar
 from detcompile.serving.tools.reader import FAMILIES as CALLS
 from detcompile.serving.tools.reader import HERMES, Piece
@@ -40,9 +46,12 @@ ADD = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"typ
 
 
 @functools.cache
-def hello_of(markers: tuple[str, ...]) -> Hello:
+def hello_of(markers: tuple[str, ...], added: tuple[str, ...] = ()) -> Hello:
     tokenizer = Tokenizer.from_str(HELLO.tokenizer)
     tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in markers])
+    tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in added])
+    if "<|channel|>" in markers:  # in the public tokenizer these are one token each
+        tokenizer.add_tokens([AddedToken(word, single_word=True) for word in ("analysis", "final")])
     special = [*HELLO.special_ids, *map(tokenizer.token_to_id, markers)]
     return replace(HELLO, tokenizer=tokenizer.to_str(), special_ids=special, vocab_size=tokenizer.get_vocab_size())
 
@@ -53,20 +62,27 @@ def ids_of(tokenizer: str, text: str) -> list[int]:
 
 
 class Fleet(InstantFleet):
-    """Draws one text, a token a turn of the event loop."""
+    """Draws one text, a token a turn of the event loop; a grammar may force other tokens."""
 
     text = ""
+
+    def add(self, answer: Answer) -> None:
+        if not isinstance(answer, AuxiliaryTask):
+            ids = forced(self.known.tokenizer, answer.params.grammar, ids_of(self.known.tokenizer, self.text))
+            vars(self).setdefault("scripts", {})[answer] = stopped(self.known, answer.params, ids)
+        super().add(answer)
 
     def _draw(self, answer: Answer) -> None:
         if answer.finished:
             return
-        ids = ids_of(self.known.tokenizer, self.text)
+        ids, stop_reason = self.scripts[answer]
         count = len(answer.samples[0].token_ids) + 1
         ended = count == min(len(ids), answer.params.max_tokens or len(ids))
         reason = None if not ended else "stop" if count == len(ids) else "length"
         token = ids[count - 1]
         logprobs = None if answer.params.logprobs is None else [Token(token, -0.5, [])]
-        samples = [SampleDelta(n, [token], logprobs, reason, None) for n in range(answer.params.n)]
+        stop = stop_reason if reason == "stop" else None
+        samples = [SampleDelta(n, [token], logprobs, reason, stop) for n in range(answer.params.n)]
         delta = Delta(answer.request_id, samples, ended, None, None, 0, None)
         answer.extend(delta)
         self._on_delta(answer, delta)
@@ -74,10 +90,43 @@ class Fleet(InstantFleet):
         self._later(self._draw, answer)
 
 
+@functools.cache
+def compiler_of(tokenizer: str) -> GrammarCompiler:
+    backend = Tokenizer.from_str(tokenizer)
+    return GrammarCompiler(SimpleNamespace(backend_tokenizer=backend), backend.get_vocab_size(), [0])
+
+
+def forced(tokenizer: str, grammar: Grammar | None, ids: list[int]) -> list[int]:
+    """The tokens of a model that wants to write ``ids``: a forced token takes it to where that stands in them."""
+    if grammar is None:
+        return ids
+    matcher, drawn, place = compiler_of(tokenizer).matcher(grammar, (0,)), [], 0
+    while place < len(ids):
+        token = ids[place]
+        if matcher.mask((token,)) is None:
+            token = int(np.unpackbits(matcher.mask().view(np.uint8), bitorder="little").nonzero()[0][0])
+        place = place + ids[place:].index(token) + 1 if token in ids[place:] else place
+        drawn.append(token)
+        matcher.append(token)
+        if matcher.complete:
+            break
+    return drawn
+
+
+def stopped(known: Hello, params: SamplingParams, ids: list[int]) -> tuple[list[int], str | None]:
+    """The tokens up to a stop string, and that."""
+    detokenizer = Detokenizer(TokenizerPool(known), params)
+    for place, token in enumerate(ids, 1):
+        detokenizer.append([token])
+        if detokenizer.stopped_by is not None:
+            return ids[:place], detokenizer.stopped_by
+    return ids, None
+
+
 @asynccontextmanager
 async def served(family: Transcript, text: str, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a service that answers every request with a text."""
-    fleet = type("Scripted", (Fleet,), {"text": text, "known": hello_of(family.markers)})
+    fleet = type("Scripted", (Fleet,), {"text": text, "known": hello_of(family.markers, family.added)})
     service = Service(chat_template=family.template, fleet=fleet, **options)
     app = new_app(service, "test")
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", timeout=30) as client:
@@ -439,6 +488,136 @@ def test_grammar_begins_after_reasoning(kind: str, parser: str, name: str) -> No
         assert not fits(tokenizer, made, f"{first}{REASONING}{closes}{bad}")
         assert not fits(tokenizer, made, f"{first}{REASONING}")
         assert fits(tokenizer, made, good) is not begun
+
+
+BUDGETED = [name for name in FAMILIES if name != "olmo 3"]  # families whose markers are tokens
+
+
+async def by_every_client(http: httpx.AsyncClient, budget: int, **asked: Any) -> list[tuple[str, str]]:
+    """Reasoning and content by three routes and two clients, whole and streamed."""
+    found, body = [], {"thinking_token_budget": budget, "chat_template_kwargs": {"thinking": True}} | asked
+    client = openai.AsyncOpenAI(base_url="http://test/v1", api_key="none", http_client=http)
+    chat = {"model": "scripted", "messages": USER, "extra_body": body}
+    message = (await client.chat.completions.create(**chat)).choices[0].message
+    found.append((message.reasoning or "", message.content or ""))
+    chunks = [chunk async for chunk in await client.chat.completions.create(**chat, stream=True)]
+    deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
+    parts = ("".join(getattr(delta, name, None) or "" for delta in deltas) for name in ("reasoning", "content"))
+    found.append(tuple(parts))
+    response = await client.responses.create(model="scripted", input="x", extra_body=body)
+    kinds = {item.type: item.content[0].text for item in response.output}
+    found.append((kinds.get("reasoning", ""), kinds.get("message", "")))
+    own = httpx2.AsyncClient(transport=httpx2.ASGITransport(http._transport.app), base_url="http://test", timeout=30)
+    claude = anthropic.AsyncAnthropic(base_url="http://test", api_key="none", http_client=own)
+    asked = {"model": "scripted", "messages": USER, "max_tokens": 999, "stop_sequences": asked.get("stop") or ()}
+    asked["thinking"] = {"type": "enabled", "budget_tokens": budget}
+    whole = await claude.messages.create(**asked)
+    async with claude.messages.stream(**asked) as stream:
+        streamed = await stream.get_final_message()
+    for message in (whole, streamed):
+        kinds = {block.type: block for block in message.content}
+        thinking, text = kinds.get("thinking"), kinds.get("text")
+        found.append((thinking.thinking if thinking else "", text.text if text else ""))
+    return found
+
+
+@pytest.mark.parametrize("name", BUDGETED)
+def test_budget_ends_the_reasoning(name: str) -> None:
+    family = FAMILIES[name]
+
+    async def scenario() -> None:
+        async with served(family, family.text) as http:
+            tokenizer = Tokenizer.from_str(hello_of(family.markers, family.added).tokenizer)
+            thoughts = tokenizer.encode(REASONING, add_special_tokens=False).ids
+            for budget in (0, 1, 3, len(thoughts), 1 << 40):
+                kept = tokenizer.decode(thoughts[:budget], skip_special_tokens=False)
+                assert await by_every_client(http, budget) == [(kept, CONTENT)] * 5
+            answer = await chat(http, thinking_token_budget=3, chat_template_kwargs={"thinking": True})
+            assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] <= 3 + 4  # and the markers
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("name", [name for name, tools in TRANSCRIPTS if tools and name != "gpt-oss"])
+def test_calls_are_forced_after_the_budget(name: str) -> None:
+    family = FAMILIES[name]
+    tools = [{"type": "function", "function": ADD | {"strict": True}}]
+
+    async def scenario() -> None:
+        async with served(family, family.call) as http:
+            for choice in ("required", "auto"):
+                for budget in (2, None):
+                    asked = {"tools": tools, "tool_choice": choice, "thinking_token_budget": budget}
+                    message = (await chat(http, **asked))["choices"][0]["message"]
+                    assert [json.loads(call["function"]["arguments"]) for call in message["tool_calls"]] == [{"a": 1}]
+                    assert REASONING.startswith(message["reasoning"]) is True
+                    assert (message["reasoning"] == REASONING) is (budget is None)
+
+    run(scenario)
+
+
+@given(data=st.data(), kind=st.sampled_from(["added", "special"]), begun=st.booleans(), budget=st.integers(0, 5))
+def test_budget_forbids_nothing_before_it_is_used_up(data: st.DataObject, kind: str, begun: bool, budget: int) -> None:
+    tokenizer = marked(kind)
+    token_of, size = tokenizer.backend_tokenizer.token_to_id, tokenizer.backend_tokenizer.get_vocab_size()
+    opens, closes = token_of("<think>"), token_of("</think>")
+    matcher = tokenizer.compiler.matcher(within_budget(Thinking("qwen3", begun), token_of, budget), (0,))
+    left, over = budget if begun else None, False
+    for token in data.draw(st.lists(st.sampled_from([1, 2, opens, closes]), max_size=12)):
+        allowed = np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")[:size].nonzero()[0].tolist()
+        assert allowed == ([closes] if left == 0 and not over else list(range(size)))
+        token = token if token in allowed else closes
+        if left is None:
+            left = budget if token == opens else None
+        elif not over:
+            left, over = left - 1, token == closes
+        matcher.append(token)
+
+
+def test_budgets_that_cannot_be_kept_are_refused() -> None:
+    async def refusal(http: httpx.AsyncClient, path: str, **asked: Any) -> str:
+        answer = await http.post(path, json=asked)
+        assert answer.status_code == 400, answer.text
+        return answer.json()["error"]["message"]
+
+    async def scenario() -> None:
+        chats, messages = "/v1/chat/completions", "/v1/messages"
+        asked = {"messages": USER, "thinking_token_budget": 3}
+        async with served(FAMILIES["olmo 3"], "a") as http:
+            assert "<think> is one token" in await refusal(http, chats, **asked)
+            assert (await http.post(chats, json=asked | {"thinking_token_budget": None})).status_code == 200
+        async with served(FAMILIES["qwen3"], "a") as http:
+            assert "thinking_token_budget" in await refusal(http, chats, **asked | {"thinking_token_budget": -1})
+            assert "thinking_token_budget" in await refusal(
+                http, "/v1/completions", prompt="a", thinking_token_budget=3
+            )
+            for thinking in ({"type": "disabled", "budget_tokens": 3}, {"type": "adaptive", "budget_tokens": 3}):
+                given = {"messages": USER, "max_tokens": 9, "thinking": thinking}
+                assert 'budget_tokens requires the type "enabled"' in await refusal(http, messages, **given)
+            off = asked | {"chat_template_kwargs": FAMILIES["qwen3"].off}
+            assert (await http.post(chats, json=off)).status_code == 200
+        async with served(FAMILIES["qwen3"], "a", reasoning_parser="none") as http:
+            assert "--reasoning-parser" in await refusal(http, chats, **asked)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_stop_strings_are_those_of_the_content(name: str) -> None:
+    family = FAMILIES[name]
+
+    async def scenario() -> None:
+        async with served(family, family.text) as http:
+            budget = {"thinking_token_budget": 1 << 20} if name in BUDGETED else {}
+            budget["chat_template_kwargs"] = {"thinking": True}
+            for stop, content in ((" is", CONTENT.partition(" is")[0]), ("One", CONTENT)):
+                message = (await chat(http, stop=stop, **budget))["choices"][0]["message"]
+                assert (message["reasoning"], message["content"]) == (REASONING, content)
+                if name in BUDGETED:
+                    found = await by_every_client(http, 1 << 20, stop=[stop])
+                    assert found == [(REASONING, content)] * 5
+
+    run(scenario)
 
 
 def test_other_grammars_after_reasoning_are_refused() -> None:

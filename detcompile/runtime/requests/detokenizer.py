@@ -1,4 +1,4 @@
-"""Detokenizer: the text of a request as its tokens arrive, cut at the first stop string.
+"""Detokenizer: the text of a request as its tokens arrive, cut at the first stop string outside its reasoning.
 
 The pieces returned by ``append`` and ``finish``, joined, equal the decoded text of all tokens, cut at the first stop
 string. A token's text depends on its neighbors: a character may take several tokens, and a decoder may drop a leading
@@ -20,6 +20,7 @@ __all__ = ["Detokenizer"]
 
 REPLACEMENT = "\ufffd"  # decoded from bytes that are not (yet) a character
 MAX_BYTES = 4  # per character in UTF-8
+WHITESPACE = " \t\r\n"  # may precede the opening marker of reasoning
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -46,7 +47,9 @@ class Detokenizer:
         self._window: list[int] = []
         self._num_read = 0  # tokens at the window's start whose text has been released
         self._known = ""  # that text
-        self._held = ""  # text withheld because it may begin a stop string
+        self._held = ""  # text withheld because it may begin a stop string or the reasoning
+        self._markers = params.reasoning_markers if params.stop else None  # None once the reasoning is over
+        self._reasoning: str | None = None  # end of the reasoning so far; None before its opening marker
         self._finished = False
         backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         self._joins_bytes = isinstance(backend, Tokenizer) and isinstance(backend.decoder, decoders.ByteLevel)
@@ -130,6 +133,31 @@ class Detokenizer:
 
     def _match(self, new: str, last: bool) -> str:
         """Return text to release now that ``new`` is certain; hold back a possible stop string unless ``last``."""
+        if self._markers is None:
+            return self._search(new, last)
+        opens, closes = self._markers
+        if self._reasoning is None:
+            new, self._held = self._held + new, ""
+            begun = new.lstrip(WHITESPACE)
+            if not last and len(begun) < len(opens) and opens.startswith(begun):
+                self._held = new
+                return ""
+            if not begun.startswith(opens):
+                self._markers = None
+                return self._search(new, last)
+            start = len(new) - len(begun) + len(opens)
+            self._reasoning, released, new = "", new[:start], new[start:]
+            return released + self._match(new, last)
+        text = self._reasoning + new
+        place = text.find(closes)
+        if place < 0:
+            self._reasoning = text[-(len(closes) - 1) :] if len(closes) > 1 else ""
+            return new
+        end = place + len(closes) - len(self._reasoning)
+        self._markers = None
+        return new[:end] + self._search(new[end:], last)
+
+    def _search(self, new: str, last: bool) -> str:
         text = self._held + new
         stops = self._params.stop
         ends = stops if self.num_tokens > self._params.min_tokens else ()

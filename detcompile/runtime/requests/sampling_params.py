@@ -41,6 +41,9 @@ class SamplingParams:
         stop: a string or list of strings that end the request when they appear in its text.
         stop_token_ids: tokens that end the request; they are part of its output.
         ignore_eos: continue after the model's end-of-sequence token.
+        reasoning_markers: (opening, closing), the texts around the reasoning of a thinking model. In a text that begins
+            with the opening, whitespace aside, stop strings are searched for only after the closing. An empty opening:
+            the text begins inside the reasoning. None: stop strings are searched for everywhere.
         include_stop_str_in_output: keep the stop string that ended the request.
         skip_special_tokens: leave special tokens out of the text.
         logprobs: report this many of the most likely tokens beside each generated token; -1 for the whole vocabulary;
@@ -80,6 +83,7 @@ class SamplingParams:
     stop: Sequence[str] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    reasoning_markers: tuple[str, str] | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None
@@ -250,6 +254,11 @@ RULES: dict[str, _Rule] = {
     "stop": _Rule(_strings, all, "a string or several, none of them empty"),
     "stop_token_ids": _Rule(_ids, lambda ids: all(t >= 0 for t in ids), "token ids"),
     "ignore_eos": _Rule(flag, lambda _: True, "True or False"),
+    "reasoning_markers": _Rule(
+        or_none(_strings),
+        lambda marks: marks is None or (len(marks) == 2 and bool(marks[1])),
+        "None, or two strings, the second of them not empty",
+    ),
     "include_stop_str_in_output": _Rule(flag, lambda _: True, "True or False"),
     "skip_special_tokens": _Rule(flag, lambda _: True, "True or False"),
     "logprobs": _Rule(or_none(whole_number), _is_count, "None, a number of tokens, or -1 for all"),
@@ -312,7 +321,7 @@ EQUIVALENTS = {
     "stop_strings": "pass stop",
     "structured_outputs": GRAMMARS,
     "suppress_tokens": "pass logit_bias with -inf, or allowed_token_ids",
-    "thinking_token_budget": "max_tokens bounds the whole answer",
+    "thinking_token_budget": "LLM.chat and the server's chats take it",
     "top_n_tokens": "pass logprobs",
     "typical_p": "top_k, top_p and min_p are served",
     "use_beam_search": BEAMS,

@@ -84,7 +84,7 @@ class ThinkingConfig(msgspec.Struct, kw_only=True):
     """Whether the model thinks before it answers; "adaptive" leaves it to the chat template and the model."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = None
+    budget_tokens: Annotated[int, Meta(ge=0)] | None = None
     display: Literal["summarized", "omitted"] | None = None
 
 
@@ -139,10 +139,9 @@ def chat_request(request: CountTokensRequest) -> ChatRequest:
     if request.thinking is not None and request.thinking.type != "adaptive":
         on = request.thinking.type == "enabled"
         chat.chat_template_kwargs = {"enable_thinking": on, "thinking": on} | (request.chat_template_kwargs or {})
-    for name, served in (("display", "summarized"), ("budget_tokens", None)):
-        if getattr(request.thinking, name, None) not in (None, served):
-            param = f"thinking.{name}"
-            raise HTTPError(400, f"{param} is not supported: omit it", param=param, code="unsupported_parameter")
+    if request.thinking is not None:
+        _require_thinking(request.thinking)
+        chat.thinking_token_budget = request.thinking.budget_tokens
     chat.tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(request.tools or ())]
     if request.output_config is not None and request.output_config.format is not None:
         chat.response_format = ResponseFormat(type="json_schema", json_schema=request.output_config.format)
@@ -153,6 +152,15 @@ def chat_request(request: CountTokensRequest) -> ChatRequest:
         for name in SAME_AS_CHAT:
             setattr(chat, name, getattr(request, name))
     return chat
+
+
+def _require_thinking(thinking: ThinkingConfig) -> None:
+    if thinking.display not in (None, "summarized"):
+        param = "thinking.display"
+        raise HTTPError(400, f"{param} is not supported: omit it", param=param, code="unsupported_parameter")
+    if thinking.budget_tokens is not None and thinking.type != "enabled":
+        message = f'requires the type "enabled", not "{thinking.type}"'
+        raise HTTPError(400, f"thinking.budget_tokens {message}", param="thinking.budget_tokens")
 
 
 def _messages(request: CountTokensRequest) -> Iterator[Message]:

@@ -74,7 +74,7 @@ async def ask_chat(service: Service, request: ChatRequest, owner: str, prefix: s
     family = None if use is None else use.family.name
     salt = request.cache_salt or ""
     thinking = thinking_of(service.reasoning_parser, service.texts, prompt)
-    params = with_reasoning(params, service, thinking, use)
+    params = with_reasoning(params, service, thinking, use, request.thinking_token_budget)
     priority = request.priority or 0
     return Ask([prompt], params, priority, prefix, template, family=family, cache_salt=salt, thinking=thinking)
 

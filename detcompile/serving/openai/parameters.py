@@ -13,8 +13,8 @@ from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.serving.http_errors import HTTPError, error_of
 from detcompile.serving.openai.schema import ChatRequest, CompletionRequest, ResponseFormat
 from detcompile.serving.openai.tools import ToolUse
-from detcompile.serving.reasoning import GPT_OSS, PARSERS, Thinking
-from detcompile.serving.reasoning_grammars import after_reasoning
+from detcompile.serving.reasoning import GPT_OSS, PARSERS, Thinking, searched_after
+from detcompile.serving.reasoning_grammars import after_reasoning, within_budget
 from detcompile.serving.receipts.receipt import MAX_STOPS
 from detcompile.serving.service import Service
 
@@ -84,25 +84,40 @@ def chat_params(request: ChatRequest, defaults: Mapping[str, Any], use: ToolUse 
 
 
 def with_reasoning(
-    params: SamplingParams, service: Service, thinking: Thinking | None, use: ToolUse | None
+    params: SamplingParams, service: Service, thinking: Thinking | None, use: ToolUse | None, budget: int | None
 ) -> SamplingParams:
-    """Return the parameters of answers with reasoning: the grammar begins after it, and special markers are text.
+    """Return the parameters of answers with reasoning: grammar and stop strings begin after it, and markers are text.
+
+    Args:
+        budget: most tokens of the reasoning; None for any number.
 
     Raises:
-        HTTPError: the grammar cannot begin after reasoning.
+        HTTPError: the grammar cannot begin after reasoning, or the budget cannot be kept.
     """
+    if budget is not None and service.reasoning_parser is None:
+        message = "a budget of thinking tokens needs the format of the model's reasoning (--reasoning-parser)"
+        raise HTTPError(400, message, param="thinking_token_budget", code="unsupported_parameter")
     if thinking is None:
         return params
     grammar, parser = params.grammar, PARSERS[thinking.parser]
-    if grammar is not None:
-        composed = use is not None and use.grammar is not None
-        try:
-            grammar = after_reasoning(grammar, thinking, service.texts.added_id, composed=composed)
-        except InvalidInput as error:
-            param = "tools" if composed else "structured_outputs"
-            raise HTTPError(400, f"{param}: {error}", param=param, code="unsupported_parameter") from error
+    composed = use is not None and use.grammar is not None
+    if budget is not None:
+        budget = min(budget, service.hello.max_context)
+    try:
+        if grammar is not None:
+            grammar = after_reasoning(grammar, thinking, service.texts.added_id, composed=composed, budget=budget)
+        elif budget is not None:
+            grammar = within_budget(thinking, service.texts.token_id, budget)
+    except InvalidInput as error:
+        param = "thinking_token_budget" if grammar is None else "tools" if composed else "structured_outputs"
+        raise HTTPError(400, f"{param}: {error}", param=param, code="unsupported_parameter") from error
     special = parser is GPT_OSS or any(map(service.texts.is_special, (parser.opens, parser.closes)))
-    return replace(params, grammar=grammar, skip_special_tokens=params.skip_special_tokens and not special)
+    return replace(
+        params,
+        grammar=grammar,
+        skip_special_tokens=params.skip_special_tokens and not special,
+        reasoning_markers=searched_after(thinking) if params.stop else None,
+    )
 
 
 def prompts_of(prompts: str | Sequence[str | int | list[int]], param: str) -> list[str | list[int]]:

@@ -112,6 +112,7 @@ class ResponsesRequest(ResponseFields, kw_only=True):
     reasoning: ReasoningConfig | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=0)] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
@@ -134,7 +135,7 @@ class ResponsesRequest(ResponseFields, kw_only=True):
 SAME_AS_CHAT = (
     "model", "parallel_tool_calls", "temperature", "top_p", "seed", "top_k", "min_p", "repetition_penalty",
     "presence_penalty", "frequency_penalty", "min_tokens", "ignore_eos", "stop", "stop_token_ids", "logit_bias",
-    "priority", "cache_salt", "chat_template_kwargs", "enable_thinking",
+    "priority", "cache_salt", "chat_template_kwargs", "enable_thinking", "thinking_token_budget",
 )  # fmt: skip
 
 

@@ -148,7 +148,7 @@ async def _ask(service: Service, request: ResponsesRequest, owner: str) -> Ask:
     prompt = await prompt_of(service, chat.messages, tools, variables=variables, param="input", owner=owner)
     messages, family = msgspec.json.encode(before), None if use is None else use.family.name
     thinking = thinking_of(service.reasoning_parser, service.texts, prompt)
-    params = with_reasoning(params, service, thinking, use)
+    params = with_reasoning(params, service, thinking, use, chat.thinking_token_budget)
     rest = (template, messages, family, chat.cache_salt or "", thinking)
     return Ask([prompt], params, chat.priority or 0, "resp_", *rest)
 

@@ -213,6 +213,7 @@ class ChatRequest(_CompletionFields, kw_only=True):
     enable_thinking: bool | None = None
     reasoning_effort: Effort | None = None
     include_reasoning: bool | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=0)] | None = None
 
 
 class TokenizeRequest(TokenizeFields, kw_only=True):

@@ -96,9 +96,9 @@ def _grammar(service: Service, tools: Sequence[Tool], *, required: bool, single:
         return None
     try:
         if required:
-            return required_grammar(family, functions, service.texts.special_id, single=single)
+            return required_grammar(family, functions, service.texts.added_id, single=single)
         if single or any(function.strict for function in functions):
-            return free_grammar(family, functions, service.texts.special_id, single=single)
+            return free_grammar(family, functions, service.texts.added_id, single=single)
     except InvalidInput as error:
         raise HTTPError(400, f"tools: {error}", param="tools") from error
     return None

@@ -30,7 +30,7 @@ def required_grammar(
     """Return the grammar of one or more calls with valid arguments and nothing else.
 
     Args:
-        token_of: returns the id of a special token by its text, or None.
+        token_of: returns the id of an added token by its text, or None.
         single: allow one call only.
     """
     opens = _mark(family.opens, token_of)
@@ -100,6 +100,6 @@ def _schema(function: Function) -> str:
 
 
 def _mark(text: str, token_of: Callable[[str], int | None]) -> str:
-    """Return a text, or its special token, as a Lark terminal."""
+    """Return a text, or its token, as a Lark terminal."""
     token = token_of(text)
     return json.dumps(text) if token is None else f"<[{token}]>"

@@ -127,6 +127,25 @@ def test_the_text_ends_at_the_first_stop_string(ids, stops, sizes, include, data
     assert ("".join(pieces), detokenizer.stopped_by) == text_with_stops(text, stops, include)
 
 
+@given(
+    parts=st.lists(st.sampled_from(["<t>", "</t>", "<", "/t>", " ", "\n", "a", "ab", "b"]), max_size=9),
+    opens=st.sampled_from(["", "<t>"]),
+    stops=st.lists(st.sampled_from(["a", "ab", "\n", "</t>", ">a", "<t>"]), min_size=1, max_size=3),
+    sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4),
+    include=st.booleans(),
+)
+def test_stop_strings_begin_after_the_reasoning(parts, opens, stops, sizes, include):
+    text = "".join(parts)
+    thinks, end = text.lstrip(" \t\r\n").startswith(opens), 0
+    if thinks:
+        place = text.find("</t>", text.find(opens) + len(opens))
+        end = len(text) if place < 0 else place + len("</t>")
+    rest, stopped_by = text_with_stops(text[end:], stops, include)
+    params = {"stop": stops, "include_stop_str_in_output": include, "reasoning_markers": (opens, "</t>")}
+    pieces, detokenizer = pieces_of(TINY, TINY(text).input_ids, sizes, **params)
+    assert ("".join(pieces), detokenizer.stopped_by) == (text[:end] + rest, stopped_by)
+
+
 def test_a_stop_string_across_tokens_ends_at_its_token():
     ids = TINY("one two\n\nthree").input_ids
     end = next(n for n in range(len(ids)) if "\n\nth" in decode(TINY, ids[:n]))

@@ -77,6 +77,7 @@ WRONG = {
     "stop": [3, b"a", [b"a"], [None], [["a"]], object()],
     "stop_token_ids": NO_IDS,
     "ignore_eos": NO_FLAGS,
+    "reasoning_markers": [3, "a", ["a"], ["a", ""], ["a", 3], ["a", "b", "c"], object()],
     "include_stop_str_in_output": NO_FLAGS,
     "skip_special_tokens": NO_FLAGS,
     "logprobs": NO_INTEGERS,

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = [
     {"detcompile", "detcompile.__main__", "detcompile.commands", "detcompile.experimental"},
     {"detcompile.serving"},
-    {"detcompile.exporting", "detcompile.models.spec", "detcompile.offline", "detcompile.trl"},
+    {"detcompile.exporting", "detcompile.models.spec", "detcompile.offline", "detcompile.reasoning", "detcompile.trl"},
     {"detcompile.api", "detcompile.training", "detcompile.workers"},
     {"detcompile.models.exported", "detcompile.models.remote"},
     {"detcompile.models"},

@@ -19,9 +19,18 @@ from detcompile.models.exported import load
 from detcompile.models.remote import RemoteModel
 from detcompile.offline.llm_options import NO_LORA, TEXT_ALONE, LLMOptions, configured_params, read_options
 from detcompile.offline.llm_outputs import LLMOutput, llm_output
+from detcompile.reasoning.formats import (
+    PARSERS,
+    ReasoningParser,
+    Vocabulary,
+    reasoning_parser_of,
+    split_reasoning,
+    thinking_of,
+)
+from detcompile.reasoning.grammars import params_of_answers
 from detcompile.runtime.dense.padded_batch import seed_of_row
 from detcompile.runtime.engine import Engine
-from detcompile.runtime.requests.plain_values import kind, shown
+from detcompile.runtime.requests.plain_values import kind, or_none, shown, whole_number
 from detcompile.runtime.requests.prompts import Prompt, private_copy, prompts_of, tokenized
 from detcompile.runtime.requests.sampling_params import SamplingParams
 
@@ -48,8 +57,9 @@ class LLM:
         options: vLLM's options by name. Served are ``tensor_parallel_size``, ``pipeline_parallel_size``,
             ``dtype``, ``max_model_len``, ``gpu_memory_utilization``, ``max_num_seqs``, ``max_num_batched_tokens``,
             ``block_size``, ``num_gpu_blocks_override``, ``enable_prefix_caching``, ``enable_chunked_prefill``,
-            ``enforce_eager``, ``revision``, ``hf_token``, ``trust_remote_code`` and ``generation_config`` ("auto" or
-            "vllm"); others are accepted only with values that have no effect.
+            ``enforce_eager``, ``revision``, ``hf_token``, ``trust_remote_code``, ``generation_config`` ("auto" or
+            "vllm") and ``reasoning_parser`` (None: as the chat template says; "none" for no parser); others are
+            accepted only with values that have no effect.
 
     Attributes:
         model: the compiled model.
@@ -70,6 +80,7 @@ class LLM:
         read = read_options(options)
         self._seed = None if seed is None else SamplingParams(seed=seed).seed
         self._numbers = itertools.count()
+        self._parser_name = read.reasoning_parser
         self._is_borrowed = isinstance(model, CompiledModel)
         self.model = _compiled(model, read)
         self._tokenizer = self.model.tokenizer if tokenizer is None else _tokenizer(tokenizer)
@@ -139,12 +150,16 @@ class LLM:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        thinking_token_budget: int | None = None,
         priority: int | SequenceOf[int] | None = None,
         lora_request: None = None,
         tokenization_kwargs: None = None,
         mm_processor_kwargs: None = None,
     ) -> list[LLMOutput]:
         """Answer a conversation, or a list of them, formatted by the tokenizer's chat template.
+
+        The reasoning of a thinking model is apart from its content, in ``outputs[i].reasoning`` and ``.content``.
+        Grammars and stop strings begin after the reasoning.
 
         Args:
             messages: dicts with "role" and "content"; or a list of such lists.
@@ -155,9 +170,11 @@ class LLM:
             continue_final_message: continue the last message; ``add_generation_prompt`` must then be False.
             tools: JSON schemas of functions, for the template.
             chat_template_kwargs: further arguments of the template.
+            thinking_token_budget: most tokens of the reasoning; its end is forced when they are used up.
 
         Raises:
-            InvalidInput: there is no template, or it cannot render the messages.
+            InvalidInput: there is no template, it cannot render the messages, or the grammar or the budget cannot be
+                combined with the model's reasoning.
         """
         self._open()
         if chat_template_content_format != "auto":
@@ -184,7 +201,28 @@ class LLM:
         ]
         unserved = {"lora_request": lora_request, "tokenization_kwargs": tokenization_kwargs}
         unserved |= {"mm_processor_kwargs": mm_processor_kwargs}
-        return self.generate(prompts, sampling_params, use_tqdm, priority=priority, **unserved)
+        parser = self._parser(tokenizer, chat_template) if add_generation_prompt else None
+        budget = or_none(whole_number)(thinking_token_budget, "thinking_token_budget")
+        if budget is not None and (budget < 0 or parser is None):
+            reason = "must be at least 0" if budget < 0 else "needs a reasoning format: pass LLM(reasoning_parser=...)"
+            raise InvalidInput(f"thinking_token_budget {budget} {reason}")
+        thinkings = [thinking_of(parser, self._reader.decode, prompt["prompt_token_ids"]) for prompt in prompts]
+        params = self._defaults if sampling_params is None else sampling_params
+        if isinstance(params, SamplingParams):
+            params = [params] * len(prompts)
+        if _are_params(params) and len(params) == len(prompts):  # generate() rejects others
+            vocabulary = Vocabulary(getattr(tokenizer, "backend_tokenizer", None))
+            params = [
+                each if thinking is None else
+                params_of_answers(each, thinking, vocabulary, composed=False, budget=budget)
+                for each, thinking in zip(params, thinkings, strict=True)
+            ]  # fmt: skip
+        outputs = self.generate(prompts, params, use_tqdm, priority=priority, **unserved)
+        for output, thinking in zip(outputs, thinkings, strict=True):
+            for part in output.outputs:
+                reasoning, part.content = ("", part.text) if thinking is None else split_reasoning(part.text, thinking)
+                part.reasoning = reasoning or None
+        return outputs
 
     def get_tokenizer(self) -> Any:
         """Return the tokenizer.
@@ -218,6 +256,13 @@ class LLM:
 
     def __exit__(self, *_exception: object) -> None:
         self.close()
+
+    def _parser(self, tokenizer: Any, chat_template: str | None) -> ReasoningParser | None:
+        """Return the format of the reasoning after a chat template."""
+        if self._parser_name is not None:
+            return PARSERS.get(self._parser_name)
+        source = getattr(tokenizer, "chat_template", None) if chat_template is None else chat_template
+        return reasoning_parser_of(str(source))  # a dict has several templates of one model
 
     def _open(self) -> Engine:
         if self.engine is None:

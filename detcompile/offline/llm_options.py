@@ -10,6 +10,7 @@ import torch
 
 from detcompile.errors import InvalidInput
 from detcompile.models.compiled import CompiledModel
+from detcompile.reasoning.formats import PARSERS
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.requests.plain_values import flag, shown, whole_number
 from detcompile.runtime.requests.sampling_params import SamplingParams
@@ -150,7 +151,6 @@ NEUTRAL: Mapping[str, tuple[Any, str]] = {
     "quantization": (None, QUANTIZED),
     "quantization_config": (None, QUANTIZED),
     "reasoning_config": (None, PLAIN),
-    "reasoning_parser": ("", PLAIN),
     "reasoning_parser_plugin": (None, PLAIN),
     "return_sampling_mask": (False, "logprobs=-1 gives the log-probability of every token"),
     "runner": ("auto", "the model is a causal LM"),
@@ -195,6 +195,7 @@ class LLMOptions(NamedTuple):
         engine: settings of the engine.
         config_defaults: True if the model's generation_config gives the default SamplingParams.
         hub: those of compile()'s ``revision``, ``token`` and ``trust_remote_code`` that are set.
+        reasoning_parser: name of the format of the reasoning, or "none"; None: as the chat template says.
     """
 
     tp: int
@@ -204,6 +205,7 @@ class LLMOptions(NamedTuple):
     engine: EngineConfig
     config_defaults: bool
     hub: Mapping[str, Any]
+    reasoning_parser: str | None
 
 
 def read_options(options: Mapping[str, Any]) -> LLMOptions:
@@ -222,6 +224,10 @@ def read_options(options: Mapping[str, Any]) -> LLMOptions:
         raise InvalidInput(f"dtype={shown(dtype)} must be a torch.dtype or one of {', '.join(DTYPES)}")
     if defaults not in ("auto", "vllm"):
         raise InvalidInput(f'generation_config={shown(defaults)} must be "auto" (the model\'s own) or "vllm" (none)')
+    parser = rest.pop("reasoning_parser", None) or None  # vLLM's default is ""
+    if parser not in (None, "none", *PARSERS):
+        names = ", ".join([*PARSERS, "none"])
+        raise InvalidInput(f"reasoning_parser={shown(parser)} must be one of {names}, or None to follow the template")
     engine = _engine_config(rest)
     hub = {"revision": rest.pop("revision", None), "token": rest.pop("hf_token", None)}
     hub |= {"trust_remote_code": flag(rest.pop("trust_remote_code", False), "trust_remote_code") or None}
@@ -241,6 +247,7 @@ def read_options(options: Mapping[str, Any]) -> LLMOptions:
         engine,
         defaults == "auto",
         {name: value for name, value in hub.items() if value is not None},
+        parser,
     )
 
 

@@ -1,7 +1,7 @@
 """Outputs of LLM: vLLM's fields, plus the seed that reproduces an answer."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from detcompile.errors import DetcompileError
@@ -29,12 +29,14 @@ class LLMCompletion:
 
     Attributes:
         index: index among the request's n samples.
-        text: the tokens as text; empty for a rejected prompt.
+        text: the tokens as text, with the markers of reasoning; empty for a rejected prompt.
         token_ids: the sampled tokens, including a final stop token.
         cumulative_logprob: sum of the tokens' logprobs; None if not requested.
         logprobs: for each token a dict by token id, of it and the likeliest tokens; None if not requested.
         finish_reason: "stop", "length", "abort" or "error".
         stop_reason: the stop token id or stop string that ended it, if any.
+        reasoning: the reasoning in the text of an answer from chat(); None without any.
+        content: the rest of the text of an answer from chat(), without markers; None from generate().
     """
 
     index: int
@@ -44,6 +46,8 @@ class LLMCompletion:
     logprobs: list[dict[int, Logprob]] | None
     finish_reason: str | None
     stop_reason: int | str | None
+    reasoning: str | None = field(default=None, compare=False)
+    content: str | None = field(default=None, compare=False)
 
     def finished(self) -> bool:
         """Return True if the sample has ended, which is so for every returned sample."""

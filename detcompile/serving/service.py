@@ -8,6 +8,7 @@ from itertools import count
 from typing import Literal
 
 from detcompile.errors import DetcompileError, WorkerError
+from detcompile.reasoning.formats import PARSERS, reasoning_parser_of
 from detcompile.runtime.grammars.grammar import Grammar
 from detcompile.serving.bodies import MAX_BODY, BodyLimiter
 from detcompile.serving.chat_template import ChatTemplate
@@ -24,7 +25,6 @@ from detcompile.serving.kept_responses import KeptResponses
 from detcompile.serving.limiter import AdmissionLimiter, Deadlines, Reservation, Slot
 from detcompile.serving.metrics import Metrics
 from detcompile.serving.plain_tokenizer import tokenizer_digest
-from detcompile.serving.reasoning import PARSERS, reasoning_parser_of
 from detcompile.serving.receipts.issuer import Issued, Issuer
 from detcompile.serving.tokenizer_pool import TokenizerPool
 from detcompile.serving.tools.reader import FAMILIES, family_of

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 
 from detcompile.errors import InvalidInput
+from detcompile.reasoning.formats import Vocabulary
 from detcompile.runtime.requests.detokenizer import Detokenizer
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.serving.engines.answers import AnswerSample
@@ -40,6 +41,7 @@ class TokenizerPool:
 
     Attributes:
         present: whether there is a tokenizer. Without one, prompts are token ids and answers have no text.
+        vocabulary: ids of markers.
     """
 
     def __init__(self, hello: Hello, waiting: Callable[[str], AbstractContextManager[Any]] = nullcontext) -> None:
@@ -50,7 +52,7 @@ class TokenizerPool:
             self.backend_tokenizer.encode_special_tokens = hello.split_special_tokens
         joins_bytes = self.present and isinstance(self._backend.decoder, decoders.ByteLevel)
         self._byte_of = _byte_letters() if joins_bytes else None
-        self._added = {} if self.backend_tokenizer is None else self.backend_tokenizer.get_added_tokens_decoder()
+        self.vocabulary = Vocabulary(self.backend_tokenizer)
         self._max_context = hello.max_context
         self._vocab_size = hello.vocab_size
         longest = None if hello.tokenizer is None else longest_token(hello.tokenizer)
@@ -185,23 +187,6 @@ class TokenizerPool:
         token: str | None = self._backend.id_to_token(token_id)
         return token
 
-    def is_special(self, text: str) -> bool:
-        """Return True if a text is one special token."""
-        token = self.added_id(text)
-        return token is not None and self._added[token].special
-
-    def token_id(self, text: str) -> int | None:
-        """Return the id of the vocabulary's entry with this text; None if there is none."""
-        return None if self.backend_tokenizer is None else self.backend_tokenizer.token_to_id(text)
-
-    def added_id(self, text: str) -> int | None:
-        """Return the id of an added token, special or not, by its text; None if there is none.
-
-        llguidance keeps all added tokens out of free text.
-        """
-        token = self.token_id(text)
-        return token if token in self._added else None
-
     def bytes_of(self, token_id: int) -> bytes:
         """Return the bytes that a token adds to a text, as far as they are known without its neighbors."""
         if not self.present:
@@ -209,7 +194,7 @@ class TokenizerPool:
         token = self.convert_ids_to_tokens(token_id)
         if token is None:
             return b""
-        if token_id not in self._added:
+        if token_id not in self.vocabulary.added:
             if self._byte_of is not None and all(letter in self._byte_of for letter in token):
                 return bytes(self._byte_of[letter] for letter in token)
             if match := BYTE_TOKEN.fullmatch(token):

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 import detcompile
 from detcompile import LLM, CompiledModel, EngineError, InvalidInput, SamplingParams
@@ -18,6 +20,7 @@ from detcompile.runtime.sampling.logprobs import token_logprobs
 from tests.model_cases import compiled, without_inductor
 from tests.models.hub_cases import COMMIT, put_snapshot, with_cache
 from tests.offline.vllm_arguments import DEFAULTS
+from tests.serving.reasoning_cases import with_think_tokens
 
 # vLLM's examples/offline_inference/basic/basic.py with the import and the model changed.
 SCRIPT = """
@@ -150,6 +153,42 @@ def test_a_conversation_is_rendered_by_the_template(llm: LLM) -> None:
         llm.chat([{"role": "user", "content": "\ud800"}], GREEDY, chat_template=TEMPLATE)
     with pytest.raises(InvalidInput, match="chat_template_kwargs 5 is an int"):
         llm.chat(CHAT, GREEDY, chat_template=TEMPLATE, chat_template_kwargs=5)
+
+
+def test_chat_has_its_reasoning_apart(model: CompiledModel) -> None:
+    backend = Tokenizer.from_str(with_think_tokens(model.tokenizer.backend_tokenizer.to_str()))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
+    closes = backend.token_to_id("</think>")
+    options = {"chat_template": TEMPLATE + "<think>\n{% if off %}</think>{% endif %}", "use_tqdm": False}
+    params = SamplingParams(temperature=0.0, max_tokens=12)
+    with LLM(model, tokenizer=tokenizer, num_gpu_blocks_override=40) as llm:
+        [output] = llm.chat(CHAT, params, thinking_token_budget=3, **options)
+        part = output.outputs[0]
+        assert part.token_ids[3] == closes and part.text == f"{part.reasoning}</think>{part.content}"
+        assert part.reasoning == tokenizer.decode(part.token_ids[:3]) and len(part.token_ids) == 12
+        [again] = llm.chat(CHAT, params, thinking_token_budget=99, **options)
+        [plain] = llm.chat(CHAT, params, **options)
+        assert again.outputs == plain.outputs and plain.outputs[0].token_ids[:3] == part.token_ids[:3]
+        assert plain.outputs[0].reasoning == plain.outputs[0].text and plain.outputs[0].content == ""
+        stop = next(letter for letter in part.content if letter not in part.reasoning)
+        for chosen in (stop, part.reasoning[:2]):
+            [stopped] = llm.chat(CHAT, replace(params, stop=[chosen]), thinking_token_budget=3, **options)
+            assert stopped.outputs[0].reasoning == part.reasoning
+            assert stopped.outputs[0].content == part.content.partition(chosen)[0]
+        yes = replace(params, grammar=detcompile.Grammar.choice(["yes"]))
+        [chosen] = llm.chat(CHAT, yes, thinking_token_budget=0, **options)
+        assert (chosen.outputs[0].reasoning, chosen.outputs[0].content.strip()) == (None, "yes")
+        [off] = llm.chat(CHAT, yes, thinking_token_budget=0, chat_template_kwargs={"off": True}, **options)
+        assert (off.outputs[0].reasoning, off.outputs[0].content) == (None, "yes")
+        with pytest.raises(InvalidInput, match="thinking_token_budget -1 must be at least 0"):
+            llm.chat(CHAT, params, thinking_token_budget=-1, **options)
+        with pytest.raises(InvalidInput, match="needs a reasoning format"):
+            llm.chat(CHAT, params, thinking_token_budget=1, chat_template=TEMPLATE)
+    with pytest.raises(InvalidInput, match="reasoning_parser='qwen' must be one of deepseek_r1, "):
+        LLM(model, reasoning_parser="qwen")
+    with LLM(model, tokenizer=tokenizer, reasoning_parser="none", num_gpu_blocks_override=40) as llm:
+        [output] = llm.chat(CHAT, params, **options)
+        assert (output.outputs[0].reasoning, output.outputs[0].content) == (None, output.outputs[0].text)
 
 
 def test_a_tokenizer_that_does_not_know_an_id_leaves_its_text_out(model: CompiledModel) -> None:

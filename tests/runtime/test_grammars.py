@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from detcompile import MirrorDrafter, NGramDrafter
 from detcompile.errors import EngineError, GenerationError, InvalidInput
+from detcompile.reasoning.formats import Thinking
+from detcompile.reasoning.grammars import within_budget
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.grammars import compiler
 from detcompile.runtime.grammars.grammar import Grammar
@@ -22,8 +24,6 @@ from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.runtime.sampling.sampler import Sampler, SampleRow, sample
 from detcompile.runtime.speculation.draft_tree import DraftTree
 from detcompile.runtime.speculation.speculator import SpeculationConfig
-from detcompile.serving.reasoning import Thinking
-from detcompile.serving.reasoning_grammars import within_budget
 from tests.model_cases import VOCAB_SIZE
 from tests.runtime.engine_cases import (
     GREEDY,

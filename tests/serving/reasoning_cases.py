@@ -1,12 +1,25 @@
 """Chat templates and answers in the manner of public thinking models, written for these tests."""
 
+import json
 from typing import Any, NamedTuple
 
-__all__ = ["FAMILIES", "Transcript"]
+__all__ = ["FAMILIES", "Transcript", "with_think_tokens"]
 
 ROLES = "{% for m in messages %}<|{{ m.role }}|>{{ m.reasoning_content or '' }}{{ m.content }}\n{% endfor %}"
 TOOLS = "{% if tools %}{{ tools | tojson }} in <tool_call></tool_call>{% endif %}"
 MISTRAL_TOOLS = "{% if tools %}{{ tools | tojson }} behind [TOOL_CALLS]{% endif %}"
+
+
+def with_think_tokens(tokenizer: str) -> str:
+    """The embedded model's tokenizer as JSON, whose last two tokens are <think> and </think>; not special."""
+    data = json.loads(tokenizer)
+    model, first = data["model"], len(data["model"]["vocab"]) - 2
+    model["merges"] = model["merges"][:-2]
+    model["vocab"] = {token: place for token, place in model["vocab"].items() if place < first}
+    for place, mark in enumerate(("<think>", "</think>"), first):
+        model["vocab"][mark] = place
+        data["added_tokens"].append(dict(data["added_tokens"][0], id=place, content=mark, special=False))
+    return json.dumps(data)
 
 
 class Transcript(NamedTuple):

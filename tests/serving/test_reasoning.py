@@ -22,6 +22,8 @@ from msgspec.structs import replace
 from tokenizers import AddedToken, Tokenizer
 
 from detcompile.commands.serve import Chat
+from detcompile.reasoning.formats import PARSERS, Piece, Thinking, reasoning_parser_of
+from detcompile.reasoning.grammars import after_reasoning, within_budget
 from detcompile.runtime.grammars.compiler import GrammarCompiler
 from detcompile.runtime.grammars.grammar import Grammar
 from detcompile.runtime.requests.detokenizer import Detokenizer
@@ -29,13 +31,12 @@ from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.serving.app import new_app
 from detcompile.serving.engines.answers import Answer, AuxiliaryTask
 from detcompile.serving.engines.protocol import Delta, Hello, SampleDelta, Token
-from detcompile.serving.reasoning import PARSERS, AnswerReader, Thinking, reasoning_parser_of
-from detcompile.serving.reasoning_grammars import after_reasoning, within_budget
+from detcompile.serving.reasoning import AnswerReader
 from detcompile.serving.service import Service
 from detcompile.serving.tokenizer_pool import TokenizerPool
 from detcompile.serving.tools.grammars import Function, required_grammar
 from detcompile.serving.tools.reader import FAMILIES as CALLS
-from detcompile.serving.tools.reader import HERMES, Piece
+from detcompile.serving.tools.reader import HERMES
 from tests.serving.instant_fleet import InstantFleet
 from tests.serving.reasoning_cases import CALL, CONTENT, FAMILIES, REASONING, Transcript
 from tests.serving.scripted_engine import HELLO

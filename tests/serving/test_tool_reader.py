@@ -6,7 +6,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from detcompile.serving.tools.reader import FAMILIES, HERMES, LLAMA3, MISTRAL, Family, Piece, Reader, family_of
+from detcompile.reasoning.formats import Piece
+from detcompile.serving.tools.reader import FAMILIES, HERMES, LLAMA3, MISTRAL, Family, Reader, family_of
 
 ONE = '{"name": "add", "arguments": {"a": 1, "b": [2, "}"]}}'
 TWO = '{"arguments": {"x": "\\"{"}, "name": "sub"}'

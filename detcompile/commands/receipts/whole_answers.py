@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from detcompile.errors import InvalidInput
+from detcompile.reasoning.formats import PARSERS, Thinking
 from detcompile.serving.anthropic.messages import MessageReply
 from detcompile.serving.engines.answers import Answer, AnswerSignal
 from detcompile.serving.engines.protocol import Delta, SampleDelta, Token
@@ -20,7 +21,6 @@ from detcompile.serving.openai.completions import CompletionReply
 from detcompile.serving.openai.recording import Recording
 from detcompile.serving.openai.responses import DRAWN_WITH, REPEATED
 from detcompile.serving.openai.tools import ToolUse
-from detcompile.serving.reasoning import PARSERS, Thinking
 from detcompile.serving.receipts.decoding import Redrawn
 from detcompile.serving.receipts.envelope import Envelope, payload_digest
 from detcompile.serving.receipts.issuer import Issued

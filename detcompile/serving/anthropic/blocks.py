@@ -3,9 +3,10 @@
 import hashlib
 from typing import Any
 
+from detcompile.reasoning.formats import Piece, Thinking
 from detcompile.serving.openai.tools import ToolUse, call_id
-from detcompile.serving.reasoning import AnswerReader, Thinking
-from detcompile.serving.tools.reader import Piece, read_json
+from detcompile.serving.reasoning import AnswerReader
+from detcompile.serving.tools.reader import read_json
 
 Event = dict[str, Any]
 

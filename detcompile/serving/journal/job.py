@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from detcompile.reasoning.formats import Thinking
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.serving.engines.answers import Answer
-from detcompile.serving.reasoning import Thinking
 from detcompile.serving.receipts.issuer import Issued
 
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import msgspec
 
+from detcompile.reasoning.formats import Thinking
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.serving.engines.answers import Answer, given_params
 from detcompile.serving.engines.protocol import Token
 from detcompile.serving.journal.job import Ask, Job, ServedModel
-from detcompile.serving.reasoning import Thinking
 from detcompile.serving.receipts.issuer import Issued
 
 SHOWN_BY = ("max_context", "special_tokens", "tokenizer")  # model parts that affect replies made from recorded tokens

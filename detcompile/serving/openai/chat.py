@@ -5,6 +5,7 @@ from typing import Any
 
 from starlette.responses import Response
 
+from detcompile.reasoning.formats import thinking_of
 from detcompile.serving.engines.answers import Answer
 from detcompile.serving.engines.protocol import Token
 from detcompile.serving.journal.job import Ask
@@ -15,7 +16,7 @@ from detcompile.serving.openai.parameters import chat_params, with_reasoning
 from detcompile.serving.openai.reply import Reply, chat_entry
 from detcompile.serving.openai.schema import ChatRequest
 from detcompile.serving.openai.tools import AnswerParts, ToolUse, recorded_use, tool_use
-from detcompile.serving.reasoning import num_reasoning_tokens, thinking_of
+from detcompile.serving.reasoning import num_reasoning_tokens
 from detcompile.serving.responses import Events, Whole
 from detcompile.serving.service import Service
 
@@ -73,7 +74,7 @@ async def ask_chat(service: Service, request: ChatRequest, owner: str, prefix: s
     )
     family = None if use is None else use.family.name
     salt = request.cache_salt or ""
-    thinking = thinking_of(service.reasoning_parser, service.texts, prompt)
+    thinking = thinking_of(service.reasoning_parser, service.texts.decode, prompt)
     params = with_reasoning(params, service, thinking, use, request.thinking_token_budget)
     priority = request.priority or 0
     return Ask([prompt], params, priority, prefix, template, family=family, cache_salt=salt, thinking=thinking)

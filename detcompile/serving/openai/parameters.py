@@ -2,19 +2,19 @@
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 from msgspec.structs import asdict
 
 from detcompile.errors import InvalidInput
+from detcompile.reasoning.formats import Thinking
+from detcompile.reasoning.grammars import params_of_answers
 from detcompile.runtime.grammars.grammar import Grammar
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.serving.http_errors import HTTPError, error_of
 from detcompile.serving.openai.schema import ChatRequest, CompletionRequest, ResponseFormat
 from detcompile.serving.openai.tools import ToolUse
-from detcompile.serving.reasoning import GPT_OSS, PARSERS, Thinking, searched_after
-from detcompile.serving.reasoning_grammars import after_reasoning, within_budget
 from detcompile.serving.receipts.receipt import MAX_STOPS
 from detcompile.serving.service import Service
 
@@ -99,25 +99,15 @@ def with_reasoning(
         raise HTTPError(400, message, param="thinking_token_budget", code="unsupported_parameter")
     if thinking is None:
         return params
-    grammar, parser = params.grammar, PARSERS[thinking.parser]
     composed = use is not None and use.grammar is not None
     if budget is not None:
         budget = min(budget, service.hello.max_context)
     try:
-        if grammar is not None:
-            grammar = after_reasoning(grammar, thinking, service.texts.added_id, composed=composed, budget=budget)
-        elif budget is not None:
-            grammar = within_budget(thinking, service.texts.token_id, budget)
+        return params_of_answers(params, thinking, service.texts.vocabulary, composed=composed, budget=budget)
     except InvalidInput as error:
-        param = "thinking_token_budget" if grammar is None else "tools" if composed else "structured_outputs"
+        constrained = "tools" if composed else "structured_outputs"
+        param = "thinking_token_budget" if params.grammar is None else constrained
         raise HTTPError(400, f"{param}: {error}", param=param, code="unsupported_parameter") from error
-    special = parser is GPT_OSS or any(map(service.texts.is_special, (parser.opens, parser.closes)))
-    return replace(
-        params,
-        grammar=grammar,
-        skip_special_tokens=params.skip_special_tokens and not special,
-        reasoning_markers=searched_after(thinking) if params.stop else None,
-    )
 
 
 def prompts_of(prompts: str | Sequence[str | int | list[int]], param: str) -> list[str | list[int]]:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from detcompile.errors import DetcompileError, EngineError
+from detcompile.reasoning.formats import Piece
 from detcompile.serving.engines.answers import Answer, AnswerSample, progress
 from detcompile.serving.http_errors import FAULT, HTTPError, error_of
 from detcompile.serving.journal.job import Job
@@ -18,7 +19,7 @@ from detcompile.serving.openai.response_output import ResponseOutput
 from detcompile.serving.openai.schema import Message
 from detcompile.serving.reasoning import AnswerReader, num_reasoning_tokens
 from detcompile.serving.tokenizer_pool import SampleText
-from detcompile.serving.tools.reader import Family, Piece
+from detcompile.serving.tools.reader import Family
 
 TOKEN_BYTES = 64  # estimate per prompt token: its id, and its text in the messages
 Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]

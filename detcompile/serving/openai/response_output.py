@@ -3,8 +3,8 @@
 import hashlib
 from typing import Any
 
+from detcompile.reasoning.formats import Piece
 from detcompile.serving.openai.tools import call_id
-from detcompile.serving.tools.reader import Piece
 
 Event = dict[str, Any]  # without its sequence number
 

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
+from detcompile.reasoning.formats import thinking_of
 from detcompile.serving.http_errors import HTTPError
 from detcompile.serving.journal.job import Ask
 from detcompile.serving.journal.jobs import Call
@@ -18,7 +19,6 @@ from detcompile.serving.openai.recording import Recording
 from detcompile.serving.openai.response_schema import InputItem, ResponsesRequest, chat_request, messages_of
 from detcompile.serving.openai.schema import Message, decode_body
 from detcompile.serving.openai.tools import recorded_use, tool_use
-from detcompile.serving.reasoning import thinking_of
 from detcompile.serving.responses import JSON, Events, Whole
 from detcompile.serving.service import Service
 
@@ -147,7 +147,7 @@ async def _ask(service: Service, request: ResponsesRequest, owner: str) -> Ask:
     variables = template_variables(chat)
     prompt = await prompt_of(service, chat.messages, tools, variables=variables, param="input", owner=owner)
     messages, family = msgspec.json.encode(before), None if use is None else use.family.name
-    thinking = thinking_of(service.reasoning_parser, service.texts, prompt)
+    thinking = thinking_of(service.reasoning_parser, service.texts.decode, prompt)
     params = with_reasoning(params, service, thinking, use, chat.thinking_token_budget)
     rest = (template, messages, family, chat.cache_salt or "", thinking)
     return Ask([prompt], params, chat.priority or 0, "resp_", *rest)

@@ -5,13 +5,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from detcompile.errors import InvalidInput
+from detcompile.reasoning.formats import Piece, Thinking
 from detcompile.runtime.grammars.grammar import Grammar
 from detcompile.serving.http_errors import HTTPError
 from detcompile.serving.openai.schema import NamedTool, Tool, ToolChoice
-from detcompile.serving.reasoning import AnswerReader, Thinking
+from detcompile.serving.reasoning import AnswerReader
 from detcompile.serving.service import Service
 from detcompile.serving.tools.grammars import Function, free_grammar, required_grammar
-from detcompile.serving.tools.reader import FAMILIES, Family, Piece
+from detcompile.serving.tools.reader import FAMILIES, Family
 
 __all__ = ["AnswerParts", "ToolUse", "call_id", "recorded_use", "tool_use"]
 
@@ -96,9 +97,9 @@ def _grammar(service: Service, tools: Sequence[Tool], *, required: bool, single:
         return None
     try:
         if required:
-            return required_grammar(family, functions, service.texts.added_id, single=single)
+            return required_grammar(family, functions, service.texts.vocabulary.added_id, single=single)
         if single or any(function.strict for function in functions):
-            return free_grammar(family, functions, service.texts.added_id, single=single)
+            return free_grammar(family, functions, service.texts.vocabulary.added_id, single=single)
     except InvalidInput as error:
         raise HTTPError(400, f"tools: {error}", param="tools") from error
     return None

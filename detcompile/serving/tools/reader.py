@@ -7,7 +7,8 @@ import json
 from collections.abc import Generator
 from typing import Any, NamedTuple
 
-SPACE = " \t\r\n"
+from detcompile.reasoning.formats import SPACE, Piece, overlap
+
 ARGUMENTS = ("arguments", "parameters")
 SPLITS = "[ARGS]"  # between name and arguments in formats without a JSON object around both
 MOST_ESCAPE = 12  # characters of a surrogate pair's two escapes
@@ -26,7 +27,7 @@ class Family(NamedTuple):
         array: calls are in a JSON list, or each is a name, "[ARGS]" and its arguments.
         short_ids: templates need call ids of nine characters.
         bare: an answer that starts with a JSON object is a call, even without ``opens``.
-        harmony: calls are messages of gpt-oss's format, which serving/reasoning.py reads.
+        harmony: calls are messages of gpt-oss's format, which reasoning/formats.py reads.
     """
 
     name: str
@@ -52,22 +53,6 @@ def family_of(template: str) -> Family | None:
         if family.opens in template:
             return family
     return LLAMA3 if '"parameters":' in template else None
-
-
-class Piece(NamedTuple):
-    """New content or reasoning, or a call's name (once) or new part of its arguments.
-
-    Attributes:
-        call: index of the call; None for content.
-        name: the function's name, only in a call's first piece.
-        text: content, reasoning, or arguments as the model wrote them.
-        reasoning: the text is reasoning.
-    """
-
-    call: int | None
-    name: str | None
-    text: str
-    reasoning: bool = False
 
 
 class Reader:
@@ -305,8 +290,3 @@ def _arguments_of(written: str) -> str | None:
             continue
         return text if isinstance(text, str) and text.lstrip(SPACE).startswith("{") else written
     return written
-
-
-def overlap(text: str, mark: str) -> int:
-    """Return the length of the longest suffix of a text that is a proper prefix of ``mark``."""
-    return next((size for size in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:size])), 0)

@@ -6,17 +6,44 @@ The grammar is one of the request's parameters, so receipts, the journal and res
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from detcompile.errors import InvalidInput
+from detcompile.reasoning.formats import GPT_OSS, PARSERS, Thinking, Vocabulary, searched_after
 from detcompile.runtime.grammars.grammar import Grammar
 from detcompile.runtime.grammars.json_schemas import WHITESPACE
-from detcompile.serving.reasoning import GPT_OSS, PARSERS, Thinking
+from detcompile.runtime.requests.sampling_params import SamplingParams
 
-__all__ = ["after_reasoning", "within_budget"]
+__all__ = ["after_reasoning", "params_of_answers", "within_budget"]
 
 ADVICE = "switch thinking off in the chat template (chat_template_kwargs), or give a JSON schema, a regex or a choice"
 UNESCAPED_SLASH = re.compile(r"(\\.)|/", re.DOTALL)
+
+
+def params_of_answers(
+    params: SamplingParams, thinking: Thinking, vocabulary: Vocabulary, *, composed: bool, budget: int | None
+) -> SamplingParams:
+    """Return the parameters of answers with reasoning: grammar and stop strings begin after it, and markers are text.
+
+    Args:
+        composed, budget: see ``after_reasoning``.
+
+    Raises:
+        InvalidInput: the grammar cannot begin after the reasoning, or the budget cannot be kept.
+    """
+    grammar, parser = params.grammar, PARSERS[thinking.parser]
+    if grammar is not None:
+        grammar = after_reasoning(grammar, thinking, vocabulary.added_id, composed=composed, budget=budget)
+    elif budget is not None:
+        grammar = within_budget(thinking, vocabulary.token_id, budget)
+    special = parser is GPT_OSS or any(map(vocabulary.is_special, (parser.opens, parser.closes)))
+    return replace(
+        params,
+        grammar=grammar,
+        skip_special_tokens=params.skip_special_tokens and not special,
+        reasoning_markers=searched_after(thinking) if params.stop else None,
+    )
 
 
 def after_reasoning(

@@ -1,0 +1,1 @@
+"""Reasoning of thinking models: its formats, and the parameters of answers with it."""

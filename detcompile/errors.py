@@ -7,7 +7,8 @@ DetcompileError
 │   ├── GenerationError   a request's own parameters leave it no token to draw (also an InvalidInput)
 │   └── WorkerError       a worker process died, hung or raised
 ├── InvalidInput          a call's arguments cannot be served (also a ValueError)
-│   └── NumericsError     a Numerics that no order can satisfy
+│   ├── NumericsError     a Numerics that no order can satisfy
+│   └── UnservedAttribute an attribute of Hugging Face's models that a compiled one lacks (also an AttributeError)
 ├── ScheduleError         no schedule of a template may run on this device
 ├── StorageError          a folder or file cannot be written, is full, or may belong to another user
 ├── TrainerMismatch       a trainer's log-probabilities are not those of an engine
@@ -68,6 +69,10 @@ class TrainerMismatch(DetcompileError):
     def __init__(self, message: str, weights: tuple[str, ...] = ()) -> None:
         super().__init__(message)
         self.weights = weights
+
+
+class UnservedAttribute(InvalidInput, AttributeError):
+    """A compiled model lacks this attribute of Hugging Face's models. ``hasattr`` is False."""
 
 
 class UnsupportedModel(DetcompileError):

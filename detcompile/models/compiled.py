@@ -17,7 +17,7 @@ from detcompile.models.certified import CertifiedModel
 from detcompile.models.drafting import draft_with
 from detcompile.models.generation import GenerationOutput, Generator
 from detcompile.models.model_object import AnyConfig
-from detcompile.models.padded_calls import padded_output, require_served, require_tensors
+from detcompile.models.padded_calls import padded_output, require_served, require_tensors, with_config_outputs
 from detcompile.other_names import naming_equivalents
 from detcompile.runtime.dense.padded_batch import unpad
 from detcompile.runtime.engine import Engine
@@ -190,7 +190,7 @@ class CompiledModel(CertifiedModel):
         Raises:
             InvalidInput: shapes, ids, masks or keywords are not supported.
         """
-        require_served(keywords)
+        require_served(with_config_outputs(self.config, keywords))
         batch = unpad(*require_tensors(input_ids, attention_mask, position_ids, labels))
         output: Any = padded_output(self.executor, batch, labels, logits_to_keep)
         wanted = self.config.return_dict if return_dict is None else flag(return_dict, "return_dict")

@@ -4,9 +4,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
-from transformers import GenerationConfig, PretrainedConfig
+from torch import nn
+from transformers import GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
 
-from detcompile.errors import InvalidInput
+from detcompile.errors import InvalidInput, UnservedAttribute
 from detcompile.executors.executor import Executor
 from detcompile.torch_internals.native import parse_to
 from detcompile.transformers_internals.generation import prepare_generation_config
@@ -14,23 +15,10 @@ from detcompile.transformers_internals.generation import prepare_generation_conf
 SHOWN_OF_PROGRAM = 12  # digits
 # What to do instead of using an attribute of a Hugging Face model that a compiled one lacks.
 INSTEAD = {
+    "push_to_hub": "save_pretrained() writes a folder for it; detcompile.export(model, 'm.pt2') an archive",
     **dict.fromkeys(
-        ("save_pretrained", "push_to_hub"),
-        "save the Hugging Face model that you compiled, or write an archive with detcompile.export(model, 'm.pt2')",
-    ),
-    **dict.fromkeys(
-        (
-            "state_dict",
-            "parameters",
-            "named_parameters",
-            "get_parameter",
-            "buffers",
-            "named_buffers",
-            "get_buffer",
-            "get_input_embeddings",
-            "get_output_embeddings",
-        ),
-        "read weights of the Hugging Face model that you compiled; update_weights() sets those of this one",
+        ("get_input_embeddings", "get_output_embeddings"),
+        "read weights by state_dict(); update_weights() sets them",
     ),
     "load_state_dict": "update_weights() takes named tensors",
     **dict.fromkeys(
@@ -68,6 +56,13 @@ INSTEAD = {
     "compile": "the model is compiled",
 }
 
+# Methods of the Hugging Face module that read its weights. In-place changes of these are noticed, like the module's.
+READS_WEIGHTS = frozenset((
+    "buffers", "get_buffer", "get_memory_footprint", "get_parameter", "get_parameter_or_buffer", "named_buffers",
+    "named_parameters", "parameters", "save_pretrained", "state_dict",
+))  # fmt: skip
+OF_THE_MODULE = "it belongs to the Hugging Face model: use it there, before you compile"
+
 
 class AnyConfig(PretrainedConfig):
     """The config under which transformers' Auto classes list compiled models.
@@ -79,7 +74,11 @@ class AnyConfig(PretrainedConfig):
 class ModelObject:
     """The attributes and methods of transformers.PreTrainedModel that code for Hugging Face models uses.
 
-    Weights, dtype and device are fixed: calls that would change them are rejected, others return the model.
+    Weights, dtype and device are fixed: calls that would change them are rejected, others return the model. Methods
+    that read weights (READS_WEIGHTS) are the module's, if this process has it whole.
+
+    Raises:
+        UnservedAttribute: another public attribute of transformers.PreTrainedModel; says what to use instead.
 
     Attributes:
         executor: runs the steps.
@@ -105,8 +104,15 @@ class ModelObject:
     if not TYPE_CHECKING:  # otherwise mypy would accept any name
 
         def __getattr__(self, name: str) -> Any:
-            advice = f": {INSTEAD[name]}" if name in INSTEAD else ""
-            message = f"{type(self).__name__!r} object has no attribute {name!r}{advice}"
+            message = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if name in READS_WEIGHTS:
+                reason = self._no_whole_module()
+                if reason is None:
+                    return getattr(self.model, name)
+                raise UnservedAttribute(f"{message}: {reason}")
+            known = any(hasattr(kind, name) for kind in (PreTrainedModel, GenerationMixin))
+            if name in INSTEAD or (known and not name.startswith("_")):
+                raise UnservedAttribute(f"{message}: {INSTEAD.get(name, OF_THE_MODULE)}")
             raise AttributeError(message, name=name, obj=self)
 
     @property
@@ -195,6 +201,10 @@ class ModelObject:
         """Return this model, if it is in float32; rejected as in ``to``."""
         return self._settled("float", dtype=torch.float32)
 
+    def double(self) -> Self:
+        """Return this model, if it is in float64; rejected as in ``to``."""
+        return self._settled("double", dtype=torch.float64)
+
     def __repr__(self) -> str:
         """Return one line with the program's digest; the fingerprint would read all weights."""
         name = self.name_or_path
@@ -205,6 +215,17 @@ class ModelObject:
             f" {self.device}, {known.parameters.total:,} parameters, {len(known.certificate.orders)} sum orders,"
             f" program {known.program[:SHOWN_OF_PROGRAM]})"
         )
+
+    def _no_whole_module(self) -> str | None:
+        """Return why this process has no module with the whole weights by Hugging Face's names; None if it has."""
+        instead = "read those of the Hugging Face model that you compiled"
+        if not isinstance(self.model, nn.Module):
+            return f"the weights are in an archive or in worker processes: {instead}"
+        if self.executor.ranks is not None or self.executor.description.stage is not None:
+            return f"this process has only a share of the weights: {instead}"
+        if getattr(self.config, "quantization_config", None) is not None:
+            return f"the quantized weights are laid out for this program: {instead}"
+        return None
 
     def _settled(self, method: str, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
         place = None if device is None else torch.device(device)

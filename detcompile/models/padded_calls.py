@@ -53,6 +53,13 @@ def require_served(keywords: Mapping[str, Any], served: str = SERVED) -> None:
             raise InvalidInput(f"{name} is not an argument of a call; use {served}")
 
 
+def with_config_outputs(config: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keywords of a call, with the additional outputs that a config asks for, as in transformers."""
+    names = ("output_attentions", "output_hidden_states")
+    configured = {name: True for name in names if getattr(config, name, False) and keywords.get(name) is None}
+    return {**keywords, **configured}
+
+
 def require_tensors(
     input_ids: object, attention_mask: object, position_ids: object, labels: object
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:

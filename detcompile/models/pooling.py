@@ -19,7 +19,7 @@ from transformers.utils import ModelOutput
 from detcompile.errors import InvalidInput
 from detcompile.models.certified import CertifiedModel
 from detcompile.models.model_object import AnyConfig
-from detcompile.models.padded_calls import require_served, require_tensors
+from detcompile.models.padded_calls import require_served, require_tensors, with_config_outputs
 from detcompile.passes.modules.pooling_heads import FIRST, LAST, attends_both_ways
 from detcompile.runtime.dense.padded_batch import UnpaddedBatch, check_batch, dense_step, repad, two_way_step, unpad
 from detcompile.runtime.kv.block_pool import BLOCK_SIZE
@@ -88,7 +88,7 @@ class _Pooling(CertifiedModel):
 
     def _batch(self, input_ids: Any, mask: Any, position_ids: Any, keywords: dict[str, Any]) -> UnpaddedBatch:
         _require_one_type(keywords.pop("token_type_ids", None))
-        require_served(keywords, SERVED)
+        require_served(with_config_outputs(self.config, keywords), SERVED)
         return unpad(*require_tensors(input_ids, mask, position_ids, None))
 
     def _packs(self, prompts: Prompts) -> list[UnpaddedBatch]:

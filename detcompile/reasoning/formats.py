@@ -6,11 +6,6 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
-__all__ = [
-    "GPT_OSS", "Harmony", "Marked", "PARSERS", "Piece", "ReasoningParser", "SPACE", "Thinking", "Vocabulary", "overlap",
-    "reasoning_parser_of", "searched_after", "split_reasoning", "thinking_of",
-]  # fmt: skip
-
 SPACE = " \t\r\n"
 TAIL = 32  # tokens at a prompt's end that may hold a marker and whitespace
 
@@ -29,7 +24,7 @@ class ReasoningParser(NamedTuple):
     assumed: bool = False
 
 
-GPT_OSS = ReasoningParser("openai_gptoss", "<|channel|>analysis<|message|>", "<|end|>")  # read by _Harmony
+GPT_OSS = ReasoningParser("openai_gptoss", "<|channel|>analysis<|message|>", "<|end|>")  # read by Harmony
 PARSERS = {
     parser.name: parser
     for parser in (

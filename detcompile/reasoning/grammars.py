@@ -15,8 +15,6 @@ from detcompile.runtime.grammars.grammar import Grammar
 from detcompile.runtime.grammars.json_schemas import WHITESPACE
 from detcompile.runtime.requests.sampling_params import SamplingParams
 
-__all__ = ["after_reasoning", "params_of_answers", "within_budget"]
-
 ADVICE = "switch thinking off in the chat template (chat_template_kwargs), or give a JSON schema, a regex or a choice"
 UNESCAPED_SLASH = re.compile(r"(\\.)|/", re.DOTALL)
 

@@ -10,8 +10,6 @@ from detcompile.serving.engines.answers import Answer
 from detcompile.serving.tokenizer_pool import TokenizerPool
 from detcompile.serving.tools.reader import Family, Reader
 
-__all__ = ["AnswerReader", "num_reasoning_tokens"]
-
 AT_ONCE = 64  # tokens to count before yielding to the event loop
 
 

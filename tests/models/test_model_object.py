@@ -6,6 +6,7 @@ import io
 import pickle
 import re
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -15,8 +16,10 @@ import torch
 import transformers.pipelines.base
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import (
+    AutoModelForCausalLM,
     DynamicCache,
     GenerationConfig,
+    GenerationMixin,
     LlamaForCausalLM,
     Pipeline,
     PreTrainedModel,
@@ -26,9 +29,9 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 import detcompile
-from detcompile import CompiledClassifier, CompiledModel, InvalidInput
+from detcompile import CompiledClassifier, CompiledModel, InvalidInput, UnservedAttribute
 from detcompile.executors.description import ParameterCount
-from detcompile.models.model_object import INSTEAD
+from detcompile.models.model_object import INSTEAD, READS_WEIGHTS
 from detcompile.models.padded_calls import REFUSED, SERVED, require_served
 from detcompile.transformers_internals.generation import cache_keyword
 from tests.bits import assert_bitwise_equal
@@ -56,8 +59,68 @@ def test_it_says_what_a_hugging_face_model_says() -> None:
 def test_attributes_that_it_lacks_say_what_to_do(name: str) -> None:
     assert not hasattr(model(), name) and getattr(model(), name, 7) == 7
     message = f"'CompiledModel' object has no attribute '{name}'" + (f": {INSTEAD[name]}" if name in INSTEAD else "")
-    with pytest.raises(AttributeError, match=f"^{re.escape(message)}$"):
+    with pytest.raises(AttributeError, match=f"^{re.escape(message)}$") as raised:
         getattr(model(), name)
+    assert isinstance(raised.value, UnservedAttribute) is (name in INSTEAD)
+
+
+SURFACE = sorted({name for kind in (LlamaForCausalLM, PreTrainedModel, GenerationMixin) for name in dir(kind)
+                  if not name.startswith("_")})  # fmt: skip
+
+
+def test_every_attribute_of_hugging_face_works_or_is_refused() -> None:
+    for name in SURFACE:
+        try:
+            assert getattr(model(), name) is not None
+        except UnservedAttribute as error:
+            assert f"has no attribute {name!r}: " in str(error)
+            assert not hasattr(model(), name)
+
+
+def test_its_weights_are_read_as_hugging_face_has_them(tmp_path: Path) -> None:
+    plain, ours = random_model("qwen3", torch.float32), model()
+    for found, expected in (
+        (ours.state_dict(), plain.state_dict()),
+        (dict(ours.named_parameters()), dict(plain.named_parameters())),
+        (dict(ours.named_buffers()), dict(plain.named_buffers())),
+    ):
+        assert list(found) == list(expected)
+        for name, tensor in expected.items():
+            assert_bitwise_equal(found[name], tensor)
+    assert next(ours.parameters()) is ours.get_parameter("model.embed_tokens.weight")
+    assert ours.get_memory_footprint() == plain.get_memory_footprint()
+    ours.save_pretrained(tmp_path)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).state_dict()
+    for name, tensor in plain.state_dict().items():
+        assert_bitwise_equal(saved[name], tensor)
+    ids = ours(IDS).logits
+    version, weight = ours.weights_version, ours.state_dict()["model.norm.weight"]
+    weight.mul_(2.0)
+    assert ours.weights_version > version and not torch.equal(ours(IDS).logits, ids)
+    weight.mul_(0.5)
+    assert_bitwise_equal(ours(IDS).logits, ids)
+
+
+def test_weights_that_are_elsewhere_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = model()
+    for owner, name, value, reason in (
+        (ours, "model", SimpleNamespace(config=ours.config), "in an archive or in worker processes"),
+        (ours.executor, "ranks", object(), "only a share of the weights"),
+        (ours.config, "quantization_config", {"bits": 4}, "the quantized weights are laid out"),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, value, raising=False)
+            for read in READS_WEIGHTS:
+                with pytest.raises(UnservedAttribute, match=f"{read}.*{reason}.*read those of the Hugging Face model"):
+                    getattr(ours, read)
+
+
+@pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions"])
+def test_outputs_that_the_config_asks_for_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model().config, f"_{name}" if hasattr(model().config, f"_{name}") else name, True)
+    with pytest.raises(InvalidInput, match=f"{name} is not served: the program only returns logits"):
+        model()(IDS)
+    assert model()(IDS, **{name: False}).logits is not None
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit")

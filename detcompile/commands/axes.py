@@ -132,7 +132,8 @@ def _probabilities(logits: Tensor) -> Tensor:
 def score(model: CompiledModel, configuration: Configuration) -> Tensor:
     """Return the logits [len(target), V] of the target row, with teacher forcing."""
     if configuration.padding is not None:
-        return _score_padded(model, configuration)
+        input_ids, mask, columns = padded_batch(configuration)
+        return model(input_ids.to(model.device), mask.to(model.device)).logits[configuration.target, columns]
     sequences = [Sequence(list(row)) for row in configuration.rows]
     size = configuration.block_size
     order = None if configuration.placement is None else torch.Generator().manual_seed(configuration.placement)
@@ -169,11 +170,6 @@ def padded_batch(configuration: Configuration) -> tuple[Tensor, Tensor, slice]:
         input_ids[i, here], mask[i, here] = torch.tensor(row), 1
         columns = here if i == configuration.target else columns
     return input_ids, mask, columns
-
-
-def _score_padded(model: CompiledModel, configuration: Configuration) -> Tensor:
-    input_ids, mask, columns = padded_batch(configuration)
-    return model(input_ids.to(model.device), mask.to(model.device)).logits[configuration.target, columns]
 
 
 def measure(

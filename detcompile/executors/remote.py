@@ -85,7 +85,12 @@ class RemoteExecutor:
         facts = self.description.facts
         require_block_tables(facts, config)
         if self.pp > 1:
-            config = self._stage_config(config, speculation)
+            if speculation is not None and speculation.reads_states:
+                raise InvalidInput(
+                    f"pp={self.pp}: this drafter reads hidden states, which stages do not return: use another drafter,"
+                    " or compile with pp=1"
+                )
+            config = replace(config, overlap=False)
         if config.restarts:
             self.revive()
         num_blocks, drafts = config.num_blocks, speculation is not None
@@ -145,15 +150,6 @@ class RemoteExecutor:
         results = self.group.call("apply", packed, seconds=seconds)
         self.weights.refresh()  # the function may have changed them
         return results
-
-    def _stage_config(self, config: EngineConfig, speculation: SpeculationConfig | None) -> EngineConfig:
-        """Turn overlap off for an engine over pipeline stages; reject drafters that read hidden states."""
-        if speculation is not None and speculation.reads_states:
-            raise InvalidInput(
-                f"pp={self.pp}: this drafter reads hidden states, which stages do not return: use another drafter,"
-                " or compile with pp=1"
-            )
-        return replace(config, overlap=False)
 
     def _make_worker(
         self,

@@ -69,7 +69,9 @@ def load_checkpoint(
     require_json(path, SETTINGS)
     require_trust(path / "config.json", trust_remote_code)
     for file in _weight_files(path):
-        _require_whole(file)
+        fault = _fault(file) or (_safetensors_fault(file) if file.suffix == ".safetensors" else _pickle_fault(file))
+        if fault:
+            raise InvalidInput(f"{file} {fault}: {AGAIN}")
     _require_one_copy(path)
     try:
         reading = {"local_files_only": not trust_remote_code, "trust_remote_code": trust_remote_code}
@@ -183,12 +185,6 @@ def _weight_files(path: Path) -> list[Path]:
                 raise InvalidInput(f"{index} names files outside its folder: use a checkpoint that you trust")
             return [path / part for part in parts]
     return []
-
-
-def _require_whole(file: Path) -> None:
-    fault = _fault(file) or (_safetensors_fault(file) if file.suffix == ".safetensors" else _pickle_fault(file))
-    if fault:
-        raise InvalidInput(f"{file} {fault}: {AGAIN}")
 
 
 def _require_one_copy(path: Path) -> None:

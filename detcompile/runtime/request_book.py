@@ -13,7 +13,7 @@ from itertools import count
 from detcompile.errors import EngineError, GenerationError, InvalidInput
 from detcompile.runtime.kv.block_pool import NULL_BLOCK
 from detcompile.runtime.requests.deliveries import Deliveries
-from detcompile.runtime.requests.outputs import Logprobs, RequestMetrics, RequestOutput
+from detcompile.runtime.requests.outputs import Logprobs, RequestMetrics
 from detcompile.runtime.requests.plain_values import string
 from detcompile.runtime.requests.poison_guard import ALONE_DEATHS, Isolation
 from detcompile.runtime.requests.request import Request, undrawable
@@ -123,7 +123,11 @@ class RequestBook:
         self._drop_broken()
         touched, self._touched = self._touched, {}
         for request in touched:
-            self._deliver(request.output)
+            if not self._deliveries.give(request.output) and not request.output.finished:
+                self.cancel(request.output.request_id)
+            if request.output.finished:
+                with self._admitting:
+                    self._names.discard(request.output.request_id)
 
     def fail(self, error: BaseException, text: str) -> None:
         """Fail every request after an engine failure, and send ``text`` to every receiver."""
@@ -194,14 +198,6 @@ class RequestBook:
         request = self._owner.get(sequence)
         if request is not None:
             self._break(request, error)
-
-    def _deliver(self, output: RequestOutput) -> None:
-        """Deliver an output; a request's last output frees its id."""
-        if not self._deliveries.give(output) and not output.finished:
-            self.cancel(output.request_id)
-        if output.finished:
-            with self._admitting:
-                self._names.discard(output.request_id)
 
     def _attempt(self, act: Callable[[Request], None], request: Request | None) -> None:
         try:

@@ -244,17 +244,13 @@ def main() -> None:
     tokenizer = SimpleNamespace(backend_tokenizer=backend)
     compiler = GrammarCompiler(tokenizer, backend.get_vocab_size(), (), seconds=START_SECONDS)
     _refusal(compiler, Grammar.json_object())  # warmup: the first compile takes longer
-    _limit_memory()
-    _answer("")
-    for frame in frames:
-        _answer(_refusal(compiler, Grammar(*msgspec.msgpack.decode(frame, type=tuple[Kind, str]))))
-
-
-def _limit_memory() -> None:
-    """Limit what grammars may add to the address space: libraries alone map gigabytes on a machine of many cores."""
+    # Limits only what grammars add: libraries alone map gigabytes on a machine of many cores.
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     most = pages * resource.getpagesize() + MOST_MEMORY
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    _answer("")
+    for frame in frames:
+        _answer(_refusal(compiler, Grammar(*msgspec.msgpack.decode(frame, type=tuple[Kind, str]))))
 
 
 def _refusal(compiler: GrammarCompiler, grammar: Grammar) -> str:

@@ -141,7 +141,9 @@ async def serve(
             await asyncio.wait([serving, starting], return_when=asyncio.FIRST_COMPLETED)
             if starting.done():
                 hello = starting.result()
-                _shorten_collections()
+                gc.collect()  # exclude imported objects from later collections, and collect less often
+                gc.freeze()
+                gc.set_threshold(COLLECTED_OBJECTS, 10, 10)
                 _print(f"serving {service.name} on {address}; fingerprint {hello.fingerprint}")
                 watching = asyncio.create_task(_exit_when_lost(service, server))
                 await serving
@@ -154,13 +156,6 @@ async def serve(
         starting.cancel()
         await asyncio.gather(serving, starting, return_exceptions=True)
     return ENGINE_LOST if lost else os.EX_OK
-
-
-def _shorten_collections() -> None:
-    """Exclude imported objects from garbage collection, and collect less often."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(COLLECTED_OBJECTS, 10, 10)
 
 
 @contextlib.asynccontextmanager

@@ -102,7 +102,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.policy = trainer(copy.deepcopy(held), numerics=self.sampler.numerics, max_context=self.sampler.max_context)
         for block in self.policy.blocks:
             block.recompute = args.gradient_checkpointing
-        _share_parameters(held, self.policy)
+        for name, parameter in self.policy.named_parameters(remove_duplicate=False):
+            module, _, attribute = name.rpartition(".")
+            setattr(held.get_submodule(module), attribute, parameter)
         keywords.setdefault("processing_class", tokenizer_of(held))
         super().__init__(held, reward_funcs, args, **keywords)
         self._engine = self.sampler.engine(engine or EngineConfig())
@@ -226,13 +228,6 @@ def _capped_ratio(logprobs: Tensor, old: Tensor, most: float) -> Tensor:
     given = (tensor.detach().contiguous() for tensor in (logprobs, old, torch.ones_like(old)))
     terms, _ = policy_terms(*given, low=0.0, high=most, denominator=1.0)
     return -terms
-
-
-def _share_parameters(model: PreTrainedModel, policy: torch.nn.Module) -> None:
-    """Replace the Hugging Face model's parameters with the policy's, by name."""
-    for name, parameter in policy.named_parameters(remove_duplicate=False):
-        module, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(module), attribute, parameter)
 
 
 def require_exact(args: Any, keywords: dict[str, Any]) -> None:

@@ -41,7 +41,12 @@ class Grammar:
         if size > MAX_SOURCE:
             raise InvalidInput(f"grammar: the source has {size} bytes, of {MAX_SOURCE} at most")
         if self.kind == "choice":
-            self._require_texts()
+            try:
+                texts = json.loads(self.source)
+            except ValueError as error:
+                raise InvalidInput(f"grammar: choice needs a JSON list: {error}") from error
+            if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
+                raise InvalidInput("grammar: choice needs a list of texts, none of them empty")
 
     @property
     def digest(self) -> str:
@@ -97,14 +102,6 @@ class Grammar:
         if name in ("regex", "grammar"):
             return Grammar(STRUCTURED[name], value)  # type: ignore[arg-type]
         return Grammar.json_schema(value) if name == "json" else Grammar.choice(value)
-
-    def _require_texts(self) -> None:
-        try:
-            texts = json.loads(self.source)
-        except ValueError as error:
-            raise InvalidInput(f"grammar: choice needs a JSON list: {error}") from error
-        if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
-            raise InvalidInput("grammar: choice needs a list of texts, none of them empty")
 
 
 _NAMES = (*STRUCTURED, "json_object")

@@ -99,7 +99,10 @@ def token_list(values: Any, name: str) -> list[int]:
     if hasattr(values, "tolist"):
         if getattr(values, "ndim", 1) != 1:
             raise InvalidInput(f"{name}: it has shape {list(values.shape)}: give one axis of integers")
-        values = _integers_of(values, name)
+        dtype = _dtype(values)
+        if any(word in dtype for word in ("float", "complex", "bool")):
+            raise InvalidInput(f"{name}: it holds {dtype}: give integers")
+        values = list(values.tolist())
     elif not isinstance(values, Collection) or isinstance(values, (str, bytes, bytearray, Mapping)):
         raise InvalidInput(f"{name}: {shown(values)} is {kind(values)}: give a list of integers")
     if all(type(value) is int for value in values):
@@ -120,13 +123,6 @@ def kind(value: Any) -> str:
     """Return the name of the value's type, with its article."""
     name = type(value).__name__
     return "None" if value is None else f"an {name}" if name[0] in "aeiou" else f"a {name}"
-
-
-def _integers_of(array: Any, name: str) -> list[Any]:
-    dtype = _dtype(array)
-    if any(word in dtype for word in ("float", "complex", "bool")):
-        raise InvalidInput(f"{name}: it holds {dtype}: give integers")
-    return list(array.tolist())
 
 
 def _is_flag(value: Any) -> bool:

@@ -54,7 +54,10 @@ class MedusaDrafter(Drafter):
         self.vocab_size, self.hidden_size = lm_head.shape
         _require_fitting(heads, self.vocab_size, self.hidden_size)
         if paths is not None:
-            _require_tree(paths, heads.num_heads)
+            if max(map(len, require_shape(paths))) > heads.num_heads:
+                raise InvalidInput(
+                    f"MedusaDrafter: paths={list(paths)} must not be deeper than the {heads.num_heads} heads"
+                )
             num_candidates = 1 + max(max(path) for path in paths)
         if num_nodes < 1 or not 1 <= num_candidates < self.vocab_size:
             raise InvalidInput(
@@ -167,8 +170,3 @@ def _require_fitting(heads: MedusaHeads, vocab_size: int, hidden_size: int) -> N
             f"the Medusa heads' vocabulary has {heads.vocab_size} tokens, the model's {vocab_size}: take heads that"
             " were trained for it"
         )
-
-
-def _require_tree(paths: SequenceOf[Path], num_heads: int) -> None:
-    if max(map(len, require_shape(paths))) > num_heads:
-        raise InvalidInput(f"MedusaDrafter: paths={list(paths)} must not be deeper than the {num_heads} heads")

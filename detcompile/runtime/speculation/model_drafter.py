@@ -89,7 +89,11 @@ class ModelDrafter(Drafter):
         self._gives_distributions = False
         self._distributions: list[Tensor] = []  # [S, V] per level of the current proposal
         if runner.cuda_graphs:
-            self._warm_up(num_sequences, chains=tree == "chain" and not siblings)
+            worker = Worker(self._runner, self._sampler)
+            most = max(num_sequences, FEWEST_MIXED)  # after a pause, many tokens are read at once
+            worker.warm_up(most, MIXED_BUCKETS[-1], self._blocks.pool.blocks_for(self._max_context))
+            if tree == "chain" and not siblings:
+                worker.warm_up_chains(num_sequences, self.num_tokens)
 
     @torch.no_grad()
     def propose(self, sequences: SequenceOf[Sequence], max_depth: SequenceOf[int]) -> list[DraftTree]:
@@ -122,14 +126,6 @@ class ModelDrafter(Drafter):
         shadow = self._shadows.pop(sequence, None)
         if shadow is not None and shadow.block_tables:
             self._blocks.release(shadow)
-
-    def _warm_up(self, num_sequences: int, *, chains: bool) -> None:
-        """Capture graphs before serving; after a pause, many tokens are read at once."""
-        worker = Worker(self._runner, self._sampler)
-        most = max(num_sequences, FEWEST_MIXED)
-        worker.warm_up(most, MIXED_BUCKETS[-1], self._blocks.pool.blocks_for(self._max_context))
-        if chains:
-            worker.warm_up_chains(num_sequences, self.num_tokens)
 
     def _follow(self, sequence: Sequence, depth: int, kept: SequenceOf[Sequence]) -> bool:
         """Update the draft model's copy of a sequence; rejected drafts are overwritten."""

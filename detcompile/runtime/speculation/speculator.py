@@ -153,7 +153,8 @@ class Speculator:
         if not self._call(self._drafter.observe, seen, hidden) and len(rows) > 1:
             for sequence, row in rows.items():
                 if not self._call(self._drafter.observe, {self._view(sequence): row}, hidden):
-                    self._disable(sequence)
+                    self._disabled.add(sequence)
+                    self._call(self._drafter.forget, self._view(sequence))
 
     def commit(self, verification: Verification, path: Path, *, cut: bool) -> None:
         """Keep the blocks of the branch through ``path``, the accepted node, and free the others.
@@ -220,10 +221,6 @@ class Speculator:
             self._record(error)
             return False
         return True
-
-    def _disable(self, sequence: Sequence) -> None:
-        self._disabled.add(sequence)
-        self._call(self._drafter.forget, self._view(sequence))
 
     def _record(self, error: Exception) -> None:
         if repr(error) != repr(self.error):

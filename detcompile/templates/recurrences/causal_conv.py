@@ -16,22 +16,14 @@ import triton.language as tl
 from torch import Tensor
 
 from detcompile.templates.cpu import library as cpu_library
-from detcompile.templates.recurrences.states import STEPS, dense_steps, run_on_cpu
+from detcompile.templates.recurrences.states import STATE, STEPS, dense_steps, run_on_cpu
 from detcompile.templates.registration import define
 
 BLOCK = 256  # channels per program
 
 
 def causal_conv_cpu(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    state: Tensor,
-    state_slots: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    *,
-    isa: str | None = None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, *step: Tensor, isa: str | None = None
 ) -> Tensor:
     """Run the op on the CPU: x [T, C], weight [C, W], bias [C] -> [T, C]; rows past cu_seqlens[S] get zeros.
 
@@ -42,9 +34,9 @@ def causal_conv_cpu(
     (T, C), W = x.shape, weight.shape[1]
     taps = weight.detach().t().float().contiguous()
     offset = None if bias is None else bias.detach().float().contiguous()
-    steps, sizes = (state_slots, cu_seqlens, seq_lens), [C, W, x.stride(0), cpu_library.dtype_code(x)]
+    sizes = [C, W, x.stride(0), cpu_library.dtype_code(x)]
     out = torch.empty((T, C), dtype=x.dtype, device="cpu")
-    return run_on_cpu("causal_conv", [x, taps, offset], state, steps, out, sizes, isa)
+    return run_on_cpu("causal_conv", [x, taps, offset], state, step, out, sizes, isa)
 
 
 @triton.jit
@@ -106,42 +98,21 @@ def _shift_kernel(
         tl.store(slot_ptr + i * C + channel, column, mask=inside)
 
 
-def causal_conv_cuda(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    state: Tensor,
-    state_slots: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-) -> Tensor:
-    """Run x [T, C] of unit last stride, weight [C, W] -> [T, C]; the state is shifted by the step's tokens."""
-    (T, C), W, S = x.shape, weight.shape[1], len(state_slots)
+def causal_conv_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, *step: Tensor) -> Tensor:
+    """Run x [T, C], weight [C, W] -> [T, C]; the state is shifted by the step's tokens."""
+    x = x if x.stride(1) == 1 else x.contiguous()
+    (T, C), W, S = x.shape, weight.shape[1], len(step[0])
     out = torch.empty((T, C), dtype=x.dtype, device=x.device)
     if T == 0 or C == 0 or S == 0:
         return out.zero_()
     blocks = triton.cdiv(C, BLOCK)
-    given = (state, state_slots, cu_seqlens, seq_lens)
     _conv_kernel[(T, blocks)](
-        x, weight.contiguous(), bias, state, out, *given[1:], S, x.stride(0),
+        x, weight.contiguous(), bias, state, out, *step, S, x.stride(0),
         C=C, W=W, HAS_BIAS=bias is not None, BLOCK=BLOCK, num_warps=2, enable_fp_fusion=False,
     )  # fmt: skip
     if W > 1:
-        _shift_kernel[(S, blocks)](x, *given, x.stride(0), C=C, W=W, BLOCK=BLOCK, num_warps=2)
+        _shift_kernel[(S, blocks)](x, state, *step, x.stride(0), C=C, W=W, BLOCK=BLOCK, num_warps=2)
     return out
-
-
-def _causal_conv_cuda(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    state: Tensor,
-    state_slots: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-) -> Tensor:
-    x = x if x.stride(1) == 1 else x.contiguous()
-    return causal_conv_cuda(x, weight, bias, state, state_slots, cu_seqlens, seq_lens)
 
 
 def _dense_causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -153,11 +124,10 @@ def _dense_causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
 
 
 define(
-    "causal_conv(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) state, Tensor state_slots, Tensor cu_seqlens, "
-    "Tensor seq_lens) -> Tensor",
+    f"causal_conv(Tensor x, Tensor weight, Tensor? bias, {STATE}) -> Tensor",
     {"x": "float T C", "weight": "float C W>0", "bias": "float C", "state": "contiguous x Slots W-1 C"} | STEPS,
     cpu=causal_conv_cpu,
-    cuda=_causal_conv_cuda,
+    cuda=causal_conv_cuda,
     fake=lambda x, *rest: x.new_empty(x.shape),
 )
 define(

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from detcompile.errors import InvalidInput
 from detcompile.templates.recurrences.linear_gpu import linear_recurrence_cuda
-from detcompile.templates.recurrences.states import STEPS, dense_steps, run_on_cpu
+from detcompile.templates.recurrences.states import STATE, STEPS, dense_steps, run_on_cpu
 from detcompile.templates.registration import define
 
 _OPERANDS = "Tensor q, Tensor k, Tensor v, Tensor decay, Tensor? beta, Tensor? rates"
@@ -38,10 +38,7 @@ def linear_recurrence_cpu(
     beta: Tensor | None,
     rates: Tensor | None,
     state: Tensor,
-    state_slots: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    *,
+    *step: Tensor,
     isa: str | None = None,
 ) -> Tensor:
     """Run the op on the CPU: q and k [T, G, K], v [T, H, V], all float32 -> [T, H, V]; padding rows get zeros.
@@ -52,24 +49,14 @@ def linear_recurrence_cpu(
     kind = _check(q, v, decay, rates)
     (T, H, V), (G, K) = v.shape, q.shape[1:]
     given = [None if value is None else value.contiguous() for value in (q, k, v, decay, beta, rates)]
-    out, steps = torch.empty((T, H, V), dtype=torch.float32, device="cpu"), (state_slots, cu_seqlens, seq_lens)
-    return run_on_cpu("linear_recurrence", given, state, steps, out, [H, G, K, V, kind], isa)
+    out = torch.empty((T, H, V), dtype=torch.float32, device="cpu")
+    return run_on_cpu("linear_recurrence", given, state, step, out, [H, G, K, V, kind], isa)
 
 
 def _linear_recurrence_cuda(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor,
-    beta: Tensor | None,
-    rates: Tensor | None,
-    state: Tensor,
-    state_slots: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, rates: Tensor | None, *step: Tensor
 ) -> Tensor:
-    kind = _check(q, v, decay, rates)
-    return linear_recurrence_cuda(kind, q, k, v, decay, beta, rates, state, state_slots, cu_seqlens, seq_lens)
+    return linear_recurrence_cuda(_check(q, v, decay, rates), q, k, v, decay, beta, rates, *step)
 
 
 def _dense_linear_recurrence(
@@ -93,8 +80,7 @@ _PACKED = {
 }
 _DENSE = {name: text if name == "rates" else text.replace(" T", " B T") for name, text in _PACKED.items()}
 define(
-    f"linear_recurrence({_OPERANDS}, Tensor(a!) state, Tensor state_slots, Tensor cu_seqlens, Tensor seq_lens) "
-    "-> Tensor",
+    f"linear_recurrence({_OPERANDS}, {STATE}) -> Tensor",
     _PACKED | {"state": "contiguous float32 Slots H K V"} | STEPS,
     cpu=linear_recurrence_cpu,
     cuda=_linear_recurrence_cuda,

@@ -105,16 +105,14 @@ def linear_recurrence_cuda(
     beta: Tensor | None,
     rates: Tensor | None,
     state: Tensor,
-    state_slots: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
+    *step: Tensor,
 ) -> Tensor:
     """Run q and k [T, G, K], v [T, H, V] float32 -> [T, H, V]; tiles and warps depend only on K and V.
 
     Args:
         kind: the decay's kind, from linear.decay_kind.
     """
-    (T, H, V), (G, K), S = v.shape, q.shape[1:], len(state_slots)
+    (T, H, V), (G, K), S = v.shape, q.shape[1:], len(step[0])
     out = torch.zeros((T, H, V), dtype=torch.float32, device=v.device)  # padding rows stay zeros
     if out.numel() == 0 or S == 0:
         return out
@@ -122,7 +120,7 @@ def linear_recurrence_cuda(
     keys = triton.next_power_of_2(K)
     width = min(triton.next_power_of_2(V), max(16, MOST_ELEMENTS // keys), 64)
     _recurrence_kernel[(S, H, triton.cdiv(V, width))](
-        *given, state, out, state_slots, cu_seqlens, seq_lens,
+        *given, state, out, *step,
         H=H, G=G, K=K, V=V, KEYS=keys, WIDTH=width, GROUP=GROUP, KIND=kind, DELTA=beta is not None,
         ON_GPU=v.is_cuda, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip

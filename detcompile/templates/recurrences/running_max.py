@@ -14,30 +14,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from detcompile.templates.recurrences.states import STEPS, dense_steps, run_on_cpu
+from detcompile.templates.recurrences.states import STATE, STEPS, dense_steps, run_on_cpu
 from detcompile.templates.registration import define
 
 BLOCK = 32  # channels per program
 
 
-def running_max_cpu(
-    x: Tensor,
-    decay: Tensor,
-    state: Tensor,
-    state_slots: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    *,
-    isa: str | None = None,
-) -> Tensor:
+def running_max_cpu(x: Tensor, decay: Tensor, state: Tensor, *step: Tensor, isa: str | None = None) -> Tensor:
     """Run the op on the CPU: x and decay [T, C] float32 -> [T, C]; rows past cu_seqlens[S] get zeros.
 
     Raises:
         InvalidInput: metadata points outside the state; nothing is written.
     """
-    (T, C), operands, steps = x.shape, [x.contiguous(), decay.contiguous()], (state_slots, cu_seqlens, seq_lens)
-    out = torch.empty((T, C), dtype=torch.float32, device="cpu")
-    return run_on_cpu("running_max", operands, state, steps, out, [C], isa)
+    out = torch.empty(x.shape, dtype=torch.float32, device="cpu")
+    return run_on_cpu("running_max", [x.contiguous(), decay.contiguous()], state, step, out, [x.shape[1]], isa)
 
 
 @triton.jit
@@ -61,15 +51,13 @@ def _max_kernel(
     tl.store(slot_ptr, most, mask=inside & (slot >= 0) & (end > first))
 
 
-def running_max_cuda(
-    x: Tensor, decay: Tensor, state: Tensor, state_slots: Tensor, cu_seqlens: Tensor, seq_lens: Tensor
-) -> Tensor:
+def running_max_cuda(x: Tensor, decay: Tensor, state: Tensor, *step: Tensor) -> Tensor:
     """Run the op on the GPU: x and decay [T, C] float32 -> [T, C]."""
-    (T, C), S = x.shape, len(state_slots)
+    (T, C), S = x.shape, len(step[0])
     out = torch.zeros((T, C), dtype=torch.float32, device=x.device)  # padding rows stay zeros
     if out.numel() == 0 or S == 0:
         return out
-    operands = (x.contiguous(), decay.contiguous(), state, out, state_slots, cu_seqlens, seq_lens)
+    operands = (x.contiguous(), decay.contiguous(), state, out, *step)
     _max_kernel[(S, triton.cdiv(C, BLOCK))](*operands, C=C, BLOCK=BLOCK, num_warps=1, enable_fp_fusion=False)
     return out
 
@@ -83,8 +71,7 @@ def _dense_running_max(x: Tensor, decay: Tensor) -> Tensor:
 
 
 define(
-    "running_max(Tensor x, Tensor decay, Tensor(a!) state, Tensor state_slots, Tensor cu_seqlens, Tensor seq_lens) "
-    "-> Tensor",
+    f"running_max(Tensor x, Tensor decay, {STATE}) -> Tensor",
     {"x": "float32 T C", "decay": "float32 T C", "state": "contiguous float32 Slots 1 C"} | STEPS,
     cpu=running_max_cpu,
     cuda=running_max_cuda,

@@ -15,7 +15,8 @@ from detcompile.errors import InvalidInput
 from detcompile.step import NO_SLOT
 from detcompile.templates.cpu import library as cpu_library
 
-STEPS = {  # declarations of the last three arguments
+STATE = "Tensor(a!) state, Tensor state_slots, Tensor cu_seqlens, Tensor seq_lens"  # the last arguments
+STEPS = {  # declarations of the last three arguments, `step` in the implementations
     "state_slots": "contiguous int32 S",
     "cu_seqlens": "contiguous int32 S+1",
     "seq_lens": "contiguous int32 S",
@@ -33,7 +34,7 @@ def run_on_cpu(
     op: str,
     given: Sequence[Tensor | None],
     state: Tensor,
-    steps: Sequence[Tensor],
+    step: Sequence[Tensor],
     out: Tensor,
     sizes: Sequence[int],
     isa: str | None,
@@ -43,8 +44,8 @@ def run_on_cpu(
     Raises:
         InvalidInput: metadata points outside the state or the step; nothing is written.
     """
-    operands = [None if value is None else value.data_ptr() for value in (*given, state, out, *steps)]
-    sizes = (len(out), len(steps[0]), len(state), *sizes)
+    operands = [None if value is None else value.data_ptr() for value in (*given, state, out, *step)]
+    sizes = (len(out), len(step[0]), len(state), *sizes)
     where = ctypes.c_int64()
     kernel = getattr(cpu_library.library(isa), f"detcompile_{op}")
     fault = kernel(*operands, (ctypes.c_int64 * len(sizes))(*sizes), cpu_library.thread_count(), ctypes.byref(where))

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from detcompile.templates.device.primitives import exponential
-from detcompile.templates.recurrences.states import STEPS, dense_steps, run_on_cpu
+from detcompile.templates.recurrences.states import STATE, STEPS, dense_steps, run_on_cpu
 from detcompile.templates.registration import define
 
 _OPERANDS = "Tensor k, Tensor v, Tensor decay, Tensor bonus"
@@ -29,16 +29,7 @@ BLOCK = 32  # channels per program: few, because a single sequence has no other 
 
 
 def wkv_cpu(
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor,
-    bonus: Tensor,
-    state: Tensor,
-    state_slots: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    *,
-    isa: str | None = None,
+    k: Tensor, v: Tensor, decay: Tensor, bonus: Tensor, state: Tensor, *step: Tensor, isa: str | None = None
 ) -> Tensor:
     """Run the op on the CPU: k and v [T, C], decay and bonus [C], float32 -> [T, C]; padding rows get zeros.
 
@@ -47,8 +38,8 @@ def wkv_cpu(
     """
     T, C = v.shape
     given = [value.contiguous() for value in (k, v, decay, bonus)]
-    out, steps = torch.empty((T, C), dtype=torch.float32, device="cpu"), (state_slots, cu_seqlens, seq_lens)
-    return run_on_cpu("wkv", given, state, steps, out, [C], isa)
+    out = torch.empty((T, C), dtype=torch.float32, device="cpu")
+    return run_on_cpu("wkv", given, state, step, out, [C], isa)
 
 
 def _dense_wkv(k: Tensor, v: Tensor, decay: Tensor, bonus: Tensor) -> Tensor:
@@ -96,24 +87,15 @@ def _wkv_kernel(
     tl.store(slot_ptr + 2 * C, most, mask=written)
 
 
-def wkv_cuda(
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor,
-    bonus: Tensor,
-    state: Tensor,
-    state_slots: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-) -> Tensor:
+def wkv_cuda(k: Tensor, v: Tensor, decay: Tensor, bonus: Tensor, state: Tensor, *step: Tensor) -> Tensor:
     """Run the op on the GPU: k and v [T, C], decay and bonus [C], float32 -> [T, C]."""
-    (T, C), S = v.shape, len(state_slots)
+    (T, C), S = v.shape, len(step[0])
     out = torch.zeros((T, C), dtype=torch.float32, device=v.device)  # padding rows stay zeros
     if out.numel() == 0 or S == 0:
         return out
     given = [value.contiguous() for value in (k, v, decay, bonus)]
     _wkv_kernel[(S, triton.cdiv(C, BLOCK))](
-        *given, state, out, state_slots, cu_seqlens, seq_lens,
+        *given, state, out, *step,
         C=C, BLOCK=BLOCK, ON_GPU=v.is_cuda, num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
     return out
@@ -121,7 +103,7 @@ def wkv_cuda(
 
 _ROWS = {"k": "float32 T C", "v": "float32 T C", "decay": "float32 C", "bonus": "float32 C"}
 define(
-    f"wkv({_OPERANDS}, Tensor(a!) state, Tensor state_slots, Tensor cu_seqlens, Tensor seq_lens) -> Tensor",
+    f"wkv({_OPERANDS}, {STATE}) -> Tensor",
     _ROWS | {"state": "contiguous float32 Slots 3 C"} | STEPS,
     cpu=wkv_cpu,
     cuda=wkv_cuda,

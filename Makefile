@@ -19,7 +19,7 @@ VENV_PYTHON := $(VENV)/bin/python
 PIP_INSTALL := $(VENV_PYTHON) -m pip install --quiet --quiet --disable-pip-version-check $(PIP_EXTRA_ARGS) -c constraints.txt
 LINTED := detcompile tests benchmarks examples tools
 
-.PHONY: demo rl test test-all test-rotation sanitize web-test check docs gpu-test bench models clean help
+.PHONY: demo rl test test-all test-rotation sanitize web-test check docs gpu-test bench models canary clean help
 
 help:
 	@echo "make demo      plain transformers beside detcompile, on a chat model of 98 MB if pip can download it"

@@ -1,6 +1,6 @@
 # detcompile on CPUs. From the root of the repository:
 #     docker build -f docker/cpu.Dockerfile -t detcompile:cpu .
-#     docker run --rm -p 8000:8000 -v detcompile-cache:/cache detcompile:cpu
+#     docker run --rm -p 127.0.0.1:8000:8000 -v detcompile-cache:/cache detcompile:cpu
 #     docker run --rm -v detcompile-cache:/cache detcompile:cpu demo
 FROM python:3.12-slim
 
@@ -25,4 +25,6 @@ VOLUME /cache
 EXPOSE 8000
 HEALTHCHECK --start-period=300s CMD python -c "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/ready')"
 ENTRYPOINT ["detcompile"]
-CMD ["serve", "tiny", "--host", "0.0.0.0"]
+# Nobody needs a key: publish the port on 127.0.0.1 only. With `serve MODEL --host 0.0.0.0 --api-keys FILE`, /ready needs
+# one too: add --no-healthcheck to `docker run`.
+CMD ["serve", "tiny", "--host", "0.0.0.0", "--insecure"]

@@ -1,6 +1,6 @@
 # detcompile on NVIDIA GPUs (the host needs its driver and the NVIDIA Container Toolkit). From the root of the repository:
 #     docker build -f docker/cuda.Dockerfile -t detcompile:cuda .
-#     docker run --rm --gpus all --ipc=host -p 8000:8000 -v detcompile-cache:/cache detcompile:cuda
+#     docker run --rm --gpus all --ipc=host -p 127.0.0.1:8000:8000 -v detcompile-cache:/cache detcompile:cuda
 #     docker run --rm --gpus all --ipc=host -v detcompile-cache:/cache detcompile:cuda demo
 FROM python:3.12-slim
 
@@ -23,4 +23,6 @@ VOLUME /cache
 EXPOSE 8000
 HEALTHCHECK --start-period=300s CMD python -c "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/ready')"
 ENTRYPOINT ["detcompile"]
-CMD ["serve", "tiny", "--host", "0.0.0.0"]
+# Nobody needs a key: publish the port on 127.0.0.1 only. With `serve MODEL --host 0.0.0.0 --api-keys FILE`, /ready needs
+# one too: add --no-healthcheck to `docker run`.
+CMD ["serve", "tiny", "--host", "0.0.0.0", "--insecure"]

@@ -3,17 +3,22 @@
 import asyncio
 import hashlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
+from detcompile.commands import cli, serve
 from detcompile.errors import InvalidInput
 from detcompile.serving.access import KeyFile, read_keys
 from detcompile.serving.app import new_app
 from tests.serving.scripted_service import running, scripted
+
+IMAGES = sorted((Path(__file__).parents[2] / "docker").glob("*.Dockerfile"))
 
 pytestmark = pytest.mark.usefixtures("in_the_root")
 
@@ -206,3 +211,14 @@ def test_other_machines_need_a_key() -> None:
     command = [sys.executable, "-m", "detcompile", "serve", "tiny", "--host", "0.0.0.0"]
     finished = subprocess.run(command, capture_output=True, text=True)
     assert finished.returncode == 2 and "add --api-keys FILE, or --insecure" in finished.stderr
+
+
+@pytest.mark.parametrize("file", IMAGES, ids=lambda file: file.stem)
+def test_command_of_an_image_starts_a_server(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    [arguments] = re.findall(r"^CMD (\[.*\])$", file.read_text(), re.MULTILINE)
+    served = AsyncMock(return_value=0)
+    monkeypatch.setattr(sys, "argv", ["detcompile", *json.loads(arguments)])
+    monkeypatch.setattr(serve, "_served", served)
+    with pytest.raises(SystemExit, match=r"^0$"):
+        cli.main()
+    served.assert_awaited_once()

@@ -45,7 +45,7 @@ OTHERS = (
     "Suggest a name for a black cat.", "What causes the seasons?", "Translate 'good morning' into French.",
     "Why is the sky blue?", "How do vaccines work?", "Tell me a fun fact about the ocean.",
 )  # fmt: skip
-CROWDS = (1, 2, 4, 8, 16)
+CROWDS = (1, 4, 16)
 MAX_TOKENS = 48
 TEMPERATURES = {"greedy": 0.0, "temperature 0.8": 0.8}
 SEED = 7

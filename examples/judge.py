@@ -3,8 +3,8 @@
     python examples/judge.py smollm2     # after `detcompile fetch smollm2`
     python examples/judge.py             # the embedded model: no download; it knows Python and no capitals
 
-Two answers to a question make a verdict: the likelier one wins. With plain transformers a score moves with the batch
-that its answer is in; where two answers are close, so does the verdict. Needs no GPU.
+Two answers to a question make a verdict: the likelier one wins. With plain transformers a score may move with the batch
+that its answer is in, by model, machine and threads; where two answers are close, so does the verdict. Needs no GPU.
 """
 
 import itertools

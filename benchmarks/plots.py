@@ -7,6 +7,7 @@ import json
 import statistics
 from pathlib import Path
 
+from benchmarks.answer_plots import answer_plots
 from benchmarks.bar_charts import Panel, Series, bar_chart
 from benchmarks.rl_plots import rl_plots
 from benchmarks.scheduler_plots import scheduler_plots
@@ -77,7 +78,7 @@ def plots() -> dict[str, str]:
         "attention.svg": attention(_report(ATTENTION)),
         "model.svg": model({numerics: _report(name) for numerics, name in MODELS.items()}),
     }
-    return drawn | scheduler_plots(RESULTS) | rl_plots(RESULTS)
+    return drawn | scheduler_plots(RESULTS) | rl_plots(RESULTS) | answer_plots(RESULTS)
 
 
 def _report(name: str) -> dict:

@@ -20,9 +20,9 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -148,7 +148,7 @@ def _plain_answers(model: torch.nn.Module, prompts: list[list[int]], batch: int,
     return answers
 
 
-def compare(answers: Answers) -> dict[str, float]:
+def compare(answers: Mapping[Any, list[Answer]]) -> dict[str, float]:
     """Unique outputs and divergence over all configurations, as the paper has them."""
     settings = list(answers.values())
     unique, averages, largest = [], [], 0.0

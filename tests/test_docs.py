@@ -125,6 +125,18 @@ def test_the_reference_has_every_public_name() -> None:
     assert {f"detcompile.{name}" for name in detcompile.__all__} - named == set()
 
 
+def test_home_page_has_readme_costs() -> None:
+    tables = [
+        [
+            line
+            for line in (ROOT / page).read_text(encoding="utf-8").splitlines()
+            if re.search(r"^\|.*tp_sizes=|†.*\|$", line)
+        ]
+        for page in ("README.md", "docs/index.md")
+    ]
+    assert len(tables[0]) == 4 and tables[0] == tables[1]
+
+
 def test_the_site_has_every_page() -> None:
     """But the pages of the log, which its own page lists."""
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")[1]

@@ -26,7 +26,6 @@ from detcompile.torch_internals.inductor import (
     without_patterns,
 )
 from detcompile.torch_internals.inductor_cpp import commented, keeping_casts, vectorized_tails
-from detcompile.torch_internals.operators import OpOverload
 
 aten = torch.ops.aten
 PASSES: tuple[Callable[[fx.GraphModule], fx.GraphModule], ...] = (
@@ -124,8 +123,9 @@ def pinned_codegen() -> Iterator[None]:
         yield
 
 
-def decompositions(kept: tuple[OpOverload, ...] = (*KEPT_WHOLE, *POOLS)) -> dict[Any, Any]:
+def decompositions() -> dict[Any, Any]:
     """Return Inductor's decompositions, except those of operations that a pass rewrites whole."""
+    kept = (*KEPT_WHOLE, *POOLS)
     table = {op: decomposition for op, decomposition in select_decomp_table().items() if op not in kept}
     return table | {aten.fill.Tensor: _fill}
 

@@ -11,7 +11,7 @@ waits for tokens of another.
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from detcompile.errors import EngineError, WorkerError
@@ -56,7 +56,6 @@ class Pipeline:
         speculator: drafts tokens; None without speculation.
         width: blocks of the longest sequence.
         overlap: launch a step before the previous one's tokens are read back, unless it drafts.
-        clock: returns seconds, for the speculator's switch.
 
     Attributes:
         mid_step: True between the beginning and the end of a step. If an exception leaves it True, the engine cannot
@@ -72,7 +71,6 @@ class Pipeline:
         width: int,
         overlap: bool,
         speculator: Speculator | None = None,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.tally = Tally()
         self.mid_step = False
@@ -82,7 +80,7 @@ class Pipeline:
         self._planner = StepPlanner(scheduler, speculator, book, worker, self._tables, self.tally)
         self._in_flight: deque[_InFlight] = deque()  # at most one, or one per lane
         self._lanes = Lanes(worker.num_stages)
-        self._clock = StepClock(clock)
+        self._clock = StepClock(time.perf_counter)
         self._restarts = Restarts(scheduler.config.restarts)
 
     @property

@@ -57,7 +57,7 @@ class Trainer(Unreplicated):
         super().__init__()
         self.config, self.numerics, self.max_context = model.config, numerics, max_context
         self.vocab_size = model.get_input_embeddings().weight.shape[0]
-        self.model_dtype, self.tokenizer = model.dtype, tokenizer_of(model)
+        self.tokenizer = tokenizer_of(model)
         self._adapters = dict(getattr(model, "peft_config", {}))
         self._built = build(model, numerics, max_context, self)
         prefixes = tuple(block.prefix for block in self.blocks)

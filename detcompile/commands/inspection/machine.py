@@ -21,7 +21,6 @@ CPUINFO = Path("/proc/cpuinfo")
 DRIVER = Path("/proc/driver/nvidia/version")
 DRIVER_DEVICES = (Path("/dev/nvidiactl"), Path("/proc/driver/nvidia/gpus"))
 QUOTAS = Path("/sys/fs/cgroup")  # version 2: cpu.max; version 1: two files in cpu/
-PROBED = ("amx", "avx512bf16")  # used only if a compiled probe finds that their dot products follow the orders
 QUERY = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 
 
@@ -51,11 +50,6 @@ class CPU:
     isas: tuple[str, ...] = ()
     isa: str | None = None
     wanted_isa: str | None = None
-
-    @property
-    def isa_is_probed(self) -> bool:
-        """Whether a probe at the first compile() may still reject the instruction set."""
-        return self.isa in PROBED
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,9 +16,9 @@ from detcompile.passes.proof.provenance import Refusal, Rows, Rule, drop, requir
 aten = torch.ops.aten
 
 
-def _reduced_dims(node: fx.Node, position: int = 1) -> list[int]:
+def _reduced_dims(node: fx.Node) -> list[int]:
     rank = len(shape_of(node.args[0]))
-    dims = node.args[position] if len(node.args) > position else None
+    dims = node.args[1] if len(node.args) > 1 else None
     if dims is None or dims == []:
         return list(range(rank))
     return [dims] if isinstance(dims, int) else list(dims)

@@ -41,11 +41,6 @@ NUM_GROUPS = ("num_key_value_groups",)
 WIDTHS = ("split_size", "embed_dim", "all_head_size")  # features of all query heads together
 
 
-def row_parallel_patterns(model: PreTrainedModel) -> tuple[str, ...]:
-    """Return names of row-parallel modules, with * for the layer; empty without a tensor-parallel plan."""
-    return tuple(pattern for pattern, style in tensor_parallel_plan(model).items() if style in ROW_STYLES)
-
-
 def pin_row_parallel(model: PreTrainedModel, numerics: Numerics) -> int:
     """Give the row-parallel linears and experts of ``model`` the tree, in place. Return their number.
 

@@ -75,12 +75,11 @@ def capture(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
             gc.enable()
 
 
-def graph_seconds(launches: Sequence[Callable[[], object]], repeats: int = 5) -> float:
+def graph_seconds(launches: Sequence[Callable[[], object]]) -> float:
     """Return the median seconds of one launch, from replays of one CUDA graph that holds all launches.
 
     Args:
         launches: the same work over rotating buffers, together larger than the L2 cache.
-        repeats: how often the graph is replayed.
     """
     for launch in launches[:2]:
         launch()
@@ -91,7 +90,7 @@ def graph_seconds(launches: Sequence[Callable[[], object]], repeats: int = 5) ->
             launch()
     graph.replay()
     times = []
-    for _ in range(repeats):
+    for _ in range(5):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         graph.replay()

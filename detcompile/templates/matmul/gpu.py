@@ -79,11 +79,9 @@ def run_gated(schedule: GemmSchedule, x: Tensor, w: Tensor) -> Tensor:
     return silu_mul_cuda(gate, up)
 
 
-def tune_matmul(
-    problem: GemmProblem, device: torch.device, seconds: Callable[[GemmSchedule], float] | None = None
-) -> GemmSchedule:
+def tune_matmul(problem: GemmProblem, device: torch.device) -> GemmSchedule:
     """Time every admitted schedule at M = problem.bucket, with cold weights; later launches use the fastest."""
-    return MATMUL.tune(problem, device, seconds or _clock(problem, device))
+    return MATMUL.tune(problem, device, _clock(problem, device))
 
 
 def gemm_problem(

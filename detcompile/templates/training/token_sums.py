@@ -132,8 +132,3 @@ def reference_token_matmul(g: Tensor, x: Tensor, leaves: Tensor, rows_a_token: i
     """Return the op's value in float64, without a grid."""
     rows = slice(int(leaves[0]) * rows_a_token, int(leaves[-1]) * rows_a_token)
     return g[rows].double().t() @ x[rows].double()
-
-
-def reference_token_scatter(g: Tensor, ids: Tensor, num_rows: int) -> Tensor:
-    """Return the op's value in float64, without a grid."""
-    return g.new_zeros((num_rows, g.shape[1]), dtype=torch.float64).index_add_(0, ids.long(), g.double())

@@ -171,11 +171,7 @@ def weight_addresses(model: nn.Module) -> dict[str, int]:
 
 
 def require_weights_at(addresses: Mapping[str, int], model: nn.Module) -> None:
-    """Check that no weight has moved: a compiled graph keeps reading the original storage.
-
-    Raises:
-        InvalidInput: a weight has another storage.
-    """
+    """Raise InvalidInput if a weight has moved: a compiled graph keeps reading the original storage."""
     now = weight_addresses(model)
     moved = next((name for name, address in addresses.items() if now.get(name) != address), None)
     if moved is not None:

@@ -38,11 +38,7 @@ def parsed(path: Path, name: str, content: bytes) -> Any:
 
 
 def require_shares(path: Path, facts: Any) -> None:
-    """Check that the manifest lists its members, and weights for every rank.
-
-    Raises:
-        ArchiveError: a field is missing or invalid; the message names it.
-    """
+    """Raise ArchiveError, naming the field, unless the manifest lists its members, and weights for every rank."""
     _require(path, facts, {"members": _named(_record(sha256=_digest, bytes=_count), plain_name), "ranks": _some(_dict)})
     for rank, share in enumerate(facts["ranks"]):
         where = f"manifest, ranks[{rank}]"
@@ -52,11 +48,7 @@ def require_shares(path: Path, facts: Any) -> None:
 
 
 def require_model(path: Path, facts: Mapping[str, Any]) -> None:
-    """Check that the manifest describes a model.
-
-    Raises:
-        ArchiveError: a field is missing or invalid; the message names it.
-    """
+    """Raise ArchiveError, naming the field, unless the manifest describes a model."""
     _require(path, facts, MODEL)
     machine = facts["machine"]
     _require(path, machine, ON[machine["device"]], "manifest, machine")

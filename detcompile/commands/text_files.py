@@ -44,11 +44,7 @@ def read_input() -> str:
 
 
 def require_place(path: Path, option: str) -> None:
-    """Check early that the output file of ``option`` can be written.
-
-    Raises:
-        InvalidInput: the folder does not exist, or the path is a folder.
-    """
+    """Raise InvalidInput early if the output file of ``option`` cannot be written."""
     if not path.parent.is_dir() or path.is_dir():
         raise InvalidInput(f"{option} {path}: give the name of a file in a folder that exists")
 

@@ -68,22 +68,14 @@ class ArchivedProgram:
         self._folder = folder
 
     def head_weight(self) -> NoReturn:
-        """Reject: an archive does not name its head's weight.
-
-        Raises:
-            InvalidInput: always.
-        """
+        """Raise InvalidInput: an archive does not name its head's weight."""
         raise InvalidInput(
             "an archive has no hidden states for Medusa heads, and does not record which weight is the output head:"
             " compile the model instead"
         )
 
     def with_layers(self, layers: tuple[int, ...]) -> NoReturn:
-        """Reject: an archive has one program, of all layers.
-
-        Raises:
-            InvalidInput: always.
-        """
+        """Raise InvalidInput: an archive has one program, of all layers."""
         raise InvalidInput("an archive has one program of all layers: compile the model to draft with some of them")
 
 

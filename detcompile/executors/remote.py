@@ -116,11 +116,7 @@ class RemoteExecutor:
         return RemoteRunner(self.group, self._abandoned, given, self.description.facts.device)
 
     def drafting(self, layers: tuple[int, ...] | None) -> NoReturn:
-        """Reject drafting: a draft model is small, and its logits are read at every token.
-
-        Raises:
-            InvalidInput: always.
-        """
+        """Raise InvalidInput: a draft model is small, and its logits are read at every token."""
         raise InvalidInput("a drafter runs in the caller's process: compile the draft model with tp=1")
 
     def head_weight(self) -> Tensor:

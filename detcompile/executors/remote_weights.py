@@ -86,11 +86,7 @@ class RemoteWeights:
         return self._version
 
     def require_known(self) -> None:
-        """Check that the current weights can be restored in replacement processes.
-
-        Raises:
-            EngineError: weights were changed in place, not by ``update``.
-        """
+        """Raise EngineError if weights were changed in place: replacement processes could not restore them."""
         if self._version != self._known:
             raise EngineError(
                 "the workers are lost, and with them weights that were changed in place (apply), which new workers"

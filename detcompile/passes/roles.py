@@ -100,11 +100,7 @@ def join_batches(gm: fx.GraphModule, roles: Sequence[Role]) -> None:
 
 
 def refuse(lines: Sequence[str], why: str) -> None:
-    """Refuse a module for the reasons in ``lines``, if there are any.
-
-    Raises:
-        UncertifiedOp: ``lines`` is not empty.
-    """
+    """Raise UncertifiedOp for the reasons in ``lines``, if there are any."""
     if lines:
         listed = "\n  ".join(lines)
         raise UncertifiedOp(f"{why}:\n  {listed}\nNothing was compiled.", tuple(lines))

@@ -88,11 +88,7 @@ def new_engine(
 
 
 def require_block_tables(facts: ModelFacts, config: EngineConfig) -> None:
-    """Reject a context so long that the block tables of all sequences do not fit the memory.
-
-    Raises:
-        InvalidInput: naming the context and the number of sequences.
-    """
+    """Raise InvalidInput for a context so long that the block tables of all sequences do not fit the memory."""
     size = 4 * len(facts.kv_groups) * config.max_num_seqs * _longest(facts, config)
     if size > available_memory():
         raise InvalidInput(

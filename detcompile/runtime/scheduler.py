@@ -83,11 +83,7 @@ class Scheduler:
         return self.blocks.peak(most, most if self.config.whole_prompts else in_flight)
 
     def require_room(self, sequence: Sequence) -> None:
-        """Reject a sequence that needs more blocks than the pool has.
-
-        Raises:
-            InvalidInput: the sequence could never finish.
-        """
+        """Raise InvalidInput for a sequence that needs more blocks than the pool has."""
         needed, there = self.most_blocks(sequence), self.blocks.pool.num_usable
         if needed > there:
             raise InvalidInput(

@@ -148,11 +148,7 @@ class Service:
         return self.fleet.hello
 
     def require_ready(self) -> None:
-        """Refuse a request unless the server admits requests.
-
-        Raises:
-            HTTPError: 503.
-        """
+        """Raise HTTPError 503 unless the server admits requests."""
         if self.fleet.failure is not None:
             raise error_of(WorkerError(f"the engine does not serve: {self.fleet.failure}"))
         if self.draining or not self.serves:
@@ -160,30 +156,18 @@ class Service:
                             code="unavailable", retry_after=5)  # fmt: skip
 
     def require_engine(self) -> None:
-        """Refuse a request while no engine serves. Requests that skip this check wait for an engine.
-
-        Raises:
-            HTTPError: 503.
-        """
+        """Raise HTTPError 503 while no engine serves. Requests that skip this check wait for an engine."""
         if not self.fleet.ready:
             raise HTTPError(503, "no engine is ready: one is starting", code="unavailable", retry_after=5)
 
     def require_model(self, name: str | None) -> None:
-        """Refuse a request for another model.
-
-        Raises:
-            HTTPError: 404.
-        """
+        """Raise HTTPError 404 for another model."""
         if name is not None and name != self.name:
             message = f"unknown model {name[:200]!r}: this server has {self.name!r}"
             raise HTTPError(404, message, param="model", code="model_not_found")
 
     def require_causal(self) -> None:
-        """Refuse a generation request if the model does not generate.
-
-        Raises:
-            HTTPError: 400.
-        """
+        """Raise HTTPError 400 if the model does not generate."""
         if self.hello.pooling is not None:
             raise HTTPError(400, f"{self.name} {TASKS[self.hello.pooling.task]}", code="unsupported_task")
 
@@ -200,11 +184,7 @@ class Service:
         return pooling
 
     def require_receipts(self, wanted: bool | None) -> None:
-        """Refuse a request for a receipt if receipts are off.
-
-        Raises:
-            HTTPError: 400.
-        """
+        """Raise HTTPError 400 if receipts are off."""
         if wanted and self.receipts.level == "off":
             raise HTTPError(400, "receipt: this server issues no receipts (--receipts off)", param="receipt")
 

@@ -18,11 +18,7 @@ PARTS = (".lora_A.", ".lora_B.")  # in names of parameters
 
 
 def require_no_dropout(model: PreTrainedModel) -> None:
-    """Reject adapters with dropout.
-
-    Raises:
-        UnsupportedModel: names the linear.
-    """
+    """Raise UnsupportedModel, naming the linear, for adapters with dropout."""
     for name, module in model.named_modules():
         if isinstance(module, AdaptedLinear) and module.dropout:
             raise UnsupportedModel(

@@ -19,11 +19,7 @@ SHORT = (2, 17, 65)
 
 
 def require_same_orders(numerics: Numerics, max_context: int, model: CompiledModel) -> None:
-    """Reject a model that was compiled with other numerics or another context.
-
-    Raises:
-        InvalidInput: says what to pass; also raised for objects that are not compiled models.
-    """
+    """Raise InvalidInput for a model that was compiled with other numerics or another context."""
     if not isinstance(getattr(model, "numerics", None), Numerics):
         raise InvalidInput(f"a trainer is checked against the result of compile(), not against {shown(model)}")
     if model.numerics != numerics:

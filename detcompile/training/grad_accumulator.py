@@ -74,11 +74,7 @@ class GradAccumulator:
         self.ranks, self._node = ranks, None
 
     def require(self, parameter: Tensor) -> None:
-        """Reject a parameter that was replaced; FSDP replaces parameters and is allowed to.
-
-        Raises:
-            InvalidInput: it is another tensor, or no longer float32.
-        """
+        """Raise InvalidInput if the parameter was replaced; FSDP replaces parameters and is allowed to."""
         if self.ranks:
             return
         if self._node.variable is not parameter:

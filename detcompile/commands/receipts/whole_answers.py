@@ -44,11 +44,7 @@ CACHED = {  # path of the number of cached prompt tokens
 
 
 def require_known(fields: Fields) -> None:
-    """Reject fields that are not an answer of a known route.
-
-    Raises:
-        InvalidInput: the file's other fields cannot be compared.
-    """
+    """Raise InvalidInput unless the fields are an answer of a known route."""
     if _kind(fields) not in CACHED:
         raise InvalidInput(
             f"beside the receipt are {', '.join(fields)[:200]}, which is no answer of /v1/completions,"

@@ -57,11 +57,7 @@ def unpad(input_ids: Tensor, attention_mask: Tensor | None = None, position_ids:
 
 
 def check_batch(batch: UnpaddedBatch, vocab_size: int, max_context: int, max_new_tokens: int = 0) -> None:
-    """Check that a model can read every row and continue it by ``max_new_tokens``.
-
-    Raises:
-        InvalidInput: a token, a length or a position is out of range.
-    """
+    """Raise InvalidInput unless a model can read every row and continue it by ``max_new_tokens``."""
     longest = int(batch.lengths.max()) + max_new_tokens
     if longest > max_context:
         raise InvalidInput(
@@ -269,11 +265,7 @@ def _columns_of(wanted: Tensor, length: int) -> NDArray[np.int64]:
 
 
 def require_ids(input_ids: Tensor) -> None:
-    """Reject input_ids that are not a padded batch of integers.
-
-    Raises:
-        InvalidInput: another shape or dtype, or no values.
-    """
+    """Raise InvalidInput unless input_ids are a padded batch of integers, not empty."""
     require_values(input_ids, "input_ids")
     if input_ids.dim() != 2 or input_ids.numel() == 0 or not holds_integers(input_ids):
         raise InvalidInput(
@@ -282,22 +274,14 @@ def require_ids(input_ids: Tensor) -> None:
 
 
 def require_integers(tensor: Tensor, name: str) -> None:
-    """Reject a tensor that does not hold integers.
-
-    Raises:
-        InvalidInput: names the tensor.
-    """
+    """Raise InvalidInput, naming the tensor, unless it holds integers."""
     require_values(tensor, name)
     if not holds_integers(tensor):
         raise InvalidInput(f"{name}: it holds {tensor.dtype}: give integers")
 
 
 def require_values(tensor: Tensor, name: str) -> None:
-    """Reject a tensor without values (meta device), or one that is sparse or nested.
-
-    Raises:
-        InvalidInput: names the tensor.
-    """
+    """Raise InvalidInput if a tensor has no values (meta device), or is sparse or nested."""
     if tensor.is_meta:
         raise InvalidInput(f"{name}: it is on the meta device, which holds no values: pass a tensor of a real device")
     if tensor.layout is not torch.strided or tensor.is_nested:

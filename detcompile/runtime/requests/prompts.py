@@ -97,11 +97,7 @@ def private_copy(tokenizer: Any) -> Any:
 
 
 def require_one_reading(tokenizer: Any) -> None:
-    """Reject a tokenizer that samples its tokens: the same text would become different tokens each time.
-
-    Raises:
-        InvalidInput: the tokenizer has BPE dropout or unigram sampling.
-    """
+    """Raise InvalidInput if a tokenizer samples: the same text would become different tokens each time."""
     model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
     dropout, alpha = getattr(model, "dropout", None), getattr(model, "alpha", None)
     sampling = (getattr(tokenizer, "sp_model_kwargs", None) or {}).get("enable_sampling", False)

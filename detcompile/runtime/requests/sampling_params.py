@@ -153,11 +153,7 @@ class SamplingParams:
         return self if self.seed is not None else replace(self, seed=secrets.randbits(64))
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Reject parameters that a model of ``vocab_size`` tokens cannot serve.
-
-        Raises:
-            InvalidInput: an id is outside the vocabulary, or more logprobs are requested than there are tokens.
-        """
+        """Raise InvalidInput if a model of ``vocab_size`` tokens cannot serve these parameters."""
         named = {
             "stop_token_ids": self.stop_token_ids,
             "logit_bias": self.logit_bias or (),

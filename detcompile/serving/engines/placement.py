@@ -83,11 +83,7 @@ class Blocklist:
         answer.fail(BlockedRequestError(f"{ALONE_DEATHS} engines ended while they served this request alone"))
 
     def require_unblocked(self, answer: Answer) -> None:
-        """Refuse an answer whose request is blocked.
-
-        Raises:
-            BlockedRequestError: the request is blocked.
-        """
+        """Raise BlockedRequestError if the answer's request is blocked."""
         if not self._known:
             return
         at = self._known.get(_digest_of(answer))

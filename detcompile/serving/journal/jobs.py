@@ -145,11 +145,7 @@ class Jobs:
             await self._written(lambda journal: journal.drop(name))
 
     async def require_writable(self) -> None:
-        """Check the journal again after a failure.
-
-        Raises:
-            HTTPError: 503.
-        """
+        """Raise HTTPError 503 if the journal still cannot be written after a failure."""
         if self._failed:
             await self._written(lambda journal: journal.require_writable())
             self._failed = False

@@ -229,21 +229,13 @@ def facts_of(service: Service, request: Any, *tasks: str) -> PoolingFacts:
 
 
 def require_count(count: int, param: str) -> None:
-    """Reject no texts or too many.
-
-    Raises:
-        HTTPError: states their number.
-    """
+    """Raise HTTPError for no texts or too many."""
     if not 1 <= count <= MAX_PROMPTS:
         raise HTTPError(400, f"{param} has {count} texts: give 1 to {MAX_PROMPTS}", param=param)
 
 
 def require_prompts(service: Service, prompts: Sequence[Sequence[int]], param: str) -> None:
-    """Reject prompts that the model cannot take.
-
-    Raises:
-        HTTPError: states their number, or names one.
-    """
+    """Raise HTTPError for prompts that the model cannot take."""
     hello = service.hello
     require_count(len(prompts), param)
     for index, prompt in enumerate(prompts):

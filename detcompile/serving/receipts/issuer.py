@@ -127,11 +127,7 @@ class Issuer:
         return self._kept.num_bytes
 
     def require_writable(self) -> None:
-        """Check the log again after a failure.
-
-        Raises:
-            StorageError: the log still cannot be written.
-        """
+        """Raise StorageError if the log still cannot be written after a failure."""
         if self._log is not None:
             self._log.require_writable()
 

@@ -114,11 +114,7 @@ def dense_attention_cuda(
 
 
 def require_32_bits(T: int, H: int, D: int) -> None:
-    """Reject sizes whose offsets overflow: kernels address the rows of a dense sequence with 32-bit offsets.
-
-    Raises:
-        InvalidInput: T * H * D is 2^31 or more.
-    """
+    """Raise InvalidInput if T * H * D is 2^31 or more: kernels address a dense sequence's rows with 32-bit offsets."""
     if T * H * D >= 2**31:
         raise InvalidInput(
             f"dense attention on the GPU: {T} tokens x {H} heads x {D} values exceed 2^31 elements: use fewer tokens,"

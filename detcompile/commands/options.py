@@ -15,19 +15,6 @@ from detcompile.models.hub import TINY
 from detcompile.models.spec import ModelSpec
 from detcompile.progress import shown
 
-__all__ = [
-    "Device",
-    "Json",
-    "Loading",
-    "Model",
-    "Random",
-    "add_columns",
-    "compile_model",
-    "logs",
-    "progress_bar",
-    "sizes",
-]
-
 logs = Console(stderr=True)
 
 Model = Annotated[

@@ -8,8 +8,6 @@ from detcompile.errors import UnsupportedModel
 from detcompile.passes.adapters.forwards import attend, rotate_pairs
 from detcompile.passes.modules.attention import STEP_KWARG
 
-__all__ = ["ATTENTION"]
-
 
 def _roformer(
     self: Any, hidden_states: Tensor, sinusoidal_pos: Tensor, encoder_hidden_states: Tensor | None = None, **kwargs: Any

@@ -25,8 +25,6 @@ from detcompile.runtime.requests.plain_values import file_path, shown
 from detcompile.storage import TEMPORARY_ADVICE, disk_failure
 from detcompile.templates.cpu import library as cpu_library
 
-__all__ = ["ExportedModel", "load"]
-
 
 class ExportedModel(CompiledModel):
     """A certified causal LM from an archive. It is called, generates and serves like the original model.

@@ -31,8 +31,6 @@ from detcompile.progress import aside, stage
 from detcompile.runtime.requests.plain_values import shown
 from detcompile.storage import disk_failure
 
-__all__ = ["Checkpoint", "EMBEDDED", "GGUF", "TINY", "TINY_FOLDER", "cached_snapshot", "find_checkpoint", "is_hub_id"]
-
 TINY = "tiny"  # the name of the embedded model
 TINY_FOLDER = Path(__file__).parents[1] / TINY
 EMBEDDED = {TINY: TINY_FOLDER, "tiny-draft": TINY_FOLDER / "draft"}  # tiny-draft drafts for tiny

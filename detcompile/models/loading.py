@@ -30,8 +30,6 @@ from detcompile.torch_internals.dynamo import compile_lock
 from detcompile.transformers_internals.configs import commit_of, set_commit
 from detcompile.weights import named_weights
 
-__all__ = ["Load", "LoadOptions", "find", "loaded_before", "tokenizer_of"]
-
 
 class LoadOptions(TypedDict, total=False):
     """Arguments of ``api.load_model``, besides the name."""

@@ -12,8 +12,6 @@ from detcompile.models.hub import EMBEDDED
 from detcompile.orders.numerics import Numerics
 from detcompile.transformers_internals.configs import commit_of
 
-__all__ = ["ARCHIVE_SUFFIX", "ModelSpec"]
-
 ARCHIVE_SUFFIX = ".pt2"
 DTYPES = ("float32", "bfloat16", "float16")
 

@@ -40,8 +40,6 @@ from detcompile.torch_internals.inductor import compile_fx, compile_fx_inner
 from detcompile.torch_internals.inductor_settings import inductor_config
 from detcompile.torch_internals.traced_call import TracedCall
 
-__all__ = ["Backend", "Expected", "detcompile_backend"]
-
 COMPARISONS = (operator.eq, operator.ge, operator.gt, operator.le, operator.lt, operator.ne)
 Compiled = Callable[..., Any]
 

@@ -19,8 +19,6 @@ from detcompile.serving.engines.protocol import Hello
 from detcompile.serving.http_errors import HTTPError, too_long
 from detcompile.serving.plain_tokenizer import longest_token
 
-__all__ = ["SampleText", "TokenizerPool"]
-
 SHORT = 4096  # characters or tokens; longer inputs run in a thread, so that the event loop stays free
 LONG = 1 << 16  # characters or tokens; longer inputs have separate threads, so that shorter ones do not wait
 THREADS = 4

@@ -17,8 +17,6 @@ from detcompile.training.agreement import require_same_orders
 from detcompile.training.trainer import Trainer
 from detcompile.weights import copy_mapped_weights
 
-__all__ = ["trainer"]
-
 
 def trainer(
     model: PreTrainedModel | str | Path,

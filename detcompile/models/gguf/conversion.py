@@ -29,8 +29,6 @@ from detcompile.storage import CACHE_ADVICE, cache_folder, naming
 from detcompile.torch_internals.dynamo import compile_lock
 from detcompile.transformers_internals.gguf import names_in_config, row_orders, state_dict_of
 
-__all__ = ["FOLDER", "converted", "is_converted"]
-
 FOLDER = "gguf"  # in the cache
 FORMAT = 1  # of the folders; raise it if they change
 DIGITS = 32  # of the digest, in the name of a folder

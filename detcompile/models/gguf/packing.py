@@ -19,8 +19,6 @@ from torch import Tensor
 from detcompile.models.gguf.header import TensorType
 from detcompile.templates.quantized.weights import pack_nibbles
 
-__all__ = ["PACKINGS", "dequantized_blocks", "packed_linear"]
-
 Spans = tuple[tuple[int, int, int], ...]  # first byte of a block, byte past the last, value of each
 ONE, NEGATIVE_ZERO = 0x3C00, 0x8000  # in float16
 MIDDLE = 8  # added to a signed q of four bits

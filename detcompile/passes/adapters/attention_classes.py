@@ -20,8 +20,6 @@ from detcompile.passes.adapters.modules import class_of, entries_of
 from detcompile.passes.modules.attention import IMPLEMENTATION, STEP_KWARG, carry_positions
 from detcompile.transformers_internals.attention import set_attention_implementation, takes_attention
 
-__all__ = ["CODEGEN_PARTS", "OWN_ATTENTION", "projected_attention", "replace_attention"]
-
 CODEGEN = "codegen.modeling_codegen.CodeGenAttention"
 CODEGEN_PARTS = 4  # the fused weight holds four parts, each with its queries, values and keys
 

@@ -23,8 +23,6 @@ from detcompile.passes.modules.quantized_linear import QuantizedLinear, replace_
 from detcompile.templates.quantized.weights import QuantizedWeight
 from detcompile.weights import SAFETENSORS_DTYPES
 
-__all__ = ["load_quantized", "quantization_of"]
-
 METHOD = "detcompile"  # the name of our quantizer in transformers
 
 

@@ -25,8 +25,6 @@ from torch import Tensor
 from detcompile.errors import UnsupportedModel
 from detcompile.templates.quantized.weights import QuantizedWeight, pack_nibbles
 
-__all__ = ["LAYOUTS", "Layout", "block_of", "float8_weight", "unpack_words"]
-
 OTHERWISE = "load an unquantised checkpoint, or quantise it in another way"
 FP8_BLOCK = (128, 128)  # where a config does not say, in transformers' FineGrainedFP8Config
 FORMAT_KEYS = ("checkpoint_format", "format")  # in transformers' order of precedence

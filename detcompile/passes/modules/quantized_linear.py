@@ -10,8 +10,6 @@ from detcompile.passes.modules.quantized_layouts import block_of, float8_weight
 from detcompile.templates.ops import ours
 from detcompile.templates.quantized.weights import QuantizedWeight, dequantized
 
-__all__ = ["QuantizedLinear", "pin_quantized", "replace_module"]
-
 
 class QuantizedLinear(nn.Module):
     """forward(x [..., K]) -> [..., N] in x.dtype: the product with the weights dequantised to x.dtype, then the bias.

@@ -10,15 +10,6 @@ from detcompile.passes.graphs import VIEWS, insert, replace, shape_of, sympy_siz
 from detcompile.templates.ops import ours
 from detcompile.torch_internals.graph_nodes import set_source_trace
 
-__all__ = [
-    "fuse_gated_products",
-    "fuse_gates",
-    "fuse_residuals",
-    "pin_batched_products",
-    "pin_matmuls",
-    "transposed_weight",
-]
-
 aten, prims = torch.ops.aten, torch.ops.prims
 convert = prims.convert_element_type.default
 MAX_TERMS = 8  # longest K of a product that becomes an elementwise sum

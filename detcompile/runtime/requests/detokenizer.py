@@ -16,8 +16,6 @@ from tokenizers import Tokenizer, decoders
 
 from detcompile.runtime.requests.sampling_params import SamplingParams
 
-__all__ = ["Detokenizer"]
-
 REPLACEMENT = "\ufffd"  # decoded from bytes that are not (yet) a character
 MAX_BYTES = 4  # per character in UTF-8
 WHITESPACE = " \t\r\n"  # may precede the opening marker of reasoning

@@ -12,8 +12,6 @@ from detcompile.other_names import naming_equivalents
 from detcompile.runtime.grammars.grammar import Grammar
 from detcompile.runtime.requests.plain_values import flag, kind, number, or_none, shown, token_list, whole_number
 
-__all__ = ["SamplingParams"]
-
 MIN_TEMPERATURE = 1e-5  # below it, logits / temperature may leave fp32's range
 MAX_PENALTY = 2.0  # presence and frequency penalties
 MOST_SAMPLES = 4096  # per prompt

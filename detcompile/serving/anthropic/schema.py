@@ -26,8 +26,6 @@ from detcompile.serving.openai.schema import (
     ToolChoice,
 )
 
-__all__ = ["CountTokensRequest", "MessagesRequest", "chat_request"]
-
 
 class Block(msgspec.Struct, kw_only=True):
     """A content block: text, thinking, a tool call, or a tool's result."""

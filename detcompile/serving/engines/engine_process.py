@@ -53,8 +53,6 @@ from detcompile.serving.engines.protocol import (
 )
 from detcompile.serving.plain_tokenizer import plain_tokenizer
 
-__all__ = ["EngineServer", "hello_of", "main", "serve"]
-
 Compile = Callable[[ModelSpec, int, int], Compiled]
 MOST_STEPS = 160  # per heartbeat
 COUNTS = [name for name in Statistics.__struct_fields__ if name != "busy_seconds"]  # of EngineStats

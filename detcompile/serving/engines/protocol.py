@@ -11,35 +11,6 @@ import msgspec
 from detcompile.digests import differing_parts
 from detcompile.serving.receipts.verdict import Verdict
 
-__all__ = [
-    "Add",
-    "Broken",
-    "Cancel",
-    "Command",
-    "Delta",
-    "EngineSpec",
-    "Heartbeat",
-    "Hello",
-    "Holding",
-    "LENGTH",
-    "Pool",
-    "Pooled",
-    "PoolingFacts",
-    "Refused",
-    "Report",
-    "SampleDelta",
-    "Statistics",
-    "Step",
-    "Token",
-    "Tokens",
-    "VERSION",
-    "Verified",
-    "Verify",
-    "decode_command",
-    "decode_report",
-    "frame",
-]
-
 VERSION = 11
 LENGTH = struct.Struct(">I")  # prefix of every frame: bytes that follow
 

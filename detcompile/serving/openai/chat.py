@@ -20,8 +20,6 @@ from detcompile.serving.reasoning import num_reasoning_tokens
 from detcompile.serving.responses import Events, Whole
 from detcompile.serving.service import Service
 
-__all__ = ["ChatReply", "ask_chat", "chat"]
-
 
 async def chat(service: Service, request: ChatRequest, call: Call) -> Response:
     """Answer a request.

@@ -18,8 +18,6 @@ from detcompile.serving.openai.tools import ToolUse
 from detcompile.serving.receipts.receipt import MAX_STOPS
 from detcompile.serving.service import Service
 
-__all__ = ["chat_params", "completion_params", "grammar_of", "prompts_of", "with_reasoning"]
-
 MAX_PROMPTS = 2048
 FRESH_SEEDS = 1 << 53  # exact in JavaScript's numbers
 NAMES = frozenset(field.name for field in fields(SamplingParams))

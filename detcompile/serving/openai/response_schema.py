@@ -26,8 +26,6 @@ from detcompile.serving.openai.schema import (
     ToolChoice,
 )
 
-__all__ = ["ResponsesRequest", "chat_request", "messages_of"]
-
 LOGPROBS = "message.output_text.logprobs"
 
 Metadata = Annotated[  # OpenAI's bounds; a response repeats it in its events

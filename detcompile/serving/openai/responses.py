@@ -22,17 +22,6 @@ from detcompile.serving.openai.tools import recorded_use, tool_use
 from detcompile.serving.responses import JSON, Events, Whole
 from detcompile.serving.service import Service
 
-__all__ = [
-    "DRAWN_WITH",
-    "REPEATED",
-    "RESPONSES",
-    "cancelled_response",
-    "count_input",
-    "dropped_response",
-    "kept_response",
-    "respond",
-]
-
 RESPONSES = "/v1/responses"  # the path
 DEFAULTS: tuple[tuple[str, Any], ...] = (  # request fields that a response repeats, and their defaults
     ("background", False), ("instructions", None), ("max_output_tokens", None), ("metadata", {}), ("store", True),

@@ -13,20 +13,6 @@ from msgspec import Meta
 from detcompile.serving.http_errors import HTTPError
 from detcompile.serving.openai.fields import DetokenizeFields, TextFields, TokenizeFields
 
-__all__ = [
-    "ChatRequest",
-    "CompletionRequest",
-    "DetokenizeRequest",
-    "Effort",
-    "JSONSchema",
-    "Message",
-    "ResponseFormat",
-    "StreamOptions",
-    "StructuredOutputs",
-    "TokenizeRequest",
-    "decode_body",
-]
-
 MAX_NESTING = 64
 MAX_ELEMENTS = 1_000_000  # values in all lists and objects
 STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # possessive, also unterminated: one pass over a body

@@ -14,8 +14,6 @@ from detcompile.serving.service import Service
 from detcompile.serving.tools.grammars import Function, free_grammar, required_grammar
 from detcompile.serving.tools.reader import FAMILIES, Family
 
-__all__ = ["AnswerParts", "ToolUse", "call_id", "recorded_use", "tool_use"]
-
 MOST_TOOLS = 128
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}  # of a function without parameters
 

@@ -13,18 +13,6 @@ import triton.language as tl
 from detcompile.templates.device.dependent_launch import let_next_start, wait_for_earlier
 from detcompile.templates.device.primitives import widened
 
-__all__ = [
-    "MINS",
-    "NARROW_BFLOAT16",
-    "NARROW_FLOAT16",
-    "NARROW_REGISTERS",
-    "NIBBLES",
-    "expand_kernel",
-    "narrow_weights",
-    "scale_at",
-    "wide_weights",
-]
-
 NIBBLES = tl.constexpr(0)
 BYTES = tl.constexpr(1)
 FLOAT8 = tl.constexpr(2)

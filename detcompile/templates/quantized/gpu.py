@@ -36,15 +36,6 @@ from detcompile.templates.quantized.schedules import (
 )
 from detcompile.templates.quantized.weights import KINDS, NIBBLE_BLOCK, QuantizedWeight, pack_nibbles
 
-__all__ = [
-    "DEQUANT",
-    "dequant_matmul_cuda",
-    "dequant_problem",
-    "expanded",
-    "probe_dequant",
-    "run_dequant",
-]
-
 _BUCKETS = Buckets(16, 4096)
 
 

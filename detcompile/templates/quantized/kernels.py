@@ -18,8 +18,6 @@ from detcompile.templates.matmul.kernels import grouped, store_tile
 from detcompile.templates.matmul.tree import close_leaf, root_of
 from detcompile.templates.quantized.dequantize import NIBBLES, narrow_weights, scale_at, wide_weights
 
-__all__ = ["dequant_kernel"]
-
 
 @triton.jit
 def _nibbles_leaf(

@@ -21,8 +21,6 @@ from detcompile.templates.quantized.gpu import dequant_matmul_cuda
 from detcompile.templates.quantized.weights import KINDS, QuantizedWeight, dequantized, require_quantized
 from detcompile.templates.registration import define
 
-__all__ = ["dequant_matmul_cpu", "dequantized_cpu", "reference_dequant_matmul"]
-
 _CALL = struct.Struct("PqPPPqPqqqqq5i4x")  # struct Call of dequantize.cpp
 _TILE_BYTES = 1 << 21  # of dequantized weights: they stay in a core's cache until they are multiplied
 

@@ -13,17 +13,6 @@ from detcompile.templates.matmul.schedules import PipelinedTile
 from detcompile.templates.matmul.tree import LEVELS
 from detcompile.templates.quantized.weights import NIBBLE_BLOCK
 
-__all__ = [
-    "DequantProblem",
-    "DequantSchedule",
-    "EXPAND",
-    "Expand",
-    "Fused",
-    "Int4Decode",
-    "dequant_candidates",
-    "fits_int4_decode",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Fused(PipelinedTile):

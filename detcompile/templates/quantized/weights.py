@@ -21,16 +21,6 @@ from torch import Tensor
 
 from detcompile.errors import InvalidInput
 
-__all__ = [
-    "KINDS",
-    "NIBBLE_BLOCK",
-    "QuantizedWeight",
-    "dequantized",
-    "pack_nibbles",
-    "require_quantized",
-    "unpack_nibbles",
-]
-
 NIBBLE_BLOCK = 128  # byte i of a block holds k = i and k = 64 + i
 KINDS = {torch.uint8: 0, torch.int8: 1, torch.float8_e4m3fn: 2}  # dtypes of `w`, as numbered by the kernels
 

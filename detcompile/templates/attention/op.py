@@ -20,7 +20,6 @@ contents of slots that a row does not see, even NaN, have no effect.
 import ctypes
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,16 +109,10 @@ def dense_attention_cpu(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, *,
 
 
 def _flat_paged(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Adapt a function that takes records to the flat arguments of the operation."""
-
-    def flat(
-        q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, cu_seqlens: Tensor,
-        seq_lens: Tensor, block_table: Tensor, *rule: Any,
-    ) -> Tensor:  # fmt: skip
-        step = StepMetadata(cu_seqlens, seq_lens, block_table)
-        return attend(q, k, v, Caches(k_cache, v_cache), slot_mapping, step, AttentionRule(*rule))
-
-    return flat
+    """Wrap a function that takes records as the operation, whose arguments are flat."""
+    return lambda q, k, v, k_cache, v_cache, slots, *rest: attend(
+        q, k, v, Caches(k_cache, v_cache), slots, StepMetadata(*rest[:3]), AttentionRule(*rest[3:])
+    )
 
 
 def _flat_dense(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -11,7 +11,6 @@ together equal paged_attention; only the caches are written between them.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,26 +65,15 @@ def cached_attention_cpu(q: Tensor, caches: Caches, step: StepMetadata, rule: At
 
 def _flat_rope_cache(write: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Wrap a function that takes records as the operation, whose arguments are flat."""
-
-    def flat(
-        q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, q_weight: Tensor | None, k_weight: Tensor | None,
-        eps: float | None, round_before_weight: bool, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor,
-    ) -> Tensor:  # fmt: skip
-        norm = HeadNorm(q_weight, k_weight, eps, round_before_weight)
-        return write(q, k, v, cos, sin, norm, Caches(k_cache, v_cache), slot_mapping)
-
-    return flat
+    return lambda q, k, v, cos, sin, *rest: write(
+        q, k, v, cos, sin, HeadNorm(*rest[:4]), Caches(*rest[4:6]), slot_mapping=rest[6]
+    )
 
 
 def _flat_cached(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def flat(
-        q: Tensor, k_cache: Tensor, v_cache: Tensor, cu_seqlens: Tensor, seq_lens: Tensor, block_table: Tensor,
-        *rule: Any,
-    ) -> Tensor:  # fmt: skip
-        step = StepMetadata(cu_seqlens, seq_lens, block_table)
-        return attend(q, Caches(k_cache, v_cache), step, AttentionRule(*rule))
-
-    return flat
+    return lambda q, k_cache, v_cache, *rest: attend(
+        q, Caches(k_cache, v_cache), StepMetadata(*rest[:3]), AttentionRule(*rest[3:])
+    )
 
 
 define(

@@ -2,7 +2,7 @@
 
 A step reads the weights once, multiplies its tokens, reads the keys of its decodes, and pairs its prompt tokens with
 the keys that they see. The model is linear in these, fitted by least squares of the relative error over the newest
-steps of every size, so that frequent sizes do not drown rare ones.
+steps of every size, so that frequent sizes do not drown rare ones. StepClock measures the steps.
 """
 
 from collections import deque

@@ -1,4 +1,4 @@
-"""RankProcess: a rank's process as its parent sees it. Starts it, watches it, and ends it with all its children."""
+"""RankProcess starts, watches and ends a rank's process with all its children; DialledRank is one started elsewhere."""
 
 import contextlib
 import json

@@ -1,6 +1,6 @@
 """PoisonRequestGuard: serve requests that crashed engines one at a time, until the culprit is known.
 
-The server's front end uses it for answers; an engine over worker processes uses it for requests.
+The server's front end uses it for answers; an engine over worker processes uses it for requests, by Isolation.
 """
 
 from collections.abc import Callable, Iterable

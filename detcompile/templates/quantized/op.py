@@ -22,7 +22,7 @@ from detcompile.templates.quantized.weights import KINDS, QuantizedWeight, dequa
 from detcompile.templates.registration import define
 
 _CALL = struct.Struct("PqPPPqPqqqqq5i4x")  # struct Call of dequantize.cpp
-_TILE_BYTES = 1 << 21  # of dequantized weights: they stay in a core's cache until they are multiplied
+_TILE_BYTES = 1 << 19  # of dequantized weights per thread: they stay in its core's cache until they are multiplied
 
 
 def dequant_matmul_cpu(
@@ -49,7 +49,7 @@ def dequant_matmul_cpu(
     require_quantized(weight)
     N, K = len(w), x.shape[1]
     out = torch.empty((len(x), N), dtype=out_dtype or x.dtype, device="cpu")
-    features = max(64, _TILE_BYTES // max(1, K * x.element_size()))
+    features = max(64, _TILE_BYTES * cpu_library.thread_count() // max(1, K * x.element_size()))
     for first in range(0, N, features):
         rows_N = slice(first, min(N, first + features))
         tile = dequantized_cpu(weight, x.dtype, first, rows_N.stop - first, isa)

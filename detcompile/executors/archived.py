@@ -134,7 +134,7 @@ def _for_this_process(operations: str, group: str) -> str:
     """Adapt AOTInductor's list of operations: set the process group, and convert dtype numbers for this torch."""
 
     def adapted(value: dict[str, Any]) -> dict[str, Any]:
-        if value.get("name") == "group":
+        if value.get("name") == "group" and "as_string" in value["arg"]:  # dequant_matmul's is a size
             return value | {"arg": {"as_string": group}}
         if "as_scalar_type" in value and not converts_dtypes():
             return {"as_scalar_type": dtype_number(value["as_scalar_type"])}

@@ -228,6 +228,17 @@ def test_operations_are_told_their_group_and_dtype(
     assert found[2] == given[2] | {"arg": {"as_scalar_type": number}}
 
 
+def test_process_group_replaces_strings_only() -> None:
+    schemas = [schema for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("detcompile::")]
+    types = {schema.name: str(a.type) for schema in schemas for a in schema.arguments if a.name == "group"}
+    assert set(types.values()) == {"str", "int"}
+    for name, kind in types.items():
+        stored = {"as_string": "of another process"} if kind == "str" else {"as_int": 32}
+        operation = {"target": name, "inputs": [{"name": "group", "arg": stored, "kind": 1}]}
+        [adapted] = json.loads(archived._for_this_process(json.dumps(operation), "of this one"))["inputs"]
+        assert adapted["arg"] == ({"as_string": "of this one"} if kind == "str" else stored), name
+
+
 def test_it_is_called_as_the_compiled_model_is(models: dict[str, CompiledModel], loaded: ExportedModel) -> None:
     torch.manual_seed(0)
     ids, mask = torch.randint(0, 160, (3, 9)), torch.ones(3, 9, dtype=torch.int64)

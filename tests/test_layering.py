@@ -89,6 +89,7 @@ FLOORS = [
         {"serving.service"},
         {"serving.journal"},
         {"serving.dashboard.history", "serving.receipts.issuer"},
+        {"serving.tracing"},
         {"serving.request_log"},
         {
             "serving.access",
@@ -96,6 +97,7 @@ FLOORS = [
             "serving.connections",
             "serving.kept_responses",
             "serving.limiter",
+            "serving.logs",
             "serving.metrics",
             "serving.responses",
             "serving.tokenizer_pool",

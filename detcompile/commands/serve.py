@@ -66,6 +66,9 @@ class Web:
 
     cors: Annotated[list[str] | None, typer.Option(help="Site whose pages may use the server; repeat it.")] = None
     request_log: Annotated[Path | None, typer.Option(help="File of a JSON line a request, without texts.")] = None
+    log_format: Annotated[
+        Literal["text", "json"], typer.Option(help="The front end's messages on standard error: text, or JSON lines.")
+    ] = "text"
     demo: Annotated[bool, typer.Option("--demo", help="Let the page kill engines, to show that answers go on.")] = False
     root_path: Annotated[str, typer.Option(help="Path under which a proxy has the server, such as /ai.")] = ""
 
@@ -246,8 +249,9 @@ def command(
     service = functools.partial(Service, **names, receipts=receipts.issuer(), fleet=fleet)
     shown = {"version": __version__, "digests": keys.digests, **web.options()}
     app = functools.partial(new_app, **shown)
+    as_json = web.log_format == "json"
     with asyncio.Runner(loop_factory=uvicorn.Config("").get_loop_factory()) as runner:  # uvloop's if it is installed
-        sys.exit(runner.run(_served(spec, (host, port), bounds, service, app, keys)))
+        sys.exit(runner.run(_served(spec, (host, port), bounds, service, app, keys, json_logs=as_json)))
 
 
 async def _served(
@@ -257,10 +261,14 @@ async def _served(
     make_service: Callable[[], Service],
     make_app: Callable[[Service], ASGIApp],
     keys: KeyFile,
+    *,
+    json_logs: bool,
 ) -> int:
     with listen(*address) as sock:
         service = make_service()  # needs the running event loop
-        return await serve(service, make_app(service), spec, sock, bounds.drain, bounds.stall, keys.read_again)
+        app = make_app(service)
+        limits = bounds.drain, bounds.stall
+        return await serve(service, app, spec, sock, *limits, keys.read_again, json_logs=json_logs)
 
 
 def _log(path: Path) -> IO[str]:

@@ -1,6 +1,8 @@
 """The HTTP application: OpenAI's and Anthropic's routes, and the server's."""
 
 import asyncio
+import importlib
+import importlib.util
 import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -60,6 +62,7 @@ from detcompile.serving.service import Service
 METHODS = ["GET", "POST", "DELETE"]
 EXPOSED = [  # response headers that pages of other origins may read
     "Retry-After", "X-Request-Id", "X-Detcompile-Seed", "X-Detcompile-Receipt", "X-Detcompile-Receipt-Salt",
+    "Traceparent",
 ]  # fmt: skip
 JOURNALED: dict[str, tuple[type, Callable[[Service, Any, Call], Awaitable[Response]]]] = {  # by path
     "/v1/completions": (CompletionRequest, complete),
@@ -105,7 +108,13 @@ def new_app(
     """
     servers = [{"url": root_path}] if root_path else None
     app = FastAPI(
-        title="detcompile", version=version, docs_url=None, redoc_url=None, redirect_slashes=False, servers=servers
+        title="detcompile",
+        version=version,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        servers=servers,
+        telemetry={"tracing": False},  # its spans end before a stream does; tracing.py has ours
     )
     _add_posts(app, service, demo)
     log = None if request_log is None else LogFile(request_log)
@@ -123,8 +132,16 @@ def new_app(
         outside = CORSMiddleware(
             outside, allow_origins=origins, allow_methods=METHODS, allow_headers=["*"], expose_headers=EXPOSED
         )
-    outside = outside if log is None else RequestLog(outside, log)
+    outside = _traced(outside if log is None else RequestLog(outside, log))
     return _without_root(root_path, outside) if root_path else outside
+
+
+def _traced(inside: ASGIApp) -> ASGIApp:
+    """Wrap an application in traces if OpenTelemetry is installed."""
+    if importlib.util.find_spec("opentelemetry") is None:
+        return inside
+    layer: ASGIApp = importlib.import_module("detcompile.serving.tracing").Tracing(inside)
+    return layer
 
 
 def _require_free(root_path: str, app: FastAPI) -> None:

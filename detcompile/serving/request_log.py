@@ -12,6 +12,7 @@ from detcompile.errors import StorageError
 from detcompile.serving.engines.answers import Answer
 from detcompile.serving.responses import ANSWERS
 
+TRACE_ID = "detcompile.trace_id"  # key of the request's trace id, in hex, in the scope
 MOST_LETTERS = 100  # of a path, which clients choose
 
 
@@ -77,7 +78,7 @@ class RequestLog:
             await self._inside(scope, receive, logged_send)
         finally:
             entry["seconds"] = round(time.monotonic() - started, 4)
-            entry |= _counts(scope.get(ANSWERS, ()))
+            entry |= _counts(scope.get(ANSWERS, ())) | {"trace_id": scope.get(TRACE_ID)}
             written = {name: value for name, value in entry.items() if value is not None or name == "status"}
             self._file.write(json.dumps(written))
 

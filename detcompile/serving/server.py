@@ -4,10 +4,10 @@ import asyncio
 import contextlib
 import gc
 import ipaddress
+import logging
 import os
 import signal
 import socket
-import sys
 from collections.abc import AsyncIterator, Callable
 from types import FrameType
 
@@ -17,8 +17,10 @@ from starlette.types import ASGIApp
 from detcompile.errors import InvalidInput
 from detcompile.serving.connections import bounded_protocol
 from detcompile.serving.engines.protocol import EngineSpec
+from detcompile.serving.logs import write_logs
 from detcompile.serving.service import Service
 
+logger = logging.getLogger(__name__)
 ENGINE_LOST = 70  # exit code, os.EX_SOFTWARE: tells a supervisor to restart the server
 LAST_ANSWERS_SECONDS = 5  # for connections to close after their requests
 STALL_SECONDS = 60.0
@@ -110,6 +112,8 @@ async def serve(
     drain: float,
     stall: float = STALL_SECONDS,
     read_keys: Callable[[], None] = lambda: None,
+    *,
+    json_logs: bool = False,
 ) -> int:
     """Serve until a signal or until the engine is lost; return the exit code: 0, or ENGINE_LOST.
 
@@ -119,12 +123,15 @@ async def serve(
         drain: seconds for open requests to finish after a signal.
         stall: seconds that a connection may make no progress.
         read_keys: reloads the API keys on SIGHUP.
+        json_logs: log messages are JSON lines, also those of uvicorn.
 
     Raises:
         DetcompileError: the engine cannot serve this model.
     """
+    write_logs(as_json=json_logs)
     config = uvicorn.Config(
         app,
+        **({"log_config": None} if json_logs else {}),
         http=bounded_protocol(stall),
         log_level="warning",
         access_log=False,
@@ -144,7 +151,7 @@ async def serve(
                 gc.collect()  # exclude imported objects from later collections, and collect less often
                 gc.freeze()
                 gc.set_threshold(COLLECTED_OBJECTS, 10, 10)
-                _print(f"serving {service.name} on {address}; fingerprint {hello.fingerprint}")
+                logger.info("serving %s on %s; fingerprint %s", service.name, address, hello.fingerprint)
                 watching = asyncio.create_task(_exit_when_lost(service, server))
                 await serving
                 watching.cancel()
@@ -167,13 +174,13 @@ async def _reload_on_sighup(service: Service, read_keys: Callable[[], None]) -> 
     async def roll() -> None:
         async with rolling:
             complete = await service.fleet.roll()
-        _print("all engines were restarted" if complete else "a restarted engine does not serve")
+        logger.info("all engines were restarted" if complete else "a restarted engine does not serve")
 
     def reload() -> None:
         try:
             read_keys()
         except InvalidInput as error:
-            _print(f"{error}; the previous API keys stay valid")
+            logger.warning("%s; the previous API keys stay valid", error)
         rolls.add(task := loop.create_task(roll()))
         task.add_done_callback(rolls.discard)
 
@@ -190,7 +197,9 @@ async def _reload_on_sighup(service: Service, read_keys: Callable[[], None]) -> 
 async def _exit_when_lost(service: Service, server: uvicorn.Server) -> None:
     while service.fleet.failure is None:
         await asyncio.sleep(0.2)
-    _print(f"the engine is lost: {service.fleet.failure}; requests get 503, and the server exits in {LOST_SECONDS:g} s")
+    logger.error(
+        "the engine is lost: %s; requests get 503, and the server exits in %g s", service.fleet.failure, LOST_SECONDS
+    )
     await asyncio.sleep(LOST_SECONDS)
     server.should_exit = True
 
@@ -198,7 +207,3 @@ async def _exit_when_lost(service: Service, server: uvicorn.Server) -> None:
 def _address(sock: socket.socket) -> str:
     host, port = sock.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def _print(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -4,9 +4,13 @@ import asyncio
 import functools
 import itertools
 import json
+import os
+import shutil
+import signal
 import typing
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +25,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from tokenizers import AddedToken, Tokenizer
 
+from benchmarks.kill_drill import engine_processes
 from detcompile.commands.serve import Chat
 from detcompile.reasoning.formats import PARSERS, Piece, Thinking, reasoning_parser_of
 from detcompile.reasoning.grammars import after_reasoning, within_budget
@@ -37,8 +42,10 @@ from detcompile.serving.tokenizer_pool import TokenizerPool
 from detcompile.serving.tools.grammars import Function, required_grammar
 from detcompile.serving.tools.reader import FAMILIES as CALLS
 from detcompile.serving.tools.reader import HERMES
+from tests.exhaustive import EXHAUSTIVE
+from tests.serving.conftest import TEMPLATE, model_of, started
 from tests.serving.instant_fleet import InstantFleet
-from tests.serving.reasoning_cases import CALL, CONTENT, FAMILIES, REASONING, Transcript
+from tests.serving.reasoning_cases import CALL, CONTENT, FAMILIES, REASONING, Transcript, with_think_tokens
 from tests.serving.scripted_engine import HELLO
 from tests.serving.scripted_service import SPEC
 
@@ -619,6 +626,64 @@ def test_stop_strings_are_those_of_the_content(name: str) -> None:
                     assert found == [(REASONING, content)] * 5
 
     run(scenario)
+
+
+def read(lines: Iterator[str]) -> tuple[str, str, str]:
+    """Reasoning, content and the call's arguments of a stream."""
+    parts = ["", "", ""]
+    for line in lines:
+        data = line.removeprefix("data: ")
+        if data == line or data == "[DONE]":
+            continue
+        for choice in json.loads(data)["choices"]:
+            delta = choice["delta"]
+            calls = "".join(call["function"]["arguments"] for call in delta.get("tool_calls") or ())
+            for place, text in enumerate((delta.get("reasoning"), delta.get("content"), calls)):
+                parts[place] += text or ""
+    return tuple(parts)
+
+
+@pytest.mark.parametrize("tools", [pytest.param(tools, marks=EXHAUSTIVE) for tools in (False, True)])
+def test_thinking_answer_survives_kills_and_replays(tools: bool, folder: Path, tmp_path: Path) -> None:
+    model, template = tmp_path / "model", tmp_path / "think.jinja"
+    shutil.copytree(model_of(folder), model)
+    (model / "tokenizer.json").write_text(with_think_tokens((model / "tokenizer.json").read_text()))
+    template.write_text(TEMPLATE + "<think>\n")
+    options = ["--chat-template", str(template), "--journal", str(tmp_path / "journal")]
+    asked: dict[str, Any] = {"messages": USER, "max_tokens": 150, "seed": 5, "temperature": 0.9, "receipt": True}
+    asked |= {"thinking_token_budget": 40}
+    if tools:
+        asked |= {"tools": [{"type": "function", "function": ADD}], "tool_choice": "required"}
+    server = started(tmp_path, *options, model=model)
+    try:
+        with httpx.Client(base_url=server.url, timeout=120) as http:
+            whole = http.post("/v1/chat/completions", json=asked).raise_for_status().json()
+            message, receipt = whole["choices"][0]["message"], whole["receipt"]
+            calls = "".join(call["function"]["arguments"] for call in message.get("tool_calls") or ())
+            expected = (message["reasoning"], message["content"] or "", calls)
+            assert bool(calls) is tools and whole["usage"]["completion_tokens_details"]["reasoning_tokens"] == 41
+            verdict = http.post("/v1/verify", json=receipt).json()
+            assert (verdict["outcome"], verdict["num_tokens"]) == ("equal", whole["usage"]["completion_tokens"])
+            for victim in ("engine", "server"):
+                headers = {"Idempotency-Key": victim}
+                body = asked | {"stream": True}
+                with http.stream("POST", "/v1/chat/completions", json=body, headers=headers) as stream:
+                    lines = stream.iter_lines()
+                    begun = list(itertools.islice(lines, 20))
+                    if victim == "engine":
+                        os.kill(engine_processes(server.process.pid)[0], signal.SIGKILL)
+                        assert read(iter([*begun, *lines])) == expected
+        server.process.kill()
+        server.process.wait()
+        server = started(tmp_path, *options, model=model)
+        with httpx.Client(base_url=server.url, timeout=120) as http:
+            for key in ("server", "engine"):
+                headers = {"Idempotency-Key": key}
+                answer = http.post("/v1/chat/completions", json=asked | {"stream": True}, headers=headers)
+                assert read(iter(answer.text.splitlines())) == expected
+    finally:
+        server.process.kill()
+        server.process.wait()
 
 
 def test_other_grammars_after_reasoning_are_refused() -> None:

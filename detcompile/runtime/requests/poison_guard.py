@@ -4,11 +4,13 @@ The server's front end uses it for answers; an engine over worker processes uses
 """
 
 from collections.abc import Callable, Iterable
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-from detcompile.runtime.requests.request import Request
 from detcompile.runtime.requests.sampling_params import SamplingParams
-from detcompile.runtime.requests.sequence import Sequence
+
+if TYPE_CHECKING:  # these import torch, which the server's front end does not
+    from detcompile.runtime.requests.request import Request
+    from detcompile.runtime.requests.sequence import Sequence
 
 CROWD_DEATHS = 2  # crashes among other answers before an answer is served alone
 ALONE_DEATHS = 2  # crashes alone before an answer is given up
@@ -112,13 +114,13 @@ class Isolation:
     """
 
     def __init__(
-        self, serve_alone: Callable[[frozenset[Sequence] | None], None], block: Callable[[Request], None]
+        self, serve_alone: "Callable[[frozenset[Sequence] | None], None]", block: "Callable[[Request], None]"
     ) -> None:
         self._serve_alone = serve_alone
         self._guard = PoisonRequestGuard(block)
         self._under_way = False  # other sequences are held back
 
-    def died_with(self, requests: Iterable[Request]) -> None:
+    def died_with(self, requests: "Iterable[Request]") -> None:
         """Count a crash of the workers against these requests."""
         for request in requests:
             self._guard.died_with(request)
@@ -135,6 +137,6 @@ class Isolation:
             self._under_way = False
             self._serve_alone(None)
 
-    def forget(self, request: Request) -> None:
+    def forget(self, request: "Request") -> None:
         """Drop a request that has ended."""
         self._guard.forget(request)

@@ -1,12 +1,9 @@
 """Conversations: from request messages to chat-template messages and token ids."""
 
 import asyncio
-import inspect
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
-
-from transformers import PreTrainedTokenizerBase
 
 from detcompile.errors import InvalidInput
 from detcompile.serving.chat_template import MANY, ChatTemplate
@@ -20,8 +17,11 @@ ROLES = ("system", "user", "assistant", "tool")
 SHOWN = ("name", "tool_call_id", "reasoning", "reasoning_content")  # message fields for templates
 REASONING = ("reasoning_content", "reasoning", "thinking")  # names of a message's reasoning in templates
 UNSERVED = ("audio", "function_call", "partial", "prefix")  # message fields that are rejected
-# Names in chat_template_kwargs that mean something else to apply_chat_template or to the template.
-RESERVED = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"self", "kwargs"}
+RESERVED = frozenset((  # names in chat_template_kwargs that mean something else to apply_chat_template of transformers
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
+    "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "sanitize_control_tokens",
+    "tokenize", "tokenizer_kwargs", "tools", "truncation",
+))  # fmt: skip
 NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 SHORT_ID = 9  # length of call ids for templates that require it
 

@@ -229,21 +229,13 @@ def _reduce_then_gather(
     return gather(total, group).view(-1, N)[:M].contiguous()
 
 
-def _product_fake(x, w, bias, residual, radices, radices_above, group, out_dtype):
-    return x.new_empty((x.shape[0], w.shape[0]), dtype=out_dtype)
-
-
-def _fake(partial, bias, residual, radices, group, out_dtype):
-    return partial.new_empty(partial.shape, dtype=out_dtype)
-
-
 define(
     "matmul_all_reduce(Tensor x, Tensor w, Tensor? bias, Tensor? residual, int[] radices, int[] radices_above,"
     " str group, ScalarType out_dtype) -> Tensor",
     {"x": "float M K", "w": "x N K", "bias": "float N", "residual": "float M N"},
     cpu=matmul_all_reduce,
     cuda=matmul_all_reduce,
-    fake=_product_fake,
+    fake=lambda x, w, *rest: x.new_empty((x.shape[0], w.shape[0]), dtype=rest[-1]),
 )
 define(
     "tree_all_reduce(Tensor partial, Tensor? bias, Tensor? residual, int[] radices, str group, ScalarType out_dtype)"
@@ -251,5 +243,5 @@ define(
     {"partial": "float32 ... M N", "bias": "float N", "residual": "float ... M N"},
     cpu=tree_all_reduce,
     cuda=tree_all_reduce,
-    fake=_fake,
+    fake=lambda partial, *rest: partial.new_empty(partial.shape, dtype=rest[-1]),
 )

@@ -80,35 +80,19 @@ def _expert_matmul_cuda(
     return expert_matmul_cuda(x, ids, w, bias, radices, out_dtype)
 
 
-def _partial_cpu(x: Tensor, ids: Tensor, w: Tensor, radices: Sequence[int] | None, tp: int) -> Tensor:
-    return expert_matmul_cpu(x, ids, w, None, radices, torch.float32)
-
-
-def _partial_cuda(x: Tensor, ids: Tensor, w: Tensor, radices: Sequence[int] | None, tp: int) -> Tensor:
-    return _expert_matmul_cuda(x, ids, w, None, radices, torch.float32)
-
-
-def _fake(x, ids, w, bias, radices=()):
-    return x.new_empty((*ids.shape, w.shape[1]))
-
-
-def _partial_fake(x, ids, w, radices, tp):
-    return x.new_empty((*ids.shape, w.shape[1]), dtype=torch.float32)
-
-
 define(
     "expert_matmul(Tensor x, Tensor ids, Tensor w, Tensor? bias, int[] radices=[]) -> Tensor",
     {"x": "float * K", "ids": "int64 ...", "w": "x E N K", "bias": "float E N"},
     cpu=expert_matmul_cpu,
     cuda=_expert_matmul_cuda,
-    fake=_fake,
+    fake=lambda x, ids, w, *rest: x.new_empty((*ids.shape, w.shape[1])),
 )
 define(
     "expert_matmul_partial(Tensor x, Tensor ids, Tensor w, int[] radices, int tp) -> Tensor",
     {"x": "float * K", "ids": "int64 ...", "w": "x E N K", "tp": range(1, 2**31)},
-    cpu=_partial_cpu,
-    cuda=_partial_cuda,
-    fake=_partial_fake,
+    cpu=lambda x, ids, w, radices, tp: expert_matmul_cpu(x, ids, w, None, radices, torch.float32),
+    cuda=lambda x, ids, w, radices, tp: _expert_matmul_cuda(x, ids, w, None, radices, torch.float32),
+    fake=lambda x, ids, w, *rest: x.new_empty((*ids.shape, w.shape[1]), dtype=torch.float32),
 )
 
 

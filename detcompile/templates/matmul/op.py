@@ -137,16 +137,12 @@ def _batched_matmul_cuda(x: Tensor, w: Tensor, out_dtype: torch.dtype | None = N
     return out_BMN.view(*x.shape[:-1], w.shape[-2])
 
 
-def _batched_fake(x, w, out_dtype=None):
-    return x.new_empty((*x.shape[:-1], w.shape[-2]), dtype=out_dtype or x.dtype)
-
-
 define(
     "batched_matmul(Tensor x, Tensor w, ScalarType? out_dtype=None) -> Tensor",
     {"x": "float ... M K>0", "w": "x ... N K"},
     cpu=batched_matmul_cpu,
     cuda=_batched_matmul_cuda,
-    fake=_batched_fake,
+    fake=lambda x, w, out_dtype=None: x.new_empty((*x.shape[:-1], w.shape[-2]), dtype=out_dtype or x.dtype),
 )
 
 

@@ -54,27 +54,19 @@ def row_var_mean_cpu(x: Tensor, correction: float, isa: str | None = None) -> tu
     return var, mean
 
 
-def _row_sum_fake(x, out_dtype=None):
-    return x.new_empty(x.shape[:-1], dtype=out_dtype or x.dtype)
-
-
-def _row_var_mean_fake(x, correction):
-    return x.new_empty(x.shape[:-1], dtype=torch.float32), x.new_empty(x.shape[:-1], dtype=torch.float32)
-
-
 define(
     "row_sum(Tensor x, ScalarType? out_dtype=None) -> Tensor",
     {"x": "float ... R>0"},
     cpu=row_sum_cpu,
     cuda=row_sum_cuda,
-    fake=_row_sum_fake,
+    fake=lambda x, out_dtype=None: x.new_empty(x.shape[:-1], dtype=out_dtype or x.dtype),
 )
 define(
     "row_var_mean(Tensor x, float correction) -> (Tensor, Tensor)",
     {"x": "float ... R>0"},
     cpu=row_var_mean_cpu,
     cuda=row_var_mean_cuda,
-    fake=_row_var_mean_fake,
+    fake=lambda x, correction: tuple(x.new_empty(x.shape[:-1], dtype=torch.float32) for _ in range(2)),
 )
 
 

@@ -126,16 +126,12 @@ def _entropies(x: Tensor, normalizer: Tensor) -> Tensor:
     return -row_sum_cuda(x, torch.float32, term=P_LOG_P, normalizer=normalizer)
 
 
-def _fake(logits, targets, temperature=1.0, radices=()):
-    return tuple(logits.new_empty(logits.shape[:1], dtype=torch.float32) for _ in range(2))
-
-
 define(
     "token_logprobs(Tensor logits, Tensor targets, float temperature=1.0, int[] radices=[]) -> (Tensor, Tensor)",
     {"logits": "float M V>0", "targets": "integer M"},
     cpu=token_logprobs_cpu,
     cuda=token_logprobs_cuda,
-    fake=_fake,
+    fake=lambda logits, *rest: tuple(logits.new_empty(logits.shape[:1], dtype=torch.float32) for _ in range(2)),
 )
 define(
     "token_logprobs_backward(Tensor g, Tensor? g_entropy, Tensor logits, Tensor targets, float temperature=1.0, "

@@ -87,18 +87,6 @@ def token_scatter_cpu(g: Tensor, ids: Tensor, num_rows: int, grid: int = GRID, i
 _GRID_RANGE = range(FINEST_GRID, COARSEST_GRID + 1)
 
 
-def _token_matmul_fake(g, x, leaves, rows_a_token=1, grid=GRID):
-    return g.new_empty((g.shape[1], x.shape[1]), dtype=torch.float64)
-
-
-def _token_sum_fake(g, grid=GRID):
-    return g.new_empty((g.shape[1],), dtype=torch.float64)
-
-
-def _token_scatter_fake(g, ids, num_rows, grid=GRID):
-    return g.new_empty((num_rows, g.shape[1]), dtype=torch.float64)
-
-
 define(
     f"token_matmul(Tensor g, Tensor x, Tensor leaves, int rows_a_token=1, int grid={GRID}) -> Tensor",
     {
@@ -110,21 +98,21 @@ define(
     },
     cpu=token_matmul_cpu,
     cuda=token_matmul_cuda,
-    fake=_token_matmul_fake,
+    fake=lambda g, x, *rest: g.new_empty((g.shape[1], x.shape[1]), dtype=torch.float64),
 )
 define(
     f"token_sum(Tensor g, int grid={GRID}) -> Tensor",
     {"g": "float T N", "grid": _GRID_RANGE},
     cpu=token_sum_cpu,
     cuda=token_sum_cuda,
-    fake=_token_sum_fake,
+    fake=lambda g, *rest: g.new_empty((g.shape[1],), dtype=torch.float64),
 )
 define(
     f"token_scatter(Tensor g, Tensor ids, int num_rows, int grid={GRID}) -> Tensor",
     {"g": "float T D", "ids": "integer T", "num_rows": range(2**31), "grid": _GRID_RANGE},
     cpu=token_scatter_cpu,
     cuda=token_scatter_cuda,
-    fake=_token_scatter_fake,
+    fake=lambda g, ids, num_rows, *rest: g.new_empty((num_rows, g.shape[1]), dtype=torch.float64),
 )
 
 

@@ -17,21 +17,8 @@ from detcompile.models.compiled import CompiledModel
 from detcompile.runtime.requests.sequence import Sequence
 from detcompile.runtime.step.builder import build_step
 
-CHUNK_EDGES = (
-    1,
-    15,
-    16,
-    17,
-    63,
-    64,
-    65,
-    127,
-    128,
-    129,
-    511,
-    512,
-    513,
-)  # sizes of blocks, tiles and chunks, and their neighbors
+# Sizes of blocks, tiles and chunks, and their neighbors.
+CHUNK_EDGES = (1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 511, 512, 513)
 BLOCK_SIZES = (16, 32, 48, 64, 128, 256)
 Tokens = tuple[int, ...]
 
@@ -187,7 +174,8 @@ def configurations(axis: str, prompts: SequenceOf[Tokens], count: int, rng: rand
     """Return ``count`` configurations of an axis for each target; the first runs the target alone in one step.
 
     Args:
-        axis: a key of AXES. prompts: targets and neighbors, at least two.
+        axis: a key of AXES.
+        prompts: targets and neighbors, at least two.
     """
     plans = []
     for target in prompts[:2]:
@@ -196,7 +184,7 @@ def configurations(axis: str, prompts: SequenceOf[Tokens], count: int, rng: rand
     return plans
 
 
-def _neighbours(prompts: SequenceOf[Tokens], rng: random.Random, most: int = 7) -> list[Tokens]:
+def _neighbors(prompts: SequenceOf[Tokens], rng: random.Random, most: int = 7) -> list[Tokens]:
     picked = [rng.choice(prompts) for _ in range(rng.randint(1, most))]
     return [row[: rng.randint(1, len(row))] for row in picked]
 
@@ -213,16 +201,16 @@ def _batch(target: Tokens, prompts: SequenceOf[Tokens], rng: random.Random) -> C
 
 
 def _composition(target: Tokens, prompts: SequenceOf[Tokens], rng: random.Random) -> Configuration:
-    return Configuration((target, *_neighbours(prompts, rng)))
+    return Configuration((target, *_neighbors(prompts, rng)))
 
 
 def _position(target: Tokens, prompts: SequenceOf[Tokens], rng: random.Random) -> Configuration:
-    others = _neighbours(prompts, rng)
+    others = _neighbors(prompts, rng)
     return Configuration(*_placed(target, others, rng.randint(0, len(others))))
 
 
 def _padding(target: Tokens, prompts: SequenceOf[Tokens], rng: random.Random) -> Configuration:
-    rows, at = _placed(target, _neighbours(prompts, rng, 3), rng.randint(0, 3))
+    rows, at = _placed(target, _neighbors(prompts, rng, 3), rng.randint(0, 3))
     pads = (rng.choice([0, 1, 5, 64]), rng.choice([0, 1, 7, 63]))
     return Configuration(rows, at, padding=pads, align=rng.choice(["left", "right"]))
 
@@ -254,19 +242,19 @@ def interleave(rows: SequenceOf[Tokens], target: int, chunks: list[int], rng: ra
 
 
 def _chunking(target: Tokens, prompts: SequenceOf[Tokens], rng: random.Random) -> Configuration:
-    rows, at = _placed(target, _neighbours(prompts, rng, 3), rng.randint(0, 3))
+    rows, at = _placed(target, _neighbors(prompts, rng, 3), rng.randint(0, 3))
     return Configuration(rows, at, interleave(rows, at, split(len(target), rng), rng))
 
 
 def _decode(target: Tokens, prompts: SequenceOf[Tokens], rng: random.Random) -> Configuration:
     prefill = max(1, len(target) - rng.randint(1, 24))
-    rows, at = _placed(target, _neighbours(prompts, rng, 3), rng.randint(0, 3))
+    rows, at = _placed(target, _neighbors(prompts, rng, 3), rng.randint(0, 3))
     chunks = [prefill] + [1] * (len(target) - prefill)
     return Configuration(rows, at, interleave(rows, at, chunks, rng))
 
 
 def _kv(target: Tokens, prompts: SequenceOf[Tokens], rng: random.Random) -> Configuration:
-    rows, at = _placed(target, _neighbours(prompts, rng, 2), rng.randint(0, 2))
+    rows, at = _placed(target, _neighbors(prompts, rng, 2), rng.randint(0, 2))
     steps = interleave(rows, at, split(len(target), rng), rng)
     return Configuration(
         rows, at, steps, block_size=rng.choice(BLOCK_SIZES), placement=rng.randint(1, 10**6), poison=True

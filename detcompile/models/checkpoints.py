@@ -35,7 +35,7 @@ TOKENIZER_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
 LFS_POINTER = b"version https://git-lfs"
 AGAIN = "fetch the checkpoint again"
 MOST_NAMED = 8
-# Beside a weight: of fp8, compressed-tensors and ModelOpt, of their experts, of bitsandbytes; AWQ's of an activation.
+# Scales beside a weight: fp8, compressed-tensors and ModelOpt, also of experts; bitsandbytes; AWQ's activation scales.
 SCALES = re.compile(r".*((weight|proj)_(scale|zero_point)\w*|\.SCB|\.scales)")
 TASKS = {"generate": AutoModelForCausalLM, "classify": AutoModelForSequenceClassification, "embed": AutoModel}
 IN_WORDS = {"generate": "causal LM", "classify": "model for sequence classification", "embed": "base model"}
@@ -254,10 +254,10 @@ def _require_all_weights(path: Path, model: PreTrainedModel, loading_info: dict[
 
 
 def _require_no_scales(path: Path, loading_info: dict[str, Any]) -> None:
-    """Reject a checkpoint with scales that nobody reads: without them its weights are other numbers."""
+    """Reject quantization scales that no loader reads: without them the weights are wrong."""
     key = next((key for key in sorted(loading_info["unexpected_keys"]) if SCALES.fullmatch(key)), None)
     if key is not None:
         raise UnsupportedModel(
-            f"{path} holds {key}, as quantised checkpoints do, and its config.json names no quantisation that reads it:"
-            " load an unquantised checkpoint, or one whose config.json has its quantization_config"
+            f"{path} holds {key}, a quantization scale, but its config.json declares no quantization that reads it:"
+            " load an unquantized checkpoint, or one whose config.json has its quantization_config"
         )

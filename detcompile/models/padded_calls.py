@@ -46,9 +46,9 @@ def require_served(keywords: Mapping[str, Any], served: str = SERVED) -> None:
     for name, value in keywords.items():
         is_set = value is not None and value is not False
         if name in REFUSED and is_set:
-            raise InvalidInput(f"{name} is not served: {REFUSED[name]}")
+            raise InvalidInput(f"{name} is not supported: {REFUSED[name]}")
         if name == "cache_position" and is_set:
-            raise InvalidInput("cache_position is not served: pass position_ids, one for each token")
+            raise InvalidInput("cache_position is not supported: pass position_ids, one for each token")
         if name not in REFUSED and name not in IDLE:
             raise InvalidInput(f"{name} is not an argument of a call; use {served}")
 

@@ -236,7 +236,7 @@ def _require_one_type(types: Any) -> None:
     except (TypeError, ValueError, RuntimeError) as error:
         raise InvalidInput(f"token_type_ids {shown(types)} is {kind(types)}: pass a tensor of zeros") from error
     if pairs:
-        raise InvalidInput("token_type_ids other than 0 are not served: use a model that reads pairs as plain text")
+        raise InvalidInput("token_type_ids other than 0 are not supported: use a model that reads pairs as plain text")
 
 
 def _first(batch: UnpaddedBatch) -> NDArray[np.int64]:

@@ -54,7 +54,7 @@ class LLM:
         model: a name, as for compile(), an exported .pt2, a transformers module, or a compiled model.
         tokenizer: a transformers tokenizer, or its folder; None uses the model's.
         seed: derives the seeds of requests without one; None draws random seeds.
-        options: vLLM's options by name. Served are ``tensor_parallel_size``, ``pipeline_parallel_size``,
+        options: vLLM's options by name. Supported: ``tensor_parallel_size``, ``pipeline_parallel_size``,
             ``dtype``, ``max_model_len``, ``gpu_memory_utilization``, ``max_num_seqs``, ``max_num_batched_tokens``,
             ``block_size``, ``num_gpu_blocks_override``, ``enable_prefix_caching``, ``enable_chunked_prefill``,
             ``enforce_eager``, ``revision``, ``hf_token``, ``trust_remote_code``, ``generation_config`` ("auto" or
@@ -66,7 +66,7 @@ class LLM:
         engine: serves the requests; None after close().
 
     Raises:
-        InvalidInput: an option is unknown or not served, or compile() or the engine reject it.
+        InvalidInput: an option is unknown or not supported, or compile() or the engine reject it.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class LLM:
         }
         for name, (value, advice) in unserved.items():
             if value is not None:
-                raise InvalidInput(f"{name} is not served: {advice}")
+                raise InvalidInput(f"{name} is not supported: {advice}")
         engine, count = self._open(), len(prompts_of(prompts))
         priority = [priority] * count if isinstance(priority, int) else priority
         params = self._defaults if sampling_params is None else sampling_params
@@ -179,7 +179,7 @@ class LLM:
         self._open()
         if chat_template_content_format != "auto":
             form = shown(chat_template_content_format)
-            raise InvalidInput(f"chat_template_content_format={form} is not served: messages are passed unchanged")
+            raise InvalidInput(f"chat_template_content_format={form} is not supported: messages are passed unchanged")
         tokenizer = self.get_tokenizer()
         if isinstance(messages, (str, Mapping)) or not isinstance(messages, SequenceOf) or not len(messages):
             raise InvalidInput(f"messages {shown(messages)} is {kind(messages)}: pass a list of messages, or of lists")
@@ -281,7 +281,7 @@ def _compiled(model: str | Path | PreTrainedModel | CompiledModel, options: LLMO
         require_causal(model, "LLM")
     if isinstance(model, CompiledModel) or str(model).endswith(".pt2"):
         changed = {"dtype": options.dtype, "max_model_len": options.max_context, **options.hub}
-        changed.pop("trust_remote_code", None)  # no code of the model runs any more
+        changed.pop("trust_remote_code", None)  # the model's code no longer runs
         changed |= {"tensor_parallel_size": options.tp if options.tp > 1 else None}
         changed |= {"pipeline_parallel_size": options.pp if options.pp > 1 else None}
         for name, value in changed.items():

@@ -212,7 +212,7 @@ def read_options(options: Mapping[str, Any]) -> LLMOptions:
     """Parse options by vLLM's names.
 
     Raises:
-        InvalidInput: an option is unknown, not served, or has an invalid value.
+        InvalidInput: an option is unknown, not supported, or has an invalid value.
     """
     rest = dict(options)
     dtype = rest.pop("dtype", "auto")
@@ -238,7 +238,7 @@ def read_options(options: Mapping[str, Any]) -> LLMOptions:
             raise InvalidInput(f"LLM has no option {name!r}: leave it out; docs/engine.md lists the options")
         neutral, advice = NEUTRAL[name]
         if neutral is not ANY and value != neutral:
-            raise InvalidInput(f"LLM({name}={shown(value)}) is not served: {advice}")
+            raise InvalidInput(f"LLM({name}={shown(value)}) is not supported: {advice}")
     return LLMOptions(
         tp,
         pp,

@@ -44,7 +44,7 @@ class Reservation:
 
 
 class _Held:
-    """What one owner, or all together, have open and waiting."""
+    """Open and waiting counts of one owner, or of all together."""
 
     __slots__ = ("num_open", "num_queued", "num_waiting")
 
@@ -87,7 +87,7 @@ class AdmissionLimiter:
     Args:
         max_queue: open samples, plus requests that no engine has seen yet.
         max_queued_tokens: prompt tokens of open answers without a first token.
-        metrics: counts refusals, estimates the prefill rate, and gets gauges of what is open.
+        metrics: counts refusals, estimates the prefill rate, and exports the limiter's gauges.
         keys: the current API keys.
     """
 
@@ -98,9 +98,9 @@ class AdmissionLimiter:
         self._keys = keys
         self._all = _Held()
         self._owners: dict[str, _Held] = {}  # without empty entries
-        metrics.add_gauge("open_slots", "Samples that are open.", lambda: self.num_open)
-        metrics.add_gauge("queued_tokens", "Prompt tokens that wait.", lambda: self.num_queued)
-        waiting = "Requests before their grammar check or tokenizer."
+        metrics.add_gauge("open_slots", "Open samples.", lambda: self.num_open)
+        metrics.add_gauge("queued_tokens", "Prompt tokens of answers without a first token.", lambda: self.num_queued)
+        waiting = "Requests that wait for a grammar check or the tokenizer."
         metrics.add_gauge("waiting_requests", waiting, lambda: self.num_waiting)
 
     @property
@@ -195,8 +195,8 @@ class AdmissionLimiter:
         whose = "" if held is self._all else " of this API key"
         open_now = f"{held.num_open} answers{whose} are open"
         waits = f"{held.num_waiting} requests and {held.num_queued} prompt tokens wait"
-        most = f"{bound} and {bound_tokens} at most: try again in {wait} s"
-        return HTTPError(429, f"{open_now}, {waits}, of {most}", retry_after=wait)
+        limits = f"limits are {bound} answers and requests, {bound_tokens} tokens"
+        return HTTPError(429, f"{open_now}, {waits} ({limits}): try again in {wait} s", retry_after=wait)
 
 
 class Deadlines:

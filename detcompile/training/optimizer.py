@@ -146,4 +146,4 @@ def _check_options(group: Mapping[str, Any]) -> None:
         )
     for name, served in OPTIONS.items():
         if bool(group.get(name, served)) != served:
-            raise InvalidInput(f"AdamW: torch's option {name}={group[name]} is not served. Leave it {served}.")
+            raise InvalidInput(f"AdamW: torch's option {name}={group[name]} is not supported. Leave it {served}.")

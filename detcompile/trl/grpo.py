@@ -51,7 +51,7 @@ ALONE: dict[str, tuple[Any, str]] = {  # field -> the only supported value, and 
     "use_vllm": (False, SAMPLER),
 }
 REFUSED = {  # arguments of the trainer
-    "peft_config": "adapters are not served",
+    "peft_config": "adapters are not supported",
     "quantization_config": "quantized weights have no gradient",
     "rollout_func": SAMPLER,
 }
@@ -134,7 +134,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     ) -> tuple[list[list[int]], list[list[float]]]:
         """Sample a completion of each prompt with the current weights; return token ids and their log-probabilities."""
         if images or multimodal_fields:
-            raise InvalidInput("images are not served: the policy reads only tokens.")
+            raise InvalidInput("images are not supported: the policy reads only tokens.")
         step = self.state.global_step
         now = step, sum(version_of(parameter) for parameter in self.policy.parameters())
         if now != self._served:
@@ -243,11 +243,11 @@ def require_exact(args: Any, keywords: dict[str, Any]) -> None:
         )
     for name, (served, why) in ALONE.items():
         if (value := getattr(args, name)) != served:
-            raise InvalidInput(f"{name}={value!r} is not served: {why}. Leave it at {served!r}.")
+            raise InvalidInput(f"{name}={value!r} is not supported: {why}. Leave it at {served!r}.")
     if (optim := str(getattr(args.optim, "value", args.optim))) not in OPTIMIZERS:
-        raise InvalidInput(f"optim={optim!r} is not served: use adamw_torch, or pass optimizers=(yours, None).")
+        raise InvalidInput(f"optim={optim!r} is not supported: use adamw_torch, or pass optimizers=(yours, None).")
     if args.world_size > 1:
         raise InvalidInput(f"{args.world_size} processes: gradients are not summed over processes. Start one process.")
     for name, why in REFUSED.items():
         if keywords.get(name) is not None:
-            raise InvalidInput(f"{name} is not served: {why}.")
+            raise InvalidInput(f"{name} is not supported: {why}.")

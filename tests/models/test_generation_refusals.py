@@ -20,12 +20,12 @@ from tests.models.generation_cases import Recorder, model_of, padded_batch
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"num_beams": 4}, "num_beams = 4 is not served"),
-        ({"assistant_model": SimpleNamespace()}, "assistant_model = .* is not served.*SpeculationConfig"),
-        ({"output_attentions": True}, "output_attentions = True is not served"),
+        ({"num_beams": 4}, "num_beams = 4 is not supported"),
+        ({"assistant_model": SimpleNamespace()}, "assistant_model = .* is not supported.*SpeculationConfig"),
+        ({"output_attentions": True}, "output_attentions = True is not supported"),
         ({"past_key_values": DynamicCache()}, "past_key_values = DynamicCache.*give the whole prompt"),
         ({"cache": DynamicCache()}, "cache = DynamicCache.*give the whole prompt"),
-        ({"logits_processor": [lambda ids, scores: scores]}, "logits_processor = .* is not served"),
+        ({"logits_processor": [lambda ids, scores: scores]}, "logits_processor = .* is not supported"),
         ({"max_new_token": 3}, r"not used by the model: \['max_new_token'\]"),
         ({"stop_strings": "a"}, "this model has none: pass tokenizer="),
         ({"stop_strings": "a", "tokenizer": object()}, "stop_strings with a object"),

@@ -307,9 +307,9 @@ def test_no_argument_of_vllm_is_unknown() -> None:
 
 @pytest.mark.parametrize("name", ["lora_request", "tokenization_kwargs", "mm_processor_kwargs"])
 def test_arguments_of_a_request_are_refused_by_name(llm: LLM, name: str) -> None:
-    with pytest.raises(InvalidInput, match=f"{name} is not served"):
+    with pytest.raises(InvalidInput, match=f"{name} is not supported"):
         llm.generate("def", GREEDY, use_tqdm=False, **{name: {"a": 1}})
-    with pytest.raises(InvalidInput, match=f"{name} is not served"):
+    with pytest.raises(InvalidInput, match=f"{name} is not supported"):
         llm.chat(CHAT, GREEDY, use_tqdm=False, chat_template="x", **{name: {"a": 1}})
     assert llm.generate("def", GREEDY, use_tqdm=False, **{name: None})[0].error is None
 
@@ -317,12 +317,12 @@ def test_arguments_of_a_request_are_refused_by_name(llm: LLM, name: str) -> None
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"quantization": "awq"}, r"LLM\(quantization='awq'\) is not served"),
+        ({"quantization": "awq"}, r"LLM\(quantization='awq'\) is not supported"),
         ({"data_parallel_size": 2}, "data_parallel_size=2.*one engine"),
         ({"speculative_config": {"method": "ngram"}}, "speculative_config.*SpeculationConfig"),
         ({"max_model_len": 64}, r"max_model_len=64\) cannot change .* compiled: pass max_context to compile"),
         ({"revision": "main"}, r"revision=main\) cannot change a model that is already compiled"),
-        ({"tokenizer_revision": "main"}, "tokenizer_revision='main'.* is not served"),
+        ({"tokenizer_revision": "main"}, "tokenizer_revision='main'.* is not supported"),
         ({"max_modellen": 3}, "no option 'max_modellen'"),
         ({"dtype": "int8"}, "dtype='int8' must be"),
         ({"dtype": ["auto"]}, r"dtype=\['auto'\] must be"),

@@ -194,15 +194,15 @@ def test_a_step_tells_autograd_that_the_weights_changed():
 )
 def test_options_that_are_not_served_are_refused(option):
     (name,) = option
-    with pytest.raises(InvalidInput, match=f"{name}=.* is not served"):
+    with pytest.raises(InvalidInput, match=f"{name}=.* is not supported"):
         AdamW([{"params": [nn.Parameter(torch.ones(2))], **option}])
     _, optimizer = stepped(2)
     known = optimizer.state_dict()
     known["param_groups"][0].update(option)
-    with pytest.raises(InvalidInput, match=f"{name}=.* is not served"):
+    with pytest.raises(InvalidInput, match=f"{name}=.* is not supported"):
         optimizer.load_state_dict(known)
     optimizer.param_groups[0].update(option)
-    with pytest.raises(InvalidInput, match=f"{name}=.* is not served"):
+    with pytest.raises(InvalidInput, match=f"{name}=.* is not supported"):
         optimizer.step()
 
 

@@ -431,7 +431,7 @@ def test_what_has_no_gradient_is_refused_by_name_at_once(name: str, message: str
                 (torch.tensor([2, 3]), r"num_items_in_batch .*: give a number"),
             )
         ),
-        ({"input_ids": torch.tensor([[1, 2]]), "past_key_values": 1}, "not served"),
+        ({"input_ids": torch.tensor([[1, 2]]), "past_key_values": 1}, "not supported"),
         ({"input_ids": torch.tensor([[1, 2]]), "position_ids": torch.tensor([[0, 0]])}, "several packed texts"),
     ],
 )

@@ -120,7 +120,7 @@ def test_what_draws_has_the_weights_of_now_however_often_training_begins(monkeyp
     [
         ({"loss_type": "grpo"}, "loss_type='grpo'"),
         ({"loss_type": "bnpo"}, "one of cispo, dapo, dr_grpo"),
-        ({"beta": 0.04}, "beta=0.04 is not served"),
+        ({"beta": 0.04}, "beta=0.04 is not supported"),
         ({"top_p": 0.9}, "another distribution"),
         ({"top_entropy_quantile": 0.2}, "micro-batches"),
         ({"optim": "sgd"}, "optim='sgd'"),
@@ -132,5 +132,5 @@ def test_what_would_leave_the_policy_or_follow_a_split_is_refused(changed: Any, 
 
 
 def test_a_rollout_function_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput, match="rollout_func is not served"):
+    with pytest.raises(InvalidInput, match="rollout_func is not supported"):
         GRPOTrainer("tiny-draft", spaces, config(tmp_path), rollout_func=lambda prompts, trainer: {})

@@ -79,5 +79,5 @@ def _replay(log: Path, chosen: list[Line], model: CompiledModel) -> int:
     if faults:
         print(f"{faults} of {num_checked} did not come out again")
         raise typer.Exit(1)
-    logs.print(f"all {num_checked} that were checked came out again", highlight=False)
+    logs.print(f"all {num_checked} checked answers were reproduced", highlight=False)
     return num_checked

@@ -1,7 +1,7 @@
 """The canonical form of a graph, and its digest: what the graph computes from which inputs.
 
 The form has each operation with its arguments, in graph order, constants by value, and dtype and shape of every value.
-It has no names of nodes or symbols, no source places, no strides and no device, so that every trace of a model has the
+It has no names of nodes or symbols, no source locations, no strides and no device, so every trace of a model has the
 same form. The graph is ATen as traced, before the first pass: the passes' sources and the numerics decide the rest.
 """
 
@@ -22,10 +22,10 @@ from detcompile.torch_internals.graph_nodes import expression_of
 from detcompile.torch_internals.operators import HigherOrderOperator, OpOverload, schema_of
 from detcompile.weights import tensor_digest
 
-CONSTANT = "constant."  # prefix of the names of other tensors than parameters, buffers and parts of a step
+CONSTANT = "constant."  # prefix of the names of tensors that are not parameters, buffers or parts of a step
 CHECKS = ("_assert_scalar", "_assert_async", "sym_constrain_range", "_assert_tensor_metadata")  # they compute nothing
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
-ELSEWHERE = ("device", "pin_memory")  # arguments that place a value
+PLACEMENT = ("device", "pin_memory")  # arguments that place a value
 BY_NAME = (bool, str, torch.dtype, torch.layout, torch.memory_format, type(None), type(...))
 
 
@@ -48,7 +48,7 @@ def program_digest(gm: fx.GraphModule, names: Sequence[str], repeats: Sequence[A
 
 
 def region_form(gm: fx.GraphModule, names: Sequence[str]) -> str:
-    """Return the canonical form as text, with strides and devices of the inputs, on which code depends too.
+    """Return the canonical form as text, with strides and devices of the inputs, because code depends on them.
 
     Args:
         names: name of each of the graph's inputs, in order; two inputs may share a name.
@@ -75,13 +75,13 @@ def input_names(model: nn.Module, leaves: Sequence[Tensor], inputs: Sequence[Any
 
 
 def constants_of(model: nn.Module, leaves: Sequence[Tensor], inputs: Sequence[Any]) -> dict[str, Tensor]:
-    """Return the other tensors of a traced graph than parameters, buffers and leaves of a step, by name."""
+    """Return by name the tensors of a traced graph that are not parameters, buffers or leaves of a step."""
     names = input_names(model, leaves, inputs)
     return {name: given for name, given in zip(names, inputs) if name.startswith(CONSTANT)}
 
 
 class NotRun(Exception):
-    """A graph that was only traced for its digest is called."""
+    """Raised when a graph that was traced only for its digest is called."""
 
 
 def never_run(*_graph: Any, **_settings: Any) -> Callable[..., Any]:
@@ -123,7 +123,7 @@ class _Form:
             return
         self._known[node] = len(self.lines)
         target = "output" if node.op == "output" else _name_of(node)
-        kwargs = {key: self._argument(given, node) for key, given in node.kwargs.items() if key not in ELSEWHERE}
+        kwargs = {key: self._argument(given, node) for key, given in node.kwargs.items() if key not in PLACEMENT}
         arguments = [self._argument(given, node) for given in node.args]
         self.lines.append([target, arguments, sorted(kwargs.items()), self._value(node)])
 

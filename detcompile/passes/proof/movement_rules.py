@@ -95,7 +95,7 @@ def _cat(node: fx.Node, ctx: Context) -> Rows:
     along = created([shape_of(node)[dim]], {}).dims[0]
     first_axes = values[0].dims[dim]
     if not is_feature(first_axes) and all(value.dims[dim] == first_axes for value in values):
-        along = (Axis(sympy.Integer(len(values))), *first_axes)  # a stack: the number of the value is outermost
+        along = (Axis(sympy.Integer(len(values))), *first_axes)  # a stack: the index of the value is outermost
     else:
         for value in values:
             require_feature(value, dim, "a concatenation")
@@ -135,7 +135,7 @@ def _repeat(node: fx.Node, ctx: Context) -> Rows:
             require_feature(Rows(tuple(dims)), i, "a repetition")
             dims[i] = (Axis(rows, ctx.row_symbols[rows]), *dims[i])
         elif rows is not None:
-            raise Refusal("repeats as often as a value computed from a token or batch count says")
+            raise Refusal("repeats by a count computed from a token or batch count")
         elif times != 1:
             require_feature(Rows(tuple(dims)), i, "a repetition")
             dims[i] = created([shape_of(node)[i]], {}).dims[0]
@@ -192,7 +192,7 @@ def _pad(node: fx.Node, ctx: Context) -> Rows:
 
 
 def _constant(node: fx.Node, ctx: Context) -> Rows:
-    """full, zeros, ...: the number of rows may be an extent, not the value."""
+    """full, zeros, ...: the number of rows may be a size, but not the fill value."""
     return created(shape_of(node), ctx.row_symbols)
 
 
@@ -262,9 +262,6 @@ MOVEMENT: Mapping[Any, Rule] = {
 }
 
 
-aten = torch.ops.aten
-
-
 def _index(node: fx.Node, ctx: Context) -> Rows:
     return _indexed(node, list(node.args[1]), ctx)
 
@@ -276,7 +273,7 @@ def _indexed(node: fx.Node, indices: list[fx.Node | None], ctx: Context) -> Rows
         (size,) = shape_of(given[0])
         return choose_rows(value, indices.index(given[0]), Axis(size, ctx.final_gather[given[0].name]))
     if any(arg.meta["val"].dtype in (torch.bool, torch.uint8) for arg in given):
-        raise Refusal("a mask chooses how many elements there are")
+        raise Refusal("a boolean mask selects a number of elements that depends on the data")
     return index(value, [None if arg is None else ctx.rows(arg, "an index") for arg in indices])
 
 
@@ -298,7 +295,7 @@ def _scattered(node: fx.Node, ctx: Context) -> Rows:
     require_feature(idx, dim, "a scatter's index")
     chosen, whole = shape_of(node.args[2]), shape_of(node)
     if chosen[:dim] + chosen[dim + 1 :] != whole[:dim] + whole[dim + 1 :]:
-        raise Refusal("a scatter that leaves some rows alone")
+        raise Refusal("a scatter whose index has no entry for some rows")
     return Rows((*idx.dims[:dim], (), *idx.dims[dim + 1 :]))
 
 

@@ -34,7 +34,7 @@ def pin_reductions(gm: fx.GraphModule) -> fx.GraphModule:
         for node in gm.graph.find_nodes(op="call_function", target=floating):
             dtypes = (node.args[0].meta["val"].dtype, _result_dtype(node))
             summed = all(dtype.is_floating_point for dtype in dtypes) and torch.float64 not in dtypes
-            if summed and _rows_stay(node):
+            if summed and _has_known_length(node):
                 rewrite(gm.graph, node)
     return gm
 
@@ -61,7 +61,7 @@ def _result_dtype(node: fx.Node) -> torch.dtype:
     return (value[0] if isinstance(value, (tuple, list)) else value).dtype
 
 
-def _rows_stay(node: fx.Node) -> bool:
+def _has_known_length(node: fx.Node) -> bool:
     """Return whether the number of terms is known and at least 1."""
     sizes = shape_of(node.args[0])
     return bool(sizes) and not any(sizes[dim].free_symbols or sizes[dim] == 0 for dim in reduced_dims(node))
@@ -238,7 +238,7 @@ def pin_rms_norms(gm: fx.GraphModule) -> fx.GraphModule:
         n.to(x.dtype) * weight                               round_before_weight = True   (Llama, Qwen)
         (n * weight_fp32).to(x.dtype)                        round_before_weight = False  (Gemma)
 
-    Runs before pin_reductions. A norm of another shape keeps its operations, and only its mean is pinned.
+    Runs before pin_reductions. A norm of another form keeps its operations, and only its mean is pinned.
     """
     for mean in gm.graph.find_nodes(op="call_function", target=aten.mean.dim):
         match = _match_rms_norm(mean)

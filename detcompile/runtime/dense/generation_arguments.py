@@ -1,7 +1,7 @@
 """Read the arguments of Hugging Face's ``generate``: served, without effect, or rejected.
 
 An argument of the call takes precedence over the call's ``generation_config``, which takes precedence over the model's;
-then come DEFAULTS. An argument that would change tokens and is not served is rejected by name, wherever it comes from.
+then come DEFAULTS. An unsupported argument that would change tokens is rejected by name, wherever it comes from.
 Names and meanings are those of transformers 5.17 to 5.24 (configuration_utils.py, utils.py and logits_process.py of
 transformers.generation).
 """
@@ -185,7 +185,7 @@ def read_arguments(
         num_logits: end tokens of a ``generation_config`` at or beyond it are ignored: no row can end with them.
 
     Raises:
-        InvalidInput: an argument is unknown, not served, or has an invalid value.
+        InvalidInput: an argument is unknown, not supported, or has an invalid value.
     """
     configs = (given.get("generation_config"), getattr(model, "generation_config", None))
     _check_known(given)
@@ -249,7 +249,7 @@ def _refuse_unserved(given: Mapping[str, Any], configs: tuple[Any, Any]) -> None
             source, value = f"generation_config.{name}", next((value for value in values if value is not None), None)
         if not is_neutral(value, harmless):
             raise InvalidInput(
-                f"{source} = {shown(value)} is not served, and ignoring it would change tokens or outputs: {advice}"
+                f"{source} = {shown(value)} is not supported, and ignoring it would change tokens or outputs: {advice}"
                 + ("" if source == name else f"; pass {name}=None in the call to go on without it")
             )
 

@@ -121,7 +121,7 @@ class BlockPool:
             if self._references[block] == 0:
                 raise InvalidInput(f"block {block} is free already: free each reference once")
         if len(set(blocks)) != len(blocks):
-            raise InvalidInput(f"a block stands twice in {blocks}: a table holds each block once")
+            raise InvalidInput(f"a block appears twice in {blocks}: a table holds each block once")
         for block in reversed(blocks):
             self._references[block] -= 1
             if self._references[block] == 0:

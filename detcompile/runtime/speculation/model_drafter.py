@@ -37,13 +37,13 @@ class ModelDrafter(Drafter):
     """Drafts with a model of the same vocabulary, one level of all sequences' trees at a time.
 
     The tree is a chain of the draft model's draws; with ``siblings``, each node has that many of the next most likely
-    tokens beside it. Other trees branch further. Made by ``CompiledModel.drafter``.
+    tokens beside it. Other trees branch further. Created by ``CompiledModel.drafter``.
 
     Args:
         runner, blocks: run steps over the draft model's KV cache.
         max_context: most tokens that the draft model can read.
         num_tokens: tokens of the chain, or of the longest path.
-        num_sequences: most sequences of a step whose CUDA graphs are captured at the start.
+        num_sequences: CUDA graphs are captured at the start for steps of up to this many sequences.
         tokenizer: the draft model's, if known.
         tree: "chain"; "grown" to the ``max_nodes`` most likely nodes, expanding WIDTH nodes per level (GrowingTree); or
             the paths of a fixed shape, such as [(0,), (0, 0), (0, 1), (1,)]. A chain is read back once, a tree at every
@@ -69,11 +69,11 @@ class ModelDrafter(Drafter):
     ) -> None:
         if num_tokens < 1 or not 0 <= siblings < vocab_size:
             raise InvalidInput(
-                f"ModelDrafter: num_tokens={num_tokens} must be at least 1, and siblings={siblings} within 0 and"
+                f"ModelDrafter: num_tokens={num_tokens} must be at least 1, and siblings={siblings} between 0 and"
                 f" {vocab_size - 1}"
             )
         if tree != "chain" and siblings:
-            raise InvalidInput(f"ModelDrafter: siblings={siblings} need tree='chain': leave them out, or give a shape")
+            raise InvalidInput(f"ModelDrafter: siblings={siblings} requires tree='chain': drop siblings, or pass paths")
         self.vocab_size = vocab_size
         self.tokenizer = tokenizer
         self.device = runner.kv_cache.device
@@ -266,11 +266,12 @@ def _trees(tree: TreeKind, max_nodes: int) -> tuple[Callable[[], GrowingTree | F
         GrowingTree(max_nodes, WIDTH)  # checks the arguments
         return lambda: GrowingTree(max_nodes, WIDTH), WIDTH
     if isinstance(tree, str):
-        raise InvalidInput(f"ModelDrafter: tree={tree!r}: 'chain', 'grown', or a list of paths")
+        raise InvalidInput(f"ModelDrafter: tree={tree!r} must be 'chain', 'grown', or a list of paths")
     try:
         shape = require_shape([tuple(path) for path in tree])
     except TypeError as error:
-        raise InvalidInput(f"ModelDrafter: tree={tree!r}: 'chain', 'grown', or a list of paths, as (0, 1)") from error
+        message = f"ModelDrafter: tree={tree!r} must be 'chain', 'grown', or a list of paths like (0, 1)"
+        raise InvalidInput(message) from error
     return lambda: FixedTree(shape), 1 + max(max(path) for path in shape)
 
 

@@ -224,7 +224,7 @@ def _check_plan(sequences: SequenceOf[tuple[Sequence, int]]) -> None:
                 f"sequence {index} has {sequence.num_uncomputed} tokens left to compute: a step of {n} is impossible"
             )
     if len({id(sequence) for sequence, _ in sequences}) != len(sequences):
-        raise InvalidInput("a sequence stands twice in a step: give all its new tokens at once")
+        raise InvalidInput("a sequence appears twice in a step: pass all its new tokens in one entry")
 
 
 def _allocate_missing_blocks(sequences: SequenceOf[tuple[Sequence, int]], blocks: KVBlocks) -> None:

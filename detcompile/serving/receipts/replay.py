@@ -57,10 +57,10 @@ def replay(
         chunk: maximum tokens per step; cannot change a bit.
         decode: draw the answers token by token instead of in one pass.
         opening: salt and prompts of a receipt of hashes, which is always decoded.
-        compare: further comparison with what was drawn, after it equals the receipt; returns a difference or None.
+        compare: an additional check of a receipt that was reproduced; returns a difference or None.
 
     Raises:
-        InvalidInput: not a receipt, one that no server issues, or one of hashes without opening.
+        InvalidInput: not a receipt, not one that a server can issue, or one of hashes without opening.
     """
     receipt = decode_receipt(payload_of(envelope))
     fault = None if key is None else unsealed(envelope, key)
@@ -122,7 +122,7 @@ class Replayer:
                 verdict.prompt = number
                 return verdict
             num_tokens += verdict.num_tokens
-        message = f"all {num_tokens} tokens came out again{self._other_sources(receipt)}"
+        message = f"all {num_tokens} tokens were reproduced{self._other_sources(receipt)}"
         return Verdict(outcome="equal", message=message, num_tokens=num_tokens)
 
     def check(self, receipt: Receipt) -> Verdict:
@@ -143,7 +143,7 @@ class Replayer:
         """Return the verdict on a receipt by drawing the answers again with an engine.
 
         Raises:
-            InvalidInput: a receipt that no server issues, or one of hashes without opening.
+            InvalidInput: not a receipt that a server can issue, or one of hashes without opening.
         """
         mismatch = fingerprint_verdict(receipt, self._parts, self._tokenizer)
         prompts = opened(receipt, opening) if mismatch is None else mismatch
@@ -160,7 +160,7 @@ class Replayer:
                 return verdict
         self.redrawn = [redrawn_of(output, ids) for output, ids in zip(outputs, prompts)]
         num_samples = sum(len(prompt.samples) for prompt in made)
-        message = f"all {num_samples} answers came out again{self._other_sources(receipt)}"
+        message = f"all {num_samples} answers were reproduced{self._other_sources(receipt)}"
         return Verdict(outcome="equal", message=message)
 
     def _other_sources(self, receipt: Receipt) -> str:
@@ -250,7 +250,8 @@ def _other_samples(prompt: Prompt, params: SamplingParams) -> Verdict | None:
     indices, expected = [sample.index for sample in prompt.samples], list(range(params.n))
     if indices == expected:
         return None
-    return differs("samples", f"there are samples {indices} of n={len(expected)}", expected=indices, found=expected)
+    message = f"the receipt has samples {indices}, but n={len(expected)} were requested"
+    return differs("samples", message, expected=indices, found=expected)
 
 
 def _finished(
@@ -275,7 +276,7 @@ def _prompt_difference(given: Prompt, drawn: Prompt) -> Verdict | None:
     """Return the first difference between a receipt's prompt and a drawn one; None if they are equal."""
     indices, drawn_indices = ([sample.index for sample in prompt.samples] for prompt in (given, drawn))
     if indices != drawn_indices:
-        message = f"there are samples {indices}, and {drawn_indices} here"
+        message = f"the receipt has samples {indices}, the replay {drawn_indices}"
         return differs("samples", message, expected=indices, found=drawn_indices)
     if given.logprobs != drawn.logprobs:
         return differs("prompt_logprobs", OTHER_LOGPROBS, expected=given.logprobs, found=drawn.logprobs)
@@ -288,7 +289,7 @@ def _sample_difference(given: Sample, drawn: Sample) -> Verdict | None:
     for field in COMPARED:
         expected, actual = getattr(given, field), getattr(drawn, field)
         if expected != actual:
-            message = f"sample {given.index}: {field} is {expected!r} in the receipt, and {actual!r} here"
+            message = f"sample {given.index}: {field} is {expected!r} in the receipt, {actual!r} in the replay"
             return differs(field, message, sample=given.index, expected=expected, found=actual)
     return None
 
@@ -299,5 +300,5 @@ def _token_difference(drawn: Drawn, answers: Sequence[list[int]]) -> Verdict | N
     expected = answers[drawn.sample][drawn.position]
     place = {"sample": drawn.sample, "position": drawn.position}
     where = f"sample {drawn.sample}, position {drawn.position}"
-    message = f"{where}: token {expected} in the receipt, {drawn.token} is drawn"
+    message = f"{where}: token {expected} in the receipt, {drawn.token} in the replay"
     return differs("token_ids", message, expected=expected, found=drawn.token, **place)

@@ -19,7 +19,7 @@ from detcompile.errors import InvalidInput
 from detcompile.orders.numerics import KV_BLOCK
 from detcompile.templates.device.primitives import LOG2_E
 
-# The fields of AttentionRule, as they end the schemas of the operations.
+# AttentionRule's fields, as the last arguments in the operations' schemas.
 RULE = (
     "float scale, int sliding_window, int kv_chunk, float softcap=0.0, Tensor? sinks=None, "
     "Tensor? alibi_slopes=None, int attention_chunk=0, Tensor? relative_bias=None"
@@ -80,7 +80,7 @@ class AttentionRule(NamedTuple):
 
     @property
     def window(self) -> int:
-        """The last tokens among which a query sees keys; 0 for no limit."""
+        """Size of the window or chunk that holds a query's keys; 0 for no limit."""
         return self.sliding_window or self.attention_chunk
 
     @property
@@ -102,8 +102,7 @@ class AttentionRule(NamedTuple):
 
 @triton.jit
 def first_seen(pos, window, CHUNKED: tl.constexpr):
-    """The first key that a query at pos sees: the start of its chunk of `window` tokens, or of the window before it,
-    which may be negative."""
+    """First key that a query at pos sees: the start of its chunk of `window` tokens, or of its window (may be < 0)."""
     if CHUNKED:
         first = pos // window * window
     else:

@@ -1,4 +1,4 @@
-"""GEMM schedules: the candidates for a problem, the likely fastest first.
+"""GEMM schedules: the candidates for a problem, the most promising first.
 
 Legend: M tokens, N output features, K summed features. A schedule never affects bits; `templates.device.gate` checks
 this.
@@ -35,7 +35,7 @@ _HOPPER_FEW: dict[int, _Rows] = {
     32: [(32, 64, 256, 4), (32, 64, 128, 8), (32, 64, 128, 4, 2), (32, 64, 64, 8)],
     64: [(64, 64, 128, 6), (64, 64, 64, 10), (32, 64, 128, 8)],
 }
-# Trees of radix 2, whose leaves are summed in parallel: K of all leaves, maximum of warps, stages.
+# For radix-2 trees whose leaves are summed in parallel: K over all leaves, most warps, stages.
 _BATCHED_LEAVES = [(1024, 8, 3), (1024, 4, 3), (512, 8, 4)]
 _BATCHED_LEAVES_FEATURES = 16
 _TMA: _Rows = [(64, 64, 128, 4, 6), (64, 128, 64, 4, 4, 2), (128, 128, 64, 4, 6), (128, 256, 64, 8, 4)]
@@ -77,7 +77,7 @@ _MULTIPROCESSORS, _MULTIPLY_ADDS, _BYTES = 132, 1860, 52
 _MANY_TOKENS = 2048
 _FEW_WEIGHTS = 8 << 20  # elements; up to this size weights are prefetched whole, without a separate warp
 _MANY_FEATURES = 16384
-_MANY_LEAVES = 8  # a rank's share of a tree has fewer leaves; in parallel they would leave a multiprocessor mostly idle
+_MANY_LEAVES = 8  # summing fewer leaves in parallel (a rank's share of a tree) leaves a multiprocessor mostly idle
 _MANY_GATED = 1024  # tokens from which one launch of a gated schedule is worth its registers
 _SHARED_BYTES = 231_424  # shared memory of a program, minus the barriers of hopper.py
 
@@ -89,7 +89,7 @@ def reference_schedule(problem: GemmProblem) -> PointerTiles:
 
 @functools.cache
 def candidates(problem: GemmProblem) -> tuple[GemmSchedule, ...]:
-    """Return the schedules for a problem, the likely fastest first. Each serves any token count."""
+    """Return the schedules for a problem, the most promising first. Each works for any token count."""
     if problem.dtype == "float32":
         few = next(largest for largest in _FLOAT32 if problem.bucket <= largest)
         schedules: list[GemmSchedule] = [PointerTiles(*row) for row in _FLOAT32[few]]
@@ -179,7 +179,7 @@ def _batched_leaves(problem: GemmProblem) -> list[BatchedLeaves]:
 
 
 def _whole_groups(problem: GemmProblem, schedules: list[GemmSchedule]) -> list[GemmSchedule]:
-    """Schedules whose descriptors suit the leaves: a leaf must be whole tiles of K, and the tree's nodes must fit."""
+    """Keep schedules that fit the tree: a leaf must be whole tiles of K, and the open nodes must fit in memory."""
     leaf_k = problem.k // math.prod(problem.radices)
     return [
         schedule

@@ -41,11 +41,11 @@ def test_defaults_are_those_of_transformers() -> None:
 @pytest.mark.parametrize("name", UNSERVED)
 def test_what_is_not_served_is_refused_by_name(name: str) -> None:
     model = SimpleNamespace(generation_config=SimpleNamespace(**{name: [7]}))
-    with pytest.raises(InvalidInput, match=rf"generation_config\.{name} = \[7\] is not served.*{name}=None"):
+    with pytest.raises(InvalidInput, match=rf"generation_config\.{name} = \[7\] is not supported.*{name}=None"):
         read_arguments(model, {}, 3)
-    with pytest.raises(InvalidInput, match=rf"^{name} = \[7\] is not served"):
+    with pytest.raises(InvalidInput, match=rf"^{name} = \[7\] is not supported"):
         read_arguments(model_of(), {name: [7]}, 3)
-    with pytest.raises(InvalidInput, match=rf"generation_config\.{name} = \[7\] is not served"):
+    with pytest.raises(InvalidInput, match=rf"generation_config\.{name} = \[7\] is not supported"):
         read_arguments(model_of(), {"generation_config": model.generation_config}, 3)
     assert read_arguments(model, {name: None}, 3).max_new_tokens == NEW_TOKENS  # the call goes before the configuration
     for harmless in (None, [], *UNSERVED[name].harmless):

@@ -91,7 +91,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def free_a_block_twice_in_one_call(self, data):
         if self.held:
-            with pytest.raises(InvalidInput, match="stands twice"):
+            with pytest.raises(InvalidInput, match="appears twice"):
                 self.pool.free([*self.held, data.draw(st.sampled_from(sorted(self.held)))])
 
     @invariant()

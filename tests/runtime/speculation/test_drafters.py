@@ -284,8 +284,8 @@ def test_heads_are_read_as_they_were_written(own, tmp_path):
         (lambda model: model.drafter(layers="2"), "drafter: layers: '2' is a str"),
         (lambda model: model.drafter(layers=True), "drafter: layers True is a bool"),
         (lambda model: model.drafter(layers=[0.5]), "drafter: layers: entry 0, 0.5 is a float"),
-        (lambda model: model.drafter(tree=5), "tree=5: 'chain', 'grown', or a list of paths"),
-        (lambda model: model.drafter(tree=[5]), r"tree=\[5\]: 'chain', 'grown', or a list of paths"),
+        (lambda model: model.drafter(tree=5), "tree=5 must be 'chain', 'grown', or a list of paths"),
+        (lambda model: model.drafter(tree=[5]), r"tree=\[5\] must be 'chain', 'grown', or a list of paths"),
     ],
 )
 def test_what_does_not_fit_is_refused(make, message):

@@ -57,7 +57,7 @@ def answer(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_an_answer_is_replayed(answer: Path, folder: Path, tmp_path: Path) -> None:
     done = run("replay", answer, "--key", folder / "key.pub")
-    assert done.returncode == 0 and "equal: all 24 tokens came out again" in done.stdout
+    assert done.returncode == 0 and "equal: all 24 tokens were reproduced" in done.stdout
     assert "signature valid" in done.stdout
     found = json.loads(run("replay", answer, "tiny", "--json", "--chunk", "5").stdout)
     assert (found["outcome"], found["num_tokens"], found["signature"]) == ("equal", 24, "unchecked")

@@ -191,15 +191,17 @@ def require_declared(tp: int, numerics: Numerics) -> None:
 
 
 def _checked_context(max_context: int | None) -> int | None:
-    """``max_context`` of a caller, who may leave it to the model.
+    """Return a valid ``max_context``; None leaves it to the model.
 
     Raises:
-        InvalidInput: no integer, or below 1.
+        InvalidInput: not an integer, or below 1.
     """
-    found = None if max_context is None else plain_values.whole_number(max_context, "max_context")
-    if found is not None and found < 1:
-        raise InvalidInput(f"max_context={found}: a sequence holds at least one token")
-    return found
+    if max_context is None:
+        return None
+    max_context = plain_values.whole_number(max_context, "max_context")
+    if max_context < 1:
+        raise InvalidInput(f"max_context={max_context}: a sequence holds at least one token")
+    return max_context
 
 
 def numerics_of(given: Numerics | None) -> Numerics:

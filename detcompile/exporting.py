@@ -99,13 +99,13 @@ def require_target(path: Path, num_beside: int = 0) -> None:
     except OSError as error:
         raise InvalidInput(f"export to {shown(str(path))}: {error.strerror}; give another name") from error
     if path.suffix != ".pt2" or not path.parent.is_dir() or path.is_dir():
-        raise InvalidInput(f"export to {path}: give a file in a folder that exists, whose name ends with .pt2")
-    own = _weights_of(path) if num_beside else ()
+        raise InvalidInput(f"export to {path}: pass a file name that ends with .pt2, in a folder that exists")
+    replaceable = _weights_of(path) if num_beside else ()
     for file in files_beside(path, num_beside):
-        if file.exists() and file.name not in own:
+        if file.exists() and file.name not in replaceable:
             raise InvalidInput(
-                f"export to {path}: the weights would go to {file}, which is there and not of an archive {path.name}:"
-                " give the archive another name or folder, take the weights inside, or move that file away"
+                f"export to {path}: the weights would overwrite {file}, which is not part of an archive {path.name}:"
+                " choose another name or folder, store the weights inside the archive, or move that file away"
             )
 
 

@@ -34,16 +34,16 @@ def _read(files: Sequence[Path]) -> None:
             return
         for file in regular:
             with file.open("rb") as stream:
-                found = os.fstat(stream.fileno())
-                piece = _piece(found.st_dev)
-                for at in range(0, found.st_size, piece):
+                status = os.fstat(stream.fileno())
+                piece = _piece(status.st_dev)
+                for at in range(0, status.st_size, piece):
                     os.posix_fadvise(stream.fileno(), at, piece, os.POSIX_FADV_WILLNEED)
     except (OSError, ValueError, AttributeError) as error:  # ValueError: a path that holds a NUL
         logger.debug("not read ahead: %s", error)
 
 
 def _available() -> int:
-    """Bytes of memory that the page cache may take; 0 where the system does not say."""
+    """Return bytes of memory that the page cache may take; 0 if unknown."""
     try:
         lines = dict(line.split(":", 1) for line in MEMORY.read_text().splitlines())
         return int(lines["MemAvailable"].split()[0]) << 10

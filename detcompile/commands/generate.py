@@ -34,16 +34,16 @@ NUM_SEEDS = 1 << 64
 class Sampling:
     """Options of a request, named as in SamplingParams."""
 
-    max_tokens: Annotated[int, typer.Option(help="Generated tokens at most.")] = 128
-    min_tokens: Annotated[int, typer.Option(help="Nothing ends the answer up to this many tokens.")] = 0
+    max_tokens: Annotated[int, typer.Option(help="Maximum number of generated tokens.")] = 128
+    min_tokens: Annotated[int, typer.Option(help="Minimum number of generated tokens.")] = 0
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0
     top_p: Annotated[float, typer.Option(help="Keep the fewest tokens that reach this probability.")] = 1.0
-    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = 0
-    min_p: Annotated[float, typer.Option(help="Keep tokens this many times as likely as the likeliest.")] = 0.0
+    top_k: Annotated[int, typer.Option(help="Keep the k most likely tokens; 0 keeps all.")] = 0
+    min_p: Annotated[float, typer.Option(help="Keep tokens of at least this share of the top probability.")] = 0.0
     seed: Annotated[int | None, typer.Option(help="Of the first prompt; the next ones take seed + 1, ….")] = None
     stop: Annotated[list[str] | None, typer.Option(help="A string that ends the answer; may be repeated.")] = None
-    n: Annotated[int, typer.Option(help="Answers a prompt.")] = 1
-    logprobs: Annotated[int | None, typer.Option(help="Likeliest tokens reported with each; with --json.")] = None
+    n: Annotated[int, typer.Option(help="Answers per prompt.")] = 1
+    logprobs: Annotated[int | None, typer.Option(help="Most likely tokens to report per token; with --json.")] = None
     repetition_penalty: Annotated[float, typer.Option(help="Above 1: tokens seen become less likely.")] = 1.0
     presence_penalty: Annotated[float, typer.Option(help="In [-2, 2].")] = 0.0
     frequency_penalty: Annotated[float, typer.Option(help="In [-2, 2].")] = 0.0
@@ -58,11 +58,11 @@ class Sampling:
 class Serving:
     """Options of the engine, named as in EngineConfig."""
 
-    scheduler: Annotated[SchedulerName, typer.Option(help="How steps are made up; changes no bit.")] = "stall_free"
-    allocation: Annotated[AllocationName, typer.Option(help="When KV blocks are taken.")] = "lazy"
+    scheduler: Annotated[SchedulerName, typer.Option(help="Policy that fills steps; changes no bit.")] = "stall_free"
+    allocation: Annotated[AllocationName, typer.Option(help="When KV blocks are allocated.")] = "lazy"
     max_num_batched_tokens: Annotated[int, typer.Option(help="Token budget of a step.")] = 8192
     max_num_seqs: Annotated[int | None, typer.Option(help="Sequences at a time; default: all, up to 1024.")] = None
-    block_size: Annotated[int, typer.Option(help="Tokens a KV block.")] = 64
+    block_size: Annotated[int, typer.Option(help="Tokens per KV block.")] = 64
     num_blocks: Annotated[int | None, typer.Option(help="Of the KV cache; default: as memory allows.")] = None
 
     def config(self, num_sequences: int) -> EngineConfig:
@@ -74,10 +74,10 @@ class Serving:
 def command(
     model: Model,
     prompts: Annotated[list[str] | None, typer.Argument(help="Text as it is, without a chat template.")] = None,
-    file: Annotated[Path | None, typer.Option(help="Prompts, one a line; without prompts: standard input.")] = None,
+    file: Annotated[Path | None, typer.Option(help="Prompts, one per line; default: standard input.")] = None,
     *,
     sampling: Sampling,
-    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object a prompt, a line each.")] = False,
+    json_output: Annotated[bool, typer.Option("--json", help="Print one line of JSON per prompt.")] = False,
     serving: Serving,
     random: Random = False,
     loading: Loading,
@@ -91,7 +91,7 @@ def command(
     compiled = compile_model(loading.spec(model, random))
     engine = compiled.engine(config)
     stream = len(texts) == 1 and params.n == 1 and not json_output and is_terminal(sys.stdout)
-    each = with_own_seeds(params, len(texts))
+    each = with_successive_seeds(params, len(texts))
     outputs = _stream(engine, texts, each) if stream else _answer(engine, texts, each)
     if not stream:
         print_json(outputs, each, compiled.fingerprint_parts) if json_output else show(outputs)
@@ -120,7 +120,7 @@ def read_prompts(given: Sequence[str], file: Path | None) -> list[str]:
     return prompts
 
 
-def with_own_seeds(params: SamplingParams, count: int) -> list[SamplingParams]:
+def with_successive_seeds(params: SamplingParams, count: int) -> list[SamplingParams]:
     """Return the parameters of each prompt, with seeds seed, seed + 1, …; None leaves seeds to the engine."""
     if params.seed is None:
         return [params] * count
@@ -161,7 +161,8 @@ def as_json(output: RequestOutput, params: SamplingParams, parts: Mapping[str, s
     Floats keep every bit: Python's float repr round-trips.
 
     Args:
-        params: the request's parameters. parts: the parts of the model's fingerprint.
+        params: the request's parameters.
+        parts: the parts of the model's fingerprint.
     """
     settings = asdict(params)
     del settings["seed"]  # the output has the seed that was used

@@ -213,7 +213,7 @@ class EngineOptions:
 
     max_num_seqs: Annotated[int | None, typer.Option(help="Sequences that run at a time.")] = None
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="Token budget of a step.")] = None
-    block_size: Annotated[int | None, typer.Option(help="Tokens a KV block.")] = None
+    block_size: Annotated[int | None, typer.Option(help="Tokens per KV block.")] = None
     num_blocks: Annotated[int | None, typer.Option(help="Of the KV cache; default: as memory allows.")] = None
     tbt_slo: Annotated[
         float | None,

@@ -1,6 +1,6 @@
 """``generate`` of a compiled model: Hugging Face's arguments and outputs over an engine, or column by column.
 
-An engine generates unless somebody must see each column; then models/stepwise.py does, with the same tokens.
+An engine generates, unless an argument must see each column: then models/stepwise.py does, with the same tokens.
 """
 
 import threading
@@ -32,7 +32,7 @@ from detcompile.runtime.requests.admission import warn_of_end_tokens
 from detcompile.runtime.requests.plain_values import kind, shown
 from detcompile.runtime.requests.sampling_params import SamplingParams
 
-_MAKING = threading.Lock()  # threads that generate share one new engine
+_ENGINE_LOCK = threading.Lock()  # threads that generate share one new engine
 
 
 @dataclass
@@ -117,7 +117,7 @@ class Generator:
         most = max(each.max_tokens or 0 for each in params)
         longest = whole_blocks(max(len(tokens) for tokens in prompts) + most)
         needed = len(prompts) * longest // BLOCK_SIZE * num_groups + 1
-        with _MAKING:
+        with _ENGINE_LOCK:
             last = self.engine
             if last is None or last.failed or last.config.cuda_graphs != cuda_graphs or last.stats.num_blocks < needed:
                 self.engine = last = None  # frees the old cache first

@@ -78,7 +78,7 @@ class Call:
         self.given, self.owner = wrapper.given, wrapper.owner
         self.arguments = [leaf for leaf in tree_leaves(self.given) if isinstance(leaf, torch.Tensor)]
         if mark_batch:
-            _require_own_rows(self.arguments)
+            _require_disjoint_rows(self.arguments)
 
     def __enter__(self) -> None:
         self._stack = contextlib.ExitStack()
@@ -170,7 +170,7 @@ def reporting(run: Callable[..., Any], held: Sequence[int]) -> Callable[..., Any
     return counted
 
 
-def _require_own_rows(arguments: Sequence[torch.Tensor]) -> None:
+def _require_disjoint_rows(arguments: Sequence[torch.Tensor]) -> None:
     """Reject arguments that share memory across rows, such as a batch and an expanded last row of it."""
     by_storage = defaultdict[int, list[torch.Tensor]](list)
     for given in arguments:
@@ -181,8 +181,8 @@ def _require_own_rows(arguments: Sequence[torch.Tensor]) -> None:
             if not _share_rows_alone(one, other):
                 line = f"{list(one.shape)} with strides {one.stride()}, and {list(other.shape)} with {other.stride()}"
                 raise UncertifiedOp(
-                    f"two arguments share memory, and a row of one lies in other rows of the other:\n  {line}\n"
-                    "Give copies, or have the compiled callable hold what all rows share, in a closure.",
+                    f"two arguments share memory, and a row of one overlaps other rows of the other:\n  {line}\n"
+                    "Pass copies, or let the compiled callable hold shared values in a closure.",
                     (line,),
                 )
 

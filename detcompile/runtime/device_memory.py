@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 CGROUPS = Path("/sys/fs/cgroup")
-OWN_CGROUPS = Path("/proc/self/cgroup")
+MEMBERSHIP = Path("/proc/self/cgroup")
 # Names of limit files, the usage file, and memory.stat's key for reclaimable page cache.
 VERSION_1 = (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
 VERSION_2 = (("memory.max", "memory.high"), "memory.current", "inactive_file")
@@ -94,7 +94,7 @@ def available_memory() -> int:
     return free if room is None else min(free, room)
 
 
-def cgroup_room(root: Path = CGROUPS, membership: Path = OWN_CGROUPS) -> int | None:
+def cgroup_room(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int | None:
     """Return the bytes left by the tightest limit of this process's cgroups; None without a limit.
 
     Args:

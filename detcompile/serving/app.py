@@ -1,4 +1,4 @@
-"""The HTTP application: OpenAI's and Anthropic's routes, and the server's."""
+"""The HTTP application: routes of OpenAI's and Anthropic's APIs, and routes of this server."""
 
 import asyncio
 import importlib
@@ -104,7 +104,7 @@ def new_app(
         root_path: path prefix that a proxy adds, such as /ai; requests may come with or without it.
 
     Raises:
-        InvalidInput: a malformed root_path, or one that a route begins with.
+        InvalidInput: root_path is malformed, or a route begins with it.
     """
     servers = [{"url": root_path}] if root_path else None
     app = FastAPI(

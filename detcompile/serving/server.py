@@ -174,7 +174,7 @@ async def _reload_on_sighup(service: Service, read_keys: Callable[[], None]) -> 
     async def roll() -> None:
         async with rolling:
             complete = await service.fleet.roll()
-        logger.info("all engines were restarted" if complete else "a restarted engine does not serve")
+        logger.info("all engines were restarted" if complete else "a restarted engine did not become ready")
 
     def reload() -> None:
         try:

@@ -86,51 +86,51 @@ class TracedCall:
         return self.is_argument(source) is True and any(isinstance(part, NNModuleSource) for part in _path(source))
 
     def left_behind(self) -> list[str]:
-        """What the next call would find changed, and what is drawn anew at each: one line for each."""
+        """Return side effects that the next call would see, and random numbers drawn in each call: one line each."""
         effects = self._graph.side_effects
         kept = [var for var in effects.id_to_variable.values() if not self._is_of_this_call(var.source)]
-        found = [line for var in kept for line in _changes(var, effects, self._graph)]
+        lines = [line for var in kept for line in _changes(var, effects, self._graph)]
         if self._graph.random_calls:
-            found.append("Python's random numbers are drawn anew in each call: draw them before it, and give them")
+            lines.append("Python's random numbers are drawn anew in each call: draw them before it, and give them")
         if effects.tensor_hooks:
-            found.append("hooks are put on tensors")
-        return found
+            lines.append("hooks are put on tensors")
+        return lines
 
     def splits(self) -> list[str]:
-        """Guards under which another number of rows would be traced anew, as other code: one line for each."""
+        """Return guards on the number of rows: another number would be traced again, as other code; one line each."""
         shape_env = self._graph.shape_env
         counts = {symbol for symbol, sources in shape_env.var_to_sources.items() if any(map(self._is_count, sources))}
         counts |= {symbol for name in counts for symbol in shape_env.replace(name).free_symbols}
-        found: dict[str, None] = {}
+        lines: dict[str, None] = {}
         for guard in shape_env.guards:
             expr = guard.expr
             if not expr.free_symbols & counts or _of_equal_counts(expr, counts) or _holds(expr, counts):
                 continue
             if not _of_strides(guard.sloc):
-                found[f"{_readable(expr, shape_env)} at {_line_of(guard.sloc)}: of some numbers of rows alone"] = None
-        return list(found)
+                lines[f"{_readable(expr, shape_env)} at {_line_of(guard.sloc)}: of some numbers of rows alone"] = None
+        return list(lines)
 
     def identified(self) -> list[str]:
-        """Tensor arguments whose identity the traced code asked for: one line for each."""
+        """Return tensor arguments whose identity the traced code checks: one line each."""
         guards = [guard for guard in self._graph.guards if guard.create_fn_name() == "ID_MATCH"]
         sources = {guard.originating_source for guard in guards if self.is_argument(guard.originating_source)}
         given = {arg.source for arg in self._graph.graphargs if isinstance(arg.example, torch.Tensor)}
         return [f"{source.name}: which object it is" for source in sources & given]
 
     def numbers(self) -> list[str]:
-        """Numbers among the arguments that the traced code read: one line for each."""
+        """Return numbers among the arguments that the traced code reads: one line each."""
         scope = {"L": self._graph.local_scope, "G": self._graph.global_scope}
-        found, values = dict[str, None](), dict[Source, Any]()
+        lines, values = dict[str, None](), dict[Source, Any]()
         for guard in self._graph.guards:
             source = guard.originating_source
             if guard.create_fn_name() in ("CONSTANT_MATCH", "EQUALS_MATCH") and self._is_given(source):
                 value = source.get_value(scope, dict(guards._get_closure_vars()), values)
                 if _holds_number(value) or (isinstance(value, bool) and self._is_entry(source)):
-                    found[f"{source.name} is {value!r}"] = None
+                    lines[f"{source.name} is {value!r}"] = None
         for arg in self._graph.graphargs:
             if isinstance(arg.source, NumpyTensorSource) and not arg.example.dim() and self._is_given(arg.source):
-                found[f"{arg.source.base.name} is {arg.example.item()}"] = None
-        return list(found)
+                lines[f"{arg.source.base.name} is {arg.example.item()}"] = None
+        return list(lines)
 
     def _is_given(self, source: Source) -> bool:
         """Whether the caller gave it. An argument's default value belongs to the compiled callable."""
@@ -226,18 +226,18 @@ def _holds(expr: sympy.Basic, counts: Iterable[sympy.Symbol]) -> bool:
 def _of_strides(where: Any) -> bool:
     frame = getattr(where, "framework_loc", None)
     file, name = getattr(frame, "filename", ""), getattr(frame, "name", "")
-    return any(file.endswith(f"torch/{own}") and name == function for own, function in OF_STRIDES)
+    return any(file.endswith(f"torch/{path}") and name == function for path, function in OF_STRIDES)
 
 
 def _line_of(where: Any) -> str:
-    """The line of the model's that asked, which torch gives behind the line's text, and torch's own."""
+    """Return the model's line that created a guard, from torch's text of both locations."""
     user = str(getattr(where, "maybe_user_loc", None) or "")
-    found = re.search(r"([^/\s]+:\d+) in (\S+)$", user.rsplit("#", 1)[-1].strip())
-    return f"{found[1]} {found[2]}" if found else str(where)
+    match = re.search(r"([^/\s]+:\d+) in (\S+)$", user.rsplit("#", 1)[-1].strip())
+    return f"{match[1]} {match[2]}" if match else str(where)
 
 
 def _readable(expr: sympy.Basic, shape_env: Any) -> str:
-    """The guard with inputs' names for its symbols."""
+    """Return a guard with the inputs' names instead of symbols."""
     named = {}
     for symbol in expr.free_symbols:
         sources = shape_env.var_to_sources.get(symbol)

@@ -20,7 +20,7 @@ from detcompile.training.grad_accumulator import GradAccumulator, grad_handle
 
 
 class Holder(nn.Module):
-    """A component of a parameter's name."""
+    """An empty module that stands for one component of a parameter's dotted name."""
 
 
 class Source(NamedTuple):
@@ -85,7 +85,7 @@ def require_no_hooks(trainer: nn.Module) -> None:
         others = [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("torch.distributed.")]
         if name and (others or "forward" in module.__dict__):
             raise InvalidInput(
-                f"{name} has {'hooks' if others else 'a forward of its own'}, which would be ignored: a trainer runs "
+                f"{name} has {'hooks' if others else 'a replaced forward'}, which would be ignored: a trainer runs "
                 "compiled layers, not its modules. Remove them, and read or change the model before trainer()."
             )
     if global_hooks():

@@ -189,9 +189,9 @@ def test_refusal_groups_operations_by_remedy():
 
 def test_refusal_line_is_parsed():
     assert refused_in("<f at 0x1> at a.py:3 in g: a: b") == ("<f at 0x1>", "a.py:3 in g", "a: b")
-    assert refused_in("k_cache[0]: what attention wrote is not kept") == (
+    assert refused_in("k_cache[0]: keys or values of attention are not saved") == (
         *("k_cache[0]", ""),
-        "what attention wrote is not kept",
+        "keys or values of attention are not saved",
     )
     assert refused_in("nothing of the kind") == ("", "", "nothing of the kind")
 

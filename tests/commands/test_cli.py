@@ -22,7 +22,7 @@ import detcompile
 from detcompile import CompiledModel
 from detcompile.commands import cli, export
 from detcompile.commands.axes import AXES
-from detcompile.commands.generate import read_prompts, with_own_seeds
+from detcompile.commands.generate import read_prompts, with_successive_seeds
 from detcompile.errors import InvalidInput
 from detcompile.models.hub import TINY_FOLDER
 from detcompile.models.spec import ModelSpec
@@ -278,9 +278,9 @@ def test_prompts_come_from_one_place(tmp_path: Path) -> None:
 
 
 def test_no_two_prompts_share_a_seed() -> None:
-    given = with_own_seeds(SamplingParams(seed=2**64 - 1), 3)
+    given = with_successive_seeds(SamplingParams(seed=2**64 - 1), 3)
     assert [params.seed for params in given] == [2**64 - 1, 0, 1]
-    assert [params.seed for params in with_own_seeds(SamplingParams(), 2)] == [None, None]
+    assert [params.seed for params in with_successive_seeds(SamplingParams(), 2)] == [None, None]
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def test_weights_that_are_elsewhere_are_refused_by_name(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions"])
 def test_outputs_that_the_config_asks_for_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model().config, f"_{name}" if hasattr(model().config, f"_{name}") else name, True)
-    with pytest.raises(InvalidInput, match=f"{name} is not served: the program only returns logits"):
+    with pytest.raises(InvalidInput, match=f"{name} is not supported: the program only returns logits"):
         model()(IDS)
     assert model()(IDS, **{name: False}).logits is not None
 

@@ -283,7 +283,7 @@ def test_hooks_on_all_modules_and_replaced_forwards_are_refused():
     module = trainer.get_submodule("model.norm")
     module.forward = ignored
     try:
-        with pytest.raises(InvalidInput, match=r"model\.norm has a forward of its own"):
+        with pytest.raises(InvalidInput, match=r"model\.norm has a replaced forward"):
             trainer(ids)
     finally:
         del module.forward

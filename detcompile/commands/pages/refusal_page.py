@@ -65,7 +65,7 @@ REMEDIES = (
     ),
     Remedy(
         "Writes in place",
-        ("writes", "mutating", "written", "nothing has written"),
+        ("writes", "mutating", "written", "uninitialized memory"),
         "A forward may write its KV cache and nothing else that outlives it. Return a new tensor instead.",
     ),
     Remedy(

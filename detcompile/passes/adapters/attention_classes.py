@@ -25,8 +25,8 @@ CODEGEN_PARTS = 4  # the fused weight holds four parts, each with its queries, v
 
 
 def replace_attention(model: PreTrainedModel) -> bool:
-    """Give the attention classes of OWN_ATTENTION in ``model`` their forward; says whether there are any."""
-    table = OWN_ATTENTION.copy()
+    """Give the attention classes of ATTENTION_FORWARDS in ``model`` their forward; says whether there are any."""
+    table = ATTENTION_FORWARDS.copy()
     if takes_attention(model):  # CodeGen's classes call the interface from transformers 5.24 on
         del table[CODEGEN]
     replaced = entries_of(model, "ATTENTION", table)
@@ -196,7 +196,7 @@ def _turned(states: Tensor, table: Tensor) -> Tensor:
 
 # These scale queries by their positions, which the model does not pass to its attention.
 SCALED_BY_POSITION = ("inkling.modeling_inkling.InklingAttention", "llama4.modeling_llama4.Llama4TextAttention")
-OWN_ATTENTION: dict[str, Callable[..., Any]] = {
+ATTENTION_FORWARDS: dict[str, Callable[..., Any]] = {
     "big_bird.modeling_big_bird.BigBirdSelfAttention": _bert,
     "bigbird_pegasus.modeling_bigbird_pegasus.BigBirdPegasusDecoderAttention": projected_attention,
     CODEGEN: _codegen,

@@ -23,8 +23,8 @@ Methods = dict[str, Callable[..., Any]]
 
 
 def replace_modules(model: PreTrainedModel) -> None:
-    """Give the modules of OWN_MODULES in ``model`` their methods."""
-    give_methods(model, "MODULES", OWN_MODULES)
+    """Give the modules of MODULE_METHODS in ``model`` their methods."""
+    give_methods(model, "MODULES", MODULE_METHODS)
 
 
 def give_methods(model: PreTrainedModel, kind: str, table: Mapping[str, Methods]) -> int:
@@ -76,7 +76,7 @@ def _adapter_of_default_language(self: Any, lang_ids: Tensor, hidden_states: Ten
     return self.adapter_modules[self.whole_config.default_language](hidden_states) + residual
 
 
-OWN_MODULES: dict[str, Methods] = {
+MODULE_METHODS: dict[str, Methods] = {
     "deepseek_v2.modeling_deepseek_v2.DeepseekV2RotaryEmbedding": {"forward": _cosines_and_sines},
     "llama4.modeling_llama4.Llama4TextRotaryEmbedding": {"forward": _cosines_and_sines},
     "xmod.modeling_xmod.XmodOutput": {"lang_adapter": _adapter_of_default_language},
@@ -84,9 +84,9 @@ OWN_MODULES: dict[str, Methods] = {
 
 
 def replace_experts(model: PreTrainedModel) -> int:
-    """Give the experts of OWN_EXPERTS in ``model`` their methods; says how many modules there are."""
+    """Give the experts of EXPERT_METHODS in ``model`` their methods; says how many modules there are."""
     taking = {class_of(module) for module in model.modules() if takes_implementation(module)}  # Aria's from 5.24 on
-    return give_methods(model, "EXPERTS", {name: OWN_EXPERTS[name] for name in OWN_EXPERTS.keys() - taking})
+    return give_methods(model, "EXPERTS", {name: EXPERT_METHODS[name] for name in EXPERT_METHODS.keys() - taking})
 
 
 def expert_product(x: Tensor, ids: Tensor, w_ENK: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ def _jetmoe_outputs(self: Any, layer_input: Tensor, chosen: tuple[Tensor, Tensor
     return mixed(outer, chosen[1]).unflatten(0, layer_input.shape[:2]) + self.bias
 
 
-OWN_EXPERTS: dict[str, Methods] = {
+EXPERT_METHODS: dict[str, Methods] = {
     "aria.modeling_aria.AriaExperts": {"forward": _aria},
     "dbrx.modeling_dbrx.DbrxExperts": {"forward": _dbrx},
     "jetmoe.modeling_jetmoe.JetMoeMoA": {"map": _jetmoe_queries, "reduce": _jetmoe_outputs},

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from detcompile.progress import stage
 
 LEAST_BYTES = 1 << 20  # smaller weights are copied at once
-LOOK = 0.25  # seconds between two updates of the progress text
+UPDATE_SECONDS = 0.25  # between two updates of the progress text
 
 
 def can_load_async(model: nn.Module) -> bool:
@@ -63,7 +63,7 @@ class AsyncWeightLoad:
         if self._thread.is_alive():
             with stage(self._text()) as copying:
                 while self._thread.is_alive():
-                    self._thread.join(LOOK)
+                    self._thread.join(UPDATE_SECONDS)
                     copying.becomes(self._text())
         if self.failure is not None:
             raise self.failure

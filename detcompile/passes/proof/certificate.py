@@ -1,8 +1,8 @@
-"""The certificate: every operation of a graph is of a proven class and keeps rows apart, or the graph is refused.
+"""The certificate: every operation of a graph belongs to a proven class and keeps rows apart, or the graph is refused.
 
 Classes: *pointwise*, *movement*, *order-free* reductions (max, integer sums), *template* (its SumOrder is pinned and
-holds no symbol), *attention* and *recurrence* (sums over the row's own prefix, by their contracts) and *collective*
-(the ranks' values of one row meet, in the declared tree). Everything else is an UncertifiedOp.
+holds no symbol), *attention* and *recurrence* (sums over the row's prefix, by their contracts) and *collective* (adds
+the ranks' values of one row, in the declared tree). Everything else is an UncertifiedOp.
 """
 
 import json
@@ -149,7 +149,7 @@ def certify(
         expected_recurrences: calls of a causal LM that carry a state from token to token.
         leading: the row space that the first dimension of every output must have; None for no check.
         states: receives the proof's state of each node.
-        backward: the graph computes gradients, in which rows meet in the templates' orders.
+        backward: the graph computes gradients, where templates sum over rows in their orders.
     """
     context, checked = context_of(graph, roles, {} if states is None else states, backward), only_checked(graph)
     entries, offenders, sums = [], [], dict[SumOrder, None]()
@@ -160,7 +160,7 @@ def certify(
             context.states[node] = constant_state(node)
         elif node in checked:
             context.states[node] = None
-        elif node.op == "call_function" and not _known_to_be_poisoned(node, context):
+        elif node.op == "call_function" and not _reads_offender(node, context):
             try:
                 context.states[node], entry, order = _certify_node(node, context, numerics)
             except Refusal as refusal:
@@ -175,7 +175,7 @@ def certify(
             offenders.append(f"{node.target} at {source_of(node)}: not an ATen operation")
             context.states[node] = None
         elif node.op == "output" and not offenders:
-            offenders.extend(lost_of(node, context, leading))
+            offenders.extend(output_faults(node, context, leading))
     if not offenders and expected_attention is not None:
         offenders.extend(_miscounted(entries, {"attention": expected_attention, "recurrence": expected_recurrences}))
     if offenders:
@@ -202,8 +202,8 @@ def _refusal_text(offenders: list[str]) -> str:
     )
 
 
-def _known_to_be_poisoned(node: fx.Node, context: Context) -> bool:
-    """Return whether a node reads an offender: only the offender is reported."""
+def _reads_offender(node: fx.Node, context: Context) -> bool:
+    """Return whether a node reads an offender, and mark it: only the first offender is reported."""
     if any(
         arg in context.states and context.states[arg] is None for arg in node.all_input_nodes if arg.op != "get_attr"
     ):
@@ -297,30 +297,30 @@ def is_assertion(node: fx.Node) -> bool:
     return str(node.target).startswith(("aten._assert", "aten.sym_constrain"))
 
 
-def lost_of(output: fx.Node, context: Context, leading: str | None = None) -> list[str]:
-    """Return what is wrong with the outputs: logits outside the chosen rows, unsaved caches, extents that are not rows.
+def output_faults(output: fx.Node, context: Context, leading: str | None = None) -> list[str]:
+    """Return faults of the outputs: logits outside the chosen rows, unsaved caches, sizes that are not row counts.
 
     Args:
         leading: the row space that the first dimension of every output must have, unless the output reads no row.
     """
-    lost = []
+    faults = []
     for place, arg in enumerate(output.all_input_nodes):
         state = context.states[arg]
         if isinstance(state, Size) and leading is not None:
-            lost.append(f"output {place}: is computed from a token or batch count")
+            faults.append(f"output {place}: is computed from a token or batch count")
         if not isinstance(state, Rows):
             continue
         shown = f"output {place} of {source_of(arg)}: holds {' '.join(map(describe, state.dims))}"
         if context.final_gather and not _is_chosen(state, context):
-            lost.append(f"{shown}, not the rows that the caller chose")
+            faults.append(f"{shown}, not the rows that the caller chose")
         elif any(axis.row is None and axis.size.free_symbols for dim in state.dims for axis in dim):
-            lost.append(f"{shown}, an extent computed from a token or batch count that is no row")
+            faults.append(f"{shown}, a size computed from a token or batch count that is not a number of rows")
         elif leading is not None and state.row_spaces and not _is_row(state.dims[:1], leading):
-            lost.append(f"{shown}, and its first dimension is not the {leading}")
+            faults.append(f"{shown}, and its first dimension is not the {leading}")
     for cache in context.caches:
         if cache not in context.kept:
-            lost.append(f"{cache.part}[{cache.index}]: what attention wrote is not kept for the next step")
-    return lost
+            faults.append(f"{cache.part}[{cache.index}]: keys or values of attention are not saved for the next step")
+    return faults
 
 
 def _is_row(dims: Sequence[Dim], name: str) -> bool:
@@ -335,19 +335,19 @@ def _is_chosen(state: Rows, context: Context) -> bool:
 
 # The first entry that is part of the operation's name applies.
 REASONS = {
-    "dropout": "dropout draws from a generator the batch shares: call model.eval()",
+    "dropout": "dropout draws from a generator that the batch shares: call model.eval()",
     "seeds": "random numbers inside the graph (dropout? call model.eval())",
     "rand": "random numbers inside the graph",
     "bernoulli": "random numbers inside the graph",
     "cumsum": "a running sum whose order is not pinned",
     "bmm": "a batched matrix product without a pinned order (attention outside the attention interface?)",
     "convolution": "a convolution that is transposed, or over a length that is not fixed",
-    "pool": "a pool whose windows differ in their terms, whose indices are read, or over a length that is not fixed",
+    "pool": "a pool with windows of different sizes, with indices that are read, or over a length that is not fixed",
     "prod": "a product of floating-point numbers whose order is not pinned",
-    "empty": "reads memory that nothing has written",
-    "as_strided": "a view whose rows cannot be followed",
+    "empty": "reads uninitialized memory",
+    "as_strided": "a view whose rows cannot be tracked",
     "c10d": (
-        "a collective of torch.distributed, whose order of additions is its own (compile(tp=...) shards the model; an "
+        "a collective of torch.distributed, whose sum order is not pinned (compile(tp=...) shards the model; an "
         "all_reduce of a plain matrix product, over a declared number of ranks, becomes the declared tree)"
     ),
 }

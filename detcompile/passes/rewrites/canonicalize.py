@@ -1,6 +1,6 @@
-"""One spelling per operation, so that later rewrites need one pattern each.
+"""Canonicalize operations, so that later rewrites need one pattern each.
 
-Slice-by-slice fills of an allocation become concatenations. An index that counts all rows is dropped.
+Slice-by-slice fills of an allocation become concatenations. An index that enumerates all rows is dropped.
 """
 
 import math
@@ -13,14 +13,14 @@ from torch import fx
 
 from detcompile.passes.graphs import VIEWS, insert, replace, shape_of
 
-aten = torch.ops.aten
+aten, prims = torch.ops.aten, torch.ops.prims
 
 
 def canonicalize(gm: fx.GraphModule) -> fx.GraphModule:
     """bmm(a, b) with K = 1  ->  mul(a, b)   (rotary embeddings: an outer product sums nothing)
-    _unsafe_index(x, i)  ->  index(x, i)                     (which reads no other row where an index is out of bounds)
+    _unsafe_index(x, i)  ->  index(x, i)                     (which never reads another row, even out of bounds)
     index_put(x, [mask], v)  ->  where(mask, v, x)           (a mask of x's shape, and one value)
-    view(x [4 T, 8], [T, 32])  ->  view(view(x, [T, 4, 8]), [T, 32])   (as Inductor gets it right; and the other way)
+    view(x [4 T, 8], [T, 32])  ->  view(view(x, [T, 4, 8]), [T, 32])   (as Inductor compiles it correctly; and inverse)
     slice_scatter(x [4, 1, T, 8], part [3, 1, T, 8])  ->  view(slice_scatter(x [4, T, 8], part [3, T, 8]))
 
     baddbmm and addmm with scaled operands are left as they are: no rewrite takes them and the certificate names them.
@@ -140,11 +140,11 @@ def _filling_slices(last: fx.Node) -> list[fx.Node] | None:
     slices: list[fx.Node] = []
     node: Any = last
     while isinstance(node, fx.Node) and node.target is aten.slice_scatter.default:
-        own_dim, own_start, own_end = _slice_range(node)
-        if own_dim != dim or own_end != end or len(node.args) > 5 or node.kwargs:
+        slice_dim, slice_start, slice_end = _slice_range(node)
+        if slice_dim != dim or slice_end != end or len(node.args) > 5 or node.kwargs:
             return None
         slices.insert(0, _copied_value(node.args[1]))
-        node, end = node.args[0], own_start
+        node, end = node.args[0], slice_start
     whole = shape_of(last)
     complete = end == 0 and _slice_range(last)[2] == whole[dim] and len(slices) > 1
     if not complete or node.target not in ALLOCATIONS or not _same_but(slices, last, dim):
@@ -182,14 +182,13 @@ def _same_but(slices: list[fx.Node], last: fx.Node, dim: int) -> bool:
     )
 
 
-aten, prims = torch.ops.aten, torch.ops.prims
 SAME_NUMBERS = (*VIEWS, aten.unsqueeze.default, prims.convert_element_type.default, aten._to_copy.default)
 
 
 def drop_batch_indices(gm: fx.GraphModule) -> fx.GraphModule:
     """index(x_BS, [arange(B) [B, 1, 1, 1], j [S]])  ->  permute(index(x_BS, [None, j [1, 1, S]]), ...)
 
-    Masks of transformers read a row's padding so: mask[batch_idx, kv_idx] over all pairs.
+    transformers' masks read a row's padding this way: mask[batch_idx, kv_idx] over all pairs.
     """
     for node in gm.graph.find_nodes(op="call_function", target=aten.index.Tensor):
         x, indices = node.args
@@ -200,7 +199,7 @@ def drop_batch_indices(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _place_of_rows(x: fx.Node, indices: list[fx.Node | None]) -> int | None:
-    """Return the dimension, from the end, along which the first index counts all rows of x and others are constant."""
+    """Return the dimension, from the end, where the first index enumerates all rows of x and others are constant."""
     if len(indices) < 2 or any(index is None for index in indices):
         return None
     shape, rows = shape_of(indices[0]), shape_of(x)[0]

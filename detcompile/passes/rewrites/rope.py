@@ -56,9 +56,9 @@ def fuse_rope(gm: fx.GraphModule) -> fx.GraphModule:
 def _belong_together(attention: fx.Node, q: Rotated, k: Rotated) -> bool:
     kinds = [None if x.norm is None else (x.norm.weight is None, *x.norm[1:]) for x in (q, k)]
     dtypes = {attention.kwargs["v"].meta["val"].dtype, *(x.meta["val"].dtype for x in (q.raw, k.raw, q.cos, q.sin))}
-    own_caches = {name for name in attention.kwargs if name.startswith("_")} == CACHES
+    whole_caches = {name for name in attention.kwargs if name.startswith("_")} == CACHES
     fits = shape_of(q.raw)[-1] <= MOST_FEATURES
-    return kinds[0] == kinds[1] and q[2:] == k[2:] and len(dtypes) == 1 and own_caches and fits
+    return kinds[0] == kinds[1] and q[2:] == k[2:] and len(dtypes) == 1 and whole_caches and fits
 
 
 def _fuse(graph: fx.Graph, attention: fx.Node, q: Rotated, k: Rotated) -> None:

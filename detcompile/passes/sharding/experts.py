@@ -47,7 +47,7 @@ def shard_experts(name: str, module: Any, numerics: Numerics, ranks: TensorParal
             if module.is_concatenated
             else torch.arange(2 * share.start, 2 * share.stop, device="cpu")
         )
-        _require_own_gate(name, module, columns, share, features)
+        _require_local_gate(name, module, columns, share, features)
     _keep(module, into, columns, 2 if module.is_transposed else 1)
     if module.has_bias:
         _keep(module, f"{into}_bias", columns, 1)
@@ -68,8 +68,8 @@ def _require_leaves(name: str, module: Any, numerics: Numerics) -> int:
     return features
 
 
-def _require_own_gate(name: str, module: Any, columns: Tensor, share: slice, features: int) -> None:
-    """Require that the gate of this rank's features reads these columns only: NaN elsewhere must not reach it."""
+def _require_local_gate(name: str, module: Any, columns: Tensor, share: slice, features: int) -> None:
+    """Require that the gate of this rank's features reads only these columns: NaN elsewhere must not reach it."""
     given = torch.full((1, 2 * features), torch.nan, device="cpu")
     given[:, columns] = 0.5
     expected = torch.ones(features, dtype=torch.bool, device="cpu")

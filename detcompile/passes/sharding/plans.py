@@ -38,7 +38,7 @@ ENCODER = _plan(
     "attention.output.dense output.dense",
 )
 # Plans for architectures without a plan in transformers, or without one for attention, in the same notation.
-OWN_PLANS: dict[str, dict[str, str]] = {
+ADDED_PLANS: dict[str, dict[str, str]] = {
     "afmoe": LLAMA | _plan("layers.*.mlp.shared_experts", "gate_proj up_proj", "down_proj"),
     **dict.fromkeys(("axk1", "deepseek_v3", "flint", "sarvam_mla", "youtu"), _plan("layers.*", "", "self_attn.o_proj")),
     **dict.fromkeys(("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp"), DECODER),
@@ -78,7 +78,7 @@ def tensor_parallel_plan(model: PreTrainedModel) -> dict[str, str]:
     config = model.config.get_text_config()
     if model.base_model_prefix and not hasattr(model, model.base_model_prefix):
         return {}
-    plan = OWN_PLANS.get(config.model_type, {}) | (getattr(config, "base_model_tp_plan", None) or {})
+    plan = ADDED_PLANS.get(config.model_type, {}) | (getattr(config, "base_model_tp_plan", None) or {})
     base = f"{model.base_model_prefix}." if model.base_model_prefix else ""
     names = [name for name, _ in model.named_modules()]
     for body in (base, f"{base}language_model."):  # the latter in models with an image tower

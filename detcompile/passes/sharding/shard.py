@@ -29,7 +29,7 @@ from detcompile.passes.sharding.modules import (
 from detcompile.passes.sharding.plans import ROW_STYLES, style_of, tensor_parallel_plan
 from detcompile.torch_internals.modules import parameter_table
 
-OWN_SLOPES = {"bloom", "mpt"}  # ALiBi slopes that passes.adapters.forwards computes
+COMPUTED_SLOPES = {"bloom", "mpt"}  # ALiBi slopes that passes.adapters.forwards computes
 KNOWN_ROPES = {"default", "linear", "llama3", "yarn"}  # transformers makes their tables when it loads the model
 PER_HEAD = ("sinks", "alibi_slopes")
 NORMS = {"q_norm": "q_proj", "k_norm": "k_proj", "q_layernorm": "q_proj", "k_layernorm": "k_proj"}
@@ -111,7 +111,7 @@ def moves_after_sharding(model: PreTrainedModel) -> bool:
     config = model.config.get_text_config()
     kinds = [getattr(module, "rope_type", "default") for module in model.modules()]
     ropes = {name for kind in kinds for name in (kind.values() if isinstance(kind, dict) else [kind])}
-    return config.model_type not in OWN_SLOPES and ropes <= KNOWN_ROPES
+    return config.model_type not in COMPUTED_SLOPES and ropes <= KNOWN_ROPES
 
 
 def _row_parallel(model: PreTrainedModel, numerics: Numerics) -> list[tuple[str, Any]]:

@@ -113,17 +113,17 @@ def _prepare(schema: Schema) -> None:
             raise _refusal(schema, f"minProperties {fewest} is not kept: {reason}")
 
 
-def _leave_out_unwritable(schema: Schema, own: Schema) -> None:
+def _leave_out_unwritable(schema: Schema, part: Schema) -> None:
     r"""Remove what a text without \u cannot contain: llguidance would accept it without these letters."""
-    values = own.get("enum")
+    values = part.get("enum")
     if isinstance(values, list):
-        own["enum"] = [value for value in values if not _is_unwritable(value)]
-    if _is_unwritable(own.get("const")) or (values and not own["enum"]):
-        raise _refusal(schema, f"{_shown(own)} matches no text that is written without \\u")
-    if isinstance(own.get("pattern"), str):
-        own["pattern"] = _writable_pattern(own["pattern"])
-    if isinstance(own.get("patternProperties"), dict):
-        own["patternProperties"] = {_writable_pattern(name): part for name, part in own["patternProperties"].items()}
+        part["enum"] = [value for value in values if not _is_unwritable(value)]
+    if _is_unwritable(part.get("const")) or (values and not part["enum"]):
+        raise _refusal(schema, f"{_shown(part)} matches no text that is written without \\u")
+    if isinstance(part.get("pattern"), str):
+        part["pattern"] = _writable_pattern(part["pattern"])
+    if isinstance(part.get("patternProperties"), dict):
+        part["patternProperties"] = {_writable_pattern(name): each for name, each in part["patternProperties"].items()}
 
 
 def _is_unwritable(value: Any) -> bool:
@@ -138,16 +138,16 @@ def _is_unwritable(value: Any) -> bool:
 def _writable_pattern(pattern: str) -> str:
     """Return a pattern in which single letters that cannot be written match nothing; classes lose them anyway."""
 
-    def part(found: re.Match[str]) -> str:
-        inner = found["set"] and PATTERN_PARTS.fullmatch(found["set"][1:-1])  # a class of one letter is that letter
-        letter = inner or found
+    def replace(match: re.Match[str]) -> str:
+        inner = match["set"] and PATTERN_PARTS.fullmatch(match["set"][1:-1])  # a class of one letter is that letter
+        letter = inner or match
         code = letter["braced"] or letter["byte"] or letter["short"] or letter["long"]
         text = {"a": "\a", "v": "\v"}.get(letter["name"], letter[0])
         if code is not None:
             text = chr(min(int(code, 16), sys.maxunicode))
-        return NOTHING if UNWRITABLE.fullmatch(text) else found[0]
+        return NOTHING if UNWRITABLE.fullmatch(text) else match[0]
 
-    return PATTERN_PARTS.sub(part, pattern)
+    return PATTERN_PARTS.sub(replace, pattern)
 
 
 def _subschemas(schema: Schema) -> Iterator[Schema]:

@@ -72,7 +72,7 @@ class MirrorDrafter(Drafter):
         if not bets:
             return
         stand_ins = [self._stand_in(sequence, tokens) for sequence, (tokens, _) in bets.items()]
-        with self._own_stream():
+        with self._drafting_stream():
             trees = self.inner.propose(stand_ins, [most + 1 for _, most in bets.values()])
         for (sequence, (tokens, _)), tree in zip(bets.items(), trees, strict=True):
             if len(tree):
@@ -118,7 +118,7 @@ class MirrorDrafter(Drafter):
         return stand_in
 
     @contextlib.contextmanager
-    def _own_stream(self) -> Iterator[None]:
+    def _drafting_stream(self) -> Iterator[None]:
         if self._stream is None or self._proposed is None:
             yield
             return

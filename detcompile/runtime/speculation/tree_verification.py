@@ -1,8 +1,8 @@
 """Verify a draft tree in one step: which tokens of which branch are computed, and where keys and values are written.
 
-A branch of the tree is a sequence whose keys stand at their logical positions: the sequence's blocks before the newest
-token's, then blocks of the branch. The first branch writes into the sequence's own blocks. Each node's logits therefore
-have the bits of plain decoding, whatever other nodes there are: attention does not change. A node shared by several
+A branch of the tree is a sequence whose keys are at their logical positions: the sequence's blocks before the newest
+token's block, then blocks of the branch. The first branch writes into the sequence's blocks. So attention does not
+change, and each node's logits have the bits of plain decoding, whatever the other nodes are. A node shared by several
 branches is computed in the first of them, and its key and value are written into the blocks of each.
 
 Legend: G KV groups, N trees, S branches, T nodes including the root, C branches that a node may be part of, W width of
@@ -66,8 +66,8 @@ def tree_arrays(
 ) -> StepArrays:
     """Build the step of trees of one layout; keep logits of every node.
 
-    Tokens before a root in its block are copied from there into each fork. A fork is a newly allocated block, so it is
-    no other copy's source.
+    Tokens before a root in its block are copied from there into each fork. A fork is a newly allocated block, so no
+    other copy reads it.
 
     Args:
         tables: [G, 1, W], each sequence's block table, at least ``width`` blocks wide.

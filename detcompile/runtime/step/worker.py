@@ -79,7 +79,7 @@ class Worker:
         num_stages: number of pipeline stages.
         head_shares: 1 if its KV cache has all heads; 0 if other ranks have some.
         idle_share: fraction of the stages' time without a step while there was work.
-        shortest_step: infinity: the slowest stage's seconds for the shortest step exist only in a pipeline.
+        shortest_step: seconds of a pipeline's slowest stage for the shortest step; infinity without a pipeline.
         memory: the GPU memory reserved for its steps; None leaves it to the allocator.
     """
 
@@ -118,7 +118,7 @@ class Worker:
         self.runner.kv_cache.write_blocks(tables, layers)
 
     def restart(self) -> None:
-        """Not supported: this worker runs in the caller's process."""
+        """Fail: this worker runs in the caller's process."""
         raise AssertionError("this worker has no process to restart")
 
     def recover(self) -> None:

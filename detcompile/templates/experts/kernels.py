@@ -49,16 +49,16 @@ def group_rows_kernel(
     start = tl.sum(tl.where(bins < group, counts, 0))
     count = tl.sum(tl.where(bins == group, counts, 0))
     tile = tl.sum(tl.where(bins < group, (counts + BM - 1) // BM, 0))
-    own_tiles = (count + BM - 1) // BM
-    for i in range(0, own_tiles, BINS):
-        mine = i + bins < own_tiles
+    group_tiles = (count + BM - 1) // BM
+    for i in range(0, group_tiles, BINS):
+        mine = i + bins < group_tiles
         place = tiles_ptr + (tile + i + bins) * 3
         tl.store(place, group + bins * 0, mask=mine)
         tl.store(place + 1, start + (i + bins) * BM, mask=mine)
         tl.store(place + 2, start + count + bins * 0, mask=mine)
     if group == E:
-        tl.store(tiles_ptr + num_tiles * 3, tile + own_tiles)
-        for i in range(tile + own_tiles, num_tiles, BINS):
+        tl.store(tiles_ptr + num_tiles * 3, tile + group_tiles)
+        for i in range(tile + group_tiles, num_tiles, BINS):
             tl.store(tiles_ptr + (i + bins) * 3, bins * 0 - 1, mask=i + bins < num_tiles)
     for first in range(0, M, CHUNK):
         ids = tl.load(ids_ptr + first + lane, mask=first + lane < M, other=0)

@@ -11,7 +11,7 @@ from transformers.masking_utils import create_causal_mask
 from transformers.models.llama.modeling_llama import LlamaModel
 
 from detcompile import UnsupportedModel
-from detcompile.passes.adapters.attention_classes import OWN_ATTENTION
+from detcompile.passes.adapters.attention_classes import ATTENTION_FORWARDS
 from detcompile.passes.capture import freeze_rope, probe_attention
 from detcompile.passes.modules.positions import give_positions
 from detcompile.releases import numbers
@@ -114,7 +114,7 @@ def test_angles_of_float32_turn_states_of_bfloat16() -> None:
 
 
 def test_a_class_of_the_same_name_from_elsewhere_is_left_alone() -> None:
-    assert all(name.count(".") == 2 and "modeling_" in name for name in OWN_ATTENTION)
+    assert all(name.count(".") == 2 and "modeling_" in name for name in ATTENTION_FORWARDS)
     model = random_model("mvp", torch.float32, **BART)
     for layer in model.model.decoder.layers:
         own = type(layer.self_attn)

@@ -7,7 +7,7 @@ import torch
 from transformers.models.aria import modeling_aria
 
 from detcompile.contrib import MODELS, table_of
-from detcompile.passes.adapters.modules import OWN_EXPERTS, OWN_MODULES, replace_experts
+from detcompile.passes.adapters.modules import EXPERT_METHODS, MODULE_METHODS, replace_experts
 from detcompile.passes.capture import freeze_rope, probe_attention
 from detcompile.passes.modules.positions import give_positions
 from tools.model_checks import LENGTH, MEANING_LIMIT, relative_error
@@ -36,7 +36,7 @@ def test_logits_are_the_models_own(name: str) -> None:
 
 
 def test_a_class_is_known_by_where_transformers_defines_it() -> None:
-    assert all(name.count(".") == 2 and "modeling_" in name for name in OWN_EXPERTS | OWN_MODULES)
+    assert all(name.count(".") == 2 and "modeling_" in name for name in EXPERT_METHODS | MODULE_METHODS)
     kinds = ("ADAPTERS", "ATTENTION", "EXPERTS", "MIXERS", "MODULES")
     for folder in MODELS:
         names = [name for kind in kinds for name in table_of(folder, kind)]

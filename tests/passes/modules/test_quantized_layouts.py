@@ -233,8 +233,16 @@ def test_gptq_v2_is_known_by_either_key(settings: dict, tmp_path: Path) -> None:
         ("compressed int8", changed("weight_scale", lambda t: t[:4]), "(4, 1) are not of each of 64 features"),
         ("compressed float8, partial blocks", zero_points(torch.ones_like), "float8 with zero points"),
         ("fp8", renamed("weight_scale_inv", "weight_scale"), "none has weight_scale_inv"),
-        ("fp8", renamed("0.mlp.up_proj.weight_scale_inv", "0.mlp.up_proj.weight_scale"), "up_proj.weight_scale, a quantization scale"),
-        ("awq", lambda t: t | {"model.layers.0.mlp.act_fn.scales": torch.ones(160)}, "act_fn.scales, a quantization scale"),
+        (
+            "fp8",
+            renamed("0.mlp.up_proj.weight_scale_inv", "0.mlp.up_proj.weight_scale"),
+            "up_proj.weight_scale, a quantization scale",
+        ),
+        (
+            "awq",
+            lambda t: t | {"model.layers.0.mlp.act_fn.scales": torch.ones(160)},
+            "act_fn.scales, a quantization scale",
+        ),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(

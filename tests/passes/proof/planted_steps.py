@@ -176,7 +176,7 @@ REWIRED: dict[str, tuple[Rewire, str]] = {
     "sinks_of_rows": (sinks_of_rows, "attention's sinks holds rows of tokens"),
     "attention_left_out": (attention_left_out, "attention nodes"),
     "attention_in_place": (attention_in_place, "detcompile.paged_attention.default at"),
-    "keys_dropped": (keys_dropped, "k_caches[0]: what attention wrote is not kept"),
+    "keys_dropped": (keys_dropped, "k_caches[0]: keys or values of attention are not saved"),
     "caches_swapped": (caches_swapped, "of the step into k_caches[0]"),
     "cache_unwritten": (cache_unwritten, "writes k_caches[0] of the step into k_caches[0]"),
     "cache_read": (cache_read, "aten.amax.default at"),

@@ -284,9 +284,9 @@ def test_an_encoder_of_transformers_is_certified(name: str, attention: str, mask
     ("part", "said"),
     [
         (lambda: nn.ConvTranspose1d(CHANNELS, 6, 3), "a convolution that is transposed"),
-        (lambda: nn.AvgPool1d(3, padding=1, count_include_pad=False), "a pool whose windows differ"),
-        (lambda: nn.AvgPool1d(2, ceil_mode=True), "a pool whose windows differ"),
-        (lambda: nn.MaxPool1d(2, ceil_mode=True), "a pool whose windows differ"),
+        (lambda: nn.AvgPool1d(3, padding=1, count_include_pad=False), "a pool with windows of different sizes"),
+        (lambda: nn.AvgPool1d(2, ceil_mode=True), "a pool with windows of different sizes"),
+        (lambda: nn.MaxPool1d(2, ceil_mode=True), "a pool with windows of different sizes"),
         (lambda: Calls(lambda x: x.prod(-1)), "a product of floating-point numbers"),
         (lambda: Calls(lambda x: x.logcumsumexp(-1)), "a running sum whose order is not pinned"),
     ],

@@ -42,7 +42,8 @@ AREAS = {
 }
 TIME_LIMIT = 3600.0  # seconds of a step
 MOST_SHOWN = 5  # failed tests of an area
-DOOR = re.compile(r"detcompile/(?:torch|transformers)_internals/\w+\.py:\d+")
+# As pytest and Python name a place.
+DOOR = re.compile(r"(detcompile/(?:torch|transformers)_internals/\w+\.py)(?::|\", line )(\d+)")
 Outcomes = Mapping[str, str]  # why each test failed; empty if it passed
 # Threads and checks as `make test` and users have them: assertions of sizes hide what Inductor does without them.
 SETTINGS = {
@@ -67,8 +68,11 @@ def run() -> bool:
     key = " ".join(f"{name} {version(name).partition('+')[0]}" for name in ("torch", "transformers"))
     print(f"{key}: {len(AREAS)} areas, the demo and digests; about five minutes of two idle cores", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        outcomes, why_none = tests(AREAS, Path(folder) / "results.xml")
-        passed = {area: _print_area(area, outcomes.get(area, {}), why_none) for area in AREAS}
+        outcomes = {}
+        for area, paths in AREAS.items():
+            outcomes[area] = tests(paths, Path(folder) / f"{area}.xml")
+            _print_area(area, outcomes[area])
+        passed = {area: bool(results) and not any(results.values()) for area, results in outcomes.items()}
         fresh = {"DETCOMPILE_CACHE": folder}
         start = time.monotonic()
         passed["demo"] = _print_step("demo", _python(["-m", "detcompile", "demo", "tiny"], fresh))
@@ -132,39 +136,29 @@ def page(rows: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join([*lines, ""])
 
 
-def tests(areas: Mapping[str, Sequence[str]], report: Path) -> tuple[dict[str, Outcomes], str]:
-    """Run the tests of ``areas``; return their outcomes by area, and why there are none if pytest wrote no report.
-
-    A file that cannot be imported is one failed test.
-    """
-    paths = [path for area in areas.values() for path in area]
-    options = ["-q", "--continue-on-collection-errors", "-p", "no:cacheprovider", f"--junitxml={report}"]
+def tests(paths: Sequence[str], report: Path) -> Outcomes:
+    """Run the tests of an area in a process; one failed test stands for a file that cannot be imported, or a crash."""
+    options = ["-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
     done = _python(["-m", "pytest", *options, *paths])
-    outcomes: dict[str, dict[str, str]] = {}
-    if not report.exists():
-        return {}, _reason(f"{done.stdout}\n{done.stderr}")
-    modules = {
-        path.partition("::")[0].removesuffix(".py").replace("/", "."): area for area in areas for path in areas[area]
-    }
-    for case in ElementTree.parse(report).iter("testcase"):
+    outcomes = {}
+    for case in ElementTree.parse(report).iter("testcase") if report.exists() else ():
         faults = {child.tag: child for child in case}
         fault = faults.get("failure", faults.get("error"))
-        if fault is None and "skipped" in faults:
-            continue
-        module = case.attrib["classname"] or case.attrib["name"]
-        area = outcomes.setdefault(modules[module], {})
-        area[case.attrib["name"]] = "" if fault is None else _reason(fault.text or fault.attrib["message"])
-    return dict(outcomes), ""
+        if fault is not None or "skipped" not in faults:
+            outcomes[case.attrib["name"]] = "" if fault is None else _reason(fault.text or fault.attrib["message"])
+    if done.returncode and not any(outcomes.values()):
+        outcomes["pytest"] = f"ended with {done.returncode}: {_reason(done.stdout + done.stderr)}"
+    return outcomes
 
 
 def _reason(text: str) -> str:
-    """Return the error of pytest's text and the last door to torch or transformers that it names."""
+    """Return the error of a text of pytest's or Python's, and the last door to torch or transformers that it names."""
     lines = [line for line in text.splitlines() if line.strip()]
     raised = [line[1:].strip() for line in lines if line.startswith("E  ")]
     typed = [line for line in raised if re.match(r"[\w.]+(Error|Exception|Release|Model|Op): ", line)]
     error = typed[-1] if typed else raised[0] if raised else lines[-1] if lines else "no output"
     doors = DOOR.findall(text)
-    return f"{error} [{doors[-1]}]" if doors else error
+    return f"{error} [{':'.join(doors[-1])}]" if doors else error
 
 
 def failures(outcomes: Outcomes) -> list[str]:
@@ -174,17 +168,16 @@ def failures(outcomes: Outcomes) -> list[str]:
     return failed[:MOST_SHOWN] + ([f"  and {more} more"] if more > 0 else [])
 
 
-def _print_area(area: str, outcomes: Outcomes, why_none: str) -> bool:
+def _print_area(area: str, outcomes: Outcomes) -> None:
     failed = sum(map(bool, outcomes.values()))
     ran = f"FAILED {failed} of {len(outcomes)}" if failed else f"{len(outcomes)} passed"
-    text = ran if outcomes else f"FAILED: no test ran: {why_none}"
+    text = ran if outcomes else "FAILED: no test ran"
     print("\n".join([f"{area}: {text}", *failures(outcomes)]), flush=True)
-    return bool(outcomes) and not failed
 
 
 def _print_step(name: str, step: subprocess.CompletedProcess[str]) -> bool:
-    last = (step.stderr.strip() or step.stdout.strip() or "no output").splitlines()[-1]
-    print(f"{name}: {'passed' if step.returncode == 0 else f'FAILED: {last}'}", flush=True)
+    text = "passed" if step.returncode == 0 else f"FAILED: {_reason(step.stderr.strip() or step.stdout)}"
+    print(f"{name}: {text}", flush=True)
     return step.returncode == 0
 
 

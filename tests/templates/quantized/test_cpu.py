@@ -91,7 +91,9 @@ def test_tiles_of_features_do_not_show() -> None:
     assert_bitwise_equal(product(x, weight), matmul_cpu(x, dequantized(weight, torch.bfloat16), None, None, ()))
 
 
-@pytest.mark.parametrize("name", ["int4, groups of 128", "int8, channels", "fp8, blocks of 128"])
+@pytest.mark.parametrize(
+    "name", ["int4, groups of 128", "int4, groups of 32, mins", "int8, channels", "fp8, blocks of 128"]
+)
 def test_it_is_as_accurate_as_torch(name: str) -> None:
     weight, x = quantized_weight(name, N, 512), sample("normal", (200, 512), torch.bfloat16)
     theirs = x @ dequantized(weight, torch.bfloat16).t()

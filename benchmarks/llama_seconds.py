@@ -39,7 +39,8 @@ def answer(context, prompts: list[list[int]], num_tokens: int) -> list[list[int]
 
 
 given = json.load(sys.stdin)
-llama_cpp.llama_log_set(llama_cpp.llama_log_callback(lambda level, text, user: None), ctypes.c_void_p(0))
+silent = llama_cpp.llama_log_callback(lambda level, text, user: None)  # held: llama.cpp keeps a pointer to it
+llama_cpp.llama_log_set(silent, ctypes.c_void_p(0))
 llama_cpp.llama_backend_init()
 model = llama_cpp.llama_model_load_from_file(given["model"].encode(), llama_cpp.llama_model_default_params())
 params = llama_cpp.llama_context_default_params()

@@ -1,11 +1,10 @@
 """Supervised fine-tuning: weights that no split of a batch into micro-batches, no padding and no order moves.
 
-    python examples/sft.py             # the embedded model
-    python examples/sft.py smollm2     # after `detcompile fetch smollm2`; minutes
+    python examples/sft.py [MODEL]     # the embedded model, or a name as for detcompile.trainer
 
-Trains a model on a few prompts and answers, of which the answers alone have labels: once with every batch
-whole, then with each batch shuffled, cut into micro-batches whose gradients add up, and padded on the other side. The
-weights' digests are equal after every step. Needs no GPU, and with the embedded model no download.
+Trains a model on a few prompts and answers, of which the answers alone have labels: once with every batch whole, then
+with each batch shuffled, cut into micro-batches whose gradients add up, and padded on the other side. The weights'
+digests are equal after every step. Needs no GPU, and with the embedded model no download.
 """
 
 import hashlib

@@ -47,7 +47,7 @@ FLOORS = [
     [
         {"templates.ops"},
         {"templates.training"},
-        {"templates.attention", "templates.collectives", "templates.experts", "templates.quantized"},
+        {"templates.attention", "templates.collectives", "templates.exact", "templates.experts", "templates.quantized"},
         {"templates.matmul", "templates.recurrences", "templates.rows", "templates.tokens"},
         {"templates.registration"},
         {"templates.cpu", "templates.device"},

@@ -7,6 +7,9 @@ import detcompile.templates.attention.op
 import detcompile.templates.attention.rope_cache
 import detcompile.templates.collectives.gather
 import detcompile.templates.collectives.op
+import detcompile.templates.exact.attention
+import detcompile.templates.exact.linear
+import detcompile.templates.exact.rows
 import detcompile.templates.experts.op
 import detcompile.templates.matmul.gate
 import detcompile.templates.matmul.op

@@ -33,6 +33,7 @@ DTYPES = {
     "float": _FLOAT,
     "floating": _FLOAT | {torch.float64},
     "float32": frozenset({torch.float32}),
+    "int8": frozenset({torch.int8}),
     "int16": frozenset({torch.int16}),
     "int32": frozenset({torch.int32}),
     "int64": frozenset({torch.int64}),

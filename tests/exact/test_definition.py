@@ -5,7 +5,7 @@ import pytest
 
 from tests.exact import definition as exact
 from tests.exact import golden
-from tests.exact.definition import D, F, U
+from tests.exact.definition import Array, D, F, U
 from tests.exhaustive import EXHAUSTIVE, exhaustive_unless
 
 WORST_ULP = {"exp2": 0.79, "exp": 1.0, "log": 0.86, "rsqrt": 1.49, "sigmoid": 2.27, "silu": 2.25, "gelu_tanh": 38}
@@ -69,25 +69,28 @@ def test_function_is_near_float64(name: str) -> None:
 
 @pytest.mark.parametrize("kv_digits", [1, 2])
 def test_attention_is_near_float64(kv_digits: int) -> None:
-    q, q_scale, k, k_scale, v, v_scale, positions = golden.attention_operands(kv_digits, 300, 300, H=2, G=1)
-    parts, T, dim = (q, q_scale, k, k_scale, v, v_scale), *q.shape[1::2]
-    q, k, v = (
-        sum(digit * D(unit) for digit, unit in zip(digits.astype(D), units)) * scale[..., None].astype(D)
-        for digits, scale, units in ((q, q_scale, (256, 1)), (k, k_scale, (1, 1 / 256)), (v, v_scale, (1, 1 / 256)))
-    )
-    scores = np.einsum("thd,sd->hts", q, k[:, 0]) / np.sqrt(dim)
-    scores[:, np.arange(T)[:, None] < np.arange(T)] = -np.inf
+    operands = golden.attention_operands(300, 300, H=2, G=1)
+    q, k, v = (dequantised(x, digits) for x, digits in zip(operands, (2, kv_digits, kv_digits)))
+    scores = np.einsum("thd,sd->hts", q, k[:, 0]) / np.sqrt(32)
+    scores[:, np.arange(300)[:, None] < np.arange(300)] = -np.inf
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     truth = np.einsum("hts,sd->thd", weights / weights.sum(-1, keepdims=True), v[:, 0])
-    assert np.abs(exact.attention(*parts, positions) - truth).max() <= 5e-4 * np.abs(v).max()
+    assert np.abs(golden.attended(*operands, kv_digits) - truth).max() <= 5e-4 * np.abs(v).max()
 
 
-def test_attention_of_finite_scores_is_finite() -> None:
-    q, q_scale, *rest = golden.attention_operands(1, 8, 200)
-    for sign in (1, -1):
-        for exponent in range(0, 64, 7):
-            rest[1] = np.full_like(rest[1], sign * 2.0**exponent)  # a scale is positive: this makes every score low
-            assert np.isfinite(exact.attention(q, q_scale, *rest)).all()
+def dequantised(x: Array, digits: int) -> Array:
+    planes, scale = exact.quantize(x, digits, True)
+    value = planes.astype(D)
+    return (value[0] + (value[1] / 256 if digits == 2 else 0)) * scale[..., None].astype(D)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_attention_of_finite_scores_is_finite(sign: int) -> None:
+    q, k, v = golden.attention_operands(8, 200)
+    q[:], k[:] = 1, np.abs(k) + F(0.01)
+    for exponent in range(0, 38, 5):
+        out = golden.attended(q * F(sign * 2.0**exponent), k * F(2.0 ** (exponent - 4)), v, 1)
+        assert np.isfinite(out).all(), exponent
 
 
 def test_log_softmax_is_near_float64() -> None:

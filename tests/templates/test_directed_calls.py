@@ -93,6 +93,23 @@ def dequant_matmul_with_mins(M=3, N=4, K=128) -> Arguments:
     return arguments | {"zeros": None, "mins": -3 * arguments["scales"]}
 
 
+def exact_function(M=3, R=8) -> Arguments:
+    return {"x": rows(M, R), "name": "silu"}
+
+
+def exact_rms_norm(M=3, R=8) -> Arguments:
+    return {"x": rows(M, R), "weight": rows(R), "eps": 1e-6}
+
+
+def exact_quantize(M=3, R=8) -> Arguments:
+    return {"x": rows(M, R), "num_digits": 2, "right": False}
+
+
+def exact_linear(M=3, N=5, K=70, D=2) -> Arguments:
+    w = (torch.arange(D * N * K) % 255 - 127).to(torch.int8).view(D, N, K)
+    return {"x": rows(M, K), "w": w, "w_scale": rows(N), "bias": rows(N), "x_digits": 2}
+
+
 def rule(Hq: int, *q: int) -> Arguments:
     window = {"scale": 0.3, "sliding_window": 0, "kv_chunk": 64, "softcap": 2.0}
     return window | {"sinks": rows(Hq), "alibi_slopes": rows(Hq), "attention_chunk": 0, "relative_bias": rows(*q, 2)}
@@ -121,6 +138,16 @@ def cached_attention(T=5, Hq=4, Hkv=2, D=8, Dv=4, blocks=6, size=4) -> Arguments
 
 def dense_attention(B=2, T=5, Hq=4, Hkv=2, D=8, Dv=4) -> Arguments:
     return {"q": rows(B, Hq, T, D), "k": rows(B, Hkv, T, D), "v": rows(B, Hkv, T, Dv)} | rule(Hq, B, Hq, T)
+
+
+def exact_paged_attention(T=5, Hq=4, Hkv=2, D=8, blocks=6, size=4) -> Arguments:
+    arguments = paged_attention(T, Hq, Hkv, D, D, blocks, size)
+    caches = {name: torch.zeros(blocks, size, Hkv, D // 2 + 1) for name in ("k_cache", "v_cache")}
+    return {name: arguments[name] for name in list(arguments)[:9]} | caches
+
+
+def exact_dense_attention(B=2, T=5, Hq=4, Hkv=2, D=8) -> Arguments:
+    return {"q": rows(B, Hq, T, D), "k": rows(B, Hkv, T, D), "v": rows(B, Hkv, T, D), "kv_digits": 1}
 
 
 def rope_cache(T=5, Hq=4, Hkv=2, D=8, Dv=4, E=4, blocks=6, size=4) -> Arguments:
@@ -234,6 +261,7 @@ OPERATIONS = (
     rope_cache, packed_attention, packed_attention_backward, causal_conv, dense_causal_conv, wkv, dense_wkv,
     running_max, dense_running_max, linear_recurrence, dense_linear_recurrence, token_logprobs, token_logprobs_backward,
     rms_norm_backward, layer_norm_backward, softmax_backward, token_matmul, token_sum, token_scatter,
+    exact_function, exact_rms_norm, exact_quantize, exact_linear, exact_paged_attention, exact_dense_attention,
 )  # fmt: skip
 CALLS: dict[str, tuple[Callable[..., Arguments], Callable[..., Any]]] = {
     **{make.__name__: (make, getattr(ours, make.__name__)) for make in OPERATIONS},

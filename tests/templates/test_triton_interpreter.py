@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 
 FAMILIES = {
     "rows": ["rows", "recurrences", "tokens", "collectives"],
-    "products": ["matmul", "experts", "quantized"],
+    "products": ["matmul", "experts", "quantized", "exact"],
     "attention": ["attention"],
     "training": ["training"],
 }

@@ -41,6 +41,7 @@ __all__ = [
     "dense_attention",
     "dense_recurrence",
     "dequant_matmul",
+    "exact_linear",
     "expert_matmul",
     "expert_matmul_partial",
     "gated_matmul",
@@ -49,6 +50,7 @@ __all__ = [
     "of_experts",
     "packed_recurrence",
     "paged_attention",
+    "quantize_rows",
     "require_heads_of_tokens",
     "require_per_head",
     "rope_cache",
@@ -92,6 +94,24 @@ def dequant_matmul(node: fx.Node, ctx: Context) -> Rows:
             require_weight(ctx.rows(part), what)
     out = Rows((x.dims[0], w.dims[0]))
     return out if node.args[6] is None else join([out, ctx.rows(node.args[6])], 2)
+
+
+def exact_linear(node: fx.Node, ctx: Context) -> Rows:
+    """A product with a quantised weight [digits, N, K]; each row of x is quantised alone."""
+    x, w = ctx.rows(node.args[0]), ctx.rows(node.args[1])
+    require_feature(x, 1, "the sum of a matrix product")
+    for part, what in zip(node.args[1:4], ("the weights", "their scales", "the bias"), strict=True):
+        if part is not None:
+            require_weight(ctx.rows(part), what)
+    return Rows((x.dims[0], w.dims[1]))
+
+
+def quantize_rows(node: fx.Node, ctx: Context) -> tuple[Rows, Rows]:
+    """Each row, along the last dimension, gives a row of each digit and a scale."""
+    value = ctx.rows(node.args[0])
+    require_feature(value, -1, "the largest magnitude of a row")
+    digits = (Axis(sympy.Integer(2)),) if node.args[1] == 2 else ()
+    return Rows((digits, *value.dims)), Rows(value.dims[:-1])
 
 
 def gated_matmul(node: fx.Node, ctx: Context) -> Rows:

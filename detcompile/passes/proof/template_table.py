@@ -40,6 +40,7 @@ from detcompile.passes.proof.template_rules import (
     dense_attention,
     dense_recurrence,
     dequant_matmul,
+    exact_linear,
     expert_matmul,
     expert_matmul_partial,
     gated_matmul,
@@ -47,6 +48,7 @@ from detcompile.passes.proof.template_rules import (
     matmul_all_reduce,
     packed_recurrence,
     paged_attention,
+    quantize_rows,
     rope_cache,
     row_by_row,
     row_reduced,
@@ -63,6 +65,10 @@ Order: TypeAlias = Callable[[fx.Node, Numerics], SumOrder | None]
 
 def sums_nothing(node: fx.Node, numerics: Numerics) -> None:
     """Return no order: the template moves values, or its sums have two terms, each a separate operation."""
+
+
+def exact(node: fx.Node, numerics: Numerics) -> None:
+    """Return no order: every sum is a sum of integers that none of its orders rounds."""
 
 
 def order_of_product(node: fx.Node, numerics: Numerics) -> SumOrder:
@@ -192,6 +198,12 @@ TEMPLATES: Mapping[Any, Template] = {
     ours.dense_wkv.default: Template("recurrence", rows=dense_recurrence(AVERAGE), order=sums_nothing),
     ours.dequant_matmul.default: Template("template", rows=dequant_matmul, order=order_of_product),
     ours.embedding.default: Template("template", rows=embedding, order=sums_nothing),
+    ours.exact_dense_attention.default: Template("attention", rows=dense_attention, order=exact),
+    ours.exact_function.default: Template("template", rows=pointwise, order=sums_nothing),
+    ours.exact_linear.default: Template("template", rows=exact_linear, order=exact),
+    ours.exact_paged_attention.default: Template("attention", rows=paged_attention, order=exact),
+    ours.exact_quantize.default: Template("template", rows=quantize_rows, order=exact),
+    ours.exact_rms_norm.default: Template("template", rows=row_by_row, order=exact),
     ours.expert_matmul.default: Template("template", rows=expert_matmul, order=order_of_product),
     ours.expert_matmul_partial.default: Template("collective", rows=expert_matmul_partial, order=order_of_partial),
     ours.gated_matmul.default: Template("template", rows=gated_matmul, order=order_of_product),

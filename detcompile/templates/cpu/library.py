@@ -55,8 +55,8 @@ _ISA_FLAGS = {
 }
 _AVX512 = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _ISA_NEEDS = {
-    _TILES: _AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16"},
-    _PAIRS: _AVX512 | {"avx512_bf16"},
+    _TILES: _AVX512 | {"avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16"},
+    _PAIRS: _AVX512 | {"avx512_bf16", "avx512_vnni"},  # no processor has the first without the second
     "avx512": _AVX512,
     "avx2": {"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"},
     "portable": set[str](),
@@ -75,29 +75,34 @@ _NUMBERS = {
     "double": ctypes.c_double,
 }
 _PROTOTYPE = re.compile(r"^EXPORT (void|int64_t) (\w+)\(([^)]*)\)", re.MULTILINE)
-# Training kernels take 5 of 17 CPU seconds to compile: a separate library, built when one is first called.
-_TRAINING = ("packed_attention.cpp", "pointwise_training.cpp", "row_gradients.cpp")
+# Training kernels take 5 of 17 CPU seconds to compile. They and the exact ones are separate libraries, built when a
+# kernel of theirs is first called.
+_SERVING, _TRAINING, _EXACT = "", "training", "exact"
+_TRAINING_SOURCES = ("packed_attention.cpp", "pointwise_training.cpp", "row_gradients.cpp")
+_VNNI = "-mavx512vnni"  # in the exact library alone, whose bits no instruction set changes
 
 
 class _Kernels(ctypes.CDLL):
-    """An instruction set's library, which loads the training kernels when one is first called."""
+    """An instruction set's library, which loads the training or exact ones when a kernel of theirs is first called."""
 
     isa = ""
 
     def __getattr__(self, name: str) -> Any:
-        if self.isa and name.startswith("detcompile_") and name in _signatures(training=True):
-            setattr(self, name, getattr(_training_kernels(self.isa), name))
-            return self.__dict__[name]
+        if self.isa and name.startswith("detcompile_"):
+            for part in (_TRAINING, _EXACT):
+                if name in _signatures(part):
+                    setattr(self, name, getattr(_part_of(self.isa, part), name))
+                    return self.__dict__[name]
         return super().__getattr__(name)
 
 
-def _signatures(training: bool) -> dict[str, tuple[type[ctypes.c_int64] | None, list[Any]]]:
+def _signatures(part: str) -> dict[str, tuple[type[ctypes.c_int64] | None, list[Any]]]:
     """Return each exported function's result type and argument types, parsed from its source.
 
     Arguments that are not numbers are pointers.
     """
     signatures = {}
-    for source in _sources(training):
+    for source in _sources(part):
         for result, name, taken in _PROTOTYPE.findall(source.read_text()):
             kinds = [argument.strip().rpartition(" ")[0] for argument in taken.split(",") if argument.strip()]
             arguments = [_NUMBERS.get(kind, ctypes.c_void_p) for kind in kinds]
@@ -161,8 +166,12 @@ def supported_isas() -> tuple[str, ...]:
 @functools.cache
 def source_digest() -> str:
     """Return the SHA-256 of the C++ sources and compiler flags, in hex."""
-    digest = hashlib.sha256(" ".join((*_FLAGS, *_ISA_FLAGS.values())).encode())
-    for path in sorted(_SOURCES.iterdir()):
+    return _digest_of(_SOURCES, " ".join((*_FLAGS, *_ISA_FLAGS.values())))
+
+
+def _digest_of(folder: Path, flags: str) -> str:
+    digest = hashlib.sha256(flags.encode())
+    for path in sorted(folder.iterdir()):
         if path.suffix in (".cpp", ".h"):
             digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
@@ -267,33 +276,36 @@ def _library(name: str) -> ctypes.CDLL:
     if name == _TILES and not _tiles_permitted():  # the first tile instruction would kill the process
         raise InvalidInput("amx: Linux does not permit AMX tiles in this process. Use the instruction set of isa().")
     path = _library_file(name)
-    loaded = _load(path, name, training=False)
+    loaded = _load(path, name, _SERVING)
     loaded.isa = name
     _loaded[name] = path
     return loaded
 
 
 @functools.cache
-def _training_kernels(name: str) -> ctypes.CDLL:
+def _part_of(name: str, part: str) -> ctypes.CDLL:
     path = _library_file(name)
-    return _load(path.with_name(f"training-{path.name}"), name, training=True)
+    version = f"-{_digest_of(_SOURCES / _EXACT, _VNNI)[:12]}" if part == _EXACT else ""
+    return _load(path.with_name(f"{part}{version}-{path.name}"), name, part)
 
 
-def _load(path: Path, name: str, training: bool) -> _Kernels:
+def _load(path: Path, name: str, part: str) -> _Kernels:
     with _BUILDING:
         if not is_intact(path):
-            with stage(f"compile the CPU {'training ' if training else ''}kernels for {name}"):
-                build(path, _sources(training), [*_FLAGS, *_isa_flags(name)])
+            with stage(f"compile the CPU {f'{part} ' if part else ''}kernels for {name}"):
+                build(path, _sources(part), [*_FLAGS, *_isa_flags(name, part)])
     loaded = _Kernels(str(path))
-    for function, (result, arguments) in _signatures(training).items():
+    for function, (result, arguments) in _signatures(part).items():
         getattr(loaded, function).restype = result
         getattr(loaded, function).argtypes = arguments
     return loaded
 
 
-def _sources(training: bool) -> list[Path]:
+def _sources(part: str) -> list[Path]:
     """Return the sources of a library, largest first: as many are compiled at once as there are cores."""
-    sources = [source for source in _SOURCES.glob("*.cpp") if (source.name in _TRAINING) == training]
+    sources = list((_SOURCES / _EXACT if part == _EXACT else _SOURCES).glob("*.cpp"))
+    if part != _EXACT:
+        sources = [source for source in sources if (source.name in _TRAINING_SOURCES) == (part == _TRAINING)]
     return sorted(sources, key=lambda source: (-source.stat().st_size, source.name))
 
 
@@ -310,8 +322,9 @@ def _probe(name: str, source: str) -> ctypes.CDLL:
     return ctypes.CDLL(str(path))
 
 
-def _isa_flags(name: str) -> list[str]:
-    return shlex.split(_ISA_FLAGS[name]) if platform.machine() in ("x86_64", "AMD64") else []
+def _isa_flags(name: str, part: str = _SERVING) -> list[str]:
+    more = _VNNI if part == _EXACT and "avx512_vnni" in _ISA_NEEDS[name] else ""
+    return shlex.split(f"{_ISA_FLAGS[name]} {more}") if platform.machine() in ("x86_64", "AMD64") else []
 
 
 def _library_file(name: str) -> Path:

@@ -1,0 +1,1 @@
+"""Operations of exact-1 (docs/exact.md): the same bytes on every machine."""

@@ -1,0 +1,145 @@
+"""Device functions of exact-1 (docs/exact.md) for Triton kernels.
+
+Launch kernels that call them with ``enable_fp_fusion=False``. Division is always tl.div_rn and a root tl.sqrt_rn: other
+spellings are approximate. The constants are those of cpu/exact/steps.h, in decimal.
+"""
+
+import triton
+import triton.language as tl
+
+__all__ = [
+    "POISON", "bits", "ceil", "exp2_short", "from_bits", "function", "near", "one_over", "power_of_two",
+]  # fmt: skip
+
+MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds |x| <= 2^22 to the nearest even integer
+MAGIC_BITS = tl.constexpr(0x4B400000)
+POISON = tl.constexpr(0x53800000)  # 2^40: a row with such a magnitude, or NaN, is poisoned
+
+
+@triton.jit
+def bits(x):
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def from_bits(i):
+    return i.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def near(x, y):
+    """The integer nearest to x * y."""
+    return bits(tl.fma(x, y, MAGIC)) - MAGIC_BITS
+
+
+@triton.jit
+def ceil(x):
+    """The least integer not below x. tl.math.ceil flushes subnormals."""
+    magnitude = tl.abs(x)
+    n = (magnitude + 8388608.0) - 8388608.0
+    n = tl.where(magnitude < 8388608.0, n, magnitude)
+    n = tl.where(x < 0.0, -n, n)
+    return tl.where(n < x, n + 1.0, n)
+
+
+@triton.jit
+def clip(x, low, high):
+    x = tl.where(x < low, low, x)
+    return tl.where(x > high, high, x)
+
+
+@triton.jit
+def power_of_two(k):
+    """2^k for integers -126 <= k <= 127."""
+    return from_bits((k + 127) << 23)
+
+
+@triton.jit
+def scaled(y, k):
+    return y * power_of_two(k >> 1) * power_of_two(k - (k >> 1))
+
+
+@triton.jit
+def one_over(x):
+    return tl.div_rn(x * 0.0 + 1.0, x)
+
+
+@triton.jit
+def exp2(x):
+    x = clip(x, -160.0, 136.0)
+    t = x + MAGIC
+    f = x - (t - MAGIC)
+    y = tl.fma(tl.full(f.shape, 0.00015329310554079711, tl.float32), f, 0.0013390970416367054)
+    y = tl.fma(y, f, 0.00961849931627512)
+    y = tl.fma(y, f, 0.05550359562039375)
+    y = tl.fma(y, f, 0.24022647738456726)
+    y = tl.fma(y, f, 0.6931471824645996)
+    return scaled(tl.fma(f, y, 1.0), bits(t) - MAGIC_BITS)
+
+
+@triton.jit
+def exp(x):
+    x = clip(x, -110.0, 95.0)
+    t = tl.fma(x, 1.4426950216293335, MAGIC)
+    n = t - MAGIC
+    f = tl.fma(n, 0.00021219444170128554, tl.fma(n, -0.693359375, x))
+    y = tl.fma(tl.full(f.shape, 0.0013820743188261986, tl.float32), f, 0.008368675597012043)
+    y = tl.fma(y, f, 0.04166826605796814)
+    y = tl.fma(y, f, 0.1666652113199234)
+    y = tl.fma(y, f, 0.4999999403953552)
+    return scaled(tl.fma(f * f, y, f) + 1.0, bits(t) - MAGIC_BITS)
+
+
+@triton.jit
+def log(x):
+    tiny = x < 1.1754943508222875e-38
+    z = bits(tl.where(tiny, x * 16777216.0, x))
+    e = (z - 0x3F3504F3) >> 23
+    f = from_bits(z - (e << 23)) - 1.0
+    n = tl.where(tiny, e - 24, e).to(tl.float32)
+    y = tl.fma(tl.full(f.shape, -0.07622861862182617, tl.float32), f, 0.1290849894285202)
+    y = tl.fma(y, f, -0.13244688510894775)
+    y = tl.fma(y, f, 0.14181219041347504)
+    y = tl.fma(y, f, -0.16608762741088867)
+    y = tl.fma(y, f, 0.20002000033855438)
+    y = tl.fma(y, f, -0.2500160038471222)
+    y = tl.fma(y, f, 0.33333325386047363)
+    y = tl.fma(y, f, -0.49999988079071045)
+    y = tl.fma(n, 0.693359375, tl.fma(f * f, y, tl.fma(n, -0.00021219444170128554, f)))
+    y = tl.where(x == float("inf"), x, tl.where(x == 0.0, float("-inf"), y))
+    return tl.where(x >= 0.0, y, float("nan"))
+
+
+@triton.jit
+def exp2_short(e):
+    """2^e for the weights of a softmax, e <= 0."""
+    e = clip(e, -100.0, 0.0)
+    t = e + MAGIC
+    f = e - (t - MAGIC)
+    y = tl.fma(tl.full(f.shape, 0.00957096554338932, tl.float32), f, 0.055917687714099884)
+    y = tl.fma(y, f, 0.24024714529514313)
+    y = tl.fma(y, f, 0.6931218504905701)
+    y = tl.fma(y, f, 0.9999992847442627)
+    return from_bits(bits(y) + (bits(t) << 23))
+
+
+@triton.jit
+def function(x, NAME: tl.constexpr):
+    """The function of this name in rows.FUNCTIONS."""
+    if NAME == "exp2":
+        return exp2(x)
+    elif NAME == "exp":
+        return exp(x)
+    elif NAME == "log":
+        return log(x)
+    elif NAME == "rsqrt":
+        return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), tl.sqrt_rn(x))
+    elif NAME == "sigmoid":
+        return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), 1.0 + exp(-x))
+    elif NAME == "silu":
+        return tl.div_rn(x, 1.0 + exp(-x))
+    elif NAME == "gelu_tanh":
+        cubic = tl.fma(x * x * 0.044714998453855515, x, x)
+        return tl.div_rn(x, 1.0 + exp(cubic * -1.5957691669464111))
+    else:
+        return exp2_short(tl.where(x == x, x, 0.0))

@@ -1,0 +1,145 @@
+"""exact_function, exact_rms_norm, exact_quantize and exact_linear on the GPU, in plain Triton.
+
+Legend: M rows, R row length, K input features, N output features; P planes of digits.
+
+Sums are integers, so the number of threads, tiles and splits changes no bit.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from detcompile.templates.device.launcher import cdiv, launcher, next_power_of_2
+from detcompile.templates.exact.functions import POISON, bits, from_bits, function, near, one_over, power_of_two
+
+__all__ = ["function_cuda", "linear_cuda", "quantize_cuda", "rms_norm_cuda"]
+
+_BLOCK = 1024
+_LONGEST = tl.constexpr(65536)  # terms of an int32 sum of products
+
+
+@triton.jit
+def _function_kernel(x_ptr, out_ptr, count, NAME: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + i, mask=i < count, other=1.0)
+    tl.store(out_ptr + i, function(x, NAME), mask=i < count)
+
+
+def function_cuda(x: Tensor, name: str) -> Tensor:
+    """Return the function of each element of x."""
+    x = x.contiguous()
+    out, count = torch.empty_like(x), x.numel()
+    if count:
+        launcher(_function_kernel)[(cdiv(count, _BLOCK),)](
+            x, out, count, NAME=name, BLOCK=_BLOCK, num_warps=4, enable_fp_fusion=False
+        )
+    return out
+
+
+@triton.jit
+def _rms_norm_kernel(x_ptr, weight_ptr, out_ptr, R, eps, BLOCK: tl.constexpr):
+    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * R + i, mask=i < R, other=0.0)
+    peak = tl.max(bits(x) & 0x7FFFFFFF, 0)
+    whole = peak < POISON
+    p = power_of_two(148 - tl.minimum(tl.maximum(peak >> 23, 87), 254))  # 2^(21 - e), e the exponent of the peak
+    u = tl.where(whole, x, 0.0) * p
+    n = near(u, 1.0).to(tl.int64)
+    mean = tl.div_rn(tl.sum(n * n, 0).to(tl.float32), R.to(tl.float32))
+    y = (u * one_over(tl.sqrt_rn(mean + (eps * p) * p))) * tl.load(weight_ptr + i, mask=i < R, other=0.0)
+    tl.store(out_ptr + row * R + i, tl.where(whole, y, float("nan")), mask=i < R)
+
+
+def rms_norm_cuda(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Run the op on the GPU, x [..., R], weight [R] -> [..., R]."""
+    x, weight = x.contiguous(), weight.contiguous()
+    out, R = torch.empty_like(x), x.shape[-1]
+    if x.numel():
+        launcher(_rms_norm_kernel)[(x.numel() // R,)](
+            x, weight, out, R, eps, BLOCK=next_power_of_2(R), num_warps=_warps(R), enable_fp_fusion=False
+        )
+    return out
+
+
+@triton.jit
+def _quantize_kernel(x_ptr, digits_ptr, scale_ptr, plane, R, unit, TWO: tl.constexpr, BLOCK: tl.constexpr):
+    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * R + i, mask=i < R, other=0.0)
+    peak = tl.max(bits(x) & 0x7FFFFFFF, 0)
+    whole = peak < POISON
+    a = tl.where(whole, tl.maximum(from_bits(tl.where(whole, peak, 0)), 8.673617379884035e-19), 1.0)
+    v = near(tl.where(whole, x, 0.0), tl.div_rn(a * 0.0 + (32512.0 if TWO else 127.0), a))
+    if TWO:
+        tl.store(digits_ptr + row * R + i, ((v + 128) >> 8).to(tl.int8), mask=i < R)
+        tl.store(digits_ptr + plane + row * R + i, v.to(tl.int8), mask=i < R)
+    else:
+        tl.store(digits_ptr + row * R + i, v.to(tl.int8), mask=i < R)
+    tl.store(scale_ptr + row, tl.where(whole, tl.div_rn(a, a * 0.0 + unit), float("nan")))
+
+
+def quantize_cuda(x: Tensor, num_digits: int, right: bool) -> tuple[Tensor, Tensor]:
+    """Return int8 digits [num_digits, ..., R] and float32 scales [...] of rows x [..., R]."""
+    x, R = x.contiguous(), x.shape[-1]
+    digits = torch.empty((num_digits, *x.shape), dtype=torch.int8, device=x.device)
+    scales = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    unit = 32512.0 if num_digits == 2 and not right else 127.0
+    if x.numel():
+        launcher(_quantize_kernel)[(x.numel() // R,)](
+            x, digits, scales, x.numel(), R, unit, TWO=num_digits == 2, BLOCK=next_power_of_2(R), num_warps=_warps(R),
+            enable_fp_fusion=False,
+        )  # fmt: skip
+    return digits, scales
+
+
+@triton.jit(do_not_specialize=["M"])
+def _linear_kernel(
+    x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, out_ptr, M, N, K,
+    DX: tl.constexpr, DW: tl.constexpr, HAS_BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """out [M, N] of x [DX, M, K] and w [DW, N, K]. int8 tensor cores saturate: an int32 sum has 65536 terms at most."""
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    rows, columns = (m < M)[:, None], (n < N)[None, :]
+    x_at = x_ptr + m[:, None].to(tl.int64) * K + k[None, :]
+    w_at = w_ptr + n[None, :].to(tl.int64) * K + k[:, None]
+    total = tl.zeros([BM, BN], tl.int64)
+    for part in range(0, K, _LONGEST):
+        high, low = tl.zeros([BM, BN], tl.int32), tl.zeros([BM, BN], tl.int32)
+        for first in range(part, tl.minimum(part + _LONGEST, K), BK):
+            inside = k < K - first
+            x_ok, w_ok = rows & inside[None, :], columns & inside[:, None]
+            x = tl.load(x_at + first, mask=x_ok, other=0)
+            w = tl.load(w_at + first, mask=w_ok, other=0)
+            high = tl.dot(x, w, high, out_dtype=tl.int32)
+            if DX == 2:
+                low = tl.dot(tl.load(x_at + M.to(tl.int64) * K + first, mask=x_ok, other=0), w, low, out_dtype=tl.int32)
+            if DW == 2:
+                low = tl.dot(x, tl.load(w_at + N.to(tl.int64) * K + first, mask=w_ok, other=0), low, out_dtype=tl.int32)
+        total += high.to(tl.int64) * 256 + low if DX == 2 else high.to(tl.int64)
+    x_scale = tl.load(x_scale_ptr + m, mask=m < M, other=0.0)
+    w_scale = tl.load(w_scale_ptr + n, mask=n < N, other=0.0)
+    y = total.to(tl.float32) * x_scale[:, None] * w_scale[None, :]
+    if HAS_BIAS:
+        y = y + tl.load(bias_ptr + n, mask=n < N, other=0.0)[None, :]
+    tl.store(out_ptr + m[:, None].to(tl.int64) * N + n[None, :], y, mask=rows & columns)
+
+
+def linear_cuda(x: Tensor, w: Tensor, w_scale: Tensor, bias: Tensor | None, x_digits: int) -> Tensor:
+    """Run the op on the GPU: x [M, K], w [D, N, K], w_scale [N], bias [N] -> [M, N]."""
+    digits, x_scale = quantize_cuda(x, x_digits, False)
+    (M, K), N = x.shape, w.shape[1]
+    out = torch.empty((M, N), dtype=torch.float32, device=x.device)
+    BM = 16 if M <= 16 else 64
+    if M and N:
+        launcher(_linear_kernel)[(cdiv(M, BM), cdiv(N, 64))](
+            digits, w, x_scale, w_scale, w_scale if bias is None else bias, out, M, N, K,
+            DX=x_digits, DW=len(w), HAS_BIAS=bias is not None, BM=BM, BN=64, BK=128, num_warps=4, num_stages=3,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+    return out
+
+
+def _warps(R: int) -> int:
+    return min(8, max(1, next_power_of_2(R) // 512))

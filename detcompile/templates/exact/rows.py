@@ -1,0 +1,115 @@
+"""exact_function, exact_rms_norm and exact_quantize: the functions and rows of docs/exact.md, in float32.
+
+Legend: R row length, D digits.
+
+    exact_function: each element's exp2, exp, log, rsqrt, sigmoid, silu or gelu_tanh
+    exact_rms_norm: x / rms(x) * weight; the sum of squares is a sum of integers, so its order is free
+    exact_quantize: rows as integers of one or two int8 digits, and a scale a row
+"""
+
+import torch
+from torch import Tensor
+
+from detcompile.errors import InvalidInput
+from detcompile.templates.cpu import library as cpu_library
+from detcompile.templates.exact.gpu import function_cuda, quantize_cuda, rms_norm_cuda
+from detcompile.templates.registration import define
+
+__all__ = ["FUNCTIONS", "TOP", "function_cpu", "quantize_cpu", "rms_norm_cpu"]
+
+FUNCTIONS = ("exp2", "exp", "log", "rsqrt", "sigmoid", "silu", "gelu_tanh", "exp2_short")  # as in cpu/exact/rows.cpp
+_LONGEST = 1 << 19  # elements of a row whose squares are summed
+TOP = (0, 127, 32512)  # largest quantised magnitude, by digits; 32512 = 127 * 256
+
+
+def function_cpu(x: Tensor, name: str, isa: str | None = None) -> Tensor:
+    """Return the function of each element of x.
+
+    Raises:
+        InvalidInput: no function has this name.
+    """
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    cpu_library.library(isa).detcompile_exact_function(
+        x.data_ptr(), out.data_ptr(), x.numel(), _index(name), cpu_library.thread_count()
+    )
+    return out
+
+
+def rms_norm_cpu(x: Tensor, weight: Tensor, eps: float, isa: str | None = None) -> Tensor:
+    """Run the op on the CPU, x [..., R], weight [R] -> [..., R].
+
+    Raises:
+        InvalidInput: a row's sum of squares may exceed int64.
+    """
+    _check_length(x)
+    x, weight = x.contiguous(), weight.contiguous()
+    out, R = torch.empty_like(x), x.shape[-1]
+    cpu_library.library(isa).detcompile_exact_rms_norm(
+        x.data_ptr(), weight.data_ptr(), out.data_ptr(), eps, x.numel() // R, R, cpu_library.thread_count()
+    )
+    return out
+
+
+def quantize_cpu(x: Tensor, num_digits: int, right: bool, isa: str | None = None) -> tuple[Tensor, Tensor]:
+    """Return int8 digits [D, ..., R] and float32 scales [...] of rows x [..., R].
+
+    Args:
+        right: True for right operands (weights, keys, values): the scale is of high + low / 256, not 256 high + low.
+    """
+    x, R = x.contiguous(), x.shape[-1]
+    digits = torch.empty((num_digits, *x.shape), dtype=torch.int8, device="cpu")
+    scales = torch.empty(x.shape[:-1], dtype=torch.float32, device="cpu")
+    unit = TOP[1] if right else TOP[num_digits]
+    cpu_library.library(isa).detcompile_exact_quantize(
+        x.data_ptr(), digits.data_ptr(), scales.data_ptr(), unit, num_digits, x.numel() // R, R,
+        cpu_library.thread_count(),
+    )  # fmt: skip
+    return digits, scales
+
+
+def _function_cuda(x: Tensor, name: str) -> Tensor:
+    _index(name)
+    return function_cuda(x, name)
+
+
+def _rms_norm_cuda(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    _check_length(x)
+    return rms_norm_cuda(x, weight, eps)
+
+
+def _check_length(x: Tensor) -> None:
+    if x.shape[-1] >= _LONGEST:
+        raise InvalidInput(f"detcompile::exact_rms_norm: rows of {x.shape[-1]}; they must be shorter than {_LONGEST}")
+
+
+def _index(name: str) -> int:
+    if name not in FUNCTIONS:
+        raise InvalidInput(f"detcompile::exact_function: no function is named {name!r}; take one of {FUNCTIONS}")
+    return FUNCTIONS.index(name)
+
+
+define(
+    "exact_function(Tensor x, str name) -> Tensor",
+    {"x": "float32 ..."},
+    cpu=function_cpu,
+    cuda=_function_cuda,
+    fake=lambda x, name: x.new_empty(x.shape),
+)
+define(
+    "exact_rms_norm(Tensor x, Tensor weight, float eps) -> Tensor",
+    {"x": "float32 ... R>0", "weight": "float32 R"},
+    cpu=rms_norm_cpu,
+    cuda=_rms_norm_cuda,
+    fake=lambda x, weight, eps: x.new_empty(x.shape),
+)
+define(
+    "exact_quantize(Tensor x, int num_digits, bool right) -> (Tensor, Tensor)",
+    {"x": "float32 ... R>0", "num_digits": range(1, 3)},
+    cpu=quantize_cpu,
+    cuda=quantize_cuda,
+    fake=lambda x, num_digits, right: (
+        x.new_empty((num_digits, *x.shape), dtype=torch.int8),
+        x.new_empty(x.shape[:-1]),
+    ),
+)

@@ -1,0 +1,68 @@
+"""What the tests of exact-1's templates share: tensors, comparisons, and attention in steps over pages."""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from detcompile.step import PADDING_SLOT
+from detcompile.templates.attention.operands import Caches, StepMetadata
+from detcompile.templates.exact.attention import row_words
+from tests.exact import definition as exact
+from tests.exact.definition import Array, F
+
+__all__ = ["assert_same", "paged", "tensor"]
+
+
+def tensor(array: Array) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array))
+
+
+def assert_same(actual: Tensor, expected: Array) -> None:
+    """The same bytes, where every NaN counts as one value."""
+    assert actual.shape == expected.shape
+    assert exact.digest(actual.cpu().numpy()) == exact.digest(expected)
+
+
+def paged(
+    attend: Callable[..., Tensor],
+    case: tuple[Array, Array, Array, int],
+    cuts: Sequence[int],
+    block_size: int,
+    device: str = "cpu",
+    last_only: bool = False,
+) -> Tensor:
+    """Run two copies of a sequence in steps that end at `cuts`, over shuffled pages; return the rows of its queries.
+
+    Unused bytes are 0xff, which is NaN as a scale. Each step ends with a row of padding.
+
+    Args:
+        last_only: write the keys before those of the queries with one query alone.
+    """
+    q, k, v, digits = case
+    S, G, dim = k.shape
+    queries = np.zeros((S, q.shape[1], dim), F)
+    queries[S - len(q) :] = q
+    pages = -(-S // block_size)
+    table = torch.randperm(2 * pages + 1, generator=torch.Generator().manual_seed(S))[: 2 * pages].view(2, pages).int()
+    shape = (2 * pages + 1, block_size, G, row_words(dim, digits))
+    caches = Caches(*(torch.full(shape, -1, dtype=torch.int32, device=device).view(torch.float32) for _ in range(2)))
+    edges = [0, *(cut for cut in cuts if cut < S), S]
+    if last_only and len(q) < S:
+        edges = [0, *(S - len(q) + cut for cut in cuts if cut < len(q)), S]
+    parts = []
+    for start, stop in pairwise(edges):
+        n, position = stop - start, torch.arange(start, stop)
+        slots = [table[s, position // block_size].long() * block_size + position % block_size for s in range(2)]
+        slot_mapping = torch.cat([*slots, torch.tensor([PADDING_SLOT])]).to(device)
+        tokens = [tensor(np.concatenate([x[start:stop]] * 2 + [x[:1]])).to(device) for x in (queries, k, v)]
+        step = StepMetadata(
+            *(m.int().to(device) for m in (torch.tensor([0, n, 2 * n]), torch.tensor([stop, stop]), table))
+        )
+        out = attend(*tokens, caches, slot_mapping, step)
+        assert not out[2 * n :].any()
+        assert exact.digest(out[:n].cpu().numpy()) == exact.digest(out[n : 2 * n].cpu().numpy())
+        parts.append(out[:n])
+    return torch.cat(parts)[S - len(q) :]

@@ -1,0 +1,93 @@
+"""The CPU kernels of exact-1: the bytes of the reference, on every instruction set."""
+
+import numpy as np
+import pytest
+import torch
+
+from detcompile.errors import InvalidInput
+from detcompile.templates.exact.attention import dense_attention_cpu, paged_attention_cpu
+from detcompile.templates.exact.linear import linear_cpu
+from detcompile.templates.exact.rows import FUNCTIONS, function_cpu, quantize_cpu, rms_norm_cpu
+from tests.exact import definition as exact
+from tests.exact import golden
+from tests.exact.definition import F, U
+from tests.exhaustive import EXHAUSTIVE_BY_ITEM
+from tests.templates.cases import ISAS
+from tests.templates.exact.cases import assert_same, paged, tensor
+
+pytestmark = pytest.mark.parametrize("isa", ISAS)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_function_equals_the_reference(name: str, isa: str) -> None:
+    x = golden.function_sample()
+    x = np.where(x == x, x, F(0)) if name == "exp2_short" else x
+    for part in (x, x[:5], x.reshape(16, -1)[:, :33]):
+        assert_same(function_cpu(tensor(part), name, isa), getattr(exact, name)(part))
+
+
+@EXHAUSTIVE_BY_ITEM
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_function_gives_the_sums_of_the_sweep(name: str, isa: str) -> None:
+    """A sixteenth of all inputs, 2^28: 20 CPU seconds a function and instruction set."""
+    sums = []
+    for segment in range(0, 256, 16):
+        inputs = np.arange(1 << 24, dtype=U) + U(segment << 24)
+        sums.append(golden.segment_sum(inputs, function_cpu(tensor(inputs.view(F)), name, isa).numpy()))
+    assert sums == golden.kept()["sweep"][name]["every 16th segment"]
+
+
+@pytest.mark.parametrize("K", [1, 200])
+def test_norm_equals_the_reference(K: int, isa: str) -> None:
+    x, weight = golden.rows()[:, :K], golden.values((K,), 2)
+    assert_same(rms_norm_cpu(tensor(x), tensor(weight), 1e-6, isa), exact.rms_norm(x, weight, 1e-6))
+
+
+@pytest.mark.parametrize("right", [False, True])
+@pytest.mark.parametrize("digits", [1, 2])
+def test_quantised_rows_equal_the_reference(digits: int, right: bool, isa: str) -> None:
+    for x in (golden.rows(), golden.rows()[:, 7:8]):
+        for actual, expected in zip(quantize_cpu(tensor(x), digits, right, isa), exact.quantize(x, digits, right)):
+            assert_same(actual, expected)
+
+
+@pytest.mark.parametrize("name", golden.DIGITS)
+@pytest.mark.parametrize(("M", "N", "K"), [(1, 1, 1), (5, 7, 333), (4, 8, 64), (33, 6, 100), (3, 2, 65536 + 70)])
+def test_linear_equals_the_reference(name: str, M: int, N: int, K: int, isa: str) -> None:
+    left, right = golden.DIGITS[name]
+    x, bias, w_scale = golden.values((M, K), 5), golden.values((N,), 6), np.abs(golden.values((N,), 7))
+    w = golden.planes((right, N, K), 8)
+    if K > exact.LONGEST:  # every product of the largest magnitude, and of one sign
+        x[:], w[0], w[1:] = 1, -127, -128
+    for b in (None, bias):
+        actual = linear_cpu(tensor(x), tensor(w), tensor(w_scale), None if b is None else tensor(b), left, isa)
+        assert_same(actual, exact.linear(x, left, w, w_scale, b))
+
+
+def test_poisoned_rows_stay_among_themselves(isa: str) -> None:
+    x, w, w_scale = golden.rows(), golden.planes((1, 3, 200), 8), np.ones(3, F)
+    y = linear_cpu(tensor(x), tensor(w), tensor(w_scale), None, 2, isa)
+    assert_same(y, exact.linear(x, 2, w, w_scale))
+    assert y.isnan().any(1).tolist() == (~(np.abs(x).max(1) < 2.0**40)).tolist()
+
+
+def test_weight_of_more_digits_is_rejected(isa: str) -> None:
+    with pytest.raises(InvalidInput, match="2 digits"):
+        linear_cpu(torch.ones(1, 4), torch.ones(2, 3, 4, dtype=torch.int8), torch.ones(3), None, 1, isa)
+
+
+@pytest.mark.parametrize(("cuts", "block_size"), [((), 16), ((1, 2, 40, 41, 129), 128), ((128, 139), 300)])
+@pytest.mark.parametrize("name", ["kv 1, 300", "kv 2, 300", "kv 2, 1200", "large scores", "poisoned"])
+def test_attention_equals_the_reference(name: str, cuts: tuple[int, ...], block_size: int, isa: str) -> None:
+    case = golden.attention_cases()[name]
+    out = paged(lambda *given: paged_attention_cpu(*given, isa), case, cuts, block_size)
+    assert exact.digest(out.numpy()) == golden.kept()["attention"][name]
+
+
+@pytest.mark.parametrize(("H", "G", "dim"), [(1, 1, 4), (6, 2, 64), (3, 1, 132)])
+def test_heads_of_other_sizes_equal_the_reference(H: int, G: int, dim: int, isa: str) -> None:
+    q, k, v = golden.attention_operands(131, 131, H, G, dim)
+    batch = [tensor(np.stack([x.swapaxes(0, 1)] * 2)) for x in (q, k, v)]
+    out = dense_attention_cpu(*batch, 2, isa)
+    for row in out:
+        assert_same(row.transpose(0, 1), golden.attended(q, k, v, 2))

@@ -1,0 +1,93 @@
+"""The Triton kernels of exact-1: the bytes of the reference. A GPU also sweeps the functions over all 2^32 inputs."""
+
+import hashlib
+
+import numpy as np
+import pytest
+from torch import Tensor
+
+from detcompile.templates.exact.attention import _paged_cuda
+from detcompile.templates.exact.gpu import function_cuda, linear_cuda, quantize_cuda, rms_norm_cuda
+from detcompile.templates.exact.rows import FUNCTIONS
+from tests.exact import definition as exact
+from tests.exact import golden
+from tests.exact.definition import Array, F, U
+from tests.templates.exact.cases import assert_same, paged
+from tests.templates.exact.cases import tensor as host_tensor
+from tests.templates.triton_interpreter import DEVICE, INTERPRETED, NEEDS_GPU, NEEDS_TRITON
+
+pytestmark = NEEDS_TRITON
+
+
+@pytest.fixture(autouse=True)
+def exact_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter rounds an fma twice, and its dot is patched to take float32."""
+    if not INTERPRETED:
+        return
+    from triton.runtime import interpreter
+
+    def fma(builder, x, y, z):  # type: ignore[no-untyped-def]
+        return interpreter.TensorHandle(exact.fma(x.data, y.data, z.data), z.dtype.scalar)
+
+    def dot(builder, a, b, d, *_):  # type: ignore[no-untyped-def]
+        return interpreter.TensorHandle(a.data.astype(np.int32) @ b.data.astype(np.int32) + d.data, d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fma", fma)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+
+
+def tensor(array: Array) -> Tensor:
+    return host_tensor(array).to(DEVICE)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_function_equals_the_reference(name: str) -> None:
+    x = golden.function_sample()[:: 16 if INTERPRETED else 1]
+    x = np.where(x == x, x, F(0)) if name == "exp2_short" else x
+    assert_same(function_cuda(tensor(x), name), getattr(exact, name)(x))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@NEEDS_GPU[1]
+def test_function_gives_the_sums_of_the_sweep(name: str) -> None:
+    sums = []
+    for segment in range(256):
+        inputs = np.arange(1 << 24, dtype=U) + U(segment << 24)
+        y = function_cuda(tensor(inputs.view(F)), name).cpu().numpy()
+        sums.append(golden.segment_sum(inputs, y))
+    assert hashlib.sha256(" ".join(sums).encode()).hexdigest()[:16] == golden.kept()["sweep"][name]["sha256 of all 256"]
+
+
+def test_norm_equals_the_reference() -> None:
+    weight = golden.values((200,), 2)
+    assert_same(rms_norm_cuda(tensor(golden.rows()), tensor(weight), 1e-6), exact.rms_norm(golden.rows(), weight, 1e-6))
+
+
+@pytest.mark.parametrize("right", [False, True])
+@pytest.mark.parametrize("digits", [1, 2])
+def test_quantised_rows_equal_the_reference(digits: int, right: bool) -> None:
+    x = golden.rows()
+    for actual, expected in zip(quantize_cuda(tensor(x), digits, right), exact.quantize(x, digits, right)):
+        assert_same(actual, expected)
+
+
+@pytest.mark.parametrize("name", golden.DIGITS)
+@pytest.mark.parametrize(("M", "N", "K"), [(1, 1, 1), (5, 7, 333), (65, 6, 128), (1, 2, 65536 + 70)])
+def test_linear_equals_the_reference(name: str, M: int, N: int, K: int) -> None:
+    left, right = golden.DIGITS[name]
+    x, bias, w_scale = golden.values((M, K), 5), golden.values((N,), 6), np.abs(golden.values((N,), 7))
+    w = golden.planes((right, N, K), 8)
+    if K > exact.LONGEST:  # every product of the largest magnitude, and of one sign
+        x[:], w[0], w[1:] = 1, -127, -128
+    actual = linear_cuda(tensor(x), tensor(w), tensor(w_scale), tensor(bias), left)
+    assert_same(actual, exact.linear(x, left, w, w_scale, bias))
+
+
+@pytest.mark.parametrize(("cuts", "block_size"), [((), 16), ((1, 2, 40, 41, 129), 128)])
+@pytest.mark.parametrize("name", golden.kept()["attention"])
+def test_attention_equals_the_reference(name: str, cuts: tuple[int, ...], block_size: int) -> None:
+    q, k, v, digits = golden.attention_cases()[name]
+    if INTERPRETED and len(k) <= 300:  # a program a token takes 0.1 s
+        q = q[-12:]
+    out = paged(_paged_cuda, (q, k, v, digits), cuts, block_size, DEVICE, last_only=INTERPRETED)
+    assert_same(out, golden.attended(q, k, v, digits))

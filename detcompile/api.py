@@ -122,6 +122,8 @@ def compile(
     numerics = numerics_of(numerics)
     tp, pp = plain_values.whole_number(tp, "tp"), plain_values.whole_number(pp, "pp")
     require_declared(tp, numerics)
+    if numerics.is_exact and tp * pp > 1:
+        raise InvalidInput(f"Numerics.arithmetic={numerics.arithmetic!r} runs in one process for now: tp=1 and pp=1")
     if pp < 1:
         raise InvalidInput(f"pp={pp}: a pipeline has at least one stage")
     max_context = _checked_context(max_context)

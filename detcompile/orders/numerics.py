@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields
 import torch
 
 from detcompile.errors import InvalidInput, NumericsError
+from detcompile.orders.exact import ARITHMETICS
 from detcompile.orders.gradient_orders import Exact
 from detcompile.orders.matmul_orders import Blocked, EvenOdd, Sequential, Tree
 from detcompile.orders.row_orders import Row
@@ -90,9 +91,10 @@ class Numerics:
         token_leaf: tokens of one sequence in one float32 sum of a weight's gradient; a multiple of 64.
         token_grid: such sums are rounded to multiples of 2^token_grid, so that they add up exactly.
         train_tp_sizes: tensor-parallel sizes of a trainer with equal gradients; only (1,) for now.
+        arithmetic: "float", or "exact16", "exact8x16" or "exact8" for exact integers (docs/exact.md, a draft).
 
-    The last three only affect gradients. They are part of a trainer's fingerprint, but not of a compiled model's:
-    ``repr`` leaves them out, and ``for_training`` includes them.
+    token_leaf, token_grid and train_tp_sizes only affect gradients. They are part of a trainer's fingerprint, but not
+    of a compiled model's: ``repr`` leaves them out, and ``for_training`` includes them.
 
     Raises:
         NumericsError: a choice is invalid.
@@ -103,8 +105,17 @@ class Numerics:
     token_leaf: int = field(default=1024, repr=False)
     token_grid: int = field(default=-44, repr=False)
     train_tp_sizes: tuple[int, ...] = field(default=(1,), repr=False)
+    arithmetic: str = "float"
+
+    def __repr__(self) -> str:
+        exact = f", arithmetic={self.arithmetic!r}" if self.is_exact else ""
+        return f"Numerics(tp_sizes={self.tp_sizes!r}, kv_chunk={self.kv_chunk!r}{exact})"
 
     def __post_init__(self) -> None:
+        if self.arithmetic != "float" and self.arithmetic not in ARITHMETICS:
+            raise NumericsError(
+                f"Numerics.arithmetic={self.arithmetic!r}: it is one of 'float', {', '.join(map(repr, ARITHMETICS))}"
+            )
         object.__setattr__(self, "tp_sizes", _checked_tp_sizes(self.tp_sizes))
         if type(self.kv_chunk) is not int or self.kv_chunk < 1 or self.kv_chunk % KV_BLOCK:
             raise NumericsError(
@@ -133,6 +144,11 @@ class Numerics:
         object.__setattr__(self, "train_tp_sizes", (1,))
 
     @property
+    def is_exact(self) -> bool:
+        """True if no machine decides a bit: products are sums of integers."""
+        return self.arithmetic != "float"
+
+    @property
     def leaves(self) -> int:
         """Leaves of every row-parallel sum: the largest declared size."""
         return self.tp_sizes[-1]
@@ -153,7 +169,8 @@ class Numerics:
 
     def for_training(self) -> str:
         """Return every choice as text, for a trainer's fingerprint."""
-        choices = ", ".join(f"{choice.name}={getattr(self, choice.name)!r}" for choice in fields(self))
+        names = [choice.name for choice in fields(self) if choice.name != "arithmetic"]  # a trainer has floats
+        choices = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
         return f"Numerics({choices})"
 
 

@@ -32,6 +32,7 @@ from detcompile.passes.modules.attention import (
     check_call,
     layer_of,
     register_attention,
+    require_plain,
     rule_of,
 )
 from detcompile.passes.modules.pooling_heads import attends_both_ways
@@ -217,7 +218,9 @@ def _observe(
 
     def record(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **kwargs: Any):
         check_call(module, query, key, value, attention_mask, kwargs, both_ways)
-        calls.append(AttentionCall(module, query, key, value, rule_of(query, kv_chunk, kwargs), place(module)))
+        rule = rule_of(query, kv_chunk, kwargs)
+        require_plain(module, query, rule)
+        calls.append(AttentionCall(module, query, key, value, rule, place(module)))
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 
     AttentionInterface.register(IMPLEMENTATION, record)

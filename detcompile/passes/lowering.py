@@ -187,7 +187,7 @@ def _facts(model: PreTrainedModel, seen: Seen, vocabulary: tuple[int, int], max_
         max_context=max_context,
         num_token_ids=num_token_ids,
         num_logits=num_logits,
-        hidden_size=0 if head is None else head.weight.shape[1],
+        hidden_size=head.weight.shape[1] if isinstance(getattr(head, "weight", None), Tensor) else 0,
     )
 
 

@@ -10,6 +10,7 @@ from detcompile.orders.numerics import Numerics
 from detcompile.passes.adapters.modules import replace_experts
 from detcompile.passes.adapters.scans import pin_recurrences
 from detcompile.passes.capture import freeze_rope, probe_attention
+from detcompile.passes.modules.exact import use_exact_arithmetic
 from detcompile.passes.modules.experts import pin_experts
 from detcompile.passes.modules.positions import give_positions
 from detcompile.passes.modules.quantized_linear import pin_quantized
@@ -54,6 +55,10 @@ def prepare(
             "load it again"
         )
     setattr(model, TAKEN, True)
+    if numerics.is_exact:
+        if shared:
+            raise UnsupportedModel(f"Numerics.arithmetic={numerics.arithmetic!r} over several ranks: compile with tp=1")
+        use_exact_arithmetic(model, numerics.arithmetic, max_context)
     freeze_rope(model, max_context)
     recurrences = change_modules(model, shared)
     return Seen.of(probe_attention(model, numerics.kv_chunk, recurrences), recurrences), recurrences

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from detcompile.errors import UnsupportedModel
+from detcompile.passes.modules.exact import cached_shape, kv_digits
 from detcompile.step import KVGroup, StepInputs
 from detcompile.templates.attention.scores import AttentionRule
 
@@ -50,7 +51,7 @@ class AttentionCall:
         module: the calling module.
         layer: index into the step's caches.
         num_heads: heads of the queries.
-        shape: extents of a cached key and value (KV heads, head dim, head dim of the values).
+        shape: extents of a cached key and value (KV heads, width of a key, width of a value).
         chunk: tokens of a chunk; a query sees no key before its chunk. 0 for no chunks.
         window: a query sees at most this many last tokens, by its window or chunk; 0 for no limit.
     """
@@ -59,7 +60,7 @@ class AttentionCall:
         self.module = module
         self.layer = layer
         self.num_heads = query.shape[1]
-        self.shape = (key.shape[1], key.shape[3], value.shape[3])
+        self.shape = cached_shape(module, key, value)
         self.chunk = rule.attention_chunk
         self.window = rule.window
 
@@ -104,8 +105,12 @@ def register_attention(kv_chunk: int, groups: Sequence[KVGroup], place: Callable
     ) -> tuple[Tensor, None]:
         rule = rule_of(query, kv_chunk, kwargs)
         step: StepInputs | None = kwargs.get(STEP_KWARG)
+        digits = kv_digits(module)
         if step is None:
-            out = torch.ops.detcompile.dense_attention(query, key, value, *rule)
+            if digits:
+                out = torch.ops.detcompile.exact_dense_attention(query, key, value, digits)
+            else:
+                out = torch.ops.detcompile.dense_attention(query, key, value, *rule)
             return out.transpose(1, 2).contiguous(), None  # contiguous as in transformers: models view it
         layer = place(module)
         q, k, v = (states.transpose(1, 2).squeeze(0) for states in (query, key, value))
@@ -113,21 +118,28 @@ def register_attention(kv_chunk: int, groups: Sequence[KVGroup], place: Callable
             rule = rule._replace(relative_bias=rule.relative_bias.transpose(1, 2).squeeze(0))
         if not step.k_caches:  # a trainer's step holds whole sequences
             return torch.ops.detcompile.packed_attention(q, k, v, step.cu_seqlens, *rule)[0].unsqueeze(0), None
-        out = torch.ops.detcompile.paged_attention(
-            q,
-            k,
-            v,
-            step.k_caches[layer],
-            step.v_caches[layer],
-            step.slot_mappings[group_of[layer]],
-            step.cu_seqlens,
-            step.seq_lens,
-            step.block_tables[group_of[layer]],
-            *rule,
-        )
+        group = group_of[layer]
+        metadata = step.slot_mappings[group], step.cu_seqlens, step.seq_lens, step.block_tables[group]
+        operands = q, k, v, step.k_caches[layer], step.v_caches[layer], *metadata
+        if digits:
+            out = torch.ops.detcompile.exact_paged_attention(*operands)
+        else:
+            out = torch.ops.detcompile.paged_attention(*operands, *rule)
         return out.unsqueeze(0), None
 
     AttentionInterface.register(IMPLEMENTATION, pinned)
+
+
+def require_plain(module: nn.Module, query: Tensor, rule: AttentionRule) -> None:
+    """Raise UnsupportedModel if the module's attention is exact and has another rule than exact attention."""
+    if not kv_digits(module):
+        return
+    plain = AttentionRule(scale=query.shape[-1] ** -0.5, sliding_window=0, kv_chunk=rule.kv_chunk)
+    if any(ours is not its and ours != its for ours, its in zip(rule, plain, strict=True)):
+        raise UnsupportedModel(
+            f"{type(module).__name__}: exact arithmetic defines causal attention with scores over sqrt(head_dim) alone:"
+            " no window, chunk, soft cap, sink, ALiBi or bias. Compile the model without Numerics.arithmetic"
+        )
 
 
 def check_call(

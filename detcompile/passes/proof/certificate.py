@@ -27,6 +27,7 @@ from detcompile.passes.proof.context import (
     require_arguments,
     size_arithmetic,
 )
+from detcompile.passes.proof.exact import require_exact
 from detcompile.passes.proof.gradient_rules import of_token_sums
 from detcompile.passes.proof.movement_rules import INDEXING, MOVEMENT
 from detcompile.passes.proof.order_free_rules import ORDER_FREE
@@ -179,7 +180,7 @@ def certify(
     if not offenders and expected_attention is not None:
         offenders.extend(_miscounted(entries, {"attention": expected_attention, "recurrence": expected_recurrences}))
     if offenders:
-        raise UncertifiedOp(_refusal_text(offenders), tuple(offenders))
+        raise UncertifiedOp(_refusal_text(offenders, numerics), tuple(offenders))
     return Certificate(tuple(entries), numerics, tuple(sums))
 
 
@@ -192,12 +193,12 @@ def _miscounted(entries: Iterable[Entry], expected: Mapping[str, int]) -> Iterat
             return
 
 
-def _refusal_text(offenders: list[str]) -> str:
-    times = Counter(offenders)
+def _refusal_text(offenders: list[str], numerics: Numerics) -> str:
+    times, machine = Counter(offenders), " or on the machine" if numerics.is_exact else ""
     listed = "\n  ".join(f"{count} × {line}" if count > 1 else line for line, count in list(times.items())[:20])
     listed += f"\n  and {len(times) - 20} other lines" if len(times) > 20 else ""
     return (
-        f"{len(offenders)} operation(s) could make a row's bits depend on other rows:\n  {listed}\n"
+        f"{len(offenders)} operation(s) could make a row's bits depend on other rows{machine}:\n  {listed}\n"
         "Rewrite them row by row, or compile a model without them; nothing was compiled."
     )
 
@@ -226,6 +227,8 @@ def _certify_node(node: fx.Node, context: Context, numerics: Numerics) -> tuple[
     for of_table, table in (("movement", MOVEMENT), ("movement", INDEXING), ("order-free", ORDER_FREE)):
         if target in table:
             kind, rule = of_table, table[target]
+    if numerics.is_exact:
+        require_exact(node, kind or ("pointwise" if is_pointwise(target) else ""))
     if rule is not None:
         require_arguments(node, context)
         state = rule(node, context)

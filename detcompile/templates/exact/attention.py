@@ -4,11 +4,14 @@ Legend: T tokens, B batch, Hq Hkv heads (Hkv divides Hq), D head dim, W words of
 
 A cached row is one head's key or value of one token: its digits (D bytes each), then its float32 scale. Caches are
 float32 tensors of W = D / 4 + 1 or D / 2 + 1 words, so that they are stored and moved as any KV cache; all words but
-the last hold bytes. Scores are divided by sqrt(D). A row of the result depends on its query and on the keys that it sees,
-in position order. Prefill, decode, any split of a prompt, any block size and placement, and dense keys agree.
+the last hold bytes. Scores are divided by sqrt(D). A row of the result depends on its query and on the keys that it
+sees, in position order.
+Prefill, decode, any split of a prompt, any block size and placement, and dense keys agree.
 """
 
 import ctypes
+import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -21,8 +24,6 @@ from detcompile.templates.cpu import library as cpu_library
 from detcompile.templates.exact.attention_gpu import attention_cuda
 from detcompile.templates.exact.rows import quantize_cpu
 from detcompile.templates.registration import define
-
-__all__ = ["QUERY_DIGITS", "dense_attention_cpu", "paged_attention_cpu", "row_words"]
 
 QUERY_DIGITS = 2  # of queries and of the softmax's weights
 _WIDEST_HEAD = 512  # int32 holds a score of such a head
@@ -64,7 +65,7 @@ def paged_attention_cpu(
 
 def dense_attention_cpu(q: Tensor, k: Tensor, v: Tensor, kv_digits: int, isa: str | None = None) -> Tensor:
     """Attend without a cache, from position 0: q [B, Hq, T, D], k and v [B, Hkv, T, D] -> [B, Hq, T, D]."""
-    return _over_pages(lambda *given: paged_attention_cpu(*given, isa), q, k, v, kv_digits)
+    return _over_pages(functools.partial(paged_attention_cpu, isa=isa), q, k, v, kv_digits)
 
 
 def _packed(x: Tensor, digits: int, isa: str | None) -> Tensor:
@@ -73,17 +74,15 @@ def _packed(x: Tensor, digits: int, isa: str | None) -> Tensor:
     return torch.cat([*(plane.view(torch.float32) for plane in planes), scale[..., None]], -1)
 
 
-def _over_pages(attend, q: Tensor, k: Tensor, v: Tensor, kv_digits: int) -> Tensor:
+def _over_pages(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, kv_digits: int) -> Tensor:
     """Run paged attention over one page a sequence of the batch."""
     (B, _, T, D), device = q.shape, q.device
     tokens = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
     shape = (B, max(1, T), k.shape[1], row_words(D, kv_digits))
     caches = Caches(*(torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2)))
-    int32 = {"dtype": torch.int32, "device": device}
-    step = StepMetadata(
-        torch.arange(B + 1, **int32) * T, torch.full((B,), T, **int32), torch.arange(B, **int32)[:, None].contiguous()
-    )
-    out: Tensor = attend(*tokens, caches, torch.arange(B * T, device=device), step)
+    places = torch.arange(B + 1, dtype=torch.int32, device=device)
+    step = StepMetadata(places * T, torch.full_like(places[1:], T), places[:-1, None].contiguous())
+    out = attend(*tokens, caches, torch.arange(B * T, device=device), step)
     return out.view(B, T, *q.shape[1::2]).transpose(1, 2)
 
 
@@ -134,10 +133,12 @@ def _paged_cuda(q: Tensor, k: Tensor, v: Tensor, caches: Caches, slot_mapping: T
     return attention_cuda(q, k, v, caches, slot_mapping, step, digits)
 
 
-def _flat(attend):
+def _flat(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Wrap a function that takes records as the operation, whose arguments are flat."""
 
-    def flat(q, k, v, k_cache, v_cache, slot_mapping, *step):
+    def flat(
+        q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, *step: Tensor
+    ) -> Tensor:
         return attend(q, k, v, Caches(k_cache, v_cache), slot_mapping, StepMetadata(*step))
 
     return flat

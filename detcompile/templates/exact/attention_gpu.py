@@ -13,8 +13,6 @@ from detcompile.templates.device.launcher import launcher, next_power_of_2
 from detcompile.templates.exact.functions import ceil, exp2_short, near, one_over, power_of_two
 from detcompile.templates.exact.gpu import quantize_cuda
 
-__all__ = ["attention_cuda"]
-
 _LOG2_E = 1.4426950216293335  # the float32
 _BLOCK, _GROUP = tl.constexpr(128), tl.constexpr(8)  # keys of a block, blocks of a group
 

@@ -7,10 +7,6 @@ spellings are approximate. The constants are those of cpu/exact/steps.h, in deci
 import triton
 import triton.language as tl
 
-__all__ = [
-    "POISON", "bits", "ceil", "exp2_short", "from_bits", "function", "near", "one_over", "power_of_two",
-]  # fmt: skip
-
 MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds |x| <= 2^22 to the nearest even integer
 MAGIC_BITS = tl.constexpr(0x4B400000)
 POISON = tl.constexpr(0x53800000)  # 2^40: a row with such a magnitude, or NaN, is poisoned

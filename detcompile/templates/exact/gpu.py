@@ -13,8 +13,6 @@ from torch import Tensor
 from detcompile.templates.device.launcher import cdiv, launcher, next_power_of_2
 from detcompile.templates.exact.functions import POISON, bits, from_bits, function, near, one_over, power_of_two
 
-__all__ = ["function_cuda", "linear_cuda", "quantize_cuda", "rms_norm_cuda"]
-
 _BLOCK = 1024
 _LONGEST = tl.constexpr(65536)  # terms of an int32 sum of products
 

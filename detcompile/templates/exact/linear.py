@@ -15,8 +15,6 @@ from detcompile.templates.cpu import library as cpu_library
 from detcompile.templates.exact.gpu import linear_cuda
 from detcompile.templates.registration import define
 
-__all__ = ["linear_cpu"]
-
 
 def linear_cpu(
     x: Tensor, w: Tensor, w_scale: Tensor, bias: Tensor | None, x_digits: int, isa: str | None = None

@@ -15,8 +15,6 @@ from detcompile.templates.cpu import library as cpu_library
 from detcompile.templates.exact.gpu import function_cuda, quantize_cuda, rms_norm_cuda
 from detcompile.templates.registration import define
 
-__all__ = ["FUNCTIONS", "TOP", "function_cpu", "quantize_cpu", "rms_norm_cpu"]
-
 FUNCTIONS = ("exp2", "exp", "log", "rsqrt", "sigmoid", "silu", "gelu_tanh", "exp2_short")  # as in cpu/exact/rows.cpp
 _LONGEST = 1 << 19  # elements of a row whose squares are summed
 TOP = (0, 127, 32512)  # largest quantised magnitude, by digits; 32512 = 127 * 256

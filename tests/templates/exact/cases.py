@@ -32,14 +32,14 @@ def paged(
     cuts: Sequence[int],
     block_size: int,
     device: str = "cpu",
-    last_only: bool = False,
+    write: Callable[..., Tensor] | None = None,
 ) -> Tensor:
     """Run two copies of a sequence in steps that end at `cuts`, over shuffled pages; return the rows of its queries.
 
     Unused bytes are 0xff, which is NaN as a scale. Each step ends with a row of padding.
 
     Args:
-        last_only: write the keys before those of the queries with one query alone.
+        write: runs the steps before those of the queries, if given.
     """
     q, k, v, digits = case
     S, G, dim = k.shape
@@ -50,8 +50,8 @@ def paged(
     shape = (2 * pages + 1, block_size, G, row_words(dim, digits))
     caches = Caches(*(torch.full(shape, -1, dtype=torch.int32, device=device).view(torch.float32) for _ in range(2)))
     edges = [0, *(cut for cut in cuts if cut < S), S]
-    if last_only and len(q) < S:
-        edges = [0, *(S - len(q) + cut for cut in cuts if cut < len(q)), S]
+    if write is not None:
+        edges = [0, *(S - len(q) + cut for cut in (0, *cuts) if cut < len(q)), S]
     parts = []
     for start, stop in pairwise(edges):
         n, position = stop - start, torch.arange(start, stop)
@@ -61,7 +61,8 @@ def paged(
         step = StepMetadata(
             *(m.int().to(device) for m in (torch.tensor([0, n, 2 * n]), torch.tensor([stop, stop]), table))
         )
-        out = attend(*tokens, caches, slot_mapping, step)
+        run = attend if write is None or start >= S - len(q) else write
+        out = run(*tokens, caches, slot_mapping, step)
         assert not out[2 * n :].any()
         assert exact.digest(out[:n].cpu().numpy()) == exact.digest(out[n : 2 * n].cpu().numpy())
         parts.append(out[:n])

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from detcompile.templates.exact.attention import _paged_cuda
+from detcompile.templates.exact.attention import _paged_cuda, paged_attention_cpu
 from detcompile.templates.exact.gpu import function_cuda, linear_cuda, quantize_cuda, rms_norm_cuda
 from detcompile.templates.exact.rows import FUNCTIONS
 from tests.exact import definition as exact
 from tests.exact import golden
 from tests.exact.definition import Array, F, U
+from tests.exhaustive import exhaustive_unless
 from tests.templates.exact.cases import assert_same, paged
 from tests.templates.exact.cases import tensor as host_tensor
 from tests.templates.triton_interpreter import DEVICE, INTERPRETED, NEEDS_GPU, NEEDS_TRITON
@@ -83,11 +84,17 @@ def test_linear_equals_the_reference(name: str, M: int, N: int, K: int) -> None:
     assert_same(actual, exact.linear(x, left, w, w_scale, bias))
 
 
+QUICK = ("kv 1, 1200", "poisoned")
+
+
 @pytest.mark.parametrize(("cuts", "block_size"), [((), 16), ((1, 2, 40, 41, 129), 128)])
-@pytest.mark.parametrize("name", golden.kept()["attention"])
+@pytest.mark.parametrize(
+    "name", exhaustive_unless(lambda name: name in QUICK or not INTERPRETED, golden.kept()["attention"])
+)
 def test_attention_equals_the_reference(name: str, cuts: tuple[int, ...], block_size: int) -> None:
     q, k, v, digits = golden.attention_cases()[name]
-    if INTERPRETED and len(k) <= 300:  # a program a token takes 0.1 s
-        q = q[-12:]
-    out = paged(_paged_cuda, (q, k, v, digits), cuts, block_size, DEVICE, last_only=INTERPRETED)
+    write = None
+    if INTERPRETED:  # a program a token takes 0.1 s
+        q, write = q[-3:] if len(k) > 200 else q[-12:], paged_attention_cpu
+    out = paged(_paged_cuda, (q, k, v, digits), cuts, block_size, DEVICE, write)
     assert_same(out, golden.attended(q, k, v, digits))

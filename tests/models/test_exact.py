@@ -1,0 +1,100 @@
+"""compile() with exact integer arithmetic: the golden logits, whatever the batch; everything undefined is rejected."""
+
+import functools
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch._dynamo.exc import BackendCompilerFailed
+
+import detcompile
+from detcompile import CompiledModel, Numerics
+from detcompile.commands.axes import AXES, Configuration, score
+from detcompile.errors import InvalidInput, NumericsError, UnsupportedModel
+from detcompile.passes.modules.exact import use_exact_arithmetic
+from detcompile.templates.exact.rope import rope_tables
+from tests.exact import definition as exact
+from tests.exact import golden
+from tests.exhaustive import EXHAUSTIVE
+from tests.invariance.axis import tokens
+from tests.model_cases import random_model
+
+VARIANTS = [pytest.param(name, marks=() if name == "exact16" else EXHAUSTIVE) for name in exact.VARIANTS]
+AXES_HERE = [axis for axis in AXES if axis != "cuda_graphs"]
+
+
+@functools.cache
+def tiny(variant: str) -> CompiledModel:
+    return detcompile.compile("tiny", numerics=Numerics(arithmetic=variant))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_have_the_golden_digests(variant: str) -> None:
+    for length in golden.LENGTHS:
+        logits = tiny(variant)(torch.tensor([exact.fixed_tokens(length)])).logits[0]
+        assert exact.digest(logits.numpy()) == golden.kept()["logits"][variant][str(length)]
+
+
+@pytest.mark.parametrize("axis", AXES_HERE)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_an_axis_leaves_the_golden_digest(variant: str, axis: str) -> None:
+    target = tuple(exact.fixed_tokens(127))
+    prompts = [target, *(tokens(length, length) for length in (1, 33, 150))]
+    for seed in range(2):
+        configuration = AXES[axis](target, prompts, random.Random(seed))
+        if configuration.rows[configuration.target] != target:  # an axis that changes its target: against itself
+            expected = score(tiny(variant), Configuration((configuration.rows[configuration.target],)))
+            assert exact.digest(score(tiny(variant), configuration).numpy()) == exact.digest(expected.numpy())
+        else:
+            digest = exact.digest(score(tiny(variant), configuration).numpy())
+            assert digest == golden.kept()["logits"][variant]["127"], configuration.describe()
+
+
+@EXHAUSTIVE
+@pytest.mark.parametrize("variant", exact.VARIANTS)
+def test_llama_equals_the_reference(variant: str, tmp_path: Path) -> None:
+    random_model("llama", torch.bfloat16).save_pretrained(tmp_path)
+    model = detcompile.compile(tmp_path, numerics=Numerics(arithmetic=variant))
+    text = exact.fixed_tokens(150, model.module.config.vocab_size)
+    expected = exact.Decoder(tmp_path, exact.VARIANTS[variant]).forward(text)[0]
+    assert exact.digest(model(torch.tensor([text])).logits[0].numpy()) == exact.digest(expected)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma2"])
+def test_another_architecture_is_rejected_by_name(name: str) -> None:
+    with pytest.raises(UnsupportedModel, match="does not define the architecture"):
+        use_exact_arithmetic(random_model(name, torch.float32), "exact16", 64)
+
+
+def test_another_rotary_embedding_is_rejected_by_name() -> None:
+    model = random_model("llama", torch.float32)
+    model.config.rope_parameters["rope_type"] = "llama3"
+    with pytest.raises(UnsupportedModel, match="does not define the rope_type 'llama3'"):
+        use_exact_arithmetic(model, "exact16", 64)
+
+
+@pytest.mark.parametrize("function", [torch.nn.functional.silu, lambda x: x.sum(-1)])
+def test_other_arithmetic_of_a_module_is_rejected_by_name(function) -> None:  # type: ignore[no-untyped-def]
+    numerics = Numerics(arithmetic="exact8")
+    run = torch.compile(lambda x: function(x), backend="detcompile", options={"numerics": numerics})
+    with pytest.raises(BackendCompilerFailed, match="exact arithmetic does not define it"), torch.no_grad():
+        run(torch.ones(3, 8))
+
+
+def test_unknown_arithmetic_and_ranks_are_rejected() -> None:
+    with pytest.raises(NumericsError, match=r"Numerics.arithmetic='exact4': it is one of 'float', 'exact8'"):
+        Numerics(arithmetic="exact4")
+    with pytest.raises(InvalidInput, match="tp=1 and pp=1"):
+        detcompile.compile("tiny", tp=2, numerics=Numerics(arithmetic="exact16"))
+
+
+def test_arithmetic_is_part_of_the_numerics_that_fingerprints_name() -> None:
+    assert repr(Numerics()) == "Numerics(tp_sizes=(1, 2, 4, 8), kv_chunk=512)"
+    assert len({Numerics(arithmetic=name).digest() for name in ("float", *exact.VARIANTS)}) == 4
+
+
+def test_rotary_tables_equal_the_reference() -> None:
+    actual = rope_tables(200, 32, 10000.0)
+    for table, expected in zip(actual, exact.rope_tables(range(200), 32, 10000)):
+        assert exact.digest(table.numpy()) == exact.digest(expected)

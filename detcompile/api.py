@@ -28,8 +28,6 @@ from detcompile.passes.release_probe import require_release
 from detcompile.progress import shown
 from detcompile.runtime.requests import plain_values
 
-__all__ = ["Compiled", "compile", "compile_here", "context_of", "load_model", "numerics_of", "require_declared"]
-
 CALLED_HERE = {
     "attn_implementation": "attention is compiled as the model declares it; leave it out",
     "backend": 'torch.compile(module, backend="detcompile") takes torch.compile\'s arguments',

@@ -42,9 +42,6 @@ from detcompile.step import KVGroup, StepInputs, kv_groups
 from detcompile.torch_internals.dynamo import compile_lock
 from detcompile.transformers_internals.attention import mask_functions
 
-__all__ = ["DenseForward", "PackedForward", "StatesForward", "freeze_rope", "isolated", "observe_attention",
-           "probe_attention", "require_ready"]  # fmt: skip
-
 P = ParamSpec("P")
 R = TypeVar("R")
 CAUSAL_MASK, SLIDING_MASK = "create_causal_mask", "create_sliding_window_causal_mask"

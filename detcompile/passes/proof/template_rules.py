@@ -30,35 +30,6 @@ from detcompile.templates.ops import ours
 from detcompile.torch_internals.graph_nodes import BASES, FUNCTIONALIZED, base_index
 from detcompile.torch_internals.operators import schema_of
 
-__all__ = [
-    "AVERAGE",
-    "CONV",
-    "GREATEST",
-    "SCAN",
-    "batched_matmul",
-    "cached_attention",
-    "columns_gathered",
-    "dense_attention",
-    "dense_recurrence",
-    "dequant_matmul",
-    "exact_linear",
-    "expert_matmul",
-    "expert_matmul_partial",
-    "gated_matmul",
-    "matmul",
-    "matmul_all_reduce",
-    "of_experts",
-    "packed_recurrence",
-    "paged_attention",
-    "quantize_rows",
-    "require_heads_of_tokens",
-    "require_per_head",
-    "rope_cache",
-    "row_by_row",
-    "row_reduced",
-    "tree_all_reduce",
-]
-
 
 def matmul(node: fx.Node, ctx: Context) -> Rows:
     x, w = ctx.rows(node.args[0]), ctx.rows(node.args[1])

@@ -25,23 +25,6 @@ from detcompile.progress import stage
 from detcompile.storage import CACHE_ADVICE, cache_folder, naming, put
 from detcompile.templates.cpu.shared_objects import build, compiler_version, is_intact
 
-__all__ = [
-    "DTYPE_CODES",
-    "adopt",
-    "dtype_code",
-    "isa",
-    "isa_of",
-    "library",
-    "library_bytes",
-    "pair_faults",
-    "radices_address",
-    "radices_array",
-    "source_digest",
-    "supported_isas",
-    "thread_count",
-    "tile_faults",
-]
-
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # enum Dtype of simd.h
 
 _SOURCES = Path(__file__).parent

@@ -42,12 +42,12 @@ def main(name: str) -> None:
         child = subprocess.run(
             [sys.executable, __file__, "load", str(path)], capture_output=True, text=True, check=True
         )
-    found = json.loads(child.stdout)
-    print(f"--- loaded in {found['seconds']:.2f} s by another process")
+    loaded = json.loads(child.stdout)
+    print(f"--- loaded in {loaded['seconds']:.2f} s by another process")
 
     here = answers(model)
-    assert [tuple(answer) for answer in found["answers"]] == here  # text, and logprobs to the last bit
-    assert found["fingerprint"] == model.fingerprint
+    assert [tuple(answer) for answer in loaded["answers"]] == here  # text, and logprobs to the last bit
+    assert loaded["fingerprint"] == model.fingerprint
     for prompt, (text, logprob) in zip(PROMPTS, here):
         print(f"--- sum of logprobs {logprob!r}")
         print(f"{prompt}{text}")

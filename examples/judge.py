@@ -63,14 +63,14 @@ def batchings(count: int) -> list[list[list[int]]]:
 
 
 def judge(name: str, score, rows: list[Row]) -> tuple[int, int]:
-    """How many scores move with the batch, by their bytes, and how many verdicts."""
-    found: list[dict[int, float]] = []  # by row, for each way
+    """Return how many scores, compared by bytes, and how many verdicts change with the batch."""
+    by_way: list[dict[int, float]] = []  # by row, for each way
     for way in batchings(len(rows)):
-        found.append({at: own for batch in way for at, own in zip(batch, score([rows[at] for at in batch]))})
-    scores = sum(len({way[at].hex() for way in found}) > 1 for at in range(len(rows)))
+        by_way.append({at: value for batch in way for at, value in zip(batch, score([rows[at] for at in batch]))})
+    scores = sum(len({way[at].hex() for way in by_way}) > 1 for at in range(len(rows)))
     questions = [range(at, at + len(ANSWERS)) for at in range(0, len(rows), len(ANSWERS))]
-    pairs = [pair for own in questions for pair in itertools.combinations(own, 2)]
-    verdicts = sum(len({way[a] > way[b] for way in found}) > 1 for a, b in pairs)
+    pairs = [pair for group in questions for pair in itertools.combinations(group, 2)]
+    verdicts = sum(len({way[a] > way[b] for way in by_way}) > 1 for a, b in pairs)
     print(f"--- {name}: {scores} of {len(rows)} scores and {verdicts} of {len(pairs)} verdicts move with the batch")
     return scores, verdicts
 
@@ -80,8 +80,8 @@ def main() -> None:
     plain, model = detcompile.load_model(name), detcompile.compile(name)
     rows = []
     for question, answer in itertools.product(QUESTIONS, ANSWERS):
-        asked, told = model.tokenizer(question)["input_ids"], model.tokenizer(answer)["input_ids"]
-        rows.append((asked + told, len(asked)))
+        question_ids, answer_ids = model.tokenizer(question)["input_ids"], model.tokenizer(answer)["input_ids"]
+        rows.append((question_ids + answer_ids, len(question_ids)))
     engine = model.engine(EngineConfig(num_blocks=128))
     judge("plain transformers", lambda batch: plain_scores(plain, batch), rows)
     assert judge("detcompile", lambda batch: our_scores(engine, batch), rows) == (0, 0)

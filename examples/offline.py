@@ -28,8 +28,8 @@ def main() -> None:
         for question in QUESTIONS
     ]
 
-    # Sampling, not greedy decoding. Each request has a seed of its own; without one it would draw a fresh seed and
-    # say which: output.seed.
+    # Sampling, not greedy decoding. Each request has a different seed; without one it would draw a fresh seed, and
+    # return it as output.seed.
     params = [SamplingParams(temperature=0.8, top_p=0.95, max_tokens=48, logprobs=3, seed=seed) for seed in range(4)]
 
     # All prompts in one batch.
@@ -38,7 +38,7 @@ def main() -> None:
     # One by one: another scheduler, four tokens a step, so that prompts are cut into chunks, and other KV blocks.
     config = EngineConfig(scheduler="simple_chunking", max_num_batched_tokens=4, block_size=16, num_blocks=64)
     engine = model.engine(config)
-    alone = [engine.generate(prompt, own, progress=False)[0] for prompt, own in zip(prompts, params)]
+    alone = [engine.generate(prompt, each, progress=False)[0] for prompt, each in zip(prompts, params)]
 
     for question, batched, single in zip(QUESTIONS, together, alone):
         a, b = batched.outputs[0], single.outputs[0]

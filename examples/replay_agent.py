@@ -25,7 +25,7 @@ NUM_TURNS = 4
 
 
 def tool(code: str) -> str:
-    """What the agent is told about its code."""
+    """Return the tool's message about the agent's code."""
     try:
         ast.parse(code)
     except SyntaxError as error:
@@ -34,17 +34,17 @@ def tool(code: str) -> str:
 
 
 def run_agent(engine: Engine, seeds: list[int | None], neighbours: list[str]) -> list[dict]:
-    """The loop: a turn's prompt is all that was written and told before it."""
+    """Run the agent's loop: a turn's prompt is the text of all earlier turns and tool messages."""
     turns, prompt = [], TASK
     for seed in seeds:
-        own = SamplingParams(temperature=0.9, top_p=0.95, max_tokens=24, logprobs=2, seed=seed)
+        params = SamplingParams(temperature=0.9, top_p=0.95, max_tokens=24, logprobs=2, seed=seed)
         others = [SamplingParams(max_tokens=8, seed=number) for number, _ in enumerate(neighbours)]
-        output = engine.generate([prompt, *neighbours], [own, *others], progress=False)[0]
+        output = engine.generate([prompt, *neighbours], [params, *others], progress=False)[0]
         answer = output.outputs[0]
-        told = tool(prompt + answer.text)
+        message = tool(prompt + answer.text)
         turn = {"prompt": prompt, "seed": output.seed, "token_ids": answer.token_ids, "text": answer.text}
-        turns.append({**turn, "logprobs": [[one.token_id, one.logprob] for one in answer.logprobs], "tool": told})
-        prompt += f"{answer.text}\n{told}"
+        turns.append({**turn, "logprobs": [[one.token_id, one.logprob] for one in answer.logprobs], "tool": message})
+        prompt += f"{answer.text}\n{message}"
     return turns
 
 

@@ -80,10 +80,10 @@ def train(trainer: detcompile.Trainer, start: dict[str, Tensor], micro_batches: 
 
 def digest(trainer: detcompile.Trainer) -> str:
     """16 hexadecimal digits of sha256 over the bytes of all weights."""
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for weight in trainer.parameters():
-        found.update(weight.detach().numpy())
-    return found.hexdigest()[:16]
+        hasher.update(weight.detach().numpy())
+    return hasher.hexdigest()[:16]
 
 
 def main() -> None:

@@ -40,27 +40,27 @@ def examine_half(model_type: str, dtype: torch.dtype) -> Result:
     ids = two_rows()
     with torch.no_grad():
         expected = tiny_model(model_type, "eager")(input_ids=ids, use_cache=False).logits
-        found: Result = {}
+        result: Result = {}
         with contextlib.suppress(RuntimeError):  # models that multiply by weights of another dtype
             eager = loaded(model_type, dtype, "eager")(input_ids=ids, use_cache=False).logits
-            found["eager"] = median_error(eager, expected)
+            result["eager"] = median_error(eager, expected)
     try:
         with mock.patch.object(program_source, "compile_fx_inner", run_plainly):
             model = detcompile.compile(loaded(model_type, dtype), numerics=NUMERICS, max_context=MAX_CONTEXT)
             both, *alone = (model(rows).logits for rows in (ids, *ids.split(1)))
     except DetcompileError as error:
-        return found | {"verdict": "refused", "reason": refusal_of(error)}
+        return result | {"verdict": "refused", "reason": refusal_of(error)}
     except Exception as error:
-        return found | {"verdict": "wrong", "reason": f"unexpected: {one_line(error)}"}
-    found["error"] = median_error(both, expected)
+        return result | {"verdict": "wrong", "reason": f"unexpected: {one_line(error)}"}
+    result["error"] = median_error(both, expected)
     reason = ""
     if not bool(both.isfinite().all()):
         reason = "logits are not finite"
     elif not torch.equal(both, torch.cat(alone)):
         reason = "other bits beside another row"
-    elif found["error"] > ERROR_LIMIT * found.get("eager", float("inf")):
-        reason = f"its error is {found['error'] / found['eager']:.1f} times eager's"
-    return found | {"verdict": "wrong" if reason else "certified", "reason": reason}
+    elif result["error"] > ERROR_LIMIT * result.get("eager", float("inf")):
+        reason = f"its error is {result['error'] / result['eager']:.1f} times eager's"
+    return result | {"verdict": "wrong" if reason else "certified", "reason": reason}
 
 
 def loaded(model_type: str, dtype: torch.dtype, implementation: str | None = None) -> PreTrainedModel:

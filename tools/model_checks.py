@@ -63,14 +63,14 @@ Result = dict[str, Any]
 
 def served(model_type: str) -> dict[str, str]:
     """Return "yes" or what went wrong, by dtype, of an architecture compiled and served as users do it."""
-    found = {}
+    result = {}
     for name, dtype in SERVED.items():
         try:
             require_served(detcompile.compile(tiny_model(model_type).to(dtype), max_context=MAX_CONTEXT))
-            found[name] = "yes"
+            result[name] = "yes"
         except Exception as error:  # whatever it is, the page says it
-            found[name] = refusal_of(error)
-    return found
+            result[name] = refusal_of(error)
+    return result
 
 
 def require_served(model: CompiledModel) -> None:
@@ -182,21 +182,21 @@ def _is_causal(plain: Any, ids: Tensor, expected: Tensor) -> bool:
     half, other = LENGTH // 2, ids.clone()
     other[:, half:] = (ids[:, half:] + 1) % VOCAB_SIZE
     with torch.no_grad():
-        found = plain(input_ids=other, use_cache=False).logits
-    return relative_error(found[:, :half], expected[:, :half]) < MEANING_LIMIT
+        logits = plain(input_ids=other, use_cache=False).logits
+    return relative_error(logits[:, :half], expected[:, :half]) < MEANING_LIMIT
 
 
 def _measure(model_type: str, compiled: CompiledModel, ids: Tensor, expected: Tensor, axes: tuple[str, ...]) -> Result:
-    found: Result = {"operations": compiled.certificate.counts}
+    result: Result = {"operations": compiled.certificate.counts}
     try:
-        found["meaning"] = relative_error(compiled(ids).logits, expected)
-        found["axes"] = {axis: measure(compiled, plan).holds for axis, plan in _plans(axes)}
+        result["meaning"] = relative_error(compiled(ids).logits, expected)
+        result["axes"] = {axis: measure(compiled, plan).holds for axis, plan in _plans(axes)}
     except Exception as error:
-        return found | {"verdict": "wrong", "reason": f"compiled, then failed: {one_line(error)}"}
-    found |= _verdict(found["meaning"], found["axes"])
-    if found["verdict"] == "certified":
-        found |= {"tp2": _two_ranks(model_type)} | ({"served": served(model_type)} if axes else {})
-    return found
+        return result | {"verdict": "wrong", "reason": f"compiled, then failed: {one_line(error)}"}
+    result |= _verdict(result["meaning"], result["axes"])
+    if result["verdict"] == "certified":
+        result |= {"tp2": _two_ranks(model_type)} | ({"served": served(model_type)} if axes else {})
+    return result
 
 
 def _verdict(meaning: float, axes: dict[str, bool]) -> Result:

@@ -15,9 +15,9 @@ VERDICTS = ("certified", "refused", "wrong")
 
 def counts(rows: Mapping[str, Result]) -> dict[str, int]:
     """Architectures by verdict, and 'eager': those whose eager forward runs from input_ids alone."""
-    found = Counter(row["verdict"] for row in rows.values())
-    return {verdict: found[verdict] for verdict in (*VERDICTS, "outside")} | {
-        "eager": sum(found[verdict] for verdict in VERDICTS)
+    counts = Counter(row["verdict"] for row in rows.values())
+    return {verdict: counts[verdict] for verdict in (*VERDICTS, "outside")} | {
+        "eager": sum(counts[verdict] for verdict in VERDICTS)
     }
 
 

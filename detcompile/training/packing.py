@@ -44,7 +44,10 @@ def leaf_table(lengths: Sequence[int], token_leaf: int) -> list[int]:
 
 
 def pieces(table: Iterable[int], most_rows: int) -> list[list[int]]:
-    """Split a leaf table into pieces of whole leaves, with at most ``most_rows`` rows if leaves allow; each from 0."""
+    """Split a leaf table into tables that start at 0, with whole leaves of together at most ``most_rows`` rows.
+
+    A leaf with more rows gets its own table.
+    """
     tables: list[list[int]] = [[0]]
     first, *ends = table
     for end in ends:
@@ -56,7 +59,7 @@ def pieces(table: Iterable[int], most_rows: int) -> list[list[int]]:
 
 
 def rows_at_once(row_bytes: int, device: torch.device) -> int:
-    """Return how many rows of logits to compute at a time; gradients of pieces are added and rows recomputed.
+    """Return how many rows of logits to compute at a time. The backward recomputes each piece and adds its gradients.
 
     It affects no bit: rows are independent, and gradients are exact sums.
     """

@@ -45,9 +45,9 @@ def run(arm: Arm, seed: int, num_steps: int, model: detcompile.CompiledModel, po
     for number, step in enumerate(train(arm, policy, model, seed, num_steps)):
         steps.append(step)
         how = f"{arm.micro_batches} micro-batches, {arm.ranks} ranks"
-        said = f"reward {step.reward:.3f}  KL {step.kl:.1e}  weights {step.weights}"
+        summary_line = f"reward {step.reward:.3f}  KL {step.kl:.1e}  weights {step.weights}"
         if not dist.is_initialized() or dist.get_rank() == 0:
-            print(f"{arm.name}, seed {seed}, {how}, step {number:2}: {said}", flush=True)
+            print(f"{arm.name}, seed {seed}, {how}, step {number:2}: {summary_line}", flush=True)
     columns = {name: [getattr(step, name) for step in steps] for name in Step._fields}
     return {**arm._asdict(), "arm": arm.name, "seed": seed, **columns}
 
@@ -57,8 +57,8 @@ def on_ranks(arguments: argparse.Namespace) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "run.json"
         command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={SHARED.ranks}", "--standalone"]
-        asked = ["--steps", str(arguments.steps), "--model", arguments.model, "--rank-of", str(file)]
-        subprocess.run([*command, "-m", "examples.rl", *asked], check=True)
+        options = ["--steps", str(arguments.steps), "--model", arguments.model, "--rank-of", str(file)]
+        subprocess.run([*command, "-m", "examples.rl", *options], check=True)
         return json.loads(file.read_text())
 
 
@@ -66,9 +66,9 @@ def as_rank(arguments: argparse.Namespace) -> None:
     """One of the processes that share a trainer; the first writes what the steps were."""
     dist.init_process_group("gloo")
     model = detcompile.compile(arguments.model)  # every rank draws all completions: they have the same bits
-    found = run(SHARED, 0, arguments.steps, model, DetcompilePolicy(arguments.model, LR))
+    steps = run(SHARED, 0, arguments.steps, model, DetcompilePolicy(arguments.model, LR))
     if dist.get_rank() == 0:
-        arguments.rank_of.write_text(json.dumps(found))
+        arguments.rank_of.write_text(json.dumps(steps))
     dist.destroy_process_group()
 
 
@@ -105,11 +105,11 @@ def report(arguments: argparse.Namespace) -> dict:
     }  # fmt: skip
 
 
-def summary(found: dict) -> str:
+def summary(report: dict) -> str:
     """Reward at both ends, and the differences, by arm; and the steps whose weights no micro-batch moved."""
     lines = []
     for arm in ARMS:
-        runs = [one for one in found["runs"] if one["arm"] == arm.name and one["micro_batches"] == 1]
+        runs = [one for one in report["runs"] if one["arm"] == arm.name and one["micro_batches"] == 1]
         first, last = ([sum(one["reward"][part]) / 5 for one in runs] for part in (slice(5), slice(-5, None)))
         kls = [kl for one in runs for kl in one["kl"]]
         equal = sum(sum(one["equal"]) for one in runs)
@@ -117,11 +117,11 @@ def summary(found: dict) -> str:
             f"--- {arm.name}: reward {min(first):.2f}..{max(first):.2f} to {min(last):.2f}..{max(last):.2f}, KL mean "
             f"{sum(kls) / len(kls):.1e}, largest {max(kls):.1e}; {equal} of {len(kls)} steps with equal bits"
         )
-    for split in (one for one in found["runs"] if one["micro_batches"] > 1):
-        whole = next(one for one in found["runs"] if one["arm"] == split["arm"] and one["seed"] == split["seed"])
+    for split in (one for one in report["runs"] if one["micro_batches"] > 1):
+        whole = next(one for one in report["runs"] if one["arm"] == split["arm"] and one["seed"] == split["seed"])
         same = sum(a == b for a, b in zip(whole["weights"], split["weights"]))
         how = f"1 and 3 micro-batches, 1 and {split['ranks']} ranks"
-        lines.append(f"--- {split['arm']}, {how}: equal weights after {same} of {found['steps']} steps")
+        lines.append(f"--- {split['arm']}, {how}: equal weights after {same} of {report['steps']} steps")
     return "\n".join(lines)
 
 
@@ -135,12 +135,13 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.rank_of is not None:
         return as_rank(arguments)
-    found = report(arguments)
+    results = report(arguments)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "rl.json").write_text(json.dumps(found, indent=1))
-    (arguments.out / "rl.svg").write_text(rl_plot(found))
-    print(summary(found), f"--- {found['wall_s']} s, {found['cpu_s']} s of CPU time; {arguments.out}/rl.svg", sep="\n")
-    if broken := failures(found["runs"]):
+    (arguments.out / "rl.json").write_text(json.dumps(results, indent=1))
+    (arguments.out / "rl.svg").write_text(rl_plot(results))
+    print(summary(results))
+    print(f"--- {results['wall_s']} s, {results['cpu_s']} s of CPU time; {arguments.out}/rl.svg")
+    if broken := failures(results["runs"]):
         sys.exit("\n".join(broken))
 
 

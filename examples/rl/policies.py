@@ -100,8 +100,8 @@ Policy = PlainPolicy | DetcompilePolicy
 
 def digest(policy: Policy) -> str:
     """16 hexadecimal digits of sha256 over the float32 bytes of all trained weights, gathered from all ranks."""
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for weight in policy.trained.values():
         whole = weight.detach().full_tensor() if isinstance(weight, DTensor) else weight.detach()
-        found.update(whole.numpy())
-    return found.hexdigest()[:16]
+        hasher.update(whole.numpy())
+    return hasher.hexdigest()[:16]

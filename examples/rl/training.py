@@ -74,12 +74,12 @@ def train(arm: Arm, policy: Policy, model: CompiledModel, seed: int, num_steps: 
     engine = model.engine(EngineConfig(num_blocks=256))
     shuffled = random.Random(seed)
     for step in range(num_steps):
-        asked = SamplingParams(
+        params = SamplingParams(
             n=GROUP_SIZE, temperature=1.0, max_tokens=MAX_TOKENS, stop="\n", include_stop_str_in_output=True,
             logprobs=0, seed=num_steps * seed + step,
         )  # fmt: skip
         rewards, rows = [], []
-        for output in engine.generate(PROMPTS, asked, progress=False):
+        for output in engine.generate(PROMPTS, params, progress=False):
             scores = [reward(output.prompt, sample.text) for sample in output.outputs]
             rewards += scores
             for sample, score in zip(output.outputs, scores):
@@ -100,7 +100,7 @@ def learn(arm: Arm, policy: Policy, rows: list[Row]) -> Tensor:
     num_tokens = sum(len(row.logprobs) for row in rows)  # of the whole step, not of a micro-batch or a rank
     if dist.is_initialized():
         rows = rows[dist.get_rank() :: dist.get_world_size()]
-    found = []
+    differences = []
     for part in (rows[start :: arm.micro_batches] for start in range(arm.micro_batches)):
         input_ids, mask, drawn, advantages = padded(part, arm.left_padding)
         logprobs = policy.logprobs(input_ids, mask)
@@ -108,12 +108,12 @@ def learn(arm: Arm, policy: Policy, rows: list[Row]) -> Tensor:
         difference = torch.where(sampled, logprobs.detach() - drawn, 0.0)
         importance = difference.exp().clamp(max=LARGEST_WEIGHT) if arm.importance else 1.0
         policy.loss(logprobs, advantages * importance, num_tokens).backward()
-        found.append(logprobs.detach()[sampled].double() - drawn[sampled].double())
+        differences.append(logprobs.detach()[sampled].double() - drawn[sampled].double())
     if dist.is_initialized():
         of_ranks: list[list[Tensor]] = [[]] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, found)
-        found = [part for parts in of_ranks for part in parts]
-    return torch.cat(found)
+        dist.all_gather_object(of_ranks, differences)
+        differences = [part for parts in of_ranks for part in parts]
+    return torch.cat(differences)
 
 
 def padded(rows: Sequence[Row], on_the_left: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:

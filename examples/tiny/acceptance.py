@@ -85,9 +85,9 @@ def main() -> None:
             outputs = engine.generate(prompts, params, progress=False)
             tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
             alpha, along = counted.rates()
-            found = {"drafter": name, "temperature": temperature, "alpha": round(alpha, 3)}
-            found |= {"tokens_a_step": round(1 + along, 2), "proposals": len(counted.proposals), "tokens": tokens}
-            print(json.dumps(found) if args.json else "  ".join(f"{k} {v}" for k, v in found.items()), flush=True)
+            row = {"drafter": name, "temperature": temperature, "alpha": round(alpha, 3)}
+            row |= {"tokens_a_step": round(1 + along, 2), "proposals": len(counted.proposals), "tokens": tokens}
+            print(json.dumps(row) if args.json else "  ".join(f"{k} {v}" for k, v in row.items()), flush=True)
 
 
 def split_prompts(text: str) -> list[str]:

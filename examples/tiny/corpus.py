@@ -66,7 +66,7 @@ def collect_corpus(limit: int | None) -> Corpus:
         shingles = [shingles_of(source.text) for source in apart]
         wanted = frozenset().union(*shingles)
         shared = set().union(*pool.imap(Shared(wanted), [source.text for source in train], chunksize=64))
-    clean = [s for s, own in zip(apart, shingles) if len(own & shared) <= MAX_SHARED * len(own)]
+    clean = [s for s, ngrams in zip(apart, shingles) if len(ngrams & shared) <= MAX_SHARED * len(ngrams)]
     print(
         f"{len(files)} files, {len(unique)} kept, {len(apart) - len(clean)} of {len(apart)} held-out share code",
         flush=True,
@@ -114,15 +114,15 @@ def declared_licences() -> dict[str, str]:
 def find_files(licences: dict[str, str]) -> list[tuple[str, Path]]:
     """(package, path) of every candidate file, sorted."""
     stdlib, installed = Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("purelib"))
-    found = []
+    paths = []
     for path in stdlib.rglob("*.py"):
         top = path.relative_to(stdlib).parts[0]
         if top not in ("site-packages", "dist-packages"):
-            found.append((f"stdlib/{top.removesuffix('.py')}", path))
+            paths.append((f"stdlib/{top.removesuffix('.py')}", path))
     for name in licences:
         top = installed / name
-        found += [(name, path) for path in (top.rglob("*.py") if top.is_dir() else [top])]
-    return sorted((package, path) for package, path in found if VENDORED.search(str(path)) is None)
+        paths += [(name, path) for path in (top.rglob("*.py") if top.is_dir() else [top])]
+    return sorted((package, path) for package, path in paths if VENDORED.search(str(path)) is None)
 
 
 def cleaned_text(path: Path) -> str | None:

@@ -28,22 +28,23 @@ import detcompile
 from detcompile.runtime.speculation.medusa_heads import MedusaHeads
 
 PROMPT_TOKENS = 32  # of a corpus file that the target continues
-OWN_LENGTH = 256  # tokens of what it writes, prompt included
-OWN_BATCH = 96
+GENERATED_LENGTH = 256  # tokens of a generated text, including its prompt
+GENERATED_BATCH = 96
 TEMPERATURES = (0.0, 0.8, 0.8, 1.0)
 
 
-def own_text(target: nn.Module, tokens: Tensor, starts: Tensor, seconds: float) -> Tensor:
-    """[N, OWN_LENGTH] continuations of pieces of files, greedy and sampled."""
+def generated_text(target: nn.Module, tokens: Tensor, starts: Tensor, seconds: float) -> Tensor:
+    """[N, GENERATED_LENGTH] continuations of pieces of files, greedy and sampled."""
     end, parts = time.monotonic() + seconds, []
     while time.monotonic() < end or not parts:
         temperature = TEMPERATURES[len(parts) % len(TEMPERATURES)]
         options = {"do_sample": temperature > 0} | ({"temperature": temperature, "top_k": 0} if temperature else {})
-        at = starts[torch.randint(len(starts) - 1, (OWN_BATCH,), device=tokens.device)]
+        at = starts[torch.randint(len(starts) - 1, (GENERATED_BATCH,), device=tokens.device)]
         at = (at + torch.randint(0, 400, at.shape, device=tokens.device)).clamp_max(len(tokens) - PROMPT_TOKENS)
         prompts = tokens[at[:, None] + torch.arange(PROMPT_TOKENS, device=tokens.device)].long()
         written = target.generate(
-            prompts, min_length=OWN_LENGTH, max_length=OWN_LENGTH, attention_mask=torch.ones_like(prompts), **options
+            prompts, min_length=GENERATED_LENGTH, max_length=GENERATED_LENGTH,
+            attention_mask=torch.ones_like(prompts), **options,
         )
         parts.append(written)
     return torch.cat(parts)
@@ -165,7 +166,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--students", nargs="+", choices=["draft", "heads"], default=["draft", "heads"])
     parser.add_argument("--minutes", type=float, default=12.0, help="wall-clock budget of the whole script")
-    parser.add_argument("--own-minutes", type=float, default=2.0, help="of them for what the target writes itself")
+    parser.add_argument("--own-minutes", type=float, default=2.0, help="part in which the target generates text")
     parser.add_argument("--state-minutes", type=float, default=2.0, help="of them for the target's hidden states")
     parser.add_argument("--windows", type=int, default=2000, help="of the corpus at most, each of T tokens")
     parser.add_argument("--max-files", type=int, default=3000, help="to find held-out ones among")
@@ -193,9 +194,9 @@ def main() -> None:
     tokens, starts = (tensor.to(target.device) for tensor in encode(tokenizer, files))
     apart = encode(tokenizer, corpus.held_out)[0].to(target.device)
     say(f"{len(tokens) / 1e6:.1f} M tokens to train on, {len(apart) / 1e6:.2f} M held out")
-    own = own_text(target, tokens, starts, 60 * args.own_minutes)[:, : args.length]
-    say(f"the target wrote {own.numel() / 1e6:.2f} M tokens")
-    windows = torch.cat([own.int(), draw(tokens, starts, args.windows, args.length - 1).int()])
+    generated = generated_text(target, tokens, starts, 60 * args.own_minutes)[:, : args.length]
+    say(f"the target wrote {generated.numel() / 1e6:.2f} M tokens")
+    windows = torch.cat([generated.int(), draw(tokens, starts, args.windows, args.length - 1).int()])
     windows = windows[torch.randperm(len(windows), device=windows.device)]
     states = states_of(target, windows, 60 * args.state_minutes)
     windows = windows[: len(states)]
@@ -209,7 +210,7 @@ def main() -> None:
     window = apart[: len(apart) // args.length * args.length].view(-1, args.length)[:64].long()
     metrics = {
         "parameters": sizes,
-        "training": training | {"own_tokens": own.numel(), "files": len(corpus.train)},
+        "training": training | {"own_tokens": generated.numel(), "files": len(corpus.train)},
         "agreement_held_out": agreement(target, draft, heads, window, args.students),
         "held_out_packages": sorted({source.package for source in corpus.held_out}),
         "arguments": {key: value for key, value in vars(args).items() if key != "out"},

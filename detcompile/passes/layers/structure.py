@@ -92,7 +92,7 @@ def shown_by(model: PreTrainedModel, run: Callable[[PreTrainedModel], None]) -> 
 def repeats_of(
     model: PreTrainedModel, run: Callable[[PreTrainedModel], None], whole: Shown | None = None
 ) -> Repeats | None:
-    """Group a model's layers by structure; None if a run of the first layers would not show what all layers do.
+    """Group a model's layers by structure; None if the first layers alone do not show all that the layers compute.
 
     Args:
         run: as in `shown_by`.

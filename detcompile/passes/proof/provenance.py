@@ -65,7 +65,7 @@ class Refusal(Exception):
 
 
 def simplify(axes: Iterable[Axis]) -> Dim:
-    """Drop extents of 1 and join neighbouring features."""
+    """Drop extents of 1 and merge adjacent features."""
     kept: list[Axis] = []
     for axis in axes:
         if axis.size == 1 and not axis.row:
@@ -102,7 +102,7 @@ def join(values: Sequence[Rows], rank: int) -> Rows:
 def require_apart(value: Rows, sizes: Sequence[sympy.Expr], chosen: Iterable[str]) -> None:
     """Require that the axes match the extents, and that no row meets another row of its space.
 
-    The caller picked rows of the spaces in ``chosen`` out of other spaces, whose rows they may not meet.
+    Rows of the spaces in ``chosen`` were selected from other spaces by the caller; they may not meet rows of those.
     """
     spaces = value.row_spaces
     crossed = {row for row in spaces if spaces.count(row) > 1}

@@ -1,16 +1,16 @@
 """SpeculationSwitch: decides whether the next step should draft, from the durations and tokens of earlier steps.
 
 For steps of similar load it compares seconds per token of plain steps (overlapping, if the engine overlaps) with those
-of drafting steps, drafting included. It reads no clock and draws no random numbers: its answers depend only on what it
-is told.
+of drafting steps, drafting included. It reads no clock and draws no random numbers: its answers depend only on the
+observed steps.
 
 Its possible loss is bounded by an account in units of plain steps. A drafting step adds its gain or subtracts its loss;
 a plain step adds RATE; with an empty account nothing is drafted. The tokens of n plain steps therefore take at most the
 time of n * (1 + RATE) + DEPOSIT, plus the overdraft of one step and the WARM_UP drafts of each load, which compile
 kernels and capture graphs: in the long run never slower than 0.97 times plain decoding. Later steps that compile or
-capture count as at most OUTLIER medians of their kind, because they occur once. A single step may still take so long,
-because of one request or the machine, that paying it off would stop drafting for everybody. A debt is therefore capped
-at DEBT, and at twice as much each time the cap is reached again before drafts have paid off.
+capture count as at most OUTLIER medians of their kind, because they occur once. A single slow step, because of one
+request or the machine, could still cause a debt that stops drafting for all requests. A debt is therefore capped at
+DEBT. The cap doubles each time it is reached before drafts have paid off.
 """
 
 import statistics
@@ -101,7 +101,7 @@ class SpeculationSwitch:
 
     def _observe_plain(self, known: "_Known", seconds: float) -> None:
         known.num_waited += 1
-        if self._num_plain == 1:  # it refilled the pipeline, which is part of the cost of the drafts before
+        if self._num_plain == 1:  # it refills the pipeline: a cost of the preceding drafts
             if known.plain:
                 more = seconds / statistics.median(known.plain) - 1.0
                 self._pay(-min(max(0.0, more), OUTLIER))

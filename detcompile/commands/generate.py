@@ -21,13 +21,17 @@ from detcompile.commands.options import (
 from detcompile.commands.text_files import read_input, read_text_file
 from detcompile.digests import fingerprint
 from detcompile.errors import InvalidInput
+from detcompile.offline.chats import Chat, read_chats
 from detcompile.progress import is_terminal
+from detcompile.reasoning.formats import ParserName
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import AllocationName, EngineConfig, SchedulerName
 from detcompile.runtime.requests.outputs import CompletionOutput, Logprobs, RequestOutput
+from detcompile.runtime.requests.prompts import Prompt
 from detcompile.runtime.requests.sampling_params import SamplingParams
 
 NUM_SEEDS = 1 << 64
+Split = Callable[[str], tuple[str | None, str]]  # text to reasoning and content
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,12 +75,68 @@ class Serving:
         return EngineConfig(**asdict(self) | {"max_num_seqs": slots})
 
 
+@dataclass(frozen=True, kw_only=True)
+class Chatting:
+    """Options of chats, named as in LLM."""
+
+    chat: Annotated[bool, typer.Option("--chat", help="Each prompt is a user's message in the chat template.")] = False
+    chat_template_kwargs: Annotated[
+        str | None, typer.Option(help="JSON object of variables of the chat template; with --chat.")
+    ] = None
+    reasoning_parser: Annotated[
+        ParserName | None,
+        typer.Option(help="How the model marks its reasoning; default: as its chat template says. With --chat."),
+    ] = None
+    thinking_token_budget: Annotated[
+        int | None, typer.Option(min=0, help="Tokens of reasoning at most; with --chat.")
+    ] = None
+
+    def variables(self) -> dict[str, Any]:
+        """Return the variables of the chat template.
+
+        Raises:
+            InvalidInput: they are no JSON object, or an option needs --chat.
+        """
+        given = [name for name, value in asdict(self).items() if name != "chat" and value is not None]
+        if given and not self.chat:
+            raise InvalidInput(f"--{given[0].replace('_', '-')} needs --chat")
+        text = self.chat_template_kwargs or "{}"
+        try:
+            value = json.loads(text)
+        except ValueError as error:
+            raise InvalidInput(f"--chat-template-kwargs {text!r} is not JSON: {error}") from error
+        if not isinstance(value, dict):
+            raise InvalidInput(f"--chat-template-kwargs {text!r}: give a JSON object")
+        return value
+
+    def read(self, tokenizer: Any, texts: Sequence[str], params: Sequence[SamplingParams]) -> list[Chat]:
+        """Return the prompts as chats; without --chat, as they are.
+
+        Raises:
+            InvalidInput: the model has no tokenizer or chat template, or the budget cannot be kept.
+        """
+        if not self.chat:
+            return [Chat(text, each, None) for text, each in zip(texts, params, strict=True)]
+        if tokenizer is None:
+            raise InvalidInput("--chat needs the model's tokenizer, which it does not have")
+        return read_chats(
+            tokenizer,
+            tokenizer,
+            [[{"role": "user", "content": text}] for text in texts],
+            params,
+            {"add_generation_prompt": True, **self.variables()},
+            parser_name=self.reasoning_parser,
+            budget=self.thinking_token_budget,
+        )
+
+
 def command(
     model: Model,
-    prompts: Annotated[list[str] | None, typer.Argument(help="Text as it is, without a chat template.")] = None,
+    prompts: Annotated[list[str] | None, typer.Argument(help="Text as it is, or messages with --chat.")] = None,
     file: Annotated[Path | None, typer.Option(help="Prompts, one per line; default: standard input.")] = None,
     *,
     sampling: Sampling,
+    chatting: Chatting,
     json_output: Annotated[bool, typer.Option("--json", help="Print one line of JSON per prompt.")] = False,
     serving: Serving,
     random: Random = False,
@@ -85,16 +145,19 @@ def command(
     """Answer prompts; the seed printed repeats an answer bit for bit. Exit 2 if a prompt could not be answered."""
     if sampling.logprobs is not None and not json_output:
         raise typer.BadParameter("log-probabilities are printed as JSON only: add --json", param_hint="--logprobs")
+    chatting.variables()  # reject them before the model compiles
     texts = read_prompts(prompts or [], file)
     params = sampling.params()
     config = serving.config(params.n * len(texts))
     compiled = compile_model(loading.spec(model, random))
     engine = compiled.engine(config)
-    stream = len(texts) == 1 and params.n == 1 and not json_output and is_terminal(sys.stdout)
-    each = with_successive_seeds(params, len(texts))
-    outputs = _stream(engine, texts, each) if stream else _answer(engine, texts, each)
+    chats = chatting.read(compiled.tokenizer, texts, with_successive_seeds(params, len(texts)))
+    given, each = [chat.prompt for chat in chats], [chat.params for chat in chats]
+    stream = len(texts) == 1 and params.n == 1 and not json_output and is_terminal(sys.stdout) and not chatting.chat
+    outputs = _stream(engine, texts, each) if stream else _answer(engine, given, each)
     if not stream:
-        print_json(outputs, each, compiled.fingerprint_parts) if json_output else show(outputs)
+        split = [chat.split if chatting.chat else None for chat in chats]
+        print_json(outputs, each, compiled.fingerprint_parts, split) if json_output else show(outputs, split)
     for number, output in enumerate(outputs, 1):
         logs.print(summary(number, output), markup=False, highlight=False, soft_wrap=True)
     if any(output.error is not None for output in outputs):
@@ -129,7 +192,7 @@ def with_successive_seeds(params: SamplingParams, count: int) -> list[SamplingPa
 
 def answer(
     engine: Engine,
-    prompts: Sequence[str],
+    prompts: Sequence[Prompt],
     params: Sequence[SamplingParams],
     *,
     stream_text: bool = False,
@@ -146,7 +209,8 @@ def answer(
         try:
             places[engine.add_request(prompt, sampling, stream_text=stream_text)] = place
         except InvalidInput as error:
-            outputs[place] = RequestOutput("", prompt, [], sampling.seed, [], finished=True, error=error)
+            text = str(prompt["prompt"] if isinstance(prompt, Mapping) else prompt)
+            outputs[place] = RequestOutput("", text, [], sampling.seed, [], finished=True, error=error)
             tick(outputs[place])
     while engine.has_unfinished_requests:
         for output in engine.step():
@@ -155,7 +219,9 @@ def answer(
     return [outputs[place] for place in range(len(prompts))]
 
 
-def as_json(output: RequestOutput, params: SamplingParams, parts: Mapping[str, str]) -> dict[str, Any]:
+def as_json(
+    output: RequestOutput, params: SamplingParams, parts: Mapping[str, str], split: Split | None = None
+) -> dict[str, Any]:
     """Return a request as a JSON object for `detcompile diff`, with everything that determines its bits.
 
     Floats keep every bit: Python's float repr round-trips.
@@ -163,6 +229,7 @@ def as_json(output: RequestOutput, params: SamplingParams, parts: Mapping[str, s
     Args:
         params: the request's parameters.
         parts: the parts of the model's fingerprint.
+        split: returns the reasoning and the content of an answer; None for a prompt that is no chat.
     """
     settings = asdict(params)
     del settings["seed"]  # the output has the seed that was used
@@ -173,25 +240,34 @@ def as_json(output: RequestOutput, params: SamplingParams, parts: Mapping[str, s
         "params": settings,
         "fingerprint": fingerprint(parts),
         "fingerprint_parts": dict(parts),
-        "outputs": [_completion(completion) for completion in output.outputs],
+        "outputs": [_completion(completion, split) for completion in output.outputs],
         "error": None if output.error is None else str(output.error),
     }
 
 
-def print_json(outputs: Sequence[RequestOutput], params: Sequence[SamplingParams], parts: Mapping[str, str]) -> None:
+def print_json(
+    outputs: Sequence[RequestOutput],
+    params: Sequence[SamplingParams],
+    parts: Mapping[str, str],
+    splits: Sequence[Split | None],
+) -> None:
     """Print one JSON line for each request to standard output."""
-    for output, sampling in zip(outputs, params, strict=True):
-        print(json.dumps(as_json(output, sampling, parts)))
+    for output, sampling, split in zip(outputs, params, splits, strict=True):
+        print(json.dumps(as_json(output, sampling, parts, split)))
 
 
-def show(outputs: Sequence[RequestOutput]) -> None:
-    """Print texts to standard output, with headings if there are several."""
+def show(outputs: Sequence[RequestOutput], splits: Sequence[Split | None]) -> None:
+    """Print texts to standard output, with headings if there are several; reasoning to standard error."""
     texts = [(number, output, part) for number, output in enumerate(outputs, 1) for part in output.outputs]
     for number, output, part in texts:
         if len(outputs) > 1 or len(texts) > 1:
             sample = f", sample {part.index}" if len(output.outputs) > 1 else ""
             print(f"== {number}{sample}: {output.prompt!r}")
-        print(part.text)
+        split = splits[number - 1]
+        reasoning, content = (None, part.text) if split is None else split(part.text)
+        if reasoning is not None:
+            logs.print(reasoning, style="dim", markup=False, highlight=False, soft_wrap=True)
+        print(content)
 
 
 def summary(number: int, output: RequestOutput) -> str:
@@ -202,7 +278,7 @@ def summary(number: int, output: RequestOutput) -> str:
     return f"prompt {number}: {ends}; seed {output.seed}"
 
 
-def _answer(engine: Engine, prompts: list[str], params: list[SamplingParams]) -> list[RequestOutput]:
+def _answer(engine: Engine, prompts: list[Prompt], params: list[SamplingParams]) -> list[RequestOutput]:
     with progress_bar(total=True) as progress:
         task = progress.add_task("generating", total=len(prompts))
         return answer(engine, prompts, params, tick=lambda output: progress.advance(task, int(output.finished)))
@@ -224,11 +300,13 @@ def _stream(engine: Engine, prompts: list[str], params: list[SamplingParams]) ->
     return outputs
 
 
-def _completion(completion: CompletionOutput) -> dict[str, Any]:
+def _completion(completion: CompletionOutput, split: Split | None) -> dict[str, Any]:
     logprobs = completion.logprobs
+    parts = {} if split is None else dict(zip(("reasoning", "content"), split(completion.text), strict=True))
     return {
         "index": completion.index,
         "text": completion.text,
+        **parts,
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
         "stop_reason": completion.stop_reason,

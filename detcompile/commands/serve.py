@@ -14,6 +14,7 @@ import typer
 from detcompile import __version__
 from detcompile.config import engine_secret
 from detcompile.errors import InvalidInput
+from detcompile.reasoning.formats import ParserName
 
 __all__ = ["Bounds", "Chat", "EngineOptions", "Kept", "Loading", "Processes", "Receipts", "Web", "command"]
 
@@ -163,10 +164,7 @@ class Chat:
         typer.Option(help="How the model writes calls of functions; default: as its chat template says."),
     ] = None
     reasoning_parser: Annotated[
-        Literal[
-            "deepseek_r1", "deepseek_v3", "ernie45", "glm45", "kimi_k2", "minimax_m2", "mistral", "none", "olmo3",
-            "openai_gptoss", "qwen3", "seed_oss", "step3",
-        ] | None,
+        ParserName | None,
         typer.Option(help="How the model marks its reasoning; default: as its chat template says."),
     ] = None
 

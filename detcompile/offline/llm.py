@@ -17,21 +17,13 @@ from detcompile.models.checkpoints import load_tokenizer
 from detcompile.models.compiled import CompiledModel, require_causal
 from detcompile.models.exported import load
 from detcompile.models.remote import RemoteModel
+from detcompile.offline.chats import read_chats
 from detcompile.offline.llm_options import NO_LORA, TEXT_ALONE, LLMOptions, configured_params, read_options
 from detcompile.offline.llm_outputs import LLMOutput, llm_output
-from detcompile.reasoning.formats import (
-    PARSERS,
-    ReasoningParser,
-    Vocabulary,
-    reasoning_parser_of,
-    split_reasoning,
-    thinking_of,
-)
-from detcompile.reasoning.grammars import params_of_answers
 from detcompile.runtime.dense.padded_batch import seed_of_row
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.requests.plain_values import kind, or_none, shown, whole_number
-from detcompile.runtime.requests.prompts import Prompt, private_copy, prompts_of, tokenized
+from detcompile.runtime.requests.prompts import Prompt, private_copy, prompts_of
 from detcompile.runtime.requests.sampling_params import SamplingParams
 
 # The arguments of compile() for options that are fixed once a model is compiled.
@@ -194,34 +186,26 @@ class LLM:
             **(chat_template_kwargs or {}),
         }
         conversations = [messages] if isinstance(messages[0], Mapping) else messages
-        texts = [_rendered(tokenizer, conversation, options) for conversation in conversations]
-        prompts = [
-            {"prompt": text, "prompt_token_ids": tokenized(self._reader, text, add_special_tokens=False)}
-            for text in texts  # which already contain the template's special tokens
-        ]
-        unserved = {"lora_request": lora_request, "tokenization_kwargs": tokenization_kwargs}
-        unserved |= {"mm_processor_kwargs": mm_processor_kwargs}
-        parser = self._parser(tokenizer, chat_template) if add_generation_prompt else None
-        budget = or_none(whole_number)(thinking_token_budget, "thinking_token_budget")
-        if budget is not None and (budget < 0 or parser is None):
-            reason = "must be at least 0" if budget < 0 else "needs a reasoning format: pass LLM(reasoning_parser=...)"
-            raise InvalidInput(f"thinking_token_budget {budget} {reason}")
-        thinkings = [thinking_of(parser, self._reader.decode, prompt["prompt_token_ids"]) for prompt in prompts]
         params = self._defaults if sampling_params is None else sampling_params
         if isinstance(params, SamplingParams):
-            params = [params] * len(prompts)
-        if _are_params(params) and len(params) == len(prompts):  # generate() rejects others
-            vocabulary = Vocabulary(getattr(tokenizer, "backend_tokenizer", None))
-            params = [
-                each if thinking is None else
-                params_of_answers(each, thinking, vocabulary, composed=False, budget=budget)
-                for each, thinking in zip(params, thinkings, strict=True)
-            ]  # fmt: skip
-        outputs = self.generate(prompts, params, use_tqdm, priority=priority, **unserved)
-        for output, thinking in zip(outputs, thinkings, strict=True):
+            params = [params] * len(conversations)
+        unserved = {"lora_request": lora_request, "tokenization_kwargs": tokenization_kwargs}
+        unserved |= {"mm_processor_kwargs": mm_processor_kwargs}
+        valid = _are_params(params) and len(params) == len(conversations)  # generate() rejects others
+        chats = read_chats(
+            tokenizer,
+            self._reader,
+            conversations,
+            params if valid else [self._defaults] * len(conversations),
+            options,
+            parser_name=self._parser_name,
+            budget=or_none(whole_number)(thinking_token_budget, "thinking_token_budget"),
+        )
+        read = [chat.params for chat in chats] if valid else params
+        outputs = self.generate([chat.prompt for chat in chats], read, use_tqdm, priority=priority, **unserved)
+        for output, chat in zip(outputs, chats, strict=True):
             for part in output.outputs:
-                reasoning, part.content = ("", part.text) if thinking is None else split_reasoning(part.text, thinking)
-                part.reasoning = reasoning or None
+                part.reasoning, part.content = chat.split(part.text)
         return outputs
 
     def get_tokenizer(self) -> Any:
@@ -256,13 +240,6 @@ class LLM:
 
     def __exit__(self, *_exception: object) -> None:
         self.close()
-
-    def _parser(self, tokenizer: Any, chat_template: str | None) -> ReasoningParser | None:
-        """Return the format of the reasoning after a chat template."""
-        if self._parser_name is not None:
-            return PARSERS.get(self._parser_name)
-        source = getattr(tokenizer, "chat_template", None) if chat_template is None else chat_template
-        return reasoning_parser_of(str(source))  # a dict has several templates of one model
 
     def _open(self) -> Engine:
         if self.engine is None:
@@ -311,18 +288,3 @@ def _tokenizer(source: Any) -> Any:
 def _are_params(params: Any) -> bool:
     """Return True for a list of SamplingParams; the engine rejects anything else by name."""
     return isinstance(params, SequenceOf) and all(isinstance(each, SamplingParams) for each in params)
-
-
-def _rendered(tokenizer: Any, conversation: Any, options: Mapping[str, Any]) -> str:
-    """Return a conversation as the text of a prompt."""
-    if isinstance(conversation, (str, Mapping)) or not isinstance(conversation, SequenceOf):
-        what = f"{shown(conversation)}, which is {kind(conversation)}"
-        raise InvalidInput(f"messages hold {what}: pass a list of messages, or a list of such lists")
-    try:
-        text: str = tokenizer.apply_chat_template(list(conversation), tokenize=False, **options)
-    except Exception as error:  # templates are programs and raise anything
-        raise InvalidInput(
-            f"the chat template cannot render {shown(conversation)}: {error}. Pass messages with a role and a content,"
-            " and a chat_template if the tokenizer has none"
-        ) from error
-    return text

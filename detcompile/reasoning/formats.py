@@ -2,10 +2,14 @@
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from tokenizers import Tokenizer
 
+ParserName = Literal[
+    "deepseek_r1", "deepseek_v3", "ernie45", "glm45", "kimi_k2", "minimax_m2", "mistral", "none", "olmo3",
+    "openai_gptoss", "qwen3", "seed_oss", "step3",
+]  # fmt: skip
 SPACE = " \t\r\n"
 TAIL = 32  # tokens at a prompt's end that may hold a marker and whitespace
 

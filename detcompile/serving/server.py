@@ -13,6 +13,7 @@ from types import FrameType
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.config import LOGGING_CONFIG
 
 from detcompile.errors import InvalidInput
 from detcompile.serving.connections import bounded_protocol
@@ -131,7 +132,7 @@ async def serve(
     write_logs(as_json=json_logs)
     config = uvicorn.Config(
         app,
-        **({"log_config": None} if json_logs else {}),
+        log_config=None if json_logs else LOGGING_CONFIG,
         http=bounded_protocol(stall),
         log_level="warning",
         access_log=False,

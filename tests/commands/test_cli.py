@@ -17,6 +17,8 @@ from unittest import mock
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 import detcompile
 from detcompile import CompiledModel
@@ -30,6 +32,7 @@ from detcompile.runtime.requests.sampling_params import SamplingParams
 from tests.exhaustive import EXHAUSTIVE
 from tests.model_cases import compiled, without_inductor
 from tests.models.hub_cases import COMMIT, put_snapshot, with_cache
+from tests.serving.reasoning_cases import with_think_tokens
 
 FULL_AXES = {*AXES, "restart"} - {"cuda_graphs"}
 MODEL = "tiny-draft"  # as "tiny", and sooner compiled
@@ -230,6 +233,22 @@ def test_diff_finds_equal_answers_across_runs(answered: subprocess.CompletedProc
     assert "Nothing explains this" in done.stdout
 
 
+def test_generate_has_reasoning_of_chats_apart() -> None:
+    model = compiled_here()
+    backend = Tokenizer.from_str(with_think_tokens(model.tokenizer.backend_tokenizer.to_str()))
+    template = "{{ messages[0].content }}{{ style }}<think>"
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>", chat_template=template)
+    options = [*SAMPLED, "--seed", "7", "--chat", "--thinking-token-budget", "3"]
+    options += ["--chat-template-kwargs", '{"style": "!"}']
+    with mock.patch.object(ModelSpec, "compile", compiled_here), mock.patch.object(model, "tokenizer", tokenizer):
+        line = json.loads(run_here("generate", MODEL, "a", *options, "--json").stdout)
+        shown = run_here("generate", MODEL, "a", *options)
+    part = line["outputs"][0]
+    assert line["prompt"] == "a!<think>" and part["token_ids"][3] == backend.token_to_id("</think>")
+    assert part["text"] == f"{part['reasoning']}</think>{part['content']}" and part["reasoning"]
+    assert shown.stdout == part["content"] + "\n" and part["reasoning"].strip() in shown.stderr
+
+
 def test_generate_streams_a_prompt_into_a_terminal() -> None:
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "detcompile.commands.cli", "generate", MODEL, PROMPTS[0], *SAMPLED, "--ignore-eos"]
@@ -301,6 +320,8 @@ def test_no_two_prompts_share_a_seed() -> None:
         (("generate", "tiny", "x", "--file", "y"), "give one or the other"),
         (("generate", "tiny", "--file", "no/such/file"), "no/such/file cannot be read"),
         (("generate", "tiny", "x", "--logprobs", "1"), "add --json"),
+        (("generate", "tiny", "x", "--thinking-token-budget", "1"), "--thinking-token-budget needs --chat"),
+        (("generate", "tiny", "x", "--chat", "--chat-template-kwargs", "[]"), "give a JSON object"),
     ],
 )
 def test_bad_input_exits_with_message_and_2(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:

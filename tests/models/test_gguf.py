@@ -12,26 +12,19 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType, GGUFReader
+from gguf import GGUFReader
 from gguf.quants import dequantize
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 import detcompile
 from detcompile.errors import DetcompileError, InvalidInput, UnsupportedModel
 from detcompile.models.gguf import conversion
-from detcompile.models.gguf.header import TENSOR_TYPES, TensorType, read_header
-from detcompile.models.gguf.packing import PACKINGS, packed_linear
+from detcompile.models.gguf.header import TENSOR_TYPES, read_header
+from detcompile.models.gguf.packing import PACKINGS
 from detcompile.models.hub import find_checkpoint
 from detcompile.models.loading import tokenizer_of
 from detcompile.passes.modules.quantized_linear import QuantizedLinear
-from detcompile.passes.preparation import change_modules
-from detcompile.templates.matmul.op import matmul_cpu
-from detcompile.templates.quantized.op import dequant_matmul_cpu, dequantized_cpu
-from detcompile.templates.quantized.weights import QuantizedWeight, dequantized
 from tests.bits import assert_bitwise_equal
-from tests.model_cases import certified
 from tests.models.gguf_cases import HEADS, HIDDEN, KV_HEADS, NAMES, TOKENS, Change, write
 from tests.models.hub_cases import COMMIT, put_snapshot, with_cache
 
@@ -75,31 +68,6 @@ def test_weights_equal_gguf_reader(tmp_path: Path) -> None:
     assert torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"])
 
 
-@given(
-    kind=st.sampled_from([each for each in TENSOR_TYPES.values() if each.name in PACKINGS]),
-    shape=st.tuples(st.integers(1, 5), st.integers(1, 5)),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-    seed=st.integers(0, 99),
-)
-def test_packed_values_equal_gguf_reader(
-    kind: TensorType, shape: tuple[int, int], dtype: torch.dtype, seed: int
-) -> None:
-    draws, packing, k = np.random.default_rng(seed), PACKINGS[kind.name], shape[1] * kind.block
-    blocks = draws.integers(0, 256, (*shape, kind.size), dtype=np.uint8)
-    for place in {packing.d, packing.d if packing.minimum is None else packing.minimum}:
-        numbers = draws.choice(np.float16([0.0, -0.0, 6e-8, -0.31, 0.017, 3.1]), (*shape, 1))
-        blocks[..., place : place + 2] = numbers.view(np.uint8)
-    stored = blocks.reshape(shape[0], -1)
-    parts = packed_linear(stored, kind)
-    weight = QuantizedWeight(parts["qweight"], parts["scales"], None, parts.get("mins"), k, packing.group, 1)
-    expected = torch.from_numpy(dequantize(stored, GGMLQuantizationType[kind.name]).copy()).to(dtype)
-    assert_bitwise_equal(dequantized(weight, dtype), expected, kind.name)
-    assert_bitwise_equal(dequantized_cpu(weight, dtype), expected, kind.name)
-    x = torch.from_numpy(draws.standard_normal((3, k), dtype=np.float32)).to(dtype)
-    product = dequant_matmul_cpu(x, *weight[:4], None, None, weight.group, 1, [])
-    assert_bitwise_equal(product, matmul_cpu(x, expected, None, None, []), kind.name)
-
-
 def test_every_quantized_type_can_stay(tmp_path: Path) -> None:
     kinds = [each.name for each in TENSOR_TYPES.values()]
     path = write(tmp_path / "all.gguf", kinds)
@@ -113,21 +81,6 @@ def test_every_quantized_type_can_stay(tmp_path: Path) -> None:
         assert kept == {str(layer) for layer, kind in enumerate(kinds) if kind in PACKINGS}
         rounded = {name: tensor.to(torch.bfloat16).to(dtype) for name, tensor in values.items()}
         assert_equal_bytes({name: model.state_dict()[name] for name in rounded}, rounded)
-
-
-def test_kept_weights_give_the_same_bits(tmp_path: Path) -> None:
-    path = write(tmp_path / "kept.gguf", ["Q4_1"])
-    ids, logits, models = torch.arange(1, 65)[None], [], []
-    for choice in (True, False):
-        model = certified(detcompile.load_model(path, device="cpu", dequantize=choice), max_context=128)
-        logits.append(model(ids).logits)
-        models.append(model)
-    assert_bitwise_equal(*logits)
-    plain, kept = models
-    assert "detcompile.dequant_matmul.default" in {entry.op for entry in kept.certificate.entries}
-    assert plain.fingerprint != kept.fingerprint
-    with pytest.raises(UnsupportedModel, match="quantised weights over several ranks; compile with tp=1"):
-        change_modules(detcompile.load_model(path, dequantize=False), shared=True)
 
 
 def test_dequantize_is_for_gguf_files(small: Path, tmp_path: Path) -> None:

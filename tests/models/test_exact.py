@@ -54,9 +54,10 @@ def test_an_axis_leaves_the_golden_digest(variant: str, axis: str) -> None:
 @EXHAUSTIVE
 @pytest.mark.parametrize("variant", exact.VARIANTS)
 def test_llama_equals_the_reference(variant: str, tmp_path: Path) -> None:
-    random_model("llama", torch.bfloat16).save_pretrained(tmp_path)
+    source = random_model("llama", torch.bfloat16)
+    source.save_pretrained(tmp_path)
     model = detcompile.compile(tmp_path, numerics=Numerics(arithmetic=variant))
-    text = exact.fixed_tokens(150, model.module.config.vocab_size)
+    text = exact.fixed_tokens(150, source.config.vocab_size)
     expected = exact.Decoder(tmp_path, exact.VARIANTS[variant]).forward(text)[0]
     assert exact.digest(model(torch.tensor([text])).logits[0].numpy()) == exact.digest(expected)
 

@@ -113,7 +113,8 @@ def use_exact_arithmetic(model: PreTrainedModel, arithmetic: str, max_context: i
             setattr(module, _KV_DIGITS, chosen.kv)
     if chosen.bf16_residual:
         for layer in model.model.layers:
-            layer.__class__ = _with_rounded_sums(type(layer))
+            kind: Any = type(layer)
+            layer.__class__ = _with_rounded_sums(kind)
 
 
 def kv_digits(module: Any) -> int:

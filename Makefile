@@ -26,7 +26,7 @@ help:
 	@echo "make rl        reinforcement learning, plain and on policy to the bit, minutes"
 	@echo "make test      the tests that need no GPU"
 	@echo "make test-all  these, more cases of what they test, and clients of other projects"
-	@echo "make test-rotation  an eighth of what test-all has besides test; PART=0 to 7 chooses it"
+	@echo "make test-rotation  a sixteenth of what test-all has besides test; PART=0 to 15 chooses it"
 	@echo "make sanitize  the CPU kernels under ASan and UBSan, 270 CPU seconds, also in test-all and test-rotation"
 	@echo "make web-test  the tests of the server's page, which need Chromium (apt-get install chromium)"
 	@echo "make check     ruff, mypy, and the site"
@@ -55,10 +55,11 @@ test: $(VENV)/.stamp-test
 test-all: $(VENV)/.stamp-test-all
 	@$(PYTEST) -m "" $(PYTEST_ARGS)
 
-# An eighth of what test-all has besides test. The commit's hash chooses it: a shallow clone has no count of commits.
-test-rotation: PART ?= $(shell echo $$((0x$$(git rev-parse HEAD | cut -c 1) % 8)))
+# A sixteenth of what test-all has besides test. The first digit of the commit's hash chooses it: a shallow clone has
+# no count of commits.
+test-rotation: PART ?= $(shell echo $$((0x$$(git rev-parse HEAD | cut -c 1))))
 test-rotation: $(VENV)/.stamp-test-all
-	@$(PYTEST) -m exhaustive --part $(PART)/8 $(PYTEST_ARGS)
+	@$(PYTEST) -m exhaustive --part $(PART)/16 $(PYTEST_ARGS)
 
 sanitize: $(VENV)/.stamp-test
 	@$(VENV_PYTHON) -m pytest -q -r fEs -m exhaustive $(PYTEST_ARGS) tests/templates/test_sanitizers.py

@@ -2,7 +2,8 @@
 
 Legend: M rows, R row length, K input features, N output features; P planes of digits.
 
-Sums are integers, so the number of threads, tiles and splits changes no bit.
+Sums are integers, so the number of threads, tiles and splits changes no bit. A size of 1 reaches a kernel as a
+constant, which has no method ``to``: tl.cast takes both.
 """
 
 import torch
@@ -44,7 +45,7 @@ def _rms_norm_kernel(x_ptr, weight_ptr, out_ptr, R, eps, BLOCK: tl.constexpr):
     p = power_of_two(148 - tl.minimum(tl.maximum(peak >> 23, 87), 254))  # 2^(21 - e), e the exponent of the peak
     u = tl.where(whole, x, 0.0) * p
     n = near(u, 1.0).to(tl.int64)
-    mean = tl.div_rn(tl.sum(n * n, 0).to(tl.float32), R.to(tl.float32))
+    mean = tl.div_rn(tl.sum(n * n, 0).to(tl.float32), tl.cast(R, tl.float32))
     y = (u * one_over(tl.sqrt_rn(mean + (eps * p) * p))) * tl.load(weight_ptr + i, mask=i < R, other=0.0)
     tl.store(out_ptr + row * R + i, tl.where(whole, y, float("nan")), mask=i < R)
 
@@ -102,6 +103,7 @@ def _linear_kernel(
     rows, columns = (m < M)[:, None], (n < N)[None, :]
     x_at = x_ptr + m[:, None].to(tl.int64) * K + k[None, :]
     w_at = w_ptr + n[None, :].to(tl.int64) * K + k[:, None]
+    x_plane, w_plane = tl.cast(M, tl.int64) * K, tl.cast(N, tl.int64) * K
     total = tl.zeros([BM, BN], tl.int64)
     for part in range(0, K, _LONGEST):
         high, low = tl.zeros([BM, BN], tl.int32), tl.zeros([BM, BN], tl.int32)
@@ -112,9 +114,9 @@ def _linear_kernel(
             w = tl.load(w_at + first, mask=w_ok, other=0)
             high = tl.dot(x, w, high, out_dtype=tl.int32)
             if DX == 2:
-                low = tl.dot(tl.load(x_at + M.to(tl.int64) * K + first, mask=x_ok, other=0), w, low, out_dtype=tl.int32)
+                low = tl.dot(tl.load(x_at + x_plane + first, mask=x_ok, other=0), w, low, out_dtype=tl.int32)
             if DW == 2:
-                low = tl.dot(x, tl.load(w_at + N.to(tl.int64) * K + first, mask=w_ok, other=0), low, out_dtype=tl.int32)
+                low = tl.dot(x, tl.load(w_at + w_plane + first, mask=w_ok, other=0), low, out_dtype=tl.int32)
         total += high.to(tl.int64) * 256 + low if DX == 2 else high.to(tl.int64)
     x_scale = tl.load(x_scale_ptr + m, mask=m < M, other=0.0)
     w_scale = tl.load(w_scale_ptr + n, mask=n < N, other=0.0)

@@ -6,7 +6,7 @@ from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2_de
 
 __all__ = ["auto_functionalized_v2_dense", "functorch_config", "make_boxed_func"]
 
-READ_IN = "2.11.0, 2.13.0, 2.14.1"
+READ_IN = "2.11.0, 2.13.0, 2.14.1, 2.15.0"
 NAMES = {
     "auto_functionalized_v2_dense": "What runs an operation that writes into its arguments, and copies those alone "
     "that it is told to. Without it: a graph that is run without a compiler copies every KV cache.",

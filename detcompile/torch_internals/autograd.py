@@ -16,7 +16,7 @@ __all__ = [
     "version_of",
 ]
 
-READ_IN = "2.11.0, 2.13.0, 2.14.1"
+READ_IN = "2.11.0, 2.13.0, 2.14.1, 2.15.0"
 
 
 def backward_id() -> int:

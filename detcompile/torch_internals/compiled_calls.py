@@ -26,7 +26,7 @@ __all__ = [
     "varying_rows",
 ]
 
-READ_IN = "2.11.0, 2.13.0, 2.14.1"
+READ_IN = "2.11.0, 2.13.0, 2.14.1, 2.15.0"
 
 # Frames between a compiled one and torch.compile's own that compute nothing of the caller's.
 TRANSPARENT = {

@@ -30,7 +30,7 @@ __all__ = [
     "shape_settings",
 ]
 
-READ_IN = "2.11.0, 2.13.0, 2.14.1"
+READ_IN = "2.11.0, 2.13.0, 2.14.1, 2.15.0"
 NAMES = {
     "FailOnRecompileLimitHit": "Raised when Dynamo has made as many graphs of one function as it may. Without it: a "
     "user is not told which numbers of rows to mark as varying.",

@@ -28,7 +28,7 @@ __all__ = [
     "without_modes",
 ]
 
-READ_IN = "2.11.0, 2.13.0, 2.14.1"
+READ_IN = "2.11.0, 2.13.0, 2.14.1, 2.15.0"
 NAMES = {
     "FakeTensor": "The type of tensors without values. Without it: a fingerprint would hash a constant that has none.",
     "FakeTensorMode": "Run a model without computing. Without it: finding equal layers and certifying a batch cost "

@@ -26,7 +26,7 @@ __all__ = [
     "traced_value",
 ]
 
-READ_IN = "2.11.0, 2.13.0, 2.14.1"
+READ_IN = "2.11.0, 2.13.0, 2.14.1, 2.15.0"
 NAMES = {
     "BASES": "The keyword with which FUNCTIONALIZED takes what is written into. Without it: the proof does not see "
     "which caches an operation writes.",

@@ -19,7 +19,7 @@ __all__ = [
     "vectorized_tails",
 ]
 
-READ_IN = "2.11.0, 2.13.0, 2.14.1"
+READ_IN = "2.11.0, 2.13.0, 2.14.1, 2.15.0"
 NAMES = {
     "CppOverrides": "Inductor's scalar C++ of each operation. Without it: an element's bits follow the lane it is "
     "computed in.",

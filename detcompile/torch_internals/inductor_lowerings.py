@@ -4,7 +4,7 @@ from torch._inductor.lowering import fallbacks, lowerings
 
 __all__ = ["fallbacks", "lowerings"]
 
-READ_IN = "2.11.0, 2.13.0, 2.14.1"
+READ_IN = "2.11.0, 2.13.0, 2.14.1, 2.15.0"
 NAMES = {
     "fallbacks": "Operations that Inductor leaves to kernels of ATen. Without it: one of them passes for a function of "
     "each element.",

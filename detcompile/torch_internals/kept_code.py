@@ -8,7 +8,7 @@ from torch.utils._ordered_set import OrderedSet
 
 __all__ = ["CompiledFxGraph", "restore_code", "without_code"]
 
-READ_IN = "2.11.0, 2.13.0, 2.14.1"
+READ_IN = "2.11.0, 2.13.0, 2.14.1, 2.15.0"
 NAMES = {
     "CompiledFxGraph": "The type of Inductor's code of one graph. Without it: code that cannot be kept passes for code "
     "that can.",

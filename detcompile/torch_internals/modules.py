@@ -7,7 +7,7 @@ from torch.nn.modules import module as module_calls
 
 __all__ = ["attributes_of", "buffer_table", "child_table", "global_hooks", "hooks_of", "parameter_table"]
 
-READ_IN = "2.11.0, 2.13.0, 2.14.1"
+READ_IN = "2.11.0, 2.13.0, 2.14.1, 2.15.0"
 
 TABLES = ("_parameters", "_buffers", "_modules")
 HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")

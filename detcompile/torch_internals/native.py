@@ -6,7 +6,7 @@ import torch
 
 __all__ = ["encoder_layer_forward", "pad", "parse_to", "storage_at"]
 
-READ_IN = "2.11.0, 2.13.0, 2.14.1"
+READ_IN = "2.11.0, 2.13.0, 2.14.1, 2.15.0"
 NAMES = {
     "encoder_layer_forward": "What nn.TransformerEncoderLayer calls when it does not train. Without it: its attention "
     "is computed by a kernel with an order of its own.",

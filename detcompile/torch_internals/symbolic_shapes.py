@@ -20,7 +20,7 @@ __all__ = [
     "make_fx",
 ]
 
-READ_IN = "2.11.0, 2.13.0, 2.14.1"
+READ_IN = "2.11.0, 2.13.0, 2.14.1, 2.15.0"
 NAMES = {
     "ConstraintViolationError": "Raised when a trace fixes an extent that was marked as unknown. Without it: a user is "
     "not told that the model makes a Python number of it.",

@@ -30,7 +30,7 @@ from detcompile.torch_internals.graph_nodes import innermost_model_frame
 
 __all__ = ["TracedCall"]
 
-READ_IN = "2.11.0, 2.13.0, 2.14.1"
+READ_IN = "2.11.0, 2.13.0, 2.14.1, 2.15.0"
 
 # Shape functions of torch's whose guards decide the strides of a fake result, or an error, and no value.
 OF_STRIDES = (
@@ -178,9 +178,13 @@ def _changes(var: Any, effects: side_effects.SideEffects, graph: Any) -> Iterato
         if not _is_as_before(var, attribute, value, graph):
             of = "" if isinstance(var, variables.NewGlobalVariable) else f"{name}."
             yield f"{of}{attribute} is assigned{_at(effects, var)}"
-    has_new_items = getattr(var, "has_new_items", lambda: True)  # of a dict
-    has_new_content = getattr(var, "is_base_vt_modified", lambda _: False)  # of an object that is a list or dict too
-    if has_new_content(effects) if assigned else has_new_items():
+    if not assigned:
+        is_changed = getattr(var, "has_new_items", lambda: True)()  # of a dict
+    elif hasattr(var, "is_base_vt_modified"):  # an object that is a list or dict too, before torch 2.15
+        is_changed = var.is_base_vt_modified(effects)
+    else:
+        is_changed = isinstance(var.mutation_type, ValueMutationExisting) and var.mutation_type.is_modified
+    if is_changed:
         yield f"{name} is changed{_at(effects, var)}"
 
 

@@ -20,6 +20,12 @@ SEEN: list[Tensor] = []
 CALLS = 0
 
 
+class Noted(list[Tensor]):
+    """A list with an attribute. Dynamo records changes of the two separately."""
+
+    note = 0
+
+
 class Held(nn.Module):
     """What a module may hold, and a forward of its own."""
 
@@ -33,6 +39,8 @@ class Held(nn.Module):
         self.calls = 0
         self.seen: list[Tensor] = []
         self.cache: dict[str, Tensor] = {}
+        self.noted = Noted()
+        self.noted.note = 1
         self.own_forward = forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -72,6 +80,12 @@ def counted_globally(m, x):
 
 def appended(m, x):
     m.seen.append(x)
+    return x * 2
+
+
+def noted_and_appended(m, x):
+    m.noted.note = 1  # as before: only the content changes
+    m.noted.append(x)
     return x * 2
 
 
@@ -363,7 +377,7 @@ REFUSED: dict[str, tuple[str, Any, tuple[Any, ...]]] = {
     function.__name__: (said, *called(function, *args))
     for said, args, functions in [
         (STATE, (x,), [reassigned_buffer, reassigned_attribute, new_attribute, counted, counted_globally, appended]),
-        (STATE, (x,), [appended_globally, cached, cached_keys, drawn_integer]),
+        (STATE, (x,), [noted_and_appended, appended_globally, cached, cached_keys, drawn_integer]),
         (STATE, (x, []), [argument_changed]),
         (WRITES, (x,), [buffer_in_place, attribute_in_place, global_in_place, data_in_place, input_in_place]),
         (NO_GRAPH, (x,), [input_transposed_in_place, drawn_in_python, drawn_by_numpy, timed, timed_counter]),

@@ -9,6 +9,7 @@ enters mma.sync with its k in another order, which changes bits.
 
 import triton
 import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
 
 from detcompile.templates.device.dependent_launch import let_next_start, wait_for_earlier
 from detcompile.templates.device.primitives import widened
@@ -27,6 +28,20 @@ NARROW_BFLOAT16 = tl.constexpr(
     "lop3.b32 $2, a, 0x000F000F, 0x43004300, 0xEA; lop3.b32 $3, b, 0x000F000F, 0x43004300, 0xEA;"
     "sub.rn.bf16x2 $0, $0, $7; sub.rn.bf16x2 $1, $1, $8; sub.rn.bf16x2 $2, $2, $11; sub.rn.bf16x2 $3, $3, $12;"
     "mul.rn.bf16x2 $0, $0, $5; mul.rn.bf16x2 $1, $1, $6; mul.rn.bf16x2 $2, $2, $9; mul.rn.bf16x2 $3, $3, $10;}"
+)
+# The same below compute capability 9, whose only arithmetic on bfloat16 pairs is fma: a - b = a * 1 - b and
+# a * b = a * b - 0 round once, too.
+NARROW_BFLOAT16_BY_FMA = tl.constexpr(
+    "{ .reg .b32 a, b, c, d, e, f, one, zero; mov.b32 one, 0x3F803F80; mov.b32 zero, 0x80008000;"
+    "prmt.b32 a, $4, 0, 0x4140; prmt.b32 b, $4, 0, 0x4342;"
+    "lop3.b32 $0, a, 0x000F000F, 0x43004300, 0xEA; lop3.b32 $1, b, 0x000F000F, 0x43004300, 0xEA;"
+    "shr.b32 a, a, 4; shr.b32 b, b, 4;"
+    "lop3.b32 $2, a, 0x000F000F, 0x43004300, 0xEA; lop3.b32 $3, b, 0x000F000F, 0x43004300, 0xEA;"
+    "neg.bf16x2 c, $7; neg.bf16x2 d, $8; neg.bf16x2 e, $11; neg.bf16x2 f, $12;"
+    "fma.rn.bf16x2 $0, $0, one, c; fma.rn.bf16x2 $1, $1, one, d;"
+    "fma.rn.bf16x2 $2, $2, one, e; fma.rn.bf16x2 $3, $3, one, f;"
+    "fma.rn.bf16x2 $0, $0, $5, zero; fma.rn.bf16x2 $1, $1, $6, zero;"
+    "fma.rn.bf16x2 $2, $2, $9, zero; fma.rn.bf16x2 $3, $3, $10, zero;}"
 )
 NARROW_FLOAT16 = tl.constexpr(
     "{ .reg .b32 a, b;"
@@ -97,7 +112,8 @@ def narrow_weights(q, low, low_offset, high, high_offset, dtype: tl.constexpr):
     """
     if dtype == tl.bfloat16:
         w_low, w_high = tl.inline_asm_elementwise(
-            NARROW_BFLOAT16, NARROW_REGISTERS, [q, low, low_offset, high, high_offset],
+            NARROW_BFLOAT16 if cuda_capability_geq(9, 0) else NARROW_BFLOAT16_BY_FMA, NARROW_REGISTERS,
+            [q, low, low_offset, high, high_offset],
             dtype=(tl.bfloat16, tl.bfloat16), is_pure=False, pack=4,
         )  # fmt: skip
     else:

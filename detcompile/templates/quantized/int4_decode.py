@@ -19,6 +19,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.language.target_info import cuda_capability_geq
 
 from detcompile.templates.device.dependent_launch import (
     fetch_ahead,
@@ -27,7 +28,12 @@ from detcompile.templates.device.dependent_launch import (
     launch_options,
 )
 from detcompile.templates.device.primitives import barrier, widened
-from detcompile.templates.quantized.dequantize import NARROW_BFLOAT16, NARROW_FLOAT16, NARROW_REGISTERS
+from detcompile.templates.quantized.dequantize import (
+    NARROW_BFLOAT16,
+    NARROW_BFLOAT16_BY_FMA,
+    NARROW_FLOAT16,
+    NARROW_REGISTERS,
+)
 from detcompile.templates.quantized.schedules import Int4Decode
 
 _AHEAD_BYTES = 16 << 20  # of weights, prefetched into L2 while the previous kernel is finishing
@@ -142,7 +148,8 @@ def _weights(q, scale, offset):
     """dequantize.narrow_weights with one scale for both halves."""
     if scale.dtype == gl.bfloat16:
         low, high = gl.inline_asm_elementwise(
-            NARROW_BFLOAT16, NARROW_REGISTERS, [q, scale, offset, scale, offset],
+            NARROW_BFLOAT16 if cuda_capability_geq(9, 0) else NARROW_BFLOAT16_BY_FMA, NARROW_REGISTERS,
+            [q, scale, offset, scale, offset],
             dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=4,
         )  # fmt: skip
     else:

@@ -159,7 +159,7 @@ def test_the_wheel_holds_the_package_its_data_and_nothing_else(tmp_path):
     shutil.copytree(ROOT / "detcompile", source / "detcompile", ignore=shutil.ignore_patterns("__pycache__"))
     for link in LINKS:
         (source / link).symlink_to(f"detcompile/{link}")
-    data_folders = {"cpu", "direct", "tiny", "draft", "medusa"}
+    data_folders = {"cpu", "direct", "exact", "tiny", "draft", "medusa"}
     expected = {
         path.relative_to(source).as_posix()
         for path in (source / "detcompile").rglob("*")

@@ -23,7 +23,7 @@ def test_demo_shows_answers_receipt_and_speeds() -> None:
     text = " ".join(done.output.split())
     assert done.exit_code == 0, done.output
     expected = ("The answers of transformers are", "Different answers", "crowds of 1, 3", "prefix cache")
-    for words in (*expected, "prompt in chunks", "all 24 tokens came out"):
+    for words in (*expected, "prompt in chunks", "all 24 tokens were reproduced"):
         assert words in text
     assert "token 20 forged: differs: " in text and "Tokens a second here" in text
 

@@ -363,7 +363,7 @@ def test_what_cannot_be_exported_is_refused(
         patched.setattr(exporting, "DEVICES", ("cuda",))
         detcompile.export(models["llama"], tmp_path / "m.pt2")
     for path in (tmp_path / "m.zip", tmp_path / "missing" / "m.pt2"):
-        with pytest.raises(InvalidInput, match="folder that exists, whose name ends with"):
+        with pytest.raises(InvalidInput, match=r"a file name that ends with \.pt2, in a folder that exists"):
             detcompile.export(models["llama"], path)
     with pytest.raises(InvalidInput, match="'inside' or 'beside'"):
         detcompile.export(models["llama"], tmp_path / "m.pt2", weights="outside")  # type: ignore[arg-type]
@@ -394,7 +394,7 @@ def test_a_file_that_is_not_an_archive_s_own_is_not_replaced_by_weights(
         exporting.require_target(path)
 
     checkpoint.write_bytes(b"a checkpoint's")
-    with pytest.raises(InvalidInput, match=r"model\.safetensors, which is there"):
+    with pytest.raises(InvalidInput, match=r"model\.safetensors, which is not part of an archive"):
         detcompile.export(tmp_path, path, weights="beside")
     path.write_bytes(b"no archive")
     assert_refused()

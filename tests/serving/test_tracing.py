@@ -121,6 +121,10 @@ def test_log_lines_are_json_objects(monkeypatch: pytest.MonkeyPatch) -> None:
     written = io.StringIO()
     monkeypatch.setattr("sys.stderr", written)
     root, ours = logging.getLogger(), logging.getLogger("detcompile.serving")
+    for name in ("uvicorn", "uvicorn.error"):  # which a server in this process may have configured
+        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
+        monkeypatch.setattr(logging.getLogger(name), "disabled", False)
+        monkeypatch.setattr(logging.getLogger(name), "handlers", [])
     before = [*root.handlers], [*ours.handlers], ours.level, ours.propagate
     try:
         write_logs(as_json=True)

@@ -159,7 +159,7 @@ REFUSED = {
         "2 ranks added in the tree \\(4,\\), declared",
     ),
     "experts' other tree below": (lambda x, w: summed(of_experts(x, w, [4])), "a subtree \\(4,\\) on each of 2 ranks"),
-    "no product at all": (lambda x, w: summed(x + 1), "no partial sums of a matrix product"),
+    "no product at all": (lambda x, w: summed(x + 1), "are not partial sums of a matrix product"),
     "a sum of no product": (lambda x, w: in_place(x * 2), OWN),
     "a product with a bias": (lambda x, w: in_place(functional.linear(x, w, w[:, 0])), OWN),
     "a product that is rounded twice": (lambda x, w: in_place(functional.linear(x, w).bfloat16().float()), OWN),

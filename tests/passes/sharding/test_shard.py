@@ -165,7 +165,8 @@ def test_experts_of_another_kind_are_refused_by_name():
         parallel_plans.style_of("layers.0.mlp.experts.identity_expert", plan)
     model = random_model("llama", torch.float32)
     calls, _ = probe_attention(model, 512)
-    planned = mock.patch.object(type(model.config), "base_model_tp_plan", {"layers.*.mlp": "moe_tp_experts"})
+    plan = {"layers.*.mlp": "moe_tp_experts", "layers.*.self_attn.o_proj": "rowwise"}
+    planned = mock.patch.object(type(model.config), "base_model_tp_plan", plan)
     with planned, pytest.raises(UnsupportedModel, match=r"layers\.0\.mlp: the experts of a LlamaMLP over several"):
         shard(model, calls, Numerics(), a_rank(2))
 

@@ -16,6 +16,7 @@ from detcompile.runtime.grammars.json_schemas import WHITESPACE
 from detcompile.runtime.requests.sampling_params import SamplingParams
 
 ADVICE = "switch thinking off in the chat template (chat_template_kwargs), or give a JSON schema, a regex or a choice"
+MAX_REPEATS = (1 << 31) - 1  # llguidance's limit of a repetition, beyond any context
 UNESCAPED_SLASH = re.compile(r"(\\.)|/", re.DOTALL)
 
 
@@ -117,7 +118,7 @@ def within_budget(thinking: Thinking, token_of: Callable[[str], int | None], bud
 
 
 def _thoughts(most: int) -> str:
-    return f"thought{{0,{most}}}" if most else ""
+    return f"thought{{0,{min(most, MAX_REPEATS)}}}" if most else ""
 
 
 def _token(text: str, token_of: Callable[[str], int | None]) -> int:

@@ -98,8 +98,6 @@ def with_reasoning(
     if thinking is None:
         return params
     composed = use is not None and use.grammar is not None
-    if budget is not None:
-        budget = min(budget, service.hello.max_context)
     try:
         return params_of_answers(params, thinking, service.texts.vocabulary, composed=composed, budget=budget)
     except InvalidInput as error:

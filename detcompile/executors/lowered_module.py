@@ -81,7 +81,7 @@ class LoweredModule:
         if head is None:
             raise InvalidInput("this model has no output head to read hidden states of: use another drafter")
         if self.description.numerics.is_exact:
-            raise InvalidInput("the head's weights are quantised (Numerics.arithmetic): use another drafter")
+            raise InvalidInput("the head's weights are quantized (Numerics.arithmetic): use another drafter")
         weight: Tensor = head.whole_weight() if isinstance(head, GatheredLinear) else head.weight.detach()
         return weight
 

@@ -223,7 +223,8 @@ class ModelObject:
             return f"the weights are in an archive or in worker processes: {instead}"
         if self.executor.ranks is not None or self.executor.description.stage is not None:
             return f"this process has only a share of the weights: {instead}"
-        if getattr(self.config, "quantization_config", None) is not None:
+        is_exact = self.executor.description.numerics.is_exact
+        if is_exact or getattr(self.config, "quantization_config", None) is not None:
             return f"the quantized weights are laid out for this program: {instead}"
         return None
 

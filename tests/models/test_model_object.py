@@ -6,6 +6,7 @@ import io
 import pickle
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +34,7 @@ from detcompile import CompiledClassifier, CompiledModel, InvalidInput, Unserved
 from detcompile.executors.description import ParameterCount
 from detcompile.models.model_object import INSTEAD, READS_WEIGHTS
 from detcompile.models.padded_calls import REFUSED, SERVED, require_served
+from detcompile.orders.numerics import Numerics
 from detcompile.transformers_internals.generation import cache_keyword
 from tests.bits import assert_bitwise_equal
 from tests.model_cases import VOCAB_SIZE, compiled, random_model
@@ -103,10 +105,12 @@ def test_its_weights_are_read_as_hugging_face_has_them(tmp_path: Path) -> None:
 
 def test_weights_that_are_elsewhere_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = model()
+    exact = replace(ours.executor.description, numerics=Numerics(arithmetic="exact8"))
     for owner, name, value, reason in (
         (ours, "model", SimpleNamespace(config=ours.config), "in an archive or in worker processes"),
         (ours.executor, "ranks", object(), "only a share of the weights"),
         (ours.config, "quantization_config", {"bits": 4}, "the quantized weights are laid out"),
+        (ours.executor, "description", exact, "the quantized weights are laid out"),
     ):
         with monkeypatch.context() as patched:
             patched.setattr(owner, name, value, raising=False)

@@ -137,8 +137,8 @@ def new_app(
 
 
 def _traced(inside: ASGIApp) -> ASGIApp:
-    """Wrap an application in traces if OpenTelemetry is installed."""
-    if importlib.util.find_spec("opentelemetry") is None:
+    """Wrap an application in traces if OpenTelemetry's API is installed; other packages share its namespace."""
+    if any(importlib.util.find_spec(name) is None for name in ("opentelemetry", "opentelemetry.trace")):
         return inside
     layer: ASGIApp = importlib.import_module("detcompile.serving.tracing").Tracing(inside)
     return layer

@@ -28,6 +28,7 @@ from detcompile.serving.engines import protocol
 from detcompile.serving.engines.fleet import Fleet
 from detcompile.serving.engines.handshake import front_of
 from detcompile.serving.engines.launchers import LocalProcess
+from detcompile.serving.logs import write_logs
 from detcompile.serving.server import listen, serve
 from detcompile.serving.service import Service
 
@@ -102,6 +103,7 @@ def run_engine(connection: socket.socket, interval: float) -> None:
 
 async def serve_front(interval: float, port: int) -> int:
     """Serve HTTP over the scripted engine, until a signal."""
+    write_logs(as_json=False)
     command = [sys.executable, "-m", "benchmarks.scripted_engine", "--interval", str(interval), "--engine"]
     fleet = functools.partial(Fleet, launcher=LocalProcess(command))
     with listen("127.0.0.1", port) as sock:

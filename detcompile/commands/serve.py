@@ -36,6 +36,7 @@ from detcompile.serving.engines.launchers import DialIn, Launcher  # noqa: E402
 from detcompile.serving.engines.protocol import Delta, EngineSpec  # noqa: E402
 from detcompile.serving.engines.ray_actors import RayActors  # noqa: E402
 from detcompile.serving.journal.journal import Journal  # noqa: E402
+from detcompile.serving.logs import write_logs  # noqa: E402
 from detcompile.serving.receipts.issuer import Issuer, ReceiptLevel  # noqa: E402
 from detcompile.serving.receipts.keys import read_signing_key  # noqa: E402
 from detcompile.serving.receipts.log import ReceiptLog  # noqa: E402
@@ -93,8 +94,6 @@ class Receipts:
         """Create the issuer of receipts."""
         key = None if self.sign is None else read_signing_key(self.sign)
         log = None if self.receipt_log is None else ReceiptLog(self.receipt_log)
-        if log is not None and log.num_cut:
-            print(f"{self.receipt_log}: cut off {log.num_cut} bytes of a line without an end", file=sys.stderr)
         return Issuer(self.receipts, key, log, __version__)
 
 
@@ -237,6 +236,7 @@ def command(
     engine: EngineOptions,
 ) -> None:
     """Serve a model over OpenAI's API; the seed and fingerprint of an answer repeat it bit for bit."""
+    write_logs(as_json=web.log_format == "json")
     keys = KeyFile(api_keys)
     if not keys.digests and not insecure and not is_loopback(host):
         raise InvalidInput(f"--host {host} lets other machines in: add --api-keys FILE, or --insecure")
@@ -247,9 +247,9 @@ def command(
     service = functools.partial(Service, **names, receipts=receipts.issuer(), fleet=fleet)
     shown = {"version": __version__, "digests": keys.digests, **web.options()}
     app = functools.partial(new_app, **shown)
-    as_json = web.log_format == "json"
-    with asyncio.Runner(loop_factory=uvicorn.Config("").get_loop_factory()) as runner:  # uvloop's if it is installed
-        sys.exit(runner.run(_served(spec, (host, port), bounds, service, app, keys, json_logs=as_json)))
+    loop = uvicorn.Config("", log_config=None).get_loop_factory()  # uvloop's if it is installed
+    with asyncio.Runner(loop_factory=loop) as runner:
+        sys.exit(runner.run(_served(spec, (host, port), bounds, service, app, keys)))
 
 
 async def _served(
@@ -259,14 +259,10 @@ async def _served(
     make_service: Callable[[], Service],
     make_app: Callable[[Service], ASGIApp],
     keys: KeyFile,
-    *,
-    json_logs: bool,
 ) -> int:
     with listen(*address) as sock:
         service = make_service()  # needs the running event loop
-        app = make_app(service)
-        limits = bounds.drain, bounds.stall
-        return await serve(service, app, spec, sock, *limits, keys.read_again, json_logs=json_logs)
+        return await serve(service, make_app(service), spec, sock, bounds.drain, bounds.stall, keys.read_again)
 
 
 def _log(path: Path) -> IO[str]:

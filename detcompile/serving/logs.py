@@ -18,10 +18,8 @@ class JSONLines(logging.Formatter):
 
 
 def write_logs(*, as_json: bool) -> None:
-    """Write the log messages of this package to standard error; with ``as_json``, those of all packages."""
+    """Write log messages to standard error: those of this package from INFO on, of others from WARNING on."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JSONLines() if as_json else logging.Formatter("%(message)s"))
-    ours = logging.getLogger("detcompile.serving")
-    ours.setLevel(logging.INFO)
-    ours.propagate = as_json
-    (logging.getLogger() if as_json else ours).addHandler(handler)
+    logging.getLogger().addHandler(handler)
+    logging.getLogger("detcompile.serving").setLevel(logging.INFO)

@@ -13,12 +13,10 @@ from types import FrameType
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.config import LOGGING_CONFIG
 
 from detcompile.errors import InvalidInput
 from detcompile.serving.connections import bounded_protocol
 from detcompile.serving.engines.protocol import EngineSpec
-from detcompile.serving.logs import write_logs
 from detcompile.serving.service import Service
 
 logger = logging.getLogger(__name__)
@@ -113,8 +111,6 @@ async def serve(
     drain: float,
     stall: float = STALL_SECONDS,
     read_keys: Callable[[], None] = lambda: None,
-    *,
-    json_logs: bool = False,
 ) -> int:
     """Serve until a signal or until the engine is lost; return the exit code: 0, or ENGINE_LOST.
 
@@ -124,15 +120,13 @@ async def serve(
         drain: seconds for open requests to finish after a signal.
         stall: seconds that a connection may make no progress.
         read_keys: reloads the API keys on SIGHUP.
-        json_logs: log messages are JSON lines, also those of uvicorn.
 
     Raises:
         DetcompileError: the engine cannot serve this model.
     """
-    write_logs(as_json=json_logs)
     config = uvicorn.Config(
         app,
-        log_config=None if json_logs else LOGGING_CONFIG,
+        log_config=None,  # its messages go to the root logger's handlers
         http=bounded_protocol(stall),
         log_level="warning",
         access_log=False,

@@ -14,6 +14,7 @@ import uvicorn
 from detcompile.serving import server
 from detcompile.serving.access import KeyFile
 from detcompile.serving.app import new_app
+from detcompile.serving.logs import write_logs
 from tests.serving.scripted_service import SPEC, scripted
 
 SEND_BYTES = 16_384  # of a connection in the kernel, so that a client that does not read is soon waited for
@@ -29,6 +30,7 @@ async def main() -> int:
     given = parser.parse_args()
     service = scripted(replicas=given.replicas, spare=given.spare, most_restarts=given.restarts)
     server.LOST_SECONDS = 0.5
+    write_logs(as_json=False)
     with server.listen("127.0.0.1", 0) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)  # which its connections inherit
         keys = KeyFile(given.api_keys)

@@ -1,18 +1,21 @@
 """What operators read: traces of requests, and log messages as JSON lines."""
 
 import asyncio
+import importlib.util
 import io
 import json
 import logging
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from opentelemetry import trace
 
+from detcompile.commands import serve
 from detcompile.serving import tracing
 from detcompile.serving.app import new_app
-from detcompile.serving.logs import JSONLines, write_logs
+from detcompile.serving.logs import JSONLines
 from detcompile.serving.service import Service
 from tests.serving.instant_fleet import InstantFleet
 from tests.serving.scripted_service import SPEC
@@ -117,7 +120,15 @@ def test_without_a_provider_the_trace_is_passed_on(caller: str | None) -> None:
     assert answer.headers.get("traceparent") == known and line.get("trace_id") == (known and known[3:35])
 
 
-def test_log_lines_are_json_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("missing", ["opentelemetry", "opentelemetry.trace"])
+def test_server_runs_without_opentelemetry(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == missing else find(name))
+    answer, line = sent("/v1/models", traceparent=CALLER)
+    assert answer.status_code == 200 and "traceparent" not in answer.headers and "trace_id" not in line
+
+
+def test_log_lines_are_json_objects(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     written = io.StringIO()
     monkeypatch.setattr("sys.stderr", written)
     root, ours = logging.getLogger(), logging.getLogger("detcompile.serving")
@@ -125,17 +136,28 @@ def test_log_lines_are_json_objects(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(logging.getLogger(name), "propagate", True)
         monkeypatch.setattr(logging.getLogger(name), "disabled", False)
         monkeypatch.setattr(logging.getLogger(name), "handlers", [])
-    before = [*root.handlers], [*ours.handlers], ours.level, ours.propagate
-    try:
-        write_logs(as_json=True)
+
+    async def served(*given: Any) -> int:
         logging.getLogger("detcompile.serving.server").info("serving %s", 'a "model"\n')
         try:
             raise ValueError("why")
         except ValueError:
             logging.getLogger("uvicorn.error").exception("failed")
+        return 0
+
+    monkeypatch.setattr(serve, "_served", served)
+    log = tmp_path / "log"
+    log.write_bytes(b'{"payload')
+    options = {name.lower(): getattr(serve, name)() for name in ("Chat", "Bounds", "Kept", "Processes", "Loading")}
+    options |= {"web": serve.Web(log_format="json"), "receipts": serve.Receipts(receipt_log=log)}
+    before = [*root.handlers], ours.level
+    try:
+        with pytest.raises(SystemExit, match="0"):
+            serve.command("tiny", **options, engine=serve.EngineOptions())
     finally:
-        root.handlers, ours.handlers, ours.level, ours.propagate = before
-    first, second = map(json.loads, written.getvalue().splitlines())
+        root.handlers, ours.level = before
+    cut, first, second = map(json.loads, written.getvalue().splitlines())
+    assert cut["message"] == f"{log}: cut off 9 bytes of a line without an end" and cut["level"] == "warning"
     assert first["message"] == 'serving a "model"\n' and first["level"] == "info" and first["time"] > 1e9
     assert first["logger"] == "detcompile.serving.server" and "traceback" not in first
     assert second["message"] == "failed" and second["traceback"].endswith("ValueError: why")

@@ -9,12 +9,14 @@ import sys
 
 from detcompile.serving import server
 from detcompile.serving.app import new_app
+from detcompile.serving.logs import write_logs
 from tests.serving.scripted_service import SPEC, scripted
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
 
 
 async def main() -> int:
+    write_logs(as_json=False)
     service = scripted(most_restarts=5, chat_template=TEMPLATE)
     demo = "--no-demo" not in sys.argv
     digests = [hashlib.sha256(key.encode()).digest() for key in sys.argv[1:] if key != "--no-demo"]

@@ -2,6 +2,7 @@
 
 import fcntl
 import hashlib
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from detcompile.serving.receipts.envelope import Envelope, payload_digest, paylo
 from detcompile.serving.receipts.keys import VerifyKey
 from detcompile.serving.receipts.receipt import LogPlace, Receipt, decode_receipt
 
+logger = logging.getLogger(__name__)
 LINE_START = b'{"payloadType":"'
 PROBE = 4096  # bytes to write to test for free space
 TAIL = 1 << 16  # bytes to read at a time to find the last line
@@ -42,7 +44,6 @@ class ReceiptLog:
 
     Attributes:
         place: position of the next receipt.
-        num_cut: bytes cut off.
 
     Raises:
         InvalidInput: the end is not a receipt, or another server writes to the log.
@@ -109,11 +110,12 @@ class ReceiptLog:
         last, self._size = _last_line(self._file, size)
         if last is not None:
             self.place = _next_place(last, path)
-        self.num_cut = size - self._size
-        if self.num_cut:
-            if os.pread(self._file, len(LINE_START), self._size) != LINE_START[: self.num_cut]:
+        num_cut = size - self._size
+        if num_cut:
+            if os.pread(self._file, len(LINE_START), self._size) != LINE_START[:num_cut]:
                 raise InvalidInput(f"--receipt-log {path}: its end is not a receipt; give another file")
             os.ftruncate(self._file, self._size)
+            logger.warning("%s: cut off %d bytes of a line without an end", path, num_cut)
 
 
 def read_log(path: Path) -> Iterator[Line]:

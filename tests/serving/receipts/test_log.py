@@ -98,12 +98,14 @@ def test_a_line_of_another_key_is_named(tmp_path: Path, key: SigningKey) -> None
         list(checked_lines(tmp_path / "log", key.public, None))
 
 
-def test_what_a_killed_server_left_is_cut_off_and_the_chain_goes_on(tmp_path: Path) -> None:
+def test_what_a_killed_server_left_is_cut_off_and_the_chain_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "log"
     lines = written(path, None)
     path.write_bytes(b"".join(lines)[:-20])
     log = ReceiptLog(path)
-    assert log.num_cut == len(lines[-1]) - 20
+    assert caplog.messages == [f"{path}: cut off {len(lines[-1]) - 20} bytes of a line without an end"]
     log.append(seal(receipt(99, log), None))
     assert [line.receipt.created for line in read_log(path)] == [0, 1, 2, 3, 99]
 

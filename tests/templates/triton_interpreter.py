@@ -22,6 +22,7 @@ __all__ = [
     "DEVICE",
     "DOT_DTYPES",
     "INTERPRETED",
+    "NEEDS_COMPILER",
     "NEEDS_GPU",
     "NEEDS_TRITON",
     "QUICK_DOT_DTYPES",
@@ -32,6 +33,9 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 DOT_DTYPES = [torch.float32] if INTERPRETED else [torch.bfloat16, torch.float16, torch.float32]
 QUICK_DOT_DTYPES = exhaustive_unless(lambda dtype: dtype is not torch.float16, DOT_DTYPES)  # bfloat16: the same code
+NEEDS_COMPILER = pytest.mark.skipif(
+    INTERPRETED, reason="needs Triton's compiler, and TRITON_INTERPRET=1 replaces it by the interpreter"
+)
 NEEDS_GPU = [
     pytest.mark.gpu,
     pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA GPU"),

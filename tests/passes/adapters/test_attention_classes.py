@@ -132,7 +132,10 @@ def test_code_that_reads_its_mask_is_named(name: str) -> None:
         probe_attention(tiny_model(name), 64)
 
 
-@pytest.mark.skipif(numbers(transformers.__version__) >= (5, 24), reason="moshi is causal in 5.24")
+@pytest.mark.skipif(
+    numbers(transformers.__version__) >= (5, 24),
+    reason="checks that a moshi without a causal mask is refused; transformers 5.24 always makes the mask",
+)
 def test_a_model_that_makes_no_causal_mask_is_refused() -> None:
     """moshi attends both ways unless it is given a mask."""
     with pytest.raises(UnsupportedModel, match="sees both ways"):

@@ -67,8 +67,10 @@ def test_every_axis_holds(axis: str, device: str) -> None:
 
 
 def test_norm_of_an_experts_output_is_applied() -> None:
-    """Muse Spark's, in transformers 5.24."""
-    spark = pytest.importorskip("transformers.models.muse_spark.modeling_muse_spark")
+    spark = pytest.importorskip(
+        "transformers.models.muse_spark.modeling_muse_spark",
+        reason="checks the experts of Muse Spark, which transformers has from 5.24 on",
+    )
     sizes = {"num_local_experts": 6, "moe_hidden_size": 32, "moe_intermediate_size": 48}
     stack = spark.MuseSparkExperts(spark.MuseSparkTextConfig(num_hidden_layers=1, **sizes))
     generator = torch.Generator().manual_seed(2)

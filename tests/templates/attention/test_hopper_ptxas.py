@@ -5,12 +5,10 @@ instruction, and says so in its log; the bits are the same, the speed is not. Th
 installed: 12.8 in Triton 3.6 and 3.7.
 """
 
-import pytest
-
 from tests.templates.offline_compiler import OfflineCompiler
-from tests.templates.triton_interpreter import INTERPRETED
+from tests.templates.triton_interpreter import NEEDS_COMPILER
 
-pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+pytestmark = NEEDS_COMPILER
 
 COMPILE = """
 import os

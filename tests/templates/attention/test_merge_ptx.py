@@ -3,12 +3,10 @@ it replaces, operation by operation."""
 
 import re
 
-import pytest
-
 from tests.templates.offline_compiler import OfflineCompiler
-from tests.templates.triton_interpreter import INTERPRETED
+from tests.templates.triton_interpreter import NEEDS_COMPILER
 
-pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+pytestmark = NEEDS_COMPILER
 
 COMPILE = """
 from triton.backends.compiler import GPUTarget

@@ -20,7 +20,7 @@ from detcompile import templates
 from detcompile.templates.device import launcher as launching
 from detcompile.templates.device.launcher import launcher
 from tests.bits import assert_bitwise_equal
-from tests.templates.triton_interpreter import INTERPRETED, NEEDS_GPU
+from tests.templates.triton_interpreter import INTERPRETED, NEEDS_COMPILER, NEEDS_GPU
 
 
 @triton.jit
@@ -148,7 +148,7 @@ def _kernels() -> list[JITFunction]:
     return list(found.values())
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+@NEEDS_COMPILER
 def test_keys_of_compiled_kernels_do_not_depend_on_which_is_launched_first() -> None:
     """Another process, whose threads hash kernels in another order, finds them."""
     kernels = _kernels()
@@ -164,7 +164,7 @@ def test_keys_of_compiled_kernels_do_not_depend_on_which_is_launched_first() -> 
     assert keys(kernels) == keys(reversed(kernels))
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+@NEEDS_COMPILER
 def test_constants_of_one_name_are_equal_in_all_that_a_kernel_calls() -> None:
     """Triton sorts those of one name by addresses, which are others in each process."""
     for kernel in _kernels():

@@ -3,12 +3,10 @@ is loaded or stored beside. The tree of the lanes follows the layout (row_sums).
 
 import json
 
-import pytest
-
 from tests.templates.offline_compiler import OfflineCompiler
-from tests.templates.triton_interpreter import INTERPRETED
+from tests.templates.triton_interpreter import NEEDS_COMPILER
 
-pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+pytestmark = NEEDS_COMPILER
 
 COMPILE = """
 import json

@@ -25,8 +25,8 @@ def answer_plot(report: dict) -> str:
     how, prompt = next(
         (how, place)
         for how in ("greedy", "temperature 0.8")
-        for place, found in enumerate(part[how]["transformers"]["answers"])
-        if len(found) > 1
+        for place, texts in enumerate(part[how]["transformers"]["answers"])
+        if len(texts) > 1
     )
     theirs, (ours, *others) = (part[how][side]["answers"][prompt] for side in ("transformers", "detcompile"))
     assert not others, "detcompile gave two answers"

@@ -31,17 +31,17 @@ class Item(NamedTuple):
 def items() -> list[Item]:
     """Return sums, differences and products, then the cloze items, whose wrong choices are other items' right ones."""
     rng = random.Random(0)
-    found: list[Item] = []
-    while len(found) < 100:
-        item = _arithmetic(rng, len(found))
-        if item.stem not in {other.stem for other in found}:
-            found.append(item)
+    result: list[Item] = []
+    while len(result) < 100:
+        item = _arithmetic(rng, len(result))
+        if item.stem not in {other.stem for other in result}:
+            result.append(item)
     for stem, pairs in CLOZE.items():
         words = [pair.split() for pair in pairs.split(", ")]
         for word, right in words:
             wrong = rng.sample([other for _, other in words if other != right], 2)
-            found.append(Item(stem.format(word), (f" {right}", f" {wrong[0]}", f" {wrong[1]}")))
-    return found
+            result.append(Item(stem.format(word), (f" {right}", f" {wrong[0]}", f" {wrong[1]}")))
+    return result
 
 
 def _arithmetic(rng: random.Random, place: int) -> Item:

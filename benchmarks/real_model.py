@@ -38,7 +38,7 @@ import detcompile
 from benchmarks.cpu import cpu_name
 from benchmarks.items import Item, items
 from benchmarks.repeat import left_padded
-from benchmarks.tbik import TOP, Answer, compare
+from benchmarks.tbik import TOP, Answer, answer_of, compare, plain_answers
 from detcompile import CompiledModel, Engine, EngineConfig, MirrorDrafter, NGramDrafter, SamplingParams
 from detcompile.commands.chat_demo import OTHERS, QUESTION, OwnNoise, first_difference
 from detcompile.runtime.requests.outputs import RequestOutput
@@ -58,7 +58,7 @@ SYSTEM = (
     " can. Never ask for the customer's name or address."
 )
 PLACES = ("Norway", "Japan", "Peru", "Kenya", "Italy", "Canada", "India", "Egypt", "Chile", "Greece")
-ASKED = (
+TRAVEL_QUESTIONS = (
     "What should I pack for {}?",
     "When is the best time to see {}?",
     "Is {} expensive?",
@@ -125,8 +125,10 @@ def answers(sides: Sides, _: argparse.Namespace) -> dict[str, object]:
         for chunk in CHUNKS:
             theirs[f"batch 8, chunks of {chunk}"] = _plain_answers(sides.plain, prompts, temperature, 8, chunk)
         report[how] = {
-            side: compare(found) | {"first other token": _partings(found), "ways": list(found)} | _texts(sides, found)
-            for side, found in {"transformers": theirs, "detcompile": ours[how]}.items()
+            side: compare(by_way)
+            | {"first other token": _partings(by_way), "ways": list(by_way)}
+            | _texts(sides, by_way)
+            for side, by_way in {"transformers": theirs, "detcompile": ours[how]}.items()
         }
         require(report[how]["detcompile"]["unique outputs"] == 1.0, f"{how}: answers of ours differ")
     return report
@@ -148,45 +150,35 @@ def _our_answers(engine: Engine, prompts: list[list[int]], temperature: float, b
     ]
     count = max(NUM_PROMPTS, batch)
     outputs = engine.generate(prompts[:count], params[:count], progress=False, strict=True)[:NUM_PROMPTS]
-    found = []
-    for output in outputs:
-        tops = [sorted(entry.top.values(), reverse=True)[:TOP] for entry in output.outputs[0].logprobs]
-        found.append(Answer(output.outputs[0].token_ids, torch.tensor(tops, dtype=torch.float64).exp().tolist()))
-    return found
+    return [answer_of(output.outputs[0]) for output in outputs]
 
 
-@torch.no_grad()
 def _plain_answers(
     model: PreTrainedModel, prompts: list[list[int]], temperature: float, batch: int, chunk: int | None = None
 ) -> list[Answer]:
-    found = []
+    results: list[Answer] = []
     for places in batches_of(max(NUM_PROMPTS, batch), batch):
-        ids, mask = left_padded([prompts[place] for place in places], model.device)
         noise = [OwnNoise(temperature, [SEED + place for place in places])] if temperature else []
-        made = model.generate(
-            ids, attention_mask=mask, max_new_tokens=NUM_TOKENS, do_sample=False, output_logits=True,
-            return_dict_in_generate=True, logits_processor=noise, prefill_chunk_size=chunk,
-        )  # fmt: skip
-        top = torch.stack([step.double().softmax(-1).topk(TOP).values for step in made.logits], 1).tolist()
-        found += [Answer(row, own) for row, own in zip(made.sequences[:, ids.shape[1] :].tolist(), top)]
-    return found[:NUM_PROMPTS]
+        rows = [prompts[place] for place in places]
+        results += plain_answers(model, rows, NUM_TOKENS, logits_processor=noise, prefill_chunk_size=chunk)
+    return results[:NUM_PROMPTS]
 
 
-def _partings(found: dict[str, list[Answer]]) -> list[int | None]:
-    """Of each prompt the first token, counted from 1, on which not all ways agree."""
+def _partings(by_way: dict[str, list[Answer]]) -> list[int | None]:
+    """Return for each prompt the first token, counted from 1, on which not all ways agree."""
     partings = []
-    for rows in zip(*found.values()):
+    for rows in zip(*by_way.values()):
         at = [first_difference(rows[0].tokens, row.tokens) for row in rows[1:]]
         partings.append(min((place + 1 for place in at if place is not None), default=None))
     return partings
 
 
-def _texts(sides: Sides, found: dict[str, list[Answer]]) -> dict[str, object]:
-    """Of each prompt the different answers, and the ways that gave each."""
+def _texts(sides: Sides, by_way: dict[str, list[Answer]]) -> dict[str, object]:
+    """Return for each prompt the different answers, and the ways that gave each."""
     texts = []
-    for rows in zip(*found.values()):
+    for rows in zip(*by_way.values()):
         ways: dict[tuple[int, ...], list[str]] = {}
-        for way, row in zip(found, rows):
+        for way, row in zip(by_way, rows):
             ways.setdefault(tuple(row.tokens), []).append(way)
         texts.append([{"text": sides.ours.tokenizer.decode(list(tokens)), "ways": by} for tokens, by in ways.items()])
     return {"answers": texts}
@@ -197,19 +189,19 @@ def _texts(sides: Sides, found: dict[str, list[Answer]]) -> dict[str, object]:
 
 def items_scored(sides: Sides, _: argparse.Namespace) -> dict[str, object]:
     """Right items, verdicts and log-likelihoods that move, and a digest of all of these, by batch size."""
-    asked, tokenizer = items(), sides.ours.tokenizer
+    tested, tokenizer = items(), sides.ours.tokenizer
     rows: list[tuple[list[int], int]] = []
-    for item in asked:
+    for item in tested:
         start = tokenizer(item.stem, add_special_tokens=False).input_ids
         rows += [(start + tokenizer(c, add_special_tokens=False).input_ids, len(start)) for c in item.choices]
-    report: dict[str, object] = {"items": len(asked), "choices": len(rows), "tokens": sum(len(row) for row, _ in rows)}
+    report: dict[str, object] = {"items": len(tested), "choices": len(rows), "tokens": sum(len(row) for row, _ in rows)}
     scorers: dict[str, Callable[[list[tuple[list[int], int]], int], list[float]]] = {
         "transformers": lambda given, size: _plain_scores(sides.plain, given, size),
         "detcompile": lambda given, size: _our_scores(sides.ours, given, size),
     }
     for side, score in scorers.items():
         scores = {size: score(rows, size) for size in ITEM_BATCHES}
-        report[side] = _score_rows(asked, scores)
+        report[side] = _score_rows(tested, scores)
     digests = {row["sha256"] for row in report["detcompile"].values()}
     require(len(digests) == 1, "log-likelihoods of ours differ")
     return report
@@ -236,23 +228,23 @@ def _our_scores(model: CompiledModel, rows: list[tuple[list[int], int]], batch: 
     return [sum(entry.logprob for entry in output.prompt_logprobs[start:]) for output, (_, start) in zip(outputs, rows)]
 
 
-def _score_rows(asked: list[Item], scores: dict[int, list[float]]) -> dict[str, dict[str, object]]:
+def _score_rows(tested: list[Item], scores: dict[int, list[float]]) -> dict[str, dict[str, object]]:
     report, alone = {}, scores[ITEM_BATCHES[0]]
-    size = len(asked[0].choices)
+    size = len(tested[0].choices)
 
-    def verdicts(found: list[float]) -> list[int]:
-        rows = [found[at : at + size] for at in range(0, len(found), size)]
+    def verdicts(values: list[float]) -> list[int]:
+        rows = [values[at : at + size] for at in range(0, len(values), size)]
         return [row.index(max(row)) for row in rows]
 
-    for batch, found in scores.items():
-        right = sum(choice == 0 for choice in verdicts(found))  # the first choice is the right one
+    for batch, values in scores.items():
+        right = sum(choice == 0 for choice in verdicts(values))  # the first choice is the right one
         report[str(batch)] = {
             "right": right,
-            "score": right / len(asked),
-            "other verdicts than alone": sum(a != b for a, b in zip(verdicts(found), verdicts(alone))),
-            "other log-likelihoods than alone": sum(a != b for a, b in zip(found, alone)),
-            "largest difference": max(abs(a - b) for a, b in zip(found, alone)),
-            "sha256": hashlib.sha256(torch.tensor(found, dtype=torch.float64).numpy().tobytes()).hexdigest(),
+            "score": right / len(tested),
+            "other verdicts than alone": sum(a != b for a, b in zip(verdicts(values), verdicts(alone))),
+            "other log-likelihoods than alone": sum(a != b for a, b in zip(values, alone)),
+            "largest difference": max(abs(a - b) for a, b in zip(values, alone)),
+            "sha256": hashlib.sha256(torch.tensor(values, dtype=torch.float64).numpy().tobytes()).hexdigest(),
         }
     return report
 
@@ -263,7 +255,7 @@ def _score_rows(asked: list[Item], scores: dict[int, list[float]]) -> dict[str, 
 @torch.no_grad()
 def prefix(sides: Sides, _: argparse.Namespace) -> dict[str, object]:
     """Answers and log-probabilities behind a cached beginning, beside those of the whole prompt."""
-    prompts = [sides.chat(text.format(place), SYSTEM) for place in PLACES for text in ASKED][:NUM_PREFIXED]
+    prompts = [sides.chat(text.format(place), SYSTEM) for place in PLACES for text in TRAVEL_QUESTIONS][:NUM_PREFIXED]
     common = next(at for at, column in enumerate(zip(*prompts)) if len(set(column)) > 1)
     report: dict[str, object] = {"prompts": len(prompts), "tokens": PREFIXED_TOKENS, "common tokens": common}
     params = SamplingParams(temperature=0, max_tokens=PREFIXED_TOKENS, logprobs=0, ignore_eos=True)
@@ -380,14 +372,14 @@ def error(sides: Sides, _: argparse.Namespace) -> dict[str, object]:
         }
         for side, make in models.items():
             model = make()
-            found = [model(torch.tensor([prompt])).logits[0].double() for prompt in prompts]
-            rows[f"{side}, {str(dtype)[6:]}"] = _beside_exact(found, exact)
+            logits = [model(torch.tensor([prompt])).logits[0].double() for prompt in prompts]
+            rows[f"{side}, {str(dtype)[6:]}"] = _beside_exact(logits, exact)
             print(side, dtype, rows[f"{side}, {str(dtype)[6:]}"], flush=True)
     return {"positions": sum(map(len, prompts)), "rows": rows}
 
 
-def _beside_exact(found: list[Tensor], exact: list[Tensor]) -> dict[str, float]:
-    one, other = torch.cat(found), torch.cat(exact)
+def _beside_exact(logits: list[Tensor], exact: list[Tensor]) -> dict[str, float]:
+    one, other = torch.cat(logits), torch.cat(exact)
     expected = other.log_softmax(-1)
     kl = (expected.exp() * (expected - one.log_softmax(-1))).sum(-1)
     return {
@@ -453,9 +445,9 @@ def llama(sides: Sides, arguments: argparse.Namespace) -> dict[str, object]:
     given |= {"threads": arguments.threads, "repeats": arguments.repeats}
     command = [arguments.llama, str(Path(__file__).parent / "llama_seconds.py")]
     done = subprocess.run(command, input=json.dumps(given), capture_output=True, text=True, check=True)
-    found = json.loads(done.stdout.splitlines()[-1])
-    taken = {int(count): seconds for count, seconds in found["seconds"].items()}
-    return {"version": found["version"], "tokens": SPEED_TOKENS, "rows": {"llama.cpp, F16": _speeds(taken)}}
+    output = json.loads(done.stdout.splitlines()[-1])
+    taken = {int(count): seconds for count, seconds in output["seconds"].items()}
+    return {"version": output["version"], "tokens": SPEED_TOKENS, "rows": {"llama.cpp, F16": _speeds(taken)}}
 
 
 # ---- all
@@ -496,17 +488,17 @@ def main() -> None:
     sides = Sides(arguments.model)
     for part in arguments.parts.split(","):
         started, before, load = time.perf_counter(), os.times(), os.getloadavg()[0]
-        found = PARTS[part](sides, arguments)
+        section = PARTS[part](sides, arguments)
         after = os.times()
-        found["cpu seconds"] = round(sum(after[:4]) - sum(before[:4]), 1)
-        found |= {"wall seconds": round(time.perf_counter() - started, 1), "threads": arguments.threads}
-        found["load average, start and end"] = [round(load, 1), round(os.getloadavg()[0], 1)]
+        section["cpu seconds"] = round(sum(after[:4]) - sum(before[:4]), 1)
+        section |= {"wall seconds": round(time.perf_counter() - started, 1), "threads": arguments.threads}
+        section["load average, start and end"] = [round(load, 1), round(os.getloadavg()[0], 1)]
         report |= {"commit": arguments.commit, "hardware": f"{cpu_name()}, {os.cpu_count()} cores"}
         report |= {"torch": torch.__version__, "transformers": transformers.__version__}
         report |= {"model": arguments.model, "dtype": str(sides.ours.dtype)[6:], "fingerprint": sides.ours.fingerprint}
-        report[part] = found
+        report[part] = section
         path.write_text(json.dumps(report, indent=1))
-        print(part, json.dumps(found)[:2000], flush=True)
+        print(part, json.dumps(section)[:2000], flush=True)
     print(path)
 
 

@@ -39,7 +39,7 @@ from detcompile.models.hub import TINY_FOLDER
 from detcompile.parallel import backend_of_ranks, rank_device
 from detcompile.runtime.engine_config import EngineConfig
 
-__all__ = ["Answer", "compare", "read_prompts"]
+__all__ = ["Answer", "answer_of", "compare", "plain_answers", "read_prompts"]
 
 BATCHES = (8, 16, 32)
 TOP = 5
@@ -83,14 +83,15 @@ def ours(path: str, tp: int, prompts: list[list[int]], tokens: int) -> dict[int,
     for batch in BATCHES:
         engine = model.engine(EngineConfig(max_num_seqs=batch))
         outputs = engine.generate(prompts, params, progress=False)
-        answers[batch] = [_answer(output.outputs[0]) for output in outputs]
+        answers[batch] = [answer_of(output.outputs[0]) for output in outputs]
         del engine
     if tp > 1:
         model.close()
     return answers
 
 
-def _answer(completion: detcompile.CompletionOutput) -> Answer:
+def answer_of(completion: detcompile.CompletionOutput) -> Answer:
+    """Return an answer drawn with ``logprobs=TOP``."""
     assert completion.logprobs is not None
     tops = [sorted(entry.top.values(), reverse=True)[:TOP] for entry in completion.logprobs]
     return Answer(list(completion.token_ids), torch.tensor(tops, dtype=torch.float64).exp().tolist())
@@ -122,30 +123,26 @@ def _plain_rank(rank: int, tp: int, path: str, prompts: list[list[int]], tokens:
         styles = model.config.base_model_tp_plan.items()
         plan = {f"model.{name}": STYLES[style]() for name, style in styles if style in STYLES}
         parallelize_module(model, init_device_mesh(device.type, (tp,)), plan)
-    answers = {batch: _plain_answers(model, prompts, batch, tokens) for batch in BATCHES}
+    answers = {}
+    for batch in BATCHES:
+        parts = [prompts[first : first + batch] for first in range(0, len(prompts), batch)]
+        answers[batch] = [answer for part in parts for answer in plain_answers(model, part, tokens)]
     if rank == 0:
         torch.save(answers, Path(folder) / "answers.pt")
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _plain_answers(model: torch.nn.Module, prompts: list[list[int]], batch: int, tokens: int) -> list[Answer]:
-    answers = []
-    for first in range(0, len(prompts), batch):
-        rows = prompts[first : first + batch]
-        ids, mask = left_padded(rows, model.device)
-        made = model.generate(
-            ids,
-            attention_mask=mask,
-            max_new_tokens=tokens,
-            do_sample=False,
-            eos_token_id=None,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
-        top = torch.stack([step.double().softmax(-1).topk(TOP).values for step in made.logits], 1).tolist()
-        answers += [Answer(row, top_probs) for row, top_probs in zip(made.sequences[:, ids.shape[1] :].tolist(), top)]
-    return answers
+@torch.no_grad()
+def plain_answers(model: Any, rows: list[list[int]], tokens: int, **options: object) -> list[Answer]:
+    """Return transformers' answers to one batch of prompts; ``options`` are keywords of its generate."""
+    ids, mask = left_padded(rows, model.device)
+    made = model.generate(
+        ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False, eos_token_id=None, output_logits=True,
+        return_dict_in_generate=True, **options,
+    )  # fmt: skip
+    top = torch.stack([step.double().softmax(-1).topk(TOP).values for step in made.logits], 1).tolist()
+    return [Answer(row, top_probs) for row, top_probs in zip(made.sequences[:, ids.shape[1] :].tolist(), top)]
 
 
 def compare(answers: Mapping[Any, list[Answer]]) -> dict[str, float]:

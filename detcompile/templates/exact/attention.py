@@ -109,7 +109,7 @@ def _check_step(T: int, caches: Caches, slot_mapping: Tensor, step: StepMetadata
     table, fault = step.block_table, ""
     used = slot_mapping[slot_mapping != PADDING_SLOT]
     counts, lengths = step.cu_seqlens.diff(), step.seq_lens
-    asked = (torch.arange(table.shape[1]) * block_size < lengths[:, None]) & (counts > 0)[:, None]
+    visible = (torch.arange(table.shape[1]) * block_size < lengths[:, None]) & (counts > 0)[:, None]
     if len(used) and not 0 <= int(used.min()) <= int(used.max()) < num_blocks * block_size:
         fault = "slot_mapping names a slot outside the caches"
     elif len(used.unique()) < len(used):
@@ -118,7 +118,7 @@ def _check_step(T: int, caches: Caches, slot_mapping: Tensor, step: StepMetadata
         fault = "cu_seqlens must start at 0 and ascend to at most T"
     elif ((counts > 0) & ((lengths < counts) | (lengths > table.shape[1] * block_size))).any():
         fault = "seq_lens has less than a sequence's tokens in this step, or more than its block_table row holds"
-    elif (asked & ((table < 0) | (table >= num_blocks))).any():
+    elif (visible & ((table < 0) | (table >= num_blocks))).any():
         fault = "block_table names a block outside the caches, at a position that a token sees"
     if fault:
         raise InvalidInput(

@@ -65,7 +65,7 @@ def _first_difference(one: str, other: str) -> int:
 
 
 def _lines(text: str, split: int) -> Iterator[tuple[str, str]]:
-    """Wrap a text; of each line what lies before ``split`` and what lies behind it."""
+    """Yield the lines of a wrapped text, each as its parts before and after the position ``split`` of the text."""
     start = 0
     for paragraph in re.sub(r"\n{2,}", "\n", text).split("\n"):
         for line in textwrap.wrap(paragraph, LETTERS) or [""]:

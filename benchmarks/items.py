@@ -29,7 +29,7 @@ class Item(NamedTuple):
 
 
 def items() -> list[Item]:
-    """Return sums, differences and products, then the cloze items, whose wrong choices are other items' right ones."""
+    """Return arithmetic items, then cloze items. A wrong choice of a cloze item is the right one of another item."""
     rng = random.Random(0)
     result: list[Item] = []
     while len(result) < 100:

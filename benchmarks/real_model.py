@@ -9,7 +9,7 @@ prefix    40 prompts with a common beginning, computed whole and behind a cached
 drafters  every drafter that needs no other checkpoint, beside plain decoding: acceptance length, equality by bytes
 error     logits beside transformers' in float64
 speed     tokens a second of 1 and of 16 requests
-llama     the same of llama.cpp; --llama is a Python that has llama-cpp-python, --f16 a GGUF file of the same weights
+llama     the same for llama.cpp; --llama is a Python that has llama-cpp-python, --f16 a GGUF file of the same weights
 
 Both sides have the same weights and the same tokens. Sampling uses each row's own noise on both sides, since
 transformers draws for all rows from one generator. A part replaces its section of

@@ -23,6 +23,6 @@ VOLUME /cache
 EXPOSE 8000
 HEALTHCHECK --start-period=300s CMD python -c "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/ready')"
 ENTRYPOINT ["detcompile"]
-# Nobody needs a key: publish the port on 127.0.0.1 only. With `serve MODEL --host 0.0.0.0 --api-keys FILE`, /ready needs
-# one too: add --no-healthcheck to `docker run`.
+# This server accepts requests without a key: publish the port on 127.0.0.1 only. With `serve MODEL --host 0.0.0.0
+# --api-keys FILE`, /ready needs a key too, so the health check would fail: add --no-healthcheck to `docker run`.
 CMD ["serve", "tiny", "--host", "0.0.0.0", "--insecure"]

@@ -9,7 +9,7 @@ import torch
 from torch._dynamo.exc import BackendCompilerFailed
 
 import detcompile
-from detcompile import CompiledModel, Numerics
+from detcompile import Backend, CompiledModel, Numerics
 from detcompile.commands.axes import AXES, Configuration, score
 from detcompile.errors import InvalidInput, NumericsError, UnsupportedModel
 from detcompile.passes.modules.exact import use_exact_arithmetic
@@ -75,12 +75,44 @@ def test_another_rotary_embedding_is_rejected_by_name() -> None:
         use_exact_arithmetic(model, "exact16", 64)
 
 
-@pytest.mark.parametrize("function", [torch.nn.functional.silu, lambda x: x.sum(-1)])
-def test_other_arithmetic_of_a_module_is_rejected_by_name(function) -> None:  # type: ignore[no-untyped-def]
-    numerics = Numerics(arithmetic="exact8")
-    run = torch.compile(lambda x: function(x), backend="detcompile", options={"numerics": numerics})
-    with pytest.raises(BackendCompilerFailed, match="exact arithmetic does not define it"), torch.no_grad():
+UNDEFINED = {
+    "function": lambda x: torch.exp(x),
+    "gate": lambda x: torch.nn.functional.glu(x),
+    "quotient": lambda x: x / 3.0,
+    "sum": lambda x: x.sum(-1),
+    "sum over rows": lambda x: x.sum(0),
+    "two steps that may be one": lambda x: torch.add(x, x, alpha=0.3),
+    "NaN as an integer": lambda x: x.to(torch.int32),
+    "NaN as an integer in a sum": lambda x: x.cumsum(-1, dtype=torch.int64),
+    "int64 rounded twice": lambda x: (x > 0).long().to(torch.bfloat16),
+    "float64 rounded twice": lambda x: (x.double() * 3).half(),
+    "the larger zero": lambda x: torch.maximum(x, -x),
+    "the smaller zero": lambda x: torch.minimum(x, -x),
+    "the largest zero": lambda x: x.amax(-1),
+    "the least zero": lambda x: x.min(-1).values,
+}
+
+
+@pytest.mark.parametrize("function", UNDEFINED.values(), ids=UNDEFINED)
+def test_undefined_operation_is_rejected(function) -> None:  # type: ignore[no-untyped-def]
+    torch._dynamo.reset()
+    backend = Backend(Numerics(arithmetic="exact8"), certify_only=True)
+    run = torch.compile(lambda x: function(x), backend=backend)
+    with pytest.raises(BackendCompilerFailed, match="or on the machine"), torch.no_grad():
         run(torch.ones(3, 8))
+
+
+def test_defined_operations_are_certified() -> None:
+    torch._dynamo.reset()
+
+    def defined(x: torch.Tensor) -> torch.Tensor:
+        y = torch.where(x > 0, x - 2, -x).to(torch.bfloat16).float()
+        index = x.argmax(-1, keepdim=True)
+        return y * torch.maximum(index, torch.ones_like(index)) + (x == y)
+
+    backend = Backend(Numerics(arithmetic="exact8"), certify_only=True)
+    with torch.no_grad():
+        torch.compile(defined, backend=backend)(torch.ones(3, 8))
 
 
 def test_unknown_arithmetic_and_ranks_are_rejected() -> None:

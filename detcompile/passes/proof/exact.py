@@ -3,7 +3,7 @@
 import torch
 from torch import fx
 
-from detcompile.passes.graphs import operation_of
+from detcompile.passes.graphs import arguments_of, operation_of
 from detcompile.passes.proof.provenance import Refusal
 from detcompile.templates.ops import ours
 
@@ -30,6 +30,11 @@ _POINTWISE = frozenset(
     for operation in (getattr(packet, overload) for overload in packet.overloads())
 )
 _ROUNDED = frozenset({aten.glu.default})  # counted as movement, but it computes a sigmoid
+# Defined for integers alone. Of 0.0 and -0.0 the machine chooses one; sums may convert floats to integers first.
+_OF_INTEGERS = frozenset(
+    {aten.amax.default, aten.amin.default, aten.max.dim, aten.min.dim, aten.maximum.default, aten.minimum.default}
+    | {aten.cumsum.default, aten.cumprod.default}
+)
 
 
 def require_exact(node: fx.Node, kind: str) -> None:
@@ -39,8 +44,31 @@ def require_exact(node: fx.Node, kind: str) -> None:
         kind: the operation's class in the certificate.
     """
     operation = operation_of(node)
-    if operation in _TEMPLATES or (kind == "pointwise" and str(operation) in _POINTWISE):
+    if operation in _TEMPLATES:
         return
-    if kind in ("movement", "order-free") and operation not in _ROUNDED:
-        return
-    raise Refusal("exact arithmetic does not define it, so a machine would decide its bits")
+    if kind == "pointwise":
+        is_defined = str(operation) in _POINTWISE and not _leaves_bits_open(node)
+    else:
+        is_defined = kind in ("movement", "order-free") and operation not in _ROUNDED
+    if not is_defined or (operation in _OF_INTEGERS and _has_floats(node)):
+        raise Refusal("exact arithmetic does not define it, so a machine would decide its bits")
+
+
+def _has_floats(node: fx.Node) -> bool:
+    return any(dtype.is_floating_point for dtype in _operand_dtypes(node))
+
+
+def _leaves_bits_open(node: fx.Node) -> bool:
+    """Return whether the operation has steps that may be fused, rounds a conversion twice, or makes NaN an integer."""
+    if arguments_of(node).get("alpha", 1) != 1:
+        return True
+    result: torch.dtype = node.meta["val"].dtype
+    if not result.is_floating_point:
+        return result != torch.bool and _has_floats(node)
+    is_narrow = result.itemsize < torch.float32.itemsize
+    return is_narrow and any(dtype in (torch.int32, torch.int64, torch.float64) for dtype in _operand_dtypes(node))
+
+
+def _operand_dtypes(node: fx.Node) -> list[torch.dtype]:
+    values = [arg.meta["val"] for arg in node.all_input_nodes]
+    return [value.dtype for value in values if isinstance(value, torch.Tensor)]

@@ -110,8 +110,8 @@ def dense_attention_cpu(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, *,
 
 def _flat_paged(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Wrap a function that takes records as the operation, whose arguments are flat."""
-    return lambda q, k, v, k_cache, v_cache, slots, *rest: attend(
-        q, k, v, Caches(k_cache, v_cache), slots, StepMetadata(*rest[:3]), AttentionRule(*rest[3:])
+    return lambda q, k, v, k_cache, v_cache, slots, cu_seqlens, seq_lens, block_table, *rule: attend(
+        q, k, v, Caches(k_cache, v_cache), slots, StepMetadata(cu_seqlens, seq_lens, block_table), AttentionRule(*rule)
     )
 
 

@@ -65,14 +65,14 @@ def cached_attention_cpu(q: Tensor, caches: Caches, step: StepMetadata, rule: At
 
 def _flat_rope_cache(write: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Wrap a function that takes records as the operation, whose arguments are flat."""
-    return lambda q, k, v, cos, sin, *rest: write(
-        q, k, v, cos, sin, HeadNorm(*rest[:4]), Caches(*rest[4:6]), slot_mapping=rest[6]
+    return lambda q, k, v, cos, sin, q_weight, k_weight, eps, round_before_weight, k_cache, v_cache, slots: write(
+        q, k, v, cos, sin, HeadNorm(q_weight, k_weight, eps, round_before_weight), Caches(k_cache, v_cache), slots
     )
 
 
 def _flat_cached(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda q, k_cache, v_cache, *rest: attend(
-        q, Caches(k_cache, v_cache), StepMetadata(*rest[:3]), AttentionRule(*rest[3:])
+    return lambda q, k_cache, v_cache, cu_seqlens, seq_lens, block_table, *rule: attend(
+        q, Caches(k_cache, v_cache), StepMetadata(cu_seqlens, seq_lens, block_table), AttentionRule(*rule)
     )
 
 

@@ -3,6 +3,8 @@
 Legend: T tokens, S sequences, Hq Hkv heads, D head dim, W words of a cached row (see attention.py).
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -150,6 +152,7 @@ def _write(caches: Caches, slot_mapping: Tensor, rows: tuple[Tensor, Tensor], di
         )  # fmt: skip
 
 
+@functools.cache
 def _factor(D: int) -> float:
     """Return log2(e) / sqrt(D), each operation rounded to float32."""
     root = torch.tensor(float(D), dtype=torch.float32, device="cpu").sqrt()

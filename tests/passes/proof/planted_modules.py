@@ -26,6 +26,10 @@ class Noted(list[Tensor]):
     note = 0
 
 
+class NotedTable(dict[str, Tensor]):
+    note = 0
+
+
 class Held(nn.Module):
     """What a module may hold, and a forward of its own."""
 
@@ -40,7 +44,8 @@ class Held(nn.Module):
         self.seen: list[Tensor] = []
         self.cache: dict[str, Tensor] = {}
         self.noted = Noted()
-        self.noted.note = 1
+        self.noted_table = NotedTable()
+        self.noted.note = self.noted_table.note = 1
         self.own_forward = forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -86,6 +91,12 @@ def appended(m, x):
 def noted_and_appended(m, x):
     m.noted.note = 1  # as before: only the content changes
     m.noted.append(x)
+    return x * 2
+
+
+def noted_and_cached(m, x):
+    m.noted_table.note = 1
+    m.noted_table["x"] = x
     return x * 2
 
 
@@ -377,7 +388,7 @@ REFUSED: dict[str, tuple[str, Any, tuple[Any, ...]]] = {
     function.__name__: (said, *called(function, *args))
     for said, args, functions in [
         (STATE, (x,), [reassigned_buffer, reassigned_attribute, new_attribute, counted, counted_globally, appended]),
-        (STATE, (x,), [noted_and_appended, appended_globally, cached, cached_keys, drawn_integer]),
+        (STATE, (x,), [noted_and_appended, noted_and_cached, appended_globally, cached, cached_keys, drawn_integer]),
         (STATE, (x, []), [argument_changed]),
         (WRITES, (x,), [buffer_in_place, attribute_in_place, global_in_place, data_in_place, input_in_place]),
         (NO_GRAPH, (x,), [input_transposed_in_place, drawn_in_python, drawn_by_numpy, timed, timed_counter]),

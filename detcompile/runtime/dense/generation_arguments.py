@@ -247,7 +247,7 @@ def _refuse_unserved(given: Mapping[str, Any], configs: tuple[Any, Any]) -> None
         else:
             values = (getattr(config, name, None) for config in configs)
             source, value = f"generation_config.{name}", next((value for value in values if value is not None), None)
-        if not is_neutral(value, harmless):
+        if not _is_neutral(value, harmless):
             raise InvalidInput(
                 f"{source} = {shown(value)} is not supported, and ignoring it would change tokens or outputs: {advice}"
                 + ("" if source == name else f"; pass {name}=None in the call to go on without it")
@@ -355,7 +355,7 @@ def _whole(value: Any, name: str, least: int) -> int:
     return number
 
 
-def is_neutral(value: Any, harmless: tuple[Any, ...]) -> bool:
+def _is_neutral(value: Any, harmless: tuple[Any, ...]) -> bool:
     """Return True if an argument with this value has no effect."""
     if value is None or (isinstance(value, (list, tuple, dict)) and not value):
         return True

@@ -228,7 +228,7 @@ def _checked_positions(position_ids: Tensor, mask: NDArray[np.bool_]) -> NDArray
     """Return positions [B, C]. transformers reads a jump in positions as the start of another text in the row."""
     batch_size, length = mask.shape
     require_values(position_ids, "position_ids")
-    if not holds_integers(position_ids) or position_ids.shape not in {(batch_size, length), (1, length)}:
+    if not _holds_integers(position_ids) or position_ids.shape not in {(batch_size, length), (1, length)}:
         raise InvalidInput(
             f"position_ids must be integers {[batch_size, length]} or {[1, length]};"
             f" got {position_ids.dtype} {list(position_ids.shape)}"
@@ -252,7 +252,7 @@ def _columns_of(wanted: Tensor, length: int) -> NDArray[np.int64]:
     """Return the columns [K] that a tensor selects, as in torch's indexing."""
     require_values(wanted, "logits_to_keep")
     flags = wanted.dtype is torch.bool
-    if wanted.dim() != 1 or not (flags or holds_integers(wanted)) or (flags and len(wanted) != length):
+    if wanted.dim() != 1 or not (flags or _holds_integers(wanted)) or (flags and len(wanted) != length):
         raise InvalidInput(
             f"logits_to_keep is {wanted.dtype} {list(wanted.shape)}: give an integer, or one axis of column indices or"
             f" of {length} truth values"
@@ -267,7 +267,7 @@ def _columns_of(wanted: Tensor, length: int) -> NDArray[np.int64]:
 def require_ids(input_ids: Tensor) -> None:
     """Raise InvalidInput unless input_ids are a padded batch of integers, not empty."""
     require_values(input_ids, "input_ids")
-    if input_ids.dim() != 2 or input_ids.numel() == 0 or not holds_integers(input_ids):
+    if input_ids.dim() != 2 or input_ids.numel() == 0 or not _holds_integers(input_ids):
         raise InvalidInput(
             f"input_ids must be integers [batch, length], not empty; got {input_ids.dtype} {list(input_ids.shape)}"
         )
@@ -276,7 +276,7 @@ def require_ids(input_ids: Tensor) -> None:
 def require_integers(tensor: Tensor, name: str) -> None:
     """Raise InvalidInput, naming the tensor, unless it holds integers."""
     require_values(tensor, name)
-    if not holds_integers(tensor):
+    if not _holds_integers(tensor):
         raise InvalidInput(f"{name}: it holds {tensor.dtype}: give integers")
 
 
@@ -289,7 +289,7 @@ def require_values(tensor: Tensor, name: str) -> None:
         raise InvalidInput(f"{name}: it is {what}: pass a dense tensor")
 
 
-def holds_integers(tensor: Tensor) -> bool:
+def _holds_integers(tensor: Tensor) -> bool:
     """Return True for integer dtypes; bool does not count."""
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
 

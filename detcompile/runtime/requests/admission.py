@@ -109,7 +109,7 @@ class Admission:
             stream_text=streams,
             bad_words=bad_words,
             matcher=None if checked.grammar is None else grammars.matcher(checked.grammar, checked.stop_token_ids),
-            resume=None if resume is None else resumed_samples(resume, checked, len(token_ids), self),
+            resume=None if resume is None else _resumed_samples(resume, checked, len(token_ids), self),
         )
 
     def per_prompt(
@@ -249,7 +249,7 @@ def _warn_of_end(token: str, token_id: int, ends: tuple[int, ...]) -> None:
     )
 
 
-class ModelLimits(Protocol):
+class _ModelLimits(Protocol):
     """Limits of a model."""
 
     max_context: int
@@ -257,8 +257,8 @@ class ModelLimits(Protocol):
     num_logits: int
 
 
-def resumed_samples(
-    resume: Any, params: SamplingParams, num_prompt_tokens: int, limits: ModelLimits
+def _resumed_samples(
+    resume: Any, params: SamplingParams, num_prompt_tokens: int, limits: _ModelLimits
 ) -> dict[int, list[int]]:
     """Return the samples to serve, by index, each with the tokens that it has drawn before.
 
@@ -283,7 +283,7 @@ def resumed_samples(
     return dict(sorted(samples.items()))
 
 
-def _drawn(index: int, value: Any, params: SamplingParams, num_prompt_tokens: int, limits: ModelLimits) -> list[int]:
+def _drawn(index: int, value: Any, params: SamplingParams, num_prompt_tokens: int, limits: _ModelLimits) -> list[int]:
     """Return the checked tokens of one sample."""
     tokens = token_list(value, f"resume: the tokens of sample {index}")
     most = min(limits.vocab_size, limits.num_logits)

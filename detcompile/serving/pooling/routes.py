@@ -78,13 +78,13 @@ async def embed(service: Service, request: EmbeddingRequest, call: Call) -> Resp
         HTTPError: the request cannot be served.
         InvalidInput: the tokenizer cannot read the text.
     """
-    facts = facts_of(service, request, "embed")
+    facts = _facts_of(service, request, "embed")
     if request.dimensions not in (None, facts.num_columns):
         message = f"dimensions {request.dimensions} is not supported: the embeddings have {facts.num_columns}"
         raise HTTPError(400, message, param="dimensions")
     special = request.add_special_tokens is not False
     prompts = await service.texts.ids_of(prompts_of(request.input, "input"), special, param="input", owner=call.owner)
-    require_prompts(service, prompts, "input")
+    _require_prompts(service, prompts, "input")
     write = _base64 if request.encoding_format == "base64" else list
 
     def result(rows: list[Row]) -> dict[str, Any]:
@@ -92,7 +92,7 @@ async def embed(service: Service, request: EmbeddingRequest, call: Call) -> Resp
         return {"object": "list", "data": data}
 
     normalize = request.normalize is not False
-    return pooled(service, call, prompts, result, prefix="embd-", pooling=request.pooling, normalize=normalize)
+    return _pooled(service, call, prompts, result, prefix="embd-", pooling=request.pooling, normalize=normalize)
 
 
 async def classify(service: Service, request: ClassifyRequest, call: Call) -> Response:
@@ -102,16 +102,16 @@ async def classify(service: Service, request: ClassifyRequest, call: Call) -> Re
         HTTPError: the request cannot be served.
         InvalidInput: the tokenizer cannot read the text.
     """
-    facts = facts_of(service, request, "classify")
+    facts = _facts_of(service, request, "classify")
     special = request.add_special_tokens is not False
     prompts = await service.texts.ids_of(prompts_of(request.input, "input"), special, param="input", owner=call.owner)
-    require_prompts(service, prompts, "input")
+    _require_prompts(service, prompts, "input")
 
     def result(rows: list[Row]) -> dict[str, Any]:
         data = [_classes(index, row, facts, request.use_activation is not False) for index, row in enumerate(rows)]
         return {"object": "list", "data": data}
 
-    return pooled(service, call, prompts, result, prefix="classify-")
+    return _pooled(service, call, prompts, result, prefix="classify-")
 
 
 async def score(service: Service, request: ScoreRequest, call: Call) -> Response:
@@ -121,7 +121,7 @@ async def score(service: Service, request: ScoreRequest, call: Call) -> Response
         HTTPError: the request cannot be served.
         InvalidInput: the tokenizer cannot read the text.
     """
-    facts = facts_of(service, request, "classify", "embed")
+    facts = _facts_of(service, request, "classify", "embed")
     first, second = ([text] if isinstance(text, str) else text for text in (request.text_1, request.text_2))
     if len(first) != len(second) and len(first) != 1:
         raise HTTPError(400, f"text_1 has {len(first)} texts and text_2 {len(second)}", param="text_1")
@@ -140,7 +140,7 @@ async def rerank(service: Service, request: RerankRequest, call: Call) -> Respon
         HTTPError: the request cannot be served.
         InvalidInput: the tokenizer cannot read the text.
     """
-    facts = facts_of(service, request, "classify", "embed")
+    facts = _facts_of(service, request, "classify", "embed")
 
     def result(scores: list[float]) -> dict[str, Any]:
         order = sorted(range(len(scores)), key=lambda index: -scores[index])
@@ -164,11 +164,11 @@ async def _scored(
     result: Any,
     param: str,
 ) -> Response:
-    require_count(len(second), param)  # before they are tokenized
+    _require_count(len(second), param)  # before they are tokenized
     if facts.task == "embed":
         prompts = await service.texts.ids_of((*first, *second), param=param, owner=call.owner)
-        require_prompts(service, prompts, param)
-        return pooled(service, call, prompts, lambda rows: result(_cosines(rows, len(first))), prefix="score-")
+        _require_prompts(service, prompts, param)
+        return _pooled(service, call, prompts, lambda rows: result(_cosines(rows, len(first))), prefix="score-")
     if len(facts.labels) != 1:
         message = f"scores need a model with one label, but this one has {len(facts.labels)}: use POST /classify"
         raise HTTPError(400, message, code="unsupported_task")
@@ -179,9 +179,9 @@ async def _scored(
         if facts.reads_token_types and any(types):
             raise HTTPError(400, TYPED_PAIRS, code="unsupported_task")
         prompts.append(ids)
-    require_prompts(service, prompts, param)
+    _require_prompts(service, prompts, param)
     activation = _sigmoid if activates else float
-    return pooled(service, call, prompts, lambda rows: result([activation(row[0]) for row in rows]), prefix="score-")
+    return _pooled(service, call, prompts, lambda rows: result([activation(row[0]) for row in rows]), prefix="score-")
 
 
 def _base64(row: Row) -> str:
@@ -215,7 +215,7 @@ def _softmax(row: Row) -> list[float]:
     return [part / math.fsum(parts) for part in parts]
 
 
-def facts_of(service: Service, request: Any, *tasks: str) -> PoolingFacts:
+def _facts_of(service: Service, request: Any, *tasks: str) -> PoolingFacts:
     """Return the pooling facts of a model that does one of these tasks.
 
     Raises:
@@ -228,16 +228,16 @@ def facts_of(service: Service, request: Any, *tasks: str) -> PoolingFacts:
     return facts
 
 
-def require_count(count: int, param: str) -> None:
+def _require_count(count: int, param: str) -> None:
     """Raise HTTPError for no texts or too many."""
     if not 1 <= count <= MAX_PROMPTS:
         raise HTTPError(400, f"{param} has {count} texts: give 1 to {MAX_PROMPTS}", param=param)
 
 
-def require_prompts(service: Service, prompts: Sequence[Sequence[int]], param: str) -> None:
+def _require_prompts(service: Service, prompts: Sequence[Sequence[int]], param: str) -> None:
     """Raise HTTPError for prompts that the model cannot take."""
     hello = service.hello
-    require_count(len(prompts), param)
+    _require_count(len(prompts), param)
     for index, prompt in enumerate(prompts):
         if not prompt:
             raise HTTPError(400, f"{param} {index} has no tokens: give at least one", param=param)
@@ -248,7 +248,7 @@ def require_prompts(service: Service, prompts: Sequence[Sequence[int]], param: s
             raise HTTPError(400, message, param=param)
 
 
-def pooled(
+def _pooled(
     service: Service,
     call: Call,
     prompts: Sequence[list[int]],

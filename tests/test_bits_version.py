@@ -22,7 +22,7 @@ from detcompile.digests import BITS_VERSION
 from detcompile.errors import DetcompileError
 from detcompile.passes.programs.lanes import vector_isa
 from detcompile.templates.cpu import library
-from tests.exhaustive import EXHAUSTIVE_BY_ITEM
+from tests.exhaustive import EXHAUSTIVE_BY_CASE
 from tests.model_cases import compiled
 from tests.templates import test_directed_calls as directed
 
@@ -94,7 +94,7 @@ def test_operations_have_their_golden_digests(name: str) -> None:
         assert operation_digest(name, dtype) == expected, f"{name} of {text}: {ADVICE.format(BITS_VERSION)}"
 
 
-@pytest.mark.parametrize("name", ["float32", "bfloat16", pytest.param("float16", marks=EXHAUSTIVE_BY_ITEM)])
+@pytest.mark.parametrize("name", ["float32", "bfloat16", pytest.param("float16", marks=EXHAUSTIVE_BY_CASE)])
 def test_tiny_has_its_golden_digests(name: str) -> None:
     expected = recorded()["tiny"].get(f"{name} {vectors()}")
     if expected is None:
@@ -102,7 +102,7 @@ def test_tiny_has_its_golden_digests(name: str) -> None:
     assert tiny_digest(DTYPES[name]) == expected, f"tiny in {name}: {ADVICE.format(BITS_VERSION)}"
 
 
-@EXHAUSTIVE_BY_ITEM
+@EXHAUSTIVE_BY_CASE
 @pytest.mark.parametrize("isa", OTHERS)
 def test_other_instruction_sets_have_the_golden_digests(isa: str) -> None:
     command = [

@@ -5,7 +5,7 @@ import json
 import pytest
 
 import detcompile
-from tests.exhaustive import EXHAUSTIVE_BY_ITEM
+from tests.exhaustive import EXHAUSTIVE_BY_CASE
 from tools.generate_models import RESULTS
 from tools.model_checks import SERVED, require_served
 from tools.model_configs import MAX_CONTEXT, tiny_model
@@ -14,7 +14,7 @@ ROWS = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"]
 CERTIFIED = sorted(name for name, row in ROWS.items() if row["verdict"] == "certified")
 QUICK = ("glm", "bfloat16")  # rotary pairs that are interleaved, which regions of layers once could not take
 CASES = [
-    pytest.param(name, dtype, marks=() if (name, dtype) == QUICK else EXHAUSTIVE_BY_ITEM)
+    pytest.param(name, dtype, marks=() if (name, dtype) == QUICK else EXHAUSTIVE_BY_CASE)
     for name in CERTIFIED
     for dtype in SERVED
 ]

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 import detcompile
 from detcompile.errors import UnsupportedModel
 from detcompile.models.compiled import CompiledModel
-from tests.exhaustive import EXHAUSTIVE, exhaustive_unless
+from tests.exhaustive import EXHAUSTIVE_BY_CASE, exhaustive_unless
 from tests.model_cases import ARCHITECTURES, CANONICAL, VOCAB_SIZE, certified, compiled, random_model
 
 # 577 tokens: past blocks of 64 keys, a chunk of 512, and the windows of 70 tokens in tests/model_cases.py.
@@ -58,7 +58,7 @@ PARAMETERS = [
     pytest.param(
         name,
         dtype,
-        marks=() if (name, dtype) in CANONICAL else EXHAUSTIVE,
+        marks=() if (name, dtype) in CANONICAL else EXHAUSTIVE_BY_CASE,
         id=f"{name}-{str(dtype).removeprefix('torch.')}",
     )
     for name, dtype in CASES

@@ -18,7 +18,7 @@ from detcompile import SamplingParams
 from detcompile.runtime.dense.padded_batch import seed_of_row
 from detcompile.runtime.requests import admission
 from tests.bits import assert_bitwise_equal
-from tests.exhaustive import exhaustive_unless
+from tests.exhaustive import EXHAUSTIVE_BY_CASE, exhaustive_unless
 from tests.model_cases import VOCAB_SIZE
 from tests.models.generation_cases import (
     LENGTHS,
@@ -34,7 +34,7 @@ from tests.models.generation_cases import (
 )
 
 
-@pytest.fixture(params=exhaustive_unless(lambda name: name in QUICK, [*QUICK, *OTHERS]))
+@pytest.fixture(params=exhaustive_unless(lambda name: name in QUICK, [*QUICK, *OTHERS], EXHAUSTIVE_BY_CASE))
 def name(request: pytest.FixtureRequest) -> str:
     return request.param
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from detcompile.templates.cpu import library
-from tests.exhaustive import EXHAUSTIVE_BY_ITEM
+from tests.exhaustive import EXHAUSTIVE_BY_CASE
 
 HERE = Path(__file__).parent
 OTHERS = [isa for isa in library.supported_isas() if isa not in (library.isa(), "portable")]  # see ISAS in cases.py
 
 
-@EXHAUSTIVE_BY_ITEM
+@EXHAUSTIVE_BY_CASE
 @pytest.mark.parametrize("isa", OTHERS)
 def test_other_instruction_sets_agree_with_portable_code(isa: str) -> None:
     tests = [str(path) for path in sorted(HERE.glob("*/test_*.py")) if "ISAS" in path.read_text()]

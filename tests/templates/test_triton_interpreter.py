@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from detcompile.config import cache_directory
-from tests.exhaustive import EXHAUSTIVE_BY_ITEM
+from tests.exhaustive import EXHAUSTIVE_BY_CASE
 
 HERE = Path(__file__).parent
 
@@ -43,7 +43,7 @@ def test_kernels_in_the_interpreter(family: str, tmp_path: Path) -> None:
     run_interpreted(family, "not exhaustive", tmp_path)
 
 
-@EXHAUSTIVE_BY_ITEM
+@EXHAUSTIVE_BY_CASE
 @pytest.mark.parametrize("family", FAMILIES)
 def test_slow_kernels_in_the_interpreter(family: str, tmp_path: Path) -> None:
     run_interpreted(family, "exhaustive", tmp_path)

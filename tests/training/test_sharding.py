@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.exhaustive import EXHAUSTIVE_BY_ITEM
+from tests.exhaustive import EXHAUSTIVE_BY_CASE
 from tests.training.worlds import MUTANTS
 
-pytestmark = EXHAUSTIVE_BY_ITEM  # 36 CPU seconds a case: processes that share a trainer
+pytestmark = EXHAUSTIVE_BY_CASE  # 36 CPU seconds a case: processes that share a trainer
 CASES = ["qwen3", "gemma2", "gpt2", "qwen3 self_attn", "qwen3 lora"]
 
 

@@ -19,7 +19,7 @@ import detcompile
 from detcompile import EngineConfig, InvalidInput, Numerics, NumericsError, SamplingParams, UnsupportedModel
 from detcompile.passes.training import tracing
 from detcompile.training import packing
-from tests.exhaustive import EXHAUSTIVE, exhaustive_unless
+from tests.exhaustive import EXHAUSTIVE, EXHAUSTIVE_BY_CASE, exhaustive_unless
 from tests.model_cases import MAX_CONTEXT, compiled, random_model
 from tests.training.cases import ARCHITECTURES, add_gradients, gradient_errors, gradients, padded, sequences, trained
 
@@ -27,7 +27,9 @@ QUICK = {("qwen3", torch.bfloat16)}
 CASES = [(name, dtype) for name in ARCHITECTURES for dtype in (torch.bfloat16, torch.float32)]
 LENGTHS = [1, 2, 63, 64, 65, 130, 513, 700]  # over blocks of keys and chunks
 SHORT = [40, 7, 130, 2, 64, 15]
-quick_and_all = pytest.mark.parametrize(("name", "dtype"), exhaustive_unless(QUICK.__contains__, CASES))
+quick_and_all = pytest.mark.parametrize(
+    ("name", "dtype"), exhaustive_unless(QUICK.__contains__, CASES, EXHAUSTIVE_BY_CASE)
+)
 
 
 def by_engine(name: str, dtype: torch.dtype, rows: list[Tensor]) -> list[Tensor]:

@@ -11,7 +11,7 @@ from detcompile.templates.exact.rows import FUNCTIONS, function_cpu, quantize_cp
 from tests.exact import definition as exact
 from tests.exact import golden
 from tests.exact.definition import F, U
-from tests.exhaustive import EXHAUSTIVE_BY_ITEM
+from tests.exhaustive import EXHAUSTIVE_BY_CASE
 from tests.templates.cases import ISAS
 from tests.templates.exact.cases import assert_same, paged, tensor
 
@@ -26,7 +26,7 @@ def test_function_equals_the_reference(name: str, isa: str) -> None:
         assert_same(function_cpu(tensor(part), name, isa), getattr(exact, name)(part))
 
 
-@EXHAUSTIVE_BY_ITEM
+@EXHAUSTIVE_BY_CASE
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_function_gives_the_sums_of_the_sweep(name: str, isa: str) -> None:
     """A sixteenth of all inputs, 2^28: 20 CPU seconds a function and instruction set."""

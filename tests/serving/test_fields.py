@@ -286,6 +286,7 @@ def test_every_field_of_a_message_is_known(kind: type) -> None:
         ({"stream_options": {"include_usage": True}}, False),
         ({"stream_options": {}}, False),
         ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, False),
+        ({"stream": True, "stream_options": {"continuous_usage_stats": True, "include_usage": True}}, True),
         ({"stream": True, "stream_options": {"include_usage": False, "include_obfuscation": False}}, True),
     ],
 )

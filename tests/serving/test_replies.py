@@ -159,6 +159,30 @@ def test_a_stream_that_was_lost_goes_on_behind_any_of_its_events(kind: type, sto
     asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
+@pytest.mark.parametrize("kind", [CompletionReply, ChatReply])
+@pytest.mark.parametrize("hidden", [False, True])
+def test_each_chunk_counts_the_tokens_so_far(kind: type, hidden: bool) -> None:
+    options = StreamOptions(include_usage=True, continuous_usage_stats=True)
+
+    async def usages(last_event: str | None = None) -> list[tuple[str, dict[str, int]]]:
+        job = job_of(3, kept=True, n=2)
+        job.name, job.begun_before = "one-name", last_event is not None
+        reply = kind(SERVICE, job, stream_options=options, hidden=hidden, last_event=last_event)
+        drawing = asyncio.create_task(draw(job.answers[0], [40, 41, 42]))
+        events = b"".join([data async for data in reply.events()]).decode().split("\n\n")
+        await drawing
+        names = [text.partition("\n")[0].removeprefix("id: ") for text in events if text]
+        return list(zip(names, [json.loads(text.partition("data: ")[2])["usage"] for text in events if text]))
+
+    counted = asyncio.run(usages())
+    numbers = [usage["completion_tokens"] for _, usage in counted]
+    assert numbers == sorted(numbers) and numbers[-1] == (0 if hidden else 6)
+    assert hidden or len(set(numbers)) > 2
+    assert all(usage["total_tokens"] == usage["completion_tokens"] + 1 for _, usage in counted)
+    name, _ = counted[len(counted) // 2]
+    assert asyncio.run(usages(name))[-1] == counted[-1]
+
+
 @pytest.mark.parametrize("text", ["", "x", "cmpl-other:1", "{}:1,2", "{}:1*+", "{}:-1", "{}:1\n", "{}:1+1", "{}:3*+1"])
 def test_an_id_of_no_event_is_refused(text: str) -> None:
     job = job_of(3, kept=True)

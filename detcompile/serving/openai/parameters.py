@@ -186,8 +186,8 @@ def _require_stream_options(request: CompletionRequest | ChatRequest) -> None:
     message = None
     if options is not None and not request.stream:
         message = "stream_options requires stream: true"
-    elif options is not None and options.continuous_usage_stats:
-        message = "stream_options: continuous_usage_stats is not supported, only include_usage"
+    elif options is not None and options.continuous_usage_stats and not options.include_usage:
+        message = "stream_options: continuous_usage_stats requires include_usage: true"
     if message is not None:
         raise HTTPError(400, message, param="stream_options")
 

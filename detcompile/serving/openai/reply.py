@@ -70,6 +70,7 @@ class Reply(ABC):
         self._job = job
         self._answers: Sequence[Answer] = job.answers
         self._include_usage = stream_options is not None and stream_options.include_usage
+        self._usage_in_all = stream_options is not None and stream_options.continuous_usage_stats
         self._with_ids = with_ids
         self._hidden = hidden
         self._whole = True
@@ -224,6 +225,8 @@ class Reply(ABC):
         """Return an event. The part before the choices is the same in all events and is encoded once."""
         if not self._prefix:
             self._prefix = event({"object": self.chunk_kind, **self._head, "choices": 0})[: -len(b"0}\n\n")]
+        if self._usage_in_all and usage is None:
+            usage = self._counts(sum(self._cursor.num_read))
         rest = {**more, "usage": usage} if self._include_usage else more
         end = b"," + msgspec.json.encode(rest)[1:] + b"\n\n" if rest else b"}\n\n"
         name = f"id: {self._cursor}\n".encode() if self._job.kept else b""
@@ -234,17 +237,21 @@ class Reply(ABC):
         return {}
 
     async def _usage(self) -> dict[str, Any]:
-        num_prompt = sum(len(answer.prompt_ids) for answer in self._answers)
-        num_drawn = 0 if self._hidden else sum(answer.num_tokens for answer in self._answers)
         cached = sum(answer.num_cached_tokens for answer in self._answers)
         details = await self._completion_details()
         return {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_drawn,
-            "total_tokens": num_prompt + num_drawn,
+            **self._counts(sum(answer.num_tokens for answer in self._answers)),
             "prompt_tokens_details": {"cached_tokens": cached},
             **({"completion_tokens_details": details} if details else {}),
         }
+
+    def _counts(self, num_tokens: int) -> dict[str, Any]:
+        """Return the numbers of tokens, with ``num_tokens`` drawn so far."""
+        num_prompt = sum(len(answer.prompt_ids) for answer in self._answers)
+        num_drawn = 0 if self._hidden else num_tokens
+        return {
+            "prompt_tokens": num_prompt, "completion_tokens": num_drawn, "total_tokens": num_prompt + num_drawn,
+        }  # fmt: skip
 
 
 def headers_of(name: str, seed: int | None, salt: bytes | None) -> dict[str, str]:

@@ -9,6 +9,8 @@ model    the draft model runs and its time counts; each proposed token is then r
          probability --rate, otherwise by a wrong one.
 n-gram   proposals of the same rate that cost nothing.
 tree     a tree of 16 nodes, all wrong, in every step, in turns with plain steps.
+mirror   like "model", with the draft on the second GPU if there is one: without and with MirrorDrafter around it, at
+         rates of --rate and 1.
 
 "always" drafts in every step, "automatic" where it was measured to be faster; "wrong" proposes only wrong tokens, under
 the automatic switch. Each engine runs a workload twice to warm up and then --repeats times; medians count. A
@@ -31,7 +33,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import detcompile
 from benchmarks.cpu import cpu_name
 from benchmarks.model import QWEN3_8B, build
-from detcompile import CompiledModel, Numerics
+from detcompile import CompiledModel, MirrorDrafter, Numerics
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.requests.outputs import RequestOutput
@@ -45,7 +47,7 @@ from detcompile.runtime.speculation.speculator import SpeculationConfig
 from detcompile.runtime.speculation.statistics import expected_tokens
 
 QWEN3_0_6B = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "tie_word_embeddings": True}
-KINDS = ("tree", "n-gram", "model")
+KINDS = ("tree", "n-gram", "model", "mirror")
 PROMPT_LENGTH = 16
 TURNS = 7
 MAX_CONTEXT = 1024  # of the draft
@@ -68,6 +70,8 @@ class Steered(Drafter):
     ) -> None:
         self.truth, self.rate, self.num_tokens = truth, rate, num_tokens
         self.model = model
+        if model is not None:
+            self.device = model.device
         self.random = random.Random(0)
 
     def propose(self, sequences: SequenceOf[Sequence], max_depth: SequenceOf[int]) -> list[DraftTree]:
@@ -77,9 +81,9 @@ class Steered(Drafter):
         trees = []
         for sequence, tree in zip(sequences, self.model.propose(sequences, max_depth)):
             steered = self._chain(sequence, tree.depth)
-            if tree.depth:  # the draft's cache then takes what is right for its own, as it would if it had guessed it
+            if steered.depth:  # the draft takes the right tokens for its guesses, as if it had made them
                 shadow = self.model._shadows[sequence]
-                shadow.token_ids[len(sequence.token_ids) :] = steered.along((0,) * tree.depth)
+                shadow.token_ids[len(sequence.token_ids) :] = steered.along((0,) * steered.depth)
             trees.append(steered)
         return trees
 
@@ -148,7 +152,10 @@ class Comparison:
     """One target under several drafters."""
 
     def __init__(
-        self, target: CompiledModel, compile_draft: Callable[[], CompiledModel], arguments: argparse.Namespace
+        self,
+        target: CompiledModel,
+        compile_draft: Callable[[torch.device], CompiledModel],
+        arguments: argparse.Namespace,
     ) -> None:
         self.target, self.compile_draft = target, compile_draft
         self.rate, self.num_tokens, self.repeats = arguments.rate, arguments.k, arguments.repeats
@@ -186,13 +193,30 @@ class Comparison:
         free()
         if "n-gram" in self.kinds:
             yield from self._drafted("n-gram", lambda rate: Steered(self.truth, rate, self.num_tokens))
-        if "model" not in self.kinds:
-            return
-        small = self.compile_draft().drafter(self.num_tokens, num_sequences=max(self.works))
-        yield from self._drafted("model", lambda rate: Steered(self.truth, rate, self.num_tokens, small))
+        if "model" in self.kinds:
+            small = self._small(self.target.device)
+            yield from self._drafted("model", lambda rate: Steered(self.truth, rate, self.num_tokens, small))
+            del small
+        if "mirror" in self.kinds:
+            other = torch.device("cuda", 1) if torch.cuda.device_count() > 1 else self.target.device
+            ahead = self._small(other)
+            runs = (("always", self.rate), ("always", 1.0))
+            yield from self._drafted(f"on {other}", lambda rate: self._mirrored(rate, ahead).inner, runs)
+            yield from self._drafted(f"mirrored on {other}", lambda rate: self._mirrored(rate, ahead), runs)
 
-    def _drafted(self, name: str, drafter: Callable[[float], Drafter]) -> Iterator[dict[str, object]]:
-        for switch, rate in (("always", self.rate), ("automatic", self.rate), ("automatic", 0.0)):
+    def _small(self, device: torch.device) -> ModelDrafter:
+        return self.compile_draft(device).drafter(self.num_tokens, num_sequences=max(self.works))
+
+    def _mirrored(self, rate: float, model: ModelDrafter) -> MirrorDrafter:
+        return MirrorDrafter(Steered(self.truth, rate, self.num_tokens, model))
+
+    def _drafted(
+        self,
+        name: str,
+        drafter: Callable[[float], Drafter],
+        runs: SequenceOf[tuple[str, float]] | None = None,
+    ) -> Iterator[dict[str, object]]:
+        for switch, rate in runs or (("always", self.rate), ("automatic", self.rate), ("automatic", 0.0)):
             speculation = SpeculationConfig(drafter=drafter(rate), switch=switch)  # type: ignore[arg-type]
             engine = self.target.engine(self.config, speculation=speculation)
             for batch in self.works:
@@ -237,7 +261,7 @@ class Comparison:
         }
 
 
-def models(arguments: argparse.Namespace) -> tuple[CompiledModel, Callable[[], CompiledModel], str]:
+def models(arguments: argparse.Namespace) -> tuple[CompiledModel, Callable[[torch.device], CompiledModel], str]:
     """Target, what makes the draft, and what they are."""
     if arguments.small:
         target = detcompile.compile(detcompile.load_model("tiny", dtype=torch.float32, device="cpu"))
@@ -249,8 +273,8 @@ def models(arguments: argparse.Namespace) -> tuple[CompiledModel, Callable[[], C
         config = AutoConfig.for_model("qwen3", num_hidden_layers=28, **(QWEN3_8B | QWEN3_0_6B))
         name = f"Qwen3-8B shape, {arguments.layers} layers, draft of Qwen3-0.6B's shape, bf16, random"
 
-    def compile_draft() -> CompiledModel:
-        with torch.device(target.device):
+    def compile_draft(device: torch.device) -> CompiledModel:
+        with device:
             draft = AutoModelForCausalLM.from_config(config, dtype=target.dtype).eval()
         # A sum of eight leaves is the sooner one of few tokens, and a draft's order is its own affair.
         return detcompile.compile(draft, numerics=DRAFT_NUMERICS, max_context=MAX_CONTEXT)

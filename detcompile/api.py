@@ -27,6 +27,7 @@ from detcompile.passes.modules.positions import position_tables
 from detcompile.passes.release_probe import require_release
 from detcompile.progress import shown
 from detcompile.runtime.requests import plain_values
+from detcompile.templates.device.launcher import on_device
 
 CALLED_HERE = {
     "attn_implementation": "attention is compiled as the model declares it; leave it out",
@@ -174,8 +175,9 @@ def compile_here(
         as_pooling_model(model)
     context = context_of(model, max_context)
     parameters = ParameterCount.of(model)
-    lowered = lower(model, numerics, context, ranks, replicate_attention, on_read, stage)
-    compiled = kind(executor_of(model, lowered, numerics, parameters, ranks))
+    with on_device(model.device):
+        lowered = lower(model, numerics, context, ranks, replicate_attention, on_read, stage)
+        compiled = kind(executor_of(model, lowered, numerics, parameters, ranks))
     if ranks is not None:
         ranks.require_equal(compiled.fingerprint_parts)
     return compiled

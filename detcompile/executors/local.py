@@ -18,6 +18,7 @@ from detcompile.runtime.kv.kv_cache import new_cache
 from detcompile.runtime.requests.plain_values import stop_tokens
 from detcompile.runtime.speculation.speculator import SpeculationConfig
 from detcompile.runtime.step.runner import Runner
+from detcompile.templates.device.launcher import on_device
 
 
 class Origin(Protocol):
@@ -75,7 +76,8 @@ class LocalExecutor:
             weights_version=self.weights.version,
             fingerprint=lambda: fingerprint(self.fingerprint_parts()),
         )
-        return new_engine(model, self.forwards, config, tokenizer, speculation, self.ranks)
+        with on_device(model.facts.device):
+            return new_engine(model, self.forwards, config, tokenizer, speculation, self.ranks)
 
     def new_runner(self, num_blocks: int, block_size: int, cuda_graphs: bool, num_states: int = 0) -> Runner:
         """Create a KV cache and a runner over it."""

@@ -30,6 +30,7 @@ from detcompile.runtime.speculation.medusa_heads import MedusaHeads
 from detcompile.runtime.speculation.model_drafter import ModelDrafter, TreeKind
 from detcompile.runtime.speculation.speculator import SpeculationConfig
 from detcompile.runtime.step.interfaces import StepRunner
+from detcompile.templates.device.launcher import on_device
 
 ENGINE_NAMES = {each.name: f"pass config=EngineConfig({each.name}=...)" for each in fields(EngineConfig)}
 ENGINE_NAMES |= {name: f"{advice}; settings are config=EngineConfig(...)" for name, advice in VLLM_NAMES.items()}
@@ -105,7 +106,8 @@ class CompiledModel(CertifiedModel):
                 of sequences or tokens is 0; or the model is in worker processes.
         """
         shape = {"num_tokens": num_tokens, "siblings": siblings, "tree": tree, "max_nodes": max_nodes}
-        return draft_with(self.executor, layers, num_sequences, cache_tokens, cuda_graphs, self.tokenizer, shape)
+        with on_device(self.device):
+            return draft_with(self.executor, layers, num_sequences, cache_tokens, cuda_graphs, self.tokenizer, shape)
 
     def medusa_drafter(
         self,
@@ -192,7 +194,8 @@ class CompiledModel(CertifiedModel):
         """
         require_served(with_config_outputs(self.config, keywords))
         batch = unpad(*require_tensors(input_ids, attention_mask, position_ids, labels))
-        output: Any = padded_output(self.executor, batch, labels, logits_to_keep)
+        with on_device(self.device):
+            output: Any = padded_output(self.executor, batch, labels, logits_to_keep)
         wanted = self.config.return_dict if return_dict is None else flag(return_dict, "return_dict")
         return output if wanted else output.to_tuple()
 

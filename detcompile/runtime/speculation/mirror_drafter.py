@@ -50,7 +50,7 @@ class MirrorDrafter(Drafter):
     def propose(self, sequences: SequenceOf[Sequence], max_depth: SequenceOf[int]) -> list[DraftTree]:
         """Return the tree drafted ahead where the bet was won, otherwise the inner drafter's tree."""
         if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
         trees = {s: tree for s, most in zip(sequences, max_depth) if (tree := self._ready_tree(s, most)) is not None}
         left = [(s, most) for s, most in zip(sequences, max_depth, strict=True) if s not in trees]
         if left:
@@ -63,7 +63,7 @@ class MirrorDrafter(Drafter):
                 self._bets[sequence] = (sequence.token_ids + trees[sequence].along(branches[0]), most)
         self._ready.clear()
         if self._proposed is not None:
-            self._proposed.record()
+            self._proposed.record(torch.cuda.current_stream(self.device))
         return [trees[sequence] for sequence in sequences]
 
     def draft_ahead(self) -> None:

@@ -30,6 +30,7 @@ from detcompile.runtime.speculation.statistics import DraftStatistics
 from detcompile.runtime.speculation.switch import Load, SpeculationSwitch
 from detcompile.runtime.speculation.tree_verification import Verification, tree_layout
 from detcompile.runtime.step.builder import StepEntry
+from detcompile.templates.device.launcher import on_device
 
 logger = logging.getLogger(__name__)
 
@@ -201,7 +202,8 @@ class Speculator:
     def _propose(self, sequences: SequenceOf[Sequence], room: SequenceOf[int]) -> SequenceOf[DraftTree]:
         """Return the drafter's trees. If it fails, ask for each sequence alone; those that fail get none."""
         try:
-            trees = self._drafter.propose([self._view(sequence) for sequence in sequences], list(room))
+            with on_device(self._drafter.device):
+                trees = self._drafter.propose([self._view(sequence) for sequence in sequences], list(room))
             self._check(trees, len(sequences))
             return trees
         except Exception as error:
@@ -216,7 +218,8 @@ class Speculator:
     def _call(self, act: Callable[..., None], *arguments: object) -> bool:
         """Call a drafter method without a result. Return False if it raised."""
         try:
-            act(*arguments)
+            with on_device(self._drafter.device):
+                act(*arguments)
         except Exception as error:
             self._record(error)
             return False

@@ -24,6 +24,7 @@ from detcompile.runtime.step.layout import TOKEN_BUCKETS, first_layouts, graph_l
 from detcompile.runtime.step.runner import Runner
 from detcompile.step import NO_SLOT, PADDING_SLOT
 from detcompile.templates.cpu.fp_mode import float_mode
+from detcompile.templates.device.launcher import on_device
 
 Result = TypeVar("Result")
 
@@ -101,7 +102,7 @@ class Worker:
     def launch(self, work: StepWork) -> LaunchedStep:
         """Start a step without waiting for the device. Pending tokens are read on the device from the previous step."""
         num_graphs = self.runner.num_graphs
-        with self._float_mode:
+        with self._float_mode, on_device(self.device):
             launched = self._launch(work)
         if self.memory is not None and self.runner.num_graphs > num_graphs:
             self.memory.refill()  # the capture has released the block

@@ -8,6 +8,7 @@ descriptors; the same for each element of a tuple; and every constexpr. Triton's
 apply as they are at the first launch.
 """
 
+import contextlib
 import threading
 from typing import Any, NamedTuple
 
@@ -16,6 +17,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDes
 from triton.runtime import driver
 from triton.runtime.jit import DependenciesFinder, JITCallable, JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Return a context in which ``device``, if it is a GPU in use here, is the current GPU, where kernels launch."""
+    in_use = device.type == "cuda" and device.index is not None and torch.cuda.is_initialized()
+    return torch.cuda.device(device) if in_use else contextlib.nullcontext()
 
 
 def _hash_callees_first() -> None:

@@ -47,6 +47,7 @@ HELLO = protocol.Hello(
     block_size=64,
     token_budget=512,
     default_params={},
+    dtype="torch.float32",
     tokenizer=TOKENIZER,
     special_ids=[0, 1],
     special_tokens={},

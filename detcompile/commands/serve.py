@@ -4,7 +4,7 @@ import asyncio
 import functools
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Annotated, Any, Literal
@@ -73,6 +73,16 @@ class Web:
     ] = "text"
     demo: Annotated[bool, typer.Option("--demo", help="Let the page kill engines, to show that answers go on.")] = False
     root_path: Annotated[str, typer.Option(help="Path under which a proxy has the server, such as /ai.")] = ""
+    admin_key: Annotated[
+        str | None,
+        typer.Option(help="File of keys, as --api-keys, for routes that pause and change the model; none: no key."),
+    ] = None
+
+    def admin_keys(self) -> KeyFile | None:
+        """Read the admin keys; None without control routes."""
+        if self.admin_key is None:
+            return None
+        return KeyFile(None if self.admin_key == "none" else Path(self.admin_key), "--admin-key")
 
     def options(self) -> dict[str, Any]:
         """Return keyword arguments for new_app; open the request log."""
@@ -237,7 +247,9 @@ def command(
 ) -> None:
     """Serve a model over OpenAI's API; the seed and fingerprint of an answer repeat it bit for bit."""
     write_logs(as_json=web.log_format == "json")
-    keys = KeyFile(api_keys)
+    keys, admin = KeyFile(api_keys), web.admin_keys()
+    if admin is not None and keys.digests and not admin.digests:
+        raise InvalidInput("--admin-key none: with --api-keys, give a file of admin keys, too")
     if not keys.digests and not insecure and not is_loopback(host):
         raise InvalidInput(f"--host {host} lets other machines in: add --api-keys FILE, or --insecure")
     config = {key: value for key, value in asdict(engine).items() if value is not None}
@@ -245,11 +257,12 @@ def command(
     names = {"name": name, "journal": kept.opened(), "keys": keys.digests, **chat.options(), **bounds.of_service()}
     fleet = functools.partial(processes.fleet, loading=loading)
     service = functools.partial(Service, **names, receipts=receipts.issuer(), fleet=fleet)
-    shown = {"version": __version__, "digests": keys.digests, **web.options()}
+    shown = {"version": __version__, "digests": keys.digests, "admin": admin and admin.digests, **web.options()}
     app = functools.partial(new_app, **shown)
     loop = uvicorn.Config("", log_config=None).get_loop_factory()  # uvloop's if it is installed
     with asyncio.Runner(loop_factory=loop) as runner:
-        sys.exit(runner.run(_served(spec, (host, port), bounds, service, app, keys)))
+        files = [keys] if admin is None else [keys, admin]
+        sys.exit(runner.run(_served(spec, (host, port), bounds, service, app, files)))
 
 
 async def _served(
@@ -258,11 +271,16 @@ async def _served(
     bounds: Bounds,
     make_service: Callable[[], Service],
     make_app: Callable[[Service], ASGIApp],
-    keys: KeyFile,
+    keys: Sequence[KeyFile],
 ) -> int:
     with listen(*address) as sock:
         service = make_service()  # needs the running event loop
-        return await serve(service, make_app(service), spec, sock, bounds.drain, bounds.stall, keys.read_again)
+
+        def read_keys() -> None:
+            for file in keys:
+                file.read_again()
+
+        return await serve(service, make_app(service), spec, sock, bounds.drain, bounds.stall, read_keys)
 
 
 def _log(path: Path) -> IO[str]:

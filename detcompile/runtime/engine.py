@@ -250,6 +250,15 @@ class Engine:
         with without_interrupts(), self._steps.turns:
             return self._pipeline.stats(self._book.num_held_blocks())
 
+    def forget_prefixes(self) -> None:
+        """Forget all cached prefixes.
+
+        Raises:
+            InvalidInput: requests are queued or running and not cancelled.
+        """
+        with self.idle():
+            self._blocks.pool.clear()
+
     def check(self) -> None:
         """Assert that no block is lost or counted twice. Call it at any time between steps."""
         with without_interrupts(), self._steps.turns:

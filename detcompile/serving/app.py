@@ -20,6 +20,7 @@ from detcompile.errors import DetcompileError, InvalidInput, StorageError
 from detcompile.serving.access import Access, owner_of
 from detcompile.serving.anthropic.messages import count_tokens, create_message
 from detcompile.serving.anthropic.schema import CountTokensRequest, MessagesRequest
+from detcompile.serving.control import CONTROL_PATHS, add_control
 from detcompile.serving.dashboard.routes import KillRequest, kill_engine, page, state_of
 from detcompile.serving.http_errors import FAULT, HTTPError, error_of
 from detcompile.serving.journal.jobs import Call
@@ -92,6 +93,7 @@ def new_app(
     request_log: IO[str] | None = None,
     demo: bool = False,
     root_path: str = "",
+    admin: Sequence[bytes] | None = None,
 ) -> ASGIApp:
     """Build the ASGI application.
 
@@ -102,6 +104,7 @@ def new_app(
         request_log: file for one line per request; None for no log.
         demo: let the page kill engines.
         root_path: path prefix that a proxy adds, such as /ai; requests may come with or without it.
+        admin: sha256 of the keys for control routes; empty: no further key; None: no control routes.
 
     Raises:
         InvalidInput: root_path is malformed, or a route begins with it.
@@ -121,13 +124,15 @@ def new_app(
     _add_gets(app, service, version, log, demo)
     _add_streams(app, service)
     _add_kept(app, service)
+    if admin is not None:
+        add_control(app, service)
     app.add_exception_handler(HTTPError, _refused)
     app.add_exception_handler(DetcompileError, _refused)
     app.add_exception_handler(RequestValidationError, _no_parameter)
     app.add_exception_handler(HTTPException, _no_route)
     app.add_exception_handler(Exception, _failed)
     _require_free(root_path, app)
-    outside: ASGIApp = Access(app, digests)
+    outside: ASGIApp = Access(app, digests, admin or (), frozenset() if admin is None else CONTROL_PATHS)
     if origins:  # outside of Access: browsers send preflight requests without a key
         outside = CORSMiddleware(
             outside, allow_origins=origins, allow_methods=METHODS, allow_headers=["*"], expose_headers=EXPOSED

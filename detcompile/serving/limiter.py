@@ -213,22 +213,43 @@ class Deadlines:
         self._whole = whole
         self._cancel = cancel
         self._timers: dict[str, asyncio.TimerHandle] = {}  # by request_id
+        self._watched: dict[str, tuple[float, Answer, float]] = {}  # arguments of _schedule, by request_id
+        self._stopped: float | None = None  # time at which the clock was stopped; None while it runs
 
     def watch(self, answer: Answer) -> None:
         """Start the timer of an answer."""
         has_tokens = not isinstance(answer, AuxiliaryTask)
         seconds = min(self._first, self._whole) if has_tokens else self._whole
-        self._schedule(seconds, answer, asyncio.get_running_loop().time())
+        now = asyncio.get_running_loop().time() if self._stopped is None else self._stopped
+        self._schedule(seconds, answer, now)
 
     def forget(self, answer: Answer) -> None:
         """Stop the timer of an answer."""
+        self._watched.pop(answer.request_id, None)
         timer = self._timers.pop(answer.request_id, None)
         if timer is not None:
             timer.cancel()
 
+    def stop(self) -> None:
+        """Stop the clock of all answers until ``go_on``: time in which no answer can run does not count."""
+        if self._stopped is None:
+            self._stopped = asyncio.get_running_loop().time()
+            for timer in self._timers.values():
+                timer.cancel()
+            self._timers.clear()
+
+    def go_on(self) -> None:
+        """Let the clock go on, if it was stopped."""
+        if self._stopped is not None:
+            passed, self._stopped = asyncio.get_running_loop().time() - self._stopped, None
+            for seconds, answer, since in list(self._watched.values()):
+                self._schedule(seconds, answer, since + passed)
+
     def _schedule(self, seconds: float, answer: Answer, since: float) -> None:
-        loop = asyncio.get_running_loop()
-        self._timers[answer.request_id] = loop.call_at(since + seconds, self._check, seconds, answer, since)
+        self._watched[answer.request_id] = seconds, answer, since
+        if self._stopped is None:
+            timer = asyncio.get_running_loop().call_at(since + seconds, self._check, seconds, answer, since)
+            self._timers[answer.request_id] = timer
 
     def _check(self, seconds: float, answer: Answer, since: float) -> None:
         if seconds >= self._whole:

@@ -147,6 +147,17 @@ class Service:
         assert self.fleet.hello is not None
         return self.fleet.hello
 
+    def hold(self, reason: str, *, interrupt: bool) -> None:
+        """Hold all answers and their deadlines, as Fleet.hold."""
+        self.fleet.hold(reason, interrupt=interrupt)
+        self.deadlines.stop()
+
+    def go_on(self, reason: str) -> None:
+        """End a hold."""
+        self.fleet.go_on(reason)
+        if not self.fleet.is_held:
+            self.deadlines.go_on()
+
     def require_ready(self) -> None:
         """Raise HTTPError 503 unless the server admits requests."""
         if self.fleet.failure is not None:
@@ -274,13 +285,13 @@ class Service:
     async def issue(self, job: Job) -> Issued | None:
         """Return the receipt of a job whose answers have ended, issued once; None if receipts are off.
 
-        A restored job has the receipt of its journal record, or none.
+        A restored job has the receipt of its journal record, or none. An aborted answer has none.
 
         Raises:
             StorageError: the receipt log cannot be written.
         """
         async with job.issuing:
-            if job.issued is None and not job.restored:
+            if job.issued is None and not job.restored and not any(answer.aborted for answer in job.answers):
                 name, template = (job.name, job.created, job.model.name), job.ask.template
                 job.issued = await self.receipts.issue(
                     name, job.answers, self.hello, self.texts, template=template, salt=job.salt, owner=job.owner

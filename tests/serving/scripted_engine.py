@@ -43,6 +43,7 @@ HELLO = protocol.Hello(
     block_size=64,
     token_budget=512,
     default_params={},
+    dtype="torch.float32",
     tokenizer=TOKENIZER.read_text(),
     special_ids=[0, 1],
     special_tokens={},
@@ -62,6 +63,11 @@ def samples(add: protocol.Add, count: int, ended: bool) -> list[protocol.SampleD
     logprobs = None if most is None else [protocol.Token(token, -0.5, top)]
     reason = None if not ended else "length" if WRITTEN is None else "stop"
     return [protocol.SampleDelta(place, [token], logprobs, reason, None) for place in range(add.params.get("n", 1))]
+
+
+def controlled(command: protocol.Control) -> dict:
+    """The result of a control."""
+    return {}
 
 
 def heartbeat(num_steps: int, num_decodes: int, names: list[str]) -> protocol.Heartbeat:
@@ -123,6 +129,8 @@ def serve(connection: socket.socket) -> None:
         command = receive()
         if isinstance(command, protocol.Add):
             open_requests[command.request_id] = command
+        elif isinstance(command, protocol.Control):
+            send(protocol.Controlled(command.call_id, controlled(command)))
         else:
             open_requests.pop(command.request_id, None)
 

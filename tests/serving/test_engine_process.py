@@ -11,6 +11,7 @@ from detcompile.errors import InvalidInput
 from detcompile.runtime.speculation.speculator import SpeculationConfig
 from detcompile.serving.engines import engine_process
 from detcompile.serving.engines.command_loop import Wire
+from detcompile.serving.engines.controls import Controls
 from detcompile.serving.engines.engine_process import EngineServer
 from detcompile.serving.engines.engine_verifications import Verifications
 from detcompile.serving.engines.protocol import LENGTH, Add, Broken, EngineSpec, Refused, Tokens, decode_report, frame
@@ -34,7 +35,7 @@ def reading(engine: Engine, *frames: bytes) -> tuple[socket.socket, threading.Th
     ours.settimeout(20)
     for data in frames:
         ours.sendall(data)
-    server = EngineServer(engine, Wire(theirs, end_code=3), Verifications(None, {}, print))
+    server = EngineServer(engine, Wire(theirs, end_code=3), Verifications(None, {}, print), Controls(engine, print))
     thread = threading.Thread(target=server._read, daemon=True)
     thread.start()
     return ours, thread

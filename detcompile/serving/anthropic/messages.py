@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from detcompile.serving.anthropic.blocks import Blocks
 from detcompile.serving.anthropic.schema import CountTokensRequest, MessagesRequest, chat_request
-from detcompile.serving.engines.answers import AnswerSample, progress
+from detcompile.serving.engines.answers import ABORT, AnswerSample, progress
 from detcompile.serving.journal.job import Job
 from detcompile.serving.journal.jobs import Call
 from detcompile.serving.openai.chat import ask_chat
@@ -125,7 +125,8 @@ class MessageReply:
         """
         reason = "tool_use" if self._blocks.num_calls else "end_turn"
         stop = sample.stop_reason if isinstance(sample.stop_reason, str) else None
-        reason = "max_tokens" if sample.finish_reason == "length" else "stop_sequence" if stop is not None else reason
+        reason = "stop_sequence" if stop is not None else reason
+        reason = {"length": "max_tokens", ABORT: ABORT}.get(sample.finish_reason or "", reason)
         usage: dict[str, Any] = self._usage(self._answer.num_cached_tokens, self._answer.num_tokens)
         thinking = self._job.ask.thinking
         if thinking is not None:

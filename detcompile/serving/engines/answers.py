@@ -19,6 +19,7 @@ from detcompile.serving.receipts.verdict import Verdict
 
 PARAMETERS = tuple(field.name for field in fields(SamplingParams))
 DEFAULTS = {name: getattr(SamplingParams(), name) for name in PARAMETERS}
+ABORT = "abort"  # finish reason of a sample that was ended from outside
 WAKES_PER_TURN = 32  # readers to wake per turn; between turns the event loop accepts connections and reads
 
 
@@ -194,6 +195,18 @@ class Answer:
             return None
         samples = enumerate(self.samples)
         return {index: list(sample.token_ids) for index, sample in samples if sample.finish_reason is None}
+
+    def abort(self) -> None:
+        """End as it is, with the finish reason "abort" for running samples."""
+        for sample in self.samples:
+            sample.finish_reason = sample.finish_reason or ABORT
+        self.finished = True
+        self.signal.notify()
+
+    @property
+    def aborted(self) -> bool:
+        """Return True if ``abort`` ended a sample."""
+        return any(sample.finish_reason == ABORT for sample in self.samples)
 
     def fail(self, error: DetcompileError) -> None:
         """End with an error."""

@@ -2,11 +2,14 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+from typing import Any
 
 from detcompile.errors import (
     ArchiveError,
     DetcompileError,
+    EngineError,
     InvalidInput,
     StorageError,
     UncertifiedOp,
@@ -21,6 +24,8 @@ from detcompile.serving.engines.protocol import (
     Broken,
     Cancel,
     Command,
+    Control,
+    Controlled,
     Delta,
     EngineSpec,
     Heartbeat,
@@ -88,6 +93,8 @@ class EngineLink:
         self._known: Hello | None = None
         self._heard = False  # a report arrived since the last check
         self._wake_queue = WakeQueue()
+        self._call_ids = count()
+        self._controls: dict[int, asyncio.Future[dict[str, Any]]] = {}
 
     @property
     def ready(self) -> bool:
@@ -166,6 +173,24 @@ class EngineLink:
             self.cancel(answer)
         return answers
 
+    async def control(self, action: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Run an action of the engine on its weights or caches; return the result.
+
+        Raises:
+            InvalidInput: the arguments are at fault; nothing was changed.
+            DetcompileError: the engine failed, or does not serve.
+        """
+        if not self.ready:
+            raise self.failure or WorkerError("the engine has not started")
+        call_id, future = next(self._call_ids), asyncio.get_running_loop().create_future()
+        self._controls[call_id] = future
+        try:
+            self._send(Control(call_id, action, dict(arguments)))
+            result: dict[str, Any] = await future
+            return result
+        finally:
+            self._controls.pop(call_id, None)
+
     def kill(self) -> None:
         """Kill the process as if it had crashed: its answers continue on other engines."""
         if self._connection is not None:
@@ -240,8 +265,20 @@ class EngineLink:
             if refused is not None:
                 refused.fail(InvalidInput(report.message))
                 self._on_progress(refused, None)
+        elif isinstance(report, Controlled):
+            self._settle(report)
         elif isinstance(report, Broken):
             self._fail(ERRORS.get(report.kind, WorkerError)(report.message))
+
+    def _settle(self, report: Controlled) -> None:
+        """Give the caller of ``control`` its result."""
+        future = self._controls.get(report.call_id)
+        if future is None or future.done():
+            return
+        if report.error is None:
+            future.set_result(report.value)
+        else:
+            future.set_exception((InvalidInput if report.refused else EngineError)(report.error))
 
     def _check_hello(self, hello: Hello) -> None:
         """Mark the engine as ready, unless its model differs from the one served before."""
@@ -276,6 +313,9 @@ class EngineLink:
         self._started.set()
         if self._connection is not None:
             self._connection.kill()
+        for future in self._controls.values():
+            if not future.done():
+                future.set_exception(WorkerError(f"the engine failed: {self.failure}"))
         answers, self.answers = self.answers, {}
         if (on_lost := self._on_lost) is not None:
             self._on_lost = None

@@ -29,6 +29,7 @@ from detcompile.runtime.requests.outputs import CompletionOutput, Logprobs, Requ
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.runtime.speculation.speculator import SpeculationConfig
 from detcompile.serving.engines.command_loop import HEARTBEAT_SECONDS, CommandLoop, Wire
+from detcompile.serving.engines.controls import Controls
 from detcompile.serving.engines.engine_verifications import Verifications
 from detcompile.serving.engines.handshake import front_of
 from detcompile.serving.engines.pooling_server import PoolingServer
@@ -37,6 +38,7 @@ from detcompile.serving.engines.protocol import (
     Add,
     Broken,
     Cancel,
+    Control,
     Delta,
     EngineSpec,
     Heartbeat,
@@ -65,12 +67,14 @@ class EngineServer(CommandLoop):
         engine: runs the requests.
         wire: connection to the front end.
         verifications: receipts to replay between steps.
+        controls: changes between steps.
     """
 
-    def __init__(self, engine: Engine, wire: Wire, verifications: Verifications) -> None:
+    def __init__(self, engine: Engine, wire: Wire, verifications: Verifications, controls: Controls) -> None:
         super().__init__(wire)
         self._engine = engine
         self._verifications = verifications
+        self._controls = controls
         self._counts: tuple[Statistics, Sequence[StepRecord], list[Holding]] = (Statistics(), (), [])
         self._num_reported = 0  # steps
         self._counted = 0.0  # time of the last _count
@@ -82,6 +86,8 @@ class EngineServer(CommandLoop):
         Raises:
             EngineError: the engine failed.
         """
+        if self._controls.step():
+            return True
         verifies = self._verifications.step()
         if not self._engine.has_unfinished_requests:
             if not verifies:
@@ -105,6 +111,8 @@ class EngineServer(CommandLoop):
         elif isinstance(command, Cancel):
             self._engine.cancel(command.request_id)
             self._verifications.cancel(command.request_id)
+        elif isinstance(command, Control):
+            self._controls.add(command)
 
     def _count(self) -> None:
         stats = self._engine.stats
@@ -182,6 +190,7 @@ def hello_of(model: Compiled, config: EngineConfig, num_blocks: int, name: str, 
         block_size=config.block_size,
         token_budget=config.max_num_batched_tokens,
         default_params=defaults,
+        dtype=str(model.dtype),
         tokenizer=None if tokenizer is None else plain_tokenizer(tokenizer),
         special_ids=[] if tokenizer is None else list(tokenizer.all_special_ids),
         special_tokens={key: str(token) for key, token in special.items() if isinstance(token, str)},
@@ -248,7 +257,8 @@ def _start(spec: EngineSpec, wire: Wire, compile: Compile) -> tuple[Hello, Comma
     engine = model.engine(config, speculation=speculation)
     defaults = configured_params(model) if spec.generation_config == "auto" else {}
     hello = hello_of(model, config, engine.stats.num_blocks, spec.model, defaults)
-    return hello, EngineServer(engine, wire, Verifications(model, hello.fingerprint_parts, wire.send))
+    verifications = Verifications(model, hello.fingerprint_parts, wire.send)
+    return hello, EngineServer(engine, wire, verifications, Controls(engine, wire.send))
 
 
 def main() -> None:

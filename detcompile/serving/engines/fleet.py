@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -23,6 +24,8 @@ from detcompile.serving.engines.spares import Spares
 KEPT_LOSSES = 20
 RETRY_SECONDS = 1.0  # after a failed launch
 RESTART_SECONDS = 60.0  # window for ``most_restarts``
+POLL_SECONDS = 0.02
+SLEEP = "sleep"  # reason of a hold while no engine process runs
 logger = logging.getLogger(__name__)
 
 
@@ -54,6 +57,7 @@ class Fleet:
         silence: seconds without a heartbeat after which an engine counts as hanging.
 
     Attributes:
+        spec: what engines load; set by ``start``.
         hello: the engines' description of the model; None before all of them served.
         failure: why the fleet no longer serves.
         num_restarts: restarted engines.
@@ -89,6 +93,7 @@ class Fleet:
         self._guard = PoisonRequestGuard(self._blocklist.add)
         self._isolated_link: EngineLink | None = None  # serves one suspect and nothing else
         self._rolling: EngineLink | None = None  # gets no new answers
+        self._holds: set[str] = set()  # reasons why engines get no answers
         self._past = Statistics()  # of replaced engines
         self._restarts: list[float] = []
         self._num_failed_restarts = 0  # since the last success
@@ -114,7 +119,7 @@ class Fleet:
 
     async def start(self, spec: EngineSpec) -> None:
         """Start the processes; ``settled`` waits until they serve."""
-        self._spec = spec
+        self.spec = spec
         for index in range(self._replicas):
             self.links.append(await self._spares.open())
             self._start(index)
@@ -161,6 +166,80 @@ class Fleet:
             link.cancel(answer)
         self._place()
 
+    def hold(self, reason: str, *, interrupt: bool) -> None:
+        """Give no answers to engines until ``go_on`` is called with the same reason.
+
+        Args:
+            interrupt: take back the answers that engines have. Their tokens are kept, and they continue after these.
+        """
+        self._holds.add(reason)
+        if interrupt:
+            self._guard.interrupt()
+            self._isolated_link = None
+            drained = [answer for link in self.links for answer in link.drain()]
+            self._waiting = [answer for answer in drained if answer not in self._guard.suspects] + self._waiting
+
+    def go_on(self, reason: str) -> None:
+        """End a hold; answers run once no other reason is left."""
+        self._holds.discard(reason)
+        self._place()
+
+    def holds(self, reason: str) -> bool:
+        """Return True if answers are held for this reason."""
+        return reason in self._holds
+
+    @property
+    def is_held(self) -> bool:
+        """Return True if answers are held for any reason."""
+        return bool(self._holds)
+
+    @property
+    def has_running(self) -> bool:
+        """Return True if an engine has answers."""
+        return any(link.answers for link in self.links)
+
+    async def all_ready(self) -> None:
+        """Wait until every engine serves.
+
+        Raises:
+            DetcompileError: the fleet has failed.
+        """
+        while not all(link.ready for link in self.links):
+            if self.failure is not None:
+                raise self.failure
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def control(self, action: str, **arguments: Any) -> list[dict[str, Any]]:
+        """Run an action in every engine; return the results in the order of the engines.
+
+        Raises:
+            DetcompileError: the first error, after the action has ended everywhere.
+        """
+        ending = (link.control(action, arguments) for link in self.links)
+        results = await asyncio.gather(*ending, return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return [result for result in results if not isinstance(result, BaseException)]
+
+    async def sleep(self) -> None:
+        """End all engine processes, which frees their memory. Their answers are held until ``wake`` and ``go_on``."""
+        self.hold(SLEEP, interrupt=True)
+        for link in self.links:
+            self._router.forget(link)
+            await self._spares.end(link)
+
+    async def wake(self) -> None:
+        """Start the engines again after ``sleep``; ``go_on`` lets answers run.
+
+        Raises:
+            DetcompileError: the fleet has failed.
+        """
+        for index, link in enumerate(self.links):
+            if not link.ready:
+                await self._renew(index)
+        await self.all_ready()
+
     async def roll(self) -> bool:
         """Restart the engines one after another. Their answers continue on the others, or wait.
 
@@ -179,11 +258,7 @@ class Fleet:
             self._router.forget(link)
             await self._spares.end(link)
             self._rolling = None
-            try:
-                await self._replace(index)
-            except DetcompileError as error:  # the launch failed
-                self.losses.append(loss := EngineFailure(time.time(), str(error), 0))
-                self._run(self._restart(index, loss))
+            await self._renew(index)
             if not self.links[index].ready:
                 return False
         return True
@@ -199,9 +274,9 @@ class Fleet:
 
     def _start(self, index: int) -> None:
         """Start the engine at an index; local replicas get GPUs of their own."""
-        shares, size = self._replicas > 1 and self._launcher.local, self._spec.tp * self._spec.pp
+        shares, size = self._replicas > 1 and self._launcher.local, self.spec.tp * self.spec.pp
         gpus = visible_gpus(index * size, size) if shares else None
-        self.links[index].start(replace(self._spec, visible_devices=gpus), self.hello)
+        self.links[index].start(replace(self.spec, visible_devices=gpus), self.hello)
 
     def _new_link(self) -> EngineLink:
         return EngineLink(self._on_progress, self._lost, self._launcher, self._silence)
@@ -258,6 +333,14 @@ class Fleet:
             return
         self._give_up(error)
 
+    async def _renew(self, index: int) -> None:
+        """Put a new engine in place of an ended one; if it cannot be launched, ``_restart`` tries again."""
+        try:
+            await self._replace(index)
+        except DetcompileError as error:
+            self.losses.append(loss := EngineFailure(time.time(), str(error), 0))
+            self._run(self._restart(index, loss))
+
     async def _replace(self, index: int) -> None:
         """Put a new engine at an index. If it fails, too, ``_lost`` handles it."""
         link = await self._spares.take()
@@ -281,7 +364,7 @@ class Fleet:
     def _place(self) -> None:
         """Send waiting answers to engines that serve."""
         ready = [link for link in self.links if link.ready and link is not self._rolling]
-        if not ready or self.hello is None:
+        if not ready or self.hello is None or self._holds:
             return
         self._isolate_suspect(ready)
         open_links = [link for link in ready if link is not self._isolated_link]

@@ -11,7 +11,7 @@ import msgspec
 from detcompile.digests import differing_parts
 from detcompile.serving.receipts.verdict import Verdict
 
-VERSION = 11
+VERSION = 12
 LENGTH = struct.Struct(">I")  # prefix of every frame: bytes that follow
 
 
@@ -75,6 +75,19 @@ class Cancel(msgspec.Struct, tag=True):
     request_id: str
 
 
+class Control(msgspec.Struct, tag=True):
+    """Change or read the engine's weights or caches between steps, while it has no request.
+
+    Attributes:
+        call_id: repeated in the report.
+        action: an action of controls.Controls.
+    """
+
+    call_id: int
+    action: str
+    arguments: dict[str, Any] = {}
+
+
 class PoolingFacts(msgspec.Struct, kw_only=True):
     """What the front end needs to know about an embedding or classification model.
 
@@ -105,6 +118,7 @@ class Hello(msgspec.Struct, kw_only=True, tag=True):
     block_size: int
     token_budget: int  # maximum tokens of a step
     default_params: dict[str, Any]  # of SamplingParams, for fields that a request omits
+    dtype: str  # of the weights, such as torch.bfloat16
     tokenizer: str | None  # JSON of the tokenizers library; None for a model without tokenizer
     special_ids: list[int]
     special_tokens: dict[str, str]  # by their names in chat templates
@@ -242,6 +256,20 @@ class Pooled(msgspec.Struct, tag=True):
     values: bytes
 
 
+class Controlled(msgspec.Struct, tag=True):
+    """The end of a Control.
+
+    Attributes:
+        error: why it failed; nothing was changed then.
+        refused: the error is the caller's fault, not the engine's.
+    """
+
+    call_id: int
+    value: dict[str, Any] = {}
+    error: str | None = None
+    refused: bool = False
+
+
 class Heartbeat(msgspec.Struct, tag=True):
     """Sent regularly, also while a step runs.
 
@@ -262,8 +290,8 @@ class Broken(msgspec.Struct, tag=True):
     message: str
 
 
-Command = EngineSpec | Add | Verify | Pool | Cancel
-Report = Hello | Tokens | Verified | Pooled | Refused | Heartbeat | Broken
+Command = EngineSpec | Add | Verify | Pool | Cancel | Control
+Report = Hello | Tokens | Verified | Pooled | Refused | Controlled | Heartbeat | Broken
 _encoder = msgspec.msgpack.Encoder()
 _commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 _reports: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)

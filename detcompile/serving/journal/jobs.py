@@ -97,6 +97,8 @@ class Jobs:
             answers = await self._submit(work, call.owner, call.reservation)
             return Job(work, answers, self._salt(), self._model(), owner=call.owner)
         place = (call.owner, call.key)
+        while (aborted := self._aborted(place)) is not None:
+            await asyncio.wait([aborted])
         if place not in self._live:
             self._start(place, call, ask)
         existing, future = self._live[place]
@@ -160,6 +162,15 @@ class Jobs:
         self._writer.shutdown()
         if self._journal is not None:
             self._journal.close()
+
+    def _aborted(self, place: tuple[str, str]) -> asyncio.Task[None] | None:
+        """Return the task that drops an aborted job; None if there is none."""
+        _, future = self._live.get(place, (None, None))
+        if future is None or not future.done() or future.cancelled() or future.exception() is not None:
+            return None
+        if not any(answer.aborted for answer in future.result().answers):
+            return None
+        return next(task for task, of_job in self._tasks.items() if of_job is future)
 
     def _start(self, place: tuple[str, str], call: Call, ask: Callable[[], Awaitable[Ask]]) -> None:
         """Start the task of a request with a key. It takes over the request's resources, whoever reads the answer."""
@@ -236,6 +247,9 @@ class Jobs:
             try:
                 await self._answered(job)
                 reservation.release()
+                if any(answer.aborted for answer in job.answers):  # the next try draws the whole answer
+                    await self._written(lambda journal: journal.drop(job.name))
+                    return
                 outcome = outcome_of(job)
                 await self._written(lambda journal: journal.finish(job.name, outcome))
             except InvalidInput:

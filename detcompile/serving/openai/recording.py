@@ -10,7 +10,7 @@ import msgspec
 
 from detcompile.errors import DetcompileError, EngineError
 from detcompile.reasoning.formats import Piece
-from detcompile.serving.engines.answers import Answer, AnswerSample, progress
+from detcompile.serving.engines.answers import ABORT, Answer, AnswerSample, progress
 from detcompile.serving.http_errors import FAULT, HTTPError, error_of
 from detcompile.serving.journal.job import Job
 from detcompile.serving.limiter import Reservation
@@ -21,6 +21,7 @@ from detcompile.serving.reasoning import AnswerReader, num_reasoning_tokens
 from detcompile.serving.tokenizer_pool import SampleText
 from detcompile.serving.tools.reader import Family
 
+INCOMPLETE: dict[str | None, str] = {"length": "max_output_tokens", ABORT: ABORT}  # by finish reason
 TOKEN_BYTES = 64  # estimate per prompt token: its id, and its text in the messages
 Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
 logger = logging.getLogger(__name__)
@@ -216,9 +217,9 @@ class Recording:
     async def _finish(self, reason: str | None) -> None:
         """End the answer's items and set the status."""
         await self._service.issue(self._job)
-        self._status = "incomplete" if reason == "length" else "completed"
-        if reason == "length":
-            self._incomplete = {"reason": "max_output_tokens"}
+        self._status = "incomplete" if reason in INCOMPLETE else "completed"
+        if reason in INCOMPLETE:
+            self._incomplete = {"reason": INCOMPLETE[reason]}
         if not self._output.items:
             for event in self._output.add(Piece(None, None, ""), self._logprobs):
                 self._send(event)

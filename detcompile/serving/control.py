@@ -1,0 +1,193 @@
+"""Control routes, by vLLM's names and with its bodies: pause and resume, caches, sleep, and facts for a trainer.
+
+They exist only with ``--admin-key``. access.py lets only admin keys pass.
+"""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal, TypeVar
+
+import msgspec
+from fastapi import FastAPI, Query, Request
+from starlette.responses import Response
+
+from detcompile.serving.access import owner_of
+from detcompile.serving.engines.answers import AuxiliaryTask
+from detcompile.serving.engines.fleet import POLL_SECONDS, SLEEP
+from detcompile.serving.http_errors import HTTPError
+from detcompile.serving.limiter import Reservation
+from detcompile.serving.openai.schema import decode_body
+from detcompile.serving.responses import JSON
+from detcompile.serving.service import Service
+
+CONTROL_PATHS = frozenset((
+    "/abort_requests", "/get_world_size", "/is_paused", "/is_sleeping", "/pause", "/reset_prefix_cache", "/resume",
+    "/server_info", "/sleep", "/wake_up", "/weight_info",
+))  # fmt: skip
+PAUSE, CLEAR = "pause", "clear"  # reasons of holds
+Mode = Literal["abort", "wait", "keep"]
+Tag = Literal["weights", "kv_cache"]
+Body = TypeVar("Body")
+
+
+class AbortRequest(msgspec.Struct):
+    """Answers to end; without ids all of them."""
+
+    request_ids: list[str] | None = None
+
+
+def add_control(app: FastAPI, service: Service) -> None:
+    """Add the control routes."""
+    changing = asyncio.Lock()  # held by one change at a time
+
+    async def pause(
+        mode: Mode = "abort", wait_for_inflight_requests: bool = False, clear_cache: bool = True
+    ) -> Response:
+        async with changing:
+            mode = "wait" if wait_for_inflight_requests else mode
+            await _stop(service, PAUSE, mode)
+            if clear_cache and mode != "keep":
+                await _clear_caches(service)
+        return _json({"status": "paused"})
+
+    async def resume() -> Response:
+        service.go_on(PAUSE)
+        return _json({"status": "resumed"})
+
+    async def is_paused() -> Response:
+        return _json({"is_paused": service.fleet.holds(PAUSE)})
+
+    async def abort_requests(request: Request) -> Response:
+        body = await _body_of(request, service, AbortRequest)
+        return _json({"status": "aborted", "aborted": _abort(service, body.request_ids)})
+
+    async def reset_prefix_cache() -> Response:
+        async with changing:
+            service.require_ready()
+            await _clear_caches(service)
+        return _json({"success": True})
+
+    async def sleep(level: int = 1, mode: Mode = "abort") -> Response:
+        if level not in (1, 2):
+            raise HTTPError(400, f"level must be 1 or 2, got {level}: POST /pause stops answers only", param="level")
+        async with changing:
+            if not service.fleet.holds(SLEEP):
+                await _stop(service, SLEEP, mode)
+                await service.fleet.all_ready()
+                await service.fleet.sleep()
+        return Response()
+
+    async def wake_up(tags: list[Tag] = Query(default=[])) -> Response:
+        async with changing:
+            if service.fleet.holds(SLEEP):
+                await service.fleet.wake()
+                if not tags or "kv_cache" in tags:
+                    service.go_on(SLEEP)
+        return Response()
+
+    async def is_sleeping() -> Response:
+        return _json({"is_sleeping": service.fleet.holds(SLEEP)})
+
+    async def get_world_size(include_dp: bool = True) -> Response:
+        return _json({"world_size": len(service.fleet.links) if include_dp else 1})
+
+    async def server_info(config_format: Literal["text", "json"] = "text") -> Response:
+        service.require_ready()
+        config = _config(service)
+        return _json({"vllm_config": config if config_format == "json" else str(config)})
+
+    async def weight_info() -> Response:
+        service.require_ready()
+        return _json(_weight_info(service))
+
+    for post in (pause, resume, abort_requests, reset_prefix_cache, sleep, wake_up):
+        app.add_api_route(f"/{post.__name__}", post, methods=["POST"], name=post.__name__, response_model=None)
+    gets: tuple[Callable[..., Awaitable[Response]], ...] = (
+        is_paused, is_sleeping, get_world_size, server_info, weight_info,
+    )  # fmt: skip
+    for get in gets:
+        name = get.__name__
+        app.add_api_route(f"/{name}", get, methods=["GET"], name=name, response_model=None)
+        app.add_api_route(f"/{name}", get, methods=["HEAD"], include_in_schema=False, response_model=None)
+
+
+async def _stop(service: Service, reason: str, mode: Mode) -> None:
+    """Hold all answers, after those that run have ended as ``mode`` says.
+
+    Raises:
+        HTTPError: 409 if the hold was ended meanwhile.
+    """
+    service.require_ready()
+    if mode == "abort":
+        _abort(service, None)
+    service.hold(reason, interrupt=mode != "wait")
+    while service.fleet.has_running:
+        await asyncio.sleep(POLL_SECONDS)
+        if not service.fleet.holds(reason):
+            raise HTTPError(409, "resumed while requests were still running", code="resumed")
+
+
+def _abort(service: Service, names: list[str] | None) -> int:
+    """End running answers with the finish reason "abort"; return the number of their requests."""
+    chosen = [
+        answer
+        for answer in service.open.values()
+        if not answer.finished and not isinstance(answer, AuxiliaryTask) and (not names or answer.name in names)
+    ]
+    for answer in chosen:
+        service.fleet.cancel(answer)
+        answer.abort()
+    return len({answer.name for answer in chosen})
+
+
+async def _clear_caches(service: Service) -> None:
+    """Forget the prefixes that engines have cached. Running answers go on afterwards."""
+    if service.fleet.holds(SLEEP):
+        return
+    service.hold(CLEAR, interrupt=True)
+    try:
+        await service.fleet.all_ready()
+        await service.fleet.control("forget_prefixes")
+    finally:
+        service.go_on(CLEAR)
+
+
+def _config(service: Service) -> dict[str, Any]:
+    """Return the parts of vLLM's configuration that this server has, by their names there."""
+    hello, spec = service.hello, service.fleet.spec
+    return {
+        "model_config": {
+            "model": hello.name,
+            "served_model_name": service.name,
+            "dtype": hello.dtype,
+            "max_model_len": hello.max_context,
+        },
+        "parallel_config": {
+            "tensor_parallel_size": spec.tp,
+            "pipeline_parallel_size": spec.pp,
+            "data_parallel_size": len(service.fleet.links),
+            "world_size": spec.tp * spec.pp,
+        },
+        "cache_config": {"block_size": hello.block_size, "num_gpu_blocks": hello.num_blocks},
+    }
+
+
+def _weight_info(service: Service) -> dict[str, Any]:
+    hello = service.hello
+    return {"fingerprint": hello.fingerprint, "weights": hello.fingerprint_parts.get("weights")}
+
+
+async def _body_of(request: Request, service: Service, kind: type[Body]) -> Body:
+    """Return a request's body; an empty one is an empty object."""
+    headers, held = request.headers, Reservation()
+    if headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers:
+        return decode_body(b"{}", kind)
+    try:
+        return decode_body(await service.bodies.read(request, owner_of(request), held), kind)
+    finally:
+        held.release()
+
+
+def _json(content: Any) -> Response:
+    return Response(json.dumps(content), media_type=JSON)

@@ -1,0 +1,303 @@
+"""Control routes: who may use them, and what they do to answers, over scripted engines."""
+
+import asyncio
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from detcompile.commands import serve
+from detcompile.errors import InvalidInput
+from detcompile.serving.control import CONTROL_PATHS
+from detcompile.serving.journal.journal import Journal
+from detcompile.serving.service import Service
+from tests.serving.scripted_service import running, scripted
+
+pytestmark = pytest.mark.usefixtures("in_the_root")
+KEY, ADMIN = "key", "admin"
+DIGESTS, ADMINS = ([hashlib.sha256(key.encode()).digest()] for key in (KEY, ADMIN))
+GETS = {"/get_world_size", "/is_paused", "/is_sleeping", "/server_info", "/weight_info"}
+ASK = {"prompt": [5], "max_tokens": 30, "seed": 3, "logprobs": 1, "return_token_ids": True}
+DRAWN = list(range(40, 70))  # what the scripted engine answers
+
+
+def run(scenario: Any) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(60):
+            await scenario
+
+    asyncio.run(bounded())
+
+
+async def call(client: httpx.AsyncClient, path: str, key: str = "", **options: Any) -> httpx.Response:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    method = "GET" if path.partition("?")[0] in GETS else "POST"
+    return await client.request(method, path, headers=headers | options.pop("headers", {}), **options)
+
+
+async def posted(client: httpx.AsyncClient, path: str, **options: Any) -> Any:
+    answer = await call(client, path, **options)
+    assert answer.status_code == 200, (path, answer.text)
+    return answer.json() if answer.content else None
+
+
+async def begun(service: Service, count: int = 1) -> None:
+    """Wait until answers have tokens."""
+    while sum(answer.num_tokens > 2 for answer in service.open.values()) < count:
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("digests", "admin", "expected"),
+    [
+        ([], None, {"": 404, KEY: 404, ADMIN: 404}),
+        (DIGESTS, None, {"": 401, KEY: 404, ADMIN: 401}),
+        ([], ADMINS, {"": 401, KEY: 401, ADMIN: 0}),
+        (DIGESTS, ADMINS, {"": 401, KEY: 403, ADMIN: 0}),
+        ([], [], {"": 0, KEY: 0, ADMIN: 0}),
+    ],
+)
+def test_control_route_asks_for_admin_key(
+    digests: list[bytes], admin: list[bytes] | None, expected: dict[str, int]
+) -> None:
+    async def scenario() -> None:
+        async with running(scripted(), digests, admin=admin) as client:
+            for path in sorted(CONTROL_PATHS):
+                for key, status in expected.items():
+                    answer = await call(client, path, key, params={"mode": "odd", "level": "odd"})
+                    found = answer.status_code
+                    assert found == status if status else found in (200, 400), (path, key, answer.text)
+                    assert found == 200 or "message" in answer.json()["error"]
+            ordinary = {key: (await call(client, "/v1/completions", key, json=ASK)).status_code for key in expected}
+            known = {"", KEY, ADMIN} if not digests else {KEY} | ({ADMIN} if admin else set())
+            assert {key for key, status in ordinary.items() if status == 200} == known
+
+    run(scenario())
+
+
+def test_open_control_routes_refuse_pages() -> None:
+    async def scenario() -> None:
+        async with running(scripted(), admin=[], origins=["https://site.example"]) as client:
+            for path in sorted(CONTROL_PATHS):
+                answer = await call(client, path, headers={"Origin": "https://site.example"})
+                assert answer.status_code == 403, path
+            assert not (await posted(client, "/is_paused"))["is_paused"]
+
+    run(scenario())
+
+
+def test_admin_key_option_reads_keys(tmp_path: Path) -> None:
+    assert serve.Web().admin_keys() is None
+    assert serve.Web(admin_key="none").admin_keys().digests == []
+    (tmp_path / "keys").write_text(f"trainer:{hashlib.sha256(b'admin').hexdigest()}\n")
+    assert serve.Web(admin_key=str(tmp_path / "keys")).admin_keys().digests == ADMINS
+    with pytest.raises(InvalidInput, match="--admin-key"):
+        serve.Web(admin_key=str(tmp_path / "missing")).admin_keys()
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_kept_answers_go_on_after_a_pause(replicas: int) -> None:
+    async def scenario() -> None:
+        service = scripted(replicas=replicas)
+        async with running(service, admin=[]) as client:
+            asked = [asyncio.create_task(client.post("/v1/completions", json=ASK)) for _ in range(3)]
+            await begun(service, 3)
+            assert await posted(client, "/pause?mode=keep&clear_cache=false") == {"status": "paused"}
+            assert await posted(client, "/is_paused") == {"is_paused": True}
+            asked.append(asyncio.create_task(client.post("/v1/completions", json=ASK)))  # waits
+            while len(service.open) < 4:
+                await asyncio.sleep(0.01)
+            counts = [answer.num_tokens for answer in service.open.values()]
+            await asyncio.sleep(0.15)
+            assert [answer.num_tokens for answer in service.open.values()] == counts
+            assert await posted(client, "/resume") == {"status": "resumed"}
+            for task in asked:
+                [choice] = (await task).json()["choices"]
+                assert (choice["token_ids"], choice["finish_reason"]) == (DRAWN, "length")
+            assert service.fleet.num_resumed == 0
+
+    run(scenario())
+
+
+def test_pause_aborts_with_what_was_drawn() -> None:
+    chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1000}
+    bodies = {
+        "/v1/completions": ASK | {"max_tokens": 1000},
+        "/v1/chat/completions": chat,
+        "/v1/messages": chat,
+        "/v1/responses": {"input": "x", "max_output_tokens": 1000},
+    }
+
+    async def scenario() -> None:
+        service = scripted(chat_template="{{ messages[0].content }}")
+        async with running(service, admin=[]) as client:
+            for stream in (False, True):
+                asked = {
+                    path: asyncio.create_task(client.post(path, json=body | {"stream": stream}))
+                    for path, body in bodies.items()
+                }
+                await begun(service, len(bodies))
+                await posted(client, "/pause")
+                for path, task in asked.items():
+                    answer = await task
+                    assert answer.status_code == 200 and '"abort"' in answer.text, (path, answer.text)
+                    assert "X-Detcompile-Receipt" not in answer.headers
+                if not stream:
+                    [choice] = asked["/v1/completions"].result().json()["choices"]
+                    assert choice["finish_reason"] == "abort"
+                    assert choice["token_ids"] == list(range(40, 40 + len(choice["token_ids"])))
+                assert not service.open
+                await posted(client, "/resume")
+
+    run(scenario())
+
+
+def test_pause_waits_for_running_answers() -> None:
+    async def scenario() -> None:
+        service = scripted()
+        async with running(service, admin=[]) as client:
+            first = asyncio.create_task(client.post("/v1/completions", json=ASK))
+            await begun(service)
+            pausing = asyncio.create_task(posted(client, "/pause?mode=wait"))
+            await asyncio.sleep(0.05)
+            second = asyncio.create_task(client.post("/v1/completions", json=ASK | {"max_tokens": 2}))
+            await pausing
+            assert first.done() and (await first).json()["choices"][0]["token_ids"] == DRAWN
+            assert not second.done()
+            await posted(client, "/resume")
+            assert (await second).json()["choices"][0]["token_ids"] == DRAWN[:2]
+            third = asyncio.create_task(client.post("/v1/completions", json=ASK | {"max_tokens": 1000}))
+            await begun(service)
+            pausing = asyncio.create_task(call(client, "/pause?wait_for_inflight_requests=true"))
+            while not service.fleet.holds("pause"):
+                await asyncio.sleep(0.01)
+            await posted(client, "/resume")
+            assert (await pausing).status_code == 409
+            third.cancel()
+
+    run(scenario())
+
+
+def test_requests_are_aborted_by_id() -> None:
+    async def scenario() -> None:
+        service = scripted()
+        async with running(service, admin=[]) as client:
+            asked = [asyncio.create_task(client.post("/v1/completions", json=ASK | {"max_tokens": 500, "n": 2}))]
+            await begun(service)
+            [first] = [answer.name for answer in service.open.values()]
+            asked.append(asyncio.create_task(client.post("/v1/completions", json=ASK | {"max_tokens": 20})))
+            await begun(service, 2)
+            body = {"request_ids": [first, "unknown"]}
+            assert await posted(client, "/abort_requests", json=body) == {"status": "aborted", "aborted": 1}
+            reasons = [choice["finish_reason"] for choice in (await asked[0]).json()["choices"]]
+            assert reasons == ["abort", "abort"]
+            assert (await asked[1]).json()["choices"][0]["finish_reason"] == "length"
+            assert (await posted(client, "/abort_requests"))["aborted"] == 0
+
+    run(scenario())
+
+
+def test_deadlines_stand_still_in_a_pause() -> None:
+    async def scenario() -> None:
+        service = scripted(queue_timeout=0.4, timeout=1.0)
+        async with running(service, admin=[]) as client:
+            first = asyncio.create_task(client.post("/v1/completions", json=ASK))
+            await begun(service)
+            await posted(client, "/pause?mode=keep")
+            second = asyncio.create_task(client.post("/v1/completions", json=ASK | {"max_tokens": 2}))
+            await asyncio.sleep(1.2)
+            await posted(client, "/resume")
+            assert [(await task).status_code for task in (first, second)] == [200, 200]
+            late = await client.post("/v1/completions", json=ASK | {"max_tokens": 1000})
+            assert late.status_code == 504
+
+    run(scenario())
+
+
+def test_aborted_answer_is_not_journaled(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        service = scripted(journal=Journal(tmp_path / "j", 1 << 24, 3600))
+        async with running(service, admin=[]) as client:
+            key = {"Idempotency-Key": "a"}
+            asked = asyncio.create_task(client.post("/v1/completions", json=ASK, headers=key))
+            await begun(service)
+            await posted(client, "/abort_requests")
+            assert (await asked).json()["choices"][0]["finish_reason"] == "abort"
+            again = await client.post("/v1/completions", json=ASK, headers=key)
+            assert again.json()["choices"][0]["token_ids"] == DRAWN
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_sleep_ends_engines_and_wake_restores_answers(replicas: int) -> None:
+    async def scenario() -> None:
+        service = scripted(replicas=replicas, spare=True)
+        async with running(service, admin=[]) as client:
+            asked = asyncio.create_task(client.post("/v1/completions", json=ASK))
+            await begun(service)
+            assert await posted(client, "/sleep?level=2&mode=keep") is None
+            assert await posted(client, "/sleep") is None  # again
+            assert (await posted(client, "/is_sleeping"))["is_sleeping"]
+            assert not any(link.ready for link in service.fleet.links)
+            assert (await client.get("/health")).status_code == 200
+            assert (await client.get("/ready")).status_code == 503
+            assert await posted(client, "/reset_prefix_cache") == {"success": True}
+            await posted(client, "/wake_up?tags=weights")
+            assert (await posted(client, "/is_sleeping"))["is_sleeping"] and not asked.done()
+            await posted(client, "/wake_up?tags=kv_cache")
+            assert (await asked).json()["choices"][0]["token_ids"] == DRAWN
+            assert (await client.get("/ready")).status_code == 200
+            assert service.fleet.num_restarts == 0 and service.fleet.failure is None
+
+    run(scenario())
+
+
+def test_facts_have_the_names_of_vllm() -> None:
+    async def scenario() -> None:
+        service = scripted(replicas=2)
+        async with running(service, admin=[]) as client:
+            config = (await posted(client, "/server_info?config_format=json"))["vllm_config"]
+            assert config["model_config"]["dtype"] == "torch.float32"
+            assert config["parallel_config"]["data_parallel_size"] == 2
+            assert isinstance((await posted(client, "/server_info"))["vllm_config"], str)
+            assert await posted(client, "/get_world_size") == {"world_size": 2}
+            assert await posted(client, "/get_world_size?include_dp=false") == {"world_size": 1}
+            assert (await posted(client, "/weight_info"))["fingerprint"] == "f" * 64
+            asked = asyncio.create_task(client.post("/v1/completions", json=ASK))
+            await begun(service)
+            assert await posted(client, "/reset_prefix_cache?reset_running_requests=true") == {"success": True}
+            assert (await asked).json()["choices"][0]["token_ids"] == DRAWN
+
+    run(scenario())
+
+
+ODD_BODIES = [
+    b"", b"{", b"[]", b"null", b'"x"', b"{}" * 9, b"\xff", b'{"request_ids": 1}', b'{"request_ids": [1]}',
+    b'{"request_ids": [null]}', b"[" * 100, b'{"request_ids": ' + b"[" * 70 + b"]" * 70 + b"}", b'{"\x00": 1}',
+]  # fmt: skip
+ODD_QUERIES = [
+    "", "mode=", "mode=x", "mode=keep&mode=wait", "level=-1", "level=1e9", "level=99999999999999999999", "%00=%ff",
+    "clear_cache=maybe", "tags=x", "tags=weights&tags=", "config_format=yaml", "include_dp=2",
+]  # fmt: skip
+
+
+def test_odd_requests_are_no_5xx() -> None:
+    async def scenario() -> None:
+        service = scripted(most_restarts=5)
+        async with running(service, admin=[]) as client:
+            for path in sorted(CONTROL_PATHS - {"/sleep"}):
+                for query in ODD_QUERIES:
+                    answer = await call(client, f"{path}?{query}")
+                    assert answer.status_code in (200, 400, 409), (path, query, answer.text)
+                for body in ODD_BODIES:
+                    for kind in ("application/json", "text/plain"):
+                        answer = await call(client, path, content=body, headers={"Content-Type": kind})
+                        assert answer.status_code in (200, 400, 409, 415), (path, body, answer.text)
+            await posted(client, "/resume")
+            done = await client.post("/v1/completions", json=ASK)
+            assert done.json()["choices"][0]["token_ids"] == DRAWN and service.fleet.num_restarts == 0
+
+    run(scenario())

@@ -1,7 +1,7 @@
-"""A chat model beside transformers on a CPU: the tables of docs/real_model.md.
+"""A chat model beside transformers: the tables of docs/real_model.md.
 
     detcompile fetch smollm2
-    python -m benchmarks.real_model --commit $(git rev-parse --short HEAD) [--parts answers,items,...] [--threads 1]
+    python -m benchmarks.real_model --commit $(git rev-parse --short HEAD) [--parts answers,items,...] [--device cuda]
 
 answers   different answers to chat prompts over batch sizes, prompt chunks and ranks, greedy and sampled
 items     200 arithmetic and cloze items scored by log-likelihood at six batch sizes
@@ -71,21 +71,21 @@ NUM_BLOCKS = 256
 class Sides:
     """The model compiled and transformers' own, loaded when first used."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, device: str) -> None:
+        self.name, self.device = name, device
         self._plain: PreTrainedModel | None = None
         self._ours: CompiledModel | None = None
 
     @property
     def ours(self) -> CompiledModel:
         """detcompile's, in the checkpoint's dtype."""
-        self._ours = self._ours or detcompile.compile(self.name)
+        self._ours = self._ours or detcompile.compile(self.name, device=self.device)
         return self._ours
 
     @property
     def plain(self) -> PreTrainedModel:
         """transformers', in the same dtype; answers have all their tokens, as the engine's with ``ignore_eos``."""
-        self._plain = self._plain or detcompile.load_model(self.name)
+        self._plain = self._plain or detcompile.load_model(self.name, device=self.device)
         self._plain.generation_config.eos_token_id = None
         self._plain.generation_config.pad_token_id = 0
         return self._plain
@@ -115,11 +115,12 @@ def answers(sides: Sides, _: argparse.Namespace) -> dict[str, object]:
     for way, config in _ways().items():
         for how, temperature in HOW.items():
             ours[how][way] = _our_answers(sides.ours.engine(config), prompts, temperature, config.max_num_seqs)
-    ranks = detcompile.compile(sides.name, tp=2, replicate_attention=True)
-    for how, temperature in HOW.items():
-        engine = ranks.engine(EngineConfig(max_num_seqs=8, num_blocks=NUM_BLOCKS))
-        ours[how]["two ranks, batch 8"] = _our_answers(engine, prompts, temperature, 8)
-    ranks.close()
+    if sides.device == "cpu" or torch.cuda.device_count() > 1:
+        ranks = detcompile.compile(sides.name, tp=2, replicate_attention=True, device=sides.device)
+        for how, temperature in HOW.items():
+            engine = ranks.engine(EngineConfig(max_num_seqs=8, num_blocks=NUM_BLOCKS))
+            ours[how]["two ranks, batch 8"] = _our_answers(engine, prompts, temperature, 8)
+        ranks.close()
     for how, temperature in HOW.items():
         theirs = {f"batch {size}": _plain_answers(sides.plain, prompts, temperature, size) for size in BATCHES}
         for chunk in CHUNKS:
@@ -213,9 +214,9 @@ def _plain_scores(model: PreTrainedModel, rows: list[tuple[list[int], int]], bat
     for places in batches_of(len(rows), batch):
         part = [rows[place] for place in places]
         width = max(len(tokens) for tokens, _ in part)
-        ids = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens, _ in part])
-        mask = torch.tensor([[1] * len(tokens) + [0] * (width - len(tokens)) for tokens, _ in part])
-        logprobs = model(ids, attention_mask=mask).logits.float().log_softmax(-1)
+        ids = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens, _ in part], device=model.device)
+        mask = torch.tensor([[1] * len(tokens) + [0] * (width - len(tokens)) for tokens, _ in part]).to(model.device)
+        logprobs = model(ids, attention_mask=mask).logits.float().log_softmax(-1).cpu()
         for row, (tokens, start) in zip(logprobs, part):
             scores.append(sum(row[at - 1, tokens[at]].item() for at in range(start, len(tokens))))
     return scores
@@ -270,7 +271,7 @@ def prefix(sides: Sides, _: argparse.Namespace) -> dict[str, object]:
     report["detcompile"] = {"cached tokens": cached, **_moved(*pairs)}
     require(report["detcompile"]["largest difference"] == 0.0, "a cached prefix moved ours")
     cache = DynamicCache(config=sides.plain.config)
-    ids = torch.tensor([prompts[0][:common]])
+    ids = torch.tensor([prompts[0][:common]], device=sides.device)
     sides.plain(ids, **{cache_keyword(sides.plain): cache}, use_cache=True)
     cold = [_plain_drawn(sides.plain, prompt, None) for prompt in prompts]
     warm = [_plain_drawn(sides.plain, prompt, copy.deepcopy(cache)) for prompt in prompts]
@@ -291,7 +292,8 @@ def _drawn(output: RequestOutput) -> Drawn:
 
 def _plain_drawn(model: PreTrainedModel, prompt: list[int], cache: Any) -> Drawn:
     made = model.generate(
-        torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        torch.tensor([prompt], device=model.device),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64, device=model.device),
         max_new_tokens=PREFIXED_TOKENS, do_sample=False, output_logits=True, return_dict_in_generate=True,
         **({} if cache is None else {cache_keyword(model): cache}),
     )  # fmt: skip
@@ -361,18 +363,19 @@ def _logged(engine: Engine, prompts: list[list[int]], temperature: float) -> lis
 def error(sides: Sides, _: argparse.Namespace) -> dict[str, object]:
     """Relative error of logits, KL and top-1 of each side and dtype, beside transformers in float64."""
     prompts = [sides.chat(question) for question in QUESTIONS[:NUM_PROMPTS]]
-    exact_model = detcompile.load_model(sides.name).double()
-    exact = [exact_model(torch.tensor([prompt])).logits[0] for prompt in prompts]
+    inputs = [torch.tensor([prompt], device=sides.device) for prompt in prompts]
+    exact_model = detcompile.load_model(sides.name, device=sides.device).double()
+    exact = [exact_model(prompt).logits[0] for prompt in inputs]
     del exact_model
     rows: dict[str, object] = {}
     for dtype in (torch.bfloat16, torch.float32):
         models: dict[str, Callable[[], Callable[..., Any]]] = {
-            "transformers": lambda dtype=dtype: detcompile.load_model(sides.name, dtype=dtype),
-            "detcompile": lambda dtype=dtype: detcompile.compile(sides.name, dtype=dtype),
+            "transformers": lambda dtype=dtype: detcompile.load_model(sides.name, dtype=dtype, device=sides.device),
+            "detcompile": lambda dtype=dtype: detcompile.compile(sides.name, dtype=dtype, device=sides.device),
         }
         for side, make in models.items():
             model = make()
-            logits = [model(torch.tensor([prompt])).logits[0].double() for prompt in prompts]
+            logits = [model(prompt).logits[0].double() for prompt in inputs]
             rows[f"{side}, {str(dtype)[6:]}"] = _beside_exact(logits, exact)
             print(side, dtype, rows[f"{side}, {str(dtype)[6:]}"], flush=True)
     return {"positions": sum(map(len, prompts)), "rows": rows}
@@ -474,6 +477,7 @@ def main() -> None:
     parser.add_argument("--commit", required=True)
     parser.add_argument("--model", default="smollm2", help="a name as for detcompile.compile, of a chat model")
     parser.add_argument("--parts", default=",".join(part for part in PARTS if part != "llama"))
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=5, help="of each timed run")
     parser.add_argument("--llama", help="a Python that has llama-cpp-python")
@@ -482,10 +486,13 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    path = arguments.out / f"real-model-{cpu_name().replace(' ', '-').lower()}-{arguments.commit}.json"
+    on_cpu = arguments.device == "cpu"
+    hardware = cpu_name() if on_cpu else torch.cuda.get_device_name()
+    cores = f", {os.cpu_count()} cores" if on_cpu else ""
+    path = arguments.out / f"real-model-{hardware.replace(' ', '-').lower()}-{arguments.commit}.json"
     report = json.loads(path.read_text()) if path.exists() else {}
     arguments.out.mkdir(parents=True, exist_ok=True)
-    sides = Sides(arguments.model)
+    sides = Sides(arguments.model, arguments.device)
     for part in arguments.parts.split(","):
         started, before, load = time.perf_counter(), os.times(), os.getloadavg()[0]
         section = PARTS[part](sides, arguments)
@@ -493,7 +500,7 @@ def main() -> None:
         section["cpu seconds"] = round(sum(after[:4]) - sum(before[:4]), 1)
         section |= {"wall seconds": round(time.perf_counter() - started, 1), "threads": arguments.threads}
         section["load average, start and end"] = [round(load, 1), round(os.getloadavg()[0], 1)]
-        report |= {"commit": arguments.commit, "hardware": f"{cpu_name()}, {os.cpu_count()} cores"}
+        report |= {"commit": arguments.commit, "hardware": hardware + cores}
         report |= {"torch": torch.__version__, "transformers": transformers.__version__}
         report |= {"model": arguments.model, "dtype": str(sides.ours.dtype)[6:], "fingerprint": sides.ours.fingerprint}
         report[part] = section

@@ -1,12 +1,12 @@
 """Reinforcement learning whose trainer and sampler have the same bits, beside plain torch: `make rl`, or
 
-    python -m examples.rl [--seeds 3 --steps 30 --model tiny --out build/rl]
+    python -m examples.rl [--seeds 3 --steps 30 --model tiny --device cpu --out build/rl]
 
 Arms: a plain torch trainer that takes its samples for its own; the same with importance weights; detcompile's trainer,
 where the difference is zero. A run of detcompile's trainer and one of the plain one are then repeated with shuffled
-micro-batches and other padding, and detcompile's on two ranks of FSDP2 as well: whose weights are equal after every
-step? Writes rl.json and rl.svg. Exit 1 where an on-policy step is not exactly on policy, or micro-batches or ranks move
-detcompile's weights.
+micro-batches and other padding; on a CPU, detcompile's on two ranks of FSDP2 as well. Whose weights are equal after
+every step? Writes rl.json and rl.svg. Exit 1 where an on-policy step is not exactly on policy, or micro-batches or
+ranks move detcompile's weights.
 
 Needs no GPU and no download: the model comes with the package.
 """
@@ -14,6 +14,7 @@ Needs no GPU and no download: the model comes with the package.
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -21,13 +22,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 import detcompile
 from benchmarks.cpu import cpu_name
 from benchmarks.rl_plots import rl_plot
 from examples.rl.policies import DetcompilePolicy, PlainPolicy
-from examples.rl.training import Arm, Step, train
+from examples.rl.task import PROMPTS
+from examples.rl.training import GROUP_SIZE, MAX_TOKENS, Arm, Step, train
 
 LR = 5e-5
 ARMS = [
@@ -89,24 +92,46 @@ def failures(runs: list[dict]) -> list[str]:
 def report(arguments: argparse.Namespace) -> dict:
     """Every run, and what it took."""
     started = time.perf_counter()
-    model = detcompile.compile(arguments.model)
-    policies = {"plain": PlainPolicy(arguments.model, LR), "detcompile": DetcompilePolicy(arguments.model, LR)}
+    name, device = arguments.model, arguments.device
+    model = detcompile.compile(name, device=device)
+    policies = {"plain": PlainPolicy(name, LR, device), "detcompile": DetcompilePolicy(name, LR, device)}
     made = time.perf_counter()
     cases = [(arm, seed) for seed in range(arguments.seeds) for arm in ARMS]
     cases += [(arm._replace(**SPLIT), 0) for arm in (ARMS[0], ARMS[2])]
     runs = [run(arm, seed, arguments.steps, model, policies[arm.trainer]) for arm, seed in cases]
-    runs.append(on_ranks(arguments))
+    if device == "cpu":
+        runs.append(on_ranks(arguments))
     times = os.times()
+    machine = f"{cpu_name()}, {os.cpu_count()} cores" if device == "cpu" else torch.cuda.get_device_name()
     return {
-        "machine": f"{cpu_name()}, {os.cpu_count()} cores", "model": arguments.model, "lr": LR,
+        "machine": machine, "model": name, "lr": LR,
+        "transformers_draw_s": plain_draw_seconds(model, policies["plain"]),
         "steps": arguments.steps, "seeds": arguments.seeds,
         "setup_s": round(made - started, 1), "wall_s": round(time.perf_counter() - started, 1),
         "cpu_s": round(times.user + times.system + times.children_user + times.children_system, 1), "runs": runs,
     }  # fmt: skip
 
 
+def plain_draw_seconds(model: detcompile.CompiledModel, policy: PlainPolicy) -> float:
+    """Seconds in which transformers' generate draws a step's completions, the best of three."""
+    policy.reset()
+    tokenizer, device = model.tokenizer, policy.model.device
+    prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+    newline = tokenizer("\n")["input_ids"][-1]
+    options = {"do_sample": True, "max_new_tokens": MAX_TOKENS, "num_return_sequences": GROUP_SIZE, "top_k": 0}
+    taken = []
+    for _ in range(3):
+        started = time.perf_counter()
+        policy.model.generate(ids, attention_mask=mask, eos_token_id=newline, pad_token_id=newline, **options)
+        taken.append(time.perf_counter() - started)
+    return min(taken)
+
+
 def summary(report: dict) -> str:
-    """Reward at both ends, and the differences, by arm; and the steps whose weights no micro-batch moved."""
+    """Reward at both ends, differences and seconds by arm; and the steps whose weights no micro-batch moved."""
     lines = []
     for arm in ARMS:
         runs = [one for one in report["runs"] if one["arm"] == arm.name and one["micro_batches"] == 1]
@@ -115,14 +140,21 @@ def summary(report: dict) -> str:
         equal = sum(sum(one["equal"]) for one in runs)
         lines.append(
             f"--- {arm.name}: reward {min(first):.2f}..{max(first):.2f} to {min(last):.2f}..{max(last):.2f}, KL mean "
-            f"{sum(kls) / len(kls):.1e}, largest {max(kls):.1e}; {equal} of {len(kls)} steps with equal bits"
+            f"{sum(kls) / len(kls):.1e}, largest {max(kls):.1e}; {equal} of {len(kls)} steps with equal bits; a step"
+            f" {middle(runs, 'step_s'):.2f} s, of it {middle(runs, 'draw_s'):.2f} s to draw"
         )
     for split in (one for one in report["runs"] if one["micro_batches"] > 1):
         whole = next(one for one in report["runs"] if one["arm"] == split["arm"] and one["seed"] == split["seed"])
         same = sum(a == b for a, b in zip(whole["weights"], split["weights"]))
         how = f"1 and 3 micro-batches, 1 and {split['ranks']} ranks"
         lines.append(f"--- {split['arm']}, {how}: equal weights after {same} of {report['steps']} steps")
+    lines.append(f"--- transformers' generate draws a step's completions in {report['transformers_draw_s']:.2f} s")
     return "\n".join(lines)
+
+
+def middle(runs: list[dict], field: str) -> float:
+    """Median over all steps of some runs."""
+    return statistics.median(value for one in runs for value in one[field])
 
 
 def main() -> None:
@@ -130,6 +162,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--model", default="tiny", help="a name as for detcompile.compile")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--out", type=Path, default=Path("build/rl"))
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

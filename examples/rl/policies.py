@@ -17,8 +17,8 @@ MAX_NORM = 1.0  # of a step's gradient
 class PlainPolicy:
     """The Hugging Face model in bfloat16 under torch's autograd, and float32 copies of its weights that are trained."""
 
-    def __init__(self, name: str, lr: float) -> None:
-        self.model = detcompile.load_model(name, device="cpu")
+    def __init__(self, name: str, lr: float, device: str = "cpu") -> None:
+        self.model = detcompile.load_model(name, device=device)
         self.start = {name: parameter.detach().float() for name, parameter in self.model.named_parameters()}
         self.lr = lr
         self.reset()
@@ -60,8 +60,8 @@ class PlainPolicy:
 class DetcompilePolicy:
     """A trainer whose logits are the bytes that serve, with exact gradients; ranks that there are share it."""
 
-    def __init__(self, name: str, lr: float) -> None:
-        self.trainer = detcompile.trainer(name, device="cpu")
+    def __init__(self, name: str, lr: float, device: str = "cpu") -> None:
+        self.trainer = detcompile.trainer(name, device=device)
         if dist.is_initialized():
             self.trainer.shard()
         self.trained = dict(self.trainer.named_parameters())
@@ -103,5 +103,5 @@ def digest(policy: Policy) -> str:
     hasher = hashlib.sha256()
     for weight in policy.trained.values():
         whole = weight.detach().full_tensor() if isinstance(weight, DTensor) else weight.detach()
-        hasher.update(whole.numpy())
+        hasher.update(whole.cpu().numpy())
     return hasher.hexdigest()[:16]

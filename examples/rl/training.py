@@ -2,6 +2,7 @@
 
 import random
 import statistics
+import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -58,6 +59,8 @@ class Step(NamedTuple):
         largest: the largest absolute d.
         equal: no token's log-probability differs in a bit.
         weights: digest of the trained weights after the step.
+        draw_s: seconds to draw the completions.
+        step_s: seconds of the whole step, without the digest.
     """
 
     reward: float
@@ -65,6 +68,8 @@ class Step(NamedTuple):
     largest: float
     equal: bool
     weights: str
+    draw_s: float
+    step_s: float
 
 
 def train(arm: Arm, policy: Policy, model: CompiledModel, seed: int, num_steps: int) -> Iterator[Step]:
@@ -79,7 +84,10 @@ def train(arm: Arm, policy: Policy, model: CompiledModel, seed: int, num_steps: 
             logprobs=0, seed=num_steps * seed + step,
         )  # fmt: skip
         rewards, rows = [], []
-        for output in engine.generate(PROMPTS, params, progress=False):
+        started = time.perf_counter()
+        outputs = engine.generate(PROMPTS, params, progress=False)
+        drawn_at = time.perf_counter()
+        for output in outputs:
             scores = [reward(output.prompt, sample.text) for sample in output.outputs]
             rewards += scores
             for sample, score in zip(output.outputs, scores):
@@ -92,7 +100,8 @@ def train(arm: Arm, policy: Policy, model: CompiledModel, seed: int, num_steps: 
         model.update_weights(policy.weights())
         kl, largest = float((differences.exp() - 1 - differences).mean()), float(differences.abs().max())
         equal = not differences.count_nonzero()
-        yield Step(statistics.mean(rewards), kl, largest, equal, digest(policy))
+        seconds = drawn_at - started, time.perf_counter() - started
+        yield Step(statistics.mean(rewards), kl, largest, equal, digest(policy), *seconds)
 
 
 def learn(arm: Arm, policy: Policy, rows: list[Row]) -> Tensor:
@@ -102,13 +111,14 @@ def learn(arm: Arm, policy: Policy, rows: list[Row]) -> Tensor:
         rows = rows[dist.get_rank() :: dist.get_world_size()]
     differences = []
     for part in (rows[start :: arm.micro_batches] for start in range(arm.micro_batches)):
-        input_ids, mask, drawn, advantages = padded(part, arm.left_padding)
+        device = next(iter(policy.trained.values())).device
+        input_ids, mask, drawn, advantages = (tensor.to(device) for tensor in padded(part, arm.left_padding))
         logprobs = policy.logprobs(input_ids, mask)
         sampled = ~drawn.isnan()
         difference = torch.where(sampled, logprobs.detach() - drawn, 0.0)
         importance = difference.exp().clamp(max=LARGEST_WEIGHT) if arm.importance else 1.0
         policy.loss(logprobs, advantages * importance, num_tokens).backward()
-        differences.append(logprobs.detach()[sampled].double() - drawn[sampled].double())
+        differences.append((logprobs.detach()[sampled].double() - drawn[sampled].double()).cpu())
     if dist.is_initialized():
         of_ranks: list[list[Tensor]] = [[]] * dist.get_world_size()
         dist.all_gather_object(of_ranks, differences)

@@ -157,14 +157,17 @@ ODD_CHECKPOINTS: Mapping[str, tuple[dict, Make]] = {
 }
 
 
-def write_checkpoint(folder: Path, name: str, dtype: torch.dtype = torch.float16) -> dict[str, Tensor]:
-    """Write a tiny quantised Qwen3; return the float64 matrix that each of its linears means.
+def write_checkpoint(
+    folder: Path, name: str, dtype: torch.dtype = torch.float16, architecture: str = "qwen3", **changes: object
+) -> dict[str, Tensor]:
+    """Write a tiny quantised model; return the float64 matrix that each of its linears means.
 
     Args:
         name: key of CHECKPOINTS or ODD_CHECKPOINTS.
+        changes: settings of the config.
     """
     config, make = {**CHECKPOINTS, **ODD_CHECKPOINTS}[name]
-    model = random_model("qwen3", dtype, **WIDTHS, attention_bias=True)
+    model = random_model(architecture, dtype, **WIDTHS | {"attention_bias": True} | changes)
     exact: dict[str, Tensor] = {}
     with torch.no_grad():
         for module in model.modules():
@@ -176,6 +179,6 @@ def write_checkpoint(folder: Path, name: str, dtype: torch.dtype = torch.float16
         tensors |= {f"{module}.{leaf}": tensor for leaf, tensor in parts.items()}
     save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / "model.safetensors")
     settings = json.loads(model.config.to_json_string(use_diff=False)) | {"quantization_config": config}
-    settings |= {"architectures": ["Qwen3ForCausalLM"], "dtype": str(dtype).removeprefix("torch.")}
+    settings |= {"architectures": [type(model).__name__], "dtype": str(dtype).removeprefix("torch.")}
     (folder / "config.json").write_text(json.dumps(settings))
     return exact

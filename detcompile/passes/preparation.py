@@ -29,7 +29,7 @@ class ModulePass(NamedTuple):
 
 MODULE_PASSES = (
     ModulePass(give_positions),
-    ModulePass(pin_quantized, whole="quantised weights"),
+    ModulePass(pin_quantized),
     ModulePass(pin_experts),
     ModulePass(replace_experts, whole="experts that take no implementation from outside,"),
     ModulePass(pin_recurrences, whole="layers with a state"),

@@ -11,10 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import detcompile
-from detcompile.errors import UnsupportedModel
 from detcompile.models.gguf.header import TENSOR_TYPES, TensorType
 from detcompile.models.gguf.packing import PACKINGS, packed_linear
-from detcompile.passes.preparation import change_modules
 from detcompile.templates.matmul.op import matmul_cpu
 from detcompile.templates.quantized.op import dequant_matmul_cpu, dequantized_cpu
 from detcompile.templates.quantized.weights import QuantizedWeight, dequantized
@@ -60,9 +58,3 @@ def test_kept_weights_give_the_same_bits(tmp_path: Path) -> None:
     plain, kept = models
     assert "detcompile.dequant_matmul.default" in {entry.op for entry in kept.certificate.entries}
     assert plain.fingerprint != kept.fingerprint
-
-
-def test_kept_weights_are_not_split_among_ranks(tmp_path: Path) -> None:
-    model = detcompile.load_model(write(tmp_path / "kept.gguf", ["Q4_1"]), dequantize=False)
-    with pytest.raises(UnsupportedModel, match="quantised weights over several ranks; compile with tp=1"):
-        change_modules(model, shared=True)

@@ -1,7 +1,9 @@
 """What the ranks of a group compute in tests/parallel: graphs and compiled models, to be compared with one rank's."""
 
+import tempfile
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -30,6 +32,7 @@ from tests.invariance.axis import configuration_for
 from tests.model_cases import MAX_CONTEXT, certified, random_model
 from tests.parallel.collective_cases import check_all
 from tests.parallel.peer_cases import check_peers
+from tests.quantized_checkpoints import write_checkpoint
 from tests.runtime.speculation.test_speculator import Oracle
 
 __all__ = [
@@ -44,6 +47,7 @@ __all__ = [
     "needs_gpus",
     "numerics_of",
     "one_layer",
+    "quantized_layer",
     "rank_results",
     "served_logits",
 ]
@@ -57,10 +61,11 @@ CHANGES = {
 }
 # Models whose certified graph is run on each number of ranks; over four, two key heads are held by two ranks each.
 DENSE = {
-    2: ["bloom", "gemma3_text", "gpt_neox"],
+    2: ["bloom", "gemma3_text", "gpt_neox", "phi3 in gptq"],
     3: ["gpt2", "llama"],
     4: ["falcon", "gptj", "olmo2", "opt", "phi3"],
 }
+QUANTIZED = {"phi3 in gptq": ("phi3", "gptq_v2, act order")}  # fused q, k, v; K in an order by group
 # Models that are compiled and serve steps.
 SERVED = {2: [("gpt2", torch.float32), ("tiny-draft", torch.bfloat16)], 3: [], 4: [("llama", torch.bfloat16)]}
 PARTS = ("collectives", "dense", "served")
@@ -184,7 +189,19 @@ def numerics_of(name: str, tp: int) -> Numerics:
 
 def one_layer(name: str, device: str, tp: int) -> PreTrainedModel:
     """A model of DENSE[tp]."""
+    if name in QUANTIZED:
+        architecture, checkpoint = QUANTIZED[name]
+        return quantized_layer(checkpoint, torch.float32, device, architecture)
     return random_model(name, torch.float32, device, num_hidden_layers=1, **CHANGES.get((tp, name), {}))
+
+
+def quantized_layer(
+    checkpoint: str, dtype: torch.dtype, device: str, architecture: str = "qwen3", layers: int = 1
+) -> PreTrainedModel:
+    """A model of tests.quantized_checkpoints, of one layer by default."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_checkpoint(Path(folder), checkpoint, dtype, architecture, num_hidden_layers=layers)
+        return detcompile.load_model(folder, device=device)
 
 
 def attempt(compute: Callable[[], Any]) -> Any:

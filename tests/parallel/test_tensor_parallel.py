@@ -40,7 +40,11 @@ SERVED_ON_GPU: dict[int, list[Any]] = {
     ],
 }
 ON_CPU: dict[int, Any] = {2: (), 3: EXHAUSTIVE, 4: EXHAUSTIVE}
-DENSE_ON_GPU = {2: ["falcon", "gemma3_text", "mistral"], 3: DENSE[3], 4: ["falcon", "llama", "olmo2", "qwen3"]}
+DENSE_ON_GPU = {
+    2: ["falcon", "gemma3_text", "mistral", "phi3 in gptq"],
+    3: DENSE[3],
+    4: ["falcon", "llama", "olmo2", "qwen3"],
+}
 
 
 def _each(*kinds: dict[int, list[Any]]) -> list[Any]:

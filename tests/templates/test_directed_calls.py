@@ -93,6 +93,11 @@ def dequant_matmul_with_mins(M=3, N=4, K=128) -> Arguments:
     return arguments | {"zeros": None, "mins": -3 * arguments["scales"]}
 
 
+def dequant_matmul_partial(M=3, N=4, K=128) -> Arguments:
+    fused = ("bias", "residual", "out_dtype")
+    return {name: value for name, value in dequant_matmul(M, N, K).items() if name not in fused} | {"tp": 1}
+
+
 def exact_function(M=3, R=8) -> Arguments:
     return {"x": rows(M, R), "name": "silu"}
 
@@ -257,8 +262,9 @@ def sharded_embedding(V=5, D=4, T=3) -> Arguments:
 COLLECTIVES = (matmul_all_reduce, tree_all_reduce, all_gather_columns, sharded_embedding)
 OPERATIONS = (
     matmul, batched_matmul, gated_matmul, silu_mul, rms_norm, layer_norm, row_sum, row_var_mean, softmax, logsumexp,
-    embedding, expert_matmul, expert_matmul_partial, dequant_matmul, paged_attention, cached_attention, dense_attention,
-    rope_cache, packed_attention, packed_attention_backward, causal_conv, dense_causal_conv, wkv, dense_wkv,
+    embedding, expert_matmul, expert_matmul_partial, dequant_matmul, dequant_matmul_partial, paged_attention,
+    cached_attention, dense_attention, rope_cache, packed_attention, packed_attention_backward, causal_conv,
+    dense_causal_conv, wkv, dense_wkv,
     running_max, dense_running_max, linear_recurrence, dense_linear_recurrence, token_logprobs, token_logprobs_backward,
     rms_norm_backward, layer_norm_backward, softmax_backward, token_matmul, token_sum, token_scatter,
     exact_function, exact_rms_norm, exact_quantize, exact_linear, exact_paged_attention, exact_dense_attention,

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from detcompile.errors import UnsupportedModel
 from detcompile.passes.modules.quantized_layouts import block_of, float8_weight
 from detcompile.templates.ops import ours
-from detcompile.templates.quantized.weights import QuantizedWeight, dequantized
+from detcompile.templates.quantized.weights import QuantizedWeight, dequantized, kept_features
 
 
 class QuantizedLinear(nn.Module):
@@ -27,25 +27,34 @@ class QuantizedLinear(nn.Module):
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None, order: Tensor | None = None) -> None:
         super().__init__()
+        self._hold(weight)
+        self.radices: list[int] = []  # of the tree, where the linear is row-parallel
+        self.register_buffer("order", order)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    def _hold(self, weight: QuantizedWeight) -> None:
         self.in_features, self.out_features = weight.k, len(weight.w)
         self.group, self.rows = weight.group, weight.rows
-        self.radices: list[int] = []  # of the tree, where the linear is row-parallel
         parts = {"packed": weight.w, "scales": weight.scales, "zeros": weight.zeros, "mins": weight.mins}
-        for name, value in (parts | {"order": order}).items():
+        for name, value in parts.items():
             self.register_buffer(name, value)
-        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     @property
     def quantized(self) -> QuantizedWeight:
         """The weight's parts on their present device."""
-        return QuantizedWeight(
-            self.packed, self.scales, self.zeros, self.mins, self.in_features, self.group, self.rows
-        )
+        return QuantizedWeight(self.packed, self.scales, self.zeros, self.mins, self.in_features, self.group, self.rows)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Return the matrix [N, K] that x is multiplied with, with K in the order of x."""
         w = dequantized(self.quantized, dtype)
         return w if self.order is None else w[:, self.order.argsort()]
+
+    def keep_features(self, features: Tensor) -> None:
+        """Keep only these outputs, in this order."""
+        features = features.to(self.packed.device)
+        self._hold(kept_features(self.quantized, features))
+        if self.bias is not None:
+            self.bias = nn.Parameter(self.bias.detach()[features], requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.order is not None:

@@ -57,14 +57,24 @@ def batched_matmul(node: fx.Node, ctx: Context) -> Rows:
 
 def dequant_matmul(node: fx.Node, ctx: Context) -> Rows:
     """A matmul whose weights are dequantized element by element."""
+    out, (bias, residual) = _of_quantized(node, ctx), node.args[5:7]
+    if bias is not None:
+        require_weight(ctx.rows(bias), "the bias")
+    return out if residual is None else join([out, ctx.rows(residual)], 2)
+
+
+def dequant_matmul_partial(node: fx.Node, ctx: Context) -> Rows:
+    _require_tree_above(node)
+    return _of_quantized(node, ctx)
+
+
+def _of_quantized(node: fx.Node, ctx: Context) -> Rows:
     x, w = ctx.rows(node.args[0]), ctx.rows(node.args[1])
     require_feature(x, 1, "the sum of a matrix product")
-    whats = ("the weights", "their scales", "their zeros", "their minima", "the bias")
-    for part, what in zip(node.args[1:6], whats, strict=True):
+    for part, what in zip(node.args[1:5], ("the weights", "their scales", "their zeros", "their minima"), strict=True):
         if part is not None:
             require_weight(ctx.rows(part), what)
-    out = Rows((x.dims[0], w.dims[0]))
-    return out if node.args[6] is None else join([out, ctx.rows(node.args[6])], 2)
+    return Rows((x.dims[0], w.dims[0]))
 
 
 def exact_linear(node: fx.Node, ctx: Context) -> Rows:
@@ -260,17 +270,24 @@ def matmul_all_reduce(node: fx.Node, ctx: Context) -> Rows:
     return out if residual is None else join([out, ctx.rows(residual)], len(out.dims))
 
 
+PARTIALS = (ours.dequant_matmul_partial.default, ours.expert_matmul_partial.default)
+
+
 def expert_matmul_partial(node: fx.Node, ctx: Context) -> Rows:
-    """A sum over a share of K. Only tree_all_reduce may read it."""
+    _require_tree_above(node)
+    return of_experts(node, ctx)
+
+
+def _require_tree_above(node: fx.Node) -> None:
+    """Require that only tree_all_reduce reads a sum over a rank's share of K."""
     for user in node.users:
         if user.target is not ours.tree_all_reduce.default or user.args[0] is not node or node in user.args[1:]:
             raise Refusal(f"a rank's partial sum is read by {user.target}, not by the tree over the ranks")
-    return of_experts(node, ctx)
 
 
 def tree_all_reduce(node: fx.Node, ctx: Context) -> Rows:
     partial, bias, residual, radices = node.args[:4]
-    if partial.target is not ours.expert_matmul_partial.default:
+    if partial.target not in PARTIALS:
         raise Refusal("adds values of ranks that are not partial sums of a matrix product")
     tp = partial.args[-1]
     if math.prod(radices) != tp:

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from transformers import Conv1D
 
 from detcompile.errors import NumericsError, UnsupportedModel
 from detcompile.parallel import TensorParallel
 from detcompile.passes.adapters.attention_classes import CODEGEN_PARTS
 from detcompile.passes.modules.attention import AttentionCall
+from detcompile.passes.sharding.modules import Linear, num_features
 
 QUERIES = {"q_proj", "q_b_proj", "query", "Wq", "q_lin"}
 KEYS, VALUES = {"k_proj", "key", "Wk", "k_lin"}, {"v_proj", "value", "Wv", "v_lin"}
@@ -101,7 +101,7 @@ def head_share(call: AttentionCall, ranks: TensorParallel, name: str, replicate:
     )
 
 
-def features_of(leaf: str, linear: nn.Linear | Conv1D, share: HeadShare, model_type: str, where: str) -> Tensor | None:
+def features_of(leaf: str, linear: Linear, share: HeadShare, model_type: str, where: str) -> Tensor | None:
     """Return the output features of an attention projection that belong to the rank's heads; None for all.
 
     Every rank keeps all outputs of the module's last projection, and of one into a latent that all heads read.
@@ -109,7 +109,7 @@ def features_of(leaf: str, linear: nn.Linear | Conv1D, share: HeadShare, model_t
     Raises:
         UnsupportedModel: the layout of the projection's features is unknown.
     """
-    width = linear.weight.shape[1 if isinstance(linear, Conv1D) else 0]
+    width = num_features(linear)
     q, k = (heads * share.head_dim for heads in (share.num_heads, share.num_kv_heads))
     v = share.num_kv_heads * share.v_head_dim
     if leaf in OUTPUTS | LATENTS:

@@ -4,14 +4,18 @@ Each copies its rank's share of the parameters of the module that it replaces, s
 """
 
 import math
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from transformers import Conv1D
 
 from detcompile.parallel import TensorParallel
+from detcompile.passes.modules.quantized_linear import QuantizedLinear
 from detcompile.templates.ops import ours
+from detcompile.templates.quantized.weights import kept_inputs
+
+Linear: TypeAlias = nn.Linear | Conv1D | QuantizedLinear
 
 
 class RowParallelLinear(nn.Module):
@@ -62,6 +66,41 @@ class RowShardLinear(nn.Module):
             x.flatten(0, -2), w_NK, self.bias, None, self.radices, self.radices_above, self.ranks.group, x.dtype
         )
         return out.view(*x.shape[:-1], w_NK.shape[0])
+
+
+class QuantizedRowShard(nn.Module):
+    """One rank's share of a row-parallel QuantizedLinear: the bits of the whole one, as RowShardLinear.
+
+    forward(x [..., K] or this rank's [..., K / tp]) -> [..., N] in x.dtype, the same on every rank. Where K is in an
+    order by group (desc_act of gptq), the ranks gather x first: a share of that K reads features of all ranks.
+
+    Args:
+        radices: fan-ins of the tree over the ranks, and of each rank's subtree.
+    """
+
+    inputs: Tensor | None
+
+    def __init__(
+        self, linear: QuantizedLinear, radices: tuple[tuple[int, ...], tuple[int, ...]], ranks: TensorParallel
+    ) -> None:
+        super().__init__()
+        self.whole, self.ranks = linear.in_features, ranks
+        share = ranks.share(self.whole)
+        self.linear = QuantizedLinear(kept_inputs(linear.quantized, share), linear.bias)
+        self.register_buffer("inputs", None if linear.order is None else linear.order[share].clone())
+        self.share = share
+        self.radices_above, self.radices = map(list, radices)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, -2)
+        if self.inputs is not None and rows.shape[1] != self.whole:
+            rows = ours.all_gather_columns(rows, self.ranks.group, self.whole)
+        if rows.shape[1] == self.whole:
+            rows = rows[:, self.share] if self.inputs is None else rows[:, self.inputs]
+        parts, linear = self.linear.quantized[:4], self.linear
+        partial = ours.dequant_matmul_partial(rows, *parts, linear.group, linear.rows, self.radices, self.ranks.size)
+        out = ours.tree_all_reduce(partial, linear.bias, None, self.radices_above, self.ranks.group, x.dtype)
+        return out.view(*x.shape[:-1], linear.out_features)
 
 
 class GatheredLinear(nn.Module):
@@ -130,8 +169,16 @@ class NormAcrossHeads(nn.Module):
         return self.norm(x)[..., self.features]
 
 
-def keep_features(linear: nn.Linear | Conv1D, features: Tensor) -> None:
+def num_features(linear: Linear) -> int:
+    """Return the number of outputs of a linear."""
+    return int(linear.nf if isinstance(linear, Conv1D) else linear.out_features)
+
+
+def keep_features(linear: Linear, features: Tensor) -> None:
     """Keep only these outputs of a linear, in this order."""
+    if isinstance(linear, QuantizedLinear):
+        linear.keep_features(features)
+        return
     features = features.to(linear.weight.device)
     linear.weight = _parameter(linear.weight.index_select(1 if isinstance(linear, Conv1D) else 0, features))
     if linear.bias is not None:

@@ -15,16 +15,19 @@ from detcompile.parallel import TensorParallel
 from detcompile.passes.modules.attention import AttentionCall
 from detcompile.passes.modules.experts import find_experts
 from detcompile.passes.modules.low_rank import AdaptedLinear
-from detcompile.passes.modules.quantized_linear import QuantizedLinear
+from detcompile.passes.modules.quantized_linear import QuantizedLinear, replace_module
 from detcompile.passes.sharding.experts import pin_expert_trees, shard_experts
 from detcompile.passes.sharding.heads import OUTPUTS, HeadShare, features_of, head_share
 from detcompile.passes.sharding.modules import (
     GatheredLinear,
+    Linear,
     NormAcrossHeads,
+    QuantizedRowShard,
     RowParallelLinear,
     RowShardLinear,
     ShardedEmbedding,
     keep_features,
+    num_features,
 )
 from detcompile.passes.sharding.plans import ROW_STYLES, style_of, tensor_parallel_plan
 from detcompile.torch_internals.modules import parameter_table
@@ -52,7 +55,7 @@ def pin_row_parallel(model: PreTrainedModel, numerics: Numerics) -> int:
         if isinstance(module, QuantizedLinear):
             module.radices = list(numerics.radices)
         else:
-            _replace(model, name, RowParallelLinear(module, numerics.radices))
+            replace_module(model, name, RowParallelLinear(module, numerics.radices))
     return len(linears) + (pin_expert_trees(model, numerics) if tensor_parallel_plan(model) else 0)
 
 
@@ -82,7 +85,8 @@ def shard(
         )
     attending = _shard_attention(model, attention, ranks, replicate_attention)
     for name, linear in _row_parallel(model, numerics):
-        _replace(model, name, RowShardLinear(linear, numerics.split_radices(ranks.size), ranks).to(ranks.device))
+        kind = QuantizedRowShard if isinstance(linear, QuantizedLinear) else RowShardLinear
+        replace_module(model, name, kind(linear, numerics.split_radices(ranks.size), ranks).to(ranks.device))
     mixtures = find_experts(model)
     for name, module in mixtures:
         shard_experts(name, module, numerics, ranks)
@@ -120,7 +124,7 @@ def _row_parallel(model: PreTrainedModel, numerics: Numerics) -> list[tuple[str,
     result = []
     planned = [(name, module) for name, module in model.named_modules() if style_of(name, plan) == "row"]
     for name, module in [part for place in planned for part in _linears(*place)]:
-        if isinstance(module, (nn.Linear, Conv1D, QuantizedLinear)):
+        if isinstance(module, Linear):
             k = module.weight.shape[0] if isinstance(module, Conv1D) else module.in_features
             try:
                 matmul_order(k, model.dtype, numerics.radices)
@@ -165,7 +169,7 @@ def _shard_heads(attention: Any, share: HeadShare, name: str, model_type: str, r
     norms = {NORMS[leaf]: leaf for leaf, norm in attention.named_children() if leaf in NORMS and share.spans(norm)}
     for leaf, linear in list(attention.named_children()):
         linears = linear.gives if isinstance(linear, AdaptedLinear) else [linear]
-        if isinstance(linears[0], (nn.Linear, Conv1D)):
+        if isinstance(linears[0], Linear):
             features = features_of(leaf, linears[0], share, model_type, name)
             if features is None:
                 continue
@@ -222,9 +226,9 @@ def _shard_columns(model: nn.Module, name: str, linear: nn.Module, ranks: Tensor
         for part in linear.gives:
             _shard_columns(model, name, part, ranks)
         return
-    if not isinstance(linear, (nn.Linear, Conv1D)):
+    if not isinstance(linear, Linear):
         raise UnsupportedModel(f"{name}: a {type(linear).__name__} cannot be cut into columns; compile with tp=1")
-    width = linear.weight.shape[1 if isinstance(linear, Conv1D) else 0]
+    width = num_features(linear)
     parts = 2 if name.rpartition(".")[2] in HALVES else 1
     if width % (parts * ranks.size):
         what = f"two projections of {width // 2}" if parts == 2 else str(width)
@@ -241,14 +245,9 @@ def _shard_vocabulary(model: PreTrainedModel, ranks: TensorParallel) -> None:
     known = type(embedding) is nn.Embedding or type(embedding).__name__.endswith("TextScaledWordEmbedding")
     rows = ShardedEmbedding(embedding, ranks) if known and embedding.max_norm is None else None
     if rows is not None:
-        _replace(model, names[embedding], rows)
+        replace_module(model, names[embedding], rows)
     if isinstance(head, nn.Linear):
         gathered = GatheredLinear(head, ranks)
         if rows is not None and tied:
             gathered.weight = rows.weight
-        _replace(model, names[head], gathered)
-
-
-def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, module)
+        replace_module(model, names[head], gathered)

@@ -4,6 +4,7 @@ Legend: M tokens, N output features, K input features, G groups of K.
 
     w    = dequantized(weight, x.dtype)      templates/quantized/weights.py: one defined rounding per element
     out  = matmul(x, w, bias, residual, radices)
+    dequant_matmul_partial(...) -> float32: one rank's subtree of Tree(K, ...), without a bias
 
 The bytes equal those of the two operations in sequence, so the order is matmul's. A CPU dequantizes a tile of features
 at a time. A GPU dequantizes operands of the tensor cores (kernels.py), or a whole copy if many tokens share its cost.
@@ -128,6 +129,27 @@ define(
     cpu=dequant_matmul_cpu,
     cuda=_dequant_matmul_cuda,
     fake=_fake,
+)
+define(
+    "dequant_matmul_partial(Tensor x, Tensor w, Tensor scales, Tensor? zeros, Tensor? mins, int group, int rows, "
+    "int[] radices, int tp) -> Tensor",
+    {
+        "x": "float M K",
+        "w": "quantized N W",
+        "scales": "float G R",
+        "zeros": "int16 G R",
+        "mins": "float G R",
+        "group": range(1, 2**31),
+        "rows": range(1, 2**31),
+        "tp": range(1, 2**31),
+    },
+    cpu=lambda x, w, scales, zeros, mins, group, rows, radices, tp: dequant_matmul_cpu(
+        x, w, scales, zeros, mins, None, None, group, rows, radices, torch.float32
+    ),
+    cuda=lambda x, w, scales, zeros, mins, group, rows, radices, tp: _dequant_matmul_cuda(
+        x, w, scales, zeros, mins, None, None, group, rows, radices, torch.float32
+    ),
+    fake=lambda x, w, *rest: x.new_empty((x.shape[0], w.shape[0]), dtype=torch.float32),
 )
 
 

@@ -14,6 +14,7 @@ mins, and no sum without them. q - z is exact. The product is rounded to float32
 to the dtype of the activations; each to nearest, ties to even.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -56,6 +57,38 @@ def unpack_nibbles(packed: Tensor, k: int) -> Tensor:
     """Invert `pack_nibbles`; return uint8 [N, K]."""
     blocks = packed.unflatten(1, (-1, 64))
     return torch.stack([blocks & 15, blocks >> 4], 2).flatten(1)[:, :k]
+
+
+def kept_features(weight: QuantizedWeight, features: Tensor) -> QuantizedWeight:
+    """Return the weight of these output features, in this order. No value changes.
+
+    Where the features of a block are no longer together, blocks become smaller and repeat their scale.
+    """
+    blocks = features // weight.rows
+    rows = _common_extent(blocks, weight.rows)
+    w = weight.w.view(torch.uint8)[features].view(weight.w.dtype)
+    scales = weight.scales[:, blocks[::rows]]
+    zeros, mins = (None if part is None else part[:, blocks[::rows]] for part in (weight.zeros, weight.mins))
+    return weight._replace(w=w, scales=scales, zeros=zeros, mins=mins, rows=rows)
+
+
+def kept_inputs(weight: QuantizedWeight, share: slice) -> QuantizedWeight:
+    """Return the weight of a range of K. No value changes; a group that the range cuts becomes smaller groups."""
+    groups = torch.arange(share.start, share.stop, device=weight.w.device) // weight.group
+    group = _common_extent(groups, weight.group)
+    if weight.w.dtype is torch.uint8:
+        w = pack_nibbles(unpack_nibbles(weight.w, weight.k)[:, share])
+    else:
+        w = weight.w[:, share].contiguous()
+    scales = weight.scales[groups[::group]]
+    zeros, mins = (None if part is None else part[groups[::group]] for part in (weight.zeros, weight.mins))
+    return weight._replace(w=w, scales=scales, zeros=zeros, mins=mins, k=len(groups), group=group)
+
+
+def _common_extent(blocks: Tensor, size: int) -> int:
+    """Return the largest divisor of ``size`` in whose steps ``blocks`` changes."""
+    changes = 1 + (blocks[1:] != blocks[:-1]).nonzero().flatten()
+    return math.gcd(size, *changes.tolist())
 
 
 def dequantized(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:

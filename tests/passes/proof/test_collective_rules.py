@@ -85,6 +85,19 @@ def test_experts_partial_sums_meet_in_the_same_tree():
     assert kinds["detcompile.expert_matmul_partial.default"] == tree
 
 
+def of_quantized(x: Tensor, w: Tensor, below: list[int] = TP2[0], tp: int = TP2[1]) -> Tensor:
+    """A rank's partial sums of x [T, 16] and 8 features in int8, [T, 8]."""
+    packed = torch.ones(8, 16, dtype=torch.int8)
+    return ours.dequant_matmul_partial(x, packed, torch.ones(1, 8), None, None, 16, 1, below, tp)
+
+
+def test_partial_sums_of_quantized_weights_meet_in_the_tree():
+    certificate = certificate_of(lambda x, w: summed(of_quantized(x, w)))
+    kinds = {entry.op: (entry.kind, entry.order) for entry in certificate.entries}
+    tree = ("collective", "Tree(32, 2x2x2, Blocked(4, block=128))")
+    assert kinds["detcompile.dequant_matmul_partial.default"] == tree
+
+
 def test_columns_are_gathered_a_row_at_a_time():
     certificate = certificate_of(lambda x, w: ours.all_gather_columns(x, dist.group.WORLD.group_name, 16) + 1)
     assert "collective" in certificate.counts
@@ -159,6 +172,14 @@ REFUSED = {
         "2 ranks added in the tree \\(4,\\), declared",
     ),
     "experts' other tree below": (lambda x, w: summed(of_experts(x, w, [4])), "a subtree \\(4,\\) on each of 2 ranks"),
+    "a quantized partial sum that is read": (
+        lambda x, w: of_quantized(x, w) * 2,
+        "a rank's partial sum is read by aten.mul",
+    ),
+    "a quantized product's other tree below": (
+        lambda x, w: summed(of_quantized(x, w, [4])),
+        "a subtree \\(4,\\) on each of 2 ranks",
+    ),
     "no product at all": (lambda x, w: summed(x + 1), "are not partial sums of a matrix product"),
     "a sum of no product": (lambda x, w: in_place(x * 2), OWN),
     "a product with a bias": (lambda x, w: in_place(functional.linear(x, w, w[:, 0])), OWN),

@@ -21,25 +21,26 @@ void pack_x(const Problem& p, int64_t first, int64_t rows, int64_t k, int64_t nu
   const T* pointers[kLanes];
   for (int64_t lane = 0; lane < kLanes; lane++)
     pointers[lane] = reinterpret_cast<const T*>(p.x) + (first + min64(lane, rows - 1)) * p.x_stride + k;
-  pack_columns<T, Pairs>(pointers, num_k, packed, rows, pad);
+  pack_columns<T, Pairs>(pointers, num_k, p.K - k, packed, rows, pad);
 }
 
 // The rows of w of a panel, from k on; rows past the last feature repeat it, and their sums are discarded
 template <class T>
-struct FeatureRows {
-  const T* rows[kPanelVecs][kLanes];
-  FeatureRows(const Problem& p, int64_t n, int64_t k) {
-    for (int64_t i = 0; i < kPanelWidth; i++)
-      rows[i / kLanes][i % kLanes] = reinterpret_cast<const T*>(p.w) + min64(n + i, p.N - 1) * p.w_n_stride + k;
-  }
-};
+PanelRows<T> panel_rows(const Problem& p, int64_t n, int64_t k) {
+  PanelRows<T> panel;
+  for (int64_t i = 0; i < kPanelWidth; i++)
+    panel.rows[i / kLanes][i % kLanes] = reinterpret_cast<const T*>(p.w) + min64(n + i, p.N - 1) * p.w_n_stride + k;
+  panel.row_end = p.K - k;
+  panel.stride = kPanelWidth * p.w_n_stride;
+  return panel;
+}
 
 template <class T, bool Pairs>
 void pack_panel(const Problem& p, int64_t n, int64_t k, int64_t num_k, float* panel) {
   if (p.w_k_stride == 1) {
-    FeatureRows<T> features(p, n, k);
+    PanelRows<T> features = panel_rows<T>(p, n, k);
     for (int group = 0; group < kPanelVecs; group++)
-      pack_columns<T, Pairs>(features.rows[group], num_k, panel + group * kLanes, kPanelWidth, T{0});
+      pack_columns<T, Pairs>(features.rows[group], num_k, p.K - k, panel + group * kLanes, kPanelWidth, T{0});
     return;
   }
   const T* w = reinterpret_cast<const T*>(p.w) + k * p.w_k_stride;
@@ -74,21 +75,21 @@ const float* pack_few(const Problem& p, T pad) {
   return packed;
 }
 
-// The features of a panel straight from w, sixteen at a time along a whole leaf: the CPU prefetches that many streams.
+// The features of a panel straight from w, along a whole leaf
 template <class T, class Link>
 void multiply_few(const Problem& p, const float* packed_x, int64_t n) {
   int64_t block = kWordsPerStep * (Link::pairs ? 2 : 1);
   float* state = task_scratch.floats(TreeSum::floats(p, p.M * kPanelWidth));
   TreeSum tree{p, state, p.M * kPanelWidth};
   for (int64_t leaf = 0; leaf < p.leaves; leaf++) {
-    FeatureRows<T> features(p, n, leaf * p.leaf_k);
+    PanelRows<T> features = panel_rows<T>(p, n, leaf * p.leaf_k);
     const float* a = packed_x + leaf * p.leaf_words * p.M;
-    begin_chains<Link>(tree.leaf_sum(leaf), p.M * kPanelWidth);
-    for (int group = 0; group < kPanelVecs; group++) {
+    float* sum = tree.leaf_sum(leaf);
+    begin_chains<Link>(sum, p.M * kPanelWidth);
+    {
       FlushSubnormals flush(p.dtype == kBFloat16 && !Link::pairs);  // only in the chains
-      float* sum = tree.leaf_sum(leaf) + group * kLanes;
       for (int64_t word = 0, k = 0; word == 0 || word < p.leaf_words; word += kWordsPerStep, k += block)
-        rows_kernel<T, Link>(p.M)(a + word * p.M, features.rows[group], k, min64(block, p.leaf_k - k), sum);
+        rows_kernel<T, Link>(p.M)(a + word * p.M, features, k, min64(block, p.leaf_k - k), sum);
     }
     tree.add_leaf(leaf);
   }

@@ -27,6 +27,8 @@ inline To bit_cast(From from) {
 namespace {
 constexpr bool kHasPairs = false;
 inline Vec dot_pairs(Vec, Vec, Vec c) { return c; }
+template <class T>
+inline void transpose_pairs(const T* const*, int64_t, Vec*) {}
 }  // namespace
 #endif
 

@@ -67,7 +67,6 @@ inline void store(fp16* p, Vec a) {
   store_eight(&p[8].bits, _mm256_cvtps_ph(a.hi, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
-inline Vec swap_halves(Vec words) { return words; }
 inline Vec join_halves(Vec high, Vec) { return high; }
 
 // 32-bit words -> the floats of their low and high halves
@@ -89,9 +88,10 @@ inline Vec high_half(Vec w, fp16) {
   return halves_to_floats(pack_words(_mm256_srli_epi32(to_bits(w.lo), 16), _mm256_srli_epi32(to_bits(w.hi), 16)));
 }
 
-inline void transpose_eight(const char* const rows[8], int64_t byte_offset, __m256 out[8]) {
+template <class T>
+inline void transpose_eight(const T* const rows[8], int64_t byte_offset, __m256 out[8]) {
   __m256 r[8], t[8];
-  for (int i = 0; i < 8; i++) r[i] = _mm256_loadu_ps(reinterpret_cast<const float*>(rows[i] + byte_offset));
+  for (int i = 0; i < 8; i++) r[i] = load_eight_words(rows[i], byte_offset);
   for (int i = 0; i < 8; i += 2) {
     t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
     t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
@@ -121,7 +121,8 @@ inline float halve(Vec a) { return add_eight(_mm256_add_ps(a.lo, a.hi)); }
 inline float max_lanes(Vec a) { return max_eight(_mm256_max_ps(a.lo, a.hi)); }
 
 // out[c] = word c of each of sixteen rows
-inline void transpose_words(const char* const rows[16], int64_t byte_offset, Vec out[16]) {
+template <class T>
+inline void transpose_words(const T* const rows[16], int64_t byte_offset, Vec out[16]) {
   for (int column = 0; column < 16; column += 8) {
     __m256 upper[8], lower[8];
     transpose_eight(rows, byte_offset + 4 * column, upper);

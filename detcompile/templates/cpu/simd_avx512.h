@@ -56,7 +56,6 @@ inline void store(fp16* p, Vec a) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
-inline Vec swap_halves(Vec words) { return {_mm512_castsi512_ps(_mm512_rol_epi32(_mm512_castps_si512(words.v), 16))}; }
 inline Vec join_halves(Vec high, Vec low) {  // each a bfloat16 held as a float
   return {_mm512_castsi512_ps(_mm512_or_si512(_mm512_castps_si512(high.v), _mm512_srli_epi32(_mm512_castps_si512(low.v), 16)))};
 }
@@ -83,13 +82,24 @@ inline __m256 upper_eight(Vec a) { return _mm512_extractf32x8_ps(a.v, 1); }
 inline float halve(Vec a) { return add_eight(_mm256_add_ps(lower_eight(a), upper_eight(a))); }
 inline float max_lanes(Vec a) { return max_eight(_mm256_max_ps(lower_eight(a), upper_eight(a))); }
 
+// the 64-bit units of a and b at these places; with SwapHalves, the 16-bit halves of each word are swapped, at no cost
+template <bool SwapHalves>
+inline __m512 merge(__m512d a, __m512i places, __m512d b) {
+  if constexpr (!SwapHalves) return _mm512_castpd_ps(_mm512_permutex2var_pd(a, places, b));
+  // places of 16 bits: those of a unit are 4 * place + 1, 0, 3, 2
+  __m512i quarters = _mm512_mullo_epi64(places, _mm512_set1_epi64(0x0004000400040004));
+  __m512i halves = _mm512_add_epi16(quarters, _mm512_set1_epi64(0x0002000300000001));
+  return _mm512_castsi512_ps(_mm512_permutex2var_epi16(_mm512_castpd_si512(a), halves, _mm512_castpd_si512(b)));
+}
+
 // eight rows and the next eight, 256 bits each: out[c] = word c of each of sixteen rows, c < 8
-inline void transpose_half(const char* const rows[16], int64_t byte_offset, Vec out[8]) {
+template <bool SwapHalves, class T>
+inline void transpose_half(const T* const rows[16], int64_t byte_offset, Vec out[8]) {
   __m512 r[8], t[8];
   __m512d u[8];
   for (int i = 0; i < 8; i++) {
-    __m256 upper = _mm256_loadu_ps(reinterpret_cast<const float*>(rows[i] + byte_offset));
-    __m256 lower = _mm256_loadu_ps(reinterpret_cast<const float*>(rows[i + 8] + byte_offset));
+    __m256 upper = load_eight_words(rows[i], byte_offset);
+    __m256 lower = load_eight_words(rows[i + 8], byte_offset);
     r[i] = _mm512_mask_broadcast_f32x8(_mm512_castps256_ps512(upper), 0xff00, lower);  // joined by the load, without a shuffle
   }
   for (int i = 0; i < 8; i += 2) {
@@ -106,15 +116,25 @@ inline void transpose_half(const char* const rows[16], int64_t byte_offset, Vec 
   }
   const __m512i first = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13), second = _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15);
   for (int c = 0; c < 4; c++) {
-    out[c].v = _mm512_castpd_ps(_mm512_permutex2var_pd(u[c], first, u[4 + c]));
-    out[4 + c].v = _mm512_castpd_ps(_mm512_permutex2var_pd(u[c], second, u[4 + c]));
+    out[c].v = merge<SwapHalves>(u[c], first, u[4 + c]);
+    out[4 + c].v = merge<SwapHalves>(u[c], second, u[4 + c]);
   }
 }
 
 // out[c] = word c of each of sixteen rows
-inline void transpose_words(const char* const rows[16], int64_t byte_offset, Vec out[16]) {
-  transpose_half(rows, byte_offset, out);
-  transpose_half(rows, byte_offset + 32, out + 8);
+template <class T>
+inline void transpose_words(const T* const rows[16], int64_t byte_offset, Vec out[16]) {
+  transpose_half<false>(rows, byte_offset, out);
+  transpose_half<false>(rows, byte_offset + 32, out + 8);
 }
+
+#ifdef __AVX512BF16__
+// the same words with their halves swapped
+template <class T>
+inline void transpose_pairs(const T* const rows[16], int64_t byte_offset, Vec out[16]) {
+  transpose_half<true>(rows, byte_offset, out);
+  transpose_half<true>(rows, byte_offset + 32, out + 8);
+}
+#endif
 
 }  // namespace

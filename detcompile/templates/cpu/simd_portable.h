@@ -101,7 +101,6 @@ inline void store(fp16* p, Vec a) {
   for (int i = 0; i < 16; i++) p[i].bits = float_to_half(a.v[i]);
 }
 
-inline Vec swap_halves(Vec words) { return words; }
 inline Vec join_halves(Vec high, Vec) { return high; }
 
 // 32-bit words -> the floats of their low and high halves
@@ -128,9 +127,10 @@ inline float halve(Vec a) { return fold(a, [](float x, float y) { return x + y; 
 inline float max_lanes(Vec a) { return fold(a, [](float x, float y) { return x > y ? x : y; }); }
 
 // out[c] = word c of each of sixteen rows (words are little-endian)
-inline void transpose_words(const char* const rows[16], int64_t byte_offset, Vec out[16]) {
+template <class T>
+inline void transpose_words(const T* const rows[16], int64_t byte_offset, Vec out[16]) {
   for (int i = 0; i < 16; i++)
-    for (int c = 0; c < 16; c++) std::memcpy(&out[c].v[i], rows[i] + byte_offset + 4 * c, 4);
+    for (int c = 0; c < 16; c++) std::memcpy(&out[c].v[i], reinterpret_cast<const char*>(rows[i]) + byte_offset + 4 * c, 4);
 }
 
 }  // namespace

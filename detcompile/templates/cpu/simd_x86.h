@@ -3,6 +3,8 @@
 
 #include <immintrin.h>
 
+#include <cstdint>
+
 namespace {
 
 // While it lives, this thread's AVX arithmetic flushes subnormal operands and results. The compiler does not know this: code
@@ -22,6 +24,10 @@ class FlushSubnormals {
   bool wanted_;
   unsigned before_;
 };
+
+inline __m256 load_eight_words(const void* row, int64_t byte_offset) {
+  return _mm256_loadu_ps(reinterpret_cast<const float*>(static_cast<const char*>(row) + byte_offset));
+}
 
 // lane i and lane i + 4, then 2, then 1
 inline float add_eight(__m256 a) {

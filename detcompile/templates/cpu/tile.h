@@ -41,7 +41,7 @@ inline void pack_rows(const T* const rows[kLanes], int64_t num_k, float* panel, 
   int64_t k = 0;
   for (; k + kLanes * per_word <= num_k; k += kLanes * per_word) {
     Vec words[kLanes];
-    transpose_words(reinterpret_cast<const char* const*>(rows), k * int64_t(sizeof(T)), words);
+    transpose_words(rows, k * int64_t(sizeof(T)), words);
     for (int i = 0; i < kLanes; i++)
       unpack_words(words[i], panel + (k + i * per_word) * panel_stride, panel_stride, T{});
   }

@@ -37,6 +37,8 @@ class LLMCompletion:
         stop_reason: the stop token id or stop string that ended it, if any.
         reasoning: the reasoning in the text of an answer from chat(); None without any.
         content: the rest of the text of an answer from chat(), without markers; None from generate().
+        sampling_logprobs: logprobs in the distributions that the tokens were drawn from; with all alternatives, those
+            are the tokens that filters left. None if not requested.
     """
 
     index: int
@@ -48,6 +50,7 @@ class LLMCompletion:
     stop_reason: int | str | None
     reasoning: str | None = field(default=None, compare=False)
     content: str | None = field(default=None, compare=False)
+    sampling_logprobs: list[dict[int, Logprob]] | None = None
 
     def finished(self) -> bool:
         """Return True if the sample has ended, which is so for every returned sample."""
@@ -108,6 +111,8 @@ def llm_output(output: RequestOutput, tokenizer: Any | None) -> LLMOutput:
 
 
 def _completion(sample: CompletionOutput, decoded: Callable[[int], str | None]) -> LLMCompletion:
+    drawn = [(entry.token_id, entry.sampling) for entry in sample.logprobs or () if entry.sampling is not None]
+    sampling = [_by_token(Logprobs(token, *entry), decoded) for token, entry in drawn]
     return LLMCompletion(
         index=sample.index,
         text=sample.text,
@@ -116,6 +121,7 @@ def _completion(sample: CompletionOutput, decoded: Callable[[int], str | None]) 
         logprobs=None if sample.logprobs is None else [_by_token(entry, decoded) for entry in sample.logprobs],
         finish_reason=sample.finish_reason,
         stop_reason=sample.stop_reason,
+        sampling_logprobs=sampling or None,
     )
 
 

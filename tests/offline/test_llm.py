@@ -1,6 +1,7 @@
 """LLM runs vLLM's scripts: its arguments, its outputs, and the answers of an engine."""
 
 import gc
+import math
 import weakref
 from dataclasses import fields, replace
 from pathlib import Path
@@ -127,6 +128,17 @@ def test_logprobs_are_dicts_by_token_with_ranks_and_text(model: CompiledModel, l
             assert found.decoded_token == model.tokenizer.decode([own])
     assert any(entry[token].rank > 4 for token, entry in zip(tokens, output.outputs[0].logprobs))
     assert output.prompt_logprobs[0] is None and [*output.prompt_logprobs[1]] == [6]
+
+
+def test_sampling_logprobs_hold_what_filters_left(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.5, top_k=3, max_tokens=8, seed=3, logprobs=0, sampling_logprobs=-1)
+    [sample] = llm.generate([[5, 6, 7, 8]], params, use_tqdm=False)[0].outputs
+    for token, entry in zip(sample.token_ids, sample.sampling_logprobs, strict=True):
+        assert len(entry) == 3 and next(iter(entry)) == token
+        assert math.isclose(sum(math.exp(one.logprob) for one in entry.values()), 1, abs_tol=1e-6)
+        assert sorted(one.rank for one in entry.values()) == [1, 2, 3]
+    with pytest.raises(InvalidInput, match="needs logprobs"):
+        SamplingParams(sampling_logprobs=1)
 
 
 def test_a_conversation_is_rendered_by_the_template(llm: LLM) -> None:

@@ -14,8 +14,9 @@ from detcompile.models.compiled import CompiledModel
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.engine_setup import EngineModel, Forwards, new_engine
+from detcompile.runtime.requests.bad_words import BadWords
 from detcompile.runtime.requests.outputs import CompletionOutput, Logprobs, RequestOutput
-from detcompile.runtime.sampling.sampler import SamplingParams, sample, token_logprobs
+from detcompile.runtime.sampling.sampler import Sampler, SampleRow, SamplingParams, sample, token_logprobs
 from detcompile.step import KVGroup
 from tests.model_cases import VOCAB_SIZE, compiled
 
@@ -159,11 +160,14 @@ def sampling_params(draw, most_tokens: int = 24, vocab_size: int = VOCAB_SIZE) -
         "min_tokens": st.integers(0, max_tokens),
         "logprobs": st.sampled_from([-1, 0, 1, 5, min(VOCAB_SIZE, vocab_size)]),
         "prompt_logprobs": st.sampled_from([-1, 0, 3]),
+        "sampling_logprobs": st.sampled_from([-1, 0, 2]),
         "allowed_token_ids": st.lists(tokens, min_size=12, max_size=40),
         "bad_words_ids": st.lists(st.lists(tokens, min_size=1, max_size=3), min_size=1, max_size=30),
     }
     names = draw(st.lists(st.sampled_from(sorted(choices)), max_size=5, unique=True))
     chosen = {name: draw(choices[name]) for name in names}
+    if "sampling_logprobs" in chosen:
+        chosen.setdefault("logprobs", 0)
     return SamplingParams(n=num_samples, seed=seed, max_tokens=max_tokens, **chosen)
 
 
@@ -220,7 +224,7 @@ def _assert_drawn_from(logits: Tensor, completion: CompletionOutput, params: Sam
         places = range(len(prompt), len(prompt) + count)
         expected = sample(
             logits,
-            [replace(params, logprobs=None)] * count,
+            [replace(params, logprobs=None, sampling_logprobs=None)] * count,
             places,
             sample_indices=[completion.index] * count,
             num_prompt_tokens=[len(prompt)] * count,
@@ -231,6 +235,46 @@ def _assert_drawn_from(logits: Tensor, completion: CompletionOutput, params: Sam
         assert completion.logprobs is None
     else:
         assert_logprobs_equal(completion.logprobs, logits, tokens, params.logprobs)
+        _assert_sampling_logprobs(logits, completion, params, prompt)
+
+
+def _assert_sampling_logprobs(
+    logits: Tensor, completion: CompletionOutput, params: SamplingParams, prompt: list[int]
+) -> None:
+    """Fail unless each token has the log-probabilities of the logits that it alone is drawn from."""
+    assert completion.logprobs is not None
+    for place, (token, entry) in enumerate(zip(completion.token_ids, completion.logprobs, strict=True)):
+        if params.sampling_logprobs is None:
+            assert entry.sampling is None
+        elif params.greedy:
+            assert entry.sampling == (0.0, {} if params.sampling_logprobs == 0 else {token: 0.0}, 1)
+        else:
+            _assert_sampling_entry(logits[place : place + 1], entry, completion, params, prompt)
+
+
+def _assert_sampling_entry(
+    logits: Tensor, entry: Logprobs, completion: CompletionOutput, params: SamplingParams, prompt: list[int]
+) -> None:
+    place = next(place for place, own in enumerate(completion.logprobs or ()) if own is entry)
+    before = prompt + completion.token_ids[:place]
+    words = BadWords.of(params.bad_words_ids, ())
+    row = SampleRow(
+        replace(params, logprobs=None, sampling_logprobs=None),
+        len(before),
+        place,
+        completion.index,
+        "alone",
+        before,
+        words[1] + words[0].completions(before, 0),
+    )
+    sampler, scores = Sampler(logits.shape[1], logits.device), torch.empty(logits.shape, device=logits.device)
+    sampler(logits, sampler.prepare([row]), scores=scores)
+    token = torch.tensor([entry.token_id], device=logits.device)
+    expected = token_logprobs(scores, token, logits.shape[1])
+    kept = {token: value for token, value in zip(expected.top_ids[0].tolist(), expected.top[0].tolist())}
+    kept = {token: value for token, value in kept.items() if value > -float("inf")}
+    most = len(kept) if params.sampling_logprobs == -1 else params.sampling_logprobs
+    assert entry.sampling == (expected.chosen.item(), dict(list(kept.items())[:most]), expected.rank.item())
 
 
 def _assert_prompt_logprobs(logits: Tensor, output: RequestOutput, params: SamplingParams) -> None:

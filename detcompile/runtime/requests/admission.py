@@ -20,7 +20,7 @@ from detcompile.runtime.requests.outputs import CompletionOutput, RequestOutput
 from detcompile.runtime.requests.plain_values import flag, kind, shown, string, token_list, whole_number
 from detcompile.runtime.requests.prompts import Prompt, private_copy, prompts_of, read_prompt, tokenized
 from detcompile.runtime.requests.request import Request
-from detcompile.runtime.requests.sampling_params import SamplingParams
+from detcompile.runtime.requests.sampling_params import LOGPROBS, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -224,7 +224,7 @@ class Admission:
         given["stop_token_ids"] = tuple(dict.fromkeys((*params.stop_token_ids, *ends)))
         if forbidden:
             given["logit_bias"] = (params.logit_bias or {}) | dict.fromkeys(forbidden, -math.inf)
-        for name in ("logprobs", "prompt_logprobs"):
+        for name in LOGPROBS:
             given[name] = self.num_logits if given[name] == -1 else given[name]
         return bad_words, SamplingParams(**given)
 

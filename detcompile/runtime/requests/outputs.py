@@ -7,6 +7,17 @@ from detcompile.errors import DetcompileError
 from detcompile.runtime.requests.sequence import FinishReason
 
 
+class SamplingLogprobs(NamedTuple):
+    """Log-probabilities in the distribution that a token was drawn from, after all sampling parameters.
+
+    A greedy token has probability 1.
+    """
+
+    logprob: float
+    top: dict[int, float]  # logprobs of the most likely tokens, most likely first, without excluded ones
+    rank: int
+
+
 class Logprobs(NamedTuple):
     """Log-probabilities (fp32, natural logarithm) at one position, before any sampling parameter applies."""
 
@@ -14,6 +25,7 @@ class Logprobs(NamedTuple):
     logprob: float
     top: dict[int, float]  # logprobs of the most likely tokens, most likely first
     rank: int  # rank of ``token_id``; 1 is the most likely
+    sampling: SamplingLogprobs | None = None  # if requested, of a generated token
 
 
 @dataclass(slots=True)

@@ -18,6 +18,7 @@ MOST_SAMPLES = 4096  # per prompt
 LARGEST, SMALLEST = 3.4028234663852886e38, 1.1754943508222875e-38  # float32's finite range: the sampler works in it
 LARGE = 1e20  # multiplying or dividing by more than this may leave float32's range
 LARGEST_INTEGER = (1 << 63) - 1  # int64
+LOGPROBS = ("logprobs", "prompt_logprobs", "sampling_logprobs")  # fields that count tokens of the vocabulary
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +48,9 @@ class SamplingParams:
         logprobs: report this many of the most likely tokens beside each generated token; -1 for the whole vocabulary;
             None for no logprobs.
         prompt_logprobs: the same for the tokens of the prompt.
+        sampling_logprobs: beside ``logprobs``, report each generated token's log-probability in the distribution it was
+            drawn from, after all changes of the logits, and this many of that distribution's most likely tokens,
+            without excluded ones; -1 for all. Needs ``logprobs``. A greedy token has probability 1.
         repetition_penalty: above 1, makes tokens of the prompt and the output less likely; below 1, more likely.
         presence_penalty: in [-2, 2]; subtracted from the logits of tokens in the output.
         frequency_penalty: in [-2, 2]; subtracted from a token's logit once per occurrence in the output.
@@ -86,6 +90,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    sampling_logprobs: int | None = None
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -104,6 +109,10 @@ class SamplingParams:
         _require(
             self.max_tokens is None or self.min_tokens <= self.max_tokens,
             f"min_tokens {self.min_tokens} must be between 0 and max_tokens {self.max_tokens}",
+        )
+        _require(
+            self.sampling_logprobs is None or self.logprobs is not None,
+            f"sampling_logprobs {self.sampling_logprobs} needs logprobs, beside which they are reported: set logprobs",
         )
 
     @property
@@ -161,7 +170,7 @@ class SamplingParams:
         for name, ids in named.items():
             bad = [token for token in ids if token >= vocab_size]
             _require(not bad, f"{name} holds token {bad[:1]}; the model's ids are 0 to {vocab_size - 1}")
-        for name in ("logprobs", "prompt_logprobs"):
+        for name in LOGPROBS:
             count = getattr(self, name)
             _require((count or 0) <= vocab_size, f"{name} {count} is more than the model's {vocab_size} tokens")
 
@@ -257,6 +266,7 @@ RULES: dict[str, _Rule] = {
     "skip_special_tokens": _Rule(flag, lambda _: True, "True or False"),
     "logprobs": _Rule(or_none(whole_number), _is_count, "None, a number of tokens, or -1 for all"),
     "prompt_logprobs": _Rule(or_none(whole_number), _is_count, "None, a number of tokens, or -1 for all"),
+    "sampling_logprobs": _Rule(or_none(whole_number), _is_count, "None, a number of tokens, or -1 for all"),
     "repetition_penalty": _Rule(
         number, lambda p: SMALLEST <= p <= LARGEST, "positive and finite, in float32 (1 changes nothing)"
     ),

@@ -1,4 +1,4 @@
-"""Log-probabilities under the model itself, of chosen tokens and of the most likely tokens.
+"""Log-probabilities of chosen tokens and of the most likely tokens, from logits.
 
 Legend: R rows, V vocabulary size, N alternatives.
 """
@@ -15,7 +15,7 @@ ELEMENTS_AT_ONCE = 1 << 24  # bounds the memory of many rows; they are independe
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probabilities before bias, penalties, temperature and filters."""
+    """Log-probabilities of rows."""
 
     chosen: Tensor  # [R] fp32, of the drawn tokens
     top_ids: Tensor  # [R, N] int64, the most likely tokens, most likely first; ties: lowest id first
@@ -33,6 +33,11 @@ def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int = 0, radices: Se
         _token_logprobs(logits[start : start + rows_at_once], tokens[start : start + rows_at_once], num_top, radices)
         for start in range(0, max(1, len(tokens)), rows_at_once)
     ]
+    return joined(pieces)
+
+
+def joined(pieces: Sequence[TokenLogprobs]) -> TokenLogprobs:
+    """Return the rows of one or more pieces."""
     return pieces[0] if len(pieces) == 1 else TokenLogprobs(*(torch.cat(parts) for parts in zip(*pieces)))
 
 

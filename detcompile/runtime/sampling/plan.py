@@ -43,6 +43,7 @@ class RowNeeds(NamedTuple):
     drawn: bool
     filtered: bool
     proposed: bool
+    reported: bool  # with the log-probabilities of the distribution it is drawn from
 
     @property
     def changed(self) -> bool:
@@ -74,6 +75,7 @@ class SamplingPlan(NamedTuple):
     num_slots: int  # of TokenCounts; 0 if no row has penalties
     logprob_rows: tuple[int, ...]  # rows that want logprobs, in the order of Sampled.logprobs
     num_logprobs: int  # most alternatives that any row wants
+    num_reported: int = 0  # most tokens of its distribution that any reported row wants
     distributions: tuple[Tensor, ...] = ()  # [V] on the device, from which guesses were drawn
 
 
@@ -156,6 +158,10 @@ def _plan(
     distributions: list[Tensor] = []
     if any(need.proposed for need in needs):
         tensors |= proposal_tensors(special_rows, distributions)
+    reported = [i for i in special if needs[i].reported]
+    if reported:
+        order = sorted(range(len(reported)), key=reported.__getitem__)
+        tensors["reported_order"] = torch.tensor(order, dtype=torch.int64, device="cpu")
     penalised = any(need.penalised for need in needs)
     if penalised:
         tensors |= penalty_tensors(special_rows, counts, slots)
@@ -168,6 +174,7 @@ def _plan(
         counts.num_slots if penalised else 0,
         logprob_rows,
         max((rows[i].params.logprobs or 0 for i in logprob_rows), default=0),
+        max((rows[i].params.sampling_logprobs or 0 for i in reported), default=0),
         tuple(distributions),
     )
 
@@ -179,7 +186,8 @@ def _needs(row: SampleRow, biased: bool) -> RowNeeds:
         raise InvalidInput("a request that samples needs a seed: call SamplingParams.seeded() first")
     proposed = drawn and row.proposals is not None
     masked = row.mask is not None
-    return RowNeeds(biased, params.restricted, masked, params.penalised, drawn, drawn and params.filtered, proposed)
+    filtered, reported = drawn and params.filtered, drawn and params.sampling_logprobs is not None
+    return RowNeeds(biased, params.restricted, masked, params.penalised, drawn, filtered, proposed, reported)
 
 
 def _bias(row: SampleRow, eos_token_ids: Sequence[int], vocab_size: int) -> dict[int, float]:

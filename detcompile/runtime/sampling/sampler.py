@@ -19,7 +19,7 @@ from detcompile.errors import InvalidInput
 from detcompile.runtime.requests.bad_words import BadWords
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.runtime.sampling.filters import filtered, likeliest, masked, not_finite
-from detcompile.runtime.sampling.logprobs import TokenLogprobs, token_logprobs
+from detcompile.runtime.sampling.logprobs import TokenLogprobs, joined, token_logprobs
 from detcompile.runtime.sampling.penalties import FreshCounts, TokenCounts, penalise
 from detcompile.runtime.sampling.plan import RowGroup, RowNeeds, SamplingPlan, plan_rows
 from detcompile.runtime.sampling.rejection import resolve
@@ -35,6 +35,7 @@ class Sampled(NamedTuple):
 
     drawn: Tensor  # [R, 2] int64, contiguous: ``invalid`` and ``tokens`` of each row
     logprobs: TokenLogprobs | None  # of the rows plan.logprob_rows; None if there are none
+    sampling: TokenLogprobs | None  # in the distributions drawn from, of the drawn rows that want them, in order
 
     @property
     def tokens(self) -> Tensor:
@@ -111,19 +112,27 @@ class Sampler:
 
     def _sampled(self, rows: Tensor, plan: SamplingPlan, drawn: Tensor, scores: Tensor | None) -> Sampled:
         if plan.tensors is None:
-            return Sampled(drawn, None)
+            return Sampled(drawn, None, None)
         tensors = plan.tensors.to(self.device)
         if plan.num_slots:
             self._counts.admit(plan.num_slots, _fresh(tensors))
         distributions = torch.stack(plan.distributions) if plan.distributions else None
+        reported: list[TokenLogprobs] = []
         for group in plan.groups:
-            self._work(group, rows, tensors, drawn, distributions, scores)
+            scaled = self._work(group, rows, tensors, drawn, distributions, scores)
+            if group.needs.reported:
+                tokens = drawn[:, 1].index_select(0, tensors["rows"][group.start : group.stop])
+                reported.append(token_logprobs(scaled, tokens, plan.num_reported, self.radices))
         logprobs = None
         if plan.logprob_rows:
             wanted = tensors["logprob_rows"]
             logits = rows.index_select(0, wanted)
             logprobs = token_logprobs(logits, drawn[:, 1].index_select(0, wanted), plan.num_logprobs, self.radices)
-        return Sampled(drawn, logprobs)
+        sampling = None
+        if reported:
+            order = tensors["reported_order"]
+            sampling = TokenLogprobs(*(part.index_select(0, order) for part in joined(reported)))
+        return Sampled(drawn, logprobs, sampling)
 
     @torch.no_grad()
     def probabilities(self, logits: Tensor, plan: SamplingPlan) -> Tensor:
@@ -150,8 +159,8 @@ class Sampler:
         drawn: Tensor,
         distributions: Tensor | None,
         scores: Tensor | None,
-    ) -> None:
-        """Draw the rows of one group again, into ``drawn`` and ``scores``."""
+    ) -> Tensor:
+        """Draw the rows of one group again, into ``drawn`` and ``scores``; return the logits they are drawn from."""
         needs, part = group.needs, slice(group.start, group.stop)
         index = tensors["rows"][part]
         logits = self._group_logits(group, rows, tensors)
@@ -169,6 +178,7 @@ class Sampler:
         drawn.index_copy_(0, index, result)
         if needs.penalised:
             self._counts.count(tensors["slots"][part], result[:, 1])
+        return scaled
 
     def _group_logits(self, group: RowGroup, rows: Tensor, tensors: SamplingTensors) -> Tensor:
         """Return a group's logits [Q, V] float32 after biases, allowed tokens, grammar masks and penalties."""

@@ -47,6 +47,7 @@ class SamplingTensors(TypedDict, total=False):
 
     rows: Tensor  # [Q] int64: index of each row among the logits
     logprob_rows: Tensor  # [L] int64: the same for rows that want logprobs
+    reported_order: Tensor  # [P] int64: places of the reported rows, group by group, in the order of the logits
 
     # Biases, each added to one logit.
     bias_rows: Tensor  # [B] int64: row within its group

@@ -17,7 +17,7 @@ from torch import Tensor
 from detcompile.progress import stage
 from detcompile.runtime.device_memory import StepMemory, ran_out_of_memory
 from detcompile.runtime.kv.prefixes import LayerBlocks
-from detcompile.runtime.requests.outputs import Logprobs
+from detcompile.runtime.requests.outputs import Logprobs, SamplingLogprobs
 from detcompile.runtime.sampling.sampler import Sampled, Sampler, SampleRow, TokenLogprobs, token_logprobs
 from detcompile.runtime.step.builder import NOT_PENDING, StepArrays
 from detcompile.runtime.step.layout import TOKEN_BUCKETS, first_layouts, graph_layouts
@@ -161,14 +161,16 @@ class Worker:
             launched.done.synchronize()
         sampled, prompts = launched.host
         prompt_logprobs = [
-            entry if isinstance(entry, str) else _result_or_reason(functools.partial(_logprobs, [*item.targets], entry))
+            entry
+            if isinstance(entry, str)
+            else _result_or_reason(functools.partial(logprob_entries, [*item.targets], entry))
             for item, entry in zip(launched.work.prompts, prompts, strict=True)
         ]
         if sampled is None:
             return StepResult([], [], [], prompt_logprobs, {})
         drawn = sampled.drawn.tolist()
         tokens, invalid = [token for _, token in drawn], [bool(bad) for bad, _ in drawn]
-        logprobs, unread = _row_logprobs(launched.work.rows, tokens, sampled, launched.refused)
+        logprobs, unread = row_logprobs(launched.work.rows, tokens, sampled, launched.refused)
         return StepResult(tokens, invalid, logprobs, prompt_logprobs, launched.refused | unread, launched.hidden)
 
     def warm_up(self, most_sequences: int, most_tokens: int, most_blocks: int) -> None:
@@ -238,12 +240,13 @@ def _to_host(value: Any) -> Any:
     return value
 
 
-def _logprobs(tokens: list[int], entries: TokenLogprobs) -> list[Logprobs]:
+def logprob_entries(tokens: list[int], entries: TokenLogprobs) -> list[Logprobs]:
+    """Return the logprobs of ``tokens``, one entry each, from tensors on the host."""
     top = [dict(zip(ids, values)) for ids, values in zip(entries.top_ids.tolist(), entries.top.tolist())]
     return list(map(Logprobs, tokens, entries.chosen.tolist(), top, entries.rank.tolist()))
 
 
-def _row_logprobs(
+def row_logprobs(
     rows: tuple[SampleRow, ...], tokens: list[int], sampled: Sampled, refused: dict[int, str]
 ) -> tuple[list[Logprobs | None], dict[int, str]]:
     """Return the logprobs of the rows that requested them, each cut to its own number of tokens, and the failures."""
@@ -252,9 +255,12 @@ def _row_logprobs(
     if sampled.logprobs is None:
         return out, unread
     wanted = [index for index, row in enumerate(rows) if index not in refused and row.params.logprobs is not None]
-    entries = _logprobs([tokens[i] for i in wanted], sampled.logprobs)
+    entries = logprob_entries([tokens[i] for i in wanted], sampled.logprobs)
+    reported = [i for i in wanted if rows[i].params.sampling_logprobs is not None and not rows[i].params.greedy]
+    drawn_from = [] if sampled.sampling is None else _sampling_logprobs(sampled.sampling)
+    sampling = dict(zip(reported, drawn_from, strict=True))
     for index, entry in zip(wanted, entries, strict=True):
-        result = _result_or_reason(functools.partial(_cut, entry, rows[index]))
+        result = _result_or_reason(functools.partial(_cut, entry, rows[index], sampling.get(index)))
         if isinstance(result, str):
             unread[index] = result
         else:
@@ -262,8 +268,22 @@ def _row_logprobs(
     return out, unread
 
 
-def _cut(entry: Logprobs, row: SampleRow) -> Logprobs:
-    return entry._replace(top=dict(list(entry.top.items())[: row.params.logprobs or 0]))
+def _sampling_logprobs(entries: TokenLogprobs) -> list[SamplingLogprobs]:
+    """Return the logprobs of rows in the distributions they were drawn from, without excluded tokens."""
+    lists = (entries.chosen.tolist(), entries.top_ids.tolist(), entries.top.tolist(), entries.rank.tolist())
+    return [
+        SamplingLogprobs(chosen, {token: value for token, value in zip(ids, values) if value > -math.inf}, rank)
+        for chosen, ids, values, rank in zip(*lists)
+    ]
+
+
+def _cut(entry: Logprobs, row: SampleRow, sampling: SamplingLogprobs | None) -> Logprobs:
+    """Return a row's logprobs with as many alternatives as it wants."""
+    params, most = row.params, row.params.sampling_logprobs
+    if most is not None:
+        sampling = SamplingLogprobs(0.0, {entry.token_id: 0.0}, 1) if sampling is None else sampling  # greedy
+        sampling = sampling._replace(top=dict(list(sampling.top.items())[:most]))
+    return entry._replace(top=dict(list(entry.top.items())[: params.logprobs or 0]), sampling=sampling)
 
 
 def _result_or_reason(work: Callable[[], Result]) -> Result | str:

@@ -25,7 +25,7 @@ from detcompile.passes.warm.program_key import cpu_facts
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.metrics import StepRecord
-from detcompile.runtime.requests.outputs import CompletionOutput, Logprobs, RequestOutput
+from detcompile.runtime.requests.outputs import CompletionOutput, RequestOutput
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.runtime.speculation.speculator import SpeculationConfig
 from detcompile.serving.engines.command_loop import HEARTBEAT_SECONDS, CommandLoop, Wire
@@ -54,6 +54,7 @@ from detcompile.serving.engines.protocol import (
     Verify,
 )
 from detcompile.serving.plain_tokenizer import plain_tokenizer
+from detcompile.serving.receipts.receipt import plain_logprobs
 
 Compile = Callable[[ModelSpec, int, int], Compiled]
 MOST_STEPS = 160  # per heartbeat
@@ -156,7 +157,7 @@ def delta_of(output: RequestOutput) -> Delta:
         output.request_id,
         [_sample(sample) for sample in output.outputs],
         output.finished,
-        None if known is None else [None if entry is None else _token(entry) for entry in known],
+        None if known is None else [None if entry is None else Token(*plain_logprobs(entry)) for entry in known],
         None if output.error is None else str(output.error),
         output.num_cached_tokens,
         None if metrics is None or first is None else first - metrics.arrival,
@@ -215,7 +216,7 @@ def _pooling_facts(model: CompiledClassifier | CompiledEmbedder) -> PoolingFacts
 
 
 def _sample(sample: CompletionOutput) -> SampleDelta:
-    logprobs = None if sample.logprobs is None else [_token(entry) for entry in sample.logprobs]
+    logprobs = None if sample.logprobs is None else [Token(*plain_logprobs(entry)) for entry in sample.logprobs]
     return SampleDelta(sample.index, sample.token_ids, logprobs, sample.finish_reason, sample.stop_reason)
 
 
@@ -225,10 +226,6 @@ def _step(records: Sequence[StepRecord], place: int) -> Step:
     if place:
         start = max(start, records[place - 1].finished)
     return Step(record.finished - start, record.num_prefill_tokens, record.num_decodes, record.num_waiting)
-
-
-def _token(entry: Logprobs) -> Token:
-    return Token(entry.token_id, entry.logprob, list(entry.top.items()))
 
 
 def _start(spec: EngineSpec, wire: Wire, compile: Compile) -> tuple[Hello, CommandLoop]:

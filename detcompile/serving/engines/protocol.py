@@ -142,11 +142,18 @@ class Hello(msgspec.Struct, kw_only=True, tag=True):
 
 
 class Token(msgspec.Struct, array_like=True, gc=False):
-    """Log-probabilities at one position: of its token, and of the likeliest tokens, likeliest first."""
+    """Log-probabilities at one position: of its token, and of the likeliest tokens, likeliest first.
+
+    Attributes:
+        rank: the token's rank, from 1; 0 in records of versions without ranks.
+        sampling: the same logprobs in the distribution that the token was drawn from; None if not requested.
+    """
 
     token_id: int
     logprob: float
     top: list[tuple[int, float]]
+    rank: int = 0
+    sampling: tuple[float, list[tuple[int, float]]] | None = None
 
 
 class SampleDelta(msgspec.Struct, array_like=True, gc=False):

@@ -10,17 +10,19 @@ from detcompile.errors import InvalidInput
 from detcompile.models.compiled import CompiledModel
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.kv.block_pool import BLOCK_SIZE
-from detcompile.runtime.requests.outputs import Logprobs, RequestOutput
+from detcompile.runtime.requests.outputs import RequestOutput
 from detcompile.serving.receipts.receipt import (
+    PlainLogprobs,
     Prompt,
     Receipt,
     Sample,
     commitment,
     params_of,
+    plain_logprobs,
     recorded,
+    recorded_logprobs,
     recorded_sample,
 )
-from detcompile.serving.receipts.teacher_forcing import PlainLogprobs
 from detcompile.serving.receipts.verdict import Verdict, differs
 
 WANTED = 'give JSON: {"salt": "hex of X-Detcompile-Receipt-Salt", "prompts": [[token ids]], "grammar": source if any}'
@@ -143,25 +145,21 @@ def recorded_prompt(output: RequestOutput, token_ids: list[int], salt: bytes | N
         samples.append(recorded_sample(drawn.index, sample.token_ids, reasons, text, sample.logprobs, salt))
     return Prompt(
         token_ids=recorded(token_ids, salt),
-        logprobs=None if output.prompt_logprobs is None else commitment(redrawn.logprobs, salt or b""),
+        logprobs=None if output.prompt_logprobs is None else recorded_logprobs(redrawn.logprobs, salt),
         samples=samples,
     )
 
 
 def redrawn_of(output: RequestOutput, token_ids: list[int]) -> Redrawn:
     """Return what an engine drew for a prompt."""
-    of_prompt = [None if entry is None else _plain(entry) for entry in output.prompt_logprobs or ()]
+    of_prompt = [None if entry is None else plain_logprobs(entry) for entry in output.prompt_logprobs or ()]
     samples = [
         RedrawnSample(
             sample.token_ids,
-            None if sample.logprobs is None else [_plain(entry) for entry in sample.logprobs],
+            None if sample.logprobs is None else [plain_logprobs(entry) for entry in sample.logprobs],
             sample.finish_reason,
             sample.stop_reason,
         )
         for sample in output.outputs
     ]
     return Redrawn(token_ids, of_prompt, samples)
-
-
-def _plain(entry: Logprobs) -> PlainLogprobs:
-    return entry.token_id, entry.logprob, list(entry.top.items())

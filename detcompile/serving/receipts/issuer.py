@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
+from msgspec.structs import astuple
 
 from detcompile.errors import InvalidInput
 from detcompile.serving.engines.answers import Answer
@@ -18,9 +19,9 @@ from detcompile.serving.receipts.receipt import (
     Prompt,
     Receipt,
     Served,
-    commitment,
     encode_receipt,
     recorded,
+    recorded_logprobs,
     recorded_sample,
     written_grammar,
     written_params,
@@ -137,10 +138,12 @@ class Issuer:
 
 
 async def _prompt(answer: Answer, texts: TokenizerPool, salt: bytes | None) -> Prompt:
-    known = None if answer.params.prompt_logprobs is None else commitment(answer.prompt_logprobs, salt or b"")
+    of_prompt = [entry and astuple(entry) for entry in answer.prompt_logprobs]
+    known = None if answer.params.prompt_logprobs is None else recorded_logprobs(of_prompt, salt)
     samples = []
     for index, sample in enumerate(answer.samples):
         text = (await SampleText(texts, answer.params, sample).rest())[0] if texts.present else None
         reasons = (sample.finish_reason, sample.stop_reason)
-        samples.append(recorded_sample(index, sample.token_ids, reasons, text, sample.logprobs, salt))
+        logprobs = None if sample.logprobs is None else [astuple(entry) for entry in sample.logprobs]
+        samples.append(recorded_sample(index, sample.token_ids, reasons, text, logprobs, salt))
     return Prompt(token_ids=recorded(answer.prompt_ids, salt), logprobs=known, samples=samples)

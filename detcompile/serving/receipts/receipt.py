@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from detcompile.errors import InvalidInput
 from detcompile.runtime.grammars.compiler import masks_version
+from detcompile.runtime.requests.outputs import Logprobs
 from detcompile.runtime.requests.sampling_params import SamplingParams
 
 Digest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]  # sha256 in hex
@@ -23,6 +24,9 @@ Seed = Annotated[str, Meta(pattern="^(0|[1-9][0-9]{0,19})$")]  # 64-bit, as text
 DEFAULTS = {field.name: getattr(SamplingParams(), field.name) for field in fields(SamplingParams)}
 MAX_STOPS = 64  # stop strings of a request; each is searched for at every token
 SEPARATE = ("seed", "grammar")  # parameters with separate fields in a receipt
+Top = list[tuple[int, float]]  # the likeliest tokens and their logprobs
+# A token, its logprob, the likeliest ones, its rank, and the same in the distribution that it was drawn from.
+PlainLogprobs = tuple[int, float, Top, int, tuple[float, Top] | None]
 
 
 class _Strict(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -64,8 +68,8 @@ class Sample(_Strict):
     Attributes:
         token_ids: drawn tokens, or at level "hashes" their commitment.
         text: commitment to the client's text; None for a model without tokenizer.
-        logprobs: commitment to ``[token, logprob, [[token, logprob] of the likeliest]]`` per drawn token; None if not
-            requested.
+        logprobs: commitment to ``[token, logprob, [[token, logprob] of the likeliest]]`` per drawn token, followed by
+            ``[logprob, [[token, logprob]]]`` in the distribution it was drawn from if requested; None if not requested.
     """
 
     index: Count
@@ -130,6 +134,18 @@ def commitment(value: Any, salt: bytes = b"") -> str:
     return hashlib.sha256(salt + msgspec.msgpack.encode(value)).hexdigest()
 
 
+def plain_logprobs(entry: Logprobs) -> PlainLogprobs:
+    """Return an engine's logprobs as plain values."""
+    sampling = None if entry.sampling is None else (entry.sampling.logprob, list(entry.sampling.top.items()))
+    return entry.token_id, entry.logprob, list(entry.top.items()), entry.rank, sampling
+
+
+def recorded_logprobs(entries: Sequence[PlainLogprobs | None], salt: bytes | None) -> str:
+    """Return the commitment to logprobs, without ranks."""
+    plain = [entry and (*entry[:3], *(() if entry[4] is None else (entry[4],))) for entry in entries]
+    return commitment(plain, salt or b"")
+
+
 def recorded(token_ids: Sequence[int], salt: bytes | None) -> list[int] | str:
     """Return token ids in the receipt's form: a commitment if there is a salt."""
     return list(token_ids) if salt is None else commitment(list(token_ids), salt)
@@ -140,7 +156,7 @@ def recorded_sample(
     token_ids: Sequence[int],
     reasons: tuple[str | None, int | str | None],
     text: str | None,
-    logprobs: Sequence[Any] | None,
+    logprobs: Sequence[PlainLogprobs] | None,
     salt: bytes | None,
 ) -> Sample:
     """Return a sample in the receipt's form.
@@ -151,14 +167,13 @@ def recorded_sample(
         logprobs: one entry per token; None if not requested.
         salt: salt of commitments; None at level "tokens".
     """
-    used_salt = salt or b""
     return Sample(
         index=index,
         token_ids=recorded(token_ids, salt),
         finish_reason=reasons[0],  # type: ignore[arg-type]
         stop_reason=reasons[1],
-        text=None if text is None else commitment(text, used_salt),
-        logprobs=None if logprobs is None else commitment(logprobs, used_salt),
+        text=None if text is None else commitment(text, salt or b""),
+        logprobs=None if logprobs is None else recorded_logprobs(logprobs, salt),
     )
 
 

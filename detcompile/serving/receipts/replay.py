@@ -22,15 +22,16 @@ from detcompile.serving.receipts.decoding import (
 from detcompile.serving.receipts.envelope import Envelope, payload_of, unsealed
 from detcompile.serving.receipts.keys import VerifyKey
 from detcompile.serving.receipts.receipt import (
+    PlainLogprobs,
     Prompt,
     Receipt,
     Sample,
-    commitment,
     decode_receipt,
     params_of,
+    recorded_logprobs,
     recorded_sample,
 )
-from detcompile.serving.receipts.teacher_forcing import Drawn, PlainLogprobs, teacher_forced
+from detcompile.serving.receipts.teacher_forcing import Drawn, teacher_forced
 from detcompile.serving.receipts.verdict import Verdict, differs, fingerprint_verdict
 
 CHUNK = 512  # tokens per step
@@ -189,8 +190,9 @@ class Replayer:
                 if drawn.logprobs is not None:
                     (of_prompt if drawn.sample is None else logprobs[drawn.sample]).append(drawn.logprobs)
             yield
-        if params.prompt_logprobs is not None and prompt.logprobs != commitment(of_prompt):
-            return differs("prompt_logprobs", OTHER_LOGPROBS, expected=prompt.logprobs, found=commitment(of_prompt))
+        of_prompt_found = recorded_logprobs(of_prompt, None)
+        if params.prompt_logprobs is not None and prompt.logprobs != of_prompt_found:
+            return differs("prompt_logprobs", OTHER_LOGPROBS, expected=prompt.logprobs, found=of_prompt_found)
         verdict = yield from self._read(prompt, request, answers, logprobs)
         if verdict.outcome == "equal":
             kept = logprobs if params.logprobs is not None else [None] * len(answers)

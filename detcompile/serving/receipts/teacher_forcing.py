@@ -20,11 +20,11 @@ from detcompile.runtime.grammars.matcher import Mask
 from detcompile.runtime.kv.block_pool import BLOCK_SIZE
 from detcompile.runtime.requests.request import Request
 from detcompile.runtime.requests.sequence import Sequence
-from detcompile.runtime.sampling.sampler import ELEMENTS_AT_ONCE, Sampler, SampleRow, TokenLogprobs, token_logprobs
+from detcompile.runtime.sampling.sampler import ELEMENTS_AT_ONCE, Sampler, SampleRow, token_logprobs
 from detcompile.runtime.step.builder import build_step
+from detcompile.runtime.step.worker import logprob_entries, row_logprobs
+from detcompile.serving.receipts.receipt import PlainLogprobs, plain_logprobs
 from detcompile.templates.cpu.fp_mode import float_mode
-
-PlainLogprobs = tuple[int, float, list[tuple[int, float]]]  # token, logprob, likeliest tokens and logprobs
 
 
 class Drawn(NamedTuple):
@@ -127,18 +127,26 @@ class _Draw:
     def _prompt_tokens(self, logits: Tensor, places: list[_Place]) -> list[Drawn]:
         tokens = [self._prompt[place.target] for place in places]
         most = self._request.params.prompt_logprobs or 0
-        known = _plain(tokens, token_logprobs(logits, torch.tensor(tokens, device=logits.device), most))
-        return [Drawn(None, place.target, token, entry) for place, token, entry in zip(places, tokens, known)]
+        known = logprob_entries(tokens, token_logprobs(logits, torch.tensor(tokens, device=logits.device), most))
+        return [
+            Drawn(None, place.target, token, plain_logprobs(entry))
+            for place, token, entry in zip(places, tokens, known)
+        ]
 
     def _answer_tokens(self, logits: Tensor, places: list[_Place]) -> list[Drawn]:
-        rows = [self._row(place) for place in places]
+        rows = tuple(self._row(place) for place in places)
         drawn = self._sampler(logits, self._sampler.prepare(rows))
         for row in rows:
             self._sampler.forget(row.key)
         tokens = drawn.tokens.tolist()
-        known = [None] * len(rows) if drawn.logprobs is None else _plain(tokens, drawn.logprobs)
+        known, _ = row_logprobs(rows, tokens, drawn, {})
         return [
-            Drawn(place.sample, place.target - len(self._prompt), None if bad else token, entry)
+            Drawn(
+                place.sample,
+                place.target - len(self._prompt),
+                None if bad else token,
+                None if entry is None else plain_logprobs(entry),
+            )
             for place, token, entry, bad in zip(places, tokens, known, drawn.invalid.tolist())
         ]
 
@@ -163,8 +171,3 @@ class _Draw:
 def _masks(sequence: Sequence, answer: SequenceOf[int]) -> Iterator[Mask | None]:
     """Yield the grammar's mask for each token of an answer; None without a grammar, and after a forbidden token."""
     return itertools.repeat(None) if sequence.matcher is None else sequence.matcher.copy().along(answer)
-
-
-def _plain(tokens: list[int], logprobs: TokenLogprobs) -> list[PlainLogprobs]:
-    top = [list(zip(ids, values)) for ids, values in zip(logprobs.top_ids.tolist(), logprobs.top.tolist())]
-    return list(zip(tokens, logprobs.chosen.tolist(), top))

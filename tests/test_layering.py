@@ -83,7 +83,7 @@ FLOORS = [
     ],
     [
         {"serving.app", "serving.server"},
-        {"serving.anthropic", "serving.control", "serving.dashboard", "serving.pooling"},
+        {"serving.anthropic", "serving.control", "serving.dashboard", "serving.pooling", "serving.tokens"},
         {"serving.openai"},
         {"serving.receipts.routes"},
         {"serving.service"},

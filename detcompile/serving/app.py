@@ -38,6 +38,7 @@ from detcompile.serving.openai.responses import (
 )
 from detcompile.serving.openai.schema import (
     ChatRequest,
+    ChatTokensRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
@@ -59,6 +60,8 @@ from detcompile.serving.receipts.routes import stored_receipt, verify
 from detcompile.serving.request_log import LogFile, RequestLog
 from detcompile.serving.responses import JSON, Reserving, unless_left
 from detcompile.serving.service import Service
+from detcompile.serving.tokens.generate import GenerateRequest, generate
+from detcompile.serving.tokens.sglang import SGLangRequest, sglang_generate
 
 METHODS = ["GET", "POST", "DELETE"]
 EXPOSED = [  # response headers that pages of other origins may read
@@ -68,7 +71,10 @@ EXPOSED = [  # response headers that pages of other origins may read
 JOURNALED: dict[str, tuple[type, Callable[[Service, Any, Call], Awaitable[Response]]]] = {  # by path
     "/v1/completions": (CompletionRequest, complete),
     "/v1/chat/completions": (ChatRequest, chat),
+    "/v1/chat/completions/tokens": (ChatTokensRequest, chat),
     "/v1/messages": (MessagesRequest, create_message),
+    "/inference/v1/generate": (GenerateRequest, generate),
+    "/generate": (SGLangRequest, sglang_generate),
 }
 POSTS: list[tuple[list[str], Any, Any]] = [  # not journaled
     (["/tokenize", "/v1/tokenize"], TokenizeRequest, tokenize),

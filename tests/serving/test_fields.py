@@ -21,6 +21,7 @@ from detcompile.serving.openai.parameters import completion_params, grammar_of
 from detcompile.serving.openai.response_schema import ResponsesRequest, chat_request
 from detcompile.serving.openai.schema import (
     ChatRequest,
+    ChatTokensRequest,
     CompletionRequest,
     DetokenizeRequest,
     Message,
@@ -28,6 +29,8 @@ from detcompile.serving.openai.schema import (
     decode_body,
 )
 from detcompile.serving.pooling.routes import ClassifyRequest, EmbeddingRequest, RerankRequest, ScoreRequest
+from detcompile.serving.tokens.generate import GenerateRequest, GenerateSampling
+from detcompile.serving.tokens.sglang import SGLangRequest, SGLangSampling
 from tests.serving.scripted_engine import HELLO
 from tests.serving.scripted_service import running, scripted
 
@@ -37,6 +40,9 @@ ROUTES: dict[str, tuple[type, dict[str, Any]]] = {
     "/v1/chat/completions": (ChatRequest, CHAT),
     "/v1/responses": (ResponsesRequest, {"input": "x", "max_output_tokens": 1}),
     "/v1/messages": (MessagesRequest, CHAT),
+    "/v1/chat/completions/tokens": (ChatTokensRequest, CHAT | {"tokens": [5]}),
+    "/inference/v1/generate": (GenerateRequest, {"token_ids": [5], "sampling_params": {"max_tokens": 1}}),
+    "/generate": (SGLangRequest, {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}}),
     "/tokenize": (TokenizeRequest, {"prompt": "x"}),
     "/detokenize": (DetokenizeRequest, {"tokens": [5]}),
 }
@@ -48,6 +54,10 @@ KNOWN = {  # some that other servers document
     "return_meta_info", "return_token_offsets", "stop", "structural_tag", "structured_outputs", "task", "tools",
     "typical_p", "watermarking", "xtc_probability",
 }  # fmt: skip
+NESTED = {  # routes whose sampling parameters are an object, with its type
+    "/inference/v1/generate": GenerateSampling,
+    "/generate": SGLangSampling,
+}
 POOLING = [EmbeddingRequest, ClassifyRequest, ScoreRequest, RerankRequest]
 ODD = {"odd": "value"}  # that no field takes for nothing
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -58,6 +68,9 @@ SERVED = {  # fields that are served on each route, beside OpenAI's and Anthropi
     MessagesRequest: {"min_p", "receipt", "tools"},
     TokenizeRequest: set(),
     DetokenizeRequest: set(),
+    ChatTokensRequest: {"tools", "top_logprobs", "cache_salt"},
+    GenerateRequest: {"cache_salt", "priority"},
+    SGLangRequest: {"return_sampling_mask"},
 }  # fmt: skip
 
 
@@ -67,9 +80,17 @@ def test_what_a_route_does_not_serve_is_refused_on_it(in_the_root: None) -> None
             for path, (kind, good) in ROUTES.items():
                 refused = fields._refused(kind)
                 assert not SERVED[kind] & refused.keys()
-                assert path.endswith("tokenize") or not KNOWN - refused.keys() - set(kind.__struct_fields__)
+                assert (
+                    path.endswith("tokenize")
+                    or path in NESTED
+                    or not KNOWN - refused.keys() - set(kind.__struct_fields__)
+                )
                 for name in refused:
                     await refused_by_name(http, path, good, name)
+                for name in fields._refused(NESTED[path]) if path in NESTED else ():
+                    nested = good | {"sampling_params": good["sampling_params"] | {name: ODD}}
+                    error = (await http.post(path, json=nested)).json()["error"]
+                    assert error["param"] == f"sampling_params.{name}" and error["code"] == "unsupported_parameter"
                 idle = {name: values[0] for name, values in refused.items() if values}
                 answer = await http.post(path, json=good | idle | {"a_field_of_tomorrow": 1})
                 assert answer.status_code == 200, answer.text
@@ -170,6 +191,10 @@ LONG_PROMPTS: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]}, "messages"),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "word " * 2100}]}, "messages"),
     ("/v1/responses", {"input": LONG}, "input"),
+    ("/v1/chat/completions/tokens", CHAT | {"tokens": [5] * 2048}, "tokens"),
+    ("/inference/v1/generate", {"token_ids": [5] * 2048, "sampling_params": {}}, "token_ids"),
+    ("/generate", {"input_ids": [[5], [5] * 2048]}, "input_ids"),
+    ("/generate", {"text": LONG}, "text"),
     ("/v1/messages", {"messages": [{"role": "user", "content": LONG}], "max_tokens": 1}, "messages"),
 ]
 

@@ -5,6 +5,7 @@ import base64
 import hashlib
 import importlib.util
 import json
+import math
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -101,6 +102,14 @@ async def by_every_route(url: str, num_others: int) -> dict[str, str]:
             "chat of three": ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 24, "n": 3}),
             "response": ("/v1/responses", {"input": MESSAGES, "max_output_tokens": 24}),
             "message": ("/v1/messages", {"messages": MESSAGES, "max_tokens": 24}),
+            "token ids": (
+                "/inference/v1/generate",
+                {"token_ids": prompt, "sampling_params": params | {"max_tokens": 24}},
+            ),
+            "chat of token ids": (
+                "/v1/chat/completions/tokens",
+                {"messages": [{"role": "user", "content": "not read"}], "tokens": prompt, "max_tokens": 24},
+            ),
         }
 
         async def digest(path: str, body: dict[str, Any]) -> str:
@@ -170,6 +179,49 @@ def test_echo_gives_the_prompt_and_its_logprobs(client: openai.OpenAI) -> None:
     scored = whole(client, echo=True, max_tokens=0)[0]
     assert scored["text"] == PROMPT and scored["token_ids"] == [] and scored["finish_reason"] == "length"
     assert scored["logprobs"]["token_logprobs"] == logprobs["token_logprobs"][:num_prompt]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_prompt_logprobs_have_vllms_form(http: httpx.Client, path: str) -> None:
+    asked = {"messages": MESSAGES} if "chat" in path else {"prompt": PROMPT}
+    body = {**asked, "max_tokens": 4, "seed": 2, "n": 2, "prompt_logprobs": 2, "return_token_ids": True}
+    answer = http.post(path, json=body).json()
+    holders = [answer] if "chat" in path else answer["choices"]
+    prompt = holders[0]["prompt_token_ids"]
+    echoed = {"prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": 1, "prompt_logprobs": 2}
+    [scored] = http.post("/v1/completions", json=echoed).json()["choices"]
+    for known in (*(holder["prompt_logprobs"] for holder in holders), scored["prompt_logprobs"]):
+        assert known[0] is None and len(known) == len(prompt)
+        for token, entry, logprob in zip(prompt[1:], known[1:], scored["logprobs"]["token_logprobs"][1:]):
+            assert next(iter(entry)) == str(token) and entry[str(token)]["logprob"] == logprob
+            ranks = {name: one["rank"] for name, one in entry.items()}
+            assert {1, 2} <= {*ranks.values()} and len(entry) == (2 if ranks[str(token)] <= 2 else 3)
+            assert all(isinstance(one["decoded_token"], str) for one in entry.values())
+    assert max(len(top) for top in scored["logprobs"]["top_logprobs"][1:]) <= 2  # one alternative, and the token
+    lines = http.post(path, json=body | {"stream": True}).text.split("\n\n")
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    parts = chunks if "chat" in path else [choice for chunk in chunks for choice in chunk["choices"]]
+    streamed = [part["prompt_logprobs"] for part in parts if "prompt_logprobs" in part]
+    assert streamed == [holder["prompt_logprobs"] for holder in holders]
+
+
+def test_sampling_logprobs_are_of_the_filtered_distribution(http: httpx.Client) -> None:
+    filters = {"top_k": 4, "top_p": 0.9, "temperature": 1.3, "frequency_penalty": 0.5, "logit_bias": {"40": 2}}
+    body = {"prompt": PROMPT, "max_tokens": 12, "seed": 2, "logprobs": 0, "return_sampling_mask": True, **filters}
+    [choice] = http.post("/v1/completions", json=body | {"return_token_ids": True}).json()["choices"]
+    names = ("sampling_logprobs", "sampling_mask", "sampling_mask_logprobs")
+    for token, logprob, mask, logprobs in zip(choice["token_ids"], *map(choice.get, names), strict=True):
+        assert 1 <= len(mask) <= 4 and logprobs[mask.index(token)] == logprob
+        assert math.isclose(sum(map(math.exp, logprobs)), 1, abs_tol=1e-5) and logprobs == sorted(logprobs)[::-1]
+    assert choice["sampling_logprobs"] != choice["logprobs"]["token_logprobs"]
+    lines = http.post("/v1/completions", json=body | {"stream": True}).text.split("\n\n")
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    parts = [part for chunk in chunks for part in chunk["choices"]]
+    assert all([one for part in parts for one in part[name]] == choice[name] for name in names)
+    chat = {"messages": MESSAGES, "max_tokens": 5, "temperature": 0, "logprobs": True, "return_sampling_mask": True}
+    [greedy] = http.post("/v1/chat/completions", json=chat | {"return_token_ids": True}).json()["choices"]
+    assert greedy["sampling_mask"] == [[token] for token in greedy["token_ids"]]
+    assert greedy["sampling_logprobs"] == [0.0] * len(greedy["token_ids"])
 
 
 def test_chat_streams_what_it_answers_whole(client: openai.OpenAI) -> None:

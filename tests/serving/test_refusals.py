@@ -61,7 +61,17 @@ def canary(http: httpx.Client) -> str:
         ("/v1/completions", GOOD | {"guided_grammar": "start: missing"}, 400, None),
         ("/v1/chat/completions", CHAT | {"top_logprobs": 2}, 400, "top_logprobs"),
         ("/v1/chat/completions", CHAT | {"echo": True}, 400, "echo"),
-        ("/v1/completions", GOOD | {"prompt_logprobs": 1}, 400, "prompt_logprobs"),
+        ("/v1/completions", GOOD | {"prompt_logprobs": 21}, 400, "prompt_logprobs"),
+        ("/v1/completions", GOOD | {"prompt_logprobs": -1}, 400, "prompt_logprobs"),
+        ("/v1/completions", GOOD | {"return_sampling_logprobs": True}, 400, "return_sampling_logprobs"),
+        ("/v1/chat/completions", CHAT | {"return_sampling_mask": True}, 400, "return_sampling_mask"),
+        (
+            "/v1/completions",
+            GOOD | {"return_sampling_mask": True, "logprobs": 0, "temperature": 1, "top_k": 2049},
+            400,
+            "return_sampling_mask",
+        ),
+        ("/v1/responses", {"input": "x", "prompt_logprobs": 1}, 400, "prompt_logprobs"),
         ("/v1/completions", GOOD | {"length_penalty": 2.0}, 400, "length_penalty"),
         (
             "/v1/chat/completions",

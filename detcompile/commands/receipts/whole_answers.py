@@ -27,6 +27,7 @@ from detcompile.serving.receipts.issuer import Issued
 from detcompile.serving.receipts.receipt import Receipt, params_of
 from detcompile.serving.receipts.verdict import Verdict, differs
 from detcompile.serving.tokenizer_pool import TokenizerPool
+from detcompile.serving.tokens.generate import GenerateReply
 from detcompile.serving.tools.reader import FAMILIES
 
 Fields = Mapping[str, Any]  # an answer's JSON object
@@ -38,6 +39,7 @@ CACHED = {  # path of the number of cached prompt tokens
     "text_completion": ("usage", "prompt_tokens_details", "cached_tokens"),
     "chat.completion": ("usage", "prompt_tokens_details", "cached_tokens"),
     "chat.completion.chunk": ("usage", "prompt_tokens_details", "cached_tokens"),
+    "inference.generate": ("usage", "prompt_tokens_details", "cached_tokens"),
     "response": ("usage", "input_tokens_details", "cached_tokens"),
     "message": ("usage", "cache_read_input_tokens"),
 }
@@ -48,13 +50,16 @@ def require_known(fields: Fields) -> None:
     if _kind(fields) not in CACHED:
         raise InvalidInput(
             f"beside the receipt are {', '.join(fields)[:200]}, which is no answer of /v1/completions,"
-            " /v1/chat/completions, /v1/responses or /v1/messages: give the answer as it came, or the receipt alone"
+            " /v1/chat/completions, /v1/responses, /v1/messages or /inference/v1/generate: give the answer as it came,"
+            " or the receipt alone"
         )
 
 
 def uncovered(fields: Fields) -> list[str]:
     """Return the paths of an answer's fields that its receipt does not cover."""
     paths = [".".join(CACHED[_kind(fields)])] if _at(fields, CACHED[_kind(fields)]) is not None else []
+    if _kind(fields) == "inference.generate":
+        paths.append("request_id")
     return paths + [name for name in ("completed_at", *REPEATED) if name in fields and _kind(fields) == "response"]
 
 
@@ -162,7 +167,8 @@ def _short(value: Any) -> str:
 async def _completions(fields: Fields, job: Job, context: _Context) -> AsyncIterator[dict[str, Any]]:
     params = job.ask.params
     hidden = params.max_tokens == 1 and _at(fields, ("usage", "completion_tokens")) == 0  # scores the prompt only
-    options = {"with_ids": _shows_ids(fields), "with_receipt": True, "hidden": hidden}
+    options = {"with_ids": _shows(fields, "token_ids"), "with_receipt": True, "hidden": hidden}
+    options["with_prompt_logprobs"] = _shows(fields, "prompt_logprobs")
     rendered = await CompletionReply(context, job, **options).whole()
     echo = await _echo(fields, msgspec.json.decode(msgspec.json.encode(rendered["choices"])), job, context.texts)
     if echo is None:
@@ -177,11 +183,14 @@ async def _echo(fields: Fields, choices: Sequence[Fields], job: Job, texts: Toke
     """Return the echo that each prompt's first choice should begin with; None for answers without echo."""
     params, shown = job.ask.params, fields.get("choices")
     beginnings: list[str] = []
+    longer = False  # by the logprobs of an echo without text
     for place in range(0, len(choices), params.n):
         text = _at(shown[place], ("text",)) if isinstance(shown, list) and place < len(shown) else None
         drawn = choices[place]["text"]
         beginnings.append(text.removesuffix(drawn) if isinstance(text, str) and text.endswith(drawn) else "")
-    if params.prompt_logprobs is None and not any(beginnings):
+        tokens = _at(shown[place], ("logprobs", "tokens")) if isinstance(shown, list) and place < len(shown) else None
+        longer = longer or len(tokens or ()) > len(_at(choices[place], ("logprobs", "tokens")) or ())
+    if not longer and not any(beginnings):
         return None
     return [await _prompt_text(*pair, texts) for pair in zip(beginnings, job.ask.prompts)]
 
@@ -197,9 +206,23 @@ async def _prompt_text(text: str, token_ids: list[int], texts: TokenizerPool) ->
 async def _chats(fields: Fields, job: Job, context: _Context) -> AsyncIterator[dict[str, Any]]:
     for each, use in _ways(job):
         for shows in (True, False)[: 1 if each.ask.thinking is None else 2]:
-            reply = ChatReply(context, each, with_ids=_shows_ids(fields), with_receipt=True)
+            reply = ChatReply(
+                context,
+                each,
+                with_ids=_shows(fields, "token_ids"),
+                with_prompt_logprobs="prompt_logprobs" in fields,
+                with_receipt=True,
+            )
             reply.use, reply.shows_reasoning = use, shows
             yield await reply.whole()
+
+
+async def _generated(fields: Fields, job: Job, context: _Context) -> AsyncIterator[dict[str, Any]]:
+    options = {"with_ids": True, "with_prompt_logprobs": "prompt_logprobs" in fields, "with_receipt": True}
+    reply = GenerateReply(context, job, **options)
+    reply.name(fields.get("request_id", job.name))
+    reply.with_prompt_ids = "prompt_token_ids" in fields
+    yield await reply.whole()
 
 
 async def _messages(fields: Fields, job: Job, context: _Context) -> AsyncIterator[dict[str, Any]]:
@@ -225,9 +248,10 @@ def _ways(job: Job) -> Iterator[tuple[Job, ToolUse | None]]:
             yield replace(job, ask=replace(job.ask, thinking=thinking)), use
 
 
-def _shows_ids(fields: Fields) -> bool:
+def _shows(fields: Fields, name: str) -> bool:
+    """Return True if a choice has a field."""
     choices = fields.get("choices")
-    return isinstance(choices, list) and any(isinstance(choice, dict) and "token_ids" in choice for choice in choices)
+    return isinstance(choices, list) and any(isinstance(choice, dict) and name in choice for choice in choices)
 
 
 RENDERINGS: dict[str, Callable[[Fields, Job, _Context], AsyncIterator[dict[str, Any]]]] = {
@@ -236,4 +260,5 @@ RENDERINGS: dict[str, Callable[[Fields, Job, _Context], AsyncIterator[dict[str, 
     "chat.completion.chunk": _chats,
     "response": _responses,
     "message": _messages,
+    "inference.generate": _generated,
 }

@@ -14,7 +14,7 @@ from detcompile.serving.openai.fields import require_served
 from detcompile.serving.openai.messages import prompt_of, template_of, template_variables
 from detcompile.serving.openai.parameters import chat_params, with_reasoning
 from detcompile.serving.openai.reply import Reply, chat_entry
-from detcompile.serving.openai.schema import ChatRequest
+from detcompile.serving.openai.schema import ChatRequest, ChatTokensRequest
 from detcompile.serving.openai.tools import AnswerParts, ToolUse, recorded_use, tool_use
 from detcompile.serving.reasoning import num_reasoning_tokens
 from detcompile.serving.responses import Events, Whole
@@ -39,6 +39,7 @@ async def chat(service: Service, request: ChatRequest, call: Call) -> Response:
         job,
         stream_options=request.stream_options,
         with_ids=bool(request.return_token_ids),
+        with_prompt_logprobs=request.prompt_logprobs is not None,
         with_receipt=bool(request.receipt),
         last_event=call.last_event,
     )
@@ -64,12 +65,17 @@ async def ask_chat(service: Service, request: ChatRequest, owner: str, prefix: s
     params = chat_params(request, service.hello.default_params, use)
     service.limiter.require(owner, params.n)
     tools = () if use is None else use.tools
-    template = template_of(service, tools).digest
-    special = bool(request.add_special_tokens)
-    variables = template_variables(request)
-    prompt = await prompt_of(
-        service, request.messages, tools, variables=variables, owner=owner, add_special_tokens=special
-    )
+    template = None
+    if isinstance(request, ChatTokensRequest):
+        prompt = request.tokens
+        service.texts.require_answer(prompt, "tokens")
+    else:
+        template = template_of(service, tools).digest
+        special = bool(request.add_special_tokens)
+        variables = template_variables(request)
+        prompt = await prompt_of(
+            service, request.messages, tools, variables=variables, owner=owner, add_special_tokens=special
+        )
     family = None if use is None else use.family.name
     salt = request.cache_salt or ""
     thinking = thinking_of(service.reasoning_parser, service.texts.decode, prompt)

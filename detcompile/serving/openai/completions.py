@@ -2,10 +2,11 @@
 
 import asyncio
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from msgspec import structs
 from starlette.responses import Response
 
 from detcompile.errors import InvalidInput
@@ -38,12 +39,13 @@ async def complete(service: Service, request: CompletionRequest, call: Call) -> 
     service.require_receipts(request.receipt)
     prompts = prompts_of(request.prompt, "prompt")
     echo = [await _echoed(service, prompt, call.owner) for prompt in prompts] if request.echo else None
-    job = await service.jobs.job(call, functools.partial(_ask, service, request, prompts, call.owner))
+    job = await service.jobs.job(call, functools.partial(ask_completion, service, request, prompts, call.owner))
     reply = CompletionReply(
         service,
         job,
         stream_options=request.stream_options,
         with_ids=bool(request.return_token_ids),
+        with_prompt_logprobs=request.prompt_logprobs is not None,
         with_receipt=bool(request.receipt),
         hidden=request.max_tokens == 0,
         last_event=call.last_event,
@@ -54,15 +56,35 @@ async def complete(service: Service, request: CompletionRequest, call: Call) -> 
     return Whole(job.answers, call.reservation, reply.headers, reply.whole)
 
 
-async def _ask(service: Service, request: CompletionRequest, prompts: list[str | list[int]], owner: str) -> Ask:
-    """Return a request's work for the engines."""
-    params = completion_params(request, service.hello.default_params)
+async def ask_completion(
+    service: Service,
+    request: CompletionRequest,
+    prompts: list[str | list[int]],
+    owner: str,
+    *,
+    prefix: str = "cmpl-",
+    param: str = "prompt",
+    defaults: Mapping[str, Any] | None = None,
+) -> Ask:
+    """Return a request's work for the engines.
+
+    Args:
+        owner: sha256 of the request's API key.
+        prefix: prefix of the answer's id.
+        param: the field with the prompts, for errors.
+        defaults: values of omitted fields; None takes the model's.
+
+    Raises:
+        HTTPError: the request cannot be served.
+        InvalidInput: the tokenizer cannot read the text.
+    """
+    params = completion_params(request, service.hello.default_params if defaults is None else defaults)
     service.limiter.require(owner, len(prompts) * params.n)  # before the prompts are tokenized
     special = request.add_special_tokens is not False
-    ids = await service.texts.ids_of(prompts, special, param="prompt", owner=owner)
+    ids = await service.texts.ids_of(prompts, special, param=param, owner=owner)
     for prompt in ids:
-        service.texts.require_answer(prompt, "prompt")
-    return Ask(ids, params, request.priority or 0, "cmpl-", cache_salt=request.cache_salt or "")
+        service.texts.require_answer(prompt, param)
+    return Ask(ids, params, request.priority or 0, prefix, cache_salt=request.cache_salt or "")
 
 
 async def _echoed(service: Service, prompt: str | list[int], owner: str) -> str:
@@ -103,7 +125,7 @@ class CompletionReply(Reply):
         offsets: list[int] = []
         if prompt is not None:
             offsets = reader.of_prompt(answer.prompt_ids, prompt)
-            known = [*answer.prompt_logprobs, *known]
+            known = [*map(functools.partial(_cut, most=answer.params.logprobs or 0), answer.prompt_logprobs), *known]
         offsets += reader.of_drawn(tokens)
         tokens = tokens if prompt is None else [*answer.prompt_ids, *tokens]
         return {"text": (prompt or "") + text, "logprobs": self._logprobs(tokens, known, offsets)}
@@ -125,6 +147,11 @@ class CompletionReply(Reply):
         for token, logprob in (*entry.top, (entry.token_id, entry.logprob)):
             top.setdefault(self.texts.name_of(token), finite(logprob))
         return top
+
+
+def _cut(entry: Token | None, most: int) -> Token | None:
+    """Return a prompt token's logprobs with ``most`` alternatives; prompt_logprobs may have asked for more."""
+    return entry if entry is None or len(entry.top) <= most else structs.replace(entry, top=entry.top[:most])
 
 
 class _Offsets:

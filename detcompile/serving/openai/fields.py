@@ -125,6 +125,7 @@ TEXT: Idle = PROMPT | {
     "return_prompt_text": (False,),
     "return_prompt_token_ids": (False,),
     "return_routed_experts": (False,),
+    "return_sampling_logprobs": (False,),
     "return_sampling_mask": (False,),
     "return_token_ids": (False,),
     "return_token_offsets": (False,),
@@ -181,6 +182,47 @@ MESSAGE: Idle = TEXT | {
     "mcp_servers": ([],),
     "thread": (),
 }
+GENERATE: Idle = {  # of vLLM's /inference/v1/generate
+    "content_parts": ([],),
+    "features": (),
+    "kv_transfer_params": (),
+    "lora_request": (),
+    "prompt_embeds": (),
+    "return_routed_experts": (False,),
+}
+GENERATE_SAMPLING: Idle = {  # of its sampling_params
+    "bad_words": ([],),
+    "best_of": (1,),
+    "early_stopping": (False,),
+    "guided_decoding": (),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "logprob_token_ids": ([],),
+    "repetition_detection": (),
+    "thinking_token_budget": (),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+}
+SGLANG: Idle = {  # of SGLang's /generate
+    "audio_data": ([],),
+    "custom_logit_processor": (),
+    "image_data": ([],),
+    "input_embeds": (),
+    "lora_path": (),
+    "priority": (0,),
+    "return_hidden_states": (False,),
+    "return_routed_experts": (False,),
+    "session_params": (),
+    "stream": (False,),
+    "token_ids_logprob": ([],),
+    "video_data": ([],),
+}
+SGLANG_SAMPLING: Idle = {  # of its sampling_params
+    "custom_params": ({},),
+    "no_stop_trim": (False,),
+    "stop_regex": ([],),
+    "structural_tag": (),
+}
 COUNTED = PROMPT.keys() | {  # fields that change the number of prompt tokens
     "container", "context_management", "functions", "mcp_servers", "thinking", "thread",
 }  # fmt: skip
@@ -226,6 +268,18 @@ if TYPE_CHECKING:  # mypy needs static base classes
     class PoolingFields(msgspec.Struct, kw_only=True):
         """Base of requests for one thing of a sequence."""
 
+    class GenerateFields(msgspec.Struct, kw_only=True):
+        """Base of vLLM's requests by token ids."""
+
+    class GenerateSamplingFields(msgspec.Struct, kw_only=True):
+        """Base of their sampling parameters."""
+
+    class SGLangFields(msgspec.Struct, kw_only=True):
+        """Base of SGLang's requests."""
+
+    class SGLangSamplingFields(msgspec.Struct, kw_only=True):
+        """Base of their sampling parameters."""
+
 else:
 
     def _base(name: str, idle: Idle) -> type[msgspec.Struct]:
@@ -239,13 +293,18 @@ else:
     TokenizeFields = _base("TokenizeFields", TOKENIZE)
     DetokenizeFields = _base("DetokenizeFields", DETOKENIZE)
     PoolingFields = _base("PoolingFields", POOLING)
+    GenerateFields = _base("GenerateFields", GENERATE)
+    GenerateSamplingFields = _base("GenerateSamplingFields", GENERATE_SAMPLING)
+    SGLangFields = _base("SGLangFields", SGLANG)
+    SGLangSamplingFields = _base("SGLangSamplingFields", SGLANG_SAMPLING)
 
 
-def require_served(request: msgspec.Struct, names: Collection[str] | None = None) -> None:
+def require_served(request: msgspec.Struct, names: Collection[str] | None = None, inside: str = "") -> None:
     """Reject a request with a field that its route does not support.
 
     Args:
         names: check only these fields; None for all.
+        inside: path of the object with the fields, ending with a dot.
 
     Raises:
         HTTPError: names the field.
@@ -253,7 +312,8 @@ def require_served(request: msgspec.Struct, names: Collection[str] | None = None
     for name, idle in _refused(type(request)).items():
         value = getattr(request, name)
         if value is not None and value not in idle and (names is None or name in names):
-            raise HTTPError(400, f"{name} is not supported: omit it", param=name, code="unsupported_parameter")
+            place = inside + name
+            raise HTTPError(400, f"{place} is not supported: omit it", param=place, code="unsupported_parameter")
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from msgspec.structs import asdict
@@ -19,6 +19,7 @@ from detcompile.serving.receipts.receipt import MAX_STOPS
 from detcompile.serving.service import Service
 
 MAX_PROMPTS = 2048
+MOST_MASKED = 2048  # tokens of a sampling mask
 FRESH_SEEDS = 1 << 53  # exact in JavaScript's numbers
 NAMES = frozenset(field.name for field in fields(SamplingParams))
 SAME = (  # fields with the same name and meaning in SamplingParams
@@ -55,8 +56,10 @@ def completion_params(request: CompletionRequest, defaults: Mapping[str, Any]) -
     if request.max_tokens == 0 and (request.min_tokens or 0) > 0:
         raise HTTPError(400, "min_tokens is above max_tokens", param="min_tokens")
     echoed = request.logprobs if request.echo else None
+    of_prompt = [count for count in (echoed, request.prompt_logprobs) if count is not None]
     length = None if request.max_tokens is None else max(1, request.max_tokens)
-    others = {"logprobs": request.logprobs, "prompt_logprobs": echoed, "grammar": grammar_of(request)}
+    others: dict[str, Any] = {"logprobs": request.logprobs, "grammar": grammar_of(request)}
+    others["prompt_logprobs"] = max(of_prompt, default=None)
     return _params(request, defaults, length, **others)
 
 
@@ -76,6 +79,7 @@ def chat_params(request: ChatRequest, defaults: Mapping[str, Any], use: ToolUse 
         raise HTTPError(400, "top_logprobs requires logprobs: true", param="top_logprobs")
     length = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     others: dict[str, Any] = {"logprobs": (request.top_logprobs or 0) if request.logprobs else None}
+    others["prompt_logprobs"] = request.prompt_logprobs
     if use is not None:
         others["skip_special_tokens"] = False  # some formats write calls with them
     return _params(request, defaults, length, grammar=_with_tools(grammar_of(request), use), **others)
@@ -203,9 +207,27 @@ def _params(
         raise HTTPError(400, f"stop has more than {MAX_STOPS} strings", param="stop")
     _require_digits(request.logit_bias or {})
     try:
-        return SamplingParams(**{**defaults, **params, **others, **fixed})
+        return _reported(request, SamplingParams(**{**defaults, **params, **others, **fixed}))
     except InvalidInput as error:
         raise error_of(error, NAMES) from error
+
+
+def _reported(request: CompletionRequest | ChatRequest, params: SamplingParams) -> SamplingParams:
+    """Return the parameters with the log-probabilities that a request wants of the distributions drawn from.
+
+    Raises:
+        HTTPError: there are no logprobs beside which to report them, or a mask may have the vocabulary's size.
+    """
+    names = [name for name in ("return_sampling_mask", "return_sampling_logprobs") if getattr(request, name)]
+    if names and params.logprobs is None:
+        raise HTTPError(400, f"{names[0]} requires logprobs", param=names[0])
+    if request.return_sampling_mask:
+        size = 1 if params.greedy else params.top_k
+        if not 1 <= size <= MOST_MASKED:
+            wanted = f"temperature 0, or top_k from 1 to {MOST_MASKED}, which bounds the mask's size"
+            raise HTTPError(400, f"return_sampling_mask requires {wanted}", param="return_sampling_mask")
+        return replace(params, sampling_logprobs=size)
+    return replace(params, sampling_logprobs=0) if names else params
 
 
 def _seed(request: CompletionRequest | ChatRequest) -> int:

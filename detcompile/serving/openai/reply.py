@@ -41,6 +41,7 @@ class Reply(ABC):
         job: the request, with one answer per prompt.
         stream_options: options of a stream.
         with_ids: include the token ids of the prompt and of each choice.
+        with_prompt_logprobs: include the prompt's logprobs.
         with_receipt: include the receipt; in a stream in a chunk without choices at the end, before the usage.
         hidden: show no drawn tokens.
         last_event: id of the event after which a kept job's stream resumes.
@@ -51,7 +52,7 @@ class Reply(ABC):
 
     kind = ""  # of the whole reply
     chunk_kind = ""
-    one_prompt = False  # put prompt_token_ids beside the choices instead of into each
+    one_prompt = False  # put prompt_token_ids and prompt_logprobs beside the choices instead of into each
 
     def __init__(
         self,
@@ -60,6 +61,7 @@ class Reply(ABC):
         *,
         stream_options: StreamOptions | None = None,
         with_ids: bool = False,
+        with_prompt_logprobs: bool = False,
         with_receipt: bool = False,
         hidden: bool = False,
         last_event: str | None = None,
@@ -72,6 +74,7 @@ class Reply(ABC):
         self._include_usage = stream_options is not None and stream_options.include_usage
         self._usage_in_all = stream_options is not None and stream_options.continuous_usage_stats
         self._with_ids = with_ids
+        self._with_prompt_logprobs = with_prompt_logprobs
         self._hidden = hidden
         self._whole = True
         self._prefix = b""  # common to all events
@@ -158,7 +161,10 @@ class Reply(ABC):
         cursor.num_read[index], cursor.over[index] = text.num_read, sample.finish_reason is not None
         tokens_show = self._with_ids or sample.logprobs is not None
         if cursor.over[index] or new or before == 0 or (tokens_show and read.start < read.stop):
-            parts.append(self._chunk([self._choice(index, answer, sample, new, read, ended=cursor.over[index])]))
+            more = self._prompt(index) if before == 0 and not openings else NOTHING
+            parts.append(
+                self._chunk([self._choice(index, answer, sample, new, read, ended=cursor.over[index])], more=more)
+            )
         return parts
 
     async def _tail(self) -> list[dict[str, Any]]:
@@ -184,14 +190,29 @@ class Reply(ABC):
             choice["stop_reason"] = stop
         if self._with_ids:
             choice["token_ids"] = list(sample.token_ids[read])
-            if read.start == 0 and not self.one_prompt:
-                choice["prompt_token_ids"] = answer.prompt_ids
-        return choice
+        if answer.params.sampling_logprobs is not None and logprobs is not None:
+            choice |= _sampling(logprobs, with_mask=answer.params.sampling_logprobs > 0)
+        return choice if self.one_prompt or read.start else choice | self._of_prompt(answer)
 
     def _prompt(self, index: int) -> dict[str, Any]:
-        """Return the prompt's token ids as a field beside the first choice, if requested there."""
-        shown = self._with_ids and self.one_prompt and index == 0
-        return {"prompt_token_ids": self._answers[0].prompt_ids} if shown else {}
+        """Return fields of the prompt beside the first choice, if requested there."""
+        return self._of_prompt(self._answers[0]) if self.one_prompt and index == 0 else {}
+
+    def _of_prompt(self, answer: Answer) -> dict[str, Any]:
+        """Return the requested fields of a prompt."""
+        fields: dict[str, Any] = {"prompt_token_ids": answer.prompt_ids} if self._with_ids else {}
+        if self._with_prompt_logprobs:
+            fields["prompt_logprobs"] = [entry and self._ranked(entry) for entry in answer.prompt_logprobs]
+        return fields
+
+    def _ranked(self, entry: Token) -> dict[str, dict[str, Any]]:
+        """Return a prompt's token and its alternatives by id, in vLLM's form."""
+        ranked: dict[str, dict[str, Any]] = {}
+        top = [(token, logprob, rank) for rank, (token, logprob) in enumerate(entry.top, 1)]
+        for token, logprob, rank in [(entry.token_id, entry.logprob, entry.rank), *top]:
+            name = self.texts.name_of(token) if self.texts.present else None
+            ranked.setdefault(str(token), {"logprob": finite(logprob), "rank": rank, "decoded_token": name})
+        return ranked
 
     def _opening(self, index: int) -> list[dict[str, Any]]:
         """Return deltas to send before a choice's first token."""
@@ -274,6 +295,16 @@ def chat_entry(texts: TokenizerPool, entry: Token) -> dict[str, Any]:
 def finite(logprob: float) -> float:
     """Return a log-probability that JSON can represent."""
     return max(logprob, LEAST_LOGPROB)
+
+
+def _sampling(logprobs: Sequence[Token], *, with_mask: bool) -> dict[str, Any]:
+    """Return log-probabilities of tokens in the distributions they were drawn from, and which tokens these have."""
+    drawn = [entry.sampling for entry in logprobs if entry.sampling is not None]
+    fields: dict[str, Any] = {"sampling_logprobs": [logprob for logprob, _ in drawn]}
+    if with_mask:
+        fields["sampling_mask"] = [[token for token, _ in top] for _, top in drawn]
+        fields["sampling_mask_logprobs"] = [[logprob for _, logprob in top] for _, top in drawn]
+    return fields
 
 
 def _named(texts: TokenizerPool, token: int, logprob: float) -> dict[str, Any]:

@@ -20,6 +20,8 @@ NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 FunctionName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
+NumLogprobs = Annotated[int, Meta(ge=0, le=20)]
+Priority = Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)]
 CacheSalt = Annotated[str, Meta(min_length=1)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -84,7 +86,10 @@ class _CompletionFields(TextFields, kw_only=True):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     allowed_token_ids: list[TokenId] | None = None
-    priority: Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)] | None = None
+    priority: Priority | None = None
+    prompt_logprobs: NumLogprobs | None = None
+    return_sampling_logprobs: bool | None = None
+    return_sampling_mask: bool | None = None
     return_token_ids: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -107,7 +112,7 @@ class CompletionRequest(_CompletionFields, kw_only=True):
 
     prompt: str | list[str | TokenId | list[TokenId]]
     max_tokens: int | None = 16
-    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    logprobs: NumLogprobs | None = None
     echo: bool | None = None
     best_of: int | None = None
 
@@ -194,12 +199,18 @@ class ChatRequest(_CompletionFields, kw_only=True):
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    top_logprobs: NumLogprobs | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
     reasoning_effort: Effort | None = None
     include_reasoning: bool | None = None
     thinking_token_budget: Annotated[int, Meta(ge=0)] | None = None
+
+
+class ChatTokensRequest(ChatRequest, kw_only=True):
+    """Body of POST /v1/chat/completions/tokens: the prompt's token ids replace the rendered messages."""
+
+    tokens: Annotated[list[TokenId], Meta(min_length=1)]
 
 
 class TokenizeRequest(TokenizeFields, kw_only=True):

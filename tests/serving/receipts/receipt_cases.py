@@ -25,6 +25,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "sampled": {"temperature": 1.0, "top_p": 1.0},
     "top-p": {"temperature": 0.9, "top_p": 0.8},
     "top-k": {"temperature": 1.1, "top_k": 20},
+    "distributions drawn from": {"logprobs": 1, "top_k": 6, "frequency_penalty": 0.3, "return_sampling_mask": True},
     "min-p": {"temperature": 1.3, "min_p": 0.05},
     "penalties": {"frequency_penalty": 0.4, "presence_penalty": -0.2, "repetition_penalty": 1.15},
     "greedy with penalties": {"temperature": 0, "repetition_penalty": 1.3, "frequency_penalty": 0.5},

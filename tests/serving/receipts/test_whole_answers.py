@@ -24,10 +24,17 @@ CALLED = {"tool_choice": "required", "max_tokens": 60}
 SHORT = {"model": "tiny", "prompt": PROMPT, "max_tokens": 4, "seed": 5, "receipt": True}
 ASKED: dict[str, tuple[str, dict[str, Any]]] = {
     "completion": ("/v1/completions", SHORT | {"n": 2, "logprobs": 1, "echo": True, "return_token_ids": True}),
+    "completion with logprobs of all kinds": (
+        "/v1/completions", SHORT | {"logprobs": 0, "prompt_logprobs": 1, "return_sampling_mask": True, "top_k": 3},
+    ),
     "completion of prompts": ("/v1/completions", SHORT | {"prompt": [PROMPT, [5, 6]], "echo": True}),
     "scored prompt": ("/v1/completions", SHORT | {"max_tokens": 0, "logprobs": 0, "echo": True}),
     "stop string": ("/v1/completions", SHORT | {"temperature": 0, "stop": [")", "\n"], "max_tokens": 60}),
     "chat": ("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 1}),
+    "chat with logprobs of all kinds": (
+        "/v1/chat/completions",
+        CHAT | {"logprobs": True, "prompt_logprobs": 0, "return_sampling_logprobs": True, "return_token_ids": True},
+    ),
     "call": ("/v1/chat/completions", CHAT | CALLED | {"tools": [{"type": "function", "function": TOOL}]}),
     "message": ("/v1/messages", CHAT),
     "message with a call": (
@@ -38,6 +45,11 @@ ASKED: dict[str, tuple[str, dict[str, Any]]] = {
             "tool_choice": {"type": "any"},
             "max_tokens": 60,
         },
+    ),
+    "token ids": (
+        "/inference/v1/generate",
+        {"token_ids": [5, 6, 7], "return_token_ids": True, "receipt": True, "request_id": "mine",
+         "sampling_params": {"max_tokens": 4, "seed": 5, "logprobs": 1, "prompt_logprobs": 1}},
     ),
     "response": (
         "/v1/responses",

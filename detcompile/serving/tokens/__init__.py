@@ -1,0 +1,1 @@
+"""Routes whose prompts and answers are token ids, in the forms of vLLM and SGLang."""

@@ -15,7 +15,7 @@ namespace {
 
 constexpr int64_t kPanelWidth = kPanelVecs * kLanes;
 constexpr int64_t kOverrun = 32;  // words that packing may write past the last one
-constexpr int kFewRows = 4;       // up to this many tokens (one tile) packing w would cost more than the product
+constexpr int kFewRows = kMaxRows < 8 ? 4 : 8;  // up to this many tokens (one tile) packing w would cost more than the product
 constexpr int64_t kBytesAhead = 512;  // bytes of a row of w, with few tokens
 static_assert(kFewRows <= kMaxRows);
 

@@ -58,15 +58,14 @@ void interleave(const float* x, int64_t stride, int64_t K, float* out) {
     for (int row = 0; row < Rows; row++) out[k * Rows + row] = x[row * stride + k];
 }
 
-// Few rows of x as [leaf][word][rows]. A single float32 row already has this layout; more are interleaved, not transposed.
+// Few rows of x as [leaf][word][rows]. A single float32 row already has this layout; up to four are interleaved, not transposed.
 template <class T, class Link>
 const float* pack_few(const Problem& p, T pad) {
   constexpr bool floats = sizeof(T) == sizeof(float);
   const float* x = reinterpret_cast<const float*>(p.x);
   if (floats && p.M == 1) return x;
   float* packed = packed_x_scratch.floats(p.M * p.words() + kOverrun * kLanes);
-  if constexpr (floats) {
-    static_assert(kFewRows == 4);
+  if (floats && p.M <= 4) {
     (p.M == 2 ? interleave<2> : p.M == 3 ? interleave<3> : interleave<4>)(x, p.x_stride, p.K, packed);
   } else {
     for (int64_t leaf = 0; leaf < p.leaves; leaf++)
@@ -151,10 +150,9 @@ struct Product {
     panel_kernel<Link>(rows)(a, panel + i * step.words * kPanelWidth, step.words, sum);
   }
 
-  // Prefetches a tile's share of the panel at n of w for a step. Inlined, because GCC drops calls that only prefetch. A single
-  // tile is multiplied before the data arrive.
+  // Prefetches a tile's share of the panel at n of w for a step. Inlined, because GCC drops calls that only prefetch.
   [[gnu::always_inline]] void prefetch(int64_t n, const Step& step, int64_t tile) const {
-    if (p.w_k_stride != 1 || tiles.count == 1) return;
+    if (p.w_k_stride != 1) return;
     constexpr int64_t item = sizeof(T), line = 64;
     for (int64_t i = kPanelWidth * tile / tiles.count; i < kPanelWidth * (tile + 1) / tiles.count; i++) {
       const char* row = p.w + (min64(n + i, p.N - 1) * p.w_n_stride + first_k(step, 0)) * item;
@@ -177,15 +175,15 @@ struct Product {
     for (Step step = Step::first(p);; step = step.next(p)) {
       float* state = panel + panel_floats;
       for (int64_t n = panel_begin * kPanelWidth; n < panel_end * kPanelWidth; n += kPanelWidth) {
-        bool turns = n + kPanelWidth == panel_end * kPanelWidth;
-        int64_t next_n = turns ? panel_begin * kPanelWidth : n + kPanelWidth;
-        Step next_step = turns ? step.next(p) : step;
+        bool turns = n + kPanelWidth == panel_end * kPanelWidth, ends = turns && step.is_last(p);
+        int64_t next_n = turns && !ends ? panel_begin * kPanelWidth : n + kPanelWidth;
+        Step next_step = ends ? Step::first(p) : turns ? step.next(p) : step;  // of the thread's next task, if it has one
         for (int64_t i = 0; i < step.leaves; i++)
           pack_panel<T, Link::pairs>(p, n, first_k(step, i), num_k(step), panel + i * step.words * kPanelWidth);
         for (int64_t tile = 0; tile < tiles.count; tile++, state += state_floats) {
           int64_t row = tiles.begin(tile), rows = tiles.begin(tile + 1) - row;
           TreeSum tree{p, state, rows * kPanelWidth};
-          if (!turns || !step.is_last(p)) prefetch(next_n, next_step, tile);
+          if (next_n < p.N) prefetch(next_n, next_step, tile);
           if (step.is_last(p)) prefetch_out(row, rows, n);
           for (int64_t leaf = step.leaf; leaf < step.leaf + step.leaves; leaf++) {
             multiply(step, leaf - step.leaf, tile, panel, tree.leaf_sum(leaf));

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from detcompile.passes.modules.quantized_layouts import AWQ_NIBBLES
 from tests.model_cases import random_model
 
-__all__ = ["CHECKPOINTS", "ODD_CHECKPOINTS", "pack_words", "write_checkpoint"]
+__all__ = ["CHECKPOINTS", "ODD_CHECKPOINTS", "pack_words", "write_checkpoint", "write_gpt_oss", "write_mixture"]
 
 GROUP = 32
 WIDTHS = {"hidden_size": 64, "intermediate_size": 160, "head_dim": 16}  # groups of 32, words of eight
@@ -105,7 +105,7 @@ def _int8(w: Tensor) -> tuple[Tensors, Tensor]:
 
 
 def _compressed(kind: str, bits: int, form: str, **weights: object) -> dict:
-    group = {"weights": {"type": kind, "num_bits": bits, **weights}, "targets": ["Linear"]}
+    group = {"weights": {"type": kind, "num_bits": bits, **weights}, "targets": ["Linear", "Embedding"]}
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}}
 
 
@@ -158,12 +158,18 @@ ODD_CHECKPOINTS: Mapping[str, tuple[dict, Make]] = {
 
 
 def write_checkpoint(
-    folder: Path, name: str, dtype: torch.dtype = torch.float16, architecture: str = "qwen3", **changes: object
+    folder: Path,
+    name: str,
+    dtype: torch.dtype = torch.float16,
+    architecture: str = "qwen3",
+    others: tuple[str, ...] = (),
+    **changes: object,
 ) -> dict[str, Tensor]:
     """Write a tiny quantised model; return the float64 matrix that each of its linears means.
 
     Args:
         name: key of CHECKPOINTS or ODD_CHECKPOINTS.
+        others: modules that are quantized besides the linears of layers.
         changes: settings of the config.
     """
     config, make = {**CHECKPOINTS, **ODD_CHECKPOINTS}[name]
@@ -174,11 +180,73 @@ def write_checkpoint(
             if isinstance(module, nn.Linear) and module.bias is not None:
                 module.bias.normal_()
     tensors = dict(model.state_dict())
-    for module in [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"]:
+    for module in [*others, *(n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head")]:
         parts, exact[module] = make(tensors.pop(f"{module}.weight"))
         tensors |= {f"{module}.{leaf}": tensor for leaf, tensor in parts.items()}
+    _write(folder, model, tensors, config, dtype)
+    return exact
+
+
+def _write(folder: Path, model: nn.Module, tensors: Tensors, config: dict, dtype: torch.dtype) -> None:
     save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / "model.safetensors")
     settings = json.loads(model.config.to_json_string(use_diff=False)) | {"quantization_config": config}
     settings |= {"architectures": [type(model).__name__], "dtype": str(dtype).removeprefix("torch.")}
     (folder / "config.json").write_text(json.dumps(settings))
-    return exact
+
+
+def write_mixture(folder: Path, name: str, dtype: torch.dtype, **changes: object) -> dict[str, Tensor]:
+    """Write a tiny quantized Qwen3-MoE, its experts one by one as its checkpoints have them.
+
+    Return the plain state dict of transformers' model, whose quantized weights are dequantized.
+
+    Args:
+        name: key of CHECKPOINTS or ODD_CHECKPOINTS.
+    """
+    config, make = {**CHECKPOINTS, **ODD_CHECKPOINTS}[name]
+    sizes = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 160, "norm_topk_prob": True}
+    model = random_model("qwen3_moe", dtype, **WIDTHS | sizes | {"num_hidden_layers": 1} | changes)
+    plain = dict(model.state_dict())
+    whole = {}
+    for key, tensor in plain.items():
+        stack, _, leaf = key.rpartition(".")
+        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(leaf, ())
+        for expert, matrix in enumerate(tensor if parts and stack.endswith("experts") else ()):
+            for part, rows in zip(parts, matrix.chunk(len(parts))):
+                whole[f"{stack}.{expert}.{part}"] = (key, expert, rows)
+    linears = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"]
+    tensors = {key: tensor for key, tensor in plain.items() if key not in {entry[0] for entry in whole.values()}}
+    for linear in linears:
+        parts, exact = make(tensors.pop(f"{linear}.weight"))
+        tensors |= {f"{linear}.{leaf}": tensor for leaf, tensor in parts.items()}
+        plain[f"{linear}.weight"] = exact.float().to(dtype)
+    for linear, (_, _, rows) in whole.items():
+        parts, exact = make(rows)
+        tensors |= {f"{linear}.{leaf}": tensor for leaf, tensor in parts.items()}
+        rows.copy_(exact.float().to(dtype))  # a view of the plain weight
+    _write(folder, model, tensors, config, dtype)
+    return plain
+
+
+def write_gpt_oss(folder: Path, dtype: torch.dtype, **changes: object) -> dict[str, Tensor]:
+    """Write a tiny gpt-oss, its experts in MXFP4. Return the plain state dict, its experts dequantized."""
+    sizes = {"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 256, "sliding_window": 70}
+    model = random_model("gpt_oss", dtype, **WIDTHS | {"num_hidden_layers": 1} | sizes | changes)
+    plain, generator = dict(model.state_dict()), torch.Generator().manual_seed(4)
+    tensors = dict(plain)
+    for key in [key for key in plain if key.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, k, n = tensors.pop(key).shape
+        blocks = torch.randint(0, 256, (experts, n, k // 32, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(118, 125, (experts, n, k // 32), generator=generator, dtype=torch.uint8)
+        tensors |= {f"{key}_blocks": blocks, f"{key}_scales": scales}
+        numbers = torch.tensor([e2m1(code) for code in range(16)])
+        values = torch.stack([numbers[(blocks & 15).int()], numbers[(blocks >> 4).int()]], -1).flatten(3)
+        plain[key] = (values * 2.0 ** (scales.float()[..., None] - 127)).flatten(2).transpose(1, 2).to(dtype)
+    _write(folder, model, tensors, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, dtype)
+    return plain
+
+
+def e2m1(code: int) -> float:
+    """Return a number of four bits by the definition: sign, two bits of exponent with bias 1, one of mantissa."""
+    exponent, mantissa = code >> 1 & 3, code & 1
+    value = (2 + mantissa) * 2.0 ** (exponent - 2) if exponent else mantissa * 0.5
+    return -value if code & 8 else value

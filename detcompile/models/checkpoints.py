@@ -83,7 +83,7 @@ def load_checkpoint(
         if settings is None:
             model, loading_info = TASKS[task].from_pretrained(path, **options)
         elif task == "generate":
-            model, loading_info = load_quantized(path, config, settings, **options)
+            model, loading_info = load_quantized(path, _weight_files(path), config, settings, **options)
         else:
             raise UnsupportedModel(f"{path}: a quantized {IN_WORDS[task]}; only quantized causal LMs are supported")
     except (DetcompileError, MemoryError):

@@ -19,6 +19,7 @@ from detcompile.models.gguf.packing import PACKINGS, packed_linear
 from detcompile.models.remote import compile_in_workers
 from detcompile.parallel import TensorParallel
 from detcompile.passes import program_source
+from detcompile.passes.modules.experts import pin_experts
 from detcompile.passes.modules.quantized_layouts import LAYOUTS
 from detcompile.passes.modules.quantized_linear import QuantizedLinear
 from detcompile.passes.programs.aot import run_plainly
@@ -32,7 +33,7 @@ from tests.model_cases import certified
 from tests.models import gguf_cases
 from tests.parallel.cases import answers, dense_logits, needs_gpus, quantized_layer
 from tests.parallel.ranks import run_ranks
-from tests.quantized_checkpoints import CHECKPOINTS, ODD_CHECKPOINTS
+from tests.quantized_checkpoints import CHECKPOINTS, ODD_CHECKPOINTS, write_gpt_oss, write_mixture
 
 CHECKPOINT_NAMES = [*CHECKPOINTS, *ODD_CHECKPOINTS]
 NUMERICS = Numerics()
@@ -105,13 +106,30 @@ def gguf_layers(kinds: list[str]) -> PreTrainedModel:
         return detcompile.load_model(path, device="cpu", dequantize=False, dtype=torch.float32)
 
 
+MIXTURES: dict[str, Callable[[Path], object]] = {
+    "fp8 experts": lambda folder: write_mixture(folder, "fp8", torch.float32),
+    "int4 experts": lambda folder: write_mixture(folder, "compressed int4 with zeros", torch.float32),
+    "mxfp4 experts": lambda folder: write_gpt_oss(folder, torch.float32),
+}
 PARTS = [CHECKPOINT_NAMES[:5], CHECKPOINT_NAMES[5:10], CHECKPOINT_NAMES[10:], list(PACKINGS)[:6], list(PACKINGS)[6:]]
+PARTS += [list(MIXTURES)]
+
+
+def mixture_layer(name: str) -> PreTrainedModel:
+    """A layer whose experts are quantized."""
+    with tempfile.TemporaryDirectory() as folder:
+        MIXTURES[name](Path(folder))
+        model = detcompile.load_model(folder, device="cpu")
+    pin_experts(model)
+    return model
 
 
 def graphs(formats: list[str], tp: int) -> dict[str, Tensor]:
     """Logits of the certified graphs; GGUF types are layers of one model."""
     if formats[0] in PACKINGS:
         return {"gguf": dense_logits(gguf_layers(formats), tp)}
+    if formats[0] in MIXTURES:
+        return {name: dense_logits(mixture_layer(name), tp) for name in formats}
     return {name: dense_logits(quantized_layer(name, torch.float32, "cpu"), tp) for name in formats}
 
 

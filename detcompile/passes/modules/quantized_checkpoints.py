@@ -1,29 +1,36 @@
-"""Quantised checkpoints, loaded by transformers without the packages that made them.
+"""Quantized checkpoints, loaded by transformers without the packages that made them.
 
-transformers builds the model and reads the files. Our quantizer, registered with transformers, puts `PackedLinear`
-modules in place of quantised linears, and turns them into `QuantizedLinear` once they are filled.
+transformers builds the model and takes the tensors. Our quantizer, registered with transformers, puts `PackedLinear`
+modules in place of quantized linears, and turns them into `QuantizedLinear` once they are filled. Everything else that
+is quantized (experts, embeddings, the head) reaches transformers dequantized, under the name that an unquantized
+checkpoint gives it.
 """
 
+import contextlib
+import copy
 import json
+import re
 import struct
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from detcompile.errors import UnsupportedModel
-from detcompile.passes.modules.quantized_layouts import LAYOUTS
+from detcompile.passes.modules.quantized_layouts import LAYOUTS, MODULE_CLASS, mxfp4_values
 from detcompile.passes.modules.quantized_linear import QuantizedLinear, replace_module
 from detcompile.templates.quantized.weights import QuantizedWeight
 from detcompile.weights import SAFETENSORS_DTYPES
 
 METHOD = "detcompile"  # the name of our quantizer in transformers
+STACK = re.compile(r"(.*_proj)_(blocks|scales)")  # mxfp4: tensors of a stack of experts
 
 
 def quantization_of(config: PretrainedConfig) -> dict[str, Any] | None:
@@ -47,19 +54,107 @@ def quantization_of(config: PretrainedConfig) -> dict[str, Any] | None:
 
 
 def load_quantized(
-    path: Path, config: PretrainedConfig, settings: dict[str, Any], **options: Any
+    path: Path, files: Sequence[Path], config: PretrainedConfig, settings: dict[str, Any], **options: Any
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """The causal LM of a local folder, its quantised linears as QuantizedLinear, on the CPU; and what was not found.
+    """Load the causal LM of a local folder on the CPU. Return it, and what was not found in its files.
 
     Args:
+        files: the folder's weights.
         options: keywords of from_pretrained, output_loading_info among them.
 
     Raises:
-        UnsupportedModel: the checkpoint quantises something other than linears, or in a way that is not read.
+        UnsupportedModel: the checkpoint quantizes what the model does not have, or in a way that is not read.
     """
-    config.quantization_config = {"quant_method": METHOD, "checkpoint": settings}
-    model, loading_info = AutoModelForCausalLM.from_pretrained(path, config=config, **options)
+    layout = LAYOUTS[settings["quant_method"]]
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=options["trust_remote_code"])
+    quantized = {
+        name: tensors
+        for name, tensors in _by_module(_tensors(files)).items()
+        if any(mark in tensors for mark in layout.marks)
+    }
+    if files and not quantized:
+        raise UnsupportedModel(
+            f"the checkpoint of {type(empty).__name__} names a quantisation and holds no quantised linear (none has"
+            f" {' or '.join(layout.marks)}): if it is a plain one, remove quantization_config from its config.json"
+        )
+    head = empty.get_output_embeddings()
+    linears = {name for name, module in empty.named_modules() if isinstance(module, nn.Linear) and module is not head}
+    expanded = [name for name in quantized if name not in linears]
+    reading = {"quant_method": METHOD, "checkpoint": settings, "files": [str(file) for file in files]}
+    if not expanded:
+        config.quantization_config = reading
+        model, loading_info = AutoModelForCausalLM.from_pretrained(path, config=config, **options)
+        return model, loading_info
+    config = empty.config
+    if len(expanded) < len(quantized):
+        config.quantization_config = reading
+    else:
+        del config.quantization_config  # no module of the model is quantized
+    dtype = options["dtype"] if isinstance(options["dtype"], torch.dtype) else empty.dtype
+    with contextlib.ExitStack() as opened:
+        state_dict = _opened(files, opened)
+        modules = dict(empty.named_modules())
+        for name in expanded:
+            kind = {MODULE_CLASS: type(modules[name]).__name__} if name in modules else {}
+            state_dict |= _expanded(name, quantized[name], state_dict, settings | kind, dtype)
+        model, loading_info = type(empty).from_pretrained(
+            None, config=config, state_dict=state_dict, **options | {"dtype": dtype}
+        )
+    unknown = {key.removesuffix(".weight") for key in loading_info["unexpected_keys"]} & set(expanded)
+    if unknown:
+        raise UnsupportedModel(
+            f"{min(unknown)}: quantized, and {type(model).__name__} has no place for it; load another checkpoint"
+        )
+    model.config.name_or_path = model.name_or_path = str(path)
+    if (path / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(path)
     return model, loading_info
+
+
+class _Later:
+    """A tensor of a state dict that is computed when transformers reads it: a slice as those of safetensors files."""
+
+    def __init__(self, dtype: torch.dtype, compute: Callable[[], torch.Tensor]) -> None:
+        self.dtype, self.compute = dtype, compute
+
+    def get_dtype(self) -> str:
+        return next(name for name, dtype in SAFETENSORS_DTYPES.items() if dtype is self.dtype)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self.compute()[index]
+
+
+def _opened(files: Iterable[Path], opened: contextlib.ExitStack) -> dict[str, Any]:
+    """Return the tensors of safetensors files as slices that are read later; ``opened`` closes the files."""
+    slices: dict[str, Any] = {}
+    for file in files:
+        content = opened.enter_context(safe_open(file, framework="pt"))
+        slices |= {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118 - no dict
+    return slices
+
+
+def _expanded(
+    name: str, tensors: Mapping[str, str], state_dict: dict[str, Any], settings: dict[str, Any], dtype: torch.dtype
+) -> dict[str, _Later]:
+    """Take a module's quantized tensors out of a state dict. Return its weight, dequantized.
+
+    Args:
+        tensors: the tensors' names in the state dict by their names in the module.
+    """
+    slices = _OfLinear(name, {leaf: state_dict[key] for leaf, key in tensors.items()})
+    for leaf, key in tensors.items():
+        if leaf != "bias":
+            del state_dict[key]
+    if "blocks" in tensors:
+        return {name: _Later(dtype, lambda: mxfp4_values(name, slices["blocks"][...], slices["scales"][...]).to(dtype))}
+
+    def compute() -> torch.Tensor:
+        read = _OfLinear(name, {leaf: part[...] for leaf, part in slices.items()})
+        weight, order = LAYOUTS[settings["quant_method"]].read(name, read, settings)
+        return QuantizedLinear(weight, None, order).dequantized(dtype)
+
+    return {f"{name}.weight": _Later(dtype, compute)}
 
 
 class PackedLinear(nn.Module):
@@ -73,14 +168,14 @@ class PackedLinear(nn.Module):
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
 
 
-class _OfLinear(dict[str, torch.Tensor]):
+class _OfLinear(dict[str, Any]):
     """A linear's tensors by their names in the checkpoint; one that is asked for in vain is an error that says so."""
 
-    def __init__(self, linear: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, linear: str, tensors: Mapping[str, Any]) -> None:
         super().__init__(tensors)
         self.linear = linear
 
-    def __missing__(self, name: str) -> torch.Tensor:
+    def __missing__(self, name: str) -> Any:
         raise UnsupportedModel(
             f"{self.linear}: the checkpoint has {', '.join(self)} and no {name}, which this quantisation needs: fetch"
             " it again, or load another checkpoint"
@@ -89,11 +184,11 @@ class _OfLinear(dict[str, torch.Tensor]):
 
 @register_quantization_config(METHOD)
 class CheckpointConfig(QuantizationConfigMixin):
-    """Carries the checkpoint's quantization_config."""
+    """Carries the checkpoint's quantization_config, and the paths of its files."""
 
-    def __init__(self, checkpoint: dict[str, Any], **kwargs: Any) -> None:
+    def __init__(self, checkpoint: dict[str, Any], files: list[str], **kwargs: Any) -> None:
         self.quant_method = METHOD
-        self.checkpoint = checkpoint
+        self.checkpoint, self.files = checkpoint, files
 
 
 @register_quantizer(METHOD)
@@ -104,25 +199,13 @@ class CheckpointReader(HfQuantizer):
         self, model: PreTrainedModel, checkpoint_files: list[str], **kwargs: Any
     ) -> None:
         layout = LAYOUTS[self.quantization_config.checkpoint["quant_method"]]
-        packed: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
-        for name, tensor in _tensors(checkpoint_files):
-            module, _, leaf = name.rpartition(".")
-            packed[module][leaf] = tensor
-        quantized = {name: tensors for name, tensors in packed.items() if any(mark in tensors for mark in layout.marks)}
-        linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-        if not quantized:
-            raise UnsupportedModel(
-                f"the checkpoint of {type(model).__name__} names a quantisation and holds no quantised linear (none has"
-                f" {' or '.join(layout.marks)}): if it is a plain one, remove quantization_config from its config.json"
-            )
-        unknown = next((name for name in quantized if name not in linears), None)
-        if unknown is not None:
-            raise UnsupportedModel(
-                f"{unknown}: quantised, and no linear of {type(model).__name__} (experts?); "
-                "load a checkpoint in which nothing else is quantised"
-            )
-        for name, tensors in quantized.items():
-            replace_module(model, name, PackedLinear(linears[name], tensors))
+        tensors = dict(_tensors(self.quantization_config.files))
+        modules, head = dict(model.named_modules()), model.get_output_embeddings()
+        for name, parts in _by_module(tensors.items()).items():
+            linear = modules.get(name)
+            if isinstance(linear, nn.Linear) and linear is not head and any(mark in parts for mark in layout.marks):
+                packed = PackedLinear(linear, {leaf: tensors[key] for leaf, key in parts.items()})
+                replace_module(model, name, packed)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         settings = self.quantization_config.checkpoint
@@ -167,14 +250,24 @@ def _require_sizes(name: str, linear: PackedLinear, weight: QuantizedWeight, bia
             )
 
 
-def _tensors(files: Iterable[str]) -> Iterable[tuple[str, torch.Tensor]]:
+def _by_module(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, dict[str, str]]:
+    """Return the names of tensors by module and by their names in it. A stack of mxfp4 counts as a module."""
+    modules: dict[str, dict[str, str]] = defaultdict(dict)
+    for name, _ in tensors:
+        stack = STACK.fullmatch(name)
+        module, leaf = stack.groups() if stack else name.rpartition(".")[::2]
+        modules[module][leaf] = name
+    return modules
+
+
+def _tensors(files: Iterable[str | Path]) -> Iterable[tuple[str, torch.Tensor]]:
     """Names of a checkpoint's tensors, and tensors of their shapes and dtypes without memory.
 
     Raises:
         UnsupportedModel: a file of another format, or a dtype that no layout has.
     """
     for file in files:
-        if not file.endswith(".safetensors"):
+        if not str(file).endswith(".safetensors"):
             raise UnsupportedModel(f"{file}: a quantised checkpoint is read from safetensors files: convert it to them")
         with open(file, "rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))

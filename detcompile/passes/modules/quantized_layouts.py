@@ -12,6 +12,7 @@ successive k, the order of K in which they are.
 | gptq | qweight [K / per, N], qzeros [G, N / per], scales [G, N], g_idx [K] | GPTQModel; "gptq" keeps z - 1 |
 | awq | qweight [K, N / 8], qzeros [G, N / 8], scales [G, N], nibbles in the order of `AWQ_NIBBLES` | AutoAWQ, "gemm" |
 | compressed-tensors | weight_packed [N, K / per] of q + 2^(bits - 1), or weight [N, K]; weight_scale [N, G] | its own |
+| mxfp4 | of E experts: blocks [E, N, G, 16] of nibbles, the low one first, scales [E, N, G] | OCP MX 1.0, gpt-oss |
 | gguf | qweight, scales, mins as in templates/quantized/weights.py, group [1] | models/gguf/packing.py |
 """
 
@@ -27,8 +28,10 @@ from detcompile.templates.quantized.weights import QuantizedWeight, pack_nibbles
 
 OTHERWISE = "load an unquantised checkpoint, or quantise it in another way"
 FP8_BLOCK = (128, 128)  # where a config does not say, in transformers' FineGrainedFP8Config
+MODULE_CLASS = "module class"  # key of the config that a reader takes, of modules other than linears
 FORMAT_KEYS = ("checkpoint_format", "format")  # in transformers' order of precedence
 AWQ_NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that a word holds in its i-th nibble
+E2M1 = [sign * value for sign in (1.0, -1.0) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
 Tensors = Mapping[str, Tensor]
 Read = tuple[QuantizedWeight, Tensor | None]
 
@@ -265,6 +268,30 @@ def _read_compressed(name: str, tensors: Tensors, config: Mapping[str, Any]) -> 
     return _integers(q, scales_GN, zeros_GN, bits, group), None
 
 
+def _read_mxfp4(name: str, tensors: Tensors, config: Mapping[str, Any]) -> Read:
+    raise UnsupportedModel(f"{name}: mxfp4 is read for experts alone: {OTHERWISE}")
+
+
+def mxfp4_values(name: str, blocks: Tensor, scales: Tensor) -> Tensor:
+    """Return the float32 values [E, K, N] of MXFP4 blocks [E, N, G, 16] and scales [E, N, G], both uint8.
+
+    A value is E2M1 times a power of two, E8M0 with bias 127 (OCP Microscaling Formats 1.0, sections 5.3 and 5.4).
+
+    Raises:
+        UnsupportedModel: other shapes or dtypes, or a scale of NaN.
+    """
+    sizes = f"blocks {tuple(blocks.shape)} {blocks.dtype} and scales {tuple(scales.shape)} {scales.dtype}"
+    is_bytes = blocks.dtype is torch.uint8 and scales.dtype is torch.uint8
+    if not is_bytes or blocks.dim() != 4 or blocks.shape[3] != 16 or scales.shape != blocks.shape[:3]:
+        raise UnsupportedModel(f"{name}: {sizes} are no mxfp4 of 32 values a block: {OTHERWISE}")
+    if bool((scales == 255).any()):
+        raise UnsupportedModel(f"{name}: a scale of its blocks is NaN: fetch the checkpoint again, or {OTHERWISE}")
+    codes = torch.stack([blocks & 15, blocks >> 4], -1).flatten(2)
+    values = torch.tensor(E2M1, device=blocks.device)[codes.int()]
+    factors = torch.ldexp(torch.ones(scales.shape, device=blocks.device), scales.int() - 127)
+    return (values * factors.repeat_interleave(32, 2)).transpose(1, 2)
+
+
 def _read_gguf(name: str, tensors: Tensors, config: Mapping[str, Any]) -> Read:
     scales, group = tensors["scales"], int(tensors["group"])
     return QuantizedWeight(tensors["qweight"], scales, None, tensors.get("mins"), group * len(scales), group, 1), None
@@ -281,7 +308,7 @@ def _by_rows(name: str, values: Tensor, n: int) -> Tensor:
 
 
 def _scheme(name: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return how the config says that a linear's weights are quantised: a group that names it, or its class.
+    """Return how the config says that a module's weights are quantised: a group that names it, or its class.
 
     Raises:
         UnsupportedModel: no group does.
@@ -291,7 +318,7 @@ def _scheme(name: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
         if any(target == name or (target[:3] == "re:" and re.match(target[3:], name)) for target in targets):
             return weights
     for targets, weights in groups:
-        if "Linear" in targets:
+        if config.get(MODULE_CLASS, "Linear") in targets:
             return weights
     raise UnsupportedModel(f"{name} is quantised, and no group of the config's config_groups names it: {OTHERWISE}")
 
@@ -329,5 +356,6 @@ LAYOUTS: Mapping[str, Layout] = {
     "gptq": Layout(("qweight",), _check_gptq, _read_gptq),
     "awq": Layout(("qweight",), _check_awq, _read_awq),
     "compressed-tensors": Layout(("weight_packed", "weight_scale"), _check_compressed, _read_compressed),
+    "mxfp4": Layout(("blocks",), lambda config: None, _read_mxfp4),
     "gguf": Layout(("qweight",), lambda config: None, _read_gguf),
 }

@@ -1,0 +1,110 @@
+"""Quantized experts, heads and embeddings: every value is that of the format's definition."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import detcompile
+from detcompile import DetcompileError
+from detcompile.passes.modules.quantized_linear import QuantizedLinear
+from tests.bits import assert_bitwise_equal
+from tests.exhaustive import exhaustive_unless
+from tests.model_cases import VOCAB_SIZE
+from tests.quantized_checkpoints import CHECKPOINTS, ODD_CHECKPOINTS, write_checkpoint, write_gpt_oss, write_mixture
+
+QUICK = ("fp8", "awq", "gptq_v2, act order", "compressed int4, partial groups")
+
+
+@pytest.mark.parametrize("name", exhaustive_unless(lambda name: name in QUICK, [*CHECKPOINTS, *ODD_CHECKPOINTS]))
+def test_experts_are_read_as_what_they_mean(name: str, tmp_path: Path) -> None:
+    plain = write_mixture(tmp_path, name, torch.float16)
+    model = detcompile.load_model(tmp_path, device="cpu")
+    weights = dict(model.named_parameters())
+    linears = {f"{path}.weight": m for path, m in model.named_modules() if isinstance(m, QuantizedLinear)}
+    assert len(linears) == 4 and weights.keys() | linears.keys() == plain.keys()
+    for key, expected in plain.items():
+        found = linears[key].dequantized(torch.float16) if key in linears else weights[key].detach()
+        assert_bitwise_equal(found, expected, key)
+
+
+def test_mxfp4_experts_are_read_as_what_they_mean(tmp_path: Path) -> None:
+    plain = write_gpt_oss(tmp_path, torch.bfloat16)
+    model = detcompile.load_model(tmp_path, device="cpu")
+    assert model.state_dict().keys() == plain.keys()
+    for key, expected in plain.items():
+        assert_bitwise_equal(model.state_dict()[key], expected, key)
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "fp8", "compressed int4 with zeros", "compressed int8"])
+def test_heads_and_embeddings_are_read_as_what_they_mean(name: str, tmp_path: Path) -> None:
+    others = ("lm_head", "model.embed_tokens")
+    exact = write_checkpoint(tmp_path, name, torch.float16, others=others)
+    model = detcompile.load_model(tmp_path, device="cpu")
+    assert sum(isinstance(module, QuantizedLinear) for module in model.modules()) == 14
+    for path in others:
+        assert_bitwise_equal(model.get_submodule(path).weight.detach(), exact[path].float().half(), path)
+
+
+def test_groups_of_a_config_are_of_a_class(tmp_path: Path) -> None:
+    """Groups of 32 of linears, and of 16 of the embedding."""
+    exact = write_checkpoint(tmp_path, "compressed int4", torch.float16, others=("model.embed_tokens",))
+    file = tmp_path / "config.json"
+    settings = json.loads(file.read_text())
+    groups = settings["quantization_config"]["config_groups"]
+    weights = groups["group_0"]["weights"]
+    for kinds, refused in ((["Linear", "Embedding"], "embed_tokens"), (["Embedding", "Linear"], "q_proj")):
+        for kind, size, group in zip(kinds, (32, 16), ("group_0", "group_1")):
+            groups[group] = {"targets": [kind], "weights": weights | {"group_size": size}}
+        file.write_text(json.dumps(settings))
+        with pytest.raises(DetcompileError, match=f"{refused}: 2 groups of scales do not fit K=64 in groups of 16"):
+            detcompile.load_model(tmp_path, device="cpu")
+    assert exact["model.embed_tokens"].shape == (VOCAB_SIZE, 64)
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    """Change the tensors of a checkpoint in place."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.fixture
+def gpt_oss(tmp_path: Path) -> Path:
+    write_gpt_oss(tmp_path, torch.bfloat16)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("leaf", "change", "message"),
+    [
+        ("gate_up_proj_scales", lambda t: t.fill_(255), "gate_up_proj: a scale of its blocks is NaN"),
+        ("gate_up_proj_blocks", lambda t: t[..., :8], r"gate_up_proj: blocks \(6, 512, 2, 8\) torch.uint8 and scales"),
+        ("down_proj_scales", lambda t: t[:, :, :1], r"down_proj: blocks \(6, 64, 8, 16\) torch.uint8 and scales"),
+        ("down_proj_blocks", lambda t: t.to(torch.int32), "down_proj: blocks .* torch.int32 and scales"),
+        ("down_proj_scales", None, "down_proj: the checkpoint has blocks and no scales"),
+    ],
+)
+def test_other_mxfp4_is_refused_by_name(leaf: str, change: Callable | None, message: str, gpt_oss: Path) -> None:
+    name = f"model.layers.0.mlp.experts.{leaf}"
+
+    def changed(tensors: dict[str, Tensor]) -> None:
+        tensor = tensors.pop(name)
+        if change is not None:
+            tensors[name] = change(tensor).contiguous()
+
+    change_tensors(gpt_oss, changed)
+    with pytest.raises(DetcompileError, match=f"experts.{message}"):
+        detcompile.load_model(gpt_oss, device="cpu")
+
+
+def test_an_expert_that_is_missing_is_refused(tmp_path: Path) -> None:
+    write_mixture(tmp_path, "fp8", torch.bfloat16)
+    gone = "experts.3.up_proj"
+    change_tensors(tmp_path, lambda tensors: [tensors.pop(key) for key in list(tensors) if gone in key])
+    with pytest.raises(DetcompileError):
+        detcompile.load_model(tmp_path, device="cpu")

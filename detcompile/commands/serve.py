@@ -42,6 +42,7 @@ from detcompile.serving.receipts.keys import read_signing_key  # noqa: E402
 from detcompile.serving.receipts.log import ReceiptLog  # noqa: E402
 from detcompile.serving.server import STALL_SECONDS, is_loopback, listen, serve  # noqa: E402
 from detcompile.serving.service import Service  # noqa: E402
+from detcompile.serving.weight_store import FIRST, WeightStore  # noqa: E402
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +78,17 @@ class Web:
         str | None,
         typer.Option(help="File of keys, as --api-keys, for routes that pause and change the model; none: no key."),
     ] = None
+
+    weights: Annotated[
+        Path | None,
+        typer.Option(help="Folder where weights that clients bring are kept, for engines and servers that start."),
+    ] = None
+
+    def store(self) -> WeightStore | None:
+        """Open the folder of weights."""
+        if self.weights is not None and self.admin_key is None:
+            raise InvalidInput("--weights: without --admin-key no client can bring weights: add it")
+        return None if self.weights is None else WeightStore(self.weights)
 
     def admin_keys(self) -> KeyFile | None:
         """Read the admin keys; None without control routes."""
@@ -252,12 +264,19 @@ def command(
         raise InvalidInput("--admin-key none: with --api-keys, give a file of admin keys, too")
     if not keys.digests and not insecure and not is_loopback(host):
         raise InvalidInput(f"--host {host} lets other machines in: add --api-keys FILE, or --insecure")
+    store = web.store()
+    kept_weights = None if store is None else store.kept
     config = {key: value for key, value in asdict(engine).items() if value is not None}
-    spec = EngineSpec(model=model, config=config, **asdict(loading) | {"tp_sizes": _sizes(loading.tp_sizes)})
+    options = asdict(loading) | {"tp_sizes": _sizes(loading.tp_sizes)}
+    place = None if store is None or kept_weights is None else str(store.folder)
+    spec = EngineSpec(model=model, config=config, weights=place, **options)
     names = {"name": name, "journal": kept.opened(), "keys": keys.digests, **chat.options(), **bounds.of_service()}
+    if admin is not None:
+        names["first_weights"] = FIRST if kept_weights is None else kept_weights.weights
     fleet = functools.partial(processes.fleet, loading=loading)
     service = functools.partial(Service, **names, receipts=receipts.issuer(), fleet=fleet)
-    shown = {"version": __version__, "digests": keys.digests, "admin": admin and admin.digests, **web.options()}
+    shown = {"version": __version__, "digests": keys.digests, **web.options()}
+    shown |= {"admin": admin and admin.digests, "store": store}
     app = functools.partial(new_app, **shown)
     loop = uvicorn.Config("", log_config=None).get_loop_factory()  # uvloop's if it is installed
     with asyncio.Runner(loop_factory=loop) as runner:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -122,6 +123,39 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any | None:
         return None
     except Exception as error:  # mainly the tokenizers library's, which has no type of its own
         raise InvalidInput(f"{name}: its tokenizer cannot be loaded ({error}): {AGAIN}") from error
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """Return the tensors of a folder's safetensors files by name, in memory of this process.
+
+    Raises:
+        InvalidInput: no such files, a damaged or missing file, or a tensor that is in two files or in none.
+    """
+    if not folder.is_dir():
+        raise InvalidInput(f"{folder} is not a folder that this process can read")
+    files = [path for path in _weight_files(folder) if path.suffix == ".safetensors"]
+    if not files:
+        raise InvalidInput(f"{folder} has no {WEIGHTS[0]} and no index of its parts")
+    for path in files:
+        if fault := _fault(path) or _safetensors_fault(path):
+            raise InvalidInput(f"{path} {fault}")
+    index = folder / f"{WEIGHTS[0]}.index.json"
+    places = {} if files == [folder / WEIGHTS[0]] else _json_object(index)["weight_map"]
+    tensors: dict[str, Tensor] = {}
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as file:
+                names = file.keys()
+                for name in names:
+                    if name in tensors or places.get(name, path.name) != path.name:
+                        raise InvalidInput(f"{path} has another copy of {name}: leave one")
+                    tensors[name] = file.get_tensor(name).clone()  # the file may change later
+        except (OSError, SafetensorError) as error:
+            raise InvalidInput(f"{path} cannot be read: {error}") from error
+    lost = next((name for name in places if name not in tensors), None)
+    if lost is not None:
+        raise InvalidInput(f"{folder}: {places[lost]} lacks {lost}, which the index names")
+    return tensors
 
 
 def _require_no_adapters(path: Path) -> None:

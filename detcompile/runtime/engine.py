@@ -266,7 +266,7 @@ class Engine:
 
     @contextlib.contextmanager
     def idle(self) -> Iterator[None]:
-        """Prevent steps while this context is active.
+        """Prevent steps while this context is active, in which the weights may change.
 
         Raises:
             InvalidInput: requests are queued or running and not cancelled.
@@ -276,6 +276,7 @@ class Engine:
             if self._steps.has_work:
                 raise InvalidInput("an engine has requests: serve or cancel them before its weights change")
             yield
+            self._book.follow_weights()  # requests from now on, also resumed ones, have the new weights
 
     def _add(
         self,

@@ -62,6 +62,7 @@ from detcompile.serving.responses import JSON, Reserving, unless_left
 from detcompile.serving.service import Service
 from detcompile.serving.tokens.generate import GenerateRequest, generate
 from detcompile.serving.tokens.sglang import SGLangRequest, sglang_generate
+from detcompile.serving.weight_store import WeightStore
 
 METHODS = ["GET", "POST", "DELETE"]
 EXPOSED = [  # response headers that pages of other origins may read
@@ -100,6 +101,7 @@ def new_app(
     demo: bool = False,
     root_path: str = "",
     admin: Sequence[bytes] | None = None,
+    store: WeightStore | None = None,
 ) -> ASGIApp:
     """Build the ASGI application.
 
@@ -111,6 +113,7 @@ def new_app(
         demo: let the page kill engines.
         root_path: path prefix that a proxy adds, such as /ai; requests may come with or without it.
         admin: sha256 of the keys for control routes; empty: no further key; None: no control routes.
+        store: keeps weights that control routes bring.
 
     Raises:
         InvalidInput: root_path is malformed, or a route begins with it.
@@ -131,7 +134,7 @@ def new_app(
     _add_streams(app, service)
     _add_kept(app, service)
     if admin is not None:
-        add_control(app, service)
+        add_control(app, service, store)
     app.add_exception_handler(HTTPError, _refused)
     app.add_exception_handler(DetcompileError, _refused)
     app.add_exception_handler(RequestValidationError, _no_parameter)

@@ -12,6 +12,8 @@ import msgspec
 from fastapi import FastAPI, Query, Request
 from starlette.responses import Response
 
+from detcompile.digests import weights_digest
+from detcompile.errors import StorageError
 from detcompile.serving.access import owner_of
 from detcompile.serving.engines.answers import AuxiliaryTask
 from detcompile.serving.engines.fleet import POLL_SECONDS, SLEEP
@@ -20,12 +22,15 @@ from detcompile.serving.limiter import Reservation
 from detcompile.serving.openai.schema import decode_body
 from detcompile.serving.responses import JSON
 from detcompile.serving.service import Service
+from detcompile.serving.weight_store import WeightStore
+from detcompile.serving.weight_updates import WeightUpdates, require_version
 
 CONTROL_PATHS = frozenset((
     "/abort_requests", "/get_world_size", "/is_paused", "/is_sleeping", "/pause", "/reset_prefix_cache", "/resume",
-    "/server_info", "/sleep", "/wake_up", "/weight_info",
+    "/server_info", "/sleep", "/update_weights", "/wake_up", "/weight_checker", "/weight_info",
 ))  # fmt: skip
 PAUSE, CLEAR = "pause", "clear"  # reasons of holds
+MOST_PATH_BYTES = 4095
 Mode = Literal["abort", "wait", "keep"]
 Tag = Literal["weights", "kv_cache"]
 Body = TypeVar("Body")
@@ -37,9 +42,29 @@ class AbortRequest(msgspec.Struct):
     request_ids: list[str] | None = None
 
 
-def add_control(app: FastAPI, service: Service) -> None:
-    """Add the control routes."""
+class UpdateRequest(msgspec.Struct):
+    """New weights: the folder of their safetensors files, and their name."""
+
+    weight_dir: str
+    weight_version: str | None = None
+
+
+class CheckRequest(msgspec.Struct):
+    """A check of the weights, by digests of tensors."""
+
+    action: Literal["checksum", "compare", "reset"]
+    baseline: dict[str, str] | None = None
+    checksums: list[dict[str, str]] | None = None
+
+
+def add_control(app: FastAPI, service: Service, store: WeightStore | None = None) -> None:
+    """Add the control routes.
+
+    Args:
+        store: keeps new weights; None keeps none.
+    """
     changing = asyncio.Lock()  # held by one change at a time
+    updates = WeightUpdates(service, store)
 
     async def pause(
         mode: Mode = "abort", wait_for_inflight_requests: bool = False, clear_cache: bool = True
@@ -97,11 +122,35 @@ def add_control(app: FastAPI, service: Service) -> None:
         config = _config(service)
         return _json({"vllm_config": config if config_format == "json" else str(config)})
 
+    async def update_weights(request: Request) -> Response:
+        body = await _body_of(request, service, UpdateRequest)
+        require_version(body.weight_version)
+        if not 0 < len(body.weight_dir.encode()) <= MOST_PATH_BYTES or "\0" in body.weight_dir:
+            raise HTTPError(400, "weight_dir: give the path of a folder", param="weight_dir")
+        async with changing:
+            try:
+                await updates.load(body.weight_dir, body.weight_version)
+            except StorageError as error:
+                raise HTTPError(503, str(error), code="storage_error") from error
+        return _json({"status": "ok", **_weight_info(service)})
+
+    async def weight_checker(request: Request) -> Response:
+        body = await _body_of(request, service, CheckRequest)
+        if body.action == "reset":
+            raise HTTPError(400, "action: reset is not supported, it would serve random weights", param="action")
+        if body.action == "compare" and body.baseline is None:
+            raise HTTPError(400, "baseline: action compare needs the digests of a baseline", param="baseline")
+        async with changing:
+            found = await updates.digests()
+        return _json(found if body.baseline is None else _comparison(body, found["checksums"]))
+
     async def weight_info() -> Response:
         service.require_ready()
         return _json(_weight_info(service))
 
-    for post in (pause, resume, abort_requests, reset_prefix_cache, sleep, wake_up):
+    for post in (
+        pause, resume, abort_requests, reset_prefix_cache, sleep, wake_up, update_weights, weight_checker,
+    ):  # fmt: skip
         app.add_api_route(f"/{post.__name__}", post, methods=["POST"], name=post.__name__, response_model=None)
     gets: tuple[Callable[..., Awaitable[Response]], ...] = (
         is_paused, is_sleeping, get_world_size, server_info, weight_info,
@@ -174,8 +223,23 @@ def _config(service: Service) -> dict[str, Any]:
 
 
 def _weight_info(service: Service) -> dict[str, Any]:
-    hello = service.hello
-    return {"fingerprint": hello.fingerprint, "weights": hello.fingerprint_parts.get("weights")}
+    weights = service.fleet.weights
+    assert weights is not None
+    return {"weight_version": weights.version, "fingerprint": weights.fingerprint, "weights": weights.digest}
+
+
+def _comparison(body: CheckRequest, ours: dict[str, str]) -> dict[str, Any]:
+    """Compare the engines' digests, and those of others, with a baseline, by the baseline's names."""
+    baseline = body.baseline or {}
+    reports = [ours, *(body.checksums or [])]
+    mismatches = sorted({name for name in baseline for report in reports if report.get(name) != baseline[name]})
+    return {
+        "match": not mismatches,
+        "mismatches": mismatches,
+        "ranks": [],
+        "weights": weights_digest({name: ours[name] for name in baseline if name in ours}),
+        "baseline": weights_digest(baseline),
+    }
 
 
 async def _body_of(request: Request, service: Service, kind: type[Body]) -> Body:

@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence, Sized
 from itertools import count
 from typing import Literal
 
-from detcompile.errors import DetcompileError, WorkerError
+from msgspec.structs import replace
+
+from detcompile.errors import DetcompileError, InvalidInput, WorkerError
 from detcompile.reasoning.formats import PARSERS, reasoning_parser_of
 from detcompile.runtime.grammars.grammar import Grammar
 from detcompile.serving.bodies import MAX_BODY, BodyLimiter
@@ -15,7 +17,7 @@ from detcompile.serving.chat_template import ChatTemplate
 from detcompile.serving.dashboard.history import History
 from detcompile.serving.engines.answers import Answer, AnswerSignal, Pooling, Verification
 from detcompile.serving.engines.fleet import Fleet
-from detcompile.serving.engines.protocol import Delta, EngineSpec, Hello, PoolingFacts
+from detcompile.serving.engines.protocol import Delta, EngineSpec, Hello, PoolingFacts, Weights
 from detcompile.serving.grammar_check import GrammarCheck
 from detcompile.serving.http_errors import CLIENT_LEFT, HTTPError, error_of
 from detcompile.serving.journal.job import Ask, Job, ServedModel
@@ -53,6 +55,7 @@ class Service:
         receipts: issues receipts; None takes an unsigned Issuer.
         journal: records requests with an Idempotency-Key; closed by ``stop``.
         keys: the current API keys. With several, each may use half of a limit.
+        first_weights: name and number of the first weights; None if the weights cannot change.
 
     Raises:
         InvalidInput: the chat template is not valid Jinja.
@@ -83,6 +86,7 @@ class Service:
         receipts: Issuer | None = None,
         journal: Journal | None = None,
         keys: Sized = (),
+        first_weights: Weights | None = None,
     ) -> None:
         self.receipts = receipts or Issuer()
         self.fleet = fleet(self._progressed)
@@ -106,6 +110,7 @@ class Service:
         self.serves = False
         self._queue_timeout = queue_timeout
         self._numbers = count()
+        self._first_weights = first_weights
 
     async def start(self, spec: EngineSpec) -> Hello:
         """Start the engines and wait until they serve.
@@ -118,6 +123,13 @@ class Service:
         self.name = self._name or hello.name
         texts = {"special_tokens": str(sorted(hello.special_ids)), "tokenizer": str(tokenizer_digest(hello.tokenizer))}
         self.model = ServedModel(self.name, hello.fingerprint, hello.fingerprint_parts | texts)
+        first = self._first_weights
+        if first is not None:
+            digest = hello.fingerprint_parts.get("weights", "")
+            if first.digest not in ("", digest):
+                raise InvalidInput(f"the kept weights of version {first.version} have changed since they were served")
+            self.fleet.weights = Weights(first.version, first.number, hello.fingerprint, digest)
+            self.model = self.model.with_weights(self.fleet.weights)
         self.texts = TokenizerPool(hello, self.limiter.waiting)
         self.grammars = GrammarCheck(hello.tokenizer, self._queue_timeout, self.limiter.waiting)
         sources = hello.chat_template, hello.tool_template
@@ -132,6 +144,13 @@ class Service:
             self.reasoning_parser = PARSERS.get(self._given_parser)
         self.serves = True
         return hello
+
+    def follow_weights(self) -> None:
+        """Take the fleet's new weights. Answers without a token start again with them."""
+        assert self.fleet.weights is not None
+        self.model = self.model.with_weights(self.fleet.weights)
+        for answer in self.open.values():
+            answer.restart()
 
     async def stop(self) -> None:
         """Stop the engines, the journal and the helper processes."""
@@ -292,9 +311,19 @@ class Service:
         """
         async with job.issuing:
             if job.issued is None and not job.restored and not any(answer.aborted for answer in job.answers):
-                name, template = (job.name, job.created, job.model.name), job.ask.template
+                name, weights, hello = (job.name, job.created, job.model.name), job.weights, self.hello
+                if weights is not None:
+                    parts = hello.fingerprint_parts | {"weights": weights.digest}
+                    hello = replace(hello, fingerprint=weights.fingerprint, fingerprint_parts=parts)
                 job.issued = await self.receipts.issue(
-                    name, job.answers, self.hello, self.texts, template=template, salt=job.salt, owner=job.owner
+                    name,
+                    job.answers,
+                    hello,
+                    self.texts,
+                    template=job.ask.template,
+                    salt=job.salt,
+                    owner=job.owner,
+                    version=None if weights is None else weights.version,
                 )
         return job.issued
 

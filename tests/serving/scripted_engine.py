@@ -15,6 +15,7 @@ import threading
 import time
 from pathlib import Path
 
+from msgspec import structs
 from tokenizers import Tokenizer
 
 import detcompile
@@ -65,9 +66,21 @@ def samples(add: protocol.Add, count: int, ended: bool) -> list[protocol.SampleD
     return [protocol.SampleDelta(place, [token], logprobs, reason, None) for place in range(add.params.get("n", 1))]
 
 
-def controlled(command: protocol.Control) -> dict:
-    """The result of a control."""
-    return {}
+def controlled(command: protocol.Control, staged: list[str]) -> protocol.Controlled:
+    """The report of a control. Weights are the text of a folder's file; "bad" ones are refused."""
+    if command.action == "load":
+        file = Path(command.arguments["path"]) / "model.safetensors"
+        if not file.exists() or file.read_text() == "bad":
+            return protocol.Controlled(command.call_id, {}, f"{file} does not fit", refused=True)
+        staged[:] = [file.read_text()]
+    value = {}
+    if command.action == "commit":
+        if staged == ["deadly"]:
+            os.abort()
+        value = {"fingerprint_parts": PARTS | {"weights": staged.pop()}}
+    elif command.action == "digests":
+        value = {"checksums": {"a": "1", "b": "2"}, "weights": "3"}
+    return protocol.Controlled(command.call_id, value)
 
 
 def heartbeat(num_steps: int, num_decodes: int, names: list[str]) -> protocol.Heartbeat:
@@ -122,15 +135,20 @@ def serve(connection: socket.socket) -> None:
             num_steps += bool(deltas)
             send(heartbeat(num_steps, len(deltas), list(open_requests)))
 
-    assert isinstance(receive(), protocol.EngineSpec)
-    send(HELLO)
+    spec, staged = receive(), []
+    assert isinstance(spec, protocol.EngineSpec)
+    if spec.weights is None:
+        send(HELLO)
+    else:
+        parts = PARTS | {"weights": (Path(spec.weights) / "model.safetensors").read_text()}
+        send(structs.replace(HELLO, fingerprint=fingerprint(parts), fingerprint_parts=parts))
     threading.Thread(target=draw, daemon=True).start()
     while True:
         command = receive()
         if isinstance(command, protocol.Add):
             open_requests[command.request_id] = command
         elif isinstance(command, protocol.Control):
-            send(protocol.Controlled(command.call_id, controlled(command)))
+            send(controlled(command, staged))
         else:
             open_requests.pop(command.request_id, None)
 

@@ -13,7 +13,9 @@ from detcompile.errors import InvalidInput
 from detcompile.serving.control import CONTROL_PATHS
 from detcompile.serving.journal.journal import Journal
 from detcompile.serving.service import Service
-from tests.serving.scripted_service import running, scripted
+from detcompile.serving.weight_store import FIRST
+from tests.serving import scripted_service
+from tests.serving.scripted_service import running
 
 pytestmark = pytest.mark.usefixtures("in_the_root")
 KEY, ADMIN = "key", "admin"
@@ -21,6 +23,10 @@ DIGESTS, ADMINS = ([hashlib.sha256(key.encode()).digest()] for key in (KEY, ADMI
 GETS = {"/get_world_size", "/is_paused", "/is_sleeping", "/server_info", "/weight_info"}
 ASK = {"prompt": [5], "max_tokens": 30, "seed": 3, "logprobs": 1, "return_token_ids": True}
 DRAWN = list(range(40, 70))  # what the scripted engine answers
+
+
+def scripted(**options: Any) -> Service:
+    return scripted_service.scripted(first_weights=FIRST, **options)
 
 
 def run(scenario: Any) -> None:
@@ -128,6 +134,7 @@ def test_pause_aborts_with_what_was_drawn() -> None:
         "/v1/chat/completions": chat,
         "/v1/messages": chat,
         "/v1/responses": {"input": "x", "max_output_tokens": 1000},
+        "/inference/v1/generate": {"token_ids": [5], "sampling_params": {"max_tokens": 1000}},
     }
 
     async def scenario() -> None:
@@ -138,7 +145,9 @@ def test_pause_aborts_with_what_was_drawn() -> None:
                     path: asyncio.create_task(client.post(path, json=body | {"stream": stream}))
                     for path, body in bodies.items()
                 }
-                await begun(service, len(bodies))
+                sglang = client.post("/generate", json={"input_ids": [5], "sampling_params": {"max_new_tokens": 1000}})
+                asked["/generate"] = asyncio.create_task(sglang)
+                await begun(service, len(asked))
                 await posted(client, "/pause")
                 for path, task in asked.items():
                     answer = await task

@@ -220,7 +220,8 @@ def test_a_flipped_bit_is_reported(tmp_path: Path) -> None:
         damaged[drawn.randrange(len(whole))] ^= 1 << drawn.randrange(8)
         path.write_bytes(damaged)
         seen.update(read(path, places, written))
-    assert set(seen) == {"equal", "DamagedRecord", "refused"}, seen
+    needed = {"equal", "DamagedRecord", "refused"}
+    assert needed <= set(seen) <= needed | {"StorageError"}, seen
 
 
 def read(path: Path, places: list[dict[str, str]], expected: list[Record] | None = None) -> list[Any]:

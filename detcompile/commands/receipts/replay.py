@@ -35,6 +35,9 @@ def command(
     key: Annotated[Path | None, typer.Option(help="Public key of who has to have signed it.")] = None,
     decode: Annotated[bool, typer.Option("--decode", help="Token by token, in place of all at once.")] = False,
     opening: Annotated[Path | None, typer.Option(help="JSON with salt and prompts of a receipt of hashes.")] = None,
+    weights: Annotated[
+        list[Path] | None, typer.Option(help="Folder of weights that drew some of the tokens; repeat it.")
+    ] = None,
     tp: Annotated[int, typer.Option(min=1, help="Ranks, each in a process.")] = 1,
     chunk: Annotated[int, typer.Option(min=1, help="Tokens of a step at most.")] = CHUNK,
     json_output: Json = False,
@@ -50,9 +53,8 @@ def command(
         if fault is None:
             compiled = compile_model(loading.spec(model_name(decoded, model), random), tp)
             compare = functools.partial(_compare, answer, envelope, compiled, hidden) if answer else None
-            verdict = replay(
-                compiled, envelope, key=verify_key, chunk=chunk, decode=decode, opening=hidden, compare=compare
-            )
+            options: dict[str, Any] = {"chunk": chunk, "decode": decode, "opening": hidden, "folders": weights or ()}
+            verdict = replay(compiled, envelope, key=verify_key, compare=compare, **options)
             verdict.uncovered = uncovered(answer) if answer else []
         else:
             verdict = differs("signatures", fault, signature="invalid")

@@ -14,7 +14,7 @@ from detcompile.errors import InvalidInput
 from detcompile.reasoning.formats import PARSERS, Thinking
 from detcompile.serving.anthropic.messages import MessageReply
 from detcompile.serving.engines.answers import Answer, AnswerSignal
-from detcompile.serving.engines.protocol import Delta, SampleDelta, Token
+from detcompile.serving.engines.protocol import Delta, SampleDelta, Token, Weights, WeightSpan
 from detcompile.serving.journal.job import Ask, Job, ServedModel
 from detcompile.serving.openai.chat import ChatReply
 from detcompile.serving.openai.completions import CompletionReply
@@ -115,14 +115,28 @@ def _job(fields: Fields, envelope: Envelope, receipt: Receipt, redrawn: Sequence
             for index, sample in enumerate(prompt.samples)
         ]
         answer.extend(Delta("", samples, True, _tokens(prompt.logprobs), None, 0, None))
+    version = receipt.weight_version or None
+    if version is not None:
+        _add_spans(answers, receipt, version)
     cached = _at(fields, CACHED[_kind(fields)])
     if isinstance(cached, int) and 0 <= cached <= sum(len(answer.prompt_ids) for answer in answers):
         answers[0].num_cached_tokens = cached
     ask = Ask([answer.prompt_ids for answer in answers], params, 0, "")
-    model = ServedModel(receipt.model, receipt.fingerprint, receipt.fingerprint_parts)
+    model = ServedModel(receipt.model, receipt.fingerprint, receipt.fingerprint_parts, version)
     job = Job(ask, answers, None, model, name=receipt.id, created=receipt.created, restored=True)
     job.issued = Issued(envelope, payload_digest(envelope))
     return job
+
+
+def _add_spans(answers: Sequence[Answer], receipt: Receipt, version: str) -> None:
+    """Give the samples the versions of the weights that drew them."""
+    newest = Weights(version, 1, receipt.fingerprint, receipt.fingerprint_parts.get("weights", ""))
+    for answer, prompt in zip(answers, receipt.prompts):
+        for sample, recorded in zip(answer.samples, prompt.samples):
+            sample.spans = [
+                WeightSpan(s.start, newest if s.weights == newest.digest else Weights(s.version, 0, "", s.weights))
+                for s in recorded.drawn_by or ()
+            ] or [WeightSpan(0, newest)]
 
 
 def _tokens(logprobs: Sequence[Any] | None) -> list[Any] | None:

@@ -104,6 +104,7 @@ class MessageReply:
 
     def _head(self) -> dict[str, Any]:
         """Return the message without content."""
+        model = self._job.drawn_by
         return {
             "id": self._job.name,
             "type": "message",
@@ -113,7 +114,8 @@ class MessageReply:
             "stop_reason": None,
             "stop_sequence": None,
             "usage": self._usage(0, 0),
-            "system_fingerprint": self._job.model.fingerprint,
+            "system_fingerprint": model.fingerprint,
+            **({} if model.weight_version is None else {"weight_version": model.weight_version}),
             "seed": as_int64(self._answer.params.seed or 0),
         }
 

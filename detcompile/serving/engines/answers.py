@@ -7,14 +7,23 @@ from array import array
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import fields
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any, Literal
 
 import msgspec
 
 from detcompile.errors import DetcompileError, EngineError, GenerationError
 from detcompile.runtime.requests.sampling_params import SamplingParams
-from detcompile.serving.engines.protocol import Delta, Pool, Pooled, Token, Verified, Verify
+from detcompile.serving.engines.protocol import (
+    Delta,
+    Pool,
+    Pooled,
+    Token,
+    Verified,
+    Verify,
+    Weights,
+    WeightSpan,
+)
 from detcompile.serving.receipts.verdict import Verdict
 
 PARAMETERS = tuple(field.name for field in fields(SamplingParams))
@@ -81,9 +90,10 @@ class AnswerSample:
     Attributes:
         finish_reason: None while it runs.
         text: the whole text, set when it is decoded in one piece after the end.
+        spans: the versions of the weights that drew the tokens; empty if the weights cannot change.
     """
 
-    __slots__ = ("finish_reason", "logprobs", "stop_reason", "text", "token_ids")
+    __slots__ = ("finish_reason", "logprobs", "spans", "stop_reason", "text", "token_ids")
 
     def __init__(self, wants_logprobs: bool) -> None:
         self.token_ids = array("i")
@@ -91,6 +101,13 @@ class AnswerSample:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.text: str | None = None
+        self.spans: list[WeightSpan] = []
+
+    def versions(self, read: slice) -> list[str]:
+        """Return the weight version of each token of a slice; empty if the weights cannot change."""
+        ends = [span.start for span in self.spans[1:]] + [len(self.token_ids)]
+        named = (repeat(span.weights.version, end - span.start) for span, end in zip(self.spans, ends))
+        return list(chain.from_iterable(named))[read]
 
 
 class Answer:
@@ -112,12 +129,13 @@ class Answer:
         num_preemptions: preemptions by its current engine.
         name: id of the reply or of the verification; empty before it is known.
         owner: sha256 in hex of the request's API key; empty if the server has none.
+        weights: the version that draws the next tokens; None if the weights cannot change.
     """
 
     __slots__ = (
         "_num_repeated_logprobs", "arrival", "cache_salt", "deaths", "deaths_alone", "engine", "error", "finished",
         "first_token", "name", "num_cached_tokens", "num_preemptions", "owner", "params", "priority", "prompt_ids",
-        "prompt_logprobs", "queued_seconds", "request_id", "samples", "signal", "tries",
+        "prompt_logprobs", "queued_seconds", "request_id", "samples", "signal", "tries", "weights",
     )  # fmt: skip
 
     def __init__(
@@ -145,6 +163,7 @@ class Answer:
         self.signal = signal
         self.priority = priority
         self.cache_salt = cache_salt
+        self.weights: Weights | None = None
         self.engine: int | None = None
         self.tries = 0
         self.deaths = 0
@@ -170,6 +189,12 @@ class Answer:
         """Add a delta. The caller notifies ``signal``."""
         for part in delta.samples:
             sample = self.samples[part.index]
+            if (
+                self.weights is not None
+                and part.token_ids
+                and (not sample.spans or sample.spans[-1].weights is not self.weights)
+            ):
+                sample.spans.append(WeightSpan(len(sample.token_ids), self.weights))
             sample.token_ids.extend(part.token_ids)
             if sample.logprobs is not None and part.logprobs is not None:
                 sample.logprobs += part.logprobs
@@ -202,6 +227,12 @@ class Answer:
             sample.finish_reason = sample.finish_reason or ABORT
         self.finished = True
         self.signal.notify()
+
+    def restart(self) -> None:
+        """Forget what the prompt gave, if no token was drawn: the next engine has other weights."""
+        if not self.num_tokens:
+            self.prompt_logprobs.clear()
+            self._num_repeated_logprobs = 0
 
     @property
     def aborted(self) -> bool:

@@ -1,39 +1,120 @@
-"""Controls: what the front end makes an engine do between steps, while it has no request."""
+"""Controls: changes of an engine's weights and caches. New weights are read and checked before any tensor changes.
+
+``load`` reads weights in a thread while the engine runs. ``commit`` writes them between two steps, while the engine has
+no request.
+"""
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
-from detcompile.errors import DetcompileError, InvalidInput
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from detcompile.digests import weights_digest
+from detcompile.errors import DetcompileError, InvalidInput, StorageError
+from detcompile.models.checkpoints import read_weights
+from detcompile.models.compiled import CompiledModel
 from detcompile.runtime.engine import Engine
+from detcompile.serving.engines.engine_verifications import Verifications
 from detcompile.serving.engines.protocol import Control, Controlled
+
+Action = Callable[..., dict[str, Any]]
 
 
 class Controls:
-    """Runs one action at a time. Commands may be added from any thread.
+    """Runs actions one at a time, in order. Commands may be added from any thread.
 
     Args:
-        engine: the engine.
+        model: the served model.
+        engine: its engine.
+        verifications: told about new weights.
         send: sends reports to the front end.
     """
 
-    def __init__(self, engine: Engine, send: Callable[[Any], None]) -> None:
+    def __init__(
+        self, model: CompiledModel, engine: Engine, verifications: Verifications, send: Callable[[Any], None]
+    ) -> None:
+        self._model = model
         self._engine = engine
+        self._verifications = verifications
         self._send = send
+        self._staged: dict[str, Tensor] = {}  # new weights
         self._waiting: deque[Control] = deque()
-        self._actions: Mapping[str, Callable[..., dict[str, Any]]] = {"forget_prefixes": self._forget_prefixes}
+        self._reader = ThreadPoolExecutor(1, "weights")
+        self._beside_steps: Mapping[str, Action] = {"load": self._load, "drop": self._drop, "save": self._save}
+        self._between_steps: Mapping[str, Action] = {
+            "commit": self._commit,
+            "digests": self._digests,
+            "forget_prefixes": self._forget_prefixes,
+        }
 
     def add(self, command: Control) -> None:
         """Queue an action."""
-        self._waiting.append(command)
+        action = self._beside_steps.get(command.action)
+        if action is None:
+            self._waiting.append(command)
+        else:
+            self._reader.submit(self._run, command, action)
 
     def step(self) -> bool:
-        """Run the next action; return False if there is none."""
+        """Run the next action that needs to be alone; return False if there is none."""
         if not self._waiting:
             return False
         command = self._waiting.popleft()
-        self._send(_result(command, self._actions[command.action]))
+        self._run(command, self._between_steps[command.action])
         return True
+
+    def _run(self, command: Control, action: Action) -> None:
+        """Run an action and report its result, or why there is none."""
+        try:
+            report = Controlled(command.call_id, action(**command.arguments))
+        except torch.AcceleratorError:
+            raise
+        except DetcompileError as error:
+            report = Controlled(command.call_id, {}, str(error), isinstance(error, InvalidInput))
+        except Exception as error:
+            report = Controlled(command.call_id, {}, f"{command.action} failed: {error!r}")
+        self._send(report)
+
+    def _load(self, path: str) -> dict[str, Any]:
+        """Stage the weights of a folder."""
+        self._staged = {}
+        try:
+            staged = read_weights(Path(path))
+        except OSError as error:  # such as a name that is too long
+            raise InvalidInput(f"{path} cannot be read: {error.strerror}") from error
+        require_whole(self._model, staged)
+        self._staged = staged
+        return {}
+
+    def _drop(self) -> dict[str, Any]:
+        self._staged = {}
+        return {}
+
+    def _save(self, path: str) -> dict[str, Any]:
+        """Write the staged weights to a file."""
+        try:
+            save_file(self._staged, path)
+        except Exception as error:  # the library has no type of its own
+            raise StorageError(f"{path}: the new weights cannot be written: {error}") from error
+        return {}
+
+    def _commit(self) -> dict[str, Any]:
+        """Write the staged weights into the model."""
+        self._end_cancelled()
+        staged, self._staged = self._staged, {}
+        self._model.update_weights(staged)
+        parts = {name: str(part) for name, part in self._model.fingerprint_parts.items()}
+        self._verifications.follow(parts)
+        return {"fingerprint_parts": parts}
+
+    def _digests(self) -> dict[str, Any]:
+        digests = self._model.weight_digests()
+        return {"checksums": digests, "weights": weights_digest(digests)}
 
     def _forget_prefixes(self) -> dict[str, Any]:
         self._end_cancelled()
@@ -46,9 +127,29 @@ class Controls:
             self._engine.step()
 
 
-def _result(command: Control, action: Callable[..., dict[str, Any]]) -> Controlled:
-    """Return the report of an action. Only errors of this package are reported; others end the engine."""
-    try:
-        return Controlled(command.call_id, action(**command.arguments))
-    except DetcompileError as error:
-        return Controlled(command.call_id, {}, str(error), isinstance(error, InvalidInput))
+def require_whole(model: CompiledModel, tensors: Mapping[str, Tensor]) -> None:
+    """Reject new weights that do not fit, or that lack a parameter.
+
+    Names of tied weights, and parameters of ranks in other processes, are checked by ``update_weights``.
+
+    Raises:
+        InvalidInput: names the tensor.
+    """
+    for name, digest in model.weight_digests().items():
+        tensor = tensors.get(name)
+        if tensor is not None:
+            given = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+            expected = digest.rpartition(" ")[0]
+            if given != expected:
+                raise InvalidInput(f"{name} is {given}, the model's is {expected}: nothing was changed")
+    if not isinstance(model.model, nn.Module):
+        return
+    named = dict(model.model.named_parameters(remove_duplicate=False))
+    known = {**named, **dict(model.model.named_buffers(remove_duplicate=False))}
+    unknown = next((name for name in tensors if name not in known), None)
+    if unknown is not None:
+        raise InvalidInput(f"the model has no {unknown[:200]}: names are those of state_dict(). Nothing was changed")
+    given_ids = {id(parameter) for name, parameter in named.items() if name in tensors}
+    missing = next((name for name, parameter in named.items() if id(parameter) not in given_ids), None)
+    if missing is not None:
+        raise InvalidInput(f"{missing} is missing: give all parameters. Nothing was changed")

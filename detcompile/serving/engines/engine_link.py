@@ -90,7 +90,7 @@ class EngineLink:
         self._tasks: list[asyncio.Task[None]] = []
         self._opening: asyncio.Task[Connection] | None = None
         self._connection: Connection | None = None
-        self._known: Hello | None = None
+        self._known: Callable[[], Hello | None] = lambda: None
         self._heard = False  # a report arrived since the last check
         self._wake_queue = WakeQueue()
         self._call_ids = count()
@@ -120,11 +120,11 @@ class EngineLink:
         self._connection = connection
         self._tasks = [asyncio.create_task(self._read(connection)), asyncio.create_task(self._watch(connection))]
 
-    def start(self, spec: EngineSpec, known: Hello | None = None) -> None:
+    def start(self, spec: EngineSpec, known: Callable[[], Hello | None] = lambda: None) -> None:
         """Send the spec to the open process; ``settled`` waits until it serves.
 
         Args:
-            known: what was served before; an engine with another model fails.
+            known: returns what is served now; an engine with another model fails.
         """
         self._known = known
         self._send(spec)
@@ -282,7 +282,8 @@ class EngineLink:
 
     def _check_hello(self, hello: Hello) -> None:
         """Mark the engine as ready, unless its model differs from the one served before."""
-        differing = [] if self._known is None else self._known.differing(hello)
+        known = self._known()
+        differing = [] if known is None else known.differing(hello)
         if differing:
             message = f"a restarted engine has another model, which differs in {', '.join(differing)}"
             self._fail(WorkerError(f"{message}: restart the server to serve that model"))

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from transformers.utils import logging as transformers_logging
@@ -17,6 +18,7 @@ from detcompile.api import Compiled
 from detcompile.config import engine_secret, show_gpus
 from detcompile.digests import fingerprint
 from detcompile.errors import DetcompileError, EngineError, InvalidInput
+from detcompile.models.checkpoints import read_weights
 from detcompile.models.pooling import CompiledClassifier, CompiledEmbedder
 from detcompile.models.spec import ModelSpec
 from detcompile.offline.llm_options import configured_params
@@ -29,7 +31,7 @@ from detcompile.runtime.requests.outputs import CompletionOutput, RequestOutput
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.runtime.speculation.speculator import SpeculationConfig
 from detcompile.serving.engines.command_loop import HEARTBEAT_SECONDS, CommandLoop, Wire
-from detcompile.serving.engines.controls import Controls
+from detcompile.serving.engines.controls import Controls, require_whole
 from detcompile.serving.engines.engine_verifications import Verifications
 from detcompile.serving.engines.handshake import front_of
 from detcompile.serving.engines.pooling_server import PoolingServer
@@ -250,12 +252,16 @@ def _start(spec: EngineSpec, wire: Wire, compile: Compile) -> tuple[Hello, Comma
     model = compile(loaded, spec.tp, spec.pp)
     if isinstance(model, (CompiledClassifier, CompiledEmbedder)):
         return hello_of(model, config, 0, spec.model, {}), PoolingServer(model, wire)
+    if spec.weights is not None:
+        new = read_weights(Path(spec.weights))
+        require_whole(model, new)
+        model.update_weights(new)
     speculation = None if spec.speculation == "off" else SpeculationConfig(switch=spec.speculation)
     engine = model.engine(config, speculation=speculation)
     defaults = configured_params(model) if spec.generation_config == "auto" else {}
     hello = hello_of(model, config, engine.stats.num_blocks, spec.model, defaults)
     verifications = Verifications(model, hello.fingerprint_parts, wire.send)
-    return hello, EngineServer(engine, wire, verifications, Controls(engine, wire.send))
+    return hello, EngineServer(engine, wire, verifications, Controls(model, engine, verifications, wire.send))
 
 
 def main() -> None:

@@ -38,6 +38,11 @@ class Verifications:
         """Queue a receipt."""
         self._waiting.append(command)
 
+    def follow(self, parts: Mapping[str, str]) -> None:
+        """Take the fingerprint parts of new weights. Receipts that are being replayed were canceled before."""
+        self._parts = parts
+        self._replayer = self._running = None
+
     def cancel(self, request_id: str) -> None:
         """Cancel a receipt; unknown ids are ignored."""
         known = {command.request_id for command in list(self._waiting)}

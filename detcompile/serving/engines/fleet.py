@@ -12,13 +12,14 @@ from typing import Any
 from msgspec.structs import replace
 
 from detcompile.config import visible_gpus
+from detcompile.digests import fingerprint
 from detcompile.errors import DetcompileError, WorkerError
 from detcompile.runtime.requests.poison_guard import PoisonRequestGuard
 from detcompile.serving.engines.answers import Answer
 from detcompile.serving.engines.engine_link import SILENCE_SECONDS, EngineLink
 from detcompile.serving.engines.launchers import Launcher, LocalProcess
 from detcompile.serving.engines.placement import Blocklist, Router
-from detcompile.serving.engines.protocol import Delta, EngineSpec, Hello, Statistics
+from detcompile.serving.engines.protocol import Delta, EngineSpec, Hello, Statistics, Weights
 from detcompile.serving.engines.spares import Spares
 
 KEPT_LOSSES = 20
@@ -59,6 +60,7 @@ class Fleet:
     Attributes:
         spec: what engines load; set by ``start``.
         hello: the engines' description of the model; None before all of them served.
+        weights: the version that all engines have; None if the weights cannot change.
         failure: why the fleet no longer serves.
         num_restarts: restarted engines.
         num_resumed: answers moved to another engine, counted at each move.
@@ -76,6 +78,7 @@ class Fleet:
         silence: float = SILENCE_SECONDS,
     ) -> None:
         self.hello: Hello | None = None
+        self.weights: Weights | None = None
         self.failure: DetcompileError | None = None
         self.num_restarts = 0
         self.num_resumed = 0
@@ -194,6 +197,11 @@ class Fleet:
         return bool(self._holds)
 
     @property
+    def is_asleep(self) -> bool:
+        """Return True if no engine process runs because of ``sleep``."""
+        return SLEEP in self._holds and not any(link.ready for link in self.links)
+
+    @property
     def has_running(self) -> bool:
         """Return True if an engine has answers."""
         return any(link.answers for link in self.links)
@@ -221,6 +229,34 @@ class Fleet:
             if isinstance(result, BaseException):
                 raise result
         return [result for result in results if not isinstance(result, BaseException)]
+
+    async def commit(self, spec: EngineSpec, weights: Weights) -> None:
+        """Make every engine serve the weights that it has staged. Answers must be held.
+
+        An engine that is lost meanwhile is replaced by one with the new weights.
+
+        Args:
+            spec: what engines that start from now on load.
+            weights: the new weights' name and number.
+
+        Raises:
+            DetcompileError: no engine took the weights; all have the old ones.
+        """
+        assert self.is_held and self.hello is not None
+        before, self.spec = self.spec, spec
+        ending = (link.control("commit", {}) for link in self.links)
+        results = await asyncio.gather(*ending, return_exceptions=True)
+        taken = next((result for result in results if not isinstance(result, BaseException)), None)
+        if taken is None:
+            self.spec = before
+            raise next(result for result in results if isinstance(result, BaseException))
+        parts: dict[str, str] = taken["fingerprint_parts"]
+        whole = fingerprint(parts)
+        self.weights = Weights(weights.version, weights.number, whole, parts["weights"])
+        self.hello = replace(self.hello, fingerprint=whole, fingerprint_parts=parts)
+        for link, result in zip(self.links, results):
+            if result != taken:
+                link.kill()
 
     async def sleep(self) -> None:
         """End all engine processes, which frees their memory. Their answers are held until ``wake`` and ``go_on``."""
@@ -276,7 +312,7 @@ class Fleet:
         """Start the engine at an index; local replicas get GPUs of their own."""
         shares, size = self._replicas > 1 and self._launcher.local, self.spec.tp * self.spec.pp
         gpus = visible_gpus(index * size, size) if shares else None
-        self.links[index].start(replace(self.spec, visible_devices=gpus), self.hello)
+        self.links[index].start(replace(self.spec, visible_devices=gpus), lambda: self.hello)
 
     def _new_link(self) -> EngineLink:
         return EngineLink(self._on_progress, self._lost, self._launcher, self._silence)
@@ -384,6 +420,7 @@ class Fleet:
 
     def _give(self, link: EngineLink, answer: Answer) -> None:
         answer.engine = self.links.index(link)
+        answer.weights = self.weights
         link.add(answer)
 
     def _run(self, work: Coroutine[None, None, None]) -> None:

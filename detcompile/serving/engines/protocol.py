@@ -11,7 +11,7 @@ import msgspec
 from detcompile.digests import differing_parts
 from detcompile.serving.receipts.verdict import Verdict
 
-VERSION = 12
+VERSION = 13
 LENGTH = struct.Struct(">I")  # prefix of every frame: bytes that follow
 
 
@@ -35,6 +35,30 @@ class EngineSpec(msgspec.Struct, kw_only=True, tag=True):
     generation_config: Literal["auto", "vllm"] = "auto"  # "auto": sampling defaults from generation_config.json
     speculation: Literal["off", "automatic", "always"] = "off"  # n-gram drafts
     dequantize: bool | None = None
+    weights: str | None = None  # folder of weights that replace the model's
+
+
+class Weights(msgspec.Struct, frozen=True):
+    """A version of the model's weights.
+
+    Attributes:
+        version: its name.
+        number: how many versions came before.
+        fingerprint: the model's fingerprint with them.
+        digest: the fingerprint's part for the weights.
+    """
+
+    version: str
+    number: int
+    fingerprint: str
+    digest: str
+
+
+class WeightSpan(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens of a sample that one version drew: those from ``start`` to the next span."""
+
+    start: int
+    weights: Weights
 
 
 class Add(msgspec.Struct, tag=True, omit_defaults=True):

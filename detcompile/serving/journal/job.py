@@ -10,6 +10,7 @@ import msgspec
 from detcompile.reasoning.formats import Thinking
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.serving.engines.answers import Answer
+from detcompile.serving.engines.protocol import Weights
 from detcompile.serving.receipts.issuer import Issued
 
 
@@ -20,11 +21,18 @@ class ServedModel(msgspec.Struct, frozen=True):
         name: the name for clients.
         fingerprint: the model's fingerprint.
         parts: the fingerprint's parts, plus "tokenizer" and "special_tokens", on which text depends.
+        weight_version: the version of the weights; None if they cannot change.
     """
 
     name: str
     fingerprint: str
     parts: dict[str, str]
+    weight_version: str | None = None
+
+    def with_weights(self, weights: Weights) -> "ServedModel":
+        """Return the same model with other weights."""
+        parts = self.parts | {"weights": weights.digest}
+        return ServedModel(self.name, weights.fingerprint, parts, weights.version)
 
 
 @dataclass(frozen=True)
@@ -60,7 +68,7 @@ class Job:
     Args:
         answers: one per prompt.
         salt: salt of a receipt that holds hashes; None otherwise.
-        model: the model that draws, or drew, the answers.
+        model: the model that admitted the request.
         kept: its client can reconnect.
 
     Attributes:
@@ -94,6 +102,18 @@ class Job:
         self.name = self.name or self.ask.prefix + secrets.token_hex(12)
         for answer in self.answers:
             answer.name = self.name
+
+    @property
+    def weights(self) -> Weights | None:
+        """The newest weights that drew a token; None before any, and if the weights cannot change."""
+        spans = [sample.spans[-1] for answer in self.answers for sample in answer.samples if sample.spans]
+        return max(spans, key=lambda span: span.weights.number).weights if spans else None
+
+    @property
+    def drawn_by(self) -> ServedModel:
+        """The model with these weights."""
+        weights = self.weights
+        return self.model if weights is None else self.model.with_weights(weights)
 
     def end(self) -> int:
         """Return the end in Unix seconds; set it to now if unknown."""

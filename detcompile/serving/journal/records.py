@@ -9,7 +9,7 @@ import msgspec
 from detcompile.reasoning.formats import Thinking
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.serving.engines.answers import Answer, given_params
-from detcompile.serving.engines.protocol import Token
+from detcompile.serving.engines.protocol import Token, WeightSpan
 from detcompile.serving.journal.job import Ask, Job, ServedModel
 from detcompile.serving.receipts.issuer import Issued
 
@@ -39,6 +39,7 @@ class KeptSample(msgspec.Struct, array_like=True):
     logprobs: list[Token] | None
     finish_reason: str | None
     stop_reason: int | str | None
+    spans: list[WeightSpan] = []
 
 
 class KeptAnswer(msgspec.Struct, array_like=True):
@@ -113,6 +114,7 @@ def restore(answers: Sequence[Answer], outcome: Outcome) -> None:
         for sample, kept_sample in zip(answer.samples, kept.samples, strict=True):
             sample.token_ids, sample.logprobs = array("i", kept_sample.token_ids), kept_sample.logprobs
             sample.finish_reason, sample.stop_reason = kept_sample.finish_reason, kept_sample.stop_reason
+            sample.spans = kept_sample.spans
         answer.prompt_logprobs = kept.prompt_logprobs
         answer.num_cached_tokens = kept.num_cached_tokens
         answer.finished = True
@@ -130,7 +132,7 @@ def differing(record: Record, model: ServedModel) -> list[str]:
 
 def _kept(answer: Answer) -> KeptAnswer:
     samples = [
-        KeptSample(sample.token_ids.tolist(), sample.logprobs, sample.finish_reason, sample.stop_reason)
+        KeptSample(sample.token_ids.tolist(), sample.logprobs, sample.finish_reason, sample.stop_reason, sample.spans)
         for sample in answer.samples
     ]
     return KeptAnswer(samples, answer.prompt_logprobs, answer.num_cached_tokens)

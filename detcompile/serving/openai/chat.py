@@ -106,7 +106,7 @@ class ChatReply(Reply):
         self, index: int, answer: Answer, text: str, logprobs: list[Token] | None, *, first: bool, last: bool
     ) -> dict[str, Any]:
         if index not in self._parts:
-            self._parts[index] = AnswerParts(self._thinking, self.use, f"{self._head['id']}/{index}")
+            self._parts[index] = AnswerParts(self._thinking, self.use, f"{self._job.name}/{index}")
         reasoning, text, calls = self._parts[index].read(text, last=last)
         shown: dict[str, Any] = {}
         if self._thinking is not None and self.shows_reasoning and (reasoning or self._whole):

@@ -126,6 +126,7 @@ class Recording:
     def response(self) -> dict[str, Any]:
         """Return the response in its current state."""
         answer = self.answer
+        model = self._job.drawn_by
         issued = self._job.issued if self._with_receipt and self.ended is not None else None
         return {
             "id": self.name,
@@ -135,9 +136,10 @@ class Recording:
             "status": self._status,
             "error": self._failure,
             "incomplete_details": self._incomplete,
-            "model": self._job.model.name,
+            "model": model.name,
             "output": self._output.items,
-            "system_fingerprint": self._job.model.fingerprint,
+            "system_fingerprint": model.fingerprint,
+            **({} if model.weight_version is None else {"weight_version": model.weight_version}),
             "seed": as_int64(answer.params.seed or 0),
             "usage": None if self.ended is None else _usage(answer, self._num_reasoning),
             **self._fields,

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import msgspec
 
 from detcompile.serving.engines.answers import Answer, AnswerSample, progress
-from detcompile.serving.engines.protocol import Token
+from detcompile.serving.engines.protocol import Token, Weights
 from detcompile.serving.journal.cursor import Cursor
 from detcompile.serving.journal.job import Job
 from detcompile.serving.openai.schema import StreamOptions
@@ -77,20 +77,28 @@ class Reply(ABC):
         self._with_prompt_logprobs = with_prompt_logprobs
         self._hidden = hidden
         self._whole = True
-        self._prefix = b""  # common to all events
+        self._prefix = b""  # common to all events of a version of the weights
+        self._weights: Weights | None = None  # of the prefix
+        self._more_head: dict[str, Any] = {}  # of subclasses
         count = sum(len(answer.samples) for answer in job.answers)
         num_tail = int(with_receipt) + int(self._include_usage)
         resumes = last_event is not None and job.kept  # a request without a key is new each time
         self._cursor = Cursor.at(last_event or "", job.name, count, num_tail) if resumes else Cursor(job.name, count)
         self.seed = as_int64(job.ask.params.seed or 0)
-        self._head: dict[str, Any] = {
+        self.headers = headers_of(job.name, job.ask.params.seed, job.salt)
+
+    def _head(self) -> dict[str, Any]:
+        job, model = self._job, self._job.drawn_by
+        version = {} if model.weight_version is None else {"weight_version": model.weight_version}
+        return {
             "id": job.name,
             "created": job.created,
-            "model": job.model.name,
-            "system_fingerprint": job.model.fingerprint,
+            "model": model.name,
+            "system_fingerprint": model.fingerprint,
+            **version,
             "seed": self.seed,
+            **self._more_head,
         }
-        self.headers = headers_of(job.name, job.ask.params.seed, job.salt)
 
     async def whole(self) -> dict[str, Any]:
         """Return the whole reply; all answers have ended."""
@@ -100,7 +108,7 @@ class Reply(ABC):
                 text, read = await SampleText(self.texts, answer.params, sample).rest()
                 choice = self._choice(len(choices), answer, sample, text, read, ended=True)
                 choices.append(msgspec.Raw(msgspec.json.encode(choice)))
-        reply = {"object": self.kind, **self._head, "choices": choices, "usage": await self._usage()}
+        reply = {"object": self.kind, **self._head(), "choices": choices, "usage": await self._usage()}
         return reply | self._prompt(0) | await self._receipt()
 
     async def events(self) -> AsyncIterator[bytes]:
@@ -190,6 +198,8 @@ class Reply(ABC):
             choice["stop_reason"] = stop
         if self._with_ids:
             choice["token_ids"] = list(sample.token_ids[read])
+            if sample.spans:
+                choice["weight_versions"] = sample.versions(read)
         if answer.params.sampling_logprobs is not None and logprobs is not None:
             choice |= _sampling(logprobs, with_mask=answer.params.sampling_logprobs > 0)
         return choice if self.one_prompt or read.start else choice | self._of_prompt(answer)
@@ -243,9 +253,11 @@ class Reply(ABC):
     def _chunk(
         self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None, more: Mapping[str, Any] = NOTHING
     ) -> bytes:
-        """Return an event. The part before the choices is the same in all events and is encoded once."""
-        if not self._prefix:
-            self._prefix = event({"object": self.chunk_kind, **self._head, "choices": 0})[: -len(b"0}\n\n")]
+        """Return an event. The part before the choices is encoded once for all events of the same weights."""
+        weights = self._job.weights
+        if not self._prefix or weights is not self._weights:
+            self._weights = weights
+            self._prefix = event({"object": self.chunk_kind, **self._head(), "choices": 0})[: -len(b"0}\n\n")]
         if self._usage_in_all and usage is None:
             usage = self._counts(sum(self._cursor.num_read))
         rest = {**more, "usage": usage} if self._include_usage else more

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
+from msgspec import UNSET
 from msgspec.structs import astuple
 
 from detcompile.errors import InvalidInput
@@ -16,6 +17,7 @@ from detcompile.serving.receipts.envelope import Envelope, payload_digest, seal
 from detcompile.serving.receipts.keys import SigningKey
 from detcompile.serving.receipts.log import ReceiptLog
 from detcompile.serving.receipts.receipt import (
+    DrawnBy,
     Prompt,
     Receipt,
     Served,
@@ -82,6 +84,7 @@ class Issuer:
         template: str | None,
         salt: bytes | None,
         owner: str,
+        version: str | None = None,
     ) -> Issued | None:
         """Issue the receipt of a request's finished answers; return None at level "off".
 
@@ -92,13 +95,15 @@ class Issuer:
             template: sha256 of the prompts' chat template.
             salt: result of ``salt`` for these answers.
             owner: sha256 in hex of the request's API key; empty if the server has none.
+            version: name of the weights; None if they cannot change.
 
         Raises:
             StorageError: the log cannot be written.
         """
         if self.level == "off":
             return None
-        params, prompts = answers[0].params, [await _prompt(answer, texts, salt) for answer in answers]
+        params, weights = answers[0].params, hello.fingerprint_parts.get("weights", "")
+        prompts = [await _prompt(answer, texts, salt, weights) for answer in answers]
         receipt = Receipt(
             id=name[0],
             created=name[1],
@@ -114,6 +119,7 @@ class Issuer:
             grammar=written_grammar(params, salt),
             prompts=prompts,
             log=None if self._log is None else self._log.place,
+            weight_version=UNSET if version is None else version,
         )
         envelope = seal(encode_receipt(receipt), self.key)
         if self._log is not None:
@@ -137,7 +143,8 @@ class Issuer:
         return self._kept.find(owner, name)
 
 
-async def _prompt(answer: Answer, texts: TokenizerPool, salt: bytes | None) -> Prompt:
+async def _prompt(answer: Answer, texts: TokenizerPool, salt: bytes | None, weights: str) -> Prompt:
+    """Return a prompt in the receipt's form; ``weights`` is the fingerprint part of the receipt."""
     of_prompt = [entry and astuple(entry) for entry in answer.prompt_logprobs]
     known = None if answer.params.prompt_logprobs is None else recorded_logprobs(of_prompt, salt)
     samples = []
@@ -145,5 +152,9 @@ async def _prompt(answer: Answer, texts: TokenizerPool, salt: bytes | None) -> P
         text = (await SampleText(texts, answer.params, sample).rest())[0] if texts.present else None
         reasons = (sample.finish_reason, sample.stop_reason)
         logprobs = None if sample.logprobs is None else [astuple(entry) for entry in sample.logprobs]
-        samples.append(recorded_sample(index, sample.token_ids, reasons, text, logprobs, salt))
+        recorded_one = recorded_sample(index, sample.token_ids, reasons, text, logprobs, salt)
+        if any(span.weights.digest != weights for span in sample.spans):
+            spans = [DrawnBy(start=s.start, version=s.weights.version, weights=s.weights.digest) for s in sample.spans]
+            recorded_one.drawn_by = spans
+        samples.append(recorded_one)
     return Prompt(token_ids=recorded(answer.prompt_ids, salt), logprobs=known, samples=samples)

@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from detcompile.errors import InvalidInput
 from detcompile.runtime.grammars.compiler import masks_version
@@ -62,6 +62,19 @@ class WrittenGrammar(_Strict):
     llguidance: str | None
 
 
+class DrawnBy(_Strict):
+    """Weights that drew the tokens of a sample from ``start`` to the next entry.
+
+    Attributes:
+        version: name of the weights.
+        weights: the fingerprint's part for them.
+    """
+
+    start: Count
+    version: str
+    weights: str
+
+
 class Sample(_Strict):
     """One sample of a prompt.
 
@@ -70,6 +83,7 @@ class Sample(_Strict):
         text: commitment to the client's text; None for a model without tokenizer.
         logprobs: commitment to ``[token, logprob, [[token, logprob] of the likeliest]]`` per drawn token, followed by
             ``[logprob, [[token, logprob]]]`` in the distribution it was drawn from if requested; None if not requested.
+        drawn_by: the weights by position, if not all tokens were drawn by those of the receipt's fingerprint.
     """
 
     index: Count
@@ -78,6 +92,7 @@ class Sample(_Strict):
     stop_reason: TokenId | str | None
     text: Digest | None
     logprobs: Digest | None
+    drawn_by: Annotated[list[DrawnBy], Meta(min_length=1)] | UnsetType = UNSET
 
 
 class Prompt(_Strict):
@@ -112,6 +127,7 @@ class Receipt(_Strict, kw_only=True):
         params: non-default SamplingParams of all prompts, without seed.
         grammar: grammar of all samples; None without one.
         log: None without a log.
+        weight_version: name of the fingerprint's weights, the newest that drew a token; absent if they cannot change.
     """
 
     version: Literal[1] = 1
@@ -127,6 +143,7 @@ class Receipt(_Strict, kw_only=True):
     grammar: WrittenGrammar | None = None
     prompts: Annotated[list[Prompt], Meta(min_length=1)]
     log: LogPlace | None = None
+    weight_version: str | UnsetType = UNSET
 
 
 def commitment(value: Any, salt: bytes = b"") -> str:

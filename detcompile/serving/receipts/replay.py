@@ -1,9 +1,14 @@
 """Replay: verifies a receipt's answers with a model, by one teacher-forced pass and the sampler at each position."""
 
 import itertools
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from torch import Tensor, nn
 
 from detcompile.errors import InvalidInput
+from detcompile.models.certified import WeightSource
+from detcompile.models.checkpoints import read_weights
 from detcompile.models.compiled import CompiledModel
 from detcompile.runtime.requests.admission import Admission
 from detcompile.runtime.requests.plain_values import stop_tokens
@@ -49,6 +54,7 @@ def replay(
     decode: bool = False,
     opening: Opening | None = None,
     compare: Callable[[Receipt, Sequence[Redrawn]], Verdict | None] | None = None,
+    folders: Iterable[Path] = (),
 ) -> Verdict:
     """Return the verdict on an envelope's receipt.
 
@@ -59,6 +65,7 @@ def replay(
         decode: draw the answers token by token instead of in one pass.
         opening: salt and prompts of a receipt of hashes, which is always decoded.
         compare: an additional check of a receipt that was reproduced; returns a difference or None.
+        folders: see Replayer.
 
     Raises:
         InvalidInput: not a receipt, not one that a server can issue, or one of hashes without opening.
@@ -67,9 +74,12 @@ def replay(
     fault = None if key is None else unsealed(envelope, key)
     if fault is not None:
         return differs("signatures", fault, signature="invalid")
-    replayer = Replayer(model, chunk=chunk)
+    replayer = Replayer(model, chunk=chunk, folders=folders)
     again = decode or opening is not None
-    verdict = replayer.decode(receipt, opening) if again else replayer.check(receipt)
+    try:
+        verdict = replayer.decode(receipt, opening) if again else replayer.check(receipt)
+    finally:
+        replayer.restore()
     if compare is not None and verdict.outcome == "equal":
         verdict = compare(receipt, replayer.redrawn) or verdict
     verdict.signature = "unchecked" if key is None else "valid"
@@ -82,12 +92,20 @@ class Replayer:
     Args:
         chunk: maximum tokens per step.
         parts: the model's fingerprint_parts, if already known.
+        folders: weights of other versions, which the model takes where they drew a token.
 
     Attributes:
         redrawn: what was drawn for each prompt of the last receipt that was equal.
     """
 
-    def __init__(self, model: CompiledModel, *, chunk: int = CHUNK, parts: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        model: CompiledModel,
+        *,
+        chunk: int = CHUNK,
+        parts: Mapping[str, str] | None = None,
+        folders: Iterable[Path] = (),
+    ) -> None:
         if chunk < 1:
             raise InvalidInput(f"chunk {chunk} must be at least 1 token")
         self._model = model
@@ -95,6 +113,15 @@ class Replayer:
         self.redrawn: list[Redrawn] = []
         all_parts = model.fingerprint_parts if parts is None else parts
         self._parts = {name: str(part) for name, part in all_parts.items()}  # torch compares its version as numbers
+        self._weights: dict[str, Path | WeightSource] = {}  # by the fingerprint's part for them
+        self._first = ""  # the part of the weights that the model came with
+        for folder in folders:
+            if not self._weights:
+                self._first = self._parts["weights"]
+                self._weights[self._first] = _copy_of(model)
+            model.update_weights(read_weights(folder))
+            self._parts = {name: str(part) for name, part in model.fingerprint_parts.items()}
+            self._weights[self._parts["weights"]] = folder
         tokenizer, facts = model.tokenizer, model.facts
         self._tokenizer = None if tokenizer is None else tokenizer_digest(plain_tokenizer(tokenizer))
         self._admission = Admission(
@@ -111,14 +138,15 @@ class Replayer:
         Raises:
             InvalidInput: a receipt that no server issues, or one of hashes.
         """
-        mismatch = fingerprint_verdict(receipt, self._parts, self._tokenizer)
+        self._use(receipt.fingerprint_parts.get("weights", ""))
+        mismatch = fingerprint_verdict(receipt, self._parts, self._tokenizer) or self._absent_weights(receipt)
         if mismatch is not None:
             return mismatch
         params = params_of(receipt)
         self.redrawn = []
         num_tokens = 0
         for number, prompt in enumerate(receipt.prompts):
-            verdict = yield from self._check(prompt, params)
+            verdict = yield from self._check(prompt, params, receipt.fingerprint_parts.get("weights", ""))
             if verdict.outcome != "equal":
                 verdict.prompt = number
                 return verdict
@@ -146,6 +174,9 @@ class Replayer:
         Raises:
             InvalidInput: not a receipt that a server can issue, or one of hashes without opening.
         """
+        if any(sample.drawn_by for prompt in receipt.prompts for sample in prompt.samples):
+            raise InvalidInput("weights of several versions drew this answer: replay it without --decode and --opening")
+        self._use(receipt.fingerprint_parts.get("weights", ""))
         mismatch = fingerprint_verdict(receipt, self._parts, self._tokenizer)
         prompts = opened(receipt, opening) if mismatch is None else mismatch
         if isinstance(prompts, Verdict):
@@ -169,7 +200,39 @@ class Replayer:
         same = receipt.fingerprint_parts.get("source") == self._parts.get("source")
         return "" if same else f"; sources differ, bits version equal ({self._parts['bits_version']})"
 
-    def _check(self, prompt: Prompt, params: SamplingParams) -> Generator[None, None, Verdict]:
+    def restore(self) -> None:
+        """Give the model the weights that it came with."""
+        self._use(self._first)
+
+    def _use(self, weights: str) -> None:
+        """Give the model weights of ``folders``, if they are there and not in use."""
+        source = self._weights.get(weights)
+        if source is not None and self._parts["weights"] != weights:
+            self._model.update_weights(read_weights(source) if isinstance(source, Path) else source)
+            self._parts = {name: str(part) for name, part in self._model.fingerprint_parts.items()}
+
+    def _absent_weights(self, receipt: Receipt) -> Verdict | None:
+        """Return a verdict if weights that drew some tokens are not here."""
+        for number, prompt in enumerate(receipt.prompts):
+            for sample in prompt.samples:
+                for span in sample.drawn_by or ():
+                    if span.weights not in (self._parts.get("weights"), *self._weights):
+                        message = (
+                            f"sample {sample.index}: the tokens from position {span.start} on were drawn by weights"
+                            f" {span.version!r}, which are not here: give their folder with --weights"
+                        )
+                        return Verdict(
+                            outcome="incomparable",
+                            field="drawn_by",
+                            message=message,
+                            prompt=number,
+                            sample=sample.index,
+                            position=span.start,
+                            parts=[("weights", span.weights, self._parts.get("weights"))],
+                        )
+        return None
+
+    def _check(self, prompt: Prompt, params: SamplingParams, weights: str) -> Generator[None, None, Verdict]:
         answers = [one.token_ids for one in prompt.samples if not isinstance(one.token_ids, str)]
         if isinstance(prompt.token_ids, str) or len(answers) < len(prompt.samples):
             raise InvalidInput(HASHED)
@@ -180,16 +243,26 @@ class Replayer:
         fault = self._misshapen(prompt, request, answers)
         if fault is not None:
             return fault
+        drawers = [_drawers(sample, len(tokens), weights) for sample, tokens in zip(prompt.samples, answers)]
+        fault = next((drawer for drawer in drawers if isinstance(drawer, Verdict)), None)
+        if fault is not None:
+            return fault
+        by_position = [drawer for drawer in drawers if not isinstance(drawer, Verdict)]
         logprobs: list[list[PlainLogprobs]] = [[] for _ in answers]
         of_prompt: list[PlainLogprobs | None] = [None]
-        for step in teacher_forced(self._model, request, answers, self._chunk):
-            for drawn in step:
-                fault = _token_difference(drawn, answers)
-                if fault is not None:
-                    return fault
-                if drawn.logprobs is not None:
-                    (of_prompt if drawn.sample is None else logprobs[drawn.sample]).append(drawn.logprobs)
-            yield
+        for used in dict.fromkeys(itertools.chain.from_iterable(by_position)):  # spans of a sample follow each other
+            self._use(used)
+            for step in teacher_forced(self._model, request, answers, self._chunk):
+                for drawn in step:
+                    drawer = by_position[0][0] if drawn.sample is None else by_position[drawn.sample][drawn.position]
+                    if drawer != used:
+                        continue
+                    fault = _token_difference(drawn, answers)
+                    if fault is not None:
+                        return fault
+                    if drawn.logprobs is not None:
+                        (of_prompt if drawn.sample is None else logprobs[drawn.sample]).append(drawn.logprobs)
+                yield
         of_prompt_found = recorded_logprobs(of_prompt, None)
         if params.prompt_logprobs is not None and prompt.logprobs != of_prompt_found:
             return differs("prompt_logprobs", OTHER_LOGPROBS, expected=prompt.logprobs, found=of_prompt_found)
@@ -242,6 +315,35 @@ class Replayer:
             if fault is not None:
                 return fault
         return Verdict(outcome="equal", num_tokens=sum(map(len, answers)))
+
+
+def _copy_of(model: CompiledModel) -> dict[str, Tensor]:
+    """Return a copy of a model's parameters.
+
+    Raises:
+        InvalidInput: they are in other processes or in an archive.
+    """
+    if not isinstance(model.model, nn.Module):
+        raise InvalidInput("weights of several versions can only be used with a model in this process: leave out --tp")
+    return {name: parameter.detach().clone() for name, parameter in model.model.named_parameters()}
+
+
+def _drawers(sample: Sample, num_tokens: int, weights: str) -> list[str] | Verdict:
+    """Return the fingerprint part of the weights that drew each token of a sample; a verdict if spans are invalid.
+
+    Args:
+        weights: the receipt's.
+    """
+    spans = sample.drawn_by
+    if not spans:
+        return [weights] * num_tokens
+    starts = [span.start for span in spans]
+    names = [span.weights for span in spans]
+    ends = [*starts[1:], num_tokens]
+    is_valid = starts[0] == 0 and all(start < end for start, end in zip(starts, ends)) and len(set(names)) == len(names)
+    if not is_valid:
+        return differs("drawn_by", f"sample {sample.index}: drawn_by does not divide its tokens", sample=sample.index)
+    return [name for start, end, name in zip(starts, ends, names) for _ in range(end - start)]
 
 
 def _other_samples(prompt: Prompt, params: SamplingParams) -> Verdict | None:

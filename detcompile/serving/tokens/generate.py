@@ -124,7 +124,7 @@ class GenerateReply(Reply):
 
     def name(self, request_id: str) -> None:
         """Set the id that the client gave the request."""
-        self._head["request_id"] = request_id
+        self._more_head["request_id"] = request_id
 
     def _content(
         self, index: int, answer: Answer, text: str, logprobs: list[Token] | None, *, first: bool, last: bool

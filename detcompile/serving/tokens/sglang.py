@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 from starlette.responses import Response
 
-from detcompile.serving.engines.answers import Answer, AnswerSample
+from detcompile.serving.engines.answers import ABORT, Answer, AnswerSample
 from detcompile.serving.engines.protocol import Token
 from detcompile.serving.http_errors import HTTPError
 from detcompile.serving.journal.job import Job
@@ -130,6 +130,9 @@ async def _result(
     reason: dict[str, Any] = {"type": "length", "length": len(tokens)}
     if sample.finish_reason == "stop" and not hides:
         reason = {"type": "stop", "matched": tokens[-1] if sample.stop_reason is None else sample.stop_reason}
+    if sample.finish_reason == ABORT:
+        reason = {"type": ABORT, "message": "aborted"}
+    model = job.drawn_by
     information: dict[str, Any] = {
         "id": request.rid or job.name,
         "finish_reason": reason,
@@ -137,7 +140,8 @@ async def _result(
         "completion_tokens": len(tokens),
         "cached_tokens": answer.num_cached_tokens,
         "output_ids": tokens,
-        "system_fingerprint": job.model.fingerprint,
+        "system_fingerprint": model.fingerprint,
+        **({} if model.weight_version is None else {"weight_version": model.weight_version}),
         "seed": as_int64(job.ask.params.seed or 0),
     }
     if request.return_logprob:

@@ -1,0 +1,339 @@
+"""New weights of a server: all engines or none, versions by token, and what survives lost engines and servers."""
+
+import asyncio
+import base64
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import detcompile
+from detcompile.digests import fingerprint, weights_digest
+from detcompile.models.compiled import CompiledModel
+from detcompile.models.hub import TINY_FOLDER
+from detcompile.serving.engines.protocol import Weights
+from detcompile.serving.receipts.envelope import Envelope
+from detcompile.serving.receipts.replay import replay
+from detcompile.serving.weight_store import WeightStore
+from detcompile.weights import weight_digests
+from tests.serving.conftest import Server, started
+from tests.serving.scripted_service import running
+from tests.serving.test_control import ASK, DRAWN, begun, call, posted, run, scripted
+
+pytestmark = pytest.mark.usefixtures("in_the_root")
+
+
+def new_weights(folder: Path, text: str) -> str:
+    """A folder with weights of the scripted engine."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "model.safetensors").write_text(text)
+    return str(folder)
+
+
+def receipt_of(answer: httpx.Response) -> dict[str, Any]:
+    return json.loads(base64.b64decode(answer.json()["receipt"]["payload"]))
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("paused", [True, False])
+def test_each_token_names_its_weights(tmp_path: Path, replicas: int, paused: bool) -> None:
+    async def scenario() -> None:
+        service = scripted(replicas=replicas)
+        async with running(service, admin=[]) as client:
+            ask = ASK | {"receipt": True, "n": 2}
+            asked = [asyncio.create_task(client.post("/v1/completions", json=ask)) for _ in range(3)]
+            await begun(service, 3)
+            if paused:
+                await posted(client, "/pause?mode=keep&clear_cache=false")
+            body = {"weight_dir": new_weights(tmp_path / "new", "b"), "weight_version": "step-7"}
+            info = await posted(client, "/update_weights", json=body)
+            whole = fingerprint({"weights": "b"})
+            assert info == {"status": "ok", "weight_version": "step-7", "fingerprint": whole, "weights": "b"}
+            if paused:
+                assert (await posted(client, "/is_paused"))["is_paused"]
+                await posted(client, "/resume")
+            for task in asked:
+                answer = await task
+                reply, receipt = answer.json(), receipt_of(answer)
+                assert (reply["weight_version"], reply["system_fingerprint"]) == ("step-7", whole)
+                assert (receipt["weight_version"], receipt["fingerprint"]) == ("step-7", whole)
+                for choice, sample in zip(reply["choices"], receipt["prompts"][0]["samples"], strict=True):
+                    assert choice["token_ids"] == DRAWN
+                    versions = choice["weight_versions"]
+                    old = versions.count("0")
+                    assert 0 < old < len(DRAWN) and versions == ["0"] * old + ["step-7"] * (len(DRAWN) - old)
+                    first = {"start": 0, "version": "0", "weights": ""}
+                    assert sample["drawn_by"] == [first, {"start": old, "version": "step-7", "weights": "b"}]
+            later = await client.post("/v1/completions", json=ask)
+            assert later.json()["choices"][0]["weight_versions"] == ["step-7"] * len(DRAWN)
+            assert "drawn_by" not in receipt_of(later)["prompts"][0]["samples"][0]
+            model = (await client.get("/v1/models")).json()["data"][0]
+            assert model["fingerprint"] == whole and await posted(client, "/weight_info") == {
+                "weight_version": "step-7", "fingerprint": whole, "weights": "b",
+            }  # fmt: skip
+
+    run(scenario())
+
+
+def test_chunks_name_the_newest_weights(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        service = scripted(chat_template="{{ messages[0].content }}")
+        async with running(service, admin=[]) as client:
+            chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 30}
+            bodies = {
+                "/v1/completions": ASK | {"stream": True},
+                "/v1/chat/completions": chat | {"stream": True},
+                "/v1/messages": chat,
+                "/v1/responses": {"input": "x", "max_output_tokens": 30},
+            }
+            asked = {path: asyncio.create_task(client.post(path, json=body)) for path, body in bodies.items()}
+            await begun(service, len(bodies))
+            await posted(client, "/update_weights", json={"weight_dir": new_weights(tmp_path, "b")})
+            for path, task in asked.items():
+                answer = await task
+                if not path.endswith("completions"):
+                    assert answer.json()["weight_version"] == "1"
+                    continue
+                lines = [line for line in answer.text.splitlines() if line.startswith("data: {")]
+                chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
+                versions = [chunk["weight_version"] for chunk in chunks]
+                assert set(versions) == {"0", "1"} and versions == sorted(versions)
+                for chunk in chunks:
+                    whole = {"0": "f" * 64, "1": fingerprint({"weights": "b"})}[chunk["weight_version"]]
+                    assert chunk["system_fingerprint"] == whole
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_refused_weights_change_nothing(tmp_path: Path, replicas: int) -> None:
+    async def scenario() -> None:
+        service = scripted(replicas=replicas)
+        async with running(service, admin=[]) as client:
+            before = await posted(client, "/weight_info")
+            asked = asyncio.create_task(client.post("/v1/completions", json=ASK))
+            await begun(service)
+            good = new_weights(tmp_path / "good", "b")
+            for body in (
+                {"weight_dir": new_weights(tmp_path / "bad", "bad")}, {"weight_dir": str(tmp_path / "none")},
+                {"weight_dir": None}, {"weight_dir": 1}, {"weight_dir": ["x"]}, {}, {"update_info": 3},
+                {"weight_dir": good, "weight_version": ""}, {"weight_dir": good, "weight_version": "a\n"},
+                {"weight_dir": good, "weight_version": "x" * 300}, {"weight_dir": "\x00"}, {"weight_dir": ""},
+            ):  # fmt: skip
+                answer = await call(client, "/update_weights", json=body)
+                assert answer.status_code == 400, (body, answer.text)
+                assert await posted(client, "/weight_info") == before
+            assert set((await asked).json()["choices"][0]["weight_versions"]) == {"0"}
+            assert service.fleet.num_restarts == 0
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_lost_engine_returns_with_new_weights(tmp_path: Path, stored: bool) -> None:
+    async def scenario() -> None:
+        service = scripted(replicas=2, spare=True, most_restarts=3)
+        store = WeightStore(tmp_path / "store") if stored else None
+        async with running(service, admin=[], store=store) as client:
+            given = Path(new_weights(tmp_path / "new", "b"))
+            await posted(client, "/update_weights", json={"weight_dir": str(given)})
+            if stored:
+                shutil.rmtree(given)
+            asked = [asyncio.create_task(client.post("/v1/completions", json=ASK)) for _ in range(2)]
+            await begun(service, 2)
+            for link in service.fleet.links:
+                os.kill(link.pid, 9)
+            for task in asked:
+                [choice] = (await task).json()["choices"]
+                assert choice["token_ids"] == DRAWN and set(choice["weight_versions"]) == {"1"}
+            await service.fleet.all_ready()
+            assert service.fleet.num_restarts == 2
+            assert all(link.hello.fingerprint == service.hello.fingerprint for link in service.fleet.links)
+
+    run(scenario())
+
+
+def test_engines_lost_in_the_switch_keep_old_weights(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        store = WeightStore(tmp_path / "store")
+        service = scripted(most_restarts=5)
+        async with running(service, admin=[], store=store) as client:
+            asked = asyncio.create_task(client.post("/v1/completions", json=ASK))
+            await begun(service)
+            body = {"weight_dir": new_weights(tmp_path / "new", "deadly")}
+            assert (await call(client, "/update_weights", json=body)).status_code == 503
+            [choice] = (await asked).json()["choices"]
+            assert choice["token_ids"] == DRAWN and set(choice["weight_versions"]) == {"0"}
+            assert (await posted(client, "/weight_info"))["weight_version"] == "0"
+            assert store.kept is None and not (tmp_path / "store" / "current.json").exists()
+
+    run(scenario())
+
+
+def test_next_server_starts_with_kept_weights(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        store = WeightStore(tmp_path / "store")
+        async with running(scripted(), admin=[], store=store) as client:
+            for number in range(1, 4):
+                body = {"weight_dir": new_weights(tmp_path / "new", f"w{number}"), "weight_version": f"v{number}"}
+                await posted(client, "/update_weights", json=body)
+        assert [path.name for path in sorted((tmp_path / "store").iterdir())] == ["current.json", "version-3"]
+        store = WeightStore(tmp_path / "store")
+        assert store.kept is not None and store.kept.weights == Weights("v3", 3, "", "w3")
+        assert (store.folder / "model.safetensors").read_text() == "w3"
+
+    run(scenario())
+
+
+def test_checksums_are_compared_by_name() -> None:
+    async def scenario() -> None:
+        async with running(scripted(replicas=2), admin=[]) as client:
+
+            async def check(**body: Any) -> Any:
+                return await posted(client, "/weight_checker", json=body)
+
+            found = await check(action="checksum")
+            assert found == {"checksums": {"a": "1", "b": "2"}, "weights": "3"}
+            same = await check(action="compare", baseline=found["checksums"])
+            assert same["match"] and same["mismatches"] == [] and same["weights"] == same["baseline"]
+            assert (await check(action="compare", baseline={"b": "2"}))["match"]
+            other = await check(action="compare", baseline={"a": "1", "b": "x", "c": "y"})
+            assert not other["match"] and other["mismatches"] == ["b", "c"]
+            report = await check(action="compare", baseline={"a": "1"}, checksums=[{"a": "1"}, {"a": "9"}])
+            assert report["mismatches"] == ["a"]
+            odd = [{"action": "compare", "baseline": [1]}, {"action": "compare", "baseline": {"a": 1}}, {}]
+            for body in (*odd, *({"action": action} for action in ("reset", "compare", "x", None))):
+                assert (await call(client, "/weight_checker", json=body)).status_code == 400, body
+
+    run(scenario())
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Weights of the embedded model after a change of every parameter."""
+    folder = tmp_path_factory.mktemp("trained")
+    draw = torch.Generator().manual_seed(0)
+    tensors = load_file(TINY_FOLDER / "model.safetensors")
+    new = {name: (t * (1 + 0.02 * torch.randn(t.shape, generator=draw))).to(t.dtype) for name, t in tensors.items()}
+    save_file(new, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trainable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of the embedded model whose weights can change."""
+    folder = tmp_path_factory.mktemp("trainable")
+    found = started(folder, "--admin-key", "none", "--weights", str(folder / "weights"))
+    yield found
+    if found.process.poll() is None:
+        assert found.stop() == 0
+    assert not any("Traceback" in line for line in found.lines), "".join(found.lines)
+
+
+@pytest.fixture
+def trainer(trainable: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=trainable.url, timeout=120) as client:
+        yield client
+        client.post("/update_weights", json={"weight_dir": str(TINY_FOLDER)}).raise_for_status()
+
+
+@pytest.fixture(scope="module")
+def tiny_model() -> CompiledModel:
+    return detcompile.compile("tiny", device="cpu")
+
+
+PROMPT = {"prompt": "def mean(values):\n" * 12, "max_tokens": 24, "seed": 5, "temperature": 1.0, "logprobs": 0}
+
+
+def drawn(client: httpx.Client, **more: Any) -> Any:
+    answer = client.post("/v1/completions", json=PROMPT | {"return_token_ids": True} | more)
+    assert answer.status_code == 200, answer.text
+    [choice] = answer.json()["choices"]
+    return choice["token_ids"], choice["logprobs"]["token_logprobs"]
+
+
+def test_served_weights_are_those_of_the_folder(trainer: httpx.Client, trained: Path) -> None:
+    before, info = drawn(trainer), trainer.get("/weight_info").json()
+    done = trainer.post("/update_weights", json={"weight_dir": str(trained)})
+    assert done.status_code == 200, done.text
+    found = trainer.post("/weight_checker", json={"action": "checksum"}).json()
+    ours = weight_digests(load_file(trained / "model.safetensors"))
+    assert {name: found["checksums"][name] for name in ours} == ours
+    assert found["weights"] == weights_digest(found["checksums"]) == done.json()["weights"] != info["weights"]
+    compared = trainer.post("/weight_checker", json={"action": "compare", "baseline": ours}).json()
+    assert compared["match"] and compared["weights"] == compared["baseline"]
+    after = drawn(trainer)
+    assert after != before and drawn(trainer) == after  # the second from the prefix cache
+    assert trainer.post("/reset_prefix_cache").json() == {"success": True} and drawn(trainer) == after
+    back = trainer.post("/update_weights", json={"weight_dir": str(TINY_FOLDER)}).json()
+    assert back["fingerprint"] == info["fingerprint"] and drawn(trainer) == before
+
+
+def test_unfit_tensors_are_refused_by_name(trainer: httpx.Client, trained: Path, tmp_path: Path) -> None:
+    before = drawn(trainer), trainer.get("/weight_info").json()
+    tensors = load_file(trained / "model.safetensors")
+    names = sorted(tensors)
+    name, other = names[0], names[-1]
+    whole = (trained / "model.safetensors").read_bytes()
+
+    def refused(what: str, new: dict[str, torch.Tensor] | bytes) -> None:
+        folder = tmp_path / "odd"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        if isinstance(new, bytes):
+            (folder / "model.safetensors").write_bytes(new)
+        else:
+            save_file(new, folder / "model.safetensors")
+        answer = trainer.post("/update_weights", json={"weight_dir": str(folder)})
+        assert answer.status_code == 400 and what in answer.json()["error"]["message"], answer.text
+        assert (drawn(trainer), trainer.get("/weight_info").json()) == before
+
+    refused(other, {key: value for key, value in tensors.items() if key != other})
+    refused(name, tensors | {name: tensors[name][:-1].contiguous()})
+    refused(name, tensors | {name: tensors[name].to(torch.float16)})
+    refused("extra.weight", tensors | {"extra.weight": torch.zeros(2)})
+    for data in (whole[:-1], whole[: len(whole) // 2], whole[:3], b"", b"version https://git-lfs.github.com/spec/v1"):
+        refused("model.safetensors", data)
+    refused("model.safetensors", whole + b"more")
+
+
+def test_replay_checks_each_span_with_its_weights(
+    trainer: httpx.Client, trained: Path, tiny_model: CompiledModel
+) -> None:
+    body = PROMPT | {"max_tokens": 400, "receipt": True, "stream": True, "return_token_ids": True, "ignore_eos": True}
+    versions, tokens = [], []
+    admin = httpx.Client(base_url=trainer.base_url)
+    with trainer.stream("POST", "/v1/completions", json=body) as answer, admin:
+        for line in answer.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            chunk = json.loads(line.removeprefix("data: "))
+            if not tokens:
+                assert admin.post("/pause?mode=keep", timeout=60).status_code == 200
+                admin.post("/update_weights", json={"weight_dir": str(trained)}, timeout=60).raise_for_status()
+                assert admin.post("/resume").status_code == 200
+            assert "choices" in chunk, chunk
+            for choice in chunk["choices"]:
+                tokens += choice["token_ids"]
+                versions += choice["weight_versions"]
+            receipt = chunk.get("receipt")
+    first, second = sorted(set(versions), key=versions.index)
+    assert len(tokens) == 400 == len(versions) and versions == sorted(versions, key=[first, second].index)
+    verdict = trainer.post("/v1/verify", json=receipt).json()
+    assert verdict["outcome"] == "incomparable" and verdict["field"] == "drawn_by" and first in verdict["message"]
+    envelope = Envelope(**receipt)
+    parts = tiny_model.fingerprint_parts
+    checked = replay(tiny_model, envelope, folders=[trained])
+    assert (checked.outcome, checked.num_tokens) == ("equal", 400), checked
+    changed = json.loads(base64.b64decode(receipt["payload"]))
+    changed["prompts"][0]["samples"][0]["drawn_by"][1]["start"] += 40
+    other = receipt | {"payload": base64.b64encode(json.dumps(changed).encode()).decode()}
+    assert replay(tiny_model, Envelope(**other), folders=[trained]).outcome == "differs"
+    assert tiny_model.fingerprint_parts == parts

@@ -59,14 +59,13 @@ def _has_floats(node: fx.Node) -> bool:
 
 
 def _leaves_bits_open(node: fx.Node) -> bool:
-    """Return whether the operation has steps that may be fused, rounds a conversion twice, or makes NaN an integer."""
+    """Return whether the operation has steps that may be fused, makes NaN an integer, or has 16-bit floats."""
     if arguments_of(node).get("alpha", 1) != 1:
         return True
     result: torch.dtype = node.meta["val"].dtype
     if not result.is_floating_point:
         return result != torch.bool and _has_floats(node)
-    is_narrow = result.itemsize < torch.float32.itemsize
-    return is_narrow and any(dtype in (torch.int32, torch.int64, torch.float64) for dtype in _operand_dtypes(node))
+    return result.itemsize < torch.float32.itemsize  # a compiler may drop such a cast and the one back
 
 
 def _operand_dtypes(node: fx.Node) -> list[torch.dtype]:

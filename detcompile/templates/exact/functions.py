@@ -120,6 +120,13 @@ def exp2_short(e):
 
 
 @triton.jit
+def bf16(x):
+    """x rounded to bfloat16, ties to even, and widened."""
+    i = bits(x)
+    return tl.where(x == x, from_bits((i + 0x7FFF + ((i >> 16) & 1)) & -65536), float("nan"))
+
+
+@triton.jit
 def function(x, NAME: tl.constexpr):
     """The function of this name in rows.FUNCTIONS."""
     if NAME == "exp2":
@@ -137,5 +144,7 @@ def function(x, NAME: tl.constexpr):
     elif NAME == "gelu_tanh":
         cubic = tl.fma(x * x * 0.044714998453855515, x, x)
         return tl.div_rn(x, 1.0 + exp(cubic * -1.5957691669464111))
+    elif NAME == "bf16":
+        return bf16(x)
     else:
         return exp2_short(tl.where(x == x, x, 0.0))

@@ -2,7 +2,7 @@
 
 Legend: R row length, D digits.
 
-    exact_function: each element's exp2, exp, log, rsqrt, sigmoid, silu or gelu_tanh
+    exact_function: each element's exp2, exp, log, rsqrt, sigmoid, silu, gelu_tanh or bf16
     exact_rms_norm: x / rms(x) * weight; the sum of squares is a sum of integers, so its order is free
     exact_quantize: rows as integers of one or two int8 digits, and a scale a row
 """
@@ -15,7 +15,8 @@ from detcompile.templates.cpu import library as cpu_library
 from detcompile.templates.exact.gpu import function_cuda, quantize_cuda, rms_norm_cuda
 from detcompile.templates.registration import define
 
-FUNCTIONS = ("exp2", "exp", "log", "rsqrt", "sigmoid", "silu", "gelu_tanh", "exp2_short")  # as in cpu/exact/rows.cpp
+# In the order of cpu/exact/rows.cpp.
+FUNCTIONS = ("exp2", "exp", "log", "rsqrt", "sigmoid", "silu", "gelu_tanh", "exp2_short", "bf16")
 _LONGEST = 1 << 19  # elements of a row whose squares are summed
 TOP = (0, 127, 32512)  # largest quantised magnitude, by digits; 32512 = 127 * 256
 

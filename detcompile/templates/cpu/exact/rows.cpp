@@ -25,6 +25,7 @@ EXPORT void detcompile_exact_function(const float* x, float* out, int64_t count,
     case 5: return map(x, out, count, num_threads, [](float v) { return exact::silu(v); });
     case 6: return map(x, out, count, num_threads, [](float v) { return exact::gelu_tanh(v); });
     case 7: return map(x, out, count, num_threads, [](float v) { return exact::exp2_short(v == v ? v : 0.0f); });
+    case 8: return map(x, out, count, num_threads, [](float v) { return exact::bf16(v); });
   }
 }
 

@@ -79,6 +79,12 @@ inline float rsqrt(float x) { return 1.0f / std::sqrt(x); }
 inline float sigmoid(float x) { return 1.0f / (1.0f + exp(-x)); }
 inline float silu(float x) { return x / (1.0f + exp(-x)); }
 inline float gelu_tanh(float x) { return x / (1.0f + exp(fma(x * x * kGeluCube, x, x) * kGeluScale)); }
+// v rounded to bfloat16, ties to even, and widened
+inline float bf16(float v) {
+  uint32_t i = uint32_t(bits(v));
+  float y = from_bits((i + 0x7fffu + ((i >> 16) & 1u)) & 0xffff0000u);
+  return v == v ? y : NAN;
+}
 // 2^e for weights of a softmax, e <= 0
 inline float exp2_short(float e) {
   e = clip(e, -100.0f, 0.0f);

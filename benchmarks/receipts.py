@@ -25,7 +25,8 @@ from benchmarks.model import build
 from detcompile.digests import fingerprint
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.serving.plain_tokenizer import plain_tokenizer, tokenizer_digest
-from detcompile.serving.receipts.receipt import Prompt, Receipt, Served, recorded_sample, written_params
+from detcompile.serving.receipts.decoding import recorded_prompt
+from detcompile.serving.receipts.receipt import Receipt, Served, written_params
 from detcompile.serving.receipts.replay import Replayer
 
 RESULTS = Path(__file__).parent / "results"
@@ -41,10 +42,6 @@ def receipt_of(model: Any, prompt: list[int], params: SamplingParams, output: An
     """Return the receipt that a server would issue for an answer."""
     parts = {name: str(part) for name, part in model.fingerprint_parts.items()}
     tokenizer = None if model.tokenizer is None else tokenizer_digest(plain_tokenizer(model.tokenizer))
-    samples = []
-    for sample in output.outputs:
-        reasons, text = (sample.finish_reason, sample.stop_reason), sample.text if tokenizer else None
-        samples.append(recorded_sample(sample.index, sample.token_ids, reasons, text, None, None))
     return Receipt(
         id="cmpl-1",
         created=0,
@@ -55,7 +52,7 @@ def receipt_of(model: Any, prompt: list[int], params: SamplingParams, output: An
         served=Served(detcompile=detcompile.__version__, tokenizer=tokenizer, chat_template=None),
         params=written_params(params),
         seed=str(params.seed),
-        prompts=[Prompt(token_ids=prompt, logprobs=None, samples=samples)],
+        prompts=[recorded_prompt(output, prompt, None, tokenizer is not None)],
     )
 
 

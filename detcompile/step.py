@@ -101,6 +101,7 @@ class ModelFacts:
         num_token_ids: ids that a prompt may hold: rows of the embedding.
         num_logits: ids that may be drawn; the head may be wider than the embedding.
         hidden_size: features that the head reads; 0 if hidden states are not available.
+        is_exact: True if no machine decides a bit of the logits (Numerics.arithmetic).
     """
 
     kv_shapes: tuple[KVShape, ...]
@@ -112,3 +113,4 @@ class ModelFacts:
     num_token_ids: int
     num_logits: int
     hidden_size: int = 0
+    is_exact: bool = False

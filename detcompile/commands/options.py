@@ -36,6 +36,9 @@ class Loading:
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: the checkpoint's.")] = None
     device: Device = None
     tp_sizes: Annotated[str, typer.Option(help="Declared tensor-parallel sizes.")] = "1,2,4,8"
+    numerics: Annotated[
+        str | None, typer.Option(help="float, or exact integers: exact16, exact8x16, exact8; default: float.")
+    ] = None
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub; default: main.")] = None
     token: Annotated[str | None, typer.Option(help="Of the Hub; default: HF_TOKEN, or what `hf auth` keeps.")] = None
     trust_remote_code: Annotated[
@@ -47,7 +50,9 @@ class Loading:
 
     def spec(self, model: str, random: bool = False) -> ModelSpec:
         """Return the ModelSpec of a model with these options."""
-        return ModelSpec(model, random, **asdict(self) | {"tp_sizes": sizes(self.tp_sizes)})
+        given = asdict(self) | {"tp_sizes": sizes(self.tp_sizes), "arithmetic": self.numerics or "float"}
+        del given["numerics"]
+        return ModelSpec(model, random, **given)
 
 
 def sizes(text: str) -> tuple[int, ...]:

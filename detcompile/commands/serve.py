@@ -206,6 +206,9 @@ class Loading:
     tp: Annotated[int, typer.Option(min=1, help="Ranks, each in a process.")] = 1
     pp: Annotated[int, typer.Option(min=1, help="Stages of the layers, each of --tp ranks.")] = 1
     tp_sizes: Annotated[str | None, typer.Option(help="Declared tensor-parallel sizes; default: 1,2,4,8.")] = None
+    numerics: Annotated[
+        str | None, typer.Option(help="float, or exact integers: exact16, exact8x16, exact8; default: float.")
+    ] = None
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub; default: main.")] = None
     token: Annotated[str | None, typer.Option(help="Of the Hub; default: HF_TOKEN, or what `hf auth` keeps.")] = None
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the checkpoint's code.")] = False

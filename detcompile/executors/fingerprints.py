@@ -11,6 +11,7 @@ import transformers
 import triton
 
 from detcompile.digests import BITS_VERSION, source_digest
+from detcompile.orders.exact import DEFINITION
 from detcompile.orders.numerics import Numerics
 from detcompile.passes.programs.lanes import vector_isa
 from detcompile.passes.proof.certificate import Certificate
@@ -38,7 +39,7 @@ def fingerprint_parts(
         program: digest of the certified graph (passes.programs.canonical_form).
         dtype: dtype of the KV cache.
     """
-    return {
+    parts = {
         "program": program,
         "config": config,
         "numerics": str(numerics),
@@ -52,6 +53,10 @@ def fingerprint_parts(
         "transformers": transformers.__version__,
         "device": _device(device),
     }
+    if numerics.is_exact:  # no device, release or order decides a bit; weights and program hold what the config says
+        kept = {name: parts[name] for name in ("program", "max_context", "source")}
+        return kept | {"numerics": numerics.arithmetic, "bits_version": DEFINITION}
+    return parts
 
 
 def config_digest(config: Mapping[str, object]) -> str:

@@ -30,6 +30,7 @@ class ModelSpec:
     trust_remote_code: bool = False
     task: Literal["generate", "classify", "embed"] | None = None
     dequantize: bool | None = None
+    arithmetic: str = "float"
 
     def compile(self, tp: int = 1, pp: int = 1) -> CompiledModel:
         """Load and compile a causal LM, in ``pp * tp`` worker processes if that is more than one."""
@@ -39,8 +40,9 @@ class ModelSpec:
         """Load and compile a model of any task."""
         if self.name.endswith(ARCHIVE_SUFFIX):
             return self._load_archive(pp * tp)
+        numerics = Numerics(tp_sizes=tuple(self.tp_sizes), arithmetic=self.arithmetic)
         model = load_model(self.name, **self.options)
-        return compile(model, tp=tp, pp=pp, numerics=Numerics(tp_sizes=tuple(self.tp_sizes)))
+        return compile(model, tp=tp, pp=pp, numerics=numerics)
 
     @property
     def options(self) -> dict[str, Any]:

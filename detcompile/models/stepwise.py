@@ -109,7 +109,7 @@ class _Rows:
         tokens = (kept.num_blocks - 1) // groups * BLOCK_SIZE
         self._blocks = plain_blocks(facts, tokens, num_sequences=kept.num_states or None)
         self._runner = kept.runner
-        self._sampler = Sampler(facts.num_logits, facts.device)
+        self._sampler = Sampler(facts.num_logits, facts.device, is_exact=facts.is_exact)
         self._weights, self._version = executor.weights, executor.weights.version()
 
     def draw(self, live: SequenceOf[int], with_scores: bool) -> tuple[list[int], Tensor, Tensor | None]:

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
+DEFINITION = "exact-1 draft 2"  # version of docs/exact.md; another one may have other bits
+
 
 class ExactArithmetic(NamedTuple):
     """Digits of eight bits that hold a value, and the rounding of residual sums.

@@ -22,6 +22,7 @@ from detcompile.passes.pipeline import ROUNDING, GraphPass, decompositions, pinn
 from detcompile.passes.programs.aot import call_directly, run_plainly
 from detcompile.passes.programs.binding import CompiledGraph
 from detcompile.passes.programs.canonical_form import never_run, program_digest
+from detcompile.passes.programs.exact_form import exact_program_digest
 from detcompile.passes.proof.certificate import Certificate, certify
 from detcompile.passes.proof.context import Role
 from detcompile.passes.release_probe import require_release
@@ -203,7 +204,8 @@ class _Compilation:
         backend = self._backend
         repeats = None if backend.layers is None else backend.layers.repeats
         if backend.name_inputs is not None:
-            backend.digests.append(program_digest(gm, backend.name_inputs(self._inputs), repeats))
+            digest = exact_program_digest if backend.numerics.is_exact else program_digest
+            backend.digests.append(digest(gm, backend.name_inputs(self._inputs), repeats))
         return rewrite(pin_collectives(gm, backend.numerics))
 
     def lower(self, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Compiled:

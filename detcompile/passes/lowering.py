@@ -95,7 +95,7 @@ def lower(
         with stage("take this rank's share"):
             shard(model, seen.attention, numerics, ranks, replicate_attention)
         seen = Seen.of(observe_attention(model, numerics.kv_chunk))
-    facts = _facts(model, seen, vocabulary, max_context)
+    facts = _facts(model, numerics, seen, vocabulary, max_context)
     part = "" if pipeline_stage is None else f"stage {pipeline_stage.index} of {pipeline_stage.size} of "
     source = ProgramSource(model, numerics, max_context, seen, ranks, f"{part}a forward of {ranks}", pipeline_stage)
     source.move()
@@ -129,7 +129,7 @@ def lower_view(view: PreTrainedModel, numerics: Numerics, max_context: int) -> L
     return Lowered(
         forward=forward,
         certificate=traced.certificate,
-        facts=_facts(view, seen, _vocabulary(view), max_context),
+        facts=_facts(view, numerics, seen, _vocabulary(view), max_context),
         program=traced.digest,
         constants=traced.constants,
     )
@@ -175,7 +175,9 @@ def _vocabulary(model: PreTrainedModel) -> tuple[int, int]:
     return rows[0], rows[1]
 
 
-def _facts(model: PreTrainedModel, seen: Seen, vocabulary: tuple[int, int], max_context: int) -> ModelFacts:
+def _facts(
+    model: PreTrainedModel, numerics: Numerics, seen: Seen, vocabulary: tuple[int, int], max_context: int
+) -> ModelFacts:
     head = model.get_output_embeddings()
     num_token_ids, num_logits = vocabulary
     return ModelFacts(
@@ -188,6 +190,7 @@ def _facts(model: PreTrainedModel, seen: Seen, vocabulary: tuple[int, int], max_
         num_token_ids=num_token_ids,
         num_logits=num_logits,
         hidden_size=head.weight.shape[1] if isinstance(getattr(head, "weight", None), Tensor) else 0,
+        is_exact=numerics.is_exact,
     )
 
 

@@ -158,16 +158,78 @@ FUNCTIONS: Mapping[str, Callable[[Array], Array]] = {
 }
 
 
+# ---------------------------------------------------------------- probabilities and sampling
+
+
 def log_softmax(z: Array) -> Array:
     """Return the log-probabilities of logits [..., V]; the sum is an integer, so its order is free."""
-    shifted = z - z.max(-1, keepdims=True)
-    total = softmax_integers(z).sum(-1, keepdims=True)
-    return shifted - log(total.astype(F) * F(2.0**-40))
+    shifted, weights = softmax_integers(z)
+    return shifted - log(weights.sum(-1, keepdims=True).astype(F) * F(2.0**-40))
 
 
-def softmax_integers(z: Array) -> Array:
-    """Return floor(exp(z - max) * 2^40) as int64 [..., V]: what log_softmax and top-p sum."""
-    return (exp(z - z.max(-1, keepdims=True)).astype(D) * 2.0**40).astype(np.int64)  # the product is exact
+def softmax(z: Array) -> Array:
+    """Return the probabilities of logits [..., V]."""
+    shifted, weights = softmax_integers(z)
+    p = weights.astype(F) / weights.sum(-1, keepdims=True).astype(F)
+    return np.where(shifted == shifted, p, F(np.nan)).astype(F)
+
+
+def softmax_integers(z: Array) -> tuple[Array, Array]:
+    """Return z - max and floor(exp(z - max) * 2^40) as int64, both [..., V]; NaN counts as 0."""
+    shifted = z - (z.max(-1, keepdims=True) + F(0))
+    weights = exp(shifted).astype(D) * 2.0**40  # exact
+    return shifted, np.where(weights == weights, weights, 0).astype(np.int64)
+
+
+def filtered(z: Array, top_k: int | None, top_p: float, min_p: float) -> Array:
+    """Return z [V] with -inf at tokens that the filters exclude."""
+    order = np.argsort(-z, kind="stable")  # descending, the lower id first
+    among = np.full_like(z, F(-np.inf))
+    among[order[:top_k]] = z[order[:top_k]]
+    p = softmax(among)[order].astype(D)
+    mass = (p * 2.0**56).astype(np.int64)
+    limit = max(1, int(top_p * 2.0**56)) if top_p < 1 else 2**63 - 1
+    kept = (mass.cumsum() - mass < limit) & (p >= p[0] * min_p)
+    result = np.full_like(z, F(-np.inf))
+    result[order[kept]] = among[order[kept]]
+    return result
+
+
+def draw(z: Array, seed: int, position: int, sample: int = 0) -> int:
+    """Return the token with the largest log-probability plus noise, as float64; the lowest id among equal ones."""
+    return int(np.argmax(log_softmax(z).astype(D) + gumbel(len(z), seed, position, sample)))
+
+
+def gumbel(count: int, seed: int, position: int, sample: int) -> Array:
+    """Return noise, float64 [count]: element v takes word v % 4 of Philox4x32-10's counter v // 4."""
+    counter = np.arange(-(-count // 4), dtype=np.uint64)
+    low = np.uint64(0xFFFFFFFF)
+    c = [counter, *(np.full_like(counter, part) for part in (position & 0xFFFFFFFF, position >> 32, sample))]
+    keys = [np.uint64(seed & 0xFFFFFFFF), np.uint64(seed >> 32)]
+    for _ in range(10):
+        one, other = c[0] * np.uint64(0xD2511F53), c[2] * np.uint64(0xCD9E8D57)
+        c = [(other >> np.uint64(32)) ^ c[1] ^ keys[0], other & low, (one >> np.uint64(32)) ^ c[3] ^ keys[1], one & low]
+        keys = [(key + np.uint64(step)) & low for key, step in zip(keys, (0x9E3779B9, 0xBB67AE85))]
+    uniform = (np.stack(c, -1).reshape(-1)[:count].astype(D) + 0.5) * 2.0**-32
+    return -log_wide(-log_wide(uniform))
+
+
+LOG_WIDE = (0.6666666666666735, 0.3999999999940942, 0.2857142874366239, 0.22222198432149784, 0.1818357216161805)
+LOG_WIDE += (0.15313837699209373, 0.14798198605116586)
+
+
+def log_wide(x: Array) -> Array:
+    """Return the logarithm of positive, normal float64 numbers, each step one float64 operation."""
+    mantissa, e = np.frexp(x)
+    small = mantissa < 0.7071067811865476
+    f, e = np.where(small, mantissa * 2, mantissa) - 1, (e - small).astype(D)
+    s = f / (f + 2)
+    z = s * s
+    series = z * LOG_WIDE[-1]
+    for c in LOG_WIDE[-2::-1]:
+        series = z * (series + c)
+    half = f * f * 0.5
+    return e * 6.931471803691238e-01 - ((half - (s * (half + series) + e * 1.9082149292705877e-10)) - f)
 
 
 # ---------------------------------------------------------------- quantisation and products

@@ -12,7 +12,7 @@ MEANINGS = {
     "program": "another certified graph: code, attributes or hooks of the model, a dtype, or other passes",
     "config": "another model config",
     "end_tokens": "other tokens that end an answer: eos_token_id of generation_config",
-    "numerics": "other declared orders: --tp-sizes, or Numerics(...)",
+    "numerics": "other declared orders or arithmetic: --tp-sizes, --numerics, or Numerics(...)",
     "orders": "sums in other orders",
     "max_context": "another longest sequence, for which rotary tables are frozen",
     "kv_dtype": "another dtype of the model and its KV cache: --dtype",

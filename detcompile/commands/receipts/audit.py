@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from detcompile.commands.options import Loading, Random, compile_model, logs, progress_bar
-from detcompile.commands.receipts.replay import model_name
+from detcompile.commands.receipts.replay import as_signed, model_name
 from detcompile.errors import DetcompileError, InvalidInput
 from detcompile.models.compiled import CompiledModel
 from detcompile.serving.receipts.keys import read_verify_key
@@ -47,7 +47,8 @@ def command(
     print(f"{count} receipts, {checked}; {len(chosen)} to replay")
     num_checked = 0
     if chosen:
-        compiled = compile_model(loading.spec(model_name(chosen[0].receipt, model), random), tp)
+        first = chosen[0].receipt
+        compiled = compile_model(as_signed(loading, first).spec(model_name(first, model), random), tp)
         num_checked = _replay(log, chosen, compiled)
     for share in REPORTED_SHARES:
         missed = miss_probability(share, num_checked)

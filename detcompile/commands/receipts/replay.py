@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +15,7 @@ from detcompile.commands.options import Json, Loading, Random, compile_model, lo
 from detcompile.commands.receipts.whole_answers import answer_difference, require_known, uncovered
 from detcompile.errors import DetcompileError, InvalidInput
 from detcompile.models.compiled import CompiledModel
+from detcompile.orders.exact import ARITHMETICS
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.serving.engines.engine_process import hello_of
 from detcompile.serving.receipts.decoding import Opening, Redrawn, read_opening
@@ -51,7 +53,7 @@ def command(
         decoded = decode_receipt(payload_of(envelope))
         fault = None if verify_key is None else unsealed(envelope, verify_key)
         if fault is None:
-            compiled = compile_model(loading.spec(model_name(decoded, model), random), tp)
+            compiled = compile_model(as_signed(loading, decoded).spec(model_name(decoded, model), random), tp)
             compare = functools.partial(_compare, answer, envelope, compiled, hidden) if answer else None
             options: dict[str, Any] = {"chunk": chunk, "decode": decode, "opening": hidden, "folders": weights or ()}
             verdict = replay(compiled, envelope, key=verify_key, compare=compare, **options)
@@ -74,6 +76,12 @@ def model_name(receipt: Receipt, given: str | None) -> str:
     if given is None and receipt.model.endswith(ARCHIVE_SUFFIX):
         raise InvalidInput(f"the receipt is of {receipt.model!r}, an archive, which holds code: name it as MODEL")
     return receipt.model if given is None else given
+
+
+def as_signed(loading: Loading, receipt: Receipt) -> Loading:
+    """Return the options with the exact arithmetic of a receipt, unless --numerics names another one."""
+    signed = receipt.fingerprint_parts.get("numerics")
+    return replace(loading, numerics=signed) if loading.numerics is None and signed in ARITHMETICS else loading
 
 
 def _compare(

@@ -4,12 +4,11 @@ The cumulative sum of top_p runs over fixed-point integers, whose sum does not d
 """
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-import detcompile.templates.rows.softmax  # noqa: F401  registers torch.ops.detcompile.softmax
+from detcompile.runtime.sampling.normalization import softmax
 from detcompile.templates.tokens.next_tokens_gpu import LIKELIEST_DTYPES, likeliest_cuda
 
 PROBABILITY_UNIT = 2.0**56  # fixed-point probabilities: a row's sum stays far below 2^63
@@ -38,16 +37,16 @@ def not_finite(x: Tensor) -> Tensor:
     return x - x != 0  # fewer kernels than ~isfinite
 
 
-def filtered(scaled: Tensor, top_k: Tensor, mass_limit: Tensor, min_p: Tensor, radices: Sequence[int]) -> Tensor:
+def filtered(scaled: Tensor, top_k: Tensor, mass_limit: Tensor, min_p: Tensor, is_exact: bool) -> Tensor:
     """Return ``scaled`` [Q, V] with -inf at tokens excluded by top_k, top_p and min_p, [Q, 1] each."""
     # -0.0 becomes +0.0: CUDA picks its sorting algorithm by batch size, and a radix sort may tell the two apart.
     descending, ids = torch.sort(scaled + 0.0, dim=-1, descending=True, stable=True)
     keep = torch.arange(scaled.shape[1], device=scaled.device) < top_k
     descending = descending.masked_fill(~keep, -math.inf)
 
-    # Back in vocabulary order, so that the leaves of the softmax sum are the shards'.
+    # Back in vocabulary order, in which the softmax sums.
     top_k_logits = torch.empty_like(scaled).scatter_(1, ids, descending)
-    probabilities = torch.ops.detcompile.softmax(top_k_logits, torch.float32, list(radices)).double().gather(1, ids)
+    probabilities = softmax(top_k_logits, is_exact).double().gather(1, ids)
 
     mass = (probabilities * PROBABILITY_UNIT).long()
     mass_before = mass.cumsum(dim=-1) - mass

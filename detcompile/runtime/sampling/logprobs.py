@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-import detcompile.templates.rows.softmax  # noqa: F401  registers torch.ops.detcompile.log_softmax
+from detcompile.runtime.sampling.normalization import log_softmax
 
 ELEMENTS_AT_ONCE = 1 << 24  # bounds the memory of many rows; they are independent, so it cannot change a bit
 
@@ -23,14 +23,14 @@ class TokenLogprobs(NamedTuple):
     rank: Tensor  # [R] int64, rank of each drawn token in that order, from 1
 
 
-def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int = 0, radices: Sequence[int] = ()) -> TokenLogprobs:
+def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int = 0, is_exact: bool = False) -> TokenLogprobs:
     """Return logprobs of ``tokens`` [R] int64 and of the ``num_top`` most likely tokens, from ``logits`` [R, V].
 
     Runs on the device of ``logits`` without waiting for it.
     """
     rows_at_once = max(1, ELEMENTS_AT_ONCE // logits.shape[1])
     pieces = [
-        _token_logprobs(logits[start : start + rows_at_once], tokens[start : start + rows_at_once], num_top, radices)
+        _token_logprobs(logits[start : start + rows_at_once], tokens[start : start + rows_at_once], num_top, is_exact)
         for start in range(0, max(1, len(tokens)), rows_at_once)
     ]
     return joined(pieces)
@@ -41,8 +41,8 @@ def joined(pieces: Sequence[TokenLogprobs]) -> TokenLogprobs:
     return pieces[0] if len(pieces) == 1 else TokenLogprobs(*(torch.cat(parts) for parts in zip(*pieces)))
 
 
-def _token_logprobs(logits: Tensor, tokens: Tensor, num_top: int, radices: Sequence[int]) -> TokenLogprobs:
-    logprobs = torch.ops.detcompile.log_softmax(logits, torch.float32, list(radices))
+def _token_logprobs(logits: Tensor, tokens: Tensor, num_top: int, is_exact: bool) -> TokenLogprobs:
+    logprobs = log_softmax(logits, is_exact)
     chosen = logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
     top_ids = _likeliest(logprobs, min(num_top, logits.shape[1]))
     return TokenLogprobs(chosen, top_ids, logprobs.gather(1, top_ids), _rank(logprobs, tokens, chosen))

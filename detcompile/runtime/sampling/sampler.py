@@ -14,12 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-import detcompile.templates.rows.softmax  # noqa: F401  registers torch.ops.detcompile.softmax and log_softmax
 from detcompile.errors import InvalidInput
 from detcompile.runtime.requests.bad_words import BadWords
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.runtime.sampling.filters import filtered, likeliest, masked, not_finite
 from detcompile.runtime.sampling.logprobs import TokenLogprobs, joined, token_logprobs
+from detcompile.runtime.sampling.normalization import log_softmax, softmax
 from detcompile.runtime.sampling.penalties import FreshCounts, TokenCounts, penalise
 from detcompile.runtime.sampling.plan import RowGroup, RowNeeds, SamplingPlan, plan_rows
 from detcompile.runtime.sampling.rejection import resolve
@@ -57,21 +57,21 @@ class Sampler:
 
     Args:
         eos_token_ids: tokens that end requests; min_tokens forbids them too, unless a request ignores them.
-        radices: leaves of the sums over the vocabulary, for the softmax operations.
         penalised_slots: number of sequences with penalties whose counts are allocated from the start.
+        is_exact: probabilities are those of docs/exact.md.
     """
 
     def __init__(
         self,
         vocab_size: int,
         device: torch.device | str,
-        radices: Sequence[int] = (),
         eos_token_ids: Sequence[int] = (),
         penalised_slots: int = 0,
+        is_exact: bool = False,
     ) -> None:
         self.vocab_size = vocab_size
         self.device = torch.device(device)
-        self.radices = tuple(radices)
+        self.is_exact = is_exact
         self.eos_token_ids = tuple(eos_token_ids)
         self._counts = TokenCounts(vocab_size, self.device, penalised_slots)
         self._float_mode = float_mode(self.device)
@@ -122,17 +122,21 @@ class Sampler:
             scaled = self._work(group, rows, tensors, drawn, distributions, scores)
             if group.needs.reported:
                 tokens = drawn[:, 1].index_select(0, tensors["rows"][group.start : group.stop])
-                reported.append(token_logprobs(scaled, tokens, plan.num_reported, self.radices))
+                reported.append(self.logprobs(scaled, tokens, plan.num_reported))
         logprobs = None
         if plan.logprob_rows:
             wanted = tensors["logprob_rows"]
             logits = rows.index_select(0, wanted)
-            logprobs = token_logprobs(logits, drawn[:, 1].index_select(0, wanted), plan.num_logprobs, self.radices)
+            logprobs = self.logprobs(logits, drawn[:, 1].index_select(0, wanted), plan.num_logprobs)
         sampling = None
         if reported:
             order = tensors["reported_order"]
             sampling = TokenLogprobs(*(part.index_select(0, order) for part in joined(reported)))
         return Sampled(drawn, logprobs, sampling)
+
+    def logprobs(self, logits: Tensor, tokens: Tensor, num_top: int) -> TokenLogprobs:
+        """Return logprobs of ``tokens`` [R] int64 and of the ``num_top`` most likely ones, from ``logits`` [R, V]."""
+        return token_logprobs(logits, tokens, num_top, self.is_exact)
 
     @torch.no_grad()
     def probabilities(self, logits: Tensor, plan: SamplingPlan) -> Tensor:
@@ -147,7 +151,7 @@ class Sampler:
             if group.needs.drawn:
                 part = slice(group.start, group.stop)
                 scaled = self._scaled(self._group_logits(group, logits, tensors), group.needs, tensors, part)
-                chances = torch.ops.detcompile.softmax(scaled, torch.float32, list(self.radices))
+                chances = softmax(scaled, self.is_exact)
                 result.index_copy_(0, tensors["rows"][part], chances)
         return result
 
@@ -211,12 +215,12 @@ class Sampler:
         scaled = logits / tensors["temperature"][part]
         if needs.filtered:
             top_k, mass_limit, min_p = tensors["top_k"][part], tensors["mass_limit"][part], tensors["min_p"][part]
-            scaled = filtered(scaled, top_k, mass_limit, min_p, self.radices)
+            scaled = filtered(scaled, top_k, mass_limit, min_p, self.is_exact)
         return scaled
 
     def _draw(self, scaled: Tensor, tensors: SamplingTensors, part: slice) -> tuple[Tensor, Tensor]:
         """Return tokens [Q] drawn by Gumbel-max (argmax of logprob + noise), and whether they are invalid."""
-        logprobs = torch.ops.detcompile.log_softmax(scaled, torch.float32, list(self.radices))
+        logprobs = log_softmax(scaled, self.is_exact)
         tokens = gumbel_argmax(logprobs, tensors["keys"][part])
         return tokens, not_finite(logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1))
 
@@ -224,7 +228,7 @@ class Sampler:
         self, scaled: Tensor, tensors: SamplingTensors, part: slice, distributions: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Accept a guess or draw from the residual. Return tokens [Q], and whether invalid."""
-        probabilities = torch.ops.detcompile.softmax(scaled, torch.float32, list(self.radices))
+        probabilities = softmax(scaled, self.is_exact)
         keys = tensors["acceptance_keys"][part], tensors["residual_keys"][part]
         tokens = resolve(probabilities, tensors["guesses"][part], tensors["sources"][part], distributions, keys)
         return tokens, not_finite(probabilities.sum(1))
@@ -234,7 +238,6 @@ def sample(
     logits: Tensor,
     params: Sequence[SamplingParams],
     positions: Sequence[int],
-    radices: Sequence[int] = (),
     *,
     sample_indices: Sequence[int] | None = None,
     num_prompt_tokens: Sequence[int] | None = None,
@@ -247,7 +250,6 @@ def sample(
         logits: [R, V] floating point.
         params: one per row; all but greedy ones must have a seed (``SamplingParams.seeded``).
         positions: one per row: the index of the drawn token in its sequence.
-        radices: leaves of the sums over the vocabulary, for the softmax operations.
         sample_indices: one per row: which of the n completions it is; default 0.
         num_prompt_tokens: one per row; needed with penalties and min_tokens.
         token_ids: one list per row: all tokens so far, prompt and output; needed with penalties.
@@ -273,7 +275,7 @@ def sample(
     words = [BadWords.of(p.bad_words_ids, ()) for p in params]
     if any(any(longer) and token_ids is None for longer, _ in words):
         raise InvalidInput("bad_words_ids need token_ids: give all tokens before each row's position")
-    sampler = Sampler(logits.shape[1], logits.device, radices, eos_token_ids)
+    sampler = Sampler(logits.shape[1], logits.device, eos_token_ids)
     rows = [
         SampleRow(
             row_params,

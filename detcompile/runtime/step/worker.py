@@ -18,7 +18,7 @@ from detcompile.progress import stage
 from detcompile.runtime.device_memory import StepMemory, ran_out_of_memory
 from detcompile.runtime.kv.prefixes import LayerBlocks
 from detcompile.runtime.requests.outputs import Logprobs, SamplingLogprobs
-from detcompile.runtime.sampling.sampler import Sampled, Sampler, SampleRow, TokenLogprobs, token_logprobs
+from detcompile.runtime.sampling.sampler import Sampled, Sampler, SampleRow, TokenLogprobs
 from detcompile.runtime.step.builder import NOT_PENDING, StepArrays
 from detcompile.runtime.step.layout import TOKEN_BUCKETS, first_layouts, graph_layouts
 from detcompile.runtime.step.runner import Runner
@@ -153,7 +153,7 @@ class Worker:
 
     def _prompt_logprobs(self, logits: Tensor, prompt: PromptRows) -> TokenLogprobs:
         rows = logits[prompt.start : prompt.start + len(prompt.targets)]
-        return token_logprobs(rows, self._to_device(np.array(prompt.targets)), prompt.num_top)
+        return self.sampler.logprobs(rows, self._to_device(np.array(prompt.targets)), prompt.num_top)
 
     def collect(self, launched: LaunchedStep) -> StepResult:
         """Wait for a step and read the tokens it drew."""

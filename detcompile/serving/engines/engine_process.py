@@ -248,6 +248,7 @@ def _start(spec: EngineSpec, wire: Wire, compile: Compile) -> tuple[Hello, Comma
         spec.trust_remote_code,
         spec.task,
         spec.dequantize,
+        spec.numerics or "float",
     )
     model = compile(loaded, spec.tp, spec.pp)
     if isinstance(model, (CompiledClassifier, CompiledEmbedder)):

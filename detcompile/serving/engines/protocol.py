@@ -36,6 +36,7 @@ class EngineSpec(msgspec.Struct, kw_only=True, tag=True):
     speculation: Literal["off", "automatic", "always"] = "off"  # n-gram drafts
     dequantize: bool | None = None
     weights: str | None = None  # folder of weights that replace the model's
+    numerics: str | None = None  # an exact arithmetic; None: float
 
 
 class Weights(msgspec.Struct, frozen=True):

@@ -20,7 +20,7 @@ from detcompile.runtime.grammars.matcher import Mask
 from detcompile.runtime.kv.block_pool import BLOCK_SIZE
 from detcompile.runtime.requests.request import Request
 from detcompile.runtime.requests.sequence import Sequence
-from detcompile.runtime.sampling.sampler import ELEMENTS_AT_ONCE, Sampler, SampleRow, token_logprobs
+from detcompile.runtime.sampling.sampler import ELEMENTS_AT_ONCE, Sampler, SampleRow
 from detcompile.runtime.step.builder import build_step
 from detcompile.runtime.step.worker import logprob_entries, row_logprobs
 from detcompile.serving.receipts.receipt import PlainLogprobs, plain_logprobs
@@ -101,7 +101,7 @@ class _Draw:
     """Draws from a step's logits."""
 
     def __init__(self, model: CompiledModel, request: Request, answers: SequenceOf[SequenceOf[int]]) -> None:
-        self._sampler = Sampler(model.facts.num_logits, model.device)
+        self._sampler = Sampler(model.facts.num_logits, model.device, is_exact=model.facts.is_exact)
         self._rows_at_once = max(1, ELEMENTS_AT_ONCE // model.facts.num_logits)  # penalties need a row of counts each
         self._request = request
         self._prompt = request.output.prompt_token_ids
@@ -127,7 +127,8 @@ class _Draw:
     def _prompt_tokens(self, logits: Tensor, places: list[_Place]) -> list[Drawn]:
         tokens = [self._prompt[place.target] for place in places]
         most = self._request.params.prompt_logprobs or 0
-        known = logprob_entries(tokens, token_logprobs(logits, torch.tensor(tokens, device=logits.device), most))
+        ids = torch.tensor(tokens, device=logits.device)
+        known = logprob_entries(tokens, self._sampler.logprobs(logits, ids, most))
         return [
             Drawn(None, place.target, token, plain_logprobs(entry))
             for place, token, entry in zip(places, tokens, known)

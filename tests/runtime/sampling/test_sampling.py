@@ -100,7 +100,7 @@ def filter_rows(scaled, params):
         torch.tensor([[value]], device=scaled.device)
         for value in (params.top_k if params.top_k > 0 else NO_LIMIT, limit, params.min_p)
     ]
-    return filtered(scaled, *columns[:2], columns[2].double(), ())
+    return filtered(scaled, *columns[:2], columns[2].double(), False)
 
 
 def kept_by_definition(logits, params):

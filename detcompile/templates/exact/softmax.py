@@ -1,0 +1,38 @@
+"""softmax and log_softmax of docs/exact.md over rows of logits, for sampling and log-probabilities.
+
+Legend: V vocabulary.
+
+    q_i = floor(exp(z_i - max z) * 2^40)        S = sum of q_i: integers, so the order is free
+    softmax     = float32(q_i) / float32(S)
+    log_softmax = (z_i - max z) - log(float32(S) * 2^-40)
+
+A row with NaN, +inf or only -inf gives NaN. Every operation of torch here is one IEEE operation or one of integers.
+"""
+
+import torch
+from torch import Tensor
+
+import detcompile.templates.exact.rows  # noqa: F401  registers torch.ops.detcompile.exact_function
+
+_UNIT = 2.0**40
+
+
+def exact_softmax(logits: Tensor) -> Tensor:
+    """Return the probabilities [..., V] of float32 logits [..., V]."""
+    shifted, weights, total = _weights(logits)
+    return torch.where(shifted == shifted, weights.float() / total.float(), shifted)
+
+
+def exact_log_softmax(logits: Tensor) -> Tensor:
+    """Return the log-probabilities [..., V] of float32 logits [..., V]."""
+    shifted, _, total = _weights(logits)
+    return shifted - torch.ops.detcompile.exact_function(total.float() * (1 / _UNIT), "log")
+
+
+def _weights(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return z - max z, the integers q, and their sum [..., 1]."""
+    shifted = logits - (logits.amax(-1, keepdim=True) + 0.0)  # -0.0 becomes +0.0
+    exponentials = torch.ops.detcompile.exact_function(shifted, "exp")
+    finite = torch.where(shifted == shifted, exponentials, 0.0)  # no NaN is converted to an integer
+    weights = (finite.double() * _UNIT).long()
+    return shifted, weights, weights.sum(-1, keepdim=True)

@@ -14,10 +14,11 @@ from detcompile import CompiledModel, EngineConfig, SamplingParams
 from examples.rl.policies import Policy, digest
 from examples.rl.task import PROMPTS, reward
 
-__all__ = ["Arm", "Step", "train"]
+__all__ = ["COMPARED_STEPS", "GROUP_SIZE", "MAX_TOKENS", "Arm", "Step", "train"]
 
 GROUP_SIZE = 8  # completions a prompt; each one's advantage is over their mean reward
 MAX_TOKENS = 16  # of a completion
+COMPARED_STEPS = 20  # the first, whose weights are compared with other ways to the same batches
 LARGEST_WEIGHT = 2.0  # of a token's importance
 
 
@@ -58,7 +59,7 @@ class Step(NamedTuple):
             log-probability minus the sampler's.
         largest: the largest absolute d.
         equal: no token's log-probability differs in a bit.
-        weights: digest of the trained weights after the step.
+        weights: digest of the trained weights after the step; None after the first COMPARED_STEPS.
         draw_s: seconds to draw the completions.
         step_s: seconds of the whole step, without the digest.
     """
@@ -67,7 +68,7 @@ class Step(NamedTuple):
     kl: float
     largest: float
     equal: bool
-    weights: str
+    weights: str | None
     draw_s: float
     step_s: float
 
@@ -101,7 +102,8 @@ def train(arm: Arm, policy: Policy, model: CompiledModel, seed: int, num_steps: 
         kl, largest = float((differences.exp() - 1 - differences).mean()), float(differences.abs().max())
         equal = not differences.count_nonzero()
         seconds = drawn_at - started, time.perf_counter() - started
-        yield Step(statistics.mean(rewards), kl, largest, equal, digest(policy), *seconds)
+        weights = digest(policy) if step < COMPARED_STEPS else None
+        yield Step(statistics.mean(rewards), kl, largest, equal, weights, *seconds)
 
 
 def learn(arm: Arm, policy: Policy, rows: list[Row]) -> Tensor:

@@ -43,8 +43,11 @@ def generated_text(target: nn.Module, tokens: Tensor, starts: Tensor, seconds: f
         at = (at + torch.randint(0, 400, at.shape, device=tokens.device)).clamp_max(len(tokens) - PROMPT_TOKENS)
         prompts = tokens[at[:, None] + torch.arange(PROMPT_TOKENS, device=tokens.device)].long()
         written = target.generate(
-            prompts, min_length=GENERATED_LENGTH, max_length=GENERATED_LENGTH,
-            attention_mask=torch.ones_like(prompts), **options,
+            prompts,
+            min_length=GENERATED_LENGTH,
+            max_length=GENERATED_LENGTH,
+            attention_mask=torch.ones_like(prompts),
+            **options,
         )
         parts.append(written)
     return torch.cat(parts)

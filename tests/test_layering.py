@@ -36,6 +36,7 @@ LAYERS = [
         "detcompile.releases",
         "detcompile.step",
         "detcompile.storage",
+        "detcompile.weight_transfer",
         "detcompile.weights",
     },
     {"detcompile.torch_internals", "detcompile.transformers_internals"},

@@ -23,11 +23,12 @@ from detcompile.serving.openai.schema import decode_body
 from detcompile.serving.responses import JSON
 from detcompile.serving.service import Service
 from detcompile.serving.weight_store import WeightStore
-from detcompile.serving.weight_updates import WeightUpdates, require_version
+from detcompile.serving.weight_updates import InitInfo, UpdateInfo, WeightUpdates, require_version
 
 CONTROL_PATHS = frozenset((
-    "/abort_requests", "/get_world_size", "/is_paused", "/is_sleeping", "/pause", "/reset_prefix_cache", "/resume",
-    "/server_info", "/sleep", "/update_weights", "/wake_up", "/weight_checker", "/weight_info",
+    "/abort_requests", "/finish_weight_update", "/get_world_size", "/init_weight_transfer_engine", "/is_paused",
+    "/is_sleeping", "/pause", "/reset_prefix_cache", "/resume", "/server_info", "/sleep", "/start_weight_update",
+    "/update_weights", "/wake_up", "/weight_checker", "/weight_info",
 ))  # fmt: skip
 PAUSE, CLEAR = "pause", "clear"  # reasons of holds
 MOST_PATH_BYTES = 4095
@@ -42,10 +43,29 @@ class AbortRequest(msgspec.Struct):
     request_ids: list[str] | None = None
 
 
-class UpdateRequest(msgspec.Struct):
-    """New weights: the folder of their safetensors files, and their name."""
+class InitRequest(msgspec.Struct):
+    """Where to meet a trainer."""
 
-    weight_dir: str
+    init_info: InitInfo
+
+
+class StartRequest(msgspec.Struct):
+    """The start of an update; tensors have the names and shapes of checkpoints."""
+
+    is_checkpoint_format: Literal[True] | None = None
+
+
+class UpdateRequest(msgspec.Struct):
+    """New weights: the folder of their safetensors files, and their name; or tensors that a trainer sends."""
+
+    weight_dir: str | None = None
+    weight_version: str | None = None
+    update_info: UpdateInfo | None = None
+
+
+class FinishRequest(msgspec.Struct):
+    """The end of an update, and the name of the weights."""
+
     weight_version: str | None = None
 
 
@@ -65,6 +85,13 @@ def add_control(app: FastAPI, service: Service, store: WeightStore | None = None
     """
     changing = asyncio.Lock()  # held by one change at a time
     updates = WeightUpdates(service, store)
+
+    async def changed(change: Awaitable[None]) -> None:
+        async with changing:
+            try:
+                await change
+            except StorageError as error:
+                raise HTTPError(503, str(error), code="storage_error") from error
 
     async def pause(
         mode: Mode = "abort", wait_for_inflight_requests: bool = False, clear_cache: bool = True
@@ -125,14 +152,31 @@ def add_control(app: FastAPI, service: Service, store: WeightStore | None = None
     async def update_weights(request: Request) -> Response:
         body = await _body_of(request, service, UpdateRequest)
         require_version(body.weight_version)
-        if not 0 < len(body.weight_dir.encode()) <= MOST_PATH_BYTES or "\0" in body.weight_dir:
-            raise HTTPError(400, "weight_dir: give the path of a folder", param="weight_dir")
-        async with changing:
-            try:
-                await updates.load(body.weight_dir, body.weight_version)
-            except StorageError as error:
-                raise HTTPError(503, str(error), code="storage_error") from error
-        return _json({"status": "ok", **_weight_info(service)})
+        if (body.weight_dir is None) == (body.update_info is None):
+            raise HTTPError(400, "weight_dir or update_info: give one of them", param="weight_dir")
+        if body.weight_dir is not None:
+            if not 0 < len(body.weight_dir.encode()) <= MOST_PATH_BYTES or "\0" in body.weight_dir:
+                raise HTTPError(400, "weight_dir: give the path of a folder", param="weight_dir")
+            await changed(updates.load(body.weight_dir, body.weight_version))
+        elif body.update_info is not None:
+            await changed(updates.receive(body.update_info))
+        return _json({"status": "ok", "message": "Weights updated", **_weight_info(service)})
+
+    async def init_weight_transfer_engine(request: Request) -> Response:
+        body = await _body_of(request, service, InitRequest)
+        await changed(updates.join(body.init_info))
+        return _json({"message": "Weight transfer initialized"})
+
+    async def start_weight_update(request: Request) -> Response:
+        await _body_of(request, service, StartRequest)
+        await changed(updates.begin())
+        return _json({"message": "Weight update started"})
+
+    async def finish_weight_update(request: Request) -> Response:
+        body = await _body_of(request, service, FinishRequest)
+        require_version(body.weight_version)
+        await changed(updates.finish(body.weight_version))
+        return _json({"message": "Weight update finished", **_weight_info(service)})
 
     async def weight_checker(request: Request) -> Response:
         body = await _body_of(request, service, CheckRequest)
@@ -149,7 +193,8 @@ def add_control(app: FastAPI, service: Service, store: WeightStore | None = None
         return _json(_weight_info(service))
 
     for post in (
-        pause, resume, abort_requests, reset_prefix_cache, sleep, wake_up, update_weights, weight_checker,
+        pause, resume, abort_requests, reset_prefix_cache, sleep, wake_up, weight_checker, update_weights,
+        init_weight_transfer_engine, start_weight_update, finish_weight_update,
     ):  # fmt: skip
         app.add_api_route(f"/{post.__name__}", post, methods=["POST"], name=post.__name__, response_model=None)
     gets: tuple[Callable[..., Awaitable[Response]], ...] = (

@@ -5,10 +5,13 @@ writes, and the answers go on: those that had begun draw their next tokens with 
 """
 
 import asyncio
+import logging
+import time
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from msgspec import structs
+import msgspec
+from msgspec import Meta, structs
 
 from detcompile.errors import DetcompileError, InvalidInput
 from detcompile.serving.engines.protocol import EngineSpec, Weights
@@ -18,6 +21,29 @@ from detcompile.serving.weight_store import Kept, WeightStore
 
 UPDATE = "update"  # reason of a hold
 MOST_LETTERS = 200  # of a version's name
+MOST_RANKS = 1 << 20
+SAVED = "model.safetensors"
+logger = logging.getLogger(__name__)
+
+
+class InitInfo(msgspec.Struct):
+    """Where a trainer meets the engines, by vLLM's names. The trainer has rank 0."""
+
+    master_address: Annotated[str, Meta(min_length=1, max_length=255)]
+    master_port: Annotated[int, Meta(ge=1, le=65535)]
+    rank_offset: Annotated[int, Meta(ge=1, le=MOST_RANKS)]
+    world_size: Annotated[int, Meta(ge=2, le=MOST_RANKS)]
+
+
+class UpdateInfo(msgspec.Struct):
+    """Tensors that a trainer is about to send, by vLLM's names."""
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[Annotated[int, Meta(ge=0, lt=1 << 40)]]]
+    packed: bool = False
+    packed_buffer_size_bytes: Annotated[int, Meta(ge=1, lt=1 << 40)] = 1 << 30
+    update_kind: Literal["dense"] = "dense"
 
 
 class WeightUpdates:
@@ -30,6 +56,7 @@ class WeightUpdates:
     def __init__(self, service: Service, store: WeightStore | None = None) -> None:
         self._service = service
         self._store = store
+        self._started = False  # between ``begin`` and ``finish``
 
     async def load(self, folder: str, version: str | None) -> None:
         """Serve the weights of a folder, which the engines can read.
@@ -46,6 +73,77 @@ class WeightUpdates:
                 kept = self._store.new_folder(self._current.number + 1)
                 await asyncio.to_thread(self._store.copy, Path(folder), kept)
                 place = str(kept)
+            await self._switch(place, version)
+        except BaseException:
+            await self._drop()
+            raise
+
+    async def join(self, info: InitInfo) -> None:
+        """Make every engine join a weight transfer.
+
+        Raises:
+            InvalidInput: the group is too small, or it does not come together in time.
+            DetcompileError: an engine failed.
+        """
+        await self._require_engines()
+        links = self._service.fleet.links
+        if info.rank_offset + len(links) > info.world_size:
+            raise InvalidInput(f"world_size {info.world_size}: {len(links)} engines join from {info.rank_offset} on")
+        where = {"address": info.master_address, "port": info.master_port, "size": info.world_size}
+        joining = (link.control("join", {**where, "rank": info.rank_offset + i}) for i, link in enumerate(links))
+        for result in await asyncio.gather(*joining, return_exceptions=True):
+            if isinstance(result, BaseException):
+                raise result
+
+    async def begin(self) -> None:
+        """Start an update of several ``receive``. One that was not finished is forgotten."""
+        await self._require_engines()
+        await self._drop()
+        self._started = True
+
+    async def receive(self, info: UpdateInfo) -> None:
+        """Receive tensors in every engine. Without ``begin`` they are the whole update, which is finished at once.
+
+        Raises:
+            InvalidInput: the lists differ in length, or the transfer broke off; nothing has changed.
+            DetcompileError: an engine failed.
+        """
+        lengths = {len(info.names), len(info.dtype_names), len(info.shapes)}
+        if len(lengths) > 1:
+            raise InvalidInput("names, dtype_names and shapes must have the same length")
+        await self._require_engines()
+        tensors = {"names": info.names, "dtype_names": info.dtype_names, "shapes": info.shapes}
+        buckets = {"packed": info.packed, "bucket_bytes": info.packed_buffer_size_bytes}
+        try:
+            await self._service.fleet.control("receive", **tensors, **buckets)
+        except BaseException:
+            await self._drop()
+            raise
+        if not self._started:
+            await self._finish(None)
+
+    async def finish(self, version: str | None) -> None:
+        """Serve what was received since ``begin``.
+
+        Raises:
+            HTTPError: 409 without ``begin``.
+            InvalidInput: the tensors do not fit or some are missing; nothing has changed.
+            DetcompileError: an engine or the store failed; nothing has changed.
+        """
+        await self._require_engines()
+        if not self._started:
+            raise HTTPError(409, "no weight update was started: POST /start_weight_update", code="not_started")
+        self._started = False
+        await self._finish(version)
+
+    async def _finish(self, version: str | None) -> None:
+        try:
+            await self._service.fleet.control("check")
+            place = None
+            if self._store is not None:
+                folder = self._store.new_folder(self._current.number + 1)
+                await self._service.fleet.links[0].control("save", {"path": str(folder / SAVED)})
+                place = str(folder)
             await self._switch(place, version)
         except BaseException:
             await self._drop()
@@ -95,6 +193,7 @@ class WeightUpdates:
         spec: EngineSpec = structs.replace(service.fleet.spec, weights=place)
         kept, store = Kept(Path(place or "").name, name, number), self._store if place is not None else None
         earlier = None if store is None else store.kept
+        start = time.monotonic()
         service.hold(UPDATE, interrupt=True)
         try:
             if store is not None:  # a server that starts from now on has the new weights
@@ -108,6 +207,9 @@ class WeightUpdates:
             service.follow_weights()
         finally:
             service.go_on(UPDATE)
+        held = time.monotonic() - start
+        whole = self._current.fingerprint
+        logger.info("serving weights %s; answers were held for %.3f s; fingerprint %s", name, held, whole)
         if store is not None:
             await asyncio.to_thread(store.keep, structs.replace(kept, digest=self._current.digest))
             await asyncio.to_thread(store.clean)

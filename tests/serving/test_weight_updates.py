@@ -2,9 +2,14 @@
 
 import asyncio
 import base64
+import contextlib
+import ctypes
 import json
 import os
+import pickle
 import shutil
+import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,13 +20,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import detcompile
+from detcompile import weight_transfer
 from detcompile.digests import fingerprint, weights_digest
+from detcompile.errors import InvalidInput
 from detcompile.models.compiled import CompiledModel
 from detcompile.models.hub import TINY_FOLDER
 from detcompile.serving.engines.protocol import Weights
 from detcompile.serving.receipts.envelope import Envelope
 from detcompile.serving.receipts.replay import replay
 from detcompile.serving.weight_store import WeightStore
+from detcompile.weight_transfer import TransferGroup
 from detcompile.weights import weight_digests
 from tests.serving.conftest import Server, started
 from tests.serving.scripted_service import running
@@ -337,3 +345,153 @@ def test_replay_checks_each_span_with_its_weights(
     other = receipt | {"payload": base64.b64encode(json.dumps(changed).encode()).decode()}
     assert replay(tiny_model, Envelope(**other), folders=[trained]).outcome == "differs"
     assert tiny_model.fingerprint_parts == parts
+
+
+class Trainer:
+    """A client that makes the calls of vLLM's trainer side, and sends tensors over gloo, or from a GPU over NCCL."""
+
+    def __init__(self, client: httpx.Client, device: str = "cpu") -> None:
+        self._client = client
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        size = 1 + client.get("/get_world_size").json()["world_size"]
+        info = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": size}
+        with self.posting("/init_weight_transfer_engine", {"init_info": info | {"packed": True}}) as status:
+            self.group = TransferGroup("127.0.0.1", port, 0, size, torch.device(device), seconds=60)
+        assert status == [200]
+
+    @contextlib.contextmanager
+    def posting(self, path: str, body: Any = None) -> Iterator[list[int]]:
+        """Post beside the block's work; the status comes at its end."""
+        status: list[int] = []
+
+        def post() -> None:
+            with httpx.Client(base_url=self._client.base_url, timeout=120) as client:
+                answer = client.post(path, json=body)
+                status.append(answer.status_code)
+                self.answer = answer.json()
+
+        thread = threading.Thread(target=post)
+        thread.start()
+        yield status
+        thread.join()
+
+    def send(self, tensors: dict[str, torch.Tensor], *, packed: bool = True, bucket_bytes: int = 1 << 20) -> int:
+        """Send tensors; return the status of /update_weights."""
+        info = {
+            "names": list(tensors),
+            "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
+            "shapes": [list(tensor.shape) for tensor in tensors.values()],
+            "packed": packed,
+            "packed_buffer_size_bytes": bucket_bytes,
+            "packed_num_buffers": 2,
+        }
+        with self.posting("/update_weights", {"update_info": info}) as status:
+            self.group.send(tensors.items(), packed=packed, bucket_bytes=bucket_bytes)
+        return status[0]
+
+
+def test_weights_arrive_by_the_calls_of_vllm(trainer: httpx.Client, trained: Path) -> None:
+    before = drawn(trainer), trainer.get("/weight_info").json()
+    tensors = load_file(trained / "model.safetensors")
+    assert trainer.get("/health").status_code == 200
+    assert trainer.get("/v1/models").json()["data"][0]["max_model_len"] > 0
+    config = trainer.get("/server_info", params={"config_format": "json"}).json()["vllm_config"]
+    assert config["model_config"]["dtype"] == "torch.bfloat16"
+    missing = trainer.post("/update_weights", json={"update_info": {"names": [], "dtype_names": [], "shapes": []}})
+    assert missing.status_code == 400 and "weight transfer" in missing.json()["error"]["message"]
+    sender = Trainer(trainer)
+    for number, packed in enumerate((True, False)):
+        trainer.post("/pause", params={"mode": "keep"}).raise_for_status()
+        trainer.post("/start_weight_update", json={"is_checkpoint_format": True}).raise_for_status()
+        names = sorted(tensors)
+        for part in (names[:30], names[30:]):
+            assert sender.send({name: tensors[name] for name in part}, packed=packed) == 200
+        finished = trainer.post("/finish_weight_update", json={"weight_version": f"step-{number}"})
+        assert finished.status_code == 200 and finished.json()["weight_version"] == f"step-{number}"
+        trainer.post("/resume").raise_for_status()
+    after, info = drawn(trainer), trainer.get("/weight_info").json()
+    assert after != before[0] and info["weights"] != before[1]["weights"]
+    ours = weight_digests(tensors)
+    assert trainer.post("/weight_checker", json={"action": "compare", "baseline": ours}).json()["match"]
+    assert trainer.post("/finish_weight_update").status_code == 409
+    odd = dict(tensors)
+    del odd["model.norm.weight"]
+    for new, named in ((odd, "model.norm.weight"), (tensors | {names[0]: tensors[names[0]].float()}, names[0])):
+        trainer.post("/start_weight_update").raise_for_status()
+        assert sender.send(new) == 200
+        refused = trainer.post("/finish_weight_update", json={})
+        assert refused.status_code == 400 and named in refused.json()["error"]["message"], refused.text
+        assert sender.send(new) == 400 and named in sender.answer["error"]["message"]  # without a start
+        assert (drawn(trainer), trainer.get("/weight_info").json()) == (after, info)
+    first = load_file(TINY_FOLDER / "model.safetensors")
+    assert sender.send(first) == 200 and sender.answer["weights"] == before[1]["weights"]
+    assert drawn(trainer) == before[0]
+
+
+def test_odd_transfers_are_refused(trainer: httpx.Client) -> None:
+    init = {"master_address": "127.0.0.1", "master_port": 9, "rank_offset": 1, "world_size": 2}
+    tensors = {"names": ["a"], "dtype_names": ["bfloat16"], "shapes": [[2]]}
+    bodies = [
+        ("/init_weight_transfer_engine", {"init_info": init | {name: value}})
+        for name, value in [
+            ("master_address", ""), ("master_address", None), ("master_port", 0), ("master_port", 1 << 20),
+            ("rank_offset", 0), ("rank_offset", 2), ("world_size", 1), ("world_size", "2"), ("world_size", 1 << 70),
+        ]
+    ] + [
+        ("/init_weight_transfer_engine", {"init_info": {}}), ("/init_weight_transfer_engine", {}),
+        ("/start_weight_update", {"is_checkpoint_format": False}), ("/start_weight_update", []),
+        ("/finish_weight_update", {"weight_version": ""}), ("/finish_weight_update", {"weight_version": 7}),
+        ("/update_weights", {"update_info": {}}), ("/update_weights", {"update_info": None}),
+        ("/update_weights", {"update_info": tensors, "weight_dir": "/x"}),
+    ] + [
+        ("/update_weights", {"update_info": tensors | change})
+        for change in [
+            {"names": []}, {"names": [1]}, {"dtype_names": ["x"]}, {"dtype_names": ["nn"]}, {"shapes": [[-1]]},
+            {"shapes": [[1 << 39, 1 << 39]]}, {"shapes": [[1 << 50]]}, {"shapes": [2]}, {"update_kind": "sparse_flat"},
+            {"packed": 3}, {"packed_buffer_size_bytes": 0},
+        ]
+    ]  # fmt: skip
+    before = trainer.get("/weight_info").json()
+    for path, body in bodies:
+        answer = trainer.post(path, json=body)
+        assert answer.status_code == 400, (path, body, answer.text)
+    assert trainer.get("/weight_info").json() == before
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+def test_weights_arrive_over_nccl(tmp_path: Path, trained: Path) -> None:
+    """From the second GPU to an engine on the first."""
+    tensors = load_file(trained / "model.safetensors")
+    server = started(tmp_path, "--admin-key", "none", "--device", "cuda")
+    try:
+        with httpx.Client(base_url=server.url, timeout=120) as client:
+            sender = Trainer(client, "cuda:1")
+            before = drawn(client)
+            for packed, bucket_bytes in ((True, 1 << 30), (True, 1 << 16), (False, 1)):
+                client.post("/start_weight_update").raise_for_status()
+                assert sender.send(tensors, packed=packed, bucket_bytes=bucket_bytes) == 200, sender.answer
+                client.post("/finish_weight_update").raise_for_status()
+                body = {"action": "compare", "baseline": weight_digests(tensors)}
+                assert client.post("/weight_checker", json=body).json()["match"]
+                assert drawn(client) != before
+                first = load_file(TINY_FOLDER / "model.safetensors")
+                assert sender.send(first) == 200 and drawn(client) == before
+    finally:
+        server.stop()
+
+
+class ncclUniqueId(ctypes.Structure):
+    """vLLM's class of this name, which it pickles."""
+
+    _fields_ = [("internal", ctypes.c_byte * 128)]
+
+
+def test_nccl_id_is_read_without_its_class() -> None:
+    sent = bytes(range(128))
+    for pickled in (pickle.dumps(ncclUniqueId.from_buffer_copy(sent)), pickle.dumps(sent)):
+        assert weight_transfer._id_of(pickled) == sent
+    for odd in (b"", b"x", pickle.dumps(b"short"), pickle.dumps(os.system), pickle.dumps({"a": 1}), pickle.dumps(None)):
+        with pytest.raises(InvalidInput, match="no NCCL id"):
+            weight_transfer._id_of(odd)

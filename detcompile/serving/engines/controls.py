@@ -1,7 +1,7 @@
 """Controls: changes of an engine's weights and caches. New weights are read and checked before any tensor changes.
 
-``load`` reads weights in a thread while the engine runs. ``commit`` writes them between two steps, while the engine has
-no request.
+``load`` and ``receive`` read weights in a thread while the engine runs. ``commit`` writes them between two steps, while
+the engine has no request.
 """
 
 from collections import deque
@@ -21,8 +21,10 @@ from detcompile.models.compiled import CompiledModel
 from detcompile.runtime.engine import Engine
 from detcompile.serving.engines.engine_verifications import Verifications
 from detcompile.serving.engines.protocol import Control, Controlled
+from detcompile.weight_transfer import TensorInfo, TransferGroup
 
 Action = Callable[..., dict[str, Any]]
+MOST_BYTES = 16  # of a transfer, per parameter of the model
 
 
 class Controls:
@@ -45,7 +47,15 @@ class Controls:
         self._staged: dict[str, Tensor] = {}  # new weights
         self._waiting: deque[Control] = deque()
         self._reader = ThreadPoolExecutor(1, "weights")
-        self._beside_steps: Mapping[str, Action] = {"load": self._load, "drop": self._drop, "save": self._save}
+        self._group: TransferGroup | None = None
+        self._beside_steps: Mapping[str, Action] = {
+            "check": self._check,
+            "drop": self._drop,
+            "join": self._join,
+            "load": self._load,
+            "receive": self._receive,
+            "save": self._save,
+        }
         self._between_steps: Mapping[str, Action] = {
             "commit": self._commit,
             "digests": self._digests,
@@ -91,6 +101,34 @@ class Controls:
         self._staged = staged
         return {}
 
+    def _join(self, address: str, port: int, rank: int, size: int) -> dict[str, Any]:
+        """Join a weight transfer, in place of an earlier one."""
+        self._group = None
+        self._group = TransferGroup(address, port, rank, size, self._model.device)
+        return {}
+
+    def _receive(
+        self, names: list[str], dtype_names: list[str], shapes: list[list[int]], packed: bool, bucket_bytes: int
+    ) -> dict[str, Any]:
+        """Stage tensors of a transfer; ``check`` says later whether they fit, so that the sender need not wait."""
+        if self._group is None:
+            raise InvalidInput("an engine is in no weight transfer, perhaps because it is new: init it again")
+        infos = [
+            TensorInfo(name, dtype_of(dtype), tuple(shape)) for name, dtype, shape in zip(names, dtype_names, shapes)
+        ]
+        num_bytes = sum(info.nbytes for info in infos)
+        if num_bytes > MOST_BYTES * self._model.num_parameters():
+            raise InvalidInput(f"shapes: {num_bytes} bytes are far more than the model has")
+        for name, tensor in self._group.receive(infos, packed=packed, bucket_bytes=bucket_bytes):
+            if name in self._staged:
+                raise InvalidInput(f"{name} was sent twice")
+            self._staged[name] = tensor
+        return {}
+
+    def _check(self) -> dict[str, Any]:
+        require_whole(self._model, self._staged)
+        return {}
+
     def _drop(self) -> dict[str, Any]:
         self._staged = {}
         return {}
@@ -125,6 +163,18 @@ class Controls:
         """Run the steps that end requests which the front end has cancelled."""
         while self._engine.has_unfinished_requests:
             self._engine.step()
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return the dtype of a name such as bfloat16 or torch.bfloat16.
+
+    Raises:
+        InvalidInput: there is none of this name.
+    """
+    dtype = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise InvalidInput(f"dtype_names: {name[:40]!r} is no dtype of torch")
+    return dtype
 
 
 def require_whole(model: CompiledModel, tensors: Mapping[str, Tensor]) -> None:

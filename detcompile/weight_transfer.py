@@ -1,0 +1,184 @@
+"""Weights from one process to others, as vLLM's weight transfer sends them: a broadcast from rank 0, the trainer.
+
+The processes meet in a TCPStore that rank 0 serves. On GPUs they then share an NCCL communicator whose id comes through
+the store, as in vLLM's StatelessProcessGroup and PyNcclCommunicator, so that a trainer may use vLLM's. On CPUs they use
+gloo, which vLLM does not have.
+
+Packed tensors travel in buckets of bytes: tensors are added to a bucket until it exceeds ``bucket_bytes``.
+
+A trainer: ``TransferGroup(address, port, 0, 1 + engines, device).send(named_tensors)``.
+"""
+
+import io
+import math
+import pickle
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.cuda import nccl
+from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
+
+from detcompile.errors import InvalidInput
+
+BUCKET_BYTES = 1 << 30  # vLLM's default
+TIMEOUT_SECONDS = 300.0
+NCCL_ID = "broadcast_from/0/0"  # key of the store
+NCCL_ID_BYTES = 128
+
+
+class TensorInfo(NamedTuple):
+    """What the receiver knows of a tensor before it arrives."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Return its size."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class TransferGroup:
+    """One process's membership in a group whose rank 0 sends.
+
+    Args:
+        address, port: of the store, which rank 0 serves.
+        rank: this process; the sender has 0.
+        size: number of processes.
+        device: where tensors are sent from, or received.
+        seconds: time for all processes to join, and on CPUs for each broadcast.
+
+    Raises:
+        InvalidInput: the others did not join in time, or rank 0 sent no NCCL id.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        port: int,
+        rank: int,
+        size: int,
+        device: torch.device,
+        seconds: float = TIMEOUT_SECONDS,
+    ) -> None:
+        self.device = device
+        timeout = timedelta(seconds=seconds)
+        try:
+            store = TCPStore(address, port, size, rank == 0, timeout, use_libuv=False)
+            if device.type == "cuda":
+                self._broadcast = _nccl(store, rank, size, device)
+            else:
+                self._broadcast = _gloo(store, rank, size, timeout)
+        except (RuntimeError, ValueError, OverflowError) as error:
+            raise InvalidInput(f"cannot join the weight transfer at {address}, port {port}: {error}") from error
+        self._store = store
+
+    def send(
+        self, tensors: Iterable[tuple[str, Tensor]], *, packed: bool = True, bucket_bytes: int = BUCKET_BYTES
+    ) -> None:
+        """Send tensors to all other ranks, which must ``receive`` the same names, dtypes and shapes."""
+        tensor_of = {_info(name, tensor): tensor.detach() for name, tensor in tensors}
+        for bucket in _buckets(list(tensor_of), packed, bucket_bytes):
+            flat = [tensor_of[info].to(self.device).contiguous().view(-1).view(torch.uint8) for info in bucket]
+            self._broadcast(torch.cat(flat))
+
+    def receive(
+        self, infos: Iterable[TensorInfo], *, packed: bool = True, bucket_bytes: int = BUCKET_BYTES
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors by name, on the CPU.
+
+        Raises:
+            InvalidInput: the transfer broke off.
+        """
+        for bucket in _buckets(list(infos), packed, bucket_bytes):
+            try:
+                data = torch.empty(sum(info.nbytes for info in bucket), dtype=torch.uint8, device=self.device)
+                self._broadcast(data)
+            except RuntimeError as error:
+                raise InvalidInput(f"the weight transfer broke off at {bucket[0].name}: {error}") from error
+            parts = data.cpu().split([info.nbytes for info in bucket])
+            for info, part in zip(bucket, parts):
+                yield info.name, part.clone().view(info.dtype).view(info.shape)
+
+
+def _info(name: str, tensor: Tensor) -> TensorInfo:
+    return TensorInfo(name, tensor.dtype, tuple(tensor.shape))
+
+
+def _buckets(infos: list[TensorInfo], packed: bool, bucket_bytes: int) -> Iterator[list[TensorInfo]]:
+    """Divide tensors into broadcasts, as vLLM does."""
+    bucket: list[TensorInfo] = []
+    for info in infos:
+        bucket.append(info)
+        if not packed or sum(each.nbytes for each in bucket) > bucket_bytes:
+            yield bucket
+            bucket = []
+    if bucket:
+        yield bucket
+
+
+def _gloo(store: TCPStore, rank: int, size: int, timeout: timedelta) -> Callable[[Tensor], None]:
+    """Return the broadcast of a gloo group."""
+    group: Any = ProcessGroupGloo(PrefixStore("weights", store), rank, size, timeout)
+
+    def broadcast(data: Tensor) -> None:
+        if data.numel():
+            options = BroadcastOptions()
+            options.rootRank = 0
+            group.broadcast([data], options).wait()
+
+    return broadcast
+
+
+def _nccl(store: Any, rank: int, size: int, device: torch.device) -> Callable[[Tensor], None]:
+    """Return the broadcast of an NCCL communicator. vLLM warms up new ones by a sum, in which every rank takes part."""
+    if rank == 0:
+        unique_id = nccl.unique_id()
+        store.set(NCCL_ID, pickle.dumps(unique_id))
+    else:
+        unique_id = _id_of(store.get(NCCL_ID))
+    with torch.cuda.device(device):
+        communicator = nccl.init_rank(size, unique_id, rank)
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            nccl.all_reduce([torch.zeros(1, device=device)], streams=[stream], comms=[communicator])
+        stream.synchronize()
+
+    def broadcast(data: Tensor) -> None:
+        with torch.cuda.device(device):
+            stream.wait_stream(torch.cuda.current_stream())
+            nccl.broadcast([data], 0, [stream], [communicator])
+            stream.synchronize()
+
+    return broadcast
+
+
+class _IdReader(pickle.Unpickler):
+    """Reads an NCCL id that vLLM, or this module, has pickled, and runs no code of the pickle."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a stand-in for the names in a pickled ctypes structure; reject all others."""
+        if (module, name) == ("_ctypes", "_unpickle"):
+            return lambda kind, state: state[1]  # the structure's bytes
+        if name == "ncclUniqueId":
+            return name
+        raise pickle.UnpicklingError(f"{module}.{name} is not part of an NCCL id")
+
+
+def _id_of(pickled: bytes) -> bytes:
+    """Return an NCCL id.
+
+    Raises:
+        InvalidInput: it is something else.
+    """
+    try:
+        unique_id = _IdReader(io.BytesIO(pickled)).load()
+    except Exception as error:  # a pickle can raise anything
+        raise InvalidInput(f"rank 0 sent no NCCL id: {error}") from error
+    if not isinstance(unique_id, (bytes, bytearray)) or len(unique_id) != NCCL_ID_BYTES:
+        raise InvalidInput("rank 0 sent no NCCL id")
+    return bytes(unique_id)

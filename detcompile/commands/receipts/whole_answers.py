@@ -232,8 +232,8 @@ async def _chats(fields: Fields, job: Job, context: _Context) -> AsyncIterator[d
 
 
 async def _generated(fields: Fields, job: Job, context: _Context) -> AsyncIterator[dict[str, Any]]:
-    options = {"with_ids": True, "with_prompt_logprobs": "prompt_logprobs" in fields, "with_receipt": True}
-    reply = GenerateReply(context, job, **options)
+    with_prompt_logprobs = "prompt_logprobs" in fields
+    reply = GenerateReply(context, job, with_ids=True, with_prompt_logprobs=with_prompt_logprobs, with_receipt=True)
     reply.name(fields.get("request_id", job.name))
     reply.with_prompt_ids = "prompt_token_ids" in fields
     yield await reply.whole()

@@ -6,11 +6,10 @@ from typing import Literal, NamedTuple
 
 import msgspec
 from msgspec import UNSET
-from msgspec.structs import astuple
 
 from detcompile.errors import InvalidInput
 from detcompile.serving.engines.answers import Answer
-from detcompile.serving.engines.protocol import Hello
+from detcompile.serving.engines.protocol import Hello, Token
 from detcompile.serving.owned_cache import OwnedCache
 from detcompile.serving.plain_tokenizer import tokenizer_digest
 from detcompile.serving.receipts.envelope import Envelope, payload_digest, seal
@@ -18,6 +17,7 @@ from detcompile.serving.receipts.keys import SigningKey
 from detcompile.serving.receipts.log import ReceiptLog
 from detcompile.serving.receipts.receipt import (
     DrawnBy,
+    PlainLogprobs,
     Prompt,
     Receipt,
     Served,
@@ -145,16 +145,20 @@ class Issuer:
 
 async def _prompt(answer: Answer, texts: TokenizerPool, salt: bytes | None, weights: str) -> Prompt:
     """Return a prompt in the receipt's form; ``weights`` is the fingerprint part of the receipt."""
-    of_prompt = [entry and astuple(entry) for entry in answer.prompt_logprobs]
+    of_prompt = [None if entry is None else _plain(entry) for entry in answer.prompt_logprobs]
     known = None if answer.params.prompt_logprobs is None else recorded_logprobs(of_prompt, salt)
     samples = []
     for index, sample in enumerate(answer.samples):
         text = (await SampleText(texts, answer.params, sample).rest())[0] if texts.present else None
         reasons = (sample.finish_reason, sample.stop_reason)
-        logprobs = None if sample.logprobs is None else [astuple(entry) for entry in sample.logprobs]
+        logprobs = None if sample.logprobs is None else [_plain(entry) for entry in sample.logprobs]
         recorded_one = recorded_sample(index, sample.token_ids, reasons, text, logprobs, salt)
         if any(span.weights.digest != weights for span in sample.spans):
             spans = [DrawnBy(start=s.start, version=s.weights.version, weights=s.weights.digest) for s in sample.spans]
             recorded_one.drawn_by = spans
         samples.append(recorded_one)
     return Prompt(token_ids=recorded(answer.prompt_ids, salt), logprobs=known, samples=samples)
+
+
+def _plain(entry: Token) -> PlainLogprobs:
+    return entry.token_id, entry.logprob, entry.top, entry.rank, entry.sampling

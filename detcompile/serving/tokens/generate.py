@@ -90,10 +90,18 @@ async def generate(service: Service, request: GenerateRequest, call: Call) -> Re
     sampling = request.sampling_params
     drawn = {name: getattr(sampling, name) for name in SAMPLING}
     rest = {name: getattr(request, name) for name in SHARED}
-    completion = CompletionRequest(prompt=request.token_ids, **drawn, **rest)
+    completion = CompletionRequest(prompt=[*request.token_ids], **drawn, **rest)
     defaults = {name: most for name, most in service.hello.default_params.items() if name == "max_tokens"}
-    words = {"prefix": "generate-", "param": "token_ids", "defaults": defaults}
-    ask = functools.partial(ask_completion, service, completion, [request.token_ids], call.owner, **words)
+    ask = functools.partial(
+        ask_completion,
+        service,
+        completion,
+        [request.token_ids],
+        call.owner,
+        prefix="generate-",
+        param="token_ids",
+        defaults=defaults,
+    )
     job = await service.jobs.job(call, ask)
     reply = GenerateReply(
         service,

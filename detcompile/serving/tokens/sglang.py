@@ -87,7 +87,7 @@ async def sglang_generate(service: Service, request: SGLangRequest, call: Call) 
         raise HTTPError(400, "give either text or input_ids", param="input_ids")
     prompt, param = (request.text, "text") if request.input_ids is None else (request.input_ids, "input_ids")
     assert prompt is not None
-    prompts = prompts_of(prompt, param)  # type: ignore[arg-type]
+    prompts = prompts_of(prompt, param)
     wants_logprobs = bool(request.return_logprob)
     start = -1 if request.logprob_start_len is None or not wants_logprobs else request.logprob_start_len
     num_top = request.top_logprobs_num or 0

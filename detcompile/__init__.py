@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from detcompile.models.compiled import CompiledModel
     from detcompile.models.exported import ExportedModel, load
     from detcompile.models.pooling import CompiledClassifier, CompiledEmbedder
-    from detcompile.offline.llm import LLM
+    from detcompile.offline.llm import LLM, LoRARequest
     from detcompile.orders.numerics import Numerics
     from detcompile.passes.backend import Backend
     from detcompile.passes.proof.certificate import Certificate
@@ -76,6 +76,7 @@ __all__ = [
     "Grammar",
     "InvalidInput",
     "LLM",
+    "LoRARequest",
     "Logprobs",
     "MedusaDrafter",
     "MedusaHeads",
@@ -127,6 +128,7 @@ PLACES = {  # modules of the public names
     "Grammar": "detcompile.runtime.grammars.grammar",
     "InvalidInput": "detcompile.errors",
     "LLM": "detcompile.offline.llm",
+    "LoRARequest": "detcompile.offline.llm",
     "Logprobs": "detcompile.runtime.requests.outputs",
     "MedusaDrafter": "detcompile.runtime.speculation.medusa_drafter",
     "MedusaHeads": "detcompile.runtime.speculation.medusa_heads",

@@ -22,6 +22,7 @@ from detcompile.other_names import naming_equivalents
 from detcompile.parallel import PipelineStage, tensor_parallel
 from detcompile.passes.capture import require_ready
 from detcompile.passes.lowering import lower
+from detcompile.passes.modules.low_rank import add_slots
 from detcompile.passes.modules.pooling_heads import PoolingModel, as_pooling_model, has_pooling_head
 from detcompile.passes.modules.positions import position_tables
 from detcompile.passes.release_probe import require_release
@@ -57,6 +58,7 @@ CALLED_HERE = {
     "torch_dtype": "pass dtype",
     "use_auth_token": "pass token",
 }
+LARGEST_RANK = 128  # of an adapter: float32 products over more inputs have another order
 Compiled = CompiledModel | CompiledClassifier | CompiledEmbedder
 
 
@@ -80,6 +82,7 @@ def compile(
     task: Literal["generate", "classify", "embed"] | None = None,
     gguf_file: str | None = None,
     dequantize: bool | None = None,
+    max_lora_rank: int | None = None,
 ) -> Compiled:
     """Compile a model so that each row's bits depend on the weights and on that row's own tokens.
 
@@ -110,6 +113,9 @@ def compile(
         dtype, device, revision, token, trust_remote_code, task, gguf_file, dequantize: how to load a model that is
             given by its name, as ``load_model`` takes them. Refused with a module.
 
+        max_lora_rank: leave room beside every linear for a LoRA adapter of up to this rank: engines then load adapters
+            by name (``Engine.load_adapter``). None leaves none. In one process only.
+
     Raises:
         UnsupportedModel: the model cannot be captured with its meaning intact.
         UnsupportedRelease: the installed torch, transformers or triton is untested and fails a probe.
@@ -123,6 +129,7 @@ def compile(
     require_declared(tp, numerics)
     if numerics.is_exact and tp * pp > 1:
         raise InvalidInput(f"Numerics.arithmetic={numerics.arithmetic!r} runs in one process for now: tp=1 and pp=1")
+    max_lora_rank = _checked_rank(max_lora_rank, tp * pp, numerics)
     if pp < 1:
         raise InvalidInput(f"pp={pp}: a pipeline has at least one stage")
     max_context = _checked_context(max_context)
@@ -145,6 +152,8 @@ def compile(
         with shown(progress):
             beside = isinstance(given, Load) and tp == 1 and given.device.type == "cuda"
             with given.under_way(beside=beside) if isinstance(given, Load) else nullcontext(given) as module:
+                if max_lora_rank is not None:
+                    add_slots(module, max_lora_rank)
                 compiled = compile_here(module, tp, numerics, max_context, tp_group, replicate_attention)
     compiled.tokenizer  # noqa: B018 - its files may change, or be of another folder, once this has returned
     return compiled
@@ -204,6 +213,22 @@ def _checked_context(max_context: int | None) -> int | None:
     if max_context < 1:
         raise InvalidInput(f"max_context={max_context}: a sequence holds at least one token")
     return max_context
+
+
+def _checked_rank(rank: int | None, num_processes: int, numerics: Numerics) -> int | None:
+    """Return a valid ``max_lora_rank``.
+
+    Raises:
+        InvalidInput: not an integer from 1 to 128, several processes, or exact arithmetic.
+    """
+    if rank is None:
+        return None
+    rank = plain_values.whole_number(rank, "max_lora_rank")
+    if not 1 <= rank <= LARGEST_RANK:
+        raise InvalidInput(f"max_lora_rank={rank} must be from 1 to {LARGEST_RANK}")
+    if num_processes > 1 or numerics.is_exact:
+        raise InvalidInput("max_lora_rank: adapters by name run in one process, in floating point: tp=1 and pp=1")
+    return rank
 
 
 def numerics_of(given: Numerics | None) -> Numerics:

@@ -80,7 +80,7 @@ FLOORS = [
         {"runtime.kv", "runtime.sampling"},
         {"runtime.requests"},
         {"runtime.grammars"},
-        {"runtime.device_memory"},
+        {"runtime.adapters", "runtime.device_memory"},
     ],
     [
         {"serving.app", "serving.server"},

@@ -11,6 +11,7 @@ from detcompile.executors.description import ModelDescription
 from detcompile.executors.fingerprints import end_tokens
 from detcompile.executors.live_weights import LiveWeights
 from detcompile.parallel import TensorParallel
+from detcompile.runtime.adapters import AdapterSlots
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.engine_setup import EngineModel, Forwards, new_engine
@@ -42,6 +43,7 @@ class LocalExecutor:
         forwards: run a step.
         weights: the tensors that ``forwards`` read.
         origin: a LoweredModule or an ArchivedProgram.
+        adapters: the adapters of a model with slots for them.
     """
 
     def __init__(
@@ -51,7 +53,9 @@ class LocalExecutor:
         weights: LiveWeights,
         origin: Origin,
         ranks: TensorParallel | None = None,
+        adapters: AdapterSlots | None = None,
     ) -> None:
+        self.adapters = adapters
         self.description = description
         self.forwards = forwards
         self.weights = weights
@@ -75,6 +79,7 @@ class LocalExecutor:
             end_tokens=lambda: stop_tokens(self.description.module),
             weights_version=self.weights.version,
             fingerprint=lambda: fingerprint(self.fingerprint_parts()),
+            adapters=self.adapters,
         )
         with on_device(model.facts.device):
             return new_engine(model, self.forwards, config, tokenizer, speculation, self.ranks)

@@ -15,8 +15,10 @@ from detcompile.orders.numerics import Numerics
 from detcompile.parallel import TensorParallel
 from detcompile.passes.layers.structure import layers_of
 from detcompile.passes.lowering import Lowered, lower_view, lower_with_states
+from detcompile.passes.modules.low_rank import slots_of, without_slots
 from detcompile.passes.modules.recurrences import Recurrences
 from detcompile.passes.sharding.modules import GatheredLinear
+from detcompile.runtime.adapters import AdaptedForward, AdapterSlots
 from detcompile.runtime.engine_setup import Forwards
 from detcompile.runtime.step.runner import Forward
 from detcompile.weights import weight_addresses, weights_in_place
@@ -44,11 +46,15 @@ def executor_of(
         parameters=parameters,
         stage=lowered.stage,
     )
-    held = partial(weights_in_place, module, weight_addresses(module), lowered.constants)
+    slots = slots_of(module)
+    whole_held = partial(weights_in_place, module, weight_addresses(module), lowered.constants)
+    held = (lambda **how: without_slots(whole_held(**how))) if slots else whole_held
     named, whole = partial(held, every_name=True), lowered.whole_weights
     weights = LiveWeights(held, named, whole=whole, is_share=bool(whole), shares=lowered.shares)
     origin = LoweredModule(description, lowered.recurrences)
-    return LocalExecutor(description, Forwards(lowered.forward, origin.forward_with_states), weights, origin, ranks)
+    adapters = AdapterSlots(slots) if slots else None
+    forward = lowered.forward if adapters is None else AdaptedForward(lowered.forward, adapters)
+    return LocalExecutor(description, Forwards(forward, origin.forward_with_states), weights, origin, ranks, adapters)
 
 
 class LoweredModule:

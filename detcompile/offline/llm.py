@@ -4,7 +4,7 @@ import itertools
 import warnings
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from detcompile.models.compiled import CompiledModel, require_causal
 from detcompile.models.exported import load
 from detcompile.models.remote import RemoteModel
 from detcompile.offline.chats import read_chats
-from detcompile.offline.llm_options import NO_LORA, TEXT_ALONE, LLMOptions, configured_params, read_options
+from detcompile.offline.llm_options import TEXT_ALONE, LLMOptions, configured_params, read_options
 from detcompile.offline.llm_outputs import LLMOutput, llm_output
 from detcompile.runtime.dense.padded_batch import seed_of_row
 from detcompile.runtime.engine import Engine
@@ -35,6 +35,15 @@ COMPILES_BY = {
 }
 
 
+@dataclass(frozen=True)
+class LoRARequest:
+    """vLLM's name for an adapter: its name, a number that nothing reads, and its folder in PEFT's format."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+
 class LLM:
     """vLLM's LLM: a model, its tokenizer and an engine that serves lists of prompts.
 
@@ -49,9 +58,9 @@ class LLM:
         options: vLLM's options by name. Supported: ``tensor_parallel_size``, ``pipeline_parallel_size``,
             ``dtype``, ``max_model_len``, ``gpu_memory_utilization``, ``max_num_seqs``, ``max_num_batched_tokens``,
             ``block_size``, ``num_gpu_blocks_override``, ``enable_prefix_caching``, ``enable_chunked_prefill``,
-            ``enforce_eager``, ``revision``, ``hf_token``, ``trust_remote_code``, ``generation_config`` ("auto" or
-            "vllm") and ``reasoning_parser`` (None: as the chat template says; "none" for no parser); others are
-            accepted only with values that have no effect.
+            ``enforce_eager``, ``enable_lora`` with ``max_lora_rank``, ``revision``, ``hf_token``,
+            ``trust_remote_code``, ``generation_config`` ("auto" or "vllm") and ``reasoning_parser`` (None: as the chat
+            template says; "none" for no parser); others are accepted only with values that have no effect.
 
     Attributes:
         model: the compiled model.
@@ -74,6 +83,7 @@ class LLM:
         self._numbers = itertools.count()
         self._parser_name = read.reasoning_parser
         self._is_borrowed = isinstance(model, CompiledModel)
+        self._adapters: dict[str, str] = {}  # folder of each adapter by name
         self.model = _compiled(model, read)
         self._tokenizer = self.model.tokenizer if tokenizer is None else _tokenizer(tokenizer)
         self._defaults = SamplingParams(**configured_params(self.model) if read.config_defaults else {})
@@ -87,7 +97,7 @@ class LLM:
         use_tqdm: bool = True,
         *,
         priority: int | SequenceOf[int] | None = None,
-        lora_request: None = None,
+        lora_request: Any | SequenceOf[Any] | None = None,
         tokenization_kwargs: None = None,
         mm_processor_kwargs: None = None,
     ) -> list[LLMOutput]:
@@ -98,6 +108,8 @@ class LLM:
             sampling_params: one for all prompts, or one per prompt; None uses ``get_default_sampling_params()``.
             use_tqdm: show a progress bar on the terminal.
             priority: an integer per prompt, or one for all; lower values are served earlier.
+            lora_request: a LoRARequest for all prompts, or one per prompt (None for the plain model), with
+                ``enable_lora=True``. Its folder is read at its first use.
 
         Returns:
             One LLMOutput per prompt, in order; a prompt that failed during generation has an ``error``.
@@ -108,7 +120,6 @@ class LLM:
             EngineError: this object is closed, or the engine failed.
         """
         unserved = {
-            "lora_request": (lora_request, NO_LORA),
             "tokenization_kwargs": (tokenization_kwargs, "pass token ids, or truncate_prompt_tokens"),
             "mm_processor_kwargs": (mm_processor_kwargs, TEXT_ALONE),
         }
@@ -121,7 +132,8 @@ class LLM:
         if isinstance(params, SamplingParams):
             params = [params] * count
         seeded = [self._seeded(each) for each in params] if _are_params(params) else params
-        outputs = engine.generate(prompts, seeded, progress=bool(use_tqdm), priority=priority, strict=True)
+        how: dict[str, Any] = {"priority": priority, "adapter": self._adapter_names(engine, lora_request)}
+        outputs = engine.generate(prompts, seeded, progress=bool(use_tqdm), strict=True, **how)
         failed = [output.error for output in outputs if output.error is not None]
         if failed:
             warnings.warn(
@@ -144,7 +156,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         thinking_token_budget: int | None = None,
         priority: int | SequenceOf[int] | None = None,
-        lora_request: None = None,
+        lora_request: Any | SequenceOf[Any] | None = None,
         tokenization_kwargs: None = None,
         mm_processor_kwargs: None = None,
     ) -> list[LLMOutput]:
@@ -155,7 +167,7 @@ class LLM:
 
         Args:
             messages: dicts with "role" and "content"; or a list of such lists.
-            sampling_params, use_tqdm, priority: as in ``generate``.
+            sampling_params, use_tqdm, priority, lora_request: as in ``generate``.
             chat_template: a Jinja template in place of the tokenizer's.
             chat_template_content_format: only "auto": the template gets the messages unchanged.
             add_generation_prompt: start an answer after the last message.
@@ -189,7 +201,7 @@ class LLM:
         params = self._defaults if sampling_params is None else sampling_params
         if isinstance(params, SamplingParams):
             params = [params] * len(conversations)
-        unserved = {"lora_request": lora_request, "tokenization_kwargs": tokenization_kwargs}
+        unserved: dict[str, Any] = {"lora_request": lora_request, "tokenization_kwargs": tokenization_kwargs}
         unserved |= {"mm_processor_kwargs": mm_processor_kwargs}
         valid = _are_params(params) and len(params) == len(conversations)  # generate() rejects others
         chats = read_chats(
@@ -246,6 +258,27 @@ class LLM:
             raise EngineError("this LLM is closed: create a new one")
         return self.engine
 
+    def _adapter_names(self, engine: Engine, requests: Any) -> list[str | None] | str | None:
+        """Return the adapter of each prompt, or one for all, after reading those that are new."""
+        if requests is None:
+            return None
+        if isinstance(requests, SequenceOf) and not isinstance(requests, (str, bytes)):
+            return [None if request is None else self._adapter_name(engine, request) for request in requests]
+        return self._adapter_name(engine, requests)
+
+    def _adapter_name(self, engine: Engine, request: Any) -> str:
+        name, path = getattr(request, "lora_name", None), str(getattr(request, "lora_path", ""))
+        if not isinstance(name, str) or not path:
+            raise InvalidInput(f"lora_request {shown(request)} is {kind(request)}: pass LoRARequest(name, id, path)")
+        if name not in engine.adapters:
+            engine.load_adapter(name, path)
+            self._adapters[name] = path
+        if self._adapters.get(name) != path:
+            raise InvalidInput(
+                f"adapter {name!r} was read from {self._adapters.get(name)}, not {path}: choose another name"
+            )
+        return name
+
     def _seeded(self, params: SamplingParams) -> SamplingParams:
         number = next(self._numbers)
         if params.seed is not None or self._seed is None:
@@ -261,6 +294,8 @@ def _compiled(model: str | Path | PreTrainedModel | CompiledModel, options: LLMO
         changed.pop("trust_remote_code", None)  # the model's code no longer runs
         changed |= {"tensor_parallel_size": options.tp if options.tp > 1 else None}
         changed |= {"pipeline_parallel_size": options.pp if options.pp > 1 else None}
+        lacks_slots = getattr(getattr(model, "executor", None), "adapters", None) is None
+        changed |= {"max_lora_rank": options.max_lora_rank if lacks_slots else None}
         for name, value in changed.items():
             if value is not None:
                 argument = COMPILES_BY.get(name, name)
@@ -269,6 +304,7 @@ def _compiled(model: str | Path | PreTrainedModel | CompiledModel, options: LLMO
                 )
         return model if isinstance(model, CompiledModel) else load(model)
     how: dict[str, Any] = {"tp": options.tp, "pp": options.pp, "max_context": options.max_context, **options.hub}
+    how["max_lora_rank"] = options.max_lora_rank
     if isinstance(model, (str, Path)):
         how["dtype"] = options.dtype
     elif options.dtype is not None:

@@ -27,7 +27,8 @@ ANY = object()  # every value is accepted
 QUANTIZED = "a checkpoint's own quantization is used (docs/quantization.md)"
 ONE_ENGINE = "one engine serves one model, over tensor_parallel_size ranks"
 LOCAL = "checkpoints are read as transformers reads them"
-NO_LORA = "merge the adapter into the weights"
+NO_LORA = "adapters are plain LoRA of linears: enable_lora=True, max_lora_rank, and lora_request of generate()"
+MAX_LORA_RANK = 16  # vLLM's default
 TEXT_ALONE = "prompts are text or tokens"
 AUX = "an output has tokens, text and log-probabilities"
 DRAFTS = "model.engine(speculation=SpeculationConfig()) drafts"
@@ -100,7 +101,6 @@ NEUTRAL: Mapping[str, tuple[Any, str]] = {
     "enable_elastic_ep": (False, ONE_ENGINE),
     "enable_expert_parallel": (False, ONE_ENGINE),
     "enable_fault_tolerance": (False, RESTARTS),
-    "enable_lora": (False, NO_LORA),
     "enable_mamba_cache_stochastic_rounding": (False, "states are rounded to the nearest value"),
     "enable_mixed_moe_lora_format": (False, NO_LORA),
     "enable_mm_embeds": (False, TEXT_ALONE),
@@ -132,7 +132,6 @@ NEUTRAL: Mapping[str, tuple[Any, str]] = {
     "mamba_ssm_cache_dtype": ("auto", "states have the dtypes of the model"),
     "max_cpu_loras": (ANY, ""),
     "max_lora_cls_labels": (None, NO_LORA),
-    "max_lora_rank": (ANY, ""),
     "max_loras": (ANY, ""),
     "max_num_queued_reqs": (None, "requests wait in a queue without a limit"),
     "max_num_queued_tokens": (None, "requests wait in a queue without a limit"),
@@ -196,6 +195,7 @@ class LLMOptions(NamedTuple):
         config_defaults: True if the model's generation_config gives the default SamplingParams.
         hub: those of compile()'s ``revision``, ``token`` and ``trust_remote_code`` that are set.
         reasoning_parser: name of the format of the reasoning, or "none"; None: as the chat template says.
+        max_lora_rank: the largest rank of adapters; None: no adapters.
     """
 
     tp: int
@@ -206,6 +206,7 @@ class LLMOptions(NamedTuple):
     config_defaults: bool
     hub: Mapping[str, Any]
     reasoning_parser: str | None
+    max_lora_rank: int | None
 
 
 def read_options(options: Mapping[str, Any]) -> LLMOptions:
@@ -229,6 +230,8 @@ def read_options(options: Mapping[str, Any]) -> LLMOptions:
         names = ", ".join([*PARSERS, "none"])
         raise InvalidInput(f"reasoning_parser={shown(parser)} must be one of {names}, or None to follow the template")
     engine = _engine_config(rest)
+    rank = whole_number(rest.pop("max_lora_rank", None) or MAX_LORA_RANK, "max_lora_rank")
+    max_lora_rank = rank if flag(rest.pop("enable_lora", None) or False, "enable_lora") else None
     hub = {"revision": rest.pop("revision", None), "token": rest.pop("hf_token", None)}
     hub |= {"trust_remote_code": flag(rest.pop("trust_remote_code", False), "trust_remote_code") or None}
     for name, value in rest.items():
@@ -248,6 +251,7 @@ def read_options(options: Mapping[str, Any]) -> LLMOptions:
         defaults == "auto",
         {name: value for name, value in hub.items() if value is not None},
         parser,
+        max_lora_rank,
     )
 
 

@@ -5,12 +5,14 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from itertools import count
+from pathlib import Path
 from typing import Any, get_args
 
 from rich.progress import track
 
 from detcompile.errors import EngineError, InvalidInput
 from detcompile.other_names import naming_equivalents
+from detcompile.runtime.adapters import AdapterSlots
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.kv.kv_blocks import KVBlocks
 from detcompile.runtime.kv.prefixes import Prefixes
@@ -29,7 +31,7 @@ from detcompile.runtime.step.interfaces import StepWorker
 from detcompile.runtime.step_turns import EngineLoop, StepTurns
 
 REQUEST_NAMES = {
-    "lora_request": "merge the adapter into the weights",
+    "lora_request": "load_adapter() it, and pass adapter=name",
     "prompt_token_ids": "pass the token ids as the prompt",
     "sampling_params": "pass params",
     "use_tqdm": "pass progress to generate()",
@@ -51,6 +53,7 @@ class Engine:
         prefixes: builds the Prefixes, given the lock of the steps and a function that forgets blocks of outdated
             weights.
         weights_version: returns a new number when the model's weights change; results of older weights are not used.
+        adapters: the model's adapters; None without slots for them.
 
     Attributes:
         config: the engine's settings.
@@ -70,7 +73,9 @@ class Engine:
         prefixes: Callable[[Turns, Callable[[], None]], Prefixes],
         speculation: SpeculationConfig | None = None,
         weights_version: Callable[..., int] = lambda *, look=False: 0,
+        adapters: AdapterSlots | None = None,
     ) -> None:
+        self._adapters = adapters
         if speculation is not None and speculation.acceptance == "rejection" and not worker.accepts_rejection:
             raise InvalidInput("acceptance='rejection' needs the model in this process: set 'exact', or tp=1")
         self.config = config
@@ -109,6 +114,7 @@ class Engine:
         stream_text: bool = False,
         resume: Mapping[int, SequenceOf[int]] | None = None,
         output_kind: OutputKind = "cumulative",
+        adapter: str | None = None,
     ) -> str:
         """Queue a request, which ``step`` serves. Thread-safe.
 
@@ -123,6 +129,7 @@ class Engine:
                 Logprobs cover only tokens drawn here; prompt logprobs come with sample 0.
             output_kind: "cumulative": ``step`` returns the whole output whenever it grows; "delta": only what is new,
                 with text only if ``stream_text``; "final_only": only finished outputs.
+            adapter: name of a loaded adapter; None for the plain model.
 
         Returns:
             The request's id.
@@ -132,7 +139,38 @@ class Engine:
             EngineError: the engine has failed before.
         """
         options: dict[str, Any] = {"stream_text": stream_text, "resume": resume, "output_kind": output_kind}
-        return self._add(request_id, "request", prompt, params, priority=priority, **options)
+        return self._add(request_id, "request", prompt, params, priority=priority, adapter=adapter, **options)
+
+    def load_adapter(self, name: str, path: str | Path) -> str:
+        """Read a LoRA adapter from a folder in PEFT's format; requests may then name it. Return its sha256.
+
+        Its weights are rounded to the model's dtype. The bits are those of a model compiled with this adapter alone.
+
+        Raises:
+            InvalidInput: the model has no slots (``compile(max_lora_rank=...)``), the name is taken, or the adapter
+                does not fit.
+        """
+        return self._slots().load(name, path).digest
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter; requests that have it end with it.
+
+        Raises:
+            InvalidInput: no adapter has this name.
+        """
+        self._slots().unload(name)
+
+    @property
+    def adapters(self) -> list[str]:
+        """Names of the loaded adapters."""
+        return [] if self._adapters is None else self._adapters.names
+
+    def _slots(self) -> AdapterSlots:
+        if self._adapters is None:
+            raise InvalidInput(
+                "adapters: this model was compiled without room for them: pass max_lora_rank to compile()"
+            )
+        return self._adapters
 
     def cancel(self, request_id: str) -> None:
         """Cancel a request before its next step. Unknown or finished ids are ignored."""
@@ -161,7 +199,7 @@ class Engine:
 
     @naming_equivalents("engine.stream", REQUEST_NAMES)
     async def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
+        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0, adapter: str | None = None
     ) -> AsyncIterator[RequestOutput]:
         """Yield a request's output after each of its steps: ``async for output in engine.stream(prompt, params)``.
 
@@ -175,7 +213,8 @@ class Engine:
         def receive(output: RequestOutput | EngineError) -> None:
             loop.call_soon_threadsafe(outputs.put_nowait, output)
 
-        name = self._add(None, "stream", prompt, params, priority=priority, stream_text=True, receiver=receive)
+        how: dict[str, Any] = {"priority": priority, "adapter": adapter, "stream_text": True}
+        name = self._add(None, "stream", prompt, params, receiver=receive, **how)
         finished = False
         try:
             self._loop.wake()
@@ -201,6 +240,7 @@ class Engine:
         progress: bool = True,
         priority: SequenceOf[int] | None = None,
         strict: bool = False,
+        adapter: SequenceOf[str | None] | str | None = None,
     ) -> list[RequestOutput]:
         """Serve prompts until they are finished.
 
@@ -209,6 +249,7 @@ class Engine:
             params: one SamplingParams for all prompts, or one per prompt.
             progress: show a progress bar on the terminal.
             priority: one integer per prompt, as in ``add_request``.
+            adapter: name of a loaded adapter for all prompts, or one per prompt; None for the plain model.
             strict: raise the error of an invalid prompt before any prompt is served, instead of returning it.
 
         Returns:
@@ -224,9 +265,13 @@ class Engine:
         finished: dict[str, RequestOutput] = {}
         try:
             each = self._admission.per_prompt(prompts, params, priority)
+            chosen = [adapter] * len(each) if adapter is None or isinstance(adapter, str) else list(adapter)
+            if len(chosen) != len(each):
+                raise InvalidInput(f"{len(each)} prompts and {len(chosen)} adapters: give one for all, or one each")
             for index, (prompt, prompt_params, level) in enumerate(each):
                 try:
                     to: dict[str, Any] = {"receiver": mailbox.receive, "output_kind": "final_only"}
+                    to["adapter"] = chosen[index]
                     name = self._add(None, "generate", prompt, prompt_params, priority=level, **to)
                     results.append(RequestOutput(name, None, [], None, []))
                 except InvalidInput as error:
@@ -290,6 +335,7 @@ class Engine:
         receiver: Receiver | None = None,
         resume: Mapping[int, SequenceOf[int]] | None = None,
         output_kind: OutputKind = "cumulative",
+        adapter: str | None = None,
     ) -> str:
         """Queue a request under ``request_id`` or a generated id; its outputs go to ``receiver``."""
         self._steps.require_alive()
@@ -304,6 +350,7 @@ class Engine:
             stream_text=stream_text,
             resume=resume,
             with_text=output_kind != "delta" or bool(stream_text),
+            adapter=None if adapter is None else self._slots().find(adapter),
         )
         for sequence in request.sequences:
             self._scheduler.require_room(sequence)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from detcompile.errors import InvalidInput
 from detcompile.parallel import TensorParallel
 from detcompile.progress import shown
+from detcompile.runtime.adapters import AdapterSlots
 from detcompile.runtime.device_memory import StepMemory, available_memory, gpu_memory
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import EngineConfig
@@ -36,6 +37,7 @@ class EngineModel(NamedTuple):
     end_tokens: Callable[[], tuple[int, ...]] = tuple  # current end-of-sequence tokens
     weights_version: Callable[..., int] = lambda *, look=False: 0  # LiveWeights.version
     fingerprint: Callable[[], str] = lambda: ""  # of the current weights
+    adapters: AdapterSlots | None = None  # None without room for adapters
 
 
 class Forwards(NamedTuple):
@@ -165,6 +167,10 @@ def engine_over(
         InvalidInput: the drafter does not match the model.
     """
     facts = model.facts
+    if speculation is not None and model.adapters is not None:
+        raise InvalidInput(
+            "speculation: drafts of a model with adapters are not supported: compile without max_lora_rank"
+        )
     if speculation is not None:
         require_fitting(speculation.drafter, facts.num_logits, facts.hidden_size, tokenizer)
     pool = BlockPool(num_blocks, config.block_size)
@@ -182,6 +188,7 @@ def engine_over(
         max_context=facts.max_context,
         speculation=speculation,
         weights_version=model.weights_version,
+        adapters=model.adapters,
         prefixes=lambda turns, follow: Prefixes(blocks, facts, worker, turns, follow, model.fingerprint),
     )
 

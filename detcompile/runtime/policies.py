@@ -10,6 +10,7 @@ with Sarathi-Serve", OSDI 2024.
 
 from collections.abc import Callable, Iterable
 
+from detcompile.runtime.adapters import Adapter
 from detcompile.runtime.engine_config import EngineConfig, SchedulerName
 from detcompile.runtime.kv.kv_blocks import KVBlocks
 from detcompile.runtime.pacing.cost_model import StepShape
@@ -34,6 +35,7 @@ class NextStep:
         cut: reduced token budget while memory is short, which splits prompts under every policy; None uses the
             config's budget.
         pace: limits the prompt tokens of a step that decodes; None leaves only the budget.
+        adapters: the adapter of the step's sequences, None for the plain model; empty: none of the sequences has one.
         num_lanes: steps in flight. This step takes its share of the work, and no sequence whose newest token another
             step is about to draw.
 
@@ -50,7 +52,9 @@ class NextStep:
         cut: int | None,
         num_lanes: int,
         pace: Pace | None = None,
+        adapters: tuple[Adapter | None, ...] = (),
     ) -> None:
+        self._adapters = adapters
         self.budget = config.max_num_batched_tokens if cut is None else cut
         self._num_lanes = num_lanes
         self.entries: dict[Sequence, StepEntry] = {}
@@ -73,6 +77,8 @@ class NextStep:
         prefills: list[Sequence] = []
         elsewhere = 0  # total length of the sequences that other steps are decoding
         for sequence in self._queues.running:
+            if self._adapters and sequence.adapter not in self._adapters:
+                continue
             if self._num_lanes > 1 and sequence.num_pending:
                 elsewhere += sequence.num_tokens
                 continue
@@ -110,9 +116,11 @@ class NextStep:
             return
         if self._pace is not None and self._pace.full(self._shape):
             return
-        started = 0
+        started: list[Sequence] = []
         waiting.sort(key=self._queues.urgency)
         for sequence in waiting:
+            if self._adapters and sequence.adapter not in self._adapters:
+                continue
             too_long = self._config.whole_prompts and self.entries and sequence.num_tokens > self.budget
             if len(running) >= self._config.max_num_seqs or too_long:
                 break
@@ -120,12 +128,15 @@ class NextStep:
                 break
             if sequence.num_pending or not self._start(sequence):
                 break
-            started += 1
+            started.append(sequence)
             running[sequence] = None
             self.admitted.append(sequence)
             room = len(sequence.block_tables[0]) * self._blocks.pool.block_size - sequence.num_computed
             self._enter(sequence, min(room, self._first_chunk(sequence)))
-        del waiting[:started]
+        if not self._adapters:
+            del waiting[: len(started)]
+        elif started:
+            waiting[:] = [sequence for sequence in waiting if sequence not in running]
 
     def chunk(self, sequence: Sequence) -> int:
         """Return how many prompt tokens still fit in the step; 0 if its quota of prompt logits is used up."""

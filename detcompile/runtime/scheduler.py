@@ -8,6 +8,7 @@ return to their earlier state.
 from typing import NamedTuple
 
 from detcompile.errors import InvalidInput
+from detcompile.runtime.adapters import Adapter
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.kv.kv_blocks import KVBlocks
 from detcompile.runtime.pacing.cost_model import StepShape
@@ -57,6 +58,8 @@ class Scheduler:
         self._policy = new_policy(config.scheduler)
         self._cut: int | None = None  # reduced token budget after memory ran out
         self._calm = 0  # steps planned since then
+        self._num_adapted = 0  # sequences with an adapter
+        self._served: dict[Adapter | None, int] = {}  # last step of each adapter
         self._preempted: tuple[Sequence, ...] = ()  # by failed plans, or to serve others alone
 
     @property
@@ -94,6 +97,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence that has passed ``require_room``."""
+        self._num_adapted += sequence.adapter is not None and sequence not in self._queues
         self._queues.add(sequence)
 
     def __contains__(self, sequence: Sequence) -> bool:
@@ -101,6 +105,7 @@ class Scheduler:
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a finished or cancelled sequence and free its blocks."""
+        self._num_adapted -= sequence.adapter is not None
         if self._queues.remove(sequence):
             self.blocks.release(sequence)
 
@@ -116,22 +121,42 @@ class Scheduler:
             self._cut, self._calm = 2 * self._cut, 0
             if self._cut >= self.config.max_num_batched_tokens:
                 self._cut = None
-        step = self._next_step()
-        try:
-            self._policy(step)
-        except Exception:
-            self._drop(step)
-            raise
+        step = self._composed()
         if step.entries:
             self._queues.step += 1
             self._calm += 1
         preempted, self._preempted = (*self._preempted, *step.preempted), ()
         return StepPlan(tuple(step.entries.values()), preempted, tuple(step.admitted))
 
+    def _composed(self) -> NextStep:
+        """Return the next step: of the adapter that was served longest ago and whose sequences can run."""
+        turns = sorted(self._adapters(), key=lambda adapter: self._served.get(adapter, -1))
+        choices: list[tuple[Adapter | None, ...]] = [(adapter,) for adapter in turns] or [()]
+        for adapters in choices:
+            step = self._next_step(adapters)
+            try:
+                self._policy(step)
+            except Exception:
+                self._drop(step)
+                raise
+            if step.entries:
+                self._served = {one: self._served[one] for one in turns if one in self._served}
+                self._served |= dict.fromkeys(adapters, self._queues.step)
+                break
+            self._preempted = (*self._preempted, *step.preempted)
+            step.preempted.clear()
+        return step
+
+    def _adapters(self) -> set[Adapter | None]:
+        """Return the adapters of all sequences; nothing if no sequence has one."""
+        if not self._num_adapted:
+            return set()
+        return {sequence.adapter for sequence in (*self.running, *self.waiting)}
+
     def faulty(self) -> dict[Sequence, Exception]:
         """Return the sequences that raise when asked what ``plan`` asks, with their exceptions."""
         errors: dict[Sequence, Exception] = {}
-        step = self._next_step()
+        step = self._next_step(())
         for sequence in (*self.running, *self.waiting):
             try:
                 self._queues.urgency(sequence)
@@ -185,10 +210,10 @@ class Scheduler:
         self._preempted = (*self._preempted, *others)
         self._queues.leave_alone(sequences)
 
-    def _next_step(self) -> NextStep:
+    def _next_step(self, adapters: tuple[Adapter | None, ...]) -> NextStep:
         if self.pace is not None:
             self.pace.num_lanes = self.num_lanes
-        return NextStep(self._queues, self.blocks, self.config, self._cut, self.num_lanes, self.pace)
+        return NextStep(self._queues, self.blocks, self.config, self._cut, self.num_lanes, self.pace, adapters)
 
     def _drop(self, step: NextStep) -> None:
         """Drop a step that could not be planned; sequences preempted on the way stay preempted."""

@@ -158,6 +158,7 @@ class StepPlanner:
         prompts = tuple(entry for entry in plan.entries if entry.sequence.gives_prompt_logits(entry.start))
         size = self._scheduler.blocks.pool.block_size
         work = build_work(entries, draws, prompts, self._tables, size, pending)
+        work = work._replace(adapter=plan.entries[0].sequence.adapter)
         sequences = [draw.sequence for draw in draws]
         awaited = any(sequence.bad_words is not NO_WORDS or sequence.matcher is not None for sequence in sequences)
         return PlannedStep(plan, work, draws, prompts, self._load, drafting, awaited)

@@ -319,7 +319,7 @@ def test_no_argument_of_vllm_is_unknown() -> None:
             assert "LLM has no option" not in str(error)
 
 
-@pytest.mark.parametrize("name", ["lora_request", "tokenization_kwargs", "mm_processor_kwargs"])
+@pytest.mark.parametrize("name", ["tokenization_kwargs", "mm_processor_kwargs"])
 def test_arguments_of_a_request_are_refused_by_name(llm: LLM, name: str) -> None:
     with pytest.raises(InvalidInput, match=f"{name} is not supported"):
         llm.generate("def", GREEDY, use_tqdm=False, **{name: {"a": 1}})

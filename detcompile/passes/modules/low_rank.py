@@ -2,12 +2,15 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import Conv1D
 
 from detcompile.errors import UnsupportedModel
 from detcompile.passes.modules.quantized_linear import replace_module
 
+SLOT = "slot"  # name of an adapter that is exchanged
+NO_ADAPTER = -1.0
 ONE = "one LoRA adapter is trained or served at a time"
 
 
@@ -50,6 +53,70 @@ class AdaptedLinear(nn.Module):
         A: Any = self.lora_A[self.adapter]
         B = self.lora_B[self.adapter]
         return (base + B(A(x.to(A.weight.dtype))) * self.scaling).to(base.dtype)
+
+
+class SlottedLinear(AdaptedLinear):
+    """A linear whose adapter can be exchanged: A and B have room for any rank up to R, and its scaling is a tensor.
+
+    A smaller rank leaves zeros at the end of A's rows and B's columns, which change no sum. Without an adapter A and B
+    are 0 and the scaling is negative: adding -0.0 leaves every bit of the linear's output, zeros with a sign included.
+
+    Args:
+        base_layer: K -> N.
+        rank: R.
+    """
+
+    def __init__(self, base_layer: nn.Linear | Conv1D, rank: int) -> None:
+        weight = base_layer.weight
+        n, k = weight.shape if isinstance(base_layer, nn.Linear) else reversed(weight.shape)
+        like: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device, "bias": False}
+        A, B = nn.Linear(k, rank, **like), nn.Linear(rank, n, **like)
+        for part in (A, B):
+            part.weight = nn.Parameter(torch.zeros_like(part.weight), requires_grad=False)
+        super().__init__(base_layer, nn.ModuleDict({SLOT: A}), nn.ModuleDict({SLOT: B}), NO_ADAPTER, 0.0)
+        del self.scaling
+        scaling = torch.tensor(NO_ADAPTER, dtype=torch.float32, device=weight.device)
+        self.register_buffer("scaling", scaling, persistent=False)
+
+    @property
+    def slot(self) -> tuple[Tensor, Tensor, Tensor]:
+        """A [R, K], B [N, R] and the scaling []."""
+        return self.lora_A[SLOT].weight, self.lora_B[SLOT].weight, self.scaling  # type: ignore[return-value]
+
+    def forward(self, x: Tensor) -> Tensor:
+        base: Tensor = self.base_layer(x)
+        low_rank: Tensor = self.lora_B[SLOT](self.lora_A[SLOT](x))
+        return base + (low_rank.float() * self.scaling).to(base.dtype)
+
+
+def add_slots(model: Any, rank: int) -> None:
+    """Put a SlottedLinear in place of every linear but the language-model head.
+
+    Raises:
+        UnsupportedModel: the model has an adapter already, or no linears.
+    """
+    head = model.get_output_embeddings()
+    modules = dict(model.named_modules())
+    adapted = next((name for name, module in modules.items() if isinstance(module, AdaptedLinear)), None)
+    if adapted is not None:
+        raise UnsupportedModel(f"{adapted} has an adapter: load the model without one, and load_adapter() it by name")
+    linears = [name for name, one in modules.items() if type(one) in (nn.Linear, Conv1D) and one is not head]
+    if not linears:
+        raise UnsupportedModel(f"{type(model).__name__} has no plain linears, which adapters need")
+    for name in linears:
+        replace_module(model, name, SlottedLinear(modules[name], rank))
+
+
+def slots_of(model: nn.Module) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+    """Return A, B and scaling of every SlottedLinear by its name."""
+    return {name: module.slot for name, module in model.named_modules() if isinstance(module, SlottedLinear)}
+
+
+def without_slots(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights of a model with slots under the names of the model without them."""
+    parts = f".lora_A.{SLOT}.weight", f".lora_B.{SLOT}.weight", ".scaling"
+    kept = {name: tensor for name, tensor in weights.items() if not name.endswith(parts)}
+    return {name.replace(".base_layer.", "."): tensor for name, tensor in kept.items()}
 
 
 def take_adapters(model: Any) -> Any:

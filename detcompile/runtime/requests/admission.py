@@ -14,6 +14,7 @@ from dataclasses import fields
 from typing import Any, Protocol
 
 from detcompile.errors import InvalidInput
+from detcompile.runtime.adapters import Adapter
 from detcompile.runtime.grammars.compiler import GrammarCompiler
 from detcompile.runtime.requests.bad_words import NO_WORDS, BadWords, word_tokens
 from detcompile.runtime.requests.outputs import CompletionOutput, RequestOutput
@@ -71,12 +72,14 @@ class Admission:
         stream_text: bool,
         resume: Mapping[int, SequenceOf[int]] | None = None,
         with_text: bool = True,
+        adapter: Adapter | None = None,
     ) -> Request:
         """Return a request that the model can serve.
 
         Args:
             resume: samples to continue, with the tokens that each has drawn.
             with_text: decode text for the output; stop strings are detected either way.
+            adapter: the adapter that draws the tokens; None for the plain model.
 
         Raises:
             InvalidInput: the prompt is malformed, empty, too long, outside the vocabulary, or text that cannot be
@@ -105,11 +108,12 @@ class Admission:
             arrival=arrival,
             priority=urgency,
             max_length=self.max_context,
-            cache_salt=cache_salt,
+            cache_salt=_adapted_salt(cache_salt, adapter),
             stream_text=streams,
             bad_words=bad_words,
             matcher=None if checked.grammar is None else grammars.matcher(checked.grammar, checked.stop_token_ids),
             resume=None if resume is None else _resumed_samples(resume, checked, len(token_ids), self),
+            adapter=adapter,
         )
 
     def per_prompt(
@@ -227,6 +231,13 @@ class Admission:
         for name in LOGPROBS:
             given[name] = self.num_logits if given[name] == -1 else given[name]
         return bad_words, SamplingParams(**given)
+
+
+def _adapted_salt(cache_salt: str, adapter: Adapter | None) -> str:
+    """Return a salt that differs from those of other adapters and of the plain model: their prefixes are others."""
+    if adapter is None:
+        return cache_salt and f":{cache_salt}"
+    return f"{adapter.digest}:{cache_salt}"
 
 
 def warn_of_end_tokens(tokenizer: Any, num_logits: int, ends: SequenceOf[int]) -> None:

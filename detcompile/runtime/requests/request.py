@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from detcompile.errors import DetcompileError, EngineError, GenerationError, InvalidInput
+from detcompile.runtime.adapters import Adapter
 from detcompile.runtime.grammars.matcher import Matcher
 from detcompile.runtime.requests.bad_words import NO_WORDS, BadWords
 from detcompile.runtime.requests.detokenizer import Detokenizer
@@ -43,6 +44,7 @@ class Request:
         bad_words: token sequences that no sample may complete.
         matcher: grammar state before the first token; each sample gets a copy.
         resume: samples to serve and the tokens each has drawn before; None serves all n from the start.
+        adapter: the adapter that draws them; None for the plain model.
 
     Raises:
         InvalidInput: a sample to resume has already ended, or its tokens break the grammar.
@@ -66,6 +68,7 @@ class Request:
         bad_words: BadWords = NO_WORDS,
         matcher: Matcher | None = None,
         resume: Mapping[int, list[int]] | None = None,
+        adapter: Adapter | None = None,
     ) -> None:
         self.params = params.seeded()
         self._stream_text = stream_text
@@ -80,6 +83,7 @@ class Request:
                     num_prompt_tokens=len(token_ids),
                     matcher=advanced,
                     cache_salt=cache_salt,
+                    adapter=adapter,
                 ),
                 CompletionOutput(index, token_ids=[*drawn], logprobs=None if params.logprobs is None else []),
                 None if tokenizer is None else Detokenizer(tokenizer, self.params),

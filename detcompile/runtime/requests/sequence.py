@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from detcompile.errors import InvalidInput
+from detcompile.runtime.adapters import Adapter
 from detcompile.runtime.grammars.matcher import Mask, Matcher
 from detcompile.runtime.requests.bad_words import NO_WORDS, BadWords
 from detcompile.runtime.requests.sampling_params import SamplingParams
@@ -45,6 +46,7 @@ class Sequence:
     num_prompt_tokens: int = 0  # 0: all initial tokens are the prompt
     matcher: Matcher | None = None  # grammar state after the generated tokens
     cache_salt: str = ""  # prefixes are shared only among sequences with the same salt
+    adapter: Adapter | None = None  # None for the plain model
     ends: frozenset[int] = field(default=frozenset(), init=False)  # stop tokens
 
     def __post_init__(self) -> None:

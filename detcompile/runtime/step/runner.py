@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from detcompile.errors import InvalidInput
+from detcompile.runtime.adapters import AdaptedForward, Adapter
 from detcompile.runtime.kv.kv_cache import KVCache
 from detcompile.runtime.sampling.filters import likeliest
 from detcompile.runtime.step.builder import NOT_PENDING, StepArrays
@@ -79,6 +80,7 @@ class Runner:
             the same tokens. None if no graph was replayed, or there are no logits.
         gives_logits: True if the forward returns logits; otherwise ``launch`` returns [0, 0].
         replayed: True if the last launch replayed a graph.
+        adapter: the adapter of the next launches; None for the plain model.
 
     Raises:
         InvalidInput: CUDA graphs without a CUDA device.
@@ -91,6 +93,8 @@ class Runner:
             raise InvalidInput(f"CUDA graphs need a GPU, but the KV cache is on {kv_cache.device}: turn them off")
         self.forward = forward
         self._stage = forward if isinstance(forward, StageForward) else None
+        self._slots = forward.slots if isinstance(forward, AdaptedForward) else None
+        self.adapter: Adapter | None = None
         self.gives_logits = self._stage is None or self._stage.gives_logits
         self.kv_cache = kv_cache
         self.cuda_graphs = cuda_graphs
@@ -128,6 +132,12 @@ class Runner:
         Pending tokens come from the previous launch, by row of its logits: the tokens given to ``keep`` after it, or
         the most likely tokens if a graph was replayed.
         """
+        if self._slots is None:
+            return self._launch(arrays)
+        with self._slots.active(self.adapter):
+            return self._launch(arrays)
+
+    def _launch(self, arrays: StepArrays) -> Tensor:
         if self._stage is not None:
             self._stage.receive(self.layout(arrays).tokens, self.kv_cache.device)
         output, drawn = (self._forward(host_tensors(arrays)), None) if self._on_host else self._launch_on_gpu(arrays)

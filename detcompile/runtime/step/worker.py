@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from detcompile.progress import stage
+from detcompile.runtime.adapters import Adapter
 from detcompile.runtime.device_memory import StepMemory, ran_out_of_memory
 from detcompile.runtime.kv.prefixes import LayerBlocks
 from detcompile.runtime.requests.outputs import Logprobs, SamplingLogprobs
@@ -43,6 +44,7 @@ class StepWork(NamedTuple):
     arrays: StepArrays
     rows: tuple[SampleRow, ...]  # one per token to draw, in the order of the first rows of the logits
     prompts: tuple[PromptRows, ...]
+    adapter: Adapter | None = None  # of all rows
 
 
 class StepResult(NamedTuple):
@@ -129,6 +131,7 @@ class Worker:
             torch.cuda.empty_cache()
 
     def _launch(self, work: StepWork) -> LaunchedStep:
+        self.runner.adapter = work.adapter
         logits = self.runner.launch(work.arrays)
         if not self.runner.gives_logits:
             work = work._replace(rows=(), prompts=())

@@ -1,18 +1,18 @@
-"""The plot of docs/training.md, drawn from what examples/rl writes."""
+"""The plots of reinforcement learning, drawn from what examples/rl writes."""
 
 import json
 from pathlib import Path
 
 from benchmarks.curves import CurvePanel, curve_chart
 
-__all__ = ["REINFORCEMENT", "rl_plot", "rl_plots"]
+__all__ = ["rl_plot", "rl_plots"]
 
-REINFORCEMENT = "rl-amd-epyc-0dd4679.json"
+RESULTS = {"rl.svg": "rl-amd-epyc-0dd4679.json", "rl-smollm2.svg": "rl-nvidia-h200-9021732.json"}
 
 
 def rl_plots(results: Path) -> dict[str, str]:
     """File name -> SVG."""
-    return {"rl.svg": rl_plot(json.loads((results / REINFORCEMENT).read_text()))}
+    return {name: rl_plot(json.loads((results / file).read_text())) for name, file in RESULTS.items()}
 
 
 def rl_plot(report: dict) -> str:
@@ -23,5 +23,7 @@ def rl_plot(report: dict) -> str:
         CurvePanel(title, {arm: [run[field] for run in runs if run["arm"] == arm] for arm in arms})
         for title, field in (("reward, mean of a step's completions", "reward"), ("KL(sampler, trainer), nats", "kl"))
     ]
-    note = f"mean and range of {report['seeds']} seeds; {report['machine']}"
-    return curve_chart("Reinforcement learning of the embedded model", note, "step", panels)
+    seeds = f"mean and range of {report['seeds']} seeds" if report["seeds"] > 1 else "one seed"
+    note = f"{seeds}; {report['machine']}"
+    model = {"tiny": "the embedded model", "smollm2": "SmolLM2-135M-Instruct"}.get(report["model"], report["model"])
+    return curve_chart(f"Reinforcement learning of {model}", note, "step", panels)

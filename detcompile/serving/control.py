@@ -124,6 +124,9 @@ def add_control(app: FastAPI, service: Service, store: WeightStore | None = None
         if level not in (1, 2):
             raise HTTPError(400, f"level must be 1 or 2, got {level}: POST /pause stops answers only", param="level")
         async with changing:
+            if not service.fleet.keeps_weights:
+                advice = "give --weights FOLDER, or send them from a folder"
+                raise HTTPError(409, f"the weights that were received are kept nowhere: {advice}", code="not_kept")
             if not service.fleet.holds(SLEEP):
                 await _stop(service, SLEEP, mode)
                 await service.fleet.all_ready()

@@ -68,6 +68,7 @@ class WeightUpdates:
         await self._require_engines()
         try:
             await self._service.fleet.control("load", path=folder)
+            await self._service.fleet.control("check")
             place = folder
             if self._store is not None:
                 kept = self._store.new_folder(self._current.number + 1)

@@ -9,6 +9,8 @@ import os
 import pickle
 import shutil
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,7 +33,7 @@ from detcompile.serving.receipts.replay import replay
 from detcompile.serving.weight_store import WeightStore
 from detcompile.weight_transfer import TransferGroup
 from detcompile.weights import weight_digests
-from tests.serving.conftest import Server, started
+from tests.serving.conftest import ROOT, Server, started
 from tests.serving.scripted_service import running
 from tests.serving.test_control import ASK, DRAWN, begun, call, posted, run, scripted
 
@@ -495,3 +497,32 @@ def test_nccl_id_is_read_without_its_class() -> None:
     for odd in (b"", b"x", pickle.dumps(b"short"), pickle.dumps(os.system), pickle.dumps({"a": 1}), pickle.dumps(None)):
         with pytest.raises(InvalidInput, match="no NCCL id"):
             weight_transfer._id_of(odd)
+
+
+@pytest.mark.exhaustive
+def test_ranks_take_new_weights(tmp_path: Path, trained: Path, trainer: httpx.Client) -> None:
+    """Over two ranks as over one; what one of them would lack is refused by name."""
+    trainer.post("/update_weights", json={"weight_dir": str(trained)}).raise_for_status()
+    expected, info = drawn(trainer), trainer.get("/weight_info").json()
+    tensors = load_file(trained / "model.safetensors")
+    del tensors["model.norm.weight"]
+    (tmp_path / "odd").mkdir()
+    save_file(tensors, tmp_path / "odd" / "model.safetensors")
+    server = started(tmp_path, "--admin-key", "none", "--tp", "2")
+    try:
+        with httpx.Client(base_url=server.url, timeout=120) as client:
+            before = drawn(client)
+            refused = client.post("/update_weights", json={"weight_dir": str(tmp_path / "odd")})
+            assert refused.status_code == 400 and "model.norm.weight" in refused.json()["error"]["message"]
+            assert drawn(client) == before
+            found = client.post("/update_weights", json={"weight_dir": str(trained)}).json()
+            assert found["weights"] == info["weights"] and drawn(client) == expected
+    finally:
+        server.stop()
+
+
+@pytest.mark.exhaustive
+def test_killed_run_ends_with_the_same_weights() -> None:
+    command = [sys.executable, "-m", "benchmarks.rl_drill", "--steps", "3", "--kills", "2"]
+    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
+    assert finished.returncode == 0 and finished.stdout.count('"equal": true') == 2, finished.stdout + finished.stderr

@@ -49,7 +49,6 @@ class Controls:
         self._reader = ThreadPoolExecutor(1, "weights")
         self._group: TransferGroup | None = None
         self._beside_steps: Mapping[str, Action] = {
-            "check": self._check,
             "drop": self._drop,
             "join": self._join,
             "load": self._load,
@@ -57,6 +56,7 @@ class Controls:
             "save": self._save,
         }
         self._between_steps: Mapping[str, Action] = {
+            "check": self._check,
             "commit": self._commit,
             "digests": self._digests,
             "forget_prefixes": self._forget_prefixes,
@@ -91,14 +91,12 @@ class Controls:
         self._send(report)
 
     def _load(self, path: str) -> dict[str, Any]:
-        """Stage the weights of a folder."""
+        """Stage the weights of a folder, for ``check``."""
         self._staged = {}
         try:
-            staged = read_weights(Path(path))
+            self._staged = read_weights(Path(path))
         except OSError as error:  # such as a name that is too long
             raise InvalidInput(f"{path} cannot be read: {error.strerror}") from error
-        require_whole(self._model, staged)
-        self._staged = staged
         return {}
 
     def _join(self, address: str, port: int, rank: int, size: int) -> dict[str, Any]:

@@ -61,6 +61,7 @@ class Fleet:
         spec: what engines load; set by ``start``.
         hello: the engines' description of the model; None before all of them served.
         weights: the version that all engines have; None if the weights cannot change.
+        keeps_weights: an engine that starts finds these weights.
         failure: why the fleet no longer serves.
         num_restarts: restarted engines.
         num_resumed: answers moved to another engine, counted at each move.
@@ -79,6 +80,7 @@ class Fleet:
     ) -> None:
         self.hello: Hello | None = None
         self.weights: Weights | None = None
+        self.keeps_weights = True
         self.failure: DetcompileError | None = None
         self.num_restarts = 0
         self.num_resumed = 0
@@ -253,6 +255,7 @@ class Fleet:
         parts: dict[str, str] = taken["fingerprint_parts"]
         whole = fingerprint(parts)
         self.weights = Weights(weights.version, weights.number, whole, parts["weights"])
+        self.keeps_weights = spec.weights is not None
         self.hello = replace(self.hello, fingerprint=whole, fingerprint_parts=parts)
         for link, result in zip(self.links, results):
             if result != taken:
@@ -279,8 +282,11 @@ class Fleet:
     async def roll(self) -> bool:
         """Restart the engines one after another. Their answers continue on the others, or wait.
 
-        Returns False at the first engine that does not come back; later ones are not restarted.
+        Returns False at the first engine that does not come back; later ones are not restarted. None is restarted if it
+        would not find the current weights.
         """
+        if not self.keeps_weights:
+            return False
         for index, link in enumerate(self.links):
             if self.failure is not None or self.hello is None:
                 return False

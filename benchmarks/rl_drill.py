@@ -1,0 +1,182 @@
+"""A training run that cannot be lost: kills the server, its engines and the trainer; the last weights must be the same.
+
+    python -m benchmarks.rl_drill [--steps 20] [--kills 6] [--runs 1] [--seed 0]
+
+A trainer in a process of its own asks a server of the embedded model for rollouts, moves the weights by what was drawn
+and sends them to the server as a folder. It keeps weights and momentum of each step in one rename. The drill kills one
+process after another by SIGKILL at random moments and starts it again. The run's last weights must have the sha256 of a
+run that nobody disturbed: a token or a log-probability of other weights would move them.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from safetensors.torch import load_file, save_file
+
+from detcompile.models.hub import TINY_FOLDER
+
+PROMPTS = ("def mean(values):\n", "import json\n", "class Queue:\n")
+ROLLOUT = {"n": 2, "max_tokens": 24, "temperature": 1.0, "logprobs": 0, "return_token_ids": True, "ignore_eos": True}
+WEIGHTS, MOMENTUM = "model.safetensors", "momentum.safetensors"
+SCALE, DECAY = 2e-3, 0.9
+PAUSE_SECONDS = 0.3
+KILLED = ("server", "engine", "trainer")
+
+
+def train(url: str, folder: Path, steps: int) -> None:
+    """Run the steps that are not done yet."""
+    client = httpx.Client(base_url=url, timeout=120)
+    first = folder / "step-0"
+    if not first.exists():
+        first_weights = load_file(TINY_FOLDER / WEIGHTS)
+        keep(first, first_weights, {name: torch.zeros_like(tensor) for name, tensor in first_weights.items()})
+    done = max(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
+    for step in range(done, steps):
+        place = folder / f"step-{step}"
+        digest = hashlib.sha256()
+        for number, prompt in enumerate(PROMPTS):
+            digest.update(rollout(client, place, {"prompt": prompt, "seed": 1000 * step + number, **ROLLOUT}))
+        weights, momentum = load_file(place / WEIGHTS), load_file(place / MOMENTUM)
+        draw = torch.Generator().manual_seed(int.from_bytes(digest.digest()[:7], "big"))
+        for name, tensor in weights.items():
+            noise = torch.randn(tensor.shape, generator=draw)
+            momentum[name] = (DECAY * momentum[name].float() + noise).to(tensor.dtype)
+            weights[name] = (tensor.float() * (1 + SCALE * momentum[name].float())).to(tensor.dtype)
+        keep(folder / f"step-{step + 1}", weights, momentum)
+        shutil.rmtree(folder / f"step-{step - 1}", ignore_errors=True)
+
+
+def keep(place: Path, weights: dict[str, torch.Tensor], momentum: dict[str, torch.Tensor]) -> None:
+    """Write a step's state; it exists whole or not at all."""
+    new = place.with_name("new")
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
+    save_file(weights, new / WEIGHTS)
+    save_file(momentum, new / MOMENTUM)
+    new.rename(place)
+
+
+def rollout(client: httpx.Client, place: Path, ask: dict[str, Any]) -> bytes:
+    """Return an answer of the weights of a folder; waits for a server that is starting."""
+    while True:
+        try:
+            if client.get("/weight_info").raise_for_status().json()["weight_version"] != place.name:
+                body = {"weight_dir": str(place), "weight_version": place.name}
+                client.post("/update_weights", json=body).raise_for_status()
+            choices = client.post("/v1/completions", json=ask).raise_for_status().json()["choices"]
+            drawn = [[each["token_ids"], each["logprobs"]["token_logprobs"]] for each in choices]
+            assert {version for each in choices for version in each["weight_versions"]} == {place.name}
+            return json.dumps(drawn).encode()
+        except httpx.HTTPError:
+            time.sleep(PAUSE_SECONDS)
+
+
+class Run:
+    """A server and a trainer, and their folders."""
+
+    def __init__(self, folder: Path, steps: int) -> None:
+        self.folder, self.steps = folder, steps
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self.server, self.trainer = self.start_server(), self.start_trainer()
+
+    def start_server(self) -> "subprocess.Popen[bytes]":
+        options = ["--port", str(self.port), "--admin-key", "none", "--weights", str(self.folder / "weights")]
+        command = [sys.executable, "-m", "detcompile", "serve", "tiny", "--max-restarts", "50", *options]
+        return subprocess.Popen(command, stderr=subprocess.DEVNULL)
+
+    def start_trainer(self) -> "subprocess.Popen[bytes]":
+        place = ["--train", str(self.folder / "steps"), "--steps", str(self.steps)]
+        return subprocess.Popen([sys.executable, "-m", "benchmarks.rl_drill", "--url", self.url, *place])
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def done(self) -> bool:
+        return (self.folder / "steps" / f"step-{self.steps}").exists()
+
+    def num_steps(self) -> int:
+        return max((int(path.name.removeprefix("step-")) for path in self.folder.glob("steps/step-*")), default=0)
+
+    def kill(self, what: str, draw: random.Random) -> None:
+        """Kill a process and start it again; the server starts engines again itself."""
+        if what == "engine":
+            children = Path(f"/proc/{self.server.pid}/task/{self.server.pid}/children").read_text().split()
+            if children:
+                os.kill(int(draw.choice(children)), signal.SIGKILL)
+            return
+        process = self.server if what == "server" else self.trainer
+        process.kill()
+        process.wait()
+        if what == "server":
+            self.server = self.start_server()
+        else:
+            self.trainer = self.start_trainer()
+
+    def watch(self, kills: int, draw: random.Random) -> list[str]:
+        """Wait for the last step; kill processes at random moments of it."""
+        at = sorted(draw.uniform(0, self.steps) for _ in range(kills))
+        killed: list[str] = []
+        try:
+            while not self.done:
+                time.sleep(draw.uniform(0, PAUSE_SECONDS))
+                if self.trainer.poll() not in (None, 0) or self.server.poll() is not None:
+                    raise SystemExit(f"the server or the trainer ended by itself after {killed}")
+                if at and self.num_steps() >= at[0]:
+                    at.pop(0)
+                    time.sleep(draw.uniform(0, 4 * PAUSE_SECONDS))  # anywhere in a step
+                    killed.append(draw.choice(KILLED))
+                    self.kill(killed[-1], draw)
+        finally:
+            self.trainer.kill()
+            self.server.terminate()
+            self.server.wait()
+        return killed
+
+    def digest(self) -> str:
+        return hashlib.sha256((self.folder / "steps" / f"step-{self.steps}" / WEIGHTS).read_bytes()).hexdigest()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--kills", type=int, default=6)
+    parser.add_argument("--runs", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--url", help=argparse.SUPPRESS)
+    parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.train is not None:
+        train(given.url, given.train, given.steps)
+        return
+    expected = None
+    for number in range(given.runs + 1):
+        with tempfile.TemporaryDirectory() as folder:
+            run, start, draw = Run(Path(folder), given.steps), time.monotonic(), random.Random(given.seed + number)
+            killed = run.watch(given.kills if number else 0, draw)
+            digest = run.digest()
+        expected = expected or digest
+        print(json.dumps({"run": number, "killed": killed, "sha256": digest, "equal": digest == expected,
+                          "seconds": round(time.monotonic() - start, 1)}), flush=True)  # fmt: skip
+        if digest != expected:
+            raise SystemExit("the weights differ from those of the undisturbed run")
+
+
+if __name__ == "__main__":
+    main()

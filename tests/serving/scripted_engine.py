@@ -74,6 +74,10 @@ def controlled(command: protocol.Control, staged: list[str]) -> protocol.Control
             return protocol.Controlled(command.call_id, {}, f"{file} does not fit", refused=True)
         staged[:] = [file.read_text()]
     value = {}
+    if command.action == "receive":
+        staged[:] = command.arguments["names"][:1]
+    elif command.action == "save":
+        Path(command.arguments["path"]).write_text(staged[0])
     if command.action == "commit":
         if staged == ["deadly"]:
             os.abort()

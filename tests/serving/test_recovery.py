@@ -199,7 +199,7 @@ def test_an_answer_never_goes_on_with_another_model(
     async def scenario() -> None:
         service = scripted(replicas=replicas, most_restarts=2)
         async with running(service) as client:
-            tasks = [asyncio.create_task(asked(client, [5 + index], max_tokens=300)) for index in range(4)]
+            tasks = [asyncio.create_task(asked(client, [5 + index], max_tokens=1500)) for index in range(4)]
             await until_drawn(service, 4, 3)
             model.write_text("after")
             kept = service.fleet.links[1:]

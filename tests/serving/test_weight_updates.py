@@ -202,6 +202,31 @@ def test_next_server_starts_with_kept_weights(tmp_path: Path) -> None:
     run(scenario())
 
 
+@pytest.mark.parametrize("stored", [True, False])
+def test_received_weights_outlive_engines_if_kept(tmp_path: Path, stored: bool) -> None:
+    async def scenario() -> None:
+        service = scripted(replicas=2, most_restarts=5)
+        store = WeightStore(tmp_path / "store") if stored else None
+        async with running(service, admin=[], store=store) as client:
+            info = {"master_address": "127.0.0.1", "master_port": 9, "rank_offset": 1, "world_size": 3}
+            await posted(client, "/init_weight_transfer_engine", json={"init_info": info})
+            await posted(client, "/start_weight_update")
+            sent = {"names": ["w"], "dtype_names": ["float32"], "shapes": [[1]]}
+            await posted(client, "/update_weights", json={"update_info": sent})
+            assert (await posted(client, "/weight_info"))["weight_version"] == "0"
+            await posted(client, "/finish_weight_update", json={"weight_version": "v"})
+            assert (await posted(client, "/weight_info"))["weights"] == "w"
+            slept = await call(client, "/sleep")
+            assert slept.status_code == (200 if stored else 409), slept.text
+            await posted(client, "/wake_up")
+            assert await service.fleet.roll() == stored
+            [choice] = (await posted(client, "/v1/completions", json=ASK))["choices"]
+            assert set(choice["weight_versions"]) == {"v"} and choice["token_ids"] == DRAWN
+            assert service.fleet.num_restarts == 0
+
+    run(scenario())
+
+
 def test_checksums_are_compared_by_name() -> None:
     async def scenario() -> None:
         async with running(scripted(replicas=2), admin=[]) as client:

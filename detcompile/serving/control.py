@@ -240,7 +240,7 @@ def _abort(service: Service, names: list[str] | None) -> int:
 
 async def _clear_caches(service: Service) -> None:
     """Forget the prefixes that engines have cached. Running answers go on afterwards."""
-    if service.fleet.holds(SLEEP):
+    if service.fleet.holds(SLEEP) or service.hello.pooling is not None:  # there are none
         return
     service.hold(CLEAR, interrupt=True)
     try:

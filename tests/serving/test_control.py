@@ -15,6 +15,7 @@ from detcompile.serving.journal.journal import Journal
 from detcompile.serving.service import Service
 from detcompile.serving.weight_store import FIRST
 from tests.serving import scripted_service
+from tests.serving.instant_fleet import EMBEDDER, InstantFleet
 from tests.serving.scripted_service import running
 
 pytestmark = pytest.mark.usefixtures("in_the_root")
@@ -279,6 +280,21 @@ def test_facts_have_the_names_of_vllm() -> None:
             await begun(service)
             assert await posted(client, "/reset_prefix_cache?reset_running_requests=true") == {"success": True}
             assert (await asked).json()["choices"][0]["token_ids"] == DRAWN
+
+    run(scenario())
+
+
+def test_pooling_model_takes_no_weights() -> None:
+    class EmbedderFleet(InstantFleet):
+        known = EMBEDDER
+
+    async def scenario() -> None:
+        async with running(Service(fleet=EmbedderFleet, first_weights=FIRST), admin=[]) as client:
+            for path in ("/pause", "/pause?mode=wait", "/resume", "/reset_prefix_cache", "/weight_info"):
+                await posted(client, path)
+            for path, body in (("/update_weights", {"weight_dir": "/x"}), ("/weight_checker", {"action": "checksum"})):
+                refused = await call(client, path, json=body)
+                assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unsupported_task")
 
     run(scenario())
 

@@ -338,6 +338,28 @@ def test_unfit_tensors_are_refused_by_name(trainer: httpx.Client, trained: Path,
         refused("model.safetensors", data)
     refused("model.safetensors", whole + b"more")
 
+    def refused_parts(what: str, parts: dict[str, list[str]], places: dict[str, str]) -> None:
+        folder = tmp_path / "parts"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        for part, held in parts.items():
+            save_file({name: tensors[name] for name in held}, folder / part)
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+        answer = trainer.post("/update_weights", json={"weight_dir": str(folder)})
+        assert answer.status_code == 400 and what in answer.json()["error"]["message"], answer.text
+
+    parts = {"a.safetensors": names[:9], "b.safetensors": names[9:]}
+    places = {name: part for part, held in parts.items() for name in held}
+    refused_parts(names[9], parts | {"b.safetensors": names[10:]}, places)
+    refused_parts("b.safetensors is missing", {"a.safetensors": names[:9]}, places)
+    refused_parts(names[8], parts | {"b.safetensors": names[8:]}, places)
+    refused_parts("outside", parts, places | {name: "../b.safetensors"})
+    refused_parts("weight_map", parts, {})
+    for place, what in (("x" * 300, "cannot be read"), (str(tmp_path / "parts" / "a.safetensors"), "not a folder")):
+        answer = trainer.post("/update_weights", json={"weight_dir": place})
+        assert answer.status_code == 400 and what in answer.json()["error"]["message"], answer.text
+    assert (drawn(trainer), trainer.get("/weight_info").json()) == before
+
 
 def test_replay_checks_each_span_with_its_weights(
     trainer: httpx.Client, trained: Path, tiny_model: CompiledModel

@@ -44,7 +44,7 @@ LAYERS = [
 ]
 # The same within a layer: each entry imports from itself and from those after it, longest prefix first.
 FLOORS = [
-    [{"templates.cpp_dispatch"}, {"templates.ops"}],
+    [{"templates.recorded_calls"}, {"templates.cpp_dispatch"}, {"templates.ops"}],
     [
         {"templates.ops"},
         {"templates.training"},

@@ -25,6 +25,7 @@ from detcompile.torch_internals.operators import OpOverload, schema_of
 _BUILDING = threading.Lock()
 _LIBRARY = torch.library.Library("detcompile_direct", "DEF")
 
+RECORD_KERNEL = "record_kernel(int function, Tensor[] tensors, int[] arguments) -> ()"
 OPS = ("matmul", "rms_norm", "layer_norm", "paged_attention")  # struct Kernels of ops.cpp
 
 _SOURCES = Path(__file__).parent / "cpu"
@@ -48,6 +49,7 @@ def direct_ops() -> dict[OpOverload, OpOverload]:
     kernels = (getattr(cpu_library.library(), f"detcompile_{name}") for name in OPS)
     addresses = [ctypes.cast(kernel, ctypes.c_void_p) for kernel in kernels]
     loaded.detcompile_bind((ctypes.c_void_p * len(OPS))(*addresses))
+    _LIBRARY.define(RECORD_KERNEL)
     return {_overload("detcompile", name): _define(name) for name in OPS}
 
 

@@ -1,10 +1,13 @@
 """The C++ that Inductor writes for a CPU."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+import ctypes
+import types
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
+from torch._inductor.codecache import PyCodeCache
 from torch._inductor.codegen import cpp
 from torch._inductor.codegen.common import OpOverrides
 from torch._inductor.codegen.cpp import CppOverrides, CppVecOverrides
@@ -15,7 +18,10 @@ __all__ = [
     "OpOverrides",
     "commented",
     "each_lane",
+    "generated_kernels",
     "keeping_casts",
+    "kernel_address",
+    "kernels_replaced",
     "vectorized_tails",
 ]
 
@@ -27,6 +33,8 @@ NAMES = {
     "OpOverrides": "Inductor's operations made of others, such as the remainder by the C library's fmod. Without it: a "
     "remainder's bits follow the other lanes.",
 }
+
+KERNEL = "kernel"  # the function of a generated library, and of its Python module
 
 CODEGEN_GROUP = cpp.KernelGroup.codegen_group
 
@@ -54,6 +62,37 @@ def commented(comment: Callable[[], object]) -> Iterator[None]:
         yield
 
 
+def generated_kernels() -> set[Any]:
+    """Return the kernels in C++ that generated modules of this process call.
+
+    Without it: their calls cannot be recorded, and each step goes through Python.
+    """
+    return {value for module in PyCodeCache.modules for value in vars(module).values() if _is_kernel(value)}
+
+
+def kernel_address(kernel: Any) -> int:
+    """Return the address of a generated kernel's function, which takes data pointers and numbers.
+
+    Without it: see ``generated_kernels``.
+    """
+    function = getattr(ctypes.CDLL(kernel.__self__.__file__), KERNEL)
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+@contextlib.contextmanager
+def kernels_replaced(others: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
+    """Have generated modules call others in place of their kernels while entered.
+
+    Without it: see ``generated_kernels``.
+    """
+    with contextlib.ExitStack() as stack:
+        for module in PyCodeCache.modules:
+            for name, value in list(vars(module).items()):
+                if _is_kernel(value) and value in others:
+                    stack.enter_context(mock.patch.object(module, name, others[value]))
+        yield
+
+
 @contextlib.contextmanager
 def keeping_casts() -> Iterator[None]:
     """Keep generated C++ from taking the unrounded value behind a cast while entered.
@@ -76,3 +115,12 @@ def vectorized_tails() -> Iterator[None]:
         if hasattr(cpp, "KernelOpStats"):
             stack.enter_context(mock.patch.object(cpp.KernelOpStats, "OVERHEAD_RATIO_THRESHOLD", float("inf")))
         yield
+
+
+def _is_kernel(value: Any) -> bool:
+    module = getattr(value, "__self__", None)
+    return (
+        isinstance(value, types.BuiltinFunctionType)
+        and value.__name__ == KERNEL
+        and isinstance(module, types.ModuleType)
+    )

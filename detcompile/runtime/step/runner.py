@@ -20,16 +20,26 @@ from detcompile.runtime.adapters import AdaptedForward, Adapter
 from detcompile.runtime.kv.kv_cache import KVCache
 from detcompile.runtime.sampling.filters import likeliest
 from detcompile.runtime.step.builder import NOT_PENDING, StepArrays
-from detcompile.runtime.step.layout import MIXED_BUCKETS, TOKEN_BUCKETS, StepBuffers, StepLayout, host_tensors
+from detcompile.runtime.step.layout import (
+    MIXED_BUCKETS,
+    TOKEN_BUCKETS,
+    StepBuffer,
+    StepBuffers,
+    StepLayout,
+    host_tensors,
+)
 from detcompile.runtime.step.stage_forward import StageForward
 from detcompile.step import NO_SLOT, StepInputs
 from detcompile.templates.device.cuda_graphs import capture, for_graph, warmup
+from detcompile.templates.recorded_calls import RecordedCalls, record
 from detcompile.templates.tokens.next_tokens_gpu import fill_pending_cuda
 from detcompile.torch_internals.native import storage_at
 
 MOST_SEQUENCES = 4096  # per step
 CAPTURE_AFTER = 16  # steps of a layout that replay a graph with wider tables before its exact graph is captured
 NUM_STAGING = 3  # staging buffers: one is written while copies from the others may still run
+MOST_RECORDED_TOKENS = 16  # of a step on the host: with more, what lies between its kernels does not matter
+MOST_RECORDED_BYTES = 1 << 26  # of the results that all recorded steps hold
 MOST_VIEWS = 256  # cached views of staging memory by layout; steps without a graph have unboundedly many layouts
 
 Forward = Callable[[Tensor, Tensor, StepInputs, Tensor], Any]
@@ -79,7 +89,7 @@ class Runner:
         drawn: [R, 2] int64, ``likeliest`` of the last launch's logits, valid until the next one; ``sampled`` then has
             the same tokens. None if no graph was replayed, or there are no logits.
         gives_logits: True if the forward returns logits; otherwise ``launch`` returns [0, 0].
-        replayed: True if the last launch replayed a graph.
+        replayed: True if the last launch replayed a graph, or repeated recorded calls on the host.
         adapter: the adapter of the next launches; None for the plain model.
 
     Raises:
@@ -110,6 +120,7 @@ class Runner:
         self._refused: set[StepLayout] = set()
         self._memory_pool = torch.cuda.graph_pool_handle() if cuda_graphs else None
         self._staging: list[_Staging] = []
+        self._recorded: dict[StepLayout, _RecordedStep] = {}
 
     @property
     def num_graphs(self) -> int:
@@ -124,7 +135,7 @@ class Runner:
     def run(self, arrays: StepArrays) -> Tensor:
         """Write the step's keys and values into the cache. Return logits [R, V] of the tokens ``logits_to_keep``."""
         logits = self.launch(arrays)
-        return logits.clone() if self.cuda_graphs else logits
+        return logits.clone() if self.cuda_graphs or self.replayed else logits
 
     def launch(self, arrays: StepArrays) -> Tensor:
         """Run a step like ``run``, without waiting for the device; the logits are valid until the next launch.
@@ -140,7 +151,7 @@ class Runner:
     def _launch(self, arrays: StepArrays) -> Tensor:
         if self._stage is not None:
             self._stage.receive(self.layout(arrays).tokens, self.kv_cache.device)
-        output, drawn = (self._forward(host_tensors(arrays)), None) if self._on_host else self._launch_on_gpu(arrays)
+        output, drawn = (self._launch_on_host(arrays), None) if self._on_host else self._launch_on_gpu(arrays)
         if self._stage is not None:
             self._stage.send(output)
         if not self.gives_logits:
@@ -196,6 +207,29 @@ class Runner:
         """Return the layout in which a step runs on a GPU, padded if there are graphs."""
         exact = StepLayout.of(arrays)
         return exact.padded(self.kv_cache.block_size) if self.cuda_graphs else exact
+
+    @torch.no_grad()
+    def _launch_on_host(self, arrays: StepArrays) -> Any:
+        """Run a step, from recorded calls if it has few tokens and its layout was seen before."""
+        self.replayed = False
+        layout = StepLayout.of(arrays)
+        is_plain = layout.tokens == layout.sequences == layout.rows and layout.copies == 1
+        if not is_plain or layout.tokens > MOST_RECORDED_TOKENS or self._stage is not None or self.kv_cache.states:
+            return self._forward(host_tensors(arrays))
+        layout = layout._replace(blocks=layout.padded(self.kv_cache.block_size).blocks)
+        self._missed[layout] += 1
+        if layout in self._refused or self._missed[layout] == 1:
+            return self._forward(host_tensors(arrays))
+        recorded = self._recorded.pop(layout, None) or _RecordedStep(layout)
+        output = recorded.run(self, arrays)
+        if recorded.calls is None:
+            self._refused.add(layout)
+            return output
+        self.replayed = True
+        self._recorded[layout] = recorded  # the latest comes last
+        while sum(kept.calls.num_bytes for kept in self._recorded.values() if kept.calls) > MOST_RECORDED_BYTES:
+            self._recorded.pop(next(iter(self._recorded)))
+        return output
 
     def _launch_on_gpu(self, arrays: StepArrays) -> tuple[Any, Tensor | None]:
         layout = self.layout(arrays)
@@ -271,7 +305,10 @@ class Runner:
         """Run the forward on a step's arrays, given by name."""
         if t["block_copies"].shape[1]:
             self.kv_cache.copy_blocks(t["block_copies"])
-        input_ids = self._fill_pending(t["input_ids"], t["pending"])
+        return self.forward(*self.arguments(t, self.fill_pending(t["input_ids"], t["pending"])))
+
+    def arguments(self, t: dict[str, Tensor], input_ids: Tensor) -> tuple[Any, ...]:
+        """Return the forward's arguments for a step's arrays, given by name."""
         step = StepInputs(
             slot_mappings=t["slot_mappings"].flatten(1).unbind(),
             cu_seqlens=t["cu_seqlens"],
@@ -282,9 +319,9 @@ class Runner:
             state_slots=t["state_slots"],
             states=self.kv_cache.states,
         )
-        return self.forward(input_ids[None], t["position_ids"][None], step, t["logits_to_keep"])
+        return input_ids[None], t["position_ids"][None], step, t["logits_to_keep"]
 
-    def _fill_pending(self, input_ids: Tensor, pending: Tensor) -> Tensor:
+    def fill_pending(self, input_ids: Tensor, pending: Tensor) -> Tensor:
         """Return input ids [T] with pending tokens filled in from the previous step."""
         if input_ids.is_cuda:
             return fill_pending_cuda(input_ids, pending, self.sampled)
@@ -313,6 +350,34 @@ def unowned(value: Any) -> Any:
 def _warmup_stream(device: int) -> torch.cuda.Stream:
     """Return one stream for all captures: the allocator keeps freed memory for the stream that freed it."""
     return torch.cuda.Stream(device)
+
+
+class _RecordedStep:
+    """A step of one token per sequence on the host, as recorded calls over arrays at fixed addresses.
+
+    Attributes:
+        calls: None before the first step, and if the forward's calls cannot be recorded.
+    """
+
+    def __init__(self, layout: StepLayout) -> None:
+        self.calls: RecordedCalls | None = None
+        self._buffer = StepBuffer(layout, torch.device("cpu"))
+        self._tensors = self._buffer.tensors()
+        self._filled: StepArrays | None = None  # what the buffer holds
+
+    def run(self, runner: Runner, arrays: StepArrays) -> Any:
+        """Run a step. Its output is valid until the next step."""
+        t = self._tensors
+        self._buffer.fill(arrays, self._filled)
+        self._filled = arrays
+        input_ids = runner.fill_pending(t["input_ids"], t["pending"])
+        if input_ids is not t["input_ids"]:
+            t["input_ids"].copy_(input_ids)
+            self._filled = None
+        if self.calls is not None and self.calls.repeat():
+            return self.calls.output
+        output, self.calls = record(functools.partial(runner.forward, *runner.arguments(t, t["input_ids"])))
+        return output
 
 
 class _Staging:

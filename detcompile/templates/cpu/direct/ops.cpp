@@ -9,7 +9,13 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
+#include <array>
 #include <cmath>
+#include <cstring>
+#include <functional>
+#include <unordered_map>
+#include <utility>
+#include <vector>
 
 #include "../kernels.h"
 #include "../matmul_call.h"
@@ -28,13 +34,42 @@ struct Kernels {
   decltype(&detcompile_paged_attention) paged_attention;
 } kernels;
 
+// Calls of kernels in order, with the tensors that they read and write. Their memory stays where it is, so that the calls can be
+// repeated on the tensors' new contents.
+struct Recording {
+  std::vector<std::function<bool()>> calls;  // false: the call has found a fault
+  std::vector<Tensor> tensors;
+  std::vector<const void*> addresses;  // of the tensors' data
+  int64_t bytes = 0;     // of results, without those of Inductor's kernels
+  bool complete = true;  // no call was made that is not recorded
+};
+thread_local Recording* recording = nullptr;
+
+template <class Repeat>
+void record(std::initializer_list<Tensor> tensors, const Optional& first, const Optional& second, const Tensor& out,
+            Repeat repeat) {
+  if (!recording) return;
+  recording->bytes += out.nbytes();
+  recording->tensors.push_back(out);
+  recording->tensors.insert(recording->tensors.end(), tensors);
+  for (const Optional* tensor : {&first, &second})
+    if (*tensor) recording->tensors.push_back(**tensor);
+  recording->calls.emplace_back(repeat);
+}
+
 constexpr size_t kMostRadices = 16;            // _MOST_RADICES of templates/cpu/library.py
+constexpr size_t kMostArguments = 64;          // MOST_ARGUMENTS of templates/recorded_calls.py
 constexpr int64_t kMostLeaves = 1 << 20;       // _MOST_LEAVES there
 constexpr int64_t kKeyBlock = 64;              // KV_BLOCK of orders/numerics.py
 constexpr double kLog2E = 1.4426950408889634;  // _LOG2_E of templates/attention/op.py: the bits of scores depend on it
 
 // at::empty goes through the dispatcher, whose code has been evicted from the caches by a product's weights.
 Tensor new_tensor(at::IntArrayRef sizes, ScalarType dtype) { return at::detail::empty_cpu(sizes, dtype); }
+
+// For calls that cannot be repeated
+void leave_recording() {
+  if (recording) recording->complete = false;
+}
 
 // The operation in Python: it handles calls that are not plain, and raises the exceptions
 template <class Signature>
@@ -91,6 +126,7 @@ Tensor matmul(const Tensor& x, const Tensor& w, const Optional& bias, const Opti
                (w.stride(0) == 1 || w.stride(1) == 1) && is_vector(bias, w.size(0)) &&
                is_residual(residual, x.size(0), w.size(0)) && divide(x.size(1), radices) && has_memory(x) && has_memory(w);
   if (!plain) {
+    leave_recording();
     static const auto op = in_python<decltype(matmul)>("detcompile::matmul");
     return op.call(x, w, bias, residual, radices, out_dtype);
   }
@@ -115,6 +151,12 @@ Tensor matmul(const Tensor& x, const Tensor& w, const Optional& bias, const Opti
             .out_dtype = code_of(to),
             .num_threads = at::get_num_threads()};
   kernels.matmul(&call);
+  record({x, w}, bias, residual, out, [call, held = radices.vec()]() mutable {
+    call.radices = held.data();
+    call.num_threads = at::get_num_threads();
+    kernels.matmul(&call);
+    return true;
+  });
   return out;
 }
 
@@ -137,31 +179,54 @@ struct Rows {
   explicit Rows(const Tensor& given)
       : x(row_stride(given) != 0 ? given : given.contiguous()), stride(row_stride(x)), R(x.size(-1)) {}
   int64_t count() const { return x.numel() / R; }
+  void record_copy(const Tensor& given) const {
+    if (!recording || x.is_same(given)) return;
+    size_t place = recording->tensors.size();  // a tensor that the call held would not seem to be held by the recording alone
+    recording->tensors.insert(recording->tensors.end(), {given, x});
+    recording->calls.emplace_back([tensors = &recording->tensors, place] {
+      (*tensors)[place + 1].copy_((*tensors)[place]);
+      return true;
+    });
+  }
 };
 
 bool has_rows(const Tensor& x) { return x.dim() > 0 && x.numel() > 0 && code_of(x) >= 0 && has_memory(x); }
 
 Tensor rms_norm(const Tensor& x, const Optional& weight, double eps, bool round_before_weight) {
   if (!has_rows(x) || !is_vector(weight, x.size(-1))) {
+    leave_recording();
     static const auto op = in_python<decltype(rms_norm)>("detcompile::rms_norm");
     return op.call(x, weight, eps, round_before_weight);
   }
   Rows rows(x);
   Tensor out = new_tensor(x.sizes(), x.scalar_type());
-  kernels.rms_norm(read<void>(rows.x), rows.stride, read(weight), write<void>(out), eps, round_before_weight, rows.count(), rows.R,
-                   code_of(x), code_of(weight), at::get_num_threads());
+  auto call = [=, from = read<void>(rows.x), by = read(weight), to = write<void>(out), stride = rows.stride, M = rows.count(),
+               R = rows.R, dtype = code_of(x), weight_dtype = code_of(weight)] {
+    kernels.rms_norm(from, stride, by, to, eps, round_before_weight, M, R, dtype, weight_dtype, at::get_num_threads());
+    return true;
+  };
+  call();
+  rows.record_copy(x);
+  record({rows.x}, weight, {}, out, call);
   return out;
 }
 
 Tensor layer_norm(const Tensor& x, const Optional& weight, const Optional& bias, double eps) {
   if (!has_rows(x) || !is_vector(weight, x.size(-1)) || !is_vector(bias, x.size(-1))) {
+    leave_recording();
     static const auto op = in_python<decltype(layer_norm)>("detcompile::layer_norm");
     return op.call(x, weight, bias, eps);
   }
   Rows rows(x);
   Tensor out = new_tensor(x.sizes(), x.scalar_type());
-  kernels.layer_norm(read<void>(rows.x), rows.stride, read(weight), read(bias), write<void>(out), eps, rows.count(), rows.R,
-                     code_of(x), code_of(weight), code_of(bias), at::get_num_threads());
+  auto call = [=, from = read<void>(rows.x), by = read(weight), plus = read(bias), to = write<void>(out), stride = rows.stride,
+               M = rows.count(), R = rows.R, dtype = code_of(x), weight_dtype = code_of(weight), bias_dtype = code_of(bias)] {
+    kernels.layer_norm(from, stride, by, plus, to, eps, M, R, dtype, weight_dtype, bias_dtype, at::get_num_threads());
+    return true;
+  };
+  call();
+  rows.record_copy(x);
+  record({rows.x}, weight, bias, out, call);
   return out;
 }
 
@@ -199,6 +264,7 @@ Tensor paged_attention(const Tensor& q, const Tensor& k, const Tensor& v, Tensor
                        const Optional& relative) {
   static const auto op = in_python<decltype(paged_attention)>("detcompile::paged_attention");
   auto call_python = [&] {
+    leave_recording();
     return op.call(q, k, v, k_cache, v_cache, slots, cu_seqlens, seq_lens, table, scale, window, kv_chunk, softcap, sinks, slopes,
                    attention_chunk, relative);
   };
@@ -209,24 +275,94 @@ Tensor paged_attention(const Tensor& q, const Tensor& k, const Tensor& v, Tensor
   if (!plain) return call_python();
   Tensor out = new_tensor({q.size(0), q.size(1), v.size(2)}, q.scalar_type());
   // in the order of attention.cpp
-  int64_t strides[] = {q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), k_cache.stride(0),
-                       k_cache.stride(1), k_cache.stride(2), v_cache.stride(0), v_cache.stride(1), v_cache.stride(2)};
-  int64_t sizes[] = {q.size(0), table.size(0), q.size(1), k.size(1), q.size(2), v.size(2), k_cache.size(0), k_cache.size(1),
-                     table.size(1), window, kv_chunk, attention_chunk, 0, slots.size(0)};
-  float scalars[] = {float(scale * kLog2E), 0.0f, 1.0f};
-  int64_t where;
-  int64_t fault = kernels.paged_attention(
-      read<char>(q), read<char>(k), read<char>(v), write<char>(k_cache), write<char>(v_cache), read<int64_t>(slots),
-      read<int32_t>(cu_seqlens), read<int32_t>(seq_lens), read<int32_t>(table), write<char>(out), strides, sizes, scalars, nullptr,
-      nullptr, nullptr, code_of(q), code_of(k_cache), at::get_num_threads(), &where);
-  return fault ? call_python() : out;  // nothing was written, and Python raises the error
+  auto strides = std::to_array<int64_t>({q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+                                         k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), v_cache.stride(0),
+                                         v_cache.stride(1), v_cache.stride(2)});
+  auto sizes = std::to_array<int64_t>({q.size(0), table.size(0), q.size(1), k.size(1), q.size(2), v.size(2), k_cache.size(0),
+                                       k_cache.size(1), table.size(1), window, kv_chunk, attention_chunk, 0, slots.size(0)});
+  auto scalars = std::to_array<float>({float(scale * kLog2E), 0.0f, 1.0f});
+  auto call = [=, q_data = read<char>(q), k_data = read<char>(k), v_data = read<char>(v), k_to = write<char>(k_cache),
+               v_to = write<char>(v_cache), slot = read<int64_t>(slots), starts = read<int32_t>(cu_seqlens),
+               lengths = read<int32_t>(seq_lens), blocks = read<int32_t>(table), to = write<char>(out), dtype = code_of(q),
+               cache_dtype = code_of(k_cache)] {
+    int64_t where;
+    return kernels.paged_attention(q_data, k_data, v_data, k_to, v_to, slot, starts, lengths, blocks, to, strides.data(),
+                                   sizes.data(), scalars.data(), nullptr, nullptr, nullptr, dtype, cache_dtype,
+                                   at::get_num_threads(), &where) == 0;
+  };
+  if (!call()) return call_python();  // nothing was written, and Python raises the error
+  record({q, k, v, k_cache, v_cache, slots, cu_seqlens, seq_lens, table}, {}, {}, out, call);
+  return out;
+}
+
+// Numbers and addresses are passed alike, in registers or on the stack
+template <size_t... I>
+void call_with(int64_t function, const int64_t* arguments, std::index_sequence<I...>) {
+  reinterpret_cast<void (*)(decltype(int64_t(I))...)>(function)(arguments[I]...);
+}
+
+template <size_t Count = kMostArguments>
+bool call_kernel(int64_t function, const std::vector<int64_t>& arguments) {
+  if (arguments.size() == Count) {
+    call_with(function, arguments.data(), std::make_index_sequence<Count>());
+    return true;
+  }
+  if constexpr (Count > 0) return call_kernel<Count - 1>(function, arguments);
+  return false;
+}
+
+// Records a kernel of Inductor, which the caller calls: numbers, and addresses of data of `tensors`
+void record_kernel(int64_t function, at::TensorList tensors, at::IntArrayRef arguments) {
+  if (!recording) return;
+  recording->tensors.insert(recording->tensors.end(), tensors.begin(), tensors.end());
+  recording->calls.emplace_back([function, held = arguments.vec()] { return call_kernel(function, held); });
 }
 
 }  // namespace
 
-extern "C" __attribute__((visibility("default"))) void detcompile_bind(const Kernels* bound) { kernels = *bound; }
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+EXPORT void detcompile_bind(const Kernels* bound) { kernels = *bound; }
+
+// Begins to record this thread's calls
+EXPORT Recording* detcompile_begin_recording() { return recording = new Recording; }
+
+// Returns the bytes of the calls' results, or -1 if a call was not recorded
+EXPORT int64_t detcompile_end_recording() {
+  Recording* ended = std::exchange(recording, nullptr);
+  for (const Tensor& tensor : ended->tensors) ended->addresses.push_back(tensor.const_data_ptr());
+  return ended->complete ? ended->bytes : -1;
+}
+
+// Fills the tensors that nothing but the recording holds with bytes that no call has written
+EXPORT void detcompile_spoil_results(const Recording* kept) {
+  std::unordered_map<at::StorageImpl*, std::unordered_map<at::TensorImpl*, size_t>> held;
+  for (const Tensor& tensor : kept->tensors) held[tensor.storage().unsafeGetStorageImpl()][tensor.unsafeGetTensorImpl()]++;
+  for (const Tensor& tensor : kept->tensors) {
+    const auto& views = held[tensor.storage().unsafeGetStorageImpl()];
+    bool alone = tensor.storage().use_count() == views.size();
+    for (auto [view, count] : views) alone &= c10::raw::intrusive_ptr::use_count(view) == count;
+    if (alone) std::memset(tensor.storage().mutable_data(), 0xff, tensor.storage().nbytes());
+  }
+}
+
+// Makes the calls anew. Returns false if a tensor has moved, or a call has found a fault or raised an exception.
+EXPORT bool detcompile_repeat(const Recording* kept) {
+  for (size_t i = 0; i < kept->tensors.size(); i++)
+    if (kept->tensors[i].const_data_ptr() != kept->addresses[i]) return false;
+  try {
+    for (const auto& call : kept->calls)
+      if (!call()) return false;
+    return true;
+  } catch (...) {
+    return false;
+  }
+}
+
+EXPORT void detcompile_drop_recording(Recording* kept) { delete kept; }
 
 TORCH_LIBRARY_IMPL(detcompile_direct, CPU, library) {
+  library.impl("record_kernel", record_kernel);
   library.impl("matmul", matmul);
   library.impl("rms_norm", rms_norm);
   library.impl("layer_norm", layer_norm);

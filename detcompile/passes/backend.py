@@ -28,6 +28,7 @@ from detcompile.passes.proof.context import Role
 from detcompile.passes.release_probe import require_release
 from detcompile.passes.rewrites.collectives import pin_collectives
 from detcompile.passes.rewrites.composites import take_apart
+from detcompile.passes.rewrites.exact_functions import pin_exact_functions
 from detcompile.passes.rewrites.matmuls import fuse_gated_products
 from detcompile.passes.rewrites.merged_linears import fed, joined, lift_weights, merge_linears
 from detcompile.passes.roles import join_batches, refuse, role_by_source
@@ -203,6 +204,8 @@ class _Compilation:
     def rewrite(self, gm: fx.GraphModule) -> fx.GraphModule:
         backend = self._backend
         repeats = None if backend.layers is None else backend.layers.repeats
+        if backend.numerics.is_exact:
+            pin_exact_functions(gm)
         if backend.name_inputs is not None:
             digest = exact_program_digest if backend.numerics.is_exact else program_digest
             backend.digests.append(digest(gm, backend.name_inputs(self._inputs), repeats))

@@ -307,6 +307,22 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     return np.where(peak[..., None] < bits(LARGEST), y, F(np.nan)).astype(F)
 
 
+def layer_norm(x: Array, weight: Array, bias: Array, eps: float) -> Array:
+    """Return (x - mean) / sqrt(variance) * weight + bias; both sums are of integers.
+
+    As rms_norm, with p = 2^(20 - e), so that the deviations are below 2^22.
+    """
+    peak = (bits(x) & I(0x7FFFFFFF)).max(-1)
+    p = from_bits((I(274) - np.clip(peak >> I(23), 87, 254).astype(I)) << I(23))[..., None]
+    whole = peak[..., None] < bits(LARGEST)
+    u, K = np.where(whole, x, F(0)) * p, F(x.shape[-1])
+    d = u - near(u).astype(np.int64).sum(-1, keepdims=True).astype(F) / K
+    n = near(d).astype(np.int64)
+    variance = (n * n).sum(-1, keepdims=True).astype(F) / K
+    y = (d * rsqrt(variance + (F(eps) * p) * p)) * weight + bias
+    return np.where(whole, y, F(np.nan)).astype(F)
+
+
 ONE = 1 << 120
 
 
@@ -388,33 +404,49 @@ def shift(k: Array) -> Array:
     return np.where(k < F(-126), F(0), power_of_two(np.maximum(k, F(-126)).astype(I)))
 
 
-def attention(q: Array, q_scale: Array, k: Array, k_scale: Array, v: Array, v_scale: Array, positions: Array) -> Array:
-    """Return softmax(q k / sqrt(dim)) v, float32 [T, H, dim], causal.
+def attention(
+    q: Array,
+    q_scale: Array,
+    k: Array,
+    k_scale: Array,
+    v: Array,
+    v_scale: Array,
+    positions: Array,
+    scale: float = 0.0,
+    window: int = 0,
+) -> Array:
+    """Return softmax(q k * scale) v, float32 [T, H, dim], causal.
 
     q int8 [dq, T, H, dim], q_scale [T, H] (left); k, v int8 [d, S, G, dim], scales [S, G] (right); positions [T] of
-    the queries. The weights of the softmax have as many digits as q.
+    the queries. A query sees the `window` newest keys, or all with 0; a scale of 0 is 1 / sqrt(dim). The weights of the
+    softmax have as many digits as q.
     """
     _, T, H, dim = q.shape
     G, S = k.shape[2], int(positions.max()) + 1
-    r = np.where(q_scale == q_scale, q_scale, F(1)) * (LOG2E / np.sqrt(F(dim)))
+    factor = LOG2E * F(scale) if scale else LOG2E / np.sqrt(F(dim))
+    r = np.where(q_scale == q_scale, q_scale, F(1)) * factor
+    oldest = positions - (window or S) + 1  # the first key that a query sees
     k_unit, v_unit = (np.where(scale == scale, scale, F(1)) for scale in (k_scale, v_scale))
     out = np.empty((T, H, dim), F)
     for h in range(H):
         g = h * G // H
         whole = State.empty(T, dim)
         for start in range(0, S, GROUP * BLOCK):
-            group = State.empty(T, dim)
+            group, sees_group = State.empty(T, dim), np.zeros(T, bool)
             for first in range(start, min(start + GROUP * BLOCK, S), BLOCK):
                 keys = slice(first, min(first + BLOCK, S))
-                visible = np.arange(keys.start, keys.stop)[None, :] <= positions[:, None]
+                here = np.arange(keys.start, keys.stop)[None, :]
+                visible = (here <= positions[:, None]) & (here >= oldest[:, None])
                 block = key_block(
                     q[:, :, h], r[:, h], k[:, keys, g], k_unit[keys, g], v[:, keys, g], v_unit[keys, g], visible
                 )
                 group.merge(block, visible.any(1))
-            whole.merge(group, positions >= start)
+                sees_group |= visible.any(1)
+            whole.merge(group, sees_group)
         out[:, h] = whole.acc * (F(1) / whole.total)[:, None]
         poisoned = np.isnan(k_scale[:S, g]) | np.isnan(v_scale[:S, g])
-        sees_poison = (poisoned[None, :] & (np.arange(S)[None, :] <= positions[:, None])).any(1)
+        every = np.arange(S)[None, :]
+        sees_poison = (poisoned[None, :] & (every <= positions[:, None]) & (every >= oldest[:, None])).any(1)
         out[np.isnan(q_scale[:, h]) | sees_poison, h] = F(np.nan)
     return out
 

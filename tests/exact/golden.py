@@ -92,11 +92,11 @@ def attention_cases() -> dict[str, tuple[Array, Array, Array, int]]:
     return cases
 
 
-def attended(q: Array, k: Array, v: Array, digits: int) -> Array:
+def attended(q: Array, k: Array, v: Array, digits: int, scale: float = 0.0, window: int = 0) -> Array:
     """Return the reference's attention of the last len(q) of len(k) tokens."""
     keys, its_values = exact.quantize(k, digits, True), exact.quantize(v, digits, True)
     queries = exact.quantize(q, exact.QUERY_DIGITS, False)
-    return exact.attention(*queries, *keys, *its_values, np.arange(len(k) - len(q), len(k)))
+    return exact.attention(*queries, *keys, *its_values, np.arange(len(k) - len(q), len(k)), scale, window)
 
 
 def product_cases() -> dict[str, tuple[Array, Array]]:
@@ -124,6 +124,7 @@ def measured() -> dict[str, dict[str, str]]:
             q, scale = exact.quantize(rows(), digits, side == "right")
             row[f"quantize {digits} {side}"] = exact.digest(q) + exact.digest(scale)
     row["rope"] = exact.digest(np.stack(exact.rope_tables([0, 1, 2, 1000, 40959], 64, 1_000_000)))
+    row["layer_norm"] = exact.digest(exact.layer_norm(rows(), values((200,), 2), values((200,), 4), 1e-5))
     row["log_softmax"] = exact.digest(exact.log_softmax(values((3, 5000), 3)))
     return {
         "functions": functions,

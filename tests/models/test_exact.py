@@ -11,15 +11,17 @@ from torch._dynamo.exc import BackendCompilerFailed
 import detcompile
 from detcompile import Backend, CompiledModel, Numerics
 from detcompile.commands.axes import AXES, Configuration, score
-from detcompile.errors import InvalidInput, NumericsError, UnsupportedModel
+from detcompile.errors import InvalidInput, NumericsError, UncertifiedOp, UnsupportedModel
 from detcompile.passes.modules.exact import use_exact_arithmetic
 from detcompile.templates.exact.rope import rope_tables
 from tests.exact import definition as exact
 from tests.exact import golden
-from tests.exhaustive import EXHAUSTIVE
+from tests.exhaustive import EXHAUSTIVE, exhaustive_unless
 from tests.invariance.axis import tokens
-from tests.model_cases import random_model
+from tests.model_cases import VOCAB_SIZE, certified, random_model
 
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 100}
 VARIANTS = [pytest.param(name, marks=() if name == "exact16" else EXHAUSTIVE) for name in exact.VARIANTS]
 
 
@@ -66,21 +68,52 @@ def test_llama_equals_the_reference(variant: str, tmp_path: Path) -> None:
     assert exact.digest(model(torch.tensor([text])).logits[0].numpy()) == exact.digest(expected)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gemma2"])
-def test_another_architecture_is_rejected_by_name(name: str) -> None:
-    with pytest.raises(UnsupportedModel, match="does not define the architecture"):
-        use_exact_arithmetic(random_model(name, torch.float32), "exact16", 64)
+OTHERS = ("gpt2", "mistral", "granite", "opt", "olmo2", "phi3")  # norms, windows, scales, functions, joined linears
+
+
+@pytest.mark.parametrize("name", exhaustive_unless(lambda name: name == "gpt2", OTHERS))
+def test_another_architecture_means_what_eager_means(name: str) -> None:
+    ids = torch.tensor([exact.fixed_tokens(150, VOCAB_SIZE)])
+    with torch.no_grad():
+        expected = random_model(name, torch.float32)(ids, use_cache=False).logits
+    model = certified(random_model(name, torch.float32), numerics=Numerics(arithmetic="exact16"), max_context=256)
+    error = (model(ids).logits - expected).norm() / expected.norm()
+    assert error < 1e-3
+
+
+REJECTED = {
+    "gemma2": "no chunk, soft cap, sink",
+    "granite_swa": "no chunk, soft cap, sink",
+    "bloom": "no chunk, soft cap, sink, ALiBi",
+    "falcon": "aten.erf.default",
+}
+
+
+@pytest.mark.parametrize("name", exhaustive_unless(lambda name: name in ("gemma2", "falcon"), REJECTED))
+def test_what_is_not_defined_is_rejected_by_name(name: str) -> None:
+    with pytest.raises((UnsupportedModel, UncertifiedOp), match=REJECTED[name]):
+        certified(random_model(name, torch.float32), numerics=Numerics(arithmetic="exact16"), max_context=64)
+
+
+@pytest.mark.parametrize("parameters", [{"rope_type": "linear", "factor": 4.0}, LLAMA3], ids=["linear", "llama3"])
+def test_rotary_tables_are_near_those_of_transformers(parameters: dict[str, object]) -> None:
+    model = random_model("llama", torch.float32, rope_parameters={"rope_theta": 500000.0, **parameters})
+    positions = torch.arange(200)[None]
+    expected = model.model.rotary_emb(torch.zeros(1), positions)
+    use_exact_arithmetic(model, "exact16", 200)
+    for actual, table in zip(model.model.rotary_emb(torch.zeros(1), positions), expected, strict=True):
+        assert torch.allclose(actual, table, rtol=0, atol=1e-4)
 
 
 def test_another_rotary_embedding_is_rejected_by_name() -> None:
     model = random_model("llama", torch.float32)
-    model.config.rope_parameters["rope_type"] = "llama3"
-    with pytest.raises(UnsupportedModel, match="does not define the rope_type 'llama3'"):
+    model.config.rope_parameters["rope_type"] = "dynamic"
+    with pytest.raises(UnsupportedModel, match="with the rope_type 'dynamic'"):
         use_exact_arithmetic(model, "exact16", 64)
 
 
 UNDEFINED = {
-    "function": lambda x: torch.exp(x),
+    "function": lambda x: torch.erf(x),
     "gate": lambda x: torch.nn.functional.glu(x),
     "quotient": lambda x: x / 3.0,
     "sum": lambda x: x.sum(-1),
@@ -111,7 +144,7 @@ def test_defined_operations_are_certified() -> None:
     torch._dynamo.reset()
 
     def defined(x: torch.Tensor) -> torch.Tensor:
-        y = torch.where(x > 0, x - 2, -x)
+        y = torch.where(x > 0, x - 2, -x) + torch.relu(x) / 8 + x**2 + torch.exp(x) * torch.sigmoid(x)
         index = x.argmax(-1, keepdim=True)
         return y * torch.maximum(index, torch.ones_like(index)) + (x == y)
 

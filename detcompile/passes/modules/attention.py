@@ -108,7 +108,7 @@ def register_attention(kv_chunk: int, groups: Sequence[KVGroup], place: Callable
         digits = kv_digits(module)
         if step is None:
             if digits:
-                out = torch.ops.detcompile.exact_dense_attention(query, key, value, digits)
+                out = torch.ops.detcompile.exact_dense_attention(query, key, value, digits, *_exact_rule(query, rule))
             else:
                 out = torch.ops.detcompile.dense_attention(query, key, value, *rule)
             return out.transpose(1, 2).contiguous(), None  # contiguous as in transformers: models view it
@@ -122,7 +122,7 @@ def register_attention(kv_chunk: int, groups: Sequence[KVGroup], place: Callable
         metadata = step.slot_mappings[group], step.cu_seqlens, step.seq_lens, step.block_tables[group]
         operands = q, k, v, step.k_caches[layer], step.v_caches[layer], *metadata
         if digits:
-            out = torch.ops.detcompile.exact_paged_attention(*operands)
+            out = torch.ops.detcompile.exact_paged_attention(*operands, *_exact_rule(query, rule))
         else:
             out = torch.ops.detcompile.paged_attention(*operands, *rule)
         return out.unsqueeze(0), None
@@ -134,12 +134,17 @@ def require_plain(module: nn.Module, query: Tensor, rule: AttentionRule) -> None
     """Raise UnsupportedModel if the module's attention is exact and has another rule than exact attention."""
     if not kv_digits(module):
         return
-    plain = AttentionRule(scale=query.shape[-1] ** -0.5, sliding_window=0, kv_chunk=rule.kv_chunk)
+    plain = AttentionRule(scale=rule.scale, sliding_window=rule.sliding_window, kv_chunk=rule.kv_chunk)
     if any(ours is not its and ours != its for ours, its in zip(rule, plain, strict=True)):
         raise UnsupportedModel(
-            f"{type(module).__name__}: exact arithmetic defines causal attention with scores over sqrt(head_dim) alone:"
-            " no window, chunk, soft cap, sink, ALiBi or bias. Compile the model without Numerics.arithmetic"
+            f"{type(module).__name__}: exact arithmetic defines causal attention with a window and a scale of scores:"
+            " no chunk, soft cap, sink, ALiBi or bias. Compile the model without Numerics.arithmetic"
         )
+
+
+def _exact_rule(query: Tensor, rule: AttentionRule) -> tuple[float, int]:
+    """Return the scale of the scores, 0 for 1 / sqrt(head_dim), and the window."""
+    return 0.0 if rule.scale == query.shape[-1] ** -0.5 else rule.scale, rule.sliding_window
 
 
 def check_call(

@@ -1,15 +1,18 @@
-"""Modules of a Llama or Qwen3 decoder in exact integer arithmetic (docs/exact.md).
+"""Modules in exact integer arithmetic (docs/exact.md).
 
-use_exact_arithmetic changes the modules; passes.proof.exact then refuses a graph with any other arithmetic.
+use_exact_arithmetic replaces the linears, norms, functions and rotary tables that the definition has. It knows norms,
+functions and tables by their results on a few rows. passes.proof.exact then rejects a graph with any other arithmetic.
 """
 
 import functools
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import Conv1D, PreTrainedModel
 
 from detcompile.errors import UnsupportedModel
 from detcompile.orders.exact import ARITHMETICS, ExactArithmetic
@@ -18,8 +21,10 @@ from detcompile.templates.exact.attention import row_words
 from detcompile.templates.exact.rope import rope_tables
 from detcompile.templates.ops import ours
 
-_ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
+_ROUNDED_SUMS = ("LlamaForCausalLM", "Qwen3ForCausalLM")  # with bfloat16 residual sums, if the variant has them
 _KV_DIGITS = "_detcompile_kv_digits"  # attribute of an attention module
+_EPSILONS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
+_PROBED_POSITIONS = 16
 
 
 class ExactLinear(nn.Module):
@@ -28,14 +33,16 @@ class ExactLinear(nn.Module):
     digits: Tensor
     scales: Tensor
 
-    def __init__(self, linear: nn.Linear, arithmetic: ExactArithmetic) -> None:
+    def __init__(self, linear: nn.Linear | Conv1D, arithmetic: ExactArithmetic) -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
+        weight = linear.weight.detach().float()
+        weight = weight.t().contiguous() if isinstance(linear, Conv1D) else weight
+        self.out_features, self.in_features = weight.shape
         self.x_digits = arithmetic.activations
-        digits, scales = ours.exact_quantize(linear.weight.detach().float(), arithmetic.weights, True)
+        digits, scales = ours.exact_quantize(weight, arithmetic.weights, True)
         self.register_buffer("digits", digits)
         self.register_buffer("scales", scales)
-        self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().float(), requires_grad=False)
+        self.bias = None if linear.bias is None else _fixed(linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         out = ours.exact_linear(x.flatten(0, -2), self.digits, self.scales, self.bias, self.x_digits)
@@ -45,13 +52,23 @@ class ExactLinear(nn.Module):
 class ExactNorm(nn.Module):
     """forward(x [..., R]) -> [..., R]: x / rms(x) * weight."""
 
-    def __init__(self, norm: Any) -> None:
+    def __init__(self, weight: Tensor, eps: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(norm.weight.detach().float(), requires_grad=False)
-        self.eps = float(norm.variance_epsilon)
+        self.weight, self.eps = _fixed(weight), eps
 
     def forward(self, x: Tensor) -> Tensor:
         return ours.exact_rms_norm(x, self.weight, self.eps)
+
+
+class ExactLayerNorm(nn.Module):
+    """forward(x [..., R]) -> [..., R]: (x - mean) / deviation * weight + bias."""
+
+    def __init__(self, weight: Tensor, bias: Tensor, eps: float) -> None:
+        super().__init__()
+        self.weight, self.bias, self.eps = _fixed(weight), _fixed(bias), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ours.exact_layer_norm(x, self.weight, self.bias, self.eps)
 
 
 class ExactFunction(nn.Module):
@@ -66,15 +83,15 @@ class ExactFunction(nn.Module):
 
 
 class ExactRotary(nn.Module):
-    """forward(x, position_ids [B, T]) -> cos and sin [B, T, D], from tables."""
+    """forward(x, position_ids [B, T]) -> cos and sin [B, T, width], from tables."""
 
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, length: int, head_dim: int, theta: float, device: torch.device) -> None:
+    def __init__(self, cos: Tensor, sin: Tensor) -> None:
         super().__init__()
-        for name, table in zip(("cos", "sin"), rope_tables(length, head_dim, theta)):
-            self.register_buffer(name, torch.cat([table, table], -1).to(device))
+        self.register_buffer("cos", cos)
+        self.register_buffer("sin", sin)
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         return F.embedding(position_ids, self.cos), F.embedding(position_ids, self.sin)
@@ -83,38 +100,129 @@ class ExactRotary(nn.Module):
 def use_exact_arithmetic(model: PreTrainedModel, arithmetic: str, max_context: int) -> None:
     """Change the model in place, to float32 activations and quantised weights.
 
+    Modules that the definition does not have stay as they are, for the proof to name their operations.
+
     Raises:
-        UnsupportedModel: exact arithmetic does not define a part of the model; the message names it.
+        UnsupportedModel: exact arithmetic does not define the model's rotary tables.
     """
-    chosen, config = ARITHMETICS[arithmetic], model.config
-    rope = getattr(config, "rope_parameters", None) or {}
-    for what, value, defined in (
-        ("architecture", type(model).__name__, _ARCHITECTURES),
-        ("hidden_act", getattr(config, "hidden_act", None), ("silu",)),
-        ("rope_type", rope.get("rope_type"), ("default",)),
-    ):
-        if value not in defined:
-            raise UnsupportedModel(
-                f"{type(model).__name__}: Numerics.arithmetic={arithmetic!r} does not define the {what} {value!r}, only"
-                f" {', '.join(defined)}. Compile it without Numerics.arithmetic"
-            )
+    chosen = ARITHMETICS[arithmetic]
     model.float()
     for name, module in list(model.named_modules()):
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear | Conv1D):
             replace_module(model, name, ExactLinear(module, chosen))
-        elif hasattr(module, "variance_epsilon"):
-            replace_module(model, name, ExactNorm(module))
-        elif name.endswith("rotary_emb"):
-            head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-            replace_module(model, name, ExactRotary(max_context, head_dim, rope["rope_theta"], model.device))
-        elif name.endswith("act_fn"):
-            replace_module(model, name, ExactFunction("silu"))
+        elif "Norm" in type(module).__name__:
+            replace_module(model, name, _norm_of(module) or module)
+        elif type(module).__module__ in ("torch.nn.modules.activation", "transformers.activations"):
+            replace_module(model, name, _function_of(module, model.device) or module)
+        elif isinstance(getattr(module, "inv_freq", None), Tensor):
+            replace_module(model, name, _rotary_of(model, module, max_context))
         elif isinstance(getattr(module, "layer_idx", None), int):
             setattr(module, _KV_DIGITS, chosen.kv)
-    if chosen.bf16_residual:
+    if chosen.bf16_residual and type(model).__name__ in _ROUNDED_SUMS:
         for layer in model.model.layers:
             kind: Any = type(layer)
             layer.__class__ = _with_rounded_sums(kind)
+
+
+@torch.no_grad()
+def _norm_of(module: nn.Module) -> nn.Module | None:
+    """Return the exact norm with a module's results; None if there is none."""
+    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    eps = next((value for name in _EPSILONS if isinstance(value := getattr(module, name, None), float)), None)
+    if not isinstance(weight, Tensor) or weight.dim() != 1 or eps is None:
+        return None
+    R = len(weight)
+    x = torch.sin(torch.arange(1, 4 * R + 1, device=weight.device, dtype=torch.float32)).view(4, R) * 3 + 1
+    out = _result_of(module, x)
+    zeros = torch.zeros_like(weight)
+    of_mean = F.layer_norm(x, (R,), weight, bias, eps)
+    if _close(out, of_mean):
+        return ExactLayerNorm(weight, zeros if bias is None else bias, eps)
+    for scale in (weight, weight + 1):
+        if bias is None and _close(out, x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * scale):
+            return ExactNorm(scale, eps)
+    return None
+
+
+@torch.no_grad()
+def _function_of(module: nn.Module, device: torch.device) -> nn.Module | None:
+    """Return the exact function with a module's results; None if there is none."""
+    x = torch.linspace(-6, 6, 200, device=device)
+    out = _result_of(module, x)
+    gelu_tanh = F.gelu(x, approximate="tanh")
+    for name, values in (("silu", F.silu(x)), ("gelu_tanh", gelu_tanh), ("sigmoid", torch.sigmoid(x))):
+        if _close(out, values):
+            return ExactFunction(name)
+    return None
+
+
+@torch.no_grad()
+def _rotary_of(model: PreTrainedModel, module: Any, length: int) -> nn.Module:
+    """Return exact tables with the results of a rotary embedding.
+
+    Raises:
+        UnsupportedModel: the definition has no such tables.
+    """
+    parameters = getattr(model.config, "rope_parameters", None) or {}
+    kind, theta = parameters.get("rope_type", "default"), parameters.get("rope_theta")
+    if kind in _ROPE_TYPES and theta is not None:
+        device = module.inv_freq.device
+        change = functools.partial(_ROPE_TYPES[kind], parameters)
+        cos, sin = (table.to(device) for table in rope_tables(length, 2 * len(module.inv_freq), theta, change))
+        positions = torch.arange(min(length, _PROBED_POSITIONS), device=device)[None]
+        given = _result_of(module, torch.zeros(1, 1, 1, device=device), positions)
+        for layout in _ROPE_LAYOUTS:
+            exact = ExactRotary(layout(cos), layout(sin))
+            expected = exact(positions, positions)
+            if isinstance(given, tuple) and all(_close(a, b) for a, b in zip(given, expected, strict=True)):
+                return exact
+    raise UnsupportedModel(
+        f"{type(model).__name__}: Numerics.arithmetic does not define the tables of {type(module).__name__} with the"
+        f" rope_type {kind!r}, only of {', '.join(_ROPE_TYPES)}. Compile it without Numerics.arithmetic"
+    )
+
+
+def _llama3(parameters: Mapping[str, Any], frequency: float) -> float:
+    factor, length = parameters["factor"], parameters["original_max_position_embeddings"]
+    low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
+    waves = length / (2 * math.pi / frequency)
+    if waves > high:
+        return frequency
+    smooth = max(0.0, (waves - low) / (high - low))
+    return (1 - smooth) * (frequency / factor) + smooth * frequency
+
+
+_ROPE_TYPES: Mapping[str, Callable[[Mapping[str, Any], float], float]] = {  # float64 frequencies
+    "default": lambda parameters, frequency: frequency,
+    "linear": lambda parameters, frequency: frequency / parameters["factor"],
+    "llama3": _llama3,
+}
+_ROPE_LAYOUTS: tuple[Callable[[Tensor], Tensor], ...] = (
+    lambda table: torch.cat([table, table], -1),
+    lambda table: table.repeat_interleave(2, -1),
+    lambda table: table,
+)
+
+
+def _result_of(module: nn.Module, *given: Tensor) -> Any:
+    """Return what a module computes; None if it takes other arguments."""
+    try:
+        return module(*given)
+    except (TypeError, ValueError, RuntimeError, AttributeError):
+        return None
+
+
+def _close(actual: Any, expected: Tensor) -> bool:
+    """Return whether two results differ by float32 rounding at most."""
+    return (
+        isinstance(actual, Tensor)
+        and actual.shape == expected.shape
+        and bool(torch.allclose(actual.float(), expected, rtol=1e-4, atol=2e-5))
+    )
+
+
+def _fixed(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor.detach().float().clone(), requires_grad=False)
 
 
 def kv_digits(module: Any) -> int:

@@ -20,6 +20,7 @@ from detcompile.passes.proof.pointwise import is_pointwise
 from detcompile.templates.ops import ours
 from detcompile.torch_internals.fake_tensors import unset_fake_temporarily
 from detcompile.torch_internals.graph_nodes import FUNCTIONALIZED, expression_of
+from detcompile.torch_internals.operators import schema_of
 from detcompile.weights import tensor_digest
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -103,7 +104,11 @@ class _Hashes:
         by_rows = _BY_ROWS.get(operation)
         if by_rows is not None:
             return by_rows(self, name, given)
-        stated = [name, self._stated(_bases_by_name(given) if node.target is FUNCTIONALIZED else given)]
+        if node.target is FUNCTIONALIZED:
+            given = _bases_by_name(given)
+        defaults = {arg.name: arg.default_value for arg in schema_of(operation).arguments if arg.has_default_value()}
+        given = {key: arg for key, arg in given.items() if key not in defaults or arg != defaults[key]}
+        stated = [name, self._stated(given)]
         if isinstance(value, Tensor):
             return self._elements(stated, value)
         return [([*stated, number], part) for number, part in enumerate(value)]
@@ -199,6 +204,7 @@ class _Hashes:
 _BY_ROWS: Mapping[Any, Callable[[_Hashes, str, Mapping[str, Any]], Tensor]] = {
     aten.embedding.default: lambda hashes, _, given: hashes._embedding("embedding", given),
     ours.embedding.default: lambda hashes, _, given: hashes._embedding("embedding", given),
+    ours.exact_layer_norm.default: _Hashes._norm,
     ours.exact_linear.default: _Hashes._linear,
     ours.exact_rms_norm.default: _Hashes._norm,
 }

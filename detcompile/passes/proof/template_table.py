@@ -202,6 +202,7 @@ TEMPLATES: Mapping[Any, Template] = {
     ours.embedding.default: Template("template", rows=embedding, order=sums_nothing),
     ours.exact_dense_attention.default: Template("attention", rows=dense_attention, order=exact),
     ours.exact_function.default: Template("template", rows=pointwise, order=sums_nothing),
+    ours.exact_layer_norm.default: Template("template", rows=row_by_row, order=exact),
     ours.exact_linear.default: Template("template", rows=exact_linear, order=exact),
     ours.exact_paged_attention.default: Template("attention", rows=paged_attention, order=exact),
     ours.exact_quantize.default: Template("template", rows=quantize_rows, order=exact),

@@ -4,8 +4,9 @@ Legend: T tokens, B batch, Hq Hkv heads (Hkv divides Hq), D head dim, W words of
 
 A cached row is one head's key or value of one token: its digits (D bytes each), then its float32 scale. Caches are
 float32 tensors of W = D / 4 + 1 or D / 2 + 1 words, so that they are stored and moved as any KV cache; all words but
-the last hold bytes. Scores are divided by sqrt(D). A row of the result depends on its query and on the keys that it
-sees, in position order.
+the last hold bytes. Scores are multiplied by `scale`, or by 1 / sqrt(D) if it is 0. A token sees the newest `window`
+keys, itself included, or all if it is 0. A row of the result depends on its query and on the keys that it sees, in
+position order.
 Prefill, decode, any split of a prompt, any block size and placement, and dense keys agree.
 """
 
@@ -26,6 +27,7 @@ from detcompile.templates.exact.rows import quantize_cpu
 from detcompile.templates.registration import define
 
 QUERY_DIGITS = 2  # of queries and of the softmax's weights
+_LOG2_E = 1.4426950216293335  # the float32
 _WIDEST_HEAD = 512  # int32 holds a score of such a head
 
 
@@ -35,7 +37,15 @@ def row_words(head_dim: int, digits: int) -> int:
 
 
 def paged_attention_cpu(
-    q: Tensor, k: Tensor, v: Tensor, caches: Caches, slot_mapping: Tensor, step: StepMetadata, isa: str | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    caches: Caches,
+    slot_mapping: Tensor,
+    step: StepMetadata,
+    scale: float = 0.0,
+    window: int = 0,
+    isa: str | None = None,
 ) -> Tensor:
     """Quantise k and v [T, Hkv, D] into the caches [num_blocks, block_size, Hkv, W] at slot_mapping, then attend.
 
@@ -45,7 +55,7 @@ def paged_attention_cpu(
         InvalidInput: sizes do not match, or metadata points outside the caches; nothing is written.
     """
     digits = _digits_of(q, k, caches)
-    _check_step(len(q), caches, slot_mapping, step)
+    _check_step(len(q), caches, slot_mapping, step, window)
     (kept,) = torch.where(slot_mapping != PADDING_SLOT)
     slots, tokens = slot_mapping[kept], kept % max(1, len(q))
     for cache, x in ((caches.k, k), (caches.v, v)):
@@ -55,17 +65,20 @@ def paged_attention_cpu(
     out = torch.empty((T, Hq, D), dtype=torch.float32, device="cpu")
     S, max_blocks = step.block_table.shape
     strides = (ctypes.c_int64 * 6)(*(4 * stride for cache in caches for stride in cache.stride()[:3]))
-    sizes = (T, S, Hq, k.shape[1], D, digits, caches.k.shape[1], max_blocks, cpu_library.thread_count())
+    sizes = (T, S, Hq, k.shape[1], D, digits, caches.k.shape[1], max_blocks, cpu_library.thread_count(), window)
     cpu_library.library(isa).detcompile_exact_attention(
         q_digits.data_ptr(), q_scale.data_ptr(), caches.k.data_ptr(), caches.v.data_ptr(), strides,
-        *(tensor.data_ptr() for tensor in step), out.data_ptr(), (ctypes.c_int64 * 9)(*sizes),
+        *(tensor.data_ptr() for tensor in step), out.data_ptr(), (ctypes.c_int64 * 10)(*sizes), _factor(D, scale),
     )  # fmt: skip
     return out
 
 
-def dense_attention_cpu(q: Tensor, k: Tensor, v: Tensor, kv_digits: int, isa: str | None = None) -> Tensor:
+def dense_attention_cpu(
+    q: Tensor, k: Tensor, v: Tensor, kv_digits: int, scale: float = 0.0, window: int = 0, isa: str | None = None
+) -> Tensor:
     """Attend without a cache, from position 0: q [B, Hq, T, D], k and v [B, Hkv, T, D] -> [B, Hq, T, D]."""
-    return _over_pages(functools.partial(paged_attention_cpu, isa=isa), q, k, v, kv_digits)
+    attend = functools.partial(paged_attention_cpu, scale=scale, window=window, isa=isa)
+    return _over_pages(attend, q, k, v, kv_digits)
 
 
 def _packed(x: Tensor, digits: int, isa: str | None) -> Tensor:
@@ -102,14 +115,17 @@ def _digits_of(q: Tensor, k: Tensor, caches: Caches) -> int:
     )
 
 
-def _check_step(T: int, caches: Caches, slot_mapping: Tensor, step: StepMetadata) -> None:
+def _check_step(T: int, caches: Caches, slot_mapping: Tensor, step: StepMetadata, window: int) -> None:
     """Raise InvalidInput if metadata points outside the caches or contradicts itself."""
     check_slots("exact_paged_attention", slot_mapping, T)
     num_blocks, block_size = caches.k.shape[:2]
     table, fault = step.block_table, ""
     used = slot_mapping[slot_mapping != PADDING_SLOT]
     counts, lengths = step.cu_seqlens.diff(), step.seq_lens
-    visible = (torch.arange(table.shape[1]) * block_size < lengths[:, None]) & (counts > 0)[:, None]
+    first = torch.arange(table.shape[1]) * block_size
+    visible = (first < lengths[:, None]) & (counts > 0)[:, None]
+    if window:
+        visible &= first + block_size > (lengths - counts - window + 1)[:, None]
     if len(used) and not 0 <= int(used.min()) <= int(used.max()) < num_blocks * block_size:
         fault = "slot_mapping names a slot outside the caches"
     elif len(used.unique()) < len(used):
@@ -127,31 +143,59 @@ def _check_step(T: int, caches: Caches, slot_mapping: Tensor, step: StepMetadata
         )
 
 
-def _paged_cuda(q: Tensor, k: Tensor, v: Tensor, caches: Caches, slot_mapping: Tensor, step: StepMetadata) -> Tensor:
+def _paged_cuda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    caches: Caches,
+    slot_mapping: Tensor,
+    step: StepMetadata,
+    scale: float = 0.0,
+    window: int = 0,
+) -> Tensor:
     digits = _digits_of(q, k, caches)
     check_slots("exact_paged_attention", slot_mapping, len(q))
-    return attention_cuda(q, k, v, caches, slot_mapping, step, digits)
+    return attention_cuda(q, k, v, caches, slot_mapping, step, digits, _factor(q.shape[2], scale), window)
+
+
+@functools.cache
+def _factor(D: int, scale: float) -> float:
+    """Return log2(e) times the scale, or over sqrt(D) if it is 0; each operation is rounded to float32."""
+    log2_e, given, width = torch.tensor([_LOG2_E, scale, D], dtype=torch.float32, device="cpu").unbind()
+    return float(log2_e * given if scale else log2_e / width.sqrt())
 
 
 def _flat(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Wrap a function that takes records as the operation, whose arguments are flat."""
 
     def flat(
-        q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, *step: Tensor
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+        cu_seqlens: Tensor,
+        seq_lens: Tensor,
+        block_table: Tensor,
+        scale: float = 0.0,
+        window: int = 0,
     ) -> Tensor:
-        return attend(q, k, v, Caches(k_cache, v_cache), slot_mapping, StepMetadata(*step))
+        step = StepMetadata(cu_seqlens, seq_lens, block_table)
+        return attend(q, k, v, Caches(k_cache, v_cache), slot_mapping, step, scale, window)
 
     return flat
 
 
 define(
     "exact_paged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, "
-    "Tensor cu_seqlens, Tensor seq_lens, Tensor block_table) -> Tensor",
+    "Tensor cu_seqlens, Tensor seq_lens, Tensor block_table, float scale=0.0, int window=0) -> Tensor",
     {
         "q": "float32 T Hq>0 D>0",
         "k": "float32 T Hkv>0 D",
         "v": "float32 T Hkv D",
         "slot_mapping": "contiguous int64 Places",
+        "window": range(1 << 31),
     }
     | KEYS
     | {"k_cache": "unit float32 Blocks Size Hkv W", "v_cache": "unit float32 Blocks Size Hkv W"},
@@ -160,9 +204,17 @@ define(
     fake=lambda q, *rest: q.new_empty(q.shape),
 )
 define(
-    "exact_dense_attention(Tensor q, Tensor k, Tensor v, int kv_digits) -> Tensor",
-    {"q": "float32 N Hq>0 T D>0", "k": "float32 N Hkv>0 T D", "v": "float32 N Hkv T D", "kv_digits": range(1, 3)},
+    "exact_dense_attention(Tensor q, Tensor k, Tensor v, int kv_digits, float scale=0.0, int window=0) -> Tensor",
+    {
+        "q": "float32 N Hq>0 T D>0",
+        "k": "float32 N Hkv>0 T D",
+        "v": "float32 N Hkv T D",
+        "kv_digits": range(1, 3),
+        "window": range(1 << 31),
+    },
     cpu=dense_attention_cpu,
-    cuda=lambda q, k, v, kv_digits: _over_pages(_paged_cuda, q, k, v, kv_digits),
-    fake=lambda q, k, v, kv_digits: q.new_empty(q.shape),
+    cuda=lambda q, k, v, kv_digits, scale=0.0, window=0: _over_pages(
+        functools.partial(_paged_cuda, scale=scale, window=window), q, k, v, kv_digits
+    ),
+    fake=lambda q, k, v, kv_digits, scale=0.0, window=0: q.new_empty(q.shape),
 )

@@ -3,8 +3,6 @@
 Legend: T tokens, S sequences, Hq Hkv heads, D head dim, W words of a cached row (see attention.py).
 """
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -15,7 +13,6 @@ from detcompile.templates.device.launcher import launcher, next_power_of_2
 from detcompile.templates.exact.functions import ceil, exp2_short, near, one_over, power_of_two
 from detcompile.templates.exact.gpu import quantize_cuda
 
-_LOG2_E = 1.4426950216293335  # the float32
 _BLOCK, _GROUP = tl.constexpr(128), tl.constexpr(8)  # keys of a block, blocks of a group
 
 
@@ -44,7 +41,7 @@ def _scales(scale_ptr, at, inside):
 @triton.jit
 def _attention_kernel(
     q_ptr, q_scale_ptr, k_ptr, k_word_ptr, v_ptr, v_word_ptr, sequence_ptr, position_ptr, table_ptr, out_ptr,
-    S, plane, max_blocks, block_size, k_block, k_slot, k_head, v_block, v_slot, v_head, factor,
+    S, plane, max_blocks, block_size, k_block, k_slot, k_head, v_block, v_slot, v_head, window, factor,
     HEADS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DIGITS: tl.constexpr,
 ):  # fmt: skip
     """HEADS query heads a key head, as ROWS rows; strides of caches count words, k_ptr and v_ptr are bytes."""
@@ -63,12 +60,14 @@ def _attention_kernel(
         r = tl.where(q_scale == q_scale, q_scale, 1.0) * factor
         scale_at: tl.constexpr = DIGITS * D // 4
         peak = tl.full([ROWS], -1.7014118346046923e38, tl.float32)  # -2^127
-        for start in range(0, position + 1, _GROUP * _BLOCK):
+        oldest = tl.where(window > 0, tl.maximum(position + 1 - window, 0), 0)  # the first key that the token sees
+        for start in range(oldest // (_GROUP * _BLOCK) * (_GROUP * _BLOCK), position + 1, _GROUP * _BLOCK):
             group_acc, group_total = tl.zeros([ROWS, DP], tl.float32), tl.zeros([ROWS], tl.float32)
             group_peak = tl.full([ROWS], -1.7014118346046923e38, tl.float32)
-            for first in range(start, tl.minimum(start + _GROUP * _BLOCK, position + 1), _BLOCK):
+            begin = tl.maximum(start, oldest // _BLOCK * _BLOCK)
+            for first in range(begin, tl.minimum(start + _GROUP * _BLOCK, position + 1), _BLOCK):
                 key = first + j
-                seen = key <= position
+                seen = (key <= position) & (key >= oldest)
                 page = tl.load(table_ptr + sequence * max_blocks + key // block_size, mask=seen, other=0).to(tl.int64)
                 k_at = page * k_block + key % block_size * k_slot + g * k_head
                 v_at = page * v_block + key % block_size * v_slot + g * v_head
@@ -105,7 +104,15 @@ def _attention_kernel(
 
 
 def attention_cuda(
-    q: Tensor, k: Tensor, v: Tensor, caches: Caches, slot_mapping: Tensor, step: StepMetadata, digits: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    caches: Caches,
+    slot_mapping: Tensor,
+    step: StepMetadata,
+    digits: int,
+    factor: float,
+    window: int,
 ) -> Tensor:
     """Quantise k and v into the caches, then attend, as attention.paged_attention_cpu."""
     T, Hq, D = q.shape
@@ -123,7 +130,7 @@ def attention_cuda(
     HEADS = Hq // Hkv
     launcher(_attention_kernel)[(T, Hkv)](
         q_digits, q_scale, k_bytes, caches.k, v_bytes, caches.v, sequence, position, step.block_table, out,
-        S, q.numel(), max_blocks, caches.k.shape[1], *caches.k.stride()[:3], *caches.v.stride()[:3], _factor(D),
+        S, q.numel(), max_blocks, caches.k.shape[1], *caches.k.stride()[:3], *caches.v.stride()[:3], window, factor,
         HEADS=HEADS, ROWS=max(16, next_power_of_2(HEADS)), D=D, DP=max(32, next_power_of_2(D)), DIGITS=digits,
         num_warps=4, num_stages=1, enable_fp_fusion=False,
     )  # fmt: skip
@@ -150,10 +157,3 @@ def _write(caches: Caches, slot_mapping: Tensor, rows: tuple[Tensor, Tensor], di
             packed.view(torch.int32), slot_mapping, cache.view(torch.int32), T, block_size, W, *cache.stride()[:3],
             WORDS=next_power_of_2(W), num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
-
-
-@functools.cache
-def _factor(D: int) -> float:
-    """Return log2(e) / sqrt(D), each operation rounded to float32."""
-    root = torch.tensor(float(D), dtype=torch.float32, device="cpu").sqrt()
-    return float(torch.tensor(_LOG2_E, dtype=torch.float32, device="cpu") / root)

@@ -1,4 +1,4 @@
-"""exact_function, exact_rms_norm, exact_quantize and exact_linear on the GPU, in plain Triton.
+"""exact_function, exact_rms_norm, exact_layer_norm, exact_quantize and exact_linear on the GPU, in plain Triton.
 
 Legend: M rows, R row length, K input features, N output features; P planes of digits.
 
@@ -57,6 +57,34 @@ def rms_norm_cuda(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.numel():
         launcher(_rms_norm_kernel)[(x.numel() // R,)](
             x, weight, out, R, eps, BLOCK=next_power_of_2(R), num_warps=_warps(R), enable_fp_fusion=False
+        )
+    return out
+
+
+@triton.jit
+def _layer_norm_kernel(x_ptr, weight_ptr, bias_ptr, out_ptr, R, eps, BLOCK: tl.constexpr):
+    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * R + i, mask=i < R, other=0.0)
+    peak = tl.max(bits(x) & 0x7FFFFFFF, 0)
+    whole = peak < POISON
+    p = power_of_two(147 - tl.minimum(tl.maximum(peak >> 23, 87), 254))  # 2^(20 - e), e the exponent of the peak
+    u, count = tl.where(whole, x, 0.0) * p, tl.cast(R, tl.float32)
+    mean = tl.div_rn(tl.sum(near(u, 1.0).to(tl.int64), 0).to(tl.float32), count)
+    d = tl.where(i < R, u - mean, 0.0)
+    n = near(d, 1.0).to(tl.int64)
+    variance = tl.div_rn(tl.sum(n * n, 0).to(tl.float32), count)
+    y = (d * one_over(tl.sqrt_rn(variance + (eps * p) * p))) * tl.load(weight_ptr + i, mask=i < R, other=0.0)
+    y = y + tl.load(bias_ptr + i, mask=i < R, other=0.0)
+    tl.store(out_ptr + row * R + i, tl.where(whole, y, float("nan")), mask=i < R)
+
+
+def layer_norm_cuda(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Run the op on the GPU, x [..., R], weight and bias [R] -> [..., R]."""
+    x, weight, bias = x.contiguous(), weight.contiguous(), bias.contiguous()
+    out, R = torch.empty_like(x), x.shape[-1]
+    if x.numel():
+        launcher(_layer_norm_kernel)[(x.numel() // R,)](
+            x, weight, bias, out, R, eps, BLOCK=next_power_of_2(R), num_warps=_warps(R), enable_fp_fusion=False
         )
     return out
 

@@ -4,6 +4,7 @@ cos and sin are rounded to float64, then to float32. libm is within a few units 
 the float32 except near the middle of two: there integers of 120 bits decide.
 """
 
+from collections.abc import Callable
 from decimal import Context, Decimal
 
 import numpy as np
@@ -14,11 +15,13 @@ _ONE = 1 << 120
 _UNSURE = 2.0**-44  # relative; no libm's cos or sin of float64 is this far off
 
 
-def rope_tables(length: int, dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Return cos and sin [length, dim / 2] float32 of position * theta^(-2i / dim)."""
+def rope_tables(
+    length: int, dim: int, theta: float, change: Callable[[float], float] = float
+) -> tuple[Tensor, Tensor]:
+    """Return cos and sin [length, dim / 2] float32 of position * change(theta^(-2i / dim)), frequencies in float64."""
     context = Context(prec=60)
     powers = [context.power(Decimal(theta), Decimal(-2 * i) / Decimal(dim)) for i in range(dim // 2)]
-    frequencies = np.array([float(power) for power in powers]).astype(np.float32)
+    frequencies = np.array([change(float(power)) for power in powers]).astype(np.float32)
     angles = np.arange(length, dtype=np.float32)[:, None] * frequencies
     wide = angles.astype(np.float64)
     tables = []

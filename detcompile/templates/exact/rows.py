@@ -1,9 +1,10 @@
-"""exact_function, exact_rms_norm and exact_quantize: the functions and rows of docs/exact.md, in float32.
+"""exact_function, exact_rms_norm, exact_layer_norm and exact_quantize: functions and rows of docs/exact.md, in float32.
 
 Legend: R row length, D digits.
 
     exact_function: each element's exp2, exp, log, rsqrt, sigmoid, silu, gelu_tanh or bf16
     exact_rms_norm: x / rms(x) * weight; the sum of squares is a sum of integers, so its order is free
+    exact_layer_norm: (x - mean) / deviation * weight + bias, of such sums
     exact_quantize: rows as integers of one or two int8 digits, and a scale a row
 """
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from detcompile.errors import InvalidInput
 from detcompile.templates.cpu import library as cpu_library
-from detcompile.templates.exact.gpu import function_cuda, quantize_cuda, rms_norm_cuda
+from detcompile.templates.exact.gpu import function_cuda, layer_norm_cuda, quantize_cuda, rms_norm_cuda
 from detcompile.templates.registration import define
 
 # In the order of cpu/exact/rows.cpp.
@@ -50,6 +51,22 @@ def rms_norm_cpu(x: Tensor, weight: Tensor, eps: float, isa: str | None = None) 
     return out
 
 
+def layer_norm_cpu(x: Tensor, weight: Tensor, bias: Tensor, eps: float, isa: str | None = None) -> Tensor:
+    """Run the op on the CPU, x [..., R], weight and bias [R] -> [..., R].
+
+    Raises:
+        InvalidInput: a row's sum of squares may exceed int64.
+    """
+    _check_length(x)
+    x, weight, bias = x.contiguous(), weight.contiguous(), bias.contiguous()
+    out, R = torch.empty_like(x), x.shape[-1]
+    cpu_library.library(isa).detcompile_exact_layer_norm(
+        x.data_ptr(), weight.data_ptr(), bias.data_ptr(), out.data_ptr(), eps, x.numel() // R, R,
+        cpu_library.thread_count(),
+    )  # fmt: skip
+    return out
+
+
 def quantize_cpu(x: Tensor, num_digits: int, right: bool, isa: str | None = None) -> tuple[Tensor, Tensor]:
     """Return int8 digits [D, ..., R] and float32 scales [...] of rows x [..., R].
 
@@ -77,9 +94,14 @@ def _rms_norm_cuda(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return rms_norm_cuda(x, weight, eps)
 
 
+def _layer_norm_cuda(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    _check_length(x)
+    return layer_norm_cuda(x, weight, bias, eps)
+
+
 def _check_length(x: Tensor) -> None:
     if x.shape[-1] >= _LONGEST:
-        raise InvalidInput(f"detcompile::exact_rms_norm: rows of {x.shape[-1]}; they must be shorter than {_LONGEST}")
+        raise InvalidInput(f"detcompile: an exact norm of rows of {x.shape[-1]}; they must be shorter than {_LONGEST}")
 
 
 def _index(name: str) -> int:
@@ -101,6 +123,13 @@ define(
     cpu=rms_norm_cpu,
     cuda=_rms_norm_cuda,
     fake=lambda x, weight, eps: x.new_empty(x.shape),
+)
+define(
+    "exact_layer_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> Tensor",
+    {"x": "float32 ... R>0", "weight": "float32 R", "bias": "float32 R"},
+    cpu=layer_norm_cpu,
+    cuda=_layer_norm_cuda,
+    fake=lambda x, weight, bias, eps: x.new_empty(x.shape),
 )
 define(
     "exact_quantize(Tensor x, int num_digits, bool right) -> (Tensor, Tensor)",

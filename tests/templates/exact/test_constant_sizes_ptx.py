@@ -19,6 +19,7 @@ TYPES |= dict.fromkeys(("sequence_ptr", "position_ptr", "slot_ptr"), "*i64") | d
 KERNELS = [
     (gpu._function_kernel, {"NAME": "silu", "BLOCK": 1024}),
     (gpu._rms_norm_kernel, {"BLOCK": 1}),
+    (gpu._layer_norm_kernel, {"BLOCK": 1}),
     (gpu._quantize_kernel, {"TWO": True, "BLOCK": 1}),
     (gpu._linear_kernel, {"x_ptr": "*i8", "DX": 2, "DW": 2, "HAS_BIAS": True, "BM": 16, "BN": 64, "BK": 128}),
     (attention_gpu._attention_kernel, {"HEADS": 1, "ROWS": 16, "D": 4, "DP": 32, "DIGITS": 2}),
@@ -47,4 +48,4 @@ driver.set_active(None)
 
 
 def test_kernels_compile_with_sizes_of_one(offline_compiler: OfflineCompiler) -> None:
-    assert offline_compiler.run(COMPILE).count("True") == 6
+    assert offline_compiler.run(COMPILE).count("True") == 7

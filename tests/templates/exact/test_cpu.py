@@ -7,7 +7,7 @@ import torch
 from detcompile.errors import InvalidInput
 from detcompile.templates.exact.attention import dense_attention_cpu, paged_attention_cpu
 from detcompile.templates.exact.linear import linear_cpu
-from detcompile.templates.exact.rows import FUNCTIONS, function_cpu, quantize_cpu, rms_norm_cpu
+from detcompile.templates.exact.rows import FUNCTIONS, function_cpu, layer_norm_cpu, quantize_cpu, rms_norm_cpu
 from tests.exact import definition as exact
 from tests.exact import golden
 from tests.exact.definition import F, U
@@ -27,7 +27,7 @@ def test_function_equals_the_reference(name: str, isa: str) -> None:
 
 
 @EXHAUSTIVE_BY_CASE
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", golden.kept()["sweep"])
 def test_function_gives_the_sums_of_the_sweep(name: str, isa: str) -> None:
     """A sixteenth of all inputs, 2^28: 20 CPU seconds a function and instruction set."""
     sums = []
@@ -41,6 +41,10 @@ def test_function_gives_the_sums_of_the_sweep(name: str, isa: str) -> None:
 def test_norm_equals_the_reference(K: int, isa: str) -> None:
     x, weight = golden.rows()[:, :K], golden.values((K,), 2)
     assert_same(rms_norm_cpu(tensor(x), tensor(weight), 1e-6, isa), exact.rms_norm(x, weight, 1e-6))
+    bias = golden.values((K,), 4)
+    for rows in (x, x + F(100)):
+        actual = layer_norm_cpu(tensor(rows), tensor(weight), tensor(bias), 1e-5, isa)
+        assert_same(actual, exact.layer_norm(rows, weight, bias, 1e-5))
 
 
 @pytest.mark.parametrize("right", [False, True])
@@ -80,7 +84,7 @@ def test_weight_of_more_digits_is_rejected(isa: str) -> None:
 @pytest.mark.parametrize("name", ["kv 1, 300", "kv 2, 300", "kv 2, 1200", "large scores", "poisoned"])
 def test_attention_equals_the_reference(name: str, cuts: tuple[int, ...], block_size: int, isa: str) -> None:
     case = golden.attention_cases()[name]
-    out = paged(lambda *given: paged_attention_cpu(*given, isa), case, cuts, block_size)
+    out = paged(lambda *given: paged_attention_cpu(*given, isa=isa), case, cuts, block_size)
     assert exact.digest(out.numpy()) == golden.kept()["attention"][name]
 
 
@@ -88,6 +92,15 @@ def test_attention_equals_the_reference(name: str, cuts: tuple[int, ...], block_
 def test_heads_of_other_sizes_equal_the_reference(H: int, G: int, dim: int, isa: str) -> None:
     q, k, v = golden.attention_operands(131, 131, H, G, dim)
     batch = [tensor(np.stack([x.swapaxes(0, 1)] * 2)) for x in (q, k, v)]
-    out = dense_attention_cpu(*batch, 2, isa)
+    out = dense_attention_cpu(*batch, 2, isa=isa)
     for row in out:
         assert_same(row.transpose(0, 1), golden.attended(q, k, v, 2))
+
+
+@pytest.mark.parametrize(("scale", "window"), [(0.25, 0), (0.0, 1), (0.3, 40), (0.0, 128), (0.0, 257), (0.0, 1100)])
+def test_windows_and_scales_equal_the_reference(scale: float, window: int, isa: str) -> None:
+    *operands, digits = golden.attention_cases()["kv 2, 1200" if window == 1100 else "poisoned"]
+    expected = golden.attended(*operands, digits, scale, window)
+    for cuts in ((), (1, 40, 129)):
+        out = paged(lambda *given: paged_attention_cpu(*given, scale, window, isa), (*operands, digits), cuts, 16)
+        assert_same(out, expected)

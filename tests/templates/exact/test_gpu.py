@@ -7,7 +7,7 @@ import pytest
 from torch import Tensor
 
 from detcompile.templates.exact.attention import _paged_cuda, paged_attention_cpu
-from detcompile.templates.exact.gpu import function_cuda, linear_cuda, quantize_cuda, rms_norm_cuda
+from detcompile.templates.exact.gpu import function_cuda, layer_norm_cuda, linear_cuda, quantize_cuda, rms_norm_cuda
 from detcompile.templates.exact.rows import FUNCTIONS
 from tests.exact import definition as exact
 from tests.exact import golden
@@ -48,7 +48,7 @@ def test_function_equals_the_reference(name: str) -> None:
     assert_same(function_cuda(tensor(x), name), getattr(exact, name)(x))
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", golden.kept()["sweep"])
 @NEEDS_GPU[1]
 def test_function_gives_the_sums_of_the_sweep(name: str) -> None:
     sums = []
@@ -62,6 +62,9 @@ def test_function_gives_the_sums_of_the_sweep(name: str) -> None:
 def test_norm_equals_the_reference() -> None:
     weight = golden.values((200,), 2)
     assert_same(rms_norm_cuda(tensor(golden.rows()), tensor(weight), 1e-6), exact.rms_norm(golden.rows(), weight, 1e-6))
+    bias, rows = golden.values((200,), 4), golden.rows() + F(1)
+    actual = layer_norm_cuda(tensor(rows), tensor(weight), tensor(bias), 1e-5)
+    assert_same(actual, exact.layer_norm(rows, weight, bias, 1e-5))
 
 
 @pytest.mark.parametrize("right", [False, True])
@@ -98,3 +101,17 @@ def test_attention_equals_the_reference(name: str, cuts: tuple[int, ...], block_
         q, write = q[-3:] if len(k) > 200 else q[-12:], paged_attention_cpu
     out = paged(_paged_cuda, (q, k, v, digits), cuts, block_size, DEVICE, write)
     assert_same(out, golden.attended(q, k, v, digits))
+
+
+@pytest.mark.parametrize(("scale", "window"), [(0.25, 0), (0.0, 1), (0.3, 140), (0.0, 1100)])
+def test_windows_and_scales_equal_the_reference(scale: float, window: int) -> None:
+    q, k, v, digits = golden.attention_cases()["kv 1, 1200"]
+    out = paged(
+        lambda *given: _paged_cuda(*given, scale, window),
+        (q, k, v, digits),
+        (),
+        16,
+        DEVICE,
+        (lambda *given: paged_attention_cpu(*given, scale, window)) if INTERPRETED else None,
+    )
+    assert_same(out, golden.attended(q, k, v, digits, scale, window))

@@ -17,7 +17,8 @@ struct Attention {
   const float* q_scale;                 // [T, Hq]
   float* out;                           // [T, Hq, D]
   const int64_t* strides;               // block, slot and head of k_cache, then of v_cache
-  int64_t T, Hq, Hkv, D, digits, block_size;
+  int64_t T, Hq, Hkv, D, digits, block_size, window;  // window: the newest keys that a query sees; 0: all
+  float factor;                                       // of the scores: log2(e) times their scale
 };
 
 // 2^k for an integer k <= 0; 0 below -126
@@ -55,12 +56,15 @@ class Row {
     }
     float scale = a_.q_scale[t * a_.Hq + head];
     poisoned_ = scale != scale;
-    r_ = (poisoned_ ? 1.0f : scale) * (exact::kLog2E / std::sqrt(float(D)));
+    r_ = (poisoned_ ? 1.0f : scale) * a_.factor;
     whole_.clear();
-    for (int64_t start = 0; start <= position; start += kGroup * kBlock) {
+    const int64_t oldest = a_.window ? std::max<int64_t>(0, position + 1 - a_.window) : 0;
+    for (int64_t start = oldest / (kGroup * kBlock) * (kGroup * kBlock); start <= position; start += kGroup * kBlock) {
       group_.clear();
-      for (int64_t first = start; first <= position && first < start + kGroup * kBlock; first += kBlock) {
-        add_block(table, head / (a_.Hq / a_.Hkv), first, min64(kBlock, position + 1 - first));
+      for (int64_t block = std::max(start, oldest / kBlock * kBlock); block <= position && block < start + kGroup * kBlock;
+           block += kBlock) {
+        const int64_t first = std::max(block, oldest), stop = min64(block + kBlock, position + 1);
+        add_block(table, head / (a_.Hq / a_.Hkv), first, stop - first);
         group_.merge(block_);
       }
       whole_.merge(group_);
@@ -129,12 +133,12 @@ class Row {
 
 }  // namespace
 
-// sizes [9]: T S Hq Hkv D digits block_size max_blocks, threads. Rows past cu_seqlens[S] get zeros.
+// sizes [10]: T S Hq Hkv D digits block_size max_blocks, threads, window. Rows past cu_seqlens[S] get zeros.
 EXPORT void detcompile_exact_attention(const int8_t* q, const float* q_scale, const int8_t* k_cache, const int8_t* v_cache,
                                        const int64_t* strides, const int32_t* cu_seqlens, const int32_t* seq_lens,
-                                       const int32_t* block_table, float* out, const int64_t* sizes) {
+                                       const int32_t* block_table, float* out, const int64_t* sizes, float factor) {
   const int64_t T = sizes[0], S = sizes[1], Hq = sizes[2], D = sizes[4], max_blocks = sizes[7];
-  const Attention a = {q, k_cache, v_cache, q_scale, out, strides, T, Hq, sizes[3], D, sizes[5], sizes[6]};
+  const Attention a = {q, k_cache, v_cache, q_scale, out, strides, T, Hq, sizes[3], D, sizes[5], sizes[6], sizes[9], factor};
   struct Place { int64_t sequence, position; };
   std::vector<Place> places;
   for (int64_t s = 0; s < S; s++)

@@ -53,6 +53,33 @@ EXPORT void detcompile_exact_rms_norm(const float* x, const float* weight, float
   }
 }
 
+EXPORT void detcompile_exact_layer_norm(const float* x, const float* weight, const float* bias, float* out, float eps,
+                                        int64_t M, int64_t R, int32_t num_threads) {
+  if (M * R < 16384) num_threads = 1;
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1)
+  for (int64_t m = 0; m < M; m++) {
+    const float* row = x + m * R;
+    float* y = out + m * R;
+    int32_t peak = exact::peak_bits(row, R);
+    if (peak >= exact::kPoisonBits) {
+      for (int64_t i = 0; i < R; i++) y[i] = NAN;
+      continue;
+    }
+    int32_t exponent = peak >> 23 > 87 ? peak >> 23 : 87;
+    float p = exact::from_bits(uint32_t(274 - exponent) << 23);  // 2^(20 - e)
+    int64_t sum = 0, squares = 0;
+    for (int64_t i = 0; i < R; i++) sum += exact::near(row[i] * p, 1.0f);
+    float mean = float(sum) / float(R);
+    for (int64_t i = 0; i < R; i++) {
+      y[i] = row[i] * p - mean;
+      int64_t n = exact::near(y[i], 1.0f);
+      squares += n * n;
+    }
+    float scale = exact::rsqrt(float(squares) / float(R) + (eps * p) * p);
+    for (int64_t i = 0; i < R; i++) y[i] = (y[i] * scale) * weight[i] + bias[i];
+  }
+}
+
 // digits [num_digits, M, R], scales [M]
 EXPORT void detcompile_exact_quantize(const float* x, int8_t* digits, float* scales, float unit, int32_t num_digits, int64_t M,
                                       int64_t R, int32_t num_threads) {

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from detcompile.runtime.sampling.normalization import softmax
+from detcompile.templates.cpu.library import DTYPE_CODES
+from detcompile.templates.tokens.likeliest import likeliest_cpu
 from detcompile.templates.tokens.next_tokens_gpu import LIKELIEST_DTYPES, likeliest_cuda
 
 PROBABILITY_UNIT = 2.0**56  # fixed-point probabilities: a row's sum stays far below 2^63
@@ -26,10 +28,14 @@ def likeliest(logits: Tensor, sampled: Tensor | None = None) -> Tensor:
     """
     if logits.is_cuda and logits.dtype in LIKELIEST_DTYPES:
         return likeliest_cuda(logits, sampled)
-    tokens = torch.argmax(logits, dim=-1, keepdim=True)
+    if logits.device.type == "cpu" and logits.dtype in DTYPE_CODES and logits.stride(1) == 1:
+        drawn = likeliest_cpu(logits)
+    else:
+        tokens = torch.argmax(logits, dim=-1, keepdim=True)
+        drawn = torch.cat([not_finite(logits.gather(1, tokens)), tokens], dim=1)
     if sampled is not None:
-        sampled[: len(tokens)].copy_(tokens[:, 0])
-    return torch.cat([not_finite(logits.gather(1, tokens)), tokens], dim=1)
+        sampled[: len(drawn)].copy_(drawn[:, 1])
+    return drawn
 
 
 def not_finite(x: Tensor) -> Tensor:

@@ -56,8 +56,7 @@ FLOORS = [
     [
         {"passes.lowering", "passes.packaging", "passes.training"},
         {"passes.program_source"},
-        {"passes.batches", "passes.preparation", "passes.sharding.shares"}
-        | {"passes.warm"},
+        {"passes.batches", "passes.preparation", "passes.sharding.shares"} | {"passes.warm"},
         {"passes.tracing"},
         {"passes.backend"},
         {"passes.layers"},
@@ -84,7 +83,14 @@ FLOORS = [
     ],
     [
         {"serving.app", "serving.server"},
-        {"serving.anthropic", "serving.control", "serving.dashboard", "serving.pooling", "serving.tokens"},
+        {
+            "serving.anthropic",
+            "serving.adapters",
+            "serving.control",
+            "serving.dashboard",
+            "serving.pooling",
+            "serving.tokens",
+        },
         {"serving.openai"},
         {"serving.receipts.routes"},
         {"serving.service"},

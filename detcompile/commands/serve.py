@@ -18,6 +18,7 @@ from detcompile.reasoning.formats import ParserName
 
 __all__ = ["Bounds", "Chat", "EngineOptions", "Kept", "Loading", "Processes", "Receipts", "Web", "command"]
 
+MAX_LORA_RANK = 16  # vLLM's default
 NEEDED = ("fastapi", "uvicorn", "msgspec", "jinja2", "prometheus_client", "cryptography")
 missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
 if missing:
@@ -33,7 +34,7 @@ from detcompile.serving.engines.answers import Answer  # noqa: E402
 from detcompile.serving.engines.fleet import Fleet  # noqa: E402
 from detcompile.serving.engines.handshake import SECRET_BYTES  # noqa: E402
 from detcompile.serving.engines.launchers import DialIn, Launcher  # noqa: E402
-from detcompile.serving.engines.protocol import Delta, EngineSpec  # noqa: E402
+from detcompile.serving.engines.protocol import AdapterFile, Delta, EngineSpec  # noqa: E402
 from detcompile.serving.engines.ray_actors import RayActors  # noqa: E402
 from detcompile.serving.journal.journal import Journal  # noqa: E402
 from detcompile.serving.logs import write_logs  # noqa: E402
@@ -223,6 +224,12 @@ class Loading:
         Literal["auto", "vllm"],
         typer.Option(help="Defaults of sampling: auto, as the model's generation_config; vllm, as vLLM's own."),
     ] = "auto"
+    max_lora_rank: Annotated[
+        int | None, typer.Option(help="Room for LoRA adapters of up to this rank; 16 with --lora-modules, else none.")
+    ] = None
+    lora_modules: Annotated[
+        list[str] | None, typer.Option(help="NAME=FOLDER of an adapter; requests name it as their model. Repeat it.")
+    ] = None
     speculation: Annotated[
         Literal["off", "automatic", "always"],
         typer.Option(help="Draft what followed the same tokens earlier in the text; automatic: where it is sooner."),
@@ -271,6 +278,9 @@ def command(
     kept_weights = None if store is None else store.kept
     config = {key: value for key, value in asdict(engine).items() if value is not None}
     options = asdict(loading) | {"tp_sizes": _sizes(loading.tp_sizes)}
+    adapters = options["adapters"] = _adapters(options.pop("lora_modules") or ())
+    if adapters and loading.max_lora_rank is None:
+        options["max_lora_rank"] = MAX_LORA_RANK
     place = None if store is None or kept_weights is None else str(store.folder)
     spec = EngineSpec(model=model, config=config, weights=place, **options)
     names = {"name": name, "journal": kept.opened(), "keys": keys.digests, **chat.options(), **bounds.of_service()}
@@ -322,6 +332,17 @@ def _dial_in(address: str) -> DialIn:
             f"--dial-in: set DETCOMPILE_ENGINE_SECRET, here and for the engines, to {SECRET_BYTES} bytes at least"
         )
     return DialIn(host.strip("[]"), int(port), secret)
+
+
+def _adapters(modules: Sequence[str]) -> dict[str, AdapterFile]:
+    """Return adapters by name, given as NAME=FOLDER."""
+    adapters: dict[str, AdapterFile] = {}
+    for module in modules:
+        name, _, path = module.partition("=")
+        if not name or not path or name in adapters:
+            raise InvalidInput(f"--lora-modules {module!r}: give NAME=FOLDER, each name once")
+        adapters[name] = AdapterFile(path)
+    return adapters
 
 
 def _sizes(text: str | None) -> list[int] | None:

@@ -31,6 +31,7 @@ class ModelSpec:
     task: Literal["generate", "classify", "embed"] | None = None
     dequantize: bool | None = None
     arithmetic: str = "float"
+    max_lora_rank: int | None = None
 
     def compile(self, tp: int = 1, pp: int = 1) -> CompiledModel:
         """Load and compile a causal LM, in ``pp * tp`` worker processes if that is more than one."""
@@ -42,7 +43,7 @@ class ModelSpec:
             return self._load_archive(pp * tp)
         numerics = Numerics(tp_sizes=tuple(self.tp_sizes), arithmetic=self.arithmetic)
         model = load_model(self.name, **self.options)
-        return compile(model, tp=tp, pp=pp, numerics=numerics)
+        return compile(model, tp=tp, pp=pp, numerics=numerics, max_lora_rank=self.max_lora_rank)
 
     @property
     def options(self) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from detcompile.errors import DetcompileError, InvalidInput, StorageError
 from detcompile.serving.access import Access, owner_of
+from detcompile.serving.adapters import ADAPTER_PATHS, add_adapters
 from detcompile.serving.anthropic.messages import count_tokens, create_message
 from detcompile.serving.anthropic.schema import CountTokensRequest, MessagesRequest
 from detcompile.serving.control import CONTROL_PATHS, add_control
@@ -135,13 +136,16 @@ def new_app(
     _add_kept(app, service)
     if admin is not None:
         add_control(app, service, store)
+        add_adapters(app, service)
     app.add_exception_handler(HTTPError, _refused)
     app.add_exception_handler(DetcompileError, _refused)
     app.add_exception_handler(RequestValidationError, _no_parameter)
     app.add_exception_handler(HTTPException, _no_route)
     app.add_exception_handler(Exception, _failed)
     _require_free(root_path, app)
-    outside: ASGIApp = Access(app, digests, admin or (), frozenset() if admin is None else CONTROL_PATHS)
+    outside: ASGIApp = Access(
+        app, digests, admin or (), frozenset() if admin is None else CONTROL_PATHS | ADAPTER_PATHS
+    )
     if origins:  # outside of Access: browsers send preflight requests without a key
         outside = CORSMiddleware(
             outside, allow_origins=origins, allow_methods=METHODS, allow_headers=["*"], expose_headers=EXPOSED
@@ -300,7 +304,7 @@ def _add_gets(app: FastAPI, service: Service, version: str, log: LogFile | None,
     get("/health", health)
     get("/version", lambda: _json({"version": version}))
     get("/metrics", lambda: Response(service.metrics.text(), media_type="text/plain; version=0.0.4"))
-    get("/v1/models", lambda: _json({"object": "list", "data": [_model(service)]}), ready=True)
+    get("/v1/models", lambda: _json({"object": "list", "data": _models(service)}), ready=True)
     get("/tokenizer_info", lambda: tokenizer_info(service), ready=True)
     get("/v1/fingerprint", lambda: _fingerprint(service), ready=True)
     get("/v1/certificate", lambda: Response(service.hello.certificate, media_type=JSON), ready=True)
@@ -324,7 +328,7 @@ def _add_gets(app: FastAPI, service: Service, version: str, log: LogFile | None,
     async def model(name: str) -> Response:
         service.require_ready()
         service.require_model(name)
-        return _json(_model(service))
+        return _json(next(one for one in _models(service) if one["id"] == name))
 
     add("/v1/models/{name:path}", model, "v1_model")
 
@@ -342,6 +346,14 @@ def _add_streams(app: FastAPI, service: Service) -> None:
         return Reserving(respond_with)
 
     app.add_api_route("/v1/streams/{name}", stream, methods=["GET"], name="v1_stream")
+
+
+def _models(service: Service) -> list[dict[str, Any]]:
+    """Return the model and its adapters."""
+    base = _model(service)
+    adapted = {name: service.model_of(name).fingerprint for name in service.adapters}
+    others = [base | {"id": name, "parent": service.name, "fingerprint": one} for name, one in adapted.items()]
+    return [base, *others]
 
 
 def _model(service: Service) -> dict[str, Any]:

@@ -111,7 +111,7 @@ def add_control(app: FastAPI, service: Service, store: WeightStore | None = None
         return _json({"is_paused": service.fleet.holds(PAUSE)})
 
     async def abort_requests(request: Request) -> Response:
-        body = await _body_of(request, service, AbortRequest)
+        body = await body_of(request, service, AbortRequest)
         return _json({"status": "aborted", "aborted": _abort(service, body.request_ids)})
 
     async def reset_prefix_cache() -> Response:
@@ -153,7 +153,7 @@ def add_control(app: FastAPI, service: Service, store: WeightStore | None = None
         return _json({"vllm_config": config if config_format == "json" else str(config)})
 
     async def update_weights(request: Request) -> Response:
-        body = await _body_of(request, service, UpdateRequest)
+        body = await body_of(request, service, UpdateRequest)
         require_version(body.weight_version)
         if (body.weight_dir is None) == (body.update_info is None):
             raise HTTPError(400, "weight_dir or update_info: give one of them", param="weight_dir")
@@ -166,23 +166,23 @@ def add_control(app: FastAPI, service: Service, store: WeightStore | None = None
         return _json({"status": "ok", "message": "Weights updated", **_weight_info(service)})
 
     async def init_weight_transfer_engine(request: Request) -> Response:
-        body = await _body_of(request, service, InitRequest)
+        body = await body_of(request, service, InitRequest)
         await changed(updates.join(body.init_info))
         return _json({"message": "Weight transfer initialized"})
 
     async def start_weight_update(request: Request) -> Response:
-        await _body_of(request, service, StartRequest)
+        await body_of(request, service, StartRequest)
         await changed(updates.begin())
         return _json({"message": "Weight update started"})
 
     async def finish_weight_update(request: Request) -> Response:
-        body = await _body_of(request, service, FinishRequest)
+        body = await body_of(request, service, FinishRequest)
         require_version(body.weight_version)
         await changed(updates.finish(body.weight_version))
         return _json({"message": "Weight update finished", **_weight_info(service)})
 
     async def weight_checker(request: Request) -> Response:
-        body = await _body_of(request, service, CheckRequest)
+        body = await body_of(request, service, CheckRequest)
         if body.action == "reset":
             raise HTTPError(400, "action: reset is not supported, it would serve random weights", param="action")
         if body.action == "compare" and body.baseline is None:
@@ -290,7 +290,7 @@ def _comparison(body: CheckRequest, ours: dict[str, str]) -> dict[str, Any]:
     }
 
 
-async def _body_of(request: Request, service: Service, kind: type[Body]) -> Body:
+async def body_of(request: Request, service: Service, kind: type[Body]) -> Body:
     """Return a request's body; an empty one is an empty object."""
     headers, held = request.headers, Reservation()
     if headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers:

@@ -1,5 +1,7 @@
 """State shared by all routes: admission, open answers, engines, tokenizer and readiness."""
 
+import asyncio
+import contextlib
 import functools
 import hashlib
 import time
@@ -9,6 +11,7 @@ from typing import Literal
 
 from msgspec.structs import replace
 
+from detcompile.digests import fingerprint
 from detcompile.errors import DetcompileError, InvalidInput, WorkerError
 from detcompile.reasoning.formats import PARSERS, reasoning_parser_of
 from detcompile.runtime.grammars.grammar import Grammar
@@ -17,7 +20,7 @@ from detcompile.serving.chat_template import ChatTemplate
 from detcompile.serving.dashboard.history import History
 from detcompile.serving.engines.answers import Answer, AnswerSignal, Pooling, Verification
 from detcompile.serving.engines.fleet import Fleet
-from detcompile.serving.engines.protocol import Delta, EngineSpec, Hello, PoolingFacts, Weights
+from detcompile.serving.engines.protocol import AdapterFile, Delta, EngineSpec, Hello, PoolingFacts, Weights
 from detcompile.serving.grammar_check import GrammarCheck
 from detcompile.serving.http_errors import CLIENT_LEFT, HTTPError, error_of
 from detcompile.serving.journal.job import Ask, Job, ServedModel
@@ -66,6 +69,7 @@ class Service:
         open: unfinished answers by request_id.
         history: the most recent finished answers.
         model: the model as replies name it; set by ``start``.
+        adapters: the loaded LoRA adapters by name.
         limiter: admission limits; handlers check it before expensive work.
         bodies: reads bodies within limits.
     """
@@ -97,7 +101,7 @@ class Service:
         kept = "Bytes of receipts and responses kept for later requests."
         self.metrics.add_gauge("kept_bytes", kept, lambda: self.receipts.num_bytes + self.responses.num_bytes)
         self.deadlines = Deadlines(queue_timeout, timeout, self.fleet.cancel)
-        self.jobs = Jobs(self.submit, self.issue, lambda: self.model, self.receipts.salt, journal=journal)
+        self.jobs = Jobs(self.submit, self.issue, self.model_of, self.receipts.salt, journal=journal)
         self.history = History()
         self.draining = False
         self.open: dict[str, Answer] = {}
@@ -111,6 +115,8 @@ class Service:
         self._queue_timeout = queue_timeout
         self._numbers = count()
         self._first_weights = first_weights
+        self.adapters: dict[str, AdapterFile] = {}
+        self._adapting = asyncio.Lock()
 
     async def start(self, spec: EngineSpec) -> Hello:
         """Start the engines and wait until they serve.
@@ -130,6 +136,10 @@ class Service:
                 raise InvalidInput(f"the kept weights of version {first.version} have changed since they were served")
             self.fleet.weights = Weights(first.version, first.number, hello.fingerprint, digest)
             self.model = self.model.with_weights(self.fleet.weights)
+        self.adapters = {name: AdapterFile(spec.adapters[name].path, one) for name, one in hello.adapters.items()}
+        self.fleet.spec = replace(self.fleet.spec, adapters=self.adapters)
+        if self.name in self.adapters:
+            raise InvalidInput(f"adapter {self.name!r} has the model's name: choose another one")
         self.texts = TokenizerPool(hello, self.limiter.waiting)
         self.grammars = GrammarCheck(hello.tokenizer, self._queue_timeout, self.limiter.waiting)
         sources = hello.chat_template, hello.tool_template
@@ -191,10 +201,64 @@ class Service:
             raise HTTPError(503, "no engine is ready: one is starting", code="unavailable", retry_after=5)
 
     def require_model(self, name: str | None) -> None:
-        """Raise HTTPError 404 for another model."""
-        if name is not None and name != self.name:
+        """Raise HTTPError 404 for another model than the served one and its adapters."""
+        if name is not None and name != self.name and name not in self.adapters:
             message = f"unknown model {name[:200]!r}: this server has {self.name!r}"
             raise HTTPError(404, message, param="model", code="model_not_found")
+
+    def adapter_of(self, name: str | None) -> str:
+        """Return the adapter that a request's ``model`` names; empty for the plain model."""
+        return name if name is not None and name in self.adapters else ""
+
+    def model_of(self, adapter: str) -> ServedModel:
+        """Return the current model with an adapter, or without one for an empty name."""
+        if not adapter:
+            return self.model
+        part = {"adapter": self.adapters[adapter].digest if adapter in self.adapters else ""}
+        whole = fingerprint(self.hello.fingerprint_parts | part)
+        return ServedModel(adapter, whole, self.model.parts | part, self.model.weight_version)
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Load an adapter in every engine; requests may name it from then on.
+
+        Raises:
+            HTTPError: the name is the model's or another adapter's.
+            InvalidInput: the adapter cannot be read, or does not fit.
+            DetcompileError: an engine failed.
+        """
+        async with self._adapting:
+            if name == self.name or name in self.adapters:
+                raise HTTPError(400, f"{name[:200]!r} is served already: unload it, or choose another name",
+                                param="lora_name")  # fmt: skip
+            await self.fleet.all_ready()
+            try:
+                results = await self.fleet.control("load_adapter", name=name, path=path)
+                if len({result["digest"] for result in results}) > 1:
+                    raise InvalidInput(f"{path} differs among the machines of the engines")
+            except DetcompileError:
+                with contextlib.suppress(DetcompileError):  # of engines that do not have it
+                    await self.fleet.control("unload_adapter", name=name)
+                raise
+            self._set_adapters(self.adapters | {name: AdapterFile(path, results[0]["digest"])})
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget an adapter. Answers that engines have begun go on with it.
+
+        Raises:
+            HTTPError: 404 for an unknown name.
+            DetcompileError: an engine failed.
+        """
+        async with self._adapting:
+            if name not in self.adapters:
+                raise HTTPError(404, f"unknown adapter {name[:200]!r}", param="lora_name", code="model_not_found")
+            self._set_adapters({other: file for other, file in self.adapters.items() if other != name})
+            await self.fleet.all_ready()
+            await self.fleet.control("unload_adapter", name=name)
+
+    def _set_adapters(self, adapters: dict[str, AdapterFile]) -> None:
+        """Serve these adapters, also by engines that start from now on."""
+        self.adapters = adapters
+        self.fleet.spec = replace(self.fleet.spec, adapters=adapters)
 
     def require_causal(self) -> None:
         """Raise HTTPError 400 if the model does not generate."""
@@ -234,8 +298,8 @@ class Service:
         self.require_ready()
         self.limiter.require(owner, len(prompts) * params.n, [len(prompt) for prompt in prompts])
         signal = AnswerSignal()
-        salt = _cache_salt(owner, ask.cache_salt)
-        answers = [Answer(f"{next(self._numbers)}", prompt, params, signal, ask.priority, salt) for prompt in prompts]
+        rest = (signal, ask.priority, _cache_salt(owner, ask.cache_salt), ask.adapter)
+        answers = [Answer(f"{next(self._numbers)}", prompt, params, *rest) for prompt in prompts]
         self._add(answers, owner, reservation)
         return answers
 
@@ -312,7 +376,10 @@ class Service:
         async with job.issuing:
             if job.issued is None and not job.restored and not any(answer.aborted for answer in job.answers):
                 name, weights, hello = (job.name, job.created, job.model.name), job.weights, self.hello
-                if weights is not None:
+                if job.ask.adapter:
+                    parts = hello.fingerprint_parts | {"adapter": job.model.parts["adapter"]}
+                    hello = replace(hello, fingerprint=job.model.fingerprint, fingerprint_parts=parts)
+                elif weights is not None:
                     parts = hello.fingerprint_parts | {"weights": weights.digest}
                     hello = replace(hello, fingerprint=weights.fingerprint, fingerprint_parts=parts)
                 job.issued = await self.receipts.issue(

@@ -7,6 +7,7 @@ With SCRIPTED_TEXT in the environment samples are this text, and end with it; wi
 that is named in this file.
 """
 
+import hashlib
 import itertools
 import os
 import socket
@@ -61,9 +62,14 @@ def samples(add: protocol.Add, count: int, ended: bool) -> list[protocol.SampleD
     if holds(add, FICKLE) and count == 4:
         token = next(OTHERS)
     top = [(token + place, -0.5 - place) for place in range(most or 0)][:3]
-    logprobs = None if most is None else [protocol.Token(token, -0.5, top)]
+    logprobs = None if most is None else [protocol.Token(token, -0.25 if add.adapter else -0.5, top)]
     reason = None if not ended else "length" if WRITTEN is None else "stop"
     return [protocol.SampleDelta(place, [token], logprobs, reason, None) for place in range(add.params.get("n", 1))]
+
+
+def digest_of(path: str) -> str:
+    """The digest of an adapter."""
+    return hashlib.sha256(path.encode()).hexdigest()
 
 
 def controlled(command: protocol.Control, staged: list[str]) -> protocol.Controlled:
@@ -74,7 +80,11 @@ def controlled(command: protocol.Control, staged: list[str]) -> protocol.Control
             return protocol.Controlled(command.call_id, {}, f"{file} does not fit", refused=True)
         staged[:] = [file.read_text()]
     value = {}
-    if command.action == "receive":
+    if command.action == "load_adapter":
+        if command.arguments["path"] == "bad":
+            return protocol.Controlled(command.call_id, {}, "bad cannot be read", refused=True)
+        value = {"digest": digest_of(command.arguments["path"])}
+    elif command.action == "receive":
         staged[:] = command.arguments["names"][:1]
     elif command.action == "save":
         Path(command.arguments["path"]).write_text(staged[0])
@@ -141,11 +151,11 @@ def serve(connection: socket.socket) -> None:
 
     spec, staged = receive(), []
     assert isinstance(spec, protocol.EngineSpec)
-    if spec.weights is None:
-        send(HELLO)
-    else:
+    hello = structs.replace(HELLO, adapters={name: digest_of(file.path) for name, file in spec.adapters.items()})
+    if spec.weights is not None:
         parts = PARTS | {"weights": (Path(spec.weights) / "model.safetensors").read_text()}
-        send(structs.replace(HELLO, fingerprint=fingerprint(parts), fingerprint_parts=parts))
+        hello = structs.replace(hello, fingerprint=fingerprint(parts), fingerprint_parts=parts)
+    send(hello)
     threading.Thread(target=draw, daemon=True).start()
     while True:
         command = receive()

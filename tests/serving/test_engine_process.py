@@ -35,7 +35,9 @@ def reading(engine: Engine, *frames: bytes) -> tuple[socket.socket, threading.Th
     ours.settimeout(20)
     for data in frames:
         ours.sendall(data)
-    server = EngineServer(engine, Wire(theirs, end_code=3), Verifications(None, {}, print), Controls(engine, print))
+    verifications = Verifications(None, {}, print)
+    controls = Controls(None, engine, verifications, print)
+    server = EngineServer(engine, Wire(theirs, end_code=3), verifications, controls)
     thread = threading.Thread(target=server._read, daemon=True)
     thread.start()
     return ours, thread

@@ -118,6 +118,7 @@ class Answer:
         signal: notified of progress; answers that are read together share one.
         priority: the engine serves lower values first.
         cache_salt: answers with different salts share no cached prefix.
+        adapter: name of the adapter that draws it; empty for the plain model.
 
     Attributes:
         engine: index of its current or last engine; None before the first.
@@ -133,9 +134,9 @@ class Answer:
     """
 
     __slots__ = (
-        "_num_repeated_logprobs", "arrival", "cache_salt", "deaths", "deaths_alone", "engine", "error", "finished",
-        "first_token", "name", "num_cached_tokens", "num_preemptions", "owner", "params", "priority", "prompt_ids",
-        "prompt_logprobs", "queued_seconds", "request_id", "samples", "signal", "tries", "weights",
+        "_num_repeated_logprobs", "adapter", "arrival", "cache_salt", "deaths", "deaths_alone", "engine", "error",
+        "finished", "first_token", "name", "num_cached_tokens", "num_preemptions", "owner", "params", "priority",
+        "prompt_ids", "prompt_logprobs", "queued_seconds", "request_id", "samples", "signal", "tries", "weights",
     )  # fmt: skip
 
     def __init__(
@@ -146,6 +147,7 @@ class Answer:
         signal: AnswerSignal,
         priority: int = 0,
         cache_salt: str = "",
+        adapter: str = "",
     ) -> None:
         self.request_id = request_id
         self.prompt_ids = prompt_ids
@@ -163,6 +165,7 @@ class Answer:
         self.signal = signal
         self.priority = priority
         self.cache_salt = cache_salt
+        self.adapter = adapter
         self.weights: Weights | None = None
         self.engine: int | None = None
         self.tries = 0

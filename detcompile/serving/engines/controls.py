@@ -52,8 +52,10 @@ class Controls:
             "drop": self._drop,
             "join": self._join,
             "load": self._load,
+            "load_adapter": self._load_adapter,
             "receive": self._receive,
             "save": self._save,
+            "unload_adapter": self._unload_adapter,
         }
         self._between_steps: Mapping[str, Action] = {
             "check": self._check,
@@ -97,6 +99,13 @@ class Controls:
             self._staged = read_weights(Path(path))
         except OSError as error:  # such as a name that is too long
             raise InvalidInput(f"{path} cannot be read: {error.strerror}") from error
+        return {}
+
+    def _load_adapter(self, name: str, path: str) -> dict[str, Any]:
+        return {"digest": self._engine.load_adapter(name, path)}
+
+    def _unload_adapter(self, name: str) -> dict[str, Any]:
+        self._engine.unload_adapter(name)
         return {}
 
     def _join(self, address: str, port: int, rank: int, size: int) -> dict[str, Any]:

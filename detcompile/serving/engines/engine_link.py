@@ -159,7 +159,9 @@ class EngineLink:
             self._send(answer.command())
             return
         params, resume = given_params(answer.params), answer.resumption()
-        self._send(Add(answer.try_id, answer.prompt_ids, params, answer.priority, resume, answer.cache_salt))
+        self._send(
+            Add(answer.try_id, answer.prompt_ids, params, answer.priority, resume, answer.cache_salt, answer.adapter)
+        )
 
     def cancel(self, answer: Answer) -> None:
         """Cancel an answer."""

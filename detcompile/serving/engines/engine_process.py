@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from transformers.utils import logging as transformers_logging
 
 from detcompile.api import Compiled
@@ -37,6 +38,7 @@ from detcompile.serving.engines.handshake import front_of
 from detcompile.serving.engines.pooling_server import PoolingServer
 from detcompile.serving.engines.protocol import (
     VERSION,
+    AdapterFile,
     Add,
     Broken,
     Cancel,
@@ -133,6 +135,7 @@ class EngineServer(CommandLoop):
                 priority=command.priority,
                 resume=command.resume,
                 output_kind="delta",
+                adapter=command.adapter or None,
             )
         except InvalidInput as error:
             self.wire.send(Refused(command.request_id, str(error)))
@@ -249,9 +252,12 @@ def _start(spec: EngineSpec, wire: Wire, compile: Compile) -> tuple[Hello, Comma
         spec.task,
         spec.dequantize,
         spec.numerics or "float",
+        spec.max_lora_rank,
     )
     model = compile(loaded, spec.tp, spec.pp)
     if isinstance(model, (CompiledClassifier, CompiledEmbedder)):
+        if spec.max_lora_rank is not None:
+            raise InvalidInput("adapters by name need a model that generates text: leave --max-lora-rank out")
         return hello_of(model, config, 0, spec.model, {}), PoolingServer(model, wire)
     if spec.weights is not None:
         new = read_weights(Path(spec.weights))
@@ -259,10 +265,24 @@ def _start(spec: EngineSpec, wire: Wire, compile: Compile) -> tuple[Hello, Comma
         model.update_weights(new)
     speculation = None if spec.speculation == "off" else SpeculationConfig(switch=spec.speculation)
     engine = model.engine(config, speculation=speculation)
+    adapters = {name: _load_adapter(engine, name, file) for name, file in spec.adapters.items()}
     defaults = configured_params(model) if spec.generation_config == "auto" else {}
     hello = hello_of(model, config, engine.stats.num_blocks, spec.model, defaults)
+    hello = msgspec.structs.replace(hello, adapters=adapters)
     verifications = Verifications(model, hello.fingerprint_parts, wire.send)
     return hello, EngineServer(engine, wire, verifications, Controls(model, engine, verifications, wire.send))
+
+
+def _load_adapter(engine: Engine, name: str, file: AdapterFile) -> str:
+    """Load an adapter and return its sha256.
+
+    Raises:
+        InvalidInput: it cannot be loaded, or has changed.
+    """
+    digest = engine.load_adapter(name, file.path)
+    if file.digest not in ("", digest):
+        raise InvalidInput(f"adapter {name!r}: {file.path} has changed since it was loaded")
+    return digest
 
 
 def main() -> None:

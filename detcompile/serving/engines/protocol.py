@@ -11,8 +11,15 @@ import msgspec
 from detcompile.digests import differing_parts
 from detcompile.serving.receipts.verdict import Verdict
 
-VERSION = 13
+VERSION = 14
 LENGTH = struct.Struct(">I")  # prefix of every frame: bytes that follow
+
+
+class AdapterFile(msgspec.Struct, frozen=True):
+    """A LoRA adapter: its folder in PEFT's format, and its sha256, empty before it was read."""
+
+    path: str
+    digest: str = ""
 
 
 class EngineSpec(msgspec.Struct, kw_only=True, tag=True):
@@ -36,6 +43,8 @@ class EngineSpec(msgspec.Struct, kw_only=True, tag=True):
     speculation: Literal["off", "automatic", "always"] = "off"  # n-gram drafts
     dequantize: bool | None = None
     weights: str | None = None  # folder of weights that replace the model's
+    max_lora_rank: int | None = None  # room for adapters; None for none
+    adapters: dict[str, AdapterFile] = {}  # by the names that requests give
     numerics: str | None = None  # an exact arithmetic; None: float
 
 
@@ -68,6 +77,7 @@ class Add(msgspec.Struct, tag=True, omit_defaults=True):
     Attributes:
         resume: tokens already drawn, by sample index.
         cache_salt: requests with different salts share no cached prefix.
+        adapter: name of the adapter that draws the tokens; empty for the plain model.
     """
 
     request_id: str
@@ -76,6 +86,7 @@ class Add(msgspec.Struct, tag=True, omit_defaults=True):
     priority: int = 0
     resume: dict[int, list[int]] | None = None
     cache_salt: str = ""
+    adapter: str = ""
 
 
 class Verify(msgspec.Struct, tag=True):
@@ -152,6 +163,7 @@ class Hello(msgspec.Struct, kw_only=True, tag=True):
     tokenizer_class: str | None = None  # the class in transformers
     split_special_tokens: bool = False  # encode special tokens in a text as plain text
     pooling: PoolingFacts | None = None  # None for a causal LM
+    adapters: dict[str, str] = {}  # sha256 of the loaded adapters by name
 
     def differing(self, other: "Hello") -> list[str]:
         """Return the names of differences that change answers: fingerprint parts and the tokenizer."""

@@ -48,6 +48,7 @@ class Ask:
         family: name of the tool-call format; None without tools.
         cache_salt: requests with different salts share no cached prefix.
         thinking: how the answers' reasoning is read; None for none.
+        adapter: name of the adapter that draws them; empty for the plain model.
     """
 
     prompts: list[list[int]]
@@ -59,6 +60,7 @@ class Ask:
     family: str | None = None
     cache_salt: str = ""
     thinking: Thinking | None = None
+    adapter: str = ""
 
 
 @dataclass(eq=False)
@@ -113,7 +115,9 @@ class Job:
     def drawn_by(self) -> ServedModel:
         """The model with these weights."""
         weights = self.weights
-        return self.model if weights is None else self.model.with_weights(weights)
+        if weights is None or self.ask.adapter:  # a model with adapters takes no new weights
+            return self.model
+        return self.model.with_weights(weights)
 
     def end(self) -> int:
         """Return the end in Unix seconds; set it to now if unknown."""

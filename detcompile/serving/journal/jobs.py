@@ -58,7 +58,7 @@ class Jobs:
     Args:
         submit: queues the prompts of a request, given the owner of its API key and a reservation.
         issue: issues a job's receipt, once.
-        model: returns the current model.
+        model: returns the current model, given the name of an adapter or "".
         salt: returns a fresh salt for a receipt, or None.
         journal: records requests with a key; without a journal, keys are ignored.
     """
@@ -67,7 +67,7 @@ class Jobs:
         self,
         submit: Callable[[Ask, str, Reservation], Awaitable[list[Answer]]],
         issue: Callable[[Job], Awaitable[Any]],
-        model: Callable[[], ServedModel],
+        model: Callable[[str], ServedModel],
         salt: Callable[[], bytes | None],
         journal: Journal | None = None,
     ) -> None:
@@ -95,7 +95,7 @@ class Jobs:
         if call.key is None or self._journal is None:
             work = await ask()
             answers = await self._submit(work, call.owner, call.reservation)
-            return Job(work, answers, self._salt(), self._model(), owner=call.owner)
+            return Job(work, answers, self._salt(), self._model(work.adapter), owner=call.owner)
         place = (call.owner, call.key)
         while (aborted := self._aborted(place)) is not None:
             await asyncio.wait([aborted])
@@ -209,7 +209,7 @@ class Jobs:
         assert call.key is not None
         work = await ask()
         answers = await self._submit(work, call.owner, call.reservation)
-        job = Job(work, answers, self._salt(), self._model(), kept=True, owner=call.owner)
+        job = Job(work, answers, self._salt(), self._model(work.adapter), kept=True, owner=call.owner)
         record = record_of(job, (call.owner, call.key), (call.endpoint, call.body))
         await self._written(lambda journal: journal.add(record))
         return job
@@ -217,7 +217,7 @@ class Jobs:
     async def _restored(self, record: Record, call: Call) -> Job:
         """Create the job of a journaled request, with its recorded answers or by drawing them again."""
         _require_same(Call(record.endpoint, record.body), call)
-        _require_model(record, self._model())
+        _require_model(record, self._model(record.work.adapter))
         work = ask_of(record.work)
         if record.outcome is not None:
             answers = [Answer("", prompt, work.params, AnswerSignal()) for prompt in work.prompts]

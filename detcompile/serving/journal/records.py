@@ -30,6 +30,7 @@ class Work(msgspec.Struct):
     family: str | None = None
     cache_salt: str = ""
     thinking: Thinking | None = None
+    adapter: str = ""
 
 
 class KeptSample(msgspec.Struct, array_like=True):
@@ -92,14 +93,14 @@ def record_of(job: Job, place: tuple[str, str], request: tuple[str, bytes]) -> R
     ask = job.ask
     params = given_params(ask.params)
     fields = (ask.prompts, params, ask.priority, ask.prefix, ask.template, job.salt)
-    work = Work(*fields, job.model, ask.before, ask.family, ask.cache_salt, ask.thinking)
+    work = Work(*fields, job.model, ask.before, ask.family, ask.cache_salt, ask.thinking, ask.adapter)
     return Record(job.name, *place, *request, job.created, work)
 
 
 def ask_of(work: Work) -> Ask:
     """Return the work for the engines, to draw it again."""
     params = SamplingParams(**work.params)
-    rest = (work.template, work.before, work.family, work.cache_salt, work.thinking)
+    rest = (work.template, work.before, work.family, work.cache_salt, work.thinking, work.adapter)
     return Ask(work.prompts, params, work.priority, work.prefix, *rest)
 
 

@@ -81,7 +81,8 @@ async def ask_chat(service: Service, request: ChatRequest, owner: str, prefix: s
     thinking = thinking_of(service.reasoning_parser, service.texts.decode, prompt)
     params = with_reasoning(params, service, thinking, use, request.thinking_token_budget)
     priority = request.priority or 0
-    return Ask([prompt], params, priority, prefix, template, family=family, cache_salt=salt, thinking=thinking)
+    rest = {"family": family, "cache_salt": salt, "thinking": thinking, "adapter": service.adapter_of(request.model)}
+    return Ask([prompt], params, priority, prefix, template, **rest)  # type: ignore[arg-type]
 
 
 class ChatReply(Reply):

@@ -84,7 +84,14 @@ async def ask_completion(
     ids = await service.texts.ids_of(prompts, special, param=param, owner=owner)
     for prompt in ids:
         service.texts.require_answer(prompt, param)
-    return Ask(ids, params, request.priority or 0, prefix, cache_salt=request.cache_salt or "")
+    return Ask(
+        ids,
+        params,
+        request.priority or 0,
+        prefix,
+        cache_salt=request.cache_salt or "",
+        adapter=service.adapter_of(request.model),
+    )
 
 
 async def _echoed(service: Service, prompt: str | list[int], owner: str) -> str:

@@ -208,7 +208,6 @@ SGLANG: Idle = {  # of SGLang's /generate
     "custom_logit_processor": (),
     "image_data": ([],),
     "input_embeds": (),
-    "lora_path": (),
     "priority": (0,),
     "return_hidden_states": (False,),
     "return_routed_experts": (False,),

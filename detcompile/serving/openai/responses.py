@@ -138,7 +138,7 @@ async def _ask(service: Service, request: ResponsesRequest, owner: str) -> Ask:
     messages, family = msgspec.json.encode(before), None if use is None else use.family.name
     thinking = thinking_of(service.reasoning_parser, service.texts.decode, prompt)
     params = with_reasoning(params, service, thinking, use, chat.thinking_token_budget)
-    rest = (template, messages, family, chat.cache_salt or "", thinking)
+    rest = (template, messages, family, chat.cache_salt or "", thinking, service.adapter_of(request.model))
     return Ask([prompt], params, chat.priority or 0, "resp_", *rest)
 
 

@@ -63,6 +63,7 @@ class SGLangRequest(SGLangFields, kw_only=True):
     sampling_logprobs_mode: Literal["selected", "support"] | None = None
     extra_key: CacheSalt | None = None
     cache_salt: CacheSalt | None = None
+    lora_path: str | None = None  # the name of a loaded adapter
 
 
 SAME = (
@@ -85,6 +86,8 @@ async def sglang_generate(service: Service, request: SGLangRequest, call: Call) 
     require_served(sampling, inside="sampling_params.")
     if (request.text is None) == (request.input_ids is None):
         raise HTTPError(400, "give either text or input_ids", param="input_ids")
+    if request.lora_path is not None and not service.adapter_of(request.lora_path):
+        raise HTTPError(400, f"unknown adapter {request.lora_path[:200]!r}", param="lora_path")
     prompt, param = (request.text, "text") if request.input_ids is None else (request.input_ids, "input_ids")
     assert prompt is not None
     prompts = prompts_of(prompt, param)
@@ -93,6 +96,7 @@ async def sglang_generate(service: Service, request: SGLangRequest, call: Call) 
     num_top = request.top_logprobs_num or 0
     completion = CompletionRequest(
         prompt=[],
+        model=request.lora_path,
         max_tokens=sampling.max_new_tokens,
         min_tokens=sampling.min_new_tokens,
         seed=sampling.sampling_seed,

@@ -1,0 +1,154 @@
+"""Adapters by name on a server: the routes over scripted engines, and the bits of a real one."""
+
+import asyncio
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import detcompile
+from detcompile import EngineConfig, SamplingParams
+from detcompile.commands.serve import _adapters
+from detcompile.digests import fingerprint
+from detcompile.errors import InvalidInput
+from detcompile.serving.adapters import ADAPTER_PATHS
+from tests.exhaustive import EXHAUSTIVE
+from tests.serving.conftest import started
+from tests.serving.scripted_engine import PARTS, digest_of
+from tests.serving.scripted_service import running, scripted
+
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+ASK = {"prompt": [5], "max_tokens": 3, "seed": 3, "logprobs": 0, "receipt": True}
+CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3, "seed": 3}
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+def run(scenario: Any) -> None:
+    asyncio.run(asyncio.wait_for(scenario, 60))
+
+
+@pytest.mark.usefixtures("in_the_root")
+def test_adapters_need_an_admin_key() -> None:
+    async def scenario() -> None:
+        async with running(scripted()) as http:
+            for path in ADAPTER_PATHS:
+                assert (await http.post(path, json={"lora_name": "a", "lora_path": "a"})).status_code == 404
+        async with running(scripted(), admin=[b"0" * 32]) as http:
+            for path in ADAPTER_PATHS:
+                assert (await http.post(path, json={"lora_name": "a", "lora_path": "a"})).status_code == 401
+
+    run(scenario())
+
+
+@pytest.mark.usefixtures("in_the_root")
+def test_model_of_a_request_names_its_adapter() -> None:
+    async def scenario() -> None:
+        service = scripted(replicas=2, most_restarts=2, chat_template=TEMPLATE)
+        async with running(service, admin=[]) as http:
+            asked = {"lora_name": "sql", "lora_path": "folder"}
+            assert (await http.post("/v1/completions", json=ASK | {"model": "sql"})).status_code == 404
+            loaded = await http.post(LOAD, json=asked)
+            assert loaded.text == "Success: LoRA adapter 'sql' added successfully." and loaded.status_code == 200
+            whole = fingerprint(PARTS | {"adapter": digest_of("folder")})
+            models = {model["id"]: model for model in (await http.get("/v1/models")).json()["data"]}
+            assert models["sql"]["fingerprint"] == whole and models["sql"]["parent"] == "scripted"
+            assert (await http.get("/v1/models/sql")).json() == models["sql"]
+
+            async def answer() -> dict[str, Any]:
+                found = await http.post("/v1/completions", json=ASK | {"model": "sql"})
+                assert found.status_code == 200, found.text
+                return found.json()
+
+            first = await answer()
+            assert (first["model"], first["system_fingerprint"]) == ("sql", whole)
+            assert first["choices"][0]["logprobs"]["token_logprobs"] == [-0.25] * 3  # the scripted engine's mark
+            plain = (await http.post("/v1/completions", json=ASK)).json()
+            assert plain["model"] == "scripted" and plain["system_fingerprint"] == "f" * 64
+            assert plain["choices"][0]["logprobs"]["token_logprobs"] == [-0.5] * 3
+            bodies: list[tuple[str, dict[str, Any]]] = [
+                ("/v1/chat/completions", CHAT),
+                ("/v1/chat/completions/tokens", CHAT | {"tokens": [5]}),
+                ("/v1/messages", CHAT),
+                ("/v1/responses", {"input": "x", "max_output_tokens": 3}),
+                ("/inference/v1/generate", {"token_ids": [5], "sampling_params": {"max_tokens": 3}}),
+            ]
+            for path, body in bodies:
+                found = (await http.post(path, json=body | {"model": "sql"})).json()
+                assert (found["model"], found["system_fingerprint"]) == ("sql", whole), path
+            short = {"input_ids": [5], "lora_path": "sql", "sampling_params": {"max_new_tokens": 2}}
+            assert (await http.post("/generate", json=short)).json()["meta_info"]["system_fingerprint"] == whole
+            wrong = (await http.post("/generate", json=short | {"lora_path": "no"})).json()["error"]
+            assert wrong["param"] == "lora_path"
+            for link in list(service.fleet.links):  # new engines load it, too
+                link.kill()
+            await asyncio.sleep(0.1)
+            await service.fleet.all_ready()
+            assert (await answer())["choices"] == first["choices"]
+            for body, status, param in [
+                (asked, 400, "lora_name"),
+                (asked | {"lora_name": "scripted"}, 400, "lora_name"),
+                ({"lora_name": "b", "lora_path": "bad"}, 400, None),
+                ({"lora_name": "", "lora_path": "x"}, 400, "lora_name"),
+                ({"lora_name": "b"}, 400, "lora_path"),
+                ({"lora_name": 1, "lora_path": []}, 400, None),
+                ([], 400, None),
+            ]:
+                refused = await http.post(LOAD, json=body)
+                assert refused.status_code == status, refused.text
+                assert param is None or refused.json()["error"]["param"] == param
+            assert [*service.adapters] == ["sql"]
+            again = await http.post(LOAD, json=asked | {"load_inplace": True, "lora_path": "other"})
+            assert again.status_code == 200 and (await answer())["system_fingerprint"] != whole
+            gone = await http.post(UNLOAD, json={"lora_name": "sql", "lora_int_id": 1})
+            assert gone.text == "Success: LoRA adapter 'sql' removed successfully."
+            assert (await http.post(UNLOAD, json={"lora_name": "sql"})).status_code == 404
+            assert (await http.post("/v1/completions", json=ASK | {"model": "sql"})).status_code == 404
+
+    run(scenario())
+
+
+def test_modules_are_names_and_folders() -> None:
+    assert {name: file.path for name, file in _adapters(["a=x", "b=y=z"]).items()} == {"a": "x", "b": "y=z"}
+    for wrong in (["a"], ["=x"], ["a="], ["a=x", "a=y"]):
+        with pytest.raises(InvalidInput, match="--lora-modules"):
+            _adapters(wrong)
+
+
+@EXHAUSTIVE
+def test_a_server_draws_with_the_bits_of_an_engine(tmp_path: Path) -> None:
+    """Loaded at the start and by a route, before and after an engine is lost; receipts name the adapter."""
+    peft = pytest.importorskip("peft")
+    torch = pytest.importorskip("torch")
+    for seed, name in enumerate(("one", "two")):
+        torch.manual_seed(seed)
+        config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+        peft.get_peft_model(detcompile.load_model("tiny"), config).save_pretrained(tmp_path / name)
+    engine = detcompile.compile("tiny", max_lora_rank=8).engine(EngineConfig(num_blocks=32))
+    params = SamplingParams(temperature=1.0, seed=4, max_tokens=12, logprobs=0)
+    server = started(
+        tmp_path,
+        *("--max-lora-rank", "8", "--lora-modules", f"one={tmp_path / 'one'}", "--admin-key", "none"),
+        model=Path("tiny"),
+    )
+    try:
+        with httpx.Client(base_url=server.url, timeout=120) as http:
+            assert http.post(LOAD, json={"lora_name": "two", "lora_path": str(tmp_path / "two")}).status_code == 200
+            body = {"prompt": [5, 6, 7], "temperature": 1.0, "top_p": 1, "seed": 4, "max_tokens": 12, "logprobs": 0}
+            body |= {"return_token_ids": True, "receipt": True}
+            for name in ("one", "two", None):
+                if name is not None:
+                    engine.load_adapter(name, tmp_path / name)
+                [expected] = engine.generate([[5, 6, 7]], params, progress=False, adapter=name)[0].outputs
+                answer = http.post("/v1/completions", json=body if name is None else body | {"model": name}).json()
+                [choice] = answer["choices"]
+                assert choice["token_ids"] == expected.token_ids
+                assert choice["logprobs"]["token_logprobs"] == [entry.logprob for entry in expected.logprobs]
+                verdict = http.post("/v1/verify", content=json.dumps(answer["receipt"]), headers={
+                    "Content-Type": "application/json"}).json()  # fmt: skip
+                assert verdict["outcome"] == ("equal" if name is None else "incomparable"), verdict
+    finally:
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 0

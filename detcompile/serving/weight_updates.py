@@ -23,26 +23,33 @@ UPDATE = "update"  # reason of a hold
 MOST_LETTERS = 200  # of a version's name
 MOST_RANKS = 1 << 20
 SAVED = "model.safetensors"
+BUCKET_BYTES = 1 << 30  # vLLM's default
+Size = Annotated[int, Meta(ge=1, lt=1 << 40)]
 logger = logging.getLogger(__name__)
 
 
 class InitInfo(msgspec.Struct):
-    """Where a trainer meets the engines, by vLLM's names. The trainer has rank 0."""
+    """Where a trainer meets the engines, and how it sends, by vLLM's names. The trainer has rank 0."""
 
     master_address: Annotated[str, Meta(min_length=1, max_length=255)]
     master_port: Annotated[int, Meta(ge=1, le=65535)]
     rank_offset: Annotated[int, Meta(ge=1, le=MOST_RANKS)]
     world_size: Annotated[int, Meta(ge=2, le=MOST_RANKS)]
+    packed: bool = False
+    packed_buffer_size_bytes: Size = BUCKET_BYTES
 
 
 class UpdateInfo(msgspec.Struct):
-    """Tensors that a trainer is about to send, by vLLM's names."""
+    """Tensors that a trainer is about to send, by vLLM's names.
+
+    Trainers for vLLM before 0.28 say here whether tensors are packed, later ones in ``InitInfo``.
+    """
 
     names: list[str]
     dtype_names: list[str]
     shapes: list[list[Annotated[int, Meta(ge=0, lt=1 << 40)]]]
-    packed: bool = False
-    packed_buffer_size_bytes: Annotated[int, Meta(ge=1, lt=1 << 40)] = 1 << 30
+    packed: bool | None = None
+    packed_buffer_size_bytes: Size | None = None
     update_kind: Literal["dense"] = "dense"
 
 
@@ -56,6 +63,7 @@ class WeightUpdates:
     def __init__(self, service: Service, store: WeightStore | None = None) -> None:
         self._service = service
         self._store = store
+        self._buckets = {"packed": False, "bucket_bytes": BUCKET_BYTES}  # how the trainer sends, by its ``InitInfo``
         self._started = False  # between ``begin`` and ``finish``
 
     async def load(self, folder: str, version: str | None) -> None:
@@ -90,6 +98,7 @@ class WeightUpdates:
         links = self._service.fleet.links
         if info.rank_offset + len(links) > info.world_size:
             raise InvalidInput(f"world_size {info.world_size}: {len(links)} engines join from {info.rank_offset} on")
+        self._buckets = {"packed": info.packed, "bucket_bytes": info.packed_buffer_size_bytes}
         where = {"address": info.master_address, "port": info.master_port, "size": info.world_size}
         joining = (link.control("join", {**where, "rank": info.rank_offset + i}) for i, link in enumerate(links))
         for result in await asyncio.gather(*joining, return_exceptions=True):
@@ -114,7 +123,8 @@ class WeightUpdates:
             raise InvalidInput("names, dtype_names and shapes must have the same length")
         await self._require_engines()
         tensors = {"names": info.names, "dtype_names": info.dtype_names, "shapes": info.shapes}
-        buckets = {"packed": info.packed, "bucket_bytes": info.packed_buffer_size_bytes}
+        given = {"packed": info.packed, "bucket_bytes": info.packed_buffer_size_bytes}
+        buckets = self._buckets | {name: value for name, value in given.items() if value is not None}
         try:
             await self._service.fleet.control("receive", **tensors, **buckets)
         except BaseException:

@@ -18,8 +18,8 @@ from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.templates.training.pointwise import policy_terms
 from detcompile.torch_internals.autograd import version_of
 from detcompile.training.loading import trainer
-from detcompile.training.optimizer import AdamW
 from detcompile.training.policy_loss import policy_loss
+from detcompile.trl.policy import ALONE, PolicyTraining, require_options, share_parameters
 
 try:
     import trl
@@ -27,26 +27,18 @@ except ImportError as error:
     raise ImportError("trl is not installed: pip install '.[trl]' in a checkout of detcompile") from error
 
 LOSSES = ("cispo", "dapo", "dr_grpo")
-OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")  # replaced by detcompile.AdamW
 MICRO_BATCH = "its value depends on the split into micro-batches"
 SAMPLER = "detcompile's engine samples the completions"
-FILTER = "completions would be sampled from another distribution than the trained one"
-ALONE: dict[str, tuple[Any, str]] = {  # field -> the only supported value, and the reason
+GRPO_ALONE = ALONE | {
     "beta": (0.0, "the divergence from the reference model has no pinned exponential"),
     "cast_lm_head_to_fp32": (False, "the head must round as in serving"),
     "delta": (None, "the clipped objective has no second bound"),
     "entropy_coef": (0.0, MICRO_BATCH),
-    "fp16": (False, "a scaled loss exceeds the range in which sums are exact"),
     "generation_kwargs": (None, SAMPLER),
     "importance_sampling_level": ("token", "a sequence's ratio is a sum without a pinned order"),
-    "min_p": (None, FILTER),
     "off_policy_mask_threshold": (None, "a sequence's divergence is a sum without a pinned order"),
-    "repetition_penalty": (1.0, FILTER),
     "top_entropy_quantile": (1.0, MICRO_BATCH),
-    "top_k": (0, FILTER),
-    "top_p": (1.0, FILTER),
     "use_adaptive_entropy": (False, MICRO_BATCH),
-    "use_liger_kernel": (False, "layers must be those of serving"),
     "use_transformers_continuous_batching": (False, SAMPLER),
     "use_vllm": (False, SAMPLER),
 }
@@ -57,7 +49,7 @@ REFUSED = {  # arguments of the trainer
 }
 
 
-class GRPOTrainer(trl.GRPOTrainer):
+class GRPOTrainer(PolicyTraining, trl.GRPOTrainer):
     """TRL's GRPOTrainer with completions, log-probabilities and gradients computed by detcompile.
 
     The sampler's and the trainer's log-probabilities are bitwise equal. The logs show it:
@@ -74,16 +66,11 @@ class GRPOTrainer(trl.GRPOTrainer):
         engine: configuration of the sampler's engine.
         **keywords: TRL's other arguments.
 
-    Attributes:
-        policy: the ``Trainer``; ``model`` is the Hugging Face model over its parameters, for saving.
-
     Raises:
         InvalidInput: a field of ``args`` or an argument would make gradients depend on micro-batching, or the policy
             differ from the sampler; the message names it.
         UnsupportedModel: the model is not supported, or has no gradient.
     """
-
-    optimizer: Any
 
     def __init__(
         self,
@@ -100,11 +87,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         held = load_model(model) if isinstance(model, (str, Path)) else model
         self.sampler = sampler or cast(CompiledModel, compile_model(copy.deepcopy(held)))
         self.policy = trainer(copy.deepcopy(held), numerics=self.sampler.numerics, max_context=self.sampler.max_context)
-        for block in self.policy.blocks:
-            block.recompute = args.gradient_checkpointing
-        for name, parameter in self.policy.named_parameters(remove_duplicate=False):
-            module, _, attribute = name.rpartition(".")
-            setattr(held.get_submodule(module), attribute, parameter)
+        share_parameters(self.policy, held, recompute=args.gradient_checkpointing)
         keywords.setdefault("processing_class", tokenizer_of(held))
         super().__init__(held, reward_funcs, args, **keywords)
         self._engine = self.sampler.engine(engine or EngineConfig())
@@ -115,19 +98,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         """Train as TRL does. The first step copies the current weights to the sampler."""
         self._served = None
         return super().train(*given, **keywords)
-
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Create ``detcompile.AdamW`` from the configuration, unless another optimizer was given."""
-        if self.optimizer is None:
-            names = set(self.get_decay_parameter_names(self.model))
-            trained = [(n in names, p) for n, p in self.model.named_parameters() if p.requires_grad]
-            groups = [
-                {"params": [p for decays, p in trained if decays], "weight_decay": self.args.weight_decay},
-                {"params": [p for decays, p in trained if not decays], "weight_decay": 0.0},
-            ]
-            betas = (self.args.adam_beta1, self.args.adam_beta2)
-            self.optimizer = AdamW(groups, lr=self.args.learning_rate, betas=betas, eps=self.args.adam_epsilon)
-        return self.optimizer
 
     def _generate_single_turn(
         self, prompt_ids: list[list[int]], images: Any, multimodal_fields: Any, *unused: Any, **keywords: Any
@@ -215,13 +185,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         metrics["sampling/sampling_logp_difference/mean"].append(float(apart.abs().mean()))
         metrics["sampling/sampling_logp_difference/max"].append(float(apart.abs().max()))
 
-    def _clip_grad_norm(self, model: Any) -> Tensor:
-        return self.policy.clip_grad_norm_(self.args.max_grad_norm)
-
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        """Return the gradient norm; if clipping was off, compute it, which also checks that the sums were exact."""
-        return self.policy.clip_grad_norm_(torch.inf) if grad_norm is None else grad_norm
-
 
 def _capped_ratio(logprobs: Tensor, old: Tensor, most: float) -> Tensor:
     """Return min(e^(logprobs - old), most) in the pinned arithmetic of the clipped objective with advantages 1."""
@@ -241,13 +204,4 @@ def require_exact(args: Any, keywords: dict[str, Any]) -> None:
             f"loss_type={args.loss_type!r} weights tokens by sequence or micro-batch, or without pinned arithmetic. "
             f"Use one of {', '.join(LOSSES)}, whose weights depend on the global batch only."
         )
-    for name, (served, why) in ALONE.items():
-        if (value := getattr(args, name)) != served:
-            raise InvalidInput(f"{name}={value!r} is not supported: {why}. Leave it at {served!r}.")
-    if (optim := str(getattr(args.optim, "value", args.optim))) not in OPTIMIZERS:
-        raise InvalidInput(f"optim={optim!r} is not supported: use adamw_torch, or pass optimizers=(yours, None).")
-    if args.world_size > 1:
-        raise InvalidInput(f"{args.world_size} processes: gradients are not summed over processes. Start one process.")
-    for name, why in REFUSED.items():
-        if keywords.get(name) is not None:
-            raise InvalidInput(f"{name} is not supported: {why}.")
+    require_options(args, GRPO_ALONE, keywords, REFUSED)

@@ -63,12 +63,12 @@ def model_of(folder: Path) -> Path:
     return model
 
 
-def started(folder: Path, *options: str, model: Path | None = None) -> Server:
-    """A server of a model, or of the embedded one, on a free port, called tiny, once it is ready."""
+def started(folder: Path, *options: str, model: Path | None = None, name: str = "tiny") -> Server:
+    """A server of a model, or of the embedded one, on a free port, once it is ready."""
     template = folder / "template.jinja"
     template.write_text(TEMPLATE)
     command = [sys.executable, "-m", "detcompile", "serve", str(model or model_of(folder))]
-    command += ["--name", "tiny", "--port", "0"]
+    command += ["--name", name, "--port", "0"]
     command += ["--chat-template", str(template)]
     own = {"DETCOMPILE_KEEP_PROGRAMS": "1", "DETCOMPILE_PROGRESS": "0"}
     environment = os.environ | own | {"PYTHONPATH": str(ROOT)}
@@ -84,7 +84,7 @@ def started(folder: Path, *options: str, model: Path | None = None) -> Server:
     end = time.monotonic() + START_SECONDS
     while time.monotonic() < end and process.poll() is None:
         for line in list(lines):
-            if line.startswith("serving tiny on "):
+            if line.startswith(f"serving {name} on "):
                 return Server(process, line.split()[3].rstrip(";"), lines)
         time.sleep(0.05)
     process.kill()

@@ -14,11 +14,12 @@ from detcompile.errors import InvalidInput
 from detcompile.models.compiled import CompiledModel
 from detcompile.models.loading import tokenizer_of
 from detcompile.runtime.engine_config import EngineConfig
-from detcompile.runtime.requests.sampling_params import SamplingParams
+from detcompile.runtime.requests.sampling_params import LARGEST, SamplingParams
 from detcompile.templates.training.pointwise import policy_terms
 from detcompile.torch_internals.autograd import version_of
 from detcompile.training.loading import trainer
 from detcompile.training.policy_loss import policy_loss
+from detcompile.training.trainer import Trainer
 from detcompile.trl.policy import ALONE, PolicyTraining, require_options, share_parameters
 
 try:
@@ -30,7 +31,6 @@ LOSSES = ("cispo", "dapo", "dr_grpo")
 MICRO_BATCH = "its value depends on the split into micro-batches"
 SAMPLER = "detcompile's engine samples the completions"
 GRPO_ALONE = ALONE | {
-    "beta": (0.0, "the divergence from the reference model has no pinned exponential"),
     "cast_lm_head_to_fp32": (False, "the head must round as in serving"),
     "delta": (None, "the clipped objective has no second bound"),
     "entropy_coef": (0.0, MICRO_BATCH),
@@ -38,6 +38,7 @@ GRPO_ALONE = ALONE | {
     "importance_sampling_level": ("token", "a sequence's ratio is a sum without a pinned order"),
     "off_policy_mask_threshold": (None, "a sequence's divergence is a sum without a pinned order"),
     "top_entropy_quantile": (1.0, MICRO_BATCH),
+    "sync_ref_model": (False, "the reference model keeps its weights"),
     "use_adaptive_entropy": (False, MICRO_BATCH),
     "use_transformers_continuous_batching": (False, SAMPLER),
     "use_vllm": (False, SAMPLER),
@@ -86,13 +87,23 @@ class GRPOTrainer(PolicyTraining, trl.GRPOTrainer):
         require_exact(args, keywords)
         held = load_model(model) if isinstance(model, (str, Path)) else model
         self.sampler = sampler or cast(CompiledModel, compile_model(copy.deepcopy(held)))
-        self.policy = trainer(copy.deepcopy(held), numerics=self.sampler.numerics, max_context=self.sampler.max_context)
+        reference = self._trainer_of(held) if args.beta else None
+        self.policy = self._trainer_of(held)
         share_parameters(self.policy, held, recompute=args.gradient_checkpointing)
         keywords.setdefault("processing_class", tokenizer_of(held))
-        super().__init__(held, reward_funcs, args, **keywords)
+        without_reference = copy.copy(args)
+        without_reference.beta = 0.0  # else TRL loads another one
+        super().__init__(held, reward_funcs, without_reference, **keywords)
+        self.beta = self.args.beta = args.beta
+        self.ref_model = reference
         self._engine = self.sampler.engine(engine or EngineConfig())
         self._served: tuple[int, int] | None = None  # step and weights version of the engine's weights
         self._num_drawn = 0
+
+    def _trainer_of(self, model: PreTrainedModel) -> Trainer:
+        """Create a trainer of a copy of the model, with the sampler's orders."""
+        orders = {"numerics": self.sampler.numerics, "max_context": self.sampler.max_context}
+        return trainer(copy.deepcopy(model), **orders)
 
     def train(self, *given: Any, **keywords: Any) -> Any:
         """Train as TRL does. The first step copies the current weights to the sampler."""
@@ -135,14 +146,19 @@ class GRPOTrainer(PolicyTraining, trl.GRPOTrainer):
         batch_size: int | None = None,
         **keywords: Any,
     ) -> tuple[Tensor, Tensor, None]:
-        """Compute log-probabilities and entropies [B, logits_to_keep] of the last tokens with the policy."""
+        """Compute log-probabilities and entropies [B, logits_to_keep] of the last tokens.
+
+        Args:
+            model: ``ref_model``, or else the policy is meant.
+        """
         others = sorted(name for name, value in keywords.items() if value is not None and not isinstance(value, bool))
         if others:
             raise InvalidInput(f"{', '.join(others)}: the policy reads only tokens.")
+        policy = self.ref_model if model is self.ref_model else self.policy
         logprobs, entropies = [], []
         with torch.autocast(input_ids.device.type, enabled=False):
             for ids, mask in zip(*(part.split(batch_size or len(part)) for part in (input_ids, attention_mask))):
-                scored = self.policy.logprobs(ids, mask, temperature=self.temperature)
+                scored = policy.logprobs(ids, mask, temperature=self.temperature)
                 logprobs.append(scored[:, -logits_to_keep:])
                 entropies.append(scored.entropy[:, -logits_to_keep:])
         return torch.cat(logprobs), torch.cat(entropies), None
@@ -160,10 +176,18 @@ class GRPOTrainer(PolicyTraining, trl.GRPOTrainer):
         self._show(logprobs.detach(), entropies.detach(), mask.bool(), inputs.get("sampling_per_token_logps"))
         old, denominator = inputs.get("old_per_token_logps"), self._denominator(inputs, len(mask))
         if self.loss_type != "cispo":
-            return policy_loss(logprobs, old, advantages, denominator, (self.epsilon_low, self.epsilon_high))
-        if old is not None:  # else the ratio is 1
-            advantages = advantages * _capped_ratio(logprobs, old, self.epsilon_high)
-        return -(advantages * logprobs).sum(dtype=torch.float64) / denominator
+            loss = policy_loss(logprobs, old, advantages, denominator, (self.epsilon_low, self.epsilon_high))
+        else:
+            if old is not None:  # else the ratio is 1
+                advantages = advantages * _capped_ratio(logprobs, old, self.epsilon_high)
+            loss = -(advantages * logprobs).sum(dtype=torch.float64) / denominator
+        if not self.beta:
+            return loss
+        terms = (
+            _divergence(logprobs, inputs["ref_per_token_logps"], old, self.args.use_bias_correction_kl) * mask.float()
+        )
+        self._metrics["train" if self.model.training else "eval"]["kl"].append(float(terms.detach().sum() / mask.sum()))
+        return loss + self.beta * terms.sum(dtype=torch.float64) / denominator
 
     def _denominator(self, inputs: dict[str, Any], num_rows: int) -> float:
         """Return the loss denominator: a constant of the step, or the number of sampled tokens."""
@@ -191,6 +215,24 @@ def _capped_ratio(logprobs: Tensor, old: Tensor, most: float) -> Tensor:
     given = (tensor.detach().contiguous() for tensor in (logprobs, old, torch.ones_like(old)))
     terms, _ = policy_terms(*given, low=0.0, high=most, denominator=1.0)
     return -terms
+
+
+def _divergence(logprobs: Tensor, reference: Tensor, old: Tensor | None, is_weighted: bool) -> Tensor:
+    """Return e^d - d - 1 of each token, d = reference - logprob, and its gradient, with pinned exponentials.
+
+    This estimates the divergence from the reference model (Schulman, "Approximating KL Divergence", 2020).
+
+    Args:
+        old: log-probabilities under the policy that sampled the tokens; None if that is this policy.
+        is_weighted: multiply by e^(logprob - old), which has a gradient, too (DeepSeek-V3.2, 2025).
+    """
+    fixed = logprobs.detach()
+    ratio = _capped_ratio(reference, fixed, LARGEST)
+    values, slopes = ratio - (reference - fixed) - 1, 1 - ratio
+    if is_weighted:
+        weights = torch.ones_like(fixed) if old is None else _capped_ratio(fixed, old, LARGEST)
+        values, slopes = values * weights, (fixed - reference) * weights
+    return values + slopes * (logprobs - fixed)
 
 
 def require_exact(args: Any, keywords: dict[str, Any]) -> None:

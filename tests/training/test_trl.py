@@ -14,6 +14,7 @@ trl = pytest.importorskip("trl")
 from datasets import Dataset  # noqa: E402 - comes with trl
 
 from detcompile.trl import GRPOTrainer  # noqa: E402
+from detcompile.trl.grpo import _divergence  # noqa: E402
 from tests.exhaustive import EXHAUSTIVE  # noqa: E402
 
 pytestmark = EXHAUSTIVE  # the extra `trl` comes with make test-all
@@ -76,6 +77,38 @@ def test_training_is_on_policy_and_follows_no_micro_batch(loss: str, sampler: An
     assert all(weight is whole.policy.get_parameter(name) for name, weight in whole.model.named_parameters())
 
 
+def test_divergence_from_the_reference_follows_no_split(sampler: Any, tmp_path: Path) -> None:
+    whole, parts = (
+        trained(tmp_path, sampler, beta=0.1, **split)
+        for split in ({}, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4})
+    )
+    for made in (whole, parts):
+        divergence = logged(made, "kl")
+        assert divergence[0] == 0.0 and min(divergence[1:]) > 0
+        assert logged(made, "sampling/kl") == [0.0] * 3
+    other = dict(parts.model.named_parameters())
+    assert not [name for name, weight in whole.model.named_parameters() if not torch.equal(weight, other[name])]
+
+
+@pytest.mark.parametrize("is_weighted", [True, False])
+@pytest.mark.parametrize("is_old", [True, False])
+def test_divergence_has_the_formulas_gradient(is_weighted: bool, is_old: bool) -> None:
+    draw = torch.Generator().manual_seed(5)
+    logprobs, reference, drawn = -3 * torch.rand(3, 300, generator=draw)
+    old = drawn if is_old else None
+    logprobs.requires_grad_()
+    terms = _divergence(logprobs, reference, old, is_weighted)
+    terms.sum().backward()
+    exact = logprobs.detach().double().requires_grad_()
+    apart = reference.double() - exact
+    expected = apart.exp() - apart - 1
+    if is_weighted:
+        expected = expected * (exact - (exact.detach() if old is None else old.double())).exp()
+    expected.sum().backward()
+    torch.testing.assert_close(terms.double(), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logprobs.grad.double(), exact.grad, atol=1e-5, rtol=1e-5)  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("loss", ["dapo", "cispo"])
 def test_later_iterations_over_one_batch_are_off_policy(loss: str, sampler: Any, tmp_path: Path) -> None:
     """The ratio is to the policy that drew; it differs from 1 once a step has moved the weights."""
@@ -120,7 +153,7 @@ def test_what_draws_has_the_weights_of_now_however_often_training_begins(monkeyp
     [
         ({"loss_type": "grpo"}, "loss_type='grpo'"),
         ({"loss_type": "bnpo"}, "one of cispo, dapo, dr_grpo"),
-        ({"beta": 0.04}, "beta=0.04 is not supported"),
+        ({"sync_ref_model": True, "beta": 0.04}, "sync_ref_model=True is not supported"),
         ({"top_p": 0.9}, "another distribution"),
         ({"top_entropy_quantile": 0.2}, "micro-batches"),
         ({"optim": "sgd"}, "optim='sgd'"),

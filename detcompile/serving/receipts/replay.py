@@ -248,9 +248,9 @@ class Replayer:
         if fault is not None:
             return fault
         by_position = [drawer for drawer in drawers if not isinstance(drawer, Verdict)]
-        logprobs: list[list[PlainLogprobs]] = [[] for _ in answers]
+        known: list[dict[int, PlainLogprobs]] = [{} for _ in answers]  # by position
         of_prompt: list[PlainLogprobs | None] = [None]
-        for used in dict.fromkeys(itertools.chain.from_iterable(by_position)):  # spans of a sample follow each other
+        for used in dict.fromkeys(itertools.chain.from_iterable(by_position)):
             self._use(used)
             for step in teacher_forced(self._model, request, answers, self._chunk):
                 for drawn in step:
@@ -260,9 +260,12 @@ class Replayer:
                     fault = _token_difference(drawn, answers)
                     if fault is not None:
                         return fault
-                    if drawn.logprobs is not None:
-                        (of_prompt if drawn.sample is None else logprobs[drawn.sample]).append(drawn.logprobs)
+                    if drawn.logprobs is not None and drawn.sample is None:
+                        of_prompt.append(drawn.logprobs)
+                    elif drawn.logprobs is not None and drawn.sample is not None:
+                        known[drawn.sample][drawn.position] = drawn.logprobs
                 yield
+        logprobs = [[entries[position] for position in sorted(entries)] for entries in known]
         of_prompt_found = recorded_logprobs(of_prompt, None)
         if params.prompt_logprobs is not None and prompt.logprobs != of_prompt_found:
             return differs("prompt_logprobs", OTHER_LOGPROBS, expected=prompt.logprobs, found=of_prompt_found)
@@ -340,8 +343,7 @@ def _drawers(sample: Sample, num_tokens: int, weights: str) -> list[str] | Verdi
     starts = [span.start for span in spans]
     names = [span.weights for span in spans]
     ends = [*starts[1:], num_tokens]
-    is_valid = starts[0] == 0 and all(start < end for start, end in zip(starts, ends)) and len(set(names)) == len(names)
-    if not is_valid:
+    if starts[0] != 0 or not all(start < end for start, end in zip(starts, ends)):
         return differs("drawn_by", f"sample {sample.index}: drawn_by does not divide its tokens", sample=sample.index)
     return [name for start, end, name in zip(starts, ends, names) for _ in range(end - start)]
 

@@ -312,7 +312,7 @@ def load_model(
             the checkpoint was saved as.
         gguf_file: the GGUF file in the folder or repository ``name``.
         dequantize: of a GGUF file: False keeps its linears quantized in memory, with the same bits; None and True make
-            them bfloat16 (docs/quantization.md).
+            them bfloat16. Of another quantized checkpoint: False keeps its experts quantized (docs/quantization.md).
 
     Raises:
         InvalidInput: no such model, a file that is missing or damaged, a weight that no file has, or code that is not

@@ -52,7 +52,11 @@ def task_of(config: PretrainedConfig) -> str:
 
 
 def load_checkpoint(
-    path: Path, dtype: torch.dtype | None, trust_remote_code: bool = False, task: str | None = None
+    path: Path,
+    dtype: torch.dtype | None,
+    trust_remote_code: bool = False,
+    task: str | None = None,
+    dequantize: bool = True,
 ) -> PreTrainedModel:
     """Load the model of a folder on the CPU, with every weight from the folder's files.
 
@@ -60,6 +64,7 @@ def load_checkpoint(
         dtype: default: the checkpoint's.
         trust_remote_code: run Python code from the folder, if it has any.
         task: a key of TASKS; None: the task that the checkpoint was saved for.
+        dequantize: False to keep the experts of a quantized checkpoint quantized.
 
     Raises:
         InvalidInput: a file is missing, truncated or corrupt; a weight is in no file; untrusted code would run; or the
@@ -84,7 +89,8 @@ def load_checkpoint(
         if settings is None:
             model, loading_info = TASKS[task].from_pretrained(path, **options)
         elif task == "generate":
-            model, loading_info = load_quantized(path, _weight_files(path), config, settings, **options)
+            given = (path, _weight_files(path), config, settings, dequantize)
+            model, loading_info = load_quantized(*given, **options)
         else:
             raise UnsupportedModel(f"{path}: a quantized {IN_WORDS[task]}; only quantized causal LMs are supported")
     except (DetcompileError, MemoryError):
@@ -101,6 +107,12 @@ def load_checkpoint(
     _require_all_weights(path, model, loading_info)
     _require_no_scales(path, loading_info)
     return model
+
+
+def is_quantized(path: Path) -> bool:
+    """Return whether a folder's config names a quantization."""
+    file = path / "config.json"
+    return file.is_file() and bool({"quantization_config", "compression_config"} & _json_object(file).keys())
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any | None:

@@ -12,6 +12,7 @@ from transformers import AutoConfig, PreTrainedModel
 from detcompile.errors import InvalidInput
 from detcompile.models.checkpoints import (
     TASKS,
+    is_quantized,
     load_checkpoint,
     load_tokenizer,
     require_json,
@@ -56,7 +57,7 @@ class Load(NamedTuple):
         random: True for random weights for the checkpoint's config.
         trust_remote_code: run the checkpoint's Python code, if it has any.
         task: a key of checkpoints.TASKS; None: the task that the checkpoint was saved for.
-        dequantize: False to keep the linears of a GGUF file quantized.
+        dequantize: False to keep the linears of a GGUF file, or the experts of a checkpoint, quantized.
     """
 
     checkpoint: Checkpoint
@@ -89,7 +90,8 @@ class Load(NamedTuple):
             if self.random:
                 model = self._random(device)
             else:
-                model = load_checkpoint(folder, self.dtype, self.trust_remote_code, self.task).to(device).eval()
+                how = (self.dtype, self.trust_remote_code, self.task, self.dequantize)
+                model = load_checkpoint(folder, *how).to(device).eval()
             if commit is not None:
                 set_commit(model.config, commit)
                 if not name.endswith(GGUF):  # whose folder has the tokenizer
@@ -169,10 +171,11 @@ def find(
     checkpoint = find_checkpoint(
         name, revision=revision, token=token, weights=not random, code=trust_remote_code, dequantize=dequantized
     )
-    if dequantize is not None and not is_converted(checkpoint.folder):
+    keeps = dequantize is False and is_quantized(checkpoint.folder)
+    if dequantize is not None and not keeps and not is_converted(checkpoint.folder):
         raise InvalidInput(
-            f"dequantize={dequantize} is for GGUF files, and {checkpoint.name} is none: weights of other quantized"
-            " checkpoints always stay quantized"
+            f"dequantize={dequantize} is for GGUF files, and {checkpoint.name} is none: linears of other quantized"
+            " checkpoints always stay quantized (False keeps their experts quantized, too)"
         )
     if not random:
         read_ahead(weight_files(checkpoint.folder))

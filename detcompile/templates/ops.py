@@ -13,6 +13,7 @@ import detcompile.templates.exact.rows
 import detcompile.templates.experts.op
 import detcompile.templates.matmul.gate
 import detcompile.templates.matmul.op
+import detcompile.templates.quantized.experts
 import detcompile.templates.quantized.op
 import detcompile.templates.recurrences.causal_conv
 import detcompile.templates.recurrences.linear

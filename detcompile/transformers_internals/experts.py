@@ -1,5 +1,6 @@
 """Modules of experts that take their implementation from outside."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -8,6 +9,7 @@ from transformers.integrations.moe import ExpertsInterface
 __all__ = [
     "ExpertsInterface",
     "gated",
+    "leave_out",
     "normalized",
     "set_experts_implementation",
     "takes_implementation",
@@ -57,6 +59,16 @@ def normalized(module: Any, outer: Tensor) -> Tensor:
     """
     result: Tensor = module.post_expert_norm(outer) if getattr(module, NORM, False) else outer
     return result
+
+
+def leave_out(module: Any, parameters: Iterable[str]) -> None:
+    """Make a module be loaded without some of its parameters.
+
+    Without it: experts that stay quantized would take the memory of dequantized ones while they are loaded.
+    """
+    for name in parameters:
+        setattr(module, name, None)
+    module._is_hf_initialized = True  # nothing of it is initialized
 
 
 def unknown_settings(module: nn.Module) -> list[str]:

@@ -98,6 +98,18 @@ def dequant_matmul_partial(M=3, N=4, K=128) -> Arguments:
     return {name: value for name, value in dequant_matmul(M, N, K).items() if name not in fused} | {"tp": 1}
 
 
+def dequant_expert_matmul(T=3, C=2, E=4, N=4, K=128) -> Arguments:
+    quantized = dequant_matmul(T, E * N, K)
+    weight = {name: quantized[name] for name in ("w", "scales", "zeros", "mins")}
+    given = {"x": rows(T, K), "ids": torch.arange(T * C).view(T, C) % max(1, E), **weight, "bias": rows(E, N)}
+    return given | {"group": 64, "rows": 2, "radices": [2], "num_experts": E}
+
+
+def dequant_expert_matmul_partial(T=3, C=2, E=4, N=4, K=128) -> Arguments:
+    given = dequant_expert_matmul(T, C, E, N, K)
+    return {name: value for name, value in given.items() if name != "bias"} | {"tp": 1}
+
+
 def exact_function(M=3, R=8) -> Arguments:
     return {"x": rows(M, R), "name": "silu"}
 
@@ -266,7 +278,8 @@ def sharded_embedding(V=5, D=4, T=3) -> Arguments:
 COLLECTIVES = (matmul_all_reduce, tree_all_reduce, all_gather_columns, sharded_embedding)
 OPERATIONS = (
     matmul, batched_matmul, gated_matmul, silu_mul, rms_norm, layer_norm, row_sum, row_var_mean, softmax, logsumexp,
-    embedding, expert_matmul, expert_matmul_partial, dequant_matmul, dequant_matmul_partial, paged_attention,
+    embedding, expert_matmul, expert_matmul_partial, dequant_matmul, dequant_matmul_partial,
+    dequant_expert_matmul, dequant_expert_matmul_partial, paged_attention,
     cached_attention, dense_attention, rope_cache, packed_attention, packed_attention_backward, causal_conv,
     dense_causal_conv, wkv, dense_wkv,
     running_max, dense_running_max, linear_recurrence, dense_linear_recurrence, token_logprobs, token_logprobs_backward,

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from detcompile.errors import UnsupportedModel
+from detcompile.passes.modules.quantized_linear import QuantizedStack
 from detcompile.templates.ops import ours
 from detcompile.transformers_internals.experts import (
     ExpertsInterface,
@@ -80,6 +81,8 @@ def added(outer: Tensor) -> Tensor:
 
 def _product(module: Any, x: Tensor, ids: Tensor, name: str, radices: tuple[int, ...] = ()) -> Tensor:
     bias = getattr(module, f"{name}_bias") if module.has_bias else None
+    if isinstance(stack := getattr(module, name), QuantizedStack):
+        return stack(x, ids, bias, list(radices))
     return ours.expert_matmul(x, ids, _weight(module, name), bias, list(radices))
 
 
@@ -88,7 +91,10 @@ def _down(module: Any, x: Tensor, ids: Tensor) -> Tensor:
     tree = getattr(module, "tree", ExpertTree())
     if tree.size == 1:
         return _product(module, x, ids, "down_proj", tree.radices)
-    partial = ours.expert_matmul_partial(x, ids, _weight(module, "down_proj"), list(tree.radices), tree.size)
+    if isinstance(module.down_proj, QuantizedStack):
+        partial = module.down_proj.partial(x, ids, list(tree.radices), tree.size)
+    else:
+        partial = ours.expert_matmul_partial(x, ids, _weight(module, "down_proj"), list(tree.radices), tree.size)
     if not module.has_bias:
         return ours.tree_all_reduce(partial, None, None, list(tree.above), tree.group, x.dtype)
     total = ours.tree_all_reduce(partial, None, None, list(tree.above), tree.group, torch.float32)
@@ -107,7 +113,8 @@ def _require_known(name: str, module: nn.Module) -> None:
     weights = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
     given = {weight: getattr(module, weight, None) for weight in weights}
     for weight, value in given.items():
-        if not isinstance(value, Tensor) or value.dim() != 3 or not value.is_floating_point():
+        stacked = isinstance(value, Tensor) and value.dim() == 3 and value.is_floating_point()
+        if not stacked and not isinstance(value, QuantizedStack):
             raise UnsupportedModel(f"{name}.{weight} is no stack of one matrix for each expert")
 
 

@@ -3,7 +3,7 @@
 transformers builds the model and takes the tensors. Our quantizer, registered with transformers, puts `PackedLinear`
 modules in place of quantized linears, and turns them into `QuantizedLinear` once they are filled. Everything else that
 is quantized (experts, embeddings, the head) reaches transformers dequantized, under the name that an unquantized
-checkpoint gives it.
+checkpoint gives it. Experts may stay quantized instead (quantized_experts.py).
 """
 
 import contextlib
@@ -24,9 +24,11 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from detcompile.errors import UnsupportedModel
+from detcompile.passes.modules.quantized_experts import stack_of, stacks_of
 from detcompile.passes.modules.quantized_layouts import LAYOUTS, MODULE_CLASS, mxfp4_values
 from detcompile.passes.modules.quantized_linear import QuantizedLinear, replace_module
 from detcompile.templates.quantized.weights import QuantizedWeight
+from detcompile.transformers_internals.experts import leave_out
 from detcompile.weights import SAFETENSORS_DTYPES
 
 METHOD = "detcompile"  # the name of our quantizer in transformers
@@ -54,12 +56,18 @@ def quantization_of(config: PretrainedConfig) -> dict[str, Any] | None:
 
 
 def load_quantized(
-    path: Path, files: Sequence[Path], config: PretrainedConfig, settings: dict[str, Any], **options: Any
+    path: Path,
+    files: Sequence[Path],
+    config: PretrainedConfig,
+    settings: dict[str, Any],
+    dequantize: bool = True,
+    **options: Any,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Load the causal LM of a local folder on the CPU. Return it, and what was not found in its files.
 
     Args:
         files: the folder's weights.
+        dequantize: False to keep experts quantized.
         options: keywords of from_pretrained, output_loading_info among them.
 
     Raises:
@@ -80,14 +88,17 @@ def load_quantized(
         )
     head = empty.get_output_embeddings()
     linears = {name for name, module in empty.named_modules() if isinstance(module, nn.Linear) and module is not head}
-    expanded = [name for name in quantized if name not in linears]
+    stacks = {} if dequantize else stacks_of(quantized, empty)
+    stacked = [name for projections in stacks.values() for names in projections.values() for name in names]
+    expanded = [name for name in quantized if name not in linears and name not in stacked]
     reading = {"quant_method": METHOD, "checkpoint": settings, "files": [str(file) for file in files]}
-    if not expanded:
+    reading["stacks"] = {place: list(projections) for place, projections in stacks.items()}
+    if not expanded and not stacked:
         config.quantization_config = reading
         model, loading_info = AutoModelForCausalLM.from_pretrained(path, config=config, **options)
         return model, loading_info
     config = empty.config
-    if len(expanded) < len(quantized):
+    if stacked or len(expanded) < len(quantized):
         config.quantization_config = reading
     else:
         del config.quantization_config  # no module of the model is quantized
@@ -95,12 +106,22 @@ def load_quantized(
     with contextlib.ExitStack() as opened:
         state_dict = _opened(files, opened)
         modules = dict(empty.named_modules())
+        kept = {name: _taken(name, quantized[name], state_dict) for name in stacked}
         for name in expanded:
             kind = {MODULE_CLASS: type(modules[name]).__name__} if name in modules else {}
-            state_dict |= _expanded(name, quantized[name], state_dict, settings | kind, dtype)
+            state_dict |= _expanded(name, _taken(name, quantized[name], state_dict), settings | kind, dtype)
         model, loading_info = type(empty).from_pretrained(
             None, config=config, state_dict=state_dict, **options | {"dtype": dtype}
         )
+        for place, projections in stacks.items():
+            experts: Any = model.get_submodule(place)
+            for projection, names in projections.items():
+                parts = {name: _read(name, kept[name]) for name in names}
+                count, *sides = getattr(empty.get_submodule(place), projection).shape
+                n, k = reversed(sides) if experts.is_transposed else sides
+                stack = stack_of(f"{place}.{projection}", parts, settings, (count, n, k))
+                delattr(experts, projection)
+                setattr(experts, projection, stack)
     unknown = {key.removesuffix(".weight") for key in loading_info["unexpected_keys"]} & set(expanded)
     if unknown:
         raise UnsupportedModel(
@@ -134,24 +155,22 @@ def _opened(files: Iterable[Path], opened: contextlib.ExitStack) -> dict[str, An
     return slices
 
 
-def _expanded(
-    name: str, tensors: Mapping[str, str], state_dict: dict[str, Any], settings: dict[str, Any], dtype: torch.dtype
-) -> dict[str, _Later]:
-    """Take a module's quantized tensors out of a state dict. Return its weight, dequantized.
+def _taken(name: str, tensors: Mapping[str, str], state_dict: dict[str, Any]) -> "_OfLinear":
+    """Take a module's quantized tensors out of a state dict: slices by their names in the module."""
+    return _OfLinear(name, {leaf: state_dict.pop(key) for leaf, key in tensors.items() if leaf != "bias"})
 
-    Args:
-        tensors: the tensors' names in the state dict by their names in the module.
-    """
-    slices = _OfLinear(name, {leaf: state_dict[key] for leaf, key in tensors.items()})
-    for leaf, key in tensors.items():
-        if leaf != "bias":
-            del state_dict[key]
-    if "blocks" in tensors:
+
+def _read(name: str, slices: Mapping[str, Any]) -> "_OfLinear":
+    return _OfLinear(name, {leaf: part[...] for leaf, part in slices.items()})
+
+
+def _expanded(name: str, slices: "_OfLinear", settings: dict[str, Any], dtype: torch.dtype) -> dict[str, _Later]:
+    """Return a module's weight, dequantized when it is read."""
+    if "blocks" in slices:
         return {name: _Later(dtype, lambda: mxfp4_values(name, slices["blocks"][...], slices["scales"][...]).to(dtype))}
 
     def compute() -> torch.Tensor:
-        read = _OfLinear(name, {leaf: part[...] for leaf, part in slices.items()})
-        weight, order = LAYOUTS[settings["quant_method"]].read(name, read, settings)
+        weight, order = LAYOUTS[settings["quant_method"]].read(name, _read(name, slices), settings)
         return QuantizedLinear(weight, None, order).dequantized(dtype)
 
     return {f"{name}.weight": _Later(dtype, compute)}
@@ -184,11 +203,13 @@ class _OfLinear(dict[str, Any]):
 
 @register_quantization_config(METHOD)
 class CheckpointConfig(QuantizationConfigMixin):
-    """Carries the checkpoint's quantization_config, and the paths of its files."""
+    """Carries the checkpoint's quantization_config, the paths of its files, and experts that stay quantized."""
 
-    def __init__(self, checkpoint: dict[str, Any], files: list[str], **kwargs: Any) -> None:
+    def __init__(
+        self, checkpoint: dict[str, Any], files: list[str], stacks: dict[str, list[str]], **kwargs: Any
+    ) -> None:
         self.quant_method = METHOD
-        self.checkpoint, self.files = checkpoint, files
+        self.checkpoint, self.files, self.stacks = checkpoint, files, stacks
 
 
 @register_quantizer(METHOD)
@@ -206,6 +227,8 @@ class CheckpointReader(HfQuantizer):
             if isinstance(linear, nn.Linear) and linear is not head and any(mark in parts for mark in layout.marks):
                 packed = PackedLinear(linear, {leaf: tensors[key] for leaf, key in parts.items()})
                 replace_module(model, name, packed)
+        for place, projections in self.quantization_config.stacks.items():
+            leave_out(model.get_submodule(place), projections)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         settings = self.quantization_config.checkpoint

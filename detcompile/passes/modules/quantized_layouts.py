@@ -280,16 +280,43 @@ def mxfp4_values(name: str, blocks: Tensor, scales: Tensor) -> Tensor:
     Raises:
         UnsupportedModel: other shapes or dtypes, or a scale of NaN.
     """
+    _require_mxfp4(name, blocks, scales)
+    values = torch.tensor(E2M1, device=blocks.device)[_codes(blocks)]
+    factors = _power_of_two(scales.int() - 127)
+    return (values * factors.repeat_interleave(32, 2)).transpose(1, 2)
+
+
+def mxfp4_weight(name: str, blocks: Tensor, scales: Tensor) -> QuantizedWeight:
+    """Return MXFP4 experts as one weight [E * N, K] of eight bits: twice E2M1, and half the power of two as bfloat16.
+
+    Raises:
+        UnsupportedModel: as `mxfp4_values`.
+    """
+    _require_mxfp4(name, blocks, scales)
+    doubled = (2 * torch.tensor(E2M1, device=blocks.device)).to(torch.int8)
+    factors = _power_of_two(scales.int() - 128).to(torch.bfloat16)
+    w = doubled[_codes(blocks)].flatten(0, 1)
+    return QuantizedWeight(w, factors.flatten(0, 1).t().contiguous(), None, None, w.shape[1], 32, 1)
+
+
+def _power_of_two(exponents: Tensor) -> Tensor:
+    """Return 2^e in float32, e from -149 to 127, made of its bits: a function of a library may round it."""
+    normal = exponents + 127 << 23
+    return torch.where(exponents < -126, 1 << (exponents + 149).clamp(0, 23), normal).view(torch.float32)
+
+
+def _codes(blocks: Tensor) -> Tensor:
+    """Blocks [E, N, G, 16] of nibbles -> int32 [E, N, 32 G]."""
+    return torch.stack([blocks & 15, blocks >> 4], -1).flatten(2).int()
+
+
+def _require_mxfp4(name: str, blocks: Tensor, scales: Tensor) -> None:
     sizes = f"blocks {tuple(blocks.shape)} {blocks.dtype} and scales {tuple(scales.shape)} {scales.dtype}"
     is_bytes = blocks.dtype is torch.uint8 and scales.dtype is torch.uint8
     if not is_bytes or blocks.dim() != 4 or blocks.shape[3] != 16 or scales.shape != blocks.shape[:3]:
         raise UnsupportedModel(f"{name}: {sizes} are no mxfp4 of 32 values a block: {OTHERWISE}")
     if bool((scales == 255).any()):
         raise UnsupportedModel(f"{name}: a scale of its blocks is NaN: fetch the checkpoint again, or {OTHERWISE}")
-    codes = torch.stack([blocks & 15, blocks >> 4], -1).flatten(2)
-    values = torch.tensor(E2M1, device=blocks.device)[codes.int()]
-    factors = torch.ldexp(torch.ones(scales.shape, device=blocks.device), scales.int() - 127)
-    return (values * factors.repeat_interleave(32, 2)).transpose(1, 2)
 
 
 def _read_gguf(name: str, tensors: Tensors, config: Mapping[str, Any]) -> Read:

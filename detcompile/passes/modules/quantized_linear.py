@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from detcompile.errors import UnsupportedModel
 from detcompile.passes.modules.quantized_layouts import block_of, float8_weight
 from detcompile.templates.ops import ours
-from detcompile.templates.quantized.weights import QuantizedWeight, dequantized, kept_features
+from detcompile.templates.quantized.weights import QuantizedWeight, dequantized, kept_features, kept_inputs
 
 
 class QuantizedLinear(nn.Module):
@@ -69,6 +69,52 @@ class QuantizedLinear(nn.Module):
         return f"{self.in_features}, {self.out_features}, bits={bits}, group={self.group}, rows={self.rows}"
 
 
+class QuantizedStack(nn.Module):
+    """One projection of all experts, quantized: the features of one weight [E * N, K], expert by expert."""
+
+    packed: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    mins: Tensor | None
+
+    def __init__(self, weight: QuantizedWeight, num_experts: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self._hold(weight)
+
+    def _hold(self, weight: QuantizedWeight) -> None:
+        self.in_features, self.out_features = weight.k, len(weight.w) // self.num_experts
+        self.group, self.rows = weight.group, weight.rows
+        parts = {"packed": weight.w, "scales": weight.scales, "zeros": weight.zeros, "mins": weight.mins}
+        for name, value in parts.items():
+            self.register_buffer(name, value)
+
+    @property
+    def quantized(self) -> QuantizedWeight:
+        """The weight's parts on their present device."""
+        parts = (self.packed, self.scales, self.zeros, self.mins)
+        return QuantizedWeight(*parts, self.in_features, self.group, self.rows)
+
+    def keep_features(self, features: Tensor) -> None:
+        """Keep only these outputs of every expert, in this order."""
+        firsts = torch.arange(self.num_experts, device=features.device)[:, None] * self.out_features
+        self._hold(kept_features(self.quantized, (firsts + features).flatten().to(self.packed.device)))
+
+    def keep_inputs(self, share: slice) -> None:
+        """Keep only this range of K."""
+        self._hold(kept_inputs(self.quantized, share))
+
+    def forward(self, x: Tensor, ids: Tensor, bias: Tensor | None, radices: list[int]) -> Tensor:
+        """Return expert_matmul with the dequantized weights."""
+        parts = self.quantized[:4]
+        return ours.dequant_expert_matmul(x, ids, *parts, bias, self.group, self.rows, radices, self.num_experts)
+
+    def partial(self, x: Tensor, ids: Tensor, radices: list[int], tp: int) -> Tensor:
+        """Return expert_matmul_partial with the dequantized weights."""
+        sizes = (self.group, self.rows, radices, self.num_experts, tp)
+        return ours.dequant_expert_matmul_partial(x, ids, *self.quantized[:4], *sizes)
+
+
 def pin_quantized(model: Any) -> int:
     """Replace the float8 linears of transformers by ours; says how many quantised linears the model has then.
 
@@ -80,7 +126,7 @@ def pin_quantized(model: Any) -> int:
             block = block_of(module.block_size)
             weight = float8_weight(name, module.weight.detach(), module.weight_scale_inv.detach(), block)
             replace_module(model, name, QuantizedLinear(weight, module.bias))
-    count = sum(isinstance(module, QuantizedLinear) for module in model.modules())
+    count = sum(isinstance(module, (QuantizedLinear, QuantizedStack)) for module in model.modules())
     method = getattr(getattr(model.config, "quantization_config", None), "quant_method", None)
     if count == 0 and method is not None:
         raise UnsupportedModel(

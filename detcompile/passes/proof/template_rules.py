@@ -5,7 +5,7 @@ A rule takes (node, context) and returns the state of the node's value, or raise
 
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -71,10 +71,34 @@ def dequant_matmul_partial(node: fx.Node, ctx: Context) -> Rows:
 def _of_quantized(node: fx.Node, ctx: Context) -> Rows:
     x, w = ctx.rows(node.args[0]), ctx.rows(node.args[1])
     require_feature(x, 1, "the sum of a matrix product")
-    for part, what in zip(node.args[1:5], ("the weights", "their scales", "their zeros", "their minima"), strict=True):
+    _require_quantized(node.args[1:5], ctx)
+    return Rows((x.dims[0], w.dims[0]))
+
+
+def _require_quantized(parts: Sequence[fx.Node | None], ctx: Context) -> None:
+    for part, what in zip(parts, ("the weights", "their scales", "their zeros", "their minima"), strict=True):
         if part is not None:
             require_weight(ctx.rows(part), what)
-    return Rows((x.dims[0], w.dims[0]))
+
+
+def dequant_expert_matmul(node: fx.Node, ctx: Context) -> Rows:
+    """A product with each row's experts, whose weights are dequantized element by element."""
+    if node.args[6] is not None:
+        require_weight(ctx.rows(node.args[6]), "the experts' bias")
+    return _of_quantized_experts(node, ctx)
+
+
+def dequant_expert_matmul_partial(node: fx.Node, ctx: Context) -> Rows:
+    _require_tree_above(node)
+    return _of_quantized_experts(node, ctx)
+
+
+def _of_quantized_experts(node: fx.Node, ctx: Context) -> Rows:
+    x, ids = ctx.rows(node.args[0]), ctx.rows(node.args[1])
+    _require_quantized(node.args[2:6], ctx)
+    require_feature(x, -1, "the sum of a matrix product")
+    rows_of_x = Rows((*x.dims[:-1], *((),) * (len(ids.dims) - len(x.dims) + 1)))
+    return Rows((*join([rows_of_x, ids], len(ids.dims)).dims, created([shape_of(node)[-1]], {}).dims[0]))
 
 
 def exact_linear(node: fx.Node, ctx: Context) -> Rows:
@@ -270,7 +294,11 @@ def matmul_all_reduce(node: fx.Node, ctx: Context) -> Rows:
     return out if residual is None else join([out, ctx.rows(residual)], len(out.dims))
 
 
-PARTIALS = (ours.dequant_matmul_partial.default, ours.expert_matmul_partial.default)
+PARTIALS = (
+    ours.dequant_expert_matmul_partial.default,
+    ours.dequant_matmul_partial.default,
+    ours.expert_matmul_partial.default,
+)
 
 
 def expert_matmul_partial(node: fx.Node, ctx: Context) -> Rows:

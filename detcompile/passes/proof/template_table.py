@@ -39,6 +39,8 @@ from detcompile.passes.proof.template_rules import (
     columns_gathered,
     dense_attention,
     dense_recurrence,
+    dequant_expert_matmul,
+    dequant_expert_matmul_partial,
     dequant_matmul,
     dequant_matmul_partial,
     exact_linear,
@@ -197,6 +199,10 @@ TEMPLATES: Mapping[Any, Template] = {
     ours.dense_linear_recurrence.default: Template("recurrence", rows=dense_recurrence(SCAN), order=order_of_state),
     ours.dense_running_max.default: Template("recurrence", rows=dense_recurrence(GREATEST), order=sums_nothing),
     ours.dense_wkv.default: Template("recurrence", rows=dense_recurrence(AVERAGE), order=sums_nothing),
+    ours.dequant_expert_matmul.default: Template("template", rows=dequant_expert_matmul, order=order_of_product),
+    ours.dequant_expert_matmul_partial.default: Template(
+        "collective", rows=dequant_expert_matmul_partial, order=order_of_partial
+    ),
     ours.dequant_matmul.default: Template("template", rows=dequant_matmul, order=order_of_product),
     ours.dequant_matmul_partial.default: Template("collective", rows=dequant_matmul_partial, order=order_of_partial),
     ours.embedding.default: Template("template", rows=embedding, order=sums_nothing),

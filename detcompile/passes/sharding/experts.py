@@ -14,6 +14,7 @@ from detcompile.errors import NumericsError, UnsupportedModel
 from detcompile.orders.numerics import Numerics, matmul_order
 from detcompile.parallel import TensorParallel
 from detcompile.passes.modules.experts import ExpertTree, find_experts
+from detcompile.passes.modules.quantized_linear import QuantizedStack
 from detcompile.transformers_internals.experts import gated
 
 
@@ -48,10 +49,14 @@ def shard_experts(name: str, module: Any, numerics: Numerics, ranks: TensorParal
             else torch.arange(2 * share.start, 2 * share.stop, device="cpu")
         )
         _require_local_gate(name, module, columns, share, features)
-    _keep(module, into, columns, 2 if module.is_transposed else 1)
+    if isinstance(getattr(module, into), QuantizedStack):
+        getattr(module, into).keep_features(columns)
+        getattr(module, out_of).keep_inputs(share)
+    else:
+        _keep(module, into, columns, 2 if module.is_transposed else 1)
+        _keep(module, out_of, torch.arange(share.start, share.stop, device="cpu"), 1 if module.is_transposed else 2)
     if module.has_bias:
         _keep(module, f"{into}_bias", columns, 1)
-    _keep(module, out_of, torch.arange(share.start, share.stop, device="cpu"), 1 if module.is_transposed else 2)
     above, below = numerics.split_radices(ranks.size)
     module.tree = ExpertTree(below, above, ranks.size, ranks.group)
 
@@ -59,10 +64,13 @@ def shard_experts(name: str, module: Any, numerics: Numerics, ranks: TensorParal
 def _require_leaves(name: str, module: Any, numerics: Numerics) -> int:
     """Return the number of inner features of each expert, which must split into equal leaves."""
     _, out_of = _projections(module)
-    weight: Tensor = getattr(module, out_of)
-    features = weight.shape[1 if module.is_transposed else 2]
+    weight = getattr(module, out_of)
+    if isinstance(weight, QuantizedStack):
+        features, dtype = weight.in_features, module.config.dtype
+    else:
+        features, dtype = weight.shape[1 if module.is_transposed else 2], weight.dtype
     try:
-        matmul_order(features, weight.dtype, numerics.radices)
+        matmul_order(features, dtype, numerics.radices)
     except NumericsError as error:
         raise NumericsError(f"{name}.{out_of}: {error}") from error
     return features

@@ -94,7 +94,7 @@ def shard(
     styles = [
         (name, module, style_of(name, plan))
         for name, module in model.named_modules()
-        if name.rpartition(".")[0] not in attending
+        if name.rpartition(".")[0] not in attending | {mixture for mixture, _ in mixtures}
     ]
     for name, module, style in styles:
         if style == "column":

@@ -43,13 +43,9 @@ def expert_matmul_cpu(
         NumericsError: K does not split into prod(radices) leaves.
     """
     radices = tuple(radices or ())  # AOTInductor passes None for an empty list
-    _check(x, ids, radices)
+    require_expert_rows(x, ids, radices)
     num_experts, N = w.shape[:2]
-    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) <= num_experts:
-        raise InvalidInput(
-            f"detcompile::expert_matmul: ids from {int(ids.min())} to {int(ids.max())} for {num_experts} experts. The "
-            "router must choose among the experts (or pass their number, for none)."
-        )
+    require_expert_ids(ids, num_experts)
     if w.stride(2) != 1 and w.stride(1) != 1:
         w = w.contiguous()
     flat = ids.flatten()
@@ -76,7 +72,7 @@ def _expert_matmul_cuda(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     radices = tuple(radices or ())
-    _check(x, ids, radices)
+    require_expert_rows(x, ids, radices)
     return expert_matmul_cuda(x, ids, w, bias, radices, out_dtype)
 
 
@@ -103,7 +99,17 @@ def reference_expert_matmul(x: Tensor, ids: Tensor, w: Tensor, bias: Tensor | No
     return y if bias is None else y + bias.double()[ids]
 
 
-def _check(x: Tensor, ids: Tensor, radices: tuple[int, ...]) -> None:
+def require_expert_ids(ids: Tensor, num_experts: int) -> None:
+    """Reject ids outside [0, E]. The host reads them, so this is for CPUs."""
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) <= num_experts:
+        raise InvalidInput(
+            f"detcompile::expert_matmul: ids from {int(ids.min())} to {int(ids.max())} for {num_experts} experts. The "
+            "router must choose among the experts (or pass their number, for none)."
+        )
+
+
+def require_expert_rows(x: Tensor, ids: Tensor, radices: tuple[int, ...]) -> None:
+    """Reject rows of x that do not fit the ids, and a K that does not split into leaves."""
     if ids.dim() == 0 or x.shape[:-1] not in (ids.shape, ids.shape[:1]):
         raise InvalidInput(
             f"detcompile::expert_matmul: x {tuple(x.shape)} must be [T, K] or [T, C, K] for ids [T, C] = "

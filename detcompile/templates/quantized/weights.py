@@ -15,6 +15,7 @@ to the dtype of the activations; each to nearest, ties to even.
 """
 
 import math
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -83,6 +84,33 @@ def kept_inputs(weight: QuantizedWeight, share: slice) -> QuantizedWeight:
     scales = weight.scales[groups[::group]]
     zeros, mins = (None if part is None else part[groups[::group]] for part in (weight.zeros, weight.mins))
     return weight._replace(w=w, scales=scales, zeros=zeros, mins=mins, k=len(groups), group=group)
+
+
+def joined(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """Return the weight with the features of several, in order. No value changes.
+
+    Raises:
+        ValueError: they differ in K, dtypes or groups.
+    """
+    first = weights[0]
+    if len({(each.w.dtype, each.scales.dtype, each.mins is None, each.k, each.group) for each in weights}) > 1:
+        raise ValueError("weights of several formats cannot be joined")
+    rows = math.gcd(*(extent for each in weights for extent in (each.rows, len(each.w))))
+    blocks = [torch.arange(0, len(each.w), rows, device=each.w.device) // each.rows for each in weights]
+    has_zeros = any(each.zeros is not None for each in weights)
+    middle = 8 if first.w.dtype is torch.uint8 else 0
+    zeros = [each.zeros if each.zeros is not None else torch.full_like(each.scales, middle).short() for each in weights]
+
+    def side_by_side(parts: Iterable[Tensor]) -> Tensor:
+        return torch.cat([part[:, block] for part, block in zip(parts, blocks, strict=True)], 1)
+
+    return first._replace(
+        w=torch.cat([each.w.view(torch.uint8) for each in weights]).view(first.w.dtype),
+        scales=side_by_side(each.scales for each in weights),
+        zeros=side_by_side(zeros) if has_zeros else None,
+        mins=None if first.mins is None else side_by_side(each.mins for each in weights if each.mins is not None),
+        rows=rows,
+    )
 
 
 def _common_extent(blocks: Tensor, size: int) -> int:

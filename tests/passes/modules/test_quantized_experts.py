@@ -8,13 +8,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import PreTrainedModel
 
 import detcompile
 from detcompile import DetcompileError
+from detcompile.passes.modules.experts import find_experts
 from detcompile.passes.modules.quantized_linear import QuantizedLinear
+from detcompile.templates.ops import ours
+from detcompile.templates.quantized.weights import dequantized
 from tests.bits import assert_bitwise_equal
-from tests.exhaustive import exhaustive_unless
-from tests.model_cases import VOCAB_SIZE
+from tests.exhaustive import EXHAUSTIVE, exhaustive_unless
+from tests.model_cases import VOCAB_SIZE, certified
+from tests.parallel.cases import answers
 from tests.quantized_checkpoints import CHECKPOINTS, ODD_CHECKPOINTS, write_checkpoint, write_gpt_oss, write_mixture
 
 QUICK = ("fp8", "awq", "gptq_v2, act order", "compressed int4, partial groups")
@@ -108,3 +113,61 @@ def test_an_expert_that_is_missing_is_refused(tmp_path: Path) -> None:
     change_tensors(tmp_path, lambda tensors: [tensors.pop(key) for key in list(tensors) if gone in key])
     with pytest.raises(DetcompileError):
         detcompile.load_model(tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize("name", exhaustive_unless(lambda name: name in QUICK, [*CHECKPOINTS, *ODD_CHECKPOINTS]))
+def test_experts_stay_quantized_on_demand(name: str, tmp_path: Path) -> None:
+    plain = write_mixture(tmp_path, name, torch.float16)
+    if "act order" in name:
+        with pytest.raises(DetcompileError, match="experts whose K is in an order by group cannot stay quantized"):
+            detcompile.load_model(tmp_path, device="cpu", dequantize=False)
+        return
+    model = detcompile.load_model(tmp_path, device="cpu", dequantize=False)
+    assert_stacks(model, plain, torch.float16)
+
+
+def test_mxfp4_experts_stay_quantized_on_demand(tmp_path: Path) -> None:
+    plain = write_gpt_oss(tmp_path, torch.bfloat16)
+    assert_stacks(detcompile.load_model(tmp_path, device="cpu", dequantize=False), plain, torch.bfloat16)
+
+
+def assert_stacks(model: PreTrainedModel, plain: dict[str, Tensor], dtype: torch.dtype) -> None:
+    """Compare the values of stacks with those of plain weights, and products with theirs."""
+    ((path, experts),) = find_experts(model)
+    ids = torch.tensor([[0, 5, 2], [5, 1, 6], [3, 3, 4]])
+    for projection in ("gate_up_proj", "down_proj"):
+        stack = getattr(experts, projection)
+        expected = plain[f"{path}.{projection}"]
+        expected = expected.transpose(1, 2) if experts.is_transposed else expected
+        found = dequantized(stack.quantized, dtype).view(expected.shape)
+        assert torch.equal(found, expected)
+        x = torch.randn(3, stack.in_features, generator=torch.Generator().manual_seed(3)).to(dtype)
+        bias = getattr(experts, f"{projection}_bias") if experts.has_bias else None
+        weights = expected.contiguous()
+        assert_bitwise_equal(stack(x, ids, bias, [2, 4]), ours.expert_matmul(x, ids, weights, bias, [2, 4]))
+        assert_bitwise_equal(stack.partial(x, ids, [4], 2), ours.expert_matmul_partial(x, ids, weights, [4], 2))
+
+
+def test_dequantize_is_refused_where_nothing_stays(tmp_path: Path) -> None:
+    write_mixture(tmp_path, "fp8", torch.bfloat16)
+    with pytest.raises(DetcompileError, match="linears of other quantized checkpoints always stay quantized"):
+        detcompile.load_model(tmp_path, device="cpu", dequantize=True)
+    change_tensors(tmp_path, lambda tensors: [tensors.pop(key) for key in list(tensors) if "experts.3.up" in key])
+    with pytest.raises(DetcompileError, match=r"experts\.3: the checkpoint lacks a part of its gate_up_proj"):
+        detcompile.load_model(tmp_path, device="cpu", dequantize=False)
+
+
+@EXHAUSTIVE
+@pytest.mark.parametrize("name", ["mxfp4", "fp8"])
+def test_models_with_kept_experts_serve_the_same_bits(name: str, tmp_path: Path) -> None:
+    write_gpt_oss(tmp_path, torch.bfloat16) if name == "mxfp4" else write_mixture(tmp_path, name, torch.bfloat16)
+    found = []
+    for dequantize in (None, False):
+        model = certified(detcompile.load_model(tmp_path, device="cpu", dequantize=dequantize), max_context=256)
+        kept = "detcompile.dequant_expert_matmul.default" in {entry.op for entry in model.certificate.entries}
+        assert kept == (dequantize is False)
+        found.append((model.fingerprint, answers(model)))
+    (plain, expected), (kept, given) = found
+    assert plain != kept
+    for what, values in expected.items():
+        assert_bitwise_equal(given[what], values, what)

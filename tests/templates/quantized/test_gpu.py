@@ -9,6 +9,7 @@ from torch import Tensor
 from detcompile.errors import ScheduleError
 from detcompile.templates.matmul.launch import run_schedule
 from detcompile.templates.matmul.schedules import PointerTiles
+from detcompile.templates.ops import ours
 from detcompile.templates.quantized.gpu import (
     DEQUANT,
     dequant_matmul_cuda,
@@ -233,3 +234,19 @@ class TestOnTheGpu:
         problem = dequant_problem(x, weight, None, None, (), x.dtype)
         DEQUANT.tune(problem, x.device, lambda schedule: float(getattr(schedule, "block_n", 1024)))
         assert_bitwise_equal(dequant_matmul_cuda(x, weight, None, None, ()), expected, "tuned")
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("tokens", [1, 16, 64])
+def test_quantized_experts_have_the_bytes_of_dequantized_ones(name: str, tokens: int) -> None:
+    experts, n, k = 8, 256, 512
+    weight = quantized_weight(name, experts * n, k, DEVICE)
+    w, x = dequantized(weight, torch.bfloat16).view(experts, n, k), heavy_tailed(tokens, k, dtype=torch.bfloat16)
+    ids = (torch.arange(tokens * 2, device=DEVICE) * 3 % experts).view(tokens, 2)
+    bias = heavy_tailed(experts, n, dtype=torch.bfloat16, seed=2)
+    sizes = (weight.group, weight.rows)
+    found = ours.dequant_expert_matmul(x, ids, *weight[:4], bias, *sizes, [2, 4], experts)
+    assert_bitwise_equal(found, ours.expert_matmul(x, ids, w, bias, [2, 4]), name)
+    found = ours.dequant_expert_matmul_partial(x, ids, *weight[:4], *sizes, [4], experts, 2)
+    assert_bitwise_equal(found, ours.expert_matmul_partial(x, ids, w, [4], 2), name)

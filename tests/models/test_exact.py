@@ -1,7 +1,10 @@
 """compile() with exact integer arithmetic: the golden logits, whatever the batch; everything undefined is rejected."""
 
 import functools
+import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,10 +12,13 @@ import torch
 from torch._dynamo.exc import BackendCompilerFailed
 
 import detcompile
-from detcompile import Backend, CompiledModel, Numerics
+from benchmarks.exact_receipts import check
+from detcompile import Backend, CompiledModel, EngineConfig, Numerics, SamplingParams
 from detcompile.commands.axes import AXES, Configuration, score
 from detcompile.errors import InvalidInput, NumericsError, UncertifiedOp, UnsupportedModel
 from detcompile.passes.modules.exact import use_exact_arithmetic
+from detcompile.runtime.speculation.speculator import SpeculationConfig
+from detcompile.templates.cpu.library import supported_isas
 from detcompile.templates.exact.rope import rope_tables
 from tests.exact import definition as exact
 from tests.exact import golden
@@ -170,3 +176,42 @@ def test_rotary_tables_equal_the_reference() -> None:
     actual = rope_tables(200, 32, 10000.0)
     for table, expected in zip(actual, exact.rope_tables(range(200), 32, 10000)):
         assert exact.digest(table.numpy()) == exact.digest(expected)
+
+
+PROMPTS = [exact.fixed_tokens(length) for length in (5, 40, 150, 40)] + [exact.fixed_tokens(150)[:140]]
+PARAMS = [SamplingParams(max_tokens=24, ignore_eos=True, temperature=t, seed=5, logprobs=1) for t in (0.0, 0.9)]
+ENGINES = {
+    "one at a time": (EngineConfig(max_num_seqs=1, num_blocks=40), None),
+    "small steps": (EngineConfig(max_num_seqs=8, max_num_batched_tokens=17, num_blocks=80), None),
+    "small blocks, which preempt": (EngineConfig(max_num_seqs=8, block_size=16, num_blocks=24), None),
+    "drafts": (EngineConfig(max_num_seqs=8, num_blocks=80), SpeculationConfig(switch="always")),
+}
+
+
+def answers(model: CompiledModel, config: EngineConfig, speculation: SpeculationConfig | None) -> list[object]:
+    """Draw twice, so that the second time prompts are cached; return tokens and log-probabilities."""
+    engine = model.engine(config, speculation=speculation)
+    rows = [(prompt, params) for prompt in PROMPTS for params in PARAMS]
+    runs = [engine.generate([row[0] for row in rows], [row[1] for row in rows], progress=False) for _ in range(2)]
+    drawn = [[(out.outputs[0].token_ids, str(out.outputs[0].logprobs)) for out in run] for run in runs]
+    assert drawn[0] == drawn[1]
+    return drawn[0]
+
+
+@EXHAUSTIVE
+@pytest.mark.parametrize("variant", exact.VARIANTS)
+def test_every_engine_draws_the_same_answers(variant: str, device: str) -> None:
+    model = tiny(variant, device)
+    drawn = {name: answers(model, *given) for name, given in ENGINES.items()}
+    assert all(run == drawn["one at a time"] for run in drawn.values())
+
+
+@EXHAUSTIVE
+@pytest.mark.parametrize("isa", ["portable", "avx2"])
+def test_receipts_of_another_instruction_set_replay(isa: str, tmp_path: Path) -> None:
+    if isa not in supported_isas():
+        pytest.skip(f"this machine has no {isa}")
+    environment = os.environ | {"DETCOMPILE_CPU_ISA": isa}
+    sign = [sys.executable, "-m", "benchmarks.exact_receipts", "sign", str(tmp_path), "--device", "cpu"]
+    subprocess.run(sign, check=True, env=environment)
+    assert check(tmp_path, tiny("exact8x16")) == 0

@@ -1,8 +1,11 @@
 """The reference of exact-1 against its golden digests, float64 and itself in pieces."""
 
+import math
+
 import numpy as np
 import pytest
 
+from detcompile.templates.exact.attention import _factor
 from tests.exact import definition as exact
 from tests.exact import golden
 from tests.exact.definition import Array, D, F, U
@@ -104,3 +107,11 @@ def test_sum_of_largest_digits_fits_int32() -> None:
     high, low = 127 * 127 * exact.LONGEST, 2 * 127 * 128 * exact.LONGEST
     assert max(high, low) < 2**31 - 1
     assert (256 * 127 * 127 + 2 * 127 * 128) * 512 < 2**31  # scores of heads of up to 512, and values of a block
+
+
+def test_score_factors_are_correctly_rounded() -> None:
+    """torch's square root of float32 is not: sqrt(19) comes out one unit in the last place too small."""
+    for dim in range(1, 1025):
+        root = float(F(math.sqrt(dim)))  # rounding from float64 is innocuous for a root and a quotient
+        assert _factor(dim, 0.0) == float(F(float(exact.LOG2E) / root)), dim
+        assert _factor(dim, dim / 7) == float(F(float(exact.LOG2E) * float(F(dim / 7)))), dim

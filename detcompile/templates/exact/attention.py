@@ -14,6 +14,7 @@ import ctypes
 import functools
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -161,8 +162,8 @@ def _paged_cuda(
 @functools.cache
 def _factor(D: int, scale: float) -> float:
     """Return log2(e) times the scale, or over sqrt(D) if it is 0; each operation is rounded to float32."""
-    log2_e, given, width = torch.tensor([_LOG2_E, scale, D], dtype=torch.float32, device="cpu").unbind()
-    return float(log2_e * given if scale else log2_e / width.sqrt())
+    log2_e, given, width = np.float32(_LOG2_E), np.float32(scale), np.float32(D)
+    return float(log2_e * given if scale else log2_e / np.sqrt(width))
 
 
 def _flat(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -233,6 +233,8 @@ def with_gpu(*capability: int) -> Machine:
     [
         (GOOD, "fast GPU: NVIDIA H100 is a Hopper"),
         (with_gpu(10, 0), "slow GPU: a GPU (compute capability 10.0) is no Hopper: all kernels are the plain ones"),
+        (with_gpu(8, 6), "all kernels are the plain ones; they are compiled for it in the tests, no operation"),
+        (with_gpu(8, 7), "all kernels are the plain ones; they were neither compiled for it nor run on it"),
         (with_gpu(7, 5), "no units for bfloat16 | take --dtype float16"),
         (replace(GOOD, gpus=NO_GPU), "slow GPU: no CUDA GPU: models run on the CPU"),
         (replace(GOOD, gpus=GPUs(driver="580.1")), "torch was built for CPUs: models run on the CPU | install a torch"),

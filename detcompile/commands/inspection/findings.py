@@ -12,6 +12,7 @@ LEVELS: tuple[Level, ...] = ("missing", "slow", "fast", "note")
 DEPENDENCIES: dict[str, tuple[str, str | None]] = {"python": ("3.11", None), **TESTED}  # (from, below)
 GIB = 1 << 30
 LEAST_FREE = GIB  # free bytes on the cache's disk; kernels and a few programs take some hundred MB
+COMPILED_FOR = ((8, 0), (8, 6), (8, 9), (10, 0), (12, 0))  # besides Hopper, by tests/templates/test_cards.py
 FEW_CORES = 4
 INSTALL = "run `pip install .` in the project's folder"
 
@@ -81,6 +82,10 @@ def _gpu(gpu: GPU) -> Finding:
         text = f"{gpu.name} is a Hopper: 16-bit products and attention take the kernels made for it"
         return Finding("fast", "GPU", text)
     text = f"{gpu.name} (compute capability {capability}) is no Hopper: all kernels are the plain ones"
+    if gpu.capability in COMPILED_FOR:
+        text += "; they are compiled for it in the tests, no operation is refused, and none was run on such a GPU"
+    else:
+        text += "; they were neither compiled for it nor run on it"
     if gpu.capability[0] < 8:
         return Finding("slow", "GPU", f"{text}, and it has no units for bfloat16", "take --dtype float16")
     return Finding("slow", "GPU", text)

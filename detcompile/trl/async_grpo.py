@@ -117,8 +117,8 @@ class AsyncGRPOTrainer(PolicyTraining, async_grpo.AsyncGRPOTrainer):
         mask = torch.arange(ids.shape[1], dtype=torch.int64, device=ids.device) < lengths[:, None]
         with torch.autocast(ids.device.type, enabled=False):
             logprobs = self.policy.logprobs(ids, mask.long())
-        entropy: Tensor = logprobs.entropy  # type: ignore[attr-defined]
-        return FusedCausalLMOutput(log_probs=_packed(logprobs, sequences), entropy=_packed(entropy, sequences))
+        entropy = _packed(logprobs.entropy, sequences)
+        return FusedCausalLMOutput(log_probs=_packed(logprobs, sequences), entropy=entropy)
 
     def _streaming_iter(self) -> Iterator[tuple[str, Tensor]]:
         """Return the weights, rounded to the model's dtype as the forward rounds them."""

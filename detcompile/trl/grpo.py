@@ -102,8 +102,8 @@ class GRPOTrainer(PolicyTraining, trl.GRPOTrainer):
 
     def _trainer_of(self, model: PreTrainedModel) -> Trainer:
         """Create a trainer of a copy of the model, with the sampler's orders."""
-        orders = {"numerics": self.sampler.numerics, "max_context": self.sampler.max_context}
-        return trainer(copy.deepcopy(model), **orders)
+        sampler = self.sampler
+        return trainer(copy.deepcopy(model), numerics=sampler.numerics, max_context=sampler.max_context)
 
     def train(self, *given: Any, **keywords: Any) -> Any:
         """Train as TRL does. The first step copies the current weights to the sampler."""

@@ -21,6 +21,7 @@ from detcompile.weights import weight_digests
 trl = pytest.importorskip("trl", reason="the trainers of TRL come with the extra trl")
 for needed in ("fastapi", "uvicorn", "msgspec"):
     pytest.importorskip(needed, reason="the server comes with the extra serve")
+from accelerate import PartialState  # noqa: E402 - comes with trl
 from datasets import Dataset  # noqa: E402 - comes with trl
 
 with warnings.catch_warnings():
@@ -104,6 +105,7 @@ def test_each_step_is_on_policy(server: Server, tmp_path: Path, monkeypatch: pyt
 
 def test_client_of_trl_sends_weights(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """TRL's client of vLLM is unmodified; only vLLM's NCCL group, which needs GPUs, is replaced by gloo."""
+    PartialState()  # TRL's logger needs it
     monkeypatch.setattr(weight_transfer, "is_vllm_available", lambda: True)
     monkeypatch.setattr(weight_transfer, "_HAS_STATEFUL_TRAINER_ENGINE", True)
     with socket.create_server(("127.0.0.1", 0)) as free:

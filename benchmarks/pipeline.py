@@ -135,9 +135,7 @@ def serve(engine: Engine, trace: Sequence[Arrival], prompts: Sequence[list[int]]
     return {"times": [times[name] for name in names], "idle share": engine.stats.idle_share}
 
 
-def replica(
-    device: str, devices: int, layers: int, arrangement: Arrangement, number: int, bytes_only: bool
-) -> None:
+def replica(device: str, devices: int, layers: int, arrangement: Arrangement, number: int, bytes_only: bool) -> None:
     """Run one replica process: read start times from stdin, and print results as lines of JSON."""
 
     def tell(value: dict[str, Any]) -> None:

@@ -94,9 +94,7 @@ def real_rows(
         del engine
 
 
-def _serve(
-    engine: Engine, trace: list[Arrival], prompts: list[list[int]], started: float
-) -> list[RequestOutput]:
+def _serve(engine: Engine, trace: list[Arrival], prompts: list[list[int]], started: float) -> list[RequestOutput]:
     names: list[str] = []
     outputs: dict[str, RequestOutput] = {}
     while len(names) < len(trace) or engine.has_unfinished_requests:

@@ -130,9 +130,7 @@ def attention_rows() -> Iterator[dict]:
         out, lse = attention_gpu.packed_attention_cuda(q, k, v, cu_seqlens, rule)
         operands = (g, q, k, v, lse.t().contiguous(), torch.randn(HEADS, T, device=DEVICE))
         tiles = [_tuned(keys, operands, cu_seqlens, rule) for keys in (False, True)]
-        ours = functools.partial(
-            attention_gpu.packed_attention_backward_cuda, g, (q, k, v, out, lse), cu_seqlens, rule
-        )
+        ours = functools.partial(attention_gpu.packed_attention_backward_cuda, g, (q, k, v, out, lse), cu_seqlens, rule)
         parts = (
             functools.partial(attention_gpu.query_gradient, tiles[0], operands, cu_seqlens, rule),
             functools.partial(attention_gpu.key_gradients, tiles[1], operands, cu_seqlens, rule),

@@ -57,9 +57,7 @@ class StepInputs(NamedTuple):
     states: tuple[Tensor, ...] = ()  # one an operation that keeps a state: [num_slots, *StateShape.shape]
 
 
-def step_leaves(
-    input_ids: Tensor, position_ids: Tensor, step: StepInputs, logits_to_keep: Tensor
-) -> list[Tensor]:
+def step_leaves(input_ids: Tensor, position_ids: Tensor, step: StepInputs, logits_to_keep: Tensor) -> list[Tensor]:
     """Every tensor that a forward step takes, in one fixed order: by it, compiled programs know their arguments."""
     parts = (part if isinstance(part, tuple) else (part,) for part in step)
     return [input_ids, position_ids, logits_to_keep, *itertools.chain.from_iterable(parts)]

@@ -163,8 +163,7 @@ def test_the_wheel_holds_the_package_its_data_and_nothing_else(tmp_path):
     expected = {
         path.relative_to(source).as_posix()
         for path in (source / "detcompile").rglob("*")
-        if path.is_file()
-        and (path.suffix in {".html", ".py", ".typed"} or path.parent.name in data_folders)
+        if path.is_file() and (path.suffix in {".html", ".py", ".typed"} or path.parent.name in data_folders)
     }
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
     subprocess.run([*build, str(source)], check=True, capture_output=True, timeout=300)

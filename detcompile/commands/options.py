@@ -45,7 +45,8 @@ class Loading:
         bool, typer.Option("--trust-remote-code", help="Run the Python code that the checkpoint brings.")
     ] = False
     dequantize: Annotated[
-        bool | None, typer.Option(help="Make a .gguf file's weights bfloat16, or keep them quantized; default: make.")
+        bool | None,
+        typer.Option(help="Dequantize .gguf files and quantized experts, or keep them quantized; default: dequantize."),
     ] = None
 
     def spec(self, model: str, random: bool = False) -> ModelSpec:

@@ -218,7 +218,8 @@ class Loading:
         typer.Option(help="What to load of a checkpoint; default: what it was saved as."),
     ] = None
     dequantize: Annotated[
-        bool | None, typer.Option(help="Make a .gguf file's weights bfloat16, or keep them quantized; default: make.")
+        bool | None,
+        typer.Option(help="Dequantize .gguf files and quantized experts, or keep them quantized; default: dequantize."),
     ] = None
     generation_config: Annotated[
         Literal["auto", "vllm"],

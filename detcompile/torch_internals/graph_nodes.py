@@ -131,4 +131,3 @@ def mark_user_outputs(output: fx.Node, count: int) -> None:
     Without it: a region's outputs have other strides than the next region was compiled for.
     """
     output.meta["user_visible_output_idxs"] = list(range(count))
-

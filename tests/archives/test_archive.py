@@ -268,9 +268,7 @@ OUTSIDE = [
 
 @pytest.mark.parametrize("name", OUTSIDE)
 @pytest.mark.parametrize("folder", [library_folder(0), f"{EXTRA}/tokenizer", ""])
-def test_member_outside_the_folder_is_rejected(
-    inside: Path, tmp_path: Path, folder: str, name: str
-) -> None:
+def test_member_outside_the_folder_is_rejected(inside: Path, tmp_path: Path, folder: str, name: str) -> None:
     member = f"{ROOT}/{folder}/{name}" if folder else name
     path = forged(tmp_path / "m.pt2", inside, [(member, b"planted")])
     with pytest.raises(ArchiveError, match=r"m\.pt2 is damaged: "):

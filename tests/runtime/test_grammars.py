@@ -336,7 +336,7 @@ def test_every_spelling_of_a_grammar_is_one() -> None:
 
 def test_rules_that_nest_as_deep_as_the_source_end_no_process() -> None:
     chain = "\n".join(f"r{place:x}:r{place + 1:x}" for place in range(5500))
-    deep = Grammar.lark(f"start: r0\n{chain}\nr{5500:x}:\"ab\"")
+    deep = Grammar.lark(f'start: r0\n{chain}\nr{5500:x}:"ab"')
     [output] = serving().generate([[1]], replace(GREEDY, grammar=deep), progress=False)
     assert output.outputs[0].text == "ab"
 

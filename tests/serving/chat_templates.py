@@ -82,7 +82,7 @@ TEMPLATES = {
         "{%- set users = messages | selectattr('role', 'equalto', 'user') | list %}{% for m in messages %}"
         "{%- if m.role == 'user' and tools is not none and m == users[-1] %}"
         "[AVAILABLE_TOOLS] [{% for tool in tools %}"
-        "{%- set tool = tool.function %}{{- '{\"type\": \"function\", \"function\": {' }}"
+        '{%- set tool = tool.function %}{{- \'{"type": "function", "function": {\' }}'
         "{%- for key, value in tool.items() if key != 'return' %}{%- if value is string %}"
         "{{- '\"' + key + '\": \"' + value + '\"' }}{%- else %}{{- '\"' + key + '\": ' + value | tojson }}"
         "{%- endif %}"
@@ -193,8 +193,7 @@ TEMPLATES = {
         "<v>{{ v | tojson(ensure_ascii=False) if v is not string else v }}</v>{% endfor %}{% endfor %}{% endfor %}"
     ),
     "glm 3": (
-        "{% for m in messages %}<|{{ m.role }}|>{{ m.metadata or '' }}\n {{ m.content }}{% endfor %}"
-        "<|assistant|>"
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.metadata or '' }}\n {{ m.content }}{% endfor %}<|assistant|>"
     ),
     "granite": (
         "{%- set tools = tools | default([], true) %}{%- if tools %}{{- tools | map('tojson') | join('\n') }}"
@@ -204,8 +203,7 @@ TEMPLATES = {
         "{{- ' ' + controls | tojson() }}{%- endif %}{{- '<|end_of_role|>' }}{%- endif %}{%- endfor %}"
     ),
     "granite, ascii": (
-        "{% for t in tools or [] %}{{ t | tojson(true) }}{{ t | tojson(ensure_ascii=true, indent=2) }}"
-        "{% endfor %}"
+        "{% for t in tools or [] %}{{ t | tojson(true) }}{{ t | tojson(ensure_ascii=true, indent=2) }}{% endfor %}"
     ),
     "olmo": (
         "{{ eos_token }}{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"

@@ -1,6 +1,6 @@
 """A server over scripted engines, on a free port and the loop that users have:
 
-    python -m tests.serving.scripted_server DRAIN [STALL] [--replicas N] [--spare] [--restarts N] [--api-keys FILE]
+python -m tests.serving.scripted_server DRAIN [STALL] [--replicas N] [--spare] [--restarts N] [--api-keys FILE]
 """
 
 import argparse

@@ -132,7 +132,7 @@ TOOL = {
 }
 FUNCTION = {"name": "weather", "arguments": {"town": "Ås", "days": [1]}}
 CALL = {"id": "call12345", "type": "function", "function": FUNCTION}
-USER = {"role": "user", "content": "  Is it cold in Ås?\n\nTell <me> & \"all\".  "}
+USER = {"role": "user", "content": '  Is it cold in Ås?\n\nTell <me> & "all".  '}
 CONVERSATIONS = {
     "a question": ([USER], None),
     "a system": ([{"role": "system", "content": "Be brief."}, USER], None),
@@ -166,9 +166,7 @@ def texts_of(tokenizer: Any) -> tuple[Hello, TokenizerPool]:
     return known, TokenizerPool(known)
 
 
-def server_ids(
-    tokenizer: Any, template: str, messages: list[Any], tools: list[Any] | None, **fields: Any
-) -> list[int]:
+def server_ids(tokenizer: Any, template: str, messages: list[Any], tools: list[Any] | None, **fields: Any) -> list[int]:
     """The prompt that the server makes of a request."""
     written = json.loads(json.dumps(messages))
     for message in written:

@@ -134,9 +134,7 @@ def pydantic_call(call: dict[str, Any]) -> Any:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("guidellm") is None, reason=MISSING)
-@pytest.mark.parametrize(
-    "profile", ["kind=concurrent,streams=4", "kind=poisson,rate=4"]
-)
+@pytest.mark.parametrize("profile", ["kind=concurrent,streams=4", "kind=poisson,rate=4"])
 def test_guidellm_finds_no_error(profile: str, server: Server, tmp_path: Path) -> None:
     report, num_requests, num_tokens = tmp_path / "report.json", 24, 16
     given = {

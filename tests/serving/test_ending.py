@@ -352,7 +352,7 @@ def test_processes_that_are_stopped_end_with_their_server(how: int) -> None:
         assert_ended(found)
 
 
-@pytest.mark.parametrize("seconds", exhaustive_unless(0.5.__eq__, [0.0, 0.2, 0.5, 1.0]))
+@pytest.mark.parametrize("seconds", exhaustive_unless((0.5).__eq__, [0.0, 0.2, 0.5, 1.0]))
 @pytest.mark.parametrize("signals", [1, 2])
 def test_a_server_that_starts_ends_at_a_signal(seconds: float, signals: int) -> None:
     with server_process("5", "--spare", "--replicas", "2") as (process, lines):

@@ -204,8 +204,7 @@ def test_grammars_take_what_the_reader_reads_as_calls(family, special) -> None:
     named = family is MISTRAL and special is not None
     one, two, wrong = {
         HERMES: [
-            f"<tool_call>\n{own}\n</tool_call>"
-            for own in (good, f"{good}\n</tool_call>\n<tool_call>\n{other}", bad)
+            f"<tool_call>\n{own}\n</tool_call>" for own in (good, f"{good}\n</tool_call>\n<tool_call>\n{other}", bad)
         ],
         LLAMA3: [good, f"{good}; {other}", bad],
         MISTRAL: [f"[TOOL_CALLS][{own}]" for own in (good, f"{good}, {other}", bad)],

@@ -61,9 +61,7 @@ class Verification(NamedTuple):
         return max(len(self.sequence.block_tables[0]), self.start // block_size + self.forked.shape[2])
 
 
-def tree_arrays(
-    trees: SequenceOf[Verification], tables: SequenceOf[NDArray[np.int32]], block_size: int
-) -> StepArrays:
+def tree_arrays(trees: SequenceOf[Verification], tables: SequenceOf[NDArray[np.int32]], block_size: int) -> StepArrays:
     """Build the step of trees of one layout; keep logits of every node.
 
     Tokens before a root in its block are copied from there into each fork. A fork is a newly allocated block, so no

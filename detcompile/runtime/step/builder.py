@@ -45,9 +45,7 @@ class StepArrays(NamedTuple):
     block_copies: NDArray[np.int64] = NO_COPIES  # [3, N]: source blocks, target blocks, numbers of tokens
 
 
-def build_step(
-    sequences: SequenceOf[tuple[Sequence, int]], blocks: KVBlocks, all_logits: bool = False
-) -> StepArrays:
+def build_step(sequences: SequenceOf[tuple[Sequence, int]], blocks: KVBlocks, all_logits: bool = False) -> StepArrays:
     """Build a step that computes the next n tokens of each sequence; missing blocks are taken from ``blocks``.
 
     The caller adds n to ``num_computed`` once the step has run.

@@ -75,8 +75,8 @@ class StageForward:
         """Receive the rows of the next step from the previous stage; on a GPU this does not wait."""
         if self._static is not None:
             fits = num_tokens <= self._static.shape[1]
-            self._given = self._static[:, :num_tokens] if fits else self._static.new_zeros(
-                1, num_tokens, self._static.shape[2]
+            self._given = (
+                self._static[:, :num_tokens] if fits else self._static.new_zeros(1, num_tokens, self._static.shape[2])
             )
             if self._connected:
                 received = self._given if self._hosts is None else torch.empty_like(self._given, device="cpu")

@@ -84,9 +84,7 @@ def _object_rules(functions: Sequence[Function], key: str) -> list[str]:
     return rules
 
 
-def _named_rules(
-    functions: Sequence[Function], splits: str, token_of: Callable[[str], int | None]
-) -> list[str]:
+def _named_rules(functions: Sequence[Function], splits: str, token_of: Callable[[str], int | None]) -> list[str]:
     rules = ["function: " + " | ".join(f"function_{place}" for place in range(len(functions)))]
     for place, function in enumerate(functions):
         rules.append(f"function_{place}: {json.dumps(function.name)} {_mark(splits, token_of)} arguments_{place}")

@@ -64,9 +64,7 @@ def fetch_rows_ahead(rows_ptr, first, ROWS: tl.constexpr, num_rows, pitch, width
 @gluon.jit
 def gluon_wait_for_earlier(PDL: gl.constexpr):
     if PDL:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.wait; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
+        gl.inline_asm_elementwise("griddepcontrol.wait; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

@@ -15,9 +15,7 @@ _ONE = 1 << 120
 _UNSURE = 2.0**-44  # relative; no libm's cos or sin of float64 is this far off
 
 
-def rope_tables(
-    length: int, dim: int, theta: float, change: Callable[[float], float] = float
-) -> tuple[Tensor, Tensor]:
+def rope_tables(length: int, dim: int, theta: float, change: Callable[[float], float] = float) -> tuple[Tensor, Tensor]:
     """Return cos and sin [length, dim / 2] float32 of position * change(theta^(-2i / dim)), frequencies in float64."""
     context = Context(prec=60)
     powers = [context.power(Decimal(theta), Decimal(-2 * i) / Decimal(dim)) for i in range(dim // 2)]

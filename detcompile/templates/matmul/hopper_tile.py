@@ -58,9 +58,7 @@ def fetch(
             mbarrier.expect(full.index(stage), (64 * CONSUMERS + BB + BC) * BK * 2)
             tma.async_copy_global_to_shared(b_desc, [b_row, group * BK], full.index(stage), b_tiles.index(stage))
             if BC > 0:
-                tma.async_copy_global_to_shared(
-                    c_desc, [c_row, group * BK], full.index(stage), c_tiles.index(stage)
-                )
+                tma.async_copy_global_to_shared(c_desc, [c_row, group * BK], full.index(stage), c_tiles.index(stage))
             for consumer in gl.static_range(CONSUMERS):
                 tma.async_copy_global_to_shared(
                     a_desc, [a_row + consumer * 64, group * BK], full.index(stage),

@@ -247,6 +247,4 @@ def combine_kernel(
         acc = tl.load(leaf_ptr + leaf * plane, mask=n < N, other=0.0)
         t0, t1, t2, t3 = close_leaf(acc, leaf, t0, t1, t2, t3, R0, R1, R2, R3)
     acc = root_of(t0, t1, t2, t3, R0, R1, R2)
-    store_tile(
-        acc, out_ptr + node * plane, bias_ptr, residual_ptr, m, n, M, N, residual_stride, HAS_BIAS, HAS_RESIDUAL
-    )
+    store_tile(acc, out_ptr + node * plane, bias_ptr, residual_ptr, m, n, M, N, residual_stride, HAS_BIAS, HAS_RESIDUAL)

@@ -1,6 +1,5 @@
 """What Inductor would not compile for an unknown number of rows, or not as it is meant, is spelled in another way."""
 
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -38,9 +38,7 @@ def count(model: detcompile.CompiledModel, op: str = "gated_matmul") -> int:
         ("olmo2", torch.bfloat16, "gated_matmul"),
     ],
 )
-def test_every_gate_is_found_and_means_the_same(
-    name: str, dtype: torch.dtype, op: str, on_every_device: None
-) -> None:
+def test_every_gate_is_found_and_means_the_same(name: str, dtype: torch.dtype, op: str, on_every_device: None) -> None:
     model = certified(random_model(name, dtype, num_hidden_layers=1))
     assert count(model, op) == count(model) + count(model, "silu_mul") == 1
     with mock.patch.object(pipeline, "PASSES", APART):

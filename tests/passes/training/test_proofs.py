@@ -95,9 +95,7 @@ def test_what_autograd_made_is_certified():
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
-def test_a_backward_that_sums_otherwise_is_refused(
-    mutant: Callable[[fx.Graph], None], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_backward_that_sums_otherwise_is_refused(mutant: Callable[[fx.Graph], None], monkeypatch: pytest.MonkeyPatch):
     def changed(gm: fx.GraphModule) -> fx.GraphModule:
         as_templates(gm)
         if sums(gm.graph):

@@ -128,9 +128,7 @@ TAMPERINGS: dict[str, Tampering] = {
     "another stop": Tampering(_of_sample("stop_reason", "x"), "stop_reason"),
     "another text": Tampering(_of_sample("text", OTHER), "text"),
     "other logprobs": Tampering(_of_sample("logprobs", OTHER), "logprobs"),
-    "other logprobs of the prompt": Tampering(
-        lambda p: p["prompts"][0].update(logprobs=OTHER), "prompt_logprobs"
-    ),
+    "other logprobs of the prompt": Tampering(lambda p: p["prompts"][0].update(logprobs=OTHER), "prompt_logprobs"),
     "a sample left out": Tampering(lambda p: p["prompts"][0]["samples"].pop(), "samples"),
     "samples in another order": Tampering(lambda p: p["prompts"][0]["samples"].reverse(), "samples"),
     "a fingerprint that its parts do not make": Tampering(_set("fingerprint", OTHER), "fingerprint"),

@@ -42,9 +42,7 @@ def landing(num_ranks: int) -> Landing:
     """Of every rank, all on one device, with more than it holds behind it."""
     shape = (num_ranks, PITCH)
     memory = [torch.full((2 * num_ranks + 1, PITCH), float("nan"), device=DEVICE) for _ in range(num_ranks)]
-    return Landing(
-        tuple(m[:num_ranks].view(shape) for m in memory), tuple(m[num_ranks:-1].view(shape) for m in memory)
-    )
+    return Landing(tuple(m[:num_ranks].view(shape) for m in memory), tuple(m[num_ranks:-1].view(shape) for m in memory))
 
 
 def memories(num_ranks: int) -> list[PeerMemory]:

@@ -37,5 +37,3 @@ def packings(count: int) -> dict[str, list[list[int]]]:
         "backwards": [numbers[::-1]],
         "odd, even": [numbers[1::2], numbers[::2]],
     }
-
-

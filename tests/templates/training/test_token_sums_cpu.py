@@ -95,8 +95,9 @@ def test_instruction_sets_threads_and_strides_do_not_matter():
         wide = torch.full((sum(LENGTHS), 80), torch.nan, dtype=dtype)
         wide[:, 4:74] = g
         torch.set_num_threads(2)
-        found = token_sums.token_matmul_cpu(wide[:, 4:74], x.t().contiguous().t(), leaves), token_sums.token_sum_cpu(
-            wide[:, 4:74]
+        found = (
+            token_sums.token_matmul_cpu(wide[:, 4:74], x.t().contiguous().t(), leaves),
+            token_sums.token_sum_cpu(wide[:, 4:74]),
         )
         torch.set_num_threads(threads)
         for ours, theirs in zip(found, expected):

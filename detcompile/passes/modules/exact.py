@@ -37,7 +37,7 @@ class ExactLinear(nn.Module):
         super().__init__()
         weight = linear.weight.detach().float()
         weight = weight.t().contiguous() if isinstance(linear, Conv1D) else weight
-        self.out_features, self.in_features = weight.shape
+        self.out_features = len(weight)
         self.x_digits = arithmetic.activations
         digits, scales = ours.exact_quantize(weight, arithmetic.weights, True)
         self.register_buffer("digits", digits)

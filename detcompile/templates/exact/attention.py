@@ -197,9 +197,10 @@ define(
         "v": "float32 T Hkv D",
         "slot_mapping": "contiguous int64 Places",
         "window": range(1 << 31),
-    }
-    | KEYS
-    | {"k_cache": "unit float32 Blocks Size Hkv W", "v_cache": "unit float32 Blocks Size Hkv W"},
+        **KEYS,
+        "k_cache": "unit float32 Blocks Size Hkv W",
+        "v_cache": "unit float32 Blocks Size Hkv W",
+    },
     cpu=_flat(paged_attention_cpu),
     cuda=_flat(_paged_cuda),
     fake=lambda q, *rest: q.new_empty(q.shape),

@@ -22,9 +22,9 @@ def seed_of_run() -> int:
 
 def _commit_bits() -> int:
     try:
-        found = subprocess.run(
+        actual = subprocess.run(
             ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=True
         )
     except (OSError, subprocess.CalledProcessError):
         return 0
-    return int(found.stdout[: BITS // 4], 16)
+    return int(actual.stdout[: BITS // 4], 16)

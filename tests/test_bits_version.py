@@ -134,11 +134,11 @@ def main() -> None:
         f"{name} {text}": operation_digest(name, dtype) for name in directed.CALLS for text, dtype in DTYPES.items()
     }
     tiny = {f"{text} {vectors()}": tiny_digest(dtype) for text, dtype in DTYPES.items()}
-    for kind, found in (("operations", operations), ("tiny", tiny)):
-        moved = [name for name in found if kept[kind].get(name, found[name]) != found[name]]
+    for kind, actual in (("operations", operations), ("tiny", tiny)):
+        moved = [name for name in actual if kept[kind].get(name, actual[name]) != actual[name]]
         if moved:
             sys.exit(f"{', '.join(moved)}: {ADVICE.format(BITS_VERSION)}")
-        kept[kind] |= found
+        kept[kind] |= actual
     GOLDEN.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
 
 

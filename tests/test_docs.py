@@ -160,9 +160,9 @@ def test_files_that_pages_link_to_are_copied_to_the_site(tmp_path: Path) -> None
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    found = sorted(copies({"guides/a.md": page}, tmp_path))
-    assert found == ["HOW.md", "data/x.json", "src/a.py"]
-    known = {"guides/a.md", "b.md", *map(in_site, found)}
+    actual = sorted(copies({"guides/a.md": page}, tmp_path))
+    assert actual == ["HOW.md", "data/x.json", "src/a.py"]
+    known = {"guides/a.md", "b.md", *map(in_site, actual)}
     assert relinked(page, "guides/a.md", known, tmp_path) == (
         "[b](../b.md#c) [data](../repository/data/x.json) [how](../repository/HOW.md#first) all [z](../../z.md)"
     )  # a folder's text alone; what is nowhere stays, and mkdocs refuses it

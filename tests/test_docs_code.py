@@ -64,8 +64,8 @@ class Block(NamedTuple):
 
 def blocks(text: str) -> list[Block]:
     return [
-        Block(text.count("\n", 0, found.start("code")) + 1, found["code"], found["mark"] or "")
-        for found in BLOCK.finditer(text)
+        Block(text.count("\n", 0, actual.start("code")) + 1, actual["code"], actual["mark"] or "")
+        for actual in BLOCK.finditer(text)
     ]
 
 
@@ -138,10 +138,10 @@ def test_the_python_of_a_page_runs(page: str, reader: None) -> None:
 @pytest.mark.parametrize("page", [*PAGES, *GUIDES])
 def test_marks_are_known_and_say_why(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
-    found = blocks(text)
-    assert text.count("```python") == len(found)
-    assert text.count("<!-- test:") == sum(bool(block.mark) for block in found)
-    for block in found:
+    actual = blocks(text)
+    assert text.count("```python") == len(actual)
+    assert text.count("<!-- test:") == sum(bool(block.mark) for block in actual)
+    for block in actual:
         assert re.match(r"first\n|needs \w+$|not run, \w|$", block.mark), f"{page}:{block.line}: {block.mark}"
 
 

@@ -42,9 +42,9 @@ def test_offline_answers_are_equal_together_and_alone(tmp_path: Path) -> None:
 @EXHAUSTIVE
 def test_no_score_and_no_verdict_of_the_judge_moves(tmp_path: Path) -> None:
     printed = run("judge.py", tmp_path)
-    found = re.findall(r"^--- (.*): (\d+) of 64 scores and (\d+) of 480 verdicts move", printed, re.M)
-    assert [name for name, _, _ in found] == ["plain transformers", "detcompile"]
-    assert found[1][1:] == ("0", "0") and "--- equal in every batch; fingerprint " in printed
+    actual = re.findall(r"^--- (.*): (\d+) of 64 scores and (\d+) of 480 verdicts move", printed, re.M)
+    assert [name for name, _, _ in actual] == ["plain transformers", "detcompile"]
+    assert actual[1][1:] == ("0", "0") and "--- equal in every batch; fingerprint " in printed
 
 
 def test_an_agent_is_replayed_to_the_byte(tmp_path: Path) -> None:
@@ -55,8 +55,8 @@ def test_an_agent_is_replayed_to_the_byte(tmp_path: Path) -> None:
 @EXHAUSTIVE
 def test_fine_tuning_follows_no_micro_batch(tmp_path: Path) -> None:
     printed = run("sft.py", tmp_path)
-    found = re.findall(r"^(\d) micro-batches, step (\d): loss ([\d.]+)  weights (\w+)$", printed, re.M)
-    whole, parts = ([row[1:] for row in found if row[0] == number] for number in ("1", "3"))
+    actual = re.findall(r"^(\d) micro-batches, step (\d): loss ([\d.]+)  weights (\w+)$", printed, re.M)
+    whole, parts = ([row[1:] for row in actual if row[0] == number] for number in ("1", "3"))
     assert len({digest for _, _, digest in whole}) == 6 and [row[2] for row in whole] == [row[2] for row in parts]
     assert float(whole[-1][1]) < float(whole[1][1])
     assert "--- equal weights after each of 6 steps, whole and in 3 micro-batches; last " in printed
@@ -64,13 +64,13 @@ def test_fine_tuning_follows_no_micro_batch(tmp_path: Path) -> None:
 
 @EXHAUSTIVE
 def test_reinforcement_learning_is_on_policy_to_the_bit(tmp_path: Path) -> None:
-    asked = ["--model", "tiny-draft", "--seeds", "1", "--steps", "3", "--out", str(tmp_path)]
-    command = [sys.executable, "-m", "examples.rl", *asked]
+    requests = ["--model", "tiny-draft", "--seeds", "1", "--steps", "3", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "examples.rl", *requests]
     done = subprocess.run(command, cwd=EXAMPLES.parent, capture_output=True, text=True, check=False, timeout=540)
     assert done.returncode == 0, done.stderr
     for ranks in (1, 2):
-        said = f"detcompile's trainer, 1 and 3 micro-batches, 1 and {ranks} ranks: equal weights after 3 of 3 steps"
-        assert said in done.stdout
+        message = f"detcompile's trainer, 1 and 3 micro-batches, 1 and {ranks} ranks: equal weights after 3 of 3 steps"
+        assert message in done.stdout
     runs = json.loads((tmp_path / "rl.json").read_text())["runs"]
     kls = {name: [one["kl"] for one in runs if one["trainer"] == name] for name in ("plain", "detcompile")}
     assert kls["detcompile"] == [[0.0] * 3] * 3 and min(min(row) for row in kls["plain"]) > 0
@@ -93,7 +93,7 @@ NEAR = [5, math.nextafter(-0.25, 0)]
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda turns: turns[2]["token_ids"].append(1), "turn 3 differs in token_ids"),
         (lambda turns: turns[1].update(logprobs=[NEAR]), "turn 2 differs in logprobs"),
@@ -101,7 +101,7 @@ NEAR = [5, math.nextafter(-0.25, 0)]
         (None, "recorded with another torch: the bits are not promised"),
     ],
 )
-def test_a_replay_that_differs_ends_with_an_error(change, said, tmp_path: Path, monkeypatch) -> None:
+def test_a_replay_that_differs_ends_with_an_error(change, message, tmp_path: Path, monkeypatch) -> None:
     """What it compares: the loop itself is replaced by the turns as they were recorded."""
     spec = importlib.util.spec_from_file_location("replay_agent", EXAMPLES / "replay_agent.py")
     example = importlib.util.module_from_spec(spec)
@@ -118,7 +118,7 @@ def test_a_replay_that_differs_ends_with_an_error(change, said, tmp_path: Path, 
     file.write_text(json.dumps({"model": "tiny", "fingerprint_parts": parts, "turns": turns}))
     with pytest.raises(SystemExit) as ended:
         example.replay(file)
-    assert said in str(ended.value.code)
+    assert message in str(ended.value.code)
 
 
 @EXHAUSTIVE

@@ -151,12 +151,12 @@ def _parse(source: str) -> ast.Module:
 @functools.cache
 def modules() -> dict[str, Module]:
     """Every module of the package by dotted name."""
-    found = {}
+    actual = {}
     for path in sorted((ROOT / "detcompile").rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        found[name] = Module(name, path.read_text())
-    return found
+        actual[name] = Module(name, path.read_text())
+    return actual
 
 
 def depth_of(name: str, layers: list[set[str]]) -> int | None:

@@ -86,8 +86,8 @@ def test_one_assembler_serves_all_kernels(given: str | None, tmp_path: Path, mon
     ptxas = tmp_path / "backends/nvidia/bin/ptxas"
     ptxas.parent.mkdir(parents=True)
     ptxas.touch(0o755)
-    found = ModuleSpec("triton", None, origin=str(tmp_path / "__init__.py"))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: found)
+    actual = ModuleSpec("triton", None, origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: actual)
     monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
     if given is not None:
         monkeypatch.setenv("TRITON_PTXAS_PATH", given)

@@ -36,12 +36,12 @@ def awaited() -> None:
 def share_cached(file: Path) -> float:
     """Of a file's pages, how many are in memory: mincore(2), which brings none there."""
     num_pages = -(-file.stat().st_size // mmap.PAGESIZE)
-    found = ctypes.create_string_buffer(num_pages)
+    actual = ctypes.create_string_buffer(num_pages)
     with file.open("r+b") as stream, mmap.mmap(stream.fileno(), 0) as mapped:
         place = ctypes.c_char.from_buffer(mapped)
-        assert LIBC.mincore(ctypes.byref(place), len(mapped), found) == 0
+        assert LIBC.mincore(ctypes.byref(place), len(mapped), actual) == 0
         del place
-    return sum(page & 1 for page in found.raw) / num_pages
+    return sum(page & 1 for page in actual.raw) / num_pages
 
 
 def cached_whole(file: Path) -> bool:
@@ -91,13 +91,13 @@ def test_what_is_no_file_is_left_out(on_disk: list[Path], tmp_path: Path) -> Non
     awaited()
 
 
-@pytest.mark.parametrize("said", ["MemAvailable:    65535 kB\n", "MemFree:  99999999 kB\n", "what is this", None])
+@pytest.mark.parametrize("message", ["MemAvailable:    65535 kB\n", "MemFree:  99999999 kB\n", "what is this", None])
 def test_files_that_memory_does_not_hold_are_not_read(
-    on_disk: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str | None
+    on_disk: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: str | None
 ) -> None:
     memory = tmp_path / "meminfo"
-    if said is not None:
-        memory.write_text(said)
+    if message is not None:
+        memory.write_text(message)
     monkeypatch.setattr(module, "MEMORY", memory)
     read_ahead(on_disk)
     awaited()
@@ -108,25 +108,25 @@ def test_files_that_memory_does_not_hold_are_not_read(
 def test_finding_a_model_reads_its_weights_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     random_model("llama", torch.float32, num_hidden_layers=1).save_pretrained(tmp_path, max_shard_size="100KB")
     (tmp_path / "consolidated.safetensors").write_bytes(b"another form of the same")
-    asked: list[list[Path]] = []
-    monkeypatch.setattr(loading, "read_ahead", asked.append)
+    requests: list[list[Path]] = []
+    monkeypatch.setattr(loading, "read_ahead", requests.append)
     loading.find(tmp_path, device="cpu")
-    assert asked == [sorted(tmp_path.glob("model-*.safetensors"))] and len(asked[0]) > 2
+    assert requests == [sorted(tmp_path.glob("model-*.safetensors"))] and len(requests[0]) > 2
     loading.find(tmp_path, device="cpu", random=True)
-    assert len(asked) == 1
+    assert len(requests) == 1
 
 
 def test_a_command_reads_ahead_before_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[object] = []
-    monkeypatch.setattr(cli, "read_ahead", lambda files: told.extend(files))
-    monkeypatch.setattr(cli, "_loaded", lambda name: told.append(name) or _Nothing())
+    calls: list[object] = []
+    monkeypatch.setattr(cli, "read_ahead", lambda files: calls.extend(files))
+    monkeypatch.setattr(cli, "_loaded", lambda name: calls.append(name) or _Nothing())
     command = cli._Command("check")
     command.make_context("check", [str(TINY_FOLDER), "--json"])
-    assert told == [TINY_FOLDER / "model.safetensors", "check"]
-    told[:] = ["nothing"]
+    assert calls == [TINY_FOLDER / "model.safetensors", "check"]
+    calls[:] = ["nothing"]
     for option in ("--random", "--revision=main"):
         command.make_context("check", [str(TINY_FOLDER), option])
-    assert told == ["nothing", "check", "check"]
+    assert calls == ["nothing", "check", "check"]
 
 
 class _Nothing:

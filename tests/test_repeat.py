@@ -11,10 +11,10 @@ PROMPT = list(range(40, 60))
 
 def test_forty_completions_under_random_load_are_one() -> None:
     answers, sizes = repeat_ours(compiled("qwen3", torch.bfloat16), Workload(PROMPT, 40, 64, max_num_seqs=16))
-    found = agreement(answers, sizes)
-    assert found["unique"] == 1 and found["most_common"] == 40 and found["first_difference"] is None
+    actual = agreement(answers, sizes)
+    assert actual["unique"] == 1 and actual["most_common"] == 40 and actual["first_difference"] is None
     assert len(answers[0]) == 64
-    assert found["batch_sizes"]["distinct"] >= 8, "the load did not vary"
+    assert actual["batch_sizes"]["distinct"] >= 8, "the load did not vary"
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -26,5 +26,5 @@ def test_the_plain_model_runs_in_batches_of_the_same_sizes(padded: bool) -> None
 
 
 def test_a_difference_is_counted_and_placed() -> None:
-    found = agreement([(1, 2, 3), (1, 2, 3), (1, 5, 3), (1, 5, 4)], [2, 3])
-    assert found["unique"] == 3 and found["most_common"] == 2 and found["first_difference"] == 1
+    actual = agreement([(1, 2, 3), (1, 2, 3), (1, 5, 3), (1, 5, 4)], [2, 3])
+    assert actual["unique"] == 3 and actual["most_common"] == 2 and actual["first_difference"] == 1

@@ -43,19 +43,21 @@ def chunk_seconds(budget: int, decode_keys: int) -> float:
 )
 @settings(max_examples=12)
 def test_under_stall_free_no_decode_waits_longer_than_one_chunk(policy: str, rate: float, seed: int) -> None:
-    found = served(policy, rate, seed=seed)
+    idle_share_and_speed = served(policy, rate, seed=seed)
     budget = POLICIES[policy]["max_num_batched_tokens"]
-    assert max(found.step_tokens) <= budget
-    longest = chunk_seconds(budget, found.most_decode_keys)
-    for seconds, steps in found.gaps():
+    assert max(idle_share_and_speed.step_tokens) <= budget
+    longest = chunk_seconds(budget, idle_share_and_speed.most_decode_keys)
+    for seconds, steps in idle_share_and_speed.gaps():
         assert steps == 1 and seconds <= longest
-    assert found.num_preemptions == 0 and summarise(found)["stalls"] == 0
+    assert idle_share_and_speed.num_preemptions == 0 and summarise(idle_share_and_speed)["stalls"] == 0
 
 
 def test_under_prefill_first_decodes_wait_for_whole_prompts() -> None:
-    found = served("prefill_first 8192", 6.0)
-    assert max(seconds for seconds, _ in found.gaps()) > chunk_seconds(2048, found.most_decode_keys)
-    assert summarise(found)["stalls"] > 0
+    idle_share_and_speed = served("prefill_first 8192", 6.0)
+    assert max(seconds for seconds, _ in idle_share_and_speed.gaps()) > chunk_seconds(
+        2048, idle_share_and_speed.most_decode_keys
+    )
+    assert summarise(idle_share_and_speed)["stalls"] > 0
 
 
 def test_under_simple_chunking_a_decode_waits_for_one_chunk_at_most() -> None:
@@ -64,19 +66,21 @@ def test_under_simple_chunking_a_decode_waits_for_one_chunk_at_most() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_request_gets_all_its_tokens(policy: str) -> None:
-    found = served(policy, 8.0)
-    assert [len(request.times) for request in found.served] == [a.num_output for a in log_normal_trace(80, 8.0)]
-    assert all(request.times[0] > request.arrival.time for request in found.served)
+    idle_share_and_speed = served(policy, 8.0)
+    assert [len(request.times) for request in idle_share_and_speed.served] == [
+        a.num_output for a in log_normal_trace(80, 8.0)
+    ]
+    assert all(request.times[0] > request.arrival.time for request in idle_share_and_speed.served)
 
 
 @pytest.mark.parametrize(("num_stages", "rate"), [(2, 9.0), (4, 16.0), (4, 20.0)])
 def test_stages_are_idle_for_less_than_a_twentieth_under_load(num_stages: int, rate: float) -> None:
     """And give more than one stage could, without preemptions."""
     config = EngineConfig(max_num_batched_tokens=2048, max_num_seqs=1024)
-    found = simulate(log_normal_trace(300, rate), config, 4 * ROOMY, num_stages=num_stages)
-    assert found.idle_share_under_load < 0.05 and found.num_preemptions == 0
+    idle_share_and_speed = simulate(log_normal_trace(300, rate), config, 4 * ROOMY, num_stages=num_stages)
+    assert idle_share_and_speed.idle_share_under_load < 0.05 and idle_share_and_speed.num_preemptions == 0
     alone = simulate(log_normal_trace(300, rate), config, 4 * ROOMY)
-    assert summarise(found)["output_tokens_per_s"] > 1.2 * summarise(alone)["output_tokens_per_s"]
+    assert summarise(idle_share_and_speed)["output_tokens_per_s"] > 1.2 * summarise(alone)["output_tokens_per_s"]
 
 
 def test_one_step_more_than_stages_hides_the_time_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,15 +89,15 @@ def test_one_step_more_than_stages_hides_the_time_of_the_host(monkeypatch: pytes
     trace = [Arrival(0.0, 20, 20)]  # whose steps read the weights and do little else
     trace += [Arrival(1.0, 200, 100 + number % 56) for number in range(1024)]
 
-    def found(host: HostCost) -> tuple[float, float]:
+    def idle_share_and_speed(host: HostCost) -> tuple[float, float]:
         simulation = simulate(trace, config, 4 * ROOMY, num_stages=2, host=host)
         return simulation.idle_share, summarise(simulation)["output_tokens_per_s"]
 
     slow, quick = HostCost(1e-3, 16e-6), HostCost(1e-3, 0.0)
-    hidden, given = found(slow), found(quick)
+    hidden, given = idle_share_and_speed(slow), idle_share_and_speed(quick)
     monkeypatch.setattr(Lanes, "count", 2)
-    assert hidden[0] < 0.05 < 0.15 < found(slow)[0] and hidden[1] > 1.1 * found(slow)[1]
-    assert given == found(quick)
+    assert hidden[0] < 0.05 < 0.15 < idle_share_and_speed(slow)[0] and hidden[1] > 1.1 * idle_share_and_speed(slow)[1]
+    assert given == idle_share_and_speed(quick)
 
 
 def test_where_blocks_are_short_lazy_preempts_and_reserve_never_does() -> None:
@@ -103,8 +107,8 @@ def test_where_blocks_are_short_lazy_preempts_and_reserve_never_does() -> None:
         for allocation in ("lazy", "reserve")
     )
     assert lazy.num_preemptions > 0 and reserve.num_preemptions == 0
-    for found in (lazy, reserve):  # whom nobody preempted never waits
-        assert all(steps == 1 for _, steps in found.gaps(preempted=False))
+    for idle_share_and_speed in (lazy, reserve):  # whom nobody preempted never waits
+        assert all(steps == 1 for _, steps in idle_share_and_speed.gaps(preempted=False))
 
 
 def test_the_cost_model_is_within_a_tenth_of_the_measured_steps() -> None:

@@ -37,7 +37,7 @@ def sources() -> dict[str, str]:
 def test_no_memory_of_a_template_follows_the_default_dtype():
     """A kernel that writes float32 into what torch.set_default_dtype made smaller writes beyond its end."""
     floating = {"torch." + name for name in ["empty", "full", "linspace", "ones", "tensor", "zeros"]}
-    found = [
+    actual = [
         f"{name}:{node.lineno}"
         for name, source in sources().items()
         if name.startswith(("templates/", "training/", "trl/"))
@@ -45,29 +45,29 @@ def test_no_memory_of_a_template_follows_the_default_dtype():
         if isinstance(node, ast.Call) and ast.unparse(node.func) in floating
         if not {"dtype", None} & {keyword.arg for keyword in node.keywords}  # None: **keywords
     ]
-    assert not found, f"pass dtype to torch's constructors in {found}"
+    assert not actual, f"pass dtype to torch's constructors in {actual}"
 
 
 def test_no_cancellation_of_a_request_is_lost():
     """asyncio.wait_for of Python 3.11 may return in place of raising CancelledError; asyncio.timeout does not."""
-    found = [
+    actual = [
         f"{name}:{node.lineno}"
         for name, source in sources().items()
         if name.startswith("serving/")
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Attribute) and node.attr == "wait_for"
     ]
-    assert not found, f"use asyncio.timeout in {found}"
+    assert not actual, f"use asyncio.timeout in {actual}"
 
 
 def test_private_names_of_torch_stay_in_one_place() -> None:
-    found = [
+    actual = [
         f"{name}:{use}"
         for name, source in sources().items()
         if not name.startswith(INTERNALS)
         for use in private_uses(source)
     ]
-    assert not found, f"put these into torch_internals or transformers_internals: {found}"
+    assert not actual, f"put these into torch_internals or transformers_internals: {actual}"
 
 
 @pytest.mark.parametrize(
@@ -118,23 +118,23 @@ def private_uses(source: str) -> list[str]:
     """Return the line and the name of each private module or attribute that a module takes from elsewhere."""
     tree = ast.parse(source)
     known = defined_names(tree) - attributes_of_internals() | OF_TRITON | OF_NAMED_TUPLES
-    found = []
+    actual = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
-            found += [f"{node.lineno} {name}" for name in imported_names(node) if is_private_module(name)]
+            actual += [f"{node.lineno} {name}" for name in imported_names(node) if is_private_module(name)]
         elif isinstance(node, ast.Attribute):
             name = ast.unparse(node)
             private = is_private(node.attr) and ast.unparse(node.value) not in OWNERS and node.attr not in known
             inner = isinstance(node.value, ast.Attribute) and is_private(node.value.attr)  # reported by itself
             if (private and not inner and name not in DOCUMENTED) or is_private_path(name):
-                found.append(f"{node.lineno} {name}")
+                actual.append(f"{node.lineno} {name}")
         elif isinstance(node, ast.Call) and len(node.args) > 1:
             function = ast.unparse(node.func).rpartition(".")[2]
             name = text_of(node.args[1])
             if function in ("getattr", "hasattr", "setattr", "delattr", "object") and is_private(name):
                 if ast.unparse(node.args[0]) not in OWNERS and name not in known:
-                    found.append(f"{node.lineno} {name}")
-    return found
+                    actual.append(f"{node.lineno} {name}")
+    return actual
 
 
 def imported_names(node: ast.Import | ast.ImportFrom) -> Iterator[str]:

@@ -22,13 +22,13 @@ def owned_by(owner: int, name: str):
     """While entered, files and folders of this name belong to ``owner``, as far as anyone asks."""
     real = Path.stat
 
-    def told(path: Path, **options: bool) -> os.stat_result:
-        found = real(path, **options)
-        fields = list(found)
+    def owned_stat(path: Path, **options: bool) -> os.stat_result:
+        actual = real(path, **options)
+        fields = list(actual)
         fields[stat.ST_UID] = owner
-        return os.stat_result(fields) if path.name == name else found
+        return os.stat_result(fields) if path.name == name else actual
 
-    return mock.patch.object(Path, "stat", told)
+    return mock.patch.object(Path, "stat", owned_stat)
 
 
 @pytest.fixture
@@ -139,8 +139,8 @@ def test_other_peoples_exceptions_say_which_disk_was_full() -> None:
     wrapped = RuntimeError("the backend failed")
     wrapped.__cause__ = full
     assert str(disk_failure(wrapped, Path("/else"))).startswith("/some/file cannot be used: No space left on device")
-    told = RuntimeError("cc1plus: fatal error: 'No space left on device'")
-    assert str(disk_failure(told, Path("/else"))).startswith("/else cannot be used")
+    owned_stat = RuntimeError("cc1plus: fatal error: 'No space left on device'")
+    assert str(disk_failure(owned_stat, Path("/else"))).startswith("/else cannot be used")
     assert disk_failure(RuntimeError("no graph"), Path("/else")) is None
     assert disk_failure(FileNotFoundError(errno.ENOENT, "No such file", "/x"), Path("/else")) is None
 

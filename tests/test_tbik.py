@@ -8,8 +8,8 @@ from detcompile import InvalidInput
 
 def test_answers_that_agree_are_one_and_do_not_diverge() -> None:
     answers = [Answer([5, 6], [[0.5, 0.3], [0.9, 0.1]]), Answer([7], [[0.6, 0.2]])]
-    found = compare({(1, 8): answers, (1, 16): answers, (2, 8): answers})
-    assert found == {
+    actual = compare({(1, 8): answers, (1, 16): answers, (2, 8): answers})
+    assert actual == {
         "configurations": 3,
         "prompts": 2,
         "unique outputs": 1.0,
@@ -21,10 +21,10 @@ def test_answers_that_agree_are_one_and_do_not_diverge() -> None:
 def test_differences_are_counted_and_measured() -> None:
     one = [Answer([5, 6], [[0.5, 0.25], [0.75, 0.125]]), Answer([7], [[0.5, 0.25]])]
     two = [Answer([5, 8, 9], [[0.5, 0.25], [0.5, 0.25], [1.0, 0.0]]), Answer([7], [[0.5, 0.375]])]
-    found = compare({(1, 8): one, (2, 8): two})
-    assert found["unique outputs"] == 1.5
-    assert found["average divergence"] == (0.25 / 2 + 0.125) / 2, "the third position has no partner"
-    assert found["maximum divergence"] == 0.25
+    actual = compare({(1, 8): one, (2, 8): two})
+    assert actual["unique outputs"] == 1.5
+    assert actual["average divergence"] == (0.25 / 2 + 0.125) / 2, "the third position has no partner"
+    assert actual["maximum divergence"] == 0.25
 
 
 def test_prompts_come_from_text_and_json_lines(tmp_path) -> None:

@@ -34,8 +34,8 @@ def test_what_ships_is_often_right(name):
         drafter = model.medusa_drafter("tiny", paths=[(0,), (0, 0), (0, 0, 0)])
     prompts, params, expected = answers()
     engine = model.engine(ROOMY, speculation=SpeculationConfig(drafter=drafter, switch="always"))
-    found = engine.generate(prompts, params, progress=False)
-    assert [output.outputs for output in found] == [output.outputs for output in expected]
+    actual = engine.generate(prompts, params, progress=False)
+    assert [output.outputs for output in actual] == [output.outputs for output in expected]
     right = engine.speculator.num_accepted / engine.speculator.num_drafted
     print(f"{name}: {right:.3f} of the drafts were right")
     assert right > FEWEST_RIGHT[name]

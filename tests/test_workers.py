@@ -104,7 +104,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RemoteModel]:
         yield model
 
 
-def told(output: RequestOutput) -> tuple[RequestOutput, str]:
+def comparable(output: RequestOutput) -> tuple[RequestOutput, str]:
     """All that must be equal: everything but when."""
     return replace(output, metrics=None, request_id="", error=None), repr(output.error)
 
@@ -116,10 +116,10 @@ def assert_drafts_unmoved(
     prompts, params, expected = workload
     speculation = SpeculationConfig(drafter=drafter, switch="always", **options)  # type: ignore[arg-type]
     engine = model.engine(config, speculation=speculation)
-    found = engine.generate(prompts, params, progress=False)
+    actual = engine.generate(prompts, params, progress=False)
     engine.check()
     assert engine.speculator is not None and engine.speculator.error is None and engine.speculator.num_drafted > 0
-    assert [output.outputs for output in found] == [output.outputs for output in expected]
+    assert [output.outputs for output in actual] == [output.outputs for output in expected]
     return engine.speculator.num_accepted, engine.speculator.num_drafted
 
 
@@ -175,13 +175,13 @@ def test_an_engine_of_any_requests(
     one: RemoteModel, params: list[SamplingParams], lengths: list[int], overlap: bool, num_blocks: int
 ) -> None:
     """Parameters and tokens travel once; preempted, ended and repeated sequences are told apart all the same."""
-    params = [replace(own, stop=()) for own in params]
+    params = [replace(item, stop=()) for item in params]
     prompts = [[(7 * i + j) % VOCAB_SIZE for j in range(lengths[i])] for i in range(len(params))]
     config = EngineConfig(num_blocks=num_blocks, block_size=16, overlap=overlap, max_num_seqs=4)
     outputs = []
     for model in (one, alone()):
         engine = model.engine(config)
-        outputs.append([told(o) for _ in range(2) for o in engine.generate(prompts, params, progress=False)])
+        outputs.append([comparable(o) for _ in range(2) for o in engine.generate(prompts, params, progress=False)])
         engine.check()
     assert outputs[0] == outputs[1]
 
@@ -232,8 +232,8 @@ def refuse(model: CompiledModel) -> None:
 
 def test_a_function_sees_the_model_of_every_rank(two: RemoteModel) -> None:
     whole = alone()(IDS).logits
-    for rank, (own, logits) in enumerate(two.apply(rank_and_logits, IDS)):
-        assert own == rank
+    for rank, (item, logits) in enumerate(two.apply(rank_and_logits, IDS)):
+        assert item == rank
         assert_bitwise_equal(logits, whole)
     with pytest.raises(InvalidInput, match="CompiledModel is no good"):
         two.apply(refuse)
@@ -376,8 +376,8 @@ def test_an_archive_of_two_ranks_gives_the_bits_of_one(two: RemoteModel, tmp_pat
             loaded.head_weight()
         assert_bitwise_equal(loaded(IDS).logits, logits)
     with mock.patch("tempfile.tempdir", None):  # the fork server keeps a folder for itself
-        for found in run_ranks(2, _loaded_logits, path):
-            assert_bitwise_equal(found, logits)
+        for actual in run_ranks(2, _loaded_logits, path):
+            assert_bitwise_equal(actual, logits)
 
 
 def _loaded_logits(rank: int, path: Path) -> torch.Tensor:
@@ -390,15 +390,15 @@ def test_two_ranks_give_the_bits_of_one(two: RemoteModel) -> None:
     assert_bitwise_equal(two(IDS).logits, here(IDS).logits)
     assert torch.equal(two.generate(IDS, max_new_tokens=9), here.generate(IDS, max_new_tokens=9))
     seen = {"max_new_tokens": 6, "return_dict_in_generate": True, "output_scores": True, "repetition_penalty": 1.5}
-    found, expected = (m.generate(IDS, do_sample=True, seed=3, **seen) for m in (two, here))
-    assert torch.equal(found.sequences, expected.sequences) and found.seeds == expected.seeds
-    assert_bitwise_equal(torch.stack(found.scores), torch.stack(expected.scores))
+    actual, expected = (m.generate(IDS, do_sample=True, seed=3, **seen) for m in (two, here))
+    assert torch.equal(actual.sequences, expected.sequences) and actual.seeds == expected.seeds
+    assert_bitwise_equal(torch.stack(actual.scores), torch.stack(expected.scores))
     assert two.fingerprint == here.fingerprint
     prompts = [[1, 2, 3], list(range(100)), [7]]
     params = [SamplingParams(max_tokens=12, temperature=t, seed=5, logprobs=2) for t in (0.0, 0.8, 1.2)]
     params[1] = replace(params[1], allowed_token_ids=range(1, 9), bad_words_ids=[[3], *([t, t] for t in range(1, 9))])
-    found = [m.engine(EngineConfig(num_blocks=40)).generate(prompts, params, progress=False) for m in (two, here)]
-    assert list(map(told, found[0])) == list(map(told, found[1]))
+    actual = [m.engine(EngineConfig(num_blocks=40)).generate(prompts, params, progress=False) for m in (two, here)]
+    assert list(map(comparable, actual[0])) == list(map(comparable, actual[1]))
 
 
 def test_a_row_that_no_rank_can_plan_ends_its_request_alone(two: RemoteModel) -> None:
@@ -408,11 +408,11 @@ def test_a_row_that_no_rank_can_plan_ends_its_request_alone(two: RemoteModel) ->
     engine = two.engine(EngineConfig(num_blocks=40, overlap=True))
     two.apply(_plant)
     try:
-        found = engine.generate(prompts, params, progress=False)
+        actual = engine.generate(prompts, params, progress=False)
     finally:
         two.apply(_dig_up)
-    assert [found[i].outputs for i in (0, 2)] == [expected[i].outputs for i in (0, 2)]
-    assert isinstance(found[1].error, EngineError) and "planted" in str(found[1].error)
+    assert [actual[i].outputs for i in (0, 2)] == [expected[i].outputs for i in (0, 2)]
+    assert isinstance(actual[1].error, EngineError) and "planted" in str(actual[1].error)
     again = engine.generate(prompts, params, progress=False)
     assert [output.outputs for output in again] == [output.outputs for output in expected]
 
@@ -472,23 +472,23 @@ def test_kv_blocks_of_two_ranks_are_those_of_one_and_answer_for_the_other(two: R
     """From one to two, from two to one, and within one process: the bytes, and the answers over them."""
     config = EngineConfig(block_size=16, num_blocks=60)
     prompt = [(7 * index) % 150 for index in range(75)]  # over the window of a group
-    asked = SamplingParams(max_tokens=12, seed=3, logprobs=1)
+    requested = SamplingParams(max_tokens=12, seed=3, logprobs=1)
     plain = {model: model.engine(config) for model in (alone(), one, two)}
-    expected = [told(engine.generate([prompt], asked, progress=False)[0]) for engine in plain.values()]
+    expected = [comparable(engine.generate([prompt], requested, progress=False)[0]) for engine in plain.values()]
     assert all(answer == expected[0] for answer in expected)
-    found = {model: engine.prefixes.export(prompt) for model, engine in plain.items()}
-    for prefix in found.values():
-        assert len(prefix.token_ids) == 64 and prefix.key == found[two].key
-        same_bytes(prefix, found[two])
+    actual = {model: engine.prefixes.export(prompt) for model, engine in plain.items()}
+    for prefix in actual.values():
+        assert len(prefix.token_ids) == 64 and prefix.key == actual[two].key
+        same_bytes(prefix, actual[two])
     for source, target in ((alone(), two), (two, one), (two, alone())):
         engine = target.engine(config)
         assert engine.prefixes.export(prompt) is None
-        assert engine.prefixes.take(found[source]) == engine.prefixes.take(found[source]) == 64
-        same_bytes(engine.prefixes.export(prompt), found[source])
-        [answer] = engine.generate([prompt], asked, progress=False)
-        assert told(answer) == expected[0] and answer.num_cached_tokens == 64
+        assert engine.prefixes.take(actual[source]) == engine.prefixes.take(actual[source]) == 64
+        same_bytes(engine.prefixes.export(prompt), actual[source])
+        [answer] = engine.generate([prompt], requested, progress=False)
+        assert comparable(answer) == expected[0] and answer.num_cached_tokens == 64
         engine.check()
-        assert engine.generate([[5, *prompt]], asked, progress=False)[0].num_cached_tokens == 0
+        assert engine.generate([[5, *prompt]], requested, progress=False)[0].num_cached_tokens == 0
 
 
 def test_kv_blocks_that_do_not_fit_are_refused_and_nothing_is_written(two: RemoteModel) -> None:
@@ -497,7 +497,7 @@ def test_kv_blocks_that_do_not_fit_are_refused_and_nothing_is_written(two: Remot
     engine.generate([prompt], SamplingParams(max_tokens=1), progress=False)
     prefix, target = engine.prefixes.export(prompt), two.engine(config)
     heads = tuple((keys[:, :, :1], values[:, :, :1]) for keys, values in prefix.layers)
-    for wrong, said in (
+    for wrong, message in (
         (replace(prefix, fingerprint="f" * 64), "of the model ffff"),
         (replace(prefix, block_size=32), "make both with one block_size"),
         (replace(prefix, token_ids=prefix.token_ids[:-1]), "63 tokens"),
@@ -505,7 +505,7 @@ def test_kv_blocks_that_do_not_fit_are_refused_and_nothing_is_written(two: Remot
         (replace(prefix, layers=tuple((k.half(), v.half()) for k, v in prefix.layers)), "dtypes"),
         (replace(prefix, layers=heads), "other layers, heads"),
     ):
-        with pytest.raises(InvalidInput, match=said):
+        with pytest.raises(InvalidInput, match=message):
             target.prefixes.take(wrong)
         assert target.prefixes.export(prompt) is None
     small = alone().engine(EngineConfig(block_size=16, num_blocks=5, max_num_batched_tokens=16))

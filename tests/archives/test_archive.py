@@ -91,11 +91,11 @@ def inside(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "inside.pt2"
 
 
-def assert_the_same_weights(found: dict[str, Tensor]) -> None:
-    assert found.keys() == weights().keys()
+def assert_the_same_weights(actual: dict[str, Tensor]) -> None:
+    assert actual.keys() == weights().keys()
     for name, tensor in weights().items():
-        assert_bitwise_equal(found[name], tensor, name)
-        assert found[name].stride() == tensor.stride(), name
+        assert_bitwise_equal(actual[name], tensor, name)
+        assert actual[name].stride() == tensor.stride(), name
 
 
 def test_archive_round_trips(inside: Path) -> None:
@@ -310,7 +310,7 @@ def test_malformed_manifest_is_rejected(inside: Path, tmp_path: Path, manifest: 
 def places_in(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Of every value inside a JSON value."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [at, *(place for key, own in inner for place in places_in(own, (*at, key)))]
+    return [at, *(place for key, item in inner for place in places_in(item, (*at, key)))]
 
 
 def with_odd(facts: Any, draw: st.DataObject) -> Any:
@@ -383,9 +383,9 @@ def test_forged_weights_are_refused(inside: Path, tmp_path: Path, header: Any) -
     with zipfile.ZipFile(tmp_path / "old.pt2", "w") as archive, zipfile.ZipFile(inside) as old:
         for name in old.namelist():
             archive.writestr(name, content if name.endswith(member) else old.read(name))
-    found = Archive(forged(tmp_path / "m.pt2", tmp_path / "old.pt2", facts=facts))
+    actual = Archive(forged(tmp_path / "m.pt2", tmp_path / "old.pt2", facts=facts))
     with pytest.raises(ArchiveError, match=r"m\.pt2 is damaged: its weights"):
-        found.weights(CPU)
+        actual.weights(CPU)
 
 
 @pytest.mark.parametrize("strides", [[1 << 39, 1], [0, 1], [1], [5, 1, 1]])

@@ -83,8 +83,8 @@ def test_page_lists_every_operation_and_sum():
     assert "a &lt;model&gt;" in page and "<model>" not in page
     assert "model.layers.0</b>" in page and "the proof of layers 0-1" in page and "around the layers" in page
     assert "Measured" not in page
-    for said in (*FACTS.values(), *PARTS.values()):
-        assert escape(said) in page
+    for message in (*FACTS.values(), *PARTS.values()):
+        assert escape(message) in page
     for entry in certificate.entries:
         assert entry.layer or entry.kind == "movement", entry
 
@@ -182,7 +182,7 @@ def test_refusal_groups_operations_by_remedy():
     assert "aten.cumsum&lt;T&gt;" in page and "20 operations could make" in page and "<dd>cpu</dd>" in page
     sections = page.split("<h2>")[1:]
     for line, title in REFUSED.items():
-        section = next(own for own in sections if own.startswith(title))
+        section = next(item for item in sections if item.startswith(title))
         assert escape(refused_in(line).reason) in section and "<td>2</td>" in section, line
     assert [remedy.title for remedy in REMEDIES if escape(remedy.advice) not in page] == []
 
@@ -213,18 +213,18 @@ def test_refused_model_gets_page_with_advice(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "calls"),
     [
         (UncertifiedOp("1 operation", ("aten.bmm.default at a.py:3 f: none",)), "aten.bmm.default"),
         *((kind(f"the <model> of {kind.__name__}"), f"the &lt;model&gt; of {kind.__name__}") for kind in REFUSALS),
     ],
 )
-def test_check_writes_every_refusal_and_still_fails(tmp_path, monkeypatch, error, told):
+def test_check_writes_every_refusal_and_still_fails(tmp_path, monkeypatch, error, calls):
     monkeypatch.setattr(ModelSpec, "compile", mock.Mock(side_effect=error))
     result = CliRunner().invoke(cli.app, ["check", "some/model", "--html", str(tmp_path / "page.html")])
     assert result.exception is error
     page = (tmp_path / "page.html").read_text()
-    assert told in page and "model was refused" in page and tags_of(page)["h1"] == 1
+    assert calls in page and "model was refused" in page and tags_of(page)["h1"] == 1
     assert ("detcompile doctor" in page) == isinstance(error, (CompilerNotFound, StorageError))
 
 

@@ -111,10 +111,10 @@ def test_verify_prints_json_and_axes_hold(axes: tuple[str, ...]) -> None:
     with mock.patch.object(ModelSpec, "compile", compiled_here):
         done = run_here("verify", MODEL, "--json", "--configurations", "3", "--device", "cpu", *chosen)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert len(found["fingerprint"]) == 64
-    assert set(found["axes"]) == set(axes or FULL_AXES)
-    for axis, measured in found["axes"].items():
+    actual = json.loads(done.stdout)
+    assert len(actual["fingerprint"]) == 64
+    assert set(actual["axes"]) == set(axes or FULL_AXES)
+    for axis, measured in actual["axes"].items():
         assert measured["configurations"] >= 4, axis
         assert measured["unique_logits"] == measured["unique_outputs"] == 1, axis
         assert measured["max_probability_divergence"] == 0.0, axis
@@ -128,10 +128,10 @@ def test_check_prints_the_certificate_of_random_weights(tmp_path) -> None:
         put_snapshot(cache, "org/name", {"config.json": config}, ref="v2")
         done = run_here("check", "org/name", "--revision", "v2", *options)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["fingerprint"] in page.read_text() and all(order in page.read_text() for order in found["orders"])
-    assert found["counts"]["attention"] == 2
-    assert "Tree(384, 2, Blocked(192, block=128))" in found["orders"]
+    actual = json.loads(done.stdout)
+    assert actual["fingerprint"] in page.read_text() and all(order in page.read_text() for order in actual["orders"])
+    assert actual["counts"]["attention"] == 2
+    assert "Tree(384, 2, Blocked(192, block=128))" in actual["orders"]
 
 
 def test_other_processes_load_the_compiled_commit() -> None:
@@ -152,9 +152,9 @@ def test_archive_is_accepted_as_model(tmp_path: Path) -> None:
     assert (tmp_path / "model.safetensors").exists()
     measured = run("verify", str(archive), "--axes", "decode,restart", "--configurations", "2", "--json")
     assert measured.returncode == 0, measured.stderr
-    found = json.loads(measured.stdout)
-    assert done.stdout.endswith(f"fingerprint {found['fingerprint']}\n")
-    assert {axis: result["unique_logits"] for axis, result in found["axes"].items()} == {"decode": 1, "restart": 1}
+    actual = json.loads(measured.stdout)
+    assert done.stdout.endswith(f"fingerprint {actual['fingerprint']}\n")
+    assert {axis: result["unique_logits"] for axis, result in actual["axes"].items()} == {"decode": 1, "restart": 1}
     content = archive.read_bytes()
     archive.write_bytes(content[: len(content) // 2])
     for refused, name in (
@@ -165,13 +165,13 @@ def test_archive_is_accepted_as_model(tmp_path: Path) -> None:
 
 
 def test_export_takes_the_number_of_ranks(tmp_path: Path) -> None:
-    asked = []
+    requested = []
     with (
-        mock.patch.object(ModelSpec, "compile", lambda spec, tp: asked.append(tp) or compiled_here()),
+        mock.patch.object(ModelSpec, "compile", lambda spec, tp: requested.append(tp) or compiled_here()),
         mock.patch.object(export, "export", lambda model, path, weights: path.write_bytes(b"")),
     ):
         done = run_here("export", MODEL, str(tmp_path / "m.pt2"), "--tp", "2")
-    assert done.returncode == 0 and asked == [2], done.stderr
+    assert done.returncode == 0 and requested == [2], done.stderr
 
 
 def test_the_demo_compares_with_torch() -> None:
@@ -183,10 +183,10 @@ def test_the_demo_compares_with_torch() -> None:
 
 
 def test_generate_prints_one_json_object_a_prompt(answered: subprocess.CompletedProcess[str]) -> None:
-    found = [json.loads(line) for line in answered.stdout.splitlines()]
-    assert [entry["prompt"] for entry in found if entry["error"] is None] == PROMPTS
-    assert [entry["seed"] for entry in found] == [7, 8, 9, 10]
-    for entry in found:
+    actual = [json.loads(line) for line in answered.stdout.splitlines()]
+    assert [entry["prompt"] for entry in actual if entry["error"] is None] == PROMPTS
+    assert [entry["seed"] for entry in actual] == [7, 8, 9, 10]
+    for entry in actual:
         assert len(entry["fingerprint"]) == 64
         for part in entry["outputs"]:
             assert part["finish_reason"] in ("length", "stop")
@@ -266,13 +266,13 @@ def test_generate_streams_a_prompt_into_a_terminal() -> None:
             break
         pieces.append(piece)
     assert child.stderr is not None
-    said = child.stderr.read()
+    message = child.stderr.read()
     child.stderr.close()
-    assert child.wait() == 0, said
+    assert child.wait() == 0, message
     os.close(ours)
     assert "def mean(values):" in b"".join(pieces).decode()
     assert len(pieces) >= 3, "the text came at once"
-    assert "24 tokens (length); seed" in said
+    assert "24 tokens (length); seed" in message
 
 
 def test_texts_of_several_answers_have_headings() -> None:
@@ -303,7 +303,7 @@ def test_no_two_prompts_share_a_seed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("verify", "no/such/model"), "no such folder"),
         (("verify", "tiny", "--axes", "nonsense"), "no axis 'nonsense'"),
@@ -324,11 +324,11 @@ def test_no_two_prompts_share_a_seed() -> None:
         (("generate", "tiny", "x", "--chat", "--chat-template-kwargs", "[]"), "give a JSON object"),
     ],
 )
-def test_bad_input_exits_with_message_and_2(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
+def test_bad_input_exits_with_message_and_2(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
     with with_cache(tmp_path, offline=True):
         done = run_here(*arguments)
     assert done.returncode == 2
-    assert said in " ".join(done.stderr.split())
+    assert message in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr
     assert not done.stdout.strip()
 

@@ -35,8 +35,15 @@ def sample(index: int, tokens: list[int]) -> dict[str, Any]:
 
 def request(prompt: list[int], seed: int) -> dict[str, Any]:
     answers = [sample(0, [4, 5, 6]), sample(1, [7, 8, 9])]
-    own = {"prompt": "p", "prompt_token_ids": prompt, "seed": seed, "params": PARAMS, "outputs": answers, "error": None}
-    return {**own, "fingerprint": fingerprint(PARTS), "fingerprint_parts": PARTS}
+    item = {
+        "prompt": "p",
+        "prompt_token_ids": prompt,
+        "seed": seed,
+        "params": PARAMS,
+        "outputs": answers,
+        "error": None,
+    }
+    return {**item, "fingerprint": fingerprint(PARTS), "fingerprint_parts": PARTS}
 
 
 RUN = [request([1, 2], 7), request([3], 8), request([1, 2], 9)]
@@ -74,29 +81,29 @@ def with_parts(run: list[Any], parts: dict[str, str]) -> list[Any]:
 
 @pytest.mark.parametrize("content", [PARTS, printed(PARTS), printed(PARTS, DIGESTS), RUN, RUN[:1]])
 def test_a_file_equals_itself(content: Any, tmp_path: Path) -> None:
-    code, found, lines = compared(tmp_path, content, content)
-    assert code == 0 and found["equal"] is True and found["parts"] == []
+    code, actual, lines = compared(tmp_path, content, content)
+    assert code == 0 and actual["equal"] is True and actual["parts"] == []
     assert lines.rstrip().endswith(("Equal fingerprints: equal bits.", "Equal in every bit."))
 
 
 @pytest.mark.parametrize("part", [part for part in MEANINGS if part != "source"])
 def test_differing_part_is_named_with_meaning(part: str, tmp_path: Path) -> None:
     other = PARTS | {part: "two"}
-    code, found, lines = compared(tmp_path, PARTS, printed(other))
-    assert code == 1 and found["equal"] is False
-    assert [(one["part"], one["a"], one["b"]) for one in found["parts"]] == [(part, PARTS[part], "two")]
-    assert f"{part} differs: {MEANINGS[part]}" in lines and found["fingerprints"][1] == fingerprint(other)
+    code, actual, lines = compared(tmp_path, PARTS, printed(other))
+    assert code == 1 and actual["equal"] is False
+    assert [(one["part"], one["a"], one["b"]) for one in actual["parts"]] == [(part, PARTS[part], "two")]
+    assert f"{part} differs: {MEANINGS[part]}" in lines and actual["fingerprints"][1] == fingerprint(other)
     assert f"Other fingerprints ({part}): bits may differ." in lines
 
 
 def test_sources_may_differ_under_one_bits_version(tmp_path: Path) -> None:
     other = PARTS | {"source": "two"}
-    code, found, lines = compared(tmp_path, PARTS, other)
-    assert code == 0 and found["parts"] == [] and len(set(found["fingerprints"])) == 1
+    code, actual, lines = compared(tmp_path, PARTS, other)
+    assert code == 0 and actual["parts"] == [] and len(set(actual["fingerprints"])) == 1
     assert "sources differ, bits version equal (one)" in lines
     before = {name: part for name, part in PARTS.items() if name != "bits_version"}
-    code, found, _ = compared(tmp_path, before, before | {"source": "two"})
-    assert code == 1 and [one["part"] for one in found["parts"]] == ["source"]
+    code, actual, _ = compared(tmp_path, before, before | {"source": "two"})
+    assert code == 1 and [one["part"] for one in actual["parts"]] == ["source"]
 
 
 def test_meanings_are_the_parts_of_the_contract() -> None:
@@ -108,9 +115,9 @@ def test_meanings_are_the_parts_of_the_contract() -> None:
 
 
 def test_a_part_of_another_release_is_named(tmp_path: Path) -> None:
-    _, found, lines = compared(tmp_path, PARTS, PARTS | {"moon": "full"})
-    assert found["parts"] == [
-        {"part": "moon", "a": None, "b": "full", "meaning": found["parts"][0]["meaning"], "details": []}
+    _, actual, lines = compared(tmp_path, PARTS, PARTS | {"moon": "full"})
+    assert actual["parts"] == [
+        {"part": "moon", "a": None, "b": "full", "meaning": actual["parts"][0]["meaning"], "details": []}
     ]
     assert "does not know" in lines and "A: nothing" in lines
 
@@ -118,26 +125,26 @@ def test_a_part_of_another_release_is_named(tmp_path: Path) -> None:
 def test_the_weights_that_differ_are_named(tmp_path: Path) -> None:
     others = {"a.weight": "bfloat16 [3, 5] " + "f" * 32, "b.weight": "float32 [7] " + "1" * 32, "c": "int8 [1] 0"}
     other = PARTS | {"weights": weights_digest(others)}
-    _, found, _ = compared(tmp_path, printed(PARTS, DIGESTS), printed(other, others))
-    assert found["parts"][0]["details"] == [
+    _, actual, _ = compared(tmp_path, printed(PARTS, DIGESTS), printed(other, others))
+    assert actual["parts"][0]["details"] == [
         "a.weight: other contents, bfloat16 [3, 5]",
         "b.weight: bfloat16 [7] in A, float32 [7] in B",
         "c: only in B",
     ]
-    _, found, _ = compared(tmp_path, printed(PARTS), printed(other, others))
-    assert "check --json" in found["parts"][0]["details"][0]
+    _, actual, _ = compared(tmp_path, printed(PARTS), printed(other, others))
+    assert "check --json" in actual["parts"][0]["details"][0]
 
 
 def test_the_orders_that_differ_are_named(tmp_path: Path) -> None:
-    _, found, _ = compared(tmp_path, PARTS, PARTS | {"orders": "Tree(8); Row(4)"})
-    assert found["parts"][0]["details"] == ["only in A: Sequential(3)", "only in B: Row(4)"]
+    _, actual, _ = compared(tmp_path, PARTS, PARTS | {"orders": "Tree(8); Row(4)"})
+    assert actual["parts"][0]["details"] == ["only in A: Sequential(3)", "only in B: Row(4)"]
 
 
 def test_a_run_in_another_order_is_equal(tmp_path: Path) -> None:
-    code, found, _ = compared(tmp_path, RUN, RUN[::-1])
-    assert code == 0 and found["runs"]["num_pairs"] == 3
-    code, found, lines = compared(tmp_path, RUN, [RUN[2], RUN[0]])
-    assert code == 1 and found["runs"]["only_in_a"] == [2] and found["runs"]["only_in_b"] == []
+    code, actual, _ = compared(tmp_path, RUN, RUN[::-1])
+    assert code == 0 and actual["runs"]["num_pairs"] == 3
+    code, actual, lines = compared(tmp_path, RUN, [RUN[2], RUN[0]])
+    assert code == 1 and actual["runs"]["only_in_a"] == [2] and actual["runs"]["only_in_b"] == []
     assert "only in A: request 2" in lines and "Equal answers, to requests that are not all the same." in lines
 
 
@@ -175,31 +182,31 @@ def other_end(run: list[Any]) -> None:
     ],
 )
 def test_first_difference_is_reported_as_unexplained(change, where, what, tmp_path: Path) -> None:
-    code, found, lines = compared(tmp_path, RUN, changed(change))
-    first = found["runs"]["differences"][0]
+    code, actual, lines = compared(tmp_path, RUN, changed(change))
+    first = actual["runs"]["differences"][0]
     parting = first["parting"]
     assert code == 1 and first["a"] == first["b"] and first["asked"] == {}
     assert (first["a"], parting["sample"], parting["position"]) == where and parting["what"] == what
-    assert parting["a"] != parting["b"] and "Nothing explains this" in found["explanation"]
+    assert parting["a"] != parting["b"] and "Nothing explains this" in actual["explanation"]
     assert f"first difference: request {where[0]} of A, {where[0]} of B, sample {where[1]}" in lines
 
 
 def test_values_at_the_difference_are_shown(tmp_path: Path) -> None:
-    _, found, lines = compared(tmp_path, RUN, changed(shorter))
-    parting = found["runs"]["differences"][0]["parting"]
+    _, actual, lines = compared(tmp_path, RUN, changed(shorter))
+    parting = actual["runs"]["differences"][0]["parting"]
     assert parting["a"]["token_id"] == 9 and parting["b"] is None and "  B: nothing" in lines
-    _, found, lines = compared(tmp_path, RUN, changed(other_bit))
-    parting = found["runs"]["differences"][0]["parting"]
+    _, actual, lines = compared(tmp_path, RUN, changed(other_bit))
+    parting = actual["runs"]["differences"][0]["parting"]
     assert (parting["a"]["logprob"], parting["b"]["logprob"]) == (-0.8, -0.8000000000000002)
     assert "2 with other answers" in lines and "-0.8000000000000002" in lines
 
 
 def test_the_fingerprint_explains_other_answers(tmp_path: Path) -> None:
     others = with_parts(changed(other_token), PARTS | {"torch": "2.14"})
-    code, found, _ = compared(tmp_path, RUN, others)
-    assert code == 1 and found["explanation"] == "The fingerprints differ (torch): other answers are to be expected."
-    code, found, _ = compared(tmp_path, RUN, with_parts(RUN, PARTS | {"torch": "2.14"}))
-    assert code == 1 and found["runs"]["equal"] is True and "not promised" in found["explanation"]
+    code, actual, _ = compared(tmp_path, RUN, others)
+    assert code == 1 and actual["explanation"] == "The fingerprints differ (torch): other answers are to be expected."
+    code, actual, _ = compared(tmp_path, RUN, with_parts(RUN, PARTS | {"torch": "2.14"}))
+    assert code == 1 and actual["runs"]["equal"] is True and "not promised" in actual["explanation"]
 
 
 def test_what_was_asked_explains_other_answers(tmp_path: Path) -> None:
@@ -208,9 +215,9 @@ def test_what_was_asked_explains_other_answers(tmp_path: Path) -> None:
         run[1]["seed"] = 80
         run[1]["params"] = PARAMS | {"temperature": 0.7}
 
-    code, found, lines = compared(tmp_path, RUN, changed(ask))
-    assert code == 1 and found["runs"]["differences"][0]["asked"] == {"temperature": [0.8, 0.7], "seed": [8, 80]}
-    assert found["explanation"].startswith("Explained: requests that ask differently (temperature, seed)")
+    code, actual, lines = compared(tmp_path, RUN, changed(ask))
+    assert code == 1 and actual["runs"]["differences"][0]["asked"] == {"temperature": [0.8, 0.7], "seed": [8, 80]}
+    assert actual["explanation"].startswith("Explained: requests that ask differently (temperature, seed)")
     assert "seed: 8 in A, 80 in B" in lines
 
 
@@ -221,8 +228,8 @@ def test_greedy_seed_explains_nothing(tmp_path: Path) -> None:
 
     ours = changed(lambda run: greedy(run, 1))
     assert compared(tmp_path, ours, changed(lambda run: greedy(run, 2)))[0] == 0
-    code, found, _ = compared(tmp_path, ours, changed(lambda run: (greedy(run, 2), other_token(run))))
-    assert code == 1 and "Nothing explains this" in found["explanation"]
+    code, actual, _ = compared(tmp_path, ours, changed(lambda run: (greedy(run, 2), other_token(run))))
+    assert code == 1 and "Nothing explains this" in actual["explanation"]
 
 
 def test_logprobs_that_both_report_are_compared(tmp_path: Path) -> None:
@@ -233,8 +240,8 @@ def test_logprobs_that_both_report_are_compared(tmp_path: Path) -> None:
         run[0]["outputs"][1]["logprobs"] = None
 
     assert compared(tmp_path, RUN, changed(fewer))[0] == 0
-    code, found, _ = compared(tmp_path, changed(other_bit), changed(fewer))
-    assert code == 1 and found["runs"]["differences"][0]["a"] == 2
+    code, actual, _ = compared(tmp_path, changed(other_bit), changed(fewer))
+    assert code == 1 and actual["runs"]["differences"][0]["a"] == 2
 
 
 def test_differences_outside_the_contract_are_explained(tmp_path: Path) -> None:
@@ -244,14 +251,14 @@ def test_differences_outside_the_contract_are_explained(tmp_path: Path) -> None:
     def reword(run: list[Any]) -> None:
         run[2]["outputs"][0]["text"] = "other words"
 
-    for change, said in ((refuse, "engine's settings"), (reword, "tokenizer")):
-        code, found, _ = compared(tmp_path, RUN, changed(change))
-        assert code == 1 and found["explanation"].startswith("Explained: ") and said in found["explanation"]
+    for change, message in ((refuse, "engine's settings"), (reword, "tokenizer")):
+        code, actual, _ = compared(tmp_path, RUN, changed(change))
+        assert code == 1 and actual["explanation"].startswith("Explained: ") and message in actual["explanation"]
 
 
 def test_a_run_is_compared_with_a_fingerprint(tmp_path: Path) -> None:
-    code, found, lines = compared(tmp_path, RUN, PARTS)
-    assert code == 0 and found["runs"] is None and "3 requests" in lines
+    code, actual, lines = compared(tmp_path, RUN, PARTS)
+    assert code == 0 and actual["runs"] is None and "3 requests" in lines
 
 
 def an_archive(place: Path, parts: dict[str, str]) -> str:
@@ -277,8 +284,8 @@ def an_archive(place: Path, parts: dict[str, str]) -> str:
         "kv_groups": [],
     }
     weights = StoredWeights.of({"a.weight": torch.ones(2)})
-    own = Share({"arguments": ["a.weight"], "num_threads": 1}, (library,), weights)
-    write_archive(place, facts, {}, [own])
+    item = Share({"arguments": ["a.weight"], "num_threads": 1}, (library,), weights)
+    write_archive(place, facts, {}, [item])
     return str(place)
 
 
@@ -299,7 +306,7 @@ def edited(**changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ("", "is empty"),
         ("{", "line 1 is not valid JSON"),
@@ -319,12 +326,12 @@ def edited(**changes: Any) -> dict[str, Any]:
         ("\n".join([json.dumps(RUN[0]), "3"]), "line 2 is not a JSON object"),
     ],
 )
-def test_bad_files_are_named(content: str, said: str, tmp_path: Path) -> None:
+def test_bad_files_are_named(content: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "bad.json"
     file.write_text(content)
     for files in ([str(file), saved(tmp_path / "good.json", PARTS)], [saved(tmp_path / "good.json", RUN), str(file)]):
         error = CliRunner().invoke(cli.app, ["diff", *files]).exception
-        assert isinstance(error, InvalidInput) and said in str(error) and str(file) in str(error)
+        assert isinstance(error, InvalidInput) and message in str(error) and str(file) in str(error)
 
 
 def test_a_model_is_compiled_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

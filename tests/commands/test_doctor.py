@@ -63,12 +63,12 @@ def asked_anew() -> Iterator[None]:
     compiler_version.cache_clear()
 
 
-def missing(found: list[Finding]) -> set[str]:
-    return {finding.about for finding in found if finding.level == "missing"}
+def missing(actual: list[Finding]) -> set[str]:
+    return {finding.about for finding in actual if finding.level == "missing"}
 
 
-def told(found: list[Finding]) -> str:
-    return "\n".join(f"{one.level} {one.about}: {one.said} | {one.advice}" for one in found)
+def lines_of(actual: list[Finding]) -> str:
+    return "\n".join(f"{one.level} {one.about}: {one.said} | {one.advice}" for one in actual)
 
 
 def diagnosed() -> tuple[int, dict[str, Any]]:
@@ -86,40 +86,40 @@ def test_this_machine_has_what_is_needed(tmp_path: Path) -> None:
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    said, modules = done.stdout.splitlines()
-    found = json.loads(said)
-    assert found["ready"] is True and found["machine"]["broken"] == {}
-    assert found["machine"]["versions"]["torch"] == torch.__version__
-    assert found["machine"]["cpu"]["isas"] == list(library.supported_isas())
-    assert found["machine"]["cache"]["folder"] == str(cache) and not cache.parent.exists()
-    assert bool(found["machine"]["gpus"]["found"]) == torch.cuda.is_available()
+    message, modules = done.stdout.splitlines()
+    actual = json.loads(message)
+    assert actual["ready"] is True and actual["machine"]["broken"] == {}
+    assert actual["machine"]["versions"]["torch"] == torch.__version__
+    assert actual["machine"]["cpu"]["isas"] == list(library.supported_isas())
+    assert actual["machine"]["cache"]["folder"] == str(cache) and not cache.parent.exists()
+    assert bool(actual["machine"]["gpus"]["found"]) == torch.cuda.is_available()
     assert "detcompile.api" not in modules and "detcompile.passes.graphs" not in modules
 
 
 def test_missing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "/no/such/g++ -m64")
     with mock.patch.object(looking, "look_at_gpus", lambda *_: NO_GPU):
-        code, found = diagnosed()
-    assert code == 1 and found["ready"] is False
-    finding = next(one for one in found["findings"] if one["about"] == "C++ compiler")
+        code, actual = diagnosed()
+    assert code == 1 and actual["ready"] is False
+    finding = next(one for one in actual["findings"] if one["about"] == "C++ compiler")
     assert finding["level"] == "missing" and "/no/such/g++" in finding["advice"] and "CXX" in finding["advice"]
 
 
 def test_a_compiler_that_compiles_nothing_is_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = tmp_path / "old-g++"
-    asked, otherwise = "[ $1 = --version ] && echo old 1.0 && exit", "echo error: no OpenMP here >&2; exit 1"
-    compiler.write_text(f"#!/bin/sh\n{asked}\n{otherwise}\n")
+    requests, otherwise = "[ $1 = --version ] && echo old 1.0 && exit", "echo error: no OpenMP here >&2; exit 1"
+    compiler.write_text(f"#!/bin/sh\n{requests}\n{otherwise}\n")
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
-    found = look_at_compilers()
-    assert found.version == "old 1.0" and "error: no OpenMP here" in found.failure
-    assert missing(findings(replace(GOOD, gpus=NO_GPU, compilers=found))) == {"C++ compiler"}
-    assert missing(findings(replace(GOOD, compilers=found))) == set()  # a GPU needs none of the CPU's kernels
+    actual = look_at_compilers()
+    assert actual.version == "old 1.0" and "error: no OpenMP here" in actual.failure
+    assert missing(findings(replace(GOOD, gpus=NO_GPU, compilers=actual))) == {"C++ compiler"}
+    assert missing(findings(replace(GOOD, compilers=actual))) == set()  # a GPU needs none of the CPU's kernels
 
 
 def test_this_compiler_passes_its_trial() -> None:
-    found = look_at_compilers()
-    assert found.failure == "" and found.version == compiler_version()
+    actual = look_at_compilers()
+    assert actual.failure == "" and actual.version == compiler_version()
 
 
 def a_file(place: Path) -> None:
@@ -141,7 +141,7 @@ def open_inside(place: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (a_file, "Not a directory"),
         (in_a_file, "Not a directory"),
@@ -149,16 +149,18 @@ def open_inside(place: Path) -> None:
         (open_inside, "cpu can be written by others"),
     ],
 )
-def test_unusable_cache_is_reported(make, said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_cache_is_reported(make, message, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = tmp_path / "of a user" / "cache"
     if make is not in_a_file:
         place.parent.mkdir()
     make(place)
     monkeypatch.setenv("DETCOMPILE_CACHE", str(place))
-    code, found = diagnosed()
+    code, actual = diagnosed()
     assert code == 1
-    finding = next(one for one in found["findings"] if one["about"] == "cache" and one["level"] == "missing")
-    assert said in finding["advice"] and "DETCOMPILE_CACHE" in finding["advice"] and str(tmp_path) in finding["advice"]
+    finding = next(one for one in actual["findings"] if one["about"] == "cache" and one["level"] == "missing")
+    assert (
+        message in finding["advice"] and "DETCOMPILE_CACHE" in finding["advice"] and str(tmp_path) in finding["advice"]
+    )
 
 
 def test_a_disk_that_refuses_is_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,16 +178,16 @@ def test_a_cache_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / "cpu").mkdir(mode=0o755)
     (tmp_path / "cpu" / "kernels.so").write_bytes(b"x" * 1234)
     monkeypatch.setenv("DETCOMPILE_CACHE", str(tmp_path))
-    found = look_at_cache()
-    assert (found.num_bytes, found.failure) == (1234, "") and found.free > 0
+    actual = look_at_cache()
+    assert (actual.num_bytes, actual.failure) == (1234, "") and actual.free > 0
     assert [path.name for path in tmp_path.rglob("*")] == ["cpu", "kernels.so"]
 
 
 def test_broken_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    code, found = diagnosed()
-    assert code == 1 and list(found["machine"]["broken"]) == ["tokenizers"]
-    assert [one["about"] for one in found["findings"] if one["level"] == "missing"] == ["tokenizers"]
+    code, actual = diagnosed()
+    assert code == 1 and list(actual["machine"]["broken"]) == ["tokenizers"]
+    assert [one["about"] for one in actual["findings"] if one["level"] == "missing"] == ["tokenizers"]
 
 
 def test_little_is_known_without_torch() -> None:
@@ -203,10 +205,10 @@ def test_gpus_are_as_torch_sees_them(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     driver = tmp_path / "version"
     driver.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release\nGCC 12.2.0\n")
     monkeypatch.setattr(looking, "DRIVER", driver)
-    found = look_at_gpus(SimpleNamespace(cuda=cuda, version=SimpleNamespace(cuda="12.8")), triton)
-    assert found.found == (GPU(name="NVIDIA A100", memory=40 << 30, capability=(8, 0)),) * 2
-    assert (found.cuda, found.driver) == ("12.8", "570.86.15")
-    assert found.ptxas_is_tritons  # this process imported detcompile, which pins it
+    actual = look_at_gpus(SimpleNamespace(cuda=cuda, version=SimpleNamespace(cuda="12.8")), triton)
+    assert actual.found == (GPU(name="NVIDIA A100", memory=40 << 30, capability=(8, 0)),) * 2
+    assert (actual.cuda, actual.driver) == ("12.8", "570.86.15")
+    assert actual.ptxas_is_tritons  # this process imported detcompile, which pins it
 
 
 @pytest.mark.parametrize(("text", "cores"), [("max 100000\n", None), ("150000 100000\n", 1.5), ("nonsense", None)])
@@ -229,7 +231,7 @@ def with_gpu(*capability: int) -> Machine:
 
 
 @pytest.mark.parametrize(
-    ("machine", "said"),
+    ("machine", "message"),
     [
         (GOOD, "fast GPU: NVIDIA H100 is a Hopper"),
         (with_gpu(10, 0), "slow GPU: a GPU (compute capability 10.0) is no Hopper: all kernels are the plain ones"),
@@ -260,18 +262,18 @@ def with_gpu(*capability: int) -> Machine:
         (with_cpu(quota=1.5), "set OMP_NUM_THREADS=1"),
     ],
 )
-def test_what_is_found_is_explained(machine: Machine, said: str) -> None:
-    found = findings(machine)
-    assert said in told(found)
-    assert ("missing " in said) == bool(missing(found))
-    levels = [finding.level for finding in found]
+def test_what_is_found_is_explained(machine: Machine, message: str) -> None:
+    actual = findings(machine)
+    assert message in lines_of(actual)
+    assert ("missing " in message) == bool(missing(actual))
+    levels = [finding.level for finding in actual]
     assert levels == sorted(levels, key=["missing", "slow", "fast", "note"].index)
 
 
 def test_a_good_machine_lacks_nothing() -> None:
-    found = findings(GOOD)
-    assert missing(found) == set() and [one.about for one in found if one.level == "slow"] == []
-    assert sum(one.about == "GPU" for one in found) == 1  # two alike are told once
+    actual = findings(GOOD)
+    assert missing(actual) == set() and [one.about for one in actual if one.level == "slow"] == []
+    assert sum(one.about == "GPU" for one in actual) == 1  # two alike are told once
 
 
 def test_lines_say_what_json_says() -> None:
@@ -291,7 +293,7 @@ def test_the_ranges_are_those_that_are_installed() -> None:
     declared = {"python": ("3.11", None)}
     assert project["requires-python"] == ">=3.11"
     for line in project["dependencies"]:
-        found = re.match(r"([a-z]+)>=([\d.]+)(?:,<([\d.]+))?", line)
-        if found:
-            declared[found[1]] = (found[2], found[3])
+        actual = re.match(r"([a-z]+)>=([\d.]+)(?:,<([\d.]+))?", line)
+        if actual:
+            declared[actual[1]] = (actual[2], actual[3])
     assert declared == DEPENDENCIES

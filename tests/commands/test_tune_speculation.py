@@ -50,8 +50,8 @@ def test_trials_cover_all_workloads_and_kinds():
         if trial.drafts == "chain":  # the model drafts for itself
             assert trial.acceptance == 1 and trial.tokens == trial.expected > 2
     for kind in ("code", "prose"):
-        found = advice(trials, kind)
-        assert found is not None and found.acceptance == 1 and found.cost > 0
+        actual = advice(trials, kind)
+        assert actual is not None and actual.acceptance == 1 and actual.cost > 0
 
 
 class SlowAtFirst(NGramDrafter):
@@ -86,21 +86,21 @@ def test_the_command_prints_and_plots(tmp_path, monkeypatch):
     arguments += ["--max-tokens", "8", "--repeats", "1", "--plot", str(tmp_path / "plot.svg"), "--json"]
     result = CliRunner().invoke(cli.app, arguments)
     assert result.exit_code == 0, result.output
-    found = json.loads(next(line for line in result.output.splitlines() if line.startswith("{")))
-    assert {trial["drafts"] for trial in found["trials"]} == {"none", "n-gram"} and found["advice"] == []
+    actual = json.loads(next(line for line in result.output.splitlines() if line.startswith("{")))
+    assert {trial["drafts"] for trial in actual["trials"]} == {"none", "n-gram"} and actual["advice"] == []
     ElementTree.fromstring((tmp_path / "plot.svg").read_text())
 
 
 def test_advice_follows_the_formula():
     """A guess of 0.05 plain steps, right 0.8 of the time: four to six guesses, and near three times plain decoding."""
     trials = [PLAIN, chain(2, 0.8, 2.44, 1.0, 4.5), chain(5, 0.8, 3.69, 2.5, 3.4)]
-    found = advice(trials, "code")
-    assert found is not None
-    assert found.cost == pytest.approx(0.05) and found.verification == pytest.approx((3.4 * 3.69 - 2.5) / 10)
-    assert 4 <= found.guesses <= 8 and 2.5 < found.speedup < 3.2
-    assert found.half_rate < 0.8 < found.double_rate
-    told = advice_text(trials, [found])
-    assert "chain with 5 nodes" in told and "right 0.80 of the time" in told
+    actual = advice(trials, "code")
+    assert actual is not None
+    assert actual.cost == pytest.approx(0.05) and actual.verification == pytest.approx((3.4 * 3.69 - 2.5) / 10)
+    assert 4 <= actual.guesses <= 8 and 2.5 < actual.speedup < 3.2
+    assert actual.half_rate < 0.8 < actual.double_rate
+    calls = advice_text(trials, [actual])
+    assert "chain with 5 nodes" in calls and "right 0.80 of the time" in calls
     assert advice([PLAIN, chain(2, 0.0, 1.0, 1.0, 12.0)], "code") is None
     assert "leave speculation off" in advice_text([PLAIN, chain(2, 0.0, 1.0, 1.0, 12.0)], [])
 

@@ -61,8 +61,8 @@ def padded_batch(lengths: tuple[int, ...] = LENGTHS, seed: int = 0) -> tuple[Ten
 def new_tokens(name: str) -> tuple[tuple[int, ...], ...]:
     """What each row is answered greedily: arguments are chosen so that they change it."""
     ids, mask = padded_batch()
-    found = plain_model(name).generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False, pad_token_id=PAD)
-    return tuple(map(tuple, found[:, ids.shape[1] :].tolist()))
+    actual = plain_model(name).generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False, pad_token_id=PAD)
+    return tuple(map(tuple, actual[:, ids.shape[1] :].tolist()))
 
 
 class Recorder(BaseStreamer):

@@ -66,12 +66,12 @@ def test_requests_of_many_adapters_keep_their_bits(model: CompiledModel, folders
             assert len(engine.load_adapter(name, folder)) == 64
     expected = {name: outputs(engine, PROMPTS, name) for name in (None, *CONFIGS)}
     assert expected[None] == outputs(plain.engine(CONFIG), PROMPTS)
-    assert len({repr(found) for found in expected.values()}) == 4
+    assert len({repr(actual) for actual in expected.values()}) == 4
     chosen = [None, "one", "two", "rs", "rs"] * 4
     others = EngineConfig(num_blocks=24, block_size=16, max_num_batched_tokens=16, max_num_seqs=5, overlap=True)
     for engine_of_all in (engine, model.engine(others)):
-        for place, found in enumerate(outputs(engine_of_all, PROMPTS * 5, chosen)):
-            assert found == expected[chosen[place]][place % 4], (place, chosen[place])
+        for place, actual in enumerate(outputs(engine_of_all, PROMPTS * 5, chosen)):
+            assert actual == expected[chosen[place]][place % 4], (place, chosen[place])
         engine_of_all.check()
     ids = torch.tensor([PROMPTS[0]])
     assert torch.equal(model(ids).logits, plain(ids).logits)
@@ -109,8 +109,8 @@ def test_adapters_are_named_once_and_forgotten(model: CompiledModel, folders: di
     assert done[request].finished and done[request].error is None
     llm = LLM(model, enable_lora=True, max_lora_rank=16, num_gpu_blocks_override=64)
     requests = [LoRARequest("by vLLM's name", 1, str(folders["two"])), None]
-    found = llm.generate([PROMPTS[0], PROMPTS[0]], SAMPLING, use_tqdm=False, lora_request=requests)
-    assert found[0].outputs[0].token_ids == done[request].outputs[0].token_ids != found[1].outputs[0].token_ids
+    actual = llm.generate([PROMPTS[0], PROMPTS[0]], SAMPLING, use_tqdm=False, lora_request=requests)
+    assert actual[0].outputs[0].token_ids == done[request].outputs[0].token_ids != actual[1].outputs[0].token_ids
     with pytest.raises(InvalidInput, match="lora_request"):
         llm.generate("x", lora_request={"a": 1}, use_tqdm=False)
 

@@ -101,9 +101,9 @@ def test_weights_that_come_last_give_the_same_bits(
     taken: list[bool] = []
 
     def noted(*given: Any) -> Any:
-        found = take_program(*given)
-        taken.append(found is not None)
-        return found
+        actual = take_program(*given)
+        taken.append(actual is not None)
+        return actual
 
     monkeypatch.setattr(program_source, "take_program", noted)
     monkeypatch.setenv("DETCOMPILE_KEEP_PROGRAMS", "1" if is_kept else "0")

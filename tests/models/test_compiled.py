@@ -93,9 +93,9 @@ BAD_CALLS = {
 }
 
 
-@pytest.mark.parametrize(("said", "call"), BAD_CALLS.items(), ids=BAD_CALLS.keys())
-def test_bad_input_is_refused_with_what_to_do(said: str, call) -> None:
-    with pytest.raises(InvalidInput, match=said):
+@pytest.mark.parametrize(("message", "call"), BAD_CALLS.items(), ids=BAD_CALLS.keys())
+def test_bad_input_is_refused_with_what_to_do(message: str, call) -> None:
+    with pytest.raises(InvalidInput, match=message):
         call(compiled("qwen3", torch.float32))
 
 
@@ -107,25 +107,25 @@ def test_padding_moves_no_loss_whatever_its_labels(left: bool) -> None:
     width = max(map(len, rows))
     pads = [[0] * (width - len(row)) for row in rows]
     ids, mask = (
-        torch.tensor([pad + own if left else own + pad for own, pad in zip(values, pads)])
+        torch.tensor([pad + item if left else item + pad for item, pad in zip(values, pads)])
         for values in (rows, [[1] * len(row) for row in rows])
     )
     ignored = torch.where(mask == 1, ids, -100)
-    found = [model(ids, mask, labels=labels).loss for labels in (ignored, ids, torch.where(mask == 1, ids, 7))]
-    for loss in found:
-        assert_bitwise_equal(loss, found[0])
+    actual = [model(ids, mask, labels=labels).loss for labels in (ignored, ids, torch.where(mask == 1, ids, 7))]
+    for loss in actual:
+        assert_bitwise_equal(loss, actual[0])
     alone = [model(torch.tensor([row]), labels=torch.tensor([row])).loss.double() * (len(row) - 1) for row in rows]
-    torch.testing.assert_close(found[0].double(), sum(alone) / sum(len(row) - 1 for row in rows))
+    torch.testing.assert_close(actual[0].double(), sum(alone) / sum(len(row) - 1 for row in rows))
     if not left:
         plain = random_model("qwen3", torch.float32)
         with torch.no_grad():
-            torch.testing.assert_close(found[0], plain(ids, mask, labels=ignored).loss, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(actual[0], plain(ids, mask, labels=ignored).loss, rtol=1e-5, atol=1e-5)
 
 
 def test_a_model_that_is_compiled_under_autocast_keeps_its_dtypes() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = certified(random_model("llama", torch.float32), max_context=MAX_CONTEXT)
-    assert found.fingerprint == compiled("llama", torch.float32).fingerprint
+        actual = certified(random_model("llama", torch.float32), max_context=MAX_CONTEXT)
+    assert actual.fingerprint == compiled("llama", torch.float32).fingerprint
 
 
 def test_compile_refuses_what_it_cannot_do() -> None:
@@ -181,13 +181,15 @@ BAD_ARGUMENTS = [
 ]
 
 
-@pytest.mark.parametrize(("given", "said"), BAD_ARGUMENTS, ids=[next(iter(given)) for given, _ in BAD_ARGUMENTS])
-def test_arguments_of_compile_are_what_they_are_called(given: dict, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("given", "message"), BAD_ARGUMENTS, ids=[next(iter(given)) for given, _ in BAD_ARGUMENTS])
+def test_arguments_of_compile_are_what_they_are_called(
+    given: dict, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing is loaded before they are known to be. A folder of a model is not found by an empty name."""
     monkeypatch.setattr(api, "compile_here", lambda *_: pytest.fail("took it"))
     monkeypatch.setattr(api, "compile_in_workers", lambda *_, **__: pytest.fail("took it"))
     monkeypatch.chdir(TINY_FOLDER)
-    with pytest.raises(InvalidInput, match=said):
+    with pytest.raises(InvalidInput, match=message):
         detcompile.compile(**({"model": "tiny-draft"} | given))
 
 
@@ -270,9 +272,9 @@ def test_what_generate_is_not_told_is_in_the_generation_config(config: dict) -> 
     plain = random_model("qwen3", torch.float32)
     plain.generation_config.update(**config)
     with generation_config(model, **config):
-        found = model.generate(PROMPT, eos_token_id=())
-    assert torch.equal(found, plain.generate(PROMPT, do_sample=False))
-    assert torch.equal(found, model.generate(PROMPT, eos_token_id=())) == (not config)
+        actual = model.generate(PROMPT, eos_token_id=())
+    assert torch.equal(actual, plain.generate(PROMPT, do_sample=False))
+    assert torch.equal(actual, model.generate(PROMPT, eos_token_id=())) == (not config)
 
 
 def test_sampling_that_the_generation_config_asks_for_is_done_and_can_be_overruled() -> None:

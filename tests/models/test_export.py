@@ -83,8 +83,8 @@ def test_a_fresh_process_without_the_models_code_gives_the_bytes_of_the_jit(
     models: dict[str, CompiledModel], archives: dict[str, Path]
 ) -> None:
     """Prompts, decodes and an engine; of a model whose layers see windows, too."""
-    for (name, model), found in zip(models.items(), loaded_elsewhere(list(archives.values()), COUNTS)):
-        equal = compare(found["seen"], observe(model, COUNTS))
+    for (name, model), actual in zip(models.items(), loaded_elsewhere(list(archives.values()), COUNTS)):
+        equal = compare(actual["seen"], observe(model, COUNTS))
         assert len(equal) == 2 * len(COUNTS) + 3
         assert all(equal.values()), (name, [what for what, same in equal.items() if not same])
 
@@ -92,8 +92,8 @@ def test_a_fresh_process_without_the_models_code_gives_the_bytes_of_the_jit(
 def test_it_says_of_itself_what_the_exported_model_did(models: dict[str, CompiledModel], loaded: ExportedModel) -> None:
     before = models["llama"]
     assert type(loaded.config) is type(before.config) and loaded.config.to_dict() == before.config.to_dict()
-    own, known = before.generation_config.to_dict(), loaded.generation_config.to_dict()
-    assert {name: value for name, value in known.items() if own[name] != value} == {}
+    item, known = before.generation_config.to_dict(), loaded.generation_config.to_dict()
+    assert {name: value for name, value in known.items() if item[name] != value} == {}
     assert loaded.num_parameters() == before.num_parameters()
     assert loaded.num_parameters(exclude_embeddings=True) == before.num_parameters(exclude_embeddings=True)
     assert loaded.name_or_path == before.name_or_path
@@ -104,13 +104,13 @@ def test_it_says_of_itself_what_the_exported_model_did(models: dict[str, Compile
 
 def test_what_generate_is_not_told_is_in_the_file(models: dict[str, CompiledModel], tmp_path: Path) -> None:
     before, ids = models["llama"], torch.tensor([[1, 2, 3]])
-    own = copy.deepcopy(before.generation_config)
+    item = copy.deepcopy(before.generation_config)
     try:
         before.generation_config.update(max_new_tokens=5, repetition_penalty=1.5, eos_token_id=None)
         after = detcompile.load(detcompile.export(before, tmp_path / "m.pt2"))
         assert torch.equal(after.generate(ids), before.generate(ids)) and after.generate(ids).shape[1] == 8
     finally:
-        before.generation_config = own
+        before.generation_config = item
 
 
 @EXHAUSTIVE
@@ -121,15 +121,15 @@ def test_what_generate_is_not_told_is_in_the_file(models: dict[str, CompiledMode
 def test_other_layers_and_dtypes_give_the_bytes_of_the_jit(
     name: str, dtype: torch.dtype, weights: str, tmp_path: Path
 ) -> None:
-    found = measure(name, dtype, "cpu", tmp_path, weights)
-    assert found["equal"], found
+    actual = measure(name, dtype, "cpu", tmp_path, weights)
+    assert actual["equal"], actual
 
 
 @pytest.mark.gpu
 @NEEDS_CUDA
 def test_on_a_gpu_it_gives_the_bytes_of_the_jit(tmp_path: Path) -> None:
-    found = measure("llama", torch.bfloat16, "cuda", tmp_path, "inside")
-    assert found["equal"], found
+    actual = measure("llama", torch.bfloat16, "cuda", tmp_path, "inside")
+    assert actual["equal"], actual
 
 
 def test_the_comparison_sees_one_bit_of_one_weight(
@@ -222,10 +222,10 @@ def test_operations_are_told_their_group_and_dtype(
         {"name": "out_dtype", "arg": {"as_scalar_type": 13}},
         {"name": "out_dtype", "arg": {"as_none": True}},
     ]
-    found = json.loads(archived._for_this_process(json.dumps({"nodes": given}), "0"))["nodes"]
-    assert found[0] == given[0] | {"arg": {"as_string": "0"}}
-    assert found[1] == given[1] and found[3] == given[3]
-    assert found[2] == given[2] | {"arg": {"as_scalar_type": number}}
+    actual = json.loads(archived._for_this_process(json.dumps({"nodes": given}), "0"))["nodes"]
+    assert actual[0] == given[0] | {"arg": {"as_string": "0"}}
+    assert actual[1] == given[1] and actual[3] == given[3]
+    assert actual[2] == given[2] | {"arg": {"as_scalar_type": number}}
 
 
 def test_process_group_replaces_strings_only() -> None:
@@ -243,15 +243,15 @@ def test_it_is_called_as_the_compiled_model_is(models: dict[str, CompiledModel],
     torch.manual_seed(0)
     ids, mask = torch.randint(0, 160, (3, 9)), torch.ones(3, 9, dtype=torch.int64)
     mask[1, :4] = mask[2, 7:] = 0
-    found, expected = loaded(ids, mask, labels=ids), models["llama"](ids, mask, labels=ids)
-    assert_bitwise_equal(found.logits, expected.logits)
-    assert_bitwise_equal(found.loss, expected.loss)
+    actual, expected = loaded(ids, mask, labels=ids), models["llama"](ids, mask, labels=ids)
+    assert_bitwise_equal(actual.logits, expected.logits)
+    assert_bitwise_equal(actual.loss, expected.loss)
     sampled = {"max_new_tokens": 12, "do_sample": True, "seed": [1, 2, 3]}
     assert torch.equal(loaded.generate(ids, mask, **sampled), models["llama"].generate(ids, mask, **sampled))
     seen = {"max_new_tokens": 6, "return_dict_in_generate": True, "output_scores": True, "repetition_penalty": 1.5}
-    found, expected = (m.generate(ids, mask, do_sample=True, seed=3, **seen) for m in (loaded, models["llama"]))
-    assert torch.equal(found.sequences, expected.sequences) and found.seeds == expected.seeds
-    assert_bitwise_equal(torch.stack(found.scores), torch.stack(expected.scores))
+    actual, expected = (m.generate(ids, mask, do_sample=True, seed=3, **seen) for m in (loaded, models["llama"]))
+    assert torch.equal(actual.sequences, expected.sequences) and actual.seeds == expected.seeds
+    assert_bitwise_equal(torch.stack(actual.scores), torch.stack(expected.scores))
 
 
 def test_it_drafts_for_the_model_and_the_model_for_it(models: dict[str, CompiledModel], loaded: ExportedModel) -> None:
@@ -273,8 +273,8 @@ def test_it_drafts_for_the_model_and_the_model_for_it(models: dict[str, Compiled
 def test_the_command_line_takes_an_archive(archives: dict[str, Path], loaded: ExportedModel) -> None:
     done = CliRunner().invoke(app, ["check", str(archives["llama"]), "--json"])
     assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout[done.stdout.index("{") :])
-    assert found["fingerprint"] == loaded.fingerprint and found["counts"] == loaded.certificate.counts
+    actual = json.loads(done.stdout[done.stdout.index("{") :])
+    assert actual["fingerprint"] == loaded.fingerprint and actual["counts"] == loaded.certificate.counts
     refused = CliRunner().invoke(app, ["check", str(archives["llama"]), "--dtype", "float32"])
     assert isinstance(refused.exception, InvalidInput) and "is a compiled archive" in str(refused.exception)
 

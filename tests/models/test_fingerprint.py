@@ -126,12 +126,12 @@ def test_tokens_that_end_an_answer_are_another_fingerprint_as_long_as_they_are_s
         return tuple(output.outputs[0].token_ids)
 
     before, without = drawn(), plain.fingerprint
-    found = {}
+    actual = {}
     for ends in (before[2], [before[2], before[0]], {before[0], before[2]}, None):
         with monkeypatch.context() as patch:
             patch.setattr(plain.generation_config, "eos_token_id", ends)
-            found.setdefault(plain.fingerprint, set()).add(drawn())
-    assert [len(answers) for answers in found.values()] == [1, 1, 1] and found[without] == {before}
+            actual.setdefault(plain.fingerprint, set()).add(drawn())
+    assert [len(answers) for answers in actual.values()] == [1, 1, 1] and actual[without] == {before}
     assert plain.fingerprint == without
 
 

@@ -86,11 +86,11 @@ def test_a_penalty_counts_a_row_s_own_tokens(name: str) -> None:
     """Hugging Face's counts the pad token as one that was seen: its rows are taken alone here."""
     ids, mask = padded_batch()
     arguments = {"repetition_penalty": 9.0, "max_new_tokens": 12, "do_sample": False}
-    found = model_of(name).generate(ids, mask, **arguments)
+    actual = model_of(name).generate(ids, mask, **arguments)
     for row, length in enumerate(LENGTHS):
         alone = plain_model(name).generate(ids[row : row + 1, -length:], **arguments)
-        assert torch.equal(found[row, -length - 12 :], alone[0])
-    assert not torch.equal(found[:, ids.shape[1] :], torch.tensor(new_tokens(name)))
+        assert torch.equal(actual[row, -length - 12 :], alone[0])
+    assert not torch.equal(actual[:, ids.shape[1] :], torch.tensor(new_tokens(name)))
 
 
 # What the caller sees meanwhile
@@ -116,7 +116,7 @@ def test_streamers_and_criteria_see_what_hugging_face_shows_them(eos: dict, outp
     seen = []
     for model in (plain_model("qwen3"), model_of("qwen3")):
         streamer, criterion = Recorder(), After({rows[0][5], rows[1][2], rows[2][8]})
-        found = model.generate(
+        actual = model.generate(
             ids,
             attention_mask=mask,
             do_sample=False,
@@ -127,7 +127,7 @@ def test_streamers_and_criteria_see_what_hugging_face_shows_them(eos: dict, outp
             **eos,
             **outputs,
         )
-        seen.append((streamer.seen, criterion.seen, (found.sequences if outputs else found).tolist()))
+        seen.append((streamer.seen, criterion.seen, (actual.sequences if outputs else actual).tolist()))
     assert seen[0] == seen[1]
     assert seen[0][0][-1] == ["end"] and len(seen[0][1]) > 4
 
@@ -189,10 +189,10 @@ def test_logits_are_the_model_s_and_scores_what_the_processors_of_transformers_m
     arguments |= {"bad_words_ids": words_of(rows), "suppress_tokens": [3, 9], "pad_token_id": PAD}
     returned = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     model = model_of("qwen3")
-    found = model.generate(ids, mask, **arguments, **returned)
-    assert torch.equal(found.sequences, model.generate(ids, mask, **arguments))
-    assert found.seeds is None and found.past_key_values is None
-    everything = model(found.sequences).logits
+    actual = model.generate(ids, mask, **arguments, **returned)
+    assert torch.equal(actual.sequences, model.generate(ids, mask, **arguments))
+    assert actual.seeds is None and actual.past_key_values is None
+    everything = model(actual.sequences).logits
     processors = logits_process.LogitsProcessorList(
         [
             logits_process.RepetitionPenaltyLogitsProcessor(1.3),
@@ -201,25 +201,25 @@ def test_logits_are_the_model_s_and_scores_what_the_processors_of_transformers_m
             logits_process.SuppressTokensLogitsProcessor([3, 9]),
         ]
     )
-    for step, (logits, scores) in enumerate(zip(found.logits, found.scores, strict=True)):
-        live = [rows[0][0] not in row for row in found.sequences[:, 7 : 7 + step].tolist()]
+    for step, (logits, scores) in enumerate(zip(actual.logits, actual.scores, strict=True)):
+        live = [rows[0][0] not in row for row in actual.sequences[:, 7 : 7 + step].tolist()]
         assert_bitwise_equal(logits[live], everything[live, 6 + step])
-        assert_bitwise_equal(scores[live], processors(found.sequences[live, : 7 + step], logits[live]))
+        assert_bitwise_equal(scores[live], processors(actual.sequences[live, : 7 + step], logits[live]))
     only = model.generate(ids, mask, **arguments, return_dict_in_generate=True)
-    assert torch.equal(only.sequences, found.sequences) and only.scores is None and only.logits is None
+    assert torch.equal(only.sequences, actual.sequences) and only.scores is None and only.logits is None
     theirs = plain_model("qwen3").generate(ids, attention_mask=mask, do_sample=False, **arguments, **returned)
-    assert torch.equal(theirs.sequences, found.sequences)
-    assert [s.shape for s in theirs.scores] == [s.shape for s in found.scores]
-    assert {s.dtype for s in theirs.scores} == {s.dtype for s in found.scores}
+    assert torch.equal(theirs.sequences, actual.sequences)
+    assert [s.shape for s in theirs.scores] == [s.shape for s in actual.scores]
+    assert {s.dtype for s in theirs.scores} == {s.dtype for s in actual.scores}
 
 
 def test_the_logits_of_a_row_that_has_ended_are_zeros() -> None:
     ids, mask = padded_batch()
     rows = new_tokens("qwen3")
     returned = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
-    found = model_of("qwen3").generate(ids, mask, eos_token_id=rows[0][2], max_new_tokens=8, **returned)
+    actual = model_of("qwen3").generate(ids, mask, eos_token_id=rows[0][2], max_new_tokens=8, **returned)
     ended = rows[0].index(rows[0][2])
-    for step, (logits, scores) in enumerate(zip(found.logits, found.scores)):
+    for step, (logits, scores) in enumerate(zip(actual.logits, actual.scores)):
         assert (not logits[0].any() and not scores[0].any()) == (step > ended)
 
 
@@ -229,18 +229,18 @@ def test_one_seed_serves_all_rows_and_each_repeats_alone(stepwise: bool) -> None
     model = model_of("qwen3")
     arguments = {"do_sample": True, "temperature": 1.3, "top_p": 0.95, "max_new_tokens": 10, "eos_token_id": None}
     arguments |= {"return_dict_in_generate": True} | ({"streamer": Recorder(), "min_p": 0.01} if stepwise else {})
-    found = model.generate(ids, mask, seed=7, num_return_sequences=2, **arguments)
-    assert found.sequences.shape[0] == 6 and len(set(found.seeds)) == 6
-    assert found.seeds == tuple(seed_of_row(7, row) for row in range(6)) and found.seeds[0] == 7
+    actual = model.generate(ids, mask, seed=7, num_return_sequences=2, **arguments)
+    assert actual.sequences.shape[0] == 6 and len(set(actual.seeds)) == 6
+    assert actual.seeds == tuple(seed_of_row(7, row) for row in range(6)) and actual.seeds[0] == 7
     if stepwise:
         arguments["streamer"] = None
-    for row, seed in enumerate(found.seeds):
+    for row, seed in enumerate(actual.seeds):
         prompt = ids[row // 2 : row // 2 + 1, -LENGTHS[row // 2] :]
         alone = model.generate(prompt, seed=seed, **arguments)
         assert alone.seeds == (seed,)
-        assert torch.equal(alone.sequences[0], found.sequences[row, -alone.sequences.shape[1] :])
-    again = model.generate(ids, mask, seed=list(found.seeds), num_return_sequences=2, **arguments)
-    assert torch.equal(again.sequences, found.sequences)
+        assert torch.equal(alone.sequences[0], actual.sequences[row, -alone.sequences.shape[1] :])
+    again = model.generate(ids, mask, seed=list(actual.seeds), num_return_sequences=2, **arguments)
+    assert torch.equal(again.sequences, actual.sequences)
     fresh = [model.generate(ids, mask, **arguments) for _ in range(2)]
     assert not torch.equal(fresh[0].sequences, fresh[1].sequences) and not {*fresh[0].seeds} & {*fresh[1].seeds}
     again = model.generate(ids, mask, seed=fresh[0].seeds, **arguments)
@@ -252,11 +252,11 @@ def test_seeds_that_are_not_given_are_drawn_by_torch() -> None:
     arguments = {"do_sample": True, "max_new_tokens": 4, "return_dict_in_generate": True, "attention_mask": ids * 0 + 1}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        found = [model.generate(ids, **arguments) for _ in range(2)]
+        actual = [model.generate(ids, **arguments) for _ in range(2)]
         torch.manual_seed(3)
         again = [model.generate(ids, **arguments) for _ in range(2)]
-    assert len({seed for output in found for seed in output.seeds}) == 2 * len(LENGTHS)
-    for output, repeated in zip(found, again, strict=True):
+    assert len({seed for output in actual for seed in output.seeds}) == 2 * len(LENGTHS)
+    for output, repeated in zip(actual, again, strict=True):
         assert output.seeds == repeated.seeds and torch.equal(output.sequences, repeated.sequences)
 
 
@@ -268,10 +268,10 @@ def test_seeds_are_the_documented_hash() -> None:
 def test_a_row_gets_what_an_engine_draws_with_its_seed() -> None:
     ids = padded_batch((9,))[0]
     model = model_of("qwen3")
-    found = model.generate(ids, do_sample=True, seed=5, max_new_tokens=8, eos_token_id=None)
+    actual = model.generate(ids, do_sample=True, seed=5, max_new_tokens=8, eos_token_id=None)
     params = SamplingParams(seed=5, max_tokens=8, ignore_eos=True, top_k=50)  # as Hugging Face's default
     [output] = model.engine(detcompile.EngineConfig(num_blocks=20)).generate(ids[0].tolist(), params, progress=False)
-    assert found[0, 9:].tolist() == output.outputs[0].token_ids
+    assert actual[0, 9:].tolist() == output.outputs[0].token_ids
 
 
 # Any combination

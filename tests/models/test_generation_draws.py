@@ -40,14 +40,14 @@ def test_any_arguments_give_hugging_face_s_greedy_tokens(data: st.DataObject, ro
     ids = padded_batch((9,) * rows, seed)[0]
     streamers = Recorder(), Recorder()
     streams = data.draw(st.booleans(), label="streams")
-    found, expected = (
+    actual, expected = (
         model.generate(ids, **arguments, **({"streamer": streamer} if streams else {}))
         for model, streamer in zip((model_of("qwen3"), plain_model("qwen3")), streamers)
     )
     if arguments.get("return_dict_in_generate"):
-        assert (found.scores is None) == (expected.scores is None)
-        found, expected = found.sequences, expected.sequences
-    assert torch.equal(found, expected)
+        assert (actual.scores is None) == (expected.scores is None)
+        actual, expected = actual.sequences, expected.sequences
+    assert torch.equal(actual, expected)
     assert streamers[0].seen == streamers[1].seen
 
 
@@ -66,5 +66,5 @@ def test_a_row_is_alone_in_any_batch_and_watched_or_not(data: st.DataObject, see
     assert torch.equal(together, watched)
     for row, length in enumerate(lengths):
         alone = model.generate(ids[row : row + 1, -length:], seed=seeds[row], **arguments)[0, length:]
-        own = together[row, ids.shape[1] :]
-        assert torch.equal(own[: len(alone)], alone) and (own[len(alone) :] == PAD).all()
+        item = together[row, ids.shape[1] :]
+        assert torch.equal(item[: len(alone)], alone) and (item[len(alone) :] == PAD).all()

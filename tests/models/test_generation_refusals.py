@@ -18,7 +18,7 @@ from tests.models.generation_cases import Recorder, model_of, padded_batch
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"num_beams": 4}, "num_beams = 4 is not supported"),
         ({"assistant_model": SimpleNamespace()}, "assistant_model = .* is not supported.*SpeculationConfig"),
@@ -44,9 +44,9 @@ from tests.models.generation_cases import Recorder, model_of, padded_batch
     ],
     ids=lambda value: re.sub(" at 0x[0-9a-f]+", "", str(value)),  # the same in every worker
 )
-def test_what_cannot_be_served_is_refused_by_name(given: dict, said: str) -> None:
+def test_what_cannot_be_served_is_refused_by_name(given: dict, message: str) -> None:
     ids, mask = padded_batch()
-    with pytest.raises(InvalidInput, match=said):
+    with pytest.raises(InvalidInput, match=message):
         model_of("qwen3").generate(ids, mask, **given)
 
 
@@ -63,7 +63,7 @@ def test_arguments_that_ask_for_nothing_are_taken() -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "message"),
     [
         (lambda m, ids, mask: m.generate(), "needs input_ids"),
         (lambda m, ids, mask: m.generate(ids, inputs=ids), "needs input_ids"),
@@ -78,8 +78,8 @@ def test_arguments_that_ask_for_nothing_are_taken() -> None:
     ids=["nothing", "twice", "a list", "no values", "a config by place"]
     + ["a row", "truth values", "sparse", "sparse mask"],
 )
-def test_inputs_that_are_none_are_refused(call: Callable, said: str) -> None:
-    with pytest.raises(InvalidInput, match=said):
+def test_inputs_that_are_none_are_refused(call: Callable, message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
         call(model_of("qwen3"), *padded_batch())
 
 
@@ -105,8 +105,8 @@ def test_the_model_s_own_tokenizer_reads_stop_strings() -> None:
     free = model.generate(ids, max_new_tokens=30)
     text = model.tokenizer.decode(free[0, ids.shape[1] :])
     stop = text[len(text) // 2 :][:3]
-    found = model.generate(ids, max_new_tokens=30, stop_strings=[stop])
-    assert torch.equal(found, model.generate(ids, max_new_tokens=30, stop_strings=[stop], tokenizer=model.tokenizer))
+    actual = model.generate(ids, max_new_tokens=30, stop_strings=[stop])
+    assert torch.equal(actual, model.generate(ids, max_new_tokens=30, stop_strings=[stop], tokenizer=model.tokenizer))
     ended = StopStringCriteria(model.tokenizer, [stop])
-    assert ended(found, None).all() and not ended(found[:, :-1], None).any()
-    assert torch.equal(free[:, : found.shape[1]], found)
+    assert ended(actual, None).all() and not ended(actual[:, :-1], None).any()
+    assert torch.equal(free[:, : actual.shape[1]], actual)

@@ -147,8 +147,8 @@ def test_folders_and_repositories_have_gguf_files(small: Path, tmp_path: Path) -
     assert detcompile.load_model(small.parent, gguf_file=small.name).name_or_path == str(folder)
     with with_cache(tmp_path, offline=True):
         put_snapshot(tmp_path, "org/name", {"q8/small.gguf": small.read_bytes()})
-        found = find_checkpoint("org/name:q8/small.gguf")
-        assert found == (folder, "org/name:q8/small.gguf", COMMIT)
+        result = find_checkpoint("org/name:q8/small.gguf")
+        assert result == (folder, "org/name:q8/small.gguf", COMMIT)
         model = detcompile.load_model("org/name", gguf_file="q8/small.gguf")
         assert tokenizer_of(model) is not None and model.config._commit_hash == COMMIT
         with pytest.raises(InvalidInput, match=r"q4\.gguf missing.*`hf download org/name q4\.gguf`"):

@@ -152,13 +152,13 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("said", FAULTS)
-def test_what_the_hub_refuses_is_said_with_what_to_do(said: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("text", FAULTS)
+def test_what_the_hub_refuses_is_said_with_what_to_do(text: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, local_files_only: bool = False, **__: object) -> str:
-        raise errors.LocalEntryNotFoundError("not cached") if local_files_only else FAULTS[said]
+        raise errors.LocalEntryNotFoundError("not cached") if local_files_only else FAULTS[text]
 
     monkeypatch.setattr(hub, "snapshot_download", fail)
-    with with_cache(cache, offline=False), pytest.raises(InvalidInput, match=said):
+    with with_cache(cache, offline=False), pytest.raises(InvalidInput, match=text):
         detcompile.load_model(NAME, revision="v2")
 
 
@@ -200,9 +200,9 @@ def test_bin_files_are_fetched_where_no_safetensors_are(cache: Path, small: dict
     others = {name: content for name, content in small.items() if "safetensors" not in name}
     files = others | {"pytorch_model.bin": b"weights", "training_args.bin": b"others", "modeling_name.py": b"#"}
     with with_cache(cache, offline=False), serving(Hub({COMMIT: files}, {"main": COMMIT})) as there:
-        found = find_checkpoint(NAME, code=True)
+        actual = find_checkpoint(NAME, code=True)
         assert sorted(there.sent) == sorted({*files} - {"training_args.bin"})
-        assert (found.folder / "pytorch_model.bin").read_bytes() == b"weights"
+        assert (actual.folder / "pytorch_model.bin").read_bytes() == b"weights"
     nothing = serving(Hub({COMMIT: others}, {"main": COMMIT}))
     refusal = pytest.raises(InvalidInput, match=r"lacks model\.safetensors: it is not a model in transformers' format")
     with with_cache(cache / "2", offline=False), nothing, refusal:
@@ -284,11 +284,11 @@ def test_code_of_a_checkpoint_runs_only_where_it_is_trusted(
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
     put_snapshot(cache, NAME, with_own_code(small))
-    said = r"\(configuration_own.OwnConfig, modeling_own.OwnForCausalLM\).*pass trust_remote_code=True"
+    text = r"\(configuration_own.OwnConfig, modeling_own.OwnForCausalLM\).*pass trust_remote_code=True"
     for random in (False, True):
-        with pytest.raises(InvalidInput, match=said):
+        with pytest.raises(InvalidInput, match=text):
             detcompile.load_model(NAME, random=random, device="cpu")
-    with pytest.raises(InvalidInput, match=said):
+    with pytest.raises(InvalidInput, match=text):
         detcompile.compile(NAME, device="cpu")
     model = detcompile.load_model(NAME, trust_remote_code=True, device="cpu")
     assert type(model).__name__ == "OwnForCausalLM"
@@ -308,21 +308,21 @@ def test_code_of_a_tokenizer_runs_only_where_the_models_did(
         f"from transformers import PreTrainedTokenizerFast\nopen({str(ran)!r}, 'w').close()\n"
         "class OwnTokenizer(PreTrainedTokenizerFast): pass\n"  # transformers marks the class
     )
-    own = {"tokenizer_config.json": json.dumps(settings).encode(), "tokenization_own.py": code.encode()}
-    put_snapshot(cache, NAME, small | own)
+    item = {"tokenizer_config.json": json.dumps(settings).encode(), "tokenization_own.py": code.encode()}
+    put_snapshot(cache, NAME, small | item)
     tokenizer_of(detcompile.load_model(NAME, device="cpu"))
     assert not ran.exists()
-    put_snapshot(cache, "org/own", with_own_code(small) | own)
+    put_snapshot(cache, "org/own", with_own_code(small) | item)
     tokenizer_of(detcompile.load_model("org/own", trust_remote_code=True, device="cpu"))
     assert ran.exists()
 
 
 def test_what_was_found_on_another_machine_is_found_again_by_its_commit(cache: Path, small: dict[str, bytes]) -> None:
     put_snapshot(cache, NAME, small)
-    found = find(NAME, device="cpu")
-    assert found.checkpoint.commit is not None
-    elsewhere = found._replace(checkpoint=found.checkpoint._replace(folder=Path("/no/such/cache")))
-    assert digests(elsewhere.on(torch.device("cpu"))) == digests(found.on(torch.device("cpu")))
+    actual = find(NAME, device="cpu")
+    assert actual.checkpoint.commit is not None
+    elsewhere = actual._replace(checkpoint=actual.checkpoint._replace(folder=Path("/no/such/cache")))
+    assert digests(elsewhere.on(torch.device("cpu"))) == digests(actual.on(torch.device("cpu")))
     lone = elsewhere._replace(checkpoint=elsewhere.checkpoint._replace(commit=None))
     with pytest.raises(InvalidInput, match="/no/such/cache"):
         lone.on(torch.device("cpu"))

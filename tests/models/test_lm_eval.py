@@ -50,9 +50,9 @@ def test_what_it_reports_of_the_model() -> None:
 def test_answers_do_not_depend_on_the_batch_size() -> None:
     model = compiled("tiny", torch.float32)
     how = {"until": ["\n\n"], "max_gen_toks": 24, "do_sample": False}
-    asked = [Instance("generate_until", {}, (text[:200], how), place) for place, text in enumerate(TEXTS)]
+    requested = [Instance("generate_until", {}, (text[:200], how), place) for place, text in enumerate(TEXTS)]
     answers = [
-        HFLM(pretrained=model, tokenizer=model.tokenizer, batch_size=size).generate_until(asked, disable_tqdm=True)
+        HFLM(pretrained=model, tokenizer=model.tokenizer, batch_size=size).generate_until(requested, disable_tqdm=True)
         for size in BATCHES
     ]
     assert answers[1:] == answers[:1] * 2 and any(answers[0])

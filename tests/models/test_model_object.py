@@ -81,14 +81,14 @@ def test_every_attribute_of_hugging_face_works_or_is_refused() -> None:
 
 def test_its_weights_are_read_as_hugging_face_has_them(tmp_path: Path) -> None:
     plain, ours = random_model("qwen3", torch.float32), model()
-    for found, expected in (
+    for actual, expected in (
         (ours.state_dict(), plain.state_dict()),
         (dict(ours.named_parameters()), dict(plain.named_parameters())),
         (dict(ours.named_buffers()), dict(plain.named_buffers())),
     ):
-        assert list(found) == list(expected)
+        assert list(actual) == list(expected)
         for name, tensor in expected.items():
-            assert_bitwise_equal(found[name], tensor)
+            assert_bitwise_equal(actual[name], tensor)
     assert next(ours.parameters()) is ours.get_parameter("model.embed_tokens.weight")
     assert ours.get_memory_footprint() == plain.get_memory_footprint()
     ours.save_pretrained(tmp_path)
@@ -190,10 +190,10 @@ def test_what_changes_nothing_returns_the_model(stays: str) -> None:
     assert STAYS[stays](model()) is model()
 
 
-@pytest.mark.parametrize("said", MOVES)
-def test_what_would_change_it_is_refused(said: str) -> None:
-    with pytest.raises(InvalidInput, match=said):
-        MOVES[said](model())
+@pytest.mark.parametrize("expected_text", MOVES)
+def test_what_would_change_it_is_refused(expected_text: str) -> None:
+    with pytest.raises(InvalidInput, match=expected_text):
+        MOVES[expected_text](model())
 
 
 IDLE: list[dict[str, Any]] = [
@@ -216,8 +216,8 @@ def test_a_tuple_is_given_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch)
     loss, again = model()(IDS, labels=IDS, return_dict=False)
     monkeypatch.setattr(model().config, "return_dict", False)
     (said_by_config,) = model()(IDS)
-    for found in (logits, again, said_by_config):
-        assert_bitwise_equal(found, whole.logits)
+    for actual in (logits, again, said_by_config):
+        assert_bitwise_equal(actual, whole.logits)
     assert_bitwise_equal(loss, whole.loss)
 
 
@@ -244,10 +244,10 @@ BAD: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("said", BAD)
-def test_what_a_call_cannot_serve_is_refused_by_its_name(said: str) -> None:
-    with pytest.raises(InvalidInput, match=said):
-        model()(**BAD[said])
+@pytest.mark.parametrize("expected_text", BAD)
+def test_what_a_call_cannot_serve_is_refused_by_its_name(expected_text: str) -> None:
+    with pytest.raises(InvalidInput, match=expected_text):
+        model()(**BAD[expected_text])
 
 
 @pytest.mark.parametrize("kind", [Qwen3ForCausalLM, LlamaForCausalLM])

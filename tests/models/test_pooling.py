@@ -93,13 +93,13 @@ def test_it_says_what_hugging_face_says(name: str) -> None:
     model, plain = compiled(name), random_model(name)
     rows = draw_rows([40, 7, 23, 1])
     ids, mask = padded(rows, pad_of(name))
-    found = model(ids, attention_mask=mask)[0]
+    actual = model(ids, attention_mask=mask)[0]
     with torch.no_grad():
         alone = [plain(input_ids=row[None])[0][0] for row in rows]
     assert isinstance(model, CompiledEmbedder if CASES[name][0] is BASE else CompiledClassifier)
-    for ours, theirs, length in zip(found, alone, map(len, rows)):
-        own = ours[:length] if isinstance(model, CompiledEmbedder) else ours
-        torch.testing.assert_close(own, theirs, atol=2e-5, rtol=2e-5)
+    for ours, theirs, length in zip(actual, alone, map(len, rows)):
+        item = ours[:length] if isinstance(model, CompiledEmbedder) else ours
+        torch.testing.assert_close(item, theirs, atol=2e-5, rtol=2e-5)
     assert attends_both_ways(model.model) == (CASES[name][1] in BOTH_WAYS)
 
 
@@ -112,8 +112,8 @@ def test_it_says_what_hugging_face_says(name: str) -> None:
 def test_a_row_ignores_its_neighbours(name: str, lengths: list[int], left: bool, seed: int) -> None:
     model, rows = compiled(name), draw_rows(lengths, seed)
     ids, mask = padded(rows, pad_of(name), left)
-    found = model(ids, attention_mask=mask)[0]
-    for ours, row, kept in zip(found, rows, mask.bool()):
+    actual = model(ids, attention_mask=mask)[0]
+    for ours, row, kept in zip(actual, rows, mask.bool()):
         alone = model(row[None])[0][0]
         assert_bitwise_equal(ours[kept] if isinstance(model, CompiledEmbedder) else ours, alone)
 
@@ -137,7 +137,7 @@ def test_what_a_tokenizer_gives_is_read_as_its_ids_without_padding(monkeypatch: 
     for left in (False, True):
         ids, mask = padded([torch.tensor(row) for row in rows], PAD, left)
         given = {"input_ids": ids, "attention_mask": mask, "token_type_ids": torch.zeros_like(ids)}
-        for batch in (given, BatchEncoding(given), BatchEncoding({key: own.tolist() for key, own in given.items()})):
+        for batch in (given, BatchEncoding(given), BatchEncoding({key: item.tolist() for key, item in given.items()})):
             assert_bitwise_equal(model.score(batch), alone)
     assert_bitwise_equal(model.score([{"input_ids": rows[0]}, {"prompt_token_ids": rows[1]}]), alone)
     assert_bitwise_equal(torch.cat([model.score(rows[0]), model.score(torch.tensor(rows[1]))]), alone)
@@ -153,17 +153,17 @@ def test_what_a_tokenizer_gives_is_read_as_its_ids_without_padding(monkeypatch: 
 def test_embeddings_are_pooled_of_a_rows_own_tokens(how: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, rows = compiled("xlm-roberta base"), draw_rows([30, 1, 57])
     lists = [row.tolist() for row in rows]
-    found = model.embed(lists, pooling=how, normalize=False)
-    for embedding, row in zip(found, rows):
+    actual = model.embed(lists, pooling=how, normalize=False)
+    for embedding, row in zip(actual, rows):
         states = model(row[None]).last_hidden_state[0]
         mean = torch.from_numpy(row_order(len(row), "cpu").evaluate(states.t().numpy())) / len(row)
         assert_bitwise_equal(embedding, {"last": states[-1], "first": states[0], "mean": mean}[how])
     monkeypatch.setattr(pooling, "STEP_TOKENS", 32)
-    assert_bitwise_equal(model.embed(lists, pooling=how, normalize=False), found)
-    assert_bitwise_equal(torch.cat([model.embed([row], pooling=how, normalize=False) for row in lists]), found)
-    torch.testing.assert_close(model.embed(lists, pooling=how), nn.functional.normalize(found))
+    assert_bitwise_equal(model.embed(lists, pooling=how, normalize=False), actual)
+    assert_bitwise_equal(torch.cat([model.embed([row], pooling=how, normalize=False) for row in lists]), actual)
+    torch.testing.assert_close(model.embed(lists, pooling=how), nn.functional.normalize(actual))
     if how == "mean":
-        assert_bitwise_equal(model.embed(lists, normalize=False), found)
+        assert_bitwise_equal(model.embed(lists, normalize=False), actual)
 
 
 def test_tokens_of_an_encoder_see_those_behind_them_and_a_decoders_do_not() -> None:
@@ -198,7 +198,7 @@ def test_transformers_pipeline_runs_on_it() -> None:
 
         def __call__(self, text: Any, **_: Any) -> dict[str, Any]:
             texts = [text] if isinstance(text, str) else text
-            rows = [torch.tensor([5 + ord(character) % 100 for character in own]) for own in texts]
+            rows = [torch.tensor([5 + ord(character) % 100 for character in item]) for item in texts]
             ids, mask = padded(rows, PAD)
             return {"input_ids": ids, "attention_mask": mask, "token_type_ids": torch.zeros_like(ids)}
 

@@ -160,6 +160,6 @@ def test_threads_that_load_and_compile_get_what_one_gets() -> None:
         lambda: detcompile.compile(TINY_FOLDER, device="cpu").fingerprint,
     ]
     with concurrent.futures.ThreadPoolExecutor(len(works)) as threads:
-        found = [thread.result() for thread in [threads.submit(work) for work in works * 2]]
-    assert found == [expected] * len(found)
+        actual = [thread.result() for thread in [threads.submit(work) for work in works * 2]]
+    assert actual == [expected] * len(actual)
     assert detcompile.compile("tiny", device="cpu").fingerprint == expected

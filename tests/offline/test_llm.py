@@ -79,12 +79,14 @@ def llm(model: CompiledModel) -> LLM:
 def test_a_script_of_vllm_runs_with_its_import_changed(
     model: CompiledModel, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked, texts = [], []
-    monkeypatch.setattr("detcompile.offline.llm.compile", lambda *given, **_: asked.append(given) or model)  # the time
+    requests, texts = [], []
+    monkeypatch.setattr(
+        "detcompile.offline.llm.compile", lambda *given, **_: requests.append(given) or model
+    )  # the time
     for _ in range(2):
         exec(compile(SCRIPT, "basic.py", "exec"), {"__name__": "__main__"})
         texts.append(capsys.readouterr().out)
-    assert asked == [("tiny",)] * 2
+    assert requests == [("tiny",)] * 2
     assert texts[0] == texts[1]  # as the seed of an LLM is 0, and not drawn
     lines = texts[0].splitlines()
     assert sum(line.startswith("Prompt: ") for line in lines) == 4
@@ -95,19 +97,19 @@ def test_a_script_of_vllm_runs_with_its_import_changed(
 def test_answers_are_those_of_an_engine(model: CompiledModel, llm: LLM) -> None:
     prompts = ["def mean(values):", [5, 6, 7], {"prompt": "import"}, {"prompt_token_ids": [9, 8]}]
     params = SamplingParams(temperature=0.8, max_tokens=9, n=2, logprobs=3, prompt_logprobs=1)
-    found = llm.generate(prompts, params, use_tqdm=False)
+    actual = llm.generate(prompts, params, use_tqdm=False)
     seeded = [replace(params, seed=seed_of_row(0, number)) for number in range(4)]
     expected = model.engine(detcompile.EngineConfig(num_blocks=200)).generate(prompts, seeded, progress=False)
-    assert [output.seed for output in found] == [own.seed for own in seeded]
-    for ours, theirs in zip(found, expected, strict=True):
+    assert [output.seed for output in actual] == [single.seed for single in seeded]
+    for ours, theirs in zip(actual, expected, strict=True):
         assert (ours.prompt, ours.prompt_token_ids) == (theirs.prompt, theirs.prompt_token_ids)
         assert ours.finished and ours.error is None and ours.num_cached_tokens == theirs.metrics.num_cached_tokens
         for sample, other in zip(ours.outputs, theirs.outputs, strict=True):
             assert (sample.index, sample.text, sample.token_ids) == (other.index, other.text, other.token_ids)
             assert (sample.finish_reason, sample.stop_reason) == (other.finish_reason, other.stop_reason)
             assert sample.cumulative_logprob == other.cumulative_logprob and sample.finished()
-    again = llm.generate(prompts[1:2], replace(params, seed=found[1].seed), use_tqdm=False)
-    assert again[0].outputs == found[1].outputs
+    again = llm.generate(prompts[1:2], replace(params, seed=actual[1].seed), use_tqdm=False)
+    assert again[0].outputs == actual[1].outputs
     assert llm.generate(prompts[1], params, use_tqdm=False)[0].seed == seed_of_row(0, 5)
     unseeded = LLM(model, seed=None, num_gpu_blocks_override=200)
     assert unseeded.generate([5], use_tqdm=False)[0].seed != unseeded.generate([5], use_tqdm=False)[0].seed
@@ -122,10 +124,10 @@ def test_logprobs_are_dicts_by_token_with_ranks_and_text(model: CompiledModel, l
     for place, (token, entry) in enumerate(zip(tokens, output.outputs[0].logprobs, strict=True)):
         order = known.top_ids[place].tolist()
         assert {*entry} == {token, *order[:4]} and next(iter(entry)) == token
-        for own, found in entry.items():
-            assert found.rank == order.index(own) + 1
-            assert found.logprob == known.top[place][found.rank - 1].item()
-            assert found.decoded_token == model.tokenizer.decode([own])
+        for single, actual in entry.items():
+            assert actual.rank == order.index(single) + 1
+            assert actual.logprob == known.top[place][actual.rank - 1].item()
+            assert actual.decoded_token == model.tokenizer.decode([single])
     assert any(entry[token].rank > 4 for token, entry in zip(tokens, output.outputs[0].logprobs))
     assert output.prompt_logprobs[0] is None and [*output.prompt_logprobs[1]] == [6]
 
@@ -219,7 +221,7 @@ def test_a_tokenizer_that_does_not_know_an_id_leaves_its_text_out(model: Compile
     params = SamplingParams(temperature=0.0, max_tokens=3, logprobs=-1, allowed_token_ids=[5, 6])
     llm = LLM(model, tokenizer=Narrow(), num_gpu_blocks_override=20)
     [output] = llm.generate([[5, 6, 7]], params, use_tqdm=False)
-    texts = [{token: own.decoded_token for token, own in entry.items()} for entry in output.outputs[0].logprobs]
+    texts = [{token: single.decoded_token for token, single in entry.items()} for entry in output.outputs[0].logprobs]
     assert texts == [dict.fromkeys(entry) | dict.fromkeys(range(300), "a") for entry in texts]
 
 
@@ -262,8 +264,8 @@ def test_priorities_are_one_a_prompt(llm: LLM) -> None:
     for priority in ([3, -1], 2):
         assert len(llm.generate(["a", "b"], GREEDY, use_tqdm=False, priority=priority)) == 2
     assert llm.chat(CHAT, GREEDY, use_tqdm=False, chat_template="x", priority=1)[0].error is None
-    for wrong, said in (([1], "2 prompts and 1 priorities"), (["a", "b"], "priority")):
-        with pytest.raises(InvalidInput, match=said):
+    for wrong, expected_text in (([1], "2 prompts and 1 priorities"), (["a", "b"], "priority")):
+        with pytest.raises(InvalidInput, match=expected_text):
             llm.generate(["a", "b"], GREEDY, use_tqdm=False, priority=wrong)
 
 
@@ -329,7 +331,7 @@ def test_arguments_of_a_request_are_refused_by_name(llm: LLM, name: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "expected_text"),
     [
         ({"quantization": "awq"}, r"LLM\(quantization='awq'\) is not supported"),
         ({"data_parallel_size": 2}, "data_parallel_size=2.*one engine"),
@@ -352,18 +354,22 @@ def test_arguments_of_a_request_are_refused_by_name(llm: LLM, name: str) -> None
     ],
     ids=str,
 )
-def test_options_that_cannot_be_served_are_refused_by_name(model: CompiledModel, options: dict, said: str) -> None:
-    with pytest.raises(InvalidInput, match=said):
+def test_options_that_cannot_be_served_are_refused_by_name(
+    model: CompiledModel, options: dict, expected_text: str
+) -> None:
+    with pytest.raises(InvalidInput, match=expected_text):
         LLM(model, **options)
 
 
 def test_a_folder_is_loaded_in_the_dtype_and_length_that_are_asked_for() -> None:
     folder = Path(detcompile.__file__).parent / "tiny" / "draft"
-    own = str(folder.parent)
-    options = {"dtype": "bfloat16", "max_model_len": 64, "tokenizer": own, "num_gpu_blocks_override": 9}
+    single = str(folder.parent)
+    options = {"dtype": "bfloat16", "max_model_len": 64, "tokenizer": single, "num_gpu_blocks_override": 9}
     with without_inductor(), LLM(str(folder), **options) as llm:
         assert llm.model.dtype == torch.bfloat16 and llm.model.max_context == 64
-        assert llm.get_tokenizer().name_or_path == own and llm.generate("def", GREEDY, use_tqdm=False)[0].error is None
+        assert (
+            llm.get_tokenizer().name_or_path == single and llm.generate("def", GREEDY, use_tqdm=False)[0].error is None
+        )
         with pytest.raises(InvalidInput, match="compiled for 64"):
             llm.generate([[5] * 64], GREEDY, use_tqdm=False)
         assert repr(llm) == f"LLM({llm.model!r})"
@@ -386,10 +392,10 @@ def test_a_name_on_the_hub_is_loaded_at_its_revision(tmp_path: Path) -> None:
 
 def test_outputs_have_vllm_s_fields() -> None:
     """Those of vllm.outputs.RequestOutput and CompletionOutput that text has."""
-    assert {own.name for own in fields(LLMOutput)} >= {
+    assert {single.name for single in fields(LLMOutput)} >= {
         *("request_id", "prompt", "prompt_token_ids", "prompt_logprobs", "outputs", "finished", "metrics"),
         "num_cached_tokens",
     }
-    assert {own.name for own in fields(LLMCompletion)} >= {
+    assert {single.name for single in fields(LLMCompletion)} >= {
         *("index", "text", "token_ids", "cumulative_logprob", "logprobs", "finish_reason", "stop_reason")
     }

@@ -208,8 +208,8 @@ def test_a_row_order_fits_its_device(length, device_type, tp_sizes):
     order = row_order(length, device_type, radices)
     assert order.length == length and order.radices == radices
     assert 8 <= order.lanes <= 4096 and order.vector in (1, 2, 4, 8)
-    own = row_order(order.leaf_length, device_type)
-    assert own == Row(order.leaf_length, order.lanes, order.vector, (), order.chunk)
+    item = row_order(order.leaf_length, device_type)
+    assert item == Row(order.leaf_length, order.lanes, order.vector, (), order.chunk)
 
 
 def test_lanes_never_shrink_as_rows_grow():

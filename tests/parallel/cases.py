@@ -132,15 +132,15 @@ def served_logits(model: CompiledModel) -> dict[str, Tensor]:
 def answers(model: CompiledModel) -> dict[str, Tensor]:
     """Logits of a batch and of a row; tokens with their logprobs, which are read from the ranks' caches."""
     ids = (torch.arange(74, device=model.device) * 7 % 150).view(2, 37)
-    found = {"batch": model(ids).logits.cpu(), "row": model(ids[:1, :5]).logits.cpu()}
+    actual = {"batch": model(ids).logits.cpu(), "row": model(ids[:1, :5]).logits.cpu()}
     params = [SamplingParams(max_tokens=6, temperature=t, seed=3, logprobs=0, ignore_eos=True) for t in (0.0, 1.0)]
     outputs = model.engine(EngineConfig(num_blocks=30, block_size=16)).generate(
         [[5, 6, 7], list(range(40))], params, progress=False
     )
     for request, (answer,) in enumerate(output.outputs for output in outputs):
-        found[f"tokens {request}"] = torch.tensor(answer.token_ids)
-        found[f"logprobs {request}"] = torch.tensor([entry.logprob for entry in answer.logprobs or ()])
-    return found
+        actual[f"tokens {request}"] = torch.tensor(answer.token_ids)
+        actual[f"logprobs {request}"] = torch.tensor([entry.logprob for entry in answer.logprobs or ()])
+    return actual
 
 
 def _drafted(model: CompiledModel) -> Tensor:
@@ -151,12 +151,12 @@ def _drafted(model: CompiledModel) -> Tensor:
     plain = model.engine(config).generate(prompts, params, progress=False)
     speculation = SpeculationConfig(drafter=Oracle(plain, 0.7, seed=1), switch="always")
     engine = model.engine(config, speculation=speculation)
-    found = engine.generate(prompts, params, progress=False)
+    actual = engine.generate(prompts, params, progress=False)
     assert engine.speculator is not None and engine.speculator.error is None
     assert 0 < engine.speculator.num_accepted < engine.speculator.num_drafted
-    assert [output.outputs for output in found] == [output.outputs for output in plain]
+    assert [output.outputs for output in actual] == [output.outputs for output in plain]
     return torch.tensor(
-        [[o.outputs[0].token_ids, [entry.logprob for entry in o.outputs[0].logprobs or ()]] for o in found],
+        [[o.outputs[0].token_ids, [entry.logprob for entry in o.outputs[0].logprobs or ()]] for o in actual],
         dtype=torch.float64,
     )
 

@@ -64,14 +64,14 @@ def _check_row_parallel(tp: int, seed: int, device: str) -> None:
     above, below = numerics.split_radices(tp)
     case = _draw(rng, numerics.leaves, device)
     ranks = tensor_parallel(tp)
-    own = ranks.share(case.x.shape[1])
+    item = ranks.share(case.x.shape[1])
     whole = ours.matmul(case.x, case.w, case.bias, case.residual, numerics.radices, case.out_dtype)
-    partial = partial_product(case.x[:, own], case.w[:, own], below)
+    partial = partial_product(case.x[:, item], case.w[:, item], below)
     for two_shot in (False, True):
         out = tree_all_reduce(partial, case.bias, case.residual, above, ranks.group, case.out_dtype, two_shot)
         assert_bitwise_equal(out, whole, f"{numerics}, seed {seed}, two_shot={two_shot}")
     given = (case.bias, case.residual, below, above, ranks.group, case.out_dtype)
-    together = ours.matmul_all_reduce(case.x[:, own], case.w[:, own], *given)
+    together = ours.matmul_all_reduce(case.x[:, item], case.w[:, item], *given)
     assert_bitwise_equal(together, whole, f"{numerics}, seed {seed}")
 
 
@@ -84,19 +84,19 @@ def _check_gathers(tp: int, dtype: torch.dtype, device: str) -> None:
         table = words.view(torch.float32)[..., 0] if dtype is torch.float32 else words[..., 0].view(dtype)
         table = table.contiguous().to(device)
         for features in (table, table.t().contiguous()):
-            own = -(-features.shape[1] // tp)
-            columns = features[:, ranks.rank * own : (ranks.rank + 1) * own]
-            columns = torch.nn.functional.pad(columns, (0, own - columns.shape[1]))
+            item = -(-features.shape[1] // tp)
+            columns = features[:, ranks.rank * item : (ranks.rank + 1) * item]
+            columns = torch.nn.functional.pad(columns, (0, item - columns.shape[1]))
             gathered = ours.all_gather_columns(columns, ranks.group, features.shape[1])
             assert_bitwise_equal(gathered, features, f"columns {features.shape}")
             gathered = all_gather_columns(columns, ranks.group, features.shape[1], peers=False)
             assert_bitwise_equal(gathered, features, f"columns {features.shape} by the library")
         ids = torch.randint(0, width, (3, 7), generator=generator).to(device)
         whole = table.t().contiguous()
-        own = -(-width // tp)
-        share = whole[ranks.rank * own : (ranks.rank + 1) * own]
-        share = torch.nn.functional.pad(share, (0, 0, 0, own - len(share)))
-        given = (share, ids, ranks.rank * own, ranks.group)
+        item = -(-width // tp)
+        share = whole[ranks.rank * item : (ranks.rank + 1) * item]
+        share = torch.nn.functional.pad(share, (0, 0, 0, item - len(share)))
+        given = (share, ids, ranks.rank * item, ranks.group)
         assert_bitwise_equal(ours.sharded_embedding(*given), whole[ids], f"embedding {whole.shape}")
         assert_bitwise_equal(sharded_embedding(*given, peers=False), whole[ids], f"embedding {whole.shape}, library")
 
@@ -111,8 +111,8 @@ def _check_special_values(tp: int, device: str) -> None:
     for dtype in DTYPES:
         x, w = rows.to(dtype), one.to(dtype)
         whole = ours.matmul(x, w, None, None, numerics.radices, None)
-        own = ranks.share(tp)
-        given = (x[:, own], w[:, own], None, None, [], numerics.radices, ranks.group, dtype)
+        item = ranks.share(tp)
+        given = (x[:, item], w[:, item], None, None, [], numerics.radices, ranks.group, dtype)
         out = ours.matmul_all_reduce(*given)
         if device == "cpu":  # where several NaNs meet, which of their payloads is left is not promised
             out, whole = (torch.where(y.isnan(), torch.nan, y) for y in (out, whole))

@@ -75,28 +75,28 @@ def _check_products_that_land(ranks: TensorParallel, above: tuple[int, ...], bel
 def _sums(ranks: TensorParallel, above: tuple[int, ...], count: int) -> list[tuple[Tensor, Callable[[], Tensor]]]:
     """Sums of all sizes and ways in one order on all ranks: a partial, and what reduces it."""
     rng = random.Random(ranks.size)
-    found = []
+    actual = []
     for index in range(count):
         M, N = rng.choice((1, 2, 8, 65, 256)), rng.choice((64, 333, 4096))
-        own = rng.choice(({"two_shot": False}, {"two_shot": True}, {}, {"overlapped": True}))
+        item = rng.choice(({"two_shot": False}, {"two_shot": True}, {}, {"overlapped": True}))
         partial = _draw(1000 * index + ranks.rank, M, N)
 
-        def reduce(partial: Tensor = partial, own: dict[str, bool] = own, **way: bool) -> Tensor:
-            return tree_all_reduce(partial, None, None, above, ranks.group, torch.bfloat16, **(way or own))
+        def reduce(partial: Tensor = partial, item: dict[str, bool] = item, **way: bool) -> Tensor:
+            return tree_all_reduce(partial, None, None, above, ranks.group, torch.bfloat16, **(way or item))
 
-        found.append((partial, reduce))
-    return found
+        actual.append((partial, reduce))
+    return actual
 
 
 def _check_ranks_that_come_late(ranks: TensorParallel, above: tuple[int, ...]) -> None:
     """A rank that sleeps finds in its boxes what was meant for it, whatever the others do meanwhile."""
     sums = _sums(ranks, above, NUM_SUMS)
     expected = [reduce(peers=False) for _, reduce in sums]
-    own = random.Random(ranks.rank)
+    item = random.Random(ranks.rank)
     outs = []
     for _, reduce in sums:
-        if own.random() < 0.1:
-            torch.cuda._sleep(own.randrange(SLEEP_CYCLES))
+        if item.random() < 0.1:
+            torch.cuda._sleep(item.randrange(SLEEP_CYCLES))
         outs.append(reduce())
     for index, (out, wanted) in enumerate(zip(outs, expected)):
         assert_bitwise_equal(out, wanted, f"sum {index}")
@@ -104,7 +104,7 @@ def _check_ranks_that_come_late(ranks: TensorParallel, above: tuple[int, ...]) -
 
 def _check_graphs(ranks: TensorParallel, above: tuple[int, ...]) -> None:
     """Replays of graphs with an odd and an even number of meetings, mixed with sums outside."""
-    own = random.Random(ranks.rank)
+    item = random.Random(ranks.rank)
     graphs = []
     for count in (3, 8):
         sums = _sums(ranks, above, count)
@@ -119,7 +119,7 @@ def _check_graphs(ranks: TensorParallel, above: tuple[int, ...]) -> None:
         for graph, sums, outs in graphs[: 1 + replay % 2]:
             for index, (partial, _) in enumerate(sums):
                 partial.copy_(_draw(replay * 31 + index * 7 + ranks.rank, *partial.shape))
-            torch.cuda._sleep(own.randrange(SLEEP_CYCLES))
+            torch.cuda._sleep(item.randrange(SLEEP_CYCLES))
             graph.replay()
             for index, ((_, reduce), out) in enumerate(zip(sums, outs)):
                 assert_bitwise_equal(out, reduce(peers=False), f"replay {replay}, sum {index}")
@@ -134,7 +134,7 @@ def _check_gathers(ranks: TensorParallel, above: tuple[int, ...], M: int, n: int
     x = torch.empty(M, n, device="cuda", dtype=torch.bfloat16)
     weight = _draw(ranks.rank, rows, width, dtype=torch.bfloat16)
     ids = torch.zeros(M, device="cuda", dtype=torch.int64)
-    own = random.Random(ranks.rank)
+    item = random.Random(ranks.rank)
 
     def fill(seed: int) -> None:
         x.copy_(_draw(100 * seed + ranks.rank, M, n))
@@ -142,9 +142,9 @@ def _check_gathers(ranks: TensorParallel, above: tuple[int, ...], M: int, n: int
         ids.copy_(torch.randint(-3, ranks.size * rows, (M,), generator=generator, device="cuda"))
 
     def move(peers: bool) -> list[Tensor]:
-        found = sharded_embedding(weight, ids, ranks.rank * rows, ranks.group, peers)
-        total = tree_all_reduce(found.float(), None, None, above, ranks.group, torch.bfloat16, peers=peers)
-        return [found, total, all_gather_columns(x, ranks.group, ranks.size * n - padding, peers)]
+        actual = sharded_embedding(weight, ids, ranks.rank * rows, ranks.group, peers)
+        total = tree_all_reduce(actual.float(), None, None, above, ranks.group, torch.bfloat16, peers=peers)
+        return [actual, total, all_gather_columns(x, ranks.group, ranks.size * n - padding, peers)]
 
     fill(0)
     before = int(memory.epochs[0])
@@ -155,8 +155,8 @@ def _check_gathers(ranks: TensorParallel, above: tuple[int, ...], M: int, n: int
         outs = move(True)
     for seed in range(NUM_REPLAYS):
         fill(seed)
-        torch.cuda._sleep(own.randrange(SLEEP_CYCLES))
+        torch.cuda._sleep(item.randrange(SLEEP_CYCLES))
         graph.replay()
-        for what, found, at_once, expected in zip(("rows", "sum", "columns"), outs, move(True), move(False)):
-            assert_bitwise_equal(found, expected, f"{what} of {M, n} in a graph, seed {seed}")
+        for what, actual, at_once, expected in zip(("rows", "sum", "columns"), outs, move(True), move(False)):
+            assert_bitwise_equal(actual, expected, f"{what} of {M, n} in a graph, seed {seed}")
             assert_bitwise_equal(at_once, expected, f"{what} of {M, n}, seed {seed}")

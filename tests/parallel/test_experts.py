@@ -79,11 +79,11 @@ def test_ranks_that_share_experts_give_the_bits_of_one(device: str, tp: int) -> 
     for rank, (rank_graphs, cases) in enumerate(run_ranks(tp, on_a_rank, device, tp, device_type=device)):
         for (name, graph), rank_graph in zip(graphs.items(), rank_graphs, strict=True):
             assert_bitwise_equal(rank_graph, graph, f"{name} on rank {rank} of {tp}")
-        for ((name, _), (parts, whole)), (rank_parts, found) in zip(wholes.items(), cases, strict=True):
+        for ((name, _), (parts, whole)), (rank_parts, actual) in zip(wholes.items(), cases, strict=True):
             assert rank_parts == parts
             for what, expected in whole.items():
                 assert len(expected.unique()) > 1, what
-                assert_bitwise_equal(found[what], expected, f"{what} of {name} on rank {rank} of {tp}")
+                assert_bitwise_equal(actual[what], expected, f"{what} of {name} on rank {rank} of {tp}")
 
 
 def shared(model: PreTrainedModel, tp: int, rank: int, numerics: Numerics | None = None) -> list[dict[str, Tensor]]:

@@ -25,7 +25,7 @@ from tests.model_cases import MAX_CONTEXT, VOCAB_SIZE, compiled, random_model
 from tests.parallel.cases import needs_gpus, served_logits
 from tests.runtime.engine_cases import engine_configs, sampling_params
 from tests.runtime.speculation.test_speculator import Oracle, workload
-from tests.test_workers import assert_drafts_unmoved, told
+from tests.test_workers import assert_drafts_unmoved, comparable
 
 NAME = "granite_swa"  # four KV groups
 CONFIGS = engine_configs(120, 400)
@@ -42,9 +42,9 @@ def workers(request: pytest.FixtureRequest) -> Iterator[RemoteModel]:
 def test_logits_tokens_and_the_fingerprint(workers: RemoteModel) -> None:
     here = compiled(NAME, torch.float32, "cuda")
     assert workers.fingerprint_parts == here.fingerprint_parts
-    found = served_logits(workers)
+    actual = served_logits(workers)
     for what, expected in served_logits(here).items():
-        assert_bitwise_equal(found[what], expected, f"{what} on {workers.group.num_ranks} workers")
+        assert_bitwise_equal(actual[what], expected, f"{what} on {workers.group.num_ranks} workers")
 
 
 def test_an_archive_of_theirs(workers: RemoteModel, tmp_path: Path) -> None:
@@ -53,9 +53,9 @@ def test_an_archive_of_theirs(workers: RemoteModel, tmp_path: Path) -> None:
     assert isinstance(loaded, RemoteModel)
     with loaded:
         assert loaded.fingerprint_parts == workers.fingerprint_parts
-        found = served_logits(loaded)
+        actual = served_logits(loaded)
         for what, expected in served_logits(compiled(NAME, torch.float32, "cuda")).items():
-            assert_bitwise_equal(found[what], expected, f"{what} on {workers.group.num_ranks} workers")
+            assert_bitwise_equal(actual[what], expected, f"{what} on {workers.group.num_ranks} workers")
 
 
 @settings(max_examples=8)
@@ -67,12 +67,12 @@ def test_an_archive_of_theirs(workers: RemoteModel, tmp_path: Path) -> None:
 def test_an_engine_of_any_requests(
     workers: RemoteModel, params: list[SamplingParams], lengths: list[int], config: EngineConfig
 ) -> None:
-    params = [replace(own, stop=()) for own in params]
+    params = [replace(item, stop=()) for item in params]
     prompts = [[(7 * i + j) % VOCAB_SIZE for j in range(lengths[i])] for i in range(len(params))]
     outputs = []
-    for model, own in ((workers, config), (compiled(NAME, torch.float32, "cuda"), EngineConfig(num_blocks=400))):
-        engine = model.engine(own)
-        outputs.append([told(output) for output in engine.generate(prompts, params, progress=False)])
+    for model, item in ((workers, config), (compiled(NAME, torch.float32, "cuda"), EngineConfig(num_blocks=400))):
+        engine = model.engine(item)
+        outputs.append([comparable(output) for output in engine.generate(prompts, params, progress=False)])
         engine.check()
     assert outputs[0] == outputs[1]
 

@@ -85,9 +85,9 @@ def disturbed(model: RemoteModel, rank: int, number: int, at: int = 9) -> tuple[
         return step()
 
     engine.step = signalling
-    found = answers(engine, REQUESTS)
+    actual = answers(engine, REQUESTS)
     assert_gone(pids)
-    return found, engine
+    return actual, engine
 
 
 @EXHAUSTIVE  # 50 CPU seconds: two ranks that start three times
@@ -96,8 +96,8 @@ def test_a_rank_that_is_killed_costs_no_bit(two: RemoteModel) -> None:
     other, before = engine_of(two), two.fingerprint
     expected = answers(other, REQUESTS)
     assert all(error is None for _, _, error, _ in expected)
-    found, engine = disturbed(two, 1, signal.SIGKILL)
-    assert found == expected and engine.stats.num_restarts == 1
+    actual, engine = disturbed(two, 1, signal.SIGKILL)
+    assert actual == expected and engine.stats.num_restarts == 1
     pids = two.group.process_ids
     assert answers(other, REQUESTS) == expected and two.group.process_ids == pids
     assert two.fingerprint == before and two.weights_version == 0
@@ -106,8 +106,8 @@ def test_a_rank_that_is_killed_costs_no_bit(two: RemoteModel) -> None:
 @EXHAUSTIVE
 def test_a_rank_that_is_stopped_costs_no_bit(two: RemoteModel) -> None:
     expected = answers(engine_of(two), REQUESTS)
-    found, engine = disturbed(two, 0, signal.SIGSTOP)
-    assert found == expected and engine.stats.num_restarts == 1
+    actual, engine = disturbed(two, 0, signal.SIGSTOP)
+    assert actual == expected and engine.stats.num_restarts == 1
 
 
 @EXHAUSTIVE
@@ -126,8 +126,8 @@ def test_a_rank_that_is_killed_while_it_starts_is_started_once_more(
                 threading.Timer(1.0, os.kill, (self.process_ids[1], signal.SIGKILL)).start()
 
     monkeypatch.setattr(ranks, "WorkerGroup", Killed)
-    found, engine = disturbed(two, 0, signal.SIGKILL)
-    assert found == expected and engine.stats.num_restarts == len(started) == 2
+    actual, engine = disturbed(two, 0, signal.SIGKILL)
+    assert actual == expected and engine.stats.num_restarts == len(started) == 2
     assert_gone(started[0])
 
 
@@ -136,8 +136,8 @@ def test_a_stage_that_is_killed_costs_no_bit() -> None:
     build = functools.partial(module, num_layers=6)
     with compile_in_workers(build, tp=1, pp=2, numerics=Numerics(), max_context=300) as model:
         expected = answers(engine_of(model), REQUESTS)
-        found, engine = disturbed(model, 0, signal.SIGKILL)
-        assert found == expected and engine.stats.num_restarts == 1
+        actual, engine = disturbed(model, 0, signal.SIGKILL)
+        assert actual == expected and engine.stats.num_restarts == 1
 
 
 @EXHAUSTIVE
@@ -152,8 +152,8 @@ def test_of_several_updates_others_get_those_that_count() -> None:
 
     group: Any = SimpleNamespace(call=call)
     weights, (one, two) = RemoteWeights(group), (torch.ones(1), torch.zeros(2))
-    for own in ({"a": one}, {"b": two}, {"a": one, "b": two}, {"b": two}, {"c": one}, {"b": two}):
-        weights.update(own)
+    for item in ({"a": one}, {"b": two}, {"a": one, "b": two}, {"b": two}, {"c": one}, {"b": two}):
+        weights.update(item)
     given.clear()
     weights.restore(group)
     assert given == [["a", "b"], ["c"], ["b"]] and len(weights.files) == 3
@@ -172,8 +172,8 @@ def test_new_weights_are_there_again_and_others_are_not_taken_for_them(two: Remo
     given = {name: tensor * 1.25 for name, tensor in module().state_dict().items()}
     version = two.update_weights(given)
     expected, before = answers(engine_of(two), REQUESTS), two.fingerprint
-    found, engine = disturbed(two, 1, signal.SIGKILL)
-    assert found == expected and two.fingerprint == before and two.weights_version == version
+    actual, engine = disturbed(two, 1, signal.SIGKILL)
+    assert actual == expected and two.fingerprint == before and two.weights_version == version
     pids = two.group.process_ids
     os.kill(pids[0], signal.SIGKILL)  # while nothing runs
     assert_gone(pids[:1])
@@ -217,11 +217,11 @@ def test_whoever_calls_goes_on(tmp_path: Path) -> None:
     with compile_in_workers(module, tp=2, numerics=Numerics(), max_context=300) as model:
         llm = LLM(model, num_gpu_blocks_override=60, block_size=16, tokenizer=small_tokenizer())
         engine = engine_of(model)
-        asked = SamplingParams(temperature=0.8, max_tokens=20, seed=1)
+        requests = SamplingParams(temperature=0.8, max_tokens=20, seed=1)
         calls = (
-            lambda: llm.generate([{"prompt_token_ids": own} for own in PROMPTS], asked)[3].outputs[0].token_ids,
+            lambda: llm.generate([{"prompt_token_ids": item} for item in PROMPTS], requests)[3].outputs[0].token_ids,
             lambda: model.generate(ids, max_new_tokens=20, do_sample=True, seed=3).tolist(),
-            lambda: engine.generate(PROMPTS, asked, progress=False)[2].outputs,
+            lambda: engine.generate(PROMPTS, requests, progress=False)[2].outputs,
             lambda: model.generate(ids, max_new_tokens=5, output_scores=True, return_dict_in_generate=True).sequences,
         )
         expected = [call() for call in calls]
@@ -235,7 +235,7 @@ def test_whoever_calls_goes_on(tmp_path: Path) -> None:
         time.sleep(0.5)
         llm.close()
         fresh = LLM(model, num_gpu_blocks_override=60, block_size=16, tokenizer=small_tokenizer())
-        assert fresh.generate([{"prompt_token_ids": PROMPTS[3]}], asked)[0].outputs[0].token_ids == expected[0]
+        assert fresh.generate([{"prompt_token_ids": PROMPTS[3]}], requests)[0].outputs[0].token_ids == expected[0]
         model.close()
         with pytest.raises(EngineError, match="were closed"):
-            engine.generate(PROMPTS, asked, progress=False)
+            engine.generate(PROMPTS, requests, progress=False)

@@ -38,7 +38,7 @@ from tests.model_cases import MAX_CONTEXT, VOCAB_SIZE, certified, random_model, 
 from tests.parallel.cases import needs_gpus
 from tests.runtime.engine_cases import engine_configs, sampling_params
 from tests.runtime.speculation.test_speculator import Oracle, Workload, workload_of
-from tests.test_workers import assert_drafts_unmoved, told
+from tests.test_workers import assert_drafts_unmoved, comparable
 
 IDS = torch.arange(74).view(2, 37) * 7 % 150
 SIZES = ["2x1", "2x2", "4x1", "4x2"]  # stages, and ranks of each
@@ -94,18 +94,18 @@ def test_logits_the_fingerprint_and_the_proof(stages: RemoteModel) -> None:
     assert torch.equal(stages.generate(ids, max_new_tokens=9), here.generate(ids, max_new_tokens=9))
     assert stages.fingerprint_parts == here.fingerprint_parts
     assert (stages.certificate.orders, stages.num_parameters()) == (here.certificate.orders, here.num_parameters())
-    found, expected = stages.executor.description.facts, here.executor.description.facts
-    assert found.kv_groups == expected.kv_groups and len(found.kv_shapes) == len(expected.kv_shapes)
+    actual, expected = stages.executor.description.facts, here.executor.description.facts
+    assert actual.kv_groups == expected.kv_groups and len(actual.kv_shapes) == len(expected.kv_shapes)
     assert_bitwise_equal(stages.head_weight(), here.head_weight())
 
 
 def test_a_stage_holds_its_own_weights_alone(stages: RemoteModel) -> None:
     names = stages.apply(held)
     pp = stages.stages
-    layers = [sorted({int(name.split(".")[2]) for name in own if ".layers." in name}) for own in names]
+    layers = [sorted({int(name.split(".")[2]) for name in item if ".layers." in name}) for item in names]
     per_stage = layers[:: len(names) // pp]
-    assert sorted(layer for own in per_stage for layer in own) == list(range(6))
-    ends = [any("embed_tokens" in name or "lm_head" in name for name in own) for own in names[:: len(names) // pp]]
+    assert sorted(layer for item in per_stage for layer in item) == list(range(6))
+    ends = [any("embed_tokens" in name or "lm_head" in name for name in item) for item in names[:: len(names) // pp]]
     assert ends == [True, *[False] * (pp - 2), True]
 
 
@@ -129,12 +129,12 @@ def test_an_engine_of_any_requests(
     seed: int,
 ) -> None:
     drawn_lanes.seed(seed)
-    params = [replace(own, stop=()) for own in params]
+    params = [replace(item, stop=()) for item in params]
     prompts = [[(7 * i + j) % VOCAB_SIZE for j in range(lengths[i])] for i in range(len(params))]
     outputs = []
     for model in (stages, alone(stages.device.type)):
         engine = model.engine(config)
-        outputs.append([told(o) for _ in range(2) for o in engine.generate(prompts, params, progress=False)])
+        outputs.append([comparable(o) for _ in range(2) for o in engine.generate(prompts, params, progress=False)])
         engine.check()
     assert outputs[0] == outputs[1]
 
@@ -174,15 +174,15 @@ def test_a_stage_that_dies_ends_the_requests(stages: RemoteModel) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "said"),
+    ("name", "changes", "message"),
     [
         ("llama", {}, "pp=3: the model has 2 layers, and every stage needs one"),
         ("rwkv", {"num_hidden_layers": 3}, "RwkvForCausalLM: pp=3, but its layers carry states from token to token"),
     ],
 )
-def test_what_cannot_be_cut_is_refused_by_name(name: str, changes: dict[str, Any], said: str) -> None:
+def test_what_cannot_be_cut_is_refused_by_name(name: str, changes: dict[str, Any], message: str) -> None:
     model = random_model(name, torch.float32, **changes)
-    with without_inductor(), pytest.raises(DetcompileError, match=said):
+    with without_inductor(), pytest.raises(DetcompileError, match=message):
         compile_here(model, 1, Numerics(), MAX_CONTEXT, stage=PipelineStage(size=3, index=1))
 
 

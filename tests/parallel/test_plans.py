@@ -112,10 +112,10 @@ def _ranks(tp: int, which: str) -> list[dict[str, dict[str, Any]]]:
 
 def results(tp: int, part: str, case: str, which: str = "quick") -> list[Any]:
     """What each of tp ranks found."""
-    found = [rank[part][case] for rank in _ranks(tp, which)]
-    for rank, result in enumerate(found):
+    actual = [rank[part][case] for rank in _ranks(tp, which)]
+    for rank, result in enumerate(actual):
         assert not isinstance(result, Failure), f"rank {rank} of {tp}:\n{result}"
-    return found
+    return actual
 
 
 @pytest.mark.parametrize(
@@ -141,9 +141,9 @@ def test_the_certified_graph_gives_the_bytes_of_one() -> None:
 
 def test_a_rank_caches_its_heads_of_a_latents_keys_and_values() -> None:
     whole = served(1)
-    for rank, found in enumerate(results(2, "served", SERVED)):
+    for rank, actual in enumerate(results(2, "served", SERVED)):
         for what, expected in whole.items():
-            assert_bitwise_equal(found[what], expected, f"{what} on rank {rank} of 2")
+            assert_bitwise_equal(actual[what], expected, f"{what} on rank {rank} of 2")
 
 
 def shared(case: str, tp: int) -> PreTrainedModel:
@@ -156,12 +156,12 @@ def shared(case: str, tp: int) -> PreTrainedModel:
 
 def test_a_latent_is_whole_on_each_rank() -> None:
     """Rank 3 of 4 has the last of four heads: 24 features of its query, 16 and 16 of its key and value."""
-    whole, own = (model.model.layers[0].self_attn for model in (architecture("deepseek_v3"), shared("deepseek_v3", 4)))
+    whole, item = (model.model.layers[0].self_attn for model in (architecture("deepseek_v3"), shared("deepseek_v3", 4)))
     for latent in ("q_a_proj", "kv_a_proj_with_mqa", "q_a_layernorm", "kv_a_layernorm"):
-        assert_bitwise_equal(own.get_submodule(latent).weight, whole.get_submodule(latent).weight, latent)
-    assert_bitwise_equal(own.q_b_proj.weight, whole.q_b_proj.weight[72:])
-    assert_bitwise_equal(own.kv_b_proj.weight, whole.kv_b_proj.weight[96:])
-    assert_bitwise_equal(own.o_proj.weight, whole.o_proj.weight[:, 48:])
+        assert_bitwise_equal(item.get_submodule(latent).weight, whole.get_submodule(latent).weight, latent)
+    assert_bitwise_equal(item.q_b_proj.weight, whole.q_b_proj.weight[72:])
+    assert_bitwise_equal(item.kv_b_proj.weight, whole.kv_b_proj.weight[96:])
+    assert_bitwise_equal(item.o_proj.weight, whole.o_proj.weight[:, 48:])
 
 
 def test_features_that_are_chosen_among_all_are_refused() -> None:

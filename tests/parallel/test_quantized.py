@@ -150,10 +150,10 @@ def test_kept_experts_have_the_bits_of_dequantized_ones() -> None:
 @pytest.mark.parametrize("formats", PARTS, ids=lambda part: part[0])
 def test_every_format_has_the_bits_of_one_rank(formats: list[str], tp: int) -> None:
     whole = graphs(formats, 1)
-    for rank, found in enumerate(run_ranks(tp, graphs_on_a_rank, formats, tp)):
+    for rank, actual in enumerate(run_ranks(tp, graphs_on_a_rank, formats, tp)):
         for name, expected in whole.items():
             assert len(expected.unique()) > expected.shape[0] * expected.shape[1]
-            assert_bitwise_equal(found[name], expected, f"{name} on rank {rank} of {tp}")
+            assert_bitwise_equal(actual[name], expected, f"{name} on rank {rank} of {tp}")
 
 
 def served(name: str, dtype: torch.dtype, device: str, tp: int) -> tuple[dict[str, str], dict[str, Tensor]]:
@@ -177,11 +177,11 @@ def served_on_a_rank(rank: int, device: str, tp: int) -> list[tuple[dict[str, st
 def test_answers_and_fingerprints_equal_those_of_one_rank(device: str, tp: int) -> None:
     wholes = {case: served(*case, device, 1) for case in SERVED[device, tp]}
     for rank, cases in enumerate(run_ranks(tp, served_on_a_rank, device, tp, device_type=device)):
-        for ((name, _), (parts, whole)), (rank_parts, found) in zip(wholes.items(), cases, strict=True):
+        for ((name, _), (parts, whole)), (rank_parts, actual) in zip(wholes.items(), cases, strict=True):
             assert rank_parts == parts
             for what, expected in whole.items():
                 assert len(expected.unique()) > 1, what
-                assert_bitwise_equal(found[what], expected, f"{what} of {name} on rank {rank} of {tp}")
+                assert_bitwise_equal(actual[what], expected, f"{what} of {name} on rank {rank} of {tp}")
 
 
 def stages_model() -> PreTrainedModel:
@@ -199,9 +199,9 @@ def test_stages_have_the_bits_of_one_process(tp: int) -> None:
         assert stages.fingerprint_parts == whole.fingerprint_parts
         held = stages.apply(bytes_held)
         assert max(held) < sum(held) / 2 * 1.2 / tp
-        found = answers(stages)
+        actual = answers(stages)
     for what, expected in answers(whole).items():
-        assert_bitwise_equal(found[what], expected, what)
+        assert_bitwise_equal(actual[what], expected, what)
 
 
 def bytes_held(model: CompiledModel) -> int:

@@ -74,10 +74,10 @@ SIZES = [
 
 def results(device: str, tp: int, part: str, name: str | tuple[str, torch.dtype]) -> list[Any]:
     """What each rank found under a name of a part."""
-    found = [ranks[part][name] if part in ("dense", "served") else ranks[name] for ranks in _ranks(device, tp, part)]
-    for rank, result in enumerate(found):
+    actual = [ranks[part][name] if part in ("dense", "served") else ranks[name] for ranks in _ranks(device, tp, part)]
+    for rank, result in enumerate(actual):
         assert not isinstance(result, Failure), f"rank {rank} of {tp}:\n{result}"
-    return found
+    return actual
 
 
 def _ranks(device: str, tp: int, part: str) -> list[dict[str, Any]]:

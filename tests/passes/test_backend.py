@@ -75,8 +75,8 @@ def test_a_query_that_sees_no_key_gets_zeros() -> None:
     x = torch.ones(3, 2, 8, 8)
     x[1, 0, 3] = -1
     with torch.no_grad():
-        found = torch.compile(attend, backend=Backend(Numerics(), certify_only=True))(x)
-    assert bool((found[1, 0, 3] == 0).all()) and bool((found[1, 0, 2] != 0).all())
+        actual = torch.compile(attend, backend=Backend(Numerics(), certify_only=True))(x)
+    assert bool((actual[1, 0, 3] == 0).all()) and bool((actual[1, 0, 2] != 0).all())
 
 
 @pytest.mark.parametrize("rows", [4, 1])

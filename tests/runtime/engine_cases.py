@@ -255,7 +255,7 @@ def _assert_sampling_logprobs(
 def _assert_sampling_entry(
     logits: Tensor, entry: Logprobs, completion: CompletionOutput, params: SamplingParams, prompt: list[int]
 ) -> None:
-    place = next(place for place, own in enumerate(completion.logprobs or ()) if own is entry)
+    place = next(place for place, single in enumerate(completion.logprobs or ()) if single is entry)
     before = prompt + completion.token_ids[:place]
     words = BadWords.of(params.bad_words_ids, ())
     row = SampleRow(
@@ -278,27 +278,27 @@ def _assert_sampling_entry(
 
 
 def _assert_prompt_logprobs(logits: Tensor, output: RequestOutput, params: SamplingParams) -> None:
-    found, targets = output.prompt_logprobs, output.prompt_token_ids[1:]
+    actual, targets = output.prompt_logprobs, output.prompt_token_ids[1:]
     if params.prompt_logprobs is None:
-        assert found is None
+        assert actual is None
         return
-    assert found[0] is None
-    known = len(found) - 1
+    assert actual[0] is None
+    known = len(actual) - 1
     assert known == len(targets) or output.outputs[0].finish_reason == "abort"
-    assert_logprobs_equal(found[1:], logits[:known], targets[:known], params.prompt_logprobs)
+    assert_logprobs_equal(actual[1:], logits[:known], targets[:known], params.prompt_logprobs)
 
 
-def assert_logprobs_equal(found: list[Logprobs], logits: Tensor, tokens: list[int], num_top: int) -> None:
+def assert_logprobs_equal(actual: list[Logprobs], logits: Tensor, tokens: list[int], num_top: int) -> None:
     """Fail unless ``found`` are the logprobs of ``tokens`` under ``logits``, alternatives in their order."""
     num_top = logits.shape[1] if num_top == -1 else num_top
-    assert len(found) == len(tokens)
+    assert len(actual) == len(tokens)
     if not tokens:
         return
     expected = token_logprobs(logits, torch.tensor(tokens, device=logits.device), num_top)
-    assert [entry.token_id for entry in found] == tokens
-    assert [entry.logprob for entry in found] == expected.chosen.tolist()
-    assert [list(entry.top) for entry in found] == expected.top_ids.tolist()
-    assert [list(entry.top.values()) for entry in found] == expected.top.tolist()
+    assert [entry.token_id for entry in actual] == tokens
+    assert [entry.logprob for entry in actual] == expected.chosen.tolist()
+    assert [list(entry.top) for entry in actual] == expected.top_ids.tolist()
+    assert [list(entry.top.values()) for entry in actual] == expected.top.tolist()
 
 
 def _assert_ended_in_time(completion: CompletionOutput, params: SamplingParams) -> None:
@@ -323,9 +323,9 @@ def _reason(tokens: list[int], params: SamplingParams) -> tuple[str, int | str |
     if tokens[-1] in params.stop_token_ids:
         return "stop", tokens[-1]
     text = letters(tokens[params.min_tokens :])  # a letter a token; what stands before is not looked at
-    found = [(text.index(stop) + len(stop), text.index(stop), stop) for stop in params.stop if stop in text]
-    if found:
-        return "stop", min(found)[2]
+    actual = [(text.index(stop) + len(stop), text.index(stop), stop) for stop in params.stop if stop in text]
+    if actual:
+        return "stop", min(actual)[2]
     if len(tokens) == params.max_tokens:
         return "length", None
     return None

@@ -66,10 +66,10 @@ def test_generate_and_a_call_keep_their_bits() -> None:
     kept = torch.tensor([0, 8])
     how = {"max_new_tokens": 6, "do_sample": True, "seed": 3, "top_p": 0.9, "repetition_penalty": 1.3}
 
-    def found(device: str | None):
+    def outputs_on(device: str | None):
         with default_device(device):
             watched = model.generate(ids, **how, stopping_criteria=[MaxLengthCriteria(13)])
             return model.generate(ids, **how), watched, model(ids, logits_to_keep=kept).logits
 
-    for on_meta, plain in zip(found("meta"), found(None), strict=True):
+    for on_meta, plain in zip(outputs_on("meta"), outputs_on(None), strict=True):
         assert_bitwise_equal(on_meta, plain)

@@ -91,31 +91,31 @@ def test_a_prefix_that_cannot_be_taken_leaves_no_block_behind() -> None:
     with pytest.raises(InvalidInput, match=r"token_ids.* give"):
         engine.prefixes.export(5)
     engine.generate(prompt, GREEDY, progress=False)
-    found = engine.prefixes.export(prompt)
+    actual = engine.prefixes.export(prompt)
     other = engine_of(tiny_model("cpu"), config_of())
-    hollow = tuple((keys.to("meta"), values.to("meta")) for keys, values in found.layers)
-    for changed, said in (
+    hollow = tuple((keys.to("meta"), values.to("meta")) for keys, values in actual.layers)
+    for changed, expected_text in (
         ({"layers": hollow}, "tensors on the CPU"),
         ({"layers": None}, "tensors on the CPU"),
-        ({"layers": ((found.layers[0][0], None), *found.layers[1:])}, "tensors on the CPU"),
-        ({"layers": ((-found.layers[0][0], found.layers[0][1]), *found.layers[1:])}, "changed since export"),
-        ({"token_ids": (*found.token_ids[:-1], 1)}, "changed since export"),
-        ({"token_ids": found.token_ids[::-1]}, "changed since export"),
+        ({"layers": ((actual.layers[0][0], None), *actual.layers[1:])}, "tensors on the CPU"),
+        ({"layers": ((-actual.layers[0][0], actual.layers[0][1]), *actual.layers[1:])}, "changed since export"),
+        ({"token_ids": (*actual.token_ids[:-1], 1)}, "changed since export"),
+        ({"token_ids": actual.token_ids[::-1]}, "changed since export"),
         ({"token_ids": None}, "give a list of integers"),
-        ({"token_ids": (*found.token_ids[:-1], 1 << 70)}, "is not a token id"),
-        ({"token_ids": (*found.token_ids[:-1], 0.5)}, "token_ids: entry"),
+        ({"token_ids": (*actual.token_ids[:-1], 1 << 70)}, "is not a token id"),
+        ({"token_ids": (*actual.token_ids[:-1], 0.5)}, "token_ids: entry"),
     ):
-        with pytest.raises(InvalidInput, match=said):
-            other.prefixes.take(replace(found, **changed))
+        with pytest.raises(InvalidInput, match=expected_text):
+            other.prefixes.take(replace(actual, **changed))
     with pytest.raises(InvalidInput, match="not a token id"):
         engine.prefixes.export([-1] * 40)
-    found.layers[-1][1][-1].neg_()
+    actual.layers[-1][1][-1].neg_()
     with pytest.raises(InvalidInput, match="changed since export"):
-        other.prefixes.take(found)
-    found.layers[-1][1][-1].neg_()
+        other.prefixes.take(actual)
+    actual.layers[-1][1][-1].neg_()
     full = mock.patch.object(type(other.prefixes._reader), "write_blocks", side_effect=MemoryError)
     with full, pytest.raises(MemoryError):
-        other.prefixes.take(found)
+        other.prefixes.take(actual)
     other.check()
     assert other.stats.num_free_blocks == engine.stats.num_free_blocks
 
@@ -189,8 +189,8 @@ def test_logits_that_are_no_numbers_end_their_request_alone(later, overlap, devi
         SamplingParams(max_tokens=12, seed=2, repetition_penalty=1.2),
     ]
     prompts = [prompt_of(30), prompt_of(30)[:25] if later else [*prompt_of(30)[:25], MARK], prompt_of(20, 2)]
-    for prompt, own in zip(prompts, params):
-        engine.add_request(prompt, own)
+    for prompt, item in zip(prompts, params):
+        engine.add_request(prompt, item)
     good, bad, other = sorted(run(engine), key=lambda output: int(output.request_id.split("-")[-1]))
     assert isinstance(bad.error, EngineError) and "NaN or infinite" in str(bad.error)
     assert bad.finished and bad.outputs[0].finish_reason == "error"

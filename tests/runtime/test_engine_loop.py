@@ -25,8 +25,8 @@ def new_engine():
     return compiled("qwen3", torch.float32).engine(CONFIG)
 
 
-async def collect(engine, prompt, own):
-    return [output async for output in engine.stream(prompt, own)]
+async def collect(engine, prompt, item):
+    return [output async for output in engine.stream(prompt, item)]
 
 
 def test_streams_side_by_side_give_the_bits_of_an_offline_run_token_by_token():
@@ -44,10 +44,10 @@ def test_streams_side_by_side_give_the_bits_of_an_offline_run_token_by_token():
     assert asyncio.run(collect(engine, PROMPTS[0], params(0)))[-1].outputs == expected[0].outputs
     assert engine.generate(PROMPTS[1], params(1), progress=False)[0].outputs == expected[1].outputs
     # and somebody who steps by hand
-    name, found = engine.add_request(PROMPTS[2], params(2)), {}
-    while name not in found:
-        found |= {output.request_id: output for output in engine.step() if output.finished}
-    assert found.keys() == {name} and found[name].outputs == expected[2].outputs
+    name, actual = engine.add_request(PROMPTS[2], params(2)), {}
+    while name not in actual:
+        actual |= {output.request_id: output for output in engine.step() if output.finished}
+    assert actual.keys() == {name} and actual[name].outputs == expected[2].outputs
 
 
 def test_text_grows_while_it_streams():

@@ -111,18 +111,18 @@ def mortal_engine(
 def answers(engine: Engine, requests: list[tuple[list[int], SamplingParams]]) -> list[Any]:
     """What was told of each request, delta by delta and whole, without the times."""
     deltas: dict[str, list[Any]] = {}
-    names = [engine.add_request(*own, stream_text=True, output_kind="delta") for own in requests]
+    names = [engine.add_request(*item, stream_text=True, output_kind="delta") for item in requests]
     while engine.has_unfinished_requests:
         for output in engine.step():
-            own = deltas.setdefault(output.request_id, [{}, [], None, 0])
+            item = deltas.setdefault(output.request_id, [{}, [], None, 0])
             for sample in output.outputs:
-                told = own[0].setdefault(sample.index, [[], [], "", None, None])
-                told[0] += sample.token_ids
-                told[1] += sample.logprobs or []
-                told[2] += sample.text
-                told[3:] = sample.finish_reason, sample.stop_reason
-            own[1] += output.prompt_logprobs or []
-            own[2:] = output.error, output.seed
+                calls = item[0].setdefault(sample.index, [[], [], "", None, None])
+                calls[0] += sample.token_ids
+                calls[1] += sample.logprobs or []
+                calls[2] += sample.text
+                calls[3:] = sample.finish_reason, sample.stop_reason
+            item[1] += output.prompt_logprobs or []
+            item[2:] = output.error, output.seed
         engine.check()
     return [deltas[name] for name in names]
 
@@ -147,7 +147,7 @@ LOSSES = st.lists(st.integers(0, 25), min_size=1, max_size=3)  # four might bloc
 def test_losses_at_any_call_move_no_bit(params, config, numbers, vain, num_stages, shortest_step):
     if num_stages > 1:
         config = replace(config, overlap=False)
-    requests = [(prompt_of(5 + 17 * index, index), own) for index, own in enumerate(params)]
+    requests = [(prompt_of(5 + 17 * index, index), item) for index, item in enumerate(params)]
     undisturbed, _ = mortal_engine(config, NEVER, num_stages=num_stages)
     expected = answers(undisturbed, requests)
     disturbances = {"vain": iter([vain]), "num_stages": num_stages}
@@ -168,8 +168,8 @@ def test_losses_move_no_bit_of_what_is_drafted(accuracy, numbers, config):
     engine, worker = mortal_engine(
         config, some_losses(numbers), speculation=SpeculationConfig(drafter=drafter, switch="always")
     )
-    found = engine.generate(*map(list, zip(*requests)), progress=False)
-    assert [output.outputs for output in found] == [output.outputs for output in outputs]
+    actual = engine.generate(*map(list, zip(*requests)), progress=False)
+    assert [output.outputs for output in actual] == [output.outputs for output in outputs]
     assert engine.speculator.error is None and worker.num_lost == engine.stats.num_restarts > 0
     engine.check()
 
@@ -263,19 +263,21 @@ def draws_late(work: StepWork) -> bool:
 def test_a_request_that_ends_workers_ends_alone(kills, num_stages):
     """Twice among others and twice alone: the others have their bits, whatever they wait for meanwhile."""
     config = config_of(overlap=num_stages == 1)
-    own = {"temperature": 1.0, "max_tokens": 16, "logprobs": 1}
-    asked = [SamplingParams(seed=10 + row, n=1 + row % 2, **own) for row in range(5)]
-    requests = [(prompt_of(9 + 20 * row, row), own) for row, own in enumerate(asked)]
+    item = {"temperature": 1.0, "max_tokens": 16, "logprobs": 1}
+    requested = [SamplingParams(seed=10 + row, n=1 + row % 2, **item) for row in range(5)]
+    requests = [(prompt_of(9 + 20 * row, row), item) for row, item in enumerate(requested)]
     expected = answers(mortal_engine(config, NEVER, num_stages=num_stages)[0], requests)
     requests[3][0][4] = MARK if kills is reads_mark else requests[3][0][4]
     engine, worker = mortal_engine(config, NEVER, num_stages=num_stages)
     worker.kills = kills
-    found = answers(engine, requests)
-    assert isinstance(found[3][2], EngineError) and "crashed 2 times while they served it alone" in str(found[3][2])
-    assert [own for row, own in enumerate(found) if row != 3] == [own for row, own in enumerate(expected) if row != 3]
+    actual = answers(engine, requests)
+    assert isinstance(actual[3][2], EngineError) and "crashed 2 times while they served it alone" in str(actual[3][2])
+    assert [item for row, item in enumerate(actual) if row != 3] == [
+        item for row, item in enumerate(expected) if row != 3
+    ]
     assert engine.stats.num_restarts == 4
     worker.kills = lambda work: False
-    requests[3] = (prompt_of(69, 3), asked[3])
+    requests[3] = (prompt_of(69, 3), requested[3])
     assert answers(engine, requests) == expected
 
 
@@ -304,6 +306,6 @@ def test_what_comes_while_others_are_tried_waits_and_is_served():
         step()
     last = (trial + 2) % 3
     requests = [(prompt_of(30, seed), params[seed]) for seed in (last, 3)]
-    expected = [own[0][0][0] for own in answers(mortal_engine(config_of(), NEVER)[0], requests)]
+    expected = [item[0][0][0] for item in answers(mortal_engine(config_of(), NEVER)[0], requests)]
     assert [outputs[names[seed]].token_ids for seed in (last, 3)] == expected
     assert [outputs[names[seed]].finish_reason for seed in (trial, (trial + 1) % 3)] == ["abort", "abort"]

@@ -31,10 +31,10 @@ def cuts_of(draw, output: RequestOutput, params: SamplingParams) -> dict[int, in
     return {sample.index: draw(st.integers(0, len(sample.token_ids) - 1)) for sample in chosen}
 
 
-def assert_the_rest(found: CompletionOutput, whole: CompletionOutput, cut: int) -> None:
+def assert_the_rest(actual: CompletionOutput, whole: CompletionOutput, cut: int) -> None:
     """Fail unless a resumed sample is the whole one, with the logprobs of what was drawn since the cut."""
     rest = None if whole.logprobs is None else whole.logprobs[cut:]
-    assert found == replace(whole, logprobs=rest)
+    assert actual == replace(whole, logprobs=rest)
 
 
 @settings(max_examples=8)
@@ -68,7 +68,7 @@ def test_a_stop_string_is_found_across_the_cut():
 
 
 @pytest.mark.parametrize(
-    ("resume", "params", "said"),
+    ("resume", "params", "message"),
     [
         ([[1]], DRAWN, "give a non-empty dict"),
         ({}, DRAWN, "give a non-empty dict"),
@@ -84,9 +84,9 @@ def test_a_stop_string_is_found_across_the_cut():
         ({0: [1]}, replace(DRAWN, seed=None), "needs its original seed"),
     ],
 )
-def test_what_cannot_go_on_is_refused(resume, params, said):
+def test_what_cannot_go_on_is_refused(resume, params, message):
     engine = engine_of(model_on("cpu"), config_of())
-    with pytest.raises(InvalidInput, match=said):
+    with pytest.raises(InvalidInput, match=message):
         engine.add_request(PROMPT, params, resume=resume)
     assert not engine.has_unfinished_requests
 
@@ -148,8 +148,8 @@ def test_deltas_without_text_still_end_at_stop_strings():
 
 
 def test_only_the_last_output_comes_where_no_other_is_wanted():
-    engine, found = engine_of(model_on("cpu"), config_of()), []
+    engine, actual = engine_of(model_on("cpu"), config_of()), []
     engine.add_request(PROMPT, DRAWN, output_kind="final_only")
     while engine.has_unfinished_requests:
-        found += engine.step()
-    assert len(found) == 1 and found[0].outputs == undisturbed(engine, PROMPT, DRAWN).outputs
+        actual += engine.step()
+    assert len(actual) == 1 and actual[0].outputs == undisturbed(engine, PROMPT, DRAWN).outputs

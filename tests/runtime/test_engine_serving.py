@@ -74,11 +74,11 @@ def test_preemption_changes_no_bit(scheduler, one_group, overlap, device) -> Non
         SamplingParams(max_tokens=70, seed=2, top_p=0.9, n=2),
         SamplingParams(max_tokens=70, seed=3, prompt_logprobs=0, stop=["abab", "cdcd"]),
     ]
-    names = [engine.add_request(prompt_of(25, seed), own) for seed, own in enumerate(params)]
+    names = [engine.add_request(prompt_of(25, seed), item) for seed, item in enumerate(params)]
     finished = {output.request_id: output for output in run(engine)}
     assert next(iter(finished)) == names[0] and engine.stats.num_preemptions > 0
-    for name, own in zip(names, params):
-        assert_as_alone(model, finished[name], own)
+    for name, item in zip(names, params):
+        assert_as_alone(model, finished[name], item)
     assert sum(output.metrics.num_preemptions for output in finished.values()) == engine.stats.num_preemptions
 
 
@@ -116,9 +116,9 @@ def test_the_answer_is_cached_too_and_prompt_logprobs_look_nothing_up(device) ->
     [computed] = engine.generate(longer, params, progress=False)
     assert computed.metrics.num_cached_tokens == 0
     assert_as_alone(model, computed, params)
-    [found] = engine.generate(longer, GREEDY, progress=False)
-    assert found.metrics.num_cached_tokens == 64
-    assert_as_alone(model, found, GREEDY)
+    [actual] = engine.generate(longer, GREEDY, progress=False)
+    assert actual.metrics.num_cached_tokens == 64
+    assert_as_alone(model, actual, GREEDY)
 
 
 @OVERLAP

@@ -58,10 +58,10 @@ def assert_matches(output: RequestOutput, params: SamplingParams) -> None:
         matcher = matcher_of(params.grammar, () if params.ignore_eos else (EOS,))
         for place, token in enumerate(tokens):
             assert not matcher.complete
-            own = replace(params, grammar=None, logprobs=None, seed=output.seed, allowed_token_ids=allowed(matcher))
+            item = replace(params, grammar=None, logprobs=None, seed=output.seed, allowed_token_ids=allowed(matcher))
             here = {"num_prompt_tokens": [len(prompt)], "token_ids": [prompt + tokens[:place]]}
             drawn = sample(
-                logits[place : place + 1], [own], [len(prompt) + place], sample_indices=[completion.index],
+                logits[place : place + 1], [item], [len(prompt) + place], sample_indices=[completion.index],
                 eos_token_ids=(EOS,), **here,
             )  # fmt: skip
             assert drawn.tolist() == [token]
@@ -88,10 +88,10 @@ def test_answers_match_and_have_the_bits_that_they_have_alone(config, seed, gram
     params = replace(DRAWN, seed=seed, grammar=grammar, n=2, **kind)
     free = replace(DRAWN, seed=seed)
     neighbour = engine.add_request(prompt_of(20, seed), free)
-    asked = {engine.add_request(prompt_of(length, seed), params): params for length in (5, 17)}
+    requested = {engine.add_request(prompt_of(length, seed), params): params for length in (5, 17)}
     outputs = {output.request_id: output for output in run(engine)}
-    for name, own in asked.items():
-        assert_matches(outputs[name], own)
+    for name, item in requested.items():
+        assert_matches(outputs[name], item)
     [alone] = serving().generate([prompt_of(20, seed)], free, progress=False)
     assert outputs[neighbour].outputs == alone.outputs
 
@@ -117,7 +117,7 @@ def test_no_draft_moves_a_bit(kind, temperature) -> None:
     prompts, params, expected = workload({"temperature": temperature, "stop_token_ids": (EOS,)})
     known = expected
     if kind == "free":  # what would come without the grammars, which forbid most of it
-        known = serving().generate(prompts, [replace(own, grammar=None) for own in params], progress=False)
+        known = serving().generate(prompts, [replace(item, grammar=None) for item in params], progress=False)
     model = tiny_model("cpu")
     drafter = {
         "right": lambda: Oracle(known, 1.0, 1),
@@ -130,9 +130,9 @@ def test_no_draft_moves_a_bit(kind, temperature) -> None:
         "ngrams": lambda: NGramDrafter(),
     }[kind]()
     engine = drafting(drafter)
-    found = engine.generate(prompts, params, progress=False)
+    actual = engine.generate(prompts, params, progress=False)
     engine.check()
-    assert [output.outputs for output in found] == [output.outputs for output in expected]
+    assert [output.outputs for output in actual] == [output.outputs for output in expected]
     assert engine.speculator.error is None
     if kind in ("right", "half"):
         assert engine.speculator.num_accepted > 0
@@ -141,11 +141,11 @@ def test_no_draft_moves_a_bit(kind, temperature) -> None:
 def test_guesses_by_rejection_match_as_well() -> None:
     prompts, params, _ = workload({"stop_token_ids": (EOS,)})
     engine = drafting(tiny_model("cpu").drafter(3, layers=4), "rejection")
-    found = engine.generate(prompts, params, progress=False)
+    actual = engine.generate(prompts, params, progress=False)
     assert engine.speculator.num_drafted > 0
-    for output, own in zip(found, params):
+    for output, item in zip(actual, params):
         for completion in output.outputs:
-            assert completion.finish_reason == "length" or matches(own.grammar, completion.text)
+            assert completion.finish_reason == "length" or matches(item.grammar, completion.text)
 
 
 @settings(max_examples=10)
@@ -153,13 +153,13 @@ def test_guesses_by_rejection_match_as_well() -> None:
 def test_an_answer_goes_on_where_it_was_cut(data, seed, grammar) -> None:
     params = replace(DRAWN, seed=seed, grammar=grammar, n=2)
     [whole] = serving().generate([prompt_of(9)], params, progress=False)
-    cuts = {own.index: data.draw(st.integers(0, len(own.token_ids) - 1)) for own in whole.outputs}
+    cuts = {item.index: data.draw(st.integers(0, len(item.token_ids) - 1)) for item in whole.outputs}
     engine = serving()
-    resume = {own.index: own.token_ids[: cuts[own.index]] for own in whole.outputs}
+    resume = {item.index: item.token_ids[: cuts[item.index]] for item in whole.outputs}
     engine.add_request(prompt_of(9), params, resume=resume)
-    [found] = run(engine)
-    for own, rest in zip(whole.outputs, found.outputs):
-        assert rest == replace(own, logprobs=own.logprobs[cuts[own.index] :])
+    [actual] = run(engine)
+    for item, rest in zip(whole.outputs, actual.outputs):
+        assert rest == replace(item, logprobs=item.logprobs[cuts[item.index] :])
 
 
 @settings(max_examples=20)
@@ -213,8 +213,8 @@ def test_the_end_is_drawn_where_the_text_may_end_and_nowhere_else() -> None:
 def test_an_answer_ends_with_its_grammar_whatever_forbids_the_end(changes, eos) -> None:
     params = replace(DRAWN, grammar=Grammar.regex("(ab){2}"), **changes)
     [output] = serving(eos_token_ids=eos).generate([prompt_of(4)], params, progress=False)
-    own = output.outputs[0]
-    assert (own.text, own.finish_reason, own.stop_reason) == ("abab", "stop", None)
+    item = output.outputs[0]
+    assert (item.text, item.finish_reason, item.stop_reason) == ("abab", "stop", None)
 
 
 def test_the_end_waits_for_min_tokens_where_more_may_follow() -> None:
@@ -252,7 +252,9 @@ def test_masked_rows_are_drawn_as_those_of_allowed_tokens(device) -> None:
         row = SampleRow(params, 5 + index, 1, 0, index, [3] * (5 + index))
         masked.append(row._replace(mask=mask))
         plain.append(row._replace(params=params if mask is None else replace(params, allowed_token_ids=ids)))
-    drawn = [(own := Sampler(VOCAB_SIZE, device))(logits, own.prepare(rows)).drawn.tolist() for rows in (masked, plain)]
+    drawn = [
+        (item := Sampler(VOCAB_SIZE, device))(logits, item.prepare(rows)).drawn.tolist() for rows in (masked, plain)
+    ]
     assert drawn[0] == drawn[1]
 
 
@@ -269,13 +271,13 @@ class Endless:
 def test_a_drafted_end_is_cut() -> None:
     prompts, params, expected = workload({"stop_token_ids": (EOS,)})
     engine = drafting(Endless())
-    found = engine.generate(prompts, params, progress=False)
-    assert [output.outputs for output in found] == [output.outputs for output in expected]
+    actual = engine.generate(prompts, params, progress=False)
+    assert [output.outputs for output in actual] == [output.outputs for output in expected]
     assert engine.speculator.num_drafted == 0
 
 
 @pytest.mark.parametrize(
-    ("grammar", "said"),
+    ("grammar", "expected_text"),
     [
         (Grammar.regex("(ab"), "regex cannot be served"),
         (Grammar.json_schema("{"), "json_schema cannot be read"),
@@ -286,15 +288,15 @@ def test_a_drafted_end_is_cut() -> None:
         (Grammar.json_schema('{"items":' * 300 + "{}" + "}" * 300), "json_schema cannot be served"),
     ],
 )
-def test_what_is_no_grammar_is_refused(grammar, said) -> None:
+def test_what_is_no_grammar_is_refused(grammar, expected_text) -> None:
     engine = serving()
-    with pytest.raises(InvalidInput, match=said):
+    with pytest.raises(InvalidInput, match=expected_text):
         engine.add_request([1], replace(DRAWN, grammar=grammar))
     assert not engine.has_unfinished_requests
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "expected_text"),
     [
         (lambda: Grammar("yaml", "a"), "must be one of json_schema"),
         (lambda: Grammar.regex(""), "regex needs a source"),
@@ -314,8 +316,8 @@ def test_what_is_no_grammar_is_refused(grammar, said) -> None:
         (lambda: SamplingParams(grammar={"yaml": "a"}), "one of json, regex"),
     ],
 )
-def test_what_says_no_grammar_is_refused(make, said) -> None:
-    with pytest.raises(InvalidInput, match=said):
+def test_what_says_no_grammar_is_refused(make, expected_text) -> None:
+    with pytest.raises(InvalidInput, match=expected_text):
         make()
 
 
@@ -327,7 +329,7 @@ def test_every_spelling_of_a_grammar_is_one() -> None:
 
     expected = Grammar.regex("a+")
     spellings = [expected, {"kind": "regex", "source": "a+"}, {"regex": "a+", "json": None}, Structured()]
-    assert {SamplingParams(grammar=own).grammar for own in spellings} == {expected}
+    assert {SamplingParams(grammar=item).grammar for item in spellings} == {expected}
     assert {Grammar.regex("a+").digest, expected.digest} == {expected.digest} != {Grammar.lark("a+").digest}
     assert Grammar.of({"json_object": True}) == Grammar.json_object()
     assert Grammar.of({"json": '{"type": "null"}'}) == Grammar.json_schema({"type": "null"})
@@ -360,8 +362,10 @@ def test_grammars_that_were_given_up_cannot_take_all_cores_and_memory(monkeypatc
     monkeypatch.setattr(compiler, "_left", type(compiler._left)())  # without those of other tests
     try:
         for number in range(6):
-            said = "takes over" if number < compiler.MOST_LEFT else "4 grammars that took over 0.01 s still compile"
-            with pytest.raises(InvalidInput, match=said):
+            expected_text = (
+                "takes over" if number < compiler.MOST_LEFT else "4 grammars that took over 0.01 s still compile"
+            )
+            with pytest.raises(InvalidInput, match=expected_text):
                 compiler.compiled_within(Grammar.regex("a"), None, 0.01)  # nothing asks the tokenizer
     finally:
         goes_on.set()
@@ -400,8 +404,8 @@ def test_tokens_that_break_the_grammar_cannot_be_gone_on_with() -> None:
 def test_a_narrow_head_draws_no_token_that_it_has_not() -> None:
     grammar = Grammar.choice(["yes", "no"])
     narrow = compiler.GrammarCompiler(small_tokenizer(), 60, [EOS]).matcher(grammar, (EOS,))
-    found = [token for token in range(64) if int(narrow.mask()[token // 32]) >> token % 32 & 1]
-    assert not found  # y and n stand behind it
+    actual = [token for token in range(64) if int(narrow.mask()[token // 32]) >> token % 32 & 1]
+    assert not actual  # y and n stand behind it
     wide = compiler.GrammarCompiler(small_tokenizer(), 1000, [EOS]).matcher(grammar, (EOS,))
     assert len(wide.mask()) == 32 and wide.mask()[:5].tobytes() == matcher_of(grammar).mask()[:5].tobytes()
 

@@ -76,8 +76,8 @@ class Fault:
 
 def methods_of(kind: type) -> list[tuple[Any, str]]:
     """Every method and property, those to come included."""
-    found = [name for name, value in vars(kind).items() if inspect.isfunction(value) or isinstance(value, property)]
-    return [(kind, name) for name in found if not name.startswith("__") and name != "fail"]  # fail() is the way out
+    actual = [name for name, value in vars(kind).items() if inspect.isfunction(value) or isinstance(value, property)]
+    return [(kind, name) for name in actual if not name.startswith("__") and name != "fail"]  # fail() is the way out
 
 
 POINTS: list[tuple[Any, str]] = [
@@ -96,8 +96,8 @@ POINTS: list[tuple[Any, str]] = [
 
 @contextlib.contextmanager
 def planted(place: Any, name: str, fault: Fault) -> Iterator[None]:
-    found = vars(place)[name]
-    broken = property(fault.around(found.fget)) if isinstance(found, property) else fault.around(found)
+    actual = vars(place)[name]
+    broken = property(fault.around(actual.fget)) if isinstance(actual, property) else fault.around(actual)
     with mock.patch.object(place, name, broken):
         yield
 

@@ -146,9 +146,9 @@ def written(value: Any, name: Callable[[str], str], string: Callable[[str], str]
     if isinstance(value, str):
         return string(value)
     if isinstance(value, list):
-        return "[" + ", ".join(written(own, name, string, before) for own in value) + "]"
+        return "[" + ", ".join(written(item, name, string, before) for item in value) + "]"
     if isinstance(value, dict):
-        parts = [f"{name(key)}: {written(own, name, string, before)}" for key, own in value.items()]
+        parts = [f"{name(key)}: {written(item, name, string, before)}" for key, item in value.items()]
         doubles = [] if before is ... else [f"{name(key)}: {json.dumps(before)}" for key in value]
         return "{" + ", ".join([*doubles, *parts]) + "}"
     return json.dumps(value)
@@ -157,12 +157,12 @@ def written(value: Any, name: Callable[[str], str], string: Callable[[str], str]
 def spellings(value: Any) -> Iterator[str]:
     """All texts are one value to parsers."""
     doubles = (..., 1, "x") if "{" in json.dumps(value) else (...,)
-    found = {written(value, *how) for how in itertools.product(SPELLINGS, SPELLINGS, doubles)}
-    assert all(json.loads(text) == value for text in found)
-    yield from found
+    actual = {written(value, *how) for how in itertools.product(SPELLINGS, SPELLINGS, doubles)}
+    assert all(json.loads(text) == value for text in actual)
+    yield from actual
 
 
-@pytest.mark.parametrize(("schema", "right", "wrong"), SCHEMAS, ids=[json.dumps(own[0])[:40] for own in SCHEMAS])
+@pytest.mark.parametrize(("schema", "right", "wrong"), SCHEMAS, ids=[json.dumps(item[0])[:40] for item in SCHEMAS])
 def test_no_spelling_of_a_wrong_value_is_taken(schema: Any, right: list[Any], wrong: list[Any]) -> None:
     rule = f"start: value\nvalue: %json {json.dumps(schema)}"
     for grammar in (Grammar.json_schema(schema), Grammar.lark(rule)):
@@ -180,13 +180,13 @@ def test_no_spelling_of_wrong_arguments_is_taken() -> None:
     assert not [text for text in spellings({"b": 1, "é": "x"}) if takes(start, call.format(text))]
 
 
-@pytest.mark.parametrize(("schema", "said"), REFUSED)
-def test_what_would_not_be_kept_is_refused_and_named(schema: Any, said: str) -> None:
-    with pytest.raises(InvalidInput, match=said):
+@pytest.mark.parametrize(("schema", "message"), REFUSED)
+def test_what_would_not_be_kept_is_refused_and_named(schema: Any, message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
         started(Grammar.json_schema(schema))
     if isinstance(schema, dict):
         titled = json.dumps({"title": "the tool", "type": "object", **schema})
-        with pytest.raises(InvalidInput, match="x-guidance" if said == "x-guidance" else "the tool"):
+        with pytest.raises(InvalidInput, match="x-guidance" if message == "x-guidance" else "the tool"):
             started(Grammar.lark(f"start: value\nvalue: %json {titled}"))
 
 

@@ -120,21 +120,21 @@ def test_errors_that_say_that_memory_ran_out_are_known(error, is_one):
 def test_unowned_tensors_lie_where_the_others_do_and_keep_nothing():
     whole = torch.randn(6, 8, dtype=torch.float32).to(torch.bfloat16)
     given = (whole[1:5, ::2], (whole.t(), None))
-    found = unowned(given)
-    assert found[1][1] is None
-    for mine, theirs in ((found[0], given[0]), (found[1][0], given[1][0])):
+    actual = unowned(given)
+    assert actual[1][1] is None
+    for mine, theirs in ((actual[0], given[0]), (actual[1][0], given[1][0])):
         assert mine.data_ptr() == theirs.data_ptr() and mine.stride() == theirs.stride()
         assert_bitwise_equal(mine, theirs)
         assert mine.untyped_storage()._cdata != theirs.untyped_storage()._cdata
     whole.fill_(7)
-    assert found[0].eq(7).all()
+    assert actual[0].eq(7).all()
 
 
 def test_graphs_are_captured_from_the_largest_to_the_smallest_and_narrow_before_wide():
-    found = graph_layouts(100, 256, 641, 64)
-    sizes = list(dict.fromkeys(layout[:2] for layout in found))
+    actual = graph_layouts(100, 256, 641, 64)
+    sizes = list(dict.fromkeys(layout[:2] for layout in actual))
     widths = table_widths(641, 64)
-    assert sizes == sorted(sizes, reverse=True) and found == [(*size, width) for size in sizes for width in widths]
+    assert sizes == sorted(sizes, reverse=True) and actual == [(*size, width) for size in sizes for width in widths]
     mixed = {layout for layout in mixed_layouts() if layout[0] <= 256 and layout[1] < 200}
     assert set(sizes) == {(size, size) for size in (1, 2, 4, 8, *range(16, 113, 16), 256)} | mixed
 
@@ -175,16 +175,16 @@ def test_what_graphs_take_is_measured_of_some_and_counted_for_all():
     layouts = graph_layouts(1024, 8192, 641, 64)
     gpu = FakeGPU(GPUMemory(1000, 100, 60), GPUMemory(1000, 100 + 700 + 50, 60 + 700))
     with mock.patch.object(memory_probe, "gpu_memory", gpu):
-        found = graph_needs(worker, layouts)
+        actual = graph_needs(worker, layouts)
     captured = [call.args for call in worker.capture.call_args_list]
     assert captured[: len(table_widths(641, 64))] == [layout for layout in layouts if layout[0] == 1024]
     assert len(captured) < len(layouts) / 8 and set(captured) <= set(layouts)
     assert {layout[0] == layout[1] for layout in captured} == {True, False}
     nodes, inputs = 50 * len(layouts) // len(captured), sum(4 * seqs * width for _, seqs, width in layouts)
-    assert 700 + nodes + inputs < sum(found) < 700 + nodes + 1.2 * inputs
+    assert 700 + nodes + inputs < sum(actual) < 700 + nodes + 1.2 * inputs
     later = [layout for layout in layouts if layout not in first_layouts(layouts)]
     nodes, inputs = 50 * len(later) // len(captured), sum(4 * seqs * width for _, seqs, width in later)
-    assert nodes + inputs < found.later < nodes + 1.3 * inputs
+    assert nodes + inputs < actual.later < nodes + 1.3 * inputs
 
 
 def test_the_worst_step_asks_for_all_that_a_sampler_can_be_asked_for():
@@ -211,15 +211,15 @@ def test_the_worst_step_asks_for_all_that_a_sampler_can_be_asked_for():
         mock.patch.object(Worker, "launch", recorded),
     ):
         sizes = {"num_tokens": 24, "num_sequences": 8, "num_drafts": 3, "num_prompt_tokens": 5, "width": 2}
-        found = step_needs(runner, lambda: Sampler(7, "cpu"), **sizes)
-    assert found == StepNeeds(counts=7, block=100, most=113) and found.total == 7 + 113 + 14 and kept == [100]
+        actual = step_needs(runner, lambda: Sampler(7, "cpu"), **sizes)
+    assert actual == StepNeeds(counts=7, block=100, most=113) and actual.total == 7 + 113 + 14 and kept == [100]
     assert [len(work.arrays.input_ids) for work in steps] == [24] * 5 and not peaks and not gpu.looks
-    for work, own, drafts, prompt in zip(steps, [8, 8, 8, 5, 3], [3, 3, 3, 2, 2], [5, 5, 5, 4, 2], strict=True):
+    for work, item, drafts, prompt in zip(steps, [8, 8, 8, 5, 3], [3, 3, 3, 2, 2], [5, 5, 5, 4, 2], strict=True):
         params = [row.params for row in work.rows]
-        assert len(params) == own + drafts and sum(own.penalised for own in params) == own
-        assert all(own.filtered and own.logprobs and own.logit_bias for own in params)
+        assert len(params) == item + drafts and sum(item.penalised for item in params) == item
+        assert all(item.filtered and item.logprobs and item.logit_bias for item in params)
         assert [len(prompt.targets) for prompt in work.prompts] == [prompt]
-        np.testing.assert_array_equal(work.arrays.logits_to_keep, np.arange(own + drafts + prompt))
+        np.testing.assert_array_equal(work.arrays.logits_to_keep, np.arange(item + drafts + prompt))
 
 
 class FakeAllocator:
@@ -348,7 +348,7 @@ def test_an_engine_takes_no_more_than_its_fraction_of_a_small_gpu(max_num_seqs):
         answers.append(plain.generate([[index, 3] * (1 + index % 90) for index in range(300)], params))
     finally:
         torch.cuda.set_per_process_memory_fraction(before, 0)
-    tokens = [[(own.outputs[0].token_ids, own.outputs[0].logprobs) for own in given] for given in answers]
+    tokens = [[(item.outputs[0].token_ids, item.outputs[0].logprobs) for item in given] for given in answers]
     assert tokens[0] == tokens[1] == tokens[2]
 
 

@@ -39,16 +39,16 @@ def test_bad_words_are_avoided_and_move_no_neighbour(config, seed, temperature) 
     free = replace(FREE, temperature=temperature, seed=seed)
     [first] = engine_of(model, config).generate(prompt_of(9, seed), free, progress=False)
     words = [*pairs_of(first.outputs[0].token_ids), [prompt_of(9, seed)[-1], first.outputs[0].token_ids[0]]]
-    asked = {9: replace(free, bad_words_ids=words), 40: free, 20: replace(free, allowed_token_ids=range(3, 90, 4))}
+    requested = {9: replace(free, bad_words_ids=words), 40: free, 20: replace(free, allowed_token_ids=range(3, 90, 4))}
     engine = engine_of(model, config)
-    params = {engine.add_request(prompt_of(length, seed), own): own for length, own in asked.items()}
+    params = {engine.add_request(prompt_of(length, seed), item): item for length, item in requested.items()}
     outputs = {output.request_id: output for output in run(engine)}
-    for request_id, own in params.items():
-        assert_as_alone(model, outputs[request_id], own)
+    for request_id, item in params.items():
+        assert_as_alone(model, outputs[request_id], item)
     [restricted, _, allowed] = [outputs[request_id] for request_id in params]
     tokens = restricted.prompt_token_ids + restricted.outputs[0].token_ids
-    found = {tuple(tokens[place : place + 2]) for place in range(8, len(tokens) - 1)}
-    assert not found & {*map(tuple, words)}
+    actual = {tuple(tokens[place : place + 2]) for place in range(8, len(tokens) - 1)}
+    assert not actual & {*map(tuple, words)}
     assert set(allowed.outputs[0].token_ids) <= {*range(3, 90, 4)}
 
 
@@ -62,8 +62,8 @@ def test_drafted_tokens_count_as_tokens_before_a_bad_word(seed, accuracy) -> Non
     prompts = [prompt_of(length, seed) for length in (5, 9, 15, 17)]
     free = model.engine(config_of()).generate(prompts, params, progress=False)
     params = [
-        replace(own, bad_words_ids=pairs_of(output.outputs[0].token_ids), allowed_token_ids=allowed)
-        for own, output, allowed in zip(params, free, [None, None, range(1, VOCAB_SIZE, 2), None])
+        replace(item, bad_words_ids=pairs_of(output.outputs[0].token_ids), allowed_token_ids=allowed)
+        for item, output, allowed in zip(params, free, [None, None, range(1, VOCAB_SIZE, 2), None])
     ]
     expected = model.engine(config_of()).generate(prompts, params, progress=False)
     assert expected[0].outputs[0].token_ids != free[0].outputs[0].token_ids
@@ -71,10 +71,10 @@ def test_drafted_tokens_count_as_tokens_before_a_bad_word(seed, accuracy) -> Non
     for known in (expected, free):
         speculation = SpeculationConfig(drafter=Oracle(known, accuracy, seed), switch="always")
         engine = model.engine(config_of(), speculation=speculation)
-        found = engine.generate(prompts, params, progress=False)
+        actual = engine.generate(prompts, params, progress=False)
         engine.check()
         assert engine.speculator.num_drafted > 0
-        assert [output.outputs for output in found] == [output.outputs for output in expected]
+        assert [output.outputs for output in actual] == [output.outputs for output in expected]
 
 
 @OVERLAP
@@ -86,8 +86,8 @@ def test_bad_words_are_text_and_look_at_the_output_alone(overlap) -> None:
     tokens = output.outputs[0].token_ids
     bad = letters(tokens[:3]), letters([1, tokens[0]])  # the second would be completed by the prompt's end
     [output] = engine.generate([[3, 4, 1]], replace(FREE, allowed_token_ids=allowed, bad_words=bad), progress=False)
-    found = output.outputs[0].token_ids
-    assert found[:2] == tokens[:2] and found[2] != tokens[2]
+    actual = output.outputs[0].token_ids
+    assert actual[:2] == tokens[:2] and actual[2] != tokens[2]
     assert not any(word in output.outputs[0].text for word in bad)
     ids = [[ord(letter) - ord("a") for letter in word] for word in bad]
     params = replace(FREE, allowed_token_ids=allowed, bad_words_ids=ids)
@@ -100,8 +100,8 @@ def test_a_prompt_is_truncated_to_its_end() -> None:
     model = tiny_model("cpu")
     engine = engine_of(model, config_of(), max_context=100)
     prompt = prompt_of(130)
-    for asked, kept in ((7, 7), (200, None), (-1, 99)):
-        params = replace(FREE, max_tokens=1, truncate_prompt_tokens=asked)
+    for requested, kept in ((7, 7), (200, None), (-1, 99)):
+        params = replace(FREE, max_tokens=1, truncate_prompt_tokens=requested)
         [output] = engine.generate(prompt, params, progress=False)
         if kept is None:
             assert "130 tokens" in str(output.error)

@@ -43,8 +43,8 @@ def test_logits_are_those_of_hugging_face(name: str, device: str) -> None:
     with torch.no_grad():
         expected = random_model(name, torch.float32, device)(ids, use_cache=False).logits
         plain = random_model(name, model.dtype, device)(ids, use_cache=False).logits
-    error, own = ((logits.float() - expected).norm() / expected.norm() for logits in (model(ids).logits, plain))
-    assert error <= max(1e-5, 1.05 * own), f"{name}: {error:.3e}, Hugging Face's {own:.3e}"
+    error, item = ((logits.float() - expected).norm() / expected.norm() for logits in (model(ids).logits, plain))
+    assert error <= max(1e-5, 1.05 * item), f"{name}: {error:.3e}, Hugging Face's {item:.3e}"
 
 
 @NAMES

@@ -66,18 +66,18 @@ def test_generate_stream_and_step_from_many_threads_serve_everybody(overlap, dev
 
     def step() -> dict:
         names = {engine.add_request(prompts[i], params(i)): i for i in range(3)}
-        found = {}
-        while len(found) < len(names):
-            found |= {names[output.request_id]: output for output in engine.step() if output.finished}
+        actual = {}
+        while len(actual) < len(names):
+            actual |= {names[output.request_id]: output for output in engine.step() if output.finished}
             engine.check()
             assert engine.stats.num_steps >= 0
-        return found
+        return actual
 
-    callers = [lambda own=own, t=t: own(t) for t in range(NUM_THREADS) for own in (generate, stream)]
+    callers = [lambda item=item, t=t: item(t) for t in range(NUM_THREADS) for item in (generate, stream)]
     results = together(*callers, step)
-    for found in results:
-        assert isinstance(found, dict), found
-        for index, output in found.items():
+    for actual in results:
+        assert isinstance(actual, dict), actual
+        for index, output in actual.items():
             assert output.error is None and output.outputs == alone[index].outputs
             assert output.prompt_token_ids == prompts[index]
     deadline = time.monotonic() + 30  # of the thread's last step
@@ -93,9 +93,9 @@ def test_a_compiled_model_generates_in_many_threads(device):
     batches = [torch.tensor(row, device=device) for row in rows]
     expected = [(model.generate(ids, max_new_tokens=6), model(ids).logits) for ids in batches]
     calls = [lambda ids=ids: (model.generate(ids, max_new_tokens=6), model(ids).logits) for ids in batches]
-    for found, own in zip(together(*calls), expected):
-        assert isinstance(found, tuple), found
-        assert all(torch.equal(one, other) for one, other in zip(found, own))
+    for actual, item in zip(together(*calls), expected):
+        assert isinstance(actual, tuple), actual
+        assert all(torch.equal(one, other) for one, other in zip(actual, item))
 
 
 def test_of_equal_ids_that_race_one_gets_in(device):
@@ -103,8 +103,8 @@ def test_of_equal_ids_that_race_one_gets_in(device):
     for attempt in range(20):
         name = f"mine-{attempt}"
         results = together(*[lambda name=name: engine.add_request(prompt_of(5), GREEDY, request_id=name)] * 4)
-        assert sum(found == name for found in results) == 1
-        assert sum(isinstance(found, InvalidInput) and "in use" in str(found) for found in results) == 3
+        assert sum(actual == name for actual in results) == 1
+        assert sum(isinstance(actual, InvalidInput) and "in use" in str(actual) for actual in results) == 3
     finished = []
     while engine.has_unfinished_requests:
         finished += [output.request_id for output in engine.step() if output.finished]
@@ -123,10 +123,10 @@ def test_an_id_that_looks_like_the_engines_own_takes_nobodys_place(device):
 
 def test_a_caller_may_change_what_it_got(device):
     model = tiny_model(device)
-    own = SamplingParams(max_tokens=10, seed=1, logprobs=1, prompt_logprobs=1)
-    [expected] = engine_of(model, config_of()).generate(prompt_of(9), own, progress=False)
+    item = SamplingParams(max_tokens=10, seed=1, logprobs=1, prompt_logprobs=1)
+    [expected] = engine_of(model, config_of()).generate(prompt_of(9), item, progress=False)
     engine = engine_of(model, config_of())
-    engine.add_request(prompt_of(9), own)
+    engine.add_request(prompt_of(9), item)
     seen = []
     while engine.has_unfinished_requests:
         for output in engine.step():
@@ -196,7 +196,7 @@ def test_a_failed_step_is_told_to_every_thread_that_waits(device):
     engine = engine_of(tiny_model(device), config_of())
     with mock.patch.object(engine._pipeline._worker, "launch", side_effect=RuntimeError("the device is gone")):
         results = together(*[lambda: engine.generate(prompt_of(5), GREEDY, progress=False)] * 4)
-    assert all(isinstance(found, EngineError) and "the device is gone" in str(found) for found in results), results
+    assert all(isinstance(actual, EngineError) and "the device is gone" in str(actual) for actual in results), results
 
 
 def test_a_stream_whose_loop_is_closed_holds_nobody_up(device):

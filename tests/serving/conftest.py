@@ -70,8 +70,8 @@ def started(folder: Path, *options: str, model: Path | None = None, name: str = 
     command = [sys.executable, "-m", "detcompile", "serve", str(model or model_of(folder))]
     command += ["--name", name, "--port", "0"]
     command += ["--chat-template", str(template)]
-    own = {"DETCOMPILE_KEEP_PROGRAMS": "1", "DETCOMPILE_PROGRESS": "0"}
-    environment = os.environ | own | {"PYTHONPATH": str(ROOT)}
+    item = {"DETCOMPILE_KEEP_PROGRAMS": "1", "DETCOMPILE_PROGRESS": "0"}
+    environment = os.environ | item | {"PYTHONPATH": str(ROOT)}
     process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True, env=environment, cwd=folder)
     lines: list[str] = []
 
@@ -101,11 +101,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(folder: Path) -> Iterator[Server]:
     """The server of the session. It signs its receipts with the key in ``folder``, and logs them there."""
     write_key_pair(folder / "key")
-    found = started(folder, "--sign", str(folder / "key"), "--receipt-log", str(folder / "log"))
-    yield found
-    if found.process.poll() is None:
-        assert found.stop() == 0
-    assert not any("Traceback" in line for line in found.lines), "".join(found.lines)
+    actual = started(folder, "--sign", str(folder / "key"), "--receipt-log", str(folder / "log"))
+    yield actual
+    if actual.process.poll() is None:
+        assert actual.stop() == 0
+    assert not any("Traceback" in line for line in actual.lines), "".join(actual.lines)
 
 
 @pytest.fixture

@@ -99,7 +99,7 @@ def controlled(command: protocol.Control, staged: list[str]) -> protocol.Control
 
 def heartbeat(num_steps: int, num_decodes: int, names: list[str]) -> protocol.Heartbeat:
     num_blocks = HELLO.num_blocks
-    found = protocol.Statistics(
+    actual = protocol.Statistics(
         num_steps=num_steps,
         num_generated_tokens=num_steps,
         num_running=len(names),
@@ -107,7 +107,7 @@ def heartbeat(num_steps: int, num_decodes: int, names: list[str]) -> protocol.He
         num_free_blocks=max(0, num_blocks - len(names)),
     )
     steps = [protocol.Step(0.02, 0, num_decodes, 0)] if num_decodes else []
-    return protocol.Heartbeat(found, steps, [protocol.Holding(name, 1) for name in names])
+    return protocol.Heartbeat(actual, steps, [protocol.Holding(name, 1) for name in names])
 
 
 def main() -> None:

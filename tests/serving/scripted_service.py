@@ -24,8 +24,8 @@ SPEC = EngineSpec(model="scripted")
 
 def scripted(*, replicas: int = 1, spare: bool = False, most_restarts: int = 0, **options: Any) -> Service:
     """A service over the scripted engine."""
-    own = {"replicas": replicas, "spare": spare, "most_restarts": most_restarts}
-    return Service(fleet=functools.partial(Fleet, launcher=LocalProcess(ENGINE), **own), **options)
+    item = {"replicas": replicas, "spare": spare, "most_restarts": most_restarts}
+    return Service(fleet=functools.partial(Fleet, launcher=LocalProcess(ENGINE), **item), **options)
 
 
 @contextlib.asynccontextmanager

@@ -79,7 +79,7 @@ def test_keys_are_read_again(tmp_path: Path) -> None:
 def test_what_one_key_has_asked_for_no_other_finds() -> None:
     """Its id is told to its owner alone, and means to others what an unknown one does."""
     template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    asked = {"input": "x", "max_output_tokens": 2}
+    requests = {"input": "x", "max_output_tokens": 2}
     digests = [hashlib.sha256(key).digest() for key in (b"alice", b"bob")]
 
     async def scenario() -> None:
@@ -95,27 +95,27 @@ def test_what_one_key_has_asked_for_no_other_finds() -> None:
                 assert held - {""} <= numbers and state["num_open"] == 1
                 return {row["name"] for row in state["requests"]}
 
-            long = asked | {"max_output_tokens": 1000, "background": True}
+            long = requests | {"max_output_tokens": 1000, "background": True}
             open_one = (await ask("alice", "POST", "/v1/responses", long)).json()["id"]
-            done = (await ask("alice", "POST", "/v1/responses", asked)).json()["id"]
+            done = (await ask("alice", "POST", "/v1/responses", requests)).json()["id"]
             assert await names_of("alice") == {open_one, done} and await names_of("bob") == set()
             for name in (open_one, done):
                 for method, path, body in (
                     ("GET", "/v1/responses/{}", None),
                     ("GET", "/v1/responses/{}?stream=true&starting_after=0", None),
-                    ("POST", "/v1/responses", asked | {"previous_response_id": "{}"}),
+                    ("POST", "/v1/responses", requests | {"previous_response_id": "{}"}),
                     ("POST", "/v1/responses/{}/cancel", None),
                     ("DELETE", "/v1/responses/{}", None),
                     ("GET", "/v1/receipts/{}", None),
                 ):
-                    found = [
-                        await ask("bob", method, path.format(own), json.loads(json.dumps(body).replace("{}", own)))
-                        for own in (name, "resp_unknown")
+                    actual = [
+                        await ask("bob", method, path.format(item), json.loads(json.dumps(body).replace("{}", item)))
+                        for item in (name, "resp_unknown")
                     ]
-                    assert [own.status_code for own in found] == [404, 404], (path, found)
-                    assert found[0].content == found[1].content
+                    assert [item.status_code for item in actual] == [404, 404], (path, actual)
+                    assert actual[0].content == actual[1].content
             assert (await ask("alice", "GET", f"/v1/receipts/{done}")).status_code == 200
-            going_on = await ask("alice", "POST", "/v1/responses", asked | {"previous_response_id": done})
+            going_on = await ask("alice", "POST", "/v1/responses", requests | {"previous_response_id": done})
             assert going_on.status_code == 200
             assert (await ask("alice", "GET", f"/v1/responses/{open_one}")).json()["status"] == "in_progress"
             assert (await ask("alice", "POST", f"/v1/responses/{open_one}/cancel")).json()["status"] == "cancelled"
@@ -152,7 +152,7 @@ def test_prefixes_are_shared_within_a_key_and_a_salt_alone(keys: tuple[str, ...]
                 empty = bodies["/v1/completions"] | {"cache_salt": ""}
                 refused = await client.post("/v1/completions", json=empty, headers={"X-Api-Key": key})
                 assert refused.status_code == 400 and "cache_salt" in refused.json()["error"]["message"]
-        one_each = [found.pop() for found in groups.values() if len(found) == 1]
+        one_each = [actual.pop() for actual in groups.values() if len(actual) == 1]
         assert len(set(one_each)) == len(one_each) == len(groups)
         assert ("" in one_each) == (not keys)
 

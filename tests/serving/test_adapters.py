@@ -48,9 +48,9 @@ def test_model_of_a_request_names_its_adapter() -> None:
     async def scenario() -> None:
         service = scripted(replicas=2, most_restarts=2, chat_template=TEMPLATE)
         async with running(service, admin=[]) as http:
-            asked = {"lora_name": "sql", "lora_path": "folder"}
+            requests = {"lora_name": "sql", "lora_path": "folder"}
             assert (await http.post("/v1/completions", json=ASK | {"model": "sql"})).status_code == 404
-            loaded = await http.post(LOAD, json=asked)
+            loaded = await http.post(LOAD, json=requests)
             assert loaded.text == "Success: LoRA adapter 'sql' added successfully." and loaded.status_code == 200
             whole = fingerprint(PARTS | {"adapter": digest_of("folder")})
             models = {model["id"]: model for model in (await http.get("/v1/models")).json()["data"]}
@@ -58,9 +58,9 @@ def test_model_of_a_request_names_its_adapter() -> None:
             assert (await http.get("/v1/models/sql")).json() == models["sql"]
 
             async def answer() -> dict[str, Any]:
-                found = await http.post("/v1/completions", json=ASK | {"model": "sql"})
-                assert found.status_code == 200, found.text
-                return found.json()
+                actual = await http.post("/v1/completions", json=ASK | {"model": "sql"})
+                assert actual.status_code == 200, actual.text
+                return actual.json()
 
             first = await answer()
             assert (first["model"], first["system_fingerprint"]) == ("sql", whole)
@@ -76,8 +76,8 @@ def test_model_of_a_request_names_its_adapter() -> None:
                 ("/inference/v1/generate", {"token_ids": [5], "sampling_params": {"max_tokens": 3}}),
             ]
             for path, body in bodies:
-                found = (await http.post(path, json=body | {"model": "sql"})).json()
-                assert (found["model"], found["system_fingerprint"]) == ("sql", whole), path
+                actual = (await http.post(path, json=body | {"model": "sql"})).json()
+                assert (actual["model"], actual["system_fingerprint"]) == ("sql", whole), path
             short = {"input_ids": [5], "lora_path": "sql", "sampling_params": {"max_new_tokens": 2}}
             assert (await http.post("/generate", json=short)).json()["meta_info"]["system_fingerprint"] == whole
             wrong = (await http.post("/generate", json=short | {"lora_path": "no"})).json()["error"]
@@ -88,8 +88,8 @@ def test_model_of_a_request_names_its_adapter() -> None:
             await service.fleet.all_ready()
             assert (await answer())["choices"] == first["choices"]
             for body, status, param in [
-                (asked, 400, "lora_name"),
-                (asked | {"lora_name": "scripted"}, 400, "lora_name"),
+                (requests, 400, "lora_name"),
+                (requests | {"lora_name": "scripted"}, 400, "lora_name"),
                 ({"lora_name": "b", "lora_path": "bad"}, 400, None),
                 ({"lora_name": "", "lora_path": "x"}, 400, "lora_name"),
                 ({"lora_name": "b"}, 400, "lora_path"),
@@ -100,7 +100,7 @@ def test_model_of_a_request_names_its_adapter() -> None:
                 assert refused.status_code == status, refused.text
                 assert param is None or refused.json()["error"]["param"] == param
             assert [*service.adapters] == ["sql"]
-            again = await http.post(LOAD, json=asked | {"load_inplace": True, "lora_path": "other"})
+            again = await http.post(LOAD, json=requests | {"load_inplace": True, "lora_path": "other"})
             assert again.status_code == 200 and (await answer())["system_fingerprint"] != whole
             gone = await http.post(UNLOAD, json={"lora_name": "sql", "lora_int_id": 1})
             assert gone.text == "Success: LoRA adapter 'sql' removed successfully."

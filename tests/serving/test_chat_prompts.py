@@ -37,11 +37,11 @@ ITEMS = CALLS.replace("c.function | tojson", "c.function.arguments.items() | lis
 
 def prompt(messages: list[dict[str, Any]], template: str) -> str:
     """The prompt of a conversation as the server reads it, without a server."""
-    asked = decode_body(json.dumps({"messages": messages}).encode(), ChatRequest)
+    requested = decode_body(json.dumps({"messages": messages}).encode(), ChatRequest)
     service: Any = SimpleNamespace(
         template=ChatTemplate(template), tool_family=None, hello=HELLO, texts=TokenizerPool(HELLO), name="scripted"
     )
-    return service.texts.decode(asyncio.run(prompt_of(service, asked.messages)), skip_special_tokens=False)
+    return service.texts.decode(asyncio.run(prompt_of(service, requested.messages)), skip_special_tokens=False)
 
 
 @pytest.mark.parametrize("field", ["reasoning", "reasoning_content", "name"])
@@ -61,11 +61,11 @@ def test_templates_are_given_what_messages_hold(field: str) -> None:
     ],
 )
 def test_other_fields_of_messages_are_refused_by_name(field: str, value: Any) -> None:
-    asked = {"role": "assistant", "content": "a"}
+    requested = {"role": "assistant", "content": "a"}
     for idle in (None, *([False] if value is True else [])):
-        assert prompt([asked | {field: idle}], "{{ messages[0].content }}") == "a"
+        assert prompt([requested | {field: idle}], "{{ messages[0].content }}") == "a"
     with pytest.raises(HTTPError, match=rf"messages\[1\]\.{field} is not supported"):
-        prompt([asked, asked | {field: value}], "{{ messages[0].content }}")
+        prompt([requested, requested | {field: value}], "{{ messages[0].content }}")
 
 
 def test_long_conversations_keep_no_short_one_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,9 +146,9 @@ CONVERSATIONS = {
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    found = transformers.AutoTokenizer.from_pretrained(TINY_FOLDER)
-    found.add_special_tokens({"bos_token": "<s>", "additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
-    return found
+    actual = transformers.AutoTokenizer.from_pretrained(TINY_FOLDER)
+    actual.add_special_tokens({"bos_token": "<s>", "additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    return actual
 
 
 def hello(tokenizer: Any) -> Hello:
@@ -172,14 +172,14 @@ def server_ids(tokenizer: Any, template: str, messages: list[Any], tools: list[A
     for message in written:
         for call in message.get("tool_calls", ()):
             call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
-    asked = decode_body(json.dumps({"messages": written, "tools": tools, **fields}).encode(), ChatRequest)
+    requested = decode_body(json.dumps({"messages": written, "tools": tools, **fields}).encode(), ChatRequest)
     known, texts = texts_of(tokenizer)
     made = compiled(template)
     service: Any = SimpleNamespace(
         template=made, tool_template=made, tool_family=None, hello=known, texts=texts, name="x"
     )
-    variables = template_variables(asked)
-    return asyncio.run(prompt_of(service, asked.messages, asked.tools or (), variables=variables))
+    variables = template_variables(requested)
+    return asyncio.run(prompt_of(service, requested.messages, requested.tools or (), variables=variables))
 
 
 @pytest.mark.parametrize("family", TEMPLATES)
@@ -262,16 +262,16 @@ def test_template_gets_tools_as_given(tokenizer: Any, template: str, fields: dic
 
 
 def test_tools_have_a_template_of_their_own() -> None:
-    found = transformers.AutoTokenizer.from_pretrained(TINY_FOLDER)
-    found.chat_template = {"default": "plain", "tool_use": "{{ tools | tojson }} <tool_call>", "rag": "other"}
-    known = hello(found)
-    assert known.chat_template == "plain" and known.tool_template == found.chat_template["tool_use"]
+    actual = transformers.AutoTokenizer.from_pretrained(TINY_FOLDER)
+    actual.chat_template = {"default": "plain", "tool_use": "{{ tools | tojson }} <tool_call>", "rag": "other"}
+    known = hello(actual)
+    assert known.chat_template == "plain" and known.tool_template == actual.chat_template["tool_use"]
     for tools in (None, [TOOL]):
-        expected = found.apply_chat_template([USER], tools=tools)["input_ids"]
+        expected = actual.apply_chat_template([USER], tools=tools)["input_ids"]
         source = known.tool_template if tools else known.chat_template
-        assert server_ids(found, source, [USER], tools) == expected
-    found.chat_template = "one"
-    assert (hello(found).chat_template, hello(found).tool_template) == ("one", None)
+        assert server_ids(actual, source, [USER], tools) == expected
+    actual.chat_template = "one"
+    assert (hello(actual).chat_template, hello(actual).tool_template) == ("one", None)
 
 
 def test_special_tokens_in_a_text_are_split_where_the_tokenizer_says_so(tmp_path: Path) -> None:
@@ -280,10 +280,10 @@ def test_special_tokens_in_a_text_are_split_where_the_tokenizer_says_so(tmp_path
     lengths = {}
     for splits in (False, True):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"split_special_tokens": splits}))
-        found = transformers.AutoTokenizer.from_pretrained(tmp_path)
-        special = "".join(found.all_special_tokens)
-        expected = found(f"a{special}b")["input_ids"]
-        assert TokenizerPool(hello(found))._encode(f"a{special}b", True) == expected
+        actual = transformers.AutoTokenizer.from_pretrained(tmp_path)
+        special = "".join(actual.all_special_tokens)
+        expected = actual(f"a{special}b")["input_ids"]
+        assert TokenizerPool(hello(actual))._encode(f"a{special}b", True) == expected
         lengths[splits] = len(expected)
     assert lengths[True] > lengths[False]
 
@@ -301,22 +301,22 @@ def test_special_tokens_in_a_text_are_split_where_the_tokenizer_says_so(tmp_path
 )
 def test_an_end_token_of_the_tokenizer_alone_warns_once(changes: dict, ends: list, named: tuple, caplog) -> None:
     admission._warn_of_end.cache_clear()
-    found = transformers.AutoTokenizer.from_pretrained(TINY_FOLDER, **changes)
+    actual = transformers.AutoTokenizer.from_pretrained(TINY_FOLDER, **changes)
     for _ in range(2):
-        admission.Admission(found, max_context=64, vocab_size=4096, end_tokens=lambda: ends)
+        admission.Admission(actual, max_context=64, vocab_size=4096, end_tokens=lambda: ends)
     assert len(caplog.records) == len(named)
     assert all(words in caplog.text for words in named)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_a_tokenizer_that_draws_is_refused(dropout: float) -> None:
-    found = transformers.AutoTokenizer.from_pretrained(TINY_FOLDER)
-    found.backend_tokenizer.model.dropout = dropout
+    actual = transformers.AutoTokenizer.from_pretrained(TINY_FOLDER)
+    actual.backend_tokenizer.model.dropout = dropout
     refused = pytest.raises(DetcompileError, match=r"at random \(dropout 0.3\)") if dropout else nullcontext()
     with refused:
-        hello(found)
+        hello(actual)
     with refused:
-        admission.Admission(found, max_context=64, vocab_size=4096, end_tokens=lambda: [0])
+        admission.Admission(actual, max_context=64, vocab_size=4096, end_tokens=lambda: [0])
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_the_harness_finds_the_engines_loglikelihoods_to_the_last_digit(server: 
     assert client.tokenizer_backend == "remote"  # it found /tokenizer_info and /tokenize
     cuts = [min(len(text) // 2, 40 + 9 * place) for place, text in enumerate(TEXTS)]
     pairs = [(text[:cut], text[cut : 2 * cut + 20]) for text, cut in zip(TEXTS, cuts)]
-    found = client.loglikelihood(instances("loglikelihood", pairs), disable_tqdm=True)
+    actual = client.loglikelihood(instances("loglikelihood", pairs), disable_tqdm=True)
     model = compiled("tiny", torch.bfloat16)
     assert httpx.get(f"{server.url}/v1/fingerprint").json()["fingerprint"] == model.fingerprint
     tokenizer: Any = model.tokenizer
@@ -65,7 +65,7 @@ def test_the_harness_finds_the_engines_loglikelihoods_to_the_last_digit(server: 
     whole = [ids + tokenizer("".join(pair))["input_ids"][len(ids) :] for ids, pair in zip(firsts, pairs)]
     params = detcompile.SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1)
     outputs = model.engine().generate(whole, params, progress=False)
-    for start, ids, output, (total, greedy) in zip(map(len, firsts), whole, outputs, found, strict=True):
+    for start, ids, output, (total, greedy) in zip(map(len, firsts), whole, outputs, actual, strict=True):
         assert output.prompt_logprobs is not None
         entries = [entry for entry in output.prompt_logprobs[start:] if entry is not None]
         assert len(entries) == len(ids) - start > 0
@@ -77,10 +77,10 @@ def test_the_harness_generates_what_the_engine_does(server: Server) -> None:
     how = {"until": ["\n\n"], "max_gen_toks": 24, "do_sample": False}
     client = harness(server, "completions", batch_size=4)
     texts = [text[:200] for text in TEXTS]
-    found = client.generate_until(instances("generate_until", [(text, how) for text in texts]), disable_tqdm=True)
+    actual = client.generate_until(instances("generate_until", [(text, how) for text in texts]), disable_tqdm=True)
     params = detcompile.SamplingParams(max_tokens=24, temperature=0, stop=["\n\n"])
     outputs = compiled("tiny", torch.bfloat16).engine().generate(texts, params, progress=False)
-    assert found == [output.outputs[0].text for output in outputs] and any(found)
+    assert actual == [output.outputs[0].text for output in outputs] and any(actual)
 
 
 def test_the_harness_chats(server: Server) -> None:
@@ -90,10 +90,10 @@ def test_the_harness_chats(server: Server) -> None:
     history = [{"role": "user", "content": "Write a function."}]
     how = {"until": ["<user>"], "max_gen_toks": 16}
     given = [(JsonChatStr(json.dumps(history)), how)]
-    [found] = client.generate_until(instances("generate_until", given), disable_tqdm=True)
-    asked = {"messages": history, "temperature": 0, "max_tokens": 16, "stop": ["<user>"]}
-    answer = httpx.post(f"{server.url}/v1/chat/completions", json=asked, timeout=60).json()
-    assert found == answer["choices"][0]["message"]["content"]
+    [actual] = client.generate_until(instances("generate_until", given), disable_tqdm=True)
+    requests = {"messages": history, "temperature": 0, "max_tokens": 16, "stop": ["<user>"]}
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=requests, timeout=60).json()
+    assert actual == answer["choices"][0]["message"]["content"]
 
 
 class Sum(pydantic.BaseModel):
@@ -105,24 +105,24 @@ class Sum(pydantic.BaseModel):
 
 def test_langchain_chats_streams_parses_and_calls(server: Server) -> None:
     openai = pytest.importorskip("langchain_openai", reason=MISSING)
-    own = {"base_url": f"{server.url}/v1", "api_key": "none", "model": "tiny"}
-    chat = openai.ChatOpenAI(**own, temperature=0.9, seed=4, max_tokens=60)
+    item = {"base_url": f"{server.url}/v1", "api_key": "none", "model": "tiny"}
+    chat = openai.ChatOpenAI(**item, temperature=0.9, seed=4, max_tokens=60)
     answer = chat.invoke("Write a function.")
-    asked = {"messages": [{"role": "user", "content": "Write a function."}], "temperature": 0.9, "seed": 4}
-    plain = httpx.post(f"{server.url}/v1/chat/completions", json=asked | {"max_tokens": 60}, timeout=60).json()
+    requests = {"messages": [{"role": "user", "content": "Write a function."}], "temperature": 0.9, "seed": 4}
+    plain = httpx.post(f"{server.url}/v1/chat/completions", json=requests | {"max_tokens": 60}, timeout=60).json()
     assert answer.content == plain["choices"][0]["message"]["content"]
     assert "".join(part.content for part in chat.stream("Write a function.")) == answer.content
-    responses = openai.ChatOpenAI(**own, temperature=0.9, max_tokens=60, use_responses_api=True)
-    told = responses.invoke("Write a function.", extra_body={"seed": 4})
-    assert told.text == answer.content
+    responses = openai.ChatOpenAI(**item, temperature=0.9, max_tokens=60, use_responses_api=True)
+    calls = responses.invoke("Write a function.", extra_body={"seed": 4})
+    assert calls.text == answer.content
     parts = list(responses.stream("Write a function.", extra_body={"seed": 4}))
     assert "".join(part.text for part in parts) == answer.content
-    longer = openai.ChatOpenAI(**own, temperature=0.9, seed=4, max_tokens=300)
+    longer = openai.ChatOpenAI(**item, temperature=0.9, seed=4, max_tokens=300)
     parsed = longer.with_structured_output(Sum, method="json_schema").invoke("Two numbers.")
     assert isinstance(parsed, Sum)
     [call] = longer.bind_tools([TOOL], tool_choice="add").invoke("Add.").tool_calls
     check(pydantic_call(call))
-    text = openai.OpenAI(**own, temperature=0.9, seed=4, max_tokens=20).invoke("def add(a, b):")
+    text = openai.OpenAI(**item, temperature=0.9, seed=4, max_tokens=20).invoke("def add(a, b):")
     given = {"prompt": "def add(a, b):", "temperature": 0.9, "seed": 4, "max_tokens": 20, "top_p": 1}  # its default
     assert text == httpx.post(f"{server.url}/v1/completions", json=given, timeout=60).json()["choices"][0]["text"]
 
@@ -149,10 +149,10 @@ def test_guidellm_finds_no_error(profile: str, server: Server, tmp_path: Path) -
     command = [sys.executable, "-m", "guidellm", "run", "--disable-console", *options]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=tmp_path)
     assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
-    [found] = json.loads(report.read_text())["benchmarks"]
-    asked = found["requests"]
-    assert not asked["errored"] and len(asked["successful"]) == num_requests
-    assert {one["output_metrics"]["text_tokens"] for one in asked["successful"]} == {num_tokens}
+    [actual] = json.loads(report.read_text())["benchmarks"]
+    requests = actual["requests"]
+    assert not requests["errored"] and len(requests["successful"]) == num_requests
+    assert {one["output_metrics"]["text_tokens"] for one in requests["successful"]} == {num_tokens}
 
 
 @pytest.fixture
@@ -162,10 +162,10 @@ def brief(folder: Path, tmp_path: Path) -> Iterator[Server]:
     shutil.copytree(model_of(folder), model)
     config = json.loads((model / "generation_config.json").read_text())
     (model / "generation_config.json").write_text(json.dumps(config | {"max_new_tokens": 8}))
-    found = started(tmp_path, "--queue-timeout", "600", model=model)  # a machine that is slow is no fault
-    yield found
-    assert found.stop() == 0
-    assert not any("Traceback" in line for line in found.lines), "".join(found.lines)
+    actual = started(tmp_path, "--queue-timeout", "600", model=model)  # a machine that is slow is no fault
+    yield actual
+    assert actual.stop() == 0
+    assert not any("Traceback" in line for line in actual.lines), "".join(actual.lines)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("schemathesis") is None, reason=MISSING)

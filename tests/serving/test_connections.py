@@ -29,7 +29,7 @@ OFFERS = [  # Java's java.net.http.HttpClient makes the first one with every req
 ]
 
 
-def asked(offer: bytes) -> list[bytes]:
+def requests_with(offer: bytes) -> list[bytes]:
     return [
         b"POST /one?a=%20b HTTP/1.1\r\nHost: x\r\n" + offer + b"Content-Length: 5\r\nx-own: 1\r\n\r\nhello",
         b"GET /two HTTP/1.1\r\nHost: x\r\n" + offer + b"\r\n",
@@ -47,8 +47,8 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
         message = await receive()
         assert message["type"] == "http.request"
         body, more = body + message["body"], message.get("more_body", False)
-    told = [scope["method"], scope["path"], scope["query_string"].decode(), body.decode()]
-    data = json.dumps(told).encode() + b"\n"
+    calls = [scope["method"], scope["path"], scope["query_string"].decode(), body.decode()]
+    data = json.dumps(calls).encode() + b"\n"
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(data))]})
     await send({"type": "http.response.body", "body": data})
 
@@ -76,25 +76,25 @@ async def connected(serves: Any = app) -> AsyncIterator[tuple[asyncio.StreamRead
 
 async def answers(parts: Sequence[bytes]) -> list[Any]:
     """What is told of requests whose bytes come in these parts."""
-    found: list[Any] = []
+    actual: list[Any] = []
     async with connected() as (reader, writer):
         for part in parts:
             writer.write(part)
             for _ in range(4 if len(parts) > 1 else 0):  # so that a part is read alone
                 await asyncio.sleep(0)
-        while len(found) < len(TOLD):
+        while len(actual) < len(TOLD):
             line = await reader.readline()
-            assert line and (b" 200 " in line or not line.startswith(b"HTTP")), (line, found)
-            found += [json.loads(line)] if line.startswith(b"[") else []
-    return found
+            assert line and (b" 200 " in line or not line.startswith(b"HTTP")), (line, actual)
+            actual += [json.loads(line)] if line.startswith(b"[") else []
+    return actual
 
 
 @pytest.mark.parametrize("offer", OFFERS, ids=["h2c", "TLS", "websocket", "none"])
 def test_an_offer_of_another_protocol_is_ignored(offer: bytes) -> None:
     async def scenario() -> None:
-        one, two, three = asked(offer)
+        one, two, three = requests_with(offer)
         sent = one + two + three
-        for parts in ([sent], [one, two, three], [one[:-5], b"hello" + two, three], [bytes([own]) for own in sent]):
+        for parts in ([sent], [one, two, three], [one[:-5], b"hello" + two, three], [bytes([item]) for item in sent]):
             assert await answers(parts) == TOLD
         for cut in range(1, len(sent), 7):
             assert await answers([sent[:cut], sent[cut:]]) == TOLD, cut
@@ -104,7 +104,7 @@ def test_an_offer_of_another_protocol_is_ignored(offer: bytes) -> None:
 
 def test_many_offers_in_one_packet() -> None:
     async def scenario() -> None:
-        assert await answers([b"".join(asked(OFFERS[0])) * 400]) == TOLD
+        assert await answers([b"".join(requests_with(OFFERS[0])) * 400]) == TOLD
 
     asyncio.run(scenario())
 
@@ -169,9 +169,9 @@ def test_a_client_that_leaves_with_requests_unread_ends_them() -> None:
 def test_a_connection_is_freed_where_it_ends() -> None:
     async def scenario() -> None:
         async with connected() as (reader, writer):
-            writer.write(asked(OFFERS[0])[0])
+            writer.write(requests_with(OFFERS[0])[0])
             await reader.readline()
-            [connection] = [weakref.ref(own) for own in connections]
+            [connection] = [weakref.ref(item) for item in connections]
             writer.close()
             while connections:
                 await asyncio.sleep(0.01)
@@ -188,7 +188,7 @@ def test_a_connection_is_freed_where_it_ends() -> None:
 def test_what_is_no_request_behind_an_offer_is_refused_once() -> None:
     async def scenario() -> bytes:
         async with connected() as (reader, writer):
-            writer.write(asked(OFFERS[0])[1] + b"nothing\r\n\r\n")
+            writer.write(requests_with(OFFERS[0])[1] + b"nothing\r\n\r\n")
             return await reader.read()
 
     assert asyncio.run(scenario()).count(b"HTTP/1.1 400") == 1

@@ -74,9 +74,9 @@ def test_control_route_asks_for_admin_key(
             for path in sorted(CONTROL_PATHS):
                 for key, status in expected.items():
                     answer = await call(client, path, key, params={"mode": "odd", "level": "odd"})
-                    found = answer.status_code
-                    assert found == status if status else found in (200, 400, 409), (path, key, answer.text)
-                    assert found == 200 or "message" in answer.json()["error"]
+                    actual = answer.status_code
+                    assert actual == status if status else actual in (200, 400, 409), (path, key, answer.text)
+                    assert actual == 200 or "message" in answer.json()["error"]
             ordinary = {key: (await call(client, "/v1/completions", key, json=ASK)).status_code for key in expected}
             known = {"", KEY, ADMIN} if not digests else {KEY} | ({ADMIN} if admin else set())
             assert {key for key, status in ordinary.items() if status == 200} == known
@@ -109,18 +109,18 @@ def test_kept_answers_go_on_after_a_pause(replicas: int) -> None:
     async def scenario() -> None:
         service = scripted(replicas=replicas)
         async with running(service, admin=[]) as client:
-            asked = [asyncio.create_task(client.post("/v1/completions", json=ASK)) for _ in range(3)]
+            requests = [asyncio.create_task(client.post("/v1/completions", json=ASK)) for _ in range(3)]
             await begun(service, 3)
             assert await posted(client, "/pause?mode=keep&clear_cache=false") == {"status": "paused"}
             assert await posted(client, "/is_paused") == {"is_paused": True}
-            asked.append(asyncio.create_task(client.post("/v1/completions", json=ASK)))  # waits
+            requests.append(asyncio.create_task(client.post("/v1/completions", json=ASK)))  # waits
             while len(service.open) < 4:
                 await asyncio.sleep(0.01)
             counts = [answer.num_tokens for answer in service.open.values()]
             await asyncio.sleep(0.15)
             assert [answer.num_tokens for answer in service.open.values()] == counts
             assert await posted(client, "/resume") == {"status": "resumed"}
-            for task in asked:
+            for task in requests:
                 [choice] = (await task).json()["choices"]
                 assert (choice["token_ids"], choice["finish_reason"]) == (DRAWN, "length")
             assert service.fleet.num_resumed == 0
@@ -142,20 +142,20 @@ def test_pause_aborts_with_what_was_drawn() -> None:
         service = scripted(chat_template="{{ messages[0].content }}")
         async with running(service, admin=[]) as client:
             for stream in (False, True):
-                asked = {
+                requests = {
                     path: asyncio.create_task(client.post(path, json=body | {"stream": stream}))
                     for path, body in bodies.items()
                 }
                 sglang = client.post("/generate", json={"input_ids": [5], "sampling_params": {"max_new_tokens": 1000}})
-                asked["/generate"] = asyncio.create_task(sglang)
-                await begun(service, len(asked))
+                requests["/generate"] = asyncio.create_task(sglang)
+                await begun(service, len(requests))
                 await posted(client, "/pause")
-                for path, task in asked.items():
+                for path, task in requests.items():
                     answer = await task
                     assert answer.status_code == 200 and '"abort"' in answer.text, (path, answer.text)
                     assert "X-Detcompile-Receipt" not in answer.headers
                 if not stream:
-                    [choice] = asked["/v1/completions"].result().json()["choices"]
+                    [choice] = requests["/v1/completions"].result().json()["choices"]
                     assert choice["finish_reason"] == "abort"
                     assert choice["token_ids"] == list(range(40, 40 + len(choice["token_ids"])))
                 assert not service.open
@@ -194,16 +194,16 @@ def test_requests_are_aborted_by_id() -> None:
     async def scenario() -> None:
         service = scripted()
         async with running(service, admin=[]) as client:
-            asked = [asyncio.create_task(client.post("/v1/completions", json=ASK | {"max_tokens": 500, "n": 2}))]
+            requests = [asyncio.create_task(client.post("/v1/completions", json=ASK | {"max_tokens": 500, "n": 2}))]
             await begun(service)
             [first] = [answer.name for answer in service.open.values()]
-            asked.append(asyncio.create_task(client.post("/v1/completions", json=ASK | {"max_tokens": 20})))
+            requests.append(asyncio.create_task(client.post("/v1/completions", json=ASK | {"max_tokens": 20})))
             await begun(service, 2)
             body = {"request_ids": [first, "unknown"]}
             assert await posted(client, "/abort_requests", json=body) == {"status": "aborted", "aborted": 1}
-            reasons = [choice["finish_reason"] for choice in (await asked[0]).json()["choices"]]
+            reasons = [choice["finish_reason"] for choice in (await requests[0]).json()["choices"]]
             assert reasons == ["abort", "abort"]
-            assert (await asked[1]).json()["choices"][0]["finish_reason"] == "length"
+            assert (await requests[1]).json()["choices"][0]["finish_reason"] == "length"
             assert (await posted(client, "/abort_requests"))["aborted"] == 0
 
     run(scenario())
@@ -231,10 +231,10 @@ def test_aborted_answer_is_not_journaled(tmp_path: Path) -> None:
         service = scripted(journal=Journal(tmp_path / "j", 1 << 24, 3600))
         async with running(service, admin=[]) as client:
             key = {"Idempotency-Key": "a"}
-            asked = asyncio.create_task(client.post("/v1/completions", json=ASK, headers=key))
+            requests = asyncio.create_task(client.post("/v1/completions", json=ASK, headers=key))
             await begun(service)
             await posted(client, "/abort_requests")
-            assert (await asked).json()["choices"][0]["finish_reason"] == "abort"
+            assert (await requests).json()["choices"][0]["finish_reason"] == "abort"
             again = await client.post("/v1/completions", json=ASK, headers=key)
             assert again.json()["choices"][0]["token_ids"] == DRAWN
 
@@ -246,7 +246,7 @@ def test_sleep_ends_engines_and_wake_restores_answers(replicas: int) -> None:
     async def scenario() -> None:
         service = scripted(replicas=replicas, spare=True)
         async with running(service, admin=[]) as client:
-            asked = asyncio.create_task(client.post("/v1/completions", json=ASK))
+            requests = asyncio.create_task(client.post("/v1/completions", json=ASK))
             await begun(service)
             assert await posted(client, "/sleep?level=2&mode=keep") is None
             assert await posted(client, "/sleep") is None  # again
@@ -256,9 +256,9 @@ def test_sleep_ends_engines_and_wake_restores_answers(replicas: int) -> None:
             assert (await client.get("/ready")).status_code == 503
             assert await posted(client, "/reset_prefix_cache") == {"success": True}
             await posted(client, "/wake_up?tags=weights")
-            assert (await posted(client, "/is_sleeping"))["is_sleeping"] and not asked.done()
+            assert (await posted(client, "/is_sleeping"))["is_sleeping"] and not requests.done()
             await posted(client, "/wake_up?tags=kv_cache")
-            assert (await asked).json()["choices"][0]["token_ids"] == DRAWN
+            assert (await requests).json()["choices"][0]["token_ids"] == DRAWN
             assert (await client.get("/ready")).status_code == 200
             assert service.fleet.num_restarts == 0 and service.fleet.failure is None
 
@@ -276,10 +276,10 @@ def test_facts_have_the_names_of_vllm() -> None:
             assert await posted(client, "/get_world_size") == {"world_size": 2}
             assert await posted(client, "/get_world_size?include_dp=false") == {"world_size": 1}
             assert (await posted(client, "/weight_info"))["fingerprint"] == "f" * 64
-            asked = asyncio.create_task(client.post("/v1/completions", json=ASK))
+            requests = asyncio.create_task(client.post("/v1/completions", json=ASK))
             await begun(service)
             assert await posted(client, "/reset_prefix_cache?reset_running_requests=true") == {"success": True}
-            assert (await asked).json()["choices"][0]["token_ids"] == DRAWN
+            assert (await requests).json()["choices"][0]["token_ids"] == DRAWN
 
     run(scenario())
 

@@ -21,26 +21,26 @@ CHAT = [{"temperature": 0}, {"logprobs": True, "top_logprobs": 2}, {"n": 2, "top
 def drawn(draw: random.Random) -> tuple[str, dict[str, Any]]:
     """A route and a request, some with a seed."""
     text = "".join(draw.choices(WORDS, k=draw.randrange(1, 30)))
-    asked: dict[str, Any] = {"max_tokens": draw.randrange(1, 24), "return_token_ids": True, "receipt": True}
+    requests: dict[str, Any] = {"max_tokens": draw.randrange(1, 24), "return_token_ids": True, "receipt": True}
     if draw.random() < 0.3:
-        asked["seed"] = draw.choice([0, -1, draw.getrandbits(62)])
+        requests["seed"] = draw.choice([0, -1, draw.getrandbits(62)])
     if draw.random() < 0.2:
-        return "chat", asked | {"messages": [{"role": "user", "content": text}]} | draw.choice(CHAT)
-    asked |= {"prompt": text} | draw.choice(list(REQUESTS.values()))
-    return "completion", asked | {"max_tokens": max(asked["max_tokens"], asked.get("min_tokens", 0))}
+        return "chat", requests | {"messages": [{"role": "user", "content": text}]} | draw.choice(CHAT)
+    requests |= {"prompt": text} | draw.choice(list(REQUESTS.values()))
+    return "completion", requests | {"max_tokens": max(requests["max_tokens"], requests.get("min_tokens", 0))}
 
 
 def joined(choices: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     """Tokens, text, logprobs and the end of every choice, of one answer or of all chunks of a stream."""
-    found: dict[int, dict[str, Any]] = {}
+    actual: dict[int, dict[str, Any]] = {}
     for choice in choices:
-        own = found.setdefault(choice["index"], {"ids": [], "text": "", "logprobs": [], "end": None})
-        own["ids"] += choice.get("token_ids", [])
-        own["text"] += choice.get("text") or (choice.get("message") or choice.get("delta") or {}).get("content") or ""
+        item = actual.setdefault(choice["index"], {"ids": [], "text": "", "logprobs": [], "end": None})
+        item["ids"] += choice.get("token_ids", [])
+        item["text"] += choice.get("text") or (choice.get("message") or choice.get("delta") or {}).get("content") or ""
         logprobs = choice.get("logprobs") or {}
-        own["logprobs"] += logprobs.get("token_logprobs") or [one["logprob"] for one in logprobs.get("content") or ()]
-        own["end"] = (choice["finish_reason"], choice.get("stop_reason")) if choice["finish_reason"] else own["end"]
-    return found
+        item["logprobs"] += logprobs.get("token_logprobs") or [one["logprob"] for one in logprobs.get("content") or ()]
+        item["end"] = (choice["finish_reason"], choice.get("stop_reason")) if choice["finish_reason"] else item["end"]
+    return actual
 
 
 async def answered(client: httpx.AsyncClient, kind: str, body: dict[str, Any], stream: bool) -> tuple[Any, int, Any]:
@@ -53,7 +53,7 @@ async def answered(client: httpx.AsyncClient, kind: str, body: dict[str, Any], s
     return joined([choice for chunk in chunks for choice in chunk["choices"]]), chunks[0]["seed"], receipts[0]
 
 
-async def crowd(url: str, asked: list[tuple[str, dict[str, Any]]], streams: list[bool], most: int) -> list[Any]:
+async def crowd(url: str, requests: list[tuple[str, dict[str, Any]]], streams: list[bool], most: int) -> list[Any]:
     """All of these, so many at a time."""
     room = asyncio.Semaphore(most)
     async with httpx.AsyncClient(base_url=url, timeout=300, limits=httpx.Limits(max_connections=most)) as client:
@@ -62,7 +62,7 @@ async def crowd(url: str, asked: list[tuple[str, dict[str, Any]]], streams: list
             async with room:
                 return await answered(client, kind, body, stream)
 
-        return await asyncio.gather(*(one(*own, stream) for own, stream in zip(asked, streams, strict=True)))
+        return await asyncio.gather(*(one(*item, stream) for item, stream in zip(requests, streams, strict=True)))
 
 
 @pytest.mark.parametrize(
@@ -70,14 +70,14 @@ async def crowd(url: str, asked: list[tuple[str, dict[str, Any]]], streams: list
 )
 def test_mixed_requests_come_again_by_their_seeds(count: int, part: int, server: Server, http: httpx.Client) -> None:
     draw = random.Random(f"{seed_of_run()} crowd {count} {part}")
-    asked = [drawn(draw) for _ in range(count)]
+    requests = [drawn(draw) for _ in range(count)]
     streams = [draw.random() < 0.5 for _ in range(count)]
-    first = asyncio.run(crowd(server.url, asked, streams, 48))
+    first = asyncio.run(crowd(server.url, requests, streams, 48))
     order = draw.sample(range(count), count)
-    seeded = [(asked[row][0], asked[row][1] | {"seed": first[row][1]}) for row in order]
+    seeded = [(requests[row][0], requests[row][1] | {"seed": first[row][1]}) for row in order]
     again = asyncio.run(crowd(server.url, seeded, [not streams[row] for row in order], 5))
-    different = [asked[row] for row, (choices, seed, _) in zip(order, again) if (choices, seed) != first[row][:2]]
+    different = [requests[row] for row, (choices, seed, _) in zip(order, again) if (choices, seed) != first[row][:2]]
     assert different == []
     for row in draw.sample(range(count), count // 4):
         verdict = http.post("/v1/verify", json=first[row][2]).json()
-        assert verdict["outcome"] == "equal", (asked[row], verdict)
+        assert verdict["outcome"] == "equal", (requests[row], verdict)

@@ -20,7 +20,7 @@ async def state_of(client: httpx.AsyncClient) -> dict[str, Any]:
     return answer.json()
 
 
-async def told(client: httpx.AsyncClient, holds: Any) -> dict[str, Any]:
+async def state_when(client: httpx.AsyncClient, holds: Any) -> dict[str, Any]:
     """The first state that ``holds``, within seconds."""
     for _ in range(200):
         state = await state_of(client)
@@ -82,11 +82,13 @@ def test_the_state_follows_a_request() -> None:
             assert (state["model"]["name"], state["model"]["vocab_size"]) == ("scripted", HELLO.vocab_size)
             body = {"prompt": [5, 6, 7], "max_tokens": 60, "seed": 2**63 + 1, "n": 2}
             asking = asyncio.create_task(client.post("/v1/completions", json=body))
-            state = await told(client, lambda state: state["requests"] and state["requests"][0]["num_tokens"])
+            state = await state_when(client, lambda state: state["requests"] and state["requests"][0]["num_tokens"])
             row, engine = state["requests"][0], state["engines"][0]
             assert (row["state"], row["seed"], row["engine"]) == ("running", str(2**63 + 1), 0)
             assert (row["num_prompt_tokens"], row["num_samples"], state["num_open"]) == (3, 2, 1)
-            state = await told(client, lambda state: state["engines"][0]["holdings"] and state["engines"][0]["steps"])
+            state = await state_when(
+                client, lambda state: state["engines"][0]["holdings"] and state["engines"][0]["steps"]
+            )
             engine = state["engines"][0]
             assert engine["holdings"] == [[row["request_id"], 1]]
             assert engine["steps"][-1] == [0.02, 0, 1, 0]
@@ -111,14 +113,14 @@ def test_rows_are_bounded_and_newest_first() -> None:
             for body in bodies:
                 assert (await client.post("/v1/completions", json=body)).status_code == 200
             asking = asyncio.create_task(client.post("/v1/completions", json={"prompt": [[9]] * 200, "max_tokens": 50}))
-            state = await told(client, lambda state: state["num_open"] == 200)
+            state = await state_when(client, lambda state: state["num_open"] == 200)
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
             states = [row["state"] for row in state["requests"]]
             assert len(states) == 256 and "length" not in states[:200] and set(states[200:]) == {"length"}
             numbers = [int(row["request_id"]) for row in state["requests"]]
             assert numbers[:200] == sorted(numbers[:200], reverse=True)
-            state = await told(client, lambda state: state["num_open"] == 0)
+            state = await state_when(client, lambda state: state["num_open"] == 0)
             assert len(state["requests"]) == 100 and state["requests"][0]["state"] == "cancelled"
             assert not state["requests"][0]["has_receipt"]  # it had not ended, so none was made
 
@@ -129,10 +131,10 @@ def test_the_state_tells_of_engines_that_were_lost() -> None:
     async def scenario() -> None:
         async with running(scripted(most_restarts=5)) as client:
             asking = asyncio.create_task(client.post("/v1/completions", json={"prompt": [POISON], "max_tokens": 9}))
-            state = await told(client, lambda state: state["losses"])
+            state = await state_when(client, lambda state: state["losses"])
             assert state["status"] == "recovering" and "SIGABRT" in state["losses"][0]["why"]
             assert (state["losses"][0]["num_answers"], state["losses"][0]["seconds"]) == (1, None)
-            state = await told(client, lambda state: state["losses"][0]["seconds"])
+            state = await state_when(client, lambda state: state["losses"][0]["seconds"])
             assert state["num_restarts"] >= 1 and state["num_resumed"] >= 1
             assert (await asking).status_code == 500
             state = await state_of(client)
@@ -141,7 +143,7 @@ def test_the_state_tells_of_engines_that_were_lost() -> None:
     asyncio.run(scenario())
 
 
-async def asked(client: httpx.AsyncClient, num_tokens: int) -> list[int]:
+async def tokens_of_request(client: httpx.AsyncClient, num_tokens: int) -> list[int]:
     body = {"prompt": [5], "max_tokens": num_tokens, "return_token_ids": True}
     answer = await client.post("/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
@@ -154,14 +156,16 @@ def test_the_kill_switch_costs_no_token(replicas: int) -> None:
         service = scripted(replicas=replicas, most_restarts=2)
         async with running(service, demo=True) as client:
             assert (await state_of(client))["demo"]
-            asking = [asyncio.create_task(asked(client, 60)) for _ in range(3)]
-            state = await told(client, lambda state: [row["num_tokens"] > 3 for row in state["requests"]] == [True] * 3)
+            asking = [asyncio.create_task(tokens_of_request(client, 60)) for _ in range(3)]
+            state = await state_when(
+                client, lambda state: [row["num_tokens"] > 3 for row in state["requests"]] == [True] * 3
+            )
             row = state["requests"][1]
             pids = [link.pid for link in service.fleet.links]
-            found = (await client.post("/dashboard/kill", json={"id": row["name"]})).json()
-            assert found == {"engine": row["engine"], "pid": pids[row["engine"]]}
+            actual = (await client.post("/dashboard/kill", json={"id": row["name"]})).json()
+            assert actual == {"engine": row["engine"], "pid": pids[row["engine"]]}
             assert await asyncio.gather(*asking) == [list(range(40, 100))] * 3
-            state = await told(client, lambda state: state["losses"] and state["losses"][0]["seconds"])
+            state = await state_when(client, lambda state: state["losses"] and state["losses"][0]["seconds"])
             assert "SIGKILL" in state["losses"][0]["why"] and state["losses"][0]["num_answers"] >= 1
             moved = {row["name"]: row["num_moves"] for row in state["requests"]}
             assert moved[row["name"]] == 1 and sum(moved.values()) == state["losses"][0]["num_answers"]
@@ -173,12 +177,12 @@ def test_the_kill_switch_does_not_end_the_server() -> None:
     async def scenario() -> None:
         async with running(scripted(most_restarts=1), demo=True) as client:
             assert (await client.post("/dashboard/kill", json={})).status_code == 200
-            await told(client, lambda state: state["status"] == "recovering")
+            await state_when(client, lambda state: state["status"] == "recovering")
             assert (await client.post("/dashboard/kill", json={})).status_code == 503
-            await told(client, lambda state: state["status"] == "ready")
+            await state_when(client, lambda state: state["status"] == "ready")
             refused = await client.post("/dashboard/kill", json={})
             assert refused.status_code == 429 and "retry-after" in refused.headers
-            assert await asked(client, 3) == [40, 41, 42]
+            assert await tokens_of_request(client, 3) == [40, 41, 42]
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
 

@@ -49,14 +49,14 @@ def run(loop, scenario) -> None:
 
 
 def descendants(pid: int) -> set[int]:
-    found, waiting = set(), [pid]
+    actual, waiting = set(), [pid]
     while waiting:
         for path in Path(f"/proc/{waiting.pop()}/task").glob("*/children"):
             with contextlib.suppress(OSError):
                 started = [int(child) for child in path.read_text().split()]
-                found.update(started)
+                actual.update(started)
                 waiting += started
-    return found
+    return actual
 
 
 BEFORE: set[int] = set()  # processes of other tests
@@ -98,9 +98,9 @@ def test_a_process_whose_opening_is_cancelled_is_ended(loop) -> None:
             for _ in range(turns):
                 await asyncio.sleep(0)
             opening.cancel()
-            [found] = await asyncio.gather(opening, return_exceptions=True)
-            if isinstance(found, Connection):
-                found.kill()
+            [actual] = await asyncio.gather(opening, return_exceptions=True)
+            if isinstance(actual, Connection):
+                actual.kill()
             await asyncio.to_thread(assert_ended, started())
 
     run(loop, scenario())
@@ -334,22 +334,22 @@ def url_of(lines: list[str]) -> str:
 
 def with_all_processes(process: subprocess.Popen[str], url: str) -> set[int]:
     """The server's processes, once an engine, a spare and the process that checks grammars are among them."""
-    asked = {"prompt": [5], "max_tokens": 1, "structured_outputs": {"regex": "[a-z]+"}}
-    assert httpx.post(f"{url}/v1/completions", json=asked, timeout=30).status_code == 200
-    while len(found := descendants(process.pid)) < 3:
+    requested = {"prompt": [5], "max_tokens": 1, "structured_outputs": {"regex": "[a-z]+"}}
+    assert httpx.post(f"{url}/v1/completions", json=requested, timeout=30).status_code == 200
+    while len(actual := descendants(process.pid)) < 3:
         time.sleep(0.02)
-    return found
+    return actual
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_processes_that_are_stopped_end_with_their_server(how: int) -> None:
     with server_process("5", "--spare") as (process, lines):
-        found = with_all_processes(process, url_of(lines))
-        for pid in found:
+        actual = with_all_processes(process, url_of(lines))
+        for pid in actual:
             os.kill(pid, signal.SIGSTOP)
         process.send_signal(how)
         assert process.wait(10) == (-how if how == signal.SIGKILL else 0)
-        assert_ended(found)
+        assert_ended(actual)
 
 
 @pytest.mark.parametrize("seconds", exhaustive_unless((0.5).__eq__, [0.0, 0.2, 0.5, 1.0]))
@@ -359,19 +359,19 @@ def test_a_server_that_starts_ends_at_a_signal(seconds: float, signals: int) -> 
         while not descendants(process.pid):
             time.sleep(0.005)
         time.sleep(seconds)
-        found = descendants(process.pid)
+        actual = descendants(process.pid)
         for _ in range(signals):
             process.send_signal(signal.SIGTERM)
         code = process.wait(15)
         assert code in (0, -signal.SIGTERM), "".join(lines)  # the second may find it about to end: it ends at once
-        assert_ended(found)
+        assert_ended(actual)
 
 
 @pytest.mark.parametrize("case", ["engine lost", "isolation", "slow client"])
 def test_a_server_ends_at_a_signal_whatever_goes_on(case: str) -> None:
     with server_process("1", "--spare", "--restarts", "9") as (process, lines):
         url = url_of(lines)
-        found = with_all_processes(process, url)
+        actual = with_all_processes(process, url)
         body = {"prompt": [5], "max_tokens": 2000, "stream": True}
         with contextlib.ExitStack() as stack:
             client = stack.enter_context(httpx.Client(timeout=30))
@@ -385,13 +385,13 @@ def test_a_server_ends_at_a_signal_whatever_goes_on(case: str) -> None:
                     assert time.monotonic() < end, lines
                     time.sleep(0.01)
             if case == "engine lost":
-                for pid in found:
+                for pid in actual:
                     os.kill(pid, signal.SIGSTOP)
                 time.sleep(0.9)  # about when they are ended, and others are started
-            found |= descendants(process.pid)
+            actual |= descendants(process.pid)
             process.send_signal(signal.SIGTERM)
             assert process.wait(20) == 0
-        assert_ended(found)
+        assert_ended(actual)
 
 
 def test_a_signal_while_a_service_stops_anew_changes_nothing() -> None:

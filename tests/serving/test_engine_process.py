@@ -77,19 +77,19 @@ def test_what_is_no_command_ends_the_process_and_says_so(body: bytes, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("asked", "given"),
+    ("requests", "given"),
     [
         ("off", None),
         ("automatic", SpeculationConfig(switch="automatic")),
         ("always", SpeculationConfig(switch="always")),
     ],
 )
-def test_speculation_is_the_engines(asked: Any, given: Any) -> None:
+def test_speculation_is_the_engines(requests: Any, given: Any) -> None:
     class Model:
         def engine(self, config: Any, *, speculation: Any) -> None:
             assert speculation == given
             raise InvalidInput("seen")
 
-    spec = EngineSpec(model="tiny", speculation=asked)
+    spec = EngineSpec(model="tiny", speculation=requests)
     with pytest.raises(InvalidInput, match="seen"):
         engine_process._start(spec, Wire(socket.socket()), lambda loaded, tp, pp: Model())

@@ -131,8 +131,8 @@ def test_tokens_are_those_of_the_prompt_that_a_chat_has(in_the_root: None) -> No
     async def scenario() -> None:
         async with running(scripted(chat_template=template)) as http:
 
-            async def tokens(**asked: Any) -> list[int]:
-                answer = await http.post("/tokenize", json={"messages": CHAT["messages"]} | asked)
+            async def tokens(**requests: Any) -> list[int]:
+                answer = await http.post("/tokenize", json={"messages": CHAT["messages"]} | requests)
                 assert answer.status_code == 200, answer.text
                 return answer.json()["tokens"]
 
@@ -144,7 +144,7 @@ def test_tokens_are_those_of_the_prompt_that_a_chat_has(in_the_root: None) -> No
             more = {"chat_template_kwargs": {"thinking": "so"}}
             assert len(await tokens(**more)) == len(await tokens()) + 1
             for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"):
-                sizes = [await prompt_size(http, path, asked) for asked in ({}, more)]
+                sizes = [await prompt_size(http, path, requests) for requests in ({}, more)]
                 assert sizes[1] == sizes[0] + 1, path
             answer = (await http.post("/tokenize", json={"prompt": "import json", "return_token_strs": True})).json()
             assert "".join(answer["token_strs"]) == "importĠjson" and len(answer["token_strs"]) == answer["count"]
@@ -169,8 +169,10 @@ def test_a_body_that_is_compressed_is_refused(in_the_root: None, coding: str, st
     asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
-async def prompt_size(http: httpx.AsyncClient, path: str, asked: dict[str, Any]) -> int:
-    answer = await http.post(path, json=(ROUTES[path][1] if path in ROUTES else {"messages": CHAT["messages"]}) | asked)
+async def prompt_size(http: httpx.AsyncClient, path: str, requests: dict[str, Any]) -> int:
+    answer = await http.post(
+        path, json=(ROUTES[path][1] if path in ROUTES else {"messages": CHAT["messages"]}) | requests
+    )
     assert answer.status_code == 200, answer.text
     usage = answer.json().get("usage", answer.json())
     return usage["prompt_tokens"] if "prompt_tokens" in usage else usage["input_tokens"]
@@ -202,8 +204,8 @@ LONG_PROMPTS: list[tuple[str, dict[str, Any], str]] = [
 def test_a_prompt_that_is_too_long_is_refused_in_words_that_clients_know(in_the_root: None) -> None:
     async def scenario() -> None:
         async with running(scripted(chat_template=TEMPLATE)) as http:
-            for path, asked, param in LONG_PROMPTS:
-                answer = await http.post(path, json=asked)
+            for path, requests, param in LONG_PROMPTS:
+                answer = await http.post(path, json=requests)
                 error = answer.json()["error"]
                 assert answer.status_code == 400 and "prompt is too long" in error["message"]  # LangChain's words
                 assert error["message"].startswith("This model's maximum context length is 2048 tokens")  # LiteLLM's
@@ -216,19 +218,19 @@ def test_a_prompt_that_is_too_long_is_refused_in_words_that_clients_know(in_the_
 
 
 def test_responses_have_all_fields_of_their_type(in_the_root: None) -> None:
-    own = {"prompt_cache_key": "k", "safety_identifier": "s"}
+    item = {"prompt_cache_key": "k", "safety_identifier": "s"}
     given = {"presence_penalty": 0.0, "frequency_penalty": 0.5, "reasoning": None, "max_tool_calls": None}
-    asked = {"input": "x", "max_output_tokens": 1, "frequency_penalty": 0.5, **own}
+    requests = {"input": "x", "max_output_tokens": 1, "frequency_penalty": 0.5, **item}
 
     async def scenario() -> None:
         async with running(scripted(chat_template=TEMPLATE)) as http:
             start = int(time.time())
-            whole = (await http.post("/v1/responses", json=asked)).json()
-            streamed = (await http.post("/v1/responses", json=asked | {"stream": True})).text
+            whole = (await http.post("/v1/responses", json=requests)).json()
+            streamed = (await http.post("/v1/responses", json=requests | {"stream": True})).text
             events = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: ")]
-            found = [event["response"] for event in events if "response" in event]
-            for response in (whole, *found):
-                assert response.items() >= (own | given | {"service_tier": "default"}).items()
+            actual = [event["response"] for event in events if "response" in event]
+            for response in (whole, *actual):
+                assert response.items() >= (item | given | {"service_tier": "default"}).items()
                 Response.model_validate_json(json.dumps(response), strict=True)
                 ended = response["status"] != "in_progress"
                 assert (response["completed_at"] is not None) == ended
@@ -254,7 +256,7 @@ def test_what_is_asked_of_whole_sequences_is_refused_by_name(kind: type) -> None
 
 @pytest.mark.parametrize("kind", [CompletionRequest, ChatRequest])
 @pytest.mark.parametrize(
-    ("asked", "grammar"),
+    ("requests", "grammar"),
     [
         ({"grammar": 'root ::= "a"'}, Grammar.lark('root ::= "a"')),
         ({"ebnf": 'root ::= "a"'}, Grammar.lark('root ::= "a"')),
@@ -280,8 +282,8 @@ def test_what_is_asked_of_whole_sequences_is_refused_by_name(kind: type) -> None
         ({"regex": "a", "ebnf": "b"}, "regex"),
     ],
 )
-def test_structure_is_asked_for_by_the_names_of_other_servers(kind: type, asked: dict, grammar: Any) -> None:
-    body = msgspec.json.encode({"prompt": "x", **CHAT, **asked})
+def test_structure_is_asked_for_by_the_names_of_other_servers(kind: type, requests: dict, grammar: Any) -> None:
+    body = msgspec.json.encode({"prompt": "x", **CHAT, **requests})
     if isinstance(grammar, str):
         with pytest.raises(HTTPError) as refusal:
             grammar_of(decode_body(body, kind))
@@ -292,20 +294,20 @@ def test_structure_is_asked_for_by_the_names_of_other_servers(kind: type, asked:
 
 @pytest.mark.parametrize("kind", ["text", "json_object"])
 def test_schema_of_a_response_needs_its_type(kind: str) -> None:
-    asked = {"input": "x", "text": {"format": {"type": kind, "schema": {"const": 1}}}}
+    requests = {"input": "x", "text": {"format": {"type": kind, "schema": {"const": 1}}}}
     with pytest.raises(HTTPError, match=r"text\.format\.schema requires type json_schema"):
-        chat_request(decode_body(msgspec.json.encode(asked), ResponsesRequest), [])
+        chat_request(decode_body(msgspec.json.encode(requests), ResponsesRequest), [])
 
 
 @pytest.mark.parametrize(
-    "kind", [own for name, own in vars(chat).items() if re.fullmatch("ChatCompletion[A-Z][a-z]+MessageParam", name)]
+    "kind", [item for name, item in vars(chat).items() if re.fullmatch("ChatCompletion[A-Z][a-z]+MessageParam", name)]
 )
 def test_every_field_of_a_message_is_known(kind: type) -> None:
     assert not kind.__annotations__.keys() - set(Message.__struct_fields__)
 
 
 @pytest.mark.parametrize(
-    ("asked", "served"),
+    ("requests", "served"),
     [
         ({"stream": True, "stream_options": {"include_usage": True}}, True),
         ({"stream_options": {"include_usage": True}}, False),
@@ -315,8 +317,8 @@ def test_every_field_of_a_message_is_known(kind: type) -> None:
         ({"stream": True, "stream_options": {"include_usage": False, "include_obfuscation": False}}, True),
     ],
 )
-def test_options_of_streams_are_those_of_streams(asked: dict, served: bool) -> None:
-    request = decode_body(msgspec.json.encode({"prompt": "x", **asked}), CompletionRequest)
+def test_options_of_streams_are_those_of_streams(requests: dict, served: bool) -> None:
+    request = decode_body(msgspec.json.encode({"prompt": "x", **requests}), CompletionRequest)
     if served:
         assert completion_params(request, {}).max_tokens == 16
     else:

@@ -63,22 +63,22 @@ def test_ready_says_that_nothing_can_be_written(full: str, tmp_path: Path, monke
     async def scenario() -> None:
         await service.start(SPEC)
         app = new_app(service, "test", request_log=disk)  # type: ignore[arg-type]
-        asked = Requests(app, Kind("/v1/completions", {"prompt": [5]}, {"idempotency-key": "{number}"}))
+        requested = Requests(app, Kind("/v1/completions", {"prompt": [5]}, {"idempotency-key": "{number}"}))
         ready = Requests(app, Kind("/ready", {}, method="GET"))
 
         async def status(requests: Requests) -> int:
             await requests.ask()
             return requests.status
 
-        assert (await status(asked), await status(ready)) == (200, 200)
+        assert (await status(requested), await status(ready)) == (200, 200)
         fill()
         assert await status(ready) == 200  # nothing was to be written
-        assert await status(asked) == {"journal": 503, "receipt log": 500, "request log": 200}[full]
+        assert await status(requested) == {"journal": 503, "receipt log": 500, "request log": 200}[full]
         for _ in range(2):
             assert await status(ready) == 503 and full.encode() in ready.content, ready.content
         monkeypatch.undo()
         disk.full = False
-        assert (await status(ready), await status(asked), await status(ready)) == (200, 200, 200)
+        assert (await status(ready), await status(requested), await status(ready)) == (200, 200, 200)
         await service.stop()
         assert len(list(read_log(tmp_path / "log"))) == (3 if full == "request log" else 2)
 

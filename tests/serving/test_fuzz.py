@@ -29,7 +29,7 @@ INPUT_TOOL = {"name": "f", "input_schema": SCHEMA}
 TURNS = [{"role": "user", "content": SAID}, *CALLED, {"role": "user", "content": RESULT}]
 MESSAGE = {"messages": TURNS, "max_tokens": 4}
 BASES: list[tuple[str, dict[str, Any]]] = [
-    *(("/v1/completions", {"prompt": "x", **asked, "max_tokens": 4, "min_tokens": 0}) for asked in REQUESTS.values()),
+    *(("/v1/completions", {"prompt": "x", **given, "max_tokens": 4, "min_tokens": 0}) for given in REQUESTS.values()),
     ("/v1/completions", {"prompt": "x", "max_tokens": 4, "stream": True, "stream_options": {"include_usage": True}}),
     ("/v1/completions", {"prompt": "x", "max_tokens": 4, "structured_outputs": {"regex": "[a-z]+"}}),
     ("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 2, "stream": True}),
@@ -59,11 +59,11 @@ LEAVES_SECONDS = 1.0  # a request that became a long one is left: that is a case
 
 def places(value: Any) -> list[tuple[Any, Any]]:
     """Every (container, key) in a nest."""
-    found = []
+    actual = []
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in list(items):
-        found += [(value, key), *places(inner)]
-    return found
+        actual += [(value, key), *places(inner)]
+    return actual
 
 
 def odd(draw: random.Random) -> Any:
@@ -143,15 +143,15 @@ def statuses(answer: bytes) -> list[int]:
 
 def send(address: tuple[str, int], data: bytes) -> list[int]:
     """The statuses of what comes back within a short time."""
-    found = b""
+    actual = b""
     with socket.create_connection(address, timeout=0.3) as connection:
         try:
             connection.sendall(data)
             while part := connection.recv(1 << 16):
-                found += part
+                actual += part
         except (TimeoutError, ConnectionError):
             pass
-    return statuses(found)
+    return statuses(actual)
 
 
 class Slow:
@@ -199,18 +199,18 @@ def test_nothing_that_is_sent_is_a_fault_of_the_server(count: int, server: Serve
             slow.send()
         if number % 10 == 9:
             data = raw(draw)
-            found = send((host, int(port)), data)
+            actual = send((host, int(port)), data)
         else:
             path, data = mutated(draw)
             if number % 10 == 8:
                 path, data = "/v1/verify", other_receipt(draw, answer["receipt"])
             try:
                 head = {"Content-Type": "application/json"}
-                found = [http.post(path, content=data, headers=head, timeout=LEAVES_SECONDS).status_code]
+                actual = [http.post(path, content=data, headers=head, timeout=LEAVES_SECONDS).status_code]
             except httpx.ReadTimeout:
-                found = []
-        assert set(found) <= FINE, (found, data)
-        for status in found:
+                actual = []
+        assert set(actual) <= FINE, (actual, data)
+        for status in actual:
             seen[status] = seen.get(status, 0) + 1
         if number == count // 2:
             resident = resident_bytes(server.process.pid)

@@ -70,23 +70,27 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
     journal.add(new)
     assert (tmp_path / "journal-wal").stat().st_mode & 0o777 == 0o600
-    found = journal.find("me", key="key")
-    assert found is not None and found == journal.find("me", name="cmpl-1") and ask_of(found.work) == ask_of(new.work)
-    assert (found.name, found.body, found.created, found.work.salt) == ("cmpl-1", b"{}", 1000, b"salt")
+    actual = journal.find("me", key="key")
+    assert (
+        actual is not None and actual == journal.find("me", name="cmpl-1") and ask_of(actual.work) == ask_of(new.work)
+    )
+    assert (actual.name, actual.body, actual.created, actual.work.salt) == ("cmpl-1", b"{}", 1000, b"salt")
     assert journal.find("", key="key") is journal.find("you", name="cmpl-1") is journal.find("me", key="k") is None
-    assert found.work.model == MODEL
+    assert actual.work.model == MODEL
     ask = ask_of(new.work)
     assert ask == Ask([[1, 2]], PARAMS, 3, "cmpl-", "template")
     job = job_of(ask, answered(ask), name="cmpl-1", created=1000)
     journal.finish("cmpl-1", outcome_of(job))
     journal.close()
-    found = opened(path).find("me", key="key")
-    assert found is not None and found.outcome == outcome_of(job)
+    actual = opened(path).find("me", key="key")
+    assert actual is not None and actual.outcome == outcome_of(job)
     again = [Answer("", prompt, ask.params, AnswerSignal()) for prompt in ask.prompts]
-    restore(again, found.outcome)
+    restore(again, actual.outcome)
     for name in ("samples", "prompt_logprobs", "num_cached_tokens", "finished", "error"):
         ours, theirs = getattr(again[0], name), getattr(job.answers[0], name)
-        assert ours == theirs if name != "samples" else [slots(own) for own in ours] == [slots(own) for own in theirs]
+        assert (
+            ours == theirs if name != "samples" else [slots(item) for item in ours] == [slots(item) for item in theirs]
+        )
 
 
 def test_a_key_has_one_request(tmp_path: Path) -> None:
@@ -111,8 +115,8 @@ def test_what_is_old_is_dropped(tmp_path: Path) -> None:
     now[0] = 1101
     assert journal.find("", key="1") is journal.find("", name="cmpl-1") is None
     journal.add(record("cmpl-3", "1", created=1101, body=b"another one"))  # the key is free again
-    found = journal.find("", key="1")
-    assert found is not None and found.name == "cmpl-3"
+    actual = journal.find("", key="1")
+    assert actual is not None and actual.name == "cmpl-3"
     assert [journal.find("", key=key) is not None for key in "12"] == [True, True]
     journal.close()
     with opened(path, seconds=100, now=1151)._file as file:  # nobody has asked for it
@@ -165,10 +169,10 @@ def test_a_file_that_is_no_journal_is_refused_and_left_as_it_is(tmp_path: Path, 
             with contextlib.closing(sqlite3.connect(path)) as file:
                 file.execute("PRAGMA user_version = 99")
     before = path.read_bytes()
-    said = "give another file" if kind in ("other database", "another version") else "move it away"
-    with pytest.raises((StorageError, InvalidInput), match=said) as found:
+    message = "give another file" if kind in ("other database", "another version") else "move it away"
+    with pytest.raises((StorageError, InvalidInput), match=message) as actual:
         Journal(path)
-    assert str(path) in str(found.value)
+    assert str(path) in str(actual.value)
     after = path.read_bytes()
     assert after[100:] == before[100:], "but for SQLite's own header"
 
@@ -234,9 +238,9 @@ def read(path: Path, places: list[dict[str, str]], expected: list[Record] | None
         if expected is None:
             return [journal.find("me", **place) for place in places]
         seen = []
-        for place, own in zip(places, expected, strict=True):
+        for place, item in zip(places, expected, strict=True):
             try:
-                seen.append("equal" if journal.find("me", **place) == own else "another")
+                seen.append("equal" if journal.find("me", **place) == item else "another")
             except StorageError as error:
                 seen.append(type(error).__name__)
         return seen
@@ -256,11 +260,11 @@ async def ask(client: httpx.AsyncClient, key: str, **fields: Any) -> httpx.Respo
 
 
 async def until_drawn(service: Any, count: int, num_tokens: int) -> None:
-    while sum(not own.finished and own.num_tokens >= num_tokens for own in service.open.values()) < count:
+    while sum(not item.finished and item.num_tokens >= num_tokens for item in service.open.values()) < count:
         await asyncio.sleep(0.01)
 
 
-def told(response: httpx.Response) -> list[int]:
+def streamed_tokens(response: httpx.Response) -> list[int]:
     """The tokens of a stream of one choice."""
     events = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: {")]
     return [token for data in events for choice in json.loads(data)["choices"] for token in choice["token_ids"]]
@@ -276,15 +280,15 @@ def test_a_request_with_a_key_is_answered_once(tmp_path: Path, stream: bool) -> 
         async with keeping(tmp_path / "journal") as (_, client):
             fourth = await ask(client, "a", stream=stream)
             another = await ask(client, "b", stream=stream)
-        found = [first, second, third, fourth]
-        assert {response.status_code for response in found} == {200}
-        assert len({response.headers["x-request-id"] for response in found}) == 1
-        assert len({response.headers["x-detcompile-seed"] for response in found}) == 1
+        actual = [first, second, third, fourth]
+        assert {response.status_code for response in actual} == {200}
+        assert len({response.headers["x-request-id"] for response in actual}) == 1
+        assert len({response.headers["x-detcompile-seed"] for response in actual}) == 1
         assert another.headers["x-request-id"] != first.headers["x-request-id"]
         if stream:
-            assert all(told(response) == WHOLE for response in found)
+            assert all(streamed_tokens(response) == WHOLE for response in actual)
         else:
-            assert len({response.content for response in found}) == 1
+            assert len({response.content for response in actual}) == 1
             assert first.json()["choices"][0]["token_ids"] == WHOLE
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
@@ -306,19 +310,19 @@ def test_who_lost_a_stream_goes_on_with_it(tmp_path: Path) -> None:
                 assert wrong.status_code == 400 and len(service.open) == 1
             headers = {"Last-Event-ID": f"{name}:5", "Idempotency-Key": "a"}
             rest = await client.post("/v1/completions", json=BODY | {"stream": True}, headers=headers)
-            assert told(rest) == WHOLE[5:]
+            assert streamed_tokens(rest) == WHOLE[5:]
             ended = asyncio.create_task(ask(client, "b", stream=True))
             await until_drawn(service, 1, 5)
         assert "error" in (await ended).text  # the server has ended in the midst of it
         async with keeping(tmp_path / "journal") as (_, client):
             other = (await ask(client, "b", stream=True)).headers["x-request-id"]
-            for own in (name, other):
-                assert told(await client.get(f"/v1/streams/{own}")) == WHOLE
+            for item in (name, other):
+                assert streamed_tokens(await client.get(f"/v1/streams/{item}")) == WHOLE
                 for place in ("7", "60", "60*"):
-                    found = await client.get(f"/v1/streams/{own}", headers={"Last-Event-ID": f"{own}:{place}"})
-                    assert found.status_code == 200 and told(found) == WHOLE[int(place.split("*")[0]) :]
-                for place in ("x:7", f"{own}:61", f"{own}:99*", f"{own}:7*", f"{own}:7+1", f"{own}:60*+1"):
-                    wrong = await client.get(f"/v1/streams/{own}", headers={"Last-Event-ID": place})
+                    actual = await client.get(f"/v1/streams/{item}", headers={"Last-Event-ID": f"{item}:{place}"})
+                    assert actual.status_code == 200 and streamed_tokens(actual) == WHOLE[int(place.split("*")[0]) :]
+                for place in ("x:7", f"{item}:61", f"{item}:99*", f"{item}:7*", f"{item}:7+1", f"{item}:60*+1"):
+                    wrong = await client.get(f"/v1/streams/{item}", headers={"Last-Event-ID": place})
                     assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "Last-Event-ID"
             assert (await client.get("/v1/streams/cmpl-none")).status_code == 404
 
@@ -327,11 +331,11 @@ def test_who_lost_a_stream_goes_on_with_it(tmp_path: Path) -> None:
 
 def test_a_message_with_a_key_is_answered_once(tmp_path: Path) -> None:
     """Its stream has no event ids: who comes back for it reads it from its beginning."""
-    asked = {"max_tokens": 9, "messages": [{"role": "user", "content": "x"}]}
+    requested = {"max_tokens": 9, "messages": [{"role": "user", "content": "x"}]}
     options = {"chat_template": "{{ messages[0].content }}"}
 
     async def send(client: httpx.AsyncClient, key: str, **fields: Any) -> httpx.Response:
-        return await client.post("/v1/messages", json=asked | fields, headers={"Idempotency-Key": key})
+        return await client.post("/v1/messages", json=requested | fields, headers={"Idempotency-Key": key})
 
     async def scenario() -> None:
         async with keeping(tmp_path / "journal", **options) as (service, client):
@@ -343,11 +347,11 @@ def test_a_message_with_a_key_is_answered_once(tmp_path: Path) -> None:
             again = await client.get(f"/v1/streams/{stream.headers['x-request-id']}", headers={"Last-Event-ID": "x"})
         assert first.status_code == 200 and first.json()["id"].startswith("msg_")
         assert first.content == second.content == third.content
-        texts = [[json.loads(line[6:]) for line in own.text.splitlines() if line.startswith("data: ")]
-                 for own in (stream, again)]  # fmt: skip
-        said = ["".join(event["delta"]["text"] for event in own if "delta" in event and "text" in event["delta"])
-                for own in texts]  # fmt: skip
-        assert texts[0][0] == texts[1][0] and said[0] == said[1] == first.json()["content"][0]["text"] != ""
+        texts = [[json.loads(line[6:]) for line in item.text.splitlines() if line.startswith("data: ")]
+                 for item in (stream, again)]  # fmt: skip
+        message = ["".join(event["delta"]["text"] for event in item if "delta" in event and "text" in event["delta"])
+                for item in texts]  # fmt: skip
+        assert texts[0][0] == texts[1][0] and message[0] == message[1] == first.json()["content"][0]["text"] != ""
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
 
@@ -395,8 +399,8 @@ def test_what_the_server_does_not_take_is_not_kept(tmp_path: Path) -> None:
             assert (await ask(client, "c", n=2)).status_code == 400
             assert (await first).status_code == 200
             for key in ("b", "c"):
-                found = await ask(client, key)
-                assert found.status_code == 200 and found.json()["choices"][0]["token_ids"] == WHOLE
+                actual = await ask(client, key)
+                assert actual.status_code == 200 and actual.json()["choices"][0]["token_ids"] == WHOLE
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
 
@@ -406,8 +410,8 @@ def test_a_place_in_a_stream_means_nothing_without_a_key(tmp_path: Path) -> None
         async with keeping(tmp_path / "journal") as (service, client):
             for place in ("cmpl-1:7", "nonsense"):
                 headers = {"Last-Event-ID": place}
-                found = await client.post("/v1/completions", json=BODY | {"stream": True}, headers=headers)
-                assert told(found) == WHOLE and not service.open
+                actual = await client.post("/v1/completions", json=BODY | {"stream": True}, headers=headers)
+                assert streamed_tokens(actual) == WHOLE and not service.open
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
 

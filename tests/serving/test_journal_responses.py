@@ -61,16 +61,16 @@ def test_a_response_goes_on_at_the_next_server(tmp_path: Path, background: bool)
             assert await after(client, name, count - 1) == b""
             for refused in (await waiting, await after(client, name, count)):
                 assert refused["param"] == "starting_after" and f"the last event has {count - 1}" in refused["message"]
-            found = (await client.get(f"/v1/responses/{name}")).json()
-            assert found["output"][0]["content"] == whole["output"][0]["content"]
-            assert found["status"] == whole["status"] == "incomplete" and found["usage"]["output_tokens"] == 40
+            actual = (await client.get(f"/v1/responses/{name}")).json()
+            assert actual["output"][0]["content"] == whole["output"][0]["content"]
+            assert actual["status"] == whole["status"] == "incomplete" and actual["usage"]["output_tokens"] == 40
             receipt = (await client.get(f"/v1/receipts/{name}")).json()
         async with keeping(path, **OPTIONS) as (service, client):
-            assert (await client.get(f"/v1/responses/{name}")).json() == found  # it had ended: nothing is drawn again
+            assert (await client.get(f"/v1/responses/{name}")).json() == actual  # it had ended: nothing is drawn again
             assert await events(client, name) == known and next(service._numbers) == 0
             assert service.responses.find("", name)._job.issued.envelope.payload == receipt["payload"]
             again = json.loads(known.split(b"data: ")[1].split(b"\n")[0])["response"]
-            assert again["created_at"] == found["created_at"]
+            assert again["created_at"] == actual["created_at"]
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
 
@@ -102,12 +102,12 @@ def test_what_is_cancelled_dropped_or_not_stored_is_so_at_the_next_server(tmp_pa
         path = tmp_path / "journal"
         async with keeping(path, **OPTIONS) as (service, client):
             names = {}
-            for own in ("cancelled", "dropped", "left"):
-                names[own] = (await respond(client, background=True)).json()["id"]
+            for item in ("cancelled", "dropped", "left"):
+                names[item] = (await respond(client, background=True)).json()["id"]
             names["not stored"] = (await respond(client, store=False)).json()["id"]
             asking = asyncio.create_task(respond(client, max_output_tokens=900))
             await until_drawn(service, 1, 3)
-            names["alone"] = next(own for _, own in service.responses._running if own not in names.values())
+            names["alone"] = next(item for _, item in service.responses._running if item not in names.values())
             asking.cancel()  # nobody comes back for a response that is neither in the background nor has a key
             await asyncio.gather(asking, return_exceptions=True)
             long = (await respond(client, background=True, max_output_tokens=900)).json()["id"]
@@ -123,8 +123,8 @@ def test_what_is_cancelled_dropped_or_not_stored_is_so_at_the_next_server(tmp_pa
             assert (await client.get(f"/v1/responses/{long}")).json() == cancelled
             assert await events(client, long) == known
             assert (await client.get(f"/v1/responses/{names['alone']}")).json()["status"] == "cancelled"
-            for own in ("dropped", "not stored"):
-                assert (await client.get(f"/v1/responses/{names[own]}")).status_code == 404
+            for item in ("dropped", "not stored"):
+                assert (await client.get(f"/v1/responses/{names[item]}")).status_code == 404
             assert (await client.get(f"/v1/responses/{names['left']}")).json()["status"] == "incomplete"
             assert next(service._numbers) == 0
             assert (await client.get(f"/v1/streams/{names['left']}")).status_code == 404

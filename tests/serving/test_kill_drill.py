@@ -18,14 +18,14 @@ def drill(folder: Path, tmp_path: Path) -> Iterator[Drill]:
     options = ["--max-restarts", "1000", "--speculation", "always", "--journal", str(tmp_path / "journal")]
 
     def start() -> tuple[str, subprocess.Popen[str]]:
-        found = started(folder, *options)
-        return found.url, found.process
+        actual = started(folder, *options)
+        return actual.url, actual.process
 
-    found = Drill(start, bodies(40, 48))
-    yield found
-    if found.process.poll() is None:
-        found.process.send_signal(signal.SIGTERM)
-        assert found.process.wait(60) == 0
+    actual = Drill(start, bodies(40, 48))
+    yield actual
+    if actual.process.poll() is None:
+        actual.process.send_signal(signal.SIGTERM)
+        assert actual.process.wait(60) == 0
 
 
 @pytest.mark.parametrize("rounds", [pytest.param(5, marks=EXHAUSTIVE)])
@@ -34,5 +34,5 @@ def test_no_token_is_lost_doubled_or_another(drill: Drill, rounds: int) -> None:
     expected = drill.undisturbed()
     assert drill.undisturbed() == expected
     for number in range(rounds):
-        for index, (found, whole) in enumerate(zip(drill.disturbed(), expected, strict=True)):
-            assert found == whole, f"stream {index} of round {number}"
+        for index, (actual, whole) in enumerate(zip(drill.disturbed(), expected, strict=True)):
+            assert actual == whole, f"stream {index} of round {number}"

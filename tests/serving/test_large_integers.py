@@ -65,9 +65,9 @@ def large_values(kind: inspect.Type, depth: int = 0) -> Iterator[Any]:
 @pytest.mark.parametrize("path", TYPES)
 def test_no_integer_of_a_request_is_too_large_to_travel(path: str, tmp_path: Path) -> None:
     """The engines of ``serving`` encode what they are asked."""
-    found = inspect.type_info(TYPES[path])
-    assert isinstance(found, inspect.StructType)
-    changes = [{field.encode_name: value} for field in found.fields for value in large_values(field.type)]
+    actual = inspect.type_info(TYPES[path])
+    assert isinstance(actual, inspect.StructType)
+    changes = [{field.encode_name: value} for field in actual.fields for value in large_values(field.type)]
 
     async def scenario() -> None:
         async with serving(Kind(path, {}, embeds="input" in BODIES[path] and path != RESPONSES), tmp_path) as (

@@ -16,7 +16,7 @@ from detcompile.serving.engines.handshake import connected
 from detcompile.serving.engines.launchers import DialIn
 from detcompile.serving.service import Service
 from tests.serving.scripted_service import running
-from tests.serving.test_recovery import asked, assert_whole, until_drawn
+from tests.serving.test_recovery import assert_whole, complete, until_drawn
 
 pytestmark = pytest.mark.usefixtures("in_the_root")
 SECRET = b"0123456789abcdef"
@@ -37,7 +37,7 @@ def test_engines_that_dial_in_take_each_others_places() -> None:
         impostor, first, engines = dialled(port, b"fedcba9876543210"), dialled(port), []
         try:
             async with running(service) as client:
-                tasks = [asyncio.create_task(asked(client, [5 + index])) for index in range(4)]
+                tasks = [asyncio.create_task(complete(client, [5 + index])) for index in range(4)]
                 await until_drawn(service, 4, 3)
                 first.send_signal(signal.SIGKILL)
                 while service.fleet.num_restarts == 0:

@@ -33,22 +33,22 @@ async def until_open(service: Service, count: int) -> None:
         await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize(("number", "said"), [(signal.SIGKILL, "SIGKILL"), (signal.SIGSTOP, "stopped by a signal")])
+@pytest.mark.parametrize(("number", "message"), [(signal.SIGKILL, "SIGKILL"), (signal.SIGSTOP, "stopped by a signal")])
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_engine_that_may_not_be_started_again_is_a_503(number: int, said: str, stream: bool) -> None:
+def test_an_engine_that_may_not_be_started_again_is_a_503(number: int, message: str, stream: bool) -> None:
     async def scenario() -> None:
         service = scripted()
         async with running(service) as client:
-            asked = asyncio.create_task(client.post("/v1/completions", json=LONG | {"stream": stream}))
+            requests = asyncio.create_task(client.post("/v1/completions", json=LONG | {"stream": stream}))
             await until_open(service, 1)
             await asyncio.sleep(0.3)
             os.kill(service.fleet.links[0].pid, number)
-            answer = await asyncio.wait_for(asked, 10)
+            answer = await asyncio.wait_for(requests, 10)
             if stream:  # it had begun: the error is an event, and the stream ends
                 assert answer.status_code == 200
-                assert said in answer.text and answer.text.endswith("data: [DONE]\n\n")
+                assert message in answer.text and answer.text.endswith("data: [DONE]\n\n")
             else:
-                assert answer.status_code == 503 and said in answer.json()["error"]["message"]
+                assert answer.status_code == 503 and message in answer.json()["error"]["message"]
             assert not service.open
             for path in ("/ready", "/health"):
                 assert (await client.get(path)).status_code == 503
@@ -60,11 +60,11 @@ def test_an_engine_that_may_not_be_started_again_is_a_503(number: int, said: str
 
 
 def test_an_engine_that_never_starts_is_told() -> None:
-    async def scenario(command: list[str], said: str) -> None:
+    async def scenario(command: list[str], message: str) -> None:
         link = EngineLink(launcher=LocalProcess(command))
         await link.open()
         link.start(SPEC)
-        with pytest.raises(WorkerError, match=said):
+        with pytest.raises(WorkerError, match=message):
             await asyncio.wait_for(link.settled(), 20)
         await link.stop()
 
@@ -146,10 +146,10 @@ def test_what_is_cancelled_leaves_the_engine() -> None:
         service = scripted()
         async with running(service) as client:
             for stream in (False, True):
-                asked = asyncio.create_task(client.post("/v1/completions", json=LONG | {"stream": stream}))
+                requests = asyncio.create_task(client.post("/v1/completions", json=LONG | {"stream": stream}))
                 await until_open(service, 1)
-                asked.cancel()
-                await asyncio.gather(asked, return_exceptions=True)
+                requests.cancel()
+                await asyncio.gather(requests, return_exceptions=True)
                 assert not service.open and not service.fleet.links[0].answers
             while service.fleet.statistics.num_running:
                 await asyncio.sleep(0.01)
@@ -184,13 +184,13 @@ def scripted_server(drain: float, *options: object) -> Iterator[tuple[subprocess
 
 def test_sigterm_finishes_what_is_open_and_takes_nothing_new() -> None:
     with scripted_server(drain=30) as (process, url), ThreadPoolExecutor() as pool:
-        asked = pool.submit(httpx.post, f"{url}/v1/completions", json={"prompt": "x", "max_tokens": 60}, timeout=30)
+        requests = pool.submit(httpx.post, f"{url}/v1/completions", json={"prompt": "x", "max_tokens": 60}, timeout=30)
         time.sleep(0.3)
         process.send_signal(signal.SIGTERM)
         time.sleep(0.1)
         assert httpx.get(f"{url}/ready").status_code == 503 and httpx.get(f"{url}/health").status_code == 200
         assert httpx.post(f"{url}/v1/completions", json=LONG).status_code == 503
-        answer = asked.result(30)
+        answer = requests.result(30)
         assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 60
         assert process.wait(10) == 0
 
@@ -260,5 +260,5 @@ def test_sighup_has_the_keys_read_again(tmp_path: Path) -> None:
         file.write_text("nonsense\n")
         process.send_signal(signal.SIGHUP)
         assert process.stderr is not None
-        said = next(line for line in process.stderr if "--api-keys" in line)
-        assert "line 1" in said and "previous API keys" in said and status("new") == 200
+        message = next(line for line in process.stderr if "--api-keys" in line)
+        assert "line 1" in message and "previous API keys" in message and status("new") == 200

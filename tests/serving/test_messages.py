@@ -28,22 +28,22 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def chatted(http: httpx.Client, **asked: Any) -> dict[str, Any]:
+def chatted(http: httpx.Client, **requests: Any) -> dict[str, Any]:
     """The choice of a chat, and its seed."""
-    answer = http.post("/v1/chat/completions", json=asked)
+    answer = http.post("/v1/chat/completions", json=requests)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
 
-def streamed(client: Any, **asked: Any) -> Any:
-    with client.messages.stream(**asked) as stream:
+def streamed(client: Any, **requests: Any) -> Any:
+    with client.messages.stream(**requests) as stream:
         for _ in stream:
             pass
         return stream.get_final_message()
 
 
 @pytest.mark.parametrize(
-    ("own", "chats"),
+    ("item", "chats"),
     [
         ({}, {}),
         ({"temperature": 0}, {"temperature": 0}),
@@ -56,34 +56,36 @@ def streamed(client: Any, **asked: Any) -> Any:
     ],
     ids=["drawn", "greedy", "filtered", "stopped", "structured"],
 )
-def test_a_message_is_the_chats_answer_streamed_or_not(client: Any, http: httpx.Client, own: dict, chats: dict) -> None:
-    whole = client.messages.create(**ASKED, system="Be brief.", extra_body=own | OURS)
-    again = streamed(client, **ASKED, system=[{"type": "text", "text": "Be brief."}], extra_body=own | OURS)
+def test_a_message_is_the_chats_answer_streamed_or_not(
+    client: Any, http: httpx.Client, item: dict, chats: dict
+) -> None:
+    whole = client.messages.create(**ASKED, system="Be brief.", extra_body=item | OURS)
+    again = streamed(client, **ASKED, system=[{"type": "text", "text": "Be brief."}], extra_body=item | OURS)
     history = [{"role": "system", "content": "Be brief."}, *SAID]
     chat = chatted(http, **{"messages": history, "max_tokens": 40} | chats | OURS)
     [choice] = chat["choices"]
-    assert {digest(found.content[0].text) for found in (whole, again)} == {digest(choice["message"]["content"])}
+    assert {digest(actual.content[0].text) for actual in (whole, again)} == {digest(choice["message"]["content"])}
     stopped = isinstance(choice["stop_reason"], str)
     reason = "max_tokens" if choice["finish_reason"] == "length" else "stop_sequence" if stopped else "end_turn"
-    for found in (whole, again):
-        assert found.stop_reason == reason and found.stop_sequence == (choice["stop_reason"] if stopped else None)
-        assert (found.type, found.role, found.model, found.seed) == ("message", "assistant", "tiny", 5)
-        assert found.system_fingerprint == chat["system_fingerprint"]
-        used = found.usage
+    for actual in (whole, again):
+        assert actual.stop_reason == reason and actual.stop_sequence == (choice["stop_reason"] if stopped else None)
+        assert (actual.type, actual.role, actual.model, actual.seed) == ("message", "assistant", "tiny", 5)
+        assert actual.system_fingerprint == chat["system_fingerprint"]
+        used = actual.usage
         assert used.input_tokens + used.cache_read_input_tokens == chat["usage"]["prompt_tokens"]
         assert used.output_tokens == chat["usage"]["completion_tokens"]
 
 
 def test_tools_are_called_and_their_results_are_read(client: Any, http: httpx.Client) -> None:
-    asked = ASKED | {"tools": TOOLS, "max_tokens": 120}
-    whole = client.messages.create(**asked, tool_choice={"type": "any", "disable_parallel_tool_use": True},
+    requests = ASKED | {"tools": TOOLS, "max_tokens": 120}
+    whole = client.messages.create(**requests, tool_choice={"type": "any", "disable_parallel_tool_use": True},
                                    extra_body=OURS)  # fmt: skip
-    again = streamed(client, **asked, tool_choice={"type": "tool", "name": "add"}, extra_body=OURS)
+    again = streamed(client, **requests, tool_choice={"type": "tool", "name": "add"}, extra_body=OURS)
     chat = {"messages": SAID, "max_tokens": 120, "tools": CHAT_TOOLS, "parallel_tool_calls": False} | OURS
     [call] = chatted(http, **chat, tool_choice="required")["choices"][0]["message"]["tool_calls"]
-    for found in (whole, again):
-        [block] = found.content
-        assert found.stop_reason == "tool_use" and block.type == "tool_use" and block.id.startswith("call_")
+    for actual in (whole, again):
+        [block] = actual.content
+        assert actual.stop_reason == "tool_use" and block.type == "tool_use" and block.id.startswith("call_")
         assert (block.name, block.input) == (call["function"]["name"], json.loads(call["function"]["arguments"]))
     given = [
         *SAID,
@@ -93,7 +95,7 @@ def test_tools_are_called_and_their_results_are_read(client: Any, http: httpx.Cl
             {"type": "text", "text": "And "}, {"type": "text", "text": "now?"},
         ]},
     ]  # fmt: skip
-    told = client.messages.create(**ASKED | {"messages": given, "tools": TOOLS}, extra_body=OURS)
+    calls = client.messages.create(**ASKED | {"messages": given, "tools": TOOLS}, extra_body=OURS)
     history = [
         *SAID,
         {"role": "assistant", "content": "So:", "tool_calls": [call | {"id": whole.content[0].id}]},
@@ -101,9 +103,9 @@ def test_tools_are_called_and_their_results_are_read(client: Any, http: httpx.Cl
         {"role": "user", "content": "And \nnow?"},
     ]
     chat = {"messages": history, "max_tokens": 40, "tools": CHAT_TOOLS} | OURS
-    assert told.content[0].text == chatted(http, **chat)["choices"][0]["message"]["content"]
+    assert calls.content[0].text == chatted(http, **chat)["choices"][0]["message"]["content"]
     counted = client.messages.count_tokens(model="tiny", messages=given, tools=TOOLS)
-    assert counted.input_tokens == told.usage.input_tokens + told.usage.cache_read_input_tokens
+    assert counted.input_tokens == calls.usage.input_tokens + calls.usage.cache_read_input_tokens
 
 
 def test_events_come_in_their_order(http: httpx.Client) -> None:
@@ -118,15 +120,15 @@ def test_events_come_in_their_order(http: httpx.Client) -> None:
 
 def test_a_receipt_of_a_message_replays(http: httpx.Client) -> None:
     answer = http.post("/v1/messages", json=ASKED | OURS | {"receipt": True})
-    told = http.post("/v1/messages", json=ASKED | OURS | {"receipt": True, "stream": True}).text
-    [delta] = [json.loads(part.partition("data: ")[2]) for part in told.split("\n\n") if "message_delta" in part]
+    calls = http.post("/v1/messages", json=ASKED | OURS | {"receipt": True, "stream": True}).text
+    [delta] = [json.loads(part.partition("data: ")[2]) for part in calls.split("\n\n") if "message_delta" in part]
     for receipt in (answer.json()["receipt"], delta["receipt"]):
         assert http.post("/v1/verify", json=receipt).json()["outcome"] == "equal"
     assert answer.headers["X-Detcompile-Receipt"] and answer.headers["Request-Id"] == answer.json()["id"]
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": None}, "max_tokens"),
@@ -145,13 +147,13 @@ def test_a_receipt_of_a_message_replays(http: httpx.Client) -> None:
         ({"stop_sequences": [""]}, "stop"),
     ],
 )
-def test_what_cannot_be_served_is_named_as_anthropic_does(http: httpx.Client, changes: dict, said: str) -> None:
+def test_what_cannot_be_served_is_named_as_anthropic_does(http: httpx.Client, changes: dict, message: str) -> None:
     for sent in (ASKED | changes, ASKED | changes | {"stream": True}):
         answer = http.post("/v1/messages", json=sent)
         assert answer.status_code == 400 and answer.json()["type"] == "error", answer.text
         error = answer.json()["error"]
         assert error.keys() == {"type", "message"} and error["type"] == "invalid_request_error"
-        assert said in error["message"]
+        assert message in error["message"]
 
 
 def test_the_client_reads_errors_by_their_kinds(client: Any, http: httpx.Client) -> None:

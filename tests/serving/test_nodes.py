@@ -98,24 +98,24 @@ async def until(holds: Callable[[], object], seconds: float = PATIENCE) -> float
     return time.monotonic() - since
 
 
-def bits(found: list[Answer]) -> list[Any]:
+def bits(actual: list[Answer]) -> list[Any]:
     """All that was drawn, log-probabilities to the last bit."""
-    for answer in found:
+    for answer in actual:
         assert answer.error is None, answer.error
-        assert [len(own.token_ids) for own in answer.samples] == [LENGTH] * answer.params.n
+        assert [len(item.token_ids) for item in answer.samples] == [LENGTH] * answer.params.n
     return [
-        ([(list(own.token_ids), own.logprobs, own.finish_reason) for own in answer.samples], answer.prompt_logprobs)
-        for answer in found
+        ([(list(item.token_ids), item.logprobs, item.finish_reason) for item in answer.samples], answer.prompt_logprobs)
+        for answer in actual
     ]
 
 
 async def drawn(link: EngineLink | Fleet, *, at_least: int = LENGTH) -> list[Answer]:
     """The answers, once each sample of them has so many tokens."""
-    found = answers()
-    for answer in found:
+    actual = answers()
+    for answer in actual:
         link.add(answer)
-    await until(lambda: all(len(own.token_ids) >= at_least for answer in found for own in answer.samples))
-    return found
+    await until(lambda: all(len(item.token_ids) >= at_least for answer in actual for item in answer.samples))
+    return actual
 
 
 async def opened(link: EngineLink, spec: EngineSpec) -> Hello:
@@ -173,16 +173,16 @@ def test_two_nodes_give_the_bytes_of_one_rank_and_what_they_lose_goes_on(
                 shared = await opened(over_nodes, replace(spec, tp=tp, pp=pp))
                 assert shared.fingerprint == hello.fingerprint
                 assert bits(await drawn(over_nodes)) == expected
-                found = await drawn(over_nodes, at_least=10)
+                actual = await drawn(over_nodes, at_least=10)
                 pids = {*ranks_of(nodes[0]), *ranks_of(nodes[1])}
                 lose(nodes)
                 assert await until(lambda: over_nodes.failure is not None) < seconds
-                assert lost == found
-                assert all(len(own.token_ids) < LENGTH for answer in found for own in answer.samples)
+                assert lost == actual
+                assert all(len(item.token_ids) < LENGTH for answer in actual for item in answer.samples)
                 for answer in lost:
                     alone.add(answer)
-                await until(lambda: all(answer.finished for answer in found))
-                assert bits(found) == expected
+                await until(lambda: all(answer.finished for answer in actual))
+                assert bits(actual) == expected
                 for pid in pids:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGCONT)  # what is stopped ends when it goes on
@@ -224,11 +224,11 @@ def test_torchrun_begins_anew_and_the_answers_with_it(spec: EngineSpec) -> None:
                 await fleet.start(replace(spec, tp=2))
                 await fleet.settled()
                 expected = bits(await drawn(fleet))
-                found = await drawn(fleet, at_least=10)
+                actual = await drawn(fleet, at_least=10)
                 killed_on_the_second_node(nodes)
                 await until(lambda: fleet.num_restarts == 1, 5.0)
-                await until(lambda: all(answer.finished for answer in found))
-                assert bits(found) == expected
+                await until(lambda: all(answer.finished for answer in actual))
+                assert bits(actual) == expected
             finally:
                 await fleet.stop()
 
@@ -264,7 +264,7 @@ def test_an_engine_that_is_asked_for_nothing_ends_as_well(case: str, spec: Engin
 
 
 @pytest.mark.parametrize(
-    ("asked", "error", "text"),
+    ("requested", "error", "text"),
     [
         ({"tp": 4}, InvalidInput, r"4 ranks \(tp=4, pp=1\), but torchrun has started 3 .*--nproc-per-node"),
         ({"tp": 2, "pp": 2}, InvalidInput, r"4 ranks \(tp=2, pp=2\)"),
@@ -274,8 +274,8 @@ def test_an_engine_that_is_asked_for_nothing_ends_as_well(case: str, spec: Engin
         ({"pp": 3, "dtype": "float64"}, InvalidInput, "dtype float64 is not supported"),
     ],
 )
-def test_what_these_ranks_cannot_share_is_refused(asked: dict[str, Any], error: type[Exception], text: str) -> None:
-    given = {"tp": 1, "pp": 1, "name": "tiny", "dtype": None} | asked
+def test_what_these_ranks_cannot_share_is_refused(requested: dict[str, Any], error: type[Exception], text: str) -> None:
+    given = {"tp": 1, "pp": 1, "name": "tiny", "dtype": None} | requested
     with pytest.raises(error, match=text):
         spec = ModelSpec(given["name"], dtype=given["dtype"])
         rank._compiled(Nodes("127.0.0.1", 3, (None, None)), spec, given["tp"], given["pp"])

@@ -32,9 +32,9 @@ def client(server: Server) -> openai.OpenAI:
 @pytest.fixture(scope="module")
 def another(folder: Path) -> Iterator[Server]:
     """A server that was started later, and takes no defaults from the model."""
-    found = started(folder, "--generation-config", "vllm")
-    yield found
-    assert found.stop() == 0
+    actual = started(folder, "--generation-config", "vllm")
+    yield actual
+    assert actual.stop() == 0
 
 
 def sha256(choice: dict) -> str:
@@ -44,24 +44,24 @@ def sha256(choice: dict) -> str:
 
 
 def whole(client: openai.OpenAI, **changes) -> list[dict]:
-    asked = {"model": "tiny", "prompt": PROMPT, "extra_body": EXTRA, **PARAMS, **changes}
-    return [choice.model_dump() for choice in client.completions.create(**asked).choices]
+    requests = {"model": "tiny", "prompt": PROMPT, "extra_body": EXTRA, **PARAMS, **changes}
+    return [choice.model_dump() for choice in client.completions.create(**requests).choices]
 
 
 def streamed(client: openai.OpenAI, **changes) -> list[dict]:
     """The choices that the chunks of a stream add up to."""
-    asked = {"model": "tiny", "prompt": PROMPT, "extra_body": EXTRA, **PARAMS, **changes}
-    found: dict[int, dict] = {}
-    for chunk in client.completions.create(stream=True, **asked):
+    requests = {"model": "tiny", "prompt": PROMPT, "extra_body": EXTRA, **PARAMS, **changes}
+    actual: dict[int, dict] = {}
+    for chunk in client.completions.create(stream=True, **requests):
         for part in (choice.model_dump() for choice in chunk.choices):
-            known = found.setdefault(part["index"], part | {"text": "", "token_ids": [], "logprobs": None})
+            known = actual.setdefault(part["index"], part | {"text": "", "token_ids": [], "logprobs": None})
             known["text"] += part["text"]
             known["token_ids"] += part["token_ids"]
             known["finish_reason"], known["stop_reason"] = part["finish_reason"], part.get("stop_reason")
             if part["logprobs"] is not None:
                 before = known["logprobs"] or {name: [] for name in part["logprobs"]}
                 known["logprobs"] = {name: before[name] + part["logprobs"][name] for name in part["logprobs"]}
-    return [found[index] for index in sorted(found)]
+    return [actual[index] for index in sorted(actual)]
 
 
 def test_one_request_has_one_sha256_by_every_way(client: openai.OpenAI, another: Server) -> None:
@@ -78,15 +78,15 @@ def test_one_request_has_one_sha256_by_every_way(client: openai.OpenAI, another:
 
     with ThreadPoolExecutor(12) as pool:
         crowd = list(pool.map(among_others, range(24)))
-    digests |= {f"in a crowd {number}": found for number, found in enumerate(crowd) if number % 3}
-    assert len({found for number, found in enumerate(crowd) if number % 3 == 0}) > 1  # other seeds, other answers
+    digests |= {f"in a crowd {number}": actual for number, actual in enumerate(crowd) if number % 3}
+    assert len({actual for number, actual in enumerate(crowd) if number % 3 == 0}) > 1  # other seeds, other answers
     few = {name: value for name, value in PARAMS.items() if name not in DEFAULTS}
-    asked = {"model": "tiny", "prompt": PROMPT, "extra_body": EXTRA, **few}
-    digests["by the model's defaults"] = sha256(client.completions.create(**asked).choices[0].model_dump())
-    own = openai.OpenAI(base_url=f"{another.url}/v1", api_key="none")
-    digests["another server"] = sha256(whole(own)[0])
-    assert sha256(own.completions.create(**asked).choices[0].model_dump()) != digests["whole"]
-    assert own.get("/fingerprint", cast_to=object)["default_sampling_params"] == {}
+    requests = {"model": "tiny", "prompt": PROMPT, "extra_body": EXTRA, **few}
+    digests["by the model's defaults"] = sha256(client.completions.create(**requests).choices[0].model_dump())
+    item = openai.OpenAI(base_url=f"{another.url}/v1", api_key="none")
+    digests["another server"] = sha256(whole(item)[0])
+    assert sha256(item.completions.create(**requests).choices[0].model_dump()) != digests["whole"]
+    assert item.get("/fingerprint", cast_to=object)["default_sampling_params"] == {}
     assert set(digests.values()) == {digests["whole"]}, digests
 
 
@@ -116,18 +116,18 @@ async def by_every_route(url: str, num_others: int) -> dict[str, str]:
             answer = await client.post(path, json=params | body)
             assert answer.status_code == 200, answer.text
             receipt = await client.get(f"/v1/receipts/{answer.headers['x-request-id']}")
-            [asked] = json.loads(base64.b64decode(receipt.json()["payload"]))["prompts"]
-            first = asked["samples"][0]
-            kept = [asked["token_ids"], first["token_ids"], first["text"], first["finish_reason"]]
+            [requests] = json.loads(base64.b64decode(receipt.json()["payload"]))["prompts"]
+            first = requests["samples"][0]
+            kept = [requests["token_ids"], first["token_ids"], first["text"], first["finish_reason"]]
             return hashlib.sha256(json.dumps(kept).encode()).hexdigest()
 
         others = [digest("/v1/completions", {"prompt": f"{seed}", "seed": seed, "max_tokens": 8 + seed % 30})
                   for seed in range(num_others)]  # fmt: skip
-        own = {f"{name}, stream {stream}": digest(path, body | {"stream": stream})
+        item = {f"{name}, stream {stream}": digest(path, body | {"stream": stream})
                for name, (path, body) in ways.items() for stream in (False, True)}  # fmt: skip
         half = num_others // 2  # some come before, some behind
-        found = await asyncio.gather(*others[:half], *own.values(), *others[half:])
-    return dict(zip(own, found[half : half + len(own)], strict=True))
+        actual = await asyncio.gather(*others[:half], *item.values(), *others[half:])
+    return dict(zip(item, actual[half : half + len(item)], strict=True))
 
 
 def test_a_conversation_has_one_sha256_by_every_route(server: Server, another: Server) -> None:
@@ -167,14 +167,14 @@ def test_a_stop_string_cuts_the_text_where_it_begins(client: openai.OpenAI, stre
 
 def test_echo_gives_the_prompt_and_its_logprobs(client: openai.OpenAI) -> None:
     plain = whole(client, n=2)
-    for found in (whole(client, n=2, echo=True), streamed(client, n=2, echo=True)):
-        for choice, own in zip(found, plain):
+    for actual in (whole(client, n=2, echo=True), streamed(client, n=2, echo=True)):
+        for choice, item in zip(actual, plain):
             logprobs = choice["logprobs"]
             num_prompt = len(choice["prompt_token_ids"])
-            assert choice["text"] == PROMPT + own["text"]
+            assert choice["text"] == PROMPT + item["text"]
             assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
-            assert len(logprobs["tokens"]) == num_prompt + len(own["token_ids"])
-            assert logprobs["token_logprobs"][num_prompt:] == own["logprobs"]["token_logprobs"]
+            assert len(logprobs["tokens"]) == num_prompt + len(item["token_ids"])
+            assert logprobs["token_logprobs"][num_prompt:] == item["logprobs"]["token_logprobs"]
             assert all(logprob < 0 for logprob in logprobs["token_logprobs"][1:num_prompt])
     scored = whole(client, echo=True, max_tokens=0)[0]
     assert scored["text"] == PROMPT and scored["token_ids"] == [] and scored["finish_reason"] == "length"
@@ -183,8 +183,8 @@ def test_echo_gives_the_prompt_and_its_logprobs(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_prompt_logprobs_have_vllms_form(http: httpx.Client, path: str) -> None:
-    asked = {"messages": MESSAGES} if "chat" in path else {"prompt": PROMPT}
-    body = {**asked, "max_tokens": 4, "seed": 2, "n": 2, "prompt_logprobs": 2, "return_token_ids": True}
+    requests = {"messages": MESSAGES} if "chat" in path else {"prompt": PROMPT}
+    body = {**requests, "max_tokens": 4, "seed": 2, "n": 2, "prompt_logprobs": 2, "return_token_ids": True}
     answer = http.post(path, json=body).json()
     holders = [answer] if "chat" in path else answer["choices"]
     prompt = holders[0]["prompt_token_ids"]
@@ -225,11 +225,11 @@ def test_sampling_logprobs_are_of_the_filtered_distribution(http: httpx.Client) 
 
 
 def test_chat_streams_what_it_answers_whole(client: openai.OpenAI) -> None:
-    asked = {"model": "tiny", "messages": MESSAGES, "seed": 4, "max_completion_tokens": 12, "logprobs": True}
-    answer = client.chat.completions.create(top_logprobs=2, **asked)
+    requests = {"model": "tiny", "messages": MESSAGES, "seed": 4, "max_completion_tokens": 12, "logprobs": True}
+    answer = client.chat.completions.create(top_logprobs=2, **requests)
     choice = answer.choices[0]
     chunks = list(
-        client.chat.completions.create(stream=True, top_logprobs=2, stream_options={"include_usage": True}, **asked)
+        client.chat.completions.create(stream=True, top_logprobs=2, stream_options={"include_usage": True}, **requests)
     )
     deltas = [chunk.choices[0] for chunk in chunks[:-1]]
     assert deltas[0].delta.role == "assistant" and deltas[0].delta.content == ""
@@ -259,13 +259,13 @@ def test_the_examples_of_the_manual_run(server: Server) -> None:
 def test_the_async_client_streams_many_at_once(server: Server, client: openai.OpenAI) -> None:
     expected = whole(client)[0]["text"]
 
-    async def one(own: openai.AsyncOpenAI) -> str:
-        stream = await own.completions.create(model="tiny", prompt=PROMPT, stream=True, extra_body=EXTRA, **PARAMS)
+    async def one(item: openai.AsyncOpenAI) -> str:
+        stream = await item.completions.create(model="tiny", prompt=PROMPT, stream=True, extra_body=EXTRA, **PARAMS)
         return "".join([choice.text async for chunk in stream for choice in chunk.choices])
 
     async def many() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as own:
-            return await asyncio.gather(*(one(own) for _ in range(16)))
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as item:
+            return await asyncio.gather(*(one(item) for _ in range(16)))
 
     assert set(asyncio.run(many())) == {expected}
 
@@ -273,9 +273,9 @@ def test_the_async_client_streams_many_at_once(server: Server, client: openai.Op
 def test_models_and_what_answers_rest_on(client: openai.OpenAI, http: httpx.Client) -> None:
     (model,) = client.models.list().data
     assert model.id == "tiny" and client.models.retrieve("tiny").id == "tiny"
-    found = http.get("/v1/fingerprint").json()
-    assert found["default_sampling_params"] == DEFAULTS
-    assert found["fingerprint"] == model.fingerprint and {"weights", "source"} <= found["fingerprint_parts"].keys()
+    actual = http.get("/v1/fingerprint").json()
+    assert actual["default_sampling_params"] == DEFAULTS
+    assert actual["fingerprint"] == model.fingerprint and {"weights", "source"} <= actual["fingerprint_parts"].keys()
     assert http.get("/v1/certificate").json()["entries"]
     ids = http.post("/tokenize", json={"prompt": PROMPT}).json()["tokens"]
     assert http.post("/v1/detokenize", json={"tokens": ids}).json() == {"prompt": PROMPT}

@@ -52,10 +52,10 @@ def reranker_of(folder: Path) -> Path:
 
 
 def served(folder: Path, *options: str, model: Path | None = None) -> Iterator[Server]:
-    found = started(folder, *options, model=model)
-    yield found
-    assert found.stop() == 0
-    assert not any("Traceback" in line for line in found.lines), "".join(found.lines)
+    actual = started(folder, *options, model=model)
+    yield actual
+    assert actual.stop() == 0
+    assert not any("Traceback" in line for line in actual.lines), "".join(actual.lines)
 
 
 @pytest.fixture(scope="module")
@@ -83,23 +83,23 @@ def test_the_openai_client_gets_the_models_bytes(embedder: Server) -> None:
     model = embedding_model()
     expected = model.embed(TEXTS)
     answer = client.embeddings.create(model="tiny", input=TEXTS)  # it asks for base64
-    assert_bitwise_equal(torch.tensor([own.embedding for own in answer.data]), expected)
-    assert [own.index for own in answer.data] == [0, 1, 2, 3] and answer.system_fingerprint == model.fingerprint
+    assert_bitwise_equal(torch.tensor([item.embedding for item in answer.data]), expected)
+    assert [item.index for item in answer.data] == [0, 1, 2, 3] and answer.system_fingerprint == model.fingerprint
     ids = model.tokenizer(TEXTS)["input_ids"]
     assert answer.usage.total_tokens == sum(map(len, ids))
     for given in (ids, [TEXTS[3]], ids[3]):
         rows = client.embeddings.create(model="tiny", input=given, encoding_format="float").data
         assert_bitwise_equal(torch.tensor([rows[-1].embedding]), expected[3:])
-    own = {"pooling": "mean", "normalize": False}
-    plain = client.embeddings.create(model="tiny", input=TEXTS, extra_body=own, dimensions=expected.shape[1])
+    item = {"pooling": "mean", "normalize": False}
+    plain = client.embeddings.create(model="tiny", input=TEXTS, extra_body=item, dimensions=expected.shape[1])
     assert_bitwise_equal(
         torch.tensor([row.embedding for row in plain.data]), model.embed(TEXTS, pooling="mean", normalize=False)
     )
 
     async def many() -> list[Any]:
         async with openai.AsyncOpenAI(base_url=f"{embedder.url}/v1", api_key="none") as many_at_once:
-            asked = [many_at_once.embeddings.create(model="tiny", input=TEXTS[i % 4]) for i in range(24)]
-            return await asyncio.gather(*asked)
+            requests = [many_at_once.embeddings.create(model="tiny", input=TEXTS[i % 4]) for i in range(24)]
+            return await asyncio.gather(*requests)
 
     for index, one in enumerate(asyncio.run(many())):
         assert one.data[0].embedding == answer.data[index % 4].embedding
@@ -113,10 +113,10 @@ def test_an_embedding_model_scores_by_cosines(embedder: Server) -> None:
         assert [row["score"] for row in answer["data"]] == cosines and cosines[0] == pytest.approx(1)
         pairs = http.post("/score", json={"text_1": [TEXTS[0]] * 4, "text_2": TEXTS}).json()
         assert pairs["data"] == answer["data"]
-        found = http.post("/v1/rerank", json={"query": TEXTS[0], "documents": TEXTS, "top_n": 2}).json()["results"]
+        actual = http.post("/v1/rerank", json={"query": TEXTS[0], "documents": TEXTS, "top_n": 2}).json()["results"]
         order = sorted(range(4), key=lambda index: -cosines[index])[:2]
-        assert [(row["index"], row["relevance_score"]) for row in found] == [(i, cosines[i]) for i in order]
-        assert found[0]["document"]["text"] == TEXTS[order[0]]
+        assert [(row["index"], row["relevance_score"]) for row in actual] == [(i, cosines[i]) for i in order]
+        assert actual[0]["document"]["text"] == TEXTS[order[0]]
 
 
 @EXHAUSTIVE  # another server, and another model
@@ -126,20 +126,20 @@ def test_a_reranker_gives_the_models_scores(reranker: Server, folder: Path) -> N
     values = [float(row[0]) for row in model.score([encode(TEXTS[0], text).ids for text in TEXTS])]
     with httpx.Client(base_url=reranker.url, timeout=120) as http:
         assert http.get("/v1/fingerprint").json()["fingerprint"] == model.fingerprint
-        asked = {"text_1": TEXTS[0], "text_2": TEXTS}
-        raw = http.post("/v1/score", json=asked | {"use_activation": False}).json()["data"]
+        requests = {"text_1": TEXTS[0], "text_2": TEXTS}
+        raw = http.post("/v1/score", json=requests | {"use_activation": False}).json()["data"]
         assert [row["score"] for row in raw] == values and len(set(values)) == 4
-        sigmoids = [row["score"] for row in http.post("/v1/score", json=asked).json()["data"]]
+        sigmoids = [row["score"] for row in http.post("/v1/score", json=requests).json()["data"]]
         assert sigmoids == pytest.approx(torch.tensor(values, dtype=torch.float64).sigmoid().tolist(), rel=1e-12)
-        found = http.post("/v1/rerank", json={"query": TEXTS[0], "documents": TEXTS}).json()["results"]
-        assert [row["index"] for row in found] == sorted(range(4), key=lambda index: -values[index])
+        actual = http.post("/v1/rerank", json={"query": TEXTS[0], "documents": TEXTS}).json()["results"]
+        assert [row["index"] for row in actual] == sorted(range(4), key=lambda index: -values[index])
         classes = http.post("/classify", json={"input": TEXTS, "use_activation": False}).json()["data"]
         assert [row["probs"] for row in classes] == model.score(TEXTS).tolist()
         assert {row["label"] for row in classes} == {"relevant"}
 
         def one(index: int) -> float:
-            own = {"text_1": TEXTS[0], "text_2": TEXTS[index % 4], "use_activation": False}
-            return http.post("/v1/score", json=own).json()["data"][0]["score"]
+            item = {"text_1": TEXTS[0], "text_2": TEXTS[index % 4], "use_activation": False}
+            return http.post("/v1/score", json=item).json()["data"][0]["score"]
 
         with ThreadPoolExecutor(8) as pool:
             assert list(pool.map(one, range(24))) == values * 6
@@ -159,14 +159,14 @@ POOLED = [
 
 
 def test_a_model_says_what_it_does_to_who_asks_for_something_else(server: Server, embedder: Server) -> None:
-    for url, routes, said in (
+    for url, routes, message in (
         (server.url, POOLED, "generates text"),
         (embedder.url, [*CAUSAL, ("/classify", {"input": "x"})], "gives embeddings"),
     ):
         for path, body in routes:
             answer = httpx.post(url + path, json=body)
             assert answer.status_code == 400, (path, answer.text)
-            assert answer.json()["error"]["code"] == "unsupported_task" and said in answer.text
+            assert answer.json()["error"]["code"] == "unsupported_task" and message in answer.text
     assert httpx.get(f"{embedder.url}/v1/models").json()["data"][0]["id"] == "tiny"
     assert httpx.get(f"{embedder.url}/ready").status_code == 200
     counted = httpx.get(f"{embedder.url}/metrics").text
@@ -200,9 +200,9 @@ def test_classes_of_a_row() -> None:
     facts = PoolingFacts(task="classify", num_columns=3, labels=["a", "b", "c"], each_alone=False,
                          reads_token_types=False)  # fmt: skip
     row = [0.5, 2.0, -1000.0]
-    found = pooling_routes._classes(0, row, facts, True)
-    assert found["label"] == "b" and found["num_classes"] == 3
-    assert found["probs"] == pytest.approx(torch.tensor(row, dtype=torch.float64).softmax(0).tolist(), rel=1e-12)
+    actual = pooling_routes._classes(0, row, facts, True)
+    assert actual["label"] == "b" and actual["num_classes"] == 3
+    assert actual["probs"] == pytest.approx(torch.tensor(row, dtype=torch.float64).softmax(0).tolist(), rel=1e-12)
     facts.each_alone = True
     assert pooling_routes._classes(0, row, facts, True)["probs"] == pytest.approx(
         torch.tensor(row, dtype=torch.float64).sigmoid().tolist(), rel=1e-12
@@ -228,12 +228,12 @@ def test_pairs_that_are_told_apart_by_types_are_refused() -> None:
             return self.facts
 
     service: Any = Service()
-    asked = ScoreRequest(text_1="a", text_2="b")
-    for labels, said in ((["one"], "token_type_ids"), (["one", "two"], "2: use POST /classify")):
+    requests = ScoreRequest(text_1="a", text_2="b")
+    for labels, message in ((["one"], "token_type_ids"), (["one", "two"], "2: use POST /classify")):
         service.facts = PoolingFacts(task="classify", num_columns=len(labels), labels=labels, each_alone=True,
                                      reads_token_types=True)  # fmt: skip
-        with pytest.raises(HTTPError, match=said):
-            asyncio.run(pooling_routes.score(service, asked, Call("/score", b"")))
+        with pytest.raises(HTTPError, match=message):
+            asyncio.run(pooling_routes.score(service, requests, Call("/score", b"")))
 
 
 class Model:
@@ -265,8 +265,8 @@ def test_requests_take_turns_and_share_steps() -> None:
     model: Any = Model()
     wire: Any = Wire()
     server = PoolingServer(model, wire)
-    asked = {"long": [[5] * 3000] * 3, "short": [[5], [5, 5]], "mean": [[5]], "gone": [[5]], "huge": [[5] * 9000]}
-    for name, prompts in asked.items():
+    requests = {"long": [[5] * 3000] * 3, "short": [[5], [5, 5]], "mean": [[5]], "gone": [[5]], "huge": [[5] * 9000]}
+    for name, prompts in requests.items():
         server.take(Pool(name, prompts, "mean" if name == "mean" else None, True))
     server.take(Cancel("gone"))
     while server.step():
@@ -274,7 +274,7 @@ def test_requests_take_turns_and_share_steps() -> None:
     assert model.steps == [[3000, 1, 2], [1], [9000], [3000], [3000]]
     rows = {report.request_id: np.frombuffer(report.values, "<f4").reshape(-1, report.num_columns).tolist()
             for report in wire.sent}  # fmt: skip
-    assert list(rows) == ["short", "mean", "huge", "long"] and all(isinstance(own, Pooled) for own in wire.sent)
+    assert list(rows) == ["short", "mean", "huge", "long"] and all(isinstance(item, Pooled) for item in wire.sent)
     assert rows == {"long": [[3000, 0]] * 3, "short": [[1, 0], [2, 0]], "mean": [[1, 1]], "huge": [[9000, 0]]}
 
 
@@ -287,10 +287,10 @@ def test_a_request_that_fails_fails_alone(pooling: Any) -> None:
         server.take(Pool(name, prompts, how, True))
     while server.step():
         pass
-    told = {report.deltas[0].request_id if isinstance(report, Tokens) else report.request_id: report
+    calls = {report.deltas[0].request_id if isinstance(report, Tokens) else report.request_id: report
             for report in wire.sent}  # fmt: skip
-    assert len(wire.sent) == len(told) == 3 and "none is left" in told["bad"].deltas[0].error
-    assert all(isinstance(told[name], Pooled) for name in ("first", "good"))
+    assert len(wire.sent) == len(calls) == 3 and "none is left" in calls["bad"].deltas[0].error
+    assert all(isinstance(calls[name], Pooled) for name in ("first", "good"))
 
 
 def test_an_engine_whose_device_is_lost_ends() -> None:

@@ -13,7 +13,7 @@ from detcompile.serving.engines.fleet import Fleet
 from detcompile.serving.engines.ray_actors import RayActors
 from detcompile.serving.service import Service
 from tests.serving.scripted_service import running
-from tests.serving.test_recovery import asked, assert_whole, until_drawn
+from tests.serving.test_recovery import assert_whole, complete, until_drawn
 
 pytestmark = [
     pytest.mark.usefixtures("in_the_root"),
@@ -30,11 +30,11 @@ def cluster(in_the_root: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     from ray.cluster_utils import Cluster
 
-    found = Cluster(initialize_head=True, head_node_args=NODE | {"num_cpus": 0})
+    actual = Cluster(initialize_head=True, head_node_args=NODE | {"num_cpus": 0})
     for _ in range(2):
-        found.add_node(**{name: value for name, value in NODE.items() if name != "include_dashboard"})
-    yield found
-    found.shutdown()
+        actual.add_node(**{name: value for name, value in NODE.items() if name != "include_dashboard"})
+    yield actual
+    actual.shutdown()
 
 
 def node_of_an_engine(cluster: Any) -> Any:
@@ -50,7 +50,7 @@ def test_an_answer_goes_on_where_its_node_is_lost(cluster: Any) -> None:
         launcher = RayActors(cluster.address, module=ENGINE)
         service = Service(fleet=functools.partial(Fleet, launcher=launcher, replicas=2, most_restarts=2))
         async with running(service) as client:
-            tasks = [asyncio.create_task(asked(client, [5 + index])) for index in range(6)]
+            tasks = [asyncio.create_task(complete(client, [5 + index])) for index in range(6)]
             await until_drawn(service, 6, 3)
             await asyncio.to_thread(cluster.remove_node, node_of_an_engine(cluster), allow_graceful=False)
             for answer in await asyncio.gather(*tasks):
@@ -60,7 +60,7 @@ def test_an_answer_goes_on_where_its_node_is_lost(cluster: Any) -> None:
             cluster.add_node(**room)  # in the main thread, as it sets signal handlers
             while not all(link.ready for link in service.fleet.links):  # it takes the place that waits for room
                 await asyncio.sleep(0.05)
-            assert_whole(await asked(client, [5]))
+            assert_whole(await complete(client, [5]))
 
     asyncio.run(asyncio.wait_for(scenario(), 80))
 

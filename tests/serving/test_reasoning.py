@@ -149,13 +149,13 @@ def run(scenario: Callable[[], Any]) -> None:
 
 def merged(pieces: list[Piece]) -> list[Piece]:
     """Pieces with neighbors of one kind joined."""
-    found: list[Piece] = []
+    actual: list[Piece] = []
     for piece in pieces:
-        if found and piece.name is None and (found[-1].call, found[-1].reasoning) == (piece.call, piece.reasoning):
-            found[-1] = found[-1]._replace(text=found[-1].text + piece.text)
+        if actual and piece.name is None and (actual[-1].call, actual[-1].reasoning) == (piece.call, piece.reasoning):
+            actual[-1] = actual[-1]._replace(text=actual[-1].text + piece.text)
         elif piece.text or piece.name is not None:
-            found.append(piece)
-    return found
+            actual.append(piece)
+    return actual
 
 
 MARKS = [
@@ -236,8 +236,8 @@ def test_assumed_reasoning_needs_no_marker(parser: Any) -> None:
     run(scenario)
 
 
-async def chat(http: httpx.AsyncClient, **asked: Any) -> dict[str, Any]:
-    answer = await http.post("/v1/chat/completions", json={"messages": USER} | asked)
+async def chat(http: httpx.AsyncClient, **requested: Any) -> dict[str, Any]:
+    answer = await http.post("/v1/chat/completions", json={"messages": USER} | requested)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -265,15 +265,15 @@ def test_openai_client_gets_reasoning_apart(name: str, tools: bool) -> None:
     family = FAMILIES[name]
     text = family.call if tools else family.text
     assert text is not None
-    asked: dict[str, Any] = {"model": "scripted", "messages": USER}
+    requested: dict[str, Any] = {"model": "scripted", "messages": USER}
     body = {"chat_template_kwargs": {"thinking": True}}
     if tools:
-        asked["tools"] = [{"type": "function", "function": ADD}]
+        requested["tools"] = [{"type": "function", "function": ADD}]
 
     async def scenario() -> None:
         async with served(family, text) as http:
             client = openai.AsyncOpenAI(base_url="http://test/v1", api_key="none", http_client=http)
-            whole = await client.chat.completions.create(**asked, extra_body=body)
+            whole = await client.chat.completions.create(**requested, extra_body=body)
             message = whole.choices[0].message
             assert message.reasoning == message.reasoning_content == REASONING
             assert message.content == (None if tools else CONTENT)
@@ -281,7 +281,7 @@ def test_openai_client_gets_reasoning_apart(name: str, tools: bool) -> None:
             usage = whole.usage
             assert 0 < usage.completion_tokens_details.reasoning_tokens < usage.completion_tokens
             options = {"stream": True, "stream_options": {"include_usage": True}, "extra_body": body}
-            chunks = [chunk async for chunk in await client.chat.completions.create(**asked, **options)]
+            chunks = [chunk async for chunk in await client.chat.completions.create(**requested, **options)]
             deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
             for field, expected in (("reasoning", REASONING), ("reasoning_content", REASONING),
                                     ("content", "" if tools else CONTENT)):  # fmt: skip
@@ -335,18 +335,18 @@ def test_anthropic_client_gets_thinking_blocks(name: str, tools: bool) -> None:
     family = FAMILIES[name]
     text = family.call if tools else family.text
     assert text is not None
-    asked: dict[str, Any] = {"model": "scripted", "messages": USER, "max_tokens": 999}
-    asked["extra_body"] = {"chat_template_kwargs": {"thinking": True}}
+    requested: dict[str, Any] = {"model": "scripted", "messages": USER, "max_tokens": 999}
+    requested["extra_body"] = {"chat_template_kwargs": {"thinking": True}}
     if tools:
-        asked["tools"] = [{"name": "add", "input_schema": ADD["parameters"]}]
+        requested["tools"] = [{"name": "add", "input_schema": ADD["parameters"]}]
 
     async def scenario() -> None:
         async with served(family, text) as http:
             app = http._transport.app
-            own = httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://test", timeout=30)
-            client = anthropic.AsyncAnthropic(base_url="http://test", api_key="none", http_client=own)
-            whole = await client.messages.create(**asked)
-            async with client.messages.stream(**asked) as stream:
+            element = httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://test", timeout=30)
+            client = anthropic.AsyncAnthropic(base_url="http://test", api_key="none", http_client=element)
+            whole = await client.messages.create(**requested)
+            async with client.messages.stream(**requested) as stream:
                 streamed = await stream.get_final_message()
             for message in (whole, streamed):
                 thinking, other = message.content
@@ -374,8 +374,8 @@ def test_switched_off_answers_are_content(name: str) -> None:
             answer = await chat(http, chat_template_kwargs=family.off)
             message = answer["choices"][0]["message"]
             assert message["content"] == CONTENT and "reasoning" not in message
-            asked = {"messages": USER, "max_tokens": 99, "thinking": {"type": "disabled"}}
-            [block] = (await http.post("/v1/messages", json=asked)).json()["content"]
+            requested = {"messages": USER, "max_tokens": 99, "thinking": {"type": "disabled"}}
+            [block] = (await http.post("/v1/messages", json=requested)).json()["content"]
             assert block == {"type": "text", "text": CONTENT}
 
     run(scenario)
@@ -389,8 +389,8 @@ def test_reasoning_is_left_out_or_unparsed_on_request() -> None:
             answer = await chat(http, include_reasoning=False)
             message = answer["choices"][0]["message"]
             assert message["content"] == CONTENT and "reasoning" not in message
-            asked = {"messages": USER, "include_reasoning": False, "stream": True}
-            stream = await http.post("/v1/chat/completions", json=asked)
+            requested = {"messages": USER, "include_reasoning": False, "stream": True}
+            stream = await http.post("/v1/chat/completions", json=requested)
             assert "reasoning" not in stream.text
         async with served(family, family.text, reasoning_parser="none") as http:
             assert (await chat(http))["choices"][0]["message"]["content"] == family.text
@@ -501,32 +501,39 @@ def test_grammar_begins_after_reasoning(kind: str, parser: str, name: str) -> No
 BUDGETED = [name for name in FAMILIES if name != "olmo 3"]  # families whose markers are tokens
 
 
-async def by_every_client(http: httpx.AsyncClient, budget: int, **asked: Any) -> list[tuple[str, str]]:
+async def by_every_client(http: httpx.AsyncClient, budget: int, **requested: Any) -> list[tuple[str, str]]:
     """Reasoning and content by three routes and two clients, whole and streamed."""
-    found, body = [], {"thinking_token_budget": budget, "chat_template_kwargs": {"thinking": True}} | asked
+    actual, body = [], {"thinking_token_budget": budget, "chat_template_kwargs": {"thinking": True}} | requested
     client = openai.AsyncOpenAI(base_url="http://test/v1", api_key="none", http_client=http)
     chat = {"model": "scripted", "messages": USER, "extra_body": body}
     message = (await client.chat.completions.create(**chat)).choices[0].message
-    found.append((message.reasoning or "", message.content or ""))
+    actual.append((message.reasoning or "", message.content or ""))
     chunks = [chunk async for chunk in await client.chat.completions.create(**chat, stream=True)]
     deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
     parts = ("".join(getattr(delta, name, None) or "" for delta in deltas) for name in ("reasoning", "content"))
-    found.append(tuple(parts))
+    actual.append(tuple(parts))
     response = await client.responses.create(model="scripted", input="x", extra_body=body)
     kinds = {item.type: item.content[0].text for item in response.output}
-    found.append((kinds.get("reasoning", ""), kinds.get("message", "")))
-    own = httpx2.AsyncClient(transport=httpx2.ASGITransport(http._transport.app), base_url="http://test", timeout=30)
-    claude = anthropic.AsyncAnthropic(base_url="http://test", api_key="none", http_client=own)
-    asked = {"model": "scripted", "messages": USER, "max_tokens": 999, "stop_sequences": asked.get("stop") or ()}
-    asked["thinking"] = {"type": "enabled", "budget_tokens": budget}
-    whole = await claude.messages.create(**asked)
-    async with claude.messages.stream(**asked) as stream:
+    actual.append((kinds.get("reasoning", ""), kinds.get("message", "")))
+    element = httpx2.AsyncClient(
+        transport=httpx2.ASGITransport(http._transport.app), base_url="http://test", timeout=30
+    )
+    claude = anthropic.AsyncAnthropic(base_url="http://test", api_key="none", http_client=element)
+    requested = {
+        "model": "scripted",
+        "messages": USER,
+        "max_tokens": 999,
+        "stop_sequences": requested.get("stop") or (),
+    }
+    requested["thinking"] = {"type": "enabled", "budget_tokens": budget}
+    whole = await claude.messages.create(**requested)
+    async with claude.messages.stream(**requested) as stream:
         streamed = await stream.get_final_message()
     for message in (whole, streamed):
         kinds = {block.type: block for block in message.content}
         thinking, text = kinds.get("thinking"), kinds.get("text")
-        found.append((thinking.thinking if thinking else "", text.text if text else ""))
-    return found
+        actual.append((thinking.thinking if thinking else "", text.text if text else ""))
+    return actual
 
 
 @pytest.mark.parametrize("name", BUDGETED)
@@ -555,8 +562,8 @@ def test_calls_are_forced_after_the_budget(name: str) -> None:
         async with served(family, family.call) as http:
             for choice in ("required", "auto"):
                 for budget in (2, None):
-                    asked = {"tools": tools, "tool_choice": choice, "thinking_token_budget": budget}
-                    message = (await chat(http, **asked))["choices"][0]["message"]
+                    requested = {"tools": tools, "tool_choice": choice, "thinking_token_budget": budget}
+                    message = (await chat(http, **requested))["choices"][0]["message"]
                     assert [json.loads(call["function"]["arguments"]) for call in message["tool_calls"]] == [{"a": 1}]
                     assert REASONING.startswith(message["reasoning"]) is True
                     assert (message["reasoning"] == REASONING) is (budget is None)
@@ -583,29 +590,29 @@ def test_budget_forbids_nothing_before_it_is_used_up(data: st.DataObject, kind: 
 
 
 def test_budgets_that_cannot_be_kept_are_refused() -> None:
-    async def refusal(http: httpx.AsyncClient, path: str, **asked: Any) -> str:
-        answer = await http.post(path, json=asked)
+    async def refusal(http: httpx.AsyncClient, path: str, **requested: Any) -> str:
+        answer = await http.post(path, json=requested)
         assert answer.status_code == 400, answer.text
         return answer.json()["error"]["message"]
 
     async def scenario() -> None:
         chats, messages = "/v1/chat/completions", "/v1/messages"
-        asked = {"messages": USER, "thinking_token_budget": 3}
+        requested = {"messages": USER, "thinking_token_budget": 3}
         async with served(FAMILIES["olmo 3"], "a") as http:
-            assert "<think> is one token" in await refusal(http, chats, **asked)
-            assert (await http.post(chats, json=asked | {"thinking_token_budget": None})).status_code == 200
+            assert "<think> is one token" in await refusal(http, chats, **requested)
+            assert (await http.post(chats, json=requested | {"thinking_token_budget": None})).status_code == 200
         async with served(FAMILIES["qwen3"], "a") as http:
-            assert "thinking_token_budget" in await refusal(http, chats, **asked | {"thinking_token_budget": -1})
+            assert "thinking_token_budget" in await refusal(http, chats, **requested | {"thinking_token_budget": -1})
             assert "thinking_token_budget" in await refusal(
                 http, "/v1/completions", prompt="a", thinking_token_budget=3
             )
             for thinking in ({"type": "disabled", "budget_tokens": 3}, {"type": "adaptive", "budget_tokens": 3}):
                 given = {"messages": USER, "max_tokens": 9, "thinking": thinking}
                 assert 'budget_tokens requires the type "enabled"' in await refusal(http, messages, **given)
-            off = asked | {"chat_template_kwargs": FAMILIES["qwen3"].off}
+            off = requested | {"chat_template_kwargs": FAMILIES["qwen3"].off}
             assert (await http.post(chats, json=off)).status_code == 200
         async with served(FAMILIES["qwen3"], "a", reasoning_parser="none") as http:
-            assert "--reasoning-parser" in await refusal(http, chats, **asked)
+            assert "--reasoning-parser" in await refusal(http, chats, **requested)
 
     run(scenario)
 
@@ -622,8 +629,8 @@ def test_stop_strings_are_those_of_the_content(name: str) -> None:
                 message = (await chat(http, stop=stop, **budget))["choices"][0]["message"]
                 assert (message["reasoning"], message["content"]) == (REASONING, content)
                 if name in BUDGETED:
-                    found = await by_every_client(http, 1 << 20, stop=[stop])
-                    assert found == [(REASONING, content)] * 5
+                    actual = await by_every_client(http, 1 << 20, stop=[stop])
+                    assert actual == [(REASONING, content)] * 5
 
     run(scenario)
 
@@ -650,14 +657,14 @@ def test_thinking_answer_survives_kills_and_replays(tools: bool, folder: Path, t
     (model / "tokenizer.json").write_text(with_think_tokens((model / "tokenizer.json").read_text()))
     template.write_text(TEMPLATE + "<think>\n")
     options = ["--chat-template", str(template), "--journal", str(tmp_path / "journal")]
-    asked: dict[str, Any] = {"messages": USER, "max_tokens": 150, "seed": 5, "temperature": 0.9, "receipt": True}
-    asked |= {"thinking_token_budget": 40}
+    requested: dict[str, Any] = {"messages": USER, "max_tokens": 150, "seed": 5, "temperature": 0.9, "receipt": True}
+    requested |= {"thinking_token_budget": 40}
     if tools:
-        asked |= {"tools": [{"type": "function", "function": ADD}], "tool_choice": "required"}
+        requested |= {"tools": [{"type": "function", "function": ADD}], "tool_choice": "required"}
     server = started(tmp_path, *options, model=model)
     try:
         with httpx.Client(base_url=server.url, timeout=120) as http:
-            whole = http.post("/v1/chat/completions", json=asked).raise_for_status().json()
+            whole = http.post("/v1/chat/completions", json=requested).raise_for_status().json()
             message, receipt = whole["choices"][0]["message"], whole["receipt"]
             calls = "".join(call["function"]["arguments"] for call in message.get("tool_calls") or ())
             expected = (message["reasoning"], message["content"] or "", calls)
@@ -666,7 +673,7 @@ def test_thinking_answer_survives_kills_and_replays(tools: bool, folder: Path, t
             assert (verdict["outcome"], verdict["num_tokens"]) == ("equal", whole["usage"]["completion_tokens"])
             for victim in ("engine", "server"):
                 headers = {"Idempotency-Key": victim}
-                body = asked | {"stream": True}
+                body = requested | {"stream": True}
                 with http.stream("POST", "/v1/chat/completions", json=body, headers=headers) as stream:
                     lines = stream.iter_lines()
                     begun = list(itertools.islice(lines, 20))
@@ -679,7 +686,7 @@ def test_thinking_answer_survives_kills_and_replays(tools: bool, folder: Path, t
         with httpx.Client(base_url=server.url, timeout=120) as http:
             for key in ("server", "engine"):
                 headers = {"Idempotency-Key": key}
-                answer = http.post("/v1/chat/completions", json=asked | {"stream": True}, headers=headers)
+                answer = http.post("/v1/chat/completions", json=requested | {"stream": True}, headers=headers)
                 assert read(iter(answer.text.splitlines())) == expected
     finally:
         server.process.kill()
@@ -687,17 +694,17 @@ def test_thinking_answer_survives_kills_and_replays(tools: bool, folder: Path, t
 
 
 def test_other_grammars_after_reasoning_are_refused() -> None:
-    asked = {"messages": USER, "structured_outputs": {"grammar": 'start: "a"'}}
+    requested = {"messages": USER, "structured_outputs": {"grammar": 'start: "a"'}}
 
     async def scenario() -> None:
         family = FAMILIES["qwen3"]
         async with served(family, "a") as http:
-            answer = await http.post("/v1/chat/completions", json=asked)
+            answer = await http.post("/v1/chat/completions", json=requested)
             assert answer.status_code == 400 and "after reasoning is not supported" in answer.text
-            off = asked | {"chat_template_kwargs": family.off}
+            off = requested | {"chat_template_kwargs": family.off}
             assert (await http.post("/v1/chat/completions", json=off)).status_code == 200
         async with served(FAMILIES["gpt-oss"], "a") as http:
-            answer = await http.post("/v1/chat/completions", json=asked | {"structured_outputs": {"json": {}}})
+            answer = await http.post("/v1/chat/completions", json=requested | {"structured_outputs": {"json": {}}})
             assert answer.status_code == 400 and "gpt-oss" in answer.text
 
     run(scenario)

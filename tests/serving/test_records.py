@@ -34,12 +34,12 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 async def answers(client: httpx.AsyncClient, **fields: Any) -> dict[str, httpx.Response]:
-    found = {}
+    actual = {}
     for name, (path, body) in REQUESTS.items():
         sent = body if path == "/v1/responses" else body | fields
-        found[name] = await client.post(path, json=sent, headers={"Idempotency-Key": name})
-        assert found[name].status_code in (200, 409), found[name].text
-    return found
+        actual[name] = await client.post(path, json=sent, headers={"Idempotency-Key": name})
+        assert actual[name].status_code in (200, 409), actual[name].text
+    return actual
 
 
 @pytest.mark.parametrize("level", ["off", "hashes", "tokens"])
@@ -67,13 +67,13 @@ def test_another_model_serves_a_record_as_it_is(level: Any, tmp_path: Path, monk
                 assert service.hello.fingerprint != fingerprint
                 for _ in range(2):
                     again = await answers(client, **shows)
-                    assert {name: own.content for name, own in again.items()} == {
-                        name: own.content for name, own in first.items()
+                    assert {name: item.content for name, item in again.items()} == {
+                        name: item.content for name, item in first.items()
                     }
-                for name, own in again.items():
-                    body = own.json()
+                for name, item in again.items():
+                    body = item.json()
                     assert body["model"] == "first" and body["system_fingerprint"] == fingerprint, name
-                    assert own.headers.get("x-detcompile-receipt") == first[name].headers.get("x-detcompile-receipt")
+                    assert item.headers.get("x-detcompile-receipt") == first[name].headers.get("x-detcompile-receipt")
                     receipt = await client.get(f"/v1/receipts/{body['id']}")
                     assert receipt.status_code == (404 if level == "off" else 200)
                     assert level == "off" or receipt.content == made.find("", body["id"])

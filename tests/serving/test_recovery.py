@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("in_the_root")
 LENGTH = 60
 
 
-async def asked(client: httpx.AsyncClient, prompt: list[Any], **options: object) -> httpx.Response:
+async def complete(client: httpx.AsyncClient, prompt: list[Any], **options: object) -> httpx.Response:
     body = {"prompt": prompt, "max_tokens": LENGTH, "return_token_ids": True} | options
     return await client.post("/v1/completions", json=body)
 
@@ -47,11 +47,11 @@ def test_an_answer_goes_on_where_its_engine_is_lost(number: int, replicas: int, 
     async def scenario() -> None:
         service = scripted(replicas=replicas, spare=spare, most_restarts=1)
         async with running(service) as client:
-            tasks = [asyncio.create_task(asked(client, [5 + index])) for index in range(6)]
+            tasks = [asyncio.create_task(complete(client, [5 + index])) for index in range(6)]
             await until_drawn(service, 6, 3)
             lost = service.fleet.links[0].pid
             os.kill(lost, number)
-            later = asyncio.create_task(asked(client, [4]))
+            later = asyncio.create_task(complete(client, [4]))
             for answer in await asyncio.gather(*tasks, later):
                 assert_whole(answer)
             while service.fleet.num_restarts < 1 or not service.fleet.links[0].ready:
@@ -87,7 +87,7 @@ def test_a_server_is_not_ready_while_no_engine_serves() -> None:
                 await asyncio.sleep(0.005)
             assert (await client.get("/ready")).status_code == 503
             assert (await client.get("/health")).status_code == 200
-            assert_whole(await asked(client, [5]))  # it waits for the engine
+            assert_whole(await complete(client, [5]))  # it waits for the engine
             assert (await client.get("/ready")).status_code == 200
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
@@ -98,22 +98,22 @@ def test_a_request_that_kills_engines_ends_alone(replicas: int) -> None:
     async def scenario() -> None:
         service = scripted(replicas=replicas, most_restarts=5)
         async with running(service) as client:
-            others = [asyncio.create_task(asked(client, [5 + index])) for index in range(4)]
+            others = [asyncio.create_task(complete(client, [5 + index])) for index in range(4)]
             await until_drawn(service, 4, 1)
-            poisoned = await asked(client, [7, POISON])
+            poisoned = await complete(client, [7, POISON])
             assert poisoned.status_code == 500, poisoned.text
             assert "served this request alone" in poisoned.json()["error"]["message"]
             for answer in await asyncio.gather(*others):
                 assert_whole(answer)
-            assert_whole(await asked(client, [5]))
+            assert_whole(await complete(client, [5]))
             assert service.fleet.num_restarts == 4  # twice among others, twice alone
             poison: list[Any] = [7, POISON]
             for prompt, options in ((poison, {}), (poison, {"seed": 8, "stream": True}), ([[5], poison], {})):
-                refused = await asked(client, prompt, **options)  # as clients do by themselves
+                refused = await complete(client, prompt, **options)  # as clients do by themselves
                 assert refused.status_code == 500 and "not tried again for 10 minutes" in refused.text
                 assert refused.headers["x-should-retry"] == poisoned.headers["x-should-retry"] == "false"
             assert service.fleet.num_restarts == 4 and not service.open
-            assert_whole(await asked(client, [7, 5]))
+            assert_whole(await complete(client, [7, 5]))
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
 
@@ -122,33 +122,33 @@ def test_blocklist_matches_prompt_not_seed() -> None:
     now = [0.0]
     blocklist = Blocklist(lambda: now[0])
 
-    def answer(prompt: list[int], **asked: Any) -> Answer:
-        return Answer("1", prompt, SamplingParams(**asked), AnswerSignal())
+    def answer(prompt: list[int], **complete: Any) -> Answer:
+        return Answer("1", prompt, SamplingParams(**complete), AnswerSignal())
 
     def errands(receipt: bytes, pooling: Literal["last", "mean"]) -> list[Answer]:
         return [Verification("1", receipt, [3, 4]), Pooling("1", [[5], [6]], pooling, normalize=True)]
 
     grammar = Grammar.regex("a+")
-    for own in (answer([1], seed=1, logit_bias={3: 1.0}, grammar=grammar), *errands(b"one", "last")):
-        blocklist.add(own)
-        assert isinstance(own.error, BlockedRequestError)
+    for item in (answer([1], seed=1, logit_bias={3: 1.0}, grammar=grammar), *errands(b"one", "last")):
+        blocklist.add(item)
+        assert isinstance(item.error, BlockedRequestError)
     others = (answer([2]), answer([1]), answer([1], logit_bias={3: 1.0}), *errands(b"two", "mean"))
     same = (answer([1], seed=2, logit_bias={3: 1.0}, grammar=grammar), *errands(b"one", "last"))
-    for own in others:
-        blocklist.require_unblocked(own)
-    for own in same:
+    for item in others:
+        blocklist.require_unblocked(item)
+    for item in same:
         with pytest.raises(BlockedRequestError):
-            blocklist.require_unblocked(own)
+            blocklist.require_unblocked(item)
     now[0] = 600.0
-    for own in same:
-        blocklist.require_unblocked(own)
+    for item in same:
+        blocklist.require_unblocked(item)
 
 
 def test_a_suspect_that_nobody_waits_for_holds_nobody_up() -> None:
     async def scenario() -> None:
         service = scripted(most_restarts=5)
         async with running(service) as client:
-            tasks = [asyncio.create_task(asked(client, [5 + index], max_tokens=2000)) for index in range(2)]
+            tasks = [asyncio.create_task(complete(client, [5 + index], max_tokens=2000)) for index in range(2)]
             for _ in range(2):
                 await until_drawn(service, 2, 1)
                 while not service.fleet.links[0].ready:  # what was drawn may be of the engine before
@@ -160,7 +160,7 @@ def test_a_suspect_that_nobody_waits_for_holds_nobody_up() -> None:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            assert_whole(await asked(client, [5]))
+            assert_whole(await complete(client, [5]))
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
 
@@ -170,12 +170,12 @@ def test_a_rolling_restart_fails_no_request(replicas: int) -> None:
     async def scenario() -> None:
         service = scripted(replicas=replicas)
         async with running(service) as client:
-            tasks = [asyncio.create_task(asked(client, [5 + index])) for index in range(6)]
+            tasks = [asyncio.create_task(complete(client, [5 + index])) for index in range(6)]
             await until_drawn(service, 6, 3)
             before = {link.pid for link in service.fleet.links}
             rolling = asyncio.create_task(service.fleet.roll())
             while not rolling.done():
-                tasks.append(asyncio.create_task(asked(client, [9])))
+                tasks.append(asyncio.create_task(complete(client, [9])))
                 await asyncio.sleep(0.1)
             for answer in await asyncio.gather(*tasks):
                 assert_whole(answer)
@@ -199,7 +199,7 @@ def test_an_answer_never_goes_on_with_another_model(
     async def scenario() -> None:
         service = scripted(replicas=replicas, most_restarts=2)
         async with running(service) as client:
-            tasks = [asyncio.create_task(asked(client, [5 + index], max_tokens=1500)) for index in range(4)]
+            tasks = [asyncio.create_task(complete(client, [5 + index], max_tokens=1500)) for index in range(4)]
             await until_drawn(service, 4, 3)
             model.write_text("after")
             kept = service.fleet.links[1:]
@@ -225,7 +225,7 @@ def test_counts_of_the_fleet_never_fall_and_its_state_is_that_of_engines_that_li
         service = scripted(replicas=2, most_restarts=5)
         async with running(service) as client:
             fleet = service.fleet
-            await asyncio.gather(*(asked(client, [5 + index]) for index in range(4)))
+            await asyncio.gather(*(complete(client, [5 + index]) for index in range(4)))
             while min(link.statistics.num_steps for link in fleet.links) < LENGTH:
                 await asyncio.sleep(0.01)
             seen = [fleet.statistics]
@@ -240,9 +240,9 @@ def test_counts_of_the_fleet_never_fall_and_its_state_is_that_of_engines_that_li
                     await asyncio.sleep(0.01)
             assert await fleet.roll()
             seen.append(fleet.statistics)
-            counts = [own.num_steps for own in seen]
+            counts = [item.num_steps for item in seen]
             assert counts == sorted(counts) and counts[0] >= 2 * LENGTH
-            bounds = [structs.replace(own, token_bound=bound) for own, bound in zip(seen, (64, 256))]
+            bounds = [structs.replace(item, token_bound=bound) for item, bound in zip(seen, (64, 256))]
             assert bounds[0].plus(bounds[1]).token_bound == 256
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
@@ -259,7 +259,7 @@ def test_where_no_process_is_to_be_had_just_now_one_is_asked_for_again(
     async def scenario() -> None:
         service = scripted(replicas=replicas, most_restarts=50)
         async with running(service) as client:
-            tasks = [asyncio.create_task(asked(client, [5 + index])) for index in range(4)]
+            tasks = [asyncio.create_task(complete(client, [5 + index])) for index in range(4)]
             await until_drawn(service, 4, 3)
             launcher: Any = service.fleet._launcher
             known, launcher._command = launcher._command, ("/no/such/program",)
@@ -295,11 +295,11 @@ def test_prompts_with_one_beginning_go_to_one_engine_and_others_to_the_idle_one(
         async with running(service) as client:
             first, second = service.fleet.links
             for tail in ([1], [2], [3]):
-                task = asyncio.create_task(asked(client, [*prefix, *tail], max_tokens=3))
+                task = asyncio.create_task(complete(client, [*prefix, *tail], max_tokens=3))
                 await until_drawn(service, 1, 1)
                 assert first.answers and not second.answers
                 await task
-            tasks = [asyncio.create_task(asked(client, [index] * 5)) for index in range(10)]
+            tasks = [asyncio.create_task(complete(client, [index] * 5)) for index in range(10)]
             await until_drawn(service, 10, 1)
             assert len(first.answers) == len(second.answers) == 5
             await asyncio.gather(*tasks)

@@ -33,9 +33,9 @@ MESSAGES = [Message(role="user", content="x")]
 
 def job_of(length: int, *, kept: bool = False, **params: Any) -> Job:
     """A request of two samples, or of one, whose answer begins."""
-    asked = SamplingParams(seed=1, max_tokens=length, **params)
-    answer = Answer("1", [5], asked, AnswerSignal())
-    return Job(Ask([[5]], asked, 0, "cmpl-"), [answer], None, MODEL, kept)
+    requested = SamplingParams(seed=1, max_tokens=length, **params)
+    answer = Answer("1", [5], requested, AnswerSignal())
+    return Job(Ask([[5]], requested, 0, "cmpl-"), [answer], None, MODEL, kept)
 
 
 def json_of(raw: Any) -> Any:
@@ -56,8 +56,8 @@ async def draw(answer: Answer, ids: list[int]) -> None:
 
 
 def test_defaults_hold_where_a_request_says_nothing() -> None:
-    asked = CompletionRequest(prompt="x"), ChatRequest(messages=MESSAGES)
-    for params in (completion_params(asked[0], DEFAULTS), chat_params(asked[1], DEFAULTS)):
+    requested = CompletionRequest(prompt="x"), ChatRequest(messages=MESSAGES)
+    for params in (completion_params(requested[0], DEFAULTS), chat_params(requested[1], DEFAULTS)):
         assert (params.temperature, params.top_k, params.top_p, params.max_tokens) == (0.6, 20, 1.0, 10)
     params = completion_params(CompletionRequest(prompt="x", temperature=0.0, top_k=0, max_tokens=7), DEFAULTS)
     assert (params.temperature, params.top_k, params.max_tokens) == (0.0, 0, 7)
@@ -82,11 +82,11 @@ def test_token_ids_whose_text_is_not_complete_are_not_lost(kind: type, with_ids:
 
     async def chunks() -> list[dict]:
         job = job_of(len(ids))
-        drawing, found = asyncio.create_task(draw(job.answers[0], ids)), b""
+        drawing, actual = asyncio.create_task(draw(job.answers[0], ids)), b""
         async for data in kind(SERVICE, job, with_ids=with_ids).events():
-            found += data
+            actual += data
         await drawing
-        return [json.loads(line.removeprefix("data: ")) for line in found.decode().split("\n\n") if line]
+        return [json.loads(line.removeprefix("data: ")) for line in actual.decode().split("\n\n") if line]
 
     choices = [choice for chunk in asyncio.run(chunks()) for choice in chunk["choices"]]
     texts_of = [choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices]
@@ -99,14 +99,14 @@ def test_token_ids_whose_text_is_not_complete_are_not_lost(kind: type, with_ids:
 def test_tokens_of_the_prompt_stand_where_vllm_has_them(kind: type) -> None:
     """Beside the choices of a chat, once in a stream; in each choice of a completion, which may have many prompts."""
 
-    async def told() -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    async def summary() -> tuple[dict[str, Any], list[dict[str, Any]]]:
         job = job_of(3, n=2)
         await draw(job.answers[0], [40, 41, 42])
         whole = json.loads(json.dumps(await kind(SERVICE, job, with_ids=True).whole(), default=json_of))
-        found = b"".join([data async for data in kind(SERVICE, job, with_ids=True).events()])
-        return whole, [json.loads(line.removeprefix("data: ")) for line in found.decode().split("\n\n") if line]
+        actual = b"".join([data async for data in kind(SERVICE, job, with_ids=True).events()])
+        return whole, [json.loads(line.removeprefix("data: ")) for line in actual.decode().split("\n\n") if line]
 
-    whole, chunks = asyncio.run(told())
+    whole, chunks = asyncio.run(summary())
     beside = [chunk["prompt_token_ids"] for chunk in (whole, *chunks) if "prompt_token_ids" in chunk]
     inside = [choice["prompt_token_ids"] for chunk in (whole, *chunks) for choice in chunk["choices"]
               if "prompt_token_ids" in choice]  # fmt: skip
@@ -122,23 +122,23 @@ def test_a_stream_that_was_lost_goes_on_behind_any_of_its_events(kind: type, sto
     options = {"with_ids": True, "stream_options": StreamOptions(include_usage=True)}
 
     async def read(job: Job, last_event: str | None = None) -> list[tuple[str, dict[str, Any]]]:
-        found = b""
+        actual = b""
         async for data in kind(SERVICE, job, last_event=last_event, **options).events():
-            found += data
-        events = [text.split("\ndata: ") for text in found.decode().split("\n\n") if text]
+            actual += data
+        events = [text.split("\ndata: ") for text in actual.decode().split("\n\n") if text]
         return [(name.removeprefix("id: "), json.loads(data)) for name, data in events]
 
-    def told(events: list[tuple[str, dict[str, Any]]]) -> list[Any]:
+    def summary(events: list[tuple[str, dict[str, Any]]]) -> list[Any]:
         """Text, tokens, logprobs and the end of each choice, and the usage, as often as it comes."""
-        found: dict[int, list[Any]] = {}
+        actual: dict[int, list[Any]] = {}
         for _, chunk in events:
             for choice in chunk["choices"]:
-                own = found.setdefault(choice["index"], ["", [], [], None])
-                own[0] += choice.get("text") or choice.get("delta", {}).get("content") or ""
-                own[1] += choice.get("token_ids", [])
-                own[2] += (choice.get("logprobs") or {}).get("tokens") or []
-                own[3] = choice["finish_reason"]
-        return [found, [chunk["usage"] for _, chunk in events if chunk["usage"]]]
+                item = actual.setdefault(choice["index"], ["", [], [], None])
+                item[0] += choice.get("text") or choice.get("delta", {}).get("content") or ""
+                item[1] += choice.get("token_ids", [])
+                item[2] += (choice.get("logprobs") or {}).get("tokens") or []
+                item[3] = choice["finish_reason"]
+        return [actual, [chunk["usage"] for _, chunk in events if chunk["usage"]]]
 
     async def scenario() -> None:
         job = job_of(len(ids), kept=True, n=2, stop=stop, logprobs=0)
@@ -154,7 +154,7 @@ def test_a_stream_that_was_lost_goes_on_behind_any_of_its_events(kind: type, sto
                 drawing = asyncio.create_task(draw(again.answers[0], ids)) if other is again else drawing
                 rest = await read(other, names[place])
                 await drawing
-                assert told([*events[: place + 1], *rest]) == told(events), names[place]
+                assert summary([*events[: place + 1], *rest]) == summary(events), names[place]
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
 
@@ -205,9 +205,9 @@ def test_a_place_that_a_choice_never_had_is_refused(place: str, begun_before: bo
         reading = asyncio.create_task(read(job))
         if begun_before:
             await draw(job.answers[0], [40, 41, 42])
-        with pytest.raises(HTTPError, match=rf"Last-Event-ID '{job.name}:.*' is not an event") as found:
+        with pytest.raises(HTTPError, match=rf"Last-Event-ID '{job.name}:.*' is not an event") as actual:
             await reading
-        assert found.value.content["error"]["message"].startswith(f"Last-Event-ID '{job.name}:{place}'")
+        assert actual.value.content["error"]["message"].startswith(f"Last-Event-ID '{job.name}:{place}'")
         if begun_before:
             with pytest.raises(HTTPError, match="is not an event"):
                 await read(job)  # it has ended

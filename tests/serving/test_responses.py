@@ -33,7 +33,7 @@ def client(server: Server) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120, max_retries=0)
 
 
-def told(response) -> str:
+def digest_of(response) -> str:
     """sha256 of what a response says, less what is another one's each time."""
     items = [item.model_dump(exclude={"id", "call_id"}) for item in response.output]
     return hashlib.sha256(json.dumps([items, response.status], sort_keys=True).encode()).hexdigest()
@@ -51,10 +51,10 @@ def test_a_response_says_what_a_chat_says_by_every_way(client: openai.OpenAI) ->
     assert whole.output_text == chat.choices[0].message.content and whole.seed == 4
     assert whole.status == "incomplete" and whole.incomplete_details.reason == "max_output_tokens"
     assert whole.usage.output_tokens == 24 and whole.system_fingerprint == chat.system_fingerprint
-    digests = {"whole": told(whole), "kept": told(client.responses.retrieve(whole.id))}
+    digests = {"whole": digest_of(whole), "kept": digest_of(client.responses.retrieve(whole.id))}
     with client.responses.stream(**ASKED, **SEED) as stream:
         events = list(stream)
-        digests["stream"] = told(events[-1].response)
+        digests["stream"] = digest_of(events[-1].response)
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert [event.type for event in events[:4]] == [
         "response.created", "response.in_progress", "response.output_item.added", "response.content_part.added",
@@ -66,30 +66,30 @@ def test_a_response_says_what_a_chat_says_by_every_way(client: openai.OpenAI) ->
     while background.status == "in_progress":
         time.sleep(0.05)
         background = client.responses.retrieve(background.id)
-    digests["background"] = told(background)
+    digests["background"] = digest_of(background)
     parts = [{"role": "user", "content": [{"type": "input_text", "text": ASKED["input"]}]}]
-    digests["parts"] = told(client.responses.create(**ASKED | {"input": parts}, **SEED))
+    digests["parts"] = digest_of(client.responses.create(**ASKED | {"input": parts}, **SEED))
     assert set(digests.values()) == {digests["whole"]}, digests
 
 
 @pytest.mark.parametrize("background", [True, False])
 def test_a_lost_stream_is_read_on_where_it_was(client: openai.OpenAI, background: bool) -> None:
-    asked = ASKED | {"max_output_tokens": 60}
-    whole = client.responses.create(**asked, **SEED)
-    known = list(client.responses.create(stream=True, background=background, **asked, **SEED))
+    requests = ASKED | {"max_output_tokens": 60}
+    whole = client.responses.create(**requests, **SEED)
+    known = list(client.responses.create(stream=True, background=background, **requests, **SEED))
     name = known[0].response.id
     for cut in (0, 1, 4, len(known) - 2, len(known) - 1):
         again = list(client.responses.retrieve(name, stream=True, starting_after=known[cut].sequence_number))
         assert again == known[cut + 1 :]
     assert list(client.responses.retrieve(name, stream=True)) == known
-    assert told(client.responses.retrieve(name)) == told(whole) == told(known[-1].response)
+    assert digest_of(client.responses.retrieve(name)) == digest_of(whole) == digest_of(known[-1].response)
 
 
 def test_a_stream_that_is_closed_goes_on_in_the_background(client: openai.OpenAI) -> None:
-    asked = ASKED | {"max_output_tokens": 200}
-    whole = client.responses.create(**asked, **SEED)
+    requests = ASKED | {"max_output_tokens": 200}
+    whole = client.responses.create(**requests, **SEED)
     seen = []
-    with client.responses.create(stream=True, background=True, **asked, **SEED) as stream:
+    with client.responses.create(stream=True, background=True, **requests, **SEED) as stream:
         for event in stream:
             seen.append(event)
             if len(seen) == 6:
@@ -98,17 +98,17 @@ def test_a_stream_that_is_closed_goes_on_in_the_background(client: openai.OpenAI
     rest = list(client.responses.retrieve(name, stream=True, starting_after=last))
     assert [event.sequence_number for event in seen + rest] == list(range(len(seen) + len(rest)))
     text = "".join(event.delta for event in seen + rest if event.type == "response.output_text.delta")
-    assert text == whole.output_text and told(rest[-1].response) == told(whole)
+    assert text == whole.output_text and digest_of(rest[-1].response) == digest_of(whole)
 
 
 def test_a_client_that_leaves_ends_what_runs_for_it_alone(client: openai.OpenAI, http: httpx.Client) -> None:
     with client.responses.create(stream=True, **ASKED | {"max_output_tokens": 1900}) as stream:
         name = next(iter(stream)).response.id
     end = time.monotonic() + 30
-    while (found := http.get(f"/v1/responses/{name}").json())["status"] == "in_progress":
+    while (actual := http.get(f"/v1/responses/{name}").json())["status"] == "in_progress":
         assert time.monotonic() < end
         time.sleep(0.05)
-    assert found["status"] == "cancelled"
+    assert actual["status"] == "cancelled"
 
 
 def test_a_response_is_cancelled_and_dropped(client: openai.OpenAI) -> None:
@@ -116,7 +116,7 @@ def test_a_response_is_cancelled_and_dropped(client: openai.OpenAI) -> None:
     assert client.responses.cancel(response.id).status == "cancelled"
     assert client.responses.retrieve(response.id).status == "cancelled"
     done = client.responses.create(**ASKED, **SEED)
-    assert told(client.responses.cancel(done.id)) == told(done)  # it had ended
+    assert digest_of(client.responses.cancel(done.id)) == digest_of(done)  # it had ended
     client.responses.delete(done.id)
     with pytest.raises(openai.NotFoundError, match="unknown response id"):
         client.responses.retrieve(done.id)
@@ -127,14 +127,19 @@ def test_a_response_is_cancelled_and_dropped(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_calls_are_items_of_their_own(client: openai.OpenAI, stream: bool) -> None:
-    asked = ASKED | {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False, "max_output_tokens": 200}
+    requests = ASKED | {
+        "tools": TOOLS,
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "max_output_tokens": 200,
+    }
     if stream:
-        with client.responses.stream(**asked, **SEED) as events:
+        with client.responses.stream(**requests, **SEED) as events:
             arguments = "".join(e.delta for e in events if e.type == "response.function_call_arguments.delta")
             response = events.get_final_response()
         assert arguments == response.output[0].arguments
     else:
-        response = client.responses.create(**asked, **SEED)
+        response = client.responses.create(**requests, **SEED)
     [call] = response.output
     check(type("Call", (), {"function": call}))
     assert call.type == "function_call" and call.call_id.startswith("call_") and response.status == "completed"
@@ -144,7 +149,7 @@ def test_calls_are_items_of_their_own(client: openai.OpenAI, stream: bool) -> No
     same = client.responses.create(
         previous_response_id=response.id, **ASKED | {"input": [result], "tools": TOOLS}, **SEED
     )
-    assert told(longer) == told(same) and longer.usage.input_tokens == same.usage.input_tokens
+    assert digest_of(longer) == digest_of(same) and longer.usage.input_tokens == same.usage.input_tokens
 
 
 class Answer(pydantic.BaseModel):
@@ -171,13 +176,13 @@ def test_parse_gives_the_class_and_logprobs_are_the_chats(client: openai.OpenAI)
 def test_the_async_client_reads_many_at_once(server: Server, client: openai.OpenAI) -> None:
     expected = client.responses.create(**ASKED, **SEED).output_text
 
-    async def one(own: openai.AsyncOpenAI) -> str:
-        stream = await own.responses.create(stream=True, **ASKED, **SEED)
+    async def one(single: openai.AsyncOpenAI) -> str:
+        stream = await single.responses.create(stream=True, **ASKED, **SEED)
         return "".join([event.delta async for event in stream if event.type == "response.output_text.delta"])
 
     async def many() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as own:
-            return await asyncio.gather(*(one(own) for _ in range(8)))
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as single:
+            return await asyncio.gather(*(one(single) for _ in range(8)))
 
     assert set(asyncio.run(many())) == {expected}
 
@@ -219,7 +224,7 @@ def test_what_cannot_be_served_is_named(http: httpx.Client, changes: dict, statu
 
 
 def test_what_fails_says_so_and_the_log_counts_it(in_the_root: None) -> None:
-    asked = {"input": "a", "max_output_tokens": 2000}
+    requests = {"input": "a", "max_output_tokens": 2000}
 
     async def scenario() -> tuple[list[httpx.Response], list[dict[str, Any]]]:
         log = io.StringIO()
@@ -227,8 +232,10 @@ def test_what_fails_says_so_and_the_log_counts_it(in_the_root: None) -> None:
         app = new_app(service, "test", request_log=log)
         transport = httpx.ASGITransport(app)
         async with running(service), httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            answers = [await client.post("/v1/responses", json=asked | {"stream": stream}) for stream in (False, True)]
-            answers.append(await client.post("/v1/responses", json=asked | {"max_output_tokens": 3}))
+            answers = [
+                await client.post("/v1/responses", json=requests | {"stream": stream}) for stream in (False, True)
+            ]
+            answers.append(await client.post("/v1/responses", json=requests | {"max_output_tokens": 3}))
             name = answers[1].headers["x-request-id"]
             answers.append(await client.get(f"/v1/responses/{name}"))
             message = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2000, "stream": True}

@@ -214,8 +214,10 @@ async def reached(
         return await unless_left(request, {"request": pass_on, "making": finish, "deaf": deaf}[where](making))
 
     monkeypatch.setattr(app_module, "unless_left", watched)
-    asked = requests.ask()
-    await asyncio.gather(asyncio.create_task(asked if where == "making" else finish(asked)), return_exceptions=True)
+    requested = requests.ask()
+    await asyncio.gather(
+        asyncio.create_task(requested if where == "making" else finish(requested)), return_exceptions=True
+    )
     return stepped[0].count >= at
 
 
@@ -309,12 +311,12 @@ def test_an_answer_that_ends_before_its_request_is_written_is_kept(tmp_path: Pat
 
     async def scenario() -> None:
         async with serving(kind, tmp_path) as (service, requests):
-            found = set()
+            actual = set()
             for _ in range(3):
                 await requests.ask()
                 await settle(service)
-                found.add(requests.content)
-            assert len(found) == 1 and next(service._numbers) == 1  # one answer was drawn
+                actual.add(requests.content)
+            assert len(actual) == 1 and next(service._numbers) == 1  # one answer was drawn
 
     asyncio.run(scenario())
 
@@ -330,7 +332,7 @@ class SilentFleet(InstantFleet):
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"])
 def test_reader_who_leaves_a_shared_answer_is_gone(path: str, stream: bool, tmp_path: Path) -> None:
     """At once, and not when the answer ends: that goes on, and what each reader held would add up until then."""
-    kind = next(own for own in KINDS.values() if own.path == path)
+    kind = next(item for item in KINDS.values() if item.path == path)
     kind = replace(kind, body=kind.body | {"stream": stream}, headers={"idempotency-key": "a"}, keeps=True)
 
     async def leave(service: Service, requests: Requests) -> None:
@@ -347,8 +349,8 @@ def test_reader_who_leaves_a_shared_answer_is_gone(path: str, stream: bool, tmp_
             await leave(service, requests)
             (answer,) = service.open.values()
             again = f"{path}/{answer.name}?stream=true" if "responses" in path else f"/v1/streams/{answer.name}"
-            for own in (kind, Kind(again, {}, method="GET")):
-                await leave(service, Requests(requests._app, own))
+            for item in (kind, Kind(again, {}, method="GET")):
+                await leave(service, Requests(requests._app, item))
             assert answer.request_id in service.open and len(answer.signal._readers) <= 2  # what writes and records it
 
     asyncio.run(scenario())

@@ -25,7 +25,7 @@ STALL = 1.2
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    ("bounds", "asked", "status", "said"),
+    ("bounds", "requests", "status", "message"),
     [
         ({"queue_timeout": 0.4}, {"prompt": [SILENT]}, 503, "waited for its first token for over 0.4 s"),
         ({"timeout": 0.6}, {"prompt": [SILENT]}, 504, "took over 0.6 s"),
@@ -34,19 +34,19 @@ STALL = 1.2
     ids=["nothing drawn", "nothing drawn in all", "not all drawn"],
 )
 def test_what_is_overdue_is_an_error_and_leaves_the_engine(
-    bounds: dict, asked: dict, status: int, said: str, stream: bool
+    bounds: dict, requests: dict, status: int, message: str, stream: bool
 ) -> None:
     async def scenario() -> None:
         service = scripted(**bounds)
         async with running(service) as client:
-            answer = await client.post("/v1/completions", json=asked | {"stream": stream})
-            if stream and asked["prompt"] == [5]:  # tokens had come
+            answer = await client.post("/v1/completions", json=requests | {"stream": stream})
+            if stream and requests["prompt"] == [5]:  # tokens had come
                 assert answer.status_code == 200 and answer.text.endswith("data: [DONE]\n\n")
                 error = json.loads(answer.text.split("data: ")[-2])["error"]
             else:
                 assert answer.status_code == status and answer.headers["retry-after"]
                 error = answer.json()["error"]
-            assert said in error["message"] and error["code"] == "timeout"
+            assert message in error["message"] and error["code"] == "timeout"
             assert "x-detcompile-receipt" not in answer.headers and "receipt" not in answer.text
             assert not service.open and not service.deadlines._timers
             while service.fleet.statistics.num_running:
@@ -100,9 +100,9 @@ def require_cancelled(address: tuple[str, int], count: int) -> None:
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 
 
-def completion(**asked: Any) -> bytes:
+def completion(**requests: Any) -> bytes:
     """A request with its head."""
-    body = json.dumps(asked).encode()
+    body = json.dumps(requests).encode()
     return HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
 
 
@@ -129,9 +129,9 @@ def test_connections_are_kept_between_requests(address: tuple[str, int]) -> None
     with socket.create_connection(address, timeout=10) as connection:
         for sent in (ask, ask + b"GET"):
             connection.sendall(sent)
-            found = b""
-            while not found.endswith(b"}"):
-                found += (new := connection.recv(1 << 16))
+            actual = b""
+            while not actual.endswith(b"}"):
+                actual += (new := connection.recv(1 << 16))
                 assert new, "closed"
             time.sleep(5.5 if sent == ask else 0)  # httpx, and with it openai's client, keeps them for 5 s
         read_to_end(connection)  # a request has begun
@@ -149,7 +149,7 @@ HEADS = [  # how one begins, what then comes again and again, and the status tha
 
 def test_heads_without_an_end_are_not_kept(address: tuple[str, int]) -> None:
     for start, part, status in HEADS:
-        many, num_sent, found = part * (10_000 // len(part)), 0, b""
+        many, num_sent, actual = part * (10_000 // len(part)), 0, b""
         with socket.create_connection(address, timeout=10) as connection:
             connection.sendall(start)
             with contextlib.suppress(ConnectionError):
@@ -157,9 +157,9 @@ def test_heads_without_an_end_are_not_kept(address: tuple[str, int]) -> None:
                     connection.sendall(many)
                     num_sent += len(many)
             with contextlib.suppress(ConnectionError):
-                found = connection.recv(1 << 16)
+                actual = connection.recv(1 << 16)
         assert num_sent < 8 << 20, start  # what kernels take for a receiver that does not listen
-        assert found[9:12] in (status, b"")  # a reset of the connection may overtake the answer
+        assert actual[9:12] in (status, b"")  # a reset of the connection may overtake the answer
     with socket.create_connection(address, timeout=10) as other:
         other.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 60_000 + b"\r\n\r\n")
         assert other.recv(100).startswith(b"HTTP/1.1 200")
@@ -193,8 +193,8 @@ def test_the_first_of_several_requests_of_a_connection_ends_with_it(
 def test_who_reads_slowly_or_waits_is_not_cut_off(address: tuple[str, int]) -> None:
     """A stream that lasts longer than a connection may stand still, and requests that come one after another."""
     url = f"http://{address[0]}:{address[1]}"
-    asked = {"prompt": "x", "max_tokens": 150, "stream": True}
-    with httpx.stream("POST", f"{url}/v1/completions", json=asked, timeout=30) as answer:
+    requests = {"prompt": "x", "max_tokens": 150, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=requests, timeout=30) as answer:
         lines = []
         for line in answer.iter_lines():
             lines.append(line)
@@ -214,9 +214,9 @@ def test_pages_of_named_sites_may_ask() -> None:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
             for origin, allowed in (("https://site.example", True), ("https://other.example", False)):
                 head = {"Origin": origin, "Access-Control-Request-Method": "POST"}
-                asked = await client.options("/v1/completions", headers=head | {
+                requests = await client.options("/v1/completions", headers=head | {
                     "Access-Control-Request-Headers": "authorization,content-type"})  # fmt: skip
-                assert (asked.status_code == 200) == allowed
+                assert (requests.status_code == 200) == allowed
                 answer = await client.get("/version", headers={"Origin": origin})
                 assert answer.status_code == 401  # it still needs a key
                 assert (answer.headers.get("access-control-allow-origin") == origin) == allowed
@@ -233,9 +233,9 @@ def test_a_request_is_a_line_without_texts() -> None:
             try:
                 await service.start(SPEC)
                 whole = await client.post("/v1/completions", json={"prompt": "a secret of mine", "max_tokens": 3})
-                asked = {"messages": [{"role": "user", "content": "a secret of mine"}]}
+                requests = {"messages": [{"role": "user", "content": "a secret of mine"}]}
                 await client.post("/v1/completions", json={"prompt": "a secret", "max_tokens": 4, "stream": True})
-                await client.post("/v1/chat/completions", json=asked | {"model": "a secret"})
+                await client.post("/v1/chat/completions", json=requests | {"model": "a secret"})
                 await client.get("/" + "long" * 1000)
             finally:
                 await service.fleet.stop()

@@ -81,8 +81,14 @@ def test_parse_gives_the_class(client: openai.OpenAI) -> None:
 
 def test_json_mode_gives_an_object(client: openai.OpenAI) -> None:
     mode = {"type": "json_object"}
-    asked = {"model": "tiny", "messages": MESSAGES, "response_format": mode, "max_tokens": 200, "logit_bias": {"95": 9}}
-    answer = client.chat.completions.create(seed=1, **asked)
+    requests = {
+        "model": "tiny",
+        "messages": MESSAGES,
+        "response_format": mode,
+        "max_tokens": 200,
+        "logit_bias": {"95": 9},
+    }
+    answer = client.chat.completions.create(seed=1, **requests)
     text = answer.choices[0].message.content
     assert text.lstrip().startswith("{")
     if answer.choices[0].finish_reason == "stop":
@@ -90,7 +96,7 @@ def test_json_mode_gives_an_object(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "said"),
+    ("field", "expected_text"),
     [
         ({"guided_regex": "("}, "regex cannot be served"),
         ({"guided_json": {"type": "never"}}, "json_schema cannot be served"),
@@ -98,10 +104,10 @@ def test_json_mode_gives_an_object(client: openai.OpenAI) -> None:
         ({"guided_regex": "a" * 70_000}, "65536 at most"),
     ],
 )
-def test_what_is_no_grammar_is_refused_and_nothing_else(http: httpx.Client, field: dict, said: str) -> None:
+def test_what_is_no_grammar_is_refused_and_nothing_else(http: httpx.Client, field: dict, expected_text: str) -> None:
     for sent in (field, field | {"stream": True}):
         answer = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2} | sent)
-        assert answer.status_code == 400 and said in answer.json()["error"]["message"], answer.text
+        assert answer.status_code == 400 and expected_text in answer.json()["error"]["message"], answer.text
     assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
 
 
@@ -145,15 +151,15 @@ def test_a_grammar_check_that_does_not_start_says_how_it_ended(
 
 def test_what_ends_the_checking_process_is_refused(monkeypatch: pytest.MonkeyPatch, in_the_root: None) -> None:
     async def refusals() -> list[str]:
-        check, found = GrammarCheck((TINY_FOLDER / "tokenizer.json").read_text(), 60, lambda *_: nullcontext()), []
+        check, actual = GrammarCheck((TINY_FOLDER / "tokenizer.json").read_text(), 60, lambda *_: nullcontext()), []
         for grammar in (Grammar.regex("a"), Grammar.regex("("), Grammar.regex("b")):
             try:
                 await check.require(grammar, "")
-                found.append("")
+                actual.append("")
                 os.kill(check._process.pid, signal.SIGKILL)
                 await check._process.wait()
             except InvalidInput as error:
-                found.append(str(error))
+                actual.append(str(error))
         monkeypatch.setattr("detcompile.serving.grammar_check.COMPILE_SECONDS", 0.0001)
         with pytest.raises(InvalidInput, match="too much memory"):
             await check.require(Grammar.regex("c" * 60_000), "")
@@ -161,10 +167,10 @@ def test_what_ends_the_checking_process_is_refused(monkeypatch: pytest.MonkeyPat
         await check.stop()
         with pytest.raises(InvalidInput, match="no tokenizer"):
             await GrammarCheck(None, 60, lambda *_: nullcontext()).require(Grammar.regex("a"), "")
-        return found
+        return actual
 
-    found = asyncio.run(refusals())
-    assert found[0] == found[2] == "" and "regex cannot be served" in found[1]
+    actual = asyncio.run(refusals())
+    assert actual[0] == actual[2] == "" and "regex cannot be served" in actual[1]
 
 
 def test_both_kinds_of_request_take_the_fields() -> None:

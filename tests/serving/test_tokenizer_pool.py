@@ -74,10 +74,10 @@ def test_others_are_served_while_texts_are_read(kind: str, texts: TokenizerPool)
         wait, seconds = await longest_wait(work())
         return wait / seconds
 
-    found: list[float] = []
-    while len(found) < 3 and min(found, default=1) > 0.6:  # the machine may have other work
-        found.append(asyncio.run(scenario()))
-    assert min(found) <= 0.6, found
+    actual: list[float] = []
+    while len(actual) < 3 and min(actual, default=1) > 0.6:  # the machine may have other work
+        actual.append(asyncio.run(scenario()))
+    assert min(actual) <= 0.6, actual
 
 
 def test_long_texts_are_read_as_short_ones_are(texts: TokenizerPool) -> None:
@@ -113,14 +113,14 @@ def test_others_are_served_between_samples_which_are_read_once(
             turn += 1
 
     async def scenario() -> None:
-        asked = SamplingParams(n=9, seed=1, max_tokens=100, **params)
-        answer = Answer("1", [5], asked, AnswerSignal())
+        requested = SamplingParams(n=9, seed=1, max_tokens=100, **params)
+        answer = Answer("1", [5], requested, AnswerSignal())
         tokens = [Token(42, -0.5, [(43, -1.0)])] * 100
         deltas = [SampleDelta(index, [42] * 100, tokens, "length", None) for index in range(9)]
         answer.extend(Delta("1", deltas, True, None, None, 0, None))
         service = scripted()
         service.fleet.hello, service.texts = HELLO, TokenizerPool(HELLO)
-        job = Job(Ask([[5]], asked, 0, "cmpl-"), [answer], None, MODEL)
+        job = Job(Ask([[5]], requested, 0, "cmpl-"), [answer], None, MODEL)
         reply, other = CompletionReply(service, job), asyncio.create_task(others())
         await asyncio.sleep(0)
         if way == "whole":
@@ -178,12 +178,12 @@ def test_offsets_are_places_in_the_text(texts: TokenizerPool, prompt: str | None
 
 def test_others_are_served_while_a_response_is_recorded_that_came_at_once() -> None:
     async def scenario() -> int:
-        asked = SamplingParams(seed=1, max_tokens=900)
-        answer = Answer("1", [5], asked, AnswerSignal())
+        requested = SamplingParams(seed=1, max_tokens=900)
+        answer = Answer("1", [5], requested, AnswerSignal())
         answer.extend(Delta("1", [SampleDelta(0, [42] * 900, None, "length", None)], True, None, None, 0, None))
         service = scripted()
         service.fleet.hello, service.texts = HELLO, TokenizerPool(HELLO)
-        job = Job(Ask([[5]], asked, 0, "resp_"), [answer], None, MODEL)
+        job = Job(Ask([[5]], requested, 0, "resp_"), [answer], None, MODEL)
         recording, turns = Recording(service, job, {}, None, []), 0
         while recording.ended is None:
             await asyncio.sleep(0)

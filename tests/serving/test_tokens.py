@@ -95,11 +95,11 @@ def sglang(http: httpx.Client, **changes: Any) -> Any:
 
 def test_sglang_gives_the_bits_of_a_completion(http: httpx.Client) -> None:
     expected = completion(http, prompt_logprobs=0)
-    found = sglang(http, logprob_start_len=0, top_logprobs_num=2, rid="mine", return_text_in_logprobs=True)
-    meta = found["meta_info"]
-    assert (found["text"], found["output_ids"]) == (expected["text"], expected["token_ids"])
+    actual = sglang(http, logprob_start_len=0, top_logprobs_num=2, rid="mine", return_text_in_logprobs=True)
+    meta = actual["meta_info"]
+    assert (actual["text"], actual["output_ids"]) == (expected["text"], expected["token_ids"])
     values = list(zip(*meta["output_token_logprobs"], strict=True))
-    assert [*values[0]] == expected["logprobs"]["token_logprobs"] and [*values[1]] == found["output_ids"]
+    assert [*values[0]] == expected["logprobs"]["token_logprobs"] and [*values[1]] == actual["output_ids"]
     assert [*values[2]] == expected["logprobs"]["tokens"]
     of_prompt = [(None, PROMPT[0])]
     of_prompt += [
@@ -107,8 +107,8 @@ def test_sglang_gives_the_bits_of_a_completion(http: httpx.Client) -> None:
     ]
     assert [tuple(entry[:2]) for entry in meta["input_token_logprobs"]] == of_prompt
     assert [len(top or ()) for top in meta["input_top_logprobs"]] == [0, 2, 2, 2, 2]
-    assert [len(top) for top in meta["output_top_logprobs"]] == [2] * len(found["output_ids"])
-    length = len(found["output_ids"])
+    assert [len(top) for top in meta["output_top_logprobs"]] == [2] * len(actual["output_ids"])
+    length = len(actual["output_ids"])
     assert meta["finish_reason"] == {"type": "length", "length": length} and meta["id"] == "mine"
     assert (meta["prompt_tokens"], meta["completion_tokens"]) == (5, length)
     later = sglang(http, logprob_start_len=3)["meta_info"]["input_token_logprobs"]

@@ -118,8 +118,8 @@ def test_names_come_before_arguments_that_stream() -> None:
 def test_a_long_call_is_read_in_a_time_that_grows_with_its_length() -> None:
     arguments = json.dumps({"text": "x" * 300_000})
     parts = ['<tool_call>{"name": "f", "arguments": ', *(arguments[at : at + 8] for at in range(0, 300_000, 8))]
-    _, [(_, found)] = read(HERMES, [*parts, arguments[300_000:] + "}"])
-    assert found == arguments
+    _, [(_, actual)] = read(HERMES, [*parts, arguments[300_000:] + "}"])
+    assert actual == arguments
 
 
 def test_templates_say_their_family() -> None:

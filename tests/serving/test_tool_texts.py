@@ -54,9 +54,9 @@ def test_halves_of_surrogate_pairs_in_calls_are_told(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("SCRIPTED_TEXT", HALF)
 
     async def scenario(client: httpx.AsyncClient) -> None:
-        for path, asked in ASKED.items():
-            whole = await client.post(path, json=asked)
-            stream = await client.post(path, json=asked | {"stream": True})
+        for path, requests in ASKED.items():
+            whole = await client.post(path, json=requests)
+            stream = await client.post(path, json=requests | {"stream": True})
             assert (whole.status_code, stream.status_code) == (200, 200), path
             assert "a\ufffdb" in whole.text and "a\ufffdb" in stream.text, path
             assert "error" not in stream.text or '"error":null' in stream.text, path
@@ -73,25 +73,25 @@ def test_halves_of_surrogate_pairs_in_calls_are_told(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("place", ["_take", "_finish", "_send_response"])
 def test_a_fault_of_the_server_ends_a_response(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
-    own = getattr(Recording, place)
+    item = getattr(Recording, place)
 
     def failing(self: Recording, *args: Any) -> None:
         if place != "_send_response" or "response.incomplete" in args:
             raise UnicodeEncodeError("utf-8", "\ud800", 0, 1, "a fault")
-        own(self, *args)
+        item(self, *args)
 
     monkeypatch.setattr(Recording, place, failing)
 
     async def scenario(client: httpx.AsyncClient) -> None:
-        asked = {"input": "x", "max_output_tokens": 3}
-        assert (await client.post("/v1/responses", json=asked)).status_code == 500
-        assert (await client.post("/v1/responses", json=asked | {"stream": True})).status_code in (200, 500)
-        name = (await client.post("/v1/responses", json=asked | {"background": True})).json()["id"]
+        requests = {"input": "x", "max_output_tokens": 3}
+        assert (await client.post("/v1/responses", json=requests)).status_code == 500
+        assert (await client.post("/v1/responses", json=requests | {"stream": True})).status_code in (200, 500)
+        name = (await client.post("/v1/responses", json=requests | {"background": True})).json()["id"]
         stream = await client.get(f"/v1/responses/{name}?stream=true")
         assert "response.failed" in stream.text
-        told = await client.get(f"/v1/responses/{name}")
-        assert told.json()["status"] == "failed" and told.json()["error"]["code"] == "engine_error"
-        assert (await client.post(f"/v1/responses/{name}/cancel")).json() == told.json()
+        calls = await client.get(f"/v1/responses/{name}")
+        assert calls.json()["status"] == "failed" and calls.json()["error"]["code"] == "engine_error"
+        assert (await client.post(f"/v1/responses/{name}/cancel")).json() == calls.json()
 
     run(scenario)
 
@@ -110,8 +110,8 @@ def test_a_fault_of_the_server_is_an_event_of_a_stream(monkeypatch: pytest.Monke
             transport = httpx.ASGITransport(app, raise_app_exceptions=False)
             async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
                 for path in ("/v1/chat/completions", "/v1/messages"):
-                    asked = {"messages": MESSAGES, "max_tokens": 3, "stream": True}
-                    events = (await client.post(path, json=asked)).text.split("\n\n")
+                    requests = {"messages": MESSAGES, "max_tokens": 3, "stream": True}
+                    events = (await client.post(path, json=requests)).text.split("\n\n")
                     assert "data: [DONE]" not in events and FAULT in events[-2], path
 
     asyncio.run(asyncio.wait_for(scenario(), 20))

@@ -47,9 +47,9 @@ def check(call) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_required_call_is_there_streamed_or_not(client: openai.OpenAI, seed: int) -> None:
-    asked = ASKED | {"tool_choice": "required", "parallel_tool_calls": False, "seed": seed}
-    whole = client.chat.completions.create(n=2, **asked)
-    with client.chat.completions.stream(n=2, **asked) as stream:
+    requests = ASKED | {"tool_choice": "required", "parallel_tool_calls": False, "seed": seed}
+    whole = client.chat.completions.create(n=2, **requests)
+    with client.chat.completions.stream(n=2, **requests) as stream:
         for _ in stream:
             pass
         streamed = stream.get_final_completion()
@@ -63,8 +63,8 @@ def test_a_required_call_is_there_streamed_or_not(client: openai.OpenAI, seed: i
 
 
 def test_arguments_come_as_deltas(client: openai.OpenAI) -> None:
-    asked = ASKED | {"tool_choice": "required", "seed": 1, "stream": True, "parallel_tool_calls": False}
-    deltas = [chunk.choices[0].delta.tool_calls or [] for chunk in client.chat.completions.create(**asked)]
+    requests = ASKED | {"tool_choice": "required", "seed": 1, "stream": True, "parallel_tool_calls": False}
+    deltas = [chunk.choices[0].delta.tool_calls or [] for chunk in client.chat.completions.create(**requests)]
     calls = [call for delta in deltas for call in delta]
     assert len(calls) > 2 and calls[0].id and calls[0].function.name and not any(call.id for call in calls[1:])
     assert {call.index for call in calls} == {0}
@@ -87,33 +87,33 @@ class Sub(pydantic.BaseModel):
 
 def test_parse_gives_the_arguments_as_a_class(client: openai.OpenAI) -> None:
     tool = openai.pydantic_function_tool(Sub, name="sub")
-    asked = ASKED | {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False, "seed": 2}
-    answer = client.chat.completions.parse(**asked)
+    requests = ASKED | {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False, "seed": 2}
+    answer = client.chat.completions.parse(**requests)
     assert all(isinstance(call.function.parsed_arguments, Sub) for call in answer.choices[0].message.tool_calls)
 
 
 def test_without_a_choice_text_stays_text(client: openai.OpenAI) -> None:
     free = client.chat.completions.create(seed=5, **ASKED).choices[0]
     assert free.message.content and free.message.tool_calls is None
-    told, none = (
+    reported, none = (
         client.post("/chat/completions", body=ASKED | {"seed": 5, "tool_choice": choice}, cast_to=object)
         for choice in ("auto", "none")
     )
-    assert told["choices"][0]["message"]["content"] == free.message.content
-    assert none["usage"]["prompt_tokens"] < told["usage"]["prompt_tokens"]  # the template is told of none
+    assert reported["choices"][0]["message"]["content"] == free.message.content
+    assert none["usage"]["prompt_tokens"] < reported["usage"]["prompt_tokens"]  # the template is told of none
     assert "tool_calls" not in none["choices"][0]["message"]
 
 
 def test_a_conversation_goes_on_behind_a_call(client: openai.OpenAI, http: httpx.Client) -> None:
-    asked = ASKED | {"tool_choice": "required", "parallel_tool_calls": False}
-    answer = client.chat.completions.create(seed=1, **asked).choices[0].message
+    requests = ASKED | {"tool_choice": "required", "parallel_tool_calls": False}
+    answer = client.chat.completions.create(seed=1, **requests).choices[0].message
     results = [{"role": "tool", "tool_call_id": call.id, "content": "7"} for call in answer.tool_calls]
     messages = [*MESSAGES, answer.model_dump(exclude_none=True), *results]
     [call, *_] = answer.tool_calls
-    told = f'{{"name": "{call.function.name}", "arguments": {json.dumps(json.loads(call.function.arguments))}}}'
+    reported = f'{{"name": "{call.function.name}", "arguments": {json.dumps(json.loads(call.function.arguments))}}}'
     ids = http.post("/tokenize", json={"messages": messages}).json()["tokens"]
     text = http.post("/detokenize", json={"tokens": ids}).json()["prompt"]
-    assert f"<tool_call>{told}</tool_call>" in text and "<tool>7\n" in text
+    assert f"<tool_call>{reported}</tool_call>" in text and "<tool>7\n" in text
     again = client.chat.completions.create(seed=1, **ASKED | {"messages": messages})
     assert again.usage.prompt_tokens > len(ids)
 
@@ -138,8 +138,8 @@ def test_what_fits_no_tool_is_refused(http: httpx.Client, changes: dict, param: 
 
 def test_a_response_that_was_cut_in_a_call_is_gone_on_with(http: httpx.Client) -> None:
     tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
-    asked = {"input": "x", "tools": tools, "tool_choice": "required", "max_output_tokens": 24, "seed": 4}
-    first = http.post("/v1/responses", json=asked).json()
+    requests = {"input": "x", "tools": tools, "tool_choice": "required", "max_output_tokens": 24, "seed": 4}
+    first = http.post("/v1/responses", json=requests).json()
     [call] = first["output"]
     assert first["status"] == "incomplete" and not call["arguments"].endswith("}")
     result = {"type": "function_call_output", "call_id": call["call_id"], "output": "failed"}
@@ -151,16 +151,16 @@ def test_a_response_that_was_cut_in_a_call_is_gone_on_with(http: httpx.Client) -
 @pytest.mark.parametrize("keyword", [{"oneOf": [{"minimum": 1}, {"maximum": 3}]}, {"uniqueItems": True}, {"not": {}}])
 def test_a_schema_that_cannot_be_kept_is_refused_by_tool_and_keyword(http: httpx.Client, keyword: dict) -> None:
     function = {"name": "Find_it", "parameters": {"type": "object", "properties": {"a": {"type": "array", **keyword}}}}
-    asked = ASKED | {"tools": [*TOOLS, {"type": "function", "function": function}], "tool_choice": "required"}
-    answer = http.post("/v1/chat/completions", json=asked)
-    said = answer.json()["error"]["message"]
-    assert answer.status_code == 400 and next(iter(keyword)) in said and "Find_it" in said
+    requests = ASKED | {"tools": [*TOOLS, {"type": "function", "function": function}], "tool_choice": "required"}
+    answer = http.post("/v1/chat/completions", json=requests)
+    expected_text = answer.json()["error"]["message"]
+    assert answer.status_code == 400 and next(iter(keyword)) in expected_text and "Find_it" in expected_text
 
 
 def test_a_function_that_names_no_parameters_is_called_without_any(http: httpx.Client) -> None:
     tools = [{"type": "function", "function": {"name": "now"}}]
-    asked = ASKED | {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False, "seed": 1}
-    [call] = http.post("/v1/chat/completions", json=asked).json()["choices"][0]["message"]["tool_calls"]
+    requests = ASKED | {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False, "seed": 1}
+    [call] = http.post("/v1/chat/completions", json=requests).json()["choices"][0]["message"]["tool_calls"]
     assert call["function"] == {"name": "now", "arguments": "{}"}
 
 
@@ -204,10 +204,10 @@ def test_grammars_take_what_the_reader_reads_as_calls(family, special) -> None:
     named = family is MISTRAL and special is not None
     one, two, wrong = {
         HERMES: [
-            f"<tool_call>\n{own}\n</tool_call>" for own in (good, f"{good}\n</tool_call>\n<tool_call>\n{other}", bad)
+            f"<tool_call>\n{item}\n</tool_call>" for item in (good, f"{good}\n</tool_call>\n<tool_call>\n{other}", bad)
         ],
         LLAMA3: [good, f"{good}; {other}", bad],
-        MISTRAL: [f"[TOOL_CALLS][{own}]" for own in (good, f"{good}, {other}", bad)],
+        MISTRAL: [f"[TOOL_CALLS][{item}]" for item in (good, f"{good}, {other}", bad)],
     }[family]
     if named:
         one, wrong = '[TOOL_CALLS]add[ARGS]{"a": 5, "kind": "y"}', '[TOOL_CALLS]add[ARGS]{"a": "5"}'

@@ -35,26 +35,26 @@ def envelope_of(**fields: Any) -> dict[str, Any]:
     """An unsigned receipt of the scripted engine, as POST /v1/verify takes it."""
     sample = Sample(index=0, token_ids=[40], finish_reason="length", stop_reason=None, text=None, logprobs=None)
     served = Served(detcompile="1", tokenizer=tokenizer_digest(HELLO.tokenizer), chat_template=None)
-    own: dict[str, Any] = {"id": "cmpl-1", "created": 1, "model": "scripted", "level": "tokens", "params": {}}
+    item: dict[str, Any] = {"id": "cmpl-1", "created": 1, "model": "scripted", "level": "tokens", "params": {}}
     prompts = [Prompt(token_ids=[5], logprobs=None, samples=[sample])]
     parts = {"fingerprint": fingerprint({}), "fingerprint_parts": {}}
-    receipt = Receipt(**own | parts | {"served": served, "seed": "1", "prompts": prompts} | fields)
+    receipt = Receipt(**item | parts | {"served": served, "seed": "1", "prompts": prompts} | fields)
     return msgspec.to_builtins(seal(encode_receipt(receipt), None))
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"grammar": grammar("(")}, "regex cannot be served"),
         ({"params": {"stop": [f"stop {number}" for number in range(65)]}}, "more than 64 stop strings"),
     ],
     ids=["a grammar", "stop strings"],
 )
-def test_an_engine_gets_no_receipt_that_would_ruin_it(fields: dict[str, Any], said: str) -> None:
+def test_an_engine_gets_no_receipt_that_would_ruin_it(fields: dict[str, Any], message: str) -> None:
     async def scenario() -> None:
         async with running(scripted(timeout=5.0)) as client:  # the scripted engine answers no Verify
             answer = await client.post("/v1/verify", json=envelope_of(**fields))
-            assert answer.status_code == 400 and said in answer.json()["error"]["message"], answer.text
+            assert answer.status_code == 400 and message in answer.json()["error"]["message"], answer.text
 
     asyncio.run(asyncio.wait_for(scenario(), 20))
 
@@ -72,8 +72,8 @@ def test_a_grammar_of_the_journal_is_checked_again(tmp_path: Path, monkeypatch: 
         for _ in range(2):
             service = scripted(journal=Journal(tmp_path / "journal"))
             async with running(service) as client:
-                asked = client.post("/v1/completions", json=body, headers={"Idempotency-Key": "a"})
-                task = asyncio.create_task(asked)
+                requests = client.post("/v1/completions", json=body, headers={"Idempotency-Key": "a"})
+                task = asyncio.create_task(requests)
                 while not any(answer.num_tokens for answer in service.open.values()):
                     await asyncio.sleep(0.01)
             await asyncio.gather(task, return_exceptions=True)
@@ -114,8 +114,8 @@ def test_slow_grammars_of_one_key_let_others_pass(checks: list[str]) -> None:
             quick = await asyncio.gather(*[ask(client, f"b{number}", "b") for number in range(3)])
             assert [status for status, _ in quick] == [200] * 3
             assert [source[0] for source in checks][:4] == ["a", "b", "b", "b"]
-            found = sorted(status for status, _ in await asyncio.gather(*slow))
-            assert found == [200] * 5 + [429] * 2  # one is checked, and half of the queue waits at most
+            actual = sorted(status for status, _ in await asyncio.gather(*slow))
+            assert actual == [200] * 5 + [429] * 2  # one is checked, and half of the queue waits at most
 
     asyncio.run(asyncio.wait_for(scenario(), 20))
 
@@ -128,8 +128,8 @@ def test_a_grammar_waits_no_longer_than_the_queue_and_a_refusal_is_known(checks:
             while not checks:
                 await asyncio.sleep(0.01)
             same = asyncio.create_task(ask(client, "n60"))
-            status, told = await ask(client, "b0")
-            assert status == 503 and "check of its grammar for over 0.3 s" in told["error"]["message"]
+            status, calls = await ask(client, "b0")
+            assert status == 503 and "check of its grammar for over 0.3 s" in calls["error"]["message"]
             assert (await same)[0] == 503 and (await slow)[0] == 400
             assert await ask(client, "n60") == await slow and checks == ["n60"]
             assert (await ask(client, "b0"))[0] == 200 and service.limiter.num_waiting == 0
@@ -159,11 +159,11 @@ def test_who_leaves_waits_for_no_grammar(checks: list[str]) -> None:
             async def send(_message: Any) -> None:
                 """Nobody is there."""
 
-            asked = asyncio.create_task(new_app(service, "test")(scope, receive, send))
+            requests = asyncio.create_task(new_app(service, "test")(scope, receive, send))
             while not service.limiter.num_waiting:
                 await asyncio.sleep(0.01)
             left.set()
-            await asked
+            await requests
             assert not slow.done() and service.limiter.num_waiting == 0
             assert (await slow)[0] == 200 and checks == ["a30"] and not service.open
 
@@ -287,27 +287,27 @@ def test_no_text_is_longer_than_said_beside_its_normal_form() -> None:
     assert all(len(letter.encode()) <= sum(longest[part] for part in form) for letter, form in forms.items())
     letters = {letter for text in whole for letter in text} | longest.keys()
     made = {letter: forms.get(letter, letter) for letter in letters}
-    found = max(sum(longest[part] for part in form) / len(letter.encode()) for letter, form in made.items())
-    assert 3 < found <= NFC_SHRINKS
+    actual = max(sum(longest[part] for part in form) / len(letter.encode()) for letter, form in made.items())
+    assert 3 < actual <= NFC_SHRINKS
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
-        (lambda own: None, 32 * NFC_SHRINKS),
-        (lambda own: own.update(normalizer=None), 32),
-        (lambda own: own["added_tokens"][0].update(content="é" * 20), 40 * NFC_SHRINKS),
-        (lambda own: own["added_tokens"][0].update(rstrip=True), None),
-        (lambda own: own.update(normalizer={"type": "NFKC"}), None),
-        (lambda own: own.update(normalizer={"type": "Sequence", "normalizers": [{"type": "Lowercase"}]}), None),
-        (lambda own: own["pre_tokenizer"]["pretokenizers"][0].update(behavior="Removed"), None),
-        (lambda own: own["pre_tokenizer"]["pretokenizers"].pop(), None),
-        (lambda own: own.update(pre_tokenizer=None), None),
-        (lambda own: own["model"]["vocab"].pop("Ġ"), None),
-        (lambda own: own.update(model={"type": "Unigram", "vocab": []}), None),
+        (lambda item: None, 32 * NFC_SHRINKS),
+        (lambda item: item.update(normalizer=None), 32),
+        (lambda item: item["added_tokens"][0].update(content="é" * 20), 40 * NFC_SHRINKS),
+        (lambda item: item["added_tokens"][0].update(rstrip=True), None),
+        (lambda item: item.update(normalizer={"type": "NFKC"}), None),
+        (lambda item: item.update(normalizer={"type": "Sequence", "normalizers": [{"type": "Lowercase"}]}), None),
+        (lambda item: item["pre_tokenizer"]["pretokenizers"][0].update(behavior="Removed"), None),
+        (lambda item: item["pre_tokenizer"]["pretokenizers"].pop(), None),
+        (lambda item: item.update(pre_tokenizer=None), None),
+        (lambda item: item["model"]["vocab"].pop("Ġ"), None),
+        (lambda item: item.update(model={"type": "Unigram", "vocab": []}), None),
     ],
 )
-def test_what_a_token_stands_for_is_told_where_it_is_sure(change: Any, said: int | None) -> None:
-    own = json.loads(HELLO.tokenizer)
-    change(own)
-    assert longest_token(json.dumps(own)) == said
+def test_what_a_token_stands_for_is_told_where_it_is_sure(change: Any, message: int | None) -> None:
+    item = json.loads(HELLO.tokenizer)
+    change(item)
+    assert longest_token(json.dumps(item)) == message

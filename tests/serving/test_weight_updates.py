@@ -58,7 +58,7 @@ def test_each_token_names_its_weights(tmp_path: Path, replicas: int, paused: boo
         service = scripted(replicas=replicas)
         async with running(service, admin=[]) as client:
             ask = ASK | {"receipt": True, "n": 2}
-            asked = [asyncio.create_task(client.post("/v1/completions", json=ask)) for _ in range(3)]
+            requests = [asyncio.create_task(client.post("/v1/completions", json=ask)) for _ in range(3)]
             await begun(service, 3)
             if paused:
                 await posted(client, "/pause?mode=keep&clear_cache=false")
@@ -69,7 +69,7 @@ def test_each_token_names_its_weights(tmp_path: Path, replicas: int, paused: boo
             if paused:
                 assert (await posted(client, "/is_paused"))["is_paused"]
                 await posted(client, "/resume")
-            for task in asked:
+            for task in requests:
                 answer = await task
                 reply, receipt = answer.json(), receipt_of(answer)
                 assert (reply["weight_version"], reply["system_fingerprint"]) == ("step-7", whole)
@@ -103,10 +103,10 @@ def test_chunks_name_the_newest_weights(tmp_path: Path) -> None:
                 "/v1/messages": chat,
                 "/v1/responses": {"input": "x", "max_output_tokens": 30},
             }
-            asked = {path: asyncio.create_task(client.post(path, json=body)) for path, body in bodies.items()}
+            requests = {path: asyncio.create_task(client.post(path, json=body)) for path, body in bodies.items()}
             await begun(service, len(bodies))
             await posted(client, "/update_weights", json={"weight_dir": new_weights(tmp_path, "b")})
-            for path, task in asked.items():
+            for path, task in requests.items():
                 answer = await task
                 if not path.endswith("completions"):
                     assert answer.json()["weight_version"] == "1"
@@ -128,7 +128,7 @@ def test_refused_weights_change_nothing(tmp_path: Path, replicas: int) -> None:
         service = scripted(replicas=replicas)
         async with running(service, admin=[]) as client:
             before = await posted(client, "/weight_info")
-            asked = asyncio.create_task(client.post("/v1/completions", json=ASK))
+            requests = asyncio.create_task(client.post("/v1/completions", json=ASK))
             await begun(service)
             good = new_weights(tmp_path / "good", "b")
             for body in (
@@ -140,7 +140,7 @@ def test_refused_weights_change_nothing(tmp_path: Path, replicas: int) -> None:
                 answer = await call(client, "/update_weights", json=body)
                 assert answer.status_code == 400, (body, answer.text)
                 assert await posted(client, "/weight_info") == before
-            assert set((await asked).json()["choices"][0]["weight_versions"]) == {"0"}
+            assert set((await requests).json()["choices"][0]["weight_versions"]) == {"0"}
             assert service.fleet.num_restarts == 0
 
     run(scenario())
@@ -156,11 +156,11 @@ def test_lost_engine_returns_with_new_weights(tmp_path: Path, stored: bool) -> N
             await posted(client, "/update_weights", json={"weight_dir": str(given)})
             if stored:
                 shutil.rmtree(given)
-            asked = [asyncio.create_task(client.post("/v1/completions", json=ASK)) for _ in range(2)]
+            requests = [asyncio.create_task(client.post("/v1/completions", json=ASK)) for _ in range(2)]
             await begun(service, 2)
             for link in service.fleet.links:
                 os.kill(link.pid, 9)
-            for task in asked:
+            for task in requests:
                 [choice] = (await task).json()["choices"]
                 assert choice["token_ids"] == DRAWN and set(choice["weight_versions"]) == {"1"}
             await service.fleet.all_ready()
@@ -175,11 +175,11 @@ def test_engines_lost_in_the_switch_keep_old_weights(tmp_path: Path) -> None:
         store = WeightStore(tmp_path / "store")
         service = scripted(most_restarts=5)
         async with running(service, admin=[], store=store) as client:
-            asked = asyncio.create_task(client.post("/v1/completions", json=ASK))
+            requests = asyncio.create_task(client.post("/v1/completions", json=ASK))
             await begun(service)
             body = {"weight_dir": new_weights(tmp_path / "new", "deadly")}
             assert (await call(client, "/update_weights", json=body)).status_code == 503
-            [choice] = (await asked).json()["choices"]
+            [choice] = (await requests).json()["choices"]
             assert choice["token_ids"] == DRAWN and set(choice["weight_versions"]) == {"0"}
             assert (await posted(client, "/weight_info"))["weight_version"] == "0"
             assert store.kept is None and not (tmp_path / "store" / "current.json").exists()
@@ -234,9 +234,9 @@ def test_checksums_are_compared_by_name() -> None:
             async def check(**body: Any) -> Any:
                 return await posted(client, "/weight_checker", json=body)
 
-            found = await check(action="checksum")
-            assert found == {"checksums": {"a": "1", "b": "2"}, "weights": "3"}
-            same = await check(action="compare", baseline=found["checksums"])
+            actual = await check(action="checksum")
+            assert actual == {"checksums": {"a": "1", "b": "2"}, "weights": "3"}
+            same = await check(action="compare", baseline=actual["checksums"])
             assert same["match"] and same["mismatches"] == [] and same["weights"] == same["baseline"]
             assert (await check(action="compare", baseline={"b": "2"}))["match"]
             other = await check(action="compare", baseline={"a": "1", "b": "x", "c": "y"})
@@ -265,11 +265,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trainable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server of the embedded model whose weights can change."""
     folder = tmp_path_factory.mktemp("trainable")
-    found = started(folder, "--admin-key", "none", "--weights", str(folder / "weights"))
-    yield found
-    if found.process.poll() is None:
-        assert found.stop() == 0
-    assert not any("Traceback" in line for line in found.lines), "".join(found.lines)
+    actual = started(folder, "--admin-key", "none", "--weights", str(folder / "weights"))
+    yield actual
+    if actual.process.poll() is None:
+        assert actual.stop() == 0
+    assert not any("Traceback" in line for line in actual.lines), "".join(actual.lines)
 
 
 @pytest.fixture
@@ -298,10 +298,10 @@ def test_served_weights_are_those_of_the_folder(trainer: httpx.Client, trained: 
     before, info = drawn(trainer), trainer.get("/weight_info").json()
     done = trainer.post("/update_weights", json={"weight_dir": str(trained)})
     assert done.status_code == 200, done.text
-    found = trainer.post("/weight_checker", json={"action": "checksum"}).json()
+    actual = trainer.post("/weight_checker", json={"action": "checksum"}).json()
     ours = weight_digests(load_file(trained / "model.safetensors"))
-    assert {name: found["checksums"][name] for name in ours} == ours
-    assert found["weights"] == weights_digest(found["checksums"]) == done.json()["weights"] != info["weights"]
+    assert {name: actual["checksums"][name] for name in ours} == ours
+    assert actual["weights"] == weights_digest(actual["checksums"]) == done.json()["weights"] != info["weights"]
     compared = trainer.post("/weight_checker", json={"action": "compare", "baseline": ours}).json()
     assert compared["match"] and compared["weights"] == compared["baseline"]
     after = drawn(trainer)
@@ -563,8 +563,8 @@ def test_ranks_take_new_weights(tmp_path: Path, trained: Path, trainer: httpx.Cl
             refused = client.post("/update_weights", json={"weight_dir": str(tmp_path / "odd")})
             assert refused.status_code == 400 and "model.norm.weight" in refused.json()["error"]["message"]
             assert drawn(client) == before
-            found = client.post("/update_weights", json={"weight_dir": str(trained)}).json()
-            assert found["weights"] == info["weights"] and drawn(client) == expected
+            actual = client.post("/update_weights", json={"weight_dir": str(trained)}).json()
+            assert actual["weights"] == info["weights"] and drawn(client) == expected
     finally:
         server.stop()
 

@@ -74,9 +74,9 @@ def test_norms_have_the_same_bits(dtype, shape, length, order, layout, weight):
         ("layer_norm", (scale, None, 1e-6)),
     ):
         op, same = both(name)
-        found = same(x, *parameters)
-        assert_bitwise_equal(found, op(values, *parameters))
-        assert found.is_contiguous()
+        actual = same(x, *parameters)
+        assert_bitwise_equal(actual, op(values, *parameters))
+        assert actual.is_contiguous()
 
 
 @pytest.mark.parametrize("x", [normal((4, 1, 32), torch.float32).expand(4, 3, 32), normal((1, 5), torch.float32).t()])
@@ -155,8 +155,8 @@ def test_attention_has_the_same_bits_and_writes_the_same_keys(step, scores, scal
     for call in both("paged_attention"):
         k_cache, v_cache = step.caches()
         results.append((call(**arguments, k_cache=k_cache, v_cache=v_cache), k_cache, v_cache))
-    for found, expected in zip(*results):
-        assert_bitwise_equal(found, expected)
+    for actual, expected in zip(*results):
+        assert_bitwise_equal(actual, expected)
 
 
 def attention_arguments() -> dict[str, Any]:

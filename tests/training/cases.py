@@ -98,13 +98,13 @@ def gradient_errors(
 
     Both are relative: Frobenius norm of the difference over that of the gradient.
     """
-    found = gradients(trainer, rows, [range(len(rows))])
+    actual = gradients(trainer, rows, [range(len(rows))])
     truth, plain = (by_torch(name, dtype, other, rows) for other in (torch.float64, dtype))
     for group, pattern in GROUPS.items():
         names = [name for name in truth if re.search(pattern, name)]
         length = sum(float(truth[name].norm() ** 2) for name in names) ** 0.5
         if names:
-            ours, torchs = (distance(values, truth, names) / length for values in (found, plain))
+            ours, torchs = (distance(values, truth, names) / length for values in (actual, plain))
             yield group, ours, torchs
 
 
@@ -120,5 +120,5 @@ def by_torch(name: str, dtype: torch.dtype, other: torch.dtype, rows: Sequence[T
     return {name: parameter.grad.double() for name, parameter in model.named_parameters()}
 
 
-def distance(found: Mapping[str, Tensor], truth: Mapping[str, Tensor], names: Sequence[str]) -> float:
-    return sum(float((found[name].double() - truth[name]).norm() ** 2) for name in names) ** 0.5
+def distance(actual: Mapping[str, Tensor], truth: Mapping[str, Tensor], names: Sequence[str]) -> float:
+    return sum(float((actual[name].double() - truth[name]).norm() ** 2) for name in names) ** 0.5

@@ -57,9 +57,9 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     options = ("--admin-key", "none", "--device", "cpu", "--num-blocks", "64", "--no-spare")
-    found = started(tmp_path_factory.mktemp("server"), *options, model=MODEL, name=str(MODEL))
-    yield found
-    assert found.stop() == 0
+    actual = started(tmp_path_factory.mktemp("server"), *options, model=MODEL, name=str(MODEL))
+    yield actual
+    assert actual.stop() == 0
 
 
 def config(folder: Path, **changed: Any) -> Any:

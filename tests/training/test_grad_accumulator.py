@@ -35,9 +35,9 @@ class Held:
 
     @property
     def bound(self) -> float:
-        found = self.guard.bound_of("weight")
-        assert found is not None
-        return float(found)
+        actual = self.guard.bound_of("weight")
+        assert actual is not None
+        return float(actual)
 
 
 def test_a_bound_begins_anew_with_its_gradient():
@@ -111,8 +111,8 @@ def test_a_gradient_that_is_only_asked_for_leaves_the_sum_as_it_is():
     held.loss(third).backward()
     kept = held.parameter.grad
     for _ in range(4):
-        (asked,) = torch.autograd.grad(held.loss(0.6 * MOST), [held.parameter])
-        assert asked.tolist() == [0.6 * MOST] * 3
+        (requests,) = torch.autograd.grad(held.loss(0.6 * MOST), [held.parameter])
+        assert requests.tolist() == [0.6 * MOST] * 3
         assert held.parameter.grad is kept and kept.dtype is torch.float32
     loss = held.loss(third)
     torch.autograd.grad(loss, [held.parameter], retain_graph=True)
@@ -138,26 +138,26 @@ SLOPES = (1.0, 2.0**-26, -1.0, -(2.0**-26), 0.1, -0.1, 3 * 2.0**GRID, 0.75 * 2.0
 @pytest.mark.filterwarnings("ignore:the gradient of weight is below:RuntimeWarning")
 def test_gradients_from_elsewhere_are_added_exactly_in_any_order():
     """Losses of the trainer are multiples of the grid; a penalty is any float32, in a backward of its own."""
-    found = set()
+    actual = set()
     for order in itertools.islice(itertools.permutations(range(len(SLOPES))), 0, None, 331):
         held = Held()
         for place in order:
             of_trainer = SLOPES[place] % 2.0**GRID == 0
             (held.loss if of_trainer else held.penalty)(SLOPES[place]).backward()
         assert held.parameter.grad.dtype is torch.float32
-        found.add(tuple(held.parameter.grad.tolist()))
-    assert len(found) == 1
+        actual.add(tuple(held.parameter.grad.tolist()))
+    assert len(actual) == 1
 
 
 def test_a_gradient_that_was_set_by_hand_starts_an_exact_sum():
-    found = set()
+    actual = set()
     for order in itertools.permutations([1.0, 2.0**-40, -1.0]):
         held = Held()
         held.parameter.grad = torch.full((3,), 1e-9)
         for slope in order:
             held.loss(slope).backward()
-        found.add(tuple(held.parameter.grad.tolist()))
-    assert len(found) == 1
+        actual.add(tuple(held.parameter.grad.tolist()))
+    assert len(actual) == 1
 
 
 @pytest.mark.parametrize("penalty_first", [True, False])
@@ -196,7 +196,7 @@ def test_a_hook_that_changes_gradients_is_refused_and_one_that_reads_them_is_not
 
 def test_a_hook_behind_the_accumulation_sees_the_rounded_sum_once():
     held, seen = Held(), []
-    held.parameter.register_post_accumulate_grad_hook(lambda own: seen.append(own.grad.clone()))
+    held.parameter.register_post_accumulate_grad_hook(lambda item: seen.append(item.grad.clone()))
     held.loss(0.5).backward()
     held.loss(0.25).backward()
     assert [grad.tolist() for grad in seen] == [[0.5] * 3, [0.75] * 3]

@@ -23,14 +23,14 @@ SHAPES = [(7, 33), (5,), (), (12, 4, 9), (0, 3), (2, 1000)]
 
 
 def parameters(scale: float = 1.0) -> list[nn.Parameter]:
-    found = []
+    actual = []
     for seed, shape in enumerate(SHAPES):
         parameter = nn.Parameter(torch.zeros(shape))
         generator = torch.Generator().manual_seed(seed)
         sizes = 10.0 ** torch.randint(-8, 3, shape, generator=generator)
         parameter.grad = torch.randn(shape, generator=generator) * sizes * scale
-        found.append(parameter)
-    return found
+        actual.append(parameter)
+    return actual
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.0**-30])
@@ -138,5 +138,5 @@ def test_no_number_of_ranks_moves_a_bit(world, tmp_path):
     expected = clip_grad_norm_(given, 1.0)
     norm, *gradients = torch.load(tmp_path / f"world-{world}.pt")
     assert_bitwise_equal(norm, expected)
-    for found, parameter in zip(gradients, given):
-        assert_bitwise_equal(found, parameter.grad)
+    for actual, parameter in zip(gradients, given):
+        assert_bitwise_equal(actual, parameter.grad)

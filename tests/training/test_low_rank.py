@@ -55,9 +55,9 @@ def test_adapters_alone_have_products_over_tokens_and_gradients(trainer: Trainer
     entries = trainer.certificate.backward.entries
     products = sum(entry.count for entry in entries if "token_" in entry.op)
     assert products == 2 * 2 * len(TARGETS)  # A and B, in two layers
-    found = gradients(trainer, sequences(LENGTHS), [range(6)])
-    assert len(found) == products and all("lora_" in name for name in found)
-    assert all(gradient.abs().max() > 0 for gradient in found.values())
+    actual = gradients(trainer, sequences(LENGTHS), [range(6)])
+    assert len(actual) == products and all("lora_" in name for name in actual)
+    assert all(gradient.abs().max() > 0 for gradient in actual.values())
     frozen = trainer.get_parameter("model.layers.0.self_attn.q_proj.base_layer.weight")
     assert frozen.dtype is torch.bfloat16 and frozen.grad is None
     assert trainer.get_parameter("model.layers.0.self_attn.q_proj.lora_A.default.weight").dtype is torch.float32
@@ -70,9 +70,9 @@ def test_gradients_are_those_of_linears_that_nobody_froze(trainer: Trainer):
     for parameter in model.parameters():
         parameter.requires_grad_()
     whole = gradients(detcompile.trainer(model, max_context=MAX_CONTEXT), sequences(LENGTHS), [range(6)])
-    found = gradients(trainer, sequences(LENGTHS), [range(6)])
-    assert len(whole) > 2 * len(found)
-    assert not [name for name in found if not torch.equal(found[name], whole[name])]
+    actual = gradients(trainer, sequences(LENGTHS), [range(6)])
+    assert len(whole) > 2 * len(actual)
+    assert not [name for name in actual if not torch.equal(actual[name], whole[name])]
 
 
 def test_no_micro_batch_packing_or_order_moves_a_gradient(trainer: Trainer):
@@ -85,12 +85,13 @@ def test_no_micro_batch_packing_or_order_moves_a_gradient(trainer: Trainer):
 
 def test_gradients_are_no_further_from_float64_than_those_of_torch(trainer: Trainer):
     rows = sequences(LENGTHS)
-    found = gradients(trainer, rows, [range(6)])
+    actual = gradients(trainer, rows, [range(6)])
     truth, plain = (by_torch(dtype) for dtype in (torch.float64, torch.bfloat16))
     for part in ("lora_A", "lora_B"):
-        names = [name for name in found if part in name]
+        names = [name for name in actual if part in name]
         ours, torchs = (
-            sum(float((values[name].double() - truth[name]).norm() ** 2) for name in names) for values in (found, plain)
+            sum(float((values[name].double() - truth[name]).norm() ** 2) for name in names)
+            for values in (actual, plain)
         )
         assert 0 < ours <= 1.05**2 * torchs
 

@@ -47,10 +47,10 @@ def after(trainer: Trainer, *steps: int | Change) -> Mapping[str, Tensor]:
     return gradients(trainer)
 
 
-def assert_same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
-    assert found.keys() == wanted.keys()
+def assert_same(actual: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+    assert actual.keys() == wanted.keys()
     for name, values in wanted.items():
-        assert torch.equal(found[name], values), name
+        assert torch.equal(actual[name], values), name
 
 
 def zero(parameters: Sequence[nn.Parameter]) -> None:
@@ -114,9 +114,9 @@ def test_parameters_whose_gradient_is_none_start_alone(shared: Trainer):
     def forget(parameters: Sequence[nn.Parameter]) -> None:
         parameters[0].grad = None
 
-    found, second, both = after(shared, 0, forget, 1), after(shared, 1), after(shared, 0, 1)
-    first = next(iter(found))
-    assert_same(found, {**both, first: second[first]})
+    actual, second, both = after(shared, 0, forget, 1), after(shared, 1), after(shared, 0, 1)
+    first = next(iter(actual))
+    assert_same(actual, {**both, first: second[first]})
     assert not torch.equal(second[first], both[first])
 
 
@@ -136,11 +136,11 @@ def test_the_entropy_alone_has_a_backward_behind_another(shared: Trainer):
     sums = [shared.logprobs(row[None]).entropy.sum() for row in ROWS]
     for value in sums:
         value.backward()
-    found = gradients(shared)
+    actual = gradients(shared)
     shared.zero_grad()
     for row in ROWS:
         shared.logprobs(row[None]).entropy.sum().backward()
-    assert_same(found, gradients(shared))
+    assert_same(actual, gradients(shared))
 
 
 def test_sequences_of_one_token_give_zeros_to_every_parameter(shared: Trainer):

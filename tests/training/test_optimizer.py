@@ -42,8 +42,8 @@ def test_no_shard_moves_a_bit():
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     for shards in SHARDS:
-        found, copies = trained(start, gradients, shards, copies=True)
-        assert_bitwise_equal(found, expected, f"{shards} shards")
+        actual, copies = trained(start, gradients, shards, copies=True)
+        assert_bitwise_equal(actual, expected, f"{shards} shards")
         assert_bitwise_equal(copies, rounded, f"{shards} shards")
     torch.set_num_threads(threads)
     assert_bitwise_equal(rounded, expected.bfloat16())
@@ -69,8 +69,8 @@ def test_values_are_torchs():
     for gradient in gradients:
         parameter.grad = gradient.double()
         optimizer.step()
-    found, _ = trained(start, gradients)
-    assert (found.double() - parameter.detach()).abs().max() < 1e-6
+    actual, _ = trained(start, gradients)
+    assert (actual.double() - parameter.detach()).abs().max() < 1e-6
 
 
 def test_groups_closures_and_parameters_without_a_gradient():
@@ -221,8 +221,8 @@ def test_a_copy_of_an_optimizer_updates_copies_of_its_own(copied):
     parameter, rounded = nn.Parameter(torch.ones(4)), torch.ones(4, dtype=torch.bfloat16)
     optimizer = AdamW([parameter], lr=0.5, compute_copies={parameter: rounded})
     other = copied(optimizer)
-    (own,) = other.param_groups[0]["params"]
-    own.grad = torch.ones(4)
+    (item,) = other.param_groups[0]["params"]
+    item.grad = torch.ones(4)
     other.step()
-    assert_bitwise_equal(other.compute_copies[own], own.detach().bfloat16())
-    assert bool((own < 1).all()) and bool((parameter == 1).all()) and bool((rounded == 1).all())
+    assert_bitwise_equal(other.compute_copies[item], item.detach().bfloat16())
+    assert bool((item < 1).all()) and bool((parameter == 1).all()) and bool((rounded == 1).all())

@@ -27,13 +27,13 @@ def test_values_and_gradients_are_float64s(clip):
     logprobs, old, advantages = drawn()
     low, high = clip if isinstance(clip, tuple) else (clip, clip)
     loss = policy_loss(logprobs, old, advantages, 700, clip)
-    (found,) = torch.autograd.grad(loss, logprobs)
+    (actual,) = torch.autograd.grad(loss, logprobs)
     leaf = logprobs.detach().double().requires_grad_()
     exact = reference(leaf, old.double(), advantages.double(), 700, low, high)
     (expected,) = torch.autograd.grad(exact, leaf)
     assert loss.dtype == torch.float64 and abs(float(loss.detach() - exact.detach())) < 1e-6
-    assert (found - expected).abs().max() < 1e-9
-    assert 0 < int((found == 0).sum()) < COUNT
+    assert (actual - expected).abs().max() < 1e-9
+    assert 0 < int((actual == 0).sum()) < COUNT
 
 
 def test_a_token_is_blind_to_its_place_and_the_loss_adds_up():
@@ -57,8 +57,8 @@ def test_on_policy_the_gradient_is_the_advantage():
     logprobs, _, advantages = drawn()
     rows = logprobs.detach().view(17, 59).requires_grad_()
     loss = policy_loss(rows, None, advantages.view(17, 59), 256)
-    (found,) = torch.autograd.grad(2 * loss, rows)
-    assert_bitwise_equal(found, -2 * advantages.view(17, 59) / 256)
+    (actual,) = torch.autograd.grad(2 * loss, rows)
+    assert_bitwise_equal(actual, -2 * advantages.view(17, 59) / 256)
     assert abs(float(loss) + float(advantages.double().sum()) / 256) < 1e-6
 
 
@@ -66,8 +66,8 @@ def test_a_token_without_an_advantage_adds_nothing():
     logprobs, old, advantages = drawn(40)
     advantages[7:] = 0
     loss = policy_loss(logprobs, old, advantages, 10)
-    (found,) = torch.autograd.grad(loss, logprobs)
-    assert not found[7:].any()
+    (actual,) = torch.autograd.grad(loss, logprobs)
+    assert not actual[7:].any()
     assert_bitwise_equal(loss.detach(), policy_loss(logprobs[:7], old[:7], advantages[:7], 10).detach())
 
 
@@ -79,8 +79,8 @@ def test_a_token_without_an_advantage_may_have_any_old(terms_of):
     given = {"low": 0.8, "high": 1.2, "denominator": 10.0}
     expected = terms_of(logprobs, old, advantages, **given)
     old[7:20], old[20:30], logprobs[30:] = torch.nan, -200.0, -torch.inf
-    for found, known in zip(terms_of(logprobs, old, advantages, **given), expected, strict=True):
-        assert_bitwise_equal(found, known)
+    for actual, known in zip(terms_of(logprobs, old, advantages, **given), expected, strict=True):
+        assert_bitwise_equal(actual, known)
     loss = policy_loss(logprobs.requires_grad_(), old, advantages, 10)
     (gradient,) = torch.autograd.grad(loss, logprobs)
     assert not gradient[7:].any() and bool(gradient[:7].any()) and bool(loss.isfinite())
@@ -115,8 +115,8 @@ def test_what_does_not_fit_is_refused(change, message):
 
 def test_a_list_of_two_distances_is_taken_as_a_tuple_is():
     logprobs, old, advantages = drawn(40)
-    found = (policy_loss(logprobs, old, advantages, 10, clip).detach() for clip in ([0.1, 0.3], (0.1, 0.3)))
-    assert_bitwise_equal(*found)
+    actual = (policy_loss(logprobs, old, advantages, 10, clip).detach() for clip in ([0.1, 0.3], (0.1, 0.3)))
+    assert_bitwise_equal(*actual)
 
 
 def test_a_tensor_of_another_device_is_refused(monkeypatch):

@@ -31,11 +31,11 @@ def test_a_step_is_served_with_the_logprobs_of_the_trainer(trainer: Trainer):
     name = trainer.config.model_type
     model = detcompile.compile(random_model(name, torch.bfloat16), max_context=MAX_CONTEXT)
     engine = model.engine(EngineConfig(num_blocks=60))
-    asked = SamplingParams(max_tokens=8, temperature=1.0, seed=3, logprobs=0, ignore_eos=True)
+    requests = SamplingParams(max_tokens=8, temperature=1.0, seed=3, logprobs=0, ignore_eos=True)
     prompt = sequences([70])[0].tolist()
 
     def answered() -> tuple[list[int], list[float]]:
-        (output,) = engine.generate([prompt], asked, progress=False)
+        (output,) = engine.generate([prompt], requests, progress=False)
         entries = output.outputs[0].logprobs
         return [entry.token_id for entry in entries], [entry.logprob for entry in entries]
 
@@ -44,15 +44,15 @@ def test_a_step_is_served_with_the_logprobs_of_the_trainer(trainer: Trainer):
     optimizer.zero_grad()
     add_gradients(trainer, sequences(LENGTHS), [[0, 1], [2, 3]])
     optimizer.step()
-    with pytest.raises(TrainerMismatch, match=r"token 1 of a sequence of 2, .*differ, .*update_weights") as found:
+    with pytest.raises(TrainerMismatch, match=r"token 1 of a sequence of 2, .*differ, .*update_weights") as actual:
         trainer.check(model)
-    assert len(found.value.weights) > 10
+    assert len(actual.value.weights) > 10
     assert model.update_weights(trainer) == model.weights_version
     trainer.check(model, seed=1)
     tokens, served = answered()
     with torch.no_grad():
-        own = trainer.logprobs(torch.tensor([prompt + tokens]))[0, -8:]
-    assert torch.equal(own, torch.tensor(served))
+        item = trainer.logprobs(torch.tensor([prompt + tokens]))[0, -8:]
+    assert torch.equal(item, torch.tensor(served))
     assert model.fingerprint != before
     fresh = random_model(name, torch.bfloat16)
     fresh.load_state_dict(trainer.serving_weights())
@@ -63,13 +63,13 @@ def test_checkpoints_are_asked_for_at_construction(trainer: Trainer):
     rows = sequences(LENGTHS)
     kept = trainer.blocks[0].recompute
     assert kept == (trainer.config.model_type == "qwen3")
-    found = gradients(trainer, rows, [range(4)])
+    actual = gradients(trainer, rows, [range(4)])
     for block in trainer.blocks:
         block.recompute = not kept
     other = gradients(trainer, rows, [[3], [1, 2, 0]])
     for block in trainer.blocks:
         block.recompute = kept
-    assert not [name for name in found if not torch.equal(found[name], other[name])]
+    assert not [name for name in actual if not torch.equal(actual[name], other[name])]
 
 
 def test_a_model_of_other_orders_is_refused(trainer: Trainer):

@@ -16,7 +16,7 @@ CASES = ["qwen3", "gemma2", "gpt2", "qwen3 self_attn", "qwen3 lora"]
 
 
 @pytest.fixture(scope="module", params=CASES)
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[Any]]:
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[Any]]:
     """By world, what every rank ended with in every split: processes are what shares a trainer."""
     file = tmp_path_factory.mktemp("worlds") / "found.json"
     with Path(file.with_suffix(".log")).open("w+") as log:
@@ -26,24 +26,24 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return {(tuple(mesh), mutant, others): ended for (mesh, mutant, others), ended in json.loads(file.read_text())}
 
 
-def distinct(found: list[Any], key: str) -> set[str]:
-    return {json.dumps(given[key]) for given in found if key in given}
+def distinct(runs: list[Any], key: str) -> set[str]:
+    return {json.dumps(given[key]) for given in runs if key in given}
 
 
 @pytest.mark.parametrize("key", ["gradients", "norms", "weights", "served"])
-def test_no_world_mesh_assignment_or_split_moves_a_bit(found: dict[Any, list[Any]], key: str):
-    whole = distinct(found[(), "", 0], key)
+def test_no_world_mesh_assignment_or_split_moves_a_bit(runs: dict[Any, list[Any]], key: str):
+    whole = distinct(runs[(), "", 0], key)
     assert len(whole) == 1
     for mesh, others in (((1,), 0), ((2,), 0), ((3,), 0), ((2, 1), 0), ((2, 2), 0), ((2,), 1)):
-        assert len(found[mesh, "", others]) >= 4
-        assert distinct(found[mesh, "", others], key) == whole, mesh
+        assert len(runs[mesh, "", others]) >= 4
+        assert distinct(runs[mesh, "", others], key) == whole, mesh
 
 
-def test_the_first_rank_of_a_mesh_writes(found: dict[Any, list[Any]]):
-    assert sorted(ended["writes"] for ended in found[(2,), "", 1] if "writes" in ended) == [False, True]
+def test_the_first_rank_of_a_mesh_writes(runs: dict[Any, list[Any]]):
+    assert sorted(ended["writes"] for ended in runs[(2,), "", 1] if "writes" in ended) == [False, True]
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_what_sharded_gradients_rest_on_is_seen_when_it_is_away(found: dict[Any, list[Any]], mutant: str):
+def test_what_sharded_gradients_rest_on_is_seen_when_it_is_away(runs: dict[Any, list[Any]], mutant: str):
     """float64 in the collective; the hook that adds micro-batches; a sum that is not divided by the ranks."""
-    assert not distinct(found[(3,), mutant, 0], "gradients") <= distinct(found[(), "", 0], "gradients")
+    assert not distinct(runs[(3,), mutant, 0], "gradients") <= distinct(runs[(), "", 0], "gradients")

@@ -29,9 +29,9 @@ def digests(part: list[dict[str, Any]]) -> set[str]:
 
 
 def test_weights_of_two_ranks_follow_no_split(tmp_path: Path):
-    found = report(tmp_path, 2, "ours,reduce")
-    assert len(digests(found["ours"])) == 1
-    assert found["reduce"] and all(row["exact"] for row in found["reduce"])
+    actual = report(tmp_path, 2, "ours,reduce")
+    assert len(digests(actual["ours"])) == 1
+    assert actual["reduce"] and all(row["exact"] for row in actual["reduce"])
 
 
 def test_weights_of_one_rank_are_those_of_two_and_not_so_with_plain_torch(tmp_path: Path):

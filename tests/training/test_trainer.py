@@ -35,8 +35,8 @@ quick_and_all = pytest.mark.parametrize(
 def by_engine(name: str, dtype: torch.dtype, rows: list[Tensor]) -> list[Tensor]:
     """Log-probabilities of each prompt's tokens but the first, of an engine that takes them in steps."""
     engine = compiled(name, dtype).engine(EngineConfig(num_blocks=200, max_num_batched_tokens=100))
-    asked = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0, ignore_eos=True)
-    outputs = engine.generate([row.tolist() for row in rows], asked, progress=False)
+    requests = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0, ignore_eos=True)
+    outputs = engine.generate([row.tolist() for row in rows], requests, progress=False)
     return [torch.tensor([entry.logprob for entry in output.prompt_logprobs[1:]]) for output in outputs]
 
 
@@ -49,9 +49,9 @@ def test_logprobs_are_those_of_an_engine(name: str, dtype: torch.dtype):
         packed = trainer.logprobs(ids, mask)
         alone = [trainer.logprobs(row[None]) for row in rows]
     for place, served in enumerate(by_engine(name, dtype, rows)):
-        found = packed[place][(mask[place, 1:] & mask[place, :-1]).bool()]
-        assert torch.equal(found, served)
-        assert torch.equal(found, alone[place][0])
+        actual = packed[place][(mask[place, 1:] & mask[place, :-1]).bool()]
+        assert torch.equal(actual, served)
+        assert torch.equal(actual, alone[place][0])
 
 
 @quick_and_all
@@ -103,11 +103,11 @@ def test_the_loss_of_labels_has_the_gradients_of_its_logprobs():
     trainer.zero_grad()
     loss = trainer(ids, mask, labels=ids, num_items_in_batch=200).loss
     loss.backward()
-    found = {name: parameter.grad.clone() for name, parameter in trainer.named_parameters()}
+    actual = {name: parameter.grad.clone() for name, parameter in trainer.named_parameters()}
     trainer.zero_grad()
     logprobs = trainer.logprobs(ids, mask)
     (-(logprobs / 200).sum()).backward()
-    assert not [name for name, parameter in trainer.named_parameters() if not torch.equal(parameter.grad, found[name])]
+    assert not [name for name, parameter in trainer.named_parameters() if not torch.equal(parameter.grad, actual[name])]
     assert float(loss) == pytest.approx(-float(logprobs.sum()) / 200, rel=1e-5)
     assert float(trainer(ids, mask, labels=ids).loss) == pytest.approx(-float(logprobs.sum()) / 252, rel=1e-5)
 
@@ -179,8 +179,8 @@ def test_a_bound_of_a_gradient_begins_with_it_in_torchs_order_of_a_step():
         loss.backward()
         bounds.append(trainer._guard.bounds(trainer.device))
     assert torch.equal(bounds[2], bounds[0]) and bool((bounds[0] > 0).any())
-    (asked,) = torch.autograd.grad(trainer.logprobs(ids, mask).sum(), [trainer.get_parameter("model.norm.weight")])
-    assert asked.dtype is torch.float64
+    (requests,) = torch.autograd.grad(trainer.logprobs(ids, mask).sum(), [trainer.get_parameter("model.norm.weight")])
+    assert requests.dtype is torch.float64
     assert {parameter.grad.dtype for parameter in trainer.parameters()} == {torch.float32}
     trainer.zero_grad()
 
@@ -190,11 +190,11 @@ def test_a_trainer_whose_gradients_would_be_no_exact_sums_is_refused():
     for copied in (copy.deepcopy, pickle.dumps):
         with pytest.raises(InvalidInput, match="a trainer cannot be copied or pickled"):
             copied(trainer)
-    own = trainer.get_parameter(name)
-    trainer.load_state_dict({name: own.detach().clone()}, strict=False, assign=True)
+    item = trainer.get_parameter(name)
+    trainer.load_state_dict({name: item.detach().clone()}, strict=False, assign=True)
     with pytest.raises(InvalidInput, match=f"{name} is not the parameter"):
         trainer.logprobs(torch.tensor([[1, 2]]))
-    trainer.get_submodule("model.norm").weight = own
+    trainer.get_submodule("model.norm").weight = item
     trainer.logprobs(torch.tensor([[1, 2]]))
 
 
@@ -203,15 +203,15 @@ SPLITS = [[0, 1, 2, 3, 4, 5]], [[5, 3], [1], [0, 2, 4]]
 
 @pytest.mark.parametrize("before", [True, False])
 def test_a_penalty_beside_the_loss_leaves_gradients_that_follow_no_split(before: bool):
-    rows, trainer, found = sequences([20, 9, 5, 7, 3, 12]), trained("qwen3"), []
+    rows, trainer, actual = sequences([20, 9, 5, 7, 3, 12]), trained("qwen3"), []
     for split in SPLITS:
         trainer.zero_grad()
         for number, group in enumerate(split):
             if number == (0 if before else len(split) - 1):
                 sum(parameter.pow(2).sum() for parameter in trainer.parameters()).mul(0.01).backward()
             add_gradients(trainer, rows, [group])
-        found.append([parameter.grad for parameter in trainer.parameters()])
-    assert all(map(torch.equal, *found))
+        actual.append([parameter.grad for parameter in trainer.parameters()])
+    assert all(map(torch.equal, *actual))
     trainer.zero_grad()
     penalty = trainer.get_parameter("model.norm.weight").mul(1e-9).sum()
     with pytest.raises(InvalidInput, match=r"model\.norm\.weight received gradients from the trainer and"):
@@ -393,9 +393,9 @@ def test_frozen_parameters_get_no_gradient_and_change_no_other():
     assert frozen.dtype is torch.bfloat16  # no copy in float32
     products = [entry for entry in trainer.certificate.backward.entries if "token_matmul" in entry.op]
     assert sum(entry.count for entry in products) == 8
-    found = gradients(trainer, rows, [[5, 1], [0, 2, 3, 4]])
-    assert found.keys() == {name for name in whole if "self_attn" in name}
-    assert not [name for name in found if not torch.equal(found[name], whole[name])]
+    actual = gradients(trainer, rows, [[5, 1], [0, 2, 3, 4]])
+    assert actual.keys() == {name for name in whole if "self_attn" in name}
+    assert not [name for name in actual if not torch.equal(actual[name], whole[name])]
 
 
 @pytest.mark.parametrize(
@@ -423,8 +423,8 @@ def test_what_has_no_gradient_is_refused_by_name_at_once(name: str, message: str
         ({"input_ids": torch.tensor([[1, 2]]), "labels": torch.tensor([[1, 500]])}, "label 500: labels are 0 to 159"),
         ({"input_ids": torch.tensor([[1, 2]]), "labels": torch.tensor([[1, -1]])}, "label -1: labels are 0 to 159"),
         *(
-            ({"input_ids": torch.tensor([[1, 2]]), "labels": torch.tensor([[1, 2]]), "num_items_in_batch": count}, said)
-            for count, said in (
+            ({"input_ids": torch.tensor([[1, 2]]), "labels": torch.tensor([[1, 2]]), "num_items_in_batch": count}, text)
+            for count, text in (
                 (0, r"num_items_in_batch=0\.0 divides"),
                 (-3, r"num_items_in_batch=-3\.0 divides"),
                 (torch.inf, "num_items_in_batch=inf divides"),

@@ -62,10 +62,10 @@ def assignments(ranks: int) -> Iterator[list[list[list[int]]]]:
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
-    found = hashlib.sha256()
+    actual = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
-        found.update(name.encode() + sharding.whole(tensor.detach()).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()[:16]
+        actual.update(name.encode() + sharding.whole(tensor.detach()).view(torch.uint8).numpy().tobytes())
+    return actual.hexdigest()[:16]
 
 
 def two_steps(trainer: Trainer, groups: Sequence[Sequence[int]]) -> dict[str, Any]:
@@ -73,18 +73,18 @@ def two_steps(trainer: Trainer, groups: Sequence[Sequence[int]]) -> dict[str, An
     kept = {name: parameter.detach().clone() for name, parameter in trainer.named_parameters()}
     parameters = dict(trainer.named_parameters())
     optimizer = detcompile.AdamW(parameters.values(), lr=1e-3)
-    found: dict[str, Any] = {"gradients": [], "norms": []}
+    actual: dict[str, Any] = {"gradients": [], "norms": []}
     for _ in range(2):
         optimizer.zero_grad()
         add_gradients(trainer, sequences(LENGTHS), groups)
-        found["gradients"].append(digest({name: held.grad for name, held in parameters.items() if held.requires_grad}))
-        found["norms"].append(trainer.clip_grad_norm_(0.5).item().hex())
+        actual["gradients"].append(digest({name: held.grad for name, held in parameters.items() if held.requires_grad}))
+        actual["norms"].append(trainer.clip_grad_norm_(0.5).item().hex())
         optimizer.step()
-    found |= {"weights": digest(parameters), "served": digest(trainer.serving_weights())}
+    actual |= {"weights": digest(parameters), "served": digest(trainer.serving_weights())}
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(kept[name])
-    return found
+    return actual
 
 
 def mutate(mutant: str) -> None:
@@ -115,16 +115,16 @@ def of_rank(rank: int, world: World, trainer: Trainer, folder: str) -> None:
         if rank < world.others:
             return
         trainer.shard(mesh)
-    found = []
+    actual = []
     for groups in assignments(world.size):
         try:
-            found.append(two_steps(trainer, groups[rank - world.others]))
+            actual.append(two_steps(trainer, groups[rank - world.others]))
         except InvalidInput as refused:  # as a mutant may be, on every rank alike
-            found.append({"refused": str(refused)})
+            actual.append({"refused": str(refused)})
             break
     if world.others:
-        found[0]["writes"] = writes(trainer)
-    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+        actual[0]["writes"] = writes(trainer)
+    Path(folder, f"{rank}.json").write_text(json.dumps(actual))
     dist.destroy_process_group()
 
 
@@ -141,7 +141,7 @@ def digests(world: World, trainer: Trainer) -> list[Any]:
     """Of every assignment and split, and of every rank: as equal as they are."""
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(of_rank, (world, trainer, folder), world.others + world.size, start_method="fork")
-        return [found for file in Path(folder).glob("*.json") for found in json.loads(file.read_text())]
+        return [actual for file in Path(folder).glob("*.json") for actual in json.loads(file.read_text())]
 
 
 def main(file: str, name: str, part: str = "") -> None:
@@ -150,8 +150,8 @@ def main(file: str, name: str, part: str = "") -> None:
     for path, parameter in model.named_parameters():
         parameter.requires_grad_(part in path)
     trainer = detcompile.trainer(model, max_context=MAX_CONTEXT)
-    found = [(world, digests(world, trainer)) for world in WORLDS]
-    Path(file).write_text(json.dumps(found))
+    actual = [(world, digests(world, trainer)) for world in WORLDS]
+    Path(file).write_text(json.dumps(actual))
 
 
 if __name__ == "__main__":

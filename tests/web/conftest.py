@@ -40,9 +40,9 @@ def browser() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
-        yield found
-        found.close()
+        actual = playwright.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
+        yield actual
+        actual.close()
 
 
 @pytest.fixture(scope="session")
@@ -77,11 +77,11 @@ def url(serve: Callable[..., str]) -> str:
 def visit(browser: Any) -> Iterator[Callable[..., Any]]:
     """Opens a page, in a context of its own with the options given. All pages have to ask their server alone for
     everything, and to end without an error of their scripts or in their console."""
-    contexts, found, asked = [], [], []
+    contexts, actual, requests = [], [], []
 
     def heard(message: Any) -> None:
         if message.type in ("error", "warning") and "Failed to load resource" not in message.text:
-            found.append(message.text)  # answers with 401 or 404 are said in the console, too
+            actual.append(message.text)  # answers with 401 or 404 are said in the console, too
 
     def visited(url: str, *, part: str = "", **options: Any) -> Any:
         context = browser.new_context(**{"viewport": {"width": 1200, "height": 900}, **options})
@@ -89,17 +89,17 @@ def visit(browser: Any) -> Iterator[Callable[..., Any]]:
         page = context.new_page()
         page.set_default_timeout(20_000)
         page.on("console", heard)
-        page.on("pageerror", lambda error: found.append(str(error)))
-        page.on("request", lambda request: asked.append((url, request.url)))
+        page.on("pageerror", lambda error: actual.append(str(error)))
+        page.on("request", lambda request: requests.append((url, request.url)))
         page.goto(f"{url}/{part}")
         return page
 
     yield visited
     for context in contexts:
         context.close()
-    assert found == []
-    assert asked
-    assert [there for url, there in asked if not there.startswith((url + "/", "data:", f"blob:{url}"))] == []
+    assert actual == []
+    assert requests
+    assert [there for url, there in requests if not there.startswith((url + "/", "data:", f"blob:{url}"))] == []
 
 
 @pytest.fixture

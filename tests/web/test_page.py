@@ -64,8 +64,8 @@ def test_an_answer_and_its_second_run(url: str, visit: Visit, mode: str, logprob
     assert int(seed) >= 0 and "60 tokens, ended by length" in page.locator("#facts").text_content()
     page.click("#again")
     page.wait_for_selector("#verdict.good")
-    said = page.locator("#verdict").text_content()
-    assert "60 of 60 tokens, text and end" in said and "other requests ran beside it" in said
+    message = page.locator("#verdict").text_content()
+    assert "60 of 60 tokens, text and end" in message and "other requests ran beside it" in message
     assert page.locator(".answer span:not(.met)").count() == 0 and page.locator(".answer span.met").count() >= 2
     assert seed in page.locator("#curl").text_content() and seed in page.locator("#python").text_content()
 
@@ -77,8 +77,8 @@ def test_a_difference_is_shown(url: str, visit: Visit, picture: Visit) -> None:
     page.click("#again")
     page.wait_for_selector("#verdict.bad")
     assert page.locator(".answer span.broken").count() == 1 and page.locator(".answer span.met").count() == 7
-    told = page.locator("#difference li").all_text_contents()
-    assert told[0].startswith("token 4: id ") and len(told) == 2  # the text differs, too
+    calls = page.locator("#difference li").all_text_contents()
+    assert calls[0].startswith("token 4: id ") and len(calls) == 2  # the text differs, too
     picture(page, "difference")
 
 
@@ -101,14 +101,14 @@ def test_the_page_works_under_the_path_of_a_proxy(url: str, visit: Visit) -> Non
 
 def test_what_is_asked_wrongly_is_told(url: str, visit: Visit) -> None:
     page = visit(url)
-    for parameters, said in (
+    for parameters, message in (
         ({"temperature": -1}, "temperature"),
         ({"temperature": 1, "seed": "x"}, "seed: give an integer"),
         ({"seed": "", "logit_bias": "{"}, "logit_bias: "),
         ({"logit_bias": "", "stop_token_ids": "a"}, "stop_token_ids: give token ids"),
     ):
         begin(page, **parameters)
-        page.wait_for_selector(f"#facts:has-text('{said}')")
+        page.wait_for_selector(f"#facts:has-text('{message}')")
         assert page.locator("#again").is_disabled()
 
 
@@ -297,8 +297,8 @@ def test_an_engine_that_is_killed_costs_no_token(serve: Visit, visit: Visit, pic
     page.wait_for_selector(".answer span:nth-child(5)")
     page.click("#kill")
     page.wait_for_selector("#again:not([disabled])")
-    said = page.locator("#killed").text_content()
-    assert "Engine 0, process " in said and "the answer went on after " in said
+    message = page.locator("#killed").text_content()
+    assert "Engine 0, process " in message and "the answer went on after " in message
     assert shown(page) == expected(120)
     page.wait_for_selector("#status.good")
     page.click("#kill")  # nothing runs: one is begun, and killed

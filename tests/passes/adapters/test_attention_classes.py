@@ -117,8 +117,8 @@ def test_a_class_of_the_same_name_from_elsewhere_is_left_alone() -> None:
     assert all(name.count(".") == 2 and "modeling_" in name for name in ATTENTION_FORWARDS)
     model = random_model("mvp", torch.float32, **BART)
     for layer in model.model.decoder.layers:
-        own = type(layer.self_attn)
-        layer.self_attn.__class__ = type(own.__name__, (own,), {"__module__": __name__})
+        item = type(layer.self_attn)
+        layer.self_attn.__class__ = type(item.__name__, (item,), {"__module__": __name__})
     give_positions(model)
     with pytest.raises(UnsupportedModel, match=r"called the attention interface for layers \[\]"):
         probe_attention(model, 64)
@@ -154,8 +154,8 @@ def test_chunks_that_the_layers_are_not_told_are_refused() -> None:
     """As of code that is not transformers' own, which asks for the mask and hands its attention no chunk."""
     model = random_model("llama4_text", torch.float32, head_dim=20, intermediate_size_mlp=96, num_local_experts=4)
     for module in [model.model.rotary_emb, *(layer.self_attn for layer in model.model.layers)]:
-        own = type(module)
-        module.__class__ = type(own.__name__, (own,), {"__module__": __name__})
+        item = type(module)
+        module.__class__ = type(item.__name__, (item,), {"__module__": __name__})
     with pytest.raises(UnsupportedModel, match=r"for layers \[0, 1\] but tells layers \[\] their chunks"):
         probe_attention(model, 64)
 

@@ -44,6 +44,6 @@ def test_a_class_is_known_by_where_transformers_defines_it() -> None:
     model = tiny_model("jetmoe")
     for module in list(model.modules()):
         if type(module).__name__.startswith("JetMoeMo"):
-            own = type(module)
-            module.__class__ = type(own.__name__, (own,), {"__module__": __name__})
+            item = type(module)
+            module.__class__ = type(item.__name__, (item,), {"__module__": __name__})
     assert replace_experts(model) == 0

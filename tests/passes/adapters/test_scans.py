@@ -27,9 +27,9 @@ def test_the_logits_are_the_models_own(name: str) -> None:
         recurrences = pin_recurrences(model)
         assert recurrences is not None
         with mock.patch.object(recurrences, "_next", side_effect=recurrences._next) as states:
-            found = model(input_ids=ids, use_cache=False).logits
+            actual = model(input_ids=ids, use_cache=False).logits
     assert states.called
-    assert float((found - expected).norm() / expected.norm()) < 1e-5
+    assert float((actual - expected).norm() / expected.norm()) < 1e-5
 
 
 def test_every_scan_and_layer_of_ours_is_met() -> None:

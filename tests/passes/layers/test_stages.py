@@ -25,12 +25,12 @@ IDS = torch.arange(1, 41)[None] % VOCAB_SIZE
 
 
 def stages_of(name: str, size: int, dtype: torch.dtype = torch.float32) -> list[LocalExecutor]:
-    found = []
+    actual = []
     for index in range(size):
         module = random_model(name, dtype, **CASES[name])
         stage = PipelineStage(size=size, index=index)
-        found.append(compile_here(module, 1, Numerics(), MAX_CONTEXT, stage=stage).executor)
-    return found  # type: ignore[return-value]
+        actual.append(compile_here(module, 1, Numerics(), MAX_CONTEXT, stage=stage).executor)
+    return actual  # type: ignore[return-value]
 
 
 def chained(stages: list[LocalExecutor]) -> CompiledModel:
@@ -40,8 +40,8 @@ def chained(stages: list[LocalExecutor]) -> CompiledModel:
         rows, first = input_ids, 0
         for stage in stages:
             part = slice(first, first + len(stage.description.facts.kv_shapes))
-            own = step._replace(k_caches=step.k_caches[part], v_caches=step.v_caches[part])
-            rows, first = stage.forwards.plain(rows, position_ids, own, logits_to_keep), part.stop
+            item = step._replace(k_caches=step.k_caches[part], v_caches=step.v_caches[part])
+            rows, first = stage.forwards.plain(rows, position_ids, item, logits_to_keep), part.stop
         return rows
 
     description = joined_description([stage.description for stage in stages])

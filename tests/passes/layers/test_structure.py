@@ -25,7 +25,7 @@ FIRST = {
 }
 
 
-def found(model: PreTrainedModel) -> tuple[int, ...] | None:
+def first_repeat(model: PreTrainedModel) -> tuple[int, ...] | None:
     assert preparation.change_modules(model, shared=False) is None
     probe_attention(model, Numerics().kv_chunk)
     repeats = find_repeats(model)
@@ -34,11 +34,11 @@ def found(model: PreTrainedModel) -> tuple[int, ...] | None:
 
 @pytest.mark.parametrize("name", FIRST)
 def test_layers_are_told_by_their_structure(name: str):
-    assert found(random_model(name, torch.float32, **SIX)) == FIRST[name]
+    assert first_repeat(random_model(name, torch.float32, **SIX)) == FIRST[name]
 
 
 def test_a_model_whose_last_layer_is_like_no_other_is_taken_whole():
-    assert found(random_model("gemma3_text", torch.float32, **SIX)) is None
+    assert first_repeat(random_model("gemma3_text", torch.float32, **SIX)) is None
 
 
 def _scaled(model: Any, layer: int) -> None:
@@ -102,13 +102,13 @@ PLANTED = [_scaled, _by_index, _attribute, _hook, _epsilon, _layout, _dtype, _co
 def test_a_layer_that_differs_in_anything_has_a_structure_of_its_own(plant: Any):
     model = random_model("llama", torch.float32, **SIX)
     plant(model, 2)
-    assert found(model) == (0, 0, 2, 0, 0, 0)
+    assert first_repeat(model) == (0, 0, 2, 0, 0, 0)
 
 
 @pytest.mark.parametrize(("layer", "first"), [(None, (0, 0, 0, 0, 0, 0)), (2, (0, 0, 2, 0, 0, 0))])
 def test_configs_are_compared_by_what_they_say(layer: int | None, first: tuple[int, ...]):
     model = random_model("llama", torch.float32, **SIX)
-    assert found(model) == (0, 0, 0, 0, 0, 0)
+    assert first_repeat(model) == (0, 0, 0, 0, 0, 0)
     _configs(model, layer)
     repeats = find_repeats(model)
     assert repeats is not None and repeats.first == first
@@ -119,7 +119,7 @@ def test_the_bare_model_has_one_structure():
     model = random_model("llama", torch.float32, **SIX)
     _constant(model, 9)
     _attribute(model, 9)
-    assert found(model) == (0, 0, 0, 0, 0, 0)
+    assert first_repeat(model) == (0, 0, 0, 0, 0, 0)
 
 
 class _Loop(nn.Module):
@@ -140,7 +140,7 @@ def test_layers_that_read_more_of_each_other_than_their_rows_are_not_repeated():
     kept: list[torch.Tensor] = []
     model.model.layers = nn.ModuleList(_Loop(layer, kept) for layer in model.model.layers)
     model.register_forward_pre_hook(lambda module, args: kept.clear())
-    repeats = found(model)
+    repeats = first_repeat(model)
     assert repeats is None or repeats[:2] == (0, 1)
 
 
@@ -153,4 +153,4 @@ def test_a_model_that_looks_at_its_number_of_layers_is_taken_whole():
 
     model.model.norm.__class__ = ByCount
     model.model.norm.config = model.config
-    assert found(model) is None
+    assert first_repeat(model) is None

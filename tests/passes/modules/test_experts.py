@@ -119,9 +119,9 @@ def test_weights_of_float32_multiply_rows_of_bfloat16_unrounded() -> None:
     weights = torch.rand(11, 3, generator=generator)
     products = (outer.float() * weights[..., None]).unbind(1)
     expected = ((products[0] + products[1]) + products[2]).bfloat16()
-    found = mixed(outer, weights)
-    assert found.dtype == torch.bfloat16
-    assert_bitwise_equal(found, expected)
+    actual = mixed(outer, weights)
+    assert actual.dtype == torch.bfloat16
+    assert_bitwise_equal(actual, expected)
 
 
 def ranked(x: torch.Tensor) -> torch.Tensor:
@@ -166,5 +166,5 @@ def test_experts_chosen_by_another_row_are_refused() -> None:
     run = torch.compile(crossed, backend=Backend(Numerics()), fullgraph=True)
     with pytest.raises(Exception) as refused:
         run(torch.randn(6, 16))
-    found = cause(refused.value)
-    assert isinstance(found, UncertifiedOp) and "flip" in str(found)
+    actual = cause(refused.value)
+    assert isinstance(actual, UncertifiedOp) and "flip" in str(actual)

@@ -195,8 +195,8 @@ def test_weights_that_hold_rows_are_refused(place: int, message: str) -> None:
     torch._dynamo.mark_dynamic(x, 0)
     with pytest.raises(Exception) as refused:
         torch.compile(crossed, backend=Backend(Numerics(), role_of), fullgraph=True)(x)
-    found = cause(refused.value)
-    assert isinstance(found, UncertifiedOp) and f"{message} holds rows" in str(found)
+    actual = cause(refused.value)
+    assert isinstance(actual, UncertifiedOp) and f"{message} holds rows" in str(actual)
 
 
 @pytest.mark.parametrize(

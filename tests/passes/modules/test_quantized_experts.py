@@ -33,8 +33,8 @@ def test_experts_are_read_as_what_they_mean(name: str, tmp_path: Path) -> None:
     linears = {f"{path}.weight": m for path, m in model.named_modules() if isinstance(m, QuantizedLinear)}
     assert len(linears) == 4 and weights.keys() | linears.keys() == plain.keys()
     for key, expected in plain.items():
-        found = linears[key].dequantized(torch.float16) if key in linears else weights[key].detach()
-        assert_bitwise_equal(found, expected, key)
+        actual = linears[key].dequantized(torch.float16) if key in linears else weights[key].detach()
+        assert_bitwise_equal(actual, expected, key)
 
 
 def test_mxfp4_experts_are_read_as_what_they_mean(tmp_path: Path) -> None:
@@ -139,8 +139,8 @@ def assert_stacks(model: PreTrainedModel, plain: dict[str, Tensor], dtype: torch
         stack = getattr(experts, projection)
         expected = plain[f"{path}.{projection}"]
         expected = expected.transpose(1, 2) if experts.is_transposed else expected
-        found = dequantized(stack.quantized, dtype).view(expected.shape)
-        assert torch.equal(found, expected)
+        actual = dequantized(stack.quantized, dtype).view(expected.shape)
+        assert torch.equal(actual, expected)
         x = torch.randn(3, stack.in_features, generator=torch.Generator().manual_seed(3)).to(dtype)
         bias = getattr(experts, f"{projection}_bias") if experts.has_bias else None
         weights = expected.contiguous()
@@ -161,13 +161,13 @@ def test_dequantize_is_refused_where_nothing_stays(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["mxfp4", "fp8"])
 def test_models_with_kept_experts_serve_the_same_bits(name: str, tmp_path: Path) -> None:
     write_gpt_oss(tmp_path, torch.bfloat16) if name == "mxfp4" else write_mixture(tmp_path, name, torch.bfloat16)
-    found = []
+    actual = []
     for dequantize in (None, False):
         model = certified(detcompile.load_model(tmp_path, device="cpu", dequantize=dequantize), max_context=256)
         kept = "detcompile.dequant_expert_matmul.default" in {entry.op for entry in model.certificate.entries}
         assert kept == (dequantize is False)
-        found.append((model.fingerprint, answers(model)))
-    (plain, expected), (kept, given) = found
+        actual.append((model.fingerprint, answers(model)))
+    (plain, expected), (kept, given) = actual
     assert plain != kept
     for what, values in expected.items():
         assert_bitwise_equal(given[what], values, what)

@@ -127,7 +127,7 @@ def without_a_step(x, weight, state, other_state, state_slots, cu_seqlens, seq_l
 
 
 @pytest.mark.parametrize(
-    ("function", "told"),
+    ("function", "calls"),
     [
         (swapped_lengths, "state_slots is not that of the step"),
         (rows_as_weights, ""),
@@ -141,11 +141,11 @@ def without_a_step(x, weight, state, other_state, state_slots, cu_seqlens, seq_l
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_what_would_mix_sequences_is_refused(function, told: str) -> None:
+def test_what_would_mix_sequences_is_refused(function, calls: str) -> None:
     with pytest.raises(Exception) as raised:
         certified(function)
     refusal = cause(raised.value)
-    assert isinstance(refusal, UncertifiedOp) and told in str(refusal), raised.value
+    assert isinstance(refusal, UncertifiedOp) and calls in str(refusal), raised.value
 
 
 class Mixing(nn.Module):
@@ -175,5 +175,5 @@ def test_views_that_mix_rows_and_heads_keep_their_values(tokens: int, join: bool
     given = x.clone()
     mark_unbacked(given, 1)
     with torch.no_grad():
-        found = torch.compile(module, backend=backend, fullgraph=True)(given)
-        assert torch.allclose(found, module(x), atol=1e-6)
+        actual = torch.compile(module, backend=backend, fullgraph=True)(given)
+        assert torch.allclose(actual, module(x), atol=1e-6)

@@ -20,9 +20,9 @@ def test_the_vectors_are_those_that_inductor_finds(
 ) -> None:
     if capability is not None:
         monkeypatch.setenv("ATEN_CPU_CAPABILITY", capability)
-    found = str(lanes.vector_isa()), cpu_vec_isa.valid_vec_isa_list()
+    actual = str(lanes.vector_isa()), cpu_vec_isa.valid_vec_isa_list()
     cpu_vec_isa.valid_vec_isa_list.cache_clear()
-    assert found == (str(cpu_vec_isa.pick_vec_isa()), cpu_vec_isa.valid_vec_isa_list())
+    assert actual == (str(cpu_vec_isa.pick_vec_isa()), cpu_vec_isa.valid_vec_isa_list())
 
 
 def test_vectors_that_do_not_work_are_passed_over(untried: None, monkeypatch: pytest.MonkeyPatch) -> None:

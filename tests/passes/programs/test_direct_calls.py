@@ -45,11 +45,11 @@ def test_a_function_from_inductor_s_cache_calls_them_directly():
 def test_layouts_are_asserted_where_the_environment_asks_for_it(monkeypatch):
     ids, logits = torch.arange(6).view(2, 3), []
     monkeypatch.setenv("DETCOMPILE_KEEP_PROGRAMS", "0")
-    for asked in ("0", "1"):
-        monkeypatch.setenv("TORCHINDUCTOR_SIZE_ASSERTS", asked)
+    for requests in ("0", "1"):
+        monkeypatch.setenv("TORCHINDUCTOR_SIZE_ASSERTS", requests)
         torch.manual_seed(0)
         model, codes = run_and_get_code(lambda: detcompile.compile(tiny_model("qwen3")))
         asserts = [line for line in "".join(codes).splitlines() if line.strip().startswith("assert_size_stride(")]
-        assert bool(asserts) == (asked == "1")
+        assert bool(asserts) == (requests == "1")
         logits.append(model(ids).logits)
     assert_bitwise_equal(*logits)

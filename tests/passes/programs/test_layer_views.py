@@ -33,6 +33,6 @@ def test_a_view_gives_the_bits_of_a_model_with_these_layers_only(name, layers):
     assert part(IDS).logits.numpy().tobytes() == cut(IDS).logits.numpy().tobytes()
     assert part.facts.kv_groups == cut.facts.kv_groups
     assert model(IDS).logits.numpy().tobytes() == before.numpy().tobytes()
-    own = {parameter.data_ptr() for parameter in model.model.parameters()}
-    assert {parameter.data_ptr() for parameter in part.model.parameters()} < own
+    item = {parameter.data_ptr() for parameter in model.model.parameters()}
+    assert {parameter.data_ptr() for parameter in part.model.parameters()} < item
     assert model.model.config.num_hidden_layers > len(layers) == part.model.config.num_hidden_layers

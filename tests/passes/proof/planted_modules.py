@@ -385,8 +385,8 @@ x, x3 = rows(), rows(4, D)
 # -- By name, with what the refusal says: a module or function, and the arguments of its call.
 STATE, COUNT, WRITES, NO_GRAPH = "keeps state", "number of rows", "writes rows into", "does not make one graph"
 REFUSED: dict[str, tuple[str, Any, tuple[Any, ...]]] = {
-    function.__name__: (said, *called(function, *args))
-    for said, args, functions in [
+    function.__name__: (message, *called(function, *args))
+    for message, args, functions in [
         (STATE, (x,), [reassigned_buffer, reassigned_attribute, new_attribute, counted, counted_globally, appended]),
         (STATE, (x,), [noted_and_appended, noted_and_cached, appended_globally, cached, cached_keys, drawn_integer]),
         (STATE, (x, []), [argument_changed]),

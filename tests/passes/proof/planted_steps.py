@@ -228,9 +228,9 @@ def rows_for_the_bias(gm: fx.GraphModule) -> None:
 def summed_by_torch(gm: fx.GraphModule) -> None:
     first = products(gm)[0]
     with gm.graph.inserting_before(first):
-        own = gm.graph.call_function(ours.matmul.default, (*first.args[:2], None, None, []))
-    own.meta = dict(first.meta)
-    first.target, first.args = torch.ops._c10d_functional.all_reduce.default, (own, "sum", "0")
+        item = gm.graph.call_function(ours.matmul.default, (*first.args[:2], None, None, []))
+    item.meta = dict(first.meta)
+    first.target, first.args = torch.ops._c10d_functional.all_reduce.default, (item, "sum", "0")
 
 
 def gathered_by_torch(gm: fx.GraphModule) -> None:

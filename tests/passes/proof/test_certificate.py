@@ -144,8 +144,8 @@ class OtherChunk(nn.Module):
         return torch.ops.detcompile.dense_attention(q, q, q, 1.0, 0, 256).flatten(0, 2) @ w.t()
 
 
-@pytest.mark.parametrize(("module", "said"), [(OtherTree(), "tree"), (OtherChunk(), "chunks of 256")])
-def test_a_template_forced_to_another_order_is_refused(module: nn.Module, said: str) -> None:
+@pytest.mark.parametrize(("module", "message"), [(OtherTree(), "tree"), (OtherChunk(), "chunks of 256")])
+def test_a_template_forced_to_another_order_is_refused(module: nn.Module, message: str) -> None:
     def role(name: str, value: object) -> Role:
         return Role("rows", {0: "tokens"}) if "x" in name else Role("weight")
 
@@ -154,12 +154,12 @@ def test_a_template_forced_to_another_order_is_refused(module: nn.Module, said: 
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as refused:
         torch.compile(module, backend=Backend(Numerics(), role), fullgraph=True)(x, torch.randn(16, 16, dtype=BF16))
     assert isinstance(cause(refused.value), UncertifiedOp)
-    assert said in str(refused.value)
+    assert message in str(refused.value)
 
 
 def test_a_missing_attention_node_is_refused() -> None:
-    said = "calls attention 1 times, the graph holds 0"
-    with torch.no_grad(), pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=said):
+    message = "calls attention 1 times, the graph holds 0"
+    with torch.no_grad(), pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=message):
         torch.compile(nn.Linear(8, 8), backend=Backend(Numerics(), expects=Expected(attention=1)))(torch.randn(3, 8))
 
 
@@ -170,12 +170,12 @@ def test_the_certificate_prints_and_gives_json() -> None:
     assert str(matmul_order(176, BF16, (2, 2, 2), isa_of(torch.device("cpu")))) in text
     assert "KV(chunk=512, block=64)" in text
     assert "modeling_qwen3.py" in text
-    found = json.loads(certificate.to_json())
-    assert found["counts"] == certificate.counts
-    assert found["counts"]["attention"] == 2
-    assert len(found["entries"]) == len(certificate.entries)
-    assert all(entry["proof"] for entry in found["entries"])
-    (norm,) = (entry for entry in found["entries"] if entry["layer"] == "model.layers.0.self_attn.q_norm")
+    actual = json.loads(certificate.to_json())
+    assert actual["counts"] == certificate.counts
+    assert actual["counts"]["attention"] == 2
+    assert len(actual["entries"]) == len(certificate.entries)
+    assert all(entry["proof"] for entry in actual["entries"])
+    (norm,) = (entry for entry in actual["entries"] if entry["layer"] == "model.layers.0.self_attn.q_norm")
     assert norm["holds_for"] == [0, 1]
 
 

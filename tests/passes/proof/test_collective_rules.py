@@ -68,9 +68,9 @@ def summed(value: Tensor, above: list[int] = TP2[2]) -> Tensor:
 def test_a_row_parallel_product_has_the_order_of_one_rank():
     certificate = certificate_of(lambda x, w: product(x, w))
     kinds = {entry.op: (entry.kind, entry.order, entry.proof) for entry in certificate.entries}
-    found = kinds["detcompile.matmul_all_reduce.default"]
-    assert found[:2] == ("collective", "Tree(32, 2x2x2, Blocked(4, block=128))")
-    assert found[2].startswith("row t of batch reads row t")
+    actual = kinds["detcompile.matmul_all_reduce.default"]
+    assert actual[:2] == ("collective", "Tree(32, 2x2x2, Blocked(4, block=128))")
+    assert actual[2].startswith("row t of batch reads row t")
 
 
 def of_experts(x: Tensor, w: Tensor, below: list[int] = TP2[0], tp: int = TP2[1]) -> Tensor:
@@ -119,8 +119,8 @@ def in_place(value: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> 
 
 
 def read_twice(x: Tensor, w: Tensor) -> Tensor:
-    own = functional.linear(x, w)
-    return funcol.all_reduce(own, "sum", dist.group.WORLD) + own
+    item = functional.linear(x, w)
+    return funcol.all_reduce(item, "sum", dist.group.WORLD) + item
 
 
 OWN_SUMS = {

@@ -94,9 +94,9 @@ HOLES = {
 }
 
 
-@pytest.mark.parametrize(("function", "said"), HOLES.values(), ids=HOLES.keys())
-def test_a_hole_once_found_stays_closed(function: Callable[[Tensor], Tensor], said: str) -> None:
-    assert said in " ".join(dense(function))
+@pytest.mark.parametrize(("function", "message"), HOLES.values(), ids=HOLES.keys())
+def test_a_hole_once_found_stays_closed(function: Callable[[Tensor], Tensor], message: str) -> None:
+    assert message in " ".join(dense(function))
 
 
 def test_what_a_pass_of_torchs_added_is_named_by_the_line_that_reads_it() -> None:
@@ -116,9 +116,9 @@ PACKED_HOLES = {
 }
 
 
-@pytest.mark.parametrize(("function", "said"), PACKED_HOLES.values(), ids=PACKED_HOLES.keys())
-def test_a_packed_hole_once_found_stays_closed(function: Callable[..., Tensor], said: str) -> None:
-    assert said in " ".join(packed(function))
+@pytest.mark.parametrize(("function", "message"), PACKED_HOLES.values(), ids=PACKED_HOLES.keys())
+def test_a_packed_hole_once_found_stays_closed(function: Callable[..., Tensor], message: str) -> None:
+    assert message in " ".join(packed(function))
 
 
 HARMLESS = {

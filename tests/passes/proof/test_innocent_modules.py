@@ -213,12 +213,12 @@ def test_a_row_has_its_bits_in_every_batch_and_its_meaning(name: str) -> None:
     with torch.no_grad():
         run, exact = compiled(module, group.certify_only), module(x)
         whole = run(x)
-        for part, found, expected in zip(module.names, whole, exact, strict=True):
-            assert (found - expected).abs().max() < 1e-4 * (1 + expected.abs().max()), part
+        for part, actual, expected in zip(module.names, whole, exact, strict=True):
+            assert (actual - expected).abs().max() < 1e-4 * (1 + expected.abs().max()), part
         for rows in group.batches:
             start = len(x) - rows
-            for part, found, expected in zip(module.names, run(x[start:].clone()), whole, strict=True):
-                assert_bitwise_equal(found, expected[start:], f"{part}: {rows} rows")
+            for part, actual, expected in zip(module.names, run(x[start:].clone()), whole, strict=True):
+                assert_bitwise_equal(actual, expected[start:], f"{part}: {rows} rows")
 
 
 SMALL = {"vocab_size": 60, "max_position_embeddings": 40}
@@ -273,15 +273,15 @@ def test_an_encoder_of_transformers_is_certified(name: str, attention: str, mask
     with torch.no_grad():
         run, exact = compiled(module, certify_only), module(ids)
         whole = run(ids)
-        for found, expected in zip(whole, exact, strict=True):
-            assert (found - expected).abs().max() < 1e-5
+        for actual, expected in zip(whole, exact, strict=True):
+            assert (actual - expected).abs().max() < 1e-5
         for rows in BATCHES:
-            for found, expected in zip(run(ids[-rows:].clone()), whole, strict=True):
-                assert_bitwise_equal(found, expected[-rows:], f"{rows} rows")
+            for actual, expected in zip(run(ids[-rows:].clone()), whole, strict=True):
+                assert_bitwise_equal(actual, expected[-rows:], f"{rows} rows")
 
 
 @pytest.mark.parametrize(
-    ("part", "said"),
+    ("part", "message"),
     [
         (lambda: nn.ConvTranspose1d(CHANNELS, 6, 3), "a convolution that is transposed"),
         (lambda: nn.AvgPool1d(3, padding=1, count_include_pad=False), "a pool with windows of different sizes"),
@@ -291,8 +291,8 @@ def test_an_encoder_of_transformers_is_certified(name: str, attention: str, mask
         (lambda: Calls(lambda x: x.logcumsumexp(-1)), "a running sum whose order is not pinned"),
     ],
 )
-def test_what_is_left_out_is_refused_by_name(part: Callable[[], nn.Module], said: str) -> None:
-    with torch.no_grad(), pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=said):
+def test_what_is_left_out_is_refused_by_name(part: Callable[[], nn.Module], message: str) -> None:
+    with torch.no_grad(), pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=message):
         compiled(part().eval(), certify_only=True)(torch.randn(3, CHANNELS, LENGTH))
 
 

@@ -85,17 +85,17 @@ def rewired(rewire: Callable[[fx.GraphModule], None], model: str) -> str:
 
 @pytest.mark.parametrize("name", REWIRED)
 def test_a_step_read_otherwise_is_refused(name: str) -> None:
-    rewire, said = REWIRED[name]
+    rewire, message = REWIRED[name]
     for model in some_models(name):
-        assert said in rewired(rewire, model), model
+        assert message in rewired(rewire, model), model
 
 
 @pytest.mark.parametrize(
     ("model", "name"), [("gemma2", name) for name in OF_GROUPS] + [("llama of two ranks", name) for name in OF_RANKS]
 )
 def test_groups_and_ranks_are_kept_apart(model: str, name: str) -> None:
-    rewire, said = (OF_GROUPS | OF_RANKS)[name]
-    assert said in rewired(rewire, model)
+    rewire, message = (OF_GROUPS | OF_RANKS)[name]
+    assert message in rewired(rewire, model)
 
 
 def test_there_are_enough_mutations() -> None:

@@ -36,9 +36,9 @@ def refusal(call: Callable[[], Any]) -> DetcompileError:
     with pytest.raises(Exception) as raised, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, of builtins that it does not trace
         call()
-    found = cause(raised.value)
-    assert found is not None, raised.value
-    return found
+    actual = cause(raised.value)
+    assert actual is not None, raised.value
+    return actual
 
 
 def first(count: int, given: Any) -> Any:
@@ -49,11 +49,11 @@ def first(count: int, given: Any) -> Any:
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_may_let_rows_meet_is_refused(name: str) -> None:
     skip_before_torch_2_13(name, {"a table of this batch": "makes another graph of it, refused for its slice"})
-    said, module, args = REFUSED[name]
+    message, module, args = REFUSED[name]
     run, _ = compiled(module)
-    found = refusal(lambda: run(*copy.deepcopy(args)))
-    assert said in str(found)
-    assert isinstance(found, (UncertifiedOp, UnsupportedModel))
+    actual = refusal(lambda: run(*copy.deepcopy(args)))
+    assert message in str(actual)
+    assert isinstance(actual, (UncertifiedOp, UnsupportedModel))
 
 
 @pytest.mark.parametrize("name", CERTIFIED)
@@ -89,33 +89,33 @@ def test_one_row_works_as_four_do(name: str, order: tuple[int, ...]) -> None:
     mark, options = MARKS[name]
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(24, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 5), nn.Softmax(-1)).eval()
-    x, found = torch.randn(4, 24), {}
+    x, actual = torch.randn(4, 24), {}
     run, backend = compiled(module, **options)
     for count in order:
         given = x[:count].clone()
         mark(given)
-        found[count] = run(given)
-    assert_bitwise_equal(found[1], found[4][:1])
-    assert_bitwise_equal(found[2], found[4][:2])
+        actual[count] = run(given)
+    assert_bitwise_equal(actual[1], actual[4][:1])
+    assert_bitwise_equal(actual[2], actual[4][:2])
     assert len(backend.certificates) == 1
 
 
 def test_one_row_is_compiled_as_four_are() -> None:
     """By Inductor, and the marks of the call are gone from what was given."""
     module, x = Held(lambda m, x: nn.functional.gelu(m.lin(x)) * m.scale).eval(), rows()
-    found = []
+    actual = []
     for count in (1, 4):
         torch._dynamo.reset()
         given = x[:count].clone()
         with torch.no_grad():
-            found.append(torch.compile(module, backend="detcompile")(given))
+            actual.append(torch.compile(module, backend="detcompile")(given))
         assert not given.__dict__
-    assert_bitwise_equal(found[0], found[1][:1])
+    assert_bitwise_equal(actual[0], actual[1][:1])
 
 
-def center(module: nn.Module, given: Any, found: Tensor) -> Tensor:
+def center(module: nn.Module, given: Any, actual: Tensor) -> Tensor:
     """A hook that lets rows meet."""
-    return found - found.mean(0)
+    return actual - actual.mean(0)
 
 
 @pytest.mark.parametrize(
@@ -147,11 +147,11 @@ def test_a_hook_of_what_torch_compile_returns_is_refused(register: Callable[[nn.
 def test_another_forward_of_what_torch_compile_returns_is_refused(deep: bool) -> None:
     run = torch.compile(nn.Sequential(nn.Linear(D, D)).eval(), backend=Backend(Numerics(), certify_only=True))
     with torch.no_grad():
-        before, own = run(rows()), run.forward
-        centered = lambda x: own(x) - own(x).mean(0)  # noqa: E731
+        before, item = run(rows()), run.forward
+        centered = lambda x: item(x) - item(x).mean(0)  # noqa: E731
         run.forward = (lambda x: centered(x)) if deep else centered
         assert "another forward was put in the place" in str(refusal(lambda: run(rows())))
-        run.forward = own
+        run.forward = item
         assert_bitwise_equal(nn.Sequential(run, nn.Identity())(rows()), before)
 
 
@@ -161,8 +161,8 @@ def test_a_forward_that_comes_after_a_call_is_traced(inner: bool) -> None:
     run, _ = compiled(module)
     run(rows())
     held = module[0] if inner else module
-    own = held.forward
-    held.forward = lambda x: own(x) - own(x).mean(0)
+    item = held.forward
+    held.forward = lambda x: item(x) - item(x).mean(0)
     assert "no rule" in str(refusal(lambda: run(rows())))
 
 
@@ -172,7 +172,7 @@ def test_a_hook_that_comes_after_a_call_is_traced(inner: bool) -> None:
     run, _ = compiled(module)
     before = run(rows())
     held = module[0] if inner else module
-    held.register_forward_hook(lambda module, given, found: found * 2)
+    held.register_forward_hook(lambda module, given, actual: actual * 2)
     assert_bitwise_equal(run(rows()), before * 2)
     held.register_forward_hook(center)
     assert "no rule" in str(refusal(lambda: run(rows())))
@@ -226,23 +226,23 @@ def test_arguments_that_share_memory_row_by_row_are_taken(name: str) -> None:
 
 def test_freezing_is_refused_by_the_name_of_its_setting() -> None:
     with torch._inductor.config.patch(freezing=True):
-        found = refusal(lambda: compiled(nn.Linear(D, D))[0](rows()))
-    assert "TORCHINDUCTOR_FREEZING" in str(found)
+        actual = refusal(lambda: compiled(nn.Linear(D, D))[0](rows()))
+    assert "TORCHINDUCTOR_FREEZING" in str(actual)
 
 
 def test_a_guard_is_named_by_its_line() -> None:
     _, module, args = REFUSED["more_than_four"]
-    found = refusal(lambda: compiled(module)[0](*args))
-    assert "<= 4 at planted_modules.py:" in str(found)
+    actual = refusal(lambda: compiled(module)[0](*args))
+    assert "<= 4 at planted_modules.py:" in str(actual)
 
 
 def test_equal_lines_are_one_line_with_their_count() -> None:
     def beside(x: Tensor) -> Tensor:
         return x + sum((x + i).amax(0) for i in range(12))
 
-    found = refusal(lambda: compiled(beside)[0](rows()))
-    assert "12 × aten.amax.default at test_planted_modules.py:" in str(found)
-    assert len(found.offenders) == 12
+    actual = refusal(lambda: compiled(beside)[0](rows()))
+    assert "12 × aten.amax.default at test_planted_modules.py:" in str(actual)
+    assert len(actual.offenders) == 12
 
 
 def broken(m: Held, x: Tensor) -> Tensor:
@@ -297,13 +297,13 @@ def test_a_call_that_torch_leaves_to_python_is_refused() -> None:
 
 def test_threads_share_a_compiled_module() -> None:
     run, _ = compiled(Held(lambda m, x: m.lin(x) * 3).eval())
-    found: list[Any] = []
+    actual: list[Any] = []
 
     def call(count: int) -> None:
         try:
-            found.append(run(x[:count])[0])
+            actual.append(run(x[:count])[0])
         except BaseException as error:
-            found.append(error)
+            actual.append(error)
 
     x = rows()
     threads = [threading.Thread(target=call, args=(count,)) for count in (1, 2, 3, 4)]
@@ -311,8 +311,8 @@ def test_threads_share_a_compiled_module() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    for row in found:
-        assert_bitwise_equal(row, found[0])
+    for row in actual:
+        assert_bitwise_equal(row, actual[0])
 
 
 def test_arguments_of_as_many_rows_hold_one_batch() -> None:

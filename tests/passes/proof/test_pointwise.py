@@ -16,13 +16,13 @@ CLASSES = (ADMITTED, OTHERWISE_SPELLED, UNPROVEN)
 
 def tagged() -> list[torch._ops.OpOverload]:
     """Every overload of aten and prims that torch calls pointwise."""
-    found = []
+    actual = []
     for name in torch._C._dispatch_get_all_op_names():
         namespace, _, rest = name.partition("::")
         if namespace in ("aten", "prims"):
             packet, _, overload = rest.partition(".")
-            found.append(getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default"))
-    return [op for op in found if torch.Tag.pointwise in op.tags]
+            actual.append(getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default"))
+    return [op for op in actual if torch.Tag.pointwise in op.tags]
 
 
 def test_every_operation_that_torch_calls_pointwise_is_in_one_class() -> None:

@@ -240,9 +240,9 @@ def test_a_state_says_which_row_each_element_reads(data: st.DataObject) -> None:
 
 def test_an_argument_by_keyword_and_a_write_are_refused() -> None:
     chain = Chain()
-    for target, args, kwargs, said in [
+    for target, args, kwargs, message in [
         (aten.flip.default, (chain.values[0],), {"dims": [0]}, "by keyword"),
         (aten.mul_.Tensor, (chain.values[0], 2), {}, "writes into its arguments"),
     ]:
-        with pytest.raises(Refusal, match=said):
+        with pytest.raises(Refusal, match=message):
             require_arguments(chain.graph.call_function(target, args, kwargs), chain.context)

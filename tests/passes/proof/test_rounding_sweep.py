@@ -39,8 +39,8 @@ TANGENTS = torch.tensor([16.493362426757812, 35.342918395996094, 54.192474365234
 
 def overload(name: str) -> torch._ops.OpOverload | None:
     """An operation by its full name; None where this torch has none."""
-    namespace, packet, own = name.split(".")
-    return getattr(getattr(getattr(torch.ops, namespace), packet, None), own, None)
+    namespace, packet, item = name.split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet, None), item, None)
 
 
 def arguments(op: torch._ops.OpOverload, dtype: torch.dtype) -> tuple[list[Any], dict[str, Any]]:
@@ -63,8 +63,8 @@ def arguments(op: torch._ops.OpOverload, dtype: torch.dtype) -> tuple[list[Any],
 
 def operations(names: Iterable[str], dtype: torch.dtype) -> dict[str, torch._ops.OpOverload]:
     """Those that this torch has; of integers once, beside float32. A copy is left out: torch writes it as a cast."""
-    found = {name: overload(name) for name in sorted(names) if name != "aten.copy.default"}
-    return {name: op for name, op in found.items() if op and (dtype is torch.float32 or not is_of_integers(name))}
+    results = {name: overload(name) for name in sorted(names) if name != "aten.copy.default"}
+    return {name: op for name, op in results.items() if op and (dtype is torch.float32 or not is_of_integers(name))}
 
 
 def is_of_integers(name: str) -> bool:
@@ -123,9 +123,9 @@ def sweep(names: Iterable[str], device: str, vectors: str, dtype: torch.dtype) -
         draws = torch.Generator().manual_seed(11)
         drawn = [torch.randint(len(given[0]), (n,), generator=draws).to(device) for n in (len(given[0]) + 7, *LENGTHS)]
         for places in (ordered[1].abs().argsort(), *drawn):
-            found = compiled(*(value[places] for value in ordered))
-            tried += len(places) * len(found)
-            pairs = zip(operations(names, dtype), found, expected, strict=True)
+            results = compiled(*(value[places] for value in ordered))
+            tried += len(places) * len(results)
+            pairs = zip(operations(names, dtype), results, expected, strict=True)
             wrong |= {name for name, result, before in pairs if differing(result, before[places])}
     assert len(backend.certificates) <= 2, "one graph, certified before and after Inductor's rewrites"
     return {entry.op for entry in backend.certificates[0].entries if entry.kind == "pointwise"}, wrong, tried

@@ -48,5 +48,5 @@ def test_a_stranger_in_our_namespace_is_refused_by_name(grouped_norm) -> None:
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as refused:
         torch.compile(forward, backend=Backend(Numerics(), certify_only=True))(torch.randn(3, 8))
-    found = cause(refused.value)
-    assert isinstance(found, UncertifiedOp) and "nobodys_own_sum" in found.offenders[0]
+    actual = cause(refused.value)
+    assert isinstance(actual, UncertifiedOp) and "nobodys_own_sum" in actual.offenders[0]

@@ -70,5 +70,5 @@ def test_a_fill_that_is_not_in_order_or_has_a_gap_is_refused(pieces: tuple[tuple
     _, run = compiled(lambda x: filled(x, *pieces))
     with pytest.raises(Exception) as refused:
         run(torch.randn(5, 8))
-    found = cause(refused.value)
-    assert isinstance(found, UncertifiedOp) and "uninitialized memory" in str(found)
+    actual = cause(refused.value)
+    assert isinstance(actual, UncertifiedOp) and "uninitialized memory" in str(actual)

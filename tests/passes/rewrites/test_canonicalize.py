@@ -37,8 +37,8 @@ def test_a_slice_of_four_dimensions_is_written_and_read(tokens: int) -> None:
     given = x.clone()
     mark_unbacked(given, 1)
     with torch.no_grad():
-        found = torch.compile(module, backend=backend, fullgraph=True)(given)
-        assert torch.allclose(found, module(x), atol=1e-6)
+        actual = torch.compile(module, backend=backend, fullgraph=True)(given)
+        assert torch.allclose(actual, module(x), atol=1e-6)
     (certificate,) = backend.certificates
     assert sum(entry.op == "aten.slice_scatter.default" for entry in certificate.entries) == 2
 

@@ -84,12 +84,12 @@ def test_only_a_gate_before_what_it_lets_through_joins_its_product(
     x = torch.randn(5, 24)
     torch._dynamo.mark_dynamic(x, 0)
     with torch.no_grad():
-        found = torch.compile(module, backend=backend)(x)
+        actual = torch.compile(module, backend=backend)(x)
         expected = module(x)
     ops = [entry.op for entry in backend.certificates[-1].entries]
     assert ("detcompile.gated_matmul.default" in ops) is fused
     assert ("detcompile.silu_mul.default" in ops) is not fused
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
 
 
 def test_a_gate_that_lies_in_columns_stays_apart(on_every_device: None) -> None:
@@ -117,8 +117,8 @@ def test_on_a_gpu_the_bytes_are_those_of_inductors_kernel(dtype: torch.dtype) ->
         separate = detcompile.compile(random_model("qwen3", dtype, "cuda"))
     assert count(fused) == 2 and count(separate) == count(separate, "silu_mul") == 0
     tokens = torch.randint(0, 160, (3, 40), generator=torch.Generator().manual_seed(1)).cuda()
-    found, expected = fused(tokens).logits, separate(tokens).logits
+    actual, expected = fused(tokens).logits, separate(tokens).logits
     if dtype is torch.float32:
-        assert_bitwise_equal(found, expected)
+        assert_bitwise_equal(actual, expected)
     else:
-        assert (found.float() - expected.float()).norm() < 4 * torch.finfo(dtype).eps * expected.float().norm()
+        assert (actual.float() - expected.float()).norm() < 4 * torch.finfo(dtype).eps * expected.float().norm()

@@ -204,13 +204,13 @@ class Pair(nn.Module):
 def test_weights_that_do_not_lie_in_rows_stay_where_they_are(lie: Callable[[Tensor], Tensor]) -> None:
     """Views of one tensor would lie otherwise than what the trace was told."""
     x, weight = torch.linspace(-3, 3, 48).view(3, 16), lie(torch.linspace(1, 2, 112).view(7, 16))
-    found = []
+    actual = []
     for second in (weight, weight.contiguous()):
         backend = Backend(Numerics(), certify_only=True, join_weights=True)
         with torch.no_grad():
-            found.append(torch.compile(Pair(second), backend=backend)(x))
+            actual.append(torch.compile(Pair(second), backend=backend)(x))
         assert products(backend.certificates[0]) == (2 if second is weight else 1)
-    for one, other in zip(*found, strict=True):
+    for one, other in zip(*actual, strict=True):
         assert_bitwise_equal(one, other)
 
 
@@ -227,12 +227,12 @@ class Flattened(nn.Module):
 
 def test_rows_that_a_view_joins_with_features_lie_together() -> None:
     module, x = Flattened(), torch.linspace(-3, 3, 48).view(3, 16)
-    found = []
+    actual = []
     for join in (False, True):
         torch._dynamo.reset()
         backend = Backend(Numerics(), certify_only=True, join_weights=join)
         with torch.no_grad():
-            found.append(torch.compile(module, backend=backend, fullgraph=True)(x))
+            actual.append(torch.compile(module, backend=backend, fullgraph=True)(x))
         assert products(backend.certificates[0]) == (1 if join else 2)
-    for separate, shared in zip(*found, strict=True):
+    for separate, shared in zip(*actual, strict=True):
         assert_bitwise_equal(shared, separate)

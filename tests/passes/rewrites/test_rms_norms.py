@@ -32,9 +32,9 @@ WRITTEN = {
 def test_it_means_what_torch_computes(function: Callable[[Tensor], Tensor], whole: bool) -> None:
     torch._dynamo.reset()
     x, backend = torch.randn(3, 16), Backend(Numerics(), certify_only=True)
-    found, exact = torch.compile(function, backend=backend, fullgraph=True)(x), function(x.double())
+    actual, exact = torch.compile(function, backend=backend, fullgraph=True)(x), function(x.double())
     assert any("rms_norm" in entry.op for entry in backend.certificates[0].entries) == whole
-    assert float((found - exact).abs().max()) < 1e-5 * float(1 + exact.abs().max())
+    assert float((actual - exact).abs().max()) < 1e-5 * float(1 + exact.abs().max())
 
 
 ROUNDED = WEIGHT.bfloat16()
@@ -56,6 +56,6 @@ def test_it_rounds_where_the_model_rounds(written: Callable[[Tensor], Tensor]) -
     torch._dynamo.reset()
     x = torch.tensor([0.5, -1.0, 2.0, -4.0])[torch.randint(4, (200, 16), generator=torch.Generator().manual_seed(3))]
     backend = Backend(Numerics(), certify_only=True)
-    found = torch.compile(written, backend=backend, fullgraph=True)(x.bfloat16())
+    actual = torch.compile(written, backend=backend, fullgraph=True)(x.bfloat16())
     assert any("rms_norm" in entry.op for entry in backend.certificates[0].entries)
-    assert_bitwise_equal(found, written(x.bfloat16()))
+    assert_bitwise_equal(actual, written(x.bfloat16()))

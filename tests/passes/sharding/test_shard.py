@@ -45,8 +45,8 @@ HEADS = st.tuples(st.integers(1, 6), st.integers(1, 6), st.sampled_from([1, 2, 3
 
 @given(HEADS)
 def test_each_query_head_has_one_rank_and_reads_its_own_key_head(drawn: tuple[int, int, int]):
-    own, members, tp = drawn
-    num_heads = own * tp * members  # divides, whatever the members
+    item, members, tp = drawn
+    num_heads = item * tp * members  # divides, whatever the members
     shares = shares_of(num_heads, members, tp)
     assert [head for share in shares for head in share.q] == list(range(num_heads))
     for share in shares:
@@ -88,8 +88,8 @@ def test_fused_projections_give_the_same_heads_as_separate_ones(drawn: tuple[int
         own_q, own_k, own_v = kept("q_proj", q, ""), kept("k_proj", k, ""), kept("v_proj", v, "")
         assert kept("qkv_proj", q + k + v, "phi3") == own_q + own_k + own_v
         fused = kept("query_key_value", grouped, "falcon")
-        for kind, own in (("q", own_q), ("k", own_k), ("v", own_v)):
-            assert [mark for mark in fused if mark[0] == kind] == own
+        for kind, item in (("q", own_q), ("k", own_k), ("v", own_v)):
+            assert [mark for mark in fused if mark[0] == kind] == item
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "phi3", "bloom"])

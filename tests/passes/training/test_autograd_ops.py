@@ -30,8 +30,8 @@ def zeros(*shape: int) -> Tensor:
 
 def gradients_of(function: Callable[..., Tensor], g: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
     with torch.enable_grad():
-        own = [leaf.detach().requires_grad_() for leaf in leaves]
-        return torch.autograd.grad(function(*own), own, g)
+        item = [leaf.detach().requires_grad_() for leaf in leaves]
+        return torch.autograd.grad(function(*item), item, g)
 
 
 def matmul(x: Tensor, w: Tensor, bias: Any, residual: Any, radices: Any, dtype: Any = None) -> Tensor:
@@ -54,7 +54,7 @@ def packed_attention_backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: A
         return *gradients_of(lambda *rows: reference_packed_attention(*rows, cu, given), g, q, k, v), zeros(0, 4)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
-        rows = [reference_packed_attention(q, k, v, cu, given._replace(sinks=own)) for own in sinks]
+        rows = [reference_packed_attention(q, k, v, cu, given._replace(sinks=item)) for item in sinks]
         return torch.stack([row[token] for token, row in enumerate(rows)])
 
     return gradients_of(attend, g, q, k, v, given.sinks.expand(T, -1))  # a sink for each token: its gradients are rows
@@ -137,8 +137,8 @@ def checked(case: str) -> bool:
         arguments = list(given)
         for place, leaf in zip(places, leaves, strict=True):
             arguments[place] = leaf
-        found = getattr(autograd_ops.autograd_ops, name)(*arguments)
-        return found[0] if attends else found
+        actual = getattr(autograd_ops.autograd_ops, name)(*arguments)
+        return actual[0] if attends else actual
 
     leaves = [given[place].clone().requires_grad_() for place in places]
     return torch.autograd.gradcheck(call, leaves, atol=1e-6, check_undefined_grad=False)
@@ -176,7 +176,7 @@ def test_the_row_of_padding_gets_no_gradient(in_float64: None, padding: int):
     weight, ids, *_ = CASES["embedding"]
     handle = zeros(V, K).requires_grad_()
     g = drawn(1, T, K)
-    (found,) = torch.autograd.grad(autograd_ops.autograd_ops.embedding(weight, ids, padding, -44, handle), handle, g)
+    (actual,) = torch.autograd.grad(autograd_ops.autograd_ops.embedding(weight, ids, padding, -44, handle), handle, g)
     leaf = weight.clone().requires_grad_()
     (torchs,) = torch.autograd.grad(torch.nn.functional.embedding(ids, leaf, padding_idx=padding), leaf, g)
-    assert torch.equal(found, torchs) and not found[padding].any() and bool((ids == padding).any())
+    assert torch.equal(actual, torchs) and not actual[padding].any() and bool((ids == padding).any())

@@ -88,9 +88,9 @@ def key() -> str:
 def key_of(model: PreTrainedModel, numerics: Numerics) -> str:
     seen, _ = prepare(model, numerics, 256, shared=False)
     pin_row_parallel(model, numerics)
-    found = program_key(model, numerics, 256, seen, observe_run(model))
-    assert found is not None
-    return found.digest
+    actual = program_key(model, numerics, 256, seen, observe_run(model))
+    assert actual is not None
+    return actual.digest
 
 
 @pytest.fixture(scope="module")

@@ -26,8 +26,8 @@ def test_odd_files_are_listed_and_cleared(label: bytes, folder: Path) -> None:
     programs.write("dd", b"whole", {"model": "Qwen3ForCausalLM"})
     listed = run_here("cache")
     assert listed.returncode == 0 and "Qwen3ForCausalLM" in listed.stdout, listed.stderr
-    told = json.loads(run_here("cache", "--json").stdout)
-    assert [Path(entry["path"]).name for entry in told["programs"]] == ["aa.program", "dd.program"]
+    calls = json.loads(run_here("cache", "--json").stdout)
+    assert [Path(entry["path"]).name for entry in calls["programs"]] == ["aa.program", "dd.program"]
     assert "Removed" in run_here("cache", "--clear").stdout
     assert programs.entries() == [] and not (folder / "aa.program").exists()
 

@@ -50,8 +50,8 @@ def start(folder: Path) -> dict[str, Any]:
     environment.pop("TRITON_CACHE_DIR", None)
     done = subprocess.run([sys.executable, "-c", START], env=environment, capture_output=True, text=True, cwd=folder)
     assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    actual: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return actual
 
 
 @pytest.mark.gpu

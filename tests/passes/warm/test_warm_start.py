@@ -104,8 +104,8 @@ def nbytes(storage: torch.UntypedStorage) -> int:
 
 def storages(model: nn.Module) -> list[torch.UntypedStorage]:
     """Each once: a product that reads several weights holds them in one."""
-    found = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in model.parameters()}
-    return list(found.values())
+    actual = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in model.parameters()}
+    return list(actual.values())
 
 
 def test_other_weights_of_the_same_form_take_it_too(fresh: CompiledModel) -> None:
@@ -142,8 +142,8 @@ def test_a_program_that_torch_adds_something_to_is_not_kept(empty: None) -> None
 @EXHAUSTIVE
 def test_stages_take_their_programs(fresh: CompiledModel, empty: None) -> None:
     def stages() -> list[Any]:
-        own = [PipelineStage(size=2, index=index) for index in range(2)]
-        return [compile_here(source(), 1, Numerics(), MAX_CONTEXT, stage=stage) for stage in own]
+        item = [PipelineStage(size=2, index=index) for index in range(2)]
+        return [compile_here(source(), 1, Numerics(), MAX_CONTEXT, stage=stage) for stage in item]
 
     def joined(models: list[Any]) -> CompiledModel:
         return chained([model.executor for model in models])
@@ -234,15 +234,15 @@ def test_what_decides_a_program_is_part_of_its_key(fresh: CompiledModel, change:
 
 
 def key_of(model: PreTrainedModel) -> Any:
-    found: list[Any] = []
+    actual: list[Any] = []
 
     def stop(key: str, *_: Any) -> None:
-        found.append(key)
+        actual.append(key)
         raise Compiled
 
     with mock.patch.object(program_source, "take_program", stop), pytest.raises(Compiled):
         from_the_cache(model)
-    return found[0]
+    return actual[0]
 
 
 @pytest.mark.parametrize("name", ["bloom", "llama4_text", "opt", "qwen2_moe"])
@@ -385,10 +385,10 @@ def test_processes_take_it_at_once(fresh: CompiledModel, tmp_path: Path, monkeyp
         command = [sys.executable, "-c", PROCESS, what]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
-    told = [started("keep").communicate(timeout=300)]
-    told += [process.communicate(timeout=300) for process in [started("take") for _ in range(2)]]
+    calls = [started("keep").communicate(timeout=300)]
+    calls += [process.communicate(timeout=300) for process in [started("take") for _ in range(2)]]
     expected = bytes(fresh(IDS).logits.numpy()).hex()[:4000]
-    assert [printed.strip() for printed, _ in told] == [expected] * 3, told
+    assert [printed.strip() for printed, _ in calls] == [expected] * 3, calls
 
 
 def test_the_command_lists_and_clears(fresh: CompiledModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,7 @@ def test_lengths_count_the_prompt_where_hugging_face_s_do(caplog) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"temprature": 0.5, "max_tokens": None}, r"`model_kwargs` are not used by the model: \['temprature'\]"),
         ({"max_new_tokens": 0}, "max_new_tokens=0 must be at least 1"),
@@ -115,8 +115,8 @@ def test_lengths_count_the_prompt_where_hugging_face_s_do(caplog) -> None:
     ],
     ids=lambda value: re.sub(" at 0x[0-9a-f]+", "", str(value)),  # the same in every worker
 )
-def test_values_that_cannot_be_are_refused_by_name(given: dict, said: str) -> None:
-    with pytest.raises(InvalidInput, match=said):
+def test_values_that_cannot_be_are_refused_by_name(given: dict, message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
         read_arguments(model_of(), given, 3)
 
 

@@ -33,8 +33,8 @@ def test_a_dense_step_is_what_build_arrays_packs(lengths, num_groups, own_positi
     entries = [StepEntry(sequence, 0, len(sequence.token_ids)) for sequence in sequences]
     expected = build_arrays(entries, arrays.block_tables, BLOCK_SIZE, {})._replace(logits_to_keep=rows)
     if positions is not None:
-        own = [positions[row, -n:].numpy() for row, n in enumerate(lengths)]
-        expected = expected._replace(position_ids=np.concatenate(own))
+        item = [positions[row, -n:].numpy() for row, n in enumerate(lengths)]
+        expected = expected._replace(position_ids=np.concatenate(item))
     for name, mine, theirs in zip(StepArrays._fields, arrays, expected):
         assert mine.dtype == theirs.dtype and np.array_equal(mine, theirs), name
     counts = [-(-length // BLOCK_SIZE) for length in lengths]

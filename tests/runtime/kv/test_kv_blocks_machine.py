@@ -248,10 +248,10 @@ class KVMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_can_be_found_is_what_its_key_says(self):
-        found = {key: self.pool.lookup(key) for key in self.published}
-        for key, block in found.items():
+        actual = {key: self.pool.lookup(key) for key in self.published}
+        for key, block in actual.items():
             assert block is None or self.slots[block] == self.published[key]
-        assert len(self.pool._block_of) == sum(block is not None for block in found.values()), "a key of no content"
+        assert len(self.pool._block_of) == sum(block is not None for block in actual.values()), "a key of no content"
 
     @invariant()
     def the_books_balance(self):

@@ -62,9 +62,9 @@ def test_no_fixed_budget_that_holds_the_slo_gives_more() -> None:
 
 def test_an_slo_that_decodes_alone_exceed_starves_nobody() -> None:
     slow = StepCost(base=0.1)
-    found = run(EngineConfig(max_num_seqs=256, tbt_slo=SLO), 8.0, Hidden(slow), 40)
+    actual = run(EngineConfig(max_num_seqs=256, tbt_slo=SLO), 8.0, Hidden(slow), 40)
     tokens = sum(arrival.num_output for arrival in log_normal_trace(40, 8.0))
-    assert round(found["output_tokens_per_s"] * found["seconds"]) == tokens
+    assert round(actual["output_tokens_per_s"] * actual["seconds"]) == tokens
 
 
 @given(
@@ -169,16 +169,16 @@ def test_chunks_drawn_at_random_change_no_bit(seed: int, overlap: bool, answers:
     settings = {"num_blocks": 60, "block_size": 16, "max_num_batched_tokens": 512, "overlap": overlap, "tbt_slo": SLO}
     engine = compiled("tiny", torch.float32).engine(EngineConfig(**settings))
     engine._scheduler.pace = _Drawn(seed)
-    found = engine.generate(prompts, params, progress=False)
+    actual = engine.generate(prompts, params, progress=False)
     engine.check()
-    assert [output.outputs for output in found] == expected
+    assert [output.outputs for output in actual] == expected
 
 
 def test_an_engine_learns_what_its_steps_take(answers: tuple[list, list, list]) -> None:
     prompts, params, expected = answers
     engine = compiled("tiny", torch.float32).engine(EngineConfig(num_blocks=200, block_size=16, tbt_slo=1e-3))
-    found = engine.generate(prompts, params, progress=False)
-    assert [output.outputs for output in found] == expected
+    actual = engine.generate(prompts, params, progress=False)
+    assert [output.outputs for output in actual] == expected
     stats, pace = engine.stats, engine._scheduler.pace
     assert pace is not None and pace.model.known and stats.num_late_steps > 0 and stats.cost_error_seconds > 0
     assert all(record.num_prefill_tokens <= LEAST_CHUNK for record in stats.recent if record.num_decodes)

@@ -63,7 +63,7 @@ def test_it_serves_as_the_others_and_ends_with_the_group(started: Started) -> No
     tickets = [group.submit("echo", array) for _ in range(3)]
     assert group.call("all_seen") == [(0, list(range(50))), (1, list(range(50)))]
     for ticket in tickets:
-        assert all(np.array_equal(found, array) for found in group.result(ticket))
+        assert all(np.array_equal(actual, array) for actual in group.result(ticket))
     with pytest.raises(InvalidInput, match="too long"):
         group.call("raise_on", 1, InvalidInput("too long"))
     assert group.process_ids[1] == started.process.pid

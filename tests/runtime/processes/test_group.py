@@ -92,9 +92,9 @@ def test_commands_of_any_size_may_be_under_way(group: WorkerGroup, sizes: list[i
     tickets = [(group.submit("echo", [array, index]), index) for index, array in enumerate(sent)]
     order.shuffle(tickets)
     for ticket, index in tickets:
-        for found, place in group.result(ticket):
-            assert place == index and found.tobytes() == sent[index].tobytes()
-            found += 1  # an array that came may be written to
+        for actual, place in group.result(ticket):
+            assert place == index and actual.tobytes() == sent[index].tobytes()
+            actual += 1  # an array that came may be written to
 
 
 def test_a_processes_signals_are_its_own(group: WorkerGroup) -> None:

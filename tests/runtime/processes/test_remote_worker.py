@@ -33,13 +33,13 @@ def test_rows_arrive_as_they_were() -> None:
             SampleRow(matching, position, 4, key="d", mask=np.array([7, -1], np.int32) * position),
         )
         worker.launch(StepWork(idle_arrays(3, 3, 1), rows, ()))
-        found = reader.read(sent.pop()).rows
-        assert [row[:4] for row in found] == [row[:4] for row in rows]
-        assert [row.forbidden for row in found] == [row.forbidden for row in rows]
-        assert [list(row.token_ids) for row in found] == [[], [2] * 5 if position == 5 else [], [], []]
-        masks = [None if row.mask is None else row.mask.tolist() for row in found]
+        actual = reader.read(sent.pop()).rows
+        assert [row[:4] for row in actual] == [row[:4] for row in rows]
+        assert [row.forbidden for row in actual] == [row.forbidden for row in rows]
+        assert [list(row.token_ids) for row in actual] == [[], [2] * 5 if position == 5 else [], [], []]
+        masks = [None if row.mask is None else row.mask.tolist() for row in actual]
         assert masks == [None, None, None, [7 * position, -position]]
-        assert len({row.key for row in found}) == 4
+        assert len({row.key for row in actual}) == 4
 
 
 @pytest.mark.parametrize(
@@ -50,18 +50,18 @@ def test_rows_arrive_as_they_were() -> None:
     ],
 )
 def test_stages_are_asked_for_each_step_once_and_in_order(device: str, expected: list[str]) -> None:
-    told: list[str] = []
+    calls: list[str] = []
     result = StepResult([], [], [], [], {})
-    asked: list[int] = []
+    requested: list[int] = []
 
     def submit(command: str, _name: int) -> int:
-        told.append(command)
-        asked.append(len(asked))
-        return asked[-1]
+        calls.append(command)
+        requested.append(len(requested))
+        return requested[-1]
 
     group = SimpleNamespace(
         call=lambda *_, **__: [None],
-        post=lambda command, *_: told.append(command),
+        post=lambda command, *_: calls.append(command),
         submit=submit,
         result=lambda ticket: [RankStep(None, None, 0.5), RankStep(result._replace(tokens=[ticket]), None, 0.5)],
     )
@@ -70,7 +70,7 @@ def test_stages_are_asked_for_each_step_once_and_in_order(device: str, expected:
     assert worker.collect(first).tokens == [0]
     third = worker.launch(StepWork(idle_arrays(1, 1, 1), (), ()))
     assert [worker.collect(step).tokens for step in (second, third)] == [[1], [2]]
-    assert told == expected
+    assert calls == expected
 
 
 def test_stages_are_idle_where_nobody_is_busy_while_a_step_is_under_way() -> None:

@@ -57,16 +57,16 @@ def test_a_quick_start_draws_nothing() -> None:
 def test_the_digest_tells_how_far_it_is_and_is_the_same() -> None:
     model = nn.Sequential(*(nn.Linear(7, 5) for _ in range(3)), nn.Embedding(400_000, 70))
     assert sum(t.nbytes for t in model.parameters()) > 1 << 20  # a block
-    told: list[tuple[int, int]] = []
-    with_ticks = weight_digests(named_weights(model), lambda done, total: told.append((done, total)))
+    calls: list[tuple[int, int]] = []
+    with_ticks = weight_digests(named_weights(model), lambda done, total: calls.append((done, total)))
     assert with_ticks == weight_digests(named_weights(model))
     total = sum(t.nbytes for t in model.parameters())
-    assert [done for done, _ in told] == sorted({done for done, _ in told})
-    assert {of for _, of in told} == {total} and told[-1][0] == total and 2 < len(told) <= 1001
-    told.clear()
+    assert [done for done, _ in calls] == sorted({done for done, _ in calls})
+    assert {of for _, of in calls} == {total} and calls[-1][0] == total and 2 < len(calls) <= 1001
+    calls.clear()
     many = nn.ParameterList(nn.Parameter(torch.zeros(9)) for _ in range(5000))
-    weight_digests(named_weights(many), lambda *how: told.append(how))
-    assert 500 <= len(told) <= 1001
+    weight_digests(named_weights(many), lambda *how: calls.append(how))
+    assert 500 <= len(calls) <= 1001
 
 
 class Heard:

@@ -24,8 +24,8 @@ def test_a_word_forbids_its_last_token_behind_its_others(anywhere, generated, pr
         if any([*output, token][-len(word) :] == [*word] for word in generated):
             expected.add(token)
     expected |= {word[0] for word in anywhere if len(word) == 1}
-    found = words.completions(tokens[:cut], len(prompt), tokens[cut:])
-    assert {*found, *single} == expected
+    actual = words.completions(tokens[:cut], len(prompt), tokens[cut:])
+    assert {*actual, *single} == expected
 
 
 def test_a_word_is_read_at_a_text_s_beginning_and_behind_a_space():

@@ -104,9 +104,9 @@ def test_half_a_character_is_held_back():
 def text_with_stops(text, stops, include):
     """The text cut where the first stop string is complete, looked for character by character."""
     for end in range(len(text) + 1):
-        found = [stop for stop in stops if text[:end].endswith(stop)]
-        if found:
-            longest = max(found, key=len)
+        actual = [stop for stop in stops if text[:end].endswith(stop)]
+        if actual:
+            longest = max(actual, key=len)
             return text[: end if include else end - len(longest)], longest
     return text, None
 

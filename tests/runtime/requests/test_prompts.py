@@ -21,9 +21,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
     vocabulary = {letter: index for index, letter in enumerate("abcde")} | {"[PAD]": 5}
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[PAD]"))
     inner.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
-    found = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="[PAD]")
-    found.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    return found
+    actual = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="[PAD]")
+    actual.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    return actual
 
 
 def forms() -> dict:

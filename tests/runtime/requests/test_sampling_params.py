@@ -97,7 +97,7 @@ WRONG = {
 
 
 def test_values_of_other_types_are_refused_by_name():
-    assert WRONG.keys() == {own.name for own in fields(SamplingParams)}, "every field has its wrong values"
+    assert WRONG.keys() == {item.name for item in fields(SamplingParams)}, "every field has its wrong values"
     for name, values in WRONG.items():
         for value in values:
             with pytest.raises(InvalidInput, match=name):
@@ -110,11 +110,11 @@ def test_numbers_of_numpy_and_torch_are_taken_as_python_numbers():
             assert type(getattr(SamplingParams(**{name: one}), name)) is int
     for one in (1, np.float16(1), np.int64(1), np.array(1.0), torch.tensor(1.0, dtype=torch.bfloat16), Fraction(1)):
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty"):
-            found = getattr(SamplingParams(**{name: one}), name)
-            assert type(found) is float and found == 1
+            actual = getattr(SamplingParams(**{name: one}), name)
+            assert type(actual) is float and actual == 1
     for ids in ([1, 2], (1, 2), range(1, 3), np.array([1, 2]), torch.tensor([1, 2]), [np.int32(1), torch.tensor(2)]):
-        found = SamplingParams(stop_token_ids=ids).stop_token_ids
-        assert found == (1, 2) and {type(token) for token in found} == {int}
+        actual = SamplingParams(stop_token_ids=ids).stop_token_ids
+        assert actual == (1, 2) and {type(token) for token in actual} == {int}
     assert SamplingParams(ignore_eos=np.bool_(True)).ignore_eos is True
     assert SamplingParams(logit_bias={np.int64(3): np.float32(2), "4": 1}).logit_bias == {3: 2.0, 4: 1.0}
 

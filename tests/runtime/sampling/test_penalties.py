@@ -54,7 +54,7 @@ def test_penalties_are_what_their_definition_says(requests, known, seed, device)
     logits = torch.randn(len(requests), VOCAB_SIZE, generator=torch.Generator().manual_seed(seed)) * 3
     columns = [torch.tensor([p[i] for _, p in requests]).unsqueeze(1).to(device) for i in range(3)]
     actual = penalise(logits.to(device), counts.words[torch.tensor(slots).to(device)], *columns)
-    expected = [by_definition(x, *history, *own) for x, (history, own) in zip(logits, requests)]
+    expected = [by_definition(x, *history, *item) for x, (history, item) in zip(logits, requests)]
     assert_bitwise_equal(actual.cpu(), torch.stack(expected))
 
 

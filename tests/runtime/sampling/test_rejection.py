@@ -115,8 +115,8 @@ def test_known_distributions_accept_more():
     for known in (True, False):
         guesses, given = without_replacement(q, 1, NUM_DRAWS, torch.Generator().manual_seed(4))
         sources = torch.arange(NUM_DRAWS)[:, None] if known else torch.full((NUM_DRAWS, 1), CERTAIN)
-        found = resolve(p.expand(NUM_DRAWS, V), guesses, sources, given[:, 0], keys(torch.arange(NUM_DRAWS), 6))
-        rates.append(float((found == guesses[:, 0]).double().mean()))
+        actual = resolve(p.expand(NUM_DRAWS, V), guesses, sources, given[:, 0], keys(torch.arange(NUM_DRAWS), 6))
+        rates.append(float((actual == guesses[:, 0]).double().mean()))
     assert rates[0] == pytest.approx(float(torch.minimum(p, q).sum()), abs=0.01)
     assert rates[1] == pytest.approx(float((p * q).sum()), abs=0.01)
 
@@ -141,13 +141,13 @@ def test_planted_bugs_are_caught(bug, monkeypatch):
     elif bug == "shared noise":  # the guess is drawn with the numbers that the residual is drawn with
         noise = keys(torch.arange(NUM_DRAWS), 3)
         guesses = acceptance._draw(q.expand(NUM_DRAWS, V).double(), noise[1])[:, None]
-        found = resolve(p.expand(NUM_DRAWS, V), guesses, torch.zeros_like(guesses), q[None], noise)
-        counts = torch.bincount(found, minlength=V)
+        actual = resolve(p.expand(NUM_DRAWS, V), guesses, torch.zeros_like(guesses), q[None], noise)
+        counts = torch.bincount(actual, minlength=V)
     else:  # the second guess is said to come from q, and not from q without the first
         guesses, _ = without_replacement(q, 2, NUM_DRAWS, torch.Generator().manual_seed(4))
         sources = torch.zeros_like(guesses)
-        found = resolve(p.expand(NUM_DRAWS, V), guesses, sources, q[None], keys(torch.arange(NUM_DRAWS), 3))
-        counts = torch.bincount(found, minlength=V)
+        actual = resolve(p.expand(NUM_DRAWS, V), guesses, sources, q[None], keys(torch.arange(NUM_DRAWS), 3))
+        counts = torch.bincount(actual, minlength=V)
     assert excess(counts, p) > 0
 
 
@@ -170,8 +170,8 @@ def test_an_engine_that_rejects_draws_from_the_targets_distribution(siblings, de
     for _ in range(3):
         longer = {}
         for tokens, chance in expected.items():
-            found = first_tokens(model, prompt + list(tokens), SamplingParams(**filters))
-            longer |= {(*tokens, int(t)): chance * float(found[t]) for t in found.nonzero()}
+            actual = first_tokens(model, prompt + list(tokens), SamplingParams(**filters))
+            longer |= {(*tokens, int(t)): chance * float(actual[t]) for t in actual.nonzero()}
         expected = longer
     speculation = SpeculationConfig(drafter=drafter, acceptance="rejection", switch="always", max_sequences=256)
     config = EngineConfig(num_blocks=1500, block_size=16, max_num_seqs=256)
@@ -198,8 +198,8 @@ def test_greedy_requests_are_accepted_exactly():
     params = SamplingParams(temperature=0, max_tokens=20, logprobs=1)
     expected = model.engine(config).generate([4, 5], params, progress=False)
     speculation = SpeculationConfig(drafter=Repeat(), acceptance="rejection", switch="always")
-    found = model.engine(config, speculation=speculation).generate([4, 5], params, progress=False)
-    assert found[0].outputs == expected[0].outputs
+    actual = model.engine(config, speculation=speculation).generate([4, 5], params, progress=False)
+    assert actual[0].outputs == expected[0].outputs
 
 
 def test_a_mode_that_is_none_is_refused():

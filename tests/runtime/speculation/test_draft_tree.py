@@ -99,23 +99,23 @@ def test_each_node_stands_at_its_logical_position_in_the_blocks_of_each_branch()
     sequence.num_computed = 18
     speculator = Speculator(SpeculationConfig(drafter=Fixed(DraftTree.of(SHAPE, [5, 6, 7, 8, 9]))), blocks, 100)
     verification = speculator.draft([StepEntry(sequence, 17, 1)], 100)[sequence]
-    head, own = sequence.block_tables[0]
+    head, item = sequence.block_tables[0]
     (second,), (third,) = verification.forked[0].tolist()
-    assert len({head, own, second, third}) == 4, "each branch has a block of its own"
-    arrays = tree_arrays([verification], [np.array([[[head, own, 7]]], np.int32)], 16)
+    assert len({head, item, second, third}) == 4, "each branch has a block of its own"
+    arrays = tree_arrays([verification], [np.array([[[head, item, 7]]], np.int32)], 16)
     assert list(verification.layout.rows) == [(), (0,), (0, 0), (0, 0, 0), (0, 1), (1,)], "each node once"
     assert arrays.input_ids.tolist() == [17, 5, 6, 9, 7, 8]
     assert arrays.position_ids.tolist() == [17, 18, 19, 20, 19, 18]
     assert arrays.logits_to_keep.tolist() == list(range(6))
     assert arrays.cu_seqlens.tolist() == [0, 4, 5, 6] and arrays.seq_lens.tolist() == [21, 20, 19]
-    assert arrays.block_tables[0, :, :2].tolist() == [[head, own], [head, second], [head, third]]
-    place = [own * 16 + 1, own * 16 + 2, own * 16 + 3, own * 16 + 4, second * 16 + 3, third * 16 + 2]
+    assert arrays.block_tables[0, :, :2].tolist() == [[head, item], [head, second], [head, third]]
+    place = [item * 16 + 1, item * 16 + 2, item * 16 + 3, item * 16 + 4, second * 16 + 3, third * 16 + 2]
     assert arrays.slot_mappings[0].tolist() == [
         place,
         [second * 16 + 1, second * 16 + 2, -1, -1, -1, -1],
         [third * 16 + 1, -1, -1, -1, -1, -1],
     ]
-    assert arrays.block_copies.tolist() == [[own, own], [second, third], [1, 1]], "token 16 is before the root"
+    assert arrays.block_copies.tolist() == [[item, item], [second, third], [1, 1]], "token 16 is before the root"
     speculator.commit(verification, (0, 1), cut=False)
     assert sequence.block_tables[0] == [head, second], "the winner's block is taken over"
     blocks.release(sequence)

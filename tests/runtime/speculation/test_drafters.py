@@ -47,9 +47,9 @@ def target(device: str):
     return compiled("qwen3", torch.float32, device)
 
 
-def random_heads(seed: int, num_heads: int, own: bool = False, num_layers: int = 1) -> MedusaHeads:
+def random_heads(seed: int, num_heads: int, item: bool = False, num_layers: int = 1) -> MedusaHeads:
     torch.manual_seed(seed)
-    heads = MedusaHeads(HIDDEN, num_heads, num_layers=num_layers, vocab_size=VOCAB_SIZE if own else None)
+    heads = MedusaHeads(HIDDEN, num_heads, num_layers=num_layers, vocab_size=VOCAB_SIZE if item else None)
     with torch.no_grad():
         for parameter in heads.parameters():
             parameter.normal_()
@@ -60,9 +60,9 @@ def assert_unmoved(device: str, config: EngineConfig, drafter, max_nodes: int = 
     prompts, params, expected = workload(device)
     speculation = SpeculationConfig(drafter=drafter, max_nodes=max_nodes, switch="always")
     engine = target(device).engine(config, speculation=speculation)
-    found = engine.generate(prompts, params, progress=False)
+    actual = engine.generate(prompts, params, progress=False)
     engine.check()
-    assert [output.outputs for output in found] == [output.outputs for output in expected]
+    assert [output.outputs for output in actual] == [output.outputs for output in expected]
     assert engine.stats.num_free_blocks == engine.stats.num_blocks
     return engine
 
@@ -78,7 +78,7 @@ def make_drafter(kind: str, device: str, num_tokens: int, siblings: int, num_seq
     if kind == "layer skip":
         return target(device).drafter(num_tokens, layers=(1,), **chain)
     assert kind == "medusa", f"{kind}: no such drafter"
-    heads = random_heads(seed, 1 + num_tokens % 4, own=seed % 2 == 0, num_layers=1 + seed % 2)
+    heads = random_heads(seed, 1 + num_tokens % 4, item=seed % 2 == 0, num_layers=1 + seed % 2)
     paths = [(0,), (1,), (1, 0), (1, 2)] if siblings and heads.num_heads > 1 else None
     return target(device).medusa_drafter(heads, num_nodes=num_tokens, num_candidates=siblings + 1, paths=paths)
 
@@ -108,7 +108,7 @@ def test_no_drafter_moves_a_bit(kind, config, max_nodes, num_tokens, siblings, n
 def test_a_greedy_chain_in_one_launch_holds_what_its_levels_draw(count, device):
     """Over several rounds, of which some guesses come true: keys of the others are computed over."""
     rounds = [[] for _ in range(2)]
-    for found, greedy in zip(rounds, (True, False)):
+    for actual, greedy in zip(rounds, (True, False)):
         drafter = drafting_model(device).drafter(4, num_sequences=count)
         if not greedy:
             drafter._is_greedy = lambda depths: False
@@ -116,11 +116,11 @@ def test_a_greedy_chain_in_one_launch_holds_what_its_levels_draw(count, device):
         with mock.patch.object(Runner, "launch_chain", autospec=True, side_effect=Runner.launch_chain) as launch:
             for number in range(5):
                 trees = drafter.propose(sequences, [4] * count)
-                found.append([tree.tokens for tree in trees])
+                actual.append([tree.tokens for tree in trees])
                 for sequence, tree in zip(sequences, trees):
                     sequence.token_ids += [*tree.along((0,) * ((number + 1) % 5)), 3]
         assert launch.call_count == (4 if greedy else 0)  # the first round reads whole prompts
-        assert all(len(tokens) == 4 for trees in found for tokens in trees)
+        assert all(len(tokens) == 4 for trees in actual for tokens in trees)
     assert rounds[0] == rounds[1]
 
 
@@ -185,14 +185,14 @@ class Counting(Drafter):
 
 
 @pytest.mark.parametrize(
-    ("drawn", "expected", "asked"),
+    ("drawn", "expected", "requested"),
     [
         ([4, 5, 6, 7], {(0,): 8, (0, 0): 9}, 2),  # the first branch, and the token after it that was guessed
         ([4, 5, 6, 0], {(0,): 1, (0, 0): 2, (0, 0, 0): 3, (1,): 0}, 3),  # the other guess: nothing was drafted below
         ([4, 9], {(0,): 10, (0, 0): 11, (0, 0, 0): 12, (1,): 0}, 3),
     ],
 )
-def test_a_mirror_asks_again_only_where_its_bet_is_lost(drawn, expected, asked):
+def test_a_mirror_asks_again_only_where_its_bet_is_lost(drawn, expected, requested):
     inner, sequence = Counting(), Sequence([1, 2, 3])
     mirror = MirrorDrafter(inner)
     mirror.propose([sequence], [8])
@@ -202,10 +202,10 @@ def test_a_mirror_asks_again_only_where_its_bet_is_lost(drawn, expected, asked):
     for token in drawn:
         sequence.append(token)
     (tree,) = mirror.propose([sequence], [8])
-    assert (tree.tokens, len(inner.asked), mirror.num_used) == (expected, asked, 3 - asked)
+    assert (tree.tokens, len(inner.asked), mirror.num_used) == (expected, requested, 3 - requested)
     mirror.forget(sequence)
     mirror.forget(sequence)
-    assert inner.asked[asked:] == [[]]
+    assert inner.asked[requested:] == [[]]
 
 
 @given(
@@ -220,11 +220,11 @@ def test_a_tree_takes_the_paths_with_the_largest_products(chances, num_nodes):
         for path in itertools.product(*(range(len(level)) for level in chances[:depth]))
     ]
     weight = {path: math.prod(level[i] for level, i in zip(chances, path)) for path in every}
-    found = likeliest_paths(chances, num_nodes)
-    assert len(found) == len(set(found)) == min(num_nodes, len(every))
-    DraftTree({path: index for index, path in enumerate(found)})  # parents are there
-    best = sorted(weight.values(), reverse=True)[: len(found)]
-    assert sorted((weight[path] for path in found), reverse=True) == pytest.approx(best)
+    actual = likeliest_paths(chances, num_nodes)
+    assert len(actual) == len(set(actual)) == min(num_nodes, len(every))
+    DraftTree({path: index for index, path in enumerate(actual)})  # parents are there
+    best = sorted(weight.values(), reverse=True)[: len(actual)]
+    assert sorted((weight[path] for path in actual), reverse=True) == pytest.approx(best)
 
 
 def test_heads_draft_their_likeliest_tokens():
@@ -243,9 +243,9 @@ def test_heads_draft_their_likeliest_tokens():
     assert drafter.propose(sequences[:1], [5]) == [NO_DRAFT]
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_heads_are_read_as_they_were_written(own, tmp_path):
-    heads = random_heads(3, 2, own=own, num_layers=2).to(torch.bfloat16)
+@pytest.mark.parametrize("item", [False, True])
+def test_heads_are_read_as_they_were_written(item, tmp_path):
+    heads = random_heads(3, 2, item=item, num_layers=2).to(torch.bfloat16)
     heads.save(tmp_path)
     again = MedusaHeads.load(tmp_path)
     assert {name: t.tolist() for name, t in again.state_dict().items()} == {
@@ -394,14 +394,14 @@ def test_a_request_that_overflows_goes_alone_without_drafts(kind):
     config = SpeculationConfig(drafter=drafter, switch="always", acceptance=acceptance)
     engine = target("cpu").engine(ROOMY, speculation=config)
     good = [engine.add_request(prompt, params) for prompt in prompts]
-    found = {}
+    actual = {}
     engine.step()
     engine.step()  # the others have drafts by then, and this one is asked about with its first token
     bad = engine.add_request([30], OVERFLOWS)
     while engine.has_unfinished_requests:
-        found |= {output.request_id: output for output in engine.step() if output.finished}
-    assert [found[name].outputs for name in good] == [output.outputs for output in expected]
-    assert "no token left to draw" in str(found[bad].error)
+        actual |= {output.request_id: output for output in engine.step() if output.finished}
+    assert [actual[name].outputs for name in good] == [output.outputs for output in expected]
+    assert "no token left to draw" in str(actual[bad].error)
     assert engine.speculator.error is None and engine.speculator.num_drafted > 7
     engine.check()
 

@@ -99,11 +99,11 @@ def assert_unmoved(name: str, device: str, config: EngineConfig, speculation: Sp
     engine = compiled(name, torch.float32, device).engine(config, speculation=speculation)
     if switch is not None:
         engine.speculator.switch = switch
-    found = engine.generate(prompts, params, progress=False)
+    actual = engine.generate(prompts, params, progress=False)
     engine.check()
-    assert [output.outputs for output in found] == [output.outputs for output in expected]
+    assert [output.outputs for output in actual] == [output.outputs for output in expected]
     assert engine.stats.num_free_blocks == engine.stats.num_blocks
-    return engine, found
+    return engine, actual
 
 
 CONFIGS = engine_configs(60, 90, 400)
@@ -137,9 +137,11 @@ def test_a_draft_model_of_equal_weights_is_always_right(device):
     """The drafter draws with the target's noise: also where tokens are sampled, each draft is what the target draws."""
     twin = detcompile.compile(random_model("qwen3", torch.float32, device), max_context=2048)
     config = EngineConfig(num_blocks=400, block_size=16)
-    engine, found = assert_unmoved("qwen3", device, config, SpeculationConfig(drafter=twin.drafter(4), switch="always"))
+    engine, actual = assert_unmoved(
+        "qwen3", device, config, SpeculationConfig(drafter=twin.drafter(4), switch="always")
+    )
     assert 0 < engine.speculator.num_accepted == engine.speculator.num_drafted
-    assert sum(output.metrics.num_accepted_tokens for output in found) == engine.speculator.num_accepted
+    assert sum(output.metrics.num_accepted_tokens for output in actual) == engine.speculator.num_accepted
 
 
 def test_right_drafts_save_steps(device):
@@ -149,8 +151,8 @@ def test_right_drafts_save_steps(device):
     for accuracy, most in ((1.0, 20), (0.0, 40)):
         speculation = SpeculationConfig(drafter=Oracle(expected, accuracy, 0), switch="always")
         engine = model.engine(config, speculation=speculation)
-        found = engine.generate([5, 6, 7], params, progress=False)
-        assert found[0].outputs == expected[0].outputs
+        actual = engine.generate([5, 6, 7], params, progress=False)
+        assert actual[0].outputs == expected[0].outputs
         assert most // 4 < engine.stats.num_steps <= most
 
 
@@ -162,7 +164,7 @@ def test_requests_come_and_go_while_trees_are_in_flight(accuracy, device):
     drafter = Oracle(expected, accuracy, 1)
     config = EngineConfig(num_blocks=100, block_size=16, max_num_seqs=5, overlap=True)
     engine = model.engine(config, speculation=SpeculationConfig(drafter=drafter, switch="always"))
-    rng, waiting, left, found, in_flight = random.Random(0), list(range(len(prompts))), set(), {}, 0
+    rng, waiting, left, actual, in_flight = random.Random(0), list(range(len(prompts))), set(), {}, 0
     while waiting or engine.has_unfinished_requests:
         if waiting:
             name = waiting.pop()
@@ -170,11 +172,11 @@ def test_requests_come_and_go_while_trees_are_in_flight(accuracy, device):
         if rng.random() < 0.1:
             left.add(cancelled := str(rng.randrange(len(prompts))))
             engine.cancel(cancelled)
-        found |= {output.request_id: output for output in engine.step() if output.finished}
+        actual |= {output.request_id: output for output in engine.step() if output.finished}
         in_flight += bool(engine._pipeline.forked)
         engine.check()
-    assert len(found) == len(prompts) and in_flight > 5 and len(left) < len(prompts)
-    for name, output in found.items():
+    assert len(actual) == len(prompts) and in_flight > 5 and len(left) < len(prompts)
+    for name, output in actual.items():
         for sample, whole in zip(output.outputs, expected[int(name)].outputs):
             assert sample.token_ids == whole.token_ids[: len(sample.token_ids)]
             assert sample.finish_reason == whole.finish_reason or name in left
@@ -298,8 +300,8 @@ def test_what_a_drafter_writes_moves_no_bit(write):
     )
     expected = model.engine(config).generate(prompts, params, progress=False)
     engine = model.engine(config, speculation=SpeculationConfig(drafter=Writes(write), switch="always"))
-    found = engine.generate(prompts, params, progress=False)
-    assert [output.outputs for output in found] == [output.outputs for output in expected]
+    actual = engine.generate(prompts, params, progress=False)
+    assert [output.outputs for output in actual] == [output.outputs for output in expected]
     assert not engine.speculator._views
     engine.check()
 
@@ -328,8 +330,8 @@ def test_a_request_that_the_drafter_fails_with_leaves_drafts_to_the_others():
     engine = model.engine(config, speculation=SpeculationConfig(drafter=drafter, switch="always"))
     for _ in range(2):
         drafter.served.clear()
-        found = engine.generate(prompts, params, progress=False)
-        assert [output.outputs for output in found] == [output.outputs for output in expected]
+        actual = engine.generate(prompts, params, progress=False)
+        assert [output.outputs for output in actual] == [output.outputs for output in expected]
         assert drafter.served.count(2) > 2 and max(drafter.served) == 2
     assert "no draft for this one" in str(engine.speculator.error) and not engine.speculator._disabled
     drafter.served.clear()
@@ -401,9 +403,9 @@ def test_the_n_gram_drafter_reads_a_long_text_once():
         num_read = 0
 
         def __getitem__(self, index):
-            found = super().__getitem__(index)
-            Text.num_read += len(found) if isinstance(index, slice) else 1
-            return found
+            actual = super().__getitem__(index)
+            Text.num_read += len(actual) if isinstance(index, slice) else 1
+            return actual
 
         def __iter__(self):
             Text.num_read += len(self)

@@ -153,9 +153,9 @@ def test_parts_whose_tokens_have_fewer_copies_write_them_nowhere_else():
     chain = build_step([(Sequence([1, 2]), 2)], make_blocks())
     slots = np.array([[[5, 6], [7, -1]]])
     tree = chain._replace(slot_mappings=slots, block_copies=np.array([[3], [4], [5]]))
-    found = joined([chain, tree])
-    assert found.slot_mappings.tolist() == [[[16, 17, 5, 6], [-1, -1, 7, -1]]]
-    assert found.block_copies.tolist() == [[3], [4], [5]] and found.logits_to_keep.tolist() == [1, 3]
+    actual = joined([chain, tree])
+    assert actual.slot_mappings.tolist() == [[[16, 17, 5, 6], [-1, -1, 7, -1]]]
+    assert actual.block_copies.tolist() == [[3], [4], [5]] and actual.logits_to_keep.tolist() == [1, 3]
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 3), st.booleans()), max_size=30))
@@ -185,9 +185,9 @@ def test_steps_of_pending_tokens_are_what_the_long_way_gives(lengths, num_steps)
     pending = [7 + row for row in range(len(lengths))]
     steps = pending_arrays(lengths + np.arange(num_steps)[:, None], pending, tables, 16)
     assert len(steps) == num_steps
-    for step, found in enumerate(steps):
+    for step, actual in enumerate(steps):
         sequences = [Sequence([1] * (n + step), num_computed=n + step, num_pending=1) for n in lengths]
         entries = [StepEntry(sequence, sequence.num_computed, 1) for sequence in sequences]
         expected = build_arrays(entries, tables, 16, dict(zip(sequences, pending)))
-        for name, one, other in zip(expected._fields, expected, found):
+        for name, one, other in zip(expected._fields, expected, actual):
             assert one.dtype == other.dtype and one.shape == other.shape and (one == other).all(), name

@@ -28,11 +28,11 @@ def test_answers_of_repeated_calls_are_the_forwards(name: str, monkeypatch: pyte
     repeated = []
     repeat = RecordedCalls.repeat
     monkeypatch.setattr(RecordedCalls, "repeat", lambda calls: repeated.append(repeat(calls)) or repeated[-1])
-    found = answers(CONFIGS[name])
+    actual = answers(CONFIGS[name])
     assert repeated.count(True) > 30
     monkeypatch.setattr(runner, "MOST_RECORDED_TOKENS", 0)
     del repeated[:]
-    assert answers(CONFIGS[name]) == found
+    assert answers(CONFIGS[name]) == actual
     assert not repeated
 
 

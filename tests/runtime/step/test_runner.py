@@ -74,15 +74,15 @@ def test_the_content_of_a_padded_step(case, more):
     buffer = StepBuffer(layout, torch.device("cpu"))
     buffer.bytes.fill_(0x5A)  # whatever stood there before
     buffer.fill(arrays)
-    found = buffer.tensors()
+    actual = buffer.tensors()
     num_tokens, num_sequences = len(arrays.input_ids), len(arrays.seq_lens)
-    assert (found["slot_mappings"][:, :, num_tokens:] == PADDING_SLOT).all()
-    assert (found["pending"][num_tokens:] == NOT_PENDING).all()
-    assert (found["cu_seqlens"][num_sequences:] == num_tokens).all()
-    assert (found["seq_lens"][num_sequences:] == 0).all()
-    assert (found["block_copies"][2] == 0).all(), "no tokens are copied"
+    assert (actual["slot_mappings"][:, :, num_tokens:] == PADDING_SLOT).all()
+    assert (actual["pending"][num_tokens:] == NOT_PENDING).all()
+    assert (actual["cu_seqlens"][num_sequences:] == num_tokens).all()
+    assert (actual["seq_lens"][num_sequences:] == 0).all()
+    assert (actual["block_copies"][2] == 0).all(), "no tokens are copied"
     for (name, (dtype, shape)), given_array in zip(layout.fields().items(), arrays):
-        tensor = found[name]
+        tensor = actual[name]
         assert tensor.shape == shape and tensor.numpy().dtype == dtype
         assert (tensor.numpy()[tuple(slice(0, size) for size in given_array.shape)] == given_array).all()
 
@@ -132,9 +132,9 @@ def test_a_step_on_the_host_needs_no_buffer(case, kinds):
         spread[-1].setflags(write=writeable)
     buffer = StepBuffer(StepLayout.of(arrays), torch.device("cpu"))
     buffer.fill(arrays)
-    found, expected = host_tensors(StepArrays(*spread)), buffer.tensors()
-    assert found.keys() == expected.keys()
-    for (name, tensor), array in zip(found.items(), spread):
+    actual, expected = host_tensors(StepArrays(*spread)), buffer.tensors()
+    assert actual.keys() == expected.keys()
+    for (name, tensor), array in zip(actual.items(), spread):
         assert tensor.is_contiguous()
         as_it_is = array.flags.c_contiguous and array.flags.writeable and array.dtype == tensor.numpy().dtype
         assert not array.size or np.shares_memory(tensor.numpy(), array) == as_it_is

@@ -126,24 +126,24 @@ def test_each_step_of_a_chain_reads_what_the_one_before_drew(device):
     tables = np.array([[[2, 4], [3, 5]]], np.int32)
 
     def entries(tokens, computed):
-        return [StepEntry(Sequence(own), known, len(own) - known) for own, known in zip(tokens, computed)]
+        return [StepEntry(Sequence(item), known, len(item) - known) for item, known in zip(tokens, computed)]
 
-    runner, tokens, computed, expected = new_runner(device, False), [list(own) for own in starts], [0, 0], []
+    runner, tokens, computed, expected = new_runner(device, False), [list(item) for item in starts], [0, 0], []
     for _ in range(num_steps):
         drawn = likeliest(runner.run(build_arrays(entries(tokens, computed), tables, BLOCK_SIZE, {})))
         expected.append(drawn)
-        computed = [len(own) for own in tokens]
-        for own, token in zip(tokens, drawn[:, 1].tolist()):
-            own.append(token)
-    lengths = np.array([len(own) for own in starts])
+        computed = [len(item) for item in tokens]
+        for item, token in zip(tokens, drawn[:, 1].tolist()):
+            item.append(token)
+    lengths = np.array([len(item) for item in starts])
     first = build_arrays(entries(starts, [0, 0]), tables, BLOCK_SIZE, {})
     steps = [first, *pending_arrays(lengths + np.arange(num_steps - 1)[:, None], [0, 1], tables, BLOCK_SIZE)]
     for cuda_graphs in (False, True):
         runner = new_runner(device, cuda_graphs)
         with with_eager_graphs(device):
             for _ in range(2):  # captured, then replayed
-                found = runner.launch_chain(steps)[:, :2]
-                assert_bitwise_equal(found, torch.stack(expected))
+                actual = runner.launch_chain(steps)[:, :2]
+                assert_bitwise_equal(actual, torch.stack(expected))
 
 
 @given(most_blocks=st.integers(1, 3000), block_size=st.sampled_from([16, 48, 64, 256, 1024]))
@@ -212,10 +212,10 @@ def test_staging_memory_keeps_views_of_few_layouts():
             steps = arrays, arrays._replace(seq_lens=arrays.seq_lens + 1)
             buffers = StepBuffers(layouts, torch.device("cpu"))
             staging.upload(steps, buffers)
-            for found, step, layout in zip(buffers.steps, steps, layouts):
+            for actual, step, layout in zip(buffers.steps, steps, layouts):
                 alone = StepBuffer(layout, torch.device("cpu"))
                 alone.fill(step)
-                for name, tensor in found.tensors().items():
+                for name, tensor in actual.tensors().items():
                     assert_bitwise_equal(tensor, alone.tensors()[name], name)
     assert staging._host.cache_info().currsize == MOST_VIEWS
 

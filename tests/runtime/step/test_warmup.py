@@ -19,11 +19,11 @@ from tests.runtime.step.runner_cases import forward, make_cache
 
 def launched(steps, forward=forward, cache=None):
     """Warm up on a CPU; returns the cache, and of every launch its extents and whether it was as a graph's."""
-    cache, found = make_cache(0.0) if cache is None else cache, []
+    cache, actual = make_cache(0.0) if cache is None else cache, []
 
     def recorded(input_ids, position_ids, step, logits_to_keep):
         assert is_warmup() and not torch.is_grad_enabled()
-        found.append((input_ids.shape[1], len(step.seq_lens), step.block_tables[0].shape[1], is_for_graph()))
+        actual.append((input_ids.shape[1], len(step.seq_lens), step.block_tables[0].shape[1], is_for_graph()))
         return forward(input_ids, position_ids, step, logits_to_keep)
 
     staging = SimpleNamespace(record=lambda: None)
@@ -32,13 +32,13 @@ def launched(steps, forward=forward, cache=None):
         mock.patch.object(Runner, "_start_upload", lambda self, steps, buffers: (buffers.fill(steps), staging)[1]),
     ):
         warm_up_kernels(forward if isinstance(forward, StageForward) else recorded, cache, steps)
-    return cache, found
+    return cache, actual
 
 
 def test_every_step_runs_once_and_writes_nothing():
     steps = warmup_steps(graph_layouts(8, 32, 40, 16), 8, 32, 40)
-    cache, found = launched(steps)
-    assert sorted(found) == sorted(map(tuple, steps)) and {graph for *_, graph in found} == {True, False}
+    cache, actual = launched(steps)
+    assert sorted(actual) == sorted(map(tuple, steps)) and {graph for *_, graph in actual} == {True, False}
     for given, fresh in zip(cache.k_caches + cache.v_caches, make_cache(0.0).k_caches * 2):
         assert_bitwise_equal(given, fresh)
     assert not is_warmup()
@@ -66,32 +66,32 @@ def test_a_step_without_memory_is_left_out_and_any_other_failure_is_raised():
                 raise failures.pop()
         return forward(*step)
 
-    _, found = launched(steps, failing)
-    assert len(found) == len(steps)
+    _, actual = launched(steps, failing)
+    assert len(actual) == len(steps)
     failures.append(ValueError("broken"))
     with pytest.raises(ValueError, match="broken"):
         launched(steps, failing)
 
 
 def test_threads_are_as_many_as_cores_at_most(monkeypatch):
-    asked = []
+    requests = []
     pool = warmup.ThreadPoolExecutor
-    monkeypatch.setattr(warmup, "ThreadPoolExecutor", lambda count: asked.append(count) or pool(count))
+    monkeypatch.setattr(warmup, "ThreadPoolExecutor", lambda count: requests.append(count) or pool(count))
     monkeypatch.setattr(warmup.os, "cpu_count", lambda: 3)
     launched(warmup_steps([], 1, 1, 1))
-    assert asked == [3]
+    assert requests == [3]
 
 
 def test_a_stage_runs_alone_over_rows_of_its_own():
-    found = []
+    actual = []
 
     def program(rows, position_ids, step, logits_to_keep):
         assert is_alone() and not rows.any()
-        found.append(rows.shape)
+        actual.append(rows.shape)
         return rows + 1
 
     stage = StageForward(program, torch.ones(1, 1, 8), before=0, after=2)
     steps = warmup_steps([], 4, 16, 2)
     launched(steps, stage)  # no other stage is there to receive from or to send to
-    assert sorted(found) == sorted((1, step.tokens, 8) for step in steps)
+    assert sorted(actual) == sorted((1, step.tokens, 8) for step in steps)
     assert stage._given is None and not stage._sent

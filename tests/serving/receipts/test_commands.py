@@ -59,8 +59,8 @@ def test_an_answer_is_replayed(answer: Path, folder: Path, tmp_path: Path) -> No
     done = run("replay", answer, "--key", folder / "key.pub")
     assert done.returncode == 0 and "equal: all 24 tokens were reproduced" in done.stdout
     assert "signature valid" in done.stdout
-    found = json.loads(run("replay", answer, "tiny", "--json", "--chunk", "5").stdout)
-    assert (found["outcome"], found["num_tokens"], found["signature"]) == ("equal", 24, "unchecked")
+    actual = json.loads(run("replay", answer, "tiny", "--json", "--chunk", "5").stdout)
+    assert (actual["outcome"], actual["num_tokens"], actual["signature"]) == ("equal", 24, "unchecked")
     assert run("replay", answer, "--decode").returncode == 0
     assert "but for what no receipt covers: usage.prompt_tokens_details.cached_tokens" in done.stdout
     forged = json.loads(answer.read_bytes())
@@ -72,7 +72,7 @@ def test_an_answer_is_replayed(answer: Path, folder: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("kind", "code", "said"),
+    ("kind", "code", "message"),
     [
         ("another token", 1, "token_ids: sample 0, position 5: token "),
         ("another text", 1, "text: sample 0: text is 'aaaa"),
@@ -80,11 +80,11 @@ def test_an_answer_is_replayed(answer: Path, folder: Path, tmp_path: Path) -> No
         ("another tokenizer", 2, "tokenizer differs: another tokenizer"),
     ],
 )
-def test_what_differs_is_said(kind: str, code: int, said: str, answer: Path, folder: Path, tmp_path: Path) -> None:
+def test_what_differs_is_said(kind: str, code: int, message: str, answer: Path, folder: Path, tmp_path: Path) -> None:
     wrong = changed(read_envelope(answer.read_bytes()), TAMPERINGS[kind].change, read_signing_key(folder / "key"))
     (tmp_path / "wrong.json").write_bytes(msgspec.json.encode(wrong))
     done = run("replay", tmp_path / "wrong.json", "--key", folder / "key.pub")
-    assert done.returncode == code and said in done.stdout, done.stdout
+    assert done.returncode == code and message in done.stdout, done.stdout
 
 
 def test_another_key_needs_no_model(answer: Path, tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_what_cannot_be_read_has_a_code_of_its_own(answer: Path, tmp_path: Path)
     (tmp_path / "archive.json").write_bytes(msgspec.json.encode(archive))
     other = {"receipt": json.loads(answer.read_bytes())["receipt"], "text": "x"}
     (tmp_path / "other.json").write_text(json.dumps(other))
-    for arguments, said in (
+    for arguments, message in (
         (["none.json"], "not a receipt"),
         (["missing.json"], "cannot be read"),
         (["other.json"], "which is no answer of"),
@@ -109,7 +109,7 @@ def test_what_cannot_be_read_has_a_code_of_its_own(answer: Path, tmp_path: Path)
         ([answer, "--opening", answer], "contains no opening"),
     ):
         done = run("replay", tmp_path / arguments[0], *arguments[1:])
-        assert done.returncode == 3 and said in " ".join(done.stderr.split()), done.stderr
+        assert done.returncode == 3 and message in " ".join(done.stderr.split()), done.stderr
 
 
 def test_a_log_is_audited(server: Server, answer: Path, folder: Path) -> None:
@@ -177,5 +177,5 @@ def test_without_the_extra_the_commands_say_what_to_install() -> None:
         "from detcompile.commands.cli import main; main()"
     )
     finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    said = "cryptography is not installed: pip install '.[serve]' in a checkout"
-    assert finished.returncode == 2 and said in finished.stderr
+    message = "cryptography is not installed: pip install '.[serve]' in a checkout"
+    assert finished.returncode == 2 and message in finished.stderr

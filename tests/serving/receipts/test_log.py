@@ -23,12 +23,12 @@ def key(tmp_path: Path) -> SigningKey:
 
 def receipt(number: int, log: ReceiptLog | None = None) -> bytes:
     sample = Sample(index=0, token_ids=[number], finish_reason="length", stop_reason=None, text=None, logprobs=None)
-    found = Receipt(
+    actual = Receipt(
         id=f"cmpl-{number}", created=number, model="m", level="tokens", fingerprint="f" * 64, fingerprint_parts={},
         served=Served(detcompile="1", tokenizer=None, chat_template=None), params={}, seed="1",
         prompts=[Prompt(token_ids=[1], logprobs=None, samples=[sample])], log=None if log is None else log.place,
     )  # fmt: skip
-    return encode_receipt(found)
+    return encode_receipt(actual)
 
 
 def written(path: Path, key: SigningKey | None, count: int = 5, start: int = 0) -> list[bytes]:
@@ -49,7 +49,7 @@ def test_a_log_is_read_as_it_was_written(tmp_path: Path, key: SigningKey) -> Non
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda lines: lines[1:], "line 1 was line 2"),
         (lambda lines: lines[:2] + lines[3:], "line 3 was line 4"),
@@ -61,10 +61,10 @@ def test_a_log_is_read_as_it_was_written(tmp_path: Path, key: SigningKey) -> Non
         (lambda lines: [*lines, msgspec.json.encode(seal(receipt(9), None)) + b"\n"], "line 6: its receipt was"),
     ],
 )
-def test_a_line_that_was_taken_out_moved_or_changed_is_named(change, said: str, tmp_path: Path) -> None:
+def test_a_line_that_was_taken_out_moved_or_changed_is_named(change, message: str, tmp_path: Path) -> None:
     lines = written(tmp_path / "log", None)
     (tmp_path / "log").write_bytes(b"".join(change(lines)))
-    with pytest.raises(InvalidInput, match=said):
+    with pytest.raises(InvalidInput, match=message):
         list(read_log(tmp_path / "log"))
 
 
@@ -148,7 +148,7 @@ def test_a_sample_is_the_auditors(tmp_path: Path) -> None:
     lines = list(read_log(tmp_path / "log"))
     chosen = {seed: [line.number for line in lines if is_sampled(line, 0.1, seed)] for seed in (1, 2)}
     assert chosen[1] == [line.number for line in lines if is_sampled(line, 0.1, 1)] != chosen[2]
-    assert all(15 < len(found) < 75 for found in chosen.values())
+    assert all(15 < len(actual) < 75 for actual in chosen.values())
     assert not any(is_sampled(line, 0, 1) for line in lines) and all(is_sampled(line, 1, 1) for line in lines)
     assert miss_probability(0.5, 3) == 0.125
 

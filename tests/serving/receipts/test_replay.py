@@ -37,8 +37,8 @@ def model() -> CompiledModel:
     return compiled("tiny", torch.bfloat16)
 
 
-def receipt_of(http: httpx.Client, **asked) -> tuple[Envelope, httpx.Response]:
-    answer = http.post("/v1/completions", json=BASE | asked)
+def receipt_of(http: httpx.Client, **requested) -> tuple[Envelope, httpx.Response]:
+    answer = http.post("/v1/completions", json=BASE | requested)
     assert answer.status_code == 200, answer.text
     return read_envelope(answer.content), answer
 
@@ -158,8 +158,8 @@ def test_a_stream_ends_with_its_receipt(http: httpx.Client, model: CompiledModel
         (last,) = [chunk for chunk in chunks if "receipt" in chunk]
         assert last["choices"] == [] and all(("usage" in chunk) == bool(options) for chunk in chunks)
         assert replay(model, read_envelope(json.dumps(last).encode())).outcome == "equal"
-        found = http.get(f"/v1/receipts/{last['id']}")
-        assert found.json() == last["receipt"]
+        actual = http.get(f"/v1/receipts/{last['id']}")
+        assert actual.json() == last["receipt"]
     assert http.get("/v1/receipts/cmpl-none").status_code == 404
 
 
@@ -192,12 +192,12 @@ def test_no_engine_setting_moves_a_receipt(how: str, model: CompiledModel) -> No
     prompts = [[322, 1248, 925, 13, 310, 1013]] * 3
     if how == "speculation":
         assert engine.speculator is not None
-    for own, output in zip(params, engine.generate(prompts, params, progress=False)):
+    for item, output in zip(params, engine.generate(prompts, params, progress=False)):
         tokenizer = tokenizer_digest(plain_tokenizer(model.tokenizer))
         served = Served(detcompile="x", tokenizer=tokenizer, chat_template=None)
         receipt = Receipt(
             id="x", created=0, model="tiny", level="tokens", fingerprint=model.fingerprint,
-            fingerprint_parts=parts_of(model), served=served, params=written_params(own), seed=str(own.seed),
+            fingerprint_parts=parts_of(model), served=served, params=written_params(item), seed=str(item.seed),
             prompts=[recorded_prompt(output, output.prompt_token_ids, None, has_text=True)],
         )  # fmt: skip
         verdict = replay(model, seal(encode_receipt(receipt), None))
@@ -249,18 +249,18 @@ def test_receipts_of_two_ranks_and_of_one_are_the_same(
     http: httpx.Client, model: CompiledModel, key: SigningKey, folder: Path, tmp_path: Path
 ) -> None:
     """What a server of two ranks answers replays where one computes, and the other way round."""
-    own = {kind: receipt_of(http, **asked) for kind, asked in REQUESTS.items()}
+    item = {kind: receipt_of(http, **requested) for kind, requested in REQUESTS.items()}
     pair = started(tmp_path, "--tp", "2", "--sign", str(folder / "key"), model=folder / "model")
     try:
         with httpx.Client(base_url=pair.url, timeout=120) as ranks:
-            for kind, asked in REQUESTS.items():
-                (envelope, answer), (_, one) = receipt_of(ranks, **asked), own[kind]
+            for kind, requested in REQUESTS.items():
+                (envelope, answer), (_, one) = receipt_of(ranks, **requested), item[kind]
                 assert answer.json()["choices"] == one.json()["choices"], kind
                 assert replay(model, envelope).outcome == "equal", kind
                 assert http.post("/v1/verify", json=answer.json()["receipt"]).json()["outcome"] == "equal", kind
                 verdict = ranks.post("/v1/verify", json=one.json()["receipt"]).json()
                 assert verdict["outcome"] == "equal" and verdict["num_tokens"] > 0, kind
-            wrong = msgspec.json.encode(changed(own["sampled"][0], TAMPERINGS["another token"].change, key))
+            wrong = msgspec.json.encode(changed(item["sampled"][0], TAMPERINGS["another token"].change, key))
             verdict = ranks.post("/v1/verify", content=wrong, headers=JSON).json()
             assert verdict["outcome"] == "differs" and verdict["field"] == TAMPERINGS["another token"].field
     finally:
@@ -330,7 +330,7 @@ def test_receipts_can_be_left_out(folder: Path) -> None:
 
 
 def test_the_server_tells_its_public_key(http: httpx.Client, key: SigningKey, folder: Path, tmp_path: Path) -> None:
-    told = http.get("/v1/fingerprint").json()["receipts"]
-    (tmp_path / "told").write_text(told["public_key"])
+    calls = http.get("/v1/fingerprint").json()["receipts"]
+    (tmp_path / "told").write_text(calls["public_key"])
     assert read_verify_key(tmp_path / "told").key_id == read_verify_key(folder / "key.pub").key_id == key.key_id
-    assert told["level"] == "tokens"
+    assert calls["level"] == "tokens"

@@ -97,7 +97,7 @@ def changes(fields: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     for *path, key in paths(fields):
         for leaves_out in (False, True):
             changed = copy.deepcopy(fields)
-            holder = functools.reduce(lambda part, own: part[own], path, changed)
+            holder = functools.reduce(lambda part, item: part[item], path, changed)
             if leaves_out and (holder[key] is None or isinstance(holder, list)):
                 continue
             holder[key] = None if leaves_out else forged(holder[key])
@@ -119,7 +119,7 @@ def test_every_changed_field_is_named(
             with pytest.raises(InvalidInput):
                 require_known(changed)
             continue
-        found = compare(changed)
+        actual = compare(changed)
         is_free = any(f"{place}.".startswith(f"{name}.") for name in free)
-        assert found is not None or is_free, place
-        assert found is None or (found.outcome == "differs" and found.field.startswith("answer.")), found
+        assert actual is not None or is_free, place
+        assert actual is None or (actual.outcome == "differs" and actual.field.startswith("answer.")), actual

@@ -186,9 +186,9 @@ def assert_shared_tokens_are_those_of_each(attend: Callable[..., Tensor], dtype:
     expected = [step([(s, cached)], [], apart) for s in range(2)]
     further = [-1] * 5
     further[:common] = [page + cached, page + cached + 1]
-    found = step([(0, cached), (1, cached + common)], [further, [-1] * 5], shared)
-    assert_bitwise_equal(found[:4], expected[0], "the sequence that computes them")
-    assert_bitwise_equal(found[4:], expected[1][common:], "the one that they are written for")
+    actual = step([(0, cached), (1, cached + common)], [further, [-1] * 5], shared)
+    assert_bitwise_equal(actual[:4], expected[0], "the sequence that computes them")
+    assert_bitwise_equal(actual[4:], expected[1][common:], "the one that they are written for")
     for ours, theirs in zip(shared, apart, strict=True):
         assert_bitwise_equal(ours, theirs, "caches")
 

@@ -63,8 +63,8 @@ def test_as_accurate_as_torch(dtype, kind, extent, window):
     q, k, v = _qkv(dtype, kind)
     bias = _bias(extent, dtype)
     distance = torch.arange(TOKENS)[:, None] - torch.arange(TOKENS)
-    found = bias.gather(-1, distance.clamp(0, extent - 1).expand(1, 6, -1, -1)).masked_fill(distance >= extent, 0)
-    scores = (q @ k.repeat_interleave(3, 1).transpose(-1, -2)).float() * 0.2 + found.float()
+    actual = bias.gather(-1, distance.clamp(0, extent - 1).expand(1, 6, -1, -1)).masked_fill(distance >= extent, 0)
+    scores = (q @ k.repeat_interleave(3, 1).transpose(-1, -2)).float() * 0.2 + actual.float()
     hidden = (distance < 0) | ((distance >= window) if window else False)
     theirs = torch.softmax(scores.masked_fill(hidden, -math.inf), -1).to(dtype) @ v.repeat_interleave(3, 1)
     ours = dense_cpu(q, k, v, *_order(window), bias)
@@ -103,10 +103,10 @@ def test_the_biases_of_another_query_may_be_nan(dtype):
     clean = dense_cpu(*qkv, *_order(), bias)
     bias[:, :, 70] = torch.nan
     bias[:, :, 9, 10:] = torch.nan  # of distances that the tenth token does not have
-    found = dense_cpu(*qkv, *_order(), bias)
+    actual = dense_cpu(*qkv, *_order(), bias)
     kept = torch.arange(TOKENS) != 70
-    assert_bitwise_equal(found[:, :, kept], clean[:, :, kept])
-    assert found[:, :, 70].isnan().all()
+    assert_bitwise_equal(actual[:, :, kept], clean[:, :, kept])
+    assert actual[:, :, 70].isnan().all()
 
 
 @pytest.mark.parametrize(

@@ -88,5 +88,5 @@ def test_kernels_that_know_no_biases_are_no_candidates() -> None:
         "needs_scores": True,
         "relative": True,
     }
-    found = attention_candidates(AttentionProblem(**fields, **kinds))
-    assert found and {schedule.kernel for schedule in found} == {"plain"}
+    actual = attention_candidates(AttentionProblem(**fields, **kinds))
+    assert actual and {schedule.kernel for schedule in actual} == {"plain"}

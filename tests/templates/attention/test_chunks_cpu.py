@@ -79,11 +79,11 @@ def test_what_a_query_does_not_see_may_be_nan(dtype, poisoned):
     clean = dense_cpu(*qkv, *_order(48))
     for x in qkv:
         x[:, :, poisoned] = torch.nan
-    found = dense_cpu(*qkv, *_order(48))
+    actual = dense_cpu(*qkv, *_order(48))
     end = (poisoned // 48 + 1) * 48
-    assert_bitwise_equal(found[:, :, :poisoned], clean[:, :, :poisoned])
-    assert_bitwise_equal(found[:, :, end:], clean[:, :, end:])
-    assert found[:, :, poisoned:end].isnan().all()
+    assert_bitwise_equal(actual[:, :, :poisoned], clean[:, :, :poisoned])
+    assert_bitwise_equal(actual[:, :, end:], clean[:, :, end:])
+    assert actual[:, :, poisoned:end].isnan().all()
 
 
 @pytest.mark.parametrize("isa", ISAS)

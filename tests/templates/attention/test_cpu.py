@@ -140,8 +140,8 @@ def test_tokens_without_a_finite_score_are_alike_in_prefill_and_decode(dtype, wi
         assert whole[lost:, :2, 3].isnan().all() and whole[lost:, 2:, 5].isnan().all()
         assert (whole[lost:].isnan().sum((1, 2)) == 4).all()
     for step in (1, 37):
-        found = _cache(shape, 16, dtype).attend(paged_cpu, q, k, v, _cuts(range(0, 140, step), 140), 0.2, window, 64)
-        assert_bitwise_equal(found, whole)
+        actual = _cache(shape, 16, dtype).attend(paged_cpu, q, k, v, _cuts(range(0, 140, step), 140), 0.2, window, 64)
+        assert_bitwise_equal(actual, whole)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

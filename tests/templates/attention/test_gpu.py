@@ -90,8 +90,8 @@ def test_merges_take_more_chunks_than_they_read_ahead(ahead: int) -> None:
     n = 4 * CHUNK + 1
     s = sequence(n, 3, 1, 16, 24, DOT_DTYPES[0])
     with mock.patch.object(merge, "_AHEAD", ahead):
-        found = paged([(s, n - 1, n)], 48, 0, AttentionSchedule("plain", 16, 4, 1, split=True))[0]
-    assert_bitwise_equal(found, dense(s)[n - 1 :], f"five chunks, {ahead} at a time")
+        actual = paged([(s, n - 1, n)], 48, 0, AttentionSchedule("plain", 16, 4, 1, split=True))[0]
+    assert_bitwise_equal(actual, dense(s)[n - 1 :], f"five chunks, {ahead} at a time")
 
 
 @pytest.mark.parametrize(
@@ -119,11 +119,11 @@ def test_a_decode_step_is_spread_over_the_multiprocessors(
     kind = {"dtype": "bfloat16", "heads": 32, "kv_heads": 8, "d": 128, "dv": 128, "block_size": 64, "chunk": 512}
     problem = AttentionProblem(**kind | other, windowed=False, decode=True, split=False, descriptors=True)
     with mock.patch.object(gpu, "multiprocessors", lambda _: 132):
-        found = gpu._for_step(problem, torch.device("cuda"), tokens, tokens, keys)
+        actual = gpu._for_step(problem, torch.device("cuda"), tokens, tokens, keys)
         plain = gpu._for_step(replace(problem, sinks=True), torch.device("cuda"), tokens, tokens, keys)
-    assert (found.split, found.stages) == (split, stages)
-    assert attention_candidates(found)[0] == AttentionSchedule("hopper_decode", 8, 4, stages, split)
-    assert f"stages={stages}" in str(found) and "stages" not in str(plain)
+    assert (actual.split, actual.stages) == (split, stages)
+    assert attention_candidates(actual)[0] == AttentionSchedule("hopper_decode", 8, 4, stages, split)
+    assert f"stages={stages}" in str(actual) and "stages" not in str(plain)
 
 
 @pytest.mark.parametrize("dtype", DOT_DTYPES)
@@ -183,8 +183,8 @@ def test_a_token_without_a_finite_score_is_not_taken_for_padding() -> None:
     assert whole[lost:, 2:].isfinite().all() and whole[lost:, :, :3].isfinite().all()
     for schedule in SCHEDULES:
         for token in (0, lost - 1, lost, n - 1):
-            found = paged([(s, token, token + 1)], 16, 0, schedule)[0]
-            assert_bitwise_equal(found, whole[token : token + 1], f"{schedule} decode of token {token}")
+            actual = paged([(s, token, token + 1)], 16, 0, schedule)[0]
+            assert_bitwise_equal(actual, whole[token : token + 1], f"{schedule} decode of token {token}")
 
 
 def test_sequences_without_tokens_take_none_of_the_others() -> None:
@@ -195,8 +195,8 @@ def test_sequences_without_tokens_take_none_of_the_others() -> None:
     parts = [(s, 40, 41), (s, 33, 33), (s, n - 5, n - 3), (s, 7, 7), (s, n - 1, n)]
     for schedule in (*SCHEDULES, *(HOPPER_SCHEDULES if HOPPER else ())):
         for page in (16, 64):
-            for (_, first, last), found in zip(parts, paged(parts, page, 0, schedule, padding=2)):
-                assert_bitwise_equal(found, whole[first:last], f"{schedule}, pages of {page}, {first} to {last}")
+            for (_, first, last), actual in zip(parts, paged(parts, page, 0, schedule, padding=2)):
+                assert_bitwise_equal(actual, whole[first:last], f"{schedule}, pages of {page}, {first} to {last}")
 
 
 def test_heads_where_no_block_can_begin_are_left_to_the_plain_kernel() -> None:
@@ -305,8 +305,8 @@ class TestOnTheGpu:
         for stages, split in itertools.product((2, 4), (False, True)):
             schedule = AttentionSchedule("hopper_decode", 8, 4, stages, split)
             for page in (16, 64, 256):
-                found = paged([(s, end - 1, end) for end in lengths], page, 0, schedule, padding=3)
-                for end, out in zip(lengths, found):
+                actual = paged([(s, end - 1, end) for end in lengths], page, 0, schedule, padding=3)
+                for end, out in zip(lengths, actual):
                     assert_bitwise_equal(out, whole[end - 1 : end], f"{schedule}, {end} keys, pages of {page}")
 
     @pytest.mark.skipif(not HOPPER, reason="the kernel follows one that is made of a Hopper GPU's instructions")
@@ -333,20 +333,20 @@ class TestOnTheGpu:
         part[tokens, :, places] = math.nan
         max_and_sum[tokens, :, places] = torch.tensor([math.nan, -1.0])
         part, max_and_sum = part.to(DEVICE), max_and_sum.to(DEVICE)
-        found = torch.full((6, heads, d), math.nan, dtype=torch.float16, device=DEVICE)
+        actual = torch.full((6, heads, d), math.nan, dtype=torch.float16, device=DEVICE)
         with mock.patch.object(merge, "_EAGER_BYTES", part.numel() * 4 if eager else 0):
-            merge.merge_by_marks(part, max_and_sum, found, 0.3)
-        assert_bitwise_equal(found[5], torch.zeros_like(found[5]), "padding")
+            merge.merge_by_marks(part, max_and_sum, actual, 0.3)
+        assert_bitwise_equal(actual[5], torch.zeros_like(actual[5]), "padding")
         shape = {"DV": d, "DVP": d, "CHUNK": 64, "AHEAD": 4, "num_warps": 1, "enable_fp_fusion": False}
         shape |= {"CHUNKED": False, "NEEDS_SCORES": False, "SINKS": False, **launch_options(part.device)}
         for token, (first, end) in enumerate(seen[:5].tolist()):
             cu, lens = (torch.tensor(t, dtype=torch.int32, device=DEVICE) for t in ([0, 1], [64 * end]))
-            one, out = slice(token, token + 1), torch.empty_like(found[:1])
+            one, out = slice(token, token + 1), torch.empty_like(actual[:1])
             merge.merge_kernel[(1, heads)](
                 part[one], max_and_sum[one], out, cu, lens, out, 0.3, 1.0, 64 * (end - first), 1, chunks,
                 *out.stride()[:2], WINDOWED=first > 0, **shape,
             )  # fmt: skip
-            assert_bitwise_equal(found[one], out, f"chunks {first} to {end}")
+            assert_bitwise_equal(actual[one], out, f"chunks {first} to {end}")
 
     @pytest.mark.parametrize("n", [1024, 200])
     @pytest.mark.parametrize("dtype", DOT_DTYPES)

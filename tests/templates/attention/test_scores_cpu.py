@@ -27,9 +27,9 @@ def _qkv(T: int, heads: int, kv_heads: int, d: int, dv: int, dtype: torch.dtype,
 
 def _arguments(name: str, heads: int, scale: float, window: int, chunk: int) -> tuple[Any, ...]:
     """scale, sliding_window, kv_chunk, softcap, sinks, alibi_slopes"""
-    asked = features(name, heads)
-    rest = (asked.get("softcap", 0.0), asked.get("sinks"), asked.get("alibi_slopes"))
-    return (asked.get("scale", scale), window, chunk, *rest)
+    requests = features(name, heads)
+    rest = (requests.get("softcap", 0.0), requests.get("sinks"), requests.get("alibi_slopes"))
+    return (requests.get("scale", scale), window, chunk, *rest)
 
 
 def _paged(qkv: list[Tensor], cuts: list[int], block_size: int, arguments: tuple[Any, ...], seed: int = 0) -> Tensor:

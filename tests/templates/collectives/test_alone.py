@@ -54,7 +54,7 @@ def test_a_rank_that_rehearses_alone_meets_nobody(name: str, group: str) -> None
     with pytest.raises(AssertionError, match="a collective was begun"):
         call(group)
     with warmup(alone=True):
-        found = call(group)
-    assert found.shape == shape and found.dtype == dtype and not found.any()
+        actual = call(group)
+    assert actual.shape == shape and actual.dtype == dtype and not actual.any()
     with warmup(), pytest.raises(AssertionError, match="a collective was begun"):
         call(group)  # a capture's warm-up, which all ranks run

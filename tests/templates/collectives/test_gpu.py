@@ -104,9 +104,9 @@ def test_sums_that_land_are_those_of_the_tree(M: int, N: int, radices: tuple[int
         ranks, place = memories(num_ranks), landing(num_ranks)
         for owner, landed in enumerate(place.partials):
             for sender, partial in enumerate(partials):
-                own = partial.flatten()[owner * share : (owner + 1) * share]
+                item = partial.flatten()[owner * share : (owner + 1) * share]
                 if sender != owner:
-                    landed[sender, : len(own)] = own.to(DEVICE)
+                    landed[sender, : len(item)] = item.to(DEVICE)
         outs = [torch.empty(M, N, dtype=out_dtype, device=DEVICE) for _ in partials]
         epilogue = [None if tensor is None else tensor.to(DEVICE) for tensor in given]
         for _ in range(2):
@@ -132,8 +132,8 @@ def test_columns_arrive_side_by_side(num_ranks: int, M: int, n: int, columns: in
         outs = []
         for memory in ranks:
             memory.epochs.fill_(7)
-            own = whole[:, memory.rank * n : (memory.rank + 1) * n].contiguous().to(DEVICE)
-            outs.append(gather_gpu.columns_over_peers(memory, own, columns))
+            item = whole[:, memory.rank * n : (memory.rank + 1) * n].contiguous().to(DEVICE)
+            outs.append(gather_gpu.columns_over_peers(memory, item, columns))
     for out in outs:
         assert_bitwise_equal(out.cpu(), whole[:, :columns].contiguous(), f"{dtype}")
     assert ranks[0].epochs[:3].tolist() == epochs_after(M * n, num_ranks)
@@ -166,8 +166,8 @@ def test_rows_arrive_from_the_rank_that_has_them(
         outs = []
         for memory in ranks:
             memory.epochs.fill_(7)
-            own = table[memory.rank * v : (memory.rank + 1) * v].to(DEVICE)
-            outs.append(gather_gpu.rows_over_peers(memory, own, ids.to(DEVICE)))
+            item = table[memory.rank * v : (memory.rank + 1) * v].to(DEVICE)
+            outs.append(gather_gpu.rows_over_peers(memory, item, ids.to(DEVICE)))
     for out in outs:
         assert_bitwise_equal(out.cpu(), expected, f"{dtype}")
     assert ranks[0].epochs[:3].tolist() == epochs_after(ids.numel() * D, num_ranks)

@@ -113,8 +113,8 @@ def test_rounding_is_to_nearest_inside() -> None:
 
 def test_workers_of_another_openmp_are_reached_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where torch brings one of its own: a copy of the library has workers of its own."""
-    found = [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libgomp" in line]
-    copy = ctypes.CDLL(shutil.copy(found[0], tmp_path / "other.so"))
+    actual = [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libgomp" in line]
+    copy = ctypes.CDLL(shutil.copy(actual[0], tmp_path / "other.so"))
     seen: dict[int, bool] = {}
 
     @ctypes.CFUNCTYPE(None, ctypes.c_void_p)

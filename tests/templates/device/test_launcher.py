@@ -141,11 +141,11 @@ class TestOnTheGpu:
 
 def _kernels() -> list[JITFunction]:
     """All of the templates, each once."""
-    found = {}
+    actual = {}
     for module in pkgutil.walk_packages(templates.__path__, f"{templates.__name__}."):
         members = vars(importlib.import_module(module.name)).values()
-        found |= {id(member): member for member in members if isinstance(member, JITFunction)}
-    return list(found.values())
+        actual |= {id(member): member for member in members if isinstance(member, JITFunction)}
+    return list(actual.values())
 
 
 @NEEDS_COMPILER
@@ -172,4 +172,4 @@ def test_constants_of_one_name_are_equal_in_all_that_a_kernel_calls() -> None:
         values: dict[str, set[str]] = {}
         for (name, _), (value, _) in kernel.used_global_vals.items():
             values.setdefault(name, set()).add(str(value))
-        assert all(len(found) == 1 for found in values.values()), (kernel, values)
+        assert all(len(actual) == 1 for actual in values.values()), (kernel, values)

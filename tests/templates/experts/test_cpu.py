@@ -26,43 +26,43 @@ def problem(rows: int, dtype: torch.dtype, kind: str = "heavy", seed: int = 0) -
 @given(rows=st.integers(1, 60), row=st.integers(0, 59), seed=st.integers(0, 99), dtype=st.sampled_from(DTYPES))
 def test_a_row_ignores_its_neighbours(rows: int, row: int, seed: int, dtype: torch.dtype) -> None:
     x, ids, w, bias = problem(rows, dtype, seed=seed)
-    own = slice(row % rows, row % rows + 1)
-    assert_bitwise_equal(expert_matmul_cpu(x, ids, w, bias)[own], expert_matmul_cpu(x[own], ids[own], w, bias))
+    item = slice(row % rows, row % rows + 1)
+    assert_bitwise_equal(expert_matmul_cpu(x, ids, w, bias)[item], expert_matmul_cpu(x[item], ids[item], w, bias))
 
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_has_the_bytes_of_its_experts_matmul(dtype: torch.dtype, isa: str) -> None:
     x, ids, w, bias = problem(40, dtype)
-    found = expert_matmul_cpu(x, ids, w, bias, isa=isa)
+    actual = expert_matmul_cpu(x, ids, w, bias, isa=isa)
     for m, expert in enumerate(ids.tolist()):
         product = matmul_cpu(x[m : m + 1], w[expert], bias[expert], None, (), isa=isa)
-        assert_bitwise_equal(found[m : m + 1], product, f"row {m}")
+        assert_bitwise_equal(actual[m : m + 1], product, f"row {m}")
     turned = w.transpose(1, 2).contiguous().transpose(1, 2)
-    assert_bitwise_equal(expert_matmul_cpu(x, ids, turned, bias, isa=isa), found, "weights as [E, K, N]")
+    assert_bitwise_equal(expert_matmul_cpu(x, ids, turned, bias, isa=isa), actual, "weights as [E, K, N]")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_tree_over_k_is_matmuls_and_its_subtrees_make_it(dtype: torch.dtype) -> None:
     x, ids, w, bias = problem(20, dtype)
-    found = expert_matmul_cpu(x, ids, w, bias, (3, 2))
+    actual = expert_matmul_cpu(x, ids, w, bias, (3, 2))
     for m, expert in enumerate(ids.tolist()):
         product = matmul_cpu(x[m : m + 1], w[expert], bias[expert], None, (3, 2))
-        assert_bitwise_equal(found[m : m + 1], product, f"row {m}")
+        assert_bitwise_equal(actual[m : m + 1], product, f"row {m}")
     shares = [slice(rank * K // 3, (rank + 1) * K // 3) for rank in range(3)]
     partials = [ours.expert_matmul_partial(x[:, share], ids, w[:, :, share], [2], 3) for share in shares]
     total = reference_tree_sum(torch.stack(partials), (3,))
-    assert_bitwise_equal((total + bias[ids].float()).to(dtype), found, "three ranks")
+    assert_bitwise_equal((total + bias[ids].float()).to(dtype), actual, "three ranks")
 
 
 def test_the_choices_of_a_token_share_its_row() -> None:
     x, ids, w, bias = problem(12, torch.bfloat16)
     pairs = torch.stack([ids, ids.flip(0)], 1)
-    found = expert_matmul_cpu(x, pairs, w, bias)
-    assert_bitwise_equal(found[:, 0], expert_matmul_cpu(x, ids, w, bias))
-    assert_bitwise_equal(expert_matmul_cpu(x[:, None].expand(-1, 2, -1), pairs, w, bias), found, "a row for each")
+    actual = expert_matmul_cpu(x, pairs, w, bias)
+    assert_bitwise_equal(actual[:, 0], expert_matmul_cpu(x, ids, w, bias))
+    assert_bitwise_equal(expert_matmul_cpu(x[:, None].expand(-1, 2, -1), pairs, w, bias), actual, "a row for each")
     exact = reference_expert_matmul(x, pairs, w, bias)
-    assert exact.shape == found.shape and (found.double() - exact).norm() < 1e-2 * exact.norm()
+    assert exact.shape == actual.shape and (actual.double() - exact).norm() < 1e-2 * exact.norm()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -80,8 +80,8 @@ def test_it_is_as_accurate_as_torch(dtype: torch.dtype, kind: str) -> None:
 def test_no_expert_gives_zeros_and_no_rows_give_none() -> None:
     x, ids, w, bias = problem(9, torch.float32)
     ids[3] = E
-    found = expert_matmul_cpu(x, ids, w, bias)
-    assert not found[3].any() and bool(found[2].any())
+    actual = expert_matmul_cpu(x, ids, w, bias)
+    assert not actual[3].any() and bool(actual[2].any())
     assert expert_matmul_cpu(x[:0], ids[:0], w, bias).shape == (0, N)
 
 

@@ -90,16 +90,16 @@ def test_a_tree_over_k_has_the_bytes_of_matmuls(schedule: ExpertsSchedule) -> No
     """Leaves of 32: descriptors take whole k-groups."""
     x, ids, w, bias = problem(9, 2, n=44, k=192)
     ids[3, 1] = E
-    found = run_experts(schedule, x, ids, w, bias, None, (3, 2))
+    actual = run_experts(schedule, x, ids, w, bias, None, (3, 2))
     partial = run_experts(schedule, x[:, :64], ids, w[:, :, :64], None, torch.float32, (2,))
     by_matmul = PointerTiles(16, 32, 32, 4, 2)
     for t, row in enumerate(ids.tolist()):
         for c, expert in enumerate(row):
             if expert == E:
-                assert not found[t, c].any() and not partial[t, c].any()
+                assert not actual[t, c].any() and not partial[t, c].any()
                 continue
             whole = run_schedule(by_matmul, x[t : t + 1], w[expert], bias[expert], None, (3, 2))
-            assert_bitwise_equal(found[t, c], whole[0], f"token {t}, choice {c}")
+            assert_bitwise_equal(actual[t, c], whole[0], f"token {t}, choice {c}")
             subtree = run_schedule(by_matmul, x[t : t + 1, :64], w[expert, :, :64], None, None, (2,))
             assert_bitwise_equal(partial[t, c], subtree[0], f"a subtree of token {t}, choice {c}")
 
@@ -107,11 +107,11 @@ def test_a_tree_over_k_has_the_bytes_of_matmuls(schedule: ExpertsSchedule) -> No
 def test_float32_has_the_bytes_of_its_order() -> None:
     x, ids, w, _ = problem(4, 2)
     order = matmul_order(K, torch.float32, ())
-    found = run_experts(SMALL[-1], x, ids, w)
+    actual = run_experts(SMALL[-1], x, ids, w)
     for t, row in enumerate(ids.tolist()):
         for c, expert in enumerate(row):
             exact = order.evaluate(x[t : t + 1].cpu().numpy(), w[expert].cpu().numpy())
-            assert_bitwise_equal(found[t, c].cpu(), torch.from_numpy(exact)[0], f"token {t}, choice {c}")
+            assert_bitwise_equal(actual[t, c].cpu(), torch.from_numpy(exact)[0], f"token {t}, choice {c}")
 
 
 @pytest.mark.parametrize("schedule", [DECODE, SMALL[-1]], ids=str)
@@ -135,9 +135,9 @@ def test_no_expert_gives_zeros(schedule: ExpertsSchedule) -> None:
     whole = run_experts(schedule, x, ids, w, bias)
     for nobody in (E, E + 7, -1):
         ids[3, 1] = nobody
-        found = run_experts(schedule, x, ids, w, bias)
-        assert not found[3, 1].any()
-        assert_bitwise_equal(found[4:], whole[4:], f"beside the id {nobody}")
+        actual = run_experts(schedule, x, ids, w, bias)
+        assert not actual[3, 1].any()
+        assert_bitwise_equal(actual[4:], whole[4:], f"beside the id {nobody}")
     nowhere = torch.full_like(ids, E)
     assert not run_experts(schedule, x, nowhere, w, bias).any()
 
@@ -146,10 +146,10 @@ def test_no_expert_gives_zeros(schedule: ExpertsSchedule) -> None:
 def test_the_op_chooses_a_gated_schedule() -> None:
     x, ids, w, bias = problem(9, 2, DOT_DTYPES[0])
     out = expert_matmul_cuda(x, ids, w, bias)
-    found = experts_problem(ids.numel(), x, w, bias)
+    actual = experts_problem(ids.numel(), x, w, bias)
     assert_bitwise_equal(out, run_experts(REFERENCE, x, ids, w, bias))
     assert_bitwise_equal(out, alone(x, ids, w, bias), "the op and matmul")
-    rows = [row for row in EXPERTS.tuner(x.device).table() if row["problem"] == str(found)]
+    rows = [row for row in EXPERTS.tuner(x.device).table() if row["problem"] == str(actual)]
     assert rows and rows[0]["chosen"]
     exact = reference_expert_matmul(x, ids, w, bias)
     assert (out.double() - exact).norm() < 1e-2 * exact.norm()
@@ -158,8 +158,8 @@ def test_the_op_chooses_a_gated_schedule() -> None:
 
 def test_the_gate_refuses_another_order() -> None:
     x, ids, w, _ = problem(9, 2)
-    found = experts_problem(ids.numel(), x, w, None)
-    bits = probe_experts(found, x.device)
+    actual = experts_problem(ids.numel(), x, w, None)
+    bits = probe_experts(actual, x.device)
     assert bits(SMALL[-1]) == bits(SMALL[0])
     with pytest.raises(ScheduleError, match="not the blocks of float32"):
         bits(Grouped(16, 32, 32, 4, 2, descriptors=True))
@@ -181,14 +181,14 @@ class TestOnTheGpu:
     def test_every_schedule_has_the_bytes_of_matmul(self, tokens: int, shape: tuple[int, int, int, int]) -> None:
         experts, choices, n, k = shape
         x, ids, w, _ = problem(tokens, choices, torch.bfloat16, n, k, experts)
-        found = experts_problem(ids.numel(), x, w, None)
+        actual = experts_problem(ids.numel(), x, w, None)
         expected = run_experts(REFERENCE, x, ids, w)
         admitted = EXPERTS.tuner(x.device).admitted(
-            str(found), REFERENCE, expert_candidates(found), probe_experts(found, x.device)
+            str(actual), REFERENCE, expert_candidates(actual), probe_experts(actual, x.device)
         )
-        refused = EXPERTS.tuner(x.device).refusals().get(str(found))
-        print(f"{found}: {len(admitted)} of {len(expert_candidates(found))}, refused {refused}")
-        assert len(admitted) >= len(expert_candidates(found)) / 2
+        refused = EXPERTS.tuner(x.device).refusals().get(str(actual))
+        print(f"{actual}: {len(admitted)} of {len(expert_candidates(actual))}, refused {refused}")
+        assert len(admitted) >= len(expert_candidates(actual)) / 2
         for schedule in admitted:
             assert_bitwise_equal(run_experts(schedule, x, ids, w), expected, str(schedule))
 
@@ -224,7 +224,7 @@ class TestOnTheGpu:
     def test_tuning_keeps_the_bits(self) -> None:
         x, ids, w, _ = problem(40, 4, torch.bfloat16, 256, 512, 16)
         expected = expert_matmul_cuda(x, ids, w, None)
-        found = experts_problem(ids.numel(), x, w, None)
-        winner = EXPERTS.tune(found, x.device, lambda schedule: float(schedule.block_k))
-        assert str(winner) in {str(s) for s in (*expert_candidates(found), REFERENCE)}
+        actual = experts_problem(ids.numel(), x, w, None)
+        winner = EXPERTS.tune(actual, x.device, lambda schedule: float(schedule.block_k))
+        assert str(winner) in {str(s) for s in (*expert_candidates(actual), REFERENCE)}
         assert_bitwise_equal(expert_matmul_cuda(x, ids, w, None), expected)

@@ -136,10 +136,10 @@ def test_another_order_has_other_bits():
 def test_experts_are_summed_alike():
     x, w = normal((6, 100), torch.bfloat16, 5), normal((3, 40, 100), torch.bfloat16, 6)
     ids = torch.tensor([[0], [2], [2], [1], [3], [0]])
-    found = expert_matmul_cpu(x, ids, w, None, (), torch.float32, "amx")
+    actual = expert_matmul_cpu(x, ids, w, None, (), torch.float32, "amx")
     for row, expert in enumerate(ids[:, 0].tolist()):
         expected = torch.zeros(1, 40) if expert == 3 else in_its_order(x[row : row + 1], w[expert])
-        assert_bitwise_equal(found[row], expected)
+        assert_bitwise_equal(actual[row], expected)
 
 
 @pytest.mark.parametrize("name", ["int4, groups of 64, symmetric", "fp8, blocks of 128"])

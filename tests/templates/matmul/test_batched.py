@@ -22,9 +22,9 @@ def problem(batch: tuple[int, ...], dtype: torch.dtype, kind: str = "heavy", see
 @given(batch=st.integers(1, 9), seed=st.integers(0, 99), dtype=st.sampled_from(DTYPES))
 def test_a_matrix_ignores_those_beside_it_and_a_row_its_neighbours(batch: int, seed: int, dtype: torch.dtype) -> None:
     x, w = problem((batch,), dtype, seed=seed)
-    own, rows = slice(seed % batch, seed % batch + 1), slice(seed % M, seed % M + 2)
+    item, rows = slice(seed % batch, seed % batch + 1), slice(seed % M, seed % M + 2)
     whole = batched_matmul_cpu(x, w)
-    assert_bitwise_equal(whole[own], batched_matmul_cpu(x[own], w[own]))
+    assert_bitwise_equal(whole[item], batched_matmul_cpu(x[item], w[item]))
     assert_bitwise_equal(whole[:, rows], batched_matmul_cpu(x[:, rows], w))
 
 
@@ -32,13 +32,13 @@ def test_a_matrix_ignores_those_beside_it_and_a_row_its_neighbours(batch: int, s
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_each_matrix_has_the_bytes_of_its_matmul(dtype: torch.dtype, isa: str) -> None:
     x, w = problem((2, 3), dtype)
-    found = batched_matmul_cpu(x, w, torch.float32, isa=isa)
+    actual = batched_matmul_cpu(x, w, torch.float32, isa=isa)
     for i in range(2):
         for j in range(3):
             product = matmul_cpu(x[i, j], w[i, j], None, None, (), torch.float32, isa=isa)
-            assert_bitwise_equal(found[i, j], product, f"matrix {i}, {j}")
+            assert_bitwise_equal(actual[i, j], product, f"matrix {i}, {j}")
     turned = w.transpose(-1, -2).contiguous().transpose(-1, -2)
-    assert_bitwise_equal(batched_matmul_cpu(x, turned, torch.float32, isa=isa), found, "as [..., K, N]")
+    assert_bitwise_equal(batched_matmul_cpu(x, turned, torch.float32, isa=isa), actual, "as [..., K, N]")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -64,13 +64,13 @@ def test_empty_batches_give_nothing_and_what_does_not_fit_is_refused() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_on_a_gpu_each_matrix_has_the_bytes_of_its_matmul(dtype: torch.dtype) -> None:
     x, w = (value.cuda() for value in problem((2, 3), dtype))
-    found = ours.batched_matmul(x, w, torch.float32)
+    actual = ours.batched_matmul(x, w, torch.float32)
     for i in range(2):
         for j in range(3):
             product = ours.matmul(x[i, j], w[i, j], None, None, [], torch.float32)
-            assert_bitwise_equal(found[i, j].cpu(), product.cpu(), f"matrix {i}, {j}")
+            assert_bitwise_equal(actual[i, j].cpu(), product.cpu(), f"matrix {i}, {j}")
     alone = ours.batched_matmul(x[1:, 2:, 3:4], w[1:, 2:], torch.float32)
-    assert_bitwise_equal(found[1:, 2:, 3:4].cpu(), alone.cpu(), "a row alone")
+    assert_bitwise_equal(actual[1:, 2:, 3:4].cpu(), alone.cpu(), "a row alone")
     exact = reference_batched_matmul(x, w)
-    assert (found.double() - exact).norm() < 1e-5 * exact.norm()
+    assert (actual.double() - exact).norm() < 1e-5 * exact.norm()
     assert ours.batched_matmul(x[:0], w[:0]).shape == (0, 3, M, N)

@@ -138,7 +138,7 @@ def test_subnormals_overflow_and_nan_are_alike_on_every_instruction_set(dtype):
         dtype
     )
     x, w = values[:, None].repeat(1, 3).contiguous(), values[:, None] * torch.tensor([1.0, 0.0, 0.5]).to(dtype)
-    outs = [matmul_cpu(x, w, None, None, (), isa=isa) for own, isa in ALIKE if own is dtype]
+    outs = [matmul_cpu(x, w, None, None, (), isa=isa) for item, isa in ALIKE if item is dtype]
     for out in outs:
         assert torch.equal(out.isnan(), outs[0].isnan())
         assert_bitwise_equal(out.nan_to_num(7.0), outs[0].nan_to_num(7.0))

@@ -73,13 +73,13 @@ def test_a_gated_product_has_the_bytes_of_its_parts(dtype: torch.dtype, device: 
     x, w = sample("heavy", (37, 320), dtype).to(device), sample("heavy", (2 * 136, 320), dtype).to(device)
     w = w / 16
     both = torch.ops.detcompile.matmul(x, w, None, None, [])
-    found = gated_matmul(x, w)
-    assert_bitwise_equal(found, silu_mul(both[:, :136], both[:, 136:]))
-    assert_bitwise_equal(gated_matmul(x[5:6], w), found[5:6], "a row alone")
+    actual = gated_matmul(x, w)
+    assert_bitwise_equal(actual, silu_mul(both[:, :136], both[:, 136:]))
+    assert_bitwise_equal(gated_matmul(x[5:6], w), actual[5:6], "a row alone")
     if dtype is not torch.float32:  # whose products are compared by themselves, over many draws
         gate, up = torch.nn.functional.linear(x, w).chunk(2, dim=1)
         torchs = torch.nn.functional.silu(gate) * up
-        assert_as_accurate(found, torchs, reference_gated_matmul(x, w), f"{dtype}")
+        assert_as_accurate(actual, torchs, reference_gated_matmul(x, w), f"{dtype}")
 
 
 def test_a_gated_product_without_rows_has_none(device: str) -> None:
@@ -116,9 +116,9 @@ def test_approximations_of_16_bits_round_as_the_exact_values_do(dtype: torch.dty
     """Every number that float32 holds as a normal one: within a unit of float64's rounding, and nearly always it."""
     gate = torch.arange(-(2**15), 2**15, device="cuda").to(torch.int16).view(dtype)
     gate = gate[gate.isfinite() & (gate > -80) & (gate.float().abs() >= 2 * torch.finfo(torch.float32).tiny)]
-    found = silu_mul(gate[None], torch.ones_like(gate)[None])[0]
+    actual = silu_mul(gate[None], torch.ones_like(gate)[None])[0]
     exact = torch.nn.functional.silu(gate.double())
     rounded = exact.to(dtype)
-    steps = (found.view(torch.int16).int() - rounded.view(torch.int16).int()).abs()
+    steps = (actual.view(torch.int16).int() - rounded.view(torch.int16).int()).abs()
     assert steps.max() <= 1
     assert (steps > 0).sum() < 64

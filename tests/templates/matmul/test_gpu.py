@@ -79,8 +79,8 @@ def test_a_residual_outside_the_range_of_the_output_counts_whole() -> None:
     residual = torch.tensor([2.5 * 2.0**-24] * 20 + [7e4] * 20, device=DEVICE).bfloat16().expand(5, 40)
     for schedule in SMALL:
         y = run_schedule(schedule, x, w, out_dtype=torch.float16)
-        found = run_schedule(schedule, x, w, None, residual, out_dtype=torch.float16)
-        assert_bitwise_equal(found, (residual.float() + y.float()).half(), str(schedule))
+        actual = run_schedule(schedule, x, w, None, residual, out_dtype=torch.float16)
+        assert_bitwise_equal(actual, (residual.float() + y.float()).half(), str(schedule))
 
 
 @pytest.mark.parametrize(("k", "levels"), [(144, 3), (200, 1), (96, 5), (320, 2)])

@@ -81,8 +81,8 @@ def test_it_has_the_bytes_of_matmul(name: str, dtype: torch.dtype, radices: tupl
 @given(rows=st.integers(1, 40), row=st.integers(0, 39), name=st.sampled_from(sorted(FORMATS)))
 def test_a_row_ignores_its_neighbours(rows: int, row: int, name: str) -> None:
     weight, x = quantized_weight(name, N, K), sample("heavy", (rows, K), torch.bfloat16)
-    own = slice(row % rows, row % rows + 1)
-    assert_bitwise_equal(product(x, weight)[own], product(x[own], weight))
+    item = slice(row % rows, row % rows + 1)
+    assert_bitwise_equal(product(x, weight)[item], product(x[item], weight))
 
 
 def test_tiles_of_features_do_not_show() -> None:

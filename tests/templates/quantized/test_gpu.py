@@ -77,16 +77,16 @@ def test_a_fused_product_has_the_bytes_of_matmul(name: str) -> None:
     bias, residual = heavy_tailed(N, dtype=DTYPE, seed=2), heavy_tailed(5, N, dtype=DTYPE, seed=3)
     for schedule in SMALL:
         assert_bitwise_equal(run_dequant(schedule, x, weight), by_matmul(x, weight), f"{name} {schedule}")
-        found = run_dequant(schedule, x, weight, bias, residual)
-        assert_bitwise_equal(found, by_matmul(x, weight, bias, residual), f"{name} {schedule} with its epilogue")
+        actual = run_dequant(schedule, x, weight, bias, residual)
+        assert_bitwise_equal(actual, by_matmul(x, weight, bias, residual), f"{name} {schedule} with its epilogue")
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_leaves_of_a_tree_are_whole_steps(name: str) -> None:
     weight, x = quantized_weight(name, N, 512, DEVICE), heavy_tailed(5, 512, dtype=DTYPE)
     for radices in ((2, 2), (4,)):
-        found = run_dequant(SMALL[0], x, weight, radices=radices)
-        assert_bitwise_equal(found, by_matmul(x, weight, radices=radices), f"{name} {radices}")
+        actual = run_dequant(SMALL[0], x, weight, radices=radices)
+        assert_bitwise_equal(actual, by_matmul(x, weight, radices=radices), f"{name} {radices}")
     with pytest.raises(ScheduleError, match="whole steps of 128"):
         run_dequant(SMALL[0], x, weight, radices=(8,))
 
@@ -98,8 +98,8 @@ def test_leaves_of_programs_of_their_own_have_the_bytes_of_one_program(name: str
     for schedule, radices in ((SMALL[0], (2, 2)), (SMALL[1], (4,)), (SMALL[0], ())):
         split = replace(schedule, split=True)
         expected = run_dequant(schedule, x, weight, bias, residual, radices)
-        found = run_dequant(split, x, weight, bias, residual, radices)
-        assert_bitwise_equal(found, expected, f"{name} {radices}")
+        actual = run_dequant(split, x, weight, bias, residual, radices)
+        assert_bitwise_equal(actual, expected, f"{name} {radices}")
         if not INTERPRETED:  # there a block's product is numpy's, whose errors are not ours
             ours, theirs = run_dequant(split, x, weight, radices=radices), x @ dequantized(weight, x.dtype).t()
             assert_as_accurate(ours, theirs, reference_dequant_matmul(x, weight), f"{name} {radices}")
@@ -108,9 +108,9 @@ def test_leaves_of_programs_of_their_own_have_the_bytes_of_one_program(name: str
 def test_few_tokens_of_a_tree_may_split_its_leaves() -> None:
     for k, step in ((1024, 128), (4096, 512)):
         weight, x = quantized_weight("int4, groups of 128", N, k, DEVICE), heavy_tailed(1, k, dtype=torch.float16)
-        found = dequant_candidates(dequant_problem(x, weight, None, None, (2, 2, 2), x.dtype))
-        assert max(schedule.block_k for schedule in found[:-1] if schedule.split) == step
-        assert found[0].split and found[-1] == EXPAND
+        actual = dequant_candidates(dequant_problem(x, weight, None, None, (2, 2, 2), x.dtype))
+        assert max(schedule.block_k for schedule in actual[:-1] if schedule.split) == step
+        assert actual[0].split and actual[-1] == EXPAND
         plain = dequant_candidates(dequant_problem(x, weight, None, None, (), x.dtype))
         assert not any(schedule.split for schedule in plain if schedule != EXPAND)
 
@@ -144,15 +144,15 @@ def test_steps_of_several_blocks_want_whole_steps_and_a_scale_for_a_block() -> N
 def test_warps_of_their_own_want_16_bits_throughout_and_whole_vectors() -> None:
     weight, x = quantized_weight("int4, groups of 128", 48, 4096, DEVICE), heavy_tailed(5, 4096, dtype=torch.float16)
     problem = replace(dequant_problem(x, weight, None, None, (), x.dtype), narrow=True)
-    found = [schedule for schedule in dequant_candidates(problem) if isinstance(schedule, Int4Decode)]
-    assert found and found == list(dequant_candidates(problem)[: len(found)])
+    actual = [schedule for schedule in dequant_candidates(problem) if isinstance(schedule, Int4Decode)]
+    assert actual and actual == list(dequant_candidates(problem)[: len(actual)])
     tree = [s for s in dequant_candidates(replace(problem, radices=(2, 2, 2))) if isinstance(s, Int4Decode)]
     assert tree and all(s.split and 4096 // 8 % s.block_k == 0 for s in tree)
     for misfit in ({"narrow": False}, {"n": 56}, {"group": 64}, {"k": 4096 + 128}, {"bucket": 32}):
         assert not any(isinstance(s, Int4Decode) for s in dequant_candidates(replace(problem, **misfit))), misfit
     for thin, radices in ((weight._replace(scales=weight.scales.float()), ()), (weight, (2, 2, 2))):
         with pytest.raises(ScheduleError, match="one scale of x's dtype"):
-            run_dequant(found[0], x, thin, radices=radices)
+            run_dequant(actual[0], x, thin, radices=radices)
 
 
 def test_a_row_ignores_its_neighbours() -> None:
@@ -193,8 +193,8 @@ class TestOnTheGpu:
             assert len(admitted) >= len(candidates) / 2
             expected = by_matmul(x, weight, None, residual, radices=radices)
             for schedule in admitted:
-                found = run_dequant(schedule, x, weight, None, residual, radices)
-                assert_bitwise_equal(found, expected, f"{name} {schedule}")
+                actual = run_dequant(schedule, x, weight, None, residual, radices)
+                assert_bitwise_equal(actual, expected, f"{name} {schedule}")
 
     @pytest.mark.parametrize("radices", [(), (2, 2, 2)], ids=str)
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -211,8 +211,8 @@ class TestOnTheGpu:
             for epilogue in ((None, None), (bias, residual[:tokens])):
                 expected = by_matmul(x, weight, *epilogue, radices=radices)
                 for schedule in schedules:
-                    found = run_dequant(schedule, x, weight, *epilogue, radices)
-                    assert_bitwise_equal(found, expected, f"{name} {schedule} {tokens} tokens")
+                    actual = run_dequant(schedule, x, weight, *epilogue, radices)
+                    assert_bitwise_equal(actual, expected, f"{name} {schedule} {tokens} tokens")
 
     @pytest.mark.parametrize("dtype", DOT_DTYPES)
     @pytest.mark.parametrize("name", MODELS)
@@ -236,7 +236,8 @@ class TestOnTheGpu:
         assert_bitwise_equal(dequant_matmul_cuda(x, weight, None, None, ()), expected, "tuned")
 
 
-@NEEDS_GPU
+@NEEDS_GPU[0]
+@NEEDS_GPU[1]
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("tokens", [1, 16, 64])
 def test_quantized_experts_have_the_bytes_of_dequantized_ones(name: str, tokens: int) -> None:
@@ -246,7 +247,7 @@ def test_quantized_experts_have_the_bytes_of_dequantized_ones(name: str, tokens:
     ids = (torch.arange(tokens * 2, device=DEVICE) * 3 % experts).view(tokens, 2)
     bias = heavy_tailed(experts, n, dtype=torch.bfloat16, seed=2)
     sizes = (weight.group, weight.rows)
-    found = ours.dequant_expert_matmul(x, ids, *weight[:4], bias, *sizes, [2, 4], experts)
-    assert_bitwise_equal(found, ours.expert_matmul(x, ids, w, bias, [2, 4]), name)
-    found = ours.dequant_expert_matmul_partial(x, ids, *weight[:4], *sizes, [4], experts, 2)
-    assert_bitwise_equal(found, ours.expert_matmul_partial(x, ids, w, [4], 2), name)
+    actual = ours.dequant_expert_matmul(x, ids, *weight[:4], bias, *sizes, [2, 4], experts)
+    assert_bitwise_equal(actual, ours.expert_matmul(x, ids, w, bias, [2, 4]), name)
+    actual = ours.dequant_expert_matmul_partial(x, ids, *weight[:4], *sizes, [4], experts, 2)
+    assert_bitwise_equal(actual, ours.expert_matmul_partial(x, ids, w, [4], 2), name)

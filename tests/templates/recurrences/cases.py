@@ -98,4 +98,4 @@ def in_steps(
         for row, start, stop in parts:
             pieces.setdefault(row, []).append(out[at : at + stop - start])
             at, done[row] = at + stop - start, stop
-    return {row: torch.cat(found) for row, found in pieces.items()}
+    return {row: torch.cat(actual) for row, actual in pieces.items()}

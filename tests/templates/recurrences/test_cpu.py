@@ -21,8 +21,8 @@ T = 23  # tokens of each row
 def test_the_recurrence_has_its_value(kind: str, device: str) -> None:
     given = operands(kind, 2, 70, 2, 4, 24, 70)
     expected = reference_linear_recurrence(*given)
-    found = ops.dense_linear_recurrence(*(None if value is None else value.to(device) for value in given)).cpu()
-    assert float((found - expected).norm() / expected.norm()) < 3e-7
+    actual = ops.dense_linear_recurrence(*(None if value is None else value.to(device) for value in given)).cpu()
+    assert float((actual - expected).norm() / expected.norm()) < 3e-7
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -30,9 +30,9 @@ def test_the_recurrence_has_its_value(kind: str, device: str) -> None:
 def test_the_convolution_has_its_value(dtype: torch.dtype, taps: int, device: str) -> None:
     x, weight, bias = (sample("heavy", shape, dtype).to(device) for shape in ((2, 40, 300), (300, taps), (300,)))
     expected = reference_causal_conv(x, weight, bias)
-    found = ops.dense_causal_conv(x, weight, bias)
-    error = float((found.double() - expected).norm() / expected.norm())
-    assert found.dtype == dtype and error < torch.finfo(dtype).eps
+    actual = ops.dense_causal_conv(x, weight, bias)
+    error = float((actual.double() - expected).norm() / expected.norm())
+    assert actual.dtype == dtype and error < torch.finfo(dtype).eps
 
 
 @given(seed=st.integers(0, 10**6), kind=st.sampled_from(sorted(KINDS)))
@@ -47,8 +47,8 @@ def test_the_recurrence_ignores_steps_neighbours_and_slots(seed: int, kind: str)
         packed = (None if column[0] is None else torch.cat(column) for column in columns)
         return ops.linear_recurrence(*packed, given.rates, state, *step)
 
-    for row, found in in_steps(run, plan, slots).items():
-        assert_bitwise_equal(found, whole[row], f"row {row}")
+    for row, actual in in_steps(run, plan, slots).items():
+        assert_bitwise_equal(actual, whole[row], f"row {row}")
 
 
 @given(seed=st.integers(0, 10**6), taps=st.sampled_from([1, 2, 4, 30]))
@@ -62,8 +62,8 @@ def test_the_convolution_ignores_steps_neighbours_and_slots(seed: int, taps: int
         packed = torch.cat([x[row, start:stop] for row, start, stop in parts])
         return ops.causal_conv(packed, weight, bias, state, *step)
 
-    for row, found in in_steps(run, plan, slots).items():
-        assert_bitwise_equal(found, whole[row], f"row {row}")
+    for row, actual in in_steps(run, plan, slots).items():
+        assert_bitwise_equal(actual, whole[row], f"row {row}")
 
 
 def test_every_instruction_set_gives_the_same_bits() -> None:
@@ -76,8 +76,8 @@ def test_every_instruction_set_gives_the_same_bits() -> None:
         packed = (None if value is None else value[0] for value in given[:5])
         out = linear_recurrence_cpu(*packed, given.rates, state, *step, isa=isa)  # type: ignore[arg-type]
         results.append((out, state, causal_conv_cpu(x, weight, None, columns, *step, isa=isa), columns))
-    for isa, found in zip(ISAS, results, strict=True):
-        for ours, first in zip(found, results[0], strict=True):
+    for isa, actual in zip(ISAS, results, strict=True):
+        for ours, first in zip(actual, results[0], strict=True):
             assert_bitwise_equal(ours, first, isa)
 
 
@@ -101,13 +101,13 @@ def test_padding_gets_zeros_and_no_slot_writes_nothing() -> None:
 
 def test_metadata_that_points_elsewhere_is_refused() -> None:
     x, weight, state = torch.zeros(5, 8), torch.zeros(8, 3), torch.zeros(2, 2, 8)
-    for step, told in [
+    for step, calls in [
         (step_of([(6, 0)], [0]), "cu_seqlens must start at 0 and ascend"),
         (step_of([(3, -1)], [0]), r"seq_lens\[0\] is less"),
         (step_of([(3, 0)], [2]), r"state_slots\[0\] is neither"),
         (step_of([(3, 0)], [0, 1]), r"cu_seqlens .* must be contiguous torch.int32"),
     ]:
-        with pytest.raises(InvalidInput, match=told):
+        with pytest.raises(InvalidInput, match=calls):
             ops.causal_conv(x, weight, None, state, *step)
     with pytest.raises(InvalidInput, match=r"state .* must be contiguous torch\.float32 \[Slots, W-1, C\]"):
         ops.causal_conv(x, weight, None, state.half(), *step_of([(5, 0)], [0]))

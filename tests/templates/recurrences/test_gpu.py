@@ -40,11 +40,11 @@ def test_the_recurrence_ignores_steps_neighbours_and_slots(shape: tuple[int, ...
     _, H, K, V = shape
     given = operands(kind, 3, T, *shape)
     state = torch.full((4, H, K, V), torch.nan, device=DEVICE)
-    found = in_steps(lambda parts, step: recur(given, parts, state, step), PLAN, SLOTS)
+    actual = in_steps(lambda parts, step: recur(given, parts, state, step), PLAN, SLOTS)
     expected = reference_linear_recurrence(*given)
     for row in range(3):
         alone = recur(given, [(row, 0, T)], state.clone(), step_of([(T, 0)], [1]))
-        assert_bitwise_equal(found[row], alone, f"row {row}")
+        assert_bitwise_equal(actual[row], alone, f"row {row}")
         assert float((alone - expected[row]).norm() / expected[row].norm()) < 1e-6
 
 
@@ -74,9 +74,9 @@ def test_the_convolution_ignores_steps_neighbours_and_slots(dtype: torch.dtype, 
         return causal_conv_cuda(packed, weight, bias, state, *(part.to(DEVICE) for part in step))
 
     expected = reference_causal_conv(x, weight, bias)
-    for row, found in in_steps(run, PLAN, SLOTS).items():
+    for row, actual in in_steps(run, PLAN, SLOTS).items():
         alone = causal_conv_cuda(x[row], weight, bias, state.clone(), *dense_steps(1, T, x.device))
-        assert_bitwise_equal(found, alone, f"row {row}")
+        assert_bitwise_equal(actual, alone, f"row {row}")
         error = float((alone.double() - expected[row]).norm() / expected[row].norm())
         assert error < torch.finfo(dtype).eps
 
@@ -91,9 +91,9 @@ def test_wkv_ignores_steps_neighbours_and_slots(C: int) -> None:
         return wkv_cuda(keys, values, decay, bonus, state, *(part.to(DEVICE) for part in step))
 
     expected = reference_wkv(k, v, decay, bonus)
-    for row, found in in_steps(run, PLAN, SLOTS).items():
+    for row, actual in in_steps(run, PLAN, SLOTS).items():
         alone = wkv_cuda(k[row], v[row], decay, bonus, state.clone(), *dense_steps(1, T, k.device))
-        assert_bitwise_equal(found, alone, f"row {row}")
+        assert_bitwise_equal(actual, alone, f"row {row}")
         assert float((alone - expected[row]).norm() / expected[row].norm()) < 1e-6
     padded = run([(0, 0, 4)], step_of([(3, 0)], [-1]))
     assert_bitwise_equal(padded[:3], run([(0, 0, 3)], step_of([(3, 0)], [1])), "no slot")
@@ -110,9 +110,9 @@ def test_a_running_max_ignores_steps_neighbours_and_slots(C: int) -> None:
         return running_max_cuda(*packed, state, *(part.to(DEVICE) for part in step))
 
     expected = reference_running_max(x, decay)
-    for row, found in in_steps(run, PLAN, SLOTS).items():
+    for row, actual in in_steps(run, PLAN, SLOTS).items():
         alone = running_max_cuda(x[row], decay[row], state.clone(), *dense_steps(1, T, x.device))
-        assert_bitwise_equal(found, alone, f"row {row}")
+        assert_bitwise_equal(actual, alone, f"row {row}")
         assert float((alone - expected[row]).norm() / expected[row].norm()) < 1e-6
     padded = run([(0, 0, 4)], step_of([(3, 0)], [-1]))
     assert_bitwise_equal(padded[:3], run([(0, 0, 3)], step_of([(3, 0)], [1])), "no slot")

@@ -18,9 +18,9 @@ C = 37
 
 def test_it_has_its_value(device: str) -> None:
     x, decay = falling(2, 70, 300)
-    found = ops.dense_running_max(x.to(device), decay.to(device)).cpu()
+    actual = ops.dense_running_max(x.to(device), decay.to(device)).cpu()
     expected = reference_running_max(x, decay)
-    assert float((found - expected).norm() / expected.norm()) < 3e-7
+    assert float((actual - expected).norm() / expected.norm()) < 3e-7
 
 
 def test_nothing_came_before_the_first_token() -> None:
@@ -40,8 +40,8 @@ def test_steps_neighbours_and_slots_do_not_show(seed: int) -> None:
         packed = (torch.cat([value[row, start:stop] for row, start, stop in parts]) for value in (x, decay))
         return ops.running_max(*packed, state, *step)
 
-    for row, found in in_steps(run, plan, slots).items():
-        assert_bitwise_equal(found, whole[row], f"row {row}")
+    for row, actual in in_steps(run, plan, slots).items():
+        assert_bitwise_equal(actual, whole[row], f"row {row}")
 
 
 def test_every_instruction_set_gives_the_same_bits() -> None:
@@ -50,8 +50,8 @@ def test_every_instruction_set_gives_the_same_bits() -> None:
     for isa in ISAS:
         state = torch.zeros(1, 1, C)
         results.append((running_max_cpu(x[0], decay[0], state, *step_of([(9, 0)], [0]), isa=isa), state))
-    for isa, found in zip(ISAS, results, strict=True):
-        for ours, first in zip(found, results[0], strict=True):
+    for isa, actual in zip(ISAS, results, strict=True):
+        for ours, first in zip(actual, results[0], strict=True):
             assert_bitwise_equal(ours, first, isa)
 
 
@@ -79,7 +79,7 @@ def test_what_does_not_fit_is_refused() -> None:
 def test_a_nan_stays(isa: str) -> None:
     x, decay = falling(1, 4, C)
     x[0, 1, 3] = decay[0, 2, 5] = torch.nan
-    found = running_max_cpu(x[0], decay[0], torch.zeros(1, 1, C), *step_of([(4, 0)], [0]), isa=isa)
+    actual = running_max_cpu(x[0], decay[0], torch.zeros(1, 1, C), *step_of([(4, 0)], [0]), isa=isa)
     where = torch.zeros(4, C, dtype=torch.bool)
     where[1:, 3] = where[2:, 5] = True
-    assert torch.equal(found.isnan(), where)
+    assert torch.equal(actual.isnan(), where)

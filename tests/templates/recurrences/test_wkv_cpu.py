@@ -22,9 +22,9 @@ def test_it_has_its_value(size: float, device: str) -> None:
     operands = averaged(2, 70, 300)
     operands = (operands[0] * size, *operands[1:])
     expected = reference_wkv(*operands)
-    found = ops.dense_wkv(*(value.to(device) for value in operands)).cpu()
-    assert bool(found.isfinite().all())
-    assert float((found - expected).norm() / expected.norm()) < 3e-7 * size  # of exponents that large
+    actual = ops.dense_wkv(*(value.to(device) for value in operands)).cpu()
+    assert bool(actual.isfinite().all())
+    assert float((actual - expected).norm() / expected.norm()) < 3e-7 * size  # of exponents that large
 
 
 def test_one_token_is_its_own_value() -> None:
@@ -44,8 +44,8 @@ def test_steps_neighbours_and_slots_do_not_show(seed: int) -> None:
         keys, values = (torch.cat([x[row, start:stop] for row, start, stop in parts]) for x in (k, v))
         return ops.wkv(keys, values, decay, bonus, state, *step)
 
-    for row, found in in_steps(run, plan, slots).items():
-        assert_bitwise_equal(found, whole[row], f"row {row}")
+    for row, actual in in_steps(run, plan, slots).items():
+        assert_bitwise_equal(actual, whole[row], f"row {row}")
 
 
 def test_every_instruction_set_gives_the_same_bits() -> None:
@@ -54,8 +54,8 @@ def test_every_instruction_set_gives_the_same_bits() -> None:
     for isa in ISAS:
         state = torch.zeros(1, 3, C)
         results.append((wkv_cpu(k[0], v[0], decay, bonus, state, *step_of([(9, 0)], [0]), isa=isa), state))
-    for isa, found in zip(ISAS, results, strict=True):
-        for ours, first in zip(found, results[0], strict=True):
+    for isa, actual in zip(ISAS, results, strict=True):
+        for ours, first in zip(actual, results[0], strict=True):
             assert_bitwise_equal(ours, first, isa)
 
 
@@ -80,12 +80,12 @@ def test_padding_gets_zeros_and_no_slot_writes_nothing() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     k, v, decay, bonus = averaged(1, 5, C)
     state, step = torch.zeros(1, 3, C), step_of([(5, 0)], [0])
-    for operands, told in [
+    for operands, calls in [
         ((k[0], v[0, :4], decay, bonus), r"v .* must be torch\.float32 \[T, C\]"),
         ((k[0], v[0], decay[:3], bonus), r"decay .* must be torch\.float32 \[C\]"),
         ((k[0], v[0].half(), decay, bonus), "v is torch.float16"),
     ]:
-        with pytest.raises(InvalidInput, match=told):
+        with pytest.raises(InvalidInput, match=calls):
             ops.wkv(*operands, state, *step)
     with pytest.raises(InvalidInput, match=r"state .* must be contiguous"):
         ops.wkv(k[0], v[0], decay, bonus, state[:, :2], *step)

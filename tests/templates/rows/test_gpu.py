@@ -188,8 +188,8 @@ def test_rows_of_infinities_are_torchs() -> None:
     wide[:, 9000:9040] = x
     for rows, radices in ((x, ()), (x, (2, 2)), (wide, ())):
         for dtype in DTYPES:
-            found, expected = softmax_cuda(rows, dtype, radices), rows.softmax(-1).to(dtype)
-            assert torch.allclose(found, expected, rtol=max(1e-5, torch.finfo(dtype).eps), equal_nan=True)
+            actual, expected = softmax_cuda(rows, dtype, radices), rows.softmax(-1).to(dtype)
+            assert torch.allclose(actual, expected, rtol=max(1e-5, torch.finfo(dtype).eps), equal_nan=True)
         assert torch.allclose(log_softmax_cuda(rows, None, radices), rows.log_softmax(-1), equal_nan=True)
         assert torch.allclose(logsumexp_cuda(rows, radices), rows.logsumexp(-1), equal_nan=True)
 
@@ -291,13 +291,13 @@ class TestOnTheGpu:
         self, dtype: torch.dtype, others: float, length: int
     ) -> None:
         x = _rows_with_exponentials_of_every_size(length)
-        found, exact = softmax_cuda(x, dtype, ()), x.double().softmax(-1)
+        actual, exact = softmax_cuda(x, dtype, ()), x.double().softmax(-1)
         near = exact.to(dtype)
-        assert_bitwise_equal(found.isnan(), near.isnan())
+        assert_bitwise_equal(actual.isnan(), near.isnan())
         seen = (exact >= 2.0**-125).flatten()  # a smaller quotient may be of an exponential that is taken for zero
-        units = (found.view(torch.int16).int() - near.view(torch.int16).int()).flatten()[seen].abs()
+        units = (actual.view(torch.int16).int() - near.view(torch.int16).int()).flatten()[seen].abs()
         assert units.max() <= 1 and units.double().mean() <= others, (units.max(), units.double().mean())
-        assert found.flatten()[~seen & ~exact.isnan().flatten()].max() <= 2.0**-124
+        assert actual.flatten()[~seen & ~exact.isnan().flatten()].max() <= 2.0**-124
 
     def test_tiles_of_many_short_rows_have_the_same_bytes(self) -> None:
         x = heavy_tailed(20_000, 128)

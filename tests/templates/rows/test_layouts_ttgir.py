@@ -78,6 +78,6 @@ print(json.dumps(found))
 
 
 def test_a_thread_holds_what_it_loads_of_a_row(offline_compiler: OfflineCompiler) -> None:
-    found = json.loads(offline_compiler.run(COMPILE))
-    assert len(found) > 30
-    assert {case: pieces for case, (pieces, vector) in found.items() if pieces != [vector]} == {}
+    actual = json.loads(offline_compiler.run(COMPILE))
+    assert len(actual) > 30
+    assert {case: pieces for case, (pieces, vector) in actual.items() if pieces != [vector]} == {}

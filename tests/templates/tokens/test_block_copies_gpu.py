@@ -50,9 +50,9 @@ def test_the_tokens_named_are_copied_and_no_other_byte(
 ):
     storage = noise((num_caches, NUM_BLOCKS, block_size, *shape), dtype)
     copies = [(source, 5 + index, lengths[index]) for index, source in enumerate(sources)]
-    found = storage.clone().to(DEVICE)
-    copy_blocks_cuda(found, on_device([*copies, *[(0, 0, 0)] * num_padding]))
-    assert_bitwise_equal(found.cpu(), copied(storage, copies))
+    actual = storage.clone().to(DEVICE)
+    copy_blocks_cuda(actual, on_device([*copies, *[(0, 0, 0)] * num_padding]))
+    assert_bitwise_equal(actual.cpu(), copied(storage, copies))
 
 
 def test_a_cache_of_several_shapes_is_copied_whole():
@@ -75,13 +75,13 @@ def test_copying_again_leaves_what_a_forward_wrote_behind():
     """A CUDA graph's first step runs when it is captured, and again when it is replayed."""
     storage = noise((2, NUM_BLOCKS, 16, 2, 8), torch.bfloat16)
     copies = [(1, 5, 3), (1, 6, 3), (2, 7, 9)]
-    found, expected = storage.clone().to(DEVICE), copied(storage, copies)
+    actual, expected = storage.clone().to(DEVICE), copied(storage, copies)
     for again in range(2):
-        copy_blocks_cuda(found, on_device(copies))
+        copy_blocks_cuda(actual, on_device(copies))
         for source, target, num_tokens in copies:
             for block in (source, target):
-                found[:, block, num_tokens] = expected[:, block, num_tokens] = float(block + again)
-    assert_bitwise_equal(found.cpu(), expected)
+                actual[:, block, num_tokens] = expected[:, block, num_tokens] = float(block + again)
+    assert_bitwise_equal(actual.cpu(), expected)
 
 
 @pytest.mark.parametrize("caches", [pytest.param(3, marks=NEEDS_GPU)])

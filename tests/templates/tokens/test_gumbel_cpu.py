@@ -36,10 +36,10 @@ def test_scores_and_tokens_are_those_of_the_torch_path(keys, vocab_size, seed, s
     logprobs = draw(len(keys), vocab_size, seed, spread)
     scores = logprobs.double() + gumbel_noise_of(words, vocab_size)
     for isa in ISAS:
-        found, tokens = best_scores_cpu(logprobs, words, isa)
+        actual, tokens = best_scores_cpu(logprobs, words, isa)
         assert_bitwise_equal(tokens, torch.argmax(scores, dim=-1), isa)
-        numbers = ~found.isnan()
-        assert_bitwise_equal(found[numbers], scores.amax(1)[numbers], isa)
+        numbers = ~actual.isnan()
+        assert_bitwise_equal(actual[numbers], scores.amax(1)[numbers], isa)
     assert_bitwise_equal(gumbel_argmax(logprobs, words), tokens)
 
 
@@ -77,11 +77,11 @@ def test_rows_may_be_strided_and_none():
 def test_threads_change_no_bit():
     logprobs, words = draw(5, 9000, 1, 1e-6), noise_keys(range(5), range(5), range(5))
     threads = torch.get_num_threads()
-    found = []
+    actual = []
     for count in (1, 2, 3):
         torch.set_num_threads(count)
-        found.append(best_scores_cpu(logprobs, words))
+        actual.append(best_scores_cpu(logprobs, words))
     torch.set_num_threads(threads)
-    for scores, tokens in found[1:]:
-        assert_bitwise_equal(tokens, found[0][1])
-        assert_bitwise_equal(scores, found[0][0])
+    for scores, tokens in actual[1:]:
+        assert_bitwise_equal(tokens, actual[0][1])
+        assert_bitwise_equal(scores, actual[0][0])

@@ -33,5 +33,5 @@ def test_float64_is_single_ieee_operations(capability: int, offline_compiler: Of
     operations = set(re.findall(r"\b([a-z]+(?:\.[a-z]+)*\.f64)\b", ptx))
     arithmetic = {op for op in operations if op.split(".")[0] in {"fma", "div", "mul", "add", "sub", "rcp", "mad"}}
     assert arithmetic == {"mul.rn.f64", "add.rn.f64", "sub.rn.f64", "div.rn.f64"}
-    found = set(re.findall(r"0d([0-9A-F]{16})", ptx))
-    assert found.issuperset(CONSTANTS), "a constant was rounded"
+    actual = set(re.findall(r"0d([0-9A-F]{16})", ptx))
+    assert actual.issuperset(CONSTANTS), "a constant was rounded"

@@ -52,5 +52,5 @@ def test_tokens_drawn_before_take_their_places(num_tokens):
     generator = torch.Generator().manual_seed(num_tokens)
     ids, drawn = torch.randint(0, 9**9, (2, num_tokens + 3), generator=generator)
     pending = torch.randint(-1, num_tokens + 3, (num_tokens,), generator=generator)
-    found = fill_pending_cuda(ids[:num_tokens].to(DEVICE), pending.to(DEVICE), drawn.to(DEVICE))
-    assert found.tolist() == [known if row < 0 else drawn[row] for known, row in zip(ids.tolist(), pending.tolist())]
+    actual = fill_pending_cuda(ids[:num_tokens].to(DEVICE), pending.to(DEVICE), drawn.to(DEVICE))
+    assert actual.tolist() == [known if row < 0 else drawn[row] for known, row in zip(ids.tolist(), pending.tolist())]

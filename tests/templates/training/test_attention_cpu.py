@@ -57,10 +57,10 @@ def forward_and_backward(q, k, v, g, lengths, rule, isa=None):
 def test_the_forward_has_the_bytes_of_paged_attention(name, dtype):
     q, k, v, _ = drawn(dtype, 24, 40)
     out, lse = OURS.packed_attention(q, k, v, cu_seqlens_of(LENGTHS), *RULES[name])
-    for own, q_, k_, v_ in zip(*(split(rows, LENGTHS) for rows in (out, q, k, v))):
-        cache = PagedCache.poisoned(len(own), 16, 2, 24, 40, dtype)
-        cuts = [len(own) - len(own) // 2, len(own) // 2] if len(own) > 1 else [1]
-        assert_bitwise_equal(own, cache.attend(OURS.paged_attention, q_, k_, v_, cuts, *RULES[name]), name)
+    for item, q_, k_, v_ in zip(*(split(rows, LENGTHS) for rows in (out, q, k, v))):
+        cache = PagedCache.poisoned(len(item), 16, 2, 24, 40, dtype)
+        cuts = [len(item) - len(item) // 2, len(item) // 2] if len(item) > 1 else [1]
+        assert_bitwise_equal(item, cache.attend(OURS.paged_attention, q_, k_, v_, cuts, *RULES[name]), name)
     assert lse.dtype == torch.float32 and bool(lse.isfinite().all())
 
 
@@ -131,8 +131,8 @@ def exp2(x: np.ndarray) -> np.ndarray:
 def test_gradients_have_the_bits_of_the_orders(name, D, Dv, dtype):
     q, k, v, g = drawn(dtype, D, Dv, lengths=[270])
     out, lse, *ours = forward_and_backward(q, k, v, g, [270], RULES[name])
-    for what, found, expected in zip(GRADIENTS, ours, expected_gradients(q, k, v, g, out, lse, RULES[name])):
-        assert_bitwise_equal(found, expected, what)
+    for what, actual, expected in zip(GRADIENTS, ours, expected_gradients(q, k, v, g, out, lse, RULES[name])):
+        assert_bitwise_equal(actual, expected, what)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -143,8 +143,8 @@ def test_instruction_sets_and_threads_do_not_matter(name, dtype):
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     for isa in ISAS:
-        for found, value in zip(forward_and_backward(*drawn_, LENGTHS, RULES[name], isa), expected):
-            assert_bitwise_equal(found, value, isa)
+        for actual, value in zip(forward_and_backward(*drawn_, LENGTHS, RULES[name], isa), expected):
+            assert_bitwise_equal(actual, value, isa)
     torch.set_num_threads(threads)
 
 
@@ -157,10 +157,10 @@ def test_what_else_is_packed_does_not_matter(name):
         for mine in packing:
             lengths = [LENGTHS[number] for number in mine]
             given = [torch.cat([of[number] for number in mine]) for of in rows]
-            found = forward_and_backward(*given, lengths, RULES[name])
-            for ours, whole in zip([split(rows, lengths) for rows in found if len(rows)], expected):
-                for number, own in zip(mine, ours):
-                    assert_bitwise_equal(own, whole[number], f"{name}, sequence {number} of {mine}")
+            actual = forward_and_backward(*given, lengths, RULES[name])
+            for ours, whole in zip([split(rows, lengths) for rows in actual if len(rows)], expected):
+                for number, item in zip(mine, ours):
+                    assert_bitwise_equal(item, whole[number], f"{name}, sequence {number} of {mine}")
 
 
 def test_padding_gets_zeros():
@@ -168,9 +168,9 @@ def test_padding_gets_zeros():
     whole = forward_and_backward(*(rows[:200] for rows in (q, k, v, g)), [200], RULES["sinks"])
     for rows in (q, k, v, g):
         rows[200:] = math.nan
-    for found, own in zip(forward_and_backward(q, k, v, g, [200], RULES["sinks"]), whole):
-        assert_bitwise_equal(found[:200], own)
-        assert not found[200:].any()
+    for actual, item in zip(forward_and_backward(q, k, v, g, [200], RULES["sinks"]), whole):
+        assert_bitwise_equal(actual[:200], item)
+        assert not actual[200:].any()
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -187,7 +187,7 @@ def test_gradients_are_as_accurate_as_torchs(name):
     ours = gradients(torch.bfloat16, lambda *rows: OURS.packed_attention(*rows, cu_seqlens, *rule)[0])
     theirs = gradients(torch.bfloat16, lambda *rows: _torch_attention(*rows, rule))
     for what, a, b, exact in zip(GRADIENTS, ours, theirs, reference):
-        error, of_torch = ((found.double() - exact).norm() / exact.norm() for found in (a, b))
+        error, of_torch = ((actual.double() - exact).norm() / exact.norm() for actual in (a, b))
         assert error <= 1.05 * of_torch, f"{what}: {error:.2e}, torch's {of_torch:.2e}"
 
 
@@ -231,8 +231,8 @@ def test_autograd_has_every_gradient(name):
 
     reference = gradients(torch.float64, lambda q, k, v, rule: reference_packed_attention(q, k, v, cu_seqlens, rule))
     ours = gradients(torch.float32, lambda q, k, v, rule: OURS.packed_attention(q, k, v, cu_seqlens, *rule)[0])
-    for what, found, exact in zip(GRADIENTS, ours, reference, strict=False):
-        assert (found - exact).norm() < 1e-6 * exact.norm(), what
+    for what, actual, exact in zip(GRADIENTS, ours, reference, strict=False):
+        assert (actual - exact).norm() < 1e-6 * exact.norm(), what
 
 
 def test_the_operations_are_as_torch_wants_them():

@@ -65,9 +65,9 @@ def forward_and_backward(q, k, v, g, lengths, rule) -> tuple[Tensor, ...]:
 def test_the_forward_has_servings_bytes(name, dtype):
     q, k, v, _ = drawn(dtype)
     out, lse = gpu.packed_attention_cuda(q, k, v, cu_seqlens_of(LENGTHS).to(DEVICE), RULES[name])
-    for own, *given in zip(*(split(rows, LENGTHS) for rows in (out, q, k, v))):
+    for item, *given in zip(*(split(rows, LENGTHS) for rows in (out, q, k, v))):
         dense = dense_attention_cuda(*(rows.transpose(0, 1)[None] for rows in given), RULES[name])
-        assert_bitwise_equal(own, dense[0].transpose(0, 1))
+        assert_bitwise_equal(item, dense[0].transpose(0, 1))
     assert bool(lse.isfinite().all())
 
 
@@ -82,8 +82,8 @@ def test_no_schedule_moves_a_bit(name, dtype):
     for schedule in SCHEDULES[1:]:
         assert_bitwise_equal(gpu.query_gradient(schedule, operands, cu_seqlens, RULES[name]), dq, str(schedule))
     for schedule in (*SCHEDULES[1:], WIDE):
-        for found, expected in zip(gpu.key_gradients(schedule, operands, cu_seqlens, RULES[name]), dkv):
-            assert_bitwise_equal(found, expected, str(schedule))
+        for actual, expected in zip(gpu.key_gradients(schedule, operands, cu_seqlens, RULES[name]), dkv):
+            assert_bitwise_equal(actual, expected, str(schedule))
 
 
 @exhaustive_interpreted
@@ -95,10 +95,10 @@ def test_what_else_is_packed_does_not_matter(name, dtype):
     expected = [split(rows, LENGTHS) for rows in forward_and_backward(*given, LENGTHS, RULES[name]) if len(rows)]
     for mine in ([1, 0],) if INTERPRETED else itertools.chain(*list(packings(len(LENGTHS)).values())[1:]):
         lengths = [LENGTHS[number] for number in mine]
-        found = forward_and_backward(*(torch.cat([of[n] for n in mine]) for of in rows), lengths, RULES[name])
-        for ours, whole in zip([split(part, lengths) for part in found if len(part)], expected):
-            for number, own in zip(mine, ours):
-                assert_bitwise_equal(own, whole[number], f"sequence {number} of {mine}")
+        actual = forward_and_backward(*(torch.cat([of[n] for n in mine]) for of in rows), lengths, RULES[name])
+        for ours, whole in zip([split(part, lengths) for part in actual if len(part)], expected):
+            for number, item in zip(mine, ours):
+                assert_bitwise_equal(item, whole[number], f"sequence {number} of {mine}")
 
 
 @exhaustive_interpreted
@@ -111,11 +111,11 @@ def test_gradients_are_float64_autograds(name, dtype):
     sinks = None if rule.sinks is None else rule.sinks.double().requires_grad_()
     exact_out = reference_packed_attention(*leaves, cu_seqlens_of(LENGTHS), rule._replace(sinks=sinks))
     exact = torch.autograd.grad(exact_out, leaves if sinks is None else [*leaves, sinks], g.double())
-    _, _, *found = forward_and_backward(q, k, v, g, LENGTHS, rule)
+    _, _, *actual = forward_and_backward(q, k, v, g, LENGTHS, rule)
     if sinks is not None:
-        found[3] = found[3].double().sum(0)
+        actual[3] = actual[3].double().sum(0)
     most = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
-    for ours, value in zip(found, exact, strict=False):
+    for ours, value in zip(actual, exact, strict=False):
         assert (ours.double() - value).norm() < most * value.norm()
 
 
@@ -124,9 +124,9 @@ def test_padding_gets_zeros(dtype):
     q, k, v, g = drawn(dtype)
     count = LENGTHS[0]
     whole = forward_and_backward(*(rows[:count] for rows in (q, k, v, g)), LENGTHS[:1], RULES["all"])
-    for found, own in zip(forward_and_backward(q, k, v, g, LENGTHS[:1], RULES["all"]), whole):
-        assert_bitwise_equal(found[:count], own)
-        assert not found[count:].any()
+    for actual, item in zip(forward_and_backward(q, k, v, g, LENGTHS[:1], RULES["all"]), whole):
+        assert_bitwise_equal(actual[:count], item)
+        assert not actual[count:].any()
 
 
 @exhaustive_interpreted

@@ -43,8 +43,8 @@ def test_values_do_not_follow_the_default_dtype(name: str, default: torch.dtype)
     expected = call(*given)
     torch.set_default_dtype(default)
     try:
-        found = call(*given)
+        actual = call(*given)
     finally:
         torch.set_default_dtype(torch.float32)
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         assert_bitwise_equal(one, other, name)

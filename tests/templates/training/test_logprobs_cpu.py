@@ -29,10 +29,10 @@ def drawn(rows: int, V: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Te
 @pytest.mark.parametrize(("V", "radices"), [(1, ()), (50, ()), (4097, ()), (4097, (2, 2))])
 def test_logprobs_have_the_engines_bytes(V, radices, dtype):
     logits, targets = drawn(20, V, dtype)
-    found, _ = OURS.token_logprobs(logits, targets, 1.0, radices)
-    assert_bitwise_equal(found, OURS.log_softmax(logits, torch.float32, radices).gather(1, targets[:, None])[:, 0])
+    actual, _ = OURS.token_logprobs(logits, targets, 1.0, radices)
+    assert_bitwise_equal(actual, OURS.log_softmax(logits, torch.float32, radices).gather(1, targets[:, None])[:, 0])
     if not radices:
-        assert_bitwise_equal(found, token_logprobs(logits, targets).chosen)
+        assert_bitwise_equal(actual, token_logprobs(logits, targets).chosen)
     warm, _ = OURS.token_logprobs(logits, targets, 0.7, radices)
     scaled = OURS.log_softmax(logits.float() / torch.tensor(0.7), torch.float32, radices)
     assert_bitwise_equal(warm, scaled.gather(1, targets[:, None]).squeeze(1))
@@ -61,9 +61,9 @@ def test_instruction_sets_and_threads_do_not_matter():
         expected = *token_logprobs_cpu(logits, targets, 0.5), token_logprobs_backward_cpu(g, g, logits, targets, 0.5)
         torch.set_num_threads(2)
         for isa in ISAS:
-            found = token_logprobs_cpu(logits, targets, 0.5, isa=isa)
-            found = *found, token_logprobs_backward_cpu(g, g, logits, targets, 0.5, isa=isa)
-            for ours, value in zip(found, expected):
+            actual = token_logprobs_cpu(logits, targets, 0.5, isa=isa)
+            actual = *actual, token_logprobs_backward_cpu(g, g, logits, targets, 0.5, isa=isa)
+            for ours, value in zip(actual, expected):
                 assert_bitwise_equal(ours, value, isa)
         torch.set_num_threads(threads)
 
@@ -80,18 +80,18 @@ def test_gradients_are_float64_autograds(temperature, with_entropy):
         loss = (logprob * weights[0]).sum() + ((entropy * weights[1]).sum() if with_entropy else 0.0)
         return torch.autograd.grad(loss, leaf)[0], logprob, entropy
 
-    for found, exact in zip(
+    for actual, exact in zip(
         gradient(torch.float32, OURS.token_logprobs), gradient(torch.float64, reference_token_logprobs)
     ):
-        assert (found - exact).norm() < 2e-6 * exact.norm()
+        assert (actual - exact).norm() < 2e-6 * exact.norm()
 
 
 def test_the_gradient_of_the_entropy_alone():
     logits, targets = normal((4, 30), torch.float32, 4).requires_grad_(), torch.arange(4)
-    (found,) = torch.autograd.grad(OURS.token_logprobs(logits, targets)[1].sum(), logits)
+    (actual,) = torch.autograd.grad(OURS.token_logprobs(logits, targets)[1].sum(), logits)
     leaf = logits.detach().double().requires_grad_()
     (exact,) = torch.autograd.grad(reference_token_logprobs(leaf, targets)[1].sum(), leaf)
-    assert (found - exact).norm() < 1e-6 * exact.norm()
+    assert (actual - exact).norm() < 1e-6 * exact.norm()
 
 
 def test_a_forbidden_token_has_no_probability_and_no_gradient():
@@ -100,8 +100,8 @@ def test_a_forbidden_token_has_no_probability_and_no_gradient():
     expected = torch.log_softmax(torch.tensor([0.0, 1.0]), -1)
     assert abs(float(logprob) - float(expected[1])) < 1e-6
     assert abs(float(entropy) + float((expected.exp() * expected).sum())) < 1e-6
-    found = OURS.token_logprobs_backward(torch.ones(1), torch.ones(1), logits, torch.tensor([2]))
-    assert bool(found.isfinite().all()) and float(found[0, 1]) == 0.0
+    actual = OURS.token_logprobs_backward(torch.ones(1), torch.ones(1), logits, torch.tensor([2]))
+    assert bool(actual.isfinite().all()) and float(actual[0, 1]) == 0.0
 
 
 def test_a_gradient_is_as_accurate_as_torchs():

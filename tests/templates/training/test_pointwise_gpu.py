@@ -30,5 +30,5 @@ def updated(run, shards: int, device: str, with_copy: bool) -> list[torch.Tensor
 @pytest.mark.parametrize("shards", [1, 3, 16])
 def test_an_update_has_the_cpus_bytes(shards, with_copy):
     expected = updated(adamw, 1, "cpu", with_copy)
-    for found, value in zip(updated(adamw_cuda, shards, DEVICE, with_copy), expected):
-        assert_bitwise_equal(found, value)
+    for actual, value in zip(updated(adamw_cuda, shards, DEVICE, with_copy), expected):
+        assert_bitwise_equal(actual, value)

@@ -58,8 +58,8 @@ def test_instruction_sets_threads_and_strides_do_not_matter(name, dtype):
         expected = GRADIENTS[name](g, x)
         torch.set_num_threads(2)
         for isa in ISAS:
-            for found, value in zip(GRADIENTS[name](g.t().contiguous().t(), x, isa), expected):
-                assert_bitwise_equal(found, value, isa)
+            for actual, value in zip(GRADIENTS[name](g.t().contiguous().t(), x, isa), expected):
+                assert_bitwise_equal(actual, value, isa)
         torch.set_num_threads(threads)
 
 
@@ -98,14 +98,14 @@ def test_gradients_are_float64_autograds(name):
     g, x = (normal((9, 300), torch.float32, seed) for seed in (7, 8))
     leaves = [x.double().requires_grad_(), weight_of(x).double().requires_grad_()]
     exact = torch.autograd.grad(references(*leaves)[name], leaves, g.double(), allow_unused=True)
-    found = {
+    actual = {
         "rms_norm": lambda: OURS.rms_norm_backward(g, x, weight_of(x), 1e-6, False),
         "layer_norm": lambda: OURS.layer_norm_backward(g, x, weight_of(x), 1e-5),
         "softmax": lambda: [OURS.softmax_backward(g, torch.softmax(x, -1), torch.float32)],
     }[name]()
-    assert (found[0] - exact[0]).norm() < 1e-6 * exact[0].norm()
+    assert (actual[0] - exact[0]).norm() < 1e-6 * exact[0].norm()
     if name != "softmax":
-        assert (OURS.token_sum(found[1] / 64) * 64 - exact[1]).norm() < 1e-6 * exact[1].norm()
+        assert (OURS.token_sum(actual[1] / 64) * 64 - exact[1]).norm() < 1e-6 * exact[1].norm()
 
 
 def test_the_operations_are_as_torch_wants_them():

@@ -55,14 +55,14 @@ def test_a_row_ignores_its_neighbours_and_strides(name, length, dtype):
     g, x = rows_of(length, dtype, 1), rows_of(length, dtype, 2)
     whole = GRADIENTS[name](g, x)
     wide = torch.nn.functional.pad(x, (3, 2))[:, 3 : 3 + length]
-    for found, value in zip(GRADIENTS[name](g.t().contiguous().t(), wide), whole):
-        assert_bitwise_equal(found, value)
+    for actual, value in zip(GRADIENTS[name](g.t().contiguous().t(), wide), whole):
+        assert_bitwise_equal(actual, value)
     if name == "softmax":  # torch's own has other bits in a part
         return
     for start, count in ((0, 1), (5, 1), (9, 17)):
         rows = slice(start, start + count)
-        for found, value in zip(GRADIENTS[name](g[rows], x[rows]), whole):
-            assert_bitwise_equal(found, value[rows])
+        for actual, value in zip(GRADIENTS[name](g[rows], x[rows]), whole):
+            assert_bitwise_equal(actual, value[rows])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -77,11 +77,11 @@ def test_gradients_are_float64_autograds(name, length, dtype):
         "softmax": lambda x, w: torch.softmax(x, -1),
     }[name](*leaves)
     exact = torch.autograd.grad(value, leaves, g.double(), allow_unused=True)
-    found = GRADIENTS[name](g, x)
+    actual = GRADIENTS[name](g, x)
     most = 2e-6 if dtype is torch.float32 else 2e-2
-    assert (found[0].double() - exact[0]).norm() < most * exact[0].norm()
+    assert (actual[0].double() - exact[0]).norm() < most * exact[0].norm()
     if name != "softmax":
-        assert (found[1].double().sum(0) - exact[1]).norm() < most * exact[1].norm()
+        assert (actual[1].double().sum(0) - exact[1]).norm() < most * exact[1].norm()
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -104,15 +104,15 @@ def test_logits(with_entropy, temperature, dtype):
     exact = reference_token_logprobs(leaf, targets, temperature)
     loss = (exact[0] * g).sum() + (0.0 if g_entropy is None else (exact[1] * g_entropy).sum())
     (expected,) = torch.autograd.grad(loss, leaf)
-    found = token_logprobs_backward_cuda(g, g_entropy, logits, targets, temperature)
-    assert (found.double() - expected).norm() < (2e-6 if dtype is torch.float32 else 1e-2) * expected.norm()
+    actual = token_logprobs_backward_cuda(g, g_entropy, logits, targets, temperature)
+    assert (actual.double() - expected).norm() < (2e-6 if dtype is torch.float32 else 1e-2) * expected.norm()
     values = token_logprobs_cuda(logits, targets, temperature)
     for ours, value in zip(values, exact):
         assert (ours - value).norm() < 2e-6 * value.norm()
     part = slice(2, 5)
     of_part = None if g_entropy is None else g_entropy[part]
     again = token_logprobs_backward_cuda(g[part], of_part, logits[part], targets[part], temperature)
-    assert_bitwise_equal(again, found[part])
+    assert_bitwise_equal(again, actual[part])
     for ours, value in zip(token_logprobs_cuda(logits[part], targets[part], temperature), values):
         assert_bitwise_equal(ours, value[part])
 
@@ -138,8 +138,8 @@ def test_a_logprob_has_the_bytes_of_log_softmax(temperature, vocabulary, radices
     logits, targets = rows_of(vocabulary, dtype, 11, 3), torch.arange(3, device=DEVICE) * 41
     warm = logits if temperature == 1.0 else logits.float() / torch.full((), temperature, device=DEVICE)
     of_all = log_softmax_cuda(warm, torch.float32, radices)
-    found, _ = token_logprobs_cuda(logits, targets, temperature, radices)
-    assert_bitwise_equal(found, of_all.gather(1, targets[:, None]).squeeze(1))
+    actual, _ = token_logprobs_cuda(logits, targets, temperature, radices)
+    assert_bitwise_equal(actual, of_all.gather(1, targets[:, None]).squeeze(1))
 
 
 def test_pieces_of_rows_change_nothing(monkeypatch):
@@ -148,5 +148,5 @@ def test_pieces_of_rows_change_nothing(monkeypatch):
     given = g, g_entropy, logits, targets, 0.7
     whole = *token_logprobs_cuda(*given[2:]), token_logprobs_backward_cuda(*given)
     monkeypatch.setattr(logprobs, "ELEMENTS_AT_ONCE", 2 * 300)
-    for found, value in zip((*token_logprobs_cuda(*given[2:]), token_logprobs_backward_cuda(*given)), whole):
-        assert_bitwise_equal(found, value)
+    for actual, value in zip((*token_logprobs_cuda(*given[2:]), token_logprobs_backward_cuda(*given)), whole):
+        assert_bitwise_equal(actual, value)

@@ -95,12 +95,12 @@ def test_instruction_sets_threads_and_strides_do_not_matter():
         wide = torch.full((sum(LENGTHS), 80), torch.nan, dtype=dtype)
         wide[:, 4:74] = g
         torch.set_num_threads(2)
-        found = (
+        actual = (
             token_sums.token_matmul_cpu(wide[:, 4:74], x.t().contiguous().t(), leaves),
             token_sums.token_sum_cpu(wide[:, 4:74]),
         )
         torch.set_num_threads(threads)
-        for ours, theirs in zip(found, expected):
+        for ours, theirs in zip(actual, expected):
             assert_bitwise_equal(ours, theirs)
 
 
@@ -133,12 +133,12 @@ def test_elements_beyond_exactness_are_infinite_and_others_exact():
     terms = torch.tensor([[64.0, 64.0, 1.0, 1.0, 200.0, 1.0], [-64.0, -65.0, torch.nan, torch.inf, torch.nan, -1.0]])
     expected = torch.tensor([0.0, torch.inf, torch.nan, torch.nan, torch.nan, 0.0], dtype=torch.float64)
     assert Exact.limit.fget(token_row_order(Numerics())) == 128.0
-    for found in (
+    for actual in (
         OURS.token_sum(terms),
         OURS.token_scatter(terms, torch.tensor([1, 1]), 2)[1],
         OURS.token_matmul(terms, one, leaves).flatten(),
     ):
-        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
     assert OURS.token_sum(terms, -40)[1] == -1.0
 
 

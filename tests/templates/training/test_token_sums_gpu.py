@@ -48,13 +48,13 @@ def test_no_schedule_moves_a_bit(schedule, dtype):
 @pytest.mark.parametrize("dtype", DOT_DTYPES)
 def test_a_product_is_the_cpus_or_as_accurate(dtype):
     g, x, leaves = rows_of(33, dtype, 3), rows_of(50, dtype, 4), leaves_of(LENGTHS, LEAF)
-    found = gpu.token_matmul_cuda(g, x, leaves.to(DEVICE)).cpu()
+    actual = gpu.token_matmul_cuda(g, x, leaves.to(DEVICE)).cpu()
     if dtype is torch.float32:
-        assert_bitwise_equal(found, token_matmul_cpu(g.cpu(), x.cpu(), leaves))
+        assert_bitwise_equal(actual, token_matmul_cpu(g.cpu(), x.cpu(), leaves))
         return
     reference = reference_token_matmul(g, x, leaves).cpu()
     theirs = torch.mm(g.t(), x).double().cpu()  # what torch hands to the parameter: cuBLAS, rounded to the dtype
-    assert (found - reference).norm() <= 1.05 * (theirs - reference).norm()
+    assert (actual - reference).norm() <= 1.05 * (theirs - reference).norm()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -119,8 +119,8 @@ def test_rows_of_a_product_beyond_exactness_are_infinite_and_others_exact(grid):
     columns = [(most, -most), (2 * most, 0.0), (1.0, math.nan), (math.inf, 1.0), (math.nan, 8 * most), (-1.0, 1.5)]
     expected = torch.tensor([0.0, math.inf, math.nan, math.nan, math.nan, 0.5], dtype=torch.float64)
     g, leaves = torch.tensor(columns, device=DEVICE).t(), torch.tensor([0, 1, 2], dtype=torch.int32, device=DEVICE)
-    found = gpu.token_matmul_cuda(g, torch.ones(2, 1, device=DEVICE), leaves, 1, grid).flatten()
-    torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+    actual = gpu.token_matmul_cuda(g, torch.ones(2, 1, device=DEVICE), leaves, 1, grid).flatten()
+    torch.testing.assert_close(actual.cpu(), expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_many_leaves_carry():
@@ -129,9 +129,9 @@ def test_many_leaves_carry():
     g = torch.full((count, 5), 2.0**-22 - 2.0**-44)
     g[:, 1], g[:, 2], g[1::2, 3] = -g[:, 1], 100.0 / count, -1.0 / 512
     x, leaves = torch.ones(count, 3), torch.arange(count + 1, dtype=torch.int32)
-    found = gpu.token_matmul_cuda(g.to(DEVICE), x.to(DEVICE), leaves.to(DEVICE))
-    assert_bitwise_equal(found.cpu(), token_matmul_cpu(g, x, leaves))
-    assert found.isfinite().all()
+    actual = gpu.token_matmul_cuda(g.to(DEVICE), x.to(DEVICE), leaves.to(DEVICE))
+    assert_bitwise_equal(actual.cpu(), token_matmul_cpu(g, x, leaves))
+    assert actual.isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", DOT_DTYPES[:1])

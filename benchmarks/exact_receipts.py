@@ -75,8 +75,8 @@ def check(folder: Path, model: Any) -> int:
         forged = replay(model, seal(encode_receipt(receipt), None))
         named = forged.outcome == "differs" and forged.position == len(tokens) // 2
         wrong += verdict.outcome != "equal" or verdict.signature != "valid" or not named
-        found = f"{verdict.outcome}, signature {verdict.signature}"
-        print(f"| {kind} | {seconds} | {spent:.3f} | {found} | {forged.outcome}: {forged.message} |", flush=True)
+        outcome = f"{verdict.outcome}, signature {verdict.signature}"
+        print(f"| {kind} | {seconds} | {spent:.3f} | {outcome} | {forged.outcome}: {forged.message} |", flush=True)
     return 1 if wrong else 0
 
 

@@ -53,7 +53,7 @@ FORMATS: dict[str, Callable[[int, int], QuantizedWeight]] = {"int4": int4, "fp8"
 
 
 def compiled(layers: int, make: Callable[[int, int], QuantizedWeight], dequantize: bool) -> CompiledModel:
-    """Return the model with its layers' linears quantized, or with the matrices that they mean."""
+    """Return the model with its layers' linears quantized, or dequantized."""
     model = build(layers)
     torch.manual_seed(1)
     for name, linear in list(model.named_modules()):

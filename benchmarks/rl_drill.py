@@ -1,11 +1,11 @@
-"""A training run that cannot be lost: kills the server, its engines and the trainer; the last weights must be the same.
+"""Kill the server, its engines and the trainer of a training run: the last weights must be those of an undisturbed run.
 
     python -m benchmarks.rl_drill [--steps 20] [--kills 6] [--runs 1] [--seed 0]
 
-A trainer in a process of its own asks a server of the embedded model for rollouts, moves the weights by what was drawn
-and sends them to the server as a folder. It keeps weights and momentum of each step in one rename. The drill kills one
-process after another by SIGKILL at random moments and starts it again. The run's last weights must have the sha256 of a
-run that nobody disturbed: a token or a log-probability of other weights would move them.
+A trainer in a separate process draws rollouts from a server of the embedded model, updates the weights from them and
+sends the weights to the server as a folder. It saves weights and momentum of each step by one rename. The drill kills
+one process after another by SIGKILL at random moments and starts it again. The last weights must have the sha256 of an
+undisturbed run's: a token or a log-probability of other weights would change them.
 """
 
 import argparse

@@ -14,7 +14,7 @@ mirror   like "model", with the draft on the second GPU if there is one: without
 
 "always" drafts in every step, "automatic" where it was measured to be faster; "wrong" proposes only wrong tokens, under
 the automatic switch. Each engine runs a workload twice to warm up and then --repeats times; medians count. A
-difference to the plain tokens ends the program. Writes benchmarks/results/speculation-<device>-<commit>.json.
+difference from the plain tokens ends the program. Writes benchmarks/results/speculation-<device>-<commit>.json.
 """
 
 import argparse

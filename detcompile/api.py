@@ -58,7 +58,7 @@ CALLED_HERE = {
     "torch_dtype": "pass dtype",
     "use_auth_token": "pass token",
 }
-LARGEST_RANK = 128  # of an adapter: float32 products over more inputs have another order
+LARGEST_RANK = 128  # of an adapter; float32 products over more than 128 inputs sum in another order
 Compiled = CompiledModel | CompiledClassifier | CompiledEmbedder
 
 
@@ -96,7 +96,7 @@ def compile(
             afterwards, also if it is refused: load it again then. PEFT's model, with LoRA of linears, is taken like one
             without, its adapters beside the weights.
         tp: tensor-parallel size. Above 1, so many worker processes are started, which load and run the model; the
-            result is used like any other. Where torch.distributed was initialised before (torchrun), none are: each
+            result is used like any other. Where torch.distributed was initialized before (torchrun), none are: each
             process then calls compile() with the same whole model and keeps its share of it, and from then on all of
             them make the same calls (docs/tensor_parallel.md).
         pp: pipeline-parallel size: stages that hold a part of the layers each, in ``pp * tp`` worker processes. The
@@ -112,9 +112,9 @@ def compile(
             has Hugging Face's own bars, which HF_HUB_DISABLE_PROGRESS_BARS=1 hides.
         dtype, device, revision, token, trust_remote_code, task, gguf_file, dequantize: how to load a model that is
             given by its name, as ``load_model`` takes them. Refused with a module.
-
-        max_lora_rank: leave room beside every linear for a LoRA adapter of up to this rank: engines then load adapters
-            by name (``Engine.load_adapter``). None leaves none. In one process only.
+        max_lora_rank: leave room beside every linear except the head for a LoRA adapter of up to this rank, so that
+            engines load adapters by name (``Engine.load_adapter``). From 1 to 128, with ``tp`` and ``pp`` 1; None
+            leaves no room.
 
     Raises:
         UnsupportedModel: the model cannot be captured with its meaning intact.
@@ -311,13 +311,13 @@ def load_model(
         task: load a causal LM, a model for sequence classification, or a base model without a head; None takes what
             the checkpoint was saved as.
         gguf_file: the GGUF file in the folder or repository ``name``.
-        dequantize: of a GGUF file: False keeps its linears quantized in memory, with the same bits; None and True make
-            them bfloat16. Of another quantized checkpoint: False keeps its experts quantized (docs/quantization.md).
+        dequantize: False keeps the linears of a GGUF file, or the experts of another quantized checkpoint, quantized in
+            memory, with the same bits (docs/quantization.md). None and True dequantize them when they are loaded.
 
     Raises:
         InvalidInput: no such model, a file that is missing or damaged, a weight that no file has, or code that is not
             trusted; of the Hub: no such repository or revision, a gated one, no network and not in the cache.
-        UnsupportedModel: the quantisation, or a part of a GGUF file, is not supported.
+        UnsupportedModel: the quantization, or a part of a GGUF file, is not supported.
         StorageError: the Hub's cache cannot be written.
     """
     how: LoadOptions = {"dtype": dtype, "device": device, "revision": revision, "token": token}

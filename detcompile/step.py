@@ -99,7 +99,7 @@ class ModelFacts:
         num_token_ids: ids that a prompt may hold: rows of the embedding.
         num_logits: ids that may be drawn; the head may be wider than the embedding.
         hidden_size: features that the head reads; 0 if hidden states are not available.
-        is_exact: True if no machine decides a bit of the logits (Numerics.arithmetic).
+        is_exact: True if the logits have the same bits on every machine (Numerics.arithmetic).
     """
 
     kv_shapes: tuple[KVShape, ...]

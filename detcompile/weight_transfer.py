@@ -4,7 +4,7 @@ The processes meet in a TCPStore that rank 0 serves. On GPUs they then share an 
 the store, as in vLLM's StatelessProcessGroup and PyNcclCommunicator, so that a trainer may use vLLM's. On CPUs they use
 gloo, which vLLM does not have.
 
-Packed tensors travel in buckets of bytes: tensors are added to a bucket until it exceeds ``bucket_bytes``.
+Packed tensors are sent in buckets of bytes: tensors are added to a bucket until it exceeds ``bucket_bytes``.
 
 A trainer: ``TransferGroup(address, port, 0, 1 + engines, device).send(named_tensors)``.
 """
@@ -30,7 +30,7 @@ NCCL_ID_BYTES = 128
 
 
 class TensorInfo(NamedTuple):
-    """What the receiver knows of a tensor before it arrives."""
+    """Name, dtype and shape of a tensor, which the receiver knows before it arrives."""
 
     name: str
     dtype: torch.dtype

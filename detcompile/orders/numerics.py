@@ -145,7 +145,7 @@ class Numerics:
 
     @property
     def is_exact(self) -> bool:
-        """True if no machine decides a bit: products are sums of integers."""
+        """True if the bits are the same on every machine: products are sums of integers."""
         return self.arithmetic != "float"
 
     @property

@@ -22,7 +22,7 @@ from detcompile.weights import tensor_digest
 
 PREFIX = "base_model.model."  # of PEFT's names
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PLAIN: dict[str, tuple[Any, ...]] = {  # fields of PEFT's LoraConfig that change the arithmetic: what they may be
+PLAIN: dict[str, tuple[Any, ...]] = {  # supported values of fields of PEFT's LoraConfig that change the arithmetic
     "alora_invocation_tokens": (None,),
     "alpha_pattern": ({}, None),
     "arrow_config": (None,),
@@ -222,8 +222,8 @@ def _pair(folder: Path, key: str, rank: int, pair: tuple[Tensor, Tensor | None],
         raise InvalidInput(f"adapter {folder}: rank {rank} is above max_lora_rank={most}: compile with a larger one")
     A, B = pair
     if B is None or A.shape != (rank, k) or B.shape != (n, rank):
-        found = f"{list(A.shape)} and {None if B is None else list(B.shape)}"
-        raise InvalidInput(f"adapter {folder}: {key} and its B have shapes {found}, not {[rank, k]} and {[n, rank]}")
+        shapes = f"{list(A.shape)} and {None if B is None else list(B.shape)}"
+        raise InvalidInput(f"adapter {folder}: {key} and its B have shapes {shapes}, not {[rank, k]} and {[n, rank]}")
     if not all(part.is_floating_point() and bool(part.isfinite().all()) for part in (A, B)):
         raise InvalidInput(f"adapter {folder}: {key} or its B holds values that are no finite floating-point numbers")
     like: dict[str, Any] = {"device": slot[0].device, "dtype": slot[0].dtype}

@@ -153,7 +153,7 @@ class Engine:
         return self._slots().load(name, path).digest
 
     def unload_adapter(self, name: str) -> None:
-        """Forget an adapter; requests that have it end with it.
+        """Forget an adapter; requests that have it keep it to their end.
 
         Raises:
             InvalidInput: no adapter has this name.

@@ -35,7 +35,8 @@ class NextStep:
         cut: reduced token budget while memory is short, which splits prompts under every policy; None uses the
             config's budget.
         pace: limits the prompt tokens of a step that decodes; None leaves only the budget.
-        adapters: the adapter of the step's sequences, None for the plain model; empty: none of the sequences has one.
+        adapters: one element, the adapter whose sequences may enter (None: the plain model); empty if no sequence has
+            an adapter, so that all may enter.
         num_lanes: steps in flight. This step takes its share of the work, and no sequence whose newest token another
             step is about to draw.
 

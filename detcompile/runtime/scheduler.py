@@ -59,7 +59,7 @@ class Scheduler:
         self._cut: int | None = None  # reduced token budget after memory ran out
         self._calm = 0  # steps planned since then
         self._num_adapted = 0  # sequences with an adapter
-        self._served: dict[Adapter | None, int] = {}  # last step of each adapter
+        self._served: dict[Adapter | None, int] = {}  # number of each adapter's last step
         self._preempted: tuple[Sequence, ...] = ()  # by failed plans, or to serve others alone
 
     @property
@@ -129,7 +129,7 @@ class Scheduler:
         return StepPlan(tuple(step.entries.values()), preempted, tuple(step.admitted))
 
     def _composed(self) -> NextStep:
-        """Return the next step: of the adapter that was served longest ago and whose sequences can run."""
+        """Return the next step, for the least recently served adapter whose sequences can run."""
         turns = sorted(self._adapters(), key=lambda adapter: self._served.get(adapter, -1))
         choices: list[tuple[Adapter | None, ...]] = [(adapter,) for adapter in turns] or [()]
         for adapters in choices:
@@ -148,7 +148,7 @@ class Scheduler:
         return step
 
     def _adapters(self) -> set[Adapter | None]:
-        """Return the adapters of all sequences; nothing if no sequence has one."""
+        """Return the adapters of all sequences, None for the plain model; an empty set if no sequence has one."""
         if not self._num_adapted:
             return set()
         return {sequence.adapter for sequence in (*self.running, *self.waiting)}

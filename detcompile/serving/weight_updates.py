@@ -1,4 +1,4 @@
-"""WeightUpdates: new weights for all engines at once. No answer meets engines of two versions.
+"""WeightUpdates: new weights for all engines at once, so that engines never serve different versions.
 
 Every engine reads and checks the new weights while it serves the old ones. Then all answers are held, every engine
 writes, and the answers go on: those that had begun draw their next tokens with the new weights.

@@ -43,7 +43,7 @@ class RecordedCalls:
         return repeated
 
     def give_the_same(self) -> bool:
-        """Return whether the repeated calls give the output anew, from tensors that the function did not make."""
+        """Return whether the calls give the output again after all of their results were overwritten."""
         outputs = _as_tuple(self.output)
         expected = [output.clone() for output in outputs]
         for output in outputs:
@@ -59,7 +59,7 @@ class RecordedCalls:
 def record(function: Callable[[], Any]) -> tuple[Any, RecordedCalls | None]:
     """Call a function of tensors. Return its output, and its calls if they can be repeated.
 
-    They are repeated at once on spoiled results: calls that were not recorded show in the output's bytes.
+    They are repeated at once after all results were overwritten: a call that was not recorded then shows in the output.
     """
     is_used = direct_ops.cache_info().currsize > 0 and direct_ops()
     if not is_used or not _ONE_AT_A_TIME.acquire(blocking=False):  # a rank may wait in the function for another's

@@ -41,8 +41,8 @@ class AsyncGRPOTrainer(PolicyTraining, async_grpo.AsyncGRPOTrainer):
     TRL's logs have ``kl`` and ``ratio``. With ``max_staleness=0`` they are exactly 0 and 1 in each step: each batch was
     drawn with the weights that it trains. Older samples have another policy, and TRL's ratio is to that policy.
 
-    The server needs ``--admin-key``, and the name of ``model``. TRL requires the package vllm for its rollout worker,
-    which uses nothing of it; here it may be absent.
+    The server must have been started with ``--admin-key`` and serve ``model``. TRL requires the package vllm, which its
+    rollout worker does not use; here it may be absent.
 
     Args:
         model: folder of the model, or its id on the Hub, as the server was started with.

@@ -149,7 +149,7 @@ class GRPOTrainer(PolicyTraining, trl.GRPOTrainer):
         """Compute log-probabilities and entropies [B, logits_to_keep] of the last tokens.
 
         Args:
-            model: ``ref_model``, or else the policy is meant.
+            model: ``ref_model`` for the reference model; anything else for the policy.
         """
         others = sorted(name for name, value in keywords.items() if value is not None and not isinstance(value, bool))
         if others:

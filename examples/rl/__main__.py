@@ -2,11 +2,11 @@
 
     python -m examples.rl [--seeds 3 --steps 30 --model tiny --device cpu --out build/rl]
 
-Arms: a plain torch trainer that takes its samples for its own; the same with importance weights; detcompile's trainer,
+Arms: plain torch, which treats its samples as on-policy; the same with importance weights; detcompile's trainer,
 where the difference is zero. A run of detcompile's trainer and one of the plain one are then repeated with shuffled
-micro-batches and other padding; on a CPU, detcompile's on two ranks of FSDP2 as well. Whose weights are equal after
-each of the first 20 steps? Writes rl.json and rl.svg. Exit 1 where an on-policy step is not exactly on policy, or
-micro-batches or ranks move detcompile's weights.
+micro-batches and other padding; on a CPU, detcompile's on two ranks of FSDP2 as well. The weights are compared after
+each of the first 20 steps. Writes rl.json and rl.svg. Exits with 1 if an on-policy step is not exactly on policy, or
+micro-batches or ranks change detcompile's weights.
 
 Needs no GPU and no download: the model comes with the package.
 """

@@ -18,7 +18,7 @@ __all__ = ["COMPARED_STEPS", "GROUP_SIZE", "MAX_TOKENS", "Arm", "Step", "train"]
 
 GROUP_SIZE = 8  # completions a prompt; each one's advantage is over their mean reward
 MAX_TOKENS = 16  # of a completion
-COMPARED_STEPS = 20  # the first, whose weights are compared with other ways to the same batches
+COMPARED_STEPS = 20  # first steps, whose weights are compared over micro-batches, padding and ranks
 LARGEST_WEIGHT = 2.0  # of a token's importance
 
 

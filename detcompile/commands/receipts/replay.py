@@ -34,8 +34,8 @@ TOKENIZER = "another tokenizer, which makes text of tokens and finds stop string
 def command(
     receipt: Annotated[Path, typer.Argument(help="A receipt, or an answer that came with one.")],
     model: Annotated[str | None, typer.Argument(help="Model to run it on; default: as the receipt names it.")] = None,
-    key: Annotated[Path | None, typer.Option(help="Public key of who has to have signed it.")] = None,
-    decode: Annotated[bool, typer.Option("--decode", help="Token by token, in place of all at once.")] = False,
+    key: Annotated[Path | None, typer.Option(help="Public key that must have signed it.")] = None,
+    decode: Annotated[bool, typer.Option("--decode", help="Draw token by token, not in one pass.")] = False,
     opening: Annotated[Path | None, typer.Option(help="JSON with salt and prompts of a receipt of hashes.")] = None,
     weights: Annotated[
         list[Path] | None, typer.Option(help="Folder of weights that drew some of the tokens; repeat it.")

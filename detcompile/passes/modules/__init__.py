@@ -1,1 +1,1 @@
-"""A model's modules become ours before the trace: attention, experts, recurrences, quantised linears."""
+"""A model's modules become ours before the trace: attention, experts, recurrences, quantized linears."""

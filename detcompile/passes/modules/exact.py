@@ -1,7 +1,7 @@
 """Modules in exact integer arithmetic (docs/exact.md).
 
-use_exact_arithmetic replaces the linears, norms, functions and rotary tables that the definition has. It knows norms,
-functions and tables by their results on a few rows. passes.proof.exact then rejects a graph with any other arithmetic.
+use_exact_arithmetic replaces linears, norms, functions and rotary tables by those of the definition. It identifies
+norms, functions and tables by their results on a few rows. passes.proof.exact then rejects any other arithmetic.
 """
 
 import functools
@@ -98,12 +98,12 @@ class ExactRotary(nn.Module):
 
 
 def use_exact_arithmetic(model: PreTrainedModel, arithmetic: str, max_context: int) -> None:
-    """Change the model in place, to float32 activations and quantised weights.
+    """Change the model in place, to float32 activations and quantized weights.
 
-    Modules that the definition does not have stay as they are, for the proof to name their operations.
+    Modules outside the definition stay as they are; the proof then rejects the graph by the name of an operation.
 
     Raises:
-        UnsupportedModel: exact arithmetic does not define the model's rotary tables.
+        UnsupportedModel: the definition has no such rotary tables.
     """
     chosen = ARITHMETICS[arithmetic]
     model.float()
@@ -226,7 +226,7 @@ def _fixed(tensor: Tensor) -> nn.Parameter:
 
 
 def kv_digits(module: Any) -> int:
-    """Return the digits of an attention module's keys and values; 0 if they are not quantised."""
+    """Return the digits of an attention module's keys and values; 0 if they are not quantized."""
     digits: int = getattr(module, _KV_DIGITS, 0)
     return digits
 

@@ -9,7 +9,7 @@ from transformers import Conv1D
 from detcompile.errors import UnsupportedModel
 from detcompile.passes.modules.quantized_linear import replace_module
 
-SLOT = "slot"  # name of an adapter that is exchanged
+SLOT = "slot"  # adapter name of every SlottedLinear
 NO_ADAPTER = -1.0
 ONE = "one LoRA adapter is trained or served at a time"
 
@@ -123,7 +123,7 @@ def take_adapters(model: Any) -> Any:
     """Return the model inside a PEFT model, with AdaptedLinear for PEFT's layers. Return other models unchanged.
 
     Raises:
-        UnsupportedModel: an adapter is not a plain LoRA of an unquantised linear; the message names the module.
+        UnsupportedModel: an adapter is not a plain LoRA of an unquantized linear; the message names the module.
     """
     configs = getattr(model, "peft_config", None)
     if configs is None:

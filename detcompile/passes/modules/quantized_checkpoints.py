@@ -36,7 +36,7 @@ STACK = re.compile(r"(.*_proj)_(blocks|scales)")  # mxfp4: tensors of a stack of
 
 
 def quantization_of(config: PretrainedConfig) -> dict[str, Any] | None:
-    """What the checkpoint's config says about its quantisation; None of a plain one.
+    """What the checkpoint's config says about its quantization; None for a plain one.
 
     Raises:
         UnsupportedModel: a method, or a variant of one, that is not read; the message names it and what to do.
@@ -63,7 +63,7 @@ def load_quantized(
     dequantize: bool = True,
     **options: Any,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Load the causal LM of a local folder on the CPU. Return it, and what was not found in its files.
+    """Load the causal LM of a local folder on the CPU. Return it, and transformers' report of missing weights.
 
     Args:
         files: the folder's weights.
@@ -71,7 +71,7 @@ def load_quantized(
         options: keywords of from_pretrained, output_loading_info among them.
 
     Raises:
-        UnsupportedModel: the checkpoint quantizes what the model does not have, or in a way that is not read.
+        UnsupportedModel: a quantized tensor has no place in the model, or its format is not supported.
     """
     layout = LAYOUTS[settings["quant_method"]]
     with torch.device("meta"):
@@ -214,7 +214,7 @@ class CheckpointConfig(QuantizationConfigMixin):
 
 @register_quantizer(METHOD)
 class CheckpointReader(HfQuantizer):
-    """Makes room for quantised linears before transformers reads them, and QuantizedLinear of them afterwards."""
+    """Makes room for quantized linears before transformers reads them, and QuantizedLinear of them afterwards."""
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: list[str], **kwargs: Any

@@ -16,7 +16,7 @@ from detcompile.templates.quantized.weights import joined
 
 # An expert's linear, or a projection of all experts.
 EXPERT = re.compile(r"(.*\.experts)\.(?:(\d+)\.)?(\w+)")
-# Names of an expert's linears in checkpoints, with the projection that holds them and their turn in it.
+# An expert's linears by their names in checkpoints: the model's projection that holds them, and their index in it.
 PROJECTIONS = {
     **{"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1), "down_proj": ("down_proj", 0)},
     **{"w1": ("gate_up_proj", 0), "w3": ("gate_up_proj", 1), "w2": ("down_proj", 0)},
@@ -32,7 +32,7 @@ def stacks_of(names: Iterable[str], model: PreTrainedModel) -> Stacks:
         UnsupportedModel: experts that cannot stay quantized.
     """
     modules = dict(find_experts(model))
-    found: dict[str, dict[str, dict[tuple[int, int], str]]] = defaultdict(lambda: defaultdict(dict))
+    parts: dict[str, dict[str, dict[tuple[int, int], str]]] = defaultdict(lambda: defaultdict(dict))
     for name in names:
         match = EXPERT.fullmatch(name)
         if match is None:
@@ -45,9 +45,9 @@ def stacks_of(names: Iterable[str], model: PreTrainedModel) -> Stacks:
         one_by_one = number is not None and module is not None
         if projection not in known or (one_by_one and (module.is_transposed or not module.is_concatenated)):
             raise UnsupportedModel(f"{name}: experts of this layout cannot stay quantized: {ADVICE}")
-        found[place][projection][int(number or 0), turn] = name
+        parts[place][projection][int(number or 0), turn] = name
     stacks: Stacks = defaultdict(dict)
-    for place, projections in found.items():
+    for place, projections in parts.items():
         for projection, by_turn in projections.items():
             turns = 2 if projection == "gate_up_proj" else 1
             experts = itertools.product(range(modules[place].num_experts), range(turns))

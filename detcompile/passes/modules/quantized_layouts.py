@@ -1,4 +1,4 @@
-"""How checkpoints lay out quantised linears, read into the one layout of templates/quantized/weights.py.
+"""How checkpoints lay out quantized linears, read into the one layout of templates/quantized/weights.py.
 
 Sizes of groups and blocks are read from the checkpoint's config, and shapes that contradict it are refused.
 
@@ -37,7 +37,7 @@ Read = tuple[QuantizedWeight, Tensor | None]
 
 
 class Layout(NamedTuple):
-    """One quantisation method: which tensors say that a linear is quantised, how its config is checked and it is read.
+    """One quantization method: the tensors that mark a quantized linear, and how its config and tensors are read.
 
     ``read(name, tensors, config)``; ``check(config)`` raises UnsupportedModel for a variant that is not read.
     """
@@ -134,7 +134,7 @@ def _of_module(name: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the settings of one linear: the first pattern of GPTQModel's `dynamic` that matches overrides others.
 
     Raises:
-        UnsupportedModel: a pattern says that it is not quantised, or overrides bits with a number that is not read.
+        UnsupportedModel: a pattern says that it is not quantized, or overrides bits with a number that is not read.
     """
     for pattern, overrides in (config.get("dynamic") or {}).items():
         excludes = pattern.startswith("-:")
@@ -300,7 +300,7 @@ def mxfp4_weight(name: str, blocks: Tensor, scales: Tensor) -> QuantizedWeight:
 
 
 def _power_of_two(exponents: Tensor) -> Tensor:
-    """Return 2^e in float32, e from -149 to 127, made of its bits: a function of a library may round it."""
+    """Return 2^e in float32, e from -149 to 127, built from its bits: a library function may round it."""
     normal = exponents + 127 << 23
     return torch.where(exponents < -126, 1 << (exponents + 149).clamp(0, 23), normal).view(torch.float32)
 
@@ -335,7 +335,7 @@ def _by_rows(name: str, values: Tensor, n: int) -> Tensor:
 
 
 def _scheme(name: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return how the config says that a module's weights are quantised: a group that names it, or its class.
+    """Return the config's scheme for a module's weights: of the group that names it or its class.
 
     Raises:
         UnsupportedModel: no group does.

@@ -1,4 +1,4 @@
-"""QuantizedLinear: a linear whose weights stay quantised, and its place in a model."""
+"""QuantizedLinear: a linear whose weights stay quantized, and its place in a model."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from detcompile.templates.quantized.weights import QuantizedWeight, dequantized,
 
 
 class QuantizedLinear(nn.Module):
-    """forward(x [..., K]) -> [..., N] in x.dtype: the product with the weights dequantised to x.dtype, then the bias.
+    """forward(x [..., K]) -> [..., N] in x.dtype: the product with the weights dequantized to x.dtype, then the bias.
 
     Args:
         weight: [N, K] in few bits.
@@ -116,10 +116,10 @@ class QuantizedStack(nn.Module):
 
 
 def pin_quantized(model: Any) -> int:
-    """Replace the float8 linears of transformers by ours; says how many quantised linears the model has then.
+    """Replace the float8 linears of transformers by ours; return the model's number of quantized linears.
 
     Raises:
-        UnsupportedModel: the model was loaded with quantised weights of another kind; the message names it.
+        UnsupportedModel: the model was loaded with quantized weights of another kind; the message names it.
     """
     for name, module in list(model.named_modules()):
         if type(module).__name__ == "FP8Linear" and module.weight.element_size() == 1:

@@ -124,7 +124,7 @@ class _Hashes:
         return _mixed(result).expand(self._shape(value))
 
     def _by_rows(self, name: str, given: Mapping[str, Any], rows: str, features: int) -> Tensor:
-        """Return the hashes of an operation that makes each row of one argument's rows."""
+        """Return the hashes of an operation that computes row i of its result from row i of an argument."""
         x = self._argument(given[rows])
         row = _mixed(_mixed(x + _mixed(self._places(x.shape[-1]))).sum(-1, keepdim=True))
         word = self._word([name, self._stated({key: arg for key, arg in given.items() if key != rows})])
@@ -178,7 +178,7 @@ class _Hashes:
         return str(arg)
 
     def _elements(self, stated: Any, value: Tensor) -> Tensor:
-        """Return a hash an element of what has no finer form."""
+        """Return a hash per element, each of the whole operation: for operations without a finer rule."""
         shape = self._shape(value)
         return _mixed(self._word(stated) + self._places(sympy.prod(shape))).view(shape)
 

@@ -1,4 +1,4 @@
-"""Operations that a graph of exact integer arithmetic may hold: no machine decides a bit of them (docs/exact.md)."""
+"""Operations that a graph of exact integer arithmetic may hold: their bits are the same on every machine."""
 
 import torch
 from torch import fx

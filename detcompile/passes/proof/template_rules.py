@@ -102,7 +102,7 @@ def _of_quantized_experts(node: fx.Node, ctx: Context) -> Rows:
 
 
 def exact_linear(node: fx.Node, ctx: Context) -> Rows:
-    """A product with a quantised weight [digits, N, K]; each row of x is quantised alone."""
+    """A product with a quantized weight [digits, N, K]; each row of x is quantized alone."""
     x, w = ctx.rows(node.args[0]), ctx.rows(node.args[1])
     require_feature(x, 1, "the sum of a matrix product")
     for part, what in zip(node.args[1:4], ("the weights", "their scales", "the bias"), strict=True):

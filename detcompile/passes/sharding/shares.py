@@ -59,7 +59,7 @@ def shares_of(
     ranks: TensorParallel | None,
     replicate_attention: bool,
 ) -> Shares | None:
-    """Return the Shares of a model; None without ranks, or for quantised weights, which cannot be replaced."""
+    """Return the Shares of a model; None without ranks, or for quantized weights, which cannot be replaced."""
     if ranks is None or any(isinstance(module, QuantizedLinear) for module in model.modules()):
         return None
     return Shares(model, numerics, max_context, ranks, replicate_attention)

@@ -234,7 +234,7 @@ class Admission:
 
 
 def _adapted_salt(cache_salt: str, adapter: Adapter | None) -> str:
-    """Return a salt that differs from those of other adapters and of the plain model: their prefixes are others."""
+    """Return a cache salt per adapter, so that requests with different adapters share no cached prefix."""
     if adapter is None:
         return cache_salt and f":{cache_salt}"
     return f"{adapter.digest}:{cache_salt}"

@@ -25,7 +25,7 @@ LOGPROBS = ("logprobs", "prompt_logprobs", "sampling_logprobs")  # fields that c
 class SamplingParams:
     """How to draw the tokens of one request and when to stop.
 
-    The logits are changed in this order: allowed_token_ids, bad words, min_tokens, the grammar and logit_bias; then
+    The logits are changed in this order: logit_bias, bad words, min_tokens, allowed_token_ids and the grammar; then
     penalties, temperature, top_k, top_p (over what top_k keeps) and min_p. Ties go to the lowest token id.
 
     Args:
@@ -68,7 +68,6 @@ class SamplingParams:
             end it earlier.
 
     Numbers of numpy and torch are accepted like Python's. A bool or a float is not an integer, and NaN is not a number.
-    Numbers of numpy and torch are taken as Python's; a bool or a float is no integer, and NaN is no number.
 
     Raises:
         InvalidInput: a value has the wrong type or is out of range.

@@ -43,7 +43,7 @@ class RowNeeds(NamedTuple):
     drawn: bool
     filtered: bool
     proposed: bool
-    reported: bool  # with the log-probabilities of the distribution it is drawn from
+    reported: bool  # with log-probabilities in the distribution that it is drawn from
 
     @property
     def changed(self) -> bool:
@@ -75,7 +75,7 @@ class SamplingPlan(NamedTuple):
     num_slots: int  # of TokenCounts; 0 if no row has penalties
     logprob_rows: tuple[int, ...]  # rows that want logprobs, in the order of Sampled.logprobs
     num_logprobs: int  # most alternatives that any row wants
-    num_reported: int = 0  # most tokens of its distribution that any reported row wants
+    num_reported: int = 0  # largest number of likeliest tokens that a reported row wants
     distributions: tuple[Tensor, ...] = ()  # [V] on the device, from which guesses were drawn
 
 

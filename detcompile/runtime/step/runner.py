@@ -38,8 +38,8 @@ from detcompile.torch_internals.native import storage_at
 MOST_SEQUENCES = 4096  # per step
 CAPTURE_AFTER = 16  # steps of a layout that replay a graph with wider tables before its exact graph is captured
 NUM_STAGING = 3  # staging buffers: one is written while copies from the others may still run
-MOST_RECORDED_TOKENS = 16  # of a step on the host: with more, what lies between its kernels does not matter
-MOST_RECORDED_BYTES = 1 << 26  # of the results that all recorded steps hold
+MOST_RECORDED_TOKENS = 16  # of a step on the host; in larger steps the time between kernels does not matter
+MOST_RECORDED_BYTES = 1 << 26  # of the results of all recorded steps
 MOST_VIEWS = 256  # cached views of staging memory by layout; steps without a graph have unboundedly many layouts
 
 Forward = Callable[[Tensor, Tensor, StepInputs, Tensor], Any]

@@ -232,7 +232,7 @@ class Answer:
         self.signal.notify()
 
     def restart(self) -> None:
-        """Forget what the prompt gave, if no token was drawn: the next engine has other weights."""
+        """Drop the prompt's logprobs if no token was drawn: the next engine has other weights."""
         if not self.num_tokens:
             self.prompt_logprobs.clear()
             self._num_repeated_logprobs = 0

@@ -61,7 +61,7 @@ class Fleet:
         spec: what engines load; set by ``start``.
         hello: the engines' description of the model; None before all of them served.
         weights: the version that all engines have; None if the weights cannot change.
-        keeps_weights: an engine that starts finds these weights.
+        keeps_weights: True if an engine that starts loads these weights.
         failure: why the fleet no longer serves.
         num_restarts: restarted engines.
         num_resumed: answers moved to another engine, counted at each move.

@@ -205,7 +205,7 @@ class Reply(ABC):
         return choice if self.one_prompt or read.start else choice | self._of_prompt(answer)
 
     def _prompt(self, index: int) -> dict[str, Any]:
-        """Return fields of the prompt beside the first choice, if requested there."""
+        """Return the prompt's requested fields beside the first choice, for replies with ``one_prompt``."""
         return self._of_prompt(self._answers[0]) if self.one_prompt and index == 0 else {}
 
     def _of_prompt(self, answer: Answer) -> dict[str, Any]:
@@ -310,7 +310,7 @@ def finite(logprob: float) -> float:
 
 
 def _sampling(logprobs: Sequence[Token], *, with_mask: bool) -> dict[str, Any]:
-    """Return log-probabilities of tokens in the distributions they were drawn from, and which tokens these have."""
+    """Return log-probabilities in the distributions drawn from; with the mask, of all tokens that could be drawn."""
     drawn = [entry.sampling for entry in logprobs if entry.sampling is not None]
     fields: dict[str, Any] = {"sampling_logprobs": [logprob for logprob, _ in drawn]}
     if with_mask:

@@ -152,5 +152,5 @@ def _entry(token: Token) -> dict[str, Any]:
 
 
 def _named(token_id: int, logprob: float) -> dict[str, Any]:
-    """Return a token in the form of a server without a tokenizer, as vLLM does on this route, and its id."""
+    """Return a token by its id, without text, as vLLM does on this route."""
     return {"token": f"token_id:{token_id}", "token_id": token_id, "logprob": finite(logprob), "bytes": None}

@@ -107,7 +107,7 @@ inline void multiply_panel(const float* a, const float* b, int64_t words, float*
   for (int i = 0; i < Rows * kPanelVecs; i++) chain_end<Link>(c + i * kLanes, sum[i]);
 }
 
-// Where few rows of x find the weights of a panel
+// A panel's rows of w, for products with few rows of x
 template <class T>
 struct PanelRows {
   const T* rows[kPanelVecs][kLanes];
@@ -115,8 +115,8 @@ struct PanelRows {
   int64_t stride;   // elements between rows of the same place in this panel and in the next
 };
 
-// The same as multiply_panel, straight from elements [begin, begin + num_k) of a panel's rows of w. Its weights are prefetched into
-// L2, those of the next panel at the end of a row: the CPU cannot foresee streams that are this short.
+// The same as multiply_panel, straight from elements [begin, begin + num_k) of a panel's rows of w. It prefetches weights into
+// L2, at the end of a row those of the next panel: hardware prefetchers do not follow streams this short.
 template <class T, class Link, int Rows>
 inline void multiply_rows(const float* a, const PanelRows<T>& w, int64_t begin, int64_t num_k, float* c) {
   constexpr int64_t per_block = kLanes * 4 / sizeof(T), per_word = Link::pairs ? 2 : 1;

@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Return a context in which ``device``, if it is a GPU in use here, is the current GPU, where kernels launch."""
+    """Return a context that makes ``device`` the current GPU, where kernels launch; for a CPU it does nothing."""
     in_use = device.type == "cuda" and device.index is not None and torch.cuda.is_initialized()
     return torch.cuda.device(device) if in_use else contextlib.nullcontext()
 

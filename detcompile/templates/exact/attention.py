@@ -1,12 +1,12 @@
-"""exact_paged_attention and exact_dense_attention: causal attention over quantised keys and values; see docs/exact.md.
+"""exact_paged_attention and exact_dense_attention: causal attention over quantized keys and values; see docs/exact.md.
 
 Legend: T tokens, B batch, Hq Hkv heads (Hkv divides Hq), D head dim, W words of a cached row.
 
 A cached row is one head's key or value of one token: its digits (D bytes each), then its float32 scale. Caches are
 float32 tensors of W = D / 4 + 1 or D / 2 + 1 words, so that they are stored and moved as any KV cache; all words but
 the last hold bytes. Scores are multiplied by `scale`, or by 1 / sqrt(D) if it is 0. A token sees the newest `window`
-keys, itself included, or all if it is 0. A row of the result depends on its query and on the keys that it sees, in
-position order.
+keys, itself included, or all keys if `window` is 0. A row of the result depends on its query and the keys that it
+sees, in position order.
 Prefill, decode, any split of a prompt, any block size and placement, and dense keys agree.
 """
 
@@ -48,7 +48,7 @@ def paged_attention_cpu(
     window: int = 0,
     isa: str | None = None,
 ) -> Tensor:
-    """Quantise k and v [T, Hkv, D] into the caches [num_blocks, block_size, Hkv, W] at slot_mapping, then attend.
+    """Quantize k and v [T, Hkv, D] into the caches [num_blocks, block_size, Hkv, W] at slot_mapping, then attend.
 
     q [T, Hq, D] -> [T, Hq, D], float32. Rows past cu_seqlens[S] are padding and get zeros.
 

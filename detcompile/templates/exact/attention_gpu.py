@@ -114,7 +114,7 @@ def attention_cuda(
     factor: float,
     window: int,
 ) -> Tensor:
-    """Quantise k and v into the caches, then attend, as attention.paged_attention_cpu."""
+    """Quantize k and v into the caches, then attend, as attention.paged_attention_cpu."""
     T, Hq, D = q.shape
     Hkv, out = k.shape[1], torch.empty_like(q, memory_format=torch.contiguous_format)
     if T == 0:
@@ -148,7 +148,7 @@ def _write_kernel(rows_ptr, slot_ptr, cache_ptr, T, block_size, W, block, slot, 
 
 
 def _write(caches: Caches, slot_mapping: Tensor, rows: tuple[Tensor, Tensor], digits: int) -> None:
-    """Write the quantised rows [T, Hkv, D] at slot_mapping; nothing is written to negative slots."""
+    """Write the quantized rows [T, Hkv, D] at slot_mapping; nothing is written to negative slots."""
     for cache, x in zip(caches, rows):
         planes, scale = quantize_cuda(x, digits, True)
         packed = torch.cat([*(plane.view(torch.float32) for plane in planes), scale[..., None]], -1)

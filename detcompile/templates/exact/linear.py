@@ -1,4 +1,4 @@
-"""exact_linear: rows quantised, times a quantised weight in exact integers, scaled; see docs/exact.md.
+"""exact_linear: rows quantized, times a quantized weight in exact integers, scaled; see docs/exact.md.
 
 Legend: M tokens, N output features, K input features, D digits of the weight.
 

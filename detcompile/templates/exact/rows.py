@@ -19,7 +19,7 @@ from detcompile.templates.registration import define
 # In the order of cpu/exact/rows.cpp.
 FUNCTIONS = ("exp2", "exp", "log", "rsqrt", "sigmoid", "silu", "gelu_tanh", "exp2_short", "bf16")
 _LONGEST = 1 << 19  # elements of a row whose squares are summed
-TOP = (0, 127, 32512)  # largest quantised magnitude, by digits; 32512 = 127 * 256
+TOP = (0, 127, 32512)  # largest quantized magnitude, by digits; 32512 = 127 * 256
 
 
 def function_cpu(x: Tensor, name: str, isa: str | None = None) -> Tensor:

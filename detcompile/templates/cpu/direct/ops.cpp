@@ -37,7 +37,7 @@ struct Kernels {
 // Calls of kernels in order, with the tensors that they read and write. Their memory stays where it is, so that the calls can be
 // repeated on the tensors' new contents.
 struct Recording {
-  std::vector<std::function<bool()>> calls;  // false: the call has found a fault
+  std::vector<std::function<bool()>> calls;  // each returns false if it failed
   std::vector<Tensor> tensors;
   std::vector<const void*> addresses;  // of the tensors' data
   int64_t bytes = 0;     // of results, without those of Inductor's kernels
@@ -181,7 +181,7 @@ struct Rows {
   int64_t count() const { return x.numel() / R; }
   void record_copy(const Tensor& given) const {
     if (!recording || x.is_same(given)) return;
-    size_t place = recording->tensors.size();  // a tensor that the call held would not seem to be held by the recording alone
+    size_t place = recording->tensors.size();  // an index, since a captured Tensor would look like one that a caller holds
     recording->tensors.insert(recording->tensors.end(), {given, x});
     recording->calls.emplace_back([tensors = &recording->tensors, place] {
       (*tensors)[place + 1].copy_((*tensors)[place]);
@@ -346,7 +346,7 @@ EXPORT void detcompile_spoil_results(const Recording* kept) {
   }
 }
 
-// Makes the calls anew. Returns false if a tensor has moved, or a call has found a fault or raised an exception.
+// Repeats the calls. Returns false if a tensor has moved, or a call has failed or raised an exception.
 EXPORT bool detcompile_repeat(const Recording* kept) {
   for (size_t i = 0; i < kept->tensors.size(); i++)
     if (kept->tensors[i].const_data_ptr() != kept->addresses[i]) return false;

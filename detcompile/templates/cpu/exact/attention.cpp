@@ -1,4 +1,4 @@
-// exact_paged_attention: causal attention over quantised keys and values in pages (docs/exact.md).
+// exact_paged_attention: causal attention over quantized keys and values in pages (docs/exact.md).
 //
 // Legend: T tokens, S sequences, Hq Hkv heads, D head dim. A cached row of a head has W bytes: its digits, D bytes each, then
 // its float32 scale.

@@ -1,4 +1,4 @@
-// exact_linear: rows quantised, multiplied by a quantised weight in exact integers, and scaled (docs/exact.md).
+// exact_linear: rows quantized, multiplied by a quantized weight in exact integers, and scaled (docs/exact.md).
 //
 // Legend: M rows, N output features, K input features; P padded K; one or two digits of x and w.
 #include <vector>

@@ -1,4 +1,4 @@
-// The scalar steps of exact-1 (docs/exact.md): functions, rounding to integers, quantised rows.
+// The scalar steps of exact-1 (docs/exact.md): functions, rounding to integers, quantized rows.
 //
 // Loops over them are vectorized by the compiler. Each step is one IEEE operation, so every build has the same bits.
 #pragma once
@@ -27,7 +27,7 @@ constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds |x| <= 2^
 constexpr int32_t kMagicBits = 0x4b400000;
 constexpr float kSmallest = 0x1p-60f;      // least magnitude of a row's largest element
 constexpr int32_t kPoisonBits = 0x53800000;  // 2^40: a row with such a magnitude, or NaN, is poisoned
-constexpr float kTop[3] = {0.0f, 127.0f, 32512.0f};  // largest quantised magnitude, by digits
+constexpr float kTop[3] = {0.0f, 127.0f, 32512.0f};  // largest quantized magnitude, by digits
 constexpr int64_t kLongest = 65536;  // terms of an int32 sum of products
 
 // the integer nearest to a * b, |a * b| <= 2^22

@@ -53,7 +53,7 @@ def machine(model: CompiledModel, requests: int) -> dict[str, object]:
 
 
 def repeat(model: CompiledModel, completions: int, tokens: int, max_num_seqs: int) -> dict[str, object]:
-    """How many different answers one greedy prompt got."""
+    """Count the different answers to one greedy prompt."""
     (prompt,) = prompts(random.Random(0), [PROMPT_LENGTH])
     work = Workload(prompt, completions, tokens, max_num_seqs)
     started = time.perf_counter()

@@ -54,7 +54,7 @@ INEXACT = (
 
 
 class Verdict(NamedTuple):
-    """What became of a draw: 'certified', 'refused', 'failed' (certified, and other bits), 'unfit' (cannot be run)."""
+    """Outcome of a draw: 'certified', 'refused', 'failed' (certified, and other bits), 'unfit' (cannot be run)."""
 
     kind: str
     why: str = ""
@@ -219,7 +219,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 class Tally:
-    """What became of the draws so far."""
+    """Outcomes of the draws so far."""
 
     def __init__(self, start: int) -> None:
         self.seeds = [start, start - 1]

@@ -86,7 +86,7 @@ FAMILIES = {"gemm": gemm_rows, "model": model_rows}
 
 
 def cpu_name() -> str:
-    """As the kernel has it, without trademarks."""
+    """Return the CPU's name in /proc/cpuinfo, without trademarks."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     name = next((line.split(":")[1] for line in lines if line.startswith("model name")), "unknown")

@@ -103,7 +103,7 @@ def full_house(engine: Engine) -> float:
 
 
 def seconds(engine: Engine, given: list[list[int]], params: list[SamplingParams]) -> float:
-    """That the requests take; none may fail."""
+    """Return the seconds of the requests, none of which may fail."""
     start = time.perf_counter()
     outputs = engine.generate(given, params, progress=False)
     assert all(output.error is None and output.outputs[0].finish_reason == "length" for output in outputs)

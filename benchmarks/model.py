@@ -160,7 +160,7 @@ STEPS = {"prefill 4 x 2048": (4, 2048)} | {
 
 
 def step_breakdown(model: CompiledModel, name: str) -> dict[str, object]:
-    """Where the time of one of STEPS goes."""
+    """Break down the time of one of STEPS."""
     torch.manual_seed(0)  # the same tokens on every rank
     gc.collect()
     torch.cuda.empty_cache()

@@ -64,7 +64,7 @@ class Arrangement(NamedTuple):
 
 
 class Workloads(NamedTuple):
-    """What all arrangements serve, on one kind of device."""
+    """Requests that all arrangements serve on one kind of device."""
 
     offline: list[Arrival]
     load: list[Arrival]
@@ -72,7 +72,7 @@ class Workloads(NamedTuple):
 
 
 def workloads(device: str, devices: int) -> Workloads:
-    """The same at every call."""
+    """Return the workloads, the same at every call."""
     if device == "cpu":
         rng = random.Random("offline")
         offline = [Arrival(0.0, rng.randint(8, 64), rng.randint(24, 40)) for _ in range(48)]

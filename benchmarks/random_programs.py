@@ -22,7 +22,7 @@ WEIGHTS = ((FEATURES, FEATURES), (FEATURES,), (32, FEATURES), (2, 2, 4), (4, 4))
 
 
 class NoFit(Exception):
-    """What was drawn does not fit the shapes: another draw is made."""
+    """The drawn operation does not fit the shapes: another one is drawn."""
 
 
 class Program:
@@ -149,7 +149,7 @@ def _normalise(rng: random.Random, y: Tensor, _: Any, weights: tuple[Tensor, ...
 
 
 def _global(rng: random.Random, y: Tensor, *_: Any) -> Tensor:
-    """What a number of the whole batch does."""
+    """Apply an operation that uses a number of the whole batch."""
     y, dim = _floating(y), _dim(rng, y)
     return rng.choice(
         [lambda: y - y.mean(), lambda: y / (y.abs().max() + 1), lambda: y * y.shape[dim],

@@ -442,7 +442,7 @@ def _speeds(taken: dict[int, list[Seconds]]) -> dict[str, dict[str, object]]:
 
 
 def llama(sides: Sides, arguments: argparse.Namespace) -> dict[str, object]:
-    """The same of llama.cpp, which runs in another Python."""
+    """Measure llama.cpp's speed; it runs in another Python."""
     prompts = [sides.chat(question) for question in QUESTIONS]
     given = {"model": arguments.f16, "prompts": prompts, "counts": SPEED_REQUESTS, "tokens": SPEED_TOKENS}
     given |= {"threads": arguments.threads, "repeats": arguments.repeats}

@@ -44,7 +44,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 class Workload(NamedTuple):
-    """What is sent."""
+    """Requests to send."""
 
     prompt: list[int]
     completions: int
@@ -128,7 +128,7 @@ def left_padded(rows: list[list[int]], device: torch.device) -> tuple[torch.Tens
 
 
 def agreement(answers: list[Answer], sizes: list[int]) -> dict[str, object]:
-    """How many answers differ, how common the commonest is, where the first difference is, under which batch sizes."""
+    """Count different answers and the commonest one; find the first difference and the range of batch sizes."""
     counts = Counter(answers)
     return {
         "completions": len(answers),

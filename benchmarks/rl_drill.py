@@ -46,11 +46,11 @@ def train(url: str, folder: Path, steps: int) -> None:
         keep(first, first_weights, {name: torch.zeros_like(tensor) for name, tensor in first_weights.items()})
     done = max(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
     for step in range(done, steps):
-        place = folder / f"step-{step}"
+        path = folder / f"step-{step}"
         digest = hashlib.sha256()
         for number, prompt in enumerate(PROMPTS):
-            digest.update(rollout(client, place, {"prompt": prompt, "seed": 1000 * step + number, **ROLLOUT}))
-        weights, momentum = load_file(place / WEIGHTS), load_file(place / MOMENTUM)
+            digest.update(rollout(client, path, {"prompt": prompt, "seed": 1000 * step + number, **ROLLOUT}))
+        weights, momentum = load_file(path / WEIGHTS), load_file(path / MOMENTUM)
         draw = torch.Generator().manual_seed(int.from_bytes(digest.digest()[:7], "big"))
         for name, tensor in weights.items():
             noise = torch.randn(tensor.shape, generator=draw)
@@ -60,26 +60,26 @@ def train(url: str, folder: Path, steps: int) -> None:
         shutil.rmtree(folder / f"step-{step - 1}", ignore_errors=True)
 
 
-def keep(place: Path, weights: dict[str, torch.Tensor], momentum: dict[str, torch.Tensor]) -> None:
+def keep(path: Path, weights: dict[str, torch.Tensor], momentum: dict[str, torch.Tensor]) -> None:
     """Write a step's state; it exists whole or not at all."""
-    new = place.with_name("new")
+    new = path.with_name("new")
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
     save_file(weights, new / WEIGHTS)
     save_file(momentum, new / MOMENTUM)
-    new.rename(place)
+    new.rename(path)
 
 
-def rollout(client: httpx.Client, place: Path, ask: dict[str, Any]) -> bytes:
+def rollout(client: httpx.Client, path: Path, request: dict[str, Any]) -> bytes:
     """Return an answer of the weights of a folder; waits for a server that is starting."""
     while True:
         try:
-            if client.get("/weight_info").raise_for_status().json()["weight_version"] != place.name:
-                body = {"weight_dir": str(place), "weight_version": place.name}
+            if client.get("/weight_info").raise_for_status().json()["weight_version"] != path.name:
+                body = {"weight_dir": str(path), "weight_version": path.name}
                 client.post("/update_weights", json=body).raise_for_status()
-            choices = client.post("/v1/completions", json=ask).raise_for_status().json()["choices"]
+            choices = client.post("/v1/completions", json=request).raise_for_status().json()["choices"]
             drawn = [[each["token_ids"], each["logprobs"]["token_logprobs"]] for each in choices]
-            assert {version for each in choices for version in each["weight_versions"]} == {place.name}
+            assert {version for each in choices for version in each["weight_versions"]} == {path.name}
             return json.dumps(drawn).encode()
         except httpx.HTTPError:
             time.sleep(PAUSE_SECONDS)
@@ -100,8 +100,8 @@ class Run:
         return subprocess.Popen(command, stderr=subprocess.DEVNULL)
 
     def start_trainer(self) -> "subprocess.Popen[bytes]":
-        place = ["--train", str(self.folder / "steps"), "--steps", str(self.steps)]
-        return subprocess.Popen([sys.executable, "-m", "benchmarks.rl_drill", "--url", self.url, *place])
+        options = ["--train", str(self.folder / "steps"), "--steps", str(self.steps)]
+        return subprocess.Popen([sys.executable, "-m", "benchmarks.rl_drill", "--url", self.url, *options])
 
     @property
     def url(self) -> str:
@@ -114,17 +114,17 @@ class Run:
     def num_steps(self) -> int:
         return max((int(path.name.removeprefix("step-")) for path in self.folder.glob("steps/step-*")), default=0)
 
-    def kill(self, what: str, draw: random.Random) -> None:
+    def kill(self, target: str, draw: random.Random) -> None:
         """Kill a process and start it again; the server starts engines again itself."""
-        if what == "engine":
+        if target == "engine":
             children = Path(f"/proc/{self.server.pid}/task/{self.server.pid}/children").read_text().split()
             if children:
                 os.kill(int(draw.choice(children)), signal.SIGKILL)
             return
-        process = self.server if what == "server" else self.trainer
+        process = self.server if target == "server" else self.trainer
         process.kill()
         process.wait()
-        if what == "server":
+        if target == "server":
             self.server = self.start_server()
         else:
             self.trainer = self.start_trainer()

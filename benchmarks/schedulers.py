@@ -110,7 +110,7 @@ def _serve(engine: Engine, trace: list[Arrival], prompts: list[list[int]], start
 
 
 def _times(outputs: list[RequestOutput], trace: list[Arrival], started: float) -> dict[str, Any]:
-    """As ``summarise`` has them; a request's first token is counted from when the trace sent it."""
+    """Return the times for ``summarise``; a first token is counted from the request's arrival in the trace."""
     times = [output.metrics.token_times for output in outputs if output.metrics is not None]
     first = [1e3 * (row_times[0] - started - arrival.time) for row_times, arrival in zip(times, trace, strict=True)]
     between = [1e3 * (b - a) for row_times in times for a, b in pairwise(row_times)]

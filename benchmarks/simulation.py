@@ -80,7 +80,7 @@ class HostCost(NamedTuple):
     per_token: float  # of those that the step draws
 
     def seconds(self, num_tokens: int) -> float:
-        """What the host takes for a step that draws so many tokens."""
+        """Return the host's seconds for a step that draws ``num_tokens``."""
         return self.base + self.per_token * num_tokens
 
 
@@ -125,7 +125,7 @@ class _Served:
 
 @dataclass(eq=False)
 class Simulation:
-    """What happened."""
+    """Result of a simulated run."""
 
     served: list[_Served]
     step_tokens: list[int]
@@ -204,7 +204,7 @@ def simulate(
 
 
 class _Stages:
-    """When each stage is free again, and how much of their time they have used."""
+    """Time at which each stage is free again, and the time that all have used."""
 
     def __init__(self, num_stages: int) -> None:
         self._free = [0.0] * num_stages

@@ -111,7 +111,7 @@ class WrongTrees(Drafter):
         self.tree = DraftTree(dict(zip(TREE, wrong)))
 
     def propose(self, sequences: SequenceOf[Sequence], max_depth: SequenceOf[int]) -> list[DraftTree]:
-        """The same for all; the engine cuts it where a sequence ends sooner."""
+        """Propose one tree for all; the engine cuts it where a sequence ends sooner."""
         return [self.tree] * len(sequences)
 
     def forget(self, sequence: Sequence) -> None:
@@ -173,7 +173,7 @@ class Comparison:
 
     @property
     def truth(self) -> dict[tuple[int, ...], list[int]]:
-        """What every prompt is continued with."""
+        """The right continuation of every prompt."""
         return {
             tuple(prompt): tokens
             for batch, work in self.works.items()

@@ -48,7 +48,7 @@ STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 
 
 class Answer(NamedTuple):
-    """What one prompt got under one configuration."""
+    """Answer to one prompt under one configuration."""
 
     tokens: list[int]
     top: list[list[float]]  # of each token, the largest probabilities in falling order

@@ -98,7 +98,7 @@ def token_matmul_rows() -> Iterator[dict]:
 
 
 def flush_rows() -> Iterator[dict]:
-    """What a leaf's end costs: one product, leaves of many lengths."""
+    """Measure the cost of a leaf's end: one product, leaves of many lengths."""
     n, k = PRODUCTS["Qwen3-8B o"]
     g, x = bf16(TOKENS, n) * 1e-4, bf16(TOKENS, k)
     schedule = token_sums_gpu.TOKEN_MATMUL.schedule(token_sums_gpu.token_problem(g, x), DEVICE)

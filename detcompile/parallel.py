@@ -86,7 +86,7 @@ class PipelineStage:
 
 
 def rank_device(device_type: str, rank: int) -> torch.device:
-    """Where a rank of one machine computes: GPU r; where ranks may share GPUs, those in turn."""
+    """Return the device of a rank of one machine: GPU r, or the GPUs in turn if ranks may share them."""
     if device_type != "cuda":
         return torch.device(device_type)
     return torch.device("cuda", rank % torch.cuda.device_count() if gpus_shared() else rank)

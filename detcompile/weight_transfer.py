@@ -80,7 +80,13 @@ class TransferGroup:
     def send(
         self, tensors: Iterable[tuple[str, Tensor]], *, packed: bool = True, bucket_bytes: int = BUCKET_BYTES
     ) -> None:
-        """Send tensors to all other ranks, which must ``receive`` the same names, dtypes and shapes."""
+        """Send tensors to all other ranks, which must ``receive`` the same names, dtypes and shapes.
+
+        Args:
+            tensors: names and tensors of any dtype, on any device.
+            packed: send several tensors per broadcast; receivers must be told the same.
+            bucket_bytes: size of a broadcast with ``packed``, exceeded by its last tensor.
+        """
         tensor_of = {_info(name, tensor): tensor.detach() for name, tensor in tensors}
         for bucket in _buckets(list(tensor_of), packed, bucket_bytes):
             flat = [tensor_of[info].to(self.device).contiguous().view(-1).view(torch.uint8) for info in bucket]
@@ -89,7 +95,7 @@ class TransferGroup:
     def receive(
         self, infos: Iterable[TensorInfo], *, packed: bool = True, bucket_bytes: int = BUCKET_BYTES
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors by name, on the CPU.
+        """Yield the sent tensors by name, on the CPU, in the order of ``infos``.
 
         Raises:
             InvalidInput: the transfer broke off.

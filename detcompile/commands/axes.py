@@ -25,7 +25,7 @@ Tokens = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Configuration:
-    """How one target sequence is run.
+    """One way to run a target sequence.
 
     Attributes:
         rows: token ids of every sequence.
@@ -72,7 +72,7 @@ class AxisResult:
 
     @property
     def holds(self) -> bool:
-        """Whether every configuration gave each target the same bits."""
+        """True if every configuration gave each target the same bits."""
         return self.unique_logits == 1 and self.max_probability_divergence == 0.0
 
     @property

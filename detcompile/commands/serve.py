@@ -282,8 +282,8 @@ def command(
     adapters = options["adapters"] = _adapters(options.pop("lora_modules") or ())
     if adapters and loading.max_lora_rank is None:
         options["max_lora_rank"] = MAX_LORA_RANK
-    place = None if store is None or kept_weights is None else str(store.folder)
-    spec = EngineSpec(model=model, config=config, weights=place, **options)
+    folder = None if store is None or kept_weights is None else str(store.folder)
+    spec = EngineSpec(model=model, config=config, weights=folder, **options)
     names = {"name": name, "journal": kept.opened(), "keys": keys.digests, **chat.options(), **bounds.of_service()}
     if admin is not None:
         names["first_weights"] = FIRST if kept_weights is None else kept_weights.weights

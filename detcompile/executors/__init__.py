@@ -1,1 +1,1 @@
-"""What runs a compiled model: in this process, from an archive, or in worker processes."""
+"""Executors of a compiled model: in this process, from an archive, or in worker processes."""

@@ -32,7 +32,7 @@ INSTEAD = "compile it with pp=1"
 
 
 class ProgramSource:
-    """Where a program over a model's layers comes from: the cache, or the compiler.
+    """Source of a program over a model's layers: the cache, or the compiler.
 
     Args:
         model: rewritten by ``prepare`` and by ``pin_row_parallel`` or ``shard``.

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class Seen(NamedTuple):
-    """What one eager run of a model shows."""
+    """Observations of one eager run of a model."""
 
     attention: tuple[AttentionCall, ...]  # in the order of layers
     groups: tuple[KVGroup, ...]

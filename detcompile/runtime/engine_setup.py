@@ -31,7 +31,7 @@ from detcompile.step import ModelFacts
 
 
 class EngineModel(NamedTuple):
-    """What an engine needs to know of a model, wherever its steps run."""
+    """Facts and functions of a model that an engine needs, wherever its steps run."""
 
     facts: ModelFacts
     end_tokens: Callable[[], tuple[int, ...]] = tuple  # current end-of-sequence tokens

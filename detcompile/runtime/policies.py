@@ -255,7 +255,7 @@ def _stall_free(step: NextStep) -> None:
 
 
 def _prefill_first(step: NextStep) -> None:
-    """Whole prompts if any can start, otherwise every decode."""
+    """Add whole prompts if any can start, otherwise every decode."""
     step.prefill(step.ready()[1])
     step.admit()
     if not step.entries:

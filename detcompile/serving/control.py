@@ -188,8 +188,8 @@ def add_control(app: FastAPI, service: Service, store: WeightStore | None = None
         if body.action == "compare" and body.baseline is None:
             raise HTTPError(400, "baseline: action compare needs the digests of a baseline", param="baseline")
         async with changing:
-            found = await updates.digests()
-        return _json(found if body.baseline is None else _comparison(body, found["checksums"]))
+            digests = await updates.digests()
+        return _json(digests if body.baseline is None else _comparison(body, digests["checksums"]))
 
     async def weight_info() -> Response:
         service.require_ready()
@@ -210,7 +210,7 @@ def add_control(app: FastAPI, service: Service, store: WeightStore | None = None
 
 
 async def _stop(service: Service, reason: str, mode: Mode) -> None:
-    """Hold all answers, after those that run have ended as ``mode`` says.
+    """Hold all answers. ``mode`` says whether running ones are aborted, finish first, or are held, too.
 
     Raises:
         HTTPError: 409 if the hold was ended meanwhile.
@@ -292,13 +292,13 @@ def _comparison(body: CheckRequest, ours: dict[str, str]) -> dict[str, Any]:
 
 async def body_of(request: Request, service: Service, kind: type[Body]) -> Body:
     """Return a request's body; an empty one is an empty object."""
-    headers, held = request.headers, Reservation()
+    headers, reservation = request.headers, Reservation()
     if headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers:
         return decode_body(b"{}", kind)
     try:
-        return decode_body(await service.bodies.read(request, owner_of(request), held), kind)
+        return decode_body(await service.bodies.read(request, owner_of(request), reservation), kind)
     finally:
-        held.release()
+        reservation.release()
 
 
 def _json(content: Any) -> Response:

@@ -77,12 +77,12 @@ class WeightUpdates:
         try:
             await self._service.fleet.control("load", path=folder)
             await self._service.fleet.control("check")
-            place = folder
+            served = folder
             if self._store is not None:
-                kept = self._store.new_folder(self._current.number + 1)
-                await asyncio.to_thread(self._store.copy, Path(folder), kept)
-                place = str(kept)
-            await self._switch(place, version)
+                copy = self._store.new_folder(self._current.number + 1)
+                await asyncio.to_thread(self._store.copy, Path(folder), copy)
+                served = str(copy)
+            await self._switch(served, version)
         except BaseException:
             await self._drop()
             raise
@@ -150,12 +150,12 @@ class WeightUpdates:
     async def _finish(self, version: str | None) -> None:
         try:
             await self._service.fleet.control("check")
-            place = None
+            served = None
             if self._store is not None:
-                folder = self._store.new_folder(self._current.number + 1)
-                await self._service.fleet.links[0].control("save", {"path": str(folder / SAVED)})
-                place = str(folder)
-            await self._switch(place, version)
+                copy = self._store.new_folder(self._current.number + 1)
+                await self._service.fleet.links[0].control("save", {"path": str(copy / SAVED)})
+                served = str(copy)
+            await self._switch(served, version)
         except BaseException:
             await self._drop()
             raise
@@ -192,17 +192,17 @@ class WeightUpdates:
             raise HTTPError(409, "the engines sleep: POST /wake_up first", code="sleeping")
         await service.fleet.all_ready()
 
-    async def _switch(self, place: str | None, version: str | None) -> None:
+    async def _switch(self, folder: str | None, version: str | None) -> None:
         """Make the engines serve what they have staged.
 
         Args:
-            place: folder of the weights, for engines that start later; None if there is none.
+            folder: the weights, for engines that start later; None if they are in no folder.
         """
         service, before = self._service, self._current
         number = before.number + 1
         name = str(number) if version is None else version
-        spec: EngineSpec = structs.replace(service.fleet.spec, weights=place)
-        kept, store = Kept(Path(place or "").name, name, number), self._store if place is not None else None
+        spec: EngineSpec = structs.replace(service.fleet.spec, weights=folder)
+        kept, store = Kept(Path(folder or "").name, name, number), self._store if folder is not None else None
         earlier = None if store is None else store.kept
         start = time.monotonic()
         service.hold(UPDATE, interrupt=True)
@@ -219,8 +219,8 @@ class WeightUpdates:
         finally:
             service.go_on(UPDATE)
         held = time.monotonic() - start
-        whole = self._current.fingerprint
-        logger.info("serving weights %s; answers were held for %.3f s; fingerprint %s", name, held, whole)
+        fingerprint = self._current.fingerprint
+        logger.info("serving weights %s; answers were held for %.3f s; fingerprint %s", name, held, fingerprint)
         if store is not None:
             await asyncio.to_thread(store.keep, structs.replace(kept, digest=self._current.digest))
             await asyncio.to_thread(store.clean)

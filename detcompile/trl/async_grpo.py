@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from detcompile.errors import InvalidInput
 from detcompile.orders.numerics import Numerics
 from detcompile.training.loading import trainer
-from detcompile.trl.policy import ALONE, PolicyTraining, require_options, share_parameters
+from detcompile.trl.policy import ONLY_VALUES, PolicyTraining, require_options, share_parameters
 from detcompile.trl.weight_transfer import FolderWeightTransfer
 
 try:
@@ -29,7 +29,7 @@ with warnings.catch_warnings():
     from trl.experimental.async_grpo import async_grpo_trainer, async_rollout_worker
     from trl.trainer.utils import FusedCausalLMOutput
 
-ASYNC_ALONE = ALONE | {
+ASYNC_VALUES = ONLY_VALUES | {
     "temperature": (1.0, "the server's log-probabilities are the model's, at temperature 1"),
 }
 REFUSED = {"peft_config": "adapters are not supported"}  # arguments of the trainer
@@ -70,7 +70,7 @@ class AsyncGRPOTrainer(PolicyTraining, async_grpo.AsyncGRPOTrainer):
         **keywords: Any,
     ) -> None:
         args = async_grpo.AsyncGRPOConfig("AsyncGRPO") if args is None else args
-        require_options(args, ASYNC_ALONE, keywords, REFUSED)
+        require_options(args, ASYNC_VALUES, keywords, REFUSED)
         if args.max_staleness == 0 and args.token_budget != 0:
             raise InvalidInput(
                 f"max_staleness=0 needs token_budget=0, not {args.token_budget!r}: with a budget, TRL keeps a sample of"

@@ -20,7 +20,7 @@ from detcompile.torch_internals.autograd import version_of
 from detcompile.training.loading import trainer
 from detcompile.training.policy_loss import policy_loss
 from detcompile.training.trainer import Trainer
-from detcompile.trl.policy import ALONE, PolicyTraining, require_options, share_parameters
+from detcompile.trl.policy import ONLY_VALUES, PolicyTraining, require_options, share_parameters
 
 try:
     import trl
@@ -30,7 +30,7 @@ except ImportError as error:
 LOSSES = ("cispo", "dapo", "dr_grpo")
 MICRO_BATCH = "its value depends on the split into micro-batches"
 SAMPLER = "detcompile's engine samples the completions"
-GRPO_ALONE = ALONE | {
+GRPO_VALUES = ONLY_VALUES | {
     "cast_lm_head_to_fp32": (False, "the head must round as in serving"),
     "delta": (None, "the clipped objective has no second bound"),
     "entropy_coef": (0.0, MICRO_BATCH),
@@ -246,4 +246,4 @@ def require_exact(args: Any, keywords: dict[str, Any]) -> None:
             f"loss_type={args.loss_type!r} weights tokens by sequence or micro-batch, or without pinned arithmetic. "
             f"Use one of {', '.join(LOSSES)}, whose weights depend on the global batch only."
         )
-    require_options(args, GRPO_ALONE, keywords, REFUSED)
+    require_options(args, GRPO_VALUES, keywords, REFUSED)

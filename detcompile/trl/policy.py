@@ -13,7 +13,7 @@ from detcompile.training.trainer import Trainer
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")  # replaced by detcompile.AdamW
 FILTER = "completions would be sampled from another distribution than the trained one"
-ALONE: dict[str, tuple[Any, str]] = {  # field -> the only supported value, and the reason
+ONLY_VALUES: dict[str, tuple[Any, str]] = {  # field -> the only supported value, and the reason
     "fp16": (False, "a scaled loss exceeds the range in which sums are exact"),
     "min_p": (None, FILTER),
     "repetition_penalty": (1.0, FILTER),
@@ -70,20 +70,20 @@ def share_parameters(policy: Trainer, model: PreTrainedModel, *, recompute: bool
 
 
 def require_options(
-    args: Any, alone: Mapping[str, tuple[Any, str]], keywords: Mapping[str, Any], refused: Mapping[str, str]
+    args: Any, only_values: Mapping[str, tuple[Any, str]], keywords: Mapping[str, Any], refused: Mapping[str, str]
 ) -> None:
     """Reject options that are not supported.
 
     Args:
         args: TRL's configuration.
-        alone: for a field of it, the only supported value, and the reason.
+        only_values: for a field of it, the only supported value, and the reason.
         keywords: arguments of the trainer.
         refused: for an argument, why it is refused.
 
     Raises:
         InvalidInput: names the field or the argument.
     """
-    for name, (supported, why) in alone.items():
+    for name, (supported, why) in only_values.items():
         if (value := getattr(args, name)) != supported:
             raise InvalidInput(f"{name}={value!r} is not supported: {why}. Leave it at {supported!r}.")
     if (optim := str(getattr(args.optim, "value", args.optim))) not in OPTIMIZERS:

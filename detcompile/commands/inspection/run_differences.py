@@ -17,7 +17,7 @@ ENDS = ("finish_reason", "stop_reason")  # compared after tokens and logprobs
 
 @dataclass(frozen=True)
 class Parting:
-    """Where two answers to a request first differ.
+    """First difference of two answers to a request.
 
     Attributes:
         what: "tokens", "logprobs", "tokens and logprobs" at one position, "samples", "ends", "text" or "error".
@@ -66,7 +66,7 @@ class RunComparison:
 
     @property
     def equal(self) -> bool:
-        """Whether both runs hold the same requests with the same answers."""
+        """True if both runs hold the same requests with the same answers."""
         return not (self.differences or self.only_in_a or self.only_in_b)
 
     @property

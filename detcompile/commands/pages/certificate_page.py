@@ -42,7 +42,7 @@ class Measurement:
 
     @property
     def holds(self) -> bool:
-        """Whether every configuration gave the same bits."""
+        """True if every configuration gave the same bits."""
         return self.unique_logits == 1 and self.divergence == 0.0
 
 

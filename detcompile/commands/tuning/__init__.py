@@ -1,1 +1,1 @@
-"""What `detcompile tune-speculation` measures and prints."""
+"""Measurements and output of `detcompile tune-speculation`."""

@@ -24,7 +24,7 @@ AGAIN = "fetch the file again"
 
 
 class TensorType(NamedTuple):
-    """How a tensor is stored.
+    """Storage format of a tensor.
 
     Attributes:
         block: values of a block.
@@ -81,7 +81,7 @@ class TensorView(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a GGUF file says before its weights."""
+    """Metadata and tensor list of a GGUF file, which come before its weights."""
 
     metadata: dict[str, Any]
     tensors: list[TensorView]

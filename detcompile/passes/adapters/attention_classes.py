@@ -111,7 +111,7 @@ def _bert(self: Any, hidden_states: Tensor, *_: Any, encoder_hidden_states: Tens
 
 
 class CycleLayer(NamedTuple):
-    """What attention asks of a module: a layer that runs in several cycles has keys of its own in each."""
+    """Attributes that attention reads from a module: a layer that runs in several cycles has separate keys in each."""
 
     layer_idx: int
 

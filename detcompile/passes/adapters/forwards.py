@@ -48,7 +48,7 @@ ATTENTION = AttentionInterface()  # of all registered functions
 
 
 class Adapter(NamedTuple):
-    """How one class of causal LM is made to call our attention.
+    """Changes that make one class of causal LM call our attention.
 
     Attributes:
         attention_name: attribute of a block with its attention; empty if the blocks are attentions.

@@ -68,12 +68,12 @@ class LayerInputs:
 
     @property
     def is_stage(self) -> bool:
-        """Whether the program runs only some of the layers."""
+        """True if the program runs only some of the layers."""
         return len(self.here) < len(self.repeats.first)
 
     @property
     def has_end(self) -> bool:
-        """Whether the program runs the last layer and what follows it."""
+        """True if the program runs the last layer and what follows it."""
         return self.here.stop == len(self.repeats.first)
 
     def is_everywhere(self, given: Any) -> bool:

@@ -36,7 +36,7 @@ STACK = re.compile(r"(.*_proj)_(blocks|scales)")  # mxfp4: tensors of a stack of
 
 
 def quantization_of(config: PretrainedConfig) -> dict[str, Any] | None:
-    """What the checkpoint's config says about its quantization; None for a plain one.
+    """Return the quantization settings in a checkpoint's config; None for an unquantized checkpoint.
 
     Raises:
         UnsupportedModel: a method, or a variant of one, that is not read; the message names it and what to do.

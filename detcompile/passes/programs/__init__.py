@@ -1,1 +1,1 @@
-"""What a proven graph is compiled to, and called as."""
+"""Programs that a proven graph is compiled to, and their calls."""

@@ -1,4 +1,4 @@
-"""What runs a certified graph: AOTInductor ahead of time, or no compiler; and how code calls our operations."""
+"""Runs a certified graph, compiled by AOTInductor or not at all; and how code calls our operations."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

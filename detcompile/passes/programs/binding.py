@@ -29,7 +29,7 @@ class CompiledGraph(NamedTuple):
 
 
 class Binding(NamedTuple):
-    """Where the inputs of a graph come from."""
+    """Sources of a graph's inputs."""
 
     fixed: list[Any]  # weights by position; None for inputs of the step
     of_step: list[tuple[int, int, int | None]]  # position, leaf of the step, dimension if it is an extent

@@ -90,7 +90,7 @@ def size_arithmetic(node: fx.Node, ctx: Context) -> Size | None:
 
 @dataclass(frozen=True)
 class Role:
-    """What a graph input holds.
+    """Content of a graph input.
 
     Attributes:
         kind: 'weight', 'layout', 'rows', 'handle' (a gradient handle), or 'made' (computed by another graph).

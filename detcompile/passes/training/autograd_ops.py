@@ -243,7 +243,7 @@ HandleOf = Callable[[Any], fx.Node | None]  # from a template's weight to its ha
 
 
 class _Sums(NamedTuple):
-    """How a step sums over its tokens."""
+    """Order of a step's sums over its tokens."""
 
     leaves: fx.Node  # the leaf table
     grid: int

@@ -102,7 +102,7 @@ def _is_all_of(traced: Traced, program: LayeredProgram) -> bool:
 
 
 class StagePart(NamedTuple):
-    """What belongs to a stage's program in addition to that of a whole model."""
+    """Parts of a stage's program that the program of a whole model lacks."""
 
     certificate: Certificate  # proof of the layers that the stage runs
     rows: Tensor | None  # [1, 2, H]: an example of the rows that it takes; None if it takes token ids

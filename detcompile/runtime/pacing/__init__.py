@@ -1,1 +1,1 @@
-"""How long steps take, as measured, and how much of a prompt fits a step that others wait for."""
+"""Measured step times, and the part of a prompt that fits a step which other requests wait for."""

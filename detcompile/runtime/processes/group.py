@@ -24,7 +24,7 @@ STOPPED_SECONDS = 0.6  # longest that a process may be stopped, for example by a
 
 
 class _Fault(NamedTuple):
-    """What happened to a rank. The smallest is reported: a death explains others' errors, an error their silence."""
+    """Failure of a rank. The smallest is reported: a death explains others' errors, an error their silence."""
 
     severity: int  # 0: died, 1: raised, 2: late
     rank: int

@@ -54,7 +54,7 @@ class RankProcess:
 
     @property
     def ending(self) -> Any | None:
-        """How the process ended, or None. It is not reaped here, so its process and group ids stay reserved."""
+        """Exit status of the process, or None. It is not reaped here, so its process and group ids stay reserved."""
         return os.waitid(os.P_PID, self.id, os.WEXITED | os.WNOHANG | os.WNOWAIT)
 
     @property
@@ -116,7 +116,7 @@ class DialledRank:
 
     @property
     def ending(self) -> Any | None:
-        """How the process ended, as far as its connection shows; None while it is open."""
+        """"closed" once the connection is closed; None while it is open."""
         return None if self.channel.fileno() >= 0 else "closed"
 
     def is_silent(self, since: float) -> bool:

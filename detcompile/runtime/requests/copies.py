@@ -10,7 +10,7 @@ OutputKind = Literal["cumulative", "delta", "final_only"]  # vLLM's RequestOutpu
 
 
 class Cursor:
-    """How much of a growing output one reader has received.
+    """Part of a growing output that one reader has received.
 
     Args:
         num_drawn: tokens per sample that the reader already had before the first delta.

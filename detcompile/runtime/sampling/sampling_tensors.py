@@ -25,7 +25,7 @@ ALIGNMENT = 16  # bytes; each tensor begins at a multiple
 
 
 class SampleRow(NamedTuple):
-    """How to draw a token from one row of logits.
+    """One row of logits to draw a token from, and its parameters.
 
     ``key`` and ``token_ids`` matter only with penalties: the first plan with a key reads all ``position`` tokens; later
     plans follow the drawn tokens on the device and read nothing.

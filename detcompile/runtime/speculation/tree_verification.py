@@ -24,7 +24,7 @@ from detcompile.step import NO_SLOT, PADDING_SLOT
 
 
 class TreeLayout(NamedTuple):
-    """What a step computes for trees of one shape, independent of tokens and sequence."""
+    """Layout of a step for trees of one shape, independent of tokens and sequence."""
 
     paths: tuple[Path, ...]
     leaves: tuple[Path, ...]  # one per branch, that of the first guesses first

@@ -33,7 +33,7 @@ class Controls:
     Args:
         model: the served model.
         engine: its engine.
-        verifications: told about new weights.
+        verifications: gets the fingerprint parts of new weights.
         send: sends reports to the front end.
     """
 

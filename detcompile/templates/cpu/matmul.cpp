@@ -74,7 +74,7 @@ const float* pack_few(const Problem& p, T pad) {
   return packed;
 }
 
-// The features of a panel straight from w, along a whole leaf
+// Multiplies few rows of x by the features of a panel, read directly from w along a whole leaf
 template <class T, class Link>
 void multiply_few(const Problem& p, const float* packed_x, int64_t n) {
   int64_t block = kWordsPerStep * (Link::pairs ? 2 : 1);

@@ -116,7 +116,7 @@ class DialledRank:
 
     @property
     def ending(self) -> Any | None:
-        """"closed" once the connection is closed; None while it is open."""
+        """The text "closed" once the connection is closed; None while it is open."""
         return None if self.channel.fileno() >= 0 else "closed"
 
     def is_silent(self, since: float) -> bool:

@@ -77,9 +77,9 @@ class Reply(ABC):
         self._with_prompt_logprobs = with_prompt_logprobs
         self._hidden = hidden
         self._whole = True
-        self._prefix = b""  # common to all events of a version of the weights
-        self._weights: Weights | None = None  # of the prefix
-        self._more_head: dict[str, Any] = {}  # of subclasses
+        self._prefix = b""  # start of every event of one weight version
+        self._weights: Weights | None = None  # version of the prefix
+        self._more_head: dict[str, Any] = {}  # fields that subclasses add to the head
         count = sum(len(answer.samples) for answer in job.answers)
         num_tail = int(with_receipt) + int(self._include_usage)
         resumes = last_event is not None and job.kept  # a request without a key is new each time

@@ -152,11 +152,11 @@ async def _prompt(answer: Answer, texts: TokenizerPool, salt: bytes | None, weig
         text = (await SampleText(texts, answer.params, sample).rest())[0] if texts.present else None
         reasons = (sample.finish_reason, sample.stop_reason)
         logprobs = None if sample.logprobs is None else [_plain(entry) for entry in sample.logprobs]
-        recorded_one = recorded_sample(index, sample.token_ids, reasons, text, logprobs, salt)
+        receipt_sample = recorded_sample(index, sample.token_ids, reasons, text, logprobs, salt)
         if any(span.weights.digest != weights for span in sample.spans):
             spans = [DrawnBy(start=s.start, version=s.weights.version, weights=s.weights.digest) for s in sample.spans]
-            recorded_one.drawn_by = spans
-        samples.append(recorded_one)
+            receipt_sample.drawn_by = spans
+        samples.append(receipt_sample)
     return Prompt(token_ids=recorded(answer.prompt_ids, salt), logprobs=known, samples=samples)
 
 

@@ -92,7 +92,7 @@ class Replayer:
     Args:
         chunk: maximum tokens per step.
         parts: the model's fingerprint_parts, if already known.
-        folders: weights of other versions, which the model takes where they drew a token.
+        folders: weights of other versions; the model takes them to check the tokens that they drew.
 
     Attributes:
         redrawn: what was drawn for each prompt of the last receipt that was equal.
@@ -113,8 +113,8 @@ class Replayer:
         self.redrawn: list[Redrawn] = []
         all_parts = model.fingerprint_parts if parts is None else parts
         self._parts = {name: str(part) for name, part in all_parts.items()}  # torch compares its version as numbers
-        self._weights: dict[str, Path | WeightSource] = {}  # by the fingerprint's part for them
-        self._first = ""  # the part of the weights that the model came with
+        self._weights: dict[str, Path | WeightSource] = {}  # by fingerprint part
+        self._first = ""  # fingerprint part of the weights that the model came with
         for folder in folders:
             if not self._weights:
                 self._first = self._parts["weights"]
@@ -266,9 +266,9 @@ class Replayer:
                         known[drawn.sample][drawn.position] = drawn.logprobs
                 yield
         logprobs = [[entries[position] for position in sorted(entries)] for entries in known]
-        of_prompt_found = recorded_logprobs(of_prompt, None)
-        if params.prompt_logprobs is not None and prompt.logprobs != of_prompt_found:
-            return differs("prompt_logprobs", OTHER_LOGPROBS, expected=prompt.logprobs, found=of_prompt_found)
+        prompt_commitment = recorded_logprobs(of_prompt, None)
+        if params.prompt_logprobs is not None and prompt.logprobs != prompt_commitment:
+            return differs("prompt_logprobs", OTHER_LOGPROBS, expected=prompt.logprobs, found=prompt_commitment)
         verdict = yield from self._read(prompt, request, answers, logprobs)
         if verdict.outcome == "equal":
             kept = logprobs if params.logprobs is not None else [None] * len(answers)

@@ -5,6 +5,7 @@ import functools
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,9 +22,10 @@ from detcompile.parallel import TensorParallel
 from detcompile.passes import program_source
 from detcompile.passes.modules.experts import pin_experts
 from detcompile.passes.modules.quantized_layouts import LAYOUTS
-from detcompile.passes.modules.quantized_linear import QuantizedLinear
+from detcompile.passes.modules.quantized_linear import QuantizedLinear, QuantizedStack
 from detcompile.passes.programs.aot import run_plainly
 from detcompile.passes.sharding.modules import QuantizedRowShard, keep_features
+from detcompile.passes.sharding.shares import shares_of
 from detcompile.templates.collectives.op import add_partials
 from detcompile.templates.ops import ours
 from detcompile.weights import named_weights
@@ -97,6 +99,13 @@ def test_shares_of_a_linear_keep_its_bits(name: str, n: int, k: int) -> None:
             partials.append(ours.dequant_matmul_partial(x[:, inputs], *parts, linear.group, linear.rows, below, tp))
         total = add_partials(torch.stack(partials), whole.bias, None, above, x.dtype)
         assert_bitwise_equal(total, expected, f"{name} on {tp} ranks")
+
+
+@pytest.mark.parametrize("num_experts", [0, 2])
+def test_no_whole_quantized_weights_are_kept(num_experts: int) -> None:
+    linear = checkpoint_linear("fp8", 48, 160)
+    model: Any = QuantizedStack(linear.quantized, num_experts) if num_experts else linear
+    assert shares_of(model, NUMERICS, 8, TensorParallel(size=2, rank=0, group="never used"), False) is None
 
 
 def gguf_layers(kinds: list[str]) -> PreTrainedModel:

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from detcompile.orders.numerics import Numerics
 from detcompile.parallel import TensorParallel
-from detcompile.passes.modules.quantized_linear import QuantizedLinear
+from detcompile.passes.modules.quantized_linear import QuantizedLinear, QuantizedStack
 from detcompile.passes.preparation import prepare
 from detcompile.passes.sharding.shard import shard
 
@@ -60,7 +60,7 @@ def shares_of(
     replicate_attention: bool,
 ) -> Shares | None:
     """Return the Shares of a model; None without ranks, or for quantized weights, which cannot be replaced."""
-    if ranks is None or any(isinstance(module, QuantizedLinear) for module in model.modules()):
+    if ranks is None or any(isinstance(module, (QuantizedLinear, QuantizedStack)) for module in model.modules()):
         return None
     return Shares(model, numerics, max_context, ranks, replicate_attention)
 

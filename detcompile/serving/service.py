@@ -297,8 +297,9 @@ class Service:
         await self.grammars.require(params.grammar, owner)
         self.require_ready()
         self.limiter.require(owner, len(prompts) * params.n, [len(prompt) for prompt in prompts])
-        signal = AnswerSignal()
-        rest = (signal, ask.priority, _cache_salt(owner, ask.cache_salt), ask.adapter)
+        self.require_model(ask.adapter or None)  # it may have been unloaded meanwhile
+        adapter = (ask.adapter, self.adapters[ask.adapter].digest if ask.adapter else "")
+        rest = (AnswerSignal(), ask.priority, _cache_salt(owner, ask.cache_salt), *adapter)
         answers = [Answer(f"{next(self._numbers)}", prompt, params, *rest) for prompt in prompts]
         self._add(answers, owner, reservation)
         return answers

@@ -19,6 +19,7 @@ from tests.exhaustive import EXHAUSTIVE
 from tests.serving.conftest import started
 from tests.serving.scripted_engine import PARTS, digest_of
 from tests.serving.scripted_service import running, scripted
+from tests.serving.test_control import begun
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 ASK = {"prompt": [5], "max_tokens": 3, "seed": 3, "logprobs": 0, "receipt": True}
@@ -106,6 +107,31 @@ def test_model_of_a_request_names_its_adapter() -> None:
             assert gone.text == "Success: LoRA adapter 'sql' removed successfully."
             assert (await http.post(UNLOAD, json={"lora_name": "sql"})).status_code == 404
             assert (await http.post("/v1/completions", json=ASK | {"model": "sql"})).status_code == 404
+
+    run(scenario())
+
+
+@pytest.mark.usefixtures("in_the_root")
+@pytest.mark.parametrize(("path", "status"), [("folder", 200), ("other", 400)])
+def test_another_adapter_continues_no_answer(path: str, status: int) -> None:
+    async def scenario() -> None:
+        service = scripted()
+        async with running(service, admin=[]) as http:
+            sql = {"lora_name": "sql", "lora_path": "folder"}
+            assert (await http.post(LOAD, json=sql)).status_code == 200
+            body = ASK | {"max_tokens": 30, "model": "sql"}
+            request = asyncio.create_task(http.post("/v1/completions", json=body))
+            await begun(service)
+            assert (await http.post("/pause?mode=keep")).status_code == 200
+            waiting = asyncio.create_task(http.post("/v1/completions", json=body))
+            while len(service.open) < 2:
+                await asyncio.sleep(0.01)
+            replaced = await http.post(LOAD, json=sql | {"lora_path": path, "load_inplace": True})
+            assert replaced.status_code == 200
+            assert (await http.post("/resume")).status_code == 200
+            for task in (request, waiting):
+                assert (await task).status_code == status
+            assert (await http.post("/v1/completions", json=body)).status_code == 200 and not service.open
 
     run(scenario())
 

@@ -119,6 +119,7 @@ class Answer:
         priority: the engine serves lower values first.
         cache_salt: answers with different salts share no cached prefix.
         adapter: name of the adapter that draws it; empty for the plain model.
+        adapter_digest: the adapter's sha256; no other adapter of this name draws it.
 
     Attributes:
         engine: index of its current or last engine; None before the first.
@@ -134,9 +135,10 @@ class Answer:
     """
 
     __slots__ = (
-        "_num_repeated_logprobs", "adapter", "arrival", "cache_salt", "deaths", "deaths_alone", "engine", "error",
-        "finished", "first_token", "name", "num_cached_tokens", "num_preemptions", "owner", "params", "priority",
-        "prompt_ids", "prompt_logprobs", "queued_seconds", "request_id", "samples", "signal", "tries", "weights",
+        "_num_repeated_logprobs", "adapter", "adapter_digest", "arrival", "cache_salt", "deaths", "deaths_alone",
+        "engine", "error", "finished", "first_token", "name", "num_cached_tokens", "num_preemptions", "owner", "params",
+        "priority", "prompt_ids", "prompt_logprobs", "queued_seconds", "request_id", "samples", "signal", "tries",
+        "weights",
     )  # fmt: skip
 
     def __init__(
@@ -148,6 +150,7 @@ class Answer:
         priority: int = 0,
         cache_salt: str = "",
         adapter: str = "",
+        adapter_digest: str = "",
     ) -> None:
         self.request_id = request_id
         self.prompt_ids = prompt_ids
@@ -165,7 +168,7 @@ class Answer:
         self.signal = signal
         self.priority = priority
         self.cache_salt = cache_salt
-        self.adapter = adapter
+        self.adapter, self.adapter_digest = adapter, adapter_digest
         self.weights: Weights | None = None
         self.engine: int | None = None
         self.tries = 0

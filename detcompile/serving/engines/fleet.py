@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from detcompile.config import visible_gpus
 from detcompile.digests import fingerprint
-from detcompile.errors import DetcompileError, WorkerError
+from detcompile.errors import DetcompileError, InvalidInput, WorkerError
 from detcompile.runtime.requests.poison_guard import PoisonRequestGuard
 from detcompile.serving.engines.answers import Answer
 from detcompile.serving.engines.engine_link import SILENCE_SECONDS, EngineLink
@@ -425,6 +425,11 @@ class Fleet:
                 self._give(self._isolated_link, self._guard.isolate_next())
 
     def _give(self, link: EngineLink, answer: Answer) -> None:
+        file = self.spec.adapters.get(answer.adapter)
+        if answer.adapter_digest != ("" if file is None else file.digest):
+            answer.fail(InvalidInput(f"adapter {answer.adapter!r} was unloaded or replaced before the answer ended"))
+            self._on_progress(answer, None)
+            return
         answer.engine = self.links.index(link)
         answer.weights = self.weights
         link.add(answer)

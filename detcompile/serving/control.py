@@ -32,6 +32,7 @@ CONTROL_PATHS = frozenset((
 ))  # fmt: skip
 PAUSE, CLEAR = "pause", "clear"  # reasons of holds
 MOST_PATH_BYTES = 4095
+MOST_ADAPTERS = 1 << 20  # that clients may load at once; there is no limit
 Mode = Literal["abort", "wait", "keep"]
 Tag = Literal["weights", "kv_cache"]
 Body = TypeVar("Body")
@@ -253,12 +254,14 @@ async def _clear_caches(service: Service) -> None:
 def _config(service: Service) -> dict[str, Any]:
     """Return the parts of vLLM's configuration that this server has, by their names there."""
     hello, spec = service.hello, service.fleet.spec
+    rank = spec.max_lora_rank
     return {
         "model_config": {
             "model": hello.name,
             "served_model_name": service.name,
             "dtype": hello.dtype,
             "max_model_len": hello.max_context,
+            "logprobs_mode": "raw_logprobs",
         },
         "parallel_config": {
             "tensor_parallel_size": spec.tp,
@@ -267,6 +270,8 @@ def _config(service: Service) -> dict[str, Any]:
             "world_size": spec.tp * spec.pp,
         },
         "cache_config": {"block_size": hello.block_size, "num_gpu_blocks": hello.num_blocks},
+        "lora_config": None if rank is None else {"max_lora_rank": rank, "max_loras": MOST_ADAPTERS},
+        "weight_transfer_config": {"backend": "nccl"} if rank is None else None,
     }
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+from msgspec.structs import replace
 
 from detcompile.commands import serve
 from detcompile.errors import InvalidInput
@@ -272,6 +273,11 @@ def test_facts_have_the_names_of_vllm() -> None:
             config = (await posted(client, "/server_info?config_format=json"))["vllm_config"]
             assert config["model_config"]["dtype"] == "torch.float32"
             assert config["parallel_config"]["data_parallel_size"] == 2
+            assert config["lora_config"] is None and config["weight_transfer_config"] is not None
+            service.fleet.spec = replace(service.fleet.spec, max_lora_rank=8)
+            config = (await posted(client, "/server_info?config_format=json"))["vllm_config"]
+            assert config["lora_config"]["max_lora_rank"] == 8 and config["lora_config"]["max_loras"] > 1000
+            assert config["weight_transfer_config"] is None and config["model_config"]["logprobs_mode"]
             assert isinstance((await posted(client, "/server_info"))["vllm_config"], str)
             assert await posted(client, "/get_world_size") == {"world_size": 2}
             assert await posted(client, "/get_world_size?include_dp=false") == {"world_size": 1}

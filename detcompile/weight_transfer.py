@@ -118,23 +118,32 @@ def _info(name: str, tensor: Tensor) -> TensorInfo:
 def _buckets(infos: list[TensorInfo], packed: bool, bucket_bytes: int) -> Iterator[list[TensorInfo]]:
     """Divide tensors into broadcasts, as vLLM does."""
     bucket: list[TensorInfo] = []
+    num_bytes = 0
     for info in infos:
         bucket.append(info)
-        if not packed or sum(each.nbytes for each in bucket) > bucket_bytes:
+        num_bytes += info.nbytes
+        if not packed or num_bytes > bucket_bytes:
             yield bucket
-            bucket = []
+            bucket, num_bytes = [], 0
     if bucket:
         yield bucket
 
 
 def _gloo(store: TCPStore, rank: int, size: int, timeout: timedelta) -> Callable[[Tensor], None]:
-    """Return the broadcast of a gloo group."""
+    """Return the broadcast of a gloo group.
+
+    The size is sent first: gloo aborts the receiver of too much, and leaves the rest of a larger receiver unwritten.
+    """
     group: Any = ProcessGroupGloo(PrefixStore("weights", store), rank, size, timeout)
+    options = BroadcastOptions()
+    options.rootRank = 0
 
     def broadcast(data: Tensor) -> None:
+        sent = torch.tensor([data.numel()])
+        group.broadcast([sent], options).wait()
+        if sent.item() != data.numel():
+            raise RuntimeError(f"rank 0 sends {sent.item()} bytes in place of {data.numel()}")
         if data.numel():
-            options = BroadcastOptions()
-            options.rootRank = 0
             group.broadcast([data], options).wait()
 
     return broadcast

@@ -24,6 +24,7 @@ MOST_LETTERS = 200  # of a version's name
 MOST_RANKS = 1 << 20
 SAVED = "model.safetensors"
 BUCKET_BYTES = 1 << 30  # vLLM's default
+MOST_DIMS = 16
 Size = Annotated[int, Meta(ge=1, lt=1 << 40)]
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ class UpdateInfo(msgspec.Struct):
 
     names: list[str]
     dtype_names: list[str]
-    shapes: list[list[Annotated[int, Meta(ge=0, lt=1 << 40)]]]
+    shapes: list[Annotated[list[Annotated[int, Meta(ge=0, lt=1 << 40)]], Meta(max_length=MOST_DIMS)]]
     packed: bool | None = None
     packed_buffer_size_bytes: Size | None = None
     update_kind: Literal["dense"] = "dense"

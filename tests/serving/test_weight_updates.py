@@ -423,11 +423,20 @@ class Trainer:
 
         thread = threading.Thread(target=post)
         thread.start()
-        yield status
-        thread.join()
+        try:
+            yield status
+        finally:
+            thread.join()
 
-    def send(self, tensors: dict[str, torch.Tensor], *, packed: bool = True, bucket_bytes: int = 1 << 20) -> int:
-        """Send tensors; return the status of /update_weights."""
+    def send(
+        self,
+        tensors: dict[str, torch.Tensor],
+        *,
+        packed: bool = True,
+        bucket_bytes: int = 1 << 20,
+        sent: dict[str, torch.Tensor] | None = None,
+    ) -> int:
+        """Announce tensors, and send them or others; return the status of /update_weights."""
         info = {
             "names": list(tensors),
             "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
@@ -437,7 +446,7 @@ class Trainer:
             "packed_num_buffers": 2,
         }
         with self.posting("/update_weights", {"update_info": info}) as status:
-            self.group.send(tensors.items(), packed=packed, bucket_bytes=bucket_bytes)
+            self.group.send((sent or tensors).items(), packed=packed, bucket_bytes=bucket_bytes)
         return status[0]
 
 
@@ -477,6 +486,19 @@ def test_weights_arrive_by_the_calls_of_vllm(trainer: httpx.Client, trained: Pat
     first = load_file(TINY_FOLDER / "model.safetensors")
     assert sender.send(first) == 200 and sender.answer["weights"] == before[1]["weights"]
     assert drawn(trainer) == before[0]
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+@pytest.mark.parametrize("packed", [True, False])
+def test_unannounced_sizes_are_refused(trainer: httpx.Client, size: int, packed: bool) -> None:
+    before, tensors = trainer.get("/weight_info").json(), load_file(TINY_FOLDER / "model.safetensors")
+    sender, [name, *_] = Trainer(trainer), tensors
+    with contextlib.suppress(RuntimeError):  # the receiver has left
+        sender.send(tensors, packed=packed, sent=tensors | {name: torch.zeros(size, dtype=torch.bfloat16)})
+    assert "bytes in place of" in sender.answer["error"]["message"]
+    again = trainer.post("/update_weights", json={"update_info": {"names": [], "dtype_names": [], "shapes": []}})
+    assert again.status_code == 400 and "init it again" in again.json()["error"]["message"]
+    assert trainer.get("/weight_info").json() == before and drawn(trainer)
 
 
 def test_odd_transfers_are_refused(trainer: httpx.Client) -> None:

@@ -4,6 +4,7 @@
 the engine has no request.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -123,10 +124,15 @@ class Controls:
         infos = [
             TensorInfo(name, dtype_of(dtype), tuple(shape)) for name, dtype, shape in zip(names, dtype_names, shapes)
         ]
-        num_bytes = sum(info.nbytes for info in infos)
+        num_bytes = sum(math.prod(max(1, size) for size in info.shape) * info.dtype.itemsize for info in infos)
         if num_bytes > MOST_BYTES * self._model.num_parameters():
             raise InvalidInput(f"shapes: {num_bytes} bytes are far more than the model has")
-        for name, tensor in self._group.receive(infos, packed=packed, bucket_bytes=bucket_bytes):
+        try:
+            received = list(self._group.receive(infos, packed=packed, bucket_bytes=bucket_bytes))
+        except InvalidInput:
+            self._group = None  # what the sender has yet to send would be taken for the next update
+            raise
+        for name, tensor in received:
             if name in self._staged:
                 raise InvalidInput(f"{name} was sent twice")
             self._staged[name] = tensor

@@ -180,8 +180,7 @@ def read_adapter(name: str, folder: Path, slots: Mapping[str, Slot]) -> Adapter:
         type(rank) is not int
         or rank < 1
         or not isinstance(alpha, (int, float))
-        or not math.isfinite(alpha)
-        or not alpha
+        or not 0 < abs(alpha) <= torch.finfo(torch.float32).max
     ):
         raise InvalidInput(f"adapter {folder / CONFIG}: r {rank!r} must be 1 or more, lora_alpha {alpha!r} not 0")
     parts: dict[str, tuple[Tensor, Tensor]] = {}
@@ -203,7 +202,7 @@ def read_adapter(name: str, folder: Path, slots: Mapping[str, Slot]) -> Adapter:
 def _config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads((folder / CONFIG).read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InvalidInput(f"adapter {folder / CONFIG} cannot be read: {error}") from error
     if not isinstance(config, dict):
         raise InvalidInput(f"adapter {folder / CONFIG} is no JSON object")
@@ -224,7 +223,9 @@ def _pair(folder: Path, key: str, rank: int, pair: tuple[Tensor, Tensor | None],
     if B is None or A.shape != (rank, k) or B.shape != (n, rank):
         shapes = f"{list(A.shape)} and {None if B is None else list(B.shape)}"
         raise InvalidInput(f"adapter {folder}: {key} and its B have shapes {shapes}, not {[rank, k]} and {[n, rank]}")
-    if not all(part.is_floating_point() and bool(part.isfinite().all()) for part in (A, B)):
-        raise InvalidInput(f"adapter {folder}: {key} or its B holds values that are no finite floating-point numbers")
     like: dict[str, Any] = {"device": slot[0].device, "dtype": slot[0].dtype}
-    return A.to(**like).contiguous(), B.to(**like).contiguous()
+    rounded = A.to(**like).contiguous(), B.to(**like).contiguous()
+    is_float = A.is_floating_point() and B.is_floating_point()
+    if not is_float or not all(bool(part.isfinite().all()) for part in rounded):
+        raise InvalidInput(f"adapter {folder}: {key} or its B holds values that are no finite {like['dtype']} numbers")
+    return rounded

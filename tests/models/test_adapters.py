@@ -136,14 +136,23 @@ def broken(folder: Path, target: Path, change: str) -> None:
         tensors[key][0, 0] = torch.nan
     elif change == "alpha":
         config["lora_alpha"] = "x"
-    (target / "adapter_config.json").write_text("[]" if change == "json" else json.dumps(config))
+    elif change == "huge alpha":
+        config["lora_alpha"] = 10**400
+    elif change == "overflow":  # where it is rounded to the model's bfloat16
+        tensors[key] = tensors[key].float()
+        tensors[key][0, 0] = torch.finfo(torch.float32).max
+    text = {"json": "[]", "depth": "[" * 100_000}.get(change, json.dumps(config))
+    (target / "adapter_config.json").write_text(text)
     save_file(tensors, target / "adapter_model.safetensors")
     if change == "cut":
         data = (target / "adapter_model.safetensors").read_bytes()
         (target / "adapter_model.safetensors").write_bytes(data[:-5])
 
 
-@pytest.mark.parametrize("change", ["rank", "dora", "pattern", "shape", "half", "name", "nan", "alpha", "json", "cut"])
+FAULTS = ["rank", "dora", "pattern", "shape", "half", "name", "nan", "alpha", "json", "cut"]
+
+
+@pytest.mark.parametrize("change", [*FAULTS, "huge alpha", "overflow", "depth"])
 def test_bad_adapters_are_named(model: CompiledModel, folders: dict[str, Path], tmp_path: Path, change: str) -> None:
     engine = model.engine(EngineConfig(num_blocks=8))
     broken(folders["one"], tmp_path, change)

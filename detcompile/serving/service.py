@@ -137,7 +137,7 @@ class Service:
             self.fleet.weights = Weights(first.version, first.number, hello.fingerprint, digest)
             self.model = self.model.with_weights(self.fleet.weights)
         self.adapters = {name: AdapterFile(spec.adapters[name].path, one) for name, one in hello.adapters.items()}
-        self.fleet.spec = replace(self.fleet.spec, adapters=self.adapters)
+        self.fleet.spec = replace(spec, adapters=self.adapters)
         if self.name in self.adapters:
             raise InvalidInput(f"adapter {self.name!r} has the model's name: choose another one")
         self.texts = TokenizerPool(hello, self.limiter.waiting)

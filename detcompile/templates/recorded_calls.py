@@ -80,9 +80,13 @@ def record(function: Callable[[], Any]) -> tuple[Any, RecordedCalls | None]:
     try:
         with kernels_replaced({kernel: recorded(kernel) for kernel in generated_kernels()}), watch:
             calls.output = function()
+    except Exception:
+        watch.failed = True
     finally:
         calls.num_bytes = library.detcompile_end_recording()
         _ONE_AT_A_TIME.release()
+    if watch.failed:  # as a library of AOTInductor does, where operations are watched
+        return function(), None
     if not watch.complete or calls.num_bytes < 0 or not calls.give_the_same():
         return calls.output, None
     return calls.output, calls
@@ -91,7 +95,7 @@ def record(function: Callable[[], Any]) -> tuple[Any, RecordedCalls | None]:
 class _Watch(TorchDispatchMode):
     """Sees every operation that torch dispatches; ``complete`` if all of them were recorded."""
 
-    complete = True
+    complete, failed = True, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.complete &= func in _recorded_operations()

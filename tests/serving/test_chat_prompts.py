@@ -155,8 +155,9 @@ def hello(tokenizer: Any) -> Hello:
     """What an engine tells the front of a tokenizer."""
     certificate = SimpleNamespace(to_json=lambda: "{}")
     model: Any = SimpleNamespace(
-        fingerprint_parts={}, tokenizer=tokenizer, certificate=certificate, max_context=2048, vocab_size=len(tokenizer)
-    )
+        fingerprint_parts={}, tokenizer=tokenizer, certificate=certificate, max_context=2048,
+        vocab_size=len(tokenizer), dtype="float32",
+    )  # fmt: skip
     return hello_of(model, EngineConfig(num_blocks=8), 8, "x", {})
 
 

@@ -39,6 +39,9 @@ BODIES: dict[str, dict[str, Any]] = {
     "/rerank": {"query": "a", "documents": ["b"]},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [5]},
+    "/inference/v1/generate": {"token_ids": [5], "sampling_params": {}},
+    "/v1/chat/completions/tokens": CHAT | {"tokens": [5]},
+    "/generate": {"input_ids": [5]},
     "/v1/messages/count_tokens": {"messages": CHAT["messages"]},
 }
 

@@ -65,6 +65,7 @@ def test_each_token_names_its_weights(tmp_path: Path, replicas: int, paused: boo
             body = {"weight_dir": new_weights(tmp_path / "new", "b"), "weight_version": "step-7"}
             info = await posted(client, "/update_weights", json=body)
             whole = fingerprint({"weights": "b"})
+            assert info.pop("message") == "Weights updated"
             assert info == {"status": "ok", "weight_version": "step-7", "fingerprint": whole, "weights": "b"}
             if paused:
                 assert (await posted(client, "/is_paused"))["is_paused"]

@@ -1,10 +1,11 @@
 """Outputs of a request."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from detcompile.errors import DetcompileError
-from detcompile.runtime.requests.sequence import FinishReason
+
+FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class SamplingLogprobs(NamedTuple):

@@ -10,9 +10,15 @@ from detcompile.runtime.adapters import Adapter
 from detcompile.runtime.grammars.matcher import Matcher
 from detcompile.runtime.requests.bad_words import NO_WORDS, BadWords
 from detcompile.runtime.requests.detokenizer import Detokenizer
-from detcompile.runtime.requests.outputs import CompletionOutput, Logprobs, RequestMetrics, RequestOutput
+from detcompile.runtime.requests.outputs import (
+    CompletionOutput,
+    FinishReason,
+    Logprobs,
+    RequestMetrics,
+    RequestOutput,
+)
 from detcompile.runtime.requests.sampling_params import SamplingParams
-from detcompile.runtime.requests.sequence import FinishReason, Sequence
+from detcompile.runtime.requests.sequence import Sequence
 
 
 @dataclass(eq=False, slots=True)

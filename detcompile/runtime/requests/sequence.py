@@ -3,16 +3,14 @@
 import functools
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import Literal
 
 from detcompile.errors import InvalidInput
 from detcompile.runtime.adapters import Adapter
 from detcompile.runtime.grammars.matcher import Mask, Matcher
 from detcompile.runtime.requests.bad_words import NO_WORDS, BadWords
+from detcompile.runtime.requests.outputs import FinishReason
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.step import NO_SLOT
-
-FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 @dataclass(eq=False, slots=True)

@@ -82,6 +82,7 @@ WRONG = {
     "skip_special_tokens": NO_FLAGS,
     "logprobs": NO_INTEGERS,
     "prompt_logprobs": NO_INTEGERS,
+    "sampling_logprobs": NO_INTEGERS,
     "repetition_penalty": [*NO_NUMBERS, True, None, 1e39, 1e-39],
     "presence_penalty": [*NO_NUMBERS, True, None],
     "frequency_penalty": [*NO_NUMBERS, True, None],

@@ -136,6 +136,7 @@ def test_log_lines_are_json_objects(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         monkeypatch.setattr(logging.getLogger(name), "propagate", True)
         monkeypatch.setattr(logging.getLogger(name), "disabled", False)
         monkeypatch.setattr(logging.getLogger(name), "handlers", [])
+        monkeypatch.setattr(logging.getLogger(name), "level", logging.NOTSET)
 
     async def served(*given: Any) -> int:
         logging.getLogger("detcompile.serving.server").info("serving %s", 'a "model"\n')

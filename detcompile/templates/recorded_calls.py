@@ -80,12 +80,12 @@ def record(function: Callable[[], Any]) -> tuple[Any, RecordedCalls | None]:
     try:
         with kernels_replaced({kernel: recorded(kernel) for kernel in generated_kernels()}), watch:
             calls.output = function()
-    except Exception:
+    except Exception:  # libraries of AOTInductor fail where operations are watched; other errors come again below
         watch.failed = True
     finally:
         calls.num_bytes = library.detcompile_end_recording()
         _ONE_AT_A_TIME.release()
-    if watch.failed:  # as a library of AOTInductor does, where operations are watched
+    if watch.failed:
         return function(), None
     if not watch.complete or calls.num_bytes < 0 or not calls.give_the_same():
         return calls.output, None

@@ -15,7 +15,7 @@ from tests.exhaustive import exhaustive_unless
 from tests.model_cases import MAX_CONTEXT, compiled, random_model
 from tests.training.cases import adapted, sequences
 
-peft = pytest.importorskip("peft")
+peft = pytest.importorskip("peft", reason="PEFT comes with the extra lora")
 CONFIGS: dict[str, dict[str, Any]] = {
     "one": {},
     "two": {"r": 3, "lora_alpha": 5, "target_modules": ["v_proj", "gate_proj"]},

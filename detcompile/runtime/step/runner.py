@@ -30,7 +30,7 @@ from detcompile.runtime.step.layout import (
 )
 from detcompile.runtime.step.stage_forward import StageForward
 from detcompile.step import NO_SLOT, StepInputs
-from detcompile.templates.device.cuda_graphs import capture, for_graph, warmup
+from detcompile.templates.device.cuda_graphs import capture, capture_stream, for_graph, warmup
 from detcompile.templates.recorded_calls import RecordedCalls, record
 from detcompile.templates.tokens.next_tokens_gpu import fill_pending_cuda
 from detcompile.torch_internals.native import storage_at
@@ -53,13 +53,13 @@ class Graph:
 
     def __init__(self, forward: Callable[[], Any], buffers: StepBuffers, memory_pool: Any) -> None:
         self.buffers = buffers
-        warmup_stream = _warmup_stream(torch.cuda.current_device())
-        warmup_stream.wait_stream(torch.cuda.current_stream())
+        stream = capture_stream(torch.cuda.current_device())
+        stream.wait_stream(torch.cuda.current_stream())
         self.graph = torch.cuda.CUDAGraph()
         with for_graph():
-            with torch.cuda.stream(warmup_stream), warmup():
+            with torch.cuda.stream(stream), warmup():
                 forward()
-            torch.cuda.current_stream().wait_stream(warmup_stream)
+            torch.cuda.current_stream().wait_stream(stream)
             with capture(self.graph, pool=memory_pool):
                 output = forward()
             self.output = unowned(output)
@@ -344,12 +344,6 @@ def unowned(value: Any) -> Any:
         place = value.storage_offset(), value.size(), value.stride()
         return torch.empty(0, dtype=value.dtype, device=value.device).set_(view, *place)
     return tuple(map(unowned, value)) if isinstance(value, tuple) else value
-
-
-@functools.cache
-def _warmup_stream(device: int) -> torch.cuda.Stream:
-    """Return one stream for all captures: the allocator keeps freed memory for the stream that freed it."""
-    return torch.cuda.Stream(device)
 
 
 class _RecordedStep:

@@ -1,6 +1,7 @@
 """CUDA graphs: capture without garbage collection, capture state, and launch times measured by replay."""
 
 import contextvars
+import functools
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -62,13 +63,23 @@ def is_alone() -> bool:
     return _ALONE.get()
 
 
+@functools.cache
+def capture_stream(device: int) -> torch.cuda.Stream:
+    """Return the stream on which graphs of a device are warmed up and captured.
+
+    One stream serves all captures, because the allocator keeps freed memory for the stream that freed it. The default
+    stream of torch.cuda.graph belongs to the GPU of the process's first capture.
+    """
+    return torch.cuda.Stream(device)
+
+
 @contextmanager
 def capture(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
     """Capture like torch.cuda.graph, with garbage collection off: freeing a graph would invalidate the capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        with torch.cuda.graph(graph, pool=pool):
+        with torch.cuda.graph(graph, pool=pool, stream=capture_stream(torch.cuda.current_device())):
             yield
     finally:
         if was_enabled:

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from detcompile.passes.modules.quantized_layouts import AWQ_NIBBLES
 from tests.model_cases import random_model
@@ -155,6 +156,11 @@ ODD_CHECKPOINTS: Mapping[str, tuple[dict, Make]] = {
         lambda w: _gptq(8, False, False, w, 64) if w.shape[1] == 160 else _gptq(4, False, False, w),
     ),
 }
+
+
+def config_without_name(model: PreTrainedModel) -> str:
+    """A loaded model's config, which fingerprints cover; its name, the checkpoint's folder, is no part of them."""
+    return str({key: value for key, value in model.config.to_dict().items() if key != "_name_or_path"})
 
 
 def write_checkpoint(

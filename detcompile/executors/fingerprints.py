@@ -61,8 +61,16 @@ def fingerprint_parts(
 
 def config_digest(config: Mapping[str, object]) -> str:
     """Return the sha256, in hex, of a model's config. Take it at lowering: later changes do not change the program."""
-    fixed = {key: value for key, value in config.items() if key not in VOLATILE_CONFIG}
-    return hashlib.sha256(json.dumps(fixed, sort_keys=True, default=str).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(_fixed(config), sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _fixed(value: Any) -> Any:
+    """Return a config without the keys that move no bit, at every depth, and with sets in order."""
+    if isinstance(value, Mapping):
+        return {key: _fixed(item) for key, item in value.items() if key not in VOLATILE_CONFIG}
+    if isinstance(value, (list, tuple)):
+        return [_fixed(item) for item in value]
+    return sorted(map(str, value)) if isinstance(value, (set, frozenset)) else value
 
 
 def end_tokens(module: Any) -> str:

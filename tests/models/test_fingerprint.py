@@ -13,6 +13,7 @@ from transformers.models.llama import modeling_llama
 
 from detcompile import CompiledModel, EngineConfig, SamplingParams
 from detcompile import digests as digests_module
+from detcompile.executors.fingerprints import config_digest
 from detcompile.passes import program_source
 from detcompile.weights import tensor_digest
 from tests.model_cases import certified, random_model
@@ -149,6 +150,17 @@ ALIKE = {
 }
 ALIKE["a zero below zero"][0, 2] = -0.0
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def test_nested_names_and_set_order_move_no_digest() -> None:
+    def config(name: str, *languages: str) -> dict[str, object]:
+        inner = {"_name_or_path": name, "transformers_version": name, "hidden_size": 8}
+        return {"text_config": inner, "layers": [inner], "languages": set(languages)}
+
+    names = [f"language {number}" for number in range(20)]
+    digest = config_digest(config("a", *names))
+    assert digest == config_digest(config("b", *reversed(names)))
+    assert digest != config_digest(config("a", *names[1:]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -96,6 +96,7 @@ def load_quantized(
     if not expanded and not stacked:
         config.quantization_config = reading
         model, loading_info = AutoModelForCausalLM.from_pretrained(path, config=config, **options)
+        _keep_settings(model, settings)
         return model, loading_info
     config = empty.config
     if stacked or len(expanded) < len(quantized):
@@ -127,6 +128,8 @@ def load_quantized(
         raise UnsupportedModel(
             f"{min(unknown)}: quantized, and {type(model).__name__} has no place for it; load another checkpoint"
         )
+    if hasattr(model.config, "quantization_config"):
+        _keep_settings(model, settings)
     model.config.name_or_path = model.name_or_path = str(path)
     if (path / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(path)
@@ -246,6 +249,11 @@ class CheckpointReader(HfQuantizer):
     @property
     def is_trainable(self) -> bool:
         return False
+
+
+def _keep_settings(model: PreTrainedModel, settings: dict[str, Any]) -> None:
+    """Keep the checkpoint's settings in the config, which fingerprints cover, without the paths of its files."""
+    model.config.quantization_config = {"quant_method": METHOD, "checkpoint": settings}
 
 
 def _require_sizes(name: str, linear: PackedLinear, weight: QuantizedWeight, bias: torch.Tensor | None) -> None:

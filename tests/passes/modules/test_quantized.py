@@ -28,7 +28,14 @@ from detcompile.templates.cpu.library import isa_of
 from tests.bits import assert_bitwise_equal
 from tests.invariance.axis import configuration_for
 from tests.model_cases import VOCAB_SIZE, certified, random_model
-from tests.quantized_checkpoints import CHECKPOINTS, ODD_CHECKPOINTS, WIDTHS, pack_words, write_checkpoint
+from tests.quantized_checkpoints import (
+    CHECKPOINTS,
+    ODD_CHECKPOINTS,
+    WIDTHS,
+    config_without_name,
+    pack_words,
+    write_checkpoint,
+)
 from tests.templates.quantized.cases import quantized_weight
 
 PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
@@ -40,6 +47,7 @@ def test_a_checkpoint_is_read_as_what_it_means(name: str, tmp_path: Path) -> Non
     model = detcompile.load_model(tmp_path, device="cpu")
     linears = {path: module for path, module in model.named_modules() if isinstance(module, QuantizedLinear)}
     assert set(linears) == set(exact) and len(exact) == 14
+    assert str(tmp_path) not in config_without_name(model)
     for path, linear in linears.items():
         assert linear.bias is None or linear.bias.dtype is torch.float16
         assert torch.equal(linear.dequantized(torch.float64), exact[path]), path

@@ -20,7 +20,14 @@ from tests.bits import assert_bitwise_equal
 from tests.exhaustive import EXHAUSTIVE, exhaustive_unless
 from tests.model_cases import VOCAB_SIZE, certified
 from tests.parallel.cases import answers
-from tests.quantized_checkpoints import CHECKPOINTS, ODD_CHECKPOINTS, write_checkpoint, write_gpt_oss, write_mixture
+from tests.quantized_checkpoints import (
+    CHECKPOINTS,
+    ODD_CHECKPOINTS,
+    config_without_name,
+    write_checkpoint,
+    write_gpt_oss,
+    write_mixture,
+)
 
 QUICK = ("fp8", "awq", "gptq_v2, act order", "compressed int4, partial groups")
 
@@ -133,6 +140,7 @@ def test_mxfp4_experts_stay_quantized_on_demand(tmp_path: Path) -> None:
 
 def assert_stacks(model: PreTrainedModel, plain: dict[str, Tensor], dtype: torch.dtype) -> None:
     """Compare the values of stacks with those of plain weights, and products with theirs."""
+    assert model.name_or_path not in config_without_name(model)
     ((path, experts),) = find_experts(model)
     ids = torch.tensor([[0, 5, 2], [5, 1, 6], [3, 3, 4]])
     for projection in ("gate_up_proj", "down_proj"):

@@ -27,10 +27,13 @@ from tests.budget import Budget
 from tests.draws import VARIABLE, seed_of_run
 from tests.patches import Patches
 
-CACHE = Path(__file__).parents[1] / ".cache" / "tests"
+ROOT = Path(__file__).parents[1]
+CACHE = ROOT / ".cache" / "tests"
 os.environ.setdefault("DETCOMPILE_CACHE", str(CACHE / "detcompile"))
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE / "inductor"))
 os.environ["DETCOMPILE_PROGRESS"] = "0"
+# Processes that tests start import this checkout whatever their folder, and packages from where this process has them.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 PATCHES = Patches()
 

@@ -37,7 +37,6 @@ DEFAULTS = {"temperature": 0.9, "top_p": 0.95}  # of the model's generation_conf
 def in_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
     """The scripted engine is found from there."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
 
 class Server(NamedTuple):
@@ -71,7 +70,7 @@ def started(folder: Path, *options: str, model: Path | None = None, name: str = 
     command += ["--name", name, "--port", "0"]
     command += ["--chat-template", str(template)]
     item = {"DETCOMPILE_KEEP_PROGRAMS": "1", "DETCOMPILE_PROGRESS": "0"}
-    environment = os.environ | item | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | item
     process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True, env=environment, cwd=folder)
     lines: list[str] = []
 

@@ -16,8 +16,6 @@ from pathlib import Path
 
 __all__ = ["OfflineCompiler"]
 
-ROOT = Path(__file__).parents[2]
-
 
 class OfflineCompiler:
     """A process that runs programs one after another.
@@ -34,7 +32,7 @@ class OfflineCompiler:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=environment | {"PYTHONPATH": str(ROOT)},
+            env=environment,
         )
 
     def run(self, program: str, *arguments: str) -> str:

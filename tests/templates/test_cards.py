@@ -36,7 +36,6 @@ def launches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "TRITON_CACHE_DIR": str(folder / "triton"),
         "DETCOMPILE_CACHE": str(folder),
         "TRITON_INTERPRET": "0",
-        "PYTHONPATH": str(ROOT),
     }
     command = [sys.executable, "-m", "tests.templates.launches_by_card", *CARDS]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)

@@ -37,7 +37,6 @@ from tests.serving.conftest import Server, started  # noqa: E402
 
 pytestmark = EXHAUSTIVE  # the extra `trl` comes with make test-all
 
-ROOT = Path(__file__).parents[2]
 MODEL = EMBEDDED["tiny-draft"]
 STEPS = 10
 PROMPTS = ["def add(first, second):\n    return", "import json\n", "class Point:\n", "x = 1\n"]
@@ -81,8 +80,7 @@ def served(server: Server, names: Iterable[str]) -> dict[str, str]:
     return {name: digests[name] for name in names}
 
 
-def test_each_step_is_on_policy(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # TRL's worker process imports the reward
+def test_each_step_is_on_policy(server: Server, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     tokenizer.chat_template = qwen3_chat_template  # TRL's worker takes those that it knows
     prompts = Dataset.from_dict({"prompt": [[{"role": "user", "content": text}] for text in PROMPTS]})

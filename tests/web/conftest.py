@@ -1,7 +1,6 @@
 """A browser, and servers for it. Without Chromium, or without Playwright, these tests are skipped (make web-test)."""
 
 import importlib.util
-import os
 import shutil
 import subprocess
 import sys
@@ -52,8 +51,7 @@ def serve() -> Iterator[Callable[..., str]]:
 
     def started(*options: str) -> str:
         command = [sys.executable, "-m", "tests.web.web_server", *options]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
         processes.append(process)
         assert process.stderr is not None
         for line in process.stderr:

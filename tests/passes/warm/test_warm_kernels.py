@@ -11,7 +11,6 @@ import pytest
 
 from tests.conftest import NEEDS_CUDA
 
-ROOT = Path(__file__).parents[3]
 # Inductor compiles its kernels in this process too, so that they are counted.
 START = """
 import json
@@ -45,7 +44,7 @@ print(json.dumps(found | {"tokens": output.outputs[0].token_ids}))
 def start(folder: Path) -> dict[str, Any]:
     """Start an engine in a process of its own, with its caches in ``folder``, and count what it compiles."""
     caches = {"DETCOMPILE_CACHE": str(folder / "cache"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
-    settings = {"DETCOMPILE_KEEP_PROGRAMS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    settings = {"DETCOMPILE_KEEP_PROGRAMS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     environment = os.environ | caches | settings
     environment.pop("TRITON_CACHE_DIR", None)
     done = subprocess.run([sys.executable, "-c", START], env=environment, capture_output=True, text=True, cwd=folder)

@@ -41,16 +41,27 @@ def direct_ops() -> dict[OpOverload, OpOverload]:
 
     Empty, with a warning, if they cannot be compiled; the operations are then called through Python.
     """
+    if direct_library() is None:
+        return {}
+    _LIBRARY.define(RECORD_KERNEL)
+    return {_overload("detcompile", name): _define(name) for name in OPS}
+
+
+@functools.cache
+def direct_library() -> ctypes.CDLL | None:
+    """Load the direct operations; return None, with a warning, if they cannot be compiled.
+
+    A process loads them once: a second copy, from another cache folder, would replace the operations of the first.
+    """
     try:
         loaded = ctypes.CDLL(str(build_direct_ops()))
     except (CompilerNotFound, StorageError, OSError) as error:
-        warnings.warn(f"CPU operations are called through Python, which is slower: {error}", stacklevel=2)
-        return {}
+        warnings.warn(f"CPU operations are called through Python, which is slower: {error}", stacklevel=3)
+        return None
     kernels = (getattr(cpu_library.library(), f"detcompile_{name}") for name in OPS)
     addresses = [ctypes.cast(kernel, ctypes.c_void_p) for kernel in kernels]
     loaded.detcompile_bind((ctypes.c_void_p * len(OPS))(*addresses))
-    _LIBRARY.define(RECORD_KERNEL)
-    return {_overload("detcompile", name): _define(name) for name in OPS}
+    return loaded
 
 
 def build_direct_ops() -> Path:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from detcompile.templates.cpp_dispatch import OPS, build_direct_ops, direct_ops
+from detcompile.templates.cpp_dispatch import OPS, direct_library, direct_ops
 from detcompile.torch_internals.fake_tensors import TorchDispatchMode
 from detcompile.torch_internals.inductor_cpp import generated_kernels, kernel_address, kernels_replaced
 
@@ -126,7 +126,8 @@ def _recorded_operations() -> frozenset[Any]:
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    library = ctypes.CDLL(str(build_direct_ops()))
+    library = direct_library()
+    assert library is not None
     library.detcompile_begin_recording.restype = ctypes.c_void_p
     library.detcompile_end_recording.restype = ctypes.c_int64
     library.detcompile_repeat.restype = ctypes.c_bool

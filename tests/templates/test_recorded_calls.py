@@ -1,12 +1,14 @@
 """Recorded calls: repeated on new contents they give the function's bytes; what cannot be repeated is not recorded."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 from torch._C._dynamo.guards import _empty_strided_cpu, _reinterpret_tensor
 
+from detcompile.templates import recorded_calls
 from detcompile.templates.cpp_dispatch import direct_ops
 from detcompile.templates.recorded_calls import record
 from tests.bits import assert_bitwise_equal
@@ -108,6 +110,17 @@ def test_what_cannot_be_repeated_is_not_recorded(name: str) -> None:
     expected = UNRECORDED[name]()
     output, calls = record(UNRECORDED[name])
     assert calls is None
+    assert_bitwise_equal(output, expected)
+
+
+def test_another_cache_folder_loads_no_second_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its operations would replace those of the first, and crash: nothing has told them where the kernels are."""
+    run, _, _ = layer(torch.float32, 1)
+    expected = run()
+    monkeypatch.setenv("DETCOMPILE_CACHE", str(tmp_path))
+    recorded_calls._library.cache_clear()
+    output, calls = record(run)
+    assert calls is not None and list(tmp_path.iterdir()) == []
     assert_bitwise_equal(output, expected)
 
 

@@ -9,16 +9,18 @@ Packed tensors are sent in buckets of bytes: tensors are added to a bucket until
 A trainer: ``TransferGroup(address, port, 0, 1 + engines, device).send(named_tensors)``.
 """
 
+import ctypes
+import functools
 import io
 import math
 import pickle
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.cuda import nccl
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
 from detcompile.errors import InvalidInput
@@ -27,6 +29,7 @@ BUCKET_BYTES = 1 << 30  # vLLM's default
 TIMEOUT_SECONDS = 300.0
 NCCL_ID = "broadcast_from/0/0"  # key of the store
 NCCL_ID_BYTES = 128
+_NCCL_UINT8, _NCCL_FLOAT32, _NCCL_SUM = 1, 7, 0  # ncclDataType_t and ncclRedOp_t
 
 
 class TensorInfo(NamedTuple):
@@ -73,7 +76,7 @@ class TransferGroup:
                 self._broadcast = _nccl(store, rank, size, device)
             else:
                 self._broadcast = _gloo(store, rank, size, timeout)
-        except (RuntimeError, ValueError, OverflowError) as error:
+        except (RuntimeError, ValueError, OverflowError, OSError) as error:
             raise InvalidInput(f"cannot join the weight transfer at {address}, port {port}: {error}") from error
         self._store = store
 
@@ -151,25 +154,59 @@ def _gloo(store: TCPStore, rank: int, size: int, timeout: timedelta) -> Callable
 
 def _nccl(store: Any, rank: int, size: int, device: torch.device) -> Callable[[Tensor], None]:
     """Return the broadcast of an NCCL communicator. vLLM warms up new ones by a sum, in which every rank takes part."""
+    library = _nccl_library()
+    unique_id = _UniqueId()
     if rank == 0:
-        unique_id = nccl.unique_id()
-        store.set(NCCL_ID, pickle.dumps(unique_id))
+        _call_nccl(library.ncclGetUniqueId, ctypes.byref(unique_id))
+        store.set(NCCL_ID, pickle.dumps(bytes(unique_id)))
     else:
-        unique_id = _id_of(store.get(NCCL_ID))
+        unique_id = _UniqueId.from_buffer_copy(_id_of(store.get(NCCL_ID)))
+    communicator = ctypes.c_void_p()
     with torch.cuda.device(device):
-        communicator = nccl.init_rank(size, unique_id, rank)
         stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            nccl.all_reduce([torch.zeros(1, device=device)], streams=[stream], comms=[communicator])
+        _call_nccl(library.ncclCommInitRank, ctypes.byref(communicator), size, unique_id, rank)
+        warmup = torch.zeros(1, device=device)
+        addresses = warmup.data_ptr(), warmup.data_ptr()
+        stream.wait_stream(torch.cuda.current_stream())
+        _call_nccl(library.ncclAllReduce, *addresses, 1, _NCCL_FLOAT32, _NCCL_SUM, communicator, stream.cuda_stream)
         stream.synchronize()
 
     def broadcast(data: Tensor) -> None:
         with torch.cuda.device(device):
             stream.wait_stream(torch.cuda.current_stream())
-            nccl.broadcast([data], 0, [stream], [communicator])
+            arguments = data.data_ptr(), data.data_ptr(), data.numel(), _NCCL_UINT8, 0, communicator, stream.cuda_stream
+            _call_nccl(library.ncclBroadcast, *arguments)
             stream.synchronize()
 
+    weakref.finalize(broadcast, library.ncclCommDestroy, communicator).atexit = False
     return broadcast
+
+
+class _UniqueId(ctypes.Structure):
+    _fields_: ClassVar = [("internal", ctypes.c_byte * NCCL_ID_BYTES)]
+
+
+@functools.cache
+def _nccl_library() -> ctypes.CDLL:
+    """Return the NCCL that torch has loaded. torch.cuda.nccl.init_rank of torch 2.11 fails under Python 3.10 or later.
+
+    Raises:
+        OSError: torch was built without NCCL, or links it statically.
+    """
+    library = ctypes.CDLL("libnccl.so.2")
+    pointer, integer = ctypes.c_void_p, ctypes.c_int
+    library.ncclCommInitRank.argtypes = [ctypes.POINTER(pointer), integer, _UniqueId, integer]
+    library.ncclAllReduce.argtypes = [pointer, pointer, ctypes.c_size_t, integer, integer, pointer, pointer]
+    library.ncclBroadcast.argtypes = [pointer, pointer, ctypes.c_size_t, integer, integer, pointer, pointer]
+    library.ncclCommDestroy.argtypes = [pointer]
+    library.ncclGetErrorString.restype = ctypes.c_char_p
+    return library
+
+
+def _call_nccl(function: Any, *arguments: Any) -> None:
+    status = function(*arguments)
+    if status != 0:
+        raise RuntimeError(f"{function.__name__}: {_nccl_library().ncclGetErrorString(status).decode()}")
 
 
 class _IdReader(pickle.Unpickler):

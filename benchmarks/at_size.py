@@ -58,7 +58,7 @@ def repeat(model: CompiledModel, completions: int, tokens: int, max_num_seqs: in
     work = Workload(prompt, completions, tokens, max_num_seqs)
     started = time.perf_counter()
     answers, sizes = repeat_ours(model, work)
-    return agreement(answers, sizes) | {"neighbours": work.neighbours, "seconds": time.perf_counter() - started}
+    return agreement(answers, sizes) | {"neighbors": work.neighbors, "seconds": time.perf_counter() - started}
 
 
 def trace(model: CompiledModel, requests: int, rate: float, policies: list[str]) -> dict[str, object]:

@@ -66,10 +66,10 @@ def _panel(panel: Panel, top: float) -> list[str]:
     parts += [*bars, f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#333"/>', *labels]
     step = (WIDTH - LEFT - RIGHT) / len(groups)
     size = min(10.0, step / (0.68 * max(map(len, groups))))
-    parts += [_centred(LEFT + (j + 0.5) * step, zero + 14, size, group) for j, group in enumerate(groups)]
-    parts.append(_centred((LEFT + WIDTH - RIGHT) / 2, zero + 31, 11, panel.x))
+    parts += [_centered(LEFT + (j + 0.5) * step, zero + 14, size, group) for j, group in enumerate(groups)]
+    parts.append(_centered((LEFT + WIDTH - RIGHT) / 2, zero + 31, 11, panel.x))
     middle = (top + ABOVE + zero) / 2
-    parts.append(f'<g transform="translate(14 {middle:.1f}) rotate(-90)">{_centred(0, 0, 11, panel.y)}</g>')
+    parts.append(f'<g transform="translate(14 {middle:.1f}) rotate(-90)">{_centered(0, 0, 11, panel.y)}</g>')
     parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{zero:.1f}" y2="{zero:.1f}" stroke="#333"/>')
     return parts
 
@@ -89,11 +89,11 @@ def _bars(columns: list[list[float | None]], zero: float, scale: float) -> tuple
                 f'fill="{COLORS[place]}"/>'
             )
             if width >= LABEL_WIDTH:
-                labels.append(_centred(x + width / 2, zero - height - 3, 10, f"{value:.2f}", halo=True))
+                labels.append(_centered(x + width / 2, zero - height - 3, 10, f"{value:.2f}", halo=True))
     return bars, labels
 
 
-def _centred(x: float, y: float, size: float, text: str, halo: bool = False) -> str:
+def _centered(x: float, y: float, size: float, text: str, halo: bool = False) -> str:
     """Text around x; a halo keeps it legible over lines."""
     under = ' stroke="white" stroke-width="3" paint-order="stroke"' if halo else ""
     return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size:.3g}" text-anchor="middle"{under}>{escape(text)}</text>'

@@ -1,11 +1,11 @@
-"""GPU times of experts' products and of products with quantised weights, beside torch's own.
+"""GPU times of experts' products and of products with quantized weights, beside torch's own.
 
     python -m benchmarks.experts_and_quantized --commit $(git rev-parse --short HEAD) [--only qwen,int4]
 
 Medians of CUDA-graph replays, as benchmarks/templates.py takes them; weights rotate past the L2 (of experts: routings
 do, over weights that are larger). Writes benchmarks/results/experts-and-quantized-<device>-<commit>.json. A ratio is
 the peer's time over ours: above 1 we are faster. Our products start at the router's ids and group the rows themselves.
-A product with quantised weights has a row for each order that it may have: row-parallel linears have a tree by default.
+A product with quantized weights has a row for each order that it may have: row-parallel linears have a tree by default.
 
 | peer | what it does |
 |---|---|
@@ -13,7 +13,7 @@ A product with quantised weights has a row for each order that it may have: row-
 | grouped_mm, whole | the same with sort, offsets, gather and the way back, as transformers calls it |
 | cuBLAS loop | one product an expert with rows, of sorted rows, the counts known to the host |
 | int4pack, int8pack | torch._weight_int4pack_mm, torch._weight_int8pack_mm |
-| dequantise + cuBLAS | the dequantisation by torch.compile, then torch.mm |
+| dequantize + cuBLAS | the dequantization by torch.compile, then torch.mm |
 | cuBLAS bfloat16, scaled_mm | for information: weights of 16 bits; both operands float8 |
 """
 
@@ -155,9 +155,9 @@ def _quantized(key: str, n: int, k: int) -> QuantizedWeight:
 
 
 def _quantized_peers(key: str, x: Tensor, weights: list[QuantizedWeight], plain: list[Tensor]) -> dict:
-    dequantise = torch.compile(_dequantise)
+    dequantize = torch.compile(_dequantize)
     peers: dict[str, tuple[list[tuple], Callable]] = {
-        "dequantise + cuBLAS": ([(w,) for w in weights], lambda w: torch.mm(x, dequantise(w).t())),
+        "dequantize + cuBLAS": ([(w,) for w in weights], lambda w: torch.mm(x, dequantize(w).t())),
         "cuBLAS bfloat16": ([(w,) for w in plain], lambda w: torch.mm(x, w.t())),
     }
     if key == "int4":
@@ -181,7 +181,7 @@ def _quantized_peers(key: str, x: Tensor, weights: list[QuantizedWeight], plain:
     return peers
 
 
-def _dequantise(weight: QuantizedWeight) -> Tensor:
+def _dequantize(weight: QuantizedWeight) -> Tensor:
     if weight.w.dtype is torch.float8_e4m3fn:
         scales = weight.scales.t().repeat_interleave(128, 0).repeat_interleave(128, 1)
         return (weight.w.float() * scales).to(BFLOAT16)

@@ -137,7 +137,7 @@ def _reduce(rng: random.Random, y: Tensor, *_: Any) -> Tensor:
     )()  # fmt: skip
 
 
-def _normalise(rng: random.Random, y: Tensor, _: Any, weights: tuple[Tensor, ...]) -> Tensor:
+def _normalize(rng: random.Random, y: Tensor, _: Any, weights: tuple[Tensor, ...]) -> Tensor:
     y, dim = _floating(y), _dim(rng, y)
     gain = weights[1]
     return rng.choice(
@@ -237,8 +237,8 @@ def _attend(rng: random.Random, y: Tensor, *_: Any) -> Tensor:
 
 OPERATIONS: tuple[tuple[str, Operation], ...] = (
     ("unary", _unary), ("unary", _unary), ("unary", _unary), ("scalar", _scalar), ("binary", _binary),
-    ("binary", _binary), ("compare", _compare), ("cast", _cast), ("reduce", _reduce), ("normalise", _normalise),
-    ("normalise", _normalise), ("global", _global), ("reshape", _reshape), ("reshape", _reshape), ("turn", _turn),
+    ("binary", _binary), ("compare", _compare), ("cast", _cast), ("reduce", _reduce), ("normalize", _normalize),
+    ("normalize", _normalize), ("global", _global), ("reshape", _reshape), ("reshape", _reshape), ("turn", _turn),
     ("move", _move), ("move", _move), ("rank", _rank), ("look up", _look_up), ("multiply", _multiply),
     ("multiply", _multiply), ("attend", _attend),
 )  # fmt: skip

@@ -10,7 +10,7 @@ its keys shared by all.
 
 Beside it the same transformers model without detcompile, as an engine without the contract would batch it: the answers
 come from batches of the smallest and the largest size that our engine ran, then of others of its sizes at random. Once
-all rows of a batch are the prompt itself, so that the batch size alone changes; once each batch has a longer neighbour,
+all rows of a batch are the prompt itself, so that the batch size alone changes; once each batch has a longer neighbor,
 to which the others are padded.
 
 Writes benchmarks/results/repeat[-random]-<hardware>-<commit>.json.
@@ -39,7 +39,7 @@ __all__ = ["Workload", "agreement", "left_padded", "repeat_ours", "repeat_plain"
 
 PROMPT = 'def mean(values: list[float]) -> float:\n    """Return the arithmetic mean of a list of numbers."""\n'
 PROMPT_LENGTH = 32  # of the random tokens that are the prompt of the 8B shape
-LONGEST_NEIGHBOUR = 256  # tokens of a prompt
+LONGEST_NEIGHBOR = 256  # tokens of a prompt
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -53,7 +53,7 @@ class Workload(NamedTuple):
     seed: int = 0
 
     @property
-    def neighbours(self) -> int:
+    def neighbors(self) -> int:
         """Other requests mixed in."""
         return self.completions // 4
 
@@ -64,11 +64,11 @@ Answer = tuple[int, ...]
 def repeat_ours(model: CompiledModel, work: Workload) -> tuple[list[Answer], list[int]]:
     """Answers of the engine under random arrivals; and the batch size (sequences running) of each step."""
     rng = random.Random(work.seed)
-    longest = min(LONGEST_NEIGHBOUR, model.max_context - work.tokens)
+    longest = min(LONGEST_NEIGHBOR, model.max_context - work.tokens)
     arrivals = [(0, True)]  # one at once, so that some steps hold it alone
     last = max(1, work.tokens * work.completions // (2 * work.max_num_seqs))
     arrivals += [(rng.randrange(last), True) for _ in range(work.completions - 1)]
-    arrivals += [(rng.randrange(last), False) for _ in range(work.neighbours)]
+    arrivals += [(rng.randrange(last), False) for _ in range(work.neighbors)]
     arrivals.sort()
     engine = model.engine(
         EngineConfig(max_num_seqs=work.max_num_seqs, max_num_batched_tokens=2048, prefix_caching=False)
@@ -111,7 +111,7 @@ def repeat_plain(
         taken.append(min(size, work.completions - len(answers)))
         rows = [work.prompt] * taken[-1]
         if padded:
-            more = len(work.prompt) + rng.randint(1, LONGEST_NEIGHBOUR)
+            more = len(work.prompt) + rng.randint(1, LONGEST_NEIGHBOR)
             rows.append([rng.randrange(model.config.vocab_size) for _ in range(more)])
         ids, mask = left_padded(rows, model.device)
         out = model.generate(ids, attention_mask=mask, max_new_tokens=work.tokens, do_sample=False)
@@ -171,7 +171,7 @@ def measure(arguments: argparse.Namespace, dtype: torch.dtype) -> dict[str, obje
     name = arguments.shape or arguments.model
     model, prompt = _models(name, dtype, arguments.device, arguments.random)
     work = Workload(prompt, arguments.completions, arguments.tokens, arguments.max_num_seqs)
-    report: dict[str, object] = {"dtype": str(dtype).removeprefix("torch."), "neighbours": work.neighbours}
+    report: dict[str, object] = {"dtype": str(dtype).removeprefix("torch."), "neighbors": work.neighbors}
     compiled = detcompile.compile(model)
     started = time.perf_counter()
     answers, sizes = repeat_ours(compiled, work)
@@ -186,7 +186,7 @@ def measure(arguments: argparse.Namespace, dtype: torch.dtype) -> dict[str, obje
     for padded in (False, True):
         started = time.perf_counter()
         answers, taken = repeat_plain(plain, few, sizes, padded=padded)
-        key = f"{kind}, padded to a neighbour" if padded else f"{kind}, the prompt alone"
+        key = f"{kind}, padded to a neighbor" if padded else f"{kind}, the prompt alone"
         report[key] = agreement(answers, taken) | {"seconds": time.perf_counter() - started}
         print(key, report[key], flush=True)
     return report

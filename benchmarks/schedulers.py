@@ -21,7 +21,7 @@ import torch
 import detcompile
 from benchmarks.cpu import cpu_name
 from benchmarks.model import build
-from benchmarks.simulation import H200_8B, Arrival, latencies, log_normal_trace, simulate, summarise
+from benchmarks.simulation import H200_8B, Arrival, latencies, log_normal_trace, simulate, summarize
 from detcompile import CompiledModel, SamplingParams
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import EngineConfig
@@ -49,7 +49,7 @@ def scheduler_rows(requests: int, rates: tuple[float, ...] = RATES, seed: int = 
         trace = log_normal_trace(requests, rate, seed)
         for name, settings in POLICIES.items():
             config = EngineConfig(**settings, max_num_seqs=MOST_SEQUENCES)
-            yield {"policy": name, "rate": rate, "blocks": ROOMY} | summarise(simulate(trace, config, ROOMY))
+            yield {"policy": name, "rate": rate, "blocks": ROOMY} | summarize(simulate(trace, config, ROOMY))
 
 
 def allocation_rows(requests: int, seed: int = 0) -> Iterator[dict]:
@@ -63,7 +63,7 @@ def allocation_rows(requests: int, seed: int = 0) -> Iterator[dict]:
                 max_num_seqs=MOST_SEQUENCES,
                 allocation=allocation,
             )
-            summary = summarise(simulate(trace, config, blocks))
+            summary = summarize(simulate(trace, config, blocks))
             yield {"allocation": allocation, "rate": TIGHT_RATE, "blocks": blocks} | summary
 
 
@@ -110,7 +110,7 @@ def _serve(engine: Engine, trace: list[Arrival], prompts: list[list[int]], start
 
 
 def _times(outputs: list[RequestOutput], trace: list[Arrival], started: float) -> dict[str, Any]:
-    """Return the times for ``summarise``; a first token is counted from the request's arrival in the trace."""
+    """Return the times for ``summarize``; a first token is counted from the request's arrival in the trace."""
     times = [output.metrics.token_times for output in outputs if output.metrics is not None]
     first = [1e3 * (row_times[0] - started - arrival.time) for row_times, arrival in zip(times, trace, strict=True)]
     between = [1e3 * (b - a) for row_times in times for a, b in pairwise(row_times)]

@@ -34,7 +34,7 @@ __all__ = [
     "latencies",
     "log_normal_trace",
     "simulate",
-    "summarise",
+    "summarize",
 ]
 
 END = 1  # the token that ends an answer
@@ -237,7 +237,7 @@ def latencies(first: list[float], between: list[float]) -> dict[str, float]:
     }
 
 
-def summarise(simulation: Simulation) -> dict[str, float]:
+def summarize(simulation: Simulation) -> dict[str, float]:
     """Milliseconds to the first token and between tokens, throughput, stalls and preemptions.
 
     A stall is a gap between two tokens of an answer that spans a step in which the answer had no part.

@@ -30,7 +30,7 @@ REPEATS = 5
 
 
 def seconds(step: Callable[[], object]) -> float:
-    """The median of steps, between synchronisations, after two to warm up."""
+    """The median of steps, between synchronizations, after two to warm up."""
     times = []
     for _ in range(REPEATS + 2):
         torch.cuda.synchronize()

@@ -106,7 +106,7 @@ def tensor_parallel(size: int, group: dist.ProcessGroup | None = None) -> Tensor
         group: the ranks' process group; None is all of torch.distributed. On GPUs, the current one is this rank's.
 
     Raises:
-        InvalidInput: torch.distributed was not initialised, or the group has another size.
+        InvalidInput: torch.distributed was not initialized, or the group has another size.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise InvalidInput(

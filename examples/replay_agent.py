@@ -20,7 +20,7 @@ import detcompile
 from detcompile import Engine, EngineConfig, SamplingParams
 
 TASK = 'import json\nfrom pathlib import Path\n\n\ndef read_settings(path: Path) -> dict:\n    """Read a file."""\n'
-NEIGHBOURS = ["def mean(values):\n", "class Point:\n", "x = 1\n" * 40]  # requests of others in the replay's batches
+NEIGHBORS = ["def mean(values):\n", "class Point:\n", "x = 1\n" * 40]  # requests of others in the replay's batches
 NUM_TURNS = 4
 
 
@@ -33,13 +33,13 @@ def tool(code: str) -> str:
     return "# parses\n"
 
 
-def run_agent(engine: Engine, seeds: list[int | None], neighbours: list[str]) -> list[dict]:
+def run_agent(engine: Engine, seeds: list[int | None], neighbors: list[str]) -> list[dict]:
     """Run the agent's loop: a turn's prompt is the text of all earlier turns and tool messages."""
     turns, prompt = [], TASK
     for seed in seeds:
         params = SamplingParams(temperature=0.9, top_p=0.95, max_tokens=24, logprobs=2, seed=seed)
-        others = [SamplingParams(max_tokens=8, seed=number) for number, _ in enumerate(neighbours)]
-        output = engine.generate([prompt, *neighbours], [params, *others], progress=False)[0]
+        others = [SamplingParams(max_tokens=8, seed=number) for number, _ in enumerate(neighbors)]
+        output = engine.generate([prompt, *neighbors], [params, *others], progress=False)[0]
         answer = output.outputs[0]
         message = tool(prompt + answer.text)
         turn = {"prompt": prompt, "seed": output.seed, "token_ids": answer.token_ids, "text": answer.text}
@@ -67,7 +67,7 @@ def replay(path: Path) -> None:
     if changed:
         sys.exit(f"recorded with another {', '.join(changed)}: the bits are not promised to be equal")
     config = EngineConfig(scheduler="simple_chunking", max_num_batched_tokens=24, block_size=16, num_blocks=256)
-    again = run_agent(model.engine(config), [turn["seed"] for turn in recorded["turns"]], NEIGHBOURS)
+    again = run_agent(model.engine(config), [turn["seed"] for turn in recorded["turns"]], NEIGHBORS)
     for number, (old, new) in enumerate(zip(recorded["turns"], again), 1):
         if json.dumps(old) != json.dumps(new):  # a float is written with all its bits
             names = [name for name in old if json.dumps(old[name]) != json.dumps(new.get(name))]

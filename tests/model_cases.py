@@ -81,7 +81,7 @@ STATEFUL = {
 def random_model(name: str, dtype: torch.dtype, device: str = "cpu", **changes: object) -> PreTrainedModel:
     """A model of ARCHITECTURES (others take LLAMA's sizes) in eval mode; the same weights at every call.
 
-    Weights are ten times larger than the usual initialisation, so that a changed order changes bits.
+    Weights are ten times larger than the usual initialization, so that a changed order changes bits.
     """
     torch.manual_seed(0)
     config = AutoConfig.for_model(name, **((ARCHITECTURES | STATEFUL).get(name, LLAMA) | changes))

@@ -1,4 +1,4 @@
-"""Quantised checkpoints of random tiny models, written as the tools of each method lay them out."""
+"""Quantized checkpoints of random tiny models, written as the tools of each method lay them out."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -171,7 +171,7 @@ def write_checkpoint(
     others: tuple[str, ...] = (),
     **changes: object,
 ) -> dict[str, Tensor]:
-    """Write a tiny quantised model; return the float64 matrix that each of its linears means.
+    """Write a tiny quantized model; return the float64 matrix that each of its linears means.
 
     Args:
         name: key of CHECKPOINTS or ODD_CHECKPOINTS.

@@ -111,7 +111,7 @@ def test_a_replay_that_differs_ends_with_an_error(change, message, tmp_path: Pat
     again, parts = copy.deepcopy(turns), {"torch": "2.13"}
     model = mock.Mock(fingerprint_parts=parts if change else {"torch": "2.14"}, fingerprint="f")
     monkeypatch.setattr(detcompile, "compile", lambda name: model)
-    monkeypatch.setattr(example, "run_agent", lambda engine, seeds, neighbours: again)
+    monkeypatch.setattr(example, "run_agent", lambda engine, seeds, neighbors: again)
     if change is not None:
         change(again)
     file = tmp_path / "transcript.json"

@@ -17,7 +17,7 @@ from benchmarks.simulation import (
     Simulation,
     log_normal_trace,
     simulate,
-    summarise,
+    summarize,
 )
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.pacing.lanes import Lanes
@@ -49,7 +49,7 @@ def test_under_stall_free_no_decode_waits_longer_than_one_chunk(policy: str, rat
     longest = chunk_seconds(budget, idle_share_and_speed.most_decode_keys)
     for seconds, steps in idle_share_and_speed.gaps():
         assert steps == 1 and seconds <= longest
-    assert idle_share_and_speed.num_preemptions == 0 and summarise(idle_share_and_speed)["stalls"] == 0
+    assert idle_share_and_speed.num_preemptions == 0 and summarize(idle_share_and_speed)["stalls"] == 0
 
 
 def test_under_prefill_first_decodes_wait_for_whole_prompts() -> None:
@@ -57,11 +57,11 @@ def test_under_prefill_first_decodes_wait_for_whole_prompts() -> None:
     assert max(seconds for seconds, _ in idle_share_and_speed.gaps()) > chunk_seconds(
         2048, idle_share_and_speed.most_decode_keys
     )
-    assert summarise(idle_share_and_speed)["stalls"] > 0
+    assert summarize(idle_share_and_speed)["stalls"] > 0
 
 
 def test_under_simple_chunking_a_decode_waits_for_one_chunk_at_most() -> None:
-    assert summarise(served("simple_chunking 2048", 6.0))["longest_stall_steps"] == 1
+    assert summarize(served("simple_chunking 2048", 6.0))["longest_stall_steps"] == 1
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -80,7 +80,7 @@ def test_stages_are_idle_for_less_than_a_twentieth_under_load(num_stages: int, r
     idle_share_and_speed = simulate(log_normal_trace(300, rate), config, 4 * ROOMY, num_stages=num_stages)
     assert idle_share_and_speed.idle_share_under_load < 0.05 and idle_share_and_speed.num_preemptions == 0
     alone = simulate(log_normal_trace(300, rate), config, 4 * ROOMY)
-    assert summarise(idle_share_and_speed)["output_tokens_per_s"] > 1.2 * summarise(alone)["output_tokens_per_s"]
+    assert summarize(idle_share_and_speed)["output_tokens_per_s"] > 1.2 * summarize(alone)["output_tokens_per_s"]
 
 
 def test_one_step_more_than_stages_hides_the_time_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +91,7 @@ def test_one_step_more_than_stages_hides_the_time_of_the_host(monkeypatch: pytes
 
     def idle_share_and_speed(host: HostCost) -> tuple[float, float]:
         simulation = simulate(trace, config, 4 * ROOMY, num_stages=2, host=host)
-        return simulation.idle_share, summarise(simulation)["output_tokens_per_s"]
+        return simulation.idle_share, summarize(simulation)["output_tokens_per_s"]
 
     slow, quick = HostCost(1e-3, 16e-6), HostCost(1e-3, 0.0)
     hidden, given = idle_share_and_speed(slow), idle_share_and_speed(quick)

@@ -3,6 +3,7 @@
 import ast
 import functools
 import importlib.util
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +11,17 @@ import pytest
 
 from tools.internals_page import entries, page
 
-PACKAGE = Path(__file__).parents[1] / "detcompile"
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "detcompile"
+WRITTEN = ("detcompile", "tests", "docs", "benchmarks", "examples", "tools")  # folders whose text people read
+SUFFIXES = {".py", ".md", ".toml", ".html"}
+# Words in lower case. "cancelled" is missing: it is OpenAI's status and a method of asyncio's futures.
+BRITISH = re.compile(
+    "(un|de|re)?(initiali|materiali|maximi|minimi|normali|optimi|organi|parameteri|penali|quanti|randomi|recogni|seriali"
+    "|speciali|summari|synchroni|tokeni)s(e|ed|er|es|ing|ations?)$"
+    "|(behavio|colo|favo|hono|labo|neighbo)ur|(dia|labe|mode|signa|trave)ll(ed|ing)$|cent(red|re)$|analys(ed|e|ing)$"
+    "|artefact|catalogue|grey|judgement|licence|towards$|whilst$"
+)
 INTERNALS = ("torch_internals/", "transformers_internals/")
 # Modules of transformers that its documentation names; everything else of it is private.
 OF_TRANSFORMERS = {
@@ -202,6 +213,15 @@ def transformers_modules() -> frozenset[str]:
     paths = [path for pattern in ("*", "*/*") for path in root.glob(pattern) if path.parent.name != "models"]
     paths = [path for path in paths if path.suffix == ".py" or (path / "__init__.py").exists()]
     return frozenset(".".join(("transformers", *path.relative_to(root).with_suffix("").parts)) for path in paths)
+
+
+def test_spelling_is_american() -> None:
+    paths = [path for folder in WRITTEN for path in (ROOT / folder).rglob("*") if path.suffix in SUFFIXES]
+    paths = [path for path in (*paths, *ROOT.glob("*.md")) if path != Path(__file__)]
+    words = {path: set(re.findall("[a-z]+", path.read_text().lower())) for path in paths}
+    british = {word for word in set().union(*words.values()) if BRITISH.match(word)}
+    actual = [f"{path.relative_to(ROOT)}: {word}" for path in paths for word in words[path] & british]
+    assert not actual, f"spell the American way: {actual}"
 
 
 def test_every_internal_name_says_its_purpose() -> None:

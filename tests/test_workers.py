@@ -138,8 +138,8 @@ def test_it_is_known_by_its_name_and_commit(two: RemoteModel) -> None:
 def test_logits_and_the_fingerprint(one: RemoteModel, monkeypatch: pytest.MonkeyPatch) -> None:
     here = alone()
     assert_bitwise_equal(one(IDS).logits, here(IDS).logits)
-    labelled = one(IDS, labels=IDS)
-    assert_bitwise_equal(labelled.loss, here(IDS, labels=IDS).loss)
+    labeled = one(IDS, labels=IDS)
+    assert_bitwise_equal(labeled.loss, here(IDS, labels=IDS).loss)
     assert one.fingerprint == (known := here.fingerprint)
     for model in (one, here):
         monkeypatch.setattr(model.generation_config, "eos_token_id", [7, 5])  # of the caller, whose engines read it

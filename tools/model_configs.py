@@ -172,8 +172,8 @@ def tiny_model(model_type: str, implementation: str | None = None) -> PreTrained
     Args:
         implementation: of attention and experts; "eager" is the model's own code, where "sdpa" leaves out soft caps.
 
-    Weights are several times larger than the usual initialisation, so that a changed order changes bits; what is
-    initialised to one constant (biases, sinks) gets values that differ.
+    Weights are several times larger than the usual initialization, so that a changed order changes bits; what is
+    initialized to one constant (biases, sinks) gets values that differ.
     """
     torch.manual_seed(0)
     chosen = {} if implementation is None else {"attn_implementation": implementation}

@@ -1,4 +1,4 @@
-"""RoFormer as a causal language model: neighbouring features of queries and keys are turned by the position."""
+"""RoFormer as a causal language model: neighboring features of queries and keys are turned by the position."""
 
 from typing import Any
 

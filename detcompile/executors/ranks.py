@@ -12,7 +12,7 @@ from detcompile.executors.remote import RemoteExecutor
 from detcompile.executors.started_ranks import StartedRanks
 from detcompile.orders.numerics import Numerics
 from detcompile.runtime.processes.group import WorkerGroup
-from detcompile.runtime.processes.rank_process import DialledRank
+from detcompile.runtime.processes.rank_process import DialedRank
 
 STEP_SECONDS = {"cuda": 300.0, "cpu": 3600.0}  # a step may compile GPU kernels; CPUs are slow
 
@@ -23,17 +23,17 @@ class Nodes(NamedTuple):
     Attributes:
         host: address of rank 0's machine, which is this one.
         num_here: number of ranks on this machine.
-        dialled: all ranks but rank 0, which this process starts.
+        dialed: all ranks but rank 0, which this process starts.
     """
 
     host: str
     num_here: int
-    dialled: Sequence[DialledRank]
+    dialed: Sequence[DialedRank]
 
     @property
     def num_ranks(self) -> int:
         """Number of ranks on all machines."""
-        return 1 + len(self.dialled)
+        return 1 + len(self.dialed)
 
 
 class RankPlan(NamedTuple):
@@ -75,11 +75,11 @@ def start_ranks(
     """
     _require_gpus(plan, plan.num_ranks if nodes is None else nodes.num_here)
     seconds = STEP_SECONDS[plan.device_type] if step_seconds is None else step_seconds
-    dialled = () if nodes is None else nodes.dialled
+    dialed = () if nodes is None else nodes.dialed
 
     def begin(files: Sequence[int]) -> WorkerGroup:
         server = "detcompile.workers:RankServer"
-        return WorkerGroup(plan.num_ranks, server, (plan,), step_seconds=seconds, files=files, dialled=dialled)
+        return WorkerGroup(plan.num_ranks, server, (plan,), step_seconds=seconds, files=files, dialed=dialed)
 
     return RemoteExecutor(StartedRanks(begin, saved, again=nodes is None), plan.pp)
 

@@ -29,7 +29,7 @@ from detcompile.models.remote import RemoteModel, compile_in_workers
 from detcompile.models.spec import ARCHIVE_SUFFIX, ModelSpec
 from detcompile.orders.numerics import Numerics
 from detcompile.runtime.processes.process import serve as obey
-from detcompile.runtime.processes.rank_process import DialledRank
+from detcompile.runtime.processes.rank_process import DialedRank
 from detcompile.serving.engines.engine_process import serve
 from detcompile.serving.engines.handshake import SECRET_BYTES, connected, front_of, keep_alive, proven, read_exactly
 from detcompile.serving.engines.processes import end_with_parent
@@ -55,7 +55,7 @@ def main() -> None:
             )
         store, _rank, _size = next(dist.rendezvous("env://"))
         if place.rank:
-            obey(_to_rank_0(store, place.rank, secret), dialled=True)
+            obey(_to_rank_0(store, place.rank, secret), dialed=True)
         nodes = _met(store, place, secret)
     except DetcompileError as error:
         sys.exit(f"rank: {error}")
@@ -77,15 +77,15 @@ def _compiled(nodes: Nodes, spec: ModelSpec, tp: int, pp: int) -> RemoteModel:
     require_declared(tp, numerics)
     source = find(spec.name, **spec.options)
     model = compile_in_workers(source, tp=tp, pp=pp, numerics=numerics, nodes=nodes)
-    for dialled in nodes.dialled:  # not earlier: imports and drivers may block all of a rank's threads
-        dialled.silence_seconds = SILENCE_SECONDS
+    for dialed in nodes.dialed:  # not earlier: imports and drivers may block all of a rank's threads
+        dialed.silence_seconds = SILENCE_SECONDS
     return model
 
 
 def _met(store: dist.Store, place: Place, secret: bytes) -> Nodes:
     """Wait until all other ranks have connected."""
     host = _local_address(place)
-    ranks: dict[int, DialledRank] = {}
+    ranks: dict[int, DialedRank] = {}
     end = time.monotonic() + MEETING_SECONDS
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
@@ -101,7 +101,7 @@ def _met(store: dist.Store, place: Place, secret: bytes) -> Nodes:
                 connection.close()
                 print(f"rank 0: {address[0]} connected without DETCOMPILE_ENGINE_SECRET", file=sys.stderr)
             else:
-                ranks[greeting[0]] = DialledRank(connection, greeting[1])  # a rank's latest connection is live
+                ranks[greeting[0]] = DialedRank(connection, greeting[1])  # a rank's latest connection is live
     return Nodes(host, place.local_size, [ranks[rank] for rank in range(1, place.size)])
 
 
@@ -149,8 +149,8 @@ def _local_address(place: Place) -> str:
 def _end_with(nodes: Nodes) -> NoReturn:
     """End this process when another rank ends, even while no step waits for it."""
     poller = select.poll()
-    for dialled in nodes.dialled:
-        poller.register(dialled.channel.fileno(), select.POLLRDHUP if sys.platform == "linux" else select.POLLHUP)
+    for dialed in nodes.dialed:
+        poller.register(dialed.channel.fileno(), select.POLLRDHUP if sys.platform == "linux" else select.POLLHUP)
     poller.poll()
     time.sleep(LAST_WORDS_SECONDS)
     os._exit(1)

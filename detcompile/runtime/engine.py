@@ -299,7 +299,7 @@ class Engine:
         """Forget all cached prefixes.
 
         Raises:
-            InvalidInput: requests are queued or running and not cancelled.
+            InvalidInput: requests are queued or running and not canceled.
         """
         with self.idle():
             self._blocks.pool.clear()
@@ -314,7 +314,7 @@ class Engine:
         """Prevent steps while this context is active, in which the weights may change.
 
         Raises:
-            InvalidInput: requests are queued or running and not cancelled.
+            InvalidInput: requests are queued or running and not canceled.
         """
         with self._steps.turns:
             self._steps.drop_cancelled()

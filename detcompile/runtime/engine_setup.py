@@ -141,7 +141,7 @@ def new_worker(
     cuda_graphs = _has_graphs(facts, config)
     runner = Runner(forward, new_cache(facts, num_blocks, config.block_size, num_states), cuda_graphs)
     slots = config.max_num_seqs if step else 0
-    worker = Worker(runner, Sampler(facts.num_logits, facts.device, penalised_slots=slots, is_exact=facts.is_exact))
+    worker = Worker(runner, Sampler(facts.num_logits, facts.device, penalized_slots=slots, is_exact=facts.is_exact))
     if cuda_graphs:
         worker.warm_up(config.max_num_seqs, config.max_num_batched_tokens, min(num_blocks, _longest(facts, config)))
     if step is not None:
@@ -231,7 +231,7 @@ def room_for_cache(
     runner = Runner(forward, new_cache(facts, 2, config.block_size), False)
     step = step_needs(
         runner,
-        functools.partial(Sampler, facts.num_logits, facts.device, penalised_slots=sequences, is_exact=facts.is_exact),
+        functools.partial(Sampler, facts.num_logits, facts.device, penalized_slots=sequences, is_exact=facts.is_exact),
         num_tokens=max(tokens, facts.max_context) if config.whole_prompts else tokens,
         num_sequences=sequences,
         num_drafts=DRAFT_ROWS if drafts else 0,

@@ -26,7 +26,7 @@ PARTS = (8, 5, 3)  # eighths of the rows: the allocator may keep blocks that fit
 NUM_LOGPROBS = 20  # per token
 NUM_SAMPLED_GRAPHS = 8  # besides those of the largest size
 FILTERED = SamplingParams(temperature=1.0, top_p=0.9, top_k=50, logprobs=NUM_LOGPROBS, logit_bias={0: 1.0}, seed=0)
-PENALISED = SamplingParams(
+PENALIZED = SamplingParams(
     temperature=1.0,
     top_p=0.9,
     top_k=50,
@@ -169,7 +169,7 @@ def _busiest(
     drafts = min(num_drafts, num_tokens - decodes)
     prompt = min(num_prompt_tokens, num_tokens - decodes - drafts)
     arrays = idle_arrays(num_tokens, decodes, len(runner.kv_cache.groups), width)
-    rows = [SampleRow(PENALISED, 1, key=index, token_ids=(0,)) for index in range(decodes)]
+    rows = [SampleRow(PENALIZED, 1, key=index, token_ids=(0,)) for index in range(decodes)]
     rows += [SampleRow(FILTERED, 1, key=decodes + index) for index in range(drafts)]
     prompts = (PromptRows(len(rows), (0,) * prompt, NUM_LOGPROBS),) if prompt else ()
     return StepWork(arrays._replace(logits_to_keep=np.arange(len(rows) + prompt)), tuple(rows), prompts)

@@ -227,7 +227,7 @@ class Pipeline:
         for draw in step.draws:
             sequence = draw.sequence
             sequence.num_pending -= 1
-            if self._book.is_open(sequence):  # not cancelled or ended in the meantime
+            if self._book.is_open(sequence):  # not canceled or ended in the meantime
                 goes_on, count, row = self._follow(draw, result)
                 num_generated += count
                 if goes_on:

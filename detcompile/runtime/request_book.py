@@ -1,7 +1,7 @@
 """RequestBook: an engine's requests, from admission to the last output.
 
 The pipeline reports what happens to sequences (``on_token`` and the like). An exception on behalf of one request ends
-only that request: it leaves before the next step is planned, like a cancelled one.
+only that request: it leaves before the next step is planned, like a canceled one.
 """
 
 import threading

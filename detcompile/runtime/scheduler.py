@@ -104,7 +104,7 @@ class Scheduler:
         return sequence in self._queues
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a finished or cancelled sequence and free its blocks."""
+        """Forget a finished or canceled sequence and free its blocks."""
         self._num_adapted -= sequence.adapter is not None
         if self._queues.remove(sequence):
             self.blocks.release(sequence)

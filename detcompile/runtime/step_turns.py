@@ -98,7 +98,7 @@ class StepTurns:
             self.step(mailbox.place)
 
     def drop_cancelled(self) -> None:
-        """End cancelled requests without a step for the others, and remove them from the queue."""
+        """End canceled requests without a step for the others, and remove them from the queue."""
         with without_interrupts(), self.turns:
             if self.failure is None:
                 self._book.update()

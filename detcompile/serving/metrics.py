@@ -29,7 +29,7 @@ class Metrics:
         self._fleet = fleet
         reg = self.registry
         self.refused = Counter("detcompile:requests_refused", "Requests refused with 429.", registry=reg)
-        self._cancelled = Counter("detcompile:requests_cancelled", "Requests cancelled, as nobody waits.", registry=reg)
+        self._cancelled = Counter("detcompile:requests_cancelled", "Requests canceled: nobody waits.", registry=reg)
         Gauge("detcompile:max_queue", "Samples that may be open.", registry=reg).set(max_queue)
         Gauge("detcompile:max_queued_tokens", "Prompt tokens that may wait.", registry=reg).set(max_queued_tokens)
         self._prompt = Counter("vllm:prompt_tokens", "Prompt tokens of requests that ended.", registry=reg)

@@ -91,7 +91,7 @@ class _Awaited(Response, ABC):
         self._reservation = reservation
         self._fields = headers
         self._left = False  # by the client
-        self._stops = False  # whether the client's leaving has cancelled the sending
+        self._stops = False  # whether the client's leaving has canceled the sending
         self._path = ""  # of the request
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

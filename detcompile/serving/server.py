@@ -66,7 +66,7 @@ class _Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handle SIGTERM or Ctrl-C."""
-        self._on_signal.signalled(self)
+        self._on_signal.signaled(self)
 
 
 class Drain:
@@ -82,7 +82,7 @@ class Drain:
         self._loop = asyncio.get_running_loop()
         self._task: asyncio.Task[None] | None = None
 
-    def signalled(self, server: uvicorn.Server) -> None:
+    def signaled(self, server: uvicorn.Server) -> None:
         """Handle a signal. Runs in the main thread, between two bytecodes."""
         if self._service.draining:
             server.should_exit = server.force_exit = True

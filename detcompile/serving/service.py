@@ -361,7 +361,7 @@ class Service:
             cancelled = not answer.finished
             if cancelled:
                 self.fleet.cancel(answer)
-                answer.fail(WorkerError("the request was cancelled"))
+                answer.fail(WorkerError("the request was canceled"))
             self.history.ended(answer, cancelled=cancelled)
             if not isinstance(answer, Verification):
                 self.metrics.ended(answer, cancelled=cancelled)

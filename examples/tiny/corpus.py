@@ -1,6 +1,6 @@
 """Python sources of this machine that may be trained on, cleaned, deduplicated and split by package.
 
-Sources are the standard library and the installed packages whose metadata names a permissive licence. Whole packages
+Sources are the standard library and the installed packages whose metadata names a permissive license. Whole packages
 are held out by a hash of their name, and a held-out file that shares code with a training file is dropped.
 """
 
@@ -34,17 +34,17 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """Training and held-out files, and the licence that each admitted package declares."""
+    """Training and held-out files, and the license that each admitted package declares."""
 
     train: list[Source]
     held_out: list[Source]
-    licences: dict[str, str]
+    licenses: dict[str, str]
 
 
 def collect_corpus(limit: int | None) -> Corpus:
     """Read, clean and deduplicate the sources, then split them by package; `limit` keeps that many files."""
-    licences = declared_licences()
-    files = find_files(licences)
+    licenses = declared_licenses()
+    files = find_files(licenses)
     if limit is not None:
         files = random.Random(0).sample(files, min(limit, len(files)))
     # Forked workers share the parent's seed of hash(), which Shared relies on.
@@ -71,19 +71,19 @@ def collect_corpus(limit: int | None) -> Corpus:
         f"{len(files)} files, {len(unique)} kept, {len(apart) - len(clean)} of {len(apart)} held-out share code",
         flush=True,
     )
-    return Corpus(train=train, held_out=clean, licences=licences)
+    return Corpus(train=train, held_out=clean, licenses=licenses)
 
 
 def packages_of(corpus: Corpus) -> dict[str, dict]:
-    """Name -> licence, MB and whether it was held out; the standard library's modules are one name per side."""
+    """Name -> license, MB and whether it was held out; the standard library's modules are one name per side."""
     sizes = Counter()
     for side, sources in (("train", corpus.train), ("held out", corpus.held_out)):
         for source in sources:
             name = "stdlib" if source.package.startswith("stdlib/") else source.package.removesuffix(".py")
             sizes[name, side] += len(source.text.encode())
-    licences = {"stdlib": "PSF-2.0"} | {k.removesuffix(".py"): v for k, v in corpus.licences.items()}
+    licenses = {"stdlib": "PSF-2.0"} | {k.removesuffix(".py"): v for k, v in corpus.licenses.items()}
     return {
-        f"{name} ({side})": {"licence": licences[name], "megabytes": round(size / 1e6, 3)}
+        f"{name} ({side})": {"license": licenses[name], "megabytes": round(size / 1e6, 3)}
         for (name, side), size in sizes.most_common()
     }
 
@@ -92,26 +92,26 @@ def is_held_out(package: str) -> bool:
     return hashlib.blake2b(package.encode()).digest()[0] % 20 == 0
 
 
-def declared_licences() -> dict[str, str]:
-    """Top-level name in site-packages -> licence, for packages all of whose owners declare a permissive one."""
-    licences, refused = {}, set()
+def declared_licenses() -> dict[str, str]:
+    """Top-level name in site-packages -> license, for packages all of whose owners declare a permissive one."""
+    licenses, refused = {}, set()
     for distribution in importlib.metadata.distributions(path=[sysconfig.get_path("purelib")]):
         metadata = distribution.metadata
-        licence = metadata.get("License-Expression")
-        if licence is None:
+        license = metadata.get("License-Expression")
+        if license is None:
             classifiers = [c.split(" :: ")[-1] for c in metadata.get_all("Classifier", []) if c.startswith("License")]
             field = metadata.get("License") or ""
-            licence = "; ".join(classifiers + [field] * (0 < len(field) < 100))
-        admitted = PERMISSIVE.search(licence) is not None and RESTRICTIVE.search(licence) is None
+            license = "; ".join(classifiers + [field] * (0 < len(field) < 100))
+        admitted = PERMISSIVE.search(license) is not None and RESTRICTIVE.search(license) is None
         for name in {file.parts[0] for file in distribution.files or () if file.suffix == ".py"}:
             if admitted:
-                licences[name] = licence
+                licenses[name] = license
             else:
                 refused.add(name)
-    return {name: licence for name, licence in licences.items() if name not in refused}
+    return {name: license for name, license in licenses.items() if name not in refused}
 
 
-def find_files(licences: dict[str, str]) -> list[tuple[str, Path]]:
+def find_files(licenses: dict[str, str]) -> list[tuple[str, Path]]:
     """(package, path) of every candidate file, sorted."""
     stdlib, installed = Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("purelib"))
     paths = []
@@ -119,14 +119,14 @@ def find_files(licences: dict[str, str]) -> list[tuple[str, Path]]:
         top = path.relative_to(stdlib).parts[0]
         if top not in ("site-packages", "dist-packages"):
             paths.append((f"stdlib/{top.removesuffix('.py')}", path))
-    for name in licences:
+    for name in licenses:
         top = installed / name
         paths += [(name, path) for path in (top.rglob("*.py") if top.is_dir() else [top])]
     return sorted((package, path) for package, path in paths if VENDORED.search(str(path)) is None)
 
 
 def cleaned_text(path: Path) -> str | None:
-    """The file's text without its licence header, or None if it looks generated or is not UTF-8."""
+    """The file's text without its license header, or None if it looks generated or is not UTF-8."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):

@@ -49,7 +49,7 @@ def tokens() -> Tensor:
 
 CASES: list[tuple[str, torch.dtype]] = [(name, torch.float32) for name in ARCHITECTURES]
 # The axes run in it. A few, as compiling takes the time: plain, caps and windows, joined linears, LayerNorms and
-# neighbouring features rotated, attention beside the MLP.
+# neighboring features rotated, attention beside the MLP.
 CASES += [(name, torch.bfloat16) for name in ("llama", "gemma2", "phi3", "cohere", "falcon")]
 CASES += [("gpt2", torch.float16)]
 # Graphs that are also run without Inductor.

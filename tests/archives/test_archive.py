@@ -70,7 +70,7 @@ def weights() -> dict[str, Tensor]:
         "flags": torch.tensor([True, False, True]),
         "norm": torch.randn(7),
         "nothing": torch.empty(0, 3),
-        "quantised": torch.randn(4, 6).to(torch.float8_e4m3fn),
+        "quantized": torch.randn(4, 6).to(torch.float8_e4m3fn),
         "scalar": torch.tensor(3),
         "turned": torch.randn(4, 6).t(),
         "zeros": torch.arange(-3, 3, dtype=torch.int16),

@@ -99,7 +99,7 @@ def test_what_was_measured_is_shown():
     assert "equal along every axis" in held and "class='bad'" not in held
 
 
-def test_every_colour_has_a_dark_one():
+def test_every_color_has_a_dark_one():
     light, dark = (dict(re.findall(r"(--\w+): (#\w+)", part)) for part in STYLE.split("@media")[:2])
     used = set(re.findall(r"var\((--\w+)\)", STYLE))
     assert light.keys() == dark.keys() == used and all(light[name] != dark[name] for name in used)

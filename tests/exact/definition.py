@@ -232,10 +232,10 @@ def log_wide(x: Array) -> Array:
     return e * 6.931471803691238e-01 - ((half - (s * (half + series) + e * 1.9082149292705877e-10)) - f)
 
 
-# ---------------------------------------------------------------- quantisation and products
+# ---------------------------------------------------------------- quantization and products
 
 BLOCK, GROUP = 128, 8  # keys of a block of attention, by absolute position; blocks of a group
-TOP = {1: F(127), 2: F(32512)}  # largest quantised magnitude, by digits; 32512 = 127 * 256
+TOP = {1: F(127), 2: F(32512)}  # largest quantized magnitude, by digits; 32512 = 127 * 256
 SMALLEST, LARGEST = F(2.0**-60), F(2.0**40)
 LONGEST = 65536  # terms of an int32 sum
 
@@ -284,7 +284,7 @@ def epilogue(t: Array, x_scale: Array, w_scale: Array) -> Array:
 
 
 def linear(x: Array, digits: int, w: Array, w_scale: Array, bias: Array | None = None) -> Array:
-    """Return x [M, K] in `digits` digits times the quantised weight w [dw, N, K], plus the bias."""
+    """Return x [M, K] in `digits` digits times the quantized weight w [dw, N, K], plus the bias."""
     x_digits, x_scale = quantize(x, digits, right=False)
     y = epilogue(product(x_digits, w), x_scale, w_scale)
     return y if bias is None else y + bias

@@ -73,7 +73,7 @@ def test_function_is_near_float64(name: str) -> None:
 @pytest.mark.parametrize("kv_digits", [1, 2])
 def test_attention_is_near_float64(kv_digits: int) -> None:
     operands = golden.attention_operands(300, 300, H=2, G=1)
-    q, k, v = (dequantised(x, digits) for x, digits in zip(operands, (2, kv_digits, kv_digits)))
+    q, k, v = (dequantized(x, digits) for x, digits in zip(operands, (2, kv_digits, kv_digits)))
     scores = np.einsum("thd,sd->hts", q, k[:, 0]) / np.sqrt(32)
     scores[:, np.arange(300)[:, None] < np.arange(300)] = -np.inf
     weights = np.exp(scores - scores.max(-1, keepdims=True))
@@ -81,7 +81,7 @@ def test_attention_is_near_float64(kv_digits: int) -> None:
     assert np.abs(golden.attended(*operands, kv_digits) - truth).max() <= 5e-4 * np.abs(v).max()
 
 
-def dequantised(x: Array, digits: int) -> Array:
+def dequantized(x: Array, digits: int) -> Array:
     planes, scale = exact.quantize(x, digits, True)
     value = planes.astype(D)
     return (value[0] + (value[1] / 256 if digits == 2 else 0)) * scale[..., None].astype(D)

@@ -48,7 +48,7 @@ def tokens(length: int, seed: int) -> Tokens:
 
 
 def configuration_for(axis: str, length: int, seed: int) -> Configuration:
-    """One configuration of the axis for a target of ``length`` tokens, with neighbours of drawn lengths."""
+    """One configuration of the axis for a target of ``length`` tokens, with neighbors of drawn lengths."""
     rng = random.Random(seed)
     prompts = [tokens(length, 1), *(tokens(rng.choice(EDGES), seed + i) for i in range(4))]
     return AXES[axis](prompts[0], prompts, rng)

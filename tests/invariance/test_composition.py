@@ -7,7 +7,7 @@ from tests.invariance.axis import MODELS, assert_axis_holds, assert_axis_sees_a_
 
 
 @pytest.mark.parametrize(("name", "dtype"), MODELS)
-def test_a_row_ignores_who_its_neighbours_are(name: str, dtype: torch.dtype, device: str) -> None:
+def test_a_row_ignores_who_its_neighbors_are(name: str, dtype: torch.dtype, device: str) -> None:
     assert_axis_holds("composition", name, dtype, device)
 
 

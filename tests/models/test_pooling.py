@@ -54,7 +54,7 @@ BOTH_WAYS = ("bert", "roberta", "distilbert", "electra", "xlm-roberta")
 
 
 def random_model(name: str) -> PreTrainedModel:
-    """In eval mode; the same weights at every call, larger than the usual initialisation."""
+    """In eval mode; the same weights at every call, larger than the usual initialization."""
     auto, kind, changes = CASES[name]
     torch.manual_seed(0)
     model: PreTrainedModel = auto.from_config(AutoConfig.for_model(kind, **(SIZES | changes)), dtype=torch.float32)
@@ -109,7 +109,7 @@ def test_it_says_what_hugging_face_says(name: str) -> None:
     left=st.booleans(),
     seed=st.integers(0, 9),
 )
-def test_a_row_ignores_its_neighbours(name: str, lengths: list[int], left: bool, seed: int) -> None:
+def test_a_row_ignores_its_neighbors(name: str, lengths: list[int], left: bool, seed: int) -> None:
     model, rows = compiled(name), draw_rows(lengths, seed)
     ids, mask = padded(rows, pad_of(name), left)
     actual = model(ids, attention_mask=mask)[0]

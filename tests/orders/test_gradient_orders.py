@@ -17,7 +17,7 @@ GRIDS = st.sampled_from([-32, -40, -44, -48])
 
 
 def heavy_tailed(seed: int, *shape: int) -> np.ndarray:
-    """float32 with exponents far apart, half of them cancelling."""
+    """float32 with exponents far apart, half of them canceling."""
     rng = np.random.default_rng(seed)
     return (rng.standard_normal(shape) * 2.0 ** rng.integers(-12, 1, shape)).astype(np.float32)
 

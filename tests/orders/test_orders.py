@@ -24,7 +24,7 @@ DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 
 
 def heavy_tailed(seed: int, *shape: int) -> np.ndarray:
-    """float32 with exponents far apart, half of them cancelling."""
+    """float32 with exponents far apart, half of them canceling."""
     rng = np.random.default_rng(seed)
     return (rng.standard_normal(shape) * 2.0 ** rng.integers(-12, 12, shape)).astype(np.float32)
 
@@ -98,7 +98,7 @@ def test_ranks_combine_to_the_whole_sum(seed, leaf_k, radices, dtype, isa):
 
 
 @given(SEEDS, st.integers(1, 9), RADICES, DTYPES, st.data())
-def test_a_row_ignores_its_neighbours(seed, leaf_k, radices, dtype, data):
+def test_a_row_ignores_its_neighbors(seed, leaf_k, radices, dtype, data):
     k = leaf_k * math.prod(radices)
     order = matmul_order(k, dtype, radices)
     x_MK, w_NK = heavy_tailed(seed, 6, k), heavy_tailed(seed + 1, 3, k)

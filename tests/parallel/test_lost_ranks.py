@@ -78,13 +78,13 @@ def disturbed(model: RemoteModel, rank: int, number: int, at: int = 9) -> tuple[
     engine, step, pids = engine_of(model), None, model.group.process_ids
     step, count = engine.step, iter(range(10**6))
 
-    def signalling() -> Any:
+    def signaling() -> Any:
         if next(count) == at:
             assert len(engine._scheduler.running) >= 4
             os.kill(pids[rank], number)
         return step()
 
-    engine.step = signalling
+    engine.step = signaling
     actual = answers(engine, REQUESTS)
     assert_gone(pids)
     return actual, engine

@@ -177,7 +177,7 @@ def assert_as_alone(
     """Fail unless an ended request holds what the plain forward says of it, bit for bit.
 
     Row t of the plain forward depends on tokens 0 … t alone, so one forward over a sample's final tokens has the
-    logits that each of them was to be drawn from. A request that was cancelled holds a beginning of that.
+    logits that each of them was to be drawn from. A request that was canceled holds a beginning of that.
     """
     assert output.finished and output.error is None, output
     params = replace(params, seed=output.seed)

@@ -356,13 +356,13 @@ def test_samples_find_their_prompt_in_the_cache(device) -> None:
         assert engine.stats.num_cached_tokens == 2 * 48
 
 
-# Cancelling
+# Canceling
 
 
 @OVERLAP
 @pytest.mark.parametrize("steps", [0, 1, 2, 3, 6])
-def test_cancelling_leaves_the_others_and_no_blocks(steps, overlap, device) -> None:
-    """Cancelled while queued, in its prompt, while its samples wait for the first one, and while it decodes."""
+def test_canceling_leaves_the_others_and_no_blocks(steps, overlap, device) -> None:
+    """Canceled while queued, in its prompt, while its samples wait for the first one, and while it decodes."""
     model = tiny_model(device)
     engine = engine_of(model, config_of(overlap=overlap, max_num_batched_tokens=20))
     params = SamplingParams(n=3, max_tokens=30, seed=3, logprobs=0, prompt_logprobs=1, frequency_penalty=0.5)

@@ -32,7 +32,7 @@ CONFIGS = st.fixed_dictionaries(
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Requests of any kind come and are cancelled at any moment, over a pool that holds few of them."""
+    """Requests of any kind come and are canceled at any moment, over a pool that holds few of them."""
 
     model: CompiledModel
     overlap: bool

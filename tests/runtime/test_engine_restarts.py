@@ -282,7 +282,7 @@ def test_a_request_that_ends_workers_ends_alone(kills, num_stages):
 
 
 def test_what_comes_while_others_are_tried_waits_and_is_served():
-    """Suspects that are cancelled before or during their trial keep nobody waiting."""
+    """Suspects that are canceled before or during their trial keep nobody waiting."""
     engine, worker = mortal_engine(config_of(), some_losses([6, 4]))
     params = [SamplingParams(temperature=1.0, seed=seed, max_tokens=20) for seed in range(4)]
     names = [engine.add_request(prompt_of(30, seed), params[seed]) for seed in range(3)]

@@ -44,7 +44,7 @@ def test_a_resumed_request_has_the_bits_of_one_run(data, params, config, length)
     whole = undisturbed(engine_of(model, config_of()), prompt, params)
     cuts = cuts_of(data.draw, whole, params)
     engine = engine_of(model, config)
-    engine.add_request(prompt_of(length + 7, 5), SamplingParams(temperature=0.0, max_tokens=9))  # a neighbour
+    engine.add_request(prompt_of(length + 7, 5), SamplingParams(temperature=0.0, max_tokens=9))  # a neighbor
     name = engine.add_request(
         prompt, params, resume={index: whole.outputs[index].token_ids[:cut] for index, cut in cuts.items()}
     )

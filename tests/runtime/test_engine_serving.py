@@ -264,7 +264,7 @@ def test_a_name_is_in_use_until_the_last_output_is_handed_on():
     prompts = [prompt_of(9), prompt_of(9, 1)]
     alone = [output.outputs[0].token_ids for output in engine.generate(prompts, params, progress=False)]
     engine.add_request(prompts[0], params, request_id="a", output_kind="delta")
-    engine.add_request(prompt_of(9, 2), SamplingParams(max_tokens=40), request_id="neighbour", output_kind="final_only")
+    engine.add_request(prompt_of(9, 2), SamplingParams(max_tokens=40), request_id="neighbor", output_kind="final_only")
     launch, taken = engine._pipeline._worker.launch, []
 
     def launching(work):

@@ -87,13 +87,13 @@ def test_answers_match_and_have_the_bits_that_they_have_alone(config, seed, gram
     engine = serving(config)
     params = replace(DRAWN, seed=seed, grammar=grammar, n=2, **kind)
     free = replace(DRAWN, seed=seed)
-    neighbour = engine.add_request(prompt_of(20, seed), free)
+    neighbor = engine.add_request(prompt_of(20, seed), free)
     requested = {engine.add_request(prompt_of(length, seed), params): params for length in (5, 17)}
     outputs = {output.request_id: output for output in run(engine)}
     for name, item in requested.items():
         assert_matches(outputs[name], item)
     [alone] = serving().generate([prompt_of(20, seed)], free, progress=False)
-    assert outputs[neighbour].outputs == alone.outputs
+    assert outputs[neighbor].outputs == alone.outputs
 
 
 def workload(kind: dict) -> tuple[list[list[int]], list[SamplingParams], list[RequestOutput]]:

@@ -1,4 +1,4 @@
-"""A request that raises, wherever on its way, ends alone with its error: its neighbours get the bytes they get without
+"""A request that raises, wherever on its way, ends alone with its error: its neighbors get the bytes they get without
 it, and the engine serves on."""
 
 import contextlib
@@ -24,7 +24,7 @@ from tests.model_cases import VOCAB_SIZE
 from tests.runtime.engine_cases import OVERLAP, config_of, engine_of, prompt_of, tiny_model
 
 VICTIM = 424242  # its seed
-NUM_TOP = 7  # its prompt_logprobs, which no neighbour has
+NUM_TOP = 7  # its prompt_logprobs, which no neighbor has
 ASKS_MUCH = {
     "max_tokens": 8,
     "logprobs": 2,
@@ -35,7 +35,7 @@ ASKS_MUCH = {
     "stop": ("eeeee",),
     "stop_token_ids": (159,),
 }
-NEIGHBOURS = [
+NEIGHBORS = [
     SamplingParams(max_tokens=10, temperature=0.0, prompt_logprobs=1, logprobs=3),
     SamplingParams(seed=7, n=2, **ASKS_MUCH),
 ]
@@ -104,10 +104,10 @@ def planted(place: Any, name: str, fault: Fault) -> Iterator[None]:
 
 def serve(engine: Engine, victim: SamplingParams | None, fault: Fault | None = None) -> dict[str, Any]:
     """The finished outputs; the victim comes in the middle."""
-    engine.add_request(prompt_of(40, 1), NEIGHBOURS[0], request_id="first")
+    engine.add_request(prompt_of(40, 1), NEIGHBORS[0], request_id="first")
     if victim is not None:
         engine.add_request(prompt_of(50, 2), victim, request_id="victim", stream_text=True)
-    engine.add_request(prompt_of(30, 3), NEIGHBOURS[1], request_id="second")
+    engine.add_request(prompt_of(30, 3), NEIGHBORS[1], request_id="second")
     if fault is not None:
         fault.armed = True
     outputs = {}
@@ -134,9 +134,9 @@ def test_a_request_that_raises_at_any_call_ends_alone(after, overlap, device):
         with planted(place, name, fault):
             outputs = serve(engine, victim, fault)
         assert not engine.failed, where
-        for neighbour in ("first", "second"):
-            assert outputs[neighbour].outputs == expected[neighbour].outputs, where
-            assert outputs[neighbour].prompt_logprobs == expected[neighbour].prompt_logprobs, where
+        for neighbor in ("first", "second"):
+            assert outputs[neighbor].outputs == expected[neighbor].outputs, where
+            assert outputs[neighbor].prompt_logprobs == expected[neighbor].prompt_logprobs, where
         if fault.raised:
             num_raised += 1
             assert isinstance(outputs["victim"].error, EngineError), where

@@ -216,7 +216,7 @@ def test_the_worst_step_asks_for_all_that_a_sampler_can_be_asked_for():
     assert [len(work.arrays.input_ids) for work in steps] == [24] * 5 and not peaks and not gpu.looks
     for work, item, drafts, prompt in zip(steps, [8, 8, 8, 5, 3], [3, 3, 3, 2, 2], [5, 5, 5, 4, 2], strict=True):
         params = [row.params for row in work.rows]
-        assert len(params) == item + drafts and sum(item.penalised for item in params) == item
+        assert len(params) == item + drafts and sum(item.penalized for item in params) == item
         assert all(item.filtered and item.logprobs and item.logit_bias for item in params)
         assert [len(prompt.targets) for prompt in work.prompts] == [prompt]
         np.testing.assert_array_equal(work.arrays.logits_to_keep, np.arange(item + drafts + prompt))

@@ -28,13 +28,13 @@ FREE = SamplingParams(temperature=0.0, max_tokens=16)
 
 
 def pairs_of(tokens: list[int]) -> list[list[int]]:
-    """Every second pair of neighbours: words that a request would complete."""
+    """Every second pair of neighbors: words that a request would complete."""
     return [tokens[place : place + 2] for place in range(1, len(tokens) - 1, 2)]
 
 
 @settings(max_examples=8)
 @given(config=engine_configs(161), seed=st.integers(0, 10**6), temperature=st.sampled_from([0.0, 1.0]))
-def test_bad_words_are_avoided_and_move_no_neighbour(config, seed, temperature) -> None:
+def test_bad_words_are_avoided_and_move_no_neighbor(config, seed, temperature) -> None:
     model = tiny_model("cpu")
     free = replace(FREE, temperature=temperature, seed=seed)
     [first] = engine_of(model, config).generate(prompt_of(9, seed), free, progress=False)

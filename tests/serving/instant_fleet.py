@@ -63,7 +63,7 @@ class InstantFleet(Fleet):
         asyncio.get_running_loop().call_soon(work, answer)
 
     def _draw(self, answer: Answer) -> None:
-        if answer.finished:  # cancelled
+        if answer.finished:  # canceled
             return
         logprobs = None if answer.params.logprobs is None else [Token(40, -0.5, [])]
         last = answer.samples[0].token_ids == array("i", [40] * (NUM_TOKENS - 1))

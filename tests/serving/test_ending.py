@@ -257,7 +257,7 @@ def test_a_process_that_does_not_end_is_not_waited_for(monkeypatch: pytest.Monke
 
 @LOOPS
 def test_a_process_starts_beside_more_mapped_memory_than_the_machine_has(loop) -> None:
-    """A fork would fail with ENOMEM: neighbouring mappings become one, whose whole size is asked for anew."""
+    """A fork would fail with ENOMEM: neighboring mappings become one, whose whole size is asked for anew."""
     size = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE * 6 // 10
     mapped = [mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(4)]
 
@@ -300,7 +300,7 @@ def test_a_drain_ends_also_where_what_is_open_cannot_be_released() -> None:
         "async def main():\n"
         "    service = types.SimpleNamespace(draining=False, open=Broken(), release=print)\n"
         "    server = types.SimpleNamespace(should_exit=False)\n"
-        "    Drain(service, 0).signalled(server)\n"
+        "    Drain(service, 0).signaled(server)\n"
         "    while not server.should_exit: await asyncio.sleep(0.01)\n"
         "asyncio.run(asyncio.wait_for(main(), 5))"
     )

@@ -113,7 +113,7 @@ def test_what_is_cancelled_dropped_or_not_stored_is_so_at_the_next_server(tmp_pa
             long = (await respond(client, background=True, max_output_tokens=900)).json()["id"]
             await until_drawn(service, 1, 3)
             recording = service.responses.find("", long)
-            recording.answer.samples[0].token_ids.append(41)  # drawn, and cancelled before anybody has read it
+            recording.answer.samples[0].token_ids.append(41)  # drawn, and canceled before anybody has read it
             recording.cancel()
             cancelled = (await client.post(f"/v1/responses/{long}/cancel")).json()
             assert cancelled["status"] == "cancelled"

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("in_the_root")
 SECRET = b"0123456789abcdef"
 
 
-def dialled(port: int, secret: bytes = SECRET) -> subprocess.Popen[bytes]:
+def dialed(port: int, secret: bytes = SECRET) -> subprocess.Popen[bytes]:
     """An engine on its way to a front."""
     command = [sys.executable, "-m", "tests.serving.scripted_engine", "--dial", f"127.0.0.1:{port}"]
     environment = os.environ | {"DETCOMPILE_ENGINE_SECRET": secret.decode()}
@@ -34,7 +34,7 @@ def test_engines_that_dial_in_take_each_others_places() -> None:
         dial = DialIn("127.0.0.1", 0, SECRET)
         _, port = await dial.address()
         service = Service(fleet=functools.partial(Fleet, launcher=dial, most_restarts=1))
-        impostor, first, engines = dialled(port, b"fedcba9876543210"), dialled(port), []
+        impostor, first, engines = dialed(port, b"fedcba9876543210"), dialed(port), []
         try:
             async with running(service) as client:
                 tasks = [asyncio.create_task(complete(client, [5 + index])) for index in range(4)]
@@ -42,8 +42,8 @@ def test_engines_that_dial_in_take_each_others_places() -> None:
                 first.send_signal(signal.SIGKILL)
                 while service.fleet.num_restarts == 0:
                     await asyncio.sleep(0.01)
-                assert (await client.get("/ready")).status_code == 503  # nobody has dialled in yet
-                engines.append(dialled(port))
+                assert (await client.get("/ready")).status_code == 503  # nobody has dialed in yet
+                engines.append(dialed(port))
                 for answer in await asyncio.gather(*tasks):
                     assert_whole(answer)
             assert engines[0].wait(10) == 0  # it ends with its front

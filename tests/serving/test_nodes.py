@@ -317,9 +317,9 @@ def test_ranks_meet_by_the_secret(capsys: pytest.CaptureFixture[str]) -> None:
         meeting.thread.join(10)
         [nodes] = meeting.found
         assert isinstance(nodes, Nodes) and nodes.num_ranks == 2 and nodes.host == "127.0.0.1"
-        assert nodes.dialled[0].id == os.getpid()
+        assert nodes.dialed[0].id == os.getpid()
         assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-        nodes.dialled[0].channel.close()
+        nodes.dialed[0].channel.close()
     assert "connected without DETCOMPILE_ENGINE_SECRET" in capsys.readouterr().err
 
 

@@ -1,4 +1,4 @@
-"""Every slot comes back, wherever a request ends: its client leaves, its task is cancelled, or its answer is early."""
+"""Every slot comes back, wherever a request ends: its client leaves, its task is canceled, or its answer is early."""
 
 import asyncio
 import contextlib
@@ -202,7 +202,7 @@ async def reached(
 
     Args:
         where: "request": points of the whole of it; "making": points of the task that makes its response; "deaf":
-            those of the whole, and that task ignores that it is cancelled.
+            those of the whole, and that task ignores that it is canceled.
     """
     stepped: list[Stepped] = []
 
@@ -229,7 +229,7 @@ async def pass_on(making: Coroutine[Any, Any, Any]) -> Any:
 def test_a_request_that_ends_anywhere_gives_its_slots_back(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cancelled alone, cancelled in the turn in which what it waits for ends, or left by its client."""
+    """Canceled alone, canceled in the turn in which what it waits for ends, or left by its client."""
 
     async def scenario() -> None:
         async with serving(KINDS[name], tmp_path) as (service, requests):

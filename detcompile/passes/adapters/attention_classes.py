@@ -187,7 +187,7 @@ def _llama4(self: Any, hidden_states: Tensor, position_embeddings: Tensor, posit
 
 
 def _turned(states: Tensor, table: Tensor) -> Tensor:
-    """Neighbouring features as complex numbers [B, T, H, D], turned by [B, T, D / 2, 2]: the product in float32."""
+    """Neighboring features as complex numbers [B, T, H, D], turned by [B, T, D / 2, 2]: the product in float32."""
     cos, sin = table.unsqueeze(2).unbind(-1)
     real, imaginary = states.float().unflatten(-1, (-1, 2)).unbind(-1)
     product = torch.stack([real * cos - imaginary * sin, real * sin + imaginary * cos], -1)

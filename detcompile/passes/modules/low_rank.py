@@ -151,7 +151,7 @@ def _adapted(name: str, layer: Any) -> AdaptedLinear:
     kind = f"{type(layer).__module__}.{type(layer).__name__}"
     if kind != "peft.tuners.lora.layer.Linear":
         raise UnsupportedModel(
-            f"{name}: a {kind} (modules_to_save, trainable tokens, and adapters of embeddings, experts and quantised"
+            f"{name}: a {kind} (modules_to_save, trainable tokens, and adapters of embeddings, experts and quantized"
             " linears are such); LoRA of linears in the model's dtype alone is trained and served"
         )
     base = layer.base_layer

@@ -48,8 +48,8 @@ def quantization_of(config: PretrainedConfig) -> dict[str, Any] | None:
     method = str(getattr(settings.get("quant_method"), "value", settings.get("quant_method")))
     if method not in LAYOUTS:
         raise UnsupportedModel(
-            f"the checkpoint is quantised by {method!r}, which is not certified (read are {', '.join(LAYOUTS)}): load "
-            "an unquantised checkpoint, or quantise it by one of these"
+            f"the checkpoint is quantized by {method!r}, which is not certified (read are {', '.join(LAYOUTS)}): load "
+            "an unquantized checkpoint, or quantize it by one of these"
         )
     LAYOUTS[method].check(settings)
     return settings | {"quant_method": method}
@@ -83,7 +83,7 @@ def load_quantized(
     }
     if files and not quantized:
         raise UnsupportedModel(
-            f"the checkpoint of {type(empty).__name__} names a quantisation and holds no quantised linear (none has"
+            f"the checkpoint of {type(empty).__name__} names a quantization and holds no quantized linear (none has"
             f" {' or '.join(layout.marks)}): if it is a plain one, remove quantization_config from its config.json"
         )
     head = empty.get_output_embeddings()
@@ -199,7 +199,7 @@ class _OfLinear(dict[str, Any]):
 
     def __missing__(self, name: str) -> Any:
         raise UnsupportedModel(
-            f"{self.linear}: the checkpoint has {', '.join(self)} and no {name}, which this quantisation needs: fetch"
+            f"{self.linear}: the checkpoint has {', '.join(self)} and no {name}, which this quantization needs: fetch"
             " it again, or load another checkpoint"
         )
 
@@ -299,7 +299,7 @@ def _tensors(files: Iterable[str | Path]) -> Iterable[tuple[str, torch.Tensor]]:
     """
     for file in files:
         if not str(file).endswith(".safetensors"):
-            raise UnsupportedModel(f"{file}: a quantised checkpoint is read from safetensors files: convert it to them")
+            raise UnsupportedModel(f"{file}: a quantized checkpoint is read from safetensors files: convert it to them")
         with open(file, "rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
             header = json.loads(stream.read(length))
@@ -309,7 +309,7 @@ def _tensors(files: Iterable[str | Path]) -> Iterable[tuple[str, torch.Tensor]]:
             if entry["dtype"] not in SAFETENSORS_DTYPES:
                 known = ", ".join(SAFETENSORS_DTYPES)
                 raise UnsupportedModel(
-                    f"{name} in {file} is {entry['dtype']}, which is not read (known: {known}): load an unquantised"
+                    f"{name} in {file} is {entry['dtype']}, which is not read (known: {known}): load an unquantized"
                     " checkpoint"
                 )
             yield name, torch.empty(entry["shape"], dtype=SAFETENSORS_DTYPES[entry["dtype"]], device="meta")

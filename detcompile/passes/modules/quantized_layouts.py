@@ -26,7 +26,7 @@ from torch import Tensor
 from detcompile.errors import UnsupportedModel
 from detcompile.templates.quantized.weights import QuantizedWeight, pack_nibbles
 
-OTHERWISE = "load an unquantised checkpoint, or quantise it in another way"
+OTHERWISE = "load an unquantized checkpoint, or quantize it in another way"
 FP8_BLOCK = (128, 128)  # where a config does not say, in transformers' FineGrainedFP8Config
 MODULE_CLASS = "module class"  # key of the config that a reader takes, of modules other than linears
 FORMAT_KEYS = ("checkpoint_format", "format")  # in transformers' order of precedence
@@ -141,7 +141,7 @@ def _of_module(name: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
         if not re.match(pattern.removeprefix("-:").removeprefix("+:"), name):
             continue
         if excludes:
-            raise UnsupportedModel(f"{name} is quantised, and `dynamic` of its config excludes it: {OTHERWISE}")
+            raise UnsupportedModel(f"{name} is quantized, and `dynamic` of its config excludes it: {OTHERWISE}")
         settings = {**config, **overrides}
         _require(settings, f"gptq, `dynamic` {pattern!r}", "bits", (4, 8))
         return settings
@@ -215,8 +215,8 @@ def _check_compressed(config: Mapping[str, Any]) -> None:
     _require(config, "compressed-tensors", "format", ("pack-quantized", "int-quantized", "float-quantized"))
     if config.get("kv_cache_scheme") is not None:
         raise UnsupportedModel(
-            "compressed-tensors: kv_cache_scheme quantises keys and values, which is not read: remove it from the"
-            " config.json, so that they keep the model's dtype, or load an unquantised checkpoint"
+            "compressed-tensors: kv_cache_scheme quantizes keys and values, which is not read: remove it from the"
+            " config.json, so that they keep the model's dtype, or load an unquantized checkpoint"
         )
     sparsity = (config.get("sparsity_config") or {}).get("format", "dense")
     if sparsity != "dense":
@@ -229,7 +229,7 @@ def _check_compressed(config: Mapping[str, Any]) -> None:
         if not isinstance(group, Mapping):
             raise UnsupportedModel(
                 f"compressed-tensors: {name} of config_groups is a preset, which is not read: write its weights' type,"
-                " num_bits and group_size into config.json, or load an unquantised checkpoint"
+                " num_bits and group_size into config.json, or load an unquantized checkpoint"
             )
         weights = group.get("weights") or {}
         kind = weights.get("type"), weights.get("num_bits")
@@ -237,7 +237,7 @@ def _check_compressed(config: Mapping[str, Any]) -> None:
             held = f"{kind[0]}{kind[1]}" if weights else "no weights"
             raise UnsupportedModel(
                 f"compressed-tensors: {name} holds {held}, which is not read (known: int4, int8, float8): load an "
-                "unquantised checkpoint, or quantise it again as one of these"
+                "unquantized checkpoint, or quantize it again as one of these"
             )
 
 
@@ -347,7 +347,7 @@ def _scheme(name: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
     for targets, weights in groups:
         if config.get(MODULE_CLASS, "Linear") in targets:
             return weights
-    raise UnsupportedModel(f"{name} is quantised, and no group of the config's config_groups names it: {OTHERWISE}")
+    raise UnsupportedModel(f"{name} is quantized, and no group of the config's config_groups names it: {OTHERWISE}")
 
 
 def _integers(q: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, group: int) -> QuantizedWeight:
@@ -373,7 +373,7 @@ def _require(
     if value not in known:
         listed = ", ".join(str(item) for item in known if item is not None)
         raise UnsupportedModel(
-            f"{method} with {key}={value!r} is not read (known: {listed}): load an unquantised checkpoint, or quantise "
+            f"{method} with {key}={value!r} is not read (known: {listed}): load an unquantized checkpoint, or quantize "
             "it again as one of these"
         )
 

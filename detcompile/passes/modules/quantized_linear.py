@@ -130,9 +130,9 @@ def pin_quantized(model: Any) -> int:
     method = getattr(getattr(model.config, "quantization_config", None), "quant_method", None)
     if count == 0 and method is not None:
         raise UnsupportedModel(
-            f"{type(model).__name__} holds weights of the quantisation method {getattr(method, 'value', method)!r}, "
+            f"{type(model).__name__} holds weights of the quantization method {getattr(method, 'value', method)!r}, "
             "whose products have no pinned order: load its folder with detcompile.load_model (which reads fp8, gptq, "
-            "awq and compressed-tensors), or load the model without quantisation"
+            "awq and compressed-tensors), or load the model without quantization"
         )
     foreign = next((n for n, m in model.named_modules() if type(m).__name__.startswith("FP8")), None)
     if foreign is not None:

@@ -181,7 +181,7 @@ def read_arguments(
     Args:
         model: has the model's ``generation_config``, and a ``config`` if it is known.
         given: keyword arguments of the call.
-        num_columns: columns of the prompts, which count towards ``max_length`` and ``min_length``.
+        num_columns: columns of the prompts, which count toward ``max_length`` and ``min_length``.
         num_logits: end tokens of a ``generation_config`` at or beyond it are ignored: no row can end with them.
 
     Raises:

@@ -155,7 +155,7 @@ class StepClock:
         """Return the seconds of a step that has ended, without and with the caller's time in between.
 
         Args:
-            goes_on: sequences are running, so the caller's time counts towards the next step.
+            goes_on: sequences are running, so the caller's time counts toward the next step.
         """
         now = self._clock()
         seconds = self._seconds + now - self._resumed

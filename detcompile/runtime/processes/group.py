@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from detcompile.errors import DetcompileError, WorkerError
 from detcompile.runtime.processes.process import DONE, NOTE, Channel, encode
-from detcompile.runtime.processes.rank_process import DialledRank, RankProcess, end_processes
+from detcompile.runtime.processes.rank_process import DialedRank, RankProcess, end_processes
 
 POLL_SECONDS = 0.2  # interval of checking processes and deadlines while nothing arrives
 SETTLE_SECONDS = 0.5  # after a rank raised, wait this long for deaths: the error may be caused by another rank's death
@@ -57,7 +57,7 @@ class WorkerGroup:
         step_seconds: default time limit of a command, from its turn on.
         start_seconds: time limit for building the target.
         files: descriptors that the processes inherit under the same numbers.
-        dialled: processes of the last ranks, started by someone else; the others are started here.
+        dialed: processes of the last ranks, started by someone else; the others are started here.
 
     Raises:
         WorkerError: from every call after a failure, with the rank and its traceback; all processes have ended.
@@ -72,7 +72,7 @@ class WorkerGroup:
         step_seconds: float = 300.0,
         start_seconds: float = 3600.0,
         files: Sequence[int] = (),
-        dialled: Sequence[DialledRank] = (),
+        dialed: Sequence[DialedRank] = (),
     ) -> None:
         self.num_ranks = num_ranks
         self.step_seconds = step_seconds
@@ -84,15 +84,15 @@ class WorkerGroup:
         self._last_answer = [time.monotonic()] * num_ranks
         self._stopped_since: dict[int, float] = {}
         self._failure: WorkerError | None = None
-        self._processes: list[RankProcess | DialledRank] = []
+        self._processes: list[RankProcess | DialedRank] = []
         self._channels: list[Channel] = []  # of the processes
         self._ended = weakref.finalize(self, end_processes, self._processes, os.getpid())
         self._poller = select.poll()
         self._rank_of: dict[int, int] = {}
         with self._ending_on_interrupt():
-            for _ in range(num_ranks - len(dialled)):
+            for _ in range(num_ranks - len(dialed)):
                 self._processes.append(RankProcess(files))
-            self._processes += dialled
+            self._processes += dialed
             for rank, process in enumerate(self._processes):
                 self._channels.append(process.channel)
                 self._rank_of[process.channel.fileno()] = rank

@@ -163,17 +163,17 @@ def main() -> None:
     serve(connection)
 
 
-def serve(connection: socket.socket, *, dialled: bool = False) -> None:
+def serve(connection: socket.socket, *, dialed: bool = False) -> None:
     """Run the commands of a connection. Never returns: this process ends with the connection.
 
     Args:
-        dialled: the process was started by someone else. While a command runs it sends a beat every 0.25 s, because the
+        dialed: the process was started by someone else. While a command runs it sends a beat every 0.25 s, because the
             caller cannot watch it; and it ends with exit code 1 instead of killing its process group.
     """
-    end = functools.partial(os._exit, 1) if dialled else _end
+    end = functools.partial(os._exit, 1) if dialed else _end
     threading.Thread(target=_end_with_caller, args=(connection.fileno(), end), daemon=True).start()
     try:
-        _serve(Channel(connection), dialled)
+        _serve(Channel(connection), dialed)
     except (EOFError, OSError):  # from the socket only: exceptions of commands are sent back
         end()
 

@@ -1,4 +1,4 @@
-"""RankProcess starts, watches and ends a rank's process with all its children; DialledRank is one started elsewhere."""
+"""RankProcess starts, watches and ends a rank's process with all its children; DialedRank is one started elsewhere."""
 
 import contextlib
 import json
@@ -95,11 +95,11 @@ class RankProcess:
         self._process.wait()
 
 
-class DialledRank:
+class DialedRank:
     """A process that serves commands from its ``channel`` and ends by itself once that is closed.
 
     Args:
-        connection: leads to the process, which runs ``process.serve`` with ``dialled``.
+        connection: leads to the process, which runs ``process.serve`` with ``dialed``.
         id: the process's id on its machine.
 
     Attributes:
@@ -141,7 +141,7 @@ class _Beaten(Channel):
         return [message for message in super().pull() if message[1] != BEAT]
 
 
-def end_processes(processes: list[RankProcess | DialledRank], owner: int) -> None:
+def end_processes(processes: list[RankProcess | DialedRank], owner: int) -> None:
     """Let the processes end; kill those that do not, with all their children.
 
     Args:

@@ -243,7 +243,7 @@ class RemoteWorker(_Remote):
             number = self._numbers.get(row.key)
             if number is None:
                 number = self._numbers[row.key] = next(self._next_number)
-                new[number] = (row.params, row.token_ids if row.params.penalised else NO_TOKENS)
+                new[number] = (row.params, row.token_ids if row.params.penalized else NO_TOKENS)
             rows[index] = number, row.position, row.num_generated, row.sample_index
         forgotten, self._forgotten = tuple(self._forgotten), []
         forbidden = {index: row.forbidden for index, row in enumerate(work.rows) if row.forbidden}

@@ -197,7 +197,7 @@ class Admission:
     def _check_drawable(self, token_ids: list[int], params: SamplingParams) -> None:
         """Check that every prompt token has a logit, if prompt logprobs or penalties need it."""
         beyond = next((token for token in token_ids if token >= self.num_logits), None)
-        if beyond is not None and (params.prompt_logprobs is not None or params.penalised):
+        if beyond is not None and (params.prompt_logprobs is not None or params.penalized):
             raise InvalidInput(
                 f"prompt_logprobs or penalties of a prompt with token {beyond}: the model has logits for ids below"
                 f" {self.num_logits} only"

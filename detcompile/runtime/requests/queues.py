@@ -62,7 +62,7 @@ class Queues:
             self._wait(sequence)
 
     def remove(self, sequence: Sequence) -> bool:
-        """Forget a finished or cancelled sequence. Return True if it was running."""
+        """Forget a finished or canceled sequence. Return True if it was running."""
         self._waiting_since.pop(sequence)
         if sequence in self.running:
             del self.running[sequence]

@@ -125,7 +125,7 @@ class SamplingParams:
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     @property
-    def penalised(self) -> bool:
+    def penalized(self) -> bool:
         """True if previous tokens change the logits."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
@@ -151,7 +151,7 @@ class SamplingParams:
     def plain(self) -> bool:
         """True if every token is the argmax of the unchanged logits and no logprobs are requested."""
         forbids = self.restricted or self.bad_words_ids or self.grammar is not None
-        changed = self.min_tokens or self.logit_bias or self.penalised or forbids
+        changed = self.min_tokens or self.logit_bias or self.penalized or forbids
         return self.greedy and self.logprobs is None and not changed
 
     def seeded(self) -> "SamplingParams":

@@ -109,7 +109,7 @@ class TokenCounts:
         return tokens, words
 
 
-def penalise(logits: Tensor, words: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor) -> Tensor:
+def penalize(logits: Tensor, words: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor) -> Tensor:
     """Apply penalties [R, 1] fp32 to logits [R, V] fp32, given the words [R, V] of ``TokenCounts``."""
     times = words >> 1
     less = torch.where(logits > 0, logits / repetition, logits * repetition)

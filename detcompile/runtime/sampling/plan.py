@@ -39,7 +39,7 @@ class RowNeeds(NamedTuple):
     biased: bool
     restricted: bool
     masked: bool
-    penalised: bool
+    penalized: bool
     drawn: bool
     filtered: bool
     proposed: bool
@@ -48,7 +48,7 @@ class RowNeeds(NamedTuple):
     @property
     def changed(self) -> bool:
         """True if the row's logits differ from the model's."""
-        return self.biased or self.restricted or self.masked or self.penalised
+        return self.biased or self.restricted or self.masked or self.penalized
 
 
 class RowGroup(NamedTuple):
@@ -162,16 +162,16 @@ def _plan(
     if reported:
         order = sorted(range(len(reported)), key=reported.__getitem__)
         tensors["reported_order"] = torch.tensor(order, dtype=torch.int64, device="cpu")
-    penalised = any(need.penalised for need in needs)
-    if penalised:
+    penalized = any(need.penalized for need in needs)
+    if penalized:
         tensors |= penalty_tensors(special_rows, counts, slots)
-    if penalised and fresh:
+    if penalized and fresh:
         tensors |= fresh_tensors(counts)
     return SamplingPlan(
         len(rows),
         tuple(groups),
         PackedTensors.of(tensors, device),
-        counts.num_slots if penalised else 0,
+        counts.num_slots if penalized else 0,
         logprob_rows,
         max((rows[i].params.logprobs or 0 for i in logprob_rows), default=0),
         max((rows[i].params.sampling_logprobs or 0 for i in reported), default=0),
@@ -187,7 +187,7 @@ def _needs(row: SampleRow, biased: bool) -> RowNeeds:
     proposed = drawn and row.proposals is not None
     masked = row.mask is not None
     filtered, reported = drawn and params.filtered, drawn and params.sampling_logprobs is not None
-    return RowNeeds(biased, params.restricted, masked, params.penalised, drawn, filtered, proposed, reported)
+    return RowNeeds(biased, params.restricted, masked, params.penalized, drawn, filtered, proposed, reported)
 
 
 def _bias(row: SampleRow, eos_token_ids: Sequence[int], vocab_size: int) -> dict[int, float]:

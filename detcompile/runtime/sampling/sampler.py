@@ -20,7 +20,7 @@ from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.runtime.sampling.filters import filtered, likeliest, masked, not_finite
 from detcompile.runtime.sampling.logprobs import TokenLogprobs, joined, token_logprobs
 from detcompile.runtime.sampling.normalization import log_softmax, softmax
-from detcompile.runtime.sampling.penalties import FreshCounts, TokenCounts, penalise
+from detcompile.runtime.sampling.penalties import FreshCounts, TokenCounts, penalize
 from detcompile.runtime.sampling.plan import RowGroup, RowNeeds, SamplingPlan, plan_rows
 from detcompile.runtime.sampling.rejection import resolve
 from detcompile.runtime.sampling.sampling_tensors import SampleRow, SamplingTensors
@@ -57,7 +57,7 @@ class Sampler:
 
     Args:
         eos_token_ids: tokens that end requests; min_tokens forbids them too, unless a request ignores them.
-        penalised_slots: number of sequences with penalties whose counts are allocated from the start.
+        penalized_slots: number of sequences with penalties whose counts are allocated from the start.
         is_exact: probabilities are those of docs/exact.md.
     """
 
@@ -66,14 +66,14 @@ class Sampler:
         vocab_size: int,
         device: torch.device | str,
         eos_token_ids: Sequence[int] = (),
-        penalised_slots: int = 0,
+        penalized_slots: int = 0,
         is_exact: bool = False,
     ) -> None:
         self.vocab_size = vocab_size
         self.device = torch.device(device)
         self.is_exact = is_exact
         self.eos_token_ids = tuple(eos_token_ids)
-        self._counts = TokenCounts(vocab_size, self.device, penalised_slots)
+        self._counts = TokenCounts(vocab_size, self.device, penalized_slots)
         self._float_mode = float_mode(self.device)
 
     def prepare(self, rows: Sequence[SampleRow], refused: dict[int, Exception] | None = None) -> SamplingPlan:
@@ -180,7 +180,7 @@ class Sampler:
             )
             result = torch.stack([result[:, 0] | bad, chosen], dim=1)
         drawn.index_copy_(0, index, result)
-        if needs.penalised:
+        if needs.penalized:
             self._counts.count(tensors["slots"][part], result[:, 1])
         return scaled
 
@@ -202,9 +202,9 @@ class Sampler:
             logits = torch.full_like(logits, -math.inf).index_put_(place, logits[place])
         if needs.masked:
             logits = masked(logits, tensors["masks"][group.mask_start : group.mask_stop])
-        if needs.penalised:
+        if needs.penalized:
             words = self._counts.words.index_select(0, tensors["slots"][part])
-            logits = penalise(
+            logits = penalize(
                 logits, words, tensors["repetition"][part], tensors["frequency"][part], tensors["presence"][part]
             )
         return logits
@@ -266,9 +266,9 @@ def sample(
     if not len(params) == len(positions) == logits.shape[0]:
         counts = f"{logits.shape[0]} rows of logits, {len(params)} params and {len(positions)} positions"
         raise InvalidInput(f"{counts}: give one of each")
-    if num_prompt_tokens is None and any(p.penalised or p.min_tokens for p in params):
+    if num_prompt_tokens is None and any(p.penalized or p.min_tokens for p in params):
         raise InvalidInput("penalties and min_tokens need num_prompt_tokens: give the prompt length of each row")
-    if any(p.penalised and (token_ids is None or len(token_ids[r]) != positions[r]) for r, p in enumerate(params)):
+    if any(p.penalized and (token_ids is None or len(token_ids[r]) != positions[r]) for r, p in enumerate(params)):
         raise InvalidInput("penalties need token_ids: give all tokens before each row's position")
     if any(p.bad_words or p.grammar for p in params):
         raise InvalidInput("bad_words and grammars need a tokenizer, which sample() does not have: give bad_words_ids")

@@ -182,12 +182,12 @@ def penalty_tensors(rows: list[SampleRow], counts: TokenCounts, slots: dict[Hash
         "frequency": _column([p.frequency_penalty for p in params], torch.float32),
         "presence": _column([p.presence_penalty for p in params], torch.float32),
     }
-    keys = [row.key for row in rows if row.params.penalised]
+    keys = [row.key for row in rows if row.params.penalized]
     assert len(set(keys)) == len(keys), "two rows of one step have the same key"
     for row in rows:
-        if row.params.penalised and row.key not in slots:
+        if row.params.penalized and row.key not in slots:
             slots[row.key] = counts.place(row.key, row.token_ids, row.position, row.num_generated)
-    row_slots = [slots[row.key] if row.params.penalised else -1 for row in rows]
+    row_slots = [slots[row.key] if row.params.penalized else -1 for row in rows]
     return {"slots": torch.tensor(row_slots, dtype=torch.int64, device="cpu"), **penalties}
 
 

@@ -271,5 +271,5 @@ def _fit(entry: StepEntry) -> bool:
     """Return True if drafts can be verified. Penalties rule it out: only plain decoding counts the tokens they need."""
     sequence = entry.sequence
     return (
-        not sequence.sampling.penalised and sequence.num_pending == 0 and sequence.most_tokens - sequence.num_tokens > 1
+        not sequence.sampling.penalized and sequence.num_pending == 0 and sequence.most_tokens - sequence.num_tokens > 1
     )

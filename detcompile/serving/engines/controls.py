@@ -173,7 +173,7 @@ class Controls:
         return {}
 
     def _end_cancelled(self) -> None:
-        """Run the steps that end requests which the front end has cancelled."""
+        """Run the steps that end requests which the front end has canceled."""
         while self._engine.has_unfinished_requests:
             self._engine.step()
 

@@ -241,7 +241,7 @@ class EngineLink:
         for place, delta in enumerate(deltas, 1):
             answer = self.answers.get(delta.request_id)
             if answer is None:
-                continue  # cancelled
+                continue  # canceled
             if delta.finished:
                 del self.answers[delta.request_id]
             answer.extend(delta)

@@ -155,7 +155,7 @@ class _Draw:
         sequence = self._request.sequences[place.sample]
         num_generated = place.target - len(self._prompt)
         before: SequenceOf[int] = ()
-        if sequence.sampling.penalised or any(sequence.bad_words):
+        if sequence.sampling.penalized or any(sequence.bad_words):
             before = self._answers[place.sample][:num_generated]
         return SampleRow(
             sequence.sampling,
@@ -163,7 +163,7 @@ class _Draw:
             num_generated,
             place.sample,
             place,  # a unique key, so that counts start from the tokens before
-            [*self._prompt, *before] if sequence.sampling.penalised else (),
+            [*self._prompt, *before] if sequence.sampling.penalized else (),
             sequence.forbidden_after(before),
             next(self._masks[place.sample]),
         )

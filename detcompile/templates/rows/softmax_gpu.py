@@ -194,14 +194,14 @@ def softmax_cuda(
     x: Tensor, out_dtype: torch.dtype | None, radices: Sequence[int] | None, order: Row | None = None
 ) -> Tensor:
     """Run the op on the GPU, x [..., R] -> [..., R] in out_dtype (default x.dtype)."""
-    return _normalised(SOFTMAX, x, out_dtype, radices, order)
+    return _normalized(SOFTMAX, x, out_dtype, radices, order)
 
 
 def log_softmax_cuda(
     x: Tensor, out_dtype: torch.dtype | None, radices: Sequence[int] | None, order: Row | None = None
 ) -> Tensor:
     """Run the op on the GPU, x [..., R] -> [..., R] in out_dtype (default x.dtype)."""
-    return _normalised(LOG_SOFTMAX, x, out_dtype, radices, order)
+    return _normalized(LOG_SOFTMAX, x, out_dtype, radices, order)
 
 
 def logsumexp_cuda(x: Tensor, radices: Sequence[int] | None, order: Row | None = None) -> Tensor:
@@ -222,7 +222,7 @@ def log_normalizer_cuda(x: Tensor, radices: Sequence[int] | None) -> Tensor:
     return out
 
 
-def _normalised(
+def _normalized(
     kind: tl.constexpr, x: Tensor, out_dtype: torch.dtype | None, radices: Sequence[int] | None, order: Row | None
 ) -> Tensor:
     out = torch.empty(x.shape, dtype=out_dtype or x.dtype, device=x.device)

@@ -36,16 +36,16 @@ _LOGITS = 4096  # per program
 @triton.jit(do_not_specialize=CALLERS)
 def norm_backward_kernel(
     x_ptr, g_ptr, weight_ptr, dx_ptr, met_ptr, T, heads, outer, inner, eps,
-    CENTRED: tl.constexpr, HAS_WEIGHT: tl.constexpr, ROUND_FIRST: tl.constexpr, R: tl.constexpr, UNIT: tl.constexpr,
+    CENTERED: tl.constexpr, HAS_WEIGHT: tl.constexpr, ROUND_FIRST: tl.constexpr, R: tl.constexpr, UNIT: tl.constexpr,
     ROWS: tl.constexpr, W: tl.constexpr, FOLDS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
     SHUFFLE: tl.constexpr,
 ):  # fmt: skip
-    """dx, and g times the weight's factor (met), of rms_norm or, CENTRED, of layer_norm."""
+    """dx, and g times the weight's factor (met), of rms_norm or, CENTERED, of layer_norm."""
     row, column = rows_at(1, ROWS, W, FOLDS)
     n = load_rows(x_ptr, row, column, T, heads, outer, inner, 0.0, R, UNIT, 1)
     g = load_rows(g_ptr, row, column, T, heads, outer, inner, 0.0, R, UNIT, 1)
     inside = (column < R)[None, :, :]
-    if CENTRED:
+    if CENTERED:
         mean = row_mean(tile_total(n, ROWS, LANES, VECTOR, SHUFFLE), R)
         n = tl.where(inside, n - mean[:, None, None], 0.0)
     scale = rms_scale(tile_total(n * n, ROWS, LANES, VECTOR, SHUFFLE), eps, R)[:, None, None]
@@ -57,7 +57,7 @@ def norm_backward_kernel(
     if HAS_WEIGHT:
         g = g * load_columns(weight_ptr, row, column, R, VECTOR, dx_ptr.dtype.element_ty)
     along = row_mean(tile_total(g * n, ROWS, LANES, VECTOR, SHUFFLE), R)
-    if CENTRED:
+    if CENTERED:
         middle = row_mean(tile_total(g, ROWS, LANES, VECTOR, SHUFFLE), R)
         g = g - middle[:, None, None]
     store_rows(dx_ptr, row, column, T, (g - n * along[:, None, None]) * scale, R, UNIT, 1)
@@ -101,12 +101,12 @@ def rms_norm_backward_cuda(
     g: Tensor, x: Tensor, weight: Tensor | None, eps: float, round_before_weight: bool
 ) -> tuple[Tensor, Tensor]:
     """Run g and x [..., R], weight [R] -> dx in x.dtype, and g times the weight's factor in float32, [..., R]."""
-    return _norm_backward(g, x, weight, eps, centred=False, round_first=round_before_weight)
+    return _norm_backward(g, x, weight, eps, centered=False, round_first=round_before_weight)
 
 
 def layer_norm_backward_cuda(g: Tensor, x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     """Run g and x [..., R], weight [R] -> dx in x.dtype, and g times the weight's factor in float32, [..., R]."""
-    return _norm_backward(g, x, weight, eps, centred=True, round_first=False)
+    return _norm_backward(g, x, weight, eps, centered=True, round_first=False)
 
 
 def softmax_backward_cuda(g: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
@@ -141,32 +141,32 @@ def logit_gradients(
 
 
 def _norm_backward(
-    g: Tensor, x: Tensor, weight: Tensor | None, eps: float, *, centred: bool, round_first: bool
+    g: Tensor, x: Tensor, weight: Tensor | None, eps: float, *, centered: bool, round_first: bool
 ) -> tuple[Tensor, Tensor]:
     order = row_order(x.shape[-1], "cuda", (), x.dtype)
     if order.chunk:
-        return _of_long_rows(g, x, weight, eps, order, centred=centred, round_first=round_first)
+        return _of_long_rows(g, x, weight, eps, order, centered=centered, round_first=round_first)
     dx, met = (torch.empty(x.shape, dtype=dtype, device=x.device) for dtype in (x.dtype, torch.float32))
     if dx.numel():
-        flags = {"CENTRED": centred, "HAS_WEIGHT": weight is not None, "ROUND_FIRST": round_first}
+        flags = {"CENTERED": centered, "HAS_WEIGHT": weight is not None, "ROUND_FIRST": round_first}
         weight = x if weight is None else aligned(weight)
         _launch(norm_backward_kernel, order, x, g, weight, dx, met, scalars=(eps,), **flags)
     return dx, met
 
 
 def _of_long_rows(
-    g: Tensor, x: Tensor, weight: Tensor | None, eps: float, order: Row, *, centred: bool, round_first: bool
+    g: Tensor, x: Tensor, weight: Tensor | None, eps: float, order: Row, *, centered: bool, round_first: bool
 ) -> tuple[Tensor, Tensor]:
     def mean(terms: Tensor) -> Tensor:
         return (row_sum_cuda(terms, None, order) / order.length).unsqueeze(-1)
 
     n, g = x.float(), g.float()
-    n = n - mean(n) if centred else n
+    n = n - mean(n) if centered else n
     scale = torch.rsqrt(mean(n * n) + eps)
     n = n * scale
     gw = g if weight is None else g * weight.float()
     along = mean(gw * n)
-    gw = gw - mean(gw) if centred else gw
+    gw = gw - mean(gw) if centered else gw
     return ((gw - n * along) * scale).to(x.dtype), g * (n.to(x.dtype).float() if round_first else n)
 
 

@@ -1,4 +1,4 @@
-"""Quantised checkpoints: read from their own layouts, meaning kept, every axis by bytes, everything else refused."""
+"""Quantized checkpoints: read from their own layouts, meaning kept, every axis by bytes, everything else refused."""
 
 import functools
 import json
@@ -70,7 +70,7 @@ def compiled(name: str, device: str) -> tuple[CompiledModel, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("name", ["gptq_v2, act order", "fp8"])
-def test_the_model_means_what_the_dequantised_one_means(name: str) -> None:
+def test_the_model_means_what_the_dequantized_one_means(name: str) -> None:
     model, exact = compiled(name, "cpu")
     plain = random_model("qwen3", model.model.dtype, **WIDTHS, attention_bias=True)
     with torch.no_grad():
@@ -113,7 +113,7 @@ def test_the_engine_serves_it() -> None:
     ("config", "message"),
     [
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "'bitsandbytes', which is not certified"),
-        ({"quant_method": "mxfp4"}, "holds no quantised linear (none has blocks)"),
+        ({"quant_method": "mxfp4"}, "holds no quantized linear (none has blocks)"),
         ({"quant_method": "hqq"}, "'hqq', which is not certified"),
         ({"quant_method": "gptq", "bits": 3}, "gptq with bits=3"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq with version='gemv'"),
@@ -121,11 +121,11 @@ def test_the_engine_serves_it() -> None:
         ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "with format='marlin-24'"),
         (PACKED | {"config_groups": {"group_0": {"weights": None}}}, "group_0 holds no weights"),
         (PACKED, "config_groups holds no weights"),
-        (PACKED | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme quantises keys and values"),
-        (CHECKPOINTS["awq"][0], "names a quantisation and holds no quantised linear"),
+        (PACKED | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme quantizes keys and values"),
+        (CHECKPOINTS["awq"][0], "names a quantization and holds no quantized linear"),
     ],
 )
-def test_other_quantisations_are_refused_by_name(config: dict, message: str, tmp_path: Path) -> None:
+def test_other_quantizations_are_refused_by_name(config: dict, message: str, tmp_path: Path) -> None:
     random_model("qwen3", torch.float16, **WIDTHS).save_pretrained(tmp_path)
     settings = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(settings | {"quantization_config": config}))
@@ -163,10 +163,10 @@ def test_a_linear_that_lacks_a_tensor_is_named(method: str, missing: str, tmp_pa
         detcompile.load_model(tmp_path, device="cpu")
 
 
-def test_what_transformers_quantised_itself_is_replaced_or_refused() -> None:
+def test_what_transformers_quantized_itself_is_replaced_or_refused() -> None:
     model = random_model("qwen3", torch.bfloat16, **WIDTHS)
     model.config.quantization_config = SimpleNamespace(quant_method="quanto")
-    with pytest.raises(UnsupportedModel, match="the quantisation method 'quanto'"):
+    with pytest.raises(UnsupportedModel, match="the quantization method 'quanto'"):
         pin_quantized(model)
     linear = FP8Linear(64, 160, block_size=(16, 32))
     with torch.no_grad():
@@ -213,11 +213,11 @@ def test_weights_that_hold_rows_are_refused(place: int, message: str) -> None:
         ("fp8", {"weight_block_size": [64, 64]}, r"q_proj: scales \(4, 2\) do not fit a weight of 64 x 64"),
         ("fp8", {"weight_block_size": [64]}, r"a block of weights must be \[rows, columns\], got \[64\]"),
         ("gptq", {"group_size": 64}, r"q_proj: 2 groups of scales do not fit K=64 in groups of 64"),
-        ("gptq", {"dynamic": {"-:.*q_proj": {}}}, "q_proj is quantised, and `dynamic` of its config excludes it"),
+        ("gptq", {"dynamic": {"-:.*q_proj": {}}}, "q_proj is quantized, and `dynamic` of its config excludes it"),
         ("gptq", {"dynamic": {"+:.*q_proj": {"bits": 3}}}, r"`dynamic` .* with bits=3 is not read \(known: 4, 8\)"),
         ("awq", {"group_size": 16}, r"q_proj: 2 groups of scales do not fit K=64 in groups of 16"),
         ("compressed int4", {"group_size": 16}, r"q_proj: 2 groups of scales do not fit K=64 in groups of 16"),
-        ("compressed int4", {"targets": ["re:.*gate_proj"]}, "q_proj is quantised, and no group of the config"),
+        ("compressed int4", {"targets": ["re:.*gate_proj"]}, "q_proj is quantized, and no group of the config"),
     ],
 )
 def test_a_config_that_contradicts_its_tensors_is_refused(

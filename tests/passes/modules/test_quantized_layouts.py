@@ -1,4 +1,4 @@
-"""Values of quantised linears against each format's written definition, one number at a time; other layouts refused."""
+"""Values of quantized linears against each format's written definition, one number at a time; other layouts refused."""
 
 import json
 import re
@@ -256,7 +256,7 @@ def test_tensors_that_do_not_fit_are_refused(
 
 
 @pytest.mark.parametrize("name", ["fp8", "compressed int8", "compressed float8, partial blocks"])
-def test_scales_without_a_quantisation_are_refused(name: str, tmp_path: Path) -> None:
+def test_scales_without_a_quantization_are_refused(name: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, name)
     file = tmp_path / "config.json"
     settings = json.loads(file.read_text())

@@ -43,7 +43,7 @@ class Calls(nn.Module):
 
 
 def drawn(module: nn.Module) -> nn.Module:
-    """In eval mode, with weights and statistics of normalisations that change something."""
+    """In eval mode, with weights and statistics of normalizations that change something."""
     torch.manual_seed(0)
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):

@@ -1,4 +1,4 @@
-"""The gate of an MLP as one operation: recognised where it is, with the bytes of the separate ones on a GPU."""
+"""The gate of an MLP as one operation: recognized where it is, with the bytes of the separate ones on a GPU."""
 
 from collections.abc import Iterator
 from unittest import mock

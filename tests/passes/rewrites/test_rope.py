@@ -1,4 +1,4 @@
-"""Norm, rotation and cache write as one operation: recognised where they are, with the bytes of the separate ones."""
+"""Norm, rotation and cache write as one operation: recognized where they are, with the bytes of the separate ones."""
 
 import types
 from collections.abc import Iterator
@@ -85,8 +85,8 @@ def test_what_dynamo_saw_of_another_model_makes_no_extent_a_symbol() -> None:
 
 
 @pytest.mark.parametrize("name", ["gptj", "cohere", "opt"])
-def test_what_is_not_recognised_stays_apart(name: str) -> None:
-    """Neighbouring features rotated with each other, or no rotation at all."""
+def test_what_is_not_recognized_stays_apart(name: str) -> None:
+    """Neighboring features rotated with each other, or no rotation at all."""
     certificate = certified(random_model(name, torch.float32, num_hidden_layers=1)).certificate
     assert count(certificate, "rope_cache") == 0 and count(certificate, "paged_attention") == 1
 

@@ -37,7 +37,7 @@ class Row:
 
 
 class KVMachine(RuleBasedStateMachine):
-    """Sequences arrive, run ahead, are settled, cancelled and preempted in any order over a small pool."""
+    """Sequences arrive, run ahead, are settled, canceled and preempted in any order over a small pool."""
 
     @initialize(
         block_size=st.sampled_from([16, 16, 16, 16, 32, 64, 256]), num_usable=st.integers(3, 40), data=st.data()

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.simulation import H200_8B, StepCost, log_normal_trace, simulate, summarise
+from benchmarks.simulation import H200_8B, StepCost, log_normal_trace, simulate, summarize
 from detcompile.errors import InvalidInput
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.pacing.cost_model import CostModel, StepShape
@@ -40,7 +40,7 @@ class Hidden:
 
 
 def run(config: EngineConfig, rate: float, hidden: Hidden, requests: int = 150) -> dict[str, float]:
-    return summarise(simulate(log_normal_trace(requests, rate), config, 20_000, hidden))  # type: ignore[arg-type]
+    return summarize(simulate(log_normal_trace(requests, rate), config, 20_000, hidden))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("rate", [4.0, 6.0, 8.0, 1e6])

@@ -22,13 +22,13 @@ def test_rows_arrive_as_they_were() -> None:
     group = SimpleNamespace(num_ranks=1, call=lambda *_, **__: [None], post=post)
     worker = RemoteWorker(group, deque(), *NEVER_LOST, torch.device("cpu"))
     reader = WorkReader()
-    penalised = SamplingParams(repetition_penalty=1.5, seed=3, bad_words_ids=[[1, 2]])
+    penalized = SamplingParams(repetition_penalty=1.5, seed=3, bad_words_ids=[[1, 2]])
     allowed = SamplingParams(allowed_token_ids=[4, 5], seed=4)
     matching = SamplingParams(grammar={"regex": "a+"}, seed=5)
     for position in (5, 6):
         rows = (
             SampleRow(allowed, position, 1, key="a", token_ids=[1] * 5),
-            SampleRow(penalised, position, 2, key="b", token_ids=[2] * 5, forbidden=(2, 7)),
+            SampleRow(penalized, position, 2, key="b", token_ids=[2] * 5, forbidden=(2, 7)),
             SampleRow(allowed, position, 3, 1, key="c", forbidden=(9,) * (position == 6)),
             SampleRow(matching, position, 4, key="d", mask=np.array([7, -1], np.int32) * position),
         )

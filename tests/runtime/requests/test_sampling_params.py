@@ -159,9 +159,9 @@ def test_what_it_takes_to_draw():
     assert SamplingParams(temperature=0).greedy and not SamplingParams().greedy
     assert not SamplingParams(top_k=-1).filtered
     assert all(SamplingParams(**f).filtered for f in ({"top_k": 1}, {"top_p": 0.9}, {"min_p": 0.1}))
-    assert not SamplingParams(logit_bias={1: 1}).penalised
+    assert not SamplingParams(logit_bias={1: 1}).penalized
     penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-    assert all(SamplingParams(**{name: 0.5}).penalised for name in penalties)
+    assert all(SamplingParams(**{name: 0.5}).penalized for name in penalties)
 
 
 def test_a_fresh_seed_is_drawn_once_and_kept():

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from detcompile.runtime.requests.sampling_params import SamplingParams
-from detcompile.runtime.sampling.penalties import FreshCounts, TokenCounts, penalise
+from detcompile.runtime.sampling.penalties import FreshCounts, TokenCounts, penalize
 from detcompile.runtime.sampling.sampler import sample
 from tests.bits import assert_bitwise_equal
 
@@ -53,7 +53,7 @@ def test_penalties_are_what_their_definition_says(requests, known, seed, device)
             counts.count(*torch.tensor(more).to(device).unbind(1))
     logits = torch.randn(len(requests), VOCAB_SIZE, generator=torch.Generator().manual_seed(seed)) * 3
     columns = [torch.tensor([p[i] for _, p in requests]).unsqueeze(1).to(device) for i in range(3)]
-    actual = penalise(logits.to(device), counts.words[torch.tensor(slots).to(device)], *columns)
+    actual = penalize(logits.to(device), counts.words[torch.tensor(slots).to(device)], *columns)
     expected = [by_definition(x, *history, *item) for x, (history, item) in zip(logits, requests)]
     assert_bitwise_equal(actual.cpu(), torch.stack(expected))
 

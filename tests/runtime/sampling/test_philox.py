@@ -1,4 +1,4 @@
-"""Philox's published vectors, a logarithm without a device or a neighbour in it, and noise that ignores the batch."""
+"""Philox's published vectors, a logarithm without a device or a neighbor in it, and noise that ignores the batch."""
 
 import math
 
@@ -75,7 +75,7 @@ def test_portable_log_ignores_its_place(length, offset, device):
     stream=WORDS,
     data=st.data(),
 )
-def test_a_row_of_noise_ignores_its_neighbours(rows, vocab_size, stream, data, device):
+def test_a_row_of_noise_ignores_its_neighbors(rows, vocab_size, stream, data, device):
     seeds, positions = zip(*rows)
     noise = gumbel_noise(seeds, positions, vocab_size, torch.device(device), stream)
     assert noise.shape == (len(rows), vocab_size)

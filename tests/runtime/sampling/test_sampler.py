@@ -79,7 +79,7 @@ def test_plain_requests_need_no_columns(wishes):
 
 
 @given(requests=REQUESTS, seed=st.integers(0, 2**32), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
-def test_a_row_ignores_its_neighbours(requests, seed, dtype, device):
+def test_a_row_ignores_its_neighbors(requests, seed, dtype, device):
     """Several steps; some requests sit a step out, some are forgotten and built anew from their tokens."""
     generator = torch.Generator().manual_seed(seed)
     sampler = Sampler(VOCAB_SIZE, device, eos_token_ids=[EOS])
@@ -269,7 +269,7 @@ def test_an_empty_step():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("vocab_size", [VOCAB_SIZE, 151_936])
 def test_the_host_never_waits(vocab_size):
-    """torch raises where it would synchronise; a first round outside compiles the kernels."""
+    """torch raises where it would synchronize; a first round outside compiles the kernels."""
     params = [
         SamplingParams(temperature=0),
         SamplingParams(seed=1),

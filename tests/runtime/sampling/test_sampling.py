@@ -1,4 +1,4 @@
-"""A row's token ignores its neighbours, follows the right distribution, and breaks ties by the lowest id."""
+"""A row's token ignores its neighbors, follows the right distribution, and breaks ties by the lowest id."""
 
 import math
 from collections import Counter
@@ -49,7 +49,7 @@ def draw_logits(num_rows, vocab_size, seed, dtype=torch.float32):
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     data=st.data(),
 )
-def test_a_row_ignores_its_neighbours(params, vocab_size, seed, dtype, data, device):
+def test_a_row_ignores_its_neighbors(params, vocab_size, seed, dtype, data, device):
     logits = draw_logits(len(params), vocab_size, seed, dtype).to(device)
     positions = data.draw(st.lists(st.integers(0, 2**40), min_size=len(params), max_size=len(params)))
     tokens = sample(logits, params, positions)
@@ -181,7 +181,7 @@ def test_samples_of_one_seed_follow_the_softmax_each_on_its_own():
     assert_distributed(tokens.tolist(), kept_by_definition(LOGITS.tolist(), params))
 
 
-def test_neighbouring_positions_are_independent():
+def test_neighboring_positions_are_independent():
     params = SamplingParams(seed=5)
     tokens = sample(LOGITS.expand(NUM_DRAWS, -1), [params] * NUM_DRAWS, range(NUM_DRAWS)).tolist()
     p = kept_by_definition([v for v in LOGITS.tolist() if v > -2], params)

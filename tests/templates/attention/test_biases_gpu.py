@@ -38,7 +38,7 @@ def of_heads(bias: Tensor) -> Tensor:
 @exhaustive_interpreted
 @pytest.mark.parametrize("dtype", QUICK_DOT_DTYPES)
 def test_every_way_to_compute_a_token_gives_its_bytes(dtype: torch.dtype) -> None:
-    """Decode, prefill, pages, neighbours and schedules; biases of the padding are NaN."""
+    """Decode, prefill, pages, neighbors and schedules; biases of the padding are NaN."""
     n = CHUNK + 24
     a, b = sequence(n, *SHAPE, dtype), sequence(CHUNK // 2, *SHAPE, dtype, seed=1)
     one, other = biases(n, dtype), biases(CHUNK // 2, dtype, 1)

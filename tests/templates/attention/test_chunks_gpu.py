@@ -27,7 +27,7 @@ LENGTHS = [CHUNK // 2 + 5] if INTERPRETED else [17, 64, CHUNK // 2 + 5, CHUNK + 
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("dtype", QUICK_DOT_DTYPES)
 def test_every_way_to_compute_a_token_gives_its_bytes(dtype: torch.dtype, length: int) -> None:
-    """Decode, prefill, pages, neighbours and schedules, with what lies before a chunk poisoned by NaN."""
+    """Decode, prefill, pages, neighbors and schedules, with what lies before a chunk poisoned by NaN."""
     n, given = CHUNK + 24, {"attention_chunk": length}
     a, b = sequence(n, *SHAPE, dtype), sequence(CHUNK // 2, *SHAPE, dtype, seed=1)
     whole = dense(a, **given)

@@ -68,7 +68,7 @@ WINDOWS = [CHUNK // 2 + 5] if INTERPRETED else [0, CHUNK // 2 + 5]
 def test_every_way_to_compute_a_token_gives_its_bytes(
     dtype: torch.dtype, shape: tuple[int, int, int, int], window: int
 ) -> None:
-    """Straddles each 64-key block and chunk by one: decode, prefill chunks, pages, neighbours, schedules."""
+    """Straddles each 64-key block and chunk by one: decode, prefill chunks, pages, neighbors, schedules."""
     n = CHUNK + 66
     a, b = sequence(n, *shape, dtype), sequence(CHUNK // 2, *shape, dtype, seed=1)
     whole = dense(a, window)

@@ -42,7 +42,7 @@ class _Compiled:
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter's kernels are launched by Triton alone")
-def test_only_launches_of_one_specialisation_share_what_was_compiled() -> None:
+def test_only_launches_of_one_specialization_share_what_was_compiled() -> None:
     kernel = triton.jit(_shifted_kernel.fn)
     made: list[_Compiled] = []
 

@@ -49,7 +49,7 @@ def test_norm_equals_the_reference(K: int, isa: str) -> None:
 
 @pytest.mark.parametrize("right", [False, True])
 @pytest.mark.parametrize("digits", [1, 2])
-def test_quantised_rows_equal_the_reference(digits: int, right: bool, isa: str) -> None:
+def test_quantized_rows_equal_the_reference(digits: int, right: bool, isa: str) -> None:
     for x in (golden.rows(), golden.rows()[:, 7:8]):
         for actual, expected in zip(quantize_cpu(tensor(x), digits, right, isa), exact.quantize(x, digits, right)):
             assert_same(actual, expected)

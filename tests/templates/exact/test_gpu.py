@@ -69,7 +69,7 @@ def test_norm_equals_the_reference() -> None:
 
 @pytest.mark.parametrize("right", [False, True])
 @pytest.mark.parametrize("digits", [1, 2])
-def test_quantised_rows_equal_the_reference(digits: int, right: bool) -> None:
+def test_quantized_rows_equal_the_reference(digits: int, right: bool) -> None:
     x = golden.rows()
     for actual, expected in zip(quantize_cuda(tensor(x), digits, right), exact.quantize(x, digits, right)):
         assert_same(actual, expected)

@@ -24,7 +24,7 @@ def problem(rows: int, dtype: torch.dtype, kind: str = "heavy", seed: int = 0) -
 
 
 @given(rows=st.integers(1, 60), row=st.integers(0, 59), seed=st.integers(0, 99), dtype=st.sampled_from(DTYPES))
-def test_a_row_ignores_its_neighbours(rows: int, row: int, seed: int, dtype: torch.dtype) -> None:
+def test_a_row_ignores_its_neighbors(rows: int, row: int, seed: int, dtype: torch.dtype) -> None:
     x, ids, w, bias = problem(rows, dtype, seed=seed)
     item = slice(row % rows, row % rows + 1)
     assert_bitwise_equal(expert_matmul_cpu(x, ids, w, bias)[item], expert_matmul_cpu(x[item], ids[item], w, bias))

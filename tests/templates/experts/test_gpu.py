@@ -115,7 +115,7 @@ def test_float32_has_the_bytes_of_its_order() -> None:
 
 
 @pytest.mark.parametrize("schedule", [DECODE, SMALL[-1]], ids=str)
-def test_a_row_ignores_its_neighbours(schedule: ExpertsSchedule) -> None:
+def test_a_row_ignores_its_neighbors(schedule: ExpertsSchedule) -> None:
     x, ids, w, bias = problem(21, 3)
     whole = run_experts(schedule, x, ids, w, bias)
     others = (ids + 1) % E

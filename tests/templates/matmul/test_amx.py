@@ -90,7 +90,7 @@ def test_the_epilogue_is_that_of_every_instruction_set(m, n, leaf_k, radices):
 
 
 @given(m=st.integers(1, 70), start=st.integers(0, 1000), k=st.sampled_from([31, 64, 257]), n=st.integers(1, 67))
-def test_a_row_ignores_its_neighbours(m, start, k, n):
+def test_a_row_ignores_its_neighbors(m, start, k, n):
     x, w = sample("heavy", (1100, k), torch.bfloat16, k), sample("normal", (n, k), torch.bfloat16, n)
     assert_bitwise_equal(on_tiles(x[start : start + m], w), on_tiles(x, w)[start : start + m])
 
@@ -143,7 +143,7 @@ def test_experts_are_summed_alike():
 
 
 @pytest.mark.parametrize("name", ["int4, groups of 64, symmetric", "fp8, blocks of 128"])
-def test_quantised_weights_are_summed_alike(name):
+def test_quantized_weights_are_summed_alike(name):
     weight = quantized_weight(name, 70, 264)
     x = sample("heavy", (9, 264), torch.bfloat16, 7)
     given_parts = (*weight[:4], None, None, weight.group, weight.rows, (2,), torch.float32)

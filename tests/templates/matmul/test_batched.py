@@ -20,7 +20,7 @@ def problem(batch: tuple[int, ...], dtype: torch.dtype, kind: str = "heavy", see
 
 
 @given(batch=st.integers(1, 9), seed=st.integers(0, 99), dtype=st.sampled_from(DTYPES))
-def test_a_matrix_ignores_those_beside_it_and_a_row_its_neighbours(batch: int, seed: int, dtype: torch.dtype) -> None:
+def test_a_matrix_ignores_those_beside_it_and_a_row_its_neighbors(batch: int, seed: int, dtype: torch.dtype) -> None:
     x, w = problem((batch,), dtype, seed=seed)
     item, rows = slice(seed % batch, seed % batch + 1), slice(seed % M, seed % M + 2)
     whole = batched_matmul_cpu(x, w)

@@ -31,7 +31,7 @@ def in_its_order(x, w, radices=(), isa=None):
 @given(
     m=st.integers(1, 70), start=st.integers(0, 13), k=st.sampled_from([1, 31, 128, 257, 384, 515]), n=st.integers(1, 67)
 )
-def test_a_row_ignores_its_neighbours(dtype, m, start, k, n):
+def test_a_row_ignores_its_neighbors(dtype, m, start, k, n):
     x, w = sample("heavy", (90, k), dtype, k), sample("normal", (n, k), dtype, n)
     together = matmul_cpu(x, w, None, None, (), torch.float32)
     assert_bitwise_equal(
@@ -39,7 +39,7 @@ def test_a_row_ignores_its_neighbours(dtype, m, start, k, n):
     )
 
 
-def test_a_row_ignores_its_neighbours_beyond_a_group():
+def test_a_row_ignores_its_neighbors_beyond_a_group():
     x, w = normal((1100, 300), torch.float32), normal((40, 300), torch.float32)
     for radices in ((), (2, 2)):
         together = matmul_cpu(x, w, None, None, radices)

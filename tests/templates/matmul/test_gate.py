@@ -24,7 +24,7 @@ def gate_and_up(kind: str, rows: int, features: int, dtype: torch.dtype, device:
 
 
 @given(rows=st.integers(1, 40), features=st.integers(1, 700), row=st.integers(0, 39))
-def test_a_row_ignores_its_neighbours(rows: int, features: int, row: int) -> None:
+def test_a_row_ignores_its_neighbors(rows: int, features: int, row: int) -> None:
     gate, up = gate_and_up("heavy", rows, features, torch.bfloat16, "cpu")
     row %= rows
     assert_bitwise_equal(silu_mul(gate, up)[row : row + 1], silu_mul(gate[row : row + 1].clone(), up[row : row + 1]))

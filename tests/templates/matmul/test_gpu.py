@@ -1,4 +1,4 @@
-"""GEMM kernels: one class of bits an order, whatever the schedule, the token count and the neighbours."""
+"""GEMM kernels: one class of bits an order, whatever the schedule, the token count and the neighbors."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-"""Quantised weights that the tests of their templates share: every format, scales of every shape."""
+"""Quantized weights that the tests of their templates share: every format, scales of every shape."""
 
 import torch
 

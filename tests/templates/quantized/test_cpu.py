@@ -1,4 +1,4 @@
-"""dequant_matmul: the bytes of matmul over the dequantised weights, which are what their format says."""
+"""dequant_matmul: the bytes of matmul over the dequantized weights, which are what their format says."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def test_of_128_k_a_byte_holds_those_64_apart() -> None:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FORMATS)
-def test_weights_are_dequantised_with_one_rounding(name: str, dtype: torch.dtype, isa: str) -> None:
+def test_weights_are_dequantized_with_one_rounding(name: str, dtype: torch.dtype, isa: str) -> None:
     weight = quantized_weight(name, N, K)
     expected = dequantized(weight, dtype)
     assert_bitwise_equal(dequantized_cpu(weight, dtype, isa=isa), expected)
@@ -79,14 +79,14 @@ def test_it_has_the_bytes_of_matmul(name: str, dtype: torch.dtype, radices: tupl
 
 
 @given(rows=st.integers(1, 40), row=st.integers(0, 39), name=st.sampled_from(sorted(FORMATS)))
-def test_a_row_ignores_its_neighbours(rows: int, row: int, name: str) -> None:
+def test_a_row_ignores_its_neighbors(rows: int, row: int, name: str) -> None:
     weight, x = quantized_weight(name, N, K), sample("heavy", (rows, K), torch.bfloat16)
     item = slice(row % rows, row % rows + 1)
     assert_bitwise_equal(product(x, weight)[item], product(x[item], weight))
 
 
 def test_tiles_of_features_do_not_show() -> None:
-    n, k = 700, 4096  # more features than are dequantised at a time
+    n, k = 700, 4096  # more features than are dequantized at a time
     weight, x = quantized_weight("int4, groups of 128", n, k), sample("normal", (3, k), torch.bfloat16)
     assert_bitwise_equal(product(x, weight), matmul_cpu(x, dequantized(weight, torch.bfloat16), None, None, ()))
 

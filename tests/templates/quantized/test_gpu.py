@@ -1,4 +1,4 @@
-"""dequant_matmul's kernels: the bytes of matmul over dequantised weights, whatever the schedule and the token count."""
+"""dequant_matmul's kernels: the bytes of matmul over dequantized weights, whatever the schedule and the token count."""
 
 from dataclasses import replace
 
@@ -155,7 +155,7 @@ def test_warps_of_their_own_want_16_bits_throughout_and_whole_vectors() -> None:
             run_dequant(actual[0], x, thin, radices=radices)
 
 
-def test_a_row_ignores_its_neighbours() -> None:
+def test_a_row_ignores_its_neighbors() -> None:
     weight, x = quantized_weight("int4, groups of 128", N, K, DEVICE), heavy_tailed(20, K, dtype=DTYPE)
     whole = run_dequant(SMALL[0], x, weight)
     poisoned = torch.full_like(x, torch.nan)

@@ -1,4 +1,4 @@
-"""Recurrences on the CPU: their value, and bits that no step, neighbour, slot or instruction set can change."""
+"""Recurrences on the CPU: their value, and bits that no step, neighbor, slot or instruction set can change."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def test_the_convolution_has_its_value(dtype: torch.dtype, taps: int, device: st
 
 
 @given(seed=st.integers(0, 10**6), kind=st.sampled_from(sorted(KINDS)))
-def test_the_recurrence_ignores_steps_neighbours_and_slots(seed: int, kind: str) -> None:
+def test_the_recurrence_ignores_steps_neighbors_and_slots(seed: int, kind: str) -> None:
     plan, slots = random_plan(seed, T)
     given = operands(kind, 3, T, 1, 2, 5, 20)
     whole = ops.dense_linear_recurrence(*given)
@@ -52,7 +52,7 @@ def test_the_recurrence_ignores_steps_neighbours_and_slots(seed: int, kind: str)
 
 
 @given(seed=st.integers(0, 10**6), taps=st.sampled_from([1, 2, 4, 30]))
-def test_the_convolution_ignores_steps_neighbours_and_slots(seed: int, taps: int) -> None:
+def test_the_convolution_ignores_steps_neighbors_and_slots(seed: int, taps: int) -> None:
     plan, slots = random_plan(seed, T)
     x, weight, bias = (normal(shape, torch.bfloat16) for shape in ((3, T, 40), (40, taps), (40,)))
     whole = ops.dense_causal_conv(x, weight, bias)

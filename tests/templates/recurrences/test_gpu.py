@@ -1,4 +1,4 @@
-"""Recurrences on the GPU: float64's value, the order that is stated, and bits that no step or neighbour can change."""
+"""Recurrences on the GPU: float64's value, the order that is stated, and bits that no step or neighbor can change."""
 
 import numpy as np
 import pytest
@@ -36,7 +36,7 @@ def recur(given: Operands, parts: list[tuple[int, int, int]], state: Tensor, ste
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_recurrence_ignores_steps_neighbours_and_slots(shape: tuple[int, ...], kind: str) -> None:
+def test_the_recurrence_ignores_steps_neighbors_and_slots(shape: tuple[int, ...], kind: str) -> None:
     _, H, K, V = shape
     given = operands(kind, 3, T, *shape)
     state = torch.full((4, H, K, V), torch.nan, device=DEVICE)
@@ -64,7 +64,7 @@ def test_keys_are_summed_in_the_stated_order(K: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("taps", [1, 4])
-def test_the_convolution_ignores_steps_neighbours_and_slots(dtype: torch.dtype, taps: int) -> None:
+def test_the_convolution_ignores_steps_neighbors_and_slots(dtype: torch.dtype, taps: int) -> None:
     C = 300
     x, weight, bias = (normal(shape, dtype).to(DEVICE) for shape in ((3, T, C), (C, taps), (C,)))
     state = torch.full((4, taps - 1, C), torch.nan, dtype=dtype, device=DEVICE)
@@ -82,7 +82,7 @@ def test_the_convolution_ignores_steps_neighbours_and_slots(dtype: torch.dtype, 
 
 
 @pytest.mark.parametrize("C", [5] if INTERPRETED else [5, 768, 2560])
-def test_wkv_ignores_steps_neighbours_and_slots(C: int) -> None:
+def test_wkv_ignores_steps_neighbors_and_slots(C: int) -> None:
     k, v, decay, bonus = (value.to(DEVICE) for value in averaged(3, T, C))
     state = torch.full((4, 3, C), torch.nan, device=DEVICE)
 
@@ -101,7 +101,7 @@ def test_wkv_ignores_steps_neighbours_and_slots(C: int) -> None:
 
 
 @pytest.mark.parametrize("C", [5] if INTERPRETED else [5, 8, 64])
-def test_a_running_max_ignores_steps_neighbours_and_slots(C: int) -> None:
+def test_a_running_max_ignores_steps_neighbors_and_slots(C: int) -> None:
     x, decay = (value.to(DEVICE) for value in falling(3, T, C))
     state = torch.full((4, 1, C), torch.nan, device=DEVICE)
 

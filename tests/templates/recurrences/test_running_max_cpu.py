@@ -1,4 +1,4 @@
-"""running_max on the CPU: its value, and bits that no step, neighbour, slot or instruction set can change."""
+"""running_max on the CPU: its value, and bits that no step, neighbor, slot or instruction set can change."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def test_nothing_came_before_the_first_token() -> None:
 
 
 @given(seed=st.integers(0, 10**6))
-def test_steps_neighbours_and_slots_do_not_show(seed: int) -> None:
+def test_steps_neighbors_and_slots_do_not_show(seed: int) -> None:
     tokens = 23
     plan, slots = random_plan(seed, tokens)
     x, decay = falling(3, tokens, C)

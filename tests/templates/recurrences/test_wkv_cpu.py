@@ -33,7 +33,7 @@ def test_one_token_is_its_own_value() -> None:
 
 
 @given(seed=st.integers(0, 10**6))
-def test_steps_neighbours_and_slots_do_not_show(seed: int) -> None:
+def test_steps_neighbors_and_slots_do_not_show(seed: int) -> None:
     tokens = 23
     plan, slots = random_plan(seed, tokens)
     k, v, decay, bonus = averaged(3, tokens, C)

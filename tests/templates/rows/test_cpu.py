@@ -1,4 +1,4 @@
-"""Row sums, moments, norms, softmaxes on the CPU: the Row order's bits, whatever the neighbours; accuracy; refusals."""
+"""Row sums, moments, norms, softmaxes on the CPU: the Row order's bits, whatever the neighbors; accuracy; refusals."""
 
 import numpy as np
 import pytest
@@ -45,7 +45,7 @@ def _bias(x):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", OPS)
 @given(m=st.integers(1, 70), start=st.integers(0, 9), length=st.sampled_from(LENGTHS))
-def test_a_row_ignores_its_neighbours(name, dtype, m, start, length):
+def test_a_row_ignores_its_neighbors(name, dtype, m, start, length):
     x = sample("heavy", (80, length), dtype, length)
     assert_bitwise_equal(OPS[name](x[start : start + m]), OPS[name](x)[start : start + m])
 

@@ -1,4 +1,4 @@
-"""Row kernels: the bytes of Row.evaluate, whatever the neighbours; errors within 1.05x of torch's own."""
+"""Row kernels: the bytes of Row.evaluate, whatever the neighbors; errors within 1.05x of torch's own."""
 
 from unittest import mock
 
@@ -67,8 +67,8 @@ def test_variance_and_mean_have_the_bytes_of_their_order(length: int) -> None:
     var, mean = row_var_mean_cuda(x, 1.0)
     expected_mean = evaluate(x, length) / torch.tensor(float(length), device=DEVICE)  # torch multiplies by 1 / scalar
     assert_bitwise_equal(mean, expected_mean)
-    centred = x - expected_mean[:, None]
-    expected = evaluate(centred * centred, length) / torch.tensor(float(max(length - 1, 0)), device=DEVICE)
+    centered = x - expected_mean[:, None]
+    expected = evaluate(centered * centered, length) / torch.tensor(float(max(length - 1, 0)), device=DEVICE)
     assert_bitwise_equal(var.nan_to_num(), expected.nan_to_num())
 
 
@@ -96,13 +96,13 @@ def test_logsumexp_over_sharded_leaves_has_the_bytes_of_its_order(length: int, r
     assert torch.allclose(softmax, y.softmax(-1), atol=1e-6) and exponentials.isfinite().all()
 
 
-NEIGHBOURS = [(dtype, length) for length in (33, 128, 1000, 4097) for dtype in DTYPES]
+NEIGHBORS = [(dtype, length) for length in (33, 128, 1000, 4097) for dtype in DTYPES]
 if INTERPRETED:
-    NEIGHBOURS = [(torch.float16, 128), pytest.param(torch.bfloat16, 1000, marks=EXHAUSTIVE)]
+    NEIGHBORS = [(torch.float16, 128), pytest.param(torch.bfloat16, 1000, marks=EXHAUSTIVE)]
 
 
-@pytest.mark.parametrize(("dtype", "length"), NEIGHBOURS)
-def test_a_row_ignores_its_neighbours(dtype: torch.dtype, length: int) -> None:
+@pytest.mark.parametrize(("dtype", "length"), NEIGHBORS)
+def test_a_row_ignores_its_neighbors(dtype: torch.dtype, length: int) -> None:
     x = heavy_tailed(9, length, dtype=dtype)
     weight, bias = heavy_tailed(length, dtype=dtype, seed=1), heavy_tailed(length, dtype=dtype, seed=2)
     kernels = {

@@ -40,7 +40,7 @@ def test_logprobs_have_the_engines_bytes(V, radices, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(m=st.integers(1, 30), start=st.integers(0, 9), V=st.sampled_from([1, 16, 50, 1025]))
-def test_a_row_ignores_its_neighbours(dtype, m, start, V):
+def test_a_row_ignores_its_neighbors(dtype, m, start, V):
     logits, targets = drawn(40, V, dtype)
     g, of_entropy, rows = normal((40,), torch.float32, 1), normal((40,), torch.float32, 2), slice(start, start + m)
     whole = OURS.token_logprobs(logits, targets, 1.5)

@@ -1,4 +1,4 @@
-"""Gradients of norms and softmaxes on the CPU: the Row order's bits, whatever the neighbours; float64's values."""
+"""Gradients of norms and softmaxes on the CPU: the Row order's bits, whatever the neighbors; float64's values."""
 
 import numpy as np
 import pytest
@@ -37,7 +37,7 @@ GRADIENTS = {
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", GRADIENTS)
 @given(m=st.integers(1, 70), start=st.integers(0, 9), length=st.sampled_from(LENGTHS))
-def test_a_row_ignores_its_neighbours(name, dtype, m, start, length):
+def test_a_row_ignores_its_neighbors(name, dtype, m, start, length):
     g, x = (sample("heavy", (80, length), dtype, seed) for seed in (1, 2))
     rows = slice(start, start + m)
     if name == "softmax":
@@ -74,9 +74,9 @@ def test_gradients_have_the_bits_of_the_order(length):
     dx, rows = row_gradients.rms_norm_backward_cpu(g, x, weight_of(x), 1e-6, False)
     assert_bitwise_equal(dx, torch.from_numpy((gw - n * (sums(gw * n) / R)) * scale))
     assert_bitwise_equal(rows, torch.from_numpy(g_ * n))
-    centred = h - sums(h) / R
-    scale = (1 / np.sqrt(sums(centred * centred).astype(np.float64) / length + 1e-5)).astype(np.float32)
-    n = centred * scale
+    centered = h - sums(h) / R
+    scale = (1 / np.sqrt(sums(centered * centered).astype(np.float64) / length + 1e-5)).astype(np.float32)
+    n = centered * scale
     dx, rows = row_gradients.layer_norm_backward_cpu(g, x, weight_of(x), 1e-5)
     assert_bitwise_equal(dx, torch.from_numpy(((gw - sums(gw) / R) - n * (sums(gw * n) / R)) * scale))
     assert_bitwise_equal(rows, torch.from_numpy(g_ * n))

@@ -1,4 +1,4 @@
-"""Gradients of rows on the GPU: whatever the neighbours, near float64's, and as the order has them."""
+"""Gradients of rows on the GPU: whatever the neighbors, near float64's, and as the order has them."""
 
 import numpy as np
 import pytest
@@ -51,7 +51,7 @@ GRADIENTS = {
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("name", GRADIENTS)
-def test_a_row_ignores_its_neighbours_and_strides(name, length, dtype):
+def test_a_row_ignores_its_neighbors_and_strides(name, length, dtype):
     g, x = rows_of(length, dtype, 1), rows_of(length, dtype, 2)
     whole = GRADIENTS[name](g, x)
     wide = torch.nn.functional.pad(x, (3, 2))[:, 3 : 3 + length]

@@ -14,14 +14,14 @@ import pytest
 
 from detcompile.errors import InvalidInput, WorkerError
 from detcompile.runtime.processes.group import WorkerGroup
-from detcompile.runtime.processes.rank_process import DialledRank
+from detcompile.runtime.processes.rank_process import DialedRank
 
 ROOT = Path(__file__).parents[3]
 TARGET = "tests.runtime.processes.rank_targets:Rank"
 SERVE = """
 import socket, sys
 from detcompile.runtime.processes.process import serve
-serve(socket.create_connection(("127.0.0.1", int(sys.argv[1]))), dialled=True)
+serve(socket.create_connection(("127.0.0.1", int(sys.argv[1]))), dialed=True)
 """
 
 
@@ -29,7 +29,7 @@ class Started(NamedTuple):
     """A group of two ranks, and the process of the second, which the group has not started."""
 
     group: WorkerGroup
-    dialled: DialledRank
+    dialed: DialedRank
     process: "subprocess.Popen[bytes]"
 
 
@@ -38,10 +38,10 @@ def started() -> Iterator[Started]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         process = subprocess.Popen([sys.executable, "-c", SERVE, str(listener.getsockname()[1])], cwd=ROOT)
         connection, _ = listener.accept()
-    dialled = DialledRank(connection, process.pid)
-    group = WorkerGroup(2, TARGET, (2, ""), dialled=[dialled])
+    dialed = DialedRank(connection, process.pid)
+    group = WorkerGroup(2, TARGET, (2, ""), dialed=[dialed])
     group.result(group.started)
-    yield Started(group, dialled, process)
+    yield Started(group, dialed, process)
     group.close()
     process.kill()
     process.wait()
@@ -78,7 +78,7 @@ def test_its_end_is_noticed_at_once(started: Started) -> None:
 
 
 def test_it_is_silent_where_it_is_stopped_and_not_where_it_works(started: Started) -> None:
-    started.dialled.silence_seconds = 1.0
+    started.dialed.silence_seconds = 1.0
     started.group.call("sleep_on", 1, 2.0)
     time.sleep(1.2)  # nothing is heard of a rank that has nothing to do
     assert started.group.call("echo", 1) == [1, 1]
@@ -90,7 +90,7 @@ def test_it_is_silent_where_it_is_stopped_and_not_where_it_works(started: Starte
 
 def test_a_machine_that_is_gone_is_an_end(started: Started) -> None:
     """What the system says where nothing answers its probes."""
-    channel = started.dialled.channel
+    channel = started.dialed.channel
 
     class Unanswered:
         def recv_into(self, _memory: memoryview) -> int:

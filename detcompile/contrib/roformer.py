@@ -14,7 +14,7 @@ def _roformer(
 ) -> Any:
     """Rows of the table, sines then cosines, come with leading dimensions of 1. Attention to an encoder is refused."""
     if encoder_hidden_states is not None:
-        raise UnsupportedModel(f"{type(self).__name__}: keys of an encoder; only its own tokens' are known")
+        raise UnsupportedModel(f"{type(self).__name__}: attention to an encoder is not supported")
     query, key, value = (
         project(hidden_states).unflatten(-1, (self.num_attention_heads, self.attention_head_size))
         for project in (self.query, self.key, self.value)

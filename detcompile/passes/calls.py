@@ -115,15 +115,15 @@ class Call:
             return
         outside = calling_frame(frame, self._frame)
         if outside is None:
-            raise UnsupportedModel("a compiled graph was called by somebody else than the module it was made for")
+            raise UnsupportedModel("a compiled graph was called from outside the module that it was compiled for")
         if outside is not self._frame:
             place = f"{outside.f_code.co_name} in {outside.f_code.co_filename}:{outside.f_lineno}"
             hooks = " (hooks of the compiled module)" if is_module_call(outside) else ""
-            self._complain(f"{place} calls the graph, and is no part of it{hooks}")
+            self._complain(f"{place} calls the graph from outside it{hooks}")
         elif runs_hooks(self._frame):
-            self._complain("hooks run around the graph, of what torch.compile returned or of all modules")
+            self._complain("hooks of the compiled module, or of all modules, run around the graph")
         elif runs_another_forward(self._frame):
-            self._complain("another forward was put in the place of the one of what torch.compile returned")
+            self._complain("the forward of the compiled module was replaced")
 
     def require_apart(self, held: Sequence[torch.Tensor]) -> None:
         """Reject tensors of the compiled callable that start inside the memory of an argument.

@@ -173,9 +173,7 @@ def probe_attention(
         carry_step(model)
         calls, groups, masks = _observe(model, kv_chunk, recurrences)
     if calls and not ours and not masks:
-        raise UnsupportedModel(
-            f"{type(model).__name__} asks for no causal mask unless it is given one: its own attention sees both ways"
-        )
+        raise UnsupportedModel(f"{type(model).__name__} makes no causal mask by itself: its attention is bidirectional")
     return calls, groups
 
 

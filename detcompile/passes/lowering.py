@@ -66,7 +66,7 @@ def lower(
     on_read: Callable[[int, int], None] | None = None,
     pipeline_stage: PipelineStage | None = None,
 ) -> Lowered:
-    """Rewrite, capture, certify and compile ``model``. The model is changed in place, and so are its bits under eager.
+    """Rewrite, capture, certify and compile ``model``, in place: its results in eager mode change too.
 
     Args:
         ranks: the ranks that share the model. Each of them calls this with the same model.
@@ -168,8 +168,8 @@ def _vocabulary(model: PreTrainedModel) -> tuple[int, int]:
         weight = getattr(module, "weight", None)
         if not isinstance(weight, Tensor) or weight.dim() != 2:
             raise UnsupportedModel(
-                f"{type(model).__name__}: its {what} is a {type(module).__name__} without a weight of a row a token;"
-                " take one that has it (nn.Linear, nn.Embedding), and what else it computes into a module beside it"
+                f"{type(model).__name__}: its {what} is a {type(module).__name__} without one weight row per token:"
+                " use nn.Linear or nn.Embedding, and move other computation into a separate module"
             )
         rows.append(weight.shape[0])
     return rows[0], rows[1]

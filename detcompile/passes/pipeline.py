@@ -88,7 +88,7 @@ def rewrite(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def read_extents(gm: fx.GraphModule) -> fx.GraphModule:
-    """f(x)  ->  f(x), with sym_size(x, dim) or sym_stride(x, dim) for each symbol of x that no input number is
+    """f(x)  ->  f(x), with sym_size(x, dim) or sym_stride(x, dim) for each symbol of x that is not an input number
 
     Run this last, right before Inductor's lowering: nothing uses these nodes. Since torch 2.14, Inductor's wrapper
     defines a symbol only if it is an input or if a node reads it from one, but kernels also use it for their loops.

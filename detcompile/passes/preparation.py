@@ -21,7 +21,7 @@ TAKEN = "_taken_by_detcompile"  # attribute of a model that compile() has change
 
 
 class ModulePass(NamedTuple):
-    """A change of a model's modules, before anything of it is traced."""
+    """A change of a model's modules before tracing."""
 
     apply: Callable[[PreTrainedModel], Any]  # in place; returns what it changed, falsy if nothing
     whole: str | None = None  # name of what it changes, if ranks cannot share that

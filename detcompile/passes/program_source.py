@@ -194,11 +194,11 @@ def layers_of_stage(
     if carries_states:
         raise UnsupportedModel(f"{name}: pp={size}, but its layers carry states from token to token: {INSTEAD}")
     if layers is None:
-        raise UnsupportedModel(f"{name}: pp={size}, but it keeps its layers in no single list: {INSTEAD}")
+        raise UnsupportedModel(f"{name}: pp={size}, but its layers are not in a single list: {INSTEAD}")
     here = pipeline_stage.layers(len(layers))
     if repeats is None:
         raise UnsupportedModel(
-            f"{name}: pp={size}, but it is traced as a whole, as its layers are too few or too different, or read"
+            f"{name}: pp={size}, but it is traced as a whole: its layers are too few or too different, or read"
             f" more of each other than their rows: {INSTEAD}"
         )
     return here

@@ -64,7 +64,7 @@ def _require(releases: tuple[str, ...]) -> None:
 
 
 def _probe() -> str:
-    """Return why the embedded model has no logits of the stored bits; empty if it has."""
+    """Return why the embedded model's logits differ from the stored bits; empty if they do not."""
     try:
         done = subprocess.run(
             COMMAND, env=config.environment_of_probe(), capture_output=True, text=True, timeout=TIME_LIMIT, check=False

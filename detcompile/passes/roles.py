@@ -74,7 +74,7 @@ def role_by_source(node: fx.Node, value: torch.Tensor, traced: TracedCall) -> Ro
             return Role("rows", {0: "batch"} | {d: names.get(d, name) for d, name in rows.items()})
         refuse(
             [*traced.splits(), f"{name} has {int(value.shape[0])} rows in every call of this graph"],
-            "the number of rows is fixed, so that a value may follow it. Where no code of the module looks at it, "
+            "the number of rows is fixed, so values may depend on it. If no code of the module reads it, "
             "torch._dynamo.decorators.mark_unbacked(tensor, 0) before the call makes it unknown to torch's own code "
             "too; tensors inside objects other than lists, tuples and dicts have to be marked in any case",
         )

@@ -100,10 +100,10 @@ def trace_packed(
         except NotCut as error:
             if here is not None:
                 raise UnsupportedModel(
-                    f"{type(module.model).__name__} is not cut into stages, as its layers hand each other more than"
+                    f"{type(module.model).__name__} cannot be cut into stages: its layers pass each other more than"
                     f" their rows: {error}. Compile it with pp=1"
                 ) from error
-            logger.debug("the layers of %s are taken one by one: %s", type(module.model).__name__, error)
+            logger.debug("the layers of %s are compiled one by one: %s", type(module.model).__name__, error)
     return _trace_packed(module, numerics, seen, compile_graph, join_weights, None)
 
 
@@ -154,7 +154,7 @@ def find_repeats(model: PreTrainedModel, whole: Shown | None = None) -> Repeats 
         with torch.no_grad():
             return repeats_of(model, run_on_two_tokens, whole)
     except (RuntimeError, TypeError) as error:  # code that reads values, or modules that cannot be copied
-        logger.debug("the layers of %s are taken one by one: %s", type(model).__name__, error)
+        logger.debug("the layers of %s are compiled one by one: %s", type(model).__name__, error)
         return None
 
 
@@ -197,12 +197,12 @@ def trace_once(module: DenseForward | PackedForward, backend: Backend, arguments
             raise ours from None
         raise UnsupportedModel(
             f"{type(module.model).__name__} is not one graph over any number of tokens: {compiler_message(error)}\n"
-            "Write that as operations on tensors, for any number of tokens; torch's own words are in the cause."
+            "Write that as operations on tensors, for any number of tokens; the cause has torch's message."
         ) from error
     except ConstraintViolationError as error:
         raise UnsupportedModel(
-            f"{type(module.model).__name__} is not one graph over any number of tokens: its code makes a number of"
-            " Python's of how many there are, as math.log(x.shape[1]) does. Compute that from position_ids instead"
+            f"{type(module.model).__name__} is not one graph over any number of tokens: its code computes a"
+            " Python number from it, such as math.log(x.shape[1]). Compute that from position_ids instead"
         ) from error
     except OSError as error:
         raise disk_failure(error, inductor_folder(), INDUCTOR_ADVICE) or error from None

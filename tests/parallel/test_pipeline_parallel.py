@@ -189,7 +189,7 @@ def test_what_cannot_be_cut_is_refused_by_name(name: str, changes: dict[str, Any
 def test_a_model_without_a_single_list_of_layers_is_refused() -> None:
     model = random_model("llama", torch.float32)
     model.extra = torch.nn.ModuleList(torch.nn.Identity() for _ in range(2))
-    with pytest.raises(UnsupportedModel, match="LlamaForCausalLM: pp=2, but it keeps its layers in no single list"):
+    with pytest.raises(UnsupportedModel, match="LlamaForCausalLM: pp=2, but its layers are not in a single list"):
         layers_of_stage(model, PipelineStage(size=2, index=0), None, carries_states=False)
 
 

@@ -21,5 +21,5 @@ def wrapped_embedding(model: PreTrainedModel) -> None:
 def test_what_is_no_table_of_tokens_is_refused(change, what: str) -> None:
     model = random_model("llama", torch.float32, num_hidden_layers=1)
     change(model)
-    with pytest.raises(UnsupportedModel, match=f"its {what} is a Sequential without a weight"):
+    with pytest.raises(UnsupportedModel, match=f"its {what} is a Sequential without one weight row"):
         certified(model)

@@ -227,7 +227,7 @@ def of_another_linear() -> Any:
         (lambda: adapted(trainable_token_indices=[3]), "TrainableTokens"),
         (lambda: adapted(layer_replication=[(0, 2), (1, 2)]), "layer_replication"),
         (merged, "unmerge_adapter"),
-        (disabled, "has to be enabled"),
+        (disabled, "is not active: enable it"),
         (two, "default, other: one LoRA adapter"),
         (of_prompts, "PROMPT_TUNING"),
         (of_another_linear, r"layers\.1\.self_attn\.q_proj: an adapter of a Other"),

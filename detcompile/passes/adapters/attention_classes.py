@@ -25,7 +25,7 @@ CODEGEN_PARTS = 4  # the fused weight holds four parts, each with its queries, v
 
 
 def replace_attention(model: PreTrainedModel) -> bool:
-    """Give the attention classes of ATTENTION_FORWARDS in ``model`` their forward; says whether there are any."""
+    """Replace the forward of attention classes in ATTENTION_FORWARDS. Return whether ``model`` has any."""
     table = ATTENTION_FORWARDS.copy()
     if takes_attention(model):  # CodeGen's classes call the interface from transformers 5.24 on
         del table[CODEGEN]
@@ -33,7 +33,7 @@ def replace_attention(model: PreTrainedModel) -> bool:
     for layer, (attention, forward) in enumerate(replaced):
         if getattr(attention, "layer_idx", None) is None:
             attention.layer_idx = layer
-        attention.is_causal = True  # bigbird_pegasus says False, and makes a causal mask
+        attention.is_causal = True  # bigbird_pegasus sets False and makes a causal mask instead
         attention.forward = types.MethodType(forward, attention)
     scaled = [attention for attention, _ in replaced if class_of(attention) in SCALED_BY_POSITION]
     if scaled:
@@ -46,9 +46,7 @@ def replace_attention(model: PreTrainedModel) -> bool:
 def projected_attention(self: Any, hidden_states: Tensor, key_value_states: Tensor | None = None, **kwargs: Any) -> Any:
     """Project three times and attend: bigbird_pegasus, mvp, trocr, xglm. Attention to an encoder is refused."""
     if key_value_states is not None or kwargs.get("attn_prompt") is not None:
-        raise UnsupportedModel(
-            f"{type(self).__name__}: keys of an encoder or of a prompt; only its own tokens' are known"
-        )
+        raise UnsupportedModel(f"{type(self).__name__}: attention to an encoder or a prompt is not supported")
     query, key, value = (
         project(hidden_states).unflatten(-1, (self.num_heads, self.head_dim))
         for project in (self.q_proj, self.k_proj, self.v_proj)
@@ -100,9 +98,9 @@ def _openai_gpt(self: Any, x: Tensor, attention_mask: Any = None, **kwargs: Any)
 
 
 def _bert(self: Any, hidden_states: Tensor, *_: Any, encoder_hidden_states: Tensor | None = None, **kwargs: Any) -> Any:
-    """big_bird with attention_type="original_full", git, megatron_bert, rembert. Attention to an encoder is refused."""
+    """Attention of big_bird with attention_type="original_full", git, megatron_bert and rembert."""
     if encoder_hidden_states is not None:
-        raise UnsupportedModel(f"{type(self).__name__}: keys of an encoder; only its own tokens' are known")
+        raise UnsupportedModel(f"{type(self).__name__}: attention to an encoder is not supported")
     query, key, value = (
         project(hidden_states).unflatten(-1, (self.num_attention_heads, self.attention_head_size))
         for project in (self.query, self.key, self.value)
@@ -130,7 +128,7 @@ def _hrm_text(
 
 
 def _deepseek_v2(self: Any, hidden_states: Tensor, position_embeddings: Tensor, **kwargs: Any) -> Any:
-    """Keys and values through a latent; position_embeddings are own_modules' cosines and sines, not complex numbers."""
+    """Compute keys and values from a latent. position_embeddings holds cosines and sines, not complex numbers."""
     if self.q_proj is not None:
         query = self.q_proj(hidden_states)
     else:
@@ -149,7 +147,7 @@ def _deepseek_v2(self: Any, hidden_states: Tensor, position_embeddings: Tensor, 
 def _inkling(
     self: Any, hidden_states: Tensor, position_ids: Tensor, conv_mask: Tensor | None = None, **kwargs: Any
 ) -> Any:
-    """A token mixes profiles of biases by distance; full layers may scale queries and biases by the position."""
+    """Mix profiles of distance biases for each token; full layers may scale queries and biases by position."""
     query, relative = (
         project(hidden_states).unflatten(-1, (self.num_heads, -1)) for project in (self.q_proj, self.r_proj)
     )
@@ -168,7 +166,7 @@ def _inkling(
 
 
 def _llama4(self: Any, hidden_states: Tensor, position_embeddings: Tensor, position_ids: Tensor, **kwargs: Any) -> Any:
-    """Chunked layers see chunks of tokens; those that do not rotate may scale their queries by their positions."""
+    """Attend within chunks in chunked layers. Layers without rotation may scale queries by position."""
     query, key, value = (
         project(hidden_states).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj)
     )
@@ -187,7 +185,7 @@ def _llama4(self: Any, hidden_states: Tensor, position_embeddings: Tensor, posit
 
 
 def _turned(states: Tensor, table: Tensor) -> Tensor:
-    """Neighboring features as complex numbers [B, T, H, D], turned by [B, T, D / 2, 2]: the product in float32."""
+    """Rotate pairs of features [B, T, H, D], as complex numbers, by [B, T, D / 2, 2] in float32."""
     cos, sin = table.unsqueeze(2).unbind(-1)
     real, imaginary = states.float().unflatten(-1, (-1, 2)).unbind(-1)
     product = torch.stack([real * cos - imaginary * sin, real * sin + imaginary * cos], -1)

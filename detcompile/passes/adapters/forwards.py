@@ -1,4 +1,4 @@
-"""Models that take no attention from outside: their forward is written anew around calls of our attention.
+"""Forwards for models that ignore AttentionInterface, rewritten around calls of our attention.
 
 bloom ignores an attention function, falcon and gptj know only their own, and none of them hands the model's keywords
 down to its layers. An adapter replaces two methods: the causal LM's forward and the attention's. Embeddings, blocks,

@@ -1,4 +1,4 @@
-"""Modules of transformers that get methods of ours: with complex numbers, with a look at the batch, or with experts.
+"""Replacement methods for modules of transformers that use complex numbers, look at the batch or hold experts.
 
 The weights stay Hugging Face's, and so does what the modules compute. Experts are written as in passes.modules.experts:
 products of a token with each of its experts, added in the router's order.
@@ -23,12 +23,12 @@ Methods = dict[str, Callable[..., Any]]
 
 
 def replace_modules(model: PreTrainedModel) -> None:
-    """Give the modules of MODULE_METHODS in ``model`` their methods."""
+    """Replace methods of the modules in MODULE_METHODS."""
     give_methods(model, "MODULES", MODULE_METHODS)
 
 
 def give_methods(model: PreTrainedModel, kind: str, table: Mapping[str, Methods]) -> int:
-    """Give modules of ``model`` the methods that the table, or contrib's of that kind, has; return their number."""
+    """Replace methods of modules in the table or in contrib's table of that kind. Return how many modules."""
     replaced = entries_of(model, kind, table)
     for module, methods in replaced:
         module.whole_config = model.config
@@ -84,7 +84,7 @@ MODULE_METHODS: dict[str, Methods] = {
 
 
 def replace_experts(model: PreTrainedModel) -> int:
-    """Give the experts of EXPERT_METHODS in ``model`` their methods; says how many modules there are."""
+    """Replace methods of the experts in EXPERT_METHODS. Return how many modules."""
     taking = {class_of(module) for module in model.modules() if takes_implementation(module)}  # Aria's from 5.24 on
     return give_methods(model, "EXPERTS", {name: EXPERT_METHODS[name] for name in EXPERT_METHODS.keys() - taking})
 

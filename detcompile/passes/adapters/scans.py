@@ -23,7 +23,7 @@ STATES = ("initial_state", "initial_states", "output_final_state", "return_final
 
 
 def pin_recurrences(model: PreTrainedModel) -> Recurrences | None:
-    """Replace the model's scans, convolutions and linear attention by ours; None if it has none that are known."""
+    """Replace the model's known scans, convolutions and linear attention with ours. Return None if there are none."""
     recurrences = Recurrences()
     replaced = False
     for module in model.modules():

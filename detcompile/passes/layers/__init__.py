@@ -1,1 +1,1 @@
-"""One program a distinct layer: which layers of a model are the same, and a graph cut where they meet."""
+"""One program per distinct layer: find layers that compute the same, and cut the graph between layers."""

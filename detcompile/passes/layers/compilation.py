@@ -210,7 +210,7 @@ def given_rows(rows: Sequence[fx.Node]) -> GivenRows:
         value, sizes = node.meta["val"], shape_of(node)
         plain = len(sizes) == 3 and sizes[0] == 1 and bool(sizes[1].free_symbols) and not sizes[2].free_symbols
         if not plain or not value.is_contiguous():
-            raise NotCut(f"layers hand each other {list(value.shape)} with strides {list(value.stride())}")
+            raise NotCut(f"layers pass each other {list(value.shape)} with strides {list(value.stride())}")
     with unset_fake_temporarily():
         return GivenRows(value, torch.zeros(1, NUM_TOKENS, int(sizes[2]), dtype=value.dtype, device=value.device))
 

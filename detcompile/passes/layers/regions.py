@@ -83,7 +83,7 @@ OUTSIDE = -1  # place of values that depend on no layer's rows
 
 
 class NotCut(UnsupportedModel):
-    """A graph whose layers hand each other more than one tensor of rows."""
+    """The layers of a graph pass each other more than one tensor of rows."""
 
 
 class Region(NamedTuple):
@@ -148,7 +148,7 @@ def _places(graph: fx.Graph, rows: Sequence[fx.Node]) -> dict[fx.Node, int]:
         places[node] = layers.pop() if layers else OUTSIDE
     for layer, node in enumerate(rows):
         if places[node] != layer - 1:
-            raise NotCut(f"the rows that enter layer {layer} are made by another than the one before it")
+            raise NotCut(f"the rows that enter layer {layer} are not computed by the layer before it")
     return places
 
 

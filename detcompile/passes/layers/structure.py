@@ -295,7 +295,7 @@ def layers_of(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
     view = view_of(model)
     all_layers = layer_list(view)
     if all_layers is None:
-        raise UnsupportedModel(f"{type(model).__name__} keeps its {count} layers in no single list")
+        raise UnsupportedModel(f"{type(model).__name__} does not keep its {count} layers in a single list")
     for index in reversed(range(count)):
         if index not in layers:
             del all_layers[index]

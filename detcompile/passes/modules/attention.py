@@ -197,7 +197,7 @@ def _check_shapes(where: str, query: Tensor, kwargs: dict[str, Any]) -> None:
     bias = kwargs.get("relative_bias")
     if bias is not None and bias.shape[:-1] != query.shape[:-1]:
         raise UnsupportedModel(
-            f"{where} passes relative_bias {tuple(bias.shape)}, which is no row of biases for each of its queries "
+            f"{where} passes relative_bias {tuple(bias.shape)}, which is not one row of biases for each of its queries "
             f"{tuple(query.shape[:-1])}"
         )
 

@@ -109,13 +109,13 @@ def _weight(module: Any, name: str) -> Tensor:
 def _require_known(name: str, module: nn.Module) -> None:
     unknown = unknown_settings(module)
     if unknown:
-        raise UnsupportedModel(f"{name}: what {' and '.join(unknown)} means for these experts is not known")
+        raise UnsupportedModel(f"{name}: experts with {' and '.join(unknown)} are not supported")
     weights = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
     given = {weight: getattr(module, weight, None) for weight in weights}
     for weight, value in given.items():
         stacked = isinstance(value, Tensor) and value.dim() == 3 and value.is_floating_point()
         if not stacked and not isinstance(value, QuantizedStack):
-            raise UnsupportedModel(f"{name}.{weight} is no stack of one matrix for each expert")
+            raise UnsupportedModel(f"{name}.{weight} is not a stack of one matrix per expert")
 
 
 ExpertsInterface.register(EXPERTS, experts)

@@ -151,16 +151,16 @@ def _adapted(name: str, layer: Any) -> AdaptedLinear:
     kind = f"{type(layer).__module__}.{type(layer).__name__}"
     if kind != "peft.tuners.lora.layer.Linear":
         raise UnsupportedModel(
-            f"{name}: a {kind} (modules_to_save, trainable tokens, and adapters of embeddings, experts and quantized"
-            " linears are such); LoRA of linears in the model's dtype alone is trained and served"
+            f"{name}: a {kind}. Only LoRA of linears in the model's dtype is trained and served: no modules_to_save, no"
+            " trainable tokens, no adapters of embeddings, experts or quantized linears"
         )
     base = layer.base_layer
     if type(base) not in (nn.Linear, Conv1D):
-        raise UnsupportedModel(f"{name}: an adapter of a {type(base).__name__}; those of plain linears are known")
+        raise UnsupportedModel(f"{name}: an adapter of a {type(base).__name__}; only those of plain linears are known")
     if layer.merged:
         raise UnsupportedModel(f"{name}: its adapter is merged: unmerge_adapter() first")
     if layer.disable_adapters or [*layer.active_adapters] != [*layer.lora_A]:
-        raise UnsupportedModel(f"{name}: its adapter is not active: {ONE}, and has to be enabled")
+        raise UnsupportedModel(f"{name}: its adapter is not active: enable it ({ONE})")
     (adapter,) = layer.lora_A
     if adapter in layer.lora_variant:
         variant = type(layer.lora_variant[adapter]).__name__

@@ -97,7 +97,7 @@ def as_pooling_model(model: PreTrainedModel) -> PreTrainedModel:
     if torch.equal(actual, expected):
         return model
     raise UnsupportedModel(
-        f"{name} gives something else than its base model and a head over the {pooled or 'last'} token do: only such"
+        f"{name} does not return what its base model and a head over the {pooled or 'last'} token return: only such"
         " classifiers are compiled"
     )
 

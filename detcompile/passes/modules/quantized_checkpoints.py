@@ -39,7 +39,7 @@ def quantization_of(config: PretrainedConfig) -> dict[str, Any] | None:
     """Return the quantization settings in a checkpoint's config; None for an unquantized checkpoint.
 
     Raises:
-        UnsupportedModel: a method, or a variant of one, that is not read; the message names it and what to do.
+        UnsupportedModel: the method or its variant is not supported.
     """
     stored = getattr(config, "quantization_config", None) or getattr(config, "compression_config", None)
     if stored is None:
@@ -48,7 +48,7 @@ def quantization_of(config: PretrainedConfig) -> dict[str, Any] | None:
     method = str(getattr(settings.get("quant_method"), "value", settings.get("quant_method")))
     if method not in LAYOUTS:
         raise UnsupportedModel(
-            f"the checkpoint is quantized by {method!r}, which is not certified (read are {', '.join(LAYOUTS)}): load "
+            f"the checkpoint is quantized by {method!r}, which is not certified (known: {', '.join(LAYOUTS)}): load "
             "an unquantized checkpoint, or quantize it by one of these"
         )
     LAYOUTS[method].check(settings)
@@ -137,7 +137,7 @@ def load_quantized(
 
 
 class _Later:
-    """A tensor of a state dict that is computed when transformers reads it: a slice as those of safetensors files."""
+    """A tensor of a state dict that is computed when transformers reads it, by slices as in safetensors files."""
 
     def __init__(self, dtype: torch.dtype, compute: Callable[[], torch.Tensor]) -> None:
         self.dtype, self.compute = dtype, compute
@@ -180,7 +180,7 @@ def _expanded(name: str, slices: "_OfLinear", settings: dict[str, Any], dtype: t
 
 
 class PackedLinear(nn.Module):
-    """The tensors that a checkpoint has in the place of a linear's weight, until all are read."""
+    """Holds a checkpoint's tensors for one linear's weight until all are read."""
 
     def __init__(self, linear: nn.Linear, tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ class PackedLinear(nn.Module):
 
 
 class _OfLinear(dict[str, Any]):
-    """A linear's tensors by their names in the checkpoint; one that is asked for in vain is an error that says so."""
+    """A linear's tensors by their names in the checkpoint. Reading a missing one raises UnsupportedModel."""
 
     def __init__(self, linear: str, tensors: Mapping[str, Any]) -> None:
         super().__init__(tensors)
@@ -217,7 +217,7 @@ class CheckpointConfig(QuantizationConfigMixin):
 
 @register_quantizer(METHOD)
 class CheckpointReader(HfQuantizer):
-    """Makes room for quantized linears before transformers reads them, and QuantizedLinear of them afterwards."""
+    """Puts PackedLinear in place of quantized linears before transformers reads them, and QuantizedLinear after."""
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: list[str], **kwargs: Any
@@ -257,7 +257,7 @@ def _keep_settings(model: PreTrainedModel, settings: dict[str, Any]) -> None:
 
 
 def _require_sizes(name: str, linear: PackedLinear, weight: QuantizedWeight, bias: torch.Tensor | None) -> None:
-    """Reject tensors that are not of the size that the model's config gives their linear.
+    """Reject tensors whose size differs from that of the linear in the model's config.
 
     Raises:
         UnsupportedModel: naming the linear, the part and both sizes.
@@ -292,10 +292,10 @@ def _by_module(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, dict[st
 
 
 def _tensors(files: Iterable[str | Path]) -> Iterable[tuple[str, torch.Tensor]]:
-    """Names of a checkpoint's tensors, and tensors of their shapes and dtypes without memory.
+    """Yield names of a checkpoint's tensors, each with a tensor of its shape and dtype that takes no memory.
 
     Raises:
-        UnsupportedModel: a file of another format, or a dtype that no layout has.
+        UnsupportedModel: the file is not in safetensors format, or no layout has a tensor's dtype.
     """
     for file in files:
         if not str(file).endswith(".safetensors"):

@@ -26,7 +26,7 @@ ADVICE = "load the model without dequantize=False, which dequantizes its experts
 
 
 def stacks_of(names: Iterable[str], model: PreTrainedModel) -> Stacks:
-    """Return which of the quantized names of a checkpoint are experts of ``model``.
+    """Return the quantized tensors of a checkpoint that hold experts of ``model``.
 
     Raises:
         UnsupportedModel: experts that cannot stay quantized.

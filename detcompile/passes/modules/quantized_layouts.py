@@ -3,8 +3,8 @@
 Sizes of groups and blocks are read from the checkpoint's config, and shapes that contradict it are refused.
 
 Legend: N output features, K input features, G groups of K, per = 32 / bits numbers in an int32 word. A reader takes the
-tensors of one linear by their names in the checkpoint, and returns the weight and, where the groups are not of
-successive k, the order of K in which they are.
+tensors of one linear by their names in the checkpoint. It returns the weight, and the order of K by group if groups do
+not hold successive k.
 
 | method | layout | source |
 |---|---|---|
@@ -27,7 +27,7 @@ from detcompile.errors import UnsupportedModel
 from detcompile.templates.quantized.weights import QuantizedWeight, pack_nibbles
 
 OTHERWISE = "load an unquantized checkpoint, or quantize it in another way"
-FP8_BLOCK = (128, 128)  # where a config does not say, in transformers' FineGrainedFP8Config
+FP8_BLOCK = (128, 128)  # default of transformers' FineGrainedFP8Config
 MODULE_CLASS = "module class"  # key of the config that a reader takes, of modules other than linears
 FORMAT_KEYS = ("checkpoint_format", "format")  # in transformers' order of precedence
 AWQ_NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that a word holds in its i-th nibble
@@ -96,10 +96,10 @@ def float8_weight(name: str, weight: Tensor, scales: Tensor, block: tuple[int, i
 
 
 def block_of(size: Any) -> tuple[int, int] | None:
-    """Return (rows, columns) of a block as configs state it; None where scales are of the matrix or of its features.
+    """Return a config's (rows, columns) of a block; None if scales are per matrix or per feature.
 
     Raises:
-        UnsupportedModel: it is no pair of positive integers.
+        UnsupportedModel: it is not a pair of positive integers.
     """
     if size is None:
         return None
@@ -177,7 +177,7 @@ def _read_gptq(name: str, tensors: Tensors, config: Mapping[str, Any]) -> Read:
     group = _groups(name, k, len(zeros), config.get("group_size"))
     in_turn = torch.arange(k, device=q.device) // group
     of_k = tensors.get("g_idx", in_turn)
-    if not config.get("desc_act") and not of_k.any():  # some tools leave it unset where groups are in turn
+    if not config.get("desc_act") and not of_k.any():  # some tools leave g_idx unset if groups are in order
         of_k = in_turn
     order = None
     if not torch.equal(of_k.long(), in_turn):
@@ -314,7 +314,7 @@ def _require_mxfp4(name: str, blocks: Tensor, scales: Tensor) -> None:
     sizes = f"blocks {tuple(blocks.shape)} {blocks.dtype} and scales {tuple(scales.shape)} {scales.dtype}"
     is_bytes = blocks.dtype is torch.uint8 and scales.dtype is torch.uint8
     if not is_bytes or blocks.dim() != 4 or blocks.shape[3] != 16 or scales.shape != blocks.shape[:3]:
-        raise UnsupportedModel(f"{name}: {sizes} are no mxfp4 of 32 values a block: {OTHERWISE}")
+        raise UnsupportedModel(f"{name}: {sizes} are not mxfp4 blocks of 32 values: {OTHERWISE}")
     if bool((scales == 255).any()):
         raise UnsupportedModel(f"{name}: a scale of its blocks is NaN: fetch the checkpoint again, or {OTHERWISE}")
 
@@ -325,11 +325,11 @@ def _read_gguf(name: str, tensors: Tensors, config: Mapping[str, Any]) -> Read:
 
 
 def _by_rows(name: str, values: Tensor, n: int) -> Tensor:
-    """Return scales or zeros as [N, G], given those, one a feature, or one for the matrix."""
+    """Return scales or zeros as [N, G], expanded if they have one value per feature or one in all."""
     rows = values.reshape(-1, 1) if values.dim() < 2 else values
     if len(rows) not in (1, n):
         raise UnsupportedModel(
-            f"{name}: scales or zeros {tuple(values.shape)} are not of each of {n} features: {OTHERWISE}"
+            f"{name}: scales or zeros {tuple(values.shape)} do not have one row for each of {n} features: {OTHERWISE}"
         )
     return rows.expand(n, -1)
 
@@ -351,7 +351,7 @@ def _scheme(name: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _integers(q: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, group: int) -> QuantizedWeight:
-    """q [N, K] and zeros [G, N], unsigned -> our layout; where all zeros are the middle they are left out."""
+    """q [N, K] and zeros [G, N], unsigned -> our layout. Zeros are left out if all are the middle value."""
     middle = 1 << bits - 1
     if zeros is not None and bool((zeros == middle).all()):
         zeros = None

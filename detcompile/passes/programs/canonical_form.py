@@ -147,7 +147,7 @@ class _Form:
         if isinstance(given, OpOverload):
             return ["operation", str(given)]
         raise UnsupportedModel(
-            f"{_name_of(node)} takes a {type(given).__name__}, which no fingerprint can hold: hand it numbers, strings"
+            f"{_name_of(node)} takes a {type(given).__name__}, which no fingerprint can hold: pass numbers, strings"
             " and tensors only"
         )
 

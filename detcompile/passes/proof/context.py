@@ -42,7 +42,7 @@ class Context:
         if isinstance(state, Size):
             raise Refusal(f"{what} takes a value computed from a token or batch count")
         if not isinstance(state, Rows):
-            raise Refusal(f"{what} reads {arg}, which is no tensor")
+            raise Refusal(f"{what} reads {arg}, which is not a tensor")
         return state
 
 

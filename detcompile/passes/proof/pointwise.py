@@ -91,10 +91,10 @@ def why_not_pointwise(target: Any) -> str | None:
         return "writes into its operand: write it without an underscore or `out`"
     if str(target) in UNPROVEN or target in fallbacks:
         return (
-            "torch's own kernel computes it, in which an element's bits may follow its place: write it in functions "
+            "torch's own kernel computes it, and an element's bits may depend on its place: write it in functions "
             "that have a rule (exp, log, lgamma, erf, ...), or compute it outside the model"
         )
-    return "pointwise by torch's word alone: write it in operations that passes.proof.pointwise admits"
+    return "pointwise only according to torch: write it in operations that passes.proof.pointwise admits"
 
 
 def pointwise(node: fx.Node, ctx: Context) -> Rows:

@@ -159,7 +159,7 @@ def _require_features_of(weight: fx.Node, value: Rows, sizes: tuple[sympy.Expr, 
     while covered != extent:
         dim -= 1
         if -dim > len(sizes):
-            raise Refusal(f"the norm's weight has {extent} elements, which fit no trailing dimensions of {list(sizes)}")
+            raise Refusal(f"the norm's weight has {extent} elements, unlike trailing dimensions of {list(sizes)}")
         require_feature(value, dim, f"a norm's weight of {extent} elements")
         covered *= sizes[dim]
 

@@ -255,7 +255,7 @@ def without_entry(registered: Iterable[str]) -> tuple[str, ...]:
 
 _missing = without_entry(operation_names())
 if _missing:
-    raise ImportError(f"{', '.join(_missing)} have no entry in {__name__}.TEMPLATES: how do they sum, and what?")
+    raise ImportError(f"{', '.join(_missing)} have no entry in {__name__}.TEMPLATES: add their class, rule and order")
 
 
 def template_of(node: fx.Node) -> Template | None:

@@ -71,8 +71,8 @@ class RowShardLinear(nn.Module):
 class QuantizedRowShard(nn.Module):
     """One rank's share of a row-parallel QuantizedLinear: the bits of the whole one, as RowShardLinear.
 
-    forward(x [..., K] or this rank's [..., K / tp]) -> [..., N] in x.dtype, the same on every rank. Where K is in an
-    order by group (desc_act of gptq), the ranks gather x first: a share of that K reads features of all ranks.
+    forward(x [..., K] or this rank's [..., K / tp]) -> [..., N] in x.dtype, the same on every rank. If K is in an order
+    by group (desc_act of gptq), the ranks gather x first: a share of that K reads features of all ranks.
 
     Args:
         radices: fan-ins of the tree over the ranks, and of each rank's subtree.
@@ -130,7 +130,7 @@ class GatheredLinear(nn.Module):
 class ShardedEmbedding(nn.Module):
     """An embedding with its rows divided equally among the ranks, and padding at the end.
 
-    forward(ids [...]) -> [..., D], the bytes of the row, times embed_scale where the model scales its embeddings.
+    forward(ids [...]) -> [..., D], the bytes of the row, times embed_scale if the model scales its embeddings.
     """
 
     def __init__(self, embedding: nn.Embedding, ranks: TensorParallel) -> None:

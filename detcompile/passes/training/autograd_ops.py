@@ -6,7 +6,7 @@ is the gradient of the weight: autograd would round a gradient to the dtype of t
 trained has no handle and no gradient. After autograd has made its two graphs, `as_templates` puts the templates back.
 
 silu has such an operation too: torch writes it as x / (exp(-x) + 1), whose derivative by the chain rule is 0 * inf
-where exp overflows.
+if exp overflows.
 
 Gradients of rows are products and row sums in the orders of the forward templates. Gradients of weights are token sums
 (templates of ``token_matmul``, ``token_sum`` and ``token_scatter``), which are exact in any order of tokens.

@@ -63,14 +63,14 @@ def trace_regions(model: PreTrainedModel, numerics: Numerics, max_context: int) 
     """
     name = type(model).__name__
     if find_experts(model):
-        raise UnsupportedModel(f"{name}: mixtures of experts are served, and not trained")
+        raise UnsupportedModel(f"{name}: mixtures of experts cannot be trained, only served")
     seen, recurrences = prepare(model, numerics, max_context)
     if recurrences is not None:
-        raise UnsupportedModel(f"{name}: layers that carry a state from token to token are served, and not trained")
+        raise UnsupportedModel(f"{name}: layers that carry a state from token to token cannot be trained, only served")
     pin_row_parallel(model, numerics)
     layers = layer_list(model)
     if layers is None:
-        raise UnsupportedModel(f"{name} keeps its layers in no single list, by which its gradient could be cut")
+        raise UnsupportedModel(f"{name} does not keep its layers in a single list, so it cannot be trained")
     known_repeats = find_repeats(model)
     certify_batches(model, numerics, seen.expected, known_repeats)
     repeats = known_repeats or Repeats(tuple(range(len(layers))))

@@ -181,7 +181,7 @@ def _loaded(key: str, model: PreTrainedModel) -> _Revived | None:
 
 
 def _warn(model: PreTrainedModel, error: Exception) -> None:
-    warnings.warn(f"a kept program of {type(model).__name__} is compiled anew: {error!r}", stacklevel=4)
+    warnings.warn(f"a kept program of {type(model).__name__} is recompiled: {error!r}", stacklevel=4)
 
 
 def _revived(content: bytes, model: nn.Module) -> _Revived:

@@ -44,13 +44,13 @@ def read(key: str) -> bytes | None:
         return None
     except OSError as error:
         why = f"{path} cannot be read: {error.strerror or error}. {storage.CACHE_ADVICE}"
-        warnings.warn(f"a kept program is not taken: {why}", stacklevel=2)
+        warnings.warn(f"a kept program is not used: {why}", stacklevel=2)
         return None
     head, _, program = content.partition(b"\n\n")
     magic, digest, *_ = [*head.split(b"\n"), b""]
     if not reason and magic == MAGIC and digest.decode("ascii", "replace") == _digest(program):
         return program
-    warnings.warn(f"a kept program is not taken: {reason or f'{path} is damaged'}", stacklevel=2)
+    warnings.warn(f"a kept program is not used: {reason or f'{path} is damaged'}", stacklevel=2)
     if not reason:
         with contextlib.suppress(OSError):
             path.unlink()

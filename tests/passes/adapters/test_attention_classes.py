@@ -138,7 +138,7 @@ def test_code_that_reads_its_mask_is_named(name: str) -> None:
 )
 def test_a_model_that_makes_no_causal_mask_is_refused() -> None:
     """moshi attends both ways unless it is given a mask."""
-    with pytest.raises(UnsupportedModel, match="sees both ways"):
+    with pytest.raises(UnsupportedModel, match="attention is bidirectional"):
         probe_attention(random_model("moshi", torch.float32, ffn_dim=96, head_dim=20), 64)
 
 

@@ -36,7 +36,7 @@ def test_known_arguments_are_understood() -> None:
         ({"s_aux": torch.zeros(1, 4, 1, 1)}, "which is not one value for each"),
         ({"alibi_slopes": torch.zeros(1)}, "which is not one value for each"),
         ({"sliding_window": 7, "attention_chunk": 9}, "only one of them is known"),
-        ({"relative_bias": torch.zeros(1, 4, 1, 9)}, "which is no row of biases for each of its queries"),
+        ({"relative_bias": torch.zeros(1, 4, 1, 9)}, "which is not one row of biases for each of its queries"),
         ({"indices": torch.zeros(3)}, "passes indices=Tensor, which the attention template does not know"),
         ({"mask": torch.zeros(1, 1, 5, 5)}, "passes an attention mask of its own"),
         ({"mask": torch.ones(1, 1, 5, 5, dtype=torch.bool)}, "passes an attention mask of its own"),

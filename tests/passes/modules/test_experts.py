@@ -87,7 +87,7 @@ def test_norm_of_an_experts_output_is_applied() -> None:
 def test_experts_with_an_unknown_setting_are_refused() -> None:
     model = mixture()
     model.model.layers[0].mlp.experts.has_pre_expert_norm = True
-    with pytest.raises(UnsupportedModel, match="what has_pre_expert_norm means for these experts"):
+    with pytest.raises(UnsupportedModel, match="experts with has_pre_expert_norm are not supported"):
         pin_experts(model)
 
 
@@ -153,7 +153,7 @@ def test_experts_of_an_unknown_layout_are_refused_by_name() -> None:
     model = mixture()
     experts_of = model.model.layers[0].mlp.experts
     experts_of.down_proj = nn.Parameter(experts_of.down_proj.flatten(0, 1))
-    with pytest.raises(UnsupportedModel, match=r"model.layers.0.mlp.experts.down_proj is no stack"):
+    with pytest.raises(UnsupportedModel, match=r"model.layers.0.mlp.experts.down_proj is not a stack"):
         pin_experts(model)
 
 

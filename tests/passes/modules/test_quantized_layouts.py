@@ -230,7 +230,7 @@ def test_gptq_v2_is_known_by_either_key(settings: dict, tmp_path: Path) -> None:
         ("fp8", lambda t: {k: v for k, v in t.items() if not k.endswith("0.self_attn.q_proj.bias")}, "and no bias"),
         ("compressed int4", changed("weight_shape", lambda t: t - 5), r"weight of (64, 59), and the model's linear"),
         ("compressed int8", changed("_proj.weight", Tensor.half), "weight is torch.float16, not compressed to int8"),
-        ("compressed int8", changed("weight_scale", lambda t: t[:4]), "(4, 1) are not of each of 64 features"),
+        ("compressed int8", changed("weight_scale", lambda t: t[:4]), "(4, 1) do not have one row for each"),
         ("compressed float8, partial blocks", zero_points(torch.ones_like), "float8 with zero points"),
         ("fp8", renamed("weight_scale_inv", "weight_scale"), "none has weight_scale_inv"),
         (

@@ -41,7 +41,7 @@ def test_a_program_that_cannot_be_read_is_not_taken(refusal: OSError, monkeypatc
         raise refusal
 
     monkeypatch.setattr(Path, "read_bytes", refuse)
-    with pytest.warns(UserWarning, match=f"is not taken: .*aa.program cannot be read: {refusal.strerror}"):
+    with pytest.warns(UserWarning, match=f"is not used: .*aa.program cannot be read: {refusal.strerror}"):
         assert programs.read("aa") is None
 
 

@@ -335,7 +335,7 @@ def test_a_program_that_torch_cannot_load_is_compiled_anew(fresh: CompiledModel)
     content = entry.path.read_bytes()
     programs.write(entry.path.stem, b"no pickle", entry.label)
     try:
-        with pytest.warns(UserWarning, match="is compiled anew: UnpicklingError"), pytest.raises(Compiled):
+        with pytest.warns(UserWarning, match="is recompiled: UnpicklingError"), pytest.raises(Compiled):
             from_the_cache(source())
     finally:
         programs.storage.put(entry.path, content)
@@ -345,7 +345,7 @@ def test_a_program_that_others_could_have_written_is_not_taken(fresh: CompiledMo
     (entry,) = programs.entries()
     entry.path.chmod(0o777)
     try:
-        with pytest.warns(UserWarning, match="is not taken: .*can be written by others"), pytest.raises(Compiled):
+        with pytest.warns(UserWarning, match="is not used: .*can be written by others"), pytest.raises(Compiled):
             from_the_cache(source())
         entry.path.parent.chmod(0o777)
         with pytest.raises(StorageError, match="can be written by others"):

@@ -2,7 +2,9 @@
 
 The graph runs over hashes: an element's hash is that of the step that makes it and of its operands' hashes, and moving
 elements moves their hashes. Layouts, copies, dead code, the order of nodes, devices and releases leave no trace, so
-two traces of one model have the same form. Weights and parts of a step are known by name, symbols have fixed extents.
+two traces of one model have the same form. Weights and parts of a step are known by name. The graph runs twice, with
+other extents for its symbols, so that a length equals no constant in both runs; conditions on extents are kept beside
+the hashes.
 """
 
 import hashlib
@@ -50,27 +52,29 @@ _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 def exact_program_digest(gm: fx.GraphModule, names: Sequence[str], repeats: Sequence[Any] | None = None) -> str:
     """Return the sha256 of the normal form; the arguments are those of ``canonical_form.program_digest``."""
     with unset_fake_temporarily():  # passes run under the mode that traced the graph
-        forms = [_Hashes(gm, names, salt).form() for salt in range(2)]  # hashes of 128 bits, as two of 64
+        forms = [_Hashes(gm, names, run).form() for run in range(2)]  # hashes of 128 bits, as two of 64
     return _sha256([forms, None if repeats is None else list(repeats)]).hex()
 
 
 class _Hashes:
-    """Hashes of a graph's values, int64 tensors of the values' shapes."""
+    """Hashes of a graph's values, int64 tensors of the values' shapes, in one of two runs."""
 
-    def __init__(self, gm: fx.GraphModule, names: Sequence[str], salt: int) -> None:
+    def __init__(self, gm: fx.GraphModule, names: Sequence[str], run: int) -> None:
         self._gm = gm
-        self._salt = salt
+        self._run = run
         inputs = gm.graph.find_nodes(op="placeholder")
         assert len(inputs) == len(names), f"{len(names)} inputs were named, the graph has {len(inputs)}"
         self._names = dict(zip(inputs, names, strict=True))
         self._extents: dict[Any, int] = {}
+        self._numbered: dict[Any, sympy.Symbol] = {}
+        self._conditions: set[str] = set()
         self._known: dict[fx.Node, Any] = {}  # a tuple as the statements and values of its parts
         for node in sorted(inputs, key=lambda node: self._names[node]):  # symbols are numbered in order of names
             if isinstance(node.meta.get("val"), Tensor):
                 self._shape(node.meta["val"])
 
     def form(self) -> list[str]:
-        """Return the digests of what the graph returns."""
+        """Return the digests of what the graph returns, then the conditions on extents."""
         (output,) = self._gm.graph.find_nodes(op="output")
         needed = {output}
         for node in reversed(self._gm.graph.nodes):
@@ -79,7 +83,7 @@ class _Hashes:
         for node in self._gm.graph.nodes:
             if node in needed and node.op not in ("placeholder", "output"):
                 self._known[node] = self._value(node)
-        return [self._reference(node) for node in output.all_input_nodes]
+        return [*map(self._reference, output.all_input_nodes), *sorted(self._conditions)]
 
     def _value(self, node: fx.Node) -> Any:
         value = node.meta["val"]
@@ -95,6 +99,7 @@ class _Hashes:
         name = ".".join(str(operation).split(".")[:2])  # without the overload
         if operation in _MOVES:
             move = aten.reshape.default if operation in VIEWS else operation
+            self._note_extents(value)
             return move(*fx.map_arg(node.args, self._argument), **fx.map_arg(node.kwargs, self._argument))
         given = {key: arg for key, arg in arguments_of(node).items() if key not in ("device", "layout", "pin_memory")}
         if name in _COPIES or (name == "prims.convert_element_type" and _dtype_of(node.args[0]) == value.dtype):
@@ -170,8 +175,7 @@ class _Hashes:
             return [[str(key), self._stated(part)] for key, part in arg.items()]
         if isinstance(arg, (list, tuple)):
             return [self._stated(part) for part in arg]
-        if isinstance(arg, _SYMBOLIC):
-            return self._number(arg)
+        arg = self._number(arg)
         if isinstance(arg, (int, float)) and not isinstance(arg, bool):
             floats = isinstance(arg, float) or (dtype is not None and dtype.is_floating_point)
             return float(arg).hex() if floats else arg
@@ -186,19 +190,31 @@ class _Hashes:
         return torch.arange(int(count), dtype=torch.int64, device="cpu")
 
     def _word(self, stated: Any) -> Tensor:
-        word = int.from_bytes(_sha256([self._salt, stated])[:8], "little", signed=True)
+        word = int.from_bytes(_sha256([self._run, stated])[:8], "little", signed=True)
         return torch.tensor(word, dtype=torch.int64, device="cpu")
 
     def _shape(self, value: Tensor) -> list[int]:
         return [self._number(extent) for extent in value.shape]
 
+    def _note_extents(self, value: Any) -> None:
+        for part in value if isinstance(value, (list, tuple)) else (value,):
+            self._shape(part)
+
     def _number(self, value: Any) -> Any:
+        """Return a number, with this run's extents in place of symbols."""
         if not isinstance(value, _SYMBOLIC):
             return value
         expression = expression_of(value)
         for symbol in sorted(expression.free_symbols, key=lambda symbol: symbol.name):
-            self._extents.setdefault(symbol, 3 + 2 * len(self._extents))
-        return int(expression.xreplace(self._extents))
+            if symbol not in self._extents:
+                i = len(self._extents)
+                self._extents[symbol] = 3 + 2 * i + self._run * (1 + (i + i * i) % 61)  # no simple relation in both
+                self._numbered[symbol] = sympy.Symbol(f"n{i}", integer=True, positive=True)
+        is_bool = isinstance(value, torch.SymBool)
+        if is_bool or not expression.is_polynomial():  # a minimum or a remainder may be alike in both runs
+            self._conditions.add(str(expression.xreplace(self._numbered)))
+        number = expression.xreplace(self._extents)
+        return bool(number) if is_bool else float(number) if isinstance(value, torch.SymFloat) else int(number)
 
 
 _BY_ROWS: Mapping[Any, Callable[[_Hashes, str, Mapping[str, Any]], Tensor]] = {

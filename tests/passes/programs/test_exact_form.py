@@ -86,3 +86,38 @@ def test_names_and_layers_count() -> None:
     gm = make_fx(lambda x: x + 1, tracing_mode="fake")(torch.ones(3))
     digests = {exact_program_digest(gm, ["x"], repeats) for repeats in (None, [(0, 0)], [(0, 0, 0)])}
     assert len(digests) == 3
+
+
+def full(x: Tensor, extent: object) -> Tensor:
+    return x + torch.full((1, 1), extent, dtype=torch.float32)  # type: ignore[arg-type]
+
+
+LENGTHS: dict[str, Program] = {
+    "three": lambda x: full(x, 3),
+    "five": lambda x: full(x, 5),
+    "a length": lambda x: full(x, x.shape[0]),
+    "another length": lambda x: full(x, x.shape[1]),
+    "a length and two": lambda x: full(x, x.shape[0] + 2),
+    "twice a length": lambda x: full(x, 2 * x.shape[0]),
+    "lengths added": lambda x: full(x, x.shape[0] + x.shape[1]),
+    "a share": lambda x: x * (1 / x.shape[0]),
+    "zero": lambda x: x * 0.0,
+    "two rows": lambda x: x[:2].sum(0),
+    "all rows but one": lambda x: x[: x.shape[0] - 1].sum(0),
+    "all rows": lambda x: x.sum(0),
+    "a hundred rows at most": lambda x: x[: torch.sym_min(x.shape[0], 100)].sum(0),
+    "two hundred rows at most": lambda x: x[: torch.sym_min(x.shape[0], 200)].sum(0),
+    "half the rows": lambda x: x[: x.shape[0] // 2].sum(0),
+    "positions": lambda x: x[0, 0] + torch.arange(x.shape[0]),
+    "three positions": lambda x: x[0, 0] + torch.arange(3),
+}
+
+
+def test_no_length_equals_a_constant_or_another() -> None:
+    digests: dict[str, str] = {}
+    for name, program in LENGTHS.items():
+        gm = make_fx(program, decompositions(), tracing_mode="symbolic")(torch.ones(10, 12))
+        _, *sizes = gm.graph.find_nodes(op="placeholder")
+        digest = exact_program_digest(gm, ["x", *map(str, sizes)])
+        assert digest not in digests, f"{name} has the digest of {digests[digest]}"
+        digests[digest] = name

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from detcompile.templates.exact.attention import _factor
+from detcompile.templates.exact.rows import FUNCTIONS
 from tests.exact import definition as exact
 from tests.exact import golden
 from tests.exact.definition import Array, D, F, U
@@ -115,3 +116,7 @@ def test_score_factors_are_correctly_rounded() -> None:
         root = float(F(math.sqrt(dim)))  # rounding from float64 is innocuous for a root and a quotient
         assert _factor(dim, 0.0) == float(F(float(exact.LOG2E) / root)), dim
         assert _factor(dim, dim / 7) == float(F(float(exact.LOG2E) * float(F(dim / 7)))), dim
+
+
+def test_sweep_holds_every_function() -> None:
+    assert golden.kept()["sweep"].keys() == set(FUNCTIONS) == {*exact.FUNCTIONS, "exp2_short", "bf16"}

@@ -19,7 +19,7 @@ from detcompile.errors import InvalidInput, NumericsError, UncertifiedOp, Unsupp
 from detcompile.passes.modules.exact import use_exact_arithmetic
 from detcompile.runtime.speculation.speculator import SpeculationConfig
 from detcompile.templates.cpu.library import supported_isas
-from detcompile.templates.exact.rope import rope_tables
+from detcompile.templates.exact.rope import frequencies_of, rope_tables
 from tests.exact import definition as exact
 from tests.exact import golden
 from tests.exhaustive import EXHAUSTIVE, exhaustive_unless
@@ -28,6 +28,15 @@ from tests.model_cases import VOCAB_SIZE, certified, random_model
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 100}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 50}
+ROPES: dict[str, dict[str, object]] = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "llama3": LLAMA3,
+    "yarn": YARN,
+    "yarn, not truncated": YARN | {"truncate": False, "beta_fast": 8.0},
+    "yarn, with scales": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3},
+    "proportional": {"rope_type": "proportional", "partial_rotary_factor": 0.5},
+}
 VARIANTS = [pytest.param(name, marks=() if name == "exact16" else EXHAUSTIVE) for name in exact.VARIANTS]
 
 
@@ -101,7 +110,7 @@ def test_what_is_not_defined_is_rejected_by_name(name: str) -> None:
         certified(random_model(name, torch.float32), numerics=Numerics(arithmetic="exact16"), max_context=64)
 
 
-@pytest.mark.parametrize("parameters", [{"rope_type": "linear", "factor": 4.0}, LLAMA3], ids=["linear", "llama3"])
+@pytest.mark.parametrize("parameters", ROPES.values(), ids=ROPES)
 def test_rotary_tables_are_near_those_of_transformers(parameters: dict[str, object]) -> None:
     model = random_model("llama", torch.float32, rope_parameters={"rope_theta": 500000.0, **parameters})
     positions = torch.arange(200)[None]
@@ -173,7 +182,7 @@ def test_arithmetic_is_part_of_the_numerics_that_fingerprints_name() -> None:
 
 
 def test_rotary_tables_equal_the_reference() -> None:
-    actual = rope_tables(200, 32, 10000.0)
+    actual = rope_tables(200, frequencies_of(10000.0, 32))
     for table, expected in zip(actual, exact.rope_tables(range(200), 32, 10000)):
         assert exact.digest(table.numpy()) == exact.digest(expected)
 

@@ -1,11 +1,10 @@
 """Modules in exact integer arithmetic (docs/exact.md).
 
 use_exact_arithmetic replaces linears, norms, functions and rotary tables by those of the definition. It identifies
-norms, functions and tables by their results on a few rows. passes.proof.exact then rejects any other arithmetic.
+norms and functions by their formulas (exact_matching). passes.proof.exact then rejects any other arithmetic.
 """
 
 import functools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,17 +13,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Conv1D, PreTrainedModel
 
-from detcompile.errors import UnsupportedModel
 from detcompile.orders.exact import ARITHMETICS, ExactArithmetic
+from detcompile.passes.modules.exact_matching import agree, float64_copy, result_in_float64, takes_one_argument
+from detcompile.passes.modules.exact_rotary import has_frequencies, rotary_of
 from detcompile.passes.modules.quantized_linear import replace_module
 from detcompile.templates.exact.attention import row_words
-from detcompile.templates.exact.rope import rope_tables
 from detcompile.templates.ops import ours
 
 _ROUNDED_SUMS = ("LlamaForCausalLM", "Qwen3ForCausalLM")  # with bfloat16 residual sums, if the variant has them
 _KV_DIGITS = "_detcompile_kv_digits"  # attribute of an attention module
 _EPSILONS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
-_PROBED_POSITIONS = 16
+_ROWS = (0.0, 1e-8, 1e-5, 1e-4, 1e-3, 1e-2, 0.3, 1.0, 30.0, 1e4)  # sizes of rows, where an epsilon counts and where not
+_FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "sigmoid": torch.sigmoid,
+}
 
 
 class ExactLinear(nn.Module):
@@ -82,21 +86,6 @@ class ExactFunction(nn.Module):
         return ours.exact_function(x, self.name)
 
 
-class ExactRotary(nn.Module):
-    """forward(x, position_ids [B, T]) -> cos and sin [B, T, width], from tables."""
-
-    cos: Tensor
-    sin: Tensor
-
-    def __init__(self, cos: Tensor, sin: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("cos", cos)
-        self.register_buffer("sin", sin)
-
-    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        return F.embedding(position_ids, self.cos), F.embedding(position_ids, self.sin)
-
-
 def use_exact_arithmetic(model: PreTrainedModel, arithmetic: str, max_context: int) -> None:
     """Change the model in place, to float32 activations and quantized weights.
 
@@ -114,8 +103,8 @@ def use_exact_arithmetic(model: PreTrainedModel, arithmetic: str, max_context: i
             replace_module(model, name, _norm_of(module) or module)
         elif type(module).__module__ in ("torch.nn.modules.activation", "transformers.activations"):
             replace_module(model, name, _function_of(module, model.device) or module)
-        elif isinstance(getattr(module, "inv_freq", None), Tensor):
-            replace_module(model, name, _rotary_of(model, module, max_context))
+        elif has_frequencies(module):
+            replace_module(model, name, rotary_of(model, module, max_context))
         elif isinstance(getattr(module, "layer_idx", None), int):
             setattr(module, _KV_DIGITS, chosen.kv)
     if chosen.bf16_residual and type(model).__name__ in _ROUNDED_SUMS:
@@ -124,101 +113,43 @@ def use_exact_arithmetic(model: PreTrainedModel, arithmetic: str, max_context: i
             layer.__class__ = _with_rounded_sums(kind)
 
 
-@torch.no_grad()
 def _norm_of(module: nn.Module) -> nn.Module | None:
-    """Return the exact norm with a module's results; None if there is none."""
-    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    """Return the exact norm with a module's formula; None if there is none."""
+    parameters = dict(module.named_parameters())
     eps = next((value for name in _EPSILONS if isinstance(value := getattr(module, name, None), float)), None)
-    if not isinstance(weight, Tensor) or weight.dim() != 1 or eps is None:
+    weight, bias = parameters.get("weight"), parameters.get("bias")
+    if weight is None or weight.dim() != 1 or eps is None or not takes_one_argument(module):
         return None
-    R = len(weight)
-    x = torch.sin(torch.arange(1, 4 * R + 1, device=weight.device, dtype=torch.float32)).view(4, R) * 3 + 1
-    out = _result_of(module, x)
-    zeros = torch.zeros_like(weight)
-    layer_norm = F.layer_norm(x, (R,), weight, bias, eps)
-    if _close(out, layer_norm):
-        return ExactLayerNorm(weight, zeros if bias is None else bias, eps)
-    for scale in (weight, weight + 1):
-        if bias is None and _close(out, x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * scale):
-            return ExactNorm(scale, eps)
+    if parameters.keys() - {"weight", "bias"} or any(True for _ in module.buffers()):
+        return None
+    R, drawn = len(weight), float64_copy(module)
+    rows = torch.sin(torch.arange(len(_ROWS) * R, device=weight.device, dtype=torch.float64) ** 1.3).view(-1, R) + 0.4
+    rows[:, R // 2] *= R  # an outlier
+    x = rows * rows.new_tensor(_ROWS)[:, None]
+    with torch.no_grad():
+        for number, parameter in enumerate(drawn.parameters()):  # sizes from 0.001 to 1000
+            i = torch.arange(R, dtype=torch.float64)
+            parameter.copy_((torch.cos(i * 0.7 + number) + 1.5) * 10 ** (i % 7 - 3))
+    w, b, out = drawn.weight.detach(), None if bias is None else drawn.bias.detach(), result_in_float64(drawn, x)
+    if agree(out, F.layer_norm(x, (R,), w, b, eps), 1e3):
+        return ExactLayerNorm(weight, torch.zeros_like(weight) if bias is None else bias, eps)
+    for shift in (0, 1):
+        if bias is None and agree(out, x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (w + shift), 0.0):
+            return ExactNorm(weight + shift, eps)
     return None
 
 
-@torch.no_grad()
 def _function_of(module: nn.Module, device: torch.device) -> nn.Module | None:
-    """Return the exact function with a module's results; None if there is none."""
-    x = torch.linspace(-6, 6, 200, device=device)
-    out = _result_of(module, x)
-    gelu_tanh = F.gelu(x, approximate="tanh")
-    for name, values in (("silu", F.silu(x)), ("gelu_tanh", gelu_tanh), ("sigmoid", torch.sigmoid(x))):
-        if _close(out, values):
+    """Return the exact function with a module's formula; None if there is none."""
+    if not takes_one_argument(module) or any(True for _ in (*module.parameters(), *module.buffers())):
+        return None
+    far = torch.logspace(-30, 12, 600, dtype=torch.float64, device=device)
+    x = torch.cat([torch.linspace(-40, 40, 2001, dtype=torch.float64, device=device), far, -far])
+    out = result_in_float64(float64_copy(module), x)
+    for name, formula in _FUNCTIONS.items():
+        if agree(out, formula(x), x.abs() if name.startswith("gelu") else 0.0):  # x / 2 * (1 + tanh)
             return ExactFunction(name)
     return None
-
-
-@torch.no_grad()
-def _rotary_of(model: PreTrainedModel, module: Any, length: int) -> nn.Module:
-    """Return exact tables with the results of a rotary embedding.
-
-    Raises:
-        UnsupportedModel: the definition has no such tables.
-    """
-    parameters = getattr(model.config, "rope_parameters", None) or {}
-    kind, theta = parameters.get("rope_type", "default"), parameters.get("rope_theta")
-    if kind in _ROPE_TYPES and theta is not None:
-        device = module.inv_freq.device
-        change = functools.partial(_ROPE_TYPES[kind], parameters)
-        cos, sin = (table.to(device) for table in rope_tables(length, 2 * len(module.inv_freq), theta, change))
-        positions = torch.arange(min(length, _PROBED_POSITIONS), device=device)[None]
-        given = _result_of(module, torch.zeros(1, 1, 1, device=device), positions)
-        for layout in _ROPE_LAYOUTS:
-            exact = ExactRotary(layout(cos), layout(sin))
-            expected = exact(positions, positions)
-            if isinstance(given, tuple) and all(_close(a, b) for a, b in zip(given, expected, strict=True)):
-                return exact
-    raise UnsupportedModel(
-        f"{type(model).__name__}: Numerics.arithmetic does not define the tables of {type(module).__name__} with the"
-        f" rope_type {kind!r}, only of {', '.join(_ROPE_TYPES)}. Compile it without Numerics.arithmetic"
-    )
-
-
-def _llama3(parameters: Mapping[str, Any], frequency: float) -> float:
-    factor, length = parameters["factor"], parameters["original_max_position_embeddings"]
-    low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
-    waves = length / (2 * math.pi / frequency)
-    if waves > high:
-        return frequency
-    smooth = max(0.0, (waves - low) / (high - low))
-    return (1 - smooth) * (frequency / factor) + smooth * frequency
-
-
-_ROPE_TYPES: Mapping[str, Callable[[Mapping[str, Any], float], float]] = {  # float64 frequencies
-    "default": lambda parameters, frequency: frequency,
-    "linear": lambda parameters, frequency: frequency / parameters["factor"],
-    "llama3": _llama3,
-}
-_ROPE_LAYOUTS: tuple[Callable[[Tensor], Tensor], ...] = (
-    lambda table: torch.cat([table, table], -1),
-    lambda table: table.repeat_interleave(2, -1),
-    lambda table: table,
-)
-
-
-def _result_of(module: nn.Module, *given: Tensor) -> Any:
-    """Return what a module computes; None if it takes other arguments."""
-    try:
-        return module(*given)
-    except (TypeError, ValueError, RuntimeError, AttributeError):
-        return None
-
-
-def _close(actual: Any, expected: Tensor) -> bool:
-    """Return whether two results agree to about four digits, as those of other float32 orders do."""
-    return (
-        isinstance(actual, Tensor)
-        and actual.shape == expected.shape
-        and bool(torch.allclose(actual.float(), expected, rtol=1e-4, atol=2e-5))
-    )
 
 
 def _fixed(tensor: Tensor) -> nn.Parameter:

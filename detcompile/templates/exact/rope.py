@@ -4,8 +4,10 @@ cos and sin are rounded to float64, then to float32. libm is within a few units 
 the float32 except near the middle of two: there integers of 120 bits decide.
 """
 
-from collections.abc import Callable
-from decimal import Context, Decimal
+import math
+from collections.abc import Callable, Mapping, Sequence
+from decimal import ROUND_HALF_EVEN, Context, Decimal
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,14 +15,12 @@ from torch import Tensor
 
 _ONE = 1 << 120
 _UNSURE = 2.0**-44  # relative; no libm's cos or sin of float64 is this far off
+_WIDE = Context(prec=60, rounding=ROUND_HALF_EVEN)
 
 
-def rope_tables(length: int, dim: int, theta: float, change: Callable[[float], float] = float) -> tuple[Tensor, Tensor]:
-    """Return cos and sin [length, dim / 2] float32 of position * change(theta^(-2i / dim)), frequencies in float64."""
-    context = Context(prec=60)
-    powers = [context.power(Decimal(theta), Decimal(-2 * i) / Decimal(dim)) for i in range(dim // 2)]
-    frequencies = np.array([change(float(power)) for power in powers]).astype(np.float32)
-    angles = np.arange(length, dtype=np.float32)[:, None] * frequencies
+def rope_tables(length: int, frequencies: Sequence[float], scaling: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Return cos and sin [length, len(frequencies)] float32 of position * frequency, times the scaling."""
+    angles = np.arange(length, dtype=np.float32)[:, None] * np.array(frequencies).astype(np.float32)
     wide = angles.astype(np.float64)
     tables = []
     for index, function in enumerate((np.cos, np.sin)):
@@ -29,8 +29,89 @@ def rope_tables(length: int, dim: int, theta: float, change: Callable[[float], f
         unsure = (near * (1 - _UNSURE)).astype(np.float32) != (near * (1 + _UNSURE)).astype(np.float32)
         for place in zip(*unsure.nonzero()):
             table[place] = np.float32(_cos_sin(float(angles[place]))[index])
-        tables.append(torch.from_numpy(table))
+        tables.append(torch.from_numpy(table * np.float32(scaling)))
     return tables[0], tables[1]
+
+
+def frequencies_of(theta: float, dim: int) -> list[float]:
+    """Return theta^(-2i / dim) for i < dim / 2, each rounded to float64."""
+    base = Decimal(theta)
+    return [float(_WIDE.power(base, _WIDE.divide(Decimal(-2 * i), Decimal(dim)))) for i in range(dim // 2)]
+
+
+def _default(parameters: Mapping[str, Any], dim: int, config: Any) -> tuple[list[float], float]:
+    return frequencies_of(parameters["rope_theta"], dim), 1.0
+
+
+def _linear(parameters: Mapping[str, Any], dim: int, config: Any) -> tuple[list[float], float]:
+    factor = parameters["factor"]
+    return [frequency / factor for frequency in frequencies_of(parameters["rope_theta"], dim)], 1.0
+
+
+def _llama3(parameters: Mapping[str, Any], dim: int, config: Any) -> tuple[list[float], float]:
+    factor, length = parameters["factor"], parameters["original_max_position_embeddings"]
+    low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
+
+    def blend(frequency: float) -> float:
+        waves = length / (2 * math.pi / frequency)
+        if waves > high:
+            return frequency
+        smooth = max(0.0, (waves - low) / (high - low))
+        return (1 - smooth) * (frequency / factor) + smooth * frequency
+
+    return [blend(frequency) for frequency in frequencies_of(parameters["rope_theta"], dim)], 1.0
+
+
+def _proportional(parameters: Mapping[str, Any], dim: int, config: Any) -> tuple[list[float], float]:
+    factor = parameters.get("factor", 1.0)
+    rotated = int(parameters.get("partial_rotary_factor", 1.0) * dim // 2)
+    frequencies = frequencies_of(parameters["rope_theta"], dim)
+    return [frequency / factor if i < rotated else 0.0 for i, frequency in enumerate(frequencies)], 1.0
+
+
+def _yarn(parameters: Mapping[str, Any], dim: int, config: Any) -> tuple[list[float], float]:
+    theta, length = parameters["rope_theta"], parameters["original_max_position_embeddings"]
+    factor = parameters["factor"]
+    factor = config.max_position_embeddings / length if factor is None else factor
+
+    def feature(turns: float) -> float:
+        """Return the feature that turns this often over the original length, as a real number."""
+        angle = _WIDE.multiply(Decimal(turns), _WIDE.divide(Decimal(2 * _PI), Decimal(_ONE)))
+        logarithm = _WIDE.ln(_WIDE.divide(Decimal(length), angle))
+        return float(_WIDE.divide(dim * logarithm, 2 * _WIDE.ln(Decimal(theta))))
+
+    low, high = feature(parameters.get("beta_fast") or 32), feature(parameters.get("beta_slow") or 1)
+    if config.rope_parameters.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    high = high + 0.001 if low == high else high
+
+    def blend(i: int, frequency: float) -> float:
+        ramp = min(max((i - low) / (high - low), 0.0), 1.0)
+        return frequency / factor * ramp + frequency * (1 - ramp)
+
+    frequencies = [blend(i, frequency) for i, frequency in enumerate(frequencies_of(theta, dim))]
+    return frequencies, _yarn_scaling(parameters, factor)
+
+
+def _yarn_scaling(parameters: Mapping[str, Any], factor: float) -> float:
+    def scale(weight: float) -> float:
+        return 0.1 * weight * float(_WIDE.ln(Decimal(factor))) + 1.0 if factor > 1 else 1.0
+
+    given, some, every = (parameters.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
+    if given is not None:
+        return float(given)
+    return scale(some) / scale(every) if some and every else scale(1)
+
+
+# Frequencies in float64, rounded in each step, and the factor of both tables.
+ROPE_TYPES: Mapping[str, Callable[[Mapping[str, Any], int, Any], tuple[list[float], float]]] = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    "proportional": _proportional,
+    "yarn": _yarn,
+}
 
 
 def _cos_sin(angle: float) -> tuple[float, float]:

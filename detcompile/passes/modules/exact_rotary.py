@@ -1,0 +1,107 @@
+"""Rotary tables of exact integer arithmetic (docs/exact.md) in place of a model's rotary embeddings."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from detcompile.errors import UnsupportedModel
+from detcompile.passes.modules.exact_matching import agree, result_in_float64
+from detcompile.templates.exact.rope import ROPE_TYPES, rope_tables
+
+_FREQUENCIES = "inv_freq"  # a buffer, or the end of a buffer's name after a layer type
+_ROUNDINGS = 2e-5  # relative; of frequencies that are computed in float32, as transformers does
+
+
+class ExactRotary(nn.Module):
+    """forward(x, position_ids [B, T], layer_type) -> cos and sin [B, T, width], from tables by layer type."""
+
+    def __init__(self, tables: Mapping[str | None, tuple[Tensor, Tensor]]) -> None:
+        super().__init__()
+        for layer_type, (cos, sin) in tables.items():
+            prefix = _prefix(layer_type)
+            self.register_buffer(f"{prefix}cos", cos)
+            self.register_buffer(f"{prefix}sin", sin)
+
+    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
+        prefix = _prefix(layer_type)
+        cos, sin = getattr(self, f"{prefix}cos"), getattr(self, f"{prefix}sin")
+        return F.embedding(position_ids, cos), F.embedding(position_ids, sin)
+
+
+def has_frequencies(module: nn.Module) -> bool:
+    """Return whether a module is a rotary embedding."""
+    return bool(_layer_types(module))
+
+
+def rotary_of(model: PreTrainedModel, module: Any, length: int) -> nn.Module:
+    """Return exact tables of a rotary embedding.
+
+    Raises:
+        UnsupportedModel: the definition has no such tables.
+    """
+    config = getattr(module, "config", None) or model.config
+    tables = {}
+    for layer_type in _layer_types(module):
+        parameters = getattr(config, "rope_parameters", None) or {}
+        parameters = parameters if layer_type is None else parameters.get(layer_type) or {}
+        kind = parameters.get("rope_type", "default")
+        table = _tables(module, layer_type, parameters, config, length) if kind in ROPE_TYPES else None
+        if table is None:
+            raise UnsupportedModel(
+                f"{type(model).__name__}: Numerics.arithmetic does not define the tables of {type(module).__name__}"
+                f" with the rope_type {kind!r}, only of {', '.join(ROPE_TYPES)}. Compile it without Numerics.arithmetic"
+            )
+        tables[layer_type] = table
+    return ExactRotary(tables)
+
+
+def _layer_types(module: nn.Module) -> list[str | None]:
+    """Return the layer types that a rotary embedding has frequencies for; None stands for all."""
+    names = [name for name, _ in module.named_buffers(recurse=False) if name.endswith(_FREQUENCIES)]
+    prefixes = [name.removesuffix(_FREQUENCIES) for name in names if not name.endswith(f"original_{_FREQUENCIES}")]
+    return [prefix.removesuffix("_") or None for prefix in prefixes]
+
+
+def _prefix(layer_type: str | None) -> str:
+    return "" if layer_type is None else f"{layer_type}_"
+
+
+def _tables(
+    module: Any, layer_type: str | None, parameters: Mapping[str, Any], config: Any, length: int
+) -> tuple[Tensor, Tensor] | None:
+    """Return cos and sin in the layout that the module returns them in; None if it computes others."""
+    name, its_scaling = f"{_prefix(layer_type)}{_FREQUENCIES}", f"{_prefix(layer_type)}attention_scaling"
+    given, double = getattr(module, name), result_in_float64(type(module), config)
+    if parameters.get("rope_theta") is None or not isinstance(double, nn.Module):
+        return None
+    frequencies, scaling = ROPE_TYPES[parameters.get("rope_type", "default")](parameters, 2 * len(given), config)
+    wide = torch.tensor(frequencies, dtype=torch.float64, device=given.device)
+    double = double.to(given.device)
+    if not agree(getattr(double, name, None), wide, 0.0) or not ((given - wide).abs() <= _ROUNDINGS * wide).all():
+        return None
+    if not math.isclose(getattr(module, its_scaling, 1.0), scaling, rel_tol=1e-12):
+        return None
+    positions = torch.tensor([sorted({*range(min(length, 16)), length // 2, length - 1})], device=given.device)
+    arguments = (positions,) if layer_type is None else (positions, layer_type)
+    result = result_in_float64(double, torch.zeros(1, 1, 1, dtype=torch.float64, device=given.device), *arguments)
+    if not isinstance(result, tuple) or len(result) != 2:
+        return None
+    angles = positions[..., None] * wide
+    for layout in _LAYOUTS:
+        expected = [layout(table) * scaling for table in (angles.cos(), angles.sin())]
+        if all(agree(its, table, length) for its, table in zip(result, expected, strict=True)):
+            cos, sin = (layout(table).to(given.device) for table in rope_tables(length, frequencies, scaling))
+            return cos, sin
+    return None
+
+
+_LAYOUTS: tuple[Callable[[Tensor], Tensor], ...] = (
+    lambda table: torch.cat([table, table], -1),
+    lambda table: table.repeat_interleave(2, -1),
+    lambda table: table,
+)

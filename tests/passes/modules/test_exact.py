@@ -1,0 +1,139 @@
+"""Modules that exact arithmetic replaces: those of a formula, and none that differs by less than float32 tells."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.activations import ACT2FN
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+
+from detcompile.errors import UnsupportedModel
+from detcompile.passes.modules.exact import ExactFunction, ExactLayerNorm, ExactNorm, _function_of, _norm_of
+from detcompile.passes.modules.exact_rotary import rotary_of
+
+
+class Norm(nn.Module):
+    """A norm whose step is given, with an eps of 1e-6."""
+
+    def __init__(self, step: Any, **buffers: Tensor) -> None:
+        super().__init__()
+        self.weight, self.eps, self.step = nn.Parameter(torch.ones(24)), 1e-6, step
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.float32)
+        return self.step(wide, self.weight, self.eps).to(x.dtype)
+
+
+class Gated(Norm):
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        return super().forward(x if gate is None else x * gate)
+
+
+def rms(x: Tensor, w: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * w
+
+
+NORMS = {
+    "llama": (LlamaRMSNorm(24, eps=1e-5), ExactNorm),
+    "torch": (nn.RMSNorm(24, eps=1e-6), ExactNorm),
+    "one plus weight": (GemmaRMSNorm(24), ExactNorm),
+    "a large eps": (LlamaRMSNorm(24, eps=0.1), ExactNorm),
+    "layer norm": (nn.LayerNorm(24), ExactLayerNorm),
+    "layer norm without bias": (nn.LayerNorm(24, bias=False), ExactLayerNorm),
+    "written out": (Norm(rms), ExactNorm),
+    "a quotient": (Norm(lambda x, w, eps: x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + eps) * w), ExactNorm),
+}
+OTHER_NORMS = {
+    "no eps": Norm(lambda x, w, eps: rms(x, w, 0.0).nan_to_num()),
+    "another eps": Norm(lambda x, w, eps: rms(x, w, 1.001e-6)),
+    "eps outside": Norm(lambda x, w, eps: x / (x.square().mean(-1, keepdim=True).sqrt() + eps) * w),
+    "clamped": Norm(lambda x, w, eps: rms(x, w, eps).clamp(-100, 100)),
+    "scaled by 1 + 1e-7": Norm(lambda x, w, eps: rms(x, w, eps) * (1 + 1e-7)),
+    "no weight": Norm(lambda x, w, eps: rms(x, torch.ones(24), eps)),
+    "weight twice": Norm(lambda x, w, eps: rms(x, w * w, eps)),
+    "nearly no mean": Norm(lambda x, w, eps: rms(x - 1e-6 * x.mean(-1, keepdim=True), w, eps)),
+    "a sample's variance": Norm(lambda x, w, eps: (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + eps) * w),
+    "a gate": Gated(rms),
+}
+
+
+@pytest.mark.parametrize(("module", "kind"), NORMS.values(), ids=NORMS)
+def test_norm_is_identified(module: nn.Module, kind: type) -> None:
+    assert type(_norm_of(module)) is kind
+
+
+@pytest.mark.parametrize("module", OTHER_NORMS.values(), ids=OTHER_NORMS)
+def test_norm_that_differs_slightly_is_not_identified(module: nn.Module) -> None:
+    assert _norm_of(module) is None
+
+
+class Function(nn.Module):
+    def __init__(self, step: Any) -> None:
+        super().__init__()
+        self.step = step
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.step(x)
+
+
+FUNCTIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "sigmoid": "sigmoid",
+}
+OTHER_FUNCTIONS = {
+    **{name: ACT2FN[name] for name in ("quick_gelu", "gelu_10", "mish", "hardswish", "relu6", "leaky_relu")},
+    "silu of 1 + 1e-7": Function(lambda x: nn.functional.silu(x) * (1 + 1e-7)),
+    "silu, clipped far out": Function(lambda x: nn.functional.silu(x).clamp(max=1e6)),
+    "silu, zero far out": Function(lambda x: torch.where(x < -20, 0.0, nn.functional.silu(x))),
+    "silu of a slope": Function(lambda x: x * torch.sigmoid(1.0000001 * x)),
+    "silu near zero": Function(lambda x: torch.where(x.abs() < 1e-6, 0.0, nn.functional.silu(x))),
+    "sigmoid with a floor": Function(lambda x: torch.sigmoid(x).clamp(min=1e-15)),
+}
+
+
+@pytest.mark.parametrize(("name", "function"), FUNCTIONS.items(), ids=FUNCTIONS)
+def test_function_is_identified(name: str, function: str) -> None:
+    module = _function_of(ACT2FN[name], torch.device("cpu"))
+    assert isinstance(module, ExactFunction) and module.name == function
+
+
+@pytest.mark.parametrize("module", OTHER_FUNCTIONS.values(), ids=OTHER_FUNCTIONS)
+def test_function_that_differs_slightly_is_not_identified(module: nn.Module) -> None:
+    assert _function_of(module, torch.device("cpu")) is None
+
+
+class Turned(LlamaRotaryEmbedding):
+    """Angles a little larger from the middle of the context on."""
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = super().forward(x, position_ids)
+        return torch.where(position_ids[..., None] < 40, cos, cos * (1 + 1e-7)), sin
+
+
+class OtherFrequencies(LlamaRotaryEmbedding):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.inv_freq *= 1 + 1e-6
+
+
+def test_rotary_embedding_that_differs_slightly_is_rejected() -> None:
+    config = LlamaConfig(hidden_size=32, num_attention_heads=2, num_hidden_layers=1)
+    model: Any = nn.Module()
+    model.config = config
+    for kind in (Turned, OtherFrequencies):
+        with pytest.raises(UnsupportedModel, match="does not define the tables"):
+            rotary_of(model, kind(config), 64)
+    scaled = LlamaRotaryEmbedding(config)
+    scaled.attention_scaling = math.nextafter(1.0, 2.0) * (1 + 1e-9)
+    with pytest.raises(UnsupportedModel, match="does not define the tables"):
+        rotary_of(model, scaled, 64)
+    cos, sin = rotary_of(model, LlamaRotaryEmbedding(config), 64)(torch.zeros(1), torch.arange(64)[None])
+    assert cos.shape == sin.shape == (1, 64, 16)

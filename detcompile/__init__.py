@@ -1,6 +1,6 @@
 """Bit-for-bit reproducible LLM inference by compilation.
 
-Names are imported when they are first asked for, so that importing the package takes no time.
+Names are imported on first use, so importing the package takes no time.
 """
 
 import importlib

@@ -63,7 +63,7 @@ Compiled = CompiledModel | CompiledClassifier | CompiledEmbedder
 
 
 @naming_equivalents("compile()", CALLED_HERE)
-@torch.inference_mode(False)  # nobody could tell whether weights that are loaded in it have changed
+@torch.inference_mode(False)  # inference tensors have no version counter, so changes of weights would go unseen
 def compile(
     model: PreTrainedModel | str | Path,
     *,
@@ -84,44 +84,43 @@ def compile(
     dequantize: bool | None = None,
     max_lora_rank: int | None = None,
 ) -> Compiled:
-    """Compile a model so that each row's bits depend on the weights and on that row's own tokens.
+    """Compile a model so that each row's bits depend only on the weights and that row's tokens.
 
-    A causal LM becomes a CompiledModel, a classifier or reward model a CompiledClassifier, and a base model, of a
-    decoder or of an encoder of the BERT family, a CompiledEmbedder.
+    A causal LM becomes a CompiledModel, a classifier or reward model a CompiledClassifier. A base model, of a decoder
+    or of an encoder of the BERT family, becomes a CompiledEmbedder.
 
     Args:
-        model: a name, as ``load_model`` takes it: a local folder or GGUF file, the id of a repository on the Hugging
-            Face Hub, or "tiny", or its draft model "tiny-draft"; or a Hugging Face causal LM in eval mode, on the
-            device and in the dtype it shall serve in. A module is changed in place and belongs to the result
-            afterwards, also if it is refused: load it again then. PEFT's model, with LoRA of linears, is taken like one
-            without, its adapters beside the weights.
-        tp: tensor-parallel size. Above 1, so many worker processes are started, which load and run the model; the
-            result is used like any other. Where torch.distributed was initialized before (torchrun), none are: each
-            process then calls compile() with the same whole model and keeps its share of it, and from then on all of
-            them make the same calls (docs/tensor_parallel.md).
-        pp: pipeline-parallel size: stages that hold a part of the layers each, in ``pp * tp`` worker processes. The
-            bits and the fingerprint are those of one stage (docs/pipeline_parallel.md).
+        model: a name, as for ``load_model``: a local folder or GGUF file, the id of a repository on the Hugging Face
+            Hub, "tiny", or its draft model "tiny-draft". Or a Hugging Face causal LM in eval mode, on the device and
+            in the dtype to serve in. A module is changed in place and belongs to the result, even if it is refused:
+            load it again then. A PEFT model with LoRA of linears is accepted; its adapters stay separate weights.
+        tp: tensor-parallel size. Above 1, that many worker processes are started, which load and run the model; the
+            result is used like any other. If torch.distributed is already initialized (torchrun), none are started:
+            each process calls compile() with the same whole model, keeps its share, and from then on must make the
+            same calls as the others (docs/tensor_parallel.md).
+        pp: pipeline-parallel size: the layers are divided among so many stages, in ``pp * tp`` worker processes. Bits
+            and fingerprint are those of one stage (docs/pipeline_parallel.md).
         numerics: the declared orders; part of the fingerprint.
-        max_context: tokens a sequence may hold; default: the config's max_position_embeddings. Rotary tables that
-            look at the length are frozen to it, so it is part of the fingerprint.
-        tp_group: the processes that share the model, of torch.distributed; default: all of them.
-        replicate_attention: where the heads do not divide among the ranks, every rank computes all of them, instead
-            of a refusal.
+        max_context: maximum number of tokens of a sequence; default: the config's max_position_embeddings. Rotary
+            tables that depend on the length are frozen at it, so it is part of the fingerprint.
+        tp_group: torch.distributed group of the processes that share the model; default: all of them.
+        replicate_attention: if heads do not divide among the ranks, every rank computes all of them instead of
+            raising.
         progress: show the stages and their seconds on standard error, as one line of a terminal, or as lines; default:
-            yes, unless DETCOMPILE_PROGRESS=0. Of worker processes, those of rank 0. What is fetched from the Hub
-            has Hugging Face's own bars, which HF_HUB_DISABLE_PROGRESS_BARS=1 hides.
-        dtype, device, revision, token, trust_remote_code, task, gguf_file, dequantize: how to load a model that is
-            given by its name, as ``load_model`` takes them. Refused with a module.
-        max_lora_rank: leave room beside every linear except the head for a LoRA adapter of up to this rank, so that
+            yes, unless DETCOMPILE_PROGRESS=0. Among worker processes, only rank 0 reports. Downloads from the Hub
+            have Hugging Face's progress bars, which HF_HUB_DISABLE_PROGRESS_BARS=1 hides.
+        dtype, device, revision, token, trust_remote_code, task, gguf_file, dequantize: how to load a model given by
+            name, as for ``load_model``. Refused with a module.
+        max_lora_rank: reserve room beside every linear except the head for a LoRA adapter of up to this rank, so that
             engines load adapters by name (``Engine.load_adapter``). From 1 to 128, with ``tp`` and ``pp`` 1; None
-            leaves no room.
+            reserves none.
 
     Raises:
         UnsupportedModel: the model cannot be captured with its meaning intact.
         UnsupportedRelease: the installed torch, transformers or triton is untested and fails a probe.
         UncertifiedOp: an operation could make a row's bits depend on other rows; the message names it.
         NumericsError: the model does not fit the numerics.
-        InvalidInput: an argument is off.
+        InvalidInput: an argument is invalid.
         WorkerError: a worker process could not start.
     """
     numerics = numerics_of(numerics)
@@ -142,7 +141,7 @@ def compile(
         given = find(model, **how) if isinstance(model, (str, Path)) else loaded_before(model, **how)
     alone = tp_group is None and not dist.is_initialized()
     if pp > 1 and not alone:
-        raise InvalidInput(f"pp={pp}: stages are processes that compile() starts; call it where no ranks were started")
+        raise InvalidInput(f"pp={pp}: compile() starts the stages' processes: do not call it under torchrun")
     if pp * tp > 1 and alone:
         options = {"replicate_attention": replicate_attention}
         compiled: Compiled = compile_in_workers(
@@ -169,15 +168,15 @@ def compile_here(
     on_read: Callable[[int, int], None] | None = None,
     stage: PipelineStage | None = None,
 ) -> Compiled:
-    """``compile`` in this process, a rank where tp is above 1.
+    """Run ``compile`` in this process, which is a rank if tp is above 1.
 
     Args:
-        on_read: where ranks share the model, is told the bytes of weights read so far and of how many.
+        on_read: called with the bytes of weights read so far and in total, if ranks share the model.
         stage: the part of the layers that runs here; None for all.
     """
     ranks = tensor_parallel(tp, tp_group) if tp > 1 else None
     kind = _kind(model)
-    if kind is not CompiledModel and not isinstance(model, PoolingModel):  # which it is if it was compiled before
+    if kind is not CompiledModel and not isinstance(model, PoolingModel):  # it is one if it was compiled before
         if ranks is not None or stage is not None:
             raise UnsupportedModel(f"{type(model).__name__} has no language-model head: compile it with tp=1 and pp=1")
         require_ready(model)
@@ -232,10 +231,10 @@ def _checked_rank(rank: int | None, num_processes: int, numerics: Numerics) -> i
 
 
 def numerics_of(given: Numerics | None) -> Numerics:
-    """Return what the caller declares, or the defaults.
+    """Return the caller's Numerics, or the defaults.
 
     Raises:
-        InvalidInput: no Numerics.
+        InvalidInput: not a Numerics.
     """
     if given is not None and not isinstance(given, Numerics):
         raise InvalidInput(f"numerics {plain_values.shown(given)} is {plain_values.kind(given)}: give Numerics(...)")
@@ -243,30 +242,30 @@ def numerics_of(given: Numerics | None) -> Numerics:
 
 
 def _kind(model: PreTrainedModel) -> type[Compiled]:
-    """Return what a module becomes: by whether it has a language-model head, another head, or none."""
+    """Return the class of the compiled model: by whether a module has a language-model head, another head, or none."""
     if model.get_output_embeddings() is not None or not (has_pooling_head(model) or model.base_model is model):
         return CompiledModel
     return CompiledEmbedder if model.base_model is model else CompiledClassifier
 
 
 def context_of(model: PreTrainedModel, max_context: int | None) -> int:
-    """Tokens a sequence may hold; never more than a learned table of positions has rows.
+    """Return the maximum number of tokens of a sequence: at most the rows of a learned position table.
 
     Raises:
-        InvalidInput: a config without layers or positions, or a max_context beyond them.
+        InvalidInput: the config has no layers or positions, or max_context exceeds them.
     """
     config = model.config.get_text_config()
     if getattr(config, "num_hidden_layers", 1) < 1:
-        raise InvalidInput(f"{type(model).__name__}: num_hidden_layers={config.num_hidden_layers}: a model has a layer")
+        raise InvalidInput(f"{type(model).__name__}: num_hidden_layers={config.num_hidden_layers}, must be at least 1")
     limit = getattr(config, "max_position_embeddings", None)
-    if limit is not None and isinstance(model, PoolingModel):  # RoBERTa's rows of padding are none of a sequence
+    if limit is not None and isinstance(model, PoolingModel):  # RoBERTa's first rows are for padding
         limit = min([limit, *(table.rows - table.first for table in position_tables(model))])
     given = _checked_context(max_context)
     context = limit if given is None else given
     if context is None:
         raise InvalidInput(f"{type(model).__name__} states no max_position_embeddings: pass max_context")
     if context < 1:
-        raise InvalidInput(f"{type(model).__name__}: max_position_embeddings={context}: pass max_context, 1 at least")
+        raise InvalidInput(f"{type(model).__name__}: max_position_embeddings={context}: pass max_context, at least 1")
     rows = {table.name: table.rows - table.first for table in position_tables(model)}
     rows |= {name: len(buffer) for name, buffer in model.named_buffers() if name.endswith("embed_positions")}  # GPT-J's
     for name, count in rows.items():
@@ -293,30 +292,29 @@ def load_model(
 ) -> PreTrainedModel:
     """Return a model by its name, in eval mode.
 
-    From the Hugging Face Hub the config, the tokenizer and the weights (.safetensors, or .bin where there are none) are
-    fetched into Hugging Face's cache. Without a network, or with HF_HUB_OFFLINE=1, the cache alone is used. The commit
-    of what was loaded is ``model.config._commit_hash``.
+    Config, tokenizer and weights (.safetensors, else .bin) are downloaded from the Hugging Face Hub into its cache.
+    Without a network, or with HF_HUB_OFFLINE=1, only the cache is used. ``model.config._commit_hash`` is the commit
+    that was loaded.
 
     Args:
         name: a local folder; or the id of a repository on the Hub, such as "Qwen/Qwen3-0.6B"; or a GGUF file, such as
             "model.gguf", or "Qwen/Qwen3-0.6B-GGUF:Qwen3-0.6B-Q8_0.gguf" on the Hub; or "tiny", the embedded model, or
-            "tiny-draft", or "smollm2" after `detcompile fetch smollm2`. A path that exists is taken before an id.
+            "tiny-draft", or "smollm2" after `detcompile fetch smollm2`. An existing path takes precedence over an id.
         random: take the config of ``name`` (or of a file) with random weights.
-        dtype: a dtype or its name; None and "auto" take the checkpoint's own.
+        dtype: a dtype or its name; None and "auto" take the checkpoint's.
         device: where to load it; None takes a GPU if there is one.
         revision: branch, tag or commit on the Hub; None takes the main branch.
-        token: access token of the Hub; None takes HF_TOKEN, or the one that `hf auth login` keeps.
-        trust_remote_code: run the Python code that the checkpoint brings, if it does. What needs it is refused
-            otherwise.
-        task: load a causal LM, a model for sequence classification, or a base model without a head; None takes what
-            the checkpoint was saved as.
+        token: access token of the Hub; None takes HF_TOKEN, or the token that `hf auth login` stored.
+        trust_remote_code: run Python code from the checkpoint. Checkpoints that need it are refused otherwise.
+        task: load a causal LM, a model for sequence classification, or a base model without a head; None takes the
+            class that the checkpoint was saved as.
         gguf_file: the GGUF file in the folder or repository ``name``.
         dequantize: False keeps the linears of a GGUF file, or the experts of another quantized checkpoint, quantized in
             memory, with the same bits (docs/quantization.md). None and True dequantize them when they are loaded.
 
     Raises:
-        InvalidInput: no such model, a file that is missing or damaged, a weight that no file has, or code that is not
-            trusted; of the Hub: no such repository or revision, a gated one, no network and not in the cache.
+        InvalidInput: the model, a file or a weight is missing or damaged, or needs code that is not trusted. On the
+            Hub: the repository or revision does not exist or is gated, or there is no network and no cached copy.
         UnsupportedModel: the quantization, or a part of a GGUF file, is not supported.
         StorageError: the Hub's cache cannot be written.
     """

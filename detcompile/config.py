@@ -7,12 +7,12 @@
 | DETCOMPILE_ANY_RELEASE | 0 | 1: compile under untested releases of torch, transformers and triton, without a probe |
 | DETCOMPILE_PROGRESS | 1 | 0: compile() shows no stages on standard error |
 | DETCOMPILE_CPU_ISA | the widest the machine has | amx, avx512bf16, avx512, avx2 or portable |
-| DETCOMPILE_PEER_MEMORY | 1 | 0: sums and gathers over ranks go by NCCL also where GPUs map each other's memory |
-| DETCOMPILE_SHARED_GPUS | 0 | 1: several ranks may take one GPU, which is slow, and for comparing bits |
+| DETCOMPILE_PEER_MEMORY | 1 | 0: sums and gathers over ranks use NCCL even if GPUs map each other's memory |
+| DETCOMPILE_SHARED_GPUS | 0 | 1: several ranks may share one GPU: slow, for comparing bits |
 | TORCHINDUCTOR_SIZE_ASSERTS | 0 | 1: a compiled model asserts the sizes and strides of its tensors |
 | CXX | g++ | C++ compiler for the CPU templates |
 | CC | gcc, or clang | C compiler that Triton builds the launchers of GPU kernels with |
-| TRITON_PTXAS_PATH | the one that comes with Triton | assembler of GPU kernels; part of the fingerprint |
+| TRITON_PTXAS_PATH | Triton's | assembler of GPU kernels; part of the fingerprint |
 | TRITON_CACHE_DIR | triton in DETCOMPILE_CACHE | compiled GPU kernels |
 """
 

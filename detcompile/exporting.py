@@ -26,7 +26,7 @@ from detcompile.runtime.requests.plain_values import file_path, shown
 from detcompile.storage import disk_failure, naming
 from detcompile.templates.cpu import library as cpu_library
 
-DEVICES: tuple[str, ...] = ("cpu", "cuda")  # where exported programs were seen to give the bits of the JIT
+DEVICES: tuple[str, ...] = ("cpu", "cuda")  # on which exported programs were tested against the JIT
 
 
 def export(
@@ -38,25 +38,25 @@ def export(
     """Write a compiled model to one file, which ``detcompile.load`` runs with the same bits.
 
     The file holds one program for every number of tokens, compiled by AOTInductor, the CPU kernels, the certificate,
-    the fingerprint, the tokenizer if there is one, and the sha256 of each of them. It runs on machines like this one,
-    with this torch and this detcompile; load() refuses others. Of a model in worker processes (``compile(tp=4)``) it
+    the fingerprint, the tokenizer if there is one, and the sha256 of each of them. It runs on machines like this one
+    with the same torch and detcompile; load() refuses others. For a model in worker processes (``compile(tp=4)``) it
     holds a program and a share of the weights for every rank.
 
     Args:
-        model: from ``compile``; or what ``compile`` takes, which is then called with its defaults.
-        path: ends with .pt2; replaced once the new file is whole. Its folder is looked at before anything is compiled.
-        weights: "inside", or "beside": in a file of safetensors of the same name, or one a rank, which has to stay next
-            to it. A file there that is no such one of the archive's is not replaced.
+        model: the result of ``compile``; or an argument of ``compile``, which is then called with its defaults.
+        path: ends with .pt2; replaced once the new file is complete. Its folder is checked before anything is compiled.
+        weights: "inside"; or "beside" for a .safetensors file of the same name, one per rank, which must stay next to
+            the archive. Existing files there are replaced only if they belong to this archive.
 
     Returns:
         The path.
 
     Raises:
-        InvalidInput: a path or a choice that cannot be, or a file in the way of the weights.
+        InvalidInput: the path or ``weights`` is invalid, or another file is in the way of the weights.
         UnsupportedModel: the model came from an archive, this process is one of the ranks that share it (torchrun), or
-            it is on none of DEVICES.
+            its device is not in DEVICES.
         WorkerError: a rank failed.
-        StorageError: the file cannot be written, or there is no room for it.
+        StorageError: the file cannot be written, or the disk is full.
         Also what ``compile`` raises.
     """
     if weights not in ("inside", "beside"):
@@ -67,8 +67,8 @@ def export(
     compiled = require_causal(model if isinstance(model, CertifiedModel) else compile(model), "export()")
     if compiled.device.type not in DEVICES:
         raise UnsupportedModel(
-            f"export on {compiled.device.type}: exported programs were run on {', '.join(DEVICES)} only so far"
-            " (docs/limits.md): compile the model where it shall run"
+            f"export on {compiled.device.type}: exported programs were tested on {', '.join(DEVICES)} only"
+            " (docs/limits.md): compile the model there"
         )
     if compiled.ranks is not None:
         raise UnsupportedModel(
@@ -88,13 +88,14 @@ def export(
 
 
 def require_target(path: Path, num_beside: int = 0) -> None:
-    """Fail unless an archive can have this path.
+    """Raise InvalidInput unless an archive can have this path.
 
     Args:
-        num_beside: ranks whose weights shall lie beside it, in place of an older export's and of no other file.
+        num_beside: number of ranks whose weights go beside it. They may replace an older export's weights, but no other
+            file.
 
     Raises:
-        InvalidInput: it cannot.
+        InvalidInput: the path is invalid, or the weights would overwrite another file.
     """
     try:
         path.exists()
@@ -112,7 +113,7 @@ def require_target(path: Path, num_beside: int = 0) -> None:
 
 
 def _weights_of(path: Path) -> list[str]:
-    """Names of the files beside an archive that hold its weights; none if it is not there, or no archive."""
+    """Return the names of the weight files beside an archive; none if it does not exist or is not an archive."""
     try:
         return [share["weights"]["file"] for share in Archive(path, rank=None).facts["ranks"]]
     except ArchiveError:
@@ -144,7 +145,7 @@ def _share(compiled: CompiledModel) -> Share:
     facts = {
         "arguments": packaged.arguments,
         "views": packaged.views,
-        "num_threads": torch.get_num_threads(),  # that its kernels ask for
+        "num_threads": torch.get_num_threads(),  # for its kernels
     }
     return Share(facts, packaged.files, StoredWeights.of(packaged.weights))
 
@@ -158,7 +159,7 @@ def _written_share(compiled: CompiledModel, folder: str) -> Share:
 
 
 def _common_members(compiled: CompiledModel) -> dict[str, bytes]:
-    """Members besides the ranks'."""
+    """Return the members that all ranks share."""
     members = {CERTIFICATE: certificate_json(compiled.certificate)}
     if compiled.device.type == "cpu":
         isa = cpu_library.isa()

@@ -1,4 +1,4 @@
-"""Names that vLLM and transformers have for arguments, refused with what they are called here."""
+"""Rejects argument names of vLLM and transformers with the name to use here."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ R = TypeVar("R")
 
 
 def naming_equivalents(title: str, equivalents: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Refuse arguments that a function does not have by telling what to write instead.
+    """Reject arguments that a function lacks with a message that says what to write instead.
 
     Args:
         title: the function's name in messages.

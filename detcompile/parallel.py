@@ -1,7 +1,7 @@
-"""TensorParallel and PipelineStage: which share of a model this process holds, and with whom it adds up.
+"""TensorParallel and PipelineStage: which share of a model this process holds, and which processes hold the others.
 
-A value, handed down from compile() to the modules and operations that need it; nothing looks it up elsewhere. The group
-itself is torch.distributed's, known by its name, because an operation of a graph can carry a name and not a group.
+Both are values that compile() passes to modules and operations; there is no global state. The group is one of
+torch.distributed, referred to by name, because an operation of a graph can hold a name but not a group.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ class TensorParallel:
 
     Attributes:
         size: ranks of the group. rank: number of this process in it. group: name of the process group.
-        device: where a rank puts its share of a model, wherever the whole one is; None: there.
+        device: device of the rank's share; None for the device of the whole model.
     """
 
     size: int
@@ -36,13 +36,13 @@ class TensorParallel:
         return slice(self.rank * size, (self.rank + 1) * size)
 
     def least(self, value: int) -> int:
-        """Return the smallest of all ranks' values. All ranks have to call this."""
+        """Return the smallest of all ranks' values. All ranks must call this."""
         everyone = [0] * self.size
         dist.all_gather_object(everyone, value, group=process_group(self.group))
         return min(everyone)
 
     def require_equal(self, parts: Mapping[str, str]) -> None:
-        """Compare ``parts`` with every other rank's; all ranks have to call it.
+        """Compare ``parts`` with those of every other rank. All ranks must call this.
 
         Raises:
             InvalidInput: two ranks differ; the message names them, the parts, and both values.
@@ -62,11 +62,11 @@ class TensorParallel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineStage:
-    """One stage of a pipeline, which holds a range of a model's layers; the ends hold what is around these.
+    """One pipeline stage: a range of a model's layers. The first also holds the embedding, the last the head.
 
     Attributes:
         size: stages of the pipeline. index: number of this one.
-        device: where it computes, if the model is given on another device; None where the model is.
+        device: where it computes; None for the model's device.
     """
 
     size: int
@@ -100,7 +100,7 @@ def backend_of_ranks(device_type: str) -> str:
 
 
 def tensor_parallel(size: int, group: dist.ProcessGroup | None = None) -> TensorParallel:
-    """Return the place of this process among ``size`` ranks. A group for GPU memory alone has its shares there.
+    """Return the place of this process among ``size`` ranks. Its shares are on the GPU if the group is on GPUs.
 
     Args:
         group: the ranks' process group; None is all of torch.distributed. On GPUs, the current one is this rank's.

@@ -1,7 +1,7 @@
-"""Files come from the disk into the kernel's page cache while Python does something else.
+"""Read files into the kernel's page cache in a thread while Python does something else.
 
-Weights are mapped, so who is first to read a page of them waits for the disk. A thread here has the kernel read the
-files whole: it copies nothing, and holds no lock of Python's while the disk is slow.
+Weights are memory-mapped, so the first access to a page waits for the disk. The thread asks the kernel to read whole
+files. It copies nothing and holds no Python lock while the disk is slow.
 """
 
 import logging
@@ -14,14 +14,14 @@ logger = logging.getLogger(__name__)
 THREAD = "detcompile reading ahead"
 MEMORY = Path("/proc/meminfo")
 DEVICES = Path("/sys/class/bdi")
-LEAST_PIECE = 1 << 17  # bytes; what Linux reads ahead of a device unless it was told otherwise
+LEAST_PIECE = 1 << 17  # bytes; Linux's default read-ahead of a device
 
 
 def read_ahead(files: Sequence[Path]) -> None:
     """Start to read files, in their order, and return at once.
 
-    What cannot be read is left to who opens it and says what is wrong. Nothing is read where the files are larger than
-    the memory that is available, since they would push each other out, or where the system takes no advice on files.
+    Errors are ignored: whoever opens the file reports them. Nothing is read if the files are larger than the available
+    memory, because they would evict each other, or if the system takes no advice on files.
     """
     if files:
         threading.Thread(target=_read, args=(files,), name=THREAD, daemon=True).start()
@@ -38,7 +38,7 @@ def _read(files: Sequence[Path]) -> None:
                 piece = _piece(status.st_dev)
                 for at in range(0, status.st_size, piece):
                     os.posix_fadvise(stream.fileno(), at, piece, os.POSIX_FADV_WILLNEED)
-    except (OSError, ValueError, AttributeError) as error:  # ValueError: a path that holds a NUL
+    except (OSError, ValueError, AttributeError) as error:  # ValueError: a path that contains NUL
         logger.debug("not read ahead: %s", error)
 
 
@@ -52,7 +52,7 @@ def _available() -> int:
 
 
 def _piece(device: int) -> int:
-    """Bytes that Linux reads of a device when it is advised; it leaves out what one call asks for beyond them."""
+    """Return the bytes that one call of advice makes Linux read of a device; it ignores the rest of a request."""
     try:
         name = f"{os.major(device)}:{os.minor(device)}"
         return max(LEAST_PIECE, int((DEVICES / name / "read_ahead_kb").read_text()) << 10)

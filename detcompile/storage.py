@@ -15,7 +15,7 @@ from detcompile.errors import StorageError
 CACHE_ADVICE = "Free space there or make it writable, or set DETCOMPILE_CACHE to a folder of yours with room."
 TEMPORARY_ADVICE = "Free space there or make it writable, or set TMPDIR to another folder."
 INDUCTOR_ADVICE = "Free space there or make it writable, or set TORCHINDUCTOR_CACHE_DIR, or TMPDIR, to another folder."
-PLACE_ADVICE = "Free space there or make it writable, or give another place."
+PLACE_ADVICE = "Free space there or make it writable, or pass another path."
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EIO}
 DISK_WORDS = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS))

@@ -53,7 +53,7 @@ class TransferGroup:
         rank: this process; the sender has 0.
         size: number of processes.
         device: where tensors are sent from, or received.
-        seconds: time for all processes to join, and on CPUs for each broadcast.
+        seconds: time for all processes to join and, on CPUs, for each broadcast.
 
     Raises:
         InvalidInput: the others did not join in time, or rank 0 sent no NCCL id.
@@ -87,7 +87,7 @@ class TransferGroup:
 
         Args:
             tensors: names and tensors of any dtype, on any device.
-            packed: send several tensors per broadcast; receivers must be told the same.
+            packed: send several tensors per broadcast; receivers must pass the same value.
             bucket_bytes: size of a broadcast with ``packed``, exceeded by its last tensor.
         """
         tensor_of = {_info(name, tensor): tensor.detach() for name, tensor in tensors}
@@ -145,7 +145,7 @@ def _gloo(store: TCPStore, rank: int, size: int, timeout: timedelta) -> Callable
         sent = torch.tensor([data.numel()])
         group.broadcast([sent], options).wait()
         if sent.item() != data.numel():
-            raise RuntimeError(f"rank 0 sends {sent.item()} bytes in place of {data.numel()}")
+            raise RuntimeError(f"rank 0 sends {sent.item()} bytes instead of {data.numel()}")
         if data.numel():
             group.broadcast([data], options).wait()
 
@@ -225,7 +225,7 @@ def _id_of(pickled: bytes) -> bytes:
     """Return an NCCL id.
 
     Raises:
-        InvalidInput: it is something else.
+        InvalidInput: it is not a pickled id.
     """
     try:
         unique_id = _IdReader(io.BytesIO(pickled)).load()

@@ -37,7 +37,7 @@ SAFETENSORS_DTYPES = {  # by their names in the format
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-MAPPINGS, SHARED_MEMORY = Path("/proc/self/maps"), ("/memfd:", "/dev/")  # under these, memory is shared on purpose
+MAPPINGS, SHARED_MEMORY = Path("/proc/self/maps"), ("/memfd:", "/dev/")  # mappings whose memory is shared on purpose
 WORD = 4  # bytes: the product with a 64-bit multiplier then depends on every bit of a word
 ROW = 1 << 14  # words in a row: a word is multiplied by its row's and its column's multiplier
 BLOCK_ROWS = {"cpu": 16, "cuda": 256}  # rows per block: fits a CPU's cache; 64 MiB of products on a GPU
@@ -61,10 +61,10 @@ def named_weights(model: nn.Module, *, every_name: bool = False) -> dict[str, Te
 
 
 def copy_mapped_weights(model: nn.Module) -> None:
-    """Copy the weights that lie in a mapped file into memory of this process.
+    """Copy weights that are part of a mapped file into memory of this process.
 
-    Loaders of safetensors map a file: what is written into it later would change the weights, and a file that is cut
-    would end the process. Parameters stay the same objects, tied ones stay tied.
+    Loaders of safetensors map a file: writing to it later would change the weights, and truncating it would crash the
+    process. Parameters stay the same objects, and tied ones stay tied.
     """
     copies: dict[tuple[int, torch.Size, tuple[int, ...], torch.dtype], Tensor] = {}
     for tensor in in_mapped_file(named_weights(model).values()):
@@ -75,10 +75,10 @@ def copy_mapped_weights(model: nn.Module) -> None:
 
 
 def in_mapped_file(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Those of the tensors on the CPU whose memory is a part of a file that other processes can open by its path."""
+    """Return the CPU tensors whose memory is part of a file that other processes can open by its path."""
     spans = []
     for line in MAPPINGS.read_text().splitlines():
-        place, *_, path = line.split(maxsplit=5)  # start-end, rights, offset, device, inode and, of a file, its path
+        place, *_, path = line.split(maxsplit=5)  # start-end, rights, offset, device, inode and, for a file, its path
         if path.startswith("/") and not path.startswith(SHARED_MEMORY) and not path.endswith(" (deleted)"):
             start, end = (int(address, 16) for address in place.split("-"))
             spans.append((start, end))

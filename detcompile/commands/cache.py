@@ -1,4 +1,4 @@
-"""`detcompile cache`: what lies in the cache, and how to be rid of it."""
+"""`detcompile cache`: lists the contents of the cache, or removes them."""
 
 import contextlib
 import json
@@ -37,12 +37,12 @@ THREADS = f"{programs.KEY_PART}threads"
 
 
 def command(
-    clear: Annotated[bool, typer.Option("--clear", help="Remove all of it; it is made again when needed.")] = False,
+    clear: Annotated[bool, typer.Option("--clear", help="Remove everything; it is rebuilt when needed.")] = False,
     json_output: Json = False,
 ) -> None:
     """List what is kept from one start to the next: kinds and sizes, and each compiled program.
 
-    Where a model has several, the last column says what of the newest one's key an older one's differs in.
+    If a model has several, the last column says how an older one's key differs from the newest one's.
     """
     folder = cache_directory()
     sizes = {kind: _size(folder / kind) for kind in KINDS}
@@ -70,7 +70,7 @@ def command(
 
 
 def _size(folder: Path) -> int:
-    """Bytes of the files in a folder; of those that vanish meanwhile, or may not be looked at, none."""
+    """Return the bytes of the files in a folder, without files that vanish meanwhile or cannot be read."""
     total = 0
     for path in folder.rglob("*"):
         with contextlib.suppress(OSError):
@@ -91,7 +91,7 @@ def _table(kept: list[programs.Entry]) -> Table:
 
 
 def _differences(kept: list[programs.Entry]) -> list[list[str]]:
-    """Return for each program the parts of its key that the newest program of the same model has otherwise."""
+    """Return for each program the parts of its key that differ from the newest program of the same model."""
     newest = {_model(entry): entry for entry in kept}  # the latest is last
     return [_differing(entry.label, newest[_model(entry)].label) for entry in kept]
 

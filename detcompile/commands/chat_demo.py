@@ -73,9 +73,9 @@ class Run(NamedTuple):
 
 
 class OwnNoise(LogitsProcessor):
-    """Gumbel noise for each row from the row's own generator: argmax then samples, whatever the batch.
+    """Adds Gumbel noise from a separate generator for each row, so argmax samples independently of the batch.
 
-    transformers' own sampling draws from one generator for all rows.
+    transformers' sampling draws from one generator for all rows.
     """
 
     def __init__(self, temperature: float, seeds: Sequence[int]) -> None:
@@ -213,7 +213,7 @@ def _marked(tokenizer: Any, tokens: list[int], at: int | None) -> Text:
 
 
 def _counts(theirs: dict[str, list[Run]], ours: dict[str, list[Run]], others: dict[tuple[str, str], Run]) -> Table:
-    table = Table(title="Different answers to this question", caption="Sampled with the row's own noise on both sides.")
+    table = Table(title="Different answers to this question", caption="Both sides sample with separate noise per row.")
     for column in ("", *TEMPERATURES):
         table.add_column(column, justify="right" if column else "left")
     crowds = f"crowds of {', '.join(map(str, CROWDS))}"
@@ -247,7 +247,7 @@ def _receipt_lines(model: CompiledModel, name: str, output: RequestOutput) -> tu
 
 
 def receipt_of(model: CompiledModel, name: str, output: RequestOutput, tokens: Sequence[int] | None = None) -> Receipt:
-    """Return the receipt of a sampled answer, as the server issues it; with ``tokens`` in place of the answer's."""
+    """Return the receipt of a sampled answer, as the server issues it, but with these tokens."""
     [sample] = output.outputs
     params = SamplingParams(temperature=TEMPERATURES["temperature 0.8"], max_tokens=MAX_TOKENS)
     reasons = (sample.finish_reason, sample.stop_reason)

@@ -31,7 +31,7 @@ def command(
     if html is not None:
         require_place(html, "--html")
     elif verify is not None:
-        raise typer.BadParameter("what was measured is shown on the page: add --html", param_hint="--verify")
+        raise typer.BadParameter("measurements are shown on the page: add --html", param_hint="--verify")
     measured = None if verify is None else read_measurements(verify)
     try:
         compiled = compile_model(loading.spec(model, random))

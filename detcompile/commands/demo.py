@@ -73,7 +73,7 @@ def _default_model() -> str:
     try:
         find_checkpoint(SMOLLM2.name)
     except InvalidInput as error:
-        logs.print(f"{error}\nThe embedded model '{TINY}' takes its place, which is no chat model.", highlight=False)
+        logs.print(f"{error}\nThe embedded model '{TINY}' replaces it; it is not a chat model.", highlight=False)
         return TINY
     return SMOLLM2.name
 
@@ -132,7 +132,7 @@ def compare_with_torch(
 
 @torch.no_grad()
 def greedy_tokens(model: PreTrainedModel | CompiledModel, batch: int) -> list[int]:
-    """Return what a model's generate() appends to TEXT_PROMPT, the first row of a left-padded batch."""
+    """Return the tokens that generate() appends to TEXT_PROMPT in the first row of a left-padded batch."""
     tokenizer = _tokenizer()
     tokenizer.padding_side, tokenizer.pad_token_id = "left", 0
     prompts = [TEXT_PROMPT, *prompt_texts()[: batch - 1]]

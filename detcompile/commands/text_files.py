@@ -20,7 +20,7 @@ def read_text_file(path: Path) -> str:
     """Return a file's text without the byte order mark; lines end with a line feed.
 
     Raises:
-        InvalidInput: it cannot be read, or is no text.
+        InvalidInput: it cannot be read, or is not text.
     """
     try:
         content = path.read_bytes()

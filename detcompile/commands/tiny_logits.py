@@ -12,7 +12,7 @@ from detcompile.templates.cpu.library import isa
 def digests() -> dict[str, str]:
     """Return the sha256 of the logits of `tiny` for 64 tokens, on a CPU, by dtype.
 
-    With AMX there is no bfloat16, whose products have an order of their own.
+    bfloat16 is left out with AMX, whose products have a different order.
     """
     results = {}
     for dtype in (torch.float32,) if isa() == "amx" else (torch.float32, torch.bfloat16):

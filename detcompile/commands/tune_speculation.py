@@ -30,7 +30,7 @@ def command(
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Of each prompt.")] = 128,
     max_tokens: Annotated[int, typer.Option(min=2, help="Generated for each prompt.")] = 96,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of each kind, of which the fastest counts.")] = 2,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each kind; the fastest counts.")] = 2,
     plot: Annotated[Path, typer.Option(help="Where the plot is written.")] = Path("speculation.svg"),
     json_output: Json = False,
     *,

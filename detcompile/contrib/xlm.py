@@ -33,8 +33,8 @@ def _xlm_number(model: Any, attention: Any) -> None:
 
 def _xlm_obstacle(config: Any) -> str:
     if not config.causal:
-        return "causal=False (attention that sees both ways)"
-    return "asm=True (a head that is no linear)" if config.asm else ""
+        return "causal=False (bidirectional attention)"
+    return "asm=True (a head that is not linear)" if config.asm else ""
 
 
 ADAPTERS = {

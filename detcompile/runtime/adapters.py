@@ -100,7 +100,7 @@ class AdapterSlots:
         """Forget an adapter. Requests that have it keep it to their end.
 
         Raises:
-            InvalidInput: there is none of this name.
+            InvalidInput: no adapter has this name.
         """
         with self._lock:
             self._require(name)
@@ -110,7 +110,7 @@ class AdapterSlots:
         """Return an adapter by its name.
 
         Raises:
-            InvalidInput: there is none of this name.
+            InvalidInput: no adapter has this name.
         """
         with self._lock:
             return self._require(name)
@@ -187,7 +187,7 @@ def read_adapter(name: str, folder: Path, slots: Mapping[str, Slot]) -> Adapter:
     for key in sorted(tensors):
         module, _, part = key.removeprefix(PREFIX).rpartition(".lora_")
         if part not in ("A.weight", "B.weight") or module not in slots:
-            raise InvalidInput(f"adapter {folder}: {key} is no LoRA weight of a linear of this model with a slot")
+            raise InvalidInput(f"adapter {folder}: {key} is not a LoRA weight of a linear with a slot")
         if part == "A.weight":
             other = f"{key.removesuffix(part)}B.weight"
             parts[module] = _pair(folder, key, rank, (tensors[key], tensors.get(other)), slots[module])
@@ -205,7 +205,7 @@ def _config(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise InvalidInput(f"adapter {folder / CONFIG} cannot be read: {error}") from error
     if not isinstance(config, dict):
-        raise InvalidInput(f"adapter {folder / CONFIG} is no JSON object")
+        raise InvalidInput(f"adapter {folder / CONFIG} is not a JSON object")
     for field, values in PLAIN.items():
         if field in config and config[field] not in values:
             raise InvalidInput(
@@ -227,5 +227,5 @@ def _pair(folder: Path, key: str, rank: int, pair: tuple[Tensor, Tensor | None],
     rounded = A.to(**like).contiguous(), B.to(**like).contiguous()
     is_float = A.is_floating_point() and B.is_floating_point()
     if not is_float or not all(bool(part.isfinite().all()) for part in rounded):
-        raise InvalidInput(f"adapter {folder}: {key} or its B holds values that are no finite {like['dtype']} numbers")
+        raise InvalidInput(f"adapter {folder}: {key} or its B has values that are not finite {like['dtype']}")
     return rounded

@@ -85,7 +85,7 @@ class EngineConfig:
         _require(0 < self.memory_fraction <= 1, "memory_fraction", self, "above 0 and at most 1")
 
 
-# What vLLM calls the settings, and options of vLLM that are no settings of an engine here.
+# vLLM's names of the settings, and vLLM's options that engines here do not have.
 VLLM_NAMES = {
     "enable_chunked_prefill": 'pass scheduler="stall_free" for True, "prefill_first" for False',
     "enable_prefix_caching": "pass prefix_caching",

@@ -204,9 +204,9 @@ def test_values_at_the_difference_are_shown(tmp_path: Path) -> None:
 def test_the_fingerprint_explains_other_answers(tmp_path: Path) -> None:
     others = with_parts(changed(other_token), PARTS | {"torch": "2.14"})
     code, actual, _ = compared(tmp_path, RUN, others)
-    assert code == 1 and actual["explanation"] == "The fingerprints differ (torch): other answers are to be expected."
+    assert code == 1 and actual["explanation"] == "The fingerprints differ (torch): expect different answers."
     code, actual, _ = compared(tmp_path, RUN, with_parts(RUN, PARTS | {"torch": "2.14"}))
-    assert code == 1 and actual["runs"]["equal"] is True and "not promised" in actual["explanation"]
+    assert code == 1 and actual["runs"]["equal"] is True and "not guaranteed" in actual["explanation"]
 
 
 def test_what_was_asked_explains_other_answers(tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_what_was_asked_explains_other_answers(tmp_path: Path) -> None:
 
     code, actual, lines = compared(tmp_path, RUN, changed(ask))
     assert code == 1 and actual["runs"]["differences"][0]["asked"] == {"temperature": [0.8, 0.7], "seed": [8, 80]}
-    assert actual["explanation"].startswith("Explained: requests that ask differently (temperature, seed)")
+    assert actual["explanation"].startswith("Explained: requests with different inputs (temperature, seed)")
     assert "seed: 8 in A, 80 in B" in lines
 
 
@@ -322,7 +322,7 @@ def edited(**changes: Any) -> dict[str, Any]:
         (json.dumps(edited(outputs=[sample(0, [1]) | {"logprobs": [{"top": 3, "logprob": 1}]}])), "outputs is"),
         (json.dumps(edited(prompt_token_ids=[True])), "prompt_token_ids is"),
         (json.dumps(edited(seed="7")), "seed is '7'"),
-        ("\n".join(map(json.dumps, [RUN[0], *with_parts(RUN[:1], PARTS | {"torch": "3"})])), "request 2 is of another"),
+        ("\n".join(map(json.dumps, [RUN[0], *with_parts(RUN[:1], PARTS | {"torch": "3"})])), "request 2 has another"),
         ("\n".join([json.dumps(RUN[0]), "3"]), "line 2 is not a JSON object"),
     ],
 )

@@ -72,7 +72,7 @@ def test_non_text_input_is_rejected_with_position(
 @pytest.mark.parametrize("content", [b"", b"\xef\xbb\xbf", b"\xff\xfe", b"\n \r\n"])
 def test_an_empty_file_holds_no_prompt(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "prompts").write_bytes(content)
-    with pytest.raises(InvalidInput, match=r"no prompt in .*prompts: give one a line"):
+    with pytest.raises(InvalidInput, match=r"no prompt in .*prompts: give one per line"):
         read_prompts([], tmp_path / "prompts")
 
 

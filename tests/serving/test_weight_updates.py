@@ -496,7 +496,7 @@ def test_unannounced_sizes_are_refused(trainer: httpx.Client, size: int, packed:
     sender, [name, *_] = Trainer(trainer), tensors
     with contextlib.suppress(RuntimeError):  # the receiver has left
         sender.send(tensors, packed=packed, sent=tensors | {name: torch.zeros(size, dtype=torch.bfloat16)})
-    assert "bytes in place of" in sender.answer["error"]["message"]
+    assert "bytes instead of" in sender.answer["error"]["message"]
     again = trainer.post("/update_weights", json={"update_info": {"names": [], "dtype_names": [], "shapes": []}})
     assert again.status_code == 400 and "init it again" in again.json()["error"]["message"]
     assert trainer.get("/weight_info").json() == before and drawn(trainer)

@@ -52,7 +52,7 @@ def _packages(machine: Machine) -> Iterator[Finding]:
         if numbers(version) < numbers(least):
             yield Finding("missing", name, f"{version} is older than {least}", f"install {name} {least} or later")
         elif below is not None and numbers(version) >= numbers(below):
-            text = f"{version} is outside of the range that is tested, {least} to below {below}: compile() probes it"
+            text = f"{version} is outside the tested range, {least} to below {below}: compile() probes it"
             advice = f"install {name} below {below}, or run `detcompile verify` on your model before you rely on it"
             yield Finding("note", name, text, advice)
 
@@ -62,12 +62,12 @@ def _gpus(machine: Machine) -> Iterator[Finding]:
     for gpu in dict.fromkeys(gpus.found):
         yield _gpu(gpu)
     if gpus.found and machine.compilers.c is None:
-        text = "Triton compiles launchers of GPU kernels with one, and there is neither gcc nor clang nor what CC names"
+        text = "Triton needs one for launchers of GPU kernels, and neither gcc, clang nor the compiler in CC is here"
         advice = "install gcc (Debian, Ubuntu: apt-get install gcc), or name a C compiler in CC"
         yield Finding("missing", "C compiler", text, advice)
     if gpus.found and not gpus.ptxas_is_tritons:
         text = f"kernels are assembled by {gpus.ptxas}, as TRITON_PTXAS_PATH says: it is part of the fingerprint"
-        yield Finding("note", "ptxas", text, "unset TRITON_PTXAS_PATH to have Triton's own, and others' fingerprints")
+        yield Finding("note", "ptxas", text, "unset TRITON_PTXAS_PATH to use Triton's, for others' fingerprints")
     if not gpus.found and gpus.driver is not None:
         why = "torch was built for CPUs" if gpus.cuda is None else f"torch for CUDA {gpus.cuda} does not see its GPU"
         advice = "install a torch for CUDA" if gpus.cuda is None else "see whether CUDA_VISIBLE_DEVICES hides it"
@@ -81,7 +81,7 @@ def _gpu(gpu: GPU) -> Finding:
     if gpu.capability[0] == 9:
         text = f"{gpu.name} is a Hopper: 16-bit products and attention take the kernels made for it"
         return Finding("fast", "GPU", text)
-    text = f"{gpu.name} (compute capability {capability}) is no Hopper: all kernels are the plain ones"
+    text = f"{gpu.name} (compute capability {capability}) is not a Hopper: all kernels are the plain ones"
     if gpu.capability in COMPILED_FOR:
         text += "; they are compiled for it in the tests, no operation is refused, and none was run on such a GPU"
     else:
@@ -99,8 +99,8 @@ def _cpu(machine: Machine) -> Iterator[Finding]:
     if cpu.isas and cpu.isa is not None:
         yield from _isa(cpu.isa, cpu.isas)
         if cpu.isa != cpu.isas[0]:
-            text = f"DETCOMPILE_CPU_ISA={cpu.isa} has the kernels take less than this CPU's {cpu.isas[0]}"
-            yield Finding("note", "CPU", text, "unset it to have the widest")
+            text = f"DETCOMPILE_CPU_ISA={cpu.isa} restricts the kernels to less than this CPU's {cpu.isas[0]}"
+            yield Finding("note", "CPU", text, "unset it to use the widest")
     granted = min(cpu.usable, cpu.quota) if cpu.quota else cpu.usable
     if cpu.threads is not None and cpu.threads > granted:
         text = f"torch computes in {cpu.threads} threads, and this process is granted {granted:g} of {cpu.cores} cores"
@@ -114,8 +114,8 @@ def _isa(isa: str, isas: tuple[str, ...]) -> Iterator[Finding]:
     if isa == "amx":
         text = "the C++ kernels take AVX-512, and AMX's tiles for bfloat16 once compile()'s probe has passed"
         yield Finding("fast", "CPU", text)
-        text = "tiles add in an order of their own: bfloat16 bits are other than those of CPUs without AMX"
-        advice = f"where these have to agree, set DETCOMPILE_CPU_ISA={isas[1]} here, which is slower"
+        text = "tiles add in a different order: bfloat16 bits differ from those of CPUs without AMX"
+        advice = f"if these must agree, set DETCOMPILE_CPU_ISA={isas[1]} here, which is slower"
         yield Finding("note", "CPU", text, advice)
     elif isa == "avx512bf16":
         text = "the C++ kernels take AVX-512, and its dot products of bfloat16 once compile()'s probe has passed"
@@ -126,7 +126,7 @@ def _isa(isa: str, isas: tuple[str, ...]) -> Iterator[Finding]:
         text = "the C++ kernels take AVX2, whose vectors are half as wide as AVX-512's; their bits are the same"
         yield Finding("slow", "CPU", text)
     else:
-        text = "the C++ kernels take no vectors beyond this architecture's least; their bits are the same"
+        text = "the C++ kernels use only this architecture's basic vectors; their bits are the same"
         yield Finding("slow", "CPU", text)
 
 
@@ -150,7 +150,7 @@ def _cache(machine: Machine) -> Iterator[Finding]:
         text = f"{cache.free / GIB:.1f} GiB are free on the disk of {cache.folder}"
         yield Finding("note", "cache", text, "free space there, or set DETCOMPILE_CACHE to a folder with room")
     if not machine.programs_kept:
-        text = "DETCOMPILE_KEEP_PROGRAMS=0: every start compiles its model anew"
+        text = "DETCOMPILE_KEEP_PROGRAMS=0: every start recompiles its model"
         yield Finding("slow", "cache", text, "unset it to start in seconds the second time")
 
 

@@ -9,19 +9,19 @@ from detcompile.digests import differing_parts
 # What a different value of each part means.
 MEANINGS = {
     "weights": "other weights: a checkpoint, an update or a change in place",
-    "program": "another certified graph: code, attributes or hooks of the model, a dtype, or other passes",
+    "program": "a different certified graph: code, attributes or hooks of the model, a dtype, or other passes",
     "config": "another model config",
-    "end_tokens": "other tokens that end an answer: eos_token_id of generation_config",
-    "numerics": "other declared orders or arithmetic: --tp-sizes, --numerics, or Numerics(...)",
+    "end_tokens": "different end tokens: eos_token_id of generation_config",
+    "numerics": "different declared orders or arithmetic: --tp-sizes, --numerics, or Numerics(...)",
     "orders": "sums in other orders",
-    "max_context": "another longest sequence, for which rotary tables are frozen",
-    "kv_dtype": "another dtype of the model and its KV cache: --dtype",
-    "bits_version": "a release of detcompile that moved bits: CHANGELOG.md names the operations",
-    "source": "another version of detcompile's sources",
-    "torch": "another torch, which compiles the pointwise operations",
-    "triton": "another Triton, which compiles GPU kernels",
-    "transformers": "another transformers, whose code the model is",
-    "device": "another device: GPU, CUDA and assembler, or instruction set, vectors and C++ compiler",
+    "max_context": "a different maximum length, at which rotary tables are frozen",
+    "kv_dtype": "a different dtype of the model and its KV cache: --dtype",
+    "bits_version": "a release of detcompile that changed bits: CHANGELOG.md names the operations",
+    "source": "a different version of detcompile's sources",
+    "torch": "a different torch, which compiles the pointwise operations",
+    "triton": "a different Triton, which compiles GPU kernels",
+    "transformers": "a different transformers, which has the model's code",
+    "device": "a different device: GPU, CUDA and assembler, or instruction set, vectors and C++ compiler",
 }
 OTHER = "a part that this version of detcompile does not know"
 NO_DIGESTS = "which weights: save `detcompile check --json` of both models and compare these"

@@ -81,7 +81,7 @@ class GPUs:
 
 @dataclass(frozen=True, kw_only=True)
 class Hub:
-    """Hugging Face's settings: the folder of its cache, and whether it is told to stay off the network."""
+    """Hugging Face's settings: the folder of its cache, and whether it is offline."""
 
     home: str
     offline: bool

@@ -18,7 +18,7 @@ from detcompile.errors import InvalidInput
 ARCHIVE_MARK = b"PK\x03\x04"
 PARTS = ("weights", "program")  # every fingerprint has these: a mapping that holds them is one of parts
 WANTED = "give JSON of `detcompile check --json` or `detcompile generate --json`, an exported .pt2, or a model's name"
-FILES = (".json", ".jsonl", ".pt2", ".txt")  # what is no name of a model
+FILES = (".json", ".jsonl", ".pt2", ".txt")  # not names of models
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def read_recording(path: Path) -> Recording:
     if "outputs" in objects[0]:
         return _run(objects, path)
     if len(objects) > 1:
-        raise InvalidInput(f"{path} holds {len(objects)} JSON objects, and the first is no request: {WANTED}")
+        raise InvalidInput(f"{path} holds {len(objects)} JSON objects, and the first is not a request: {WANTED}")
     return _print(objects[0], path)
 
 
@@ -139,7 +139,7 @@ def _run(requests: list[dict[str, Any]], path: Path) -> Recording:
     first = _print(requests[0], path)
     other = next((number for number, one in enumerate(requests, 1) if one["fingerprint_parts"] != first.parts), None)
     if other is not None:
-        raise InvalidInput(f"{path}, request {other} is of another fingerprint than the first: give one run a file")
+        raise InvalidInput(f"{path}, request {other} has another fingerprint than the first: put one run in each file")
     return Recording(path, first.parts, None, tuple(requests))
 
 

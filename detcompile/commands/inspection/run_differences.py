@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
-REPORTING = ("logprobs", "prompt_logprobs")  # parameters that change what is reported, and no bits
+REPORTING = ("logprobs", "prompt_logprobs")  # parameters that change reports, not bits
 ENDS = ("finish_reason", "stop_reason")  # compared after tokens and logprobs
 
 

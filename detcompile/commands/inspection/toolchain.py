@@ -112,7 +112,7 @@ def _trial(command: str) -> str:
     if done.returncode == 0:
         return ""
     message = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[-200:])
-    return f"{command!r} compiles no C++20 with OpenMP: {message.strip()}. Install g++ 11 or later, or name it in CXX."
+    return f"{command!r} fails on C++20 with OpenMP: {message.strip()}. Install g++ 11 or later, or name it in CXX."
 
 
 def _obstacle(folder: Path, place: Path) -> str:

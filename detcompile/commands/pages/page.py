@@ -46,7 +46,7 @@ def page(title: str, *parts: str) -> str:
 
 
 def scrolled(content: str, label: str) -> str:
-    """HTML in a box as wide as the page, in which it scrolls where it is wider; by the keyboard too."""
+    """Return HTML in a box as wide as the page, which scrolls wider content, by the keyboard too."""
     return f"<div class='scroll' tabindex='0' role='region' aria-label='{escape(label, quote=True)}'>{content}</div>"
 
 

@@ -31,12 +31,12 @@ REMEDIES = (
         "Random numbers",
         ("random", "dropout"),
         "A generator is shared by the batch, so a row's numbers depend on the rows before it. Call model.eval() before"
-        " compile(), and take noise out of the forward; sampled tokens have random numbers of their own seed.",
+        " compile(), and take noise out of the forward; sampling uses separate random numbers for each request.",
     ),
     Remedy(
         "Collectives",
         ("c10d", "ranks", "rank's", "all_reduce", "all_gather", "reduce_scatter"),
-        "torch.distributed adds in an order of its own. Leave sharding to compile(tp=...), and declare the numbers of"
+        "torch.distributed adds in an unspecified order. Leave sharding to compile(tp=...), and declare the numbers of"
         " ranks in Numerics(tp_sizes=...).",
     ),
     Remedy(
@@ -77,7 +77,7 @@ REMEDIES = (
     Remedy(
         "Operations without a rule",
         (),
-        "No rule says what the operation does to rows. Write it with operations that have one, or add a rule:"
+        "No rule says what the operation does to rows. Write it with operations that have a rule, or add one:"
         " CONTRIBUTING.md has the recipe.",
     ),
 )
@@ -103,8 +103,8 @@ def refusal_page(error: DetcompileError, *, title: str, facts: Mapping[str, str]
         groups.setdefault(_remedy(refused), Counter())[refused] += 1
     summary = (
         f"<p class='bad'>Nothing was compiled: {len(lines)} operations could make a row's bits depend on other"
-        " rows.</p><p>Each group has one remedy. What stands behind a refused operation was not looked at, so that"
-        " others may follow.</p>"
+        " rows.</p><p>Each group has one remedy. Operations after a refused one were not checked, so"
+        " more may follow.</p>"
     )
     listed = [_group(remedy, groups[remedy]) for remedy in REMEDIES if remedy in groups]
     return page(heading, fact_table(facts), summary, *listed)

@@ -22,9 +22,9 @@ def command(
     log: Annotated[Path, typer.Argument(help="File of `detcompile serve --receipt-log`.")],
     model: Annotated[str | None, typer.Argument(help="Model to replay on; default: as the receipts name it.")] = None,
     sample: Annotated[float, typer.Option(min=0, max=1, help="Share of the receipts that is replayed.")] = 0.01,
-    seed: Annotated[int, typer.Option(help="Decides which: keep it from who runs the server.")] = 0,
-    key: Annotated[Path | None, typer.Option(help="Public key of who has to have signed every line.")] = None,
-    head: Annotated[str | None, typer.Option(help="sha256 of a line or a receipt that has to be in the log.")] = None,
+    seed: Annotated[int, typer.Option(help="Chooses the sample: keep it secret from the server.")] = 0,
+    key: Annotated[Path | None, typer.Option(help="Public key that must have signed every line.")] = None,
+    head: Annotated[str | None, typer.Option(help="sha256 of a line or a receipt that must be in the log.")] = None,
     tp: Annotated[int, typer.Option(min=1, help="Ranks, each in a process.")] = 1,
     random: Random = False,
     *,
@@ -76,9 +76,9 @@ def _replay(log: Path, chosen: list[Line], model: CompiledModel) -> int:
             bar.advance(task)
     num_checked = len(chosen) - num_unchecked
     if num_unchecked:
-        print(f"{num_unchecked} of {len(chosen)} were not checked: replay them on their own model, or with an opening")
+        print(f"{num_unchecked} of {len(chosen)} were not checked: replay them on the right model, or with an opening")
     if faults:
-        print(f"{faults} of {num_checked} did not come out again")
+        print(f"{faults} of {num_checked} were not reproduced")
         raise typer.Exit(1)
     logs.print(f"all {num_checked} checked answers were reproduced", highlight=False)
     return num_checked

@@ -9,7 +9,7 @@ from detcompile.serving.receipts.keys import write_key_pair
 
 
 def command(
-    path: Annotated[Path, typer.Argument(help="File of the key; the public one gets .pub behind its name.")],
+    path: Annotated[Path, typer.Argument(help="File of the key; the public one has .pub appended.")],
 ) -> None:
     """Make a key that signs receipts, and the public one that verifies them."""
     key = write_key_pair(path)

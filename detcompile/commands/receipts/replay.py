@@ -28,7 +28,7 @@ from detcompile.serving.tokenizer_pool import TokenizerPool
 
 UNREADABLE = 3  # exit code
 ARCHIVE_SUFFIX = ".pt2"
-TOKENIZER = "another tokenizer, which makes text of tokens and finds stop strings in it"
+TOKENIZER = "another tokenizer, which decodes tokens and finds stop strings"
 
 
 def command(
@@ -122,7 +122,7 @@ def _lines(receipt: Receipt, verdict: Verdict) -> Iterator[str]:
     field = "" if verdict.field is None else f"{verdict.field}: "
     yield f"{verdict.outcome}: {field}{where}{verdict.message}"
     if verdict.uncovered and verdict.outcome == "equal":
-        yield f"so are the answer's other fields, but for what no receipt covers: {', '.join(verdict.uncovered)}"
+        yield f"so are the answer's other fields, except those that no receipt covers: {', '.join(verdict.uncovered)}"
 
 
 def _part_lines(verdict: Verdict) -> Iterator[str]:

@@ -49,7 +49,7 @@ def require_known(fields: Fields) -> None:
     """Raise InvalidInput unless the fields are an answer of a known route."""
     if _kind(fields) not in CACHED:
         raise InvalidInput(
-            f"beside the receipt are {', '.join(fields)[:200]}, which is no answer of /v1/completions,"
+            f"beside the receipt are {', '.join(fields)[:200]}, which is not an answer of /v1/completions,"
             " /v1/chat/completions, /v1/responses, /v1/messages or /inference/v1/generate: give the answer as it came,"
             " or the receipt alone"
         )
@@ -158,7 +158,7 @@ async def _difference(fields: Fields, job: Job, context: _Context) -> Verdict | 
         closest = differences if closest is None or len(differences) < len(closest) else closest
     assert closest is not None
     path, given, expected = closest[0]
-    message = f"{path} of the answer is {_short(given)}, and its receipt makes it {_short(expected)}"
+    message = f"{path} of the answer is {_short(given)}, but by its receipt it is {_short(expected)}"
     return differs(f"answer.{path}", message, expected=expected, found=given)
 
 

@@ -65,7 +65,7 @@ def converted(path: Path, dequantize: bool = True) -> Path:
         dequantize: False to keep linears quantized.
 
     Raises:
-        InvalidInput: the file is missing, damaged or no model, or the package gguf is missing.
+        InvalidInput: the file is missing, damaged or not a model, or the package gguf is missing.
         UnsupportedModel: transformers' reader does not know the architecture, or drops a part of the file that changes
             what the model computes.
         StorageError: the cache cannot be written.

@@ -147,8 +147,8 @@ def read_header(path: Path) -> Header:
     """Read and check the header of a GGUF file.
 
     Raises:
-        InvalidInput: the file is missing, cannot be read, is no GGUF file, is truncated or damaged, or is a part of a
-            model.
+        InvalidInput: the file is missing, cannot be read, is not a GGUF file, is truncated or damaged, or is one part
+            of a model.
         UnsupportedModel: a tensor's type is not supported.
     """
     try:
@@ -199,7 +199,7 @@ def _require_whole_model(path: Path, metadata: dict[str, Any]) -> None:
     if not isinstance(architecture, str) or not architecture:
         raise _Damaged("is damaged: it has no general.architecture")
     if metadata.get("general.type", "model") != "model":
-        raise InvalidInput(f"{path} holds no model but {metadata['general.type']!r}: pass the model's file")
+        raise InvalidInput(f"{path} does not hold a model but {metadata['general.type']!r}: pass the model's file")
     count = metadata.get("split.count", 0)
     if count not in (0, 1):
         raise InvalidInput(

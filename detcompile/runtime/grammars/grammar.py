@@ -111,4 +111,4 @@ def _as_json(value: Any) -> str:
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidInput(f"grammar: the source is no JSON: {error}") from error
+        raise InvalidInput(f"grammar: the source is not JSON: {error}") from error

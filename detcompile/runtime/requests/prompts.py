@@ -15,7 +15,7 @@ from detcompile.errors import InvalidInput
 from detcompile.runtime.requests.plain_values import kind, shown, token_list
 
 Prompt = str | SequenceOf[int] | Mapping[str, Any] | Encoding  # also a 1-D integer array of numpy or torch
-WANTED = 'a string, a list of token ids, what a tokenizer gives, or {"prompt": text} or {"prompt_token_ids": ids}'
+WANTED = 'a string, a list of token ids, the output of a tokenizer, or {"prompt": text} or {"prompt_token_ids": ids}'
 # Keys of a tokenizer's dict that are ignored.
 BESIDE_IDS = {"token_type_ids", "special_tokens_mask", "offset_mapping", "length"}
 

@@ -182,11 +182,11 @@ def dtype_of(name: str) -> torch.dtype:
     """Return the dtype of a name such as bfloat16 or torch.bfloat16.
 
     Raises:
-        InvalidInput: there is none of this name.
+        InvalidInput: torch has no dtype of this name.
     """
     dtype = getattr(torch, name.removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):
-        raise InvalidInput(f"dtype_names: {name[:40]!r} is no dtype of torch")
+        raise InvalidInput(f"dtype_names: {name[:40]!r} is not a dtype of torch")
     return dtype
 
 

@@ -216,7 +216,7 @@ def _reported(request: CompletionRequest | ChatRequest, params: SamplingParams) 
     """Return the parameters with the log-probabilities that a request wants of the distributions drawn from.
 
     Raises:
-        HTTPError: there are no logprobs beside which to report them, or a mask may have the vocabulary's size.
+        HTTPError: they need logprobs, or a mask may have the vocabulary's size.
     """
     names = [name for name in ("return_sampling_mask", "return_sampling_logprobs") if getattr(request, name)]
     if names and params.logprobs is None:

@@ -216,7 +216,7 @@ def params_of(receipt: Receipt, grammar: str | None = None) -> SamplingParams:
         grammar: the grammar's source, already checked, if the receipt has a commitment to it.
 
     Raises:
-        InvalidInput: an unknown parameter, one out of range, or a grammar of which there is only a hash.
+        InvalidInput: an unknown parameter, one out of range, or a grammar known only by its hash.
     """
     unknown = sorted(receipt.params.keys() - (DEFAULTS.keys() - set(SEPARATE)))
     if unknown:

@@ -62,7 +62,7 @@ def test_an_answer_is_replayed(answer: Path, folder: Path, tmp_path: Path) -> No
     actual = json.loads(run("replay", answer, "tiny", "--json", "--chunk", "5").stdout)
     assert (actual["outcome"], actual["num_tokens"], actual["signature"]) == ("equal", 24, "unchecked")
     assert run("replay", answer, "--decode").returncode == 0
-    assert "but for what no receipt covers: usage.prompt_tokens_details.cached_tokens" in done.stdout
+    assert "except those that no receipt covers: usage.prompt_tokens_details.cached_tokens" in done.stdout
     forged = json.loads(answer.read_bytes())
     forged["choices"][1]["text"] = "another text"
     (tmp_path / "forged.json").write_text(json.dumps(forged))
@@ -103,7 +103,7 @@ def test_what_cannot_be_read_has_a_code_of_its_own(answer: Path, tmp_path: Path)
     for arguments, message in (
         (["none.json"], "not a receipt"),
         (["missing.json"], "cannot be read"),
-        (["other.json"], "which is no answer of"),
+        (["other.json"], "which is not an answer of"),
         (["archive.json"], "which holds code: name it as MODEL"),
         ([answer, "--key", answer], "contains no public key"),
         ([answer, "--opening", answer], "contains no opening"),
@@ -136,7 +136,7 @@ def test_an_audit_finds_the_answer_that_was_not_drawn(answer: Path, tmp_path: Pa
         log.append(seal(encode_receipt(receipt), key))
     done = run("audit", tmp_path / "log", "--key", tmp_path / "key.pub", "--sample", "1")
     assert done.returncode == 1 and "line 3" in done.stdout and "sample 1, position 3" in done.stdout
-    assert "1 of 4 did not come out again" in done.stdout
+    assert "1 of 4 were not reproduced" in done.stdout
     assert run("audit", tmp_path / "log", "--sample", "0").returncode == 0
     assert run("audit", tmp_path / "none").returncode == 2
 
@@ -159,7 +159,7 @@ def test_an_audit_tells_what_it_did_not_check(wrong: bool, answer: Path, tmp_pat
     assert done.returncode == (1 if wrong else 3), done.stdout
     assert "line 2, " in done.stdout and ": not checked: fingerprint_parts.weights: " in done.stdout
     assert "line 3, " in done.stdout and ": not checked: the receipt holds hashes" in done.stdout
-    assert "2 of 4 were not checked" in done.stdout and ("1 of 2 did not come out again" in done.stdout) == wrong
+    assert "2 of 4 were not checked" in done.stdout and ("1 of 2 were not reproduced" in done.stdout) == wrong
     assert wrong or f"missed it with probability {0.9**2:.3g}" in done.stdout
 
 

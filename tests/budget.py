@@ -1,4 +1,4 @@
-"""What a run of the tests costs, by folder, in numbers that do not depend on the machine.
+"""Count the cost of a test run by folder, in numbers that do not depend on the machine.
 
 The number of programs that are traced and of processes that are started decides how long the tests take, so
 `pytest --budget` fails when one of them passes its limit.
@@ -17,7 +17,7 @@ __all__ = ["LIMITS", "Budget"]
 
 COLUMNS = ("CPU s", "tests", "programs", "processes")
 STARTS_A_PROCESS = {"subprocess.Popen", "os.posix_spawn", "os.fork"}
-# Of `make test` with an empty cache. Raise a limit only for tests that cannot share a program or a process.
+# For `make test` with an empty cache. Raise a limit only for tests that cannot share a program or a process.
 LIMITS = {"programs": 300, "processes": 1_000}
 
 Table = dict[str, dict[str, float]]

@@ -1,11 +1,11 @@
 """Settings that all tests share: the cache, hypothesis profiles, the budget, and the device fixture.
 
 Compiled programs and kernels are kept in .cache/tests of the checkout, so that a second run compiles nothing whose
-sources have not changed. A test that patches the package compiles anew (tests/patches.py).
+sources have not changed. A test that patches the package recompiles (tests/patches.py).
 
-Hypothesis draws anew at every commit, from one seed that is printed at the end (tests/draws.py), so that
-`DETCOMPILE_TEST_SEED=...` repeats the draws of another run. What failed is kept in .hypothesis and tried first. A test
-draws as many examples as CI has time for; `pytest --hypothesis-profile=explore` looks for more counterexamples.
+Hypothesis draws differently at every commit, from one seed that is printed at the end (tests/draws.py), so
+`DETCOMPILE_TEST_SEED=...` repeats the draws of another run. Failing examples are kept in .hypothesis and tried first. A
+test draws as many examples as CI has time for; `pytest --hypothesis-profile=explore` looks for more counterexamples.
 """
 
 import gc
@@ -32,7 +32,7 @@ CACHE = ROOT / ".cache" / "tests"
 os.environ.setdefault("DETCOMPILE_CACHE", str(CACHE / "detcompile"))
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE / "inductor"))
 os.environ["DETCOMPILE_PROGRESS"] = "0"
-# Processes that tests start import this checkout whatever their folder, and packages from where this process has them.
+# Child processes import this checkout from any folder, and packages from the same places as this process.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 PATCHES = Patches()
@@ -45,7 +45,7 @@ def programs_kept() -> bool:
 
 program_source.programs_kept = programs_kept
 
-# Where a CI is noticed, hypothesis would repeat itself and keep nothing: so each of these is said.
+# Under CI, hypothesis would otherwise repeat its draws and keep no examples.
 DRAWS = settings(
     derandomize=False,
     database=DirectoryBasedExampleDatabase(".hypothesis/examples"),
@@ -77,13 +77,13 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 def may_need_gpu(path: Path) -> bool:
-    """Whether a file's tests may be marked as a GPU's: by the mark, or by the fixture that has it."""
+    """Return whether a file's tests may be marked for GPUs: by the mark, or by the fixture that has it."""
     source = path.read_text()
     return "gpu" in source.lower() or "device" in source
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Of a GPU's tests alone, import no other file: not all that these import is on every GPU machine."""
+    """If only GPU tests are selected, skip other files: a GPU machine may lack their imports."""
     only = config.getoption("markexpr").startswith("gpu")
     return True if only and collection_path.suffix == ".py" and not may_need_gpu(collection_path) else None
 
@@ -111,7 +111,7 @@ def pytest_runtest_setup() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: the garbage collector would walk all of it again and again."""
+    """Freeze imported objects: the garbage collector would walk them again and again."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(5_000, 20, 20)
@@ -119,7 +119,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(optionalhook=True)  # without xdist there is no such hook
 def pytest_xdist_auto_num_workers() -> int:
-    """One a core, but as many as the first GPU has room for."""
+    """Return one worker per core, but no more than the first GPU has memory for."""
     cores = len(os.sched_getaffinity(0))
     if not torch.cuda.is_available():
         return cores
@@ -140,5 +140,5 @@ NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
     params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_CUDA])],
 )
 def device(request: pytest.FixtureRequest) -> str:
-    """Device type under test: "cpu", then "cuda" where there is one."""
+    """Device type under test: "cpu", then "cuda" if there is one."""
     return request.param

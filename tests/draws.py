@@ -1,4 +1,4 @@
-"""The seed of all that tests draw: another at every commit, and the same whenever that commit's tests are run again."""
+"""The seed of all random draws in tests: different for every commit, equal for every run of one commit."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ BITS = 32
 
 
 def seed_of_run() -> int:
-    """What VARIABLE says; else the first bits of the commit's name; outside of a checkout, a new one at every run."""
+    """Return VARIABLE if set; else the first bits of the commit's name; without a checkout, a new seed per run."""
     given = os.environ.get(VARIABLE)
     if given is None:
         drawn = _commit_bits() or SystemRandom().getrandbits(BITS)

@@ -22,7 +22,7 @@ __all__ = [
 VOCAB_SIZE = 160
 MAX_CONTEXT = 2048
 COMMON = {"vocab_size": VOCAB_SIZE, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-# Extents that are no multiple of a tile, a warp or a vector, where the architecture allows it.
+# Extents that are not multiples of a tile, a warp or a vector, if the architecture allows it.
 LLAMA = COMMON | {
     "hidden_size": 80,
     "intermediate_size": 176,
@@ -52,7 +52,7 @@ ARCHITECTURES = {
     "falcon": LLAMA | {"new_decoder_architecture": True, "num_kv_heads": 2},
     "gptj": COMMON | {"n_embd": 80, "n_layer": 2, "n_head": 4, "n_positions": MAX_CONTEXT, "rotary_dim": 12},
 }
-# The programs that `make test` shares: tests that need some compiled model take one of these.
+# Programs that tests share: a test that needs any compiled model takes one of these.
 CANONICAL = {
     ("llama", torch.bfloat16),
     ("qwen3", torch.float32),
@@ -79,7 +79,7 @@ STATEFUL = {
 
 
 def random_model(name: str, dtype: torch.dtype, device: str = "cpu", **changes: object) -> PreTrainedModel:
-    """A model of ARCHITECTURES (others take LLAMA's sizes) in eval mode; the same weights at every call.
+    """Return a model of ARCHITECTURES (others have LLAMA's sizes) in eval mode; every call gives the same weights.
 
     Weights are ten times larger than the usual initialization, so that a changed order changes bits.
     """
@@ -98,11 +98,11 @@ def random_model(name: str, dtype: torch.dtype, device: str = "cpu", **changes: 
 def compiled(
     name: str, dtype: torch.dtype, device: str = "cpu", tp_sizes: tuple[int, ...] = (1, 2, 4, 8)
 ) -> CompiledModel:
-    """``random_model`` compiled, once a process; "tiny" is the embedded model, "tiny-draft" its draft model."""
+    """Return ``random_model`` compiled, once a process; "tiny" is the embedded model, "tiny-draft" its draft model."""
     return _compiled(name, dtype, device, tp_sizes)
 
 
-@functools.cache  # tells a default from the same argument given
+@functools.cache  # distinguishes a default from the same value passed
 def _compiled(name: str, dtype: torch.dtype, device: str, tp_sizes: tuple[int, ...]) -> CompiledModel:
     numerics = Numerics(tp_sizes=tp_sizes)
     if name in EMBEDDED:
@@ -112,12 +112,12 @@ def _compiled(name: str, dtype: torch.dtype, device: str, tp_sizes: tuple[int, .
 
 @contextlib.contextmanager
 def without_inductor() -> Iterator[None]:
-    """While entered, compiled graphs run operation by operation, as they were certified: half the time to compile."""
+    """Run compiled graphs operation by operation inside the block, which halves the time to compile."""
     with mock.patch.object(program_source, "compile_fx_inner", run_plainly):
         yield
 
 
 def certified(model: PreTrainedModel, **options: Any) -> CompiledModel:
-    """``compile(model)`` without Inductor."""
+    """Return ``compile(model)`` without Inductor."""
     with without_inductor():
         return detcompile.compile(model, **options)

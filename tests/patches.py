@@ -1,7 +1,7 @@
-"""Notice what a test has patched in the package.
+"""Detect patches of the package by a test.
 
-The key of a kept program covers the package's sources, not what a test puts in their place. While anything is patched,
-programs are neither taken from the cache nor written to it, so that a patched program and a sound one never meet.
+The key of a kept program covers the package's sources, not a test's patches. While anything is patched, programs are
+neither read from the cache nor written to it, so a patched program never replaces a real one.
 """
 
 import sys
@@ -32,7 +32,7 @@ class Patches:
             self._num_modules = len(sys.modules)
 
     def changed(self) -> list[str]:
-        """Return the names of what was recorded and is another object now."""
+        """Return the names of recorded attributes that are now other objects."""
         names = []
         for module in _modules():
             recorded = self._recorded.get(module.__name__, {})
@@ -44,7 +44,7 @@ class Patches:
 def _modules() -> list[ModuleType]:
     return [
         module
-        for name, module in sys.modules.copy().items()  # one step: threads may import
+        for name, module in sys.modules.copy().items()  # copied at once: threads may import
         if name.partition(".")[0] == PACKAGE and not name.startswith(OUTSIDE)
     ]
 

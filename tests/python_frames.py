@@ -1,4 +1,4 @@
-"""Which functions of the templates, written in Python, a call enters."""
+"""Record the Python functions of the templates that a call enters."""
 
 import sys
 from collections.abc import Callable
@@ -9,7 +9,7 @@ __all__ = ["functions_entered"]
 
 
 def functions_entered(call: Callable[[], Any]) -> set[str]:
-    """Names of functions of detcompile/templates that this thread entered."""
+    """Return the names of functions of detcompile/templates that this thread entered."""
     names: set[str] = set()
 
     def note(frame: FrameType, event: str, _: object) -> None:

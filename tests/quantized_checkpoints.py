@@ -1,4 +1,4 @@
-"""Quantized checkpoints of random tiny models, written as the tools of each method lay them out."""
+"""Quantized checkpoints of random tiny models, in the layout of each method's tools."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -29,7 +29,7 @@ def pack_words(numbers: Tensor, bits: int, dim: int) -> Tensor:
 
 
 def quantize(w: Tensor, bits: int, group: int, symmetric: bool, scales_dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """w [N, K] -> unsigned q [N, K], scales [N, G] and zeros [N, G], and the matrix in float64 that they mean.
+    """w [N, K] -> unsigned q [N, K], scales [N, G], zeros [N, G], and the matrix that they represent in float64.
 
     The last group of K may be shorter than the others.
     """
@@ -137,7 +137,7 @@ CHECKPOINTS: Mapping[str, tuple[dict, Make]] = {
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False}
 BLOCKS = {"strategy": "block", "block_structure": [48, 48]}
-# Widths that are no multiple of a group or a block, and settings that differ by linear.
+# Widths that are not multiples of a group or a block, and settings that differ by linear.
 ODD_CHECKPOINTS: Mapping[str, tuple[dict, Make]] = {
     "fp8, partial blocks": ({"quant_method": "fp8", "weight_block_size": [48, 48]}, lambda w: _fp8(w, 48, 48)),
     "fp8, blocks of the default": ({"quant_method": "fp8"}, lambda w: _fp8(w, 128, 128)),
@@ -159,7 +159,7 @@ ODD_CHECKPOINTS: Mapping[str, tuple[dict, Make]] = {
 
 
 def config_without_name(model: PreTrainedModel) -> str:
-    """A loaded model's config, which fingerprints cover; its name, the checkpoint's folder, is no part of them."""
+    """Return a loaded model's config without its name, the checkpoint's folder, which fingerprints do not cover."""
     return str({key: value for key, value in model.config.to_dict().items() if key != "_name_or_path"})
 
 
@@ -171,7 +171,7 @@ def write_checkpoint(
     others: tuple[str, ...] = (),
     **changes: object,
 ) -> dict[str, Tensor]:
-    """Write a tiny quantized model; return the float64 matrix that each of its linears means.
+    """Write a tiny quantized model; return the float64 matrix of each of its linears.
 
     Args:
         name: key of CHECKPOINTS or ODD_CHECKPOINTS.
@@ -252,7 +252,7 @@ def write_gpt_oss(folder: Path, dtype: torch.dtype, **changes: object) -> dict[s
 
 
 def e2m1(code: int) -> float:
-    """Return a number of four bits by the definition: sign, two bits of exponent with bias 1, one of mantissa."""
+    """Return a four-bit number by the definition: sign, two bits of exponent with bias 1, one of mantissa."""
     exponent, mantissa = code >> 1 & 3, code & 1
     value = (2 + mantissa) * 2.0 ** (exponent - 2) if exponent else mantissa * 0.5
     return -value if code & 8 else value

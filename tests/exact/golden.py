@@ -1,4 +1,4 @@
-"""The golden digests of exact-1: what every implementation must give for fixed inputs.
+"""The golden digests of exact-1: the results that every implementation must have for fixed inputs.
 
 `python -m tests.exact.golden` writes golden.json from the reference. The sums of "sweep" come from C++ over all 2^32
 inputs, and an H200 gave the same; they stay as they are.

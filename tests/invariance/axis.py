@@ -1,4 +1,4 @@
-"""What the tests of the axes share: the models, the draws, and the order swap that each of them has to notice."""
+"""Shared parts of the axis tests: models, draws, and the planted order swap that each axis must detect."""
 
 import contextlib
 import random
@@ -48,14 +48,14 @@ def tokens(length: int, seed: int) -> Tokens:
 
 
 def configuration_for(axis: str, length: int, seed: int) -> Configuration:
-    """One configuration of the axis for a target of ``length`` tokens, with neighbors of drawn lengths."""
+    """Return a configuration of the axis for a target of ``length`` tokens, with neighbors of drawn lengths."""
     rng = random.Random(seed)
     prompts = [tokens(length, 1), *(tokens(rng.choice(EDGES), seed + i) for i in range(4))]
     return AXES[axis](prompts[0], prompts, rng)
 
 
 def assert_axis_holds(axis: str, name: str, dtype: torch.dtype, device: str, max_examples: int = 6) -> None:
-    """Every drawn configuration of the axis gives the target's logits the bytes of the target alone."""
+    """Fail unless every drawn configuration of the axis gives the target the logits that it has alone."""
     model = compiled(name, dtype, device)
 
     @settings(max_examples=max_examples)
@@ -70,7 +70,7 @@ def assert_axis_holds(axis: str, name: str, dtype: torch.dtype, device: str, max
 
 
 def assert_every_axis_holds(model: CompiledModel, length: int, seed: int) -> None:
-    """One configuration of each axis gives the logits of a target of ``length`` tokens the bytes of it alone."""
+    """Fail unless one configuration of each axis gives a target of ``length`` tokens the logits that it has alone."""
     axes = [axis for axis in AXES if axis != "cuda_graphs" or model.device.type == "cuda"]
     configurations = {axis: configuration_for(axis, length, seed) for axis in axes}
     (target,) = {configuration.rows[configuration.target] for configuration in configurations.values()}
@@ -93,7 +93,7 @@ def sabotaged(model: CompiledModel, other: CompiledModel, differ: Callable[[Step
 
 
 def assert_axis_sees_a_swap(axis: str, device: str) -> None:
-    """The axis fails on a model whose order follows the step: the number of tokens, or the size of a block."""
+    """Fail unless the axis detects a model whose order depends on the step's token count or block size."""
     model = compiled("qwen3", torch.float32, device)
     other = compiled("qwen3", torch.float32, device, (1, 2))
     target = tokens(65, 1)

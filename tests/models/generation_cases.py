@@ -45,7 +45,7 @@ def model_of(name: str) -> CompiledModel:
 
 @functools.cache
 def tokenizer() -> Any:
-    """The embedded model's, whose first ids are bytes: so of every id that these models draw."""
+    """Return the embedded model's tokenizer: its first ids are bytes, which covers every id that these models draw."""
     return detcompile.compile("tiny").tokenizer
 
 
@@ -59,7 +59,7 @@ def padded_batch(lengths: tuple[int, ...] = LENGTHS, seed: int = 0) -> tuple[Ten
 
 @functools.cache
 def new_tokens(name: str) -> tuple[tuple[int, ...], ...]:
-    """What each row is answered greedily: arguments are chosen so that they change it."""
+    """Return each row's greedy answer; the tests' arguments are chosen to change it."""
     ids, mask = padded_batch()
     actual = plain_model(name).generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False, pad_token_id=PAD)
     return tuple(map(tuple, actual[:, ids.shape[1] :].tolist()))

@@ -1,4 +1,4 @@
-"""A Hugging Face Hub of one process, and its cache in a folder of the test's."""
+"""A Hugging Face Hub inside the test process, with its cache in a temporary folder."""
 
 import hashlib
 import json
@@ -19,13 +19,13 @@ COMMIT, LATER = "a" * 40, "b" * 40
 
 @contextmanager
 def with_cache(cache: Path, *, offline: bool) -> Iterator[Path]:
-    """As with HF_HUB_CACHE and HF_HUB_OFFLINE set before the start of Python."""
+    """Set HF_HUB_CACHE and HF_HUB_OFFLINE as if before the start of Python."""
     with mock.patch.multiple(constants, HF_HUB_CACHE=str(cache), HF_HUB_OFFLINE=offline):
         yield cache
 
 
 def put_snapshot(cache: Path, name: str, files: dict[str, bytes], commit: str = COMMIT, ref: str = "main") -> Path:
-    """Files of a revision as the Hub's cache keeps them: blobs, links to them by name, and the branch's commit."""
+    """Write a revision's files as the Hub's cache keeps them: blobs, links to them by name, and the branch's commit."""
     root = cache / f"models--{name.replace('/', '--')}"
     folder = root / "snapshots" / commit
     for path, content in files.items():
@@ -40,12 +40,12 @@ def put_snapshot(cache: Path, name: str, files: dict[str, bytes], commit: str = 
 
 
 class Hub:
-    """Repositories by id, and what was asked for.
+    """Repositories by id, and the requests so far.
 
     Args:
-        files: of each commit, by path, of the one repository "org/name".
+        files: files of each commit of the repository "org/name", by path.
         refs: commits by branch.
-        refusal: (status, error code) of files, as the Hub gives it of a gated repository.
+        refusal: (status, error code) for files, as the Hub answers for a gated repository.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Hub:
         self.tokens: set[str | None] = set()
 
     def answer(self, path: str) -> tuple[int, dict[str, str], bytes]:
-        """Status, headers and content for the path of a URL."""
+        """Return status, headers and content for the path of a URL."""
         parts = path.split("?")[0].strip("/").split("/")
         api = parts[:2] == ["api", "models"]
         name, rest = ("/".join(parts[2:4]), parts[4:]) if api else ("/".join(parts[:2]), parts[2:])
@@ -82,11 +82,11 @@ class Hub:
 
 @contextmanager
 def serving(hub: Hub) -> Iterator[Hub]:
-    """While entered, huggingface_hub finds this Hub instead of the real one."""
+    """Make huggingface_hub use this Hub inside the block."""
 
     class Handler(BaseHTTPRequestHandler):
         def _send(self, with_body: bool) -> None:
-            if "/org/" in self.path:  # huggingface_hub also asks for things of its own
+            if "/org/" in self.path:  # huggingface_hub also sends other requests
                 hub.tokens.add(self.headers.get("Authorization"))
             status, headers, content = hub.answer(self.path)
             if with_body and "ETag" in headers:

@@ -84,7 +84,7 @@ def test_every_quantized_type_can_stay(tmp_path: Path) -> None:
 
 
 def test_dequantize_is_for_gguf_files(small: Path, tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput, match=r"dequantize=False is for GGUF files, and .*tiny is not one"):
+    with pytest.raises(InvalidInput, match=r"dequantize=False is for GGUF files, but .*tiny is not one"):
         detcompile.load_model("tiny", dequantize=False)
     with pytest.raises(InvalidInput, match="dequantize cannot be passed with a module"):
         detcompile.compile(detcompile.load_model(small), dequantize=False)

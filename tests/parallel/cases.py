@@ -1,4 +1,4 @@
-"""What the ranks of a group compute in tests/parallel: graphs and compiled models, to be compared with one rank's."""
+"""Computations of the ranks in tests/parallel: graphs and compiled models, compared with those of one rank."""
 
 import tempfile
 import traceback
@@ -54,19 +54,19 @@ __all__ = [
 
 THREE = Numerics(tp_sizes=(1, 3, 6))
 OF_FOUR = Numerics(tp_sizes=(1, 4))  # one level of four
-# Of three ranks: six heads over two key heads, so that one rank reads both; and four heads, which every rank computes.
+# For three ranks: six heads over two key heads, so one rank reads both; and four heads, which every rank computes.
 CHANGES = {
     (3, "llama"): {"hidden_size": 96, "intermediate_size": 192, "num_attention_heads": 6, "head_dim": 16},
     (3, "gpt2"): {"n_embd": 96},
 }
-# Models whose certified graph is run on each number of ranks; over four, two key heads are held by two ranks each.
+# Models whose certified graph runs on each number of ranks; with four, two ranks hold each of two key heads.
 DENSE = {
     2: ["bloom", "gemma3_text", "gpt_neox", "phi3 in gptq"],
     3: ["gpt2", "llama"],
     4: ["falcon", "gptj", "olmo2", "opt", "phi3"],
 }
 QUANTIZED = {"phi3 in gptq": ("phi3", "gptq_v2, act order")}  # fused q, k, v; K in an order by group
-# Models that are compiled and serve steps.
+# Models that are compiled to serve steps.
 SERVED = {2: [("gpt2", torch.float32), ("tiny-draft", torch.bfloat16)], 3: [], 4: [("llama", torch.bfloat16)]}
 PARTS = ("collectives", "dense", "served")
 STEPS = [("composition", 65), ("chunking", 97), ("decode", 17), ("padding", 33)]
@@ -77,7 +77,7 @@ class Failure(str):
 
 
 def needs_gpus(tp: int) -> list[Any]:
-    """Marks of a test on so many GPUs."""
+    """Return marks for a test that needs so many GPUs."""
     return [
         pytest.mark.gpu,
         NEEDS_CUDA,
@@ -91,9 +91,9 @@ def needs_gpus(tp: int) -> list[Any]:
 def rank_results(
     rank: int, tp: int, device: str, parts: tuple[str, ...], dense: list[str], served: list[tuple[str, torch.dtype]]
 ) -> dict[str, Any]:
-    """What is asked of one rank, in one process: of each part of PARTS that is named, by its name.
+    """Run the named cases of each part of PARTS on one rank; return their results by name.
 
-    A case that raises leaves its traceback in its place. All ranks come to the same end, so that the next one can run.
+    A case that raises leaves its traceback as its result. All ranks reach the end, so that the next case can run.
     """
     results: dict[str, Any] = {}
     if "collectives" in parts:
@@ -109,7 +109,7 @@ def rank_results(
 
 
 def compile_one(name: str, dtype: torch.dtype, device: str, tp: int) -> CompiledModel:
-    """A model of tests.model_cases or an embedded one on each of tp ranks; on a CPU Inductor compiles the latter."""
+    """Compile a model of tests.model_cases, or an embedded one, on tp ranks; on a CPU Inductor compiles the latter."""
     if name in EMBEDDED:
         return detcompile.compile(detcompile.load_model(name, dtype=dtype, device=device), tp=tp)
     compile_model = certified if device == "cpu" else detcompile.compile
@@ -117,7 +117,7 @@ def compile_one(name: str, dtype: torch.dtype, device: str, tp: int) -> Compiled
 
 
 def served_logits(model: CompiledModel) -> dict[str, Tensor]:
-    """Logits of a batch, of its first row alone, and of a target in one step of each kind; tokens that follow."""
+    """Return logits of a batch, of its first row alone, and of a target in each kind of step; and generated tokens."""
     ids = (torch.arange(74, device=model.device) * 7 % 150).view(2, 37)
     logits = {"batch": model(ids).logits, "row": model(ids[:1, :5]).logits}
     for axis, length in [*STEPS, *([("cuda_graphs", 33)] if model.device.type == "cuda" else [])]:
@@ -130,7 +130,7 @@ def served_logits(model: CompiledModel) -> dict[str, Tensor]:
 
 
 def answers(model: CompiledModel) -> dict[str, Tensor]:
-    """Logits of a batch and of a row; tokens with their logprobs, which are read from the ranks' caches."""
+    """Return logits of a batch and of a row, and generated tokens with logprobs, which use the ranks' caches."""
     ids = (torch.arange(74, device=model.device) * 7 % 150).view(2, 37)
     actual = {"batch": model(ids).logits.cpu(), "row": model(ids[:1, :5]).logits.cpu()}
     params = [SamplingParams(max_tokens=6, temperature=t, seed=3, logprobs=0, ignore_eos=True) for t in (0.0, 1.0)]
@@ -144,7 +144,7 @@ def answers(model: CompiledModel) -> dict[str, Tensor]:
 
 
 def _drafted(model: CompiledModel) -> Tensor:
-    """Tokens and logprobs of two answers, found along random trees of drafts; those of plain decoding, or it fails."""
+    """Return tokens and logprobs of two answers with random draft trees; fail if plain decoding gives others."""
     prompts = [[5, 6, 7], list(range(40))]
     params = [SamplingParams(max_tokens=12, temperature=t, seed=3, logprobs=0, ignore_eos=True) for t in (0.0, 1.0)]
     config = EngineConfig(num_blocks=80, block_size=16)
@@ -162,7 +162,7 @@ def _drafted(model: CompiledModel) -> Tensor:
 
 
 def dense_logits(model: PreTrainedModel, tp: int, numerics: Numerics = Numerics(), replicate: bool = False) -> Tensor:
-    """Logits [3, 7, V] of the certified graph over a batch, run without Inductor, on each of tp ranks."""
+    """Return logits [3, 7, V] of the certified graph over a batch, without Inductor, on each of tp ranks."""
     attention, _ = probe_attention(model, numerics.kv_chunk)
     if tp == 1:
         pin_row_parallel(model, numerics)
@@ -181,14 +181,14 @@ def dense_logits(model: PreTrainedModel, tp: int, numerics: Numerics = Numerics(
 
 
 def numerics_of(name: str, tp: int) -> Numerics:
-    """The declared sizes of a model of DENSE[tp]."""
+    """Return the numerics of a model of DENSE[tp]."""
     if tp == 3:
         return THREE
     return OF_FOUR if (name, tp) == ("olmo2", 4) else Numerics()
 
 
 def one_layer(name: str, device: str, tp: int) -> PreTrainedModel:
-    """A model of DENSE[tp]."""
+    """Return a model of DENSE[tp]."""
     if name in QUANTIZED:
         architecture, checkpoint = QUANTIZED[name]
         return quantized_layer(checkpoint, torch.float32, device, architecture)
@@ -198,14 +198,14 @@ def one_layer(name: str, device: str, tp: int) -> PreTrainedModel:
 def quantized_layer(
     checkpoint: str, dtype: torch.dtype, device: str, architecture: str = "qwen3", layers: int = 1
 ) -> PreTrainedModel:
-    """A model of tests.quantized_checkpoints, of one layer by default."""
+    """Return a model of tests.quantized_checkpoints, with one layer by default."""
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(Path(folder), checkpoint, dtype, architecture, num_hidden_layers=layers)
         return detcompile.load_model(folder, device=device)
 
 
 def attempt(compute: Callable[[], Any]) -> Any:
-    """What ``compute`` returns, or a Failure."""
+    """Return the result of ``compute``, or a Failure."""
     try:
         return compute()
     except Exception:
@@ -219,16 +219,16 @@ def _dense(name: str, device: str, tp: int) -> Tensor:
 def _served(
     name: str, dtype: torch.dtype, device: str, tp: int, rank: int
 ) -> tuple[dict[str, str], dict[str, Tensor], int]:
-    """Of a model: its fingerprint, its logits, and the blocks of an engine where each rank has room for more."""
+    """Return a model's fingerprint, its logits, and an engine's number of blocks if each rank has room for more."""
     model = compile_one(name, dtype, device, tp)
     logits = served_logits(model)
-    with mock.patch.object(engine_setup, "affordable_blocks", lambda *_: 41 + rank):  # one block is nobody's
+    with mock.patch.object(engine_setup, "affordable_blocks", lambda *_: 41 + rank):  # one block is reserved
         engine = model.engine(EngineConfig(cuda_graphs=False))
     return model.fingerprint_parts, logits, engine.stats.num_blocks
 
 
 def _refusal_of_another_model(rank: int, tp: int, device: str) -> str:
-    """What compile() says where one rank's weights are not the others'."""
+    """Return the error of compile() if one rank has other weights."""
     model = random_model("llama", torch.float32, device, num_hidden_layers=1)
     with torch.no_grad():
         model.lm_head.weight[0, 0] += rank == tp - 1

@@ -1,4 +1,4 @@
-"""What one rank does in the tests of the collectives: draws that every rank makes alike, and its share of them."""
+"""Checks of the collectives on one rank: every rank makes the same draws and takes its share of them."""
 
 import itertools
 import random
@@ -32,7 +32,7 @@ class Case(NamedTuple):
 
 
 def check_all(rank: int, tp: int, device: str) -> int:
-    """Every check on this rank; how many draws were compared."""
+    """Run every check on this rank; return how many draws were compared."""
     for seed in range(24):
         _check_row_parallel(tp, seed, device)
     for dtype in DTYPES:
@@ -43,7 +43,7 @@ def check_all(rank: int, tp: int, device: str) -> int:
 
 
 def _draw(rng: random.Random, leaves: int, device: str) -> Case:
-    """Sums of both signs and many magnitudes, so that a changed order changes bits."""
+    """Draw sums of both signs and many magnitudes, so that a changed order changes bits."""
     M, N, leaf_k = rng.choice((1, 2, 7, 33)), rng.choice((1, 5, 40, 67)), rng.choice((1, 3, 16, 130))
     dtype, out_dtype = rng.choice(DTYPES), rng.choice(DTYPES)
     generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
@@ -58,7 +58,7 @@ def _draw(rng: random.Random, leaves: int, device: str) -> Case:
 
 
 def _check_row_parallel(tp: int, seed: int, device: str) -> None:
-    """The ranks' partials through the tree over the ranks have the bits of one rank's whole tree, either way."""
+    """Check that the ranks' partials, added over the ranks in either way, have the bits of one rank's whole tree."""
     rng = random.Random(f"{tp} {seed}")
     numerics = Numerics(tp_sizes=rng.choice([chain for chain in CHAINS if tp in chain]))
     above, below = numerics.split_radices(tp)
@@ -76,7 +76,7 @@ def _check_row_parallel(tp: int, seed: int, device: str) -> None:
 
 
 def _check_gathers(tp: int, dtype: torch.dtype, device: str) -> None:
-    """Columns and embedding rows arrive as the bytes they were, whatever they say."""
+    """Check that columns and embedding rows arrive with unchanged bytes."""
     ranks = tensor_parallel(tp)
     generator = torch.Generator().manual_seed(1)
     for rows, width in itertools.product((1, 5), (tp, 10 * tp - 1, 33)):
@@ -102,7 +102,7 @@ def _check_gathers(tp: int, dtype: torch.dtype, device: str) -> None:
 
 
 def _check_special_values(tp: int, device: str) -> None:
-    """Infinities, NaN, negative zero and overflow of the partials end as on one rank."""
+    """Check that infinities, NaN, negative zero and overflow of partials give the result of one rank."""
     ranks = tensor_parallel(tp)
     numerics = Numerics(tp_sizes=(1, tp))
     values = [float("inf"), float("-inf"), float("nan"), -0.0, 0.0, 3e38, 1e-45, 1.0]
@@ -114,13 +114,13 @@ def _check_special_values(tp: int, device: str) -> None:
         item = ranks.share(tp)
         given = (x[:, item], w[:, item], None, None, [], numerics.radices, ranks.group, dtype)
         out = ours.matmul_all_reduce(*given)
-        if device == "cpu":  # where several NaNs meet, which of their payloads is left is not promised
+        if device == "cpu":  # the payload of a sum of several NaNs is undefined
             out, whole = (torch.where(y.isnan(), torch.nan, y) for y in (out, whole))
         assert_bitwise_equal(out, whole, f"special values, {dtype}")
 
 
 def _check_refusals(tp: int, device: str) -> None:
-    """Of what would leave bytes unwritten, or give another rank's rows."""
+    """Check the refusal of calls that would leave bytes unwritten or give another rank's rows."""
     ranks = tensor_parallel(tp)
     table = torch.zeros(4, 2, device=device)
     with pytest.raises(InvalidInput, match=f"the ranks have {2 * tp} columns together, not {2 * tp + 1}"):

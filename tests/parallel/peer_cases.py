@@ -1,4 +1,4 @@
-"""What one rank does in the tests of sums and moves over memory that GPUs open to each other: as by the library."""
+"""Checks on one rank of sums and moves over peer memory of GPUs: the bytes of the communication library."""
 
 import random
 from collections.abc import Callable
@@ -15,16 +15,16 @@ from tests.bits import assert_bitwise_equal
 
 __all__ = ["check_peers"]
 
-# The last ones go through the boxes several times, in one shot and in two.
+# The last ones use the boxes several times, in one shot and in two.
 SHAPES = [(1, 1), (1, 4096), (3, 67), (16, 4096), (65, 1000), (256, 4096), (300, 8192), (1500, 8192)]
-GATHERS = [(1, 33, 5), (64, 4096, 0), (900, 4096, 7)]  # tokens, columns of a rank, padding; the last go round too
+GATHERS = [(1, 33, 5), (64, 4096, 0), (900, 4096, 7)]  # tokens, columns of a rank, padding; the last ones too
 SLEEP_CYCLES = 2_000_000  # about a millisecond: many sums of the other ranks
 NUM_SUMS = 300
 NUM_REPLAYS = 7
 
 
 def check_peers(rank: int, tp: int) -> bool:
-    """Every check on this rank; whether there was such memory."""
+    """Run every check on this rank; return whether the GPUs have peer memory."""
     ranks, device = tensor_parallel(tp), rank_device("cuda", rank)
     if peer_memory(ranks.group, device) is None:
         return False
@@ -61,7 +61,7 @@ def _check_shape(
 
 
 def _check_products_that_land(ranks: TensorParallel, above: tuple[int, ...], below: tuple[int, ...]) -> None:
-    """Of one piece and of several, some of whose ranks own nothing, against the product and its sum apart."""
+    """Compare overlapped sums, of one piece and of several, with a product and its sum; some ranks own nothing."""
     for seed, (M, N, K) in enumerate([(1, 256, 64), (130, 4096, 512), (2500, 1000, 256), (9001, 8192, 128)]):
         x, w = _draw(seed, M, K, dtype=torch.bfloat16), _draw(seed + 10, N, K, dtype=torch.bfloat16)
         x, w = x * (1 + ranks.rank), w * (ranks.size - ranks.rank)
@@ -73,7 +73,7 @@ def _check_products_that_land(ranks: TensorParallel, above: tuple[int, ...], bel
 
 
 def _sums(ranks: TensorParallel, above: tuple[int, ...], count: int) -> list[tuple[Tensor, Callable[[], Tensor]]]:
-    """Sums of all sizes and ways in one order on all ranks: a partial, and what reduces it."""
+    """Return sums of all sizes and methods, in the same order on all ranks: a partial and its reduction."""
     rng = random.Random(ranks.size)
     actual = []
     for index in range(count):
@@ -89,7 +89,7 @@ def _sums(ranks: TensorParallel, above: tuple[int, ...], count: int) -> list[tup
 
 
 def _check_ranks_that_come_late(ranks: TensorParallel, above: tuple[int, ...]) -> None:
-    """A rank that sleeps finds in its boxes what was meant for it, whatever the others do meanwhile."""
+    """Check that a rank that sleeps gets the right data, whatever the others do meanwhile."""
     sums = _sums(ranks, above, NUM_SUMS)
     expected = [reduce(peers=False) for _, reduce in sums]
     item = random.Random(ranks.rank)
@@ -103,7 +103,7 @@ def _check_ranks_that_come_late(ranks: TensorParallel, above: tuple[int, ...]) -
 
 
 def _check_graphs(ranks: TensorParallel, above: tuple[int, ...]) -> None:
-    """Replays of graphs with an odd and an even number of meetings, mixed with sums outside."""
+    """Replay graphs with an odd and an even number of synchronizations, mixed with sums outside."""
     item = random.Random(ranks.rank)
     graphs = []
     for count in (3, 8):
@@ -127,7 +127,7 @@ def _check_graphs(ranks: TensorParallel, above: tuple[int, ...]) -> None:
 
 
 def _check_gathers(ranks: TensorParallel, above: tuple[int, ...], M: int, n: int, padding: int) -> None:
-    """Columns and rows with a sum between them, at once and in a graph that is replayed with other ones."""
+    """Gather columns and rows with a sum in between, directly and in a graph that is replayed with new data."""
     memory = peer_memory(ranks.group, torch.device("cuda", torch.cuda.current_device()))
     assert memory is not None
     rows, width = 1000, 4096
@@ -149,7 +149,7 @@ def _check_gathers(ranks: TensorParallel, above: tuple[int, ...], M: int, n: int
     fill(0)
     before = int(memory.epochs[0])
     move(True)
-    assert int(memory.epochs[0]) >= before + 3  # nothing went by the library
+    assert int(memory.epochs[0]) >= before + 3  # the library was not used
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         outs = move(True)

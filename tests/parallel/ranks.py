@@ -1,4 +1,4 @@
-"""run_ranks: one function in so many processes of one torch.distributed group, and what each of them returned."""
+"""run_ranks: run a function in the processes of a torch.distributed group and return each result."""
 
 import faulthandler
 import gc
@@ -20,18 +20,18 @@ from detcompile.parallel import backend_of_ranks, rank_device
 
 __all__ = ["run_ranks"]
 
-# A fork server imports once for all ranks of all groups. A process that forks may not have asked for GPUs before, and
-# some import may ask, so that ranks on GPUs start on their own.
+# The fork server imports this once for all ranks of all groups. A process that forks must not have initialized CUDA,
+# and an import may do that, so ranks on GPUs start without it.
 START = {"cpu": "forkserver", "cuda": "spawn"}
-PATIENCE = timedelta(seconds=150)  # for a rank that another one waits for; compilations are a part of it
-MOST_SECONDS = 400  # of a rank on a GPU
+PATIENCE = timedelta(seconds=150)  # limit for one rank to wait for another, including compilations
+MOST_SECONDS = 400  # limit for a rank on a GPU
 
 
 def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, device_type: str = "cpu") -> list[Any]:
-    """``function(rank, *args)`` on every rank, over gloo or NCCL; the results, in rank order. Rank r has GPU r,
-    or the ranks take those that they may share in turn.
+    """Run ``function(rank, *args)`` on every rank, over gloo or NCCL; return the results in rank order.
 
-    A rank that raises ends all of them, and its traceback is raised here.
+    Rank r has GPU r, or the ranks share GPUs if they may. A rank that raises ends all of them, and its traceback is
+    raised here.
     """
     multiprocessing.set_forkserver_preload([__name__, function.__module__])
     with tempfile.TemporaryDirectory() as folder:
@@ -44,25 +44,25 @@ def _rank_main(
     rank: int, num_ranks: int, port: int, device_type: str, folder: str, function: Callable[..., Any], args: Any
 ) -> None:
     faulthandler.enable()
-    gc.freeze()  # what was imported stays, and need not be walked
+    gc.freeze()  # the garbage collector need not walk imported objects
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     if device_type == "cuda":
-        faulthandler.dump_traceback_later(MOST_SECONDS, exit=True)  # a kernel that waits has no other end
+        faulthandler.dump_traceback_later(MOST_SECONDS, exit=True)  # nothing else ends a kernel that waits
         torch.cuda.set_device(rank_device(device_type, rank))
     backend = backend_of_ranks(device_type)
     dist.init_process_group(backend, rank=rank, world_size=num_ranks, timeout=PATIENCE)
     try:
         result = function(rank, *args)
     except BaseException:
-        traceback.print_exc()  # spawn shows one rank's, which need not be the one that broke first
-        raise  # without leaving the group: NCCL would wait there for ranks that wait for this one
+        traceback.print_exc()  # spawn shows the traceback of one rank, maybe not the first to fail
+        raise  # do not leave the group: NCCL would wait for ranks that wait for this one
     torch.save(result, Path(folder, f"{rank}.pt"))
     if device_type == "cuda":
         torch.cuda.synchronize()
         dist.barrier()
         sys.stdout.flush()
-        os._exit(0)  # ranks that had captured CUDA graphs did not come back from leaving the group
+        os._exit(0)  # leaving the group hung on ranks with CUDA graphs
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""What the engine tests share: engines of one tiny model, requests, and what each request gives when it runs alone."""
+"""Shared parts of the engine tests: engines of a tiny model, requests, and each request's answer when it runs alone."""
 
 import random
 from collections.abc import Callable
@@ -52,7 +52,7 @@ def config_of(**changes) -> EngineConfig:
 
 
 def engine_configs(*num_blocks: int) -> st.SearchStrategy[EngineConfig]:
-    """Any settings that move steps about, over pools of these sizes."""
+    """Return a strategy of settings that change steps, over pools of these sizes."""
     return st.builds(
         EngineConfig,
         scheduler=st.sampled_from(["stall_free", "prefill_first", "simple_chunking"]),
@@ -66,12 +66,12 @@ def engine_configs(*num_blocks: int) -> st.SearchStrategy[EngineConfig]:
 
 
 def tiny_model(device: str) -> CompiledModel:
-    """Four layers: one sees everything, three see 70 tokens; each is a KV group."""
+    """Return a model of four layers: one sees all tokens, three see 70; each is a KV group."""
     return compiled("granite_swa", torch.bfloat16 if device == "cuda" else torch.float32, device)
 
 
 class LetterTokenizer:
-    """Token t is a letter; there are few, so that stop strings are met. It also reads text, a token a letter."""
+    """Decodes each token as one of a few letters, so stop strings occur. It also encodes text, one token per letter."""
 
     all_special_ids: tuple[int, ...] = ()
 
@@ -89,7 +89,7 @@ LETTERS = LetterTokenizer()
 
 
 def letters(token_ids: list[int]) -> str:
-    """The text of LetterTokenizer."""
+    """Return LetterTokenizer's text."""
     return "".join(chr(ord("a") + token % NUM_LETTERS) for token in token_ids)
 
 
@@ -103,11 +103,11 @@ def engine_of(
     eos_token_ids: tuple[int, ...] = (),
     tokenizer: LetterTokenizer | None = LETTERS,
 ) -> Engine:
-    """As ``model.engine``, with other parts.
+    """Return ``model.engine(...)`` with replaced parts.
 
     Args:
         one_group: all layers share a block table and no block is freed before the end, as in a model without windows.
-        forward: in place of the model's.
+        forward: replaces the model's forward.
     """
     run_model = forward or model.executor.forwards.plain
     groups, num_groups = model.facts.kv_groups, len(model.facts.kv_groups)
@@ -126,7 +126,7 @@ def engine_of(
 
 
 def run(engine: Engine, most_steps: int = 100_000) -> list[RequestOutput]:
-    """Step until nothing is left; the outputs that finished, in that order."""
+    """Step until nothing is left; return the finished outputs, in that order."""
     finished = []
     for _ in range(most_steps):
         if not engine.has_unfinished_requests:
@@ -138,7 +138,7 @@ def run(engine: Engine, most_steps: int = 100_000) -> list[RequestOutput]:
 
 @st.composite
 def sampling_params(draw, most_tokens: int = 24, vocab_size: int = VOCAB_SIZE) -> SamplingParams:
-    """Any parameters, seeded: half of the requests plain and greedy, the others with a few settings each."""
+    """Draw seeded parameters: half of the requests plain and greedy, the others with a few settings each."""
     seed = draw(st.integers(0, 3) | st.integers(0, (1 << 64) - 1))
     max_tokens = draw(st.sampled_from([most_tokens, most_tokens, 1, 2]) | st.integers(1, most_tokens))
     num_samples = draw(st.sampled_from([1, 1, 1, 2, 3]))
@@ -174,10 +174,10 @@ def sampling_params(draw, most_tokens: int = 24, vocab_size: int = VOCAB_SIZE) -
 def assert_as_alone(
     model: CompiledModel, output: RequestOutput, params: SamplingParams, eos_token_ids: tuple[int, ...] = ()
 ) -> None:
-    """Fail unless an ended request holds what the plain forward says of it, bit for bit.
+    """Fail unless a finished request has the bits of the plain forward.
 
-    Row t of the plain forward depends on tokens 0 … t alone, so one forward over a sample's final tokens has the
-    logits that each of them was to be drawn from. A request that was canceled holds a beginning of that.
+    Row t of the plain forward depends only on tokens 0 … t, so one forward over a sample's final tokens has the logits
+    that each of them had to be drawn from. A canceled request has the beginning of that.
     """
     assert output.finished and output.error is None, output
     params = replace(params, seed=output.seed)
@@ -196,7 +196,7 @@ def assert_as_alone(
 def assert_serves_as_alone(
     model: CompiledModel, configs: st.SearchStrategy[EngineConfig], prompt_lengths: tuple[int, ...]
 ) -> None:
-    """Fail unless engines of drawn settings give each of these requests, one of two samples, what it gives alone."""
+    """Fail unless engines of drawn settings give each of these requests, one with two samples, its answer alone."""
 
     @settings(max_examples=6)
     @given(config=configs, seed=st.integers(0, 10**6))
@@ -241,7 +241,7 @@ def _assert_drawn_from(logits: Tensor, completion: CompletionOutput, params: Sam
 def _assert_sampling_logprobs(
     logits: Tensor, completion: CompletionOutput, params: SamplingParams, prompt: list[int]
 ) -> None:
-    """Fail unless each token has the log-probabilities of the logits that it alone is drawn from."""
+    """Fail unless each token has log-probabilities of the logits that it was drawn from."""
     assert completion.logprobs is not None
     for place, (token, entry) in enumerate(zip(completion.token_ids, completion.logprobs, strict=True)):
         if params.sampling_logprobs is None:
@@ -289,7 +289,7 @@ def _assert_prompt_logprobs(logits: Tensor, output: RequestOutput, params: Sampl
 
 
 def assert_logprobs_equal(actual: list[Logprobs], logits: Tensor, tokens: list[int], num_top: int) -> None:
-    """Fail unless ``found`` are the logprobs of ``tokens`` under ``logits``, alternatives in their order."""
+    """Fail unless ``actual`` are the logprobs of ``tokens`` under ``logits``, alternatives in order."""
     num_top = logits.shape[1] if num_top == -1 else num_top
     assert len(actual) == len(tokens)
     if not tokens:
@@ -302,7 +302,7 @@ def assert_logprobs_equal(actual: list[Logprobs], logits: Tensor, tokens: list[i
 
 
 def _assert_ended_in_time(completion: CompletionOutput, params: SamplingParams) -> None:
-    """Not before its first reason to end, not after it, and with the text that belongs to it."""
+    """Fail unless a sample ends at its first reason to end, with the right text."""
     tokens = completion.token_ids
     reasons = [_reason(tokens[: count + 1], params) for count in range(len(tokens))]
     assert all(reason is None for reason in reasons[:-1]), f"went on after {reasons}"
@@ -319,10 +319,10 @@ def _assert_ended_in_time(completion: CompletionOutput, params: SamplingParams) 
 
 
 def _reason(tokens: list[int], params: SamplingParams) -> tuple[str, int | str | None] | None:
-    """Why a sample ends with the last of these tokens, if it does."""
+    """Return why a sample ends with the last of these tokens; None if it does not."""
     if tokens[-1] in params.stop_token_ids:
         return "stop", tokens[-1]
-    text = letters(tokens[params.min_tokens :])  # a letter a token; what stands before is not looked at
+    text = letters(tokens[params.min_tokens :])  # one letter per token; earlier text is ignored
     actual = [(text.index(stop) + len(stop), text.index(stop), stop) for stop in params.stop if stop in text]
     if actual:
         return "stop", min(actual)[2]

@@ -1,4 +1,4 @@
-"""What the tests of grammars share: a tokenizer for the tiny models, grammars, and whether a text matches one."""
+"""Shared parts of the grammar tests: a tokenizer for the tiny models, grammars, and an independent matcher."""
 
 import functools
 import json
@@ -39,7 +39,7 @@ GRAMMARS = (
 
 @functools.cache
 def small_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE of as many tokens as the tiny models have: an end token, ASCII, and pieces of words."""
+    """Return a byte-level BPE with the tiny models' number of tokens: an end token, ASCII, and pieces of words."""
     letters = [chr(code) for code in range(ord("!"), ord("~") + 1)] + ["Ġ", "Ċ", "Ã", "¼"]
     vocabulary = {"<end>": EOS} | {letter: 1 + place for place, letter in enumerate(letters)}
     merges = []
@@ -59,13 +59,13 @@ def matcher_of(grammar: Grammar, ends: tuple[int, ...] = (EOS,)) -> Matcher:
 
 
 def allowed(matcher: Matcher, drafted: tuple[int, ...] = ()) -> list[int] | None:
-    """Ids of the tokens that may follow."""
+    """Return the ids of tokens that may follow."""
     mask = matcher.mask(drafted)
     return None if mask is None else [token for token in range(VOCAB_SIZE) if int(mask[token // 32]) >> token % 32 & 1]
 
 
 def matches(grammar: Grammar, text: str) -> bool:
-    """Whether a whole text matches, by other code than llguidance."""
+    """Return whether a whole text matches, computed without llguidance."""
     if grammar.kind == "regex":
         return re.fullmatch(grammar.source, text) is not None
     if grammar.kind == "choice":

@@ -1,4 +1,4 @@
-"""Chat templates in the manner of public families, written for these tests: what each of them asks of a renderer."""
+"""Chat templates in the style of public families, written for these tests; each uses another feature of a renderer."""
 
 __all__ = ["TEMPLATES"]
 

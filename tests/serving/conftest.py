@@ -27,7 +27,7 @@ TEMPLATE = (
     "{{ '\\n' }}{% endfor %}<assistant>"
 )
 START_SECONDS = 240
-# GPU machines may have no packages of the extra; tests/test_package.py holds that the extra `test` brings them.
+# GPU machines may lack the extra's packages; tests/test_package.py checks that the extra `test` has them.
 NEEDED = ("anthropic", "cryptography", "fastapi", "msgspec", "openai", "prometheus_client", "uvicorn")
 collect_ignore_glob = [] if all(map(importlib.util.find_spec, NEEDED)) else ["test_*.py"]
 DEFAULTS = {"temperature": 0.9, "top_p": 0.95}  # of the model's generation_config
@@ -35,25 +35,25 @@ DEFAULTS = {"temperature": 0.9, "top_p": 0.95}  # of the model's generation_conf
 
 @pytest.fixture
 def in_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scripted engine is found from there."""
+    """Run in the root, where the scripted engine is importable."""
     monkeypatch.chdir(ROOT)
 
 
 class Server(NamedTuple):
-    """A server in a process of its own, and the lines of its standard error."""
+    """A server process, and the lines of its standard error."""
 
     process: subprocess.Popen[str]
     url: str
     lines: list[str]
 
     def stop(self) -> int:
-        """SIGTERM; returns the exit code."""
+        """Send SIGTERM; return the exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(60)
 
 
 def model_of(folder: Path) -> Path:
-    """The embedded model, with a generation_config that has DEFAULTS."""
+    """Return a folder with the embedded model and a generation_config with DEFAULTS."""
     model = folder / "model"
     if not model.exists():
         shutil.copytree(TINY_FOLDER, model, ignore=shutil.ignore_patterns("draft", "medusa"))
@@ -63,7 +63,7 @@ def model_of(folder: Path) -> Path:
 
 
 def started(folder: Path, *options: str, model: Path | None = None, name: str = "tiny") -> Server:
-    """A server of a model, or of the embedded one, on a free port, once it is ready."""
+    """Start a server of a model, or of the embedded one, on a free port; return it once it is ready."""
     template = folder / "template.jinja"
     template.write_text(TEMPLATE)
     command = [sys.executable, "-m", "detcompile", "serve", str(model or model_of(folder))]
@@ -92,13 +92,13 @@ def started(folder: Path, *options: str, model: Path | None = None, name: str = 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the session's servers find their chat template."""
+    """Return the folder where the session's servers find their chat template."""
     return tmp_path_factory.mktemp("serving")
 
 
 @pytest.fixture(scope="session")
 def server(folder: Path) -> Iterator[Server]:
-    """The server of the session. It signs its receipts with the key in ``folder``, and logs them there."""
+    """The session's server. It signs its receipts with the key in ``folder`` and logs them there."""
     write_key_pair(folder / "key")
     actual = started(folder, "--sign", str(folder / "key"), "--receipt-log", str(folder / "log"))
     yield actual

@@ -33,7 +33,7 @@ EMBEDDER = replace(
 
 
 class InstantFleet(Fleet):
-    """Answer everything at once. ``known`` is what the engines say of the model."""
+    """A fleet that answers everything at once. ``known`` describes the model."""
 
     known = HELLO
     ready = True  # type: ignore[assignment]
@@ -46,7 +46,7 @@ class InstantFleet(Fleet):
 
     def add(self, answer: Answer) -> None:
         if isinstance(answer, AuxiliaryTask):
-            decode_command(frame(answer.command())[LENGTH.size :])  # whatever is asked has to travel
+            decode_command(frame(answer.command())[LENGTH.size :])  # check that the command can be sent
             self._later(self._settle, answer)
             return
         add = Add(answer.request_id, answer.prompt_ids, given_params(answer.params), answer.priority)

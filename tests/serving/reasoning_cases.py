@@ -1,4 +1,4 @@
-"""Chat templates and answers in the manner of public thinking models, written for these tests."""
+"""Chat templates and answers in the style of public reasoning models, written for these tests."""
 
 import json
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ MISTRAL_TOOLS = "{% if tools %}{{ tools | tojson }} behind [TOOL_CALLS]{% endif 
 
 
 def with_think_tokens(tokenizer: str) -> str:
-    """The embedded model's tokenizer as JSON, whose last two tokens are <think> and </think>; not special."""
+    """Return the embedded model's tokenizer as JSON, with <think> and </think> as its last tokens; not special."""
     data = json.loads(tokenizer)
     model, first = data["model"], len(data["model"]["vocab"]) - 2
     model["merges"] = model["merges"][:-2]
@@ -29,7 +29,7 @@ class Transcript(NamedTuple):
         parser: vLLM's name of the parser.
         template: the chat template.
         text: an answer as the model writes it.
-        call: the same answer with a call of ``add`` in place of the content; None for a family without calls.
+        call: the same answer with a call of ``add`` instead of the content; None for a family without calls.
         off: chat_template_kwargs that switch thinking off, if the template can.
         markers: texts that are special tokens of the family's tokenizer.
         added: texts that are added tokens of the tokenizer without being special.

@@ -1,10 +1,9 @@
 """An engine process without a model: it speaks the real protocol and gives each sample the tokens 40, 41, 42, …
 
 A sample gets one token every 20 ms, up to its max_tokens, each with the logprob -0.5 and the next tokens as
-alternatives where they are asked for. It starts in tenths of a second. A prompt of one or two tokens that holds POISON
-kills it at its fifth token; one with SILENT draws nothing; the fourth token of one with FICKLE is another each time.
-With SCRIPTED_TEXT in the environment samples are this text, and end with it; with SCRIPTED_MODEL the model is the one
-that is named in this file.
+alternatives if requested. It starts in tenths of a second. A prompt of one or two tokens with POISON kills it at its
+fifth token; one with SILENT draws nothing; the fourth token of one with FICKLE changes at every run. With SCRIPTED_TEXT
+in the environment samples are this text and end with it; with SCRIPTED_MODEL the model is the one that this file names.
 """
 
 import hashlib
@@ -68,12 +67,12 @@ def samples(add: protocol.Add, count: int, ended: bool) -> list[protocol.SampleD
 
 
 def digest_of(path: str) -> str:
-    """The digest of an adapter."""
+    """Return the digest of an adapter."""
     return hashlib.sha256(path.encode()).hexdigest()
 
 
 def controlled(command: protocol.Control, staged: list[str]) -> protocol.Controlled:
-    """The report of a control. Weights are the text of a folder's file; "bad" ones are refused."""
+    """Return the report of a control. Weights are the text of a folder's file; "bad" ones are refused."""
     if command.action == "load":
         file = Path(command.arguments["path"]) / "model.safetensors"
         if not file.exists() or file.read_text() == "bad":

@@ -1,4 +1,4 @@
-"""A server over scripted engines, on a free port and the loop that users have:
+"""Start a server over scripted engines, on a free port and with the users' event loop:
 
 python -m tests.serving.scripted_server DRAIN [STALL] [--replicas N] [--spare] [--restarts N] [--api-keys FILE]
 """
@@ -17,7 +17,7 @@ from detcompile.serving.app import new_app
 from detcompile.serving.logs import write_logs
 from tests.serving.scripted_service import SPEC, scripted
 
-SEND_BYTES = 16_384  # of a connection in the kernel, so that a client that does not read is soon waited for
+SEND_BYTES = 16_384  # kernel buffer of a connection, so the server soon waits for a client that does not read
 
 
 async def main() -> int:
@@ -32,7 +32,7 @@ async def main() -> int:
     server.LOST_SECONDS = 0.5
     write_logs(as_json=False)
     with server.listen("127.0.0.1", 0) as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)  # which its connections inherit
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)  # inherited by its connections
         keys = KeyFile(given.api_keys)
         app = new_app(service, "test", keys.digests)
         return await server.serve(service, app, SPEC, sock, *given.seconds, read_keys=keys.read_again)

@@ -23,7 +23,7 @@ SPEC = EngineSpec(model="scripted")
 
 
 def scripted(*, replicas: int = 1, spare: bool = False, most_restarts: int = 0, **options: Any) -> Service:
-    """A service over the scripted engine."""
+    """Return a service over the scripted engine."""
     item = {"replicas": replicas, "spare": spare, "most_restarts": most_restarts}
     return Service(fleet=functools.partial(Fleet, launcher=LocalProcess(ENGINE), **item), **options)
 
@@ -32,7 +32,7 @@ def scripted(*, replicas: int = 1, spare: bool = False, most_restarts: int = 0, 
 async def running(
     service: Service, digests: list[bytes] | None = None, **options: Any
 ) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of a service whose engine is ready; ``options`` are those of the application."""
+    """Yield a client of a service whose engine is ready; ``options`` are those of the application."""
     app = new_app(service, "test", digests or [], **options)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", timeout=30) as client:
         try:

@@ -1,4 +1,4 @@
-"""What the template tests share: data, instruction sets, error against float64, and a paged cache to step through."""
+"""Shared parts of the template tests: data, instruction sets, errors against float64, and a paged cache."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -12,14 +12,14 @@ from detcompile.templates.cpu import library as cpu_library
 __all__ = ["DTYPES", "ISAS", "KINDS", "PagedCache", "assert_as_accurate", "normal", "sample"]
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# The one that models use here and the plain one; a library of kernels takes 18 CPU seconds to build.
-# test_instruction_sets.py names another one of this machine's, which takes the place of the first.
+# The instruction set that models use here and the portable one; a library of kernels takes 18 CPU seconds to build.
+# test_instruction_sets.py names another one, which replaces the first.
 ISAS = tuple(dict.fromkeys((os.environ.get("DETCOMPILE_TEST_ISA", cpu_library.isa()), "portable")))
 KINDS = ["normal", "heavy"]
 
 
 def sample(kind: str, shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Random values: "normal", or "heavy" with tails about a hundred times wider (within float16's range)."""
+    """Return random values: "normal", or "heavy" with tails about a hundred times wider (within float16's range)."""
     values = normal(shape, torch.float32, seed)
     if kind == "heavy":
         generator = torch.Generator().manual_seed(seed + 1_000_003)
@@ -28,12 +28,12 @@ def sample(kind: str, shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -
 
 
 def normal(shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Standard normal values that depend on the arguments alone."""
+    """Return standard normal values that depend only on the arguments."""
     return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def assert_as_accurate(ours: Tensor, theirs: Tensor, reference: Tensor, what: str) -> None:
-    """Our root-mean-square error against the float64 reference is at most 1.05 times theirs.
+    """Fail unless our root-mean-square error against the float64 reference is at most 1.05 times theirs.
 
     Each error is taken relative to the value (or to the median value, if greater), so that no outlier decides alone.
     Below a quarter of float32's unit roundoff, where short rows of 16-bit values sum almost exactly, errors are equal.
@@ -64,7 +64,7 @@ class PagedCache:
         dtype: torch.dtype,
         seed: int = 0,
     ) -> "PagedCache":
-        """Pages for num_keys keys, at shuffled places among spare pages."""
+        """Return pages for num_keys keys, at shuffled places among spare pages."""
         needed = -(-num_keys // block_size)
         order = torch.randperm(needed + 3, generator=torch.Generator().manual_seed(seed))
         k_cache, v_cache = (
@@ -74,7 +74,7 @@ class PagedCache:
         return cls(k_cache, v_cache, order[:needed].int()[None].contiguous())
 
     def step(self, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """slot_mapping, cu_seqlens, seq_lens and block_table of the next `count` tokens."""
+        """Return slot_mapping, cu_seqlens, seq_lens and block_table of the next `count` tokens."""
         block_size = self.k_cache.shape[1]
         positions = torch.arange(self.length, self.length + count)
         slots = self.block_table[0, positions // block_size].long() * block_size + positions % block_size

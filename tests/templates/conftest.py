@@ -1,4 +1,4 @@
-"""What holds for all tests of templates."""
+"""Settings that all template tests share."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -19,14 +19,14 @@ def offline_compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Offli
 
 @pytest.fixture
 def gated() -> None:
-    """For tests whose launches ask the gate in the interpreter too."""
+    """Run the gate in the interpreter too."""
 
 
 if INTERPRETED:
 
     @pytest.fixture(autouse=True)
     def first_candidates(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Launches take the first candidate, whose bits the tests compare: gates would take half of their time."""
+        """Make launches take the first candidate, whose bits the tests compare: gates would take half of their time."""
 
         def choose(gate: Gate[Any, Any], problem: Any, device: Any) -> Any:
             return next(iter(gate.candidates(problem)), gate.reference(problem))

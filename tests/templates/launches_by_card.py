@@ -3,7 +3,7 @@
 The operations' GPU code runs on fake CUDA tensors of a model's sizes. Triton gets a driver without a device: a launch
 specializes and compiles as on the GPU, up to ptxas, and stops there. An operation with a gate runs under the reference
 schedule, then under its candidates in the gate's order up to the first that compiles and fits into shared memory.
-Of the families in SLOW only split schedules are tried, which have a second kernel.
+For families in SLOW only split schedules are tried, which have a second kernel.
 """
 
 import functools
@@ -51,7 +51,7 @@ class DoesNotFit(Exception):
 
 
 class Driver:
-    """Triton's driver of a GPU that is not there."""
+    """A Triton driver for a GPU that does not exist here."""
 
     card = 90
 
@@ -66,7 +66,7 @@ class Driver:
 
 
 DRIVER = Driver()
-shared_bytes: dict[str, int] = {}  # of this card's kernels, the least of a launch
+shared_bytes: dict[str, int] = {}  # for this GPU, the least of each launch
 failures: list[str] = []
 
 
@@ -86,7 +86,7 @@ _run, tensor = JITFunction.run, torch.tensor
 
 
 def part(x: torch.Tensor, index: Any) -> torch.Tensor:
-    """Return x[index]; torch's own indexing looks for the GPU."""
+    """Return x[index]; torch's indexing needs the GPU."""
     indices, dim = index if isinstance(index, tuple) else (index,), 0
     if Ellipsis in indices:
         at = indices.index(Ellipsis)
@@ -107,7 +107,7 @@ def part(x: torch.Tensor, index: Any) -> torch.Tensor:
 
 @contextmanager
 def card(number: int) -> Iterator[None]:
-    """Make torch and Triton believe in a GPU of compute capability number / 10."""
+    """Make torch and Triton see a GPU of compute capability number / 10."""
     DRIVER.card = number
     shared_bytes.clear()
     properties = SimpleNamespace(multi_processor_count=MULTIPROCESSORS[number])
@@ -143,7 +143,7 @@ def card(number: int) -> Iterator[None]:
 def launch(case: Callable[[], Any], name: str, result: dict[str, Any]) -> None:
     """Run a case under the reference schedules, then under the candidates up to the first that runs.
 
-    Gates that the first gate's schedule asks in turn use their references.
+    Gates inside the first gate's schedules use their references.
     """
     offered: dict[str, list[Any]] = {}  # by family, the reference first
 
@@ -237,7 +237,7 @@ PAGED = ATTENTION | {"T": 64, "blocks": 64, "size": 16}
 PRODUCT = {"M": 64, "N": 4096, "K": 4096}
 RECURRENT = {"T": 64, "C": 1024}
 BY_128 = {"radices": [2, 2], "group": 128, "rows": 1, "scales": (32, 4096), "zeros": None}  # int4_decode.py's
-PLAIN_SCORES = {"softcap": 0.0, "sinks": None, "alibi_slopes": None, "relative_bias": None}  # as Hopper's kernels ask
+PLAIN_SCORES = {"softcap": 0.0, "sinks": None, "alibi_slopes": None, "relative_bias": None}  # as for Hopper's kernels
 CASES: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("matmul", PRODUCT, {"radices": []}),
     ("matmul", PRODUCT | {"M": 1024}, {"radices": [], "bias": None, "residual": None}),
@@ -300,7 +300,7 @@ def main() -> None:
             for alone in (copied_blocks, sampled_tokens, optimizer_step, collective):
                 launch(alone, alone.__name__, result)
         cards[number] = result | {"kernels": dict(shared_bytes)}
-        print(json.dumps({number: cards[number], "failures": failures}), flush=True)  # what a killed run leaves
+        print(json.dumps({number: cards[number], "failures": failures}), flush=True)  # kept if the run is killed
     kernels = {
         kernel_name(value)
         for name, module in list(sys.modules.items())

@@ -1,7 +1,7 @@
 """Compile Triton kernels for a GPU that this machine does not have.
 
-Triton asks for a driver in a process that runs kernels, and the tests run in one. So their programs run in a process of
-its own, which imports Triton once for all of them.
+Triton needs an active driver in a process that runs kernels, as the test process does. So programs run in a separate
+process, which imports Triton once for all of them.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Where the Triton tests run: on a GPU, or, with TRITON_INTERPRET=1, in Triton's CPU interpreter.
+"""Run the Triton tests on a GPU or, with TRITON_INTERPRET=1, in Triton's CPU interpreter.
 
 test_triton_interpreter.py starts the second kind in a process of its own, since the variable must be set before any
 kernel is defined. The interpreter's loops take ``int()`` of a one-element array, which numpy 2.4 refuses: hence the
@@ -86,7 +86,7 @@ if INTERPRETED:
     _run_dot = _compiled_dot()
 
     def _dot(builder, a, b, d, input_precision, max_num_imprecise_acc):  # type: ignore[no-untyped-def]
-        """One FMA a k, ascending: what the GPU does for float32, and what `Sequential` says. Compiled, for time."""
+        """Add one FMA per k, ascending, as the GPU does for float32 and as `Sequential` defines. Compiled for speed."""
         a, b = (np.ascontiguousarray(operand.data, dtype=np.float32) for operand in (a, b))
         acc = np.array(d.data, dtype=np.float32, order="C")
         for batch in np.ndindex(acc.shape[:-2]):
@@ -96,12 +96,12 @@ if INTERPRETED:
     _patch_lang, _patched = interpreter._patch_lang, set()
 
     def _patch_lang_once(fn):  # type: ignore[no-untyped-def]
-        """While a kernel runs, Triton patches its language anew at each call of a function: once is enough."""
+        """Patch Triton's language once per kernel instead of at each call of a function."""
         langs = {id(value) for value in fn.__globals__.values() if value is language or value is language.core}
         if langs <= _patched:
             return interpreter._LangPatchScope()
         scope = _patch_lang(fn)
-        if not _patched:  # the kernel's own, which alone is restored
+        if not _patched:  # the kernel's patch, the only one to restore
             restore = scope.restore
             scope.restore = lambda: (_patched.clear(), restore())
         _patched.update(langs)

@@ -1,4 +1,4 @@
-"""Tiny trainers, the sequences that they read, and the gradients of a step."""
+"""Tiny trainers, their sequences, and the gradients of a step."""
 
 import functools
 import re
@@ -41,12 +41,12 @@ TARGETS = ["q_proj", "o_proj", "up_proj", "down_proj"]  # linears with adapters
 
 @functools.cache
 def trained(name: str, dtype: torch.dtype = torch.bfloat16, numerics: Numerics | None = None) -> Trainer:
-    """``random_model`` as a trainer, once a process: its gradients are the caller's to clear."""
+    """Return ``random_model`` as a trainer, once per process; callers clear its gradients."""
     return detcompile.trainer(random_model(name, dtype), numerics=numerics, max_context=MAX_CONTEXT)
 
 
 def adapted(name: str = "qwen3", dtype: torch.dtype = torch.bfloat16, **config: Any) -> Any:
-    """``random_model`` under adapters that are no zeros; the same at every call."""
+    """Return ``random_model`` with nonzero adapters; the same at every call."""
     import peft  # needs the extra `lora`
 
     model = random_model(name, dtype)
@@ -62,7 +62,7 @@ def sequences(lengths: Sequence[int], seed: int = 0) -> list[Tensor]:
 
 
 def padded(rows: Sequence[Tensor], left: Sequence[int] = (), width: int = 0) -> tuple[Tensor, Tensor]:
-    """Token ids and mask [B, C], each row behind so many columns of padding."""
+    """Return token ids and mask [B, C], each row after so many columns of padding."""
     left = left or [0] * len(rows)
     columns = max(width, *(start + len(row) for start, row in zip(left, rows, strict=True)))
     ids, mask = (torch.zeros(len(rows), columns, dtype=torch.int64) for _ in range(2))
@@ -72,7 +72,7 @@ def padded(rows: Sequence[Tensor], left: Sequence[int] = (), width: int = 0) -> 
 
 
 def gradients(trainer: Trainer, rows: Sequence[Tensor], groups: Sequence[Sequence[int]]) -> Mapping[str, Tensor]:
-    """Gradients of minus the mean log-probability, over micro-batches of the sequences of these numbers."""
+    """Return gradients of minus the mean log-probability, over micro-batches of the sequences with these indices."""
     trainer.zero_grad()
     add_gradients(trainer, rows, groups)
     named = trainer.named_parameters()
@@ -80,8 +80,8 @@ def gradients(trainer: Trainer, rows: Sequence[Tensor], groups: Sequence[Sequenc
 
 
 def add_gradients(trainer: Trainer, rows: Sequence[Tensor], groups: Sequence[Sequence[int]]) -> None:
-    """Add what ``gradients`` gives to the gradients that there are, whatever rows other ranks read."""
-    weights = [torch.linspace(0.5, 1.5, len(row) - 1) for row in rows]  # every token has its own
+    """Add the result of ``gradients`` to the present gradients, whatever rows other ranks read."""
+    weights = [torch.linspace(0.5, 1.5, len(row) - 1) for row in rows]  # a separate one per token
     for group in groups:
         ids, mask = padded([rows[number] for number in group])
         logprobs = trainer.logprobs(ids, mask)
@@ -94,9 +94,9 @@ def add_gradients(trainer: Trainer, rows: Sequence[Tensor], groups: Sequence[Seq
 def gradient_errors(
     trainer: Trainer, name: str, dtype: torch.dtype, rows: Sequence[Tensor]
 ) -> Iterator[tuple[str, float, float]]:
-    """Of each group of parameters, the distance to float64 of a trainer's gradients, and of torch's in ``dtype``.
+    """Yield for each group of parameters the errors of a trainer's gradients and of torch's in ``dtype``.
 
-    Both are relative: Frobenius norm of the difference over that of the gradient.
+    Both are relative to float64: the Frobenius norm of the difference over that of the gradient.
     """
     actual = gradients(trainer, rows, [range(len(rows))])
     truth, plain = (by_torch(name, dtype, other, rows) for other in (torch.float64, dtype))
@@ -109,7 +109,7 @@ def gradient_errors(
 
 
 def by_torch(name: str, dtype: torch.dtype, other: torch.dtype, rows: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Gradients of the Hugging Face model, with the weights that are of ``dtype``."""
+    """Return gradients of the Hugging Face model with its weights in ``dtype``."""
     model = random_model(name, dtype).to(other)
     model.set_attn_implementation("eager")  # sdpa leaves gemma2's soft cap out
     for row in rows:

@@ -1,6 +1,6 @@
-"""Digests of two steps of training, by how the trainer is shared among how many processes: a program.
+"""Print digests of two training steps for each way to shard the trainer over processes.
 
-It makes a trainer once, and forks the ranks of every world with it:
+It makes a trainer once, and forks the ranks of every world from it:
 ``python -m tests.training.worlds FILE MODEL [WHAT PARAMETERS ARE TRAINED]``.
 """
 
@@ -28,16 +28,16 @@ from tests.training.cases import adapted, add_gradients, sequences
 
 __all__ = ["LENGTHS", "MUTANTS", "WORLDS", "World"]
 
-LENGTHS = [40, 7, 130, 2, 64, 1]  # the last is alone in some micro-batches, beside those of other ranks
+LENGTHS = [40, 7, 130, 2, 64, 1]  # the last is alone in some micro-batches of a rank
 MUTANTS = ("reduce_dtype", "hook", "divide")
 
 
 class World(NamedTuple):
-    """How ranks hold a trainer."""
+    """A way to shard a trainer over ranks."""
 
     mesh: tuple[int, ...]  # () for one that is not sharded
     mutant: str = ""
-    others: int = 0  # first ranks of torch.distributed that have no part in it
+    others: int = 0  # first ranks of torch.distributed that take no part
 
     @property
     def size(self) -> int:
@@ -52,7 +52,7 @@ WORLDS = (
 
 
 def assignments(ranks: int) -> Iterator[list[list[list[int]]]]:
-    """By rank, micro-batches of the numbers of sequences: as many for every rank."""
+    """Yield micro-batches of sequence indices by rank, equally many per rank."""
     numbers = list(range(len(LENGTHS)))
     for order in (numbers, [5, 2, 0, 3, 4, 1]):
         mine = [order[rank::ranks] for rank in range(ranks)]
@@ -69,7 +69,7 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def two_steps(trainer: Trainer, groups: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """What a rank ends with that reads these micro-batches; the trainer has its weights again afterwards."""
+    """Return the final values of a rank that reads these micro-batches; the trainer gets its weights back."""
     kept = {name: parameter.detach().clone() for name, parameter in trainer.named_parameters()}
     parameters = dict(trainer.named_parameters())
     optimizer = detcompile.AdamW(parameters.values(), lr=1e-3)
@@ -88,8 +88,8 @@ def two_steps(trainer: Trainer, groups: Sequence[Sequence[int]]) -> dict[str, An
 
 
 def mutate(mutant: str) -> None:
-    """Take away one thing that sharded gradients rest on."""
-    if mutant == "reduce_dtype":  # and plain sums, as gloo has no others for a divide factor of 1 in float32
+    """Remove one property that sharded gradients depend on."""
+    if mutant == "reduce_dtype":  # with plain sums: gloo supports no others for a divide factor of 1 in float32
         divide = FSDPModule.set_gradient_divide_factor
 
         def divide_and_sum(module: FSDPModule, factor: float) -> None:
@@ -107,7 +107,7 @@ def mutate(mutant: str) -> None:
 def of_rank(rank: int, world: World, trainer: Trainer, folder: str) -> None:
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world.others + world.size)
-    dist.barrier()  # gloo fails where a rank that is done closes its connections before all are made
+    dist.barrier()  # gloo fails if a finished rank closes its connections before all are open
     mutate(world.mutant)
     if world.mesh:
         ranks = world.others + torch.arange(world.size).view(world.mesh)
@@ -119,7 +119,7 @@ def of_rank(rank: int, world: World, trainer: Trainer, folder: str) -> None:
     for groups in assignments(world.size):
         try:
             actual.append(two_steps(trainer, groups[rank - world.others]))
-        except InvalidInput as refused:  # as a mutant may be, on every rank alike
+        except InvalidInput as refused:  # a mutant may be refused, on every rank
             actual.append({"refused": str(refused)})
             break
     if world.others:
@@ -129,7 +129,7 @@ def of_rank(rank: int, world: World, trainer: Trainer, folder: str) -> None:
 
 
 def writes(trainer: Trainer) -> bool:
-    """Whether it is this rank that writes what all save."""
+    """Return whether this rank writes the saved files."""
     wrote: list[Any] = []
     trainer_module.save_adapters = lambda *given: wrote.append(given)
     trainer._adapters = {"default": None}
@@ -138,7 +138,7 @@ def writes(trainer: Trainer) -> bool:
 
 
 def digests(world: World, trainer: Trainer) -> list[Any]:
-    """Of every assignment and split, and of every rank: as equal as they are."""
+    """Return digests of every assignment, split and rank, which must be equal."""
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(of_rank, (world, trainer, folder), world.others + world.size, start_method="fork")
         return [actual for file in Path(folder).glob("*.json") for actual in json.loads(file.read_text())]

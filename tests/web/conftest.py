@@ -46,7 +46,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def serve() -> Iterator[Callable[..., str]]:
-    """Starts a server over the scripted engine, with the options that are given, and gives its address."""
+    """Return a function that starts a server over the scripted engine with options and returns its address."""
     processes = []
 
     def started(*options: str) -> str:
@@ -67,19 +67,21 @@ def serve() -> Iterator[Callable[..., str]]:
 
 @pytest.fixture(scope="session")
 def url(serve: Callable[..., str]) -> str:
-    """A server that tests share."""
+    """Return the address of a server that tests share."""
     return serve()
 
 
 @pytest.fixture
 def visit(browser: Any) -> Iterator[Callable[..., Any]]:
-    """Opens a page, in a context of its own with the options given. All pages have to ask their server alone for
-    everything, and to end without an error of their scripts or in their console."""
+    """Return a function that opens a page in a new context with options.
+
+    Pages must send all requests to their server, and end without errors in scripts or in the console.
+    """
     contexts, actual, requests = [], [], []
 
     def heard(message: Any) -> None:
         if message.type in ("error", "warning") and "Failed to load resource" not in message.text:
-            actual.append(message.text)  # answers with 401 or 404 are said in the console, too
+            actual.append(message.text)  # the console also reports answers with 401 or 404
 
     def visited(url: str, *, part: str = "", **options: Any) -> Any:
         context = browser.new_context(**{"viewport": {"width": 1200, "height": 900}, **options})
@@ -102,7 +104,7 @@ def visit(browser: Any) -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture
 def picture(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """Keeps a picture of a page for whoever wants to look, under build/web."""
+    """Return a function that saves a screenshot under build/web."""
 
     def taken(page: Any, name: str) -> None:
         PICTURES.mkdir(parents=True, exist_ok=True)

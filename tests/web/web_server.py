@@ -1,6 +1,6 @@
-"""A server over the scripted engine for a browser: python -m tests.web.web_server [--no-demo] [KEY].
+"""Start a server over the scripted engine for a browser: python -m tests.web.web_server [--no-demo] [KEY].
 
-It prints its address. Its engines may be killed through the page, unless that is not wanted.
+It prints its address. With --no-demo, the page cannot kill engines.
 """
 
 import asyncio

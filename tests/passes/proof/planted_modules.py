@@ -1,4 +1,4 @@
-"""Modules to plant behind torch.compile(module, backend=Backend(...)): those to refuse, and those to certify."""
+"""Modules for torch.compile(module, backend=Backend(...)): some must be refused, the others certified."""
 
 import functools
 import random
@@ -31,7 +31,7 @@ class NotedTable(dict[str, Tensor]):
 
 
 class Held(nn.Module):
-    """What a module may hold, and a forward of its own."""
+    """A module with attributes of any kind and a forward that is passed in."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         super().__init__()
@@ -288,7 +288,7 @@ def of_given_module(m, x, given):
 
 
 def read(given):
-    """What a module holds, or the first one in a list, a dict or an object."""
+    """Return the tensor that a module holds, or the first one in a list, a dict or an object."""
     if isinstance(given, (list, tuple, nn.ParameterList, nn.ModuleList)):
         return read(given[0])
     if isinstance(given, (dict, nn.ParameterDict)):
@@ -338,7 +338,7 @@ class Cache(nn.Module):
 
 
 class Named(nn.Module):
-    """It takes a number by name out of a dict, and has one by default."""
+    """A module that looks up a number by name in a dict, with a default."""
 
     def forward(self, x: Tensor, options: dict[str, Any], scale: float = 2.0, *, shift: int = 1) -> Tensor:
         return x * scale + options.get("n", shift)
@@ -382,7 +382,7 @@ def counting() -> Callable[[Tensor], Tensor]:
 
 
 x, x3 = rows(), rows(4, D)
-# -- By name, with what the refusal says: a module or function, and the arguments of its call.
+# -- By name: a text of the refusal, a module or function, and the arguments of its call.
 STATE, COUNT, WRITES, NO_GRAPH = "keeps state", "number of rows", "writes rows into", "does not make one graph"
 REFUSED: dict[str, tuple[str, Any, tuple[Any, ...]]] = {
     function.__name__: (message, *called(function, *args))
@@ -472,7 +472,7 @@ REFUSED["a number given by name"] = ("numbers among the arguments", Named(), (x,
 
 
 class Plain:
-    """No module, which holds a tensor."""
+    """An object that is not a module and holds a tensor."""
 
     def __init__(self) -> None:
         self.w, self.lin = torch.full((D,), 0.5), nn.Linear(D, D)
@@ -492,7 +492,7 @@ class WithoutGradient(nn.Module):
 
 
 class TakesOptions(nn.Module):
-    """As transformers' decorators, it takes options out of the dict of its keywords."""
+    """A module that pops options from its keywords, as transformers' decorators do."""
 
     def forward(self, x: Tensor, **options: Any) -> Tensor:
         options["scale"] = options.pop("scale", 2)

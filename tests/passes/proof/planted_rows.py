@@ -1,4 +1,4 @@
-"""Operations to plant behind a value of a graph: those that let rows meet, and those that keep them apart.
+"""Operations to plant after a value of a graph: some mix rows, the others keep them apart.
 
 Each takes a Planter and returns the node that is added to the value.
 """
@@ -19,7 +19,7 @@ Plant = Callable[[Planter], fx.Node]
 
 
 def over_rows(target: Any, *rest: Any) -> Plant:
-    """A reduction over the rows, that keeps their dimension."""
+    """Reduce over the rows and keep their dimension."""
     return lambda p: p.add(target, p.x, [p.rows], *rest)
 
 
@@ -32,26 +32,26 @@ def along_rows(target: Any, *rest: Any) -> Plant:
 
 
 def first(plant: Plant) -> Plant:
-    """The first of an operation's results."""
+    """Return the first of an operation's results."""
     return lambda p: p.part(plant(p), 0)
 
 
 def flat(p: Planter) -> fx.Node:
-    """x as [rows, F], where it has no other dimension; its heads are averaged away otherwise."""
+    """Return x as [rows, F]; average its heads if it has any."""
     shape = p.x.meta["val"].shape
     others = [dim for dim in range(len(shape) - 1) if dim != p.rows]
     return p.add(aten.amax.default, p.x, others) if others else p.x
 
 
 def unflat(p: Planter, y: fx.Node) -> fx.Node:
-    """[rows, F] with x's dimensions."""
+    """Return [rows, F] with x's dimensions."""
     for dim in range(p.x.meta["val"].dim() - 1):
         y = y if dim == p.rows else p.add(aten.unsqueeze.default, y, dim)
     return y
 
 
 def square(p: Planter) -> fx.Node:
-    """A weight [F, F]."""
+    """Return a weight [F, F]."""
     return p.add(aten.full.default, [p.features, p.features], 0.5)
 
 
@@ -62,7 +62,7 @@ def halves(p: Planter) -> fx.Node:
 
 
 def row_numbers(p: Planter) -> fx.Node:
-    """One number a row, of its own content: [rows] int64. A clamp reaches the certificate as these two."""
+    """Return one number per row, computed from it: [rows] int64. A clamp becomes these two operations."""
     ids = p.add(prims.convert_element_type.default, p.add(aten.select.int, flat(p), 1, 0), torch.int64)
     return p.add(aten.clamp_max.default, p.add(aten.clamp_min.default, ids, 0), 0)
 
@@ -79,12 +79,12 @@ def meeting(p: Planter) -> fx.Node:
 
 
 def largest(p: Planter, y: fx.Node) -> fx.Node:
-    """One number, where what was planted has not x's dimensions."""
+    """Return one number if the planted value has other dimensions than x."""
     return p.add(aten.amax.default, y, [])
 
 
 def scores(p: Planter) -> fx.Node:
-    """Tokens times tokens, by the pinned product."""
+    """Multiply tokens by tokens with the pinned product."""
     x = flat(p)
     return largest(p, p.add(ours.matmul.default, x, x, None, None, []))
 
@@ -100,7 +100,7 @@ def product_over_rows(p: Planter) -> fx.Node:
 
 
 def cut(p: Planter) -> fx.Node:
-    """[rows, F] read as [F, rows], and that as [rows, F]."""
+    """Return [rows, F] viewed as [F, rows] and back."""
     turned = p.add(
         aten.clone.default, p.add(aten.permute.default, flat(p), [1, 0]), memory_format=torch.contiguous_format
     )
@@ -113,7 +113,7 @@ def normed_over_rows(p: Planter) -> fx.Node:
 
 
 def weighed_by_place(p: Planter) -> fx.Node:
-    """A weight that holds features of several rows: which of them a row takes hangs on where it stands."""
+    """Multiply by a weight made of several rows' features: a row's factor depends on its position."""
     weight = p.add(aten.full.default, [3 * p.features], 0.5)
     return unflat(p, p.add(ours.rms_norm.default, flat(p), weight, 1e-5, False))
 
@@ -123,12 +123,12 @@ def summed_over_rows(p: Planter) -> fx.Node:
 
 
 def summed_tokens(p: Planter) -> fx.Node:
-    """The gradient of a bias, in a forward."""
+    """Return the gradient of a bias, in a forward."""
     return largest(p, p.add(ours.token_sum.default, flat(p), -44))
 
 
 def multiplied_tokens(p: Planter) -> fx.Node:
-    """The gradient of a matrix, in a forward."""
+    """Return the gradient of a matrix, in a forward."""
     leaves = p.add(aten.full.default, [2], 0, dtype=torch.int32)
     return largest(p, p.add(ours.token_matmul.default, flat(p), flat(p), leaves, 1, -44))
 
@@ -153,7 +153,7 @@ def batch_norm(p: Planter) -> fx.Node:
 
 
 def chosen_by_count(p: Planter) -> fx.Node:
-    """bfloat16 for many rows, float32 for few."""
+    """Return bfloat16 for many rows, float32 for few."""
     many = p.add(torch.ops.aten.scalar_tensor.default, p.count)
     narrow = p.add(prims.convert_element_type.default, p.x, torch.bfloat16)
     narrow = p.add(prims.convert_element_type.default, narrow, torch.float32)
@@ -167,7 +167,7 @@ def scale_by_branch(p: Planter) -> fx.Node:
 
 
 def token_experts(p: Planter) -> fx.Node:
-    """Experts' weights that are the rows themselves."""
+    """Use the rows themselves as the experts' weights."""
     w = p.add(aten.unsqueeze.default, flat(p), 0)
     ids = p.add(prims.convert_element_type.default, row_numbers(p), torch.int32)
     return largest(p, p.add(ours.expert_matmul.default, flat(p), ids, w, None))
@@ -193,17 +193,17 @@ def number_read(p: Planter) -> fx.Node:
 
 
 def own_ids(p: Planter) -> fx.Node:
-    """An index of x's shape, of its own content: int64 zeros."""
+    """Return an index of x's shape, computed from x: int64 zeros."""
     ids = p.add(prims.convert_element_type.default, p.x, torch.int64)
     return p.add(aten.clamp_max.default, p.add(aten.clamp_min.default, ids, 0), 0)
 
 
 def like(p: Planter, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """An operation whose result has x's shape."""
+    """Apply an operation whose result has x's shape."""
     return p.add(target, *args, value=p.x.meta["val"], **kwargs)
 
 
-# What the passes do not pin and no rule allows: refused wherever it is planted, before the passes or behind them.
+# Neither pinned by a pass nor allowed by a rule: refused before and after the passes.
 ANYWHERE: dict[str, Plant] = {
     "mean_over_rows": over_rows(aten.mean.dim, True),
     "sum_over_rows": over_rows(aten.sum.dim_IntList, True),
@@ -319,7 +319,7 @@ ANYWHERE: dict[str, Plant] = {
     ),
 }  # fmt: skip
 
-# What the passes pin, in the form that they take it from: refused where something brings it back behind them.
+# Pinned by the passes, in the form before them: refused if it appears after the passes.
 UNPINNED: dict[str, Plant] = {
     "sum_of_features": lambda p: p.add(aten.sum.dim_IntList, p.x, [-1], True),
     "running_sum_of_features": lambda p: p.add(aten.cumsum.default, p.x, -1),
@@ -349,10 +349,10 @@ UNPINNED: dict[str, Plant] = {
     "sort_indices": lambda p: p.part(p.add(aten.sort.default, p.x), 1),
 }
 
-# What no trace gives, and a pass might.
+# Never in a trace, but a pass could produce it.
 REWRITTEN: dict[str, Plant] = {"tree_by_count": counted_tree}
 
-# Row by row: certified wherever it is planted.
+# Row by row: certified everywhere.
 NEUTRAL: dict[str, Plant] = {
     "pointwise": lambda p: p.add(aten.tanh.default, p.add(aten.mul.Tensor, p.x, p.x)),
     "narrowed": lambda p: p.add(prims.convert_element_type.default, p.x, torch.bfloat16),

@@ -1,6 +1,6 @@
 """Changes to how a real graph reads its step: each rewires attention, its caches, a collective or the output.
 
-Each takes a copy of a captured graph and changes it; with it comes what the refusal has to say.
+Each changes a copy of a captured graph, and is listed with a text of the refusal.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def output(gm: fx.GraphModule) -> fx.Node:
 
 
 def given(**changes: Any) -> Rewire:
-    """The last attention with these arguments; a function is of its own arguments."""
+    """Return a rewire of the last attention's arguments; a function gets the current arguments."""
 
     def rewire(gm: fx.GraphModule) -> None:
         last = attentions(gm)[-1]
@@ -39,7 +39,7 @@ def given(**changes: Any) -> Rewire:
 
 
 def from_first(name: str) -> Rewire:
-    """The last attention with an argument of the first."""
+    """Return a rewire that gives the last attention an argument of the first."""
 
     def rewire(gm: fx.GraphModule) -> None:
         first, *_, last = attentions(gm)
@@ -49,7 +49,7 @@ def from_first(name: str) -> Rewire:
 
 
 def chosen_rows(gm: fx.GraphModule) -> fx.Node:
-    """logits_to_keep, which only the final gather may read."""
+    """Return logits_to_keep, which only the final gather may read."""
     (gather,) = gm.graph.find_nodes(op="call_function", target=aten.index.Tensor)
     return next(index for index in gather.args[1] if index is not None)
 
@@ -59,7 +59,7 @@ def slots_of_the_output(gm: fx.GraphModule) -> None:
 
 
 def tokens_turned(gm: fx.GraphModule) -> None:
-    """Heads where the tokens were, and tokens where the heads were."""
+    """Swap the dimensions of heads and tokens."""
     last = attentions(gm)[-1]
     with gm.graph.inserting_before(last):
         turned = gm.graph.call_function(aten.permute.default, (last.kwargs["q"], [1, 0, 2]))
@@ -86,7 +86,7 @@ def attention_left_out(gm: fx.GraphModule) -> None:
 
 
 def attention_in_place(gm: fx.GraphModule) -> None:
-    """The operation itself, which writes into the caches while others may read them."""
+    """Call the operation that writes the caches in place, while others may read them."""
     last = attentions(gm)[-1]
     names = {arg.name for arg in ours.paged_attention.default._schema.arguments}
     kwargs = {name: value for name, value in last.kwargs.items() if name in names}
@@ -104,13 +104,13 @@ def caches_swapped(gm: fx.GraphModule) -> None:
 
 
 def cache_unwritten(gm: fx.GraphModule) -> None:
-    """A cache written over with what it held before the step."""
+    """Overwrite a cache with its content before the step."""
     copy = write_backs(gm)[0]
     copy.args = (copy.args[0], copy.args[0])
 
 
 def cache_read(gm: fx.GraphModule) -> None:
-    """The mean of all cached keys, whoever's they are."""
+    """Read the mean of all cached keys of all sequences."""
     last = attentions(gm)[-1]
     with gm.graph.inserting_before(last):
         mean = gm.graph.call_function(aten.amax.default, (last.kwargs["_all_bases"][0],))
@@ -143,7 +143,7 @@ def window_by_count(gm: fx.GraphModule) -> None:
 
 
 def all_rows_out(gm: fx.GraphModule) -> None:
-    """The final gather forgotten: hidden states of all tokens go out."""
+    """Skip the final gather: return hidden states of all tokens."""
     (gather,) = gm.graph.find_nodes(op="call_function", target=aten.index.Tensor)
     output(gm).args = ((gather.args[0],),)
 
@@ -157,7 +157,7 @@ def turned_out(gm: fx.GraphModule) -> None:
     last.args = ((turned,),)
 
 
-# Of any model. Where a refusal names the operation that was changed, its name comes first.
+# For any model. If a refusal names the changed operation, its name comes first.
 REWIRED: dict[str, tuple[Rewire, str]] = {
     "lengths_for_starts": (given(cu_seqlens=lambda old: old["seq_lens"]), "attention's cu_seqlens is not"),
     "starts_for_lengths": (given(seq_lens=lambda old: old["cu_seqlens"]), "attention's seq_lens is not"),
@@ -186,7 +186,7 @@ REWIRED: dict[str, tuple[Rewire, str]] = {
 }
 
 
-# Of a model whose layers are in two KV groups.
+# For a model whose layers are in two KV groups.
 OF_GROUPS: dict[str, tuple[Rewire, str]] = {
     "blocks_of_another_group": (from_first("block_table"), "attention's block_table is not"),
     "slots_of_another_group": (from_first("slot_mapping"), "attention's slot_mapping is not"),
@@ -239,7 +239,7 @@ def gathered_by_torch(gm: fx.GraphModule) -> None:
     gather.args = (gather.args[0], 2, "0")
 
 
-# Of a rank's share of a model.
+# For a rank's share of a model.
 OF_RANKS: dict[str, tuple[Rewire, str]] = {
     "reduced_twice": (reduced_twice, "that are not partial sums"),
     "reduced_in_another_tree": (reduced_in_another_tree, "added in the tree (1, 2)"),

@@ -1,4 +1,4 @@
-"""Real graphs of tiny models, and how a test plants operations in a copy of one of them."""
+"""Graphs of tiny models, and a Planter that adds operations to a copy of one."""
 
 import contextlib
 import functools
@@ -40,7 +40,7 @@ MODELS: dict[str, Mapping[str, Any]] = {
 
 
 class Captured(NamedTuple):
-    """A packed graph as the passes get it and as they leave it, with what the certificate is told of its inputs."""
+    """A packed graph before and after the passes, with the certificate's arguments about its inputs."""
 
     before: fx.GraphModule
     after: fx.GraphModule
@@ -49,14 +49,15 @@ class Captured(NamedTuple):
 
 
 class _Seen(Exception):
-    """Ends a compilation once its graph was seen."""
+    """Raised to end a compilation once its graph was captured."""
 
 
 @functools.cache
 def capture(name: str) -> Captured:
-    """The packed graph of a model of MODELS in float32, once a process; nothing is certified, compiled or run.
+    """Return the packed graph of a model of MODELS in float32, once per process, without certifying or compiling it.
 
-    Of ranks, the graph of a rank's own share: the whole model, which is traced before it for its digest, is left out.
+    If ranks share the model, it is the graph of a rank's share, not that of the whole model, which is traced first for
+    its digest.
     """
     seen: list[fx.GraphModule] = []
     certified: list[tuple[Any, ...]] = []
@@ -91,7 +92,7 @@ def capture(name: str) -> Captured:
 
 @contextlib.contextmanager
 def _two_ranks() -> Iterator[TensorParallel]:
-    """The first of two ranks, whose collectives answer and move nothing."""
+    """Return the first of two ranks; its collectives return without moving data."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         yield TensorParallel(size=2, rank=0, group=dist.group.WORLD.group_name)
@@ -100,14 +101,14 @@ def _two_ranks() -> Iterator[TensorParallel]:
 
 
 def copied(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy whose nodes may be changed; their values stay shared."""
+    """Return a copy whose nodes may be changed; their values stay shared."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
     return fx.GraphModule(gm, graph)
 
 
 def offenders_of(gm: fx.GraphModule, captured: Captured) -> tuple[str, ...]:
-    """What the certificate refuses in the graph; () where it certifies it."""
+    """Return the operations that the certificate refuses; () if it certifies the graph."""
     inputs = gm.graph.find_nodes(op="placeholder")
     roles = {node.name: role for node, role in zip(inputs, captured.roles, strict=True)}
     try:
@@ -118,7 +119,7 @@ def offenders_of(gm: fx.GraphModule, captured: Captured) -> tuple[str, ...]:
 
 
 def candidates(gm: fx.GraphModule) -> list[fx.Node]:
-    """Values [..., rows, ..., F] that something reads: rows of tokens or of logits, and 4 or more features last."""
+    """Return values [..., rows, ..., F] with a reader: rows of tokens or of logits, and 4 or more features last."""
     return [node for node in gm.graph.nodes if _holds_rows(node)]
 
 
@@ -133,7 +134,7 @@ def _holds_rows(node: fx.Node) -> bool:
 
 
 class Planter:
-    """Adds operations behind a value of a graph, then has everything that read the value read the last of them.
+    """Adds operations after a value of a graph, then makes all readers of the value read the last of them.
 
     Attributes:
         x: the value. rows: its dimension of rows. count: the number of these rows, a node.
@@ -149,23 +150,23 @@ class Planter:
         self.count = self.add(aten.sym_size.int, at, self.rows, value=at.meta["val"].shape[self.rows])
 
     def add(self, target: Callable[..., Any], *args: Any, value: Any = None, **kwargs: Any) -> fx.Node:
-        """Append an operation; ``value``: its fake result, where computing it would ask for data."""
+        """Append an operation; ``value`` is its fake result if computing it would need data."""
         with self.graph.inserting_before(self._next):
             node = self.graph.call_function(target, args, kwargs)
         if value is None:
             given = fx.map_arg((args, kwargs), lambda arg: arg.meta["val"])
-            # What an operation asks of its operands may settle no extent of the captured graph.
+            # An operation's checks of its operands must not fix an extent of the captured graph.
             with self.mode, mock.patch.object(self.mode.shape_env, "_set_replacement"):
                 value = target(*given[0], **given[1])
         node.meta = {"val": value, "stack_trace": f'  File "planted.py", line 1, in {self.name}\n    x\n'}
         return node
 
     def part(self, node: fx.Node, place: int) -> fx.Node:
-        """One result of several."""
+        """Return one result of several."""
         return self.add(operator.getitem, node, place)
 
     def finish(self, result: fx.Node) -> None:
-        """Everybody who read ``x`` reads x + result from now on, where they have one shape, or the broadcast."""
+        """Make all readers of ``x`` read x + result, if they have one shape, or the broadcast."""
         if result is not self.x:
             total = self.add(aten.add.Tensor, self.x, result)
             assert shape_of(total) == shape_of(self.x), (shape_of(total), shape_of(self.x))

@@ -1,4 +1,4 @@
-"""What the tests of WorkerGroup run in its processes. Light: a process imports this file and nothing of ours."""
+"""Target of WorkerGroup's processes in tests. It is light: it imports nothing of the package."""
 
 import ctypes
 import os
@@ -13,17 +13,17 @@ __all__ = ["Rank", "UnreadableError"]
 
 
 class UnreadableError(Exception):
-    """Cannot be pickled back: its arguments are not what its constructor takes."""
+    """Cannot be unpickled: its arguments do not fit its constructor."""
 
     def __init__(self, one: int, two: int) -> None:
         super().__init__("unreadable")
 
 
 class Rank:
-    """Does what it is told.
+    """A target with one method for each behavior under test.
 
     Args:
-        start: "raise" and "sleep" do so instead of starting, on the last rank of ``num_ranks``.
+        start: "raise" or "sleep" instead of starting, on the last rank of ``num_ranks``.
     """
 
     def __init__(self, rank: int, num_ranks: int, start: str, note: Callable[[str], None]) -> None:
@@ -37,15 +37,15 @@ class Rank:
             time.sleep(3600)
 
     def echo(self, value: Any) -> Any:
-        """What came."""
+        """Return the value."""
         return value
 
     def see(self, value: Any) -> None:
-        """Remember it."""
+        """Remember the value."""
         self.seen.append(value)
 
     def all_seen(self) -> tuple[int, list[Any]]:
-        """What was remembered."""
+        """Return the remembered values."""
         return self.rank, self.seen
 
     def raise_on(self, rank: int, error: BaseException) -> str:
@@ -55,43 +55,43 @@ class Rank:
         return "fine"
 
     def raise_unreadable(self) -> None:
-        """An exception that only its text can tell of."""
+        """Raise an exception that cannot be unpickled."""
         raise UnreadableError(1, 2)
 
     def unpicklable(self) -> Any:
-        """Return what cannot be sent."""
+        """Return a value that cannot be sent."""
         return lambda: None
 
     def sleep_on(self, rank: int, seconds: float) -> None:
-        """Take long on one rank."""
+        """Sleep on one rank."""
         if rank == self.rank:
             time.sleep(seconds)
 
     def stop_on(self, rank: int) -> None:
-        """Be stopped on one rank."""
+        """Stop one rank with a signal."""
         if rank == self.rank:
             os.kill(os.getpid(), signal.SIGSTOP)
 
     def hold_on(self, rank: int, seconds: float) -> None:
-        """Take long on one rank, in C that lets no other thread run Python."""
+        """Sleep on one rank in C code that holds the GIL."""
         if rank == self.rank:
             ctypes.PyDLL(None).usleep(int(seconds * 1e6))
 
     def kill_on(self, rank: int, number: int = signal.SIGKILL) -> None:
-        """Die on one rank; the others raise as if they had lost a peer, at the same moment."""
+        """Kill one rank; the others raise at the same moment as if they had lost a peer."""
         if rank == self.rank:
             os.kill(os.getpid(), number)
         raise ConnectionError("connection closed by peer")
 
     def exit_on(self, rank: int) -> None:
-        """End without a word on one rank."""
+        """Exit on one rank without a message."""
         if rank == self.rank:
             os._exit(7)
 
     def start_child(self) -> int:
-        """A process of its own; returns its id."""
+        """Start a child process; return its id."""
         return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"]).pid
 
     def threads_and_group(self) -> tuple[bool, bool]:
-        """Whether SIGINT is ignored, and whether the process leads a group of its own."""
+        """Return whether SIGINT is ignored, and whether the process leads its process group."""
         return signal.getsignal(signal.SIGINT) == signal.SIG_IGN, os.getpgrp() == os.getpid()

@@ -1,4 +1,4 @@
-"""A model of one layer whose attention reads StepInputs token by token, and the cache and blocks that it runs over."""
+"""A model of one layer whose attention reads StepInputs token by token, with its cache and blocks."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Requests of mixed parameters, and receipts that somebody changed and sealed again."""
+"""Requests of mixed parameters, and receipts that were changed and sealed again."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -54,7 +54,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
 
 
 class Tampering(NamedTuple):
-    """A change of a receipt's payload, and what the verdict on it names."""
+    """A change of a receipt's payload, and a text of its verdict."""
 
     change: Callable[[dict[str, Any]], None]
     field: str
@@ -62,7 +62,7 @@ class Tampering(NamedTuple):
 
 
 def changed(envelope: Envelope, change: Callable[[dict[str, Any]], None], key: SigningKey | None) -> Envelope:
-    """The envelope with another payload, sealed by who has the key."""
+    """Return the envelope with another payload, sealed with the key."""
     payload = json.loads(payload_of(envelope))
     change(payload)
     return seal(json.dumps(payload).encode(), key)
@@ -111,7 +111,7 @@ def _grammar(source: str, version: str | None = None) -> Callable[[dict[str, Any
 
 
 OTHER = "a" * 64
-# Of an answer with two samples, logprobs of its prompt and its tokens, drawn at a temperature, that ends by its length.
+# An answer with two samples, logprobs of its prompt and its tokens, drawn at a temperature, that ends by its length.
 TAMPERINGS: dict[str, Tampering] = {
     "another token": Tampering(_other_token, "token_ids"),
     "a token that there is not": Tampering(lambda p: _sample(p)["token_ids"].__setitem__(3, 1 << 30), "token_ids"),
@@ -143,7 +143,7 @@ TAMPERINGS: dict[str, Tampering] = {
 def comparison(
     data: bytes, model: CompiledModel, texts: TokenizerPool, opening: Opening | None = None
 ) -> tuple[dict[str, Any], Callable[[dict[str, Any]], Verdict | None]]:
-    """The fields of an answer, and what compares others with its receipt, which is replayed once."""
+    """Return an answer's fields, and a function that compares others with its receipt, which is replayed once."""
     envelope, fields = read_answer(data)
     compare: list[Callable[[dict[str, Any]], Verdict | None]] = []
 

@@ -1,4 +1,4 @@
-"""What the tests of the attention kernels share: sequences, ways to attend to them, and features of the scores."""
+"""Shared parts of the attention tests: sequences, ways to attend, and features of the scores."""
 
 import math
 from collections.abc import Callable
@@ -41,7 +41,7 @@ SCHEDULES = [PLAIN, AttentionSchedule("plain", 32, 4, 2), AttentionSchedule("pla
 
 
 def _paged_by(attend: Callable[..., Tensor], option: str) -> Callable[..., Tensor]:
-    """attend, called with the arguments of paged_attention one by one."""
+    """Wrap attend so that it takes the arguments of paged_attention one by one."""
 
     def flat(
         q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, cu_seqlens: Tensor,
@@ -55,7 +55,7 @@ def _paged_by(attend: Callable[..., Tensor], option: str) -> Callable[..., Tenso
 
 
 def _dense_by(attend: Callable[..., Tensor], option: str) -> Callable[..., Tensor]:
-    """attend, called with the arguments of dense_attention one by one."""
+    """Wrap attend so that it takes the arguments of dense_attention one by one."""
 
     def flat(q: Tensor, k: Tensor, v: Tensor, *rule: Any, **named: Any) -> Tensor:
         options = {option: named.pop(option, None)}
@@ -71,7 +71,7 @@ paged_gpu, dense_gpu = _paged_by(paged_attention_cuda, "schedule"), _dense_by(de
 def exact_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, sliding_window: int = 0, *rest: Any, **named: Any
 ) -> Tensor:
-    """reference_attention, called with the arguments of dense_attention one by one, but for kv_chunk."""
+    """Call reference_attention with the arguments of dense_attention, except kv_chunk."""
     return reference_attention(q, k, v, AttentionRule(scale, sliding_window, CHUNK, *rest, **named))
 
 
@@ -103,7 +103,7 @@ def paged(
     seed: int = 0,
     **scores: Any,
 ) -> list[Tensor]:
-    """Attention of tokens first..last of each sequence, whose earlier keys lie in scattered pages among NaN."""
+    """Attend from tokens first..last of each sequence; earlier keys are in scattered pages among NaN."""
     s0 = parts[0][0]
     width = max(-(-last // page) for _, _, last in parts) + 1
     table = torch.randperm(width * len(parts), generator=torch.Generator().manual_seed(seed)).view(len(parts), width)
@@ -135,7 +135,7 @@ def paged(
 def dense(
     s: Sequence, window: int = 0, schedule: AttentionSchedule | None = PLAIN, chunk: int = CHUNK, **scores: Any
 ) -> Tensor:
-    """[n, H, DV]: the whole sequence by the dense op."""
+    """Attend over the whole sequence with the dense op -> [n, H, DV]."""
     q, k, v = (t[None].transpose(1, 2) for t in (s.q, s.k, s.v))
     scale = scores.pop("scale", s.q.shape[-1] ** -0.5)
     return dense_gpu(q, k, v, scale, window, chunk, schedule=schedule, **scores)[0].transpose(0, 1)
@@ -154,14 +154,14 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 
 def assert_shared_tokens_are_those_of_each(attend: Callable[..., Tensor], dtype: torch.dtype, device: str) -> None:
-    """Fail unless a token that is computed in one sequence, and written into another's blocks too, is the other's.
+    """Fail unless a token that is computed in one sequence, and also written into another's blocks, serves both.
 
     Sequences of 9 and 8 tokens, 5 of each in their caches; the next 2 they share.
     """
     page, cached, common, lengths = 16, 5, 2, (9, 8)
     generator = torch.Generator().manual_seed(1)
     drawn = [torch.randn(lengths[0] + 1, heads, 32, generator=generator).to(dtype) for heads in (4, 2, 2)]
-    rows = [torch.arange(lengths[0]), torch.tensor([*range(cached + common), lengths[0]])]  # of what was drawn
+    rows = [torch.arange(lengths[0]), torch.tensor([*range(cached + common), lengths[0]])]  # indices of the draw
     metadata = {"dtype": torch.int32, "device": device}
     order = (0.2, 0, CHUNK)
 
@@ -173,7 +173,7 @@ def assert_shared_tokens_are_those_of_each(attend: Callable[..., Tensor], dtype:
         return pair
 
     def step(parts: list[tuple[int, int]], copies: list[list[int]], pair: list[Tensor]) -> Tensor:
-        """Tokens of sequence s from index ``start`` on, for each (s, start)."""
+        """Run tokens of sequence s from index ``start`` on, for each (s, start)."""
         chosen = torch.cat([rows[s][start:] for s, start in parts])
         q, k, v = (values[chosen].to(device) for values in drawn)
         places = [s * page + p for s, start in parts for p in range(start, lengths[s])]
@@ -194,7 +194,7 @@ def assert_shared_tokens_are_those_of_each(attend: Callable[..., Tensor], dtype:
 
 
 def features(name: str, heads: int, device: str = "cpu") -> dict[str, Any]:
-    """Arguments of FEATURES[name] for so many query heads: sinks from -1 to 3, slopes from 1/2 downwards."""
+    """Return the arguments of FEATURES[name] for so many query heads: sinks from -1 to 3, slopes from 1/2 downward."""
     given = dict(FEATURES[name])
     if "sinks" in given:
         given["sinks"] = torch.linspace(-1, 3, heads, device=device)

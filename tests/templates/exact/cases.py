@@ -1,4 +1,4 @@
-"""What the tests of exact-1's templates share: tensors, comparisons, and attention in steps over pages."""
+"""Shared parts of the tests of exact-1's templates: tensors, comparisons, and attention in steps over pages."""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -21,7 +21,7 @@ def tensor(array: Array) -> Tensor:
 
 
 def assert_same(actual: Tensor, expected: Array) -> None:
-    """The same bytes, where every NaN counts as one value."""
+    """Fail unless the bytes are equal; every NaN counts as one value."""
     assert actual.shape == expected.shape
     assert exact.digest(actual.cpu().numpy()) == exact.digest(expected)
 

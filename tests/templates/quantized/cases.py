@@ -1,4 +1,4 @@
-"""Quantized weights that the tests of their templates share: every format, scales of every shape."""
+"""Quantized weights for the template tests: every format, scales of every shape."""
 
 import torch
 
@@ -25,7 +25,7 @@ FORMATS = {
 
 
 def quantized_weight(name: str, n: int, k: int, device: str = "cpu", seed: int = 0) -> QuantizedWeight:
-    """A random weight [n, k] of one of FORMATS."""
+    """Return a random weight [n, k] of one of FORMATS."""
     w_dtype, group, rows, offset, s_dtype = FORMATS[name]
     group, rows = group or k, rows or n
     generator = torch.Generator().manual_seed(seed)

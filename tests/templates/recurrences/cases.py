@@ -11,7 +11,7 @@ from tests.templates.cases import normal
 
 __all__ = ["KINDS", "Operands", "averaged", "falling", "in_steps", "operands", "random_plan", "step_of"]
 
-KINDS = {  # decay of a head, of a key, by rates of key and value; each with the delta rule and without
+KINDS = {  # decay per head, per key, or by rates of key and value; each with and without the delta rule
     f"{name}{', delta' if delta else ''}": (kind, delta)
     for kind, name in enumerate(("per head", "per key", "per value"))
     for delta in (False, True)
@@ -19,7 +19,7 @@ KINDS = {  # decay of a head, of a key, by rates of key and value; each with the
 
 
 class Operands(NamedTuple):
-    """Of dense_linear_recurrence, each [B, T, ...] but the rates."""
+    """Operands of dense_linear_recurrence, each [B, T, ...] except the rates."""
 
     q: Tensor
     k: Tensor
@@ -29,12 +29,12 @@ class Operands(NamedTuple):
     rates: Tensor | None
 
     def rows(self, row: int, start: int, stop: int) -> tuple[Tensor | None, ...]:
-        """Those of some tokens of a row of the batch, and not the rates."""
+        """Return the operands of some tokens of a row, without the rates."""
         return tuple(None if value is None else value[row, start:stop] for value in self[:5])
 
 
 def operands(kind: str, B: int, T: int, G: int, H: int, K: int, V: int, seed: int = 0) -> Operands:
-    """Keys are short, as norms make them, so that the delta rule does not grow the state."""
+    """Draw operands. Keys are short, as after a norm, so that the delta rule does not grow the state."""
     which, delta = KINDS[kind]
     shape = [(B, T, H), (B, T, H, K), (B, T, H, V)][which]
     return Operands(
@@ -48,18 +48,18 @@ def operands(kind: str, B: int, T: int, G: int, H: int, K: int, V: int, seed: in
 
 
 def averaged(B: int, T: int, C: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Operands of dense_wkv: keys, values, decay and bonus."""
+    """Return operands of dense_wkv: keys, values, decay and bonus."""
     k, v = (normal((B, T, C), torch.float32, seed + i) * 3 for i in range(2))
     return k, v, -normal((C,), torch.float32, seed + 2).exp(), normal((C,), torch.float32, seed + 3)
 
 
 def falling(B: int, T: int, C: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Operands of dense_running_max: values and what the greatest of them falls by."""
+    """Return operands of dense_running_max: values, and the decay of their maximum."""
     return normal((B, T, C), torch.float32, seed) * 3, -normal((B, T, C), torch.float32, seed + 1).abs()
 
 
 def random_plan(seed: int, tokens: int) -> tuple[list[list[tuple[int, int]]], list[int]]:
-    """Three rows that advance as chance will, in any order, and the slots of their states."""
+    """Return steps that advance three rows at random, and the slots of their states."""
     rng = random.Random(seed)
     left, plan = [tokens] * 3, []
     while any(left):
@@ -70,7 +70,7 @@ def random_plan(seed: int, tokens: int) -> tuple[list[list[tuple[int, int]]], li
 
 
 def step_of(parts: Sequence[tuple[int, int]], slots: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """state_slots, cu_seqlens and seq_lens of a step of (tokens, tokens before) pairs."""
+    """Return state_slots, cu_seqlens and seq_lens of a step of (tokens, tokens before) pairs."""
     ends = [0]
     for count, _ in parts:
         ends.append(ends[-1] + count)
@@ -83,7 +83,7 @@ def in_steps(
     plan: Sequence[Sequence[tuple[int, int]]],
     slots: Sequence[int],
 ) -> dict[int, Tensor]:
-    """Each row's outputs, its steps joined.
+    """Return each row's outputs, joined over its steps.
 
     Args:
         run: (pieces (row, start, stop) of the step, its metadata) -> the packed outputs.

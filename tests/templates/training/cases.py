@@ -1,4 +1,4 @@
-"""What the tests of gradients share: packed sequences, their leaves, and the same ones packed otherwise."""
+"""Shared parts of the gradient tests: packed sequences, their leaves, and other packings of them."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ def cu_seqlens_of(lengths: Sequence[int]) -> Tensor:
 
 
 def leaves_of(lengths: Sequence[int], leaf: int) -> Tensor:
-    """Where the leaves of sequences that lie behind each other begin and end."""
+    """Return the boundaries of the leaves of consecutive sequences."""
     table, at = [0], 0
     for length in lengths:
         table += [at + min(end, length) for end in range(leaf, length + leaf, leaf)]
@@ -22,12 +22,12 @@ def leaves_of(lengths: Sequence[int], leaf: int) -> Tensor:
 
 
 def split(rows: Tensor, lengths: Sequence[int]) -> list[Tensor]:
-    """The rows of each sequence."""
+    """Return the rows of each sequence."""
     return list(rows.split(list(lengths)))
 
 
 def packings(count: int) -> dict[str, list[list[int]]]:
-    """Name -> micro-batches of the numbers of ``count`` sequences."""
+    """Return, by name, micro-batches of the indices of ``count`` sequences."""
     numbers = list(range(count))
     half = count // 2
     return {

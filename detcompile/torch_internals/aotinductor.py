@@ -17,7 +17,7 @@ READ_IN = "2.11.0, 2.13.0, 2.14.1, 2.15.0"
 
 @contextlib.contextmanager
 def ahead_of_time() -> Iterator[None]:
-    """Have ``compile_fx_inner`` make a shared library while entered, which rounds as the JIT's code does.
+    """Make ``compile_fx_inner`` write a shared library inside the block, which rounds as the JIT's code does.
 
     Without it: no archive can be written.
     """
@@ -25,7 +25,7 @@ def ahead_of_time() -> Iterator[None]:
         **get_cpp_wrapper_config(),
         "cpp_wrapper": True,
         "aot_inductor.package": True,
-        # As the JIT keeps them: a constant of few elements would be written into scalar code, whose libm is another.
+        # As in the JIT: constants of few elements would become scalar code, which uses another libm.
         "always_keep_tensor_constants": True,
     }
     linking = mock.patch.object(cpp_builder.BuildOptionsBase, "get_ldflags", _link_flags)
@@ -34,10 +34,10 @@ def ahead_of_time() -> Iterator[None]:
 
 
 def _link_flags(options: cpp_builder.BuildOptionsBase) -> list[str]:
-    """torch's own; and what a static library brings is for this library alone.
+    """Return torch's flags, plus one that keeps symbols of static libraries inside this library.
 
-    Some compilers link libstdc++ statically. Some of its symbols would then be bound to the process's own copy, and
-    AOTInductor's runtime, which parses a device's name with std::regex, crashes over a locale of two halves.
+    Some compilers link libstdc++ statically. Some of its symbols would then be bound to the process's copy, and
+    AOTInductor's runtime, which parses a device's name with std::regex, crashes because its locale mixes both copies.
     """
     flags: list[str] = options._ldflags
     return [*flags, "Wl,--exclude-libs,ALL"] if "shared" in options.get_cflags() else flags

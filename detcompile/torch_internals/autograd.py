@@ -1,4 +1,4 @@
-"""A backward that is under way, what changes a tensor outside it, and whether a call is traced."""
+"""The running backward, changes of tensors outside it, and whether a call is traced."""
 
 from collections.abc import Callable
 from typing import Any
@@ -38,7 +38,7 @@ def backward_keeps_graph() -> bool:
 def call_after_backward(function: Callable[[], Any]) -> None:
     """Call ``function`` when the backward that runs in this thread has ended.
 
-    Without it: what a backward has noted is never dropped, and ranks cannot agree on an error behind it.
+    Without it: a backward's records are never dropped, and ranks cannot agree on an error after it.
     """
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
@@ -53,7 +53,7 @@ def is_traced() -> bool:
 
 
 def tensor_hooks(parameter: Tensor) -> Any:
-    """Return the hooks that were registered on a tensor by number, or None.
+    """Return the hooks registered on a tensor, by number, or None.
 
     Without it: a hook that changes gradients one by one is not seen.
     """
@@ -63,6 +63,6 @@ def tensor_hooks(parameter: Tensor) -> Any:
 def version_of(tensor: Tensor) -> int:
     """Return how often a tensor was changed in place.
 
-    Without it: a gradient or a weight that was changed in place passes for the unchanged one.
+    Without it: an in-place change of a gradient or weight goes unnoticed.
     """
     return tensor._version

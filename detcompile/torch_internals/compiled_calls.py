@@ -1,4 +1,4 @@
-"""Calls of what torch.compile returned: what is entered around them, and the frames between them and a graph."""
+"""Calls of objects that torch.compile returned: the contexts entered around them, and the frames around a graph."""
 
 import contextlib
 import sys
@@ -28,10 +28,10 @@ __all__ = [
 
 READ_IN = "2.11.0, 2.13.0, 2.14.1, 2.15.0"
 
-# Frames between a compiled one and torch.compile's own that compute nothing of the caller's.
+# Frames between a compiled frame and torch.compile's that compute nothing for the caller.
 TRANSPARENT = {
     (module_calls.__file__, "_wrapped_call_impl"),
-    (module_calls.__file__, "_call_impl"),  # with hooks it goes on in `inner`
+    (module_calls.__file__, "_call_impl"),  # with hooks it continues in `inner`
     (_contextlib.__file__, "decorate_context"),  # @torch.no_grad()
     (graph_module.__file__, "__call__"),  # of an fx.GraphModule
     (graph_module.__file__, "call_wrapped"),
@@ -40,7 +40,7 @@ MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")  # the secon
 
 
 class CompileWrapper(NamedTuple):
-    """The frame of torch.compile that calls what it compiled, and what it was called with.
+    """The frame of torch.compile that calls compiled code, and the call's arguments.
 
     Without it: see ``compile_wrapper``.
     """
@@ -51,11 +51,11 @@ class CompileWrapper(NamedTuple):
 
 
 def enter_around_calls() -> None:
-    """Have torch.compile enter what a backend's ``around_calls`` makes of its options, around each call.
+    """Make torch.compile enter a backend's ``around_calls(options)`` around each call.
 
-    torch looks for ``backend_ctx_ctor`` at the object that torch.compile puts around a backend, not at the backend, and
-    may import a backend's module while it makes that object: before the backend is put into it, and the options after
-    that. Without it: what Dynamo leaves to Python, and no certificate sees, goes unnoticed.
+    torch looks for ``backend_ctx_ctor`` on the object that torch.compile puts around a backend, not on the backend. It
+    may import a backend's module while it makes that object, before it sets the backend and the options. Without it:
+    code that Dynamo leaves to Python, and that no certificate covers, goes unnoticed.
     """
 
     def get(self: Any) -> Any:
@@ -71,12 +71,12 @@ def enter_around_calls() -> None:
 
 
 def compile_wrapper() -> CompileWrapper:
-    """Return the innermost frame of torch.compile that calls what it compiled.
+    """Return the innermost frame of torch.compile that calls compiled code.
 
-    Without it: tensor arguments cannot be marked before the call, nor told from what the module holds.
+    Without it: tensor arguments cannot be marked before the call, nor distinguished from the module's tensors.
 
     Raises:
-        UnsupportedModel: there is none on this thread's stack.
+        UnsupportedModel: this thread's stack has none.
     """
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -89,21 +89,21 @@ def compile_wrapper() -> CompileWrapper:
 
 
 def calling_frame(frame: types.FrameType | None, wrapper: types.FrameType | None) -> types.FrameType | None:
-    """Return the frame around the compiled one that called a graph from ``frame``, past those that compute nothing.
+    """Return the frame that called the compiled frame of a graph, skipping frames that compute nothing.
 
-    It is ``wrapper`` if the graph is all of the call, and None if ``wrapper`` did not call it. Without it: code between
-    the graphs of a call, which no certificate sees, goes unnoticed.
+    It is ``wrapper`` if the graph is the whole call, and None if ``wrapper`` did not call it. Without it: code between
+    the graphs of a call, which no certificate covers, goes unnoticed.
     """
     while frame is not None and _place(frame)[0] == eval_frame.__file__ and frame is not wrapper:
         frame = frame.f_back
-    outside = frame and frame.f_back  # around the frame that was compiled
+    outside = frame and frame.f_back  # the caller of the compiled frame
     while outside is not None and outside is not wrapper and _place(outside) in TRANSPARENT:
         outside = outside.f_back
     return outside
 
 
 def is_module_call(frame: types.FrameType) -> bool:
-    """Return whether a frame is of torch.nn.Module's own call.
+    """Return whether a frame belongs to torch.nn.Module.__call__.
 
     Without it: a message about hooks of a compiled module names torch's code only.
     """
@@ -111,7 +111,7 @@ def is_module_call(frame: types.FrameType) -> bool:
 
 
 def runs_hooks(frame: types.FrameType | None) -> bool:
-    """Return whether torch runs hooks around a call of what it compiled, given the frame of ``compile_wrapper``.
+    """Return whether torch runs hooks around a compiled call, given the frame of ``compile_wrapper``.
 
     Without it: hooks of the object that torch.compile returned go unnoticed.
     """
@@ -123,12 +123,12 @@ def runs_hooks(frame: types.FrameType | None) -> bool:
 
 
 def runs_another_forward(frame: types.FrameType) -> bool:
-    """Return whether other code than torch's calls the graph for what torch.compile made of a module.
+    """Return whether code other than torch's calls the graph of a compiled module.
 
-    Without it: a ``forward`` put in the place of that object's goes unnoticed.
+    Without it: a replaced ``forward`` of the compiled module goes unnoticed.
 
     Args:
-        frame: that of ``compile_wrapper``.
+        frame: the frame of ``compile_wrapper``.
     """
     compiled = frame.f_locals["fn"]
     module = getattr(compiled, "__self__", None) or getattr(compiled, "__wrapped__", None)  # of a method; wrap_inline's
@@ -145,7 +145,7 @@ def runs_another_forward(frame: types.FrameType) -> bool:
 
 @contextlib.contextmanager
 def varying_rows(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Make the first dimension of tensors symbolic for torch.compile while entered, and leave no mark on them.
+    """Make the first dimension of tensors symbolic for torch.compile inside the block, and remove the marks after it.
 
     Without it: Dynamo makes a graph for each number of rows, up to its limit.
     """

@@ -8,13 +8,13 @@ __all__ = ["device_types", "fsdp_groups", "process_group"]
 
 READ_IN = "2.11.0, 2.13.0, 2.14.1, 2.15.0"
 
-_resolve: Any = distributed_c10d._resolve_process_group  # torch 2.13 gave names a type of their own
+_resolve: Any = distributed_c10d._resolve_process_group  # torch 2.13 has a separate type for names
 
 
 def process_group(name: str) -> ProcessGroup:
     """Return the group of this name, which this process is in.
 
-    Without it: an operation of a graph, which carries a name and no group, cannot communicate.
+    Without it: a graph's operation, which holds the name of a group, cannot communicate.
     """
     return _resolve(name)
 
@@ -30,7 +30,7 @@ def device_types(group: ProcessGroup) -> set[str]:
 def fsdp_groups(module: Any) -> list[Any]:
     """Return FSDP's groups of a module's parameters: several since torch 2.12, one or none before.
 
-    Without it: gradients of sharded parameters are summed by FSDP, in an order of its own.
+    Without it: gradients of sharded parameters are summed by FSDP, in an unspecified order.
     """
     state = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):

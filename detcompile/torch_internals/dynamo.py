@@ -32,21 +32,21 @@ __all__ = [
 
 READ_IN = "2.11.0, 2.13.0, 2.14.1, 2.15.0"
 NAMES = {
-    "FailOnRecompileLimitHit": "Raised when Dynamo has made as many graphs of one function as it may. Without it: a "
-    "user is not told which numbers of rows to mark as varying.",
-    "TorchDynamoException": "The base of Dynamo's errors. Without it: an error of this package that was raised in a "
+    "FailOnRecompileLimitHit": "Raised when Dynamo reaches its limit of graphs per function. Without it: a "
+    "user does not learn which numbers of rows to mark as varying.",
+    "TorchDynamoException": "The base of Dynamo's errors. Without it: an error of this package raised in a "
     "trace does not reach the user as such.",
-    "Unsupported": "Raised where Dynamo cannot make one graph of a function. Without it: a user is not told what to "
+    "Unsupported": "Raised where Dynamo cannot make one graph of a function. Without it: a user does not learn what to "
     "compile instead.",
     "compile_lock": "The lock that Dynamo holds while it compiles. Without it: transformers patches torch in one "
     "thread while another compiles.",
     "dynamo_config": "Dynamo's settings, to be changed by ``patch`` for a trace. Without it: extents become symbols, "
-    "or do not, by what was traced before.",
-    "error_on_graph_break": "Have Dynamo raise where it would break a graph. Without it: a part of a call runs without "
+    "or do not, depending on earlier traces.",
+    "error_on_graph_break": "Make Dynamo raise instead of breaking a graph. Without it: a part of a call runs without "
     "a certificate.",
-    "mark_dynamic": "Make an extent of a tensor a symbol in the next trace; refused where code depends on it. Without "
+    "mark_dynamic": "Make an extent of a tensor a symbol in the next trace; refused if code depends on it. Without "
     "it: a batch is certified for one extent only.",
-    "mark_unbacked": "Make an extent of a tensor a symbol of which nothing is known, not even that it is not 1. "
+    "mark_unbacked": "Make an extent of a tensor a symbol without any assumption, even that it is not 1. "
     "Without it: one graph does not serve every number of tokens.",
 }
 
@@ -56,8 +56,8 @@ _PATCHING = threading.Lock()  # of torch's answers to whether it compiles
 def dynamo_settings(**settings: Any) -> Callable[[], Callable[[], None]]:
     """Return a function that changes Dynamo's settings and returns a function that restores them.
 
-    torch's variant of ``patch`` for code that runs at every call, of which torch.compile's own settings are made.
-    Without it: a call makes several graphs, or symbols of more than its number of rows.
+    torch's variant of ``patch`` for code that runs at every call, as torch.compile's settings do.
+    Without it: a call makes several graphs, or symbols for more than its number of rows.
     """
     changes: Callable[[], Callable[[], None]] = dynamo_config._make_closure_patcher(**settings)
     return changes
@@ -73,7 +73,7 @@ def shape_settings(**settings: Any) -> Callable[[], Callable[[], None]]:
 
 
 def register_backend(name: str, backend: Any) -> None:
-    """Register a backend of torch.compile, unless torch has found its entry point and is about to register it.
+    """Register a backend of torch.compile, unless torch is about to register it by its entry point.
 
     Without it: ``torch.compile(model, backend="detcompile")`` needs an installed package.
     """
@@ -83,13 +83,13 @@ def register_backend(name: str, backend: Any) -> None:
 
 @contextlib.contextmanager
 def as_if_compiling() -> Iterator[None]:
-    """Have torch.compiler answer while entered that Dynamo is compiling, in this process.
+    """Make torch.compiler report inside the block that Dynamo is compiling, in this process.
 
     Without it: a model's code takes other branches in a run over fake tensors than in Dynamo's trace of it.
     """
     under_dynamo = torch.compiler.is_dynamo_compiling
     with _PATCHING, mock.patch.object(torch.compiler, "_is_compiling_flag", True):
-        code = under_dynamo.__code__  # its code is patched, as modules import the function by its name
+        code = under_dynamo.__code__  # its code is patched, because modules import the function by name
         under_dynamo.__code__ = (lambda: True).__code__
         try:
             yield

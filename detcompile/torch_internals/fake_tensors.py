@@ -30,7 +30,7 @@ __all__ = [
 
 READ_IN = "2.11.0, 2.13.0, 2.14.1, 2.15.0"
 NAMES = {
-    "FakeTensor": "The type of tensors without values. Without it: a fingerprint would hash a constant that has none.",
+    "FakeTensor": "The type of tensors without values. Without it: a fingerprint would hash constants without values.",
     "FakeTensorMode": "Run a model without computing. Without it: finding equal layers and certifying a batch cost "
     "forwards of the whole model.",
     "FunctionalTensorMode": "The mode of ``dispatch_functionalize``. Without it: see there.",
@@ -40,15 +40,14 @@ NAMES = {
     "outputs, and a region of a trainer is not compiled in the mode that traced it.",
     "detect_fake_mode": "The mode that made fake values. Without it: a pass cannot give a new node its fake value.",
     "dispatch_functionalize": "Run a function with writes into tensors turned into results. Without it: a batch whose "
-    "code writes into tensors of its own is not certified.",
-    "enable_python_dispatcher": "Have decompositions that are registered in Python run under make_fx. Without it: some "
+    "code writes into its temporary tensors is not certified.",
+    "enable_python_dispatcher": "Run decompositions registered in Python under make_fx. Without it: some "
     "operations have no result for unknown extents.",
     "tracing": "Enter a TracingContext. Without it: see TracingContext.",
-    "tree_flatten": "The leaves of a nested value, and its form. Without it: what operations take and return cannot be "
-    "compared.",
-    "tree_leaves": "The leaves of a nested value. Without it: tensors within lists and objects that torch knows are no "
+    "tree_flatten": "The leaves of a nested value, and its form. Without it: arguments and results cannot be compared.",
+    "tree_leaves": "The leaves of a nested value. Without it: tensors in lists and objects that torch knows are not "
     "arguments of a call.",
-    "unset_fake_temporarily": "Compute with real tensors in the middle of a trace. Without it: the bytes of a constant "
+    "unset_fake_temporarily": "Compute with real tensors during a trace. Without it: the bytes of a constant "
     "cannot be hashed there.",
     "without_modes": "Run without any mode for a while. Without it: the contents of a tensor cannot be read in a run "
     "over fake tensors.",
@@ -56,9 +55,9 @@ NAMES = {
 
 
 def was_written(tensor: Any) -> bool:
-    """Return whether a run under FunctionalTensorMode wrote into a tensor that it was given.
+    """Return whether a run under FunctionalTensorMode wrote into an argument.
 
-    Without it: a batch is certified though it changes the weights.
+    Without it: a batch that changes the weights is certified.
     """
     functions: Any = torch
     return bool(functions._functionalize_has_data_mutation(tensor.elem))

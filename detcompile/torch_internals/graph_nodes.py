@@ -1,4 +1,4 @@
-"""What torch writes about the nodes of its graphs, and how it calls operations that write into their arguments."""
+"""Data that torch attaches to nodes of its graphs, and how graphs call operations that write into arguments."""
 
 import os
 import re
@@ -28,9 +28,9 @@ __all__ = [
 
 READ_IN = "2.11.0, 2.13.0, 2.14.1, 2.15.0"
 NAMES = {
-    "BASES": "The keyword with which FUNCTIONALIZED takes what is written into. Without it: the proof does not see "
+    "BASES": "The keyword of FUNCTIONALIZED for the tensors that are written. Without it: the proof does not see "
     "which caches an operation writes.",
-    "FUNCTIONALIZED": "What calls an operation that writes into its arguments, which are results of it then. Without "
+    "FUNCTIONALIZED": "Calls an operation that writes into its arguments, and returns these as results. Without "
     "it: a graph that writes KV caches cannot be certified.",
 }
 
@@ -42,7 +42,7 @@ CODE_NAME = re.compile(r"^forward_[0-9a-f]+$")  # passes.tracing.with_fresh_code
 
 
 def base_index(argument: str) -> str:
-    """Return the keyword of FUNCTIONALIZED that says which of BASES an argument of the operation is.
+    """Return the keyword of FUNCTIONALIZED with the index in BASES of an operation's argument.
 
     Without it: see BASES.
     """
@@ -58,7 +58,7 @@ def expression_of(size: torch.SymInt | torch.SymFloat | torch.SymBool) -> Any:
 
 
 def first_value(size: torch.SymInt) -> int | None:
-    """Return the number that a symbolic one had in the trace; None if nothing is known of it.
+    """Return the value that a symbol had in the trace; None if it is unknown.
 
     Without it: arguments with different numbers of rows are taken for one batch.
     """
@@ -118,15 +118,15 @@ def set_source_trace(node: fx.Node, origin: fx.Node) -> None:
 
 
 def forget_eager_inputs(node: fx.Node) -> None:
-    """Drop the values that a node's arguments had in the trace, once a pass has given it others.
+    """Drop the values that a node's arguments had in the trace, after a pass has replaced the arguments.
 
-    Without it: Inductor lays out the arguments of a new operation as those of the old one.
+    Without it: Inductor lays out the arguments of a new operation like those of the old one.
     """
     node.meta.pop("eager_input_vals", None)
 
 
 def mark_user_outputs(output: fx.Node, count: int) -> None:
-    """Tell Inductor that all outputs of a graph are seen outside, whose strides are then kept.
+    """Tell Inductor that callers see all outputs of a graph, so that it keeps their strides.
 
     Without it: a region's outputs have other strides than the next region was compiled for.
     """

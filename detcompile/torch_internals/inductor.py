@@ -26,9 +26,9 @@ READ_IN = "2.11.0, 2.13.0, 2.14.1, 2.15.0"
 NAMES = {
     "CustomGraphPass": "The base of passes that Inductor runs over a graph, with a key for its cache. Without it: "
     "Inductor's cache answers with code of other passes.",
-    "compile_fx": "AOTAutograd and Inductor over one graph of Dynamo's, with passes in between. Without it: no graph "
+    "compile_fx": "AOTAutograd and Inductor on one Dynamo graph, with passes in between. Without it: no graph "
     "is compiled.",
-    "compile_fx_inner": "Inductor over one graph of ATen. Without it: no certified graph is compiled.",
+    "compile_fx_inner": "Inductor on one ATen graph. Without it: no certified graph is compiled.",
     "select_decomp_table": "Inductor's decompositions. Without it: ATen holds operations that neither passes nor "
     "Inductor know.",
 }
@@ -36,7 +36,7 @@ NAMES = {
 
 @contextlib.contextmanager
 def without_patterns() -> Iterator[None]:
-    """Keep Inductor from making its patterns of products, attention and random numbers while entered.
+    """Skip Inductor's patterns of products, attention and random numbers inside the block.
 
     A certified graph holds none of them. Without it: the first compilation takes seconds more.
     """
@@ -46,10 +46,10 @@ def without_patterns() -> Iterator[None]:
 
 @contextlib.contextmanager
 def folding_known_extents() -> Iterator[None]:
-    """Have Inductor fold constants as far as that asks nothing of an unknown extent while entered.
+    """Limit Inductor's constant folding inside the block to folds that do not inspect an unknown extent.
 
-    It asks of a view of zeros how its rows lie: out = zeros(x.shape), out[..., :8] = ... Without it: a graph with such
-    a view is not compiled.
+    It inspects the strides of rows of a view of zeros: out = zeros(x.shape), out[..., :8] = ... Without it: a graph
+    with such a view is not compiled.
     """
     fold = joint_graph.constant_fold_uniform_value
     with mock.patch.object(joint_graph, fold.__name__, functools.partial(_fold_known_extents, fold)):

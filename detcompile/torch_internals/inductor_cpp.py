@@ -27,11 +27,11 @@ __all__ = [
 
 READ_IN = "2.11.0, 2.13.0, 2.14.1, 2.15.0"
 NAMES = {
-    "CppOverrides": "Inductor's scalar C++ of each operation. Without it: an element's bits follow the lane it is "
+    "CppOverrides": "Inductor's scalar C++ of each operation. Without it: an element's bits depend on the lane it is "
     "computed in.",
     "CppVecOverrides": "Inductor's C++ of vectors of each operation. Without it: see CppOverrides.",
     "OpOverrides": "Inductor's operations made of others, such as the remainder by the C library's fmod. Without it: a "
-    "remainder's bits follow the other lanes.",
+    "remainder's bits depend on the other lanes.",
 }
 
 KERNEL = "kernel"  # the function of a generated library, and of its Python module
@@ -40,18 +40,18 @@ CODEGEN_GROUP = cpp.KernelGroup.codegen_group
 
 
 def each_lane(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what writes C++ of vectors that calls a scalar function for each lane.
+    """Return a generator of vector C++ that calls a scalar function for each lane.
 
-    Without it: a function of vectors may look at all lanes before it chooses how to compute each.
+    Without it: a vector function may inspect all lanes before it chooses how to compute each.
     """
     return CppVecOverrides._scalarize(function)
 
 
 @contextlib.contextmanager
 def commented(comment: Callable[[], object]) -> Iterator[None]:
-    """Begin generated C++ with a comment while entered; it enters the key of Inductor's cache.
+    """Begin generated C++ with a comment inside the block; it becomes part of the key of Inductor's cache.
 
-    Without it: what another compiler has made of the same C++ is taken for this one's.
+    Without it: another compiler's result for the same C++ is reused.
     """
 
     def codegen_group(group: cpp.KernelGroup, name: str | None = None) -> str:
@@ -81,7 +81,7 @@ def kernel_address(kernel: Any) -> int:
 
 @contextlib.contextmanager
 def kernels_replaced(others: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
-    """Have generated modules call others in place of their kernels while entered.
+    """Make generated modules call other functions instead of their kernels inside the block.
 
     Without it: see ``generated_kernels``.
     """
@@ -95,10 +95,10 @@ def kernels_replaced(others: Mapping[Any, Callable[..., Any]]) -> Iterator[None]
 
 @contextlib.contextmanager
 def keeping_casts() -> Iterator[None]:
-    """Keep generated C++ from taking the unrounded value behind a cast while entered.
+    """Prevent generated C++ from using the unrounded value before a cast, inside the block.
 
-    torch before 2.13 does so although ``emulate_precision_casts`` is set. Without it: an element is rounded by what its
-    operation is fused with.
+    torch before 2.13 does so although ``emulate_precision_casts`` is set. Without it: an element's rounding depends
+    on fusion.
     """
     with mock.patch.object(cpp.CppKernel, "cache_dtype_convert", lambda *_: None):
         yield
@@ -106,10 +106,10 @@ def keeping_casts() -> Iterator[None]:
 
 @contextlib.contextmanager
 def vectorized_tails() -> Iterator[None]:
-    """Have generated C++ mask the tail of every loop while entered.
+    """Make generated C++ mask the tail of every loop inside the block.
 
     Inductor leaves a tail to scalar code when masking it looks expensive for the token count it was traced with. torch
-    2.11 has no such heuristic. Without it: an element is computed in vectors or not by the token count.
+    2.11 has no such heuristic. Without it: whether an element is computed in a vector depends on the token count.
     """
     with contextlib.ExitStack() as stack:
         if hasattr(cpp, "KernelOpStats"):

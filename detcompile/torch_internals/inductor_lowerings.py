@@ -1,4 +1,4 @@
-"""What Inductor makes of each operation."""
+"""Inductor's lowering of each operation."""
 
 from torch._inductor.lowering import fallbacks, lowerings
 
@@ -6,8 +6,8 @@ __all__ = ["fallbacks", "lowerings"]
 
 READ_IN = "2.11.0, 2.13.0, 2.14.1, 2.15.0"
 NAMES = {
-    "fallbacks": "Operations that Inductor leaves to kernels of ATen. Without it: one of them passes for a function of "
+    "fallbacks": "Operations that Inductor leaves to ATen kernels. Without it: one of them counts as a function of "
     "each element.",
-    "lowerings": "Functions that lower each operation. Without it: every head of every layer computes sines and "
-    "cosines anew.",
+    "lowerings": "Functions that lower each operation. Without it: every head of every layer recomputes sines and "
+    "cosines.",
 }

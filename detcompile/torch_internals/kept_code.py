@@ -1,4 +1,4 @@
-"""Code that Inductor has made of a graph, as it is kept in a file."""
+"""Inductor's code of a graph in a form that can be written to a file."""
 
 import copy
 
@@ -10,7 +10,7 @@ __all__ = ["CompiledFxGraph", "restore_code", "without_code"]
 
 READ_IN = "2.11.0, 2.13.0, 2.14.1, 2.15.0"
 NAMES = {
-    "CompiledFxGraph": "The type of Inductor's code of one graph. Without it: code that cannot be kept passes for code "
+    "CompiledFxGraph": "The type of Inductor's code of one graph. Without it: code that cannot be kept counts as code "
     "that can.",
 }
 
@@ -28,7 +28,7 @@ def without_code(graph: CompiledFxGraph) -> CompiledFxGraph:
 
 
 def restore_code(graph: CompiledFxGraph) -> None:
-    """Load the code of what ``without_code`` gave, in place.
+    """Load the code of a copy from ``without_code``, in place.
 
     Without it: see ``without_code``.
     """

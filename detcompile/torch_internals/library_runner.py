@@ -1,4 +1,4 @@
-"""The part of torch that runs a library of AOTInductor's."""
+"""torch's loader and runner of AOTInductor libraries."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ DTYPE_NUMBERS = {ScalarType.HALF: 5, ScalarType.FLOAT: 6, ScalarType.DOUBLE: 7, 
 
 
 def library_runner(library: str, folder: str, on_gpu: bool) -> Any:
-    """Return what loads a library from its folder, and runs it on a list of tensors.
+    """Return a runner of a library in its folder, which takes a list of tensors.
 
     Without it: no archive runs.
     """
@@ -28,8 +28,8 @@ def library_runner(library: str, folder: str, on_gpu: bool) -> Any:
 def converts_dtypes() -> bool:
     """Return whether this torch converts the dtype numbers of a library's list of operations.
 
-    Those are torch.export's. torch before 2.12 took them for its own (https://github.com/pytorch/pytorch/pull/173562).
-    Without it: an operation returns another dtype there.
+    They are torch.export's. torch before 2.12 reads them as its own (https://github.com/pytorch/pytorch/pull/173562).
+    Without it: an operation then returns another dtype.
     """
     return TorchVersion(torch.__version__) >= "2.12"
 

@@ -1,4 +1,4 @@
-"""What a torch.nn.Module keeps in its tables."""
+"""The tables of a torch.nn.Module."""
 
 from typing import Any
 
@@ -11,11 +11,11 @@ READ_IN = "2.11.0, 2.13.0, 2.14.1, 2.15.0"
 
 TABLES = ("_parameters", "_buffers", "_modules")
 HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
-NUMBERED = ("hooks", "hooks_always_called", "hooks_with_kwargs")  # ends of names of tables with a number a hook
+NUMBERED = ("hooks", "hooks_always_called", "hooks_with_kwargs")  # name endings of tables that number their hooks
 
 
 def parameter_table(module: nn.Module) -> dict[str, Any]:
-    """Return the table of a module's own parameters by name, None among them; changes of it change the module.
+    """Return a module's table of its own parameters by name, with None entries; changing it changes the module.
 
     Without it: entries of None and second names of one parameter are missed, and weights cannot be dropped.
     """
@@ -23,7 +23,7 @@ def parameter_table(module: nn.Module) -> dict[str, Any]:
 
 
 def buffer_table(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return the table of a module's own buffers by name, None among them; changes of it change the module.
+    """Return a module's table of its own buffers by name, with None entries; changing it changes the module.
 
     Without it: see ``parameter_table``.
     """
@@ -31,7 +31,7 @@ def buffer_table(module: nn.Module) -> dict[str, Tensor | None]:
 
 
 def child_table(module: nn.Module) -> dict[str, Any]:
-    """Return the table of a module's children by name, None among them.
+    """Return a module's table of children by name, with None entries.
 
     Without it: entries of None and second names of one child are missed.
     """
@@ -39,9 +39,9 @@ def child_table(module: nn.Module) -> dict[str, Any]:
 
 
 def attributes_of(module: nn.Module) -> dict[str, Any]:
-    """Return the other attributes of a module. Tables of hooks are lists: torch keeps each hook by a new number.
+    """Return the other attributes of a module. Tables of hooks become lists, because torch numbers hooks.
 
-    Without it: two modules that compute the same from other weights are not seen to be alike.
+    Without it: modules that differ only in their weights are not recognized as equal.
     """
     others = {name: value for name, value in vars(module).items() if name not in TABLES}
     tables = {name for name, value in others.items() if name.endswith(NUMBERED) and value}

@@ -1,4 +1,4 @@
-"""Functions that torch has in C++ only."""
+"""torch functions that exist only in C++."""
 
 from typing import Any
 
@@ -8,9 +8,9 @@ __all__ = ["encoder_layer_forward", "pad", "parse_to", "storage_at"]
 
 READ_IN = "2.11.0, 2.13.0, 2.14.1, 2.15.0"
 NAMES = {
-    "encoder_layer_forward": "What nn.TransformerEncoderLayer calls when it does not train. Without it: its attention "
-    "is computed by a kernel with an order of its own.",
-    "pad": "What F.pad calls. Without it: padding in circles is computed by an operation without a rule.",
+    "encoder_layer_forward": "Called by nn.TransformerEncoderLayer in eval mode. Without it: its attention "
+    "is computed by a kernel with an unspecified order.",
+    "pad": "Called by F.pad. Without it: circular padding is computed by an operation without a rule.",
 }
 
 encoder_layer_forward: Any = torch._transformer_encoder_layer_fwd
@@ -32,6 +32,6 @@ def parse_to(*args: Any, **kwargs: Any) -> tuple[torch.device | None, torch.dtyp
 def storage_at(address: int, device: torch.device, num_bytes: int) -> Any:
     """Return a storage over memory that it does not own.
 
-    Without it: what a CUDA graph returns keeps its memory from the graphs that are captured later.
+    Without it: graphs that are captured later cannot reuse the memory of a CUDA graph's outputs.
     """
     return torch._C._construct_storage_from_data_pointer(address, device, num_bytes)

@@ -32,7 +32,7 @@ def schema_of(operation: Any) -> Any:
 def operation_names() -> list[str]:
     """Return the qualified names of all registered operations.
 
-    Without it: an operation of this package could be registered and have no rule for the proof.
+    Without it: an operation of this package could be registered without a rule for the proof.
     """
     names: list[str] = torch._C._dispatch_get_all_op_names()
     return names

@@ -1,4 +1,4 @@
-"""Memory of GPUs that the other GPUs of a group map."""
+"""GPU memory that other GPUs of a group map."""
 
 from torch.distributed._symmetric_memory import empty, rendezvous
 
@@ -7,6 +7,6 @@ __all__ = ["empty", "rendezvous"]
 READ_IN = "2.11.0, 2.13.0, 2.14.1, 2.15.0"
 NAMES = {
     "empty": "Allocate memory that other GPUs may map. Without it: see ``rendezvous``.",
-    "rendezvous": "Map that memory on every GPU of a group; all ranks call it. Without it: every sum of ranks goes "
+    "rendezvous": "Map that memory on every GPU of a group; all ranks call it. Without it: every sum over ranks goes "
     "through NCCL.",
 }

@@ -1,4 +1,4 @@
-"""What Dynamo knows about the call it traces: where inputs come from, what the call leaves behind, and its guards."""
+"""Dynamo's data about the call it traces: origins of inputs, side effects of the call, and guards."""
 
 import inspect
 import numbers
@@ -32,7 +32,7 @@ __all__ = ["TracedCall"]
 
 READ_IN = "2.11.0, 2.13.0, 2.14.1, 2.15.0"
 
-# Shape functions of torch's whose guards decide the strides of a fake result, or an error, and no value.
+# Shape functions of torch whose guards decide only strides of a fake result, or an error, never a value.
 OF_STRIDES = (
     ("_subclasses/fake_impls.py", "conv"),
     ("_meta_registrations.py", "meta_copy_"),
@@ -43,11 +43,11 @@ OF_STRIDES = (
 class TracedCall:
     """The frame that Dynamo is compiling in this thread.
 
-    Without it: the backend cannot tell what a caller gives from what the compiled callable holds, nor see what a call
-    leaves behind or which numbers of rows its code tells apart.
+    Without it: the backend cannot distinguish a caller's tensors from those of the compiled callable, nor see a call's
+    side effects or the numbers of rows that its code treats differently.
 
     Args:
-        owner: the object whose method was compiled, or None: what it holds is no argument.
+        owner: the object whose method was compiled, or None: its tensors are not arguments.
         given: the arguments of the call.
     """
 
@@ -55,7 +55,7 @@ class TracedCall:
         try:
             translator = InstructionTranslator.current_tx()
         except AttributeError:
-            raise UnsupportedModel("this backend takes graphs that torch.compile is tracing") from None
+            raise UnsupportedModel("this backend only accepts graphs that torch.compile is tracing") from None
         self._graph: Any = translator.output
         self._code = translator.f_code
         self._owner, self._given = owner, given
@@ -65,7 +65,7 @@ class TracedCall:
         self._packed = code.co_varnames[num_named : num_named + num_packed]  # *args and **kwargs
 
     def is_argument(self, source: Source) -> bool | None:
-        """Whether the caller gave it, or the compiled callable holds it; None for what is neither."""
+        """Return whether a caller passed it (True) or the compiled callable holds it (False); None if neither."""
         root = list(_path(source))[-1]
         if isinstance(root, GlobalSource):
             return False
@@ -82,7 +82,7 @@ class TracedCall:
         return not isinstance(value, nn.Module) or any(value is one for one in self._given)
 
     def is_of_given_module(self, source: Source) -> bool:
-        """Whether a module that the caller gave holds it, itself or in a container or object."""
+        """Return whether a module that the caller passed holds it, directly or in a container or object."""
         return self.is_argument(source) is True and any(isinstance(part, NNModuleSource) for part in _path(source))
 
     def left_behind(self) -> list[str]:
@@ -91,13 +91,13 @@ class TracedCall:
         kept = [var for var in effects.id_to_variable.values() if not self._is_of_this_call(var.source)]
         lines = [line for var in kept for line in _changes(var, effects, self._graph)]
         if self._graph.random_calls:
-            lines.append("Python's random numbers are drawn anew in each call: draw them before it, and give them")
+            lines.append("Python's random numbers are drawn again in each call: draw them before it, and pass them")
         if effects.tensor_hooks:
             lines.append("hooks are put on tensors")
         return lines
 
     def splits(self) -> list[str]:
-        """Return guards on the number of rows: another number would be traced again, as other code; one line each."""
+        """Return one line for each guard on the number of rows: another number would be traced as different code."""
         shape_env = self._graph.shape_env
         counts = {symbol for symbol, sources in shape_env.var_to_sources.items() if any(map(self._is_count, sources))}
         counts |= {symbol for name in counts for symbol in shape_env.replace(name).free_symbols}
@@ -111,14 +111,14 @@ class TracedCall:
         return list(lines)
 
     def identified(self) -> list[str]:
-        """Return tensor arguments whose identity the traced code checks: one line each."""
+        """Return one line for each tensor argument whose identity the traced code checks."""
         guards = [guard for guard in self._graph.guards if guard.create_fn_name() == "ID_MATCH"]
         sources = {guard.originating_source for guard in guards if self.is_argument(guard.originating_source)}
         given = {arg.source for arg in self._graph.graphargs if isinstance(arg.example, torch.Tensor)}
         return [f"{source.name}: which object it is" for source in sources & given]
 
     def numbers(self) -> list[str]:
-        """Return numbers among the arguments that the traced code reads: one line each."""
+        """Return one line for each number among the arguments that the traced code reads."""
         scope = {"L": self._graph.local_scope, "G": self._graph.global_scope}
         lines, values = dict[str, None](), dict[Source, Any]()
         for guard in self._graph.guards:
@@ -133,7 +133,7 @@ class TracedCall:
         return list(lines)
 
     def _is_given(self, source: Source) -> bool:
-        """Whether the caller gave it. An argument's default value belongs to the compiled callable."""
+        """Return whether the caller passed it. An argument's default value belongs to the compiled callable."""
         if self.is_argument(source) is not True:
             return False
         root: Any = list(_path(source))[-1]
@@ -141,11 +141,11 @@ class TracedCall:
         return root.local_name in self._packed or any(value is one for one in self._given)
 
     def _is_entry(self, source: Source) -> bool:
-        """Whether it is an entry of a list or tuple, and not of the frame's *args."""
+        """Return whether it is an entry of a list or tuple, and not of the frame's *args."""
         return isinstance(source, GetItemSource) and not self._is_of_this_call(source.base)
 
     def _is_of_this_call(self, source: Source | None) -> bool:
-        """Whether it is the *args or **kwargs of the frame itself, which Python makes anew for each call."""
+        """Return whether it is the frame's *args or **kwargs, which Python creates for each call."""
         return isinstance(source, LocalSource) and source.local_name in self._packed
 
     def _is_count(self, source: Source) -> bool:
@@ -154,14 +154,14 @@ class TracedCall:
 
 
 def _holds_number(value: object) -> bool:
-    """Whether it is a number or a constant of numbers. True and False alone are flags."""
+    """Return whether it is a number or a constant of numbers. Only True and False are flags."""
     if isinstance(value, (tuple, list, set, frozenset, range, bytes)):
         return any(isinstance(entry, bool) or _holds_number(entry) for entry in value)
     return isinstance(value, numbers.Number) and not isinstance(value, bool)
 
 
 def _path(source: Source) -> Iterator[Source]:
-    """A source, and what it is a part of, out to the variable."""
+    """Yield a source and everything that contains it, up to the variable."""
     part: Source | None = source
     while part is not None:
         yield part
@@ -192,11 +192,11 @@ def _name_of(source: Source | None) -> str:
     try:
         return "a value of the caller's" if source is None else source.name
     except NotImplementedError:  # a cell that two functions share has no name in the frame
-        return "a variable of the function around"
+        return "a variable of the enclosing function"
 
 
 def _is_as_before(var: Any, attribute: str, value: Any, graph: Any) -> bool:
-    """Whether a constant is put where it already stands."""
+    """Return whether a constant is stored over an equal one."""
     if not value.is_python_constant():
         return False
     missing = object()
@@ -210,19 +210,19 @@ def _is_as_before(var: Any, attribute: str, value: Any, graph: Any) -> bool:
 
 
 def _at(effects: Any, var: Any) -> str:
-    """Where the model's source changes the value, if this release of torch records that."""
+    """Return where the model's source changes the value, if this release of torch records it."""
     stacks = getattr(effects, "mutation_user_stacks", {}).get(var) or [[]]
     place = innermost_model_frame(stacks[-1])
     return f" at {place}" if place else ""
 
 
 def _of_equal_counts(expr: sympy.Basic, counts: Iterable[sympy.Symbol]) -> bool:
-    """Two arguments have as many rows: they hold one batch."""
+    """Return whether a guard only says that two arguments have equally many rows, as parts of one batch."""
     return isinstance(expr, sympy.Eq) and all(side in counts for side in expr.args)
 
 
 def _holds(expr: sympy.Basic, counts: Iterable[sympy.Symbol]) -> bool:
-    """Whether a guard holds for every number of rows from one up."""
+    """Return whether a guard holds for every number of rows from one up."""
     bound = bound_sympy(expr, {symbol: ValueRanges(1, int_oo) for symbol in counts})
     return bound.is_singleton() and bound.lower is sympy.true
 

@@ -14,18 +14,18 @@ READ_IN = "2.11.0, 2.13.0, 2.14.1, 2.15.0"
 NAMES = {
     "VecISA": "The type of a set of vector instructions; as a bool, whether a program of it compiles and runs. Without "
     "it: see pick_vec_isa.",
-    "pick_vec_isa": "The vector instructions that Inductor takes. Without it: two machines that round alike and those "
-    "that do not have one fingerprint.",
+    "pick_vec_isa": "The vector instructions that Inductor takes. Without it: machines that round alike and machines "
+    "that do not would have one fingerprint.",
 }
 
 _TRYING = threading.Lock()
 
 
 def list_vector_isas() -> None:
-    """Give Inductor its list of this machine's vector instructions, unless it has one.
+    """Set Inductor's list of this machine's vector instructions, unless it has one.
 
-    Inductor compiles a program for each that the machine might have. Here the narrower ones go untried, since a
-    compiler that has wider ones has these. Without it: the first start takes seconds more.
+    Inductor compiles a program for each candidate. Here only the widest is tried, because a compiler that supports it
+    supports the narrower ones. Without it: the first start takes seconds more.
     """
     with _TRYING:
         if platform.machine() not in ("x86_64", "AMD64") or cpu_vec_isa.valid_vec_isa_list.cache_info().currsize:
@@ -39,8 +39,8 @@ def list_vector_isas() -> None:
 
 
 def precompile_cpp_header() -> None:
-    """Have Inductor precompile the header that all of its C++ kernels share.
+    """Make Inductor precompile the header that all of its C++ kernels share.
 
-    Without it: the first program waits for it, seconds.
+    Without it: the first program waits seconds for it.
     """
     CppPythonBindingsCodeCache.load_async("", submit_fn=lambda task: None)

@@ -1,5 +1,5 @@
 """Everything of transformers that is not public and that this package relies on, by subject.
 
-As detcompile.torch_internals is for torch. Public are the names of ``transformers`` itself and of the modules that its
+Like detcompile.torch_internals for torch. Public are the names of ``transformers`` itself and of the modules that its
 documentation names (tests/test_source_habits.py lists them).
 """

@@ -1,4 +1,4 @@
-"""Which attention a model calls, and the masks that its code asks for."""
+"""The attention that a model calls, and the masks that its code requests."""
 
 from collections.abc import Callable
 from types import ModuleType
@@ -12,15 +12,15 @@ READ_IN = "5.17.0, 5.24.0"
 
 
 def set_attention_implementation(config: PretrainedConfig, name: str) -> None:
-    """Have a model's code take an implementation of attention by its name, whatever its class supports.
+    """Make a model's code use an attention implementation by its name, whatever its class supports.
 
-    Without it: a class that computes its attention itself asks for a mask of another form than a packed step has.
+    Without it: a class that computes its attention itself requests a mask that a packed step does not have.
     """
     config._attn_implementation_internal = name
 
 
 def mask_functions(namespace: ModuleType) -> dict[str, Callable[..., Any]]:
-    """Return the functions of transformers that make masks and that a module has imported, by the module's name of it.
+    """Return transformers' mask functions that a module has imported, by their names there.
 
     Without it: a model whose tokens see more or less than those before them is served as a causal one.
     """
@@ -33,9 +33,9 @@ def mask_functions(namespace: ModuleType) -> dict[str, Callable[..., Any]]:
 
 
 def takes_attention(model: PreTrainedModel) -> bool:
-    """Return whether a model's class calls an attention function from outside by itself.
+    """Return whether a model's class calls the AttentionInterface.
 
-    Without it: a class that began to do so, as GPT-J's in transformers 5.24, is still given a forward that looks for
-    attributes which it no longer has.
+    Without it: classes that do so since transformers 5.24, such as GPT-J's, still get a forward that looks for
+    attributes that they no longer have.
     """
     return bool(model._supports_attention_backend)

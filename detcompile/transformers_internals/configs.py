@@ -1,4 +1,4 @@
-"""Where a config came from."""
+"""The origin of a config."""
 
 from typing import Any
 
@@ -12,15 +12,15 @@ def commit_of(config: Any) -> str | None:
 
     Without it: worker processes and records of requests name a revision that may have moved.
 
-    transformers 5.24 itself writes none: only what this package has loaded holds one.
+    transformers 5.24 does not write it: only models loaded by this package have it.
     """
     commit: str | None = getattr(config, "_commit_hash", None)
     return commit
 
 
 def set_commit(config: Any, commit: str) -> None:
-    """Write down the commit on the Hub that a config was loaded from.
+    """Record the commit on the Hub that a config was loaded from.
 
-    Without it: see ``commit_of``, where files were taken from the cache by their paths.
+    Without it: see ``commit_of``, if files were read from the cache by their paths.
     """
     config._commit_hash = commit

@@ -18,8 +18,8 @@ __all__ = [
 
 READ_IN = "5.17.0, 5.24.0"
 NAMES = {
-    "ExpertsInterface": "The implementations of experts by name. Without it: experts are multiplied in an order that "
-    "follows how many tokens each of them has.",
+    "ExpertsInterface": "The implementations of experts by name. Without it: experts are summed in an order that "
+    "depends on how many tokens each of them has.",
 }
 
 MARKS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "_apply_gate")
@@ -27,7 +27,7 @@ NORM = "has_post_expert_norm"  # from 5.24 on
 
 
 def takes_implementation(module: nn.Module) -> bool:
-    """Return whether a module has what transformers' use_experts_implementation gives a class.
+    """Return whether a module's class was decorated with transformers' use_experts_implementation.
 
     Without it: modules of experts are not found.
     """
@@ -35,7 +35,7 @@ def takes_implementation(module: nn.Module) -> bool:
 
 
 def set_experts_implementation(module: Any, name: str) -> bool:
-    """Have a module's experts be computed by the implementation of this name; return whether the module does so.
+    """Make a module compute its experts by the implementation of this name; return whether it does.
 
     Without it: see ExpertsInterface.
     """
@@ -44,16 +44,16 @@ def set_experts_implementation(module: Any, name: str) -> bool:
 
 
 def gated(module: Any, inner: Tensor) -> Tensor:
-    """Return what a module of experts makes of the products with its gates and up projections.
+    """Apply a module's activation to the products with its gates and up projections.
 
-    Without it: an activation of a model's own, such as one with limits, is not applied.
+    Without it: a custom activation, such as one with limits, is not applied.
     """
     result: Tensor = module._apply_gate(inner)
     return result
 
 
 def normalized(module: Any, outer: Tensor) -> Tensor:
-    """Return what a module of experts makes of the products with its down projections.
+    """Apply a module's norm, if it has one, to the products with its down projections.
 
     Without it: a norm of each expert's output, such as Muse Spark's, is not applied.
     """
@@ -62,9 +62,9 @@ def normalized(module: Any, outer: Tensor) -> Tensor:
 
 
 def leave_out(module: Any, parameters: Iterable[str]) -> None:
-    """Make a module be loaded without some of its parameters.
+    """Load a module without some of its parameters.
 
-    Without it: experts that stay quantized would take the memory of dequantized ones while they are loaded.
+    Without it: experts that stay quantized would take the memory of dequantized ones during loading.
     """
     for name in parameters:
         setattr(module, name, None)
@@ -74,7 +74,7 @@ def leave_out(module: Any, parameters: Iterable[str]) -> None:
 def unknown_settings(module: nn.Module) -> list[str]:
     """Return the settings of use_experts_implementation that are on in a module and that this package does not know.
 
-    Without it: what a newer release of transformers lets experts do besides is left out.
+    Without it: features of newer releases of transformers would be ignored.
     """
     known = (*MARKS, NORM)
     on = [name for name, value in vars(module).items() if name.startswith(("has_", "is_")) and value is True]

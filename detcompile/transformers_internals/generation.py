@@ -1,4 +1,4 @@
-"""What transformers' pipelines ask of a model."""
+"""Methods that transformers' pipelines need on a model."""
 
 import inspect
 from typing import Any
@@ -9,7 +9,7 @@ __all__ = ["cache_keyword", "prepare_generation_config"]
 
 READ_IN = "5.17.0, 5.24.0"
 NAMES = {
-    "prepare_generation_config": "A method by which transformers.pipeline before 5.24 fills in its own defaults. "
+    "prepare_generation_config": "A method with which transformers.pipeline before 5.24 fills in its defaults. "
     "Without it: a pipeline generates by other defaults than a Hugging Face model's.",
 }
 
@@ -17,7 +17,7 @@ prepare_generation_config: Any = GenerationMixin._prepare_generation_config
 
 
 def cache_keyword(model: PreTrainedModel) -> str:
-    """Return what a model's forward calls the keys and values of earlier tokens: "cache" from transformers 5.24 on.
+    """Return a forward's name for the keys and values of earlier tokens: "cache" from transformers 5.24 on.
 
     Without it: plain torch beside ours warns of the earlier name, which transformers 5.40 removes.
     """

@@ -1,4 +1,4 @@
-"""How transformers reads a GGUF file: names of metadata and tensors, and what llama.cpp's converter changed in them."""
+"""How transformers reads a GGUF file: names of metadata and tensors, and changes by llama.cpp's converter."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -34,7 +34,7 @@ def state_dict_of(
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Return the model's weights from dequantized tensors under their names in the file, and the unused names.
 
-    Without it: weights are read by transformers' own loader, which needs accelerate, and seconds for each module.
+    Without it: transformers' loader reads the weights, which needs accelerate, and seconds for each module.
 
     Args:
         model: on any device, also "meta".
@@ -57,7 +57,7 @@ def state_dict_of(
 
 
 def row_orders(model: Any, architecture: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[str, Tensor]]:
-    """Return the tensor of each weight, and which of its rows each row is, for weights that only reorder rows.
+    """Return each weight's tensor and row order, for weights that only reorder rows.
 
     Without it: quantized blocks would have to be dequantized, because the reader changes floats only.
 
@@ -85,7 +85,7 @@ def _reader(model: Any, architecture: str) -> tuple[TensorProcessor, dict[str, s
 
 
 class _Names:
-    """A module with only one level of children: the names in deeper ones are in no GGUF file, and each costs 14 ms."""
+    """A module with only one level of children: deeper names do not occur in GGUF files, and each costs 14 ms."""
 
     def __init__(self, module: nn.Module, config: Any = None, leaf: bool = False) -> None:
         self._module, self._leaf = module, leaf

@@ -4,6 +4,9 @@ The processes meet in a TCPStore that rank 0 serves. On GPUs they then share an 
 the store, as in vLLM's StatelessProcessGroup and PyNcclCommunicator, so that a trainer may use vLLM's. On CPUs they use
 gloo, which vLLM does not have.
 
+This module's rank 0 also announces the number of processes and the size of each broadcast in the store, so that a
+mismatch is an error at once. vLLM's announces neither: a mismatch ends by the time limit.
+
 Packed tensors are sent in buckets of bytes: tensors are added to a bucket until it exceeds ``bucket_bytes``.
 
 A trainer: ``TransferGroup(address, port, 0, 1 + engines, device).send(named_tensors)``.
@@ -14,10 +17,13 @@ import functools
 import io
 import math
 import pickle
+import socket
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
-from typing import Any, ClassVar, NamedTuple
+from queue import Empty, SimpleQueue
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -29,7 +35,9 @@ BUCKET_BYTES = 1 << 30  # vLLM's default
 TIMEOUT_SECONDS = 300.0
 NCCL_ID = "broadcast_from/0/0"  # key of the store
 NCCL_ID_BYTES = 128
+SIZE, SENT = "size", "sent"  # keys of the store: the number of processes, and the bytes of each broadcast
 _NCCL_UINT8, _NCCL_FLOAT32, _NCCL_SUM = 1, 7, 0  # ncclDataType_t and ncclRedOp_t
+Result = TypeVar("Result")
 
 
 class TensorInfo(NamedTuple):
@@ -53,10 +61,10 @@ class TransferGroup:
         rank: this process; the sender has 0.
         size: number of processes.
         device: where tensors are sent from, or received.
-        seconds: time for all processes to join and, on CPUs, for each broadcast.
+        seconds: time for all processes to join, and for each broadcast.
 
     Raises:
-        InvalidInput: the others did not join in time, or rank 0 sent no NCCL id.
+        InvalidInput: the others did not join in time, their group has another size, or rank 0 sent no NCCL id.
     """
 
     def __init__(
@@ -69,16 +77,23 @@ class TransferGroup:
         seconds: float = TIMEOUT_SECONDS,
     ) -> None:
         self.device = device
+        self._is_sender = rank == 0
+        self._seconds = seconds
+        self._num_broadcasts = 0
         timeout = timedelta(seconds=seconds)
-        try:
-            store = TCPStore(address, port, size, rank == 0, timeout, use_libuv=False)
+
+        def join() -> tuple[TCPStore, bool, Callable[[Tensor], None]]:
+            socket.getaddrinfo(address, port)  # an unknown name fails at once; the store would try on
+            store = TCPStore(address, port, size, rank == 0, timeout, wait_for_workers=rank != 0, use_libuv=False)
+            announces = _compare_sizes(store, rank, size, device)
             if device.type == "cuda":
-                self._broadcast = _nccl(store, rank, size, device)
-            else:
-                self._broadcast = _gloo(store, rank, size, timeout)
+                return store, announces, _nccl(store, rank, size, device)
+            return store, announces, _gloo(store, rank, size, timeout)
+
+        try:
+            self._store, self._announces, self._broadcast = _within(seconds, join)
         except (RuntimeError, ValueError, OverflowError, OSError) as error:
             raise InvalidInput(f"cannot join the weight transfer at {address}, port {port}: {error}") from error
-        self._store = store
 
     def send(
         self, tensors: Iterable[tuple[str, Tensor]], *, packed: bool = True, bucket_bytes: int = BUCKET_BYTES
@@ -89,11 +104,14 @@ class TransferGroup:
             tensors: names and tensors of any dtype, on any device.
             packed: send several tensors per broadcast; receivers must pass the same value.
             bucket_bytes: size of a broadcast with ``packed``, exceeded by its last tensor.
+
+        Raises:
+            InvalidInput: the transfer broke off.
         """
         tensor_of = {_info(name, tensor): tensor.detach() for name, tensor in tensors}
         for bucket in _buckets(list(tensor_of), packed, bucket_bytes):
             flat = [tensor_of[info].to(self.device).contiguous().view(-1).view(torch.uint8) for info in bucket]
-            self._broadcast(torch.cat(flat))
+            self._exchange(bucket[0].name, torch.cat(flat))
 
     def receive(
         self, infos: Iterable[TensorInfo], *, packed: bool = True, bucket_bytes: int = BUCKET_BYTES
@@ -104,14 +122,86 @@ class TransferGroup:
             InvalidInput: the transfer broke off.
         """
         for bucket in _buckets(list(infos), packed, bucket_bytes):
-            try:
-                data = torch.empty(sum(info.nbytes for info in bucket), dtype=torch.uint8, device=self.device)
-                self._broadcast(data)
-            except RuntimeError as error:
-                raise InvalidInput(f"the weight transfer broke off at {bucket[0].name}: {error}") from error
+            data = torch.empty(sum(info.nbytes for info in bucket), dtype=torch.uint8, device=self.device)
+            self._exchange(bucket[0].name, data)
             parts = data.cpu().split([info.nbytes for info in bucket])
             for info, part in zip(bucket, parts):
                 yield info.name, part.clone().view(info.dtype).view(info.shape)
+
+    def _exchange(self, name: str, data: Tensor) -> None:
+        """Broadcast bytes from rank 0.
+
+        Raises:
+            InvalidInput: the transfer broke off at the tensor of this name.
+        """
+        key = f"{SENT}/{self._num_broadcasts}"
+        self._num_broadcasts += 1
+        if data.is_cuda:
+            torch.cuda.current_stream(data.device).synchronize()  # another thread has another stream
+
+        def broadcast() -> None:
+            if self._is_sender:
+                self._store.set(key, str(data.numel()))
+            elif self._announces and (sent := int(self._store.get(key))) != data.numel():
+                raise RuntimeError(f"rank 0 sends {sent} bytes instead of {data.numel()}")
+            if data.numel():
+                self._broadcast(data)
+
+        try:
+            _within(self._seconds, broadcast)
+        except (RuntimeError, ValueError, OSError) as error:
+            raise InvalidInput(f"the weight transfer broke off at {name}: {error}") from error
+
+
+def _within(seconds: float, work: Callable[[], Result]) -> Result:
+    """Return the result of ``work``. Its thread is left behind if it takes too long: collectives cannot be interrupted.
+
+    Raises:
+        TimeoutError: it took too long.
+    """
+    results: SimpleQueue[tuple[Result, None] | tuple[None, Exception]] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            results.put((work(), None))
+        except Exception as error:
+            results.put((None, error))
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        result, error = results.get(timeout=seconds)
+        if error is not None:
+            raise error
+        return cast("Result", result)
+    except Empty:
+        raise TimeoutError(f"the other processes took more than {seconds:g} s") from None
+    finally:
+        error = None  # breaks a cycle through this frame: a group ends with its last user
+
+
+def _compare_sizes(store: TCPStore, rank: int, size: int, device: torch.device) -> bool:
+    """Compare the sizes that the processes joined with; return whether rank 0 announces sizes, which vLLM's does not.
+
+    Raises:
+        RuntimeError: the sizes differ.
+    """
+    if rank == 0:
+        store.set(SIZE, str(size))
+        for other in range(1, size):
+            joined = int(store.get(f"{SIZE}/{other}"))
+            if joined != size:
+                raise RuntimeError(f"rank {other} joins a group of {joined} processes, rank 0 one of {size}")
+        return True
+    if device.type == "cuda":
+        store.set(f"{SIZE}/{rank}", str(size))
+        store.wait([NCCL_ID])  # is set after SIZE
+        if not store.check([SIZE]):
+            return False
+    expected = int(store.get(SIZE))
+    store.set(f"{SIZE}/{rank}", str(size))
+    if expected != size:
+        raise RuntimeError(f"rank {rank} joins a group of {size} processes, rank 0 one of {expected}")
+    return True
 
 
 def _info(name: str, tensor: Tensor) -> TensorInfo:
@@ -133,23 +223,11 @@ def _buckets(infos: list[TensorInfo], packed: bool, bucket_bytes: int) -> Iterat
 
 
 def _gloo(store: TCPStore, rank: int, size: int, timeout: timedelta) -> Callable[[Tensor], None]:
-    """Return the broadcast of a gloo group.
-
-    The size is sent first: gloo aborts the receiver of too much, and leaves the rest of a larger receiver unwritten.
-    """
+    """Return the broadcast of a gloo group."""
     group: Any = ProcessGroupGloo(PrefixStore("weights", store), rank, size, timeout)
     options = BroadcastOptions()
     options.rootRank = 0
-
-    def broadcast(data: Tensor) -> None:
-        sent = torch.tensor([data.numel()])
-        group.broadcast([sent], options).wait()
-        if sent.item() != data.numel():
-            raise RuntimeError(f"rank 0 sends {sent.item()} bytes instead of {data.numel()}")
-        if data.numel():
-            group.broadcast([data], options).wait()
-
-    return broadcast
+    return lambda data: group.broadcast([data], options).wait()
 
 
 def _nccl(store: Any, rank: int, size: int, device: torch.device) -> Callable[[Tensor], None]:

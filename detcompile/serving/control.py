@@ -27,8 +27,8 @@ from detcompile.serving.weight_updates import InitInfo, UpdateInfo, WeightUpdate
 
 CONTROL_PATHS = frozenset((
     "/abort_requests", "/finish_weight_update", "/get_world_size", "/init_weight_transfer_engine", "/is_paused",
-    "/is_sleeping", "/pause", "/reset_prefix_cache", "/resume", "/server_info", "/sleep", "/start_weight_update",
-    "/update_weights", "/wake_up", "/weight_checker", "/weight_info",
+    "/is_sleeping", "/pause", "/reset_prefix_cache", "/resume", "/server_info", "/shutdown_weight_transfer_engine",
+    "/sleep", "/start_weight_update", "/update_weights", "/wake_up", "/weight_checker", "/weight_info",
 ))  # fmt: skip
 PAUSE, CLEAR = "pause", "clear"  # reasons of holds
 MOST_PATH_BYTES = 4095
@@ -85,12 +85,12 @@ def add_control(app: FastAPI, service: Service, store: WeightStore | None = None
         store: keeps new weights; None keeps none.
     """
     changing = asyncio.Lock()  # held by one change at a time
-    updates = WeightUpdates(service, store)
+    updates = WeightUpdates(service, changing, store)
 
-    async def changed(change: Awaitable[None]) -> None:
-        async with changing:
+    async def updated(update: Awaitable[None]) -> None:
+        async with updates.updating:
             try:
-                await change
+                await update
             except StorageError as error:
                 raise HTTPError(503, str(error), code="storage_error") from error
 
@@ -124,7 +124,7 @@ def add_control(app: FastAPI, service: Service, store: WeightStore | None = None
     async def sleep(level: int = 1, mode: Mode = "abort") -> Response:
         if level not in (1, 2):
             raise HTTPError(400, f"level must be 1 or 2, got {level}: POST /pause stops answers only", param="level")
-        async with changing:
+        async with updates.updating, changing:
             if not service.fleet.keeps_weights:
                 advice = "give --weights FOLDER, or send them from a folder"
                 raise HTTPError(409, f"the weights that were received are kept nowhere: {advice}", code="not_kept")
@@ -161,25 +161,29 @@ def add_control(app: FastAPI, service: Service, store: WeightStore | None = None
         if body.weight_dir is not None:
             if not 0 < len(body.weight_dir.encode()) <= MOST_PATH_BYTES or "\0" in body.weight_dir:
                 raise HTTPError(400, "weight_dir: give the path of a folder", param="weight_dir")
-            await changed(updates.load(body.weight_dir, body.weight_version))
+            await updated(updates.load(body.weight_dir, body.weight_version))
         elif body.update_info is not None:
-            await changed(updates.receive(body.update_info))
+            await updated(updates.receive(body.update_info))
         return _json({"status": "ok", "message": "Weights updated", **_weight_info(service)})
 
     async def init_weight_transfer_engine(request: Request) -> Response:
         body = await body_of(request, service, InitRequest)
-        await changed(updates.join(body.init_info))
+        await updates.join(body.init_info)
         return _json({"message": "Weight transfer initialized"})
+
+    async def shutdown_weight_transfer_engine() -> Response:
+        await updates.leave()
+        return _json({"message": "Weight transfer shut down"})
 
     async def start_weight_update(request: Request) -> Response:
         await body_of(request, service, StartRequest)
-        await changed(updates.begin())
+        await updated(updates.begin())
         return _json({"message": "Weight update started"})
 
     async def finish_weight_update(request: Request) -> Response:
         body = await body_of(request, service, FinishRequest)
         require_version(body.weight_version)
-        await changed(updates.finish(body.weight_version))
+        await updated(updates.finish(body.weight_version))
         return _json({"message": "Weight update finished", **_weight_info(service)})
 
     async def weight_checker(request: Request) -> Response:
@@ -198,7 +202,7 @@ def add_control(app: FastAPI, service: Service, store: WeightStore | None = None
 
     for post in (
         pause, resume, abort_requests, reset_prefix_cache, sleep, wake_up, weight_checker, update_weights,
-        init_weight_transfer_engine, start_weight_update, finish_weight_update,
+        init_weight_transfer_engine, shutdown_weight_transfer_engine, start_weight_update, finish_weight_update,
     ):  # fmt: skip
         app.add_api_route(f"/{post.__name__}", post, methods=["POST"], name=post.__name__, response_model=None)
     gets: tuple[Callable[..., Awaitable[Response]], ...] = (

@@ -7,6 +7,7 @@ writes, and the answers go on: those that had begun draw their next tokens with 
 import asyncio
 import logging
 import time
+from collections.abc import Coroutine, Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,6 +15,7 @@ import msgspec
 from msgspec import Meta, structs
 
 from detcompile.errors import DetcompileError, InvalidInput
+from detcompile.serving.engines.engine_link import EngineLink
 from detcompile.serving.engines.protocol import EngineSpec, Weights
 from detcompile.serving.http_errors import HTTPError
 from detcompile.serving.service import Service
@@ -55,15 +57,23 @@ class UpdateInfo(msgspec.Struct):
 
 
 class WeightUpdates:
-    """Updates a service's weights; calls must not overlap.
+    """Updates a service's weights. Updates run one after another.
 
     Args:
+        changing: held while engines change what they serve.
         store: keeps the current weights; None keeps none.
+
+    Attributes:
+        updating: held by an update from its start, also while engines wait for a trainer.
     """
 
-    def __init__(self, service: Service, store: WeightStore | None = None) -> None:
+    def __init__(self, service: Service, changing: asyncio.Lock, store: WeightStore | None = None) -> None:
         self._service = service
+        self._changing = changing
         self._store = store
+        self.updating = asyncio.Lock()
+        self._members: list[EngineLink] = []  # engines that have joined a weight transfer
+        self._transfer: list[asyncio.Task[dict[str, Any]]] = []  # actions of engines that wait for a trainer
         self._buckets = {"packed": False, "bucket_bytes": BUCKET_BYTES}  # how the trainer sends, by its ``InitInfo``
         self._started = False  # between ``begin`` and ``finish``
 
@@ -89,22 +99,50 @@ class WeightUpdates:
             raise
 
     async def join(self, info: InitInfo) -> None:
-        """Make every engine join a weight transfer.
+        """Make every engine join a weight transfer. This ends a transfer that runs.
 
         Raises:
             InvalidInput: the group is too small, or it does not come together in time.
             DetcompileError: an engine failed.
+            HTTPError: 409 if a later call ended this one.
         """
         await self._require_engines()
-        links = self._service.fleet.links
+        links = list(self._service.fleet.links)
         if info.rank_offset + len(links) > info.world_size:
             raise InvalidInput(f"world_size {info.world_size}: {len(links)} engines join from {info.rank_offset} on")
+        self._end_transfer()
         self._buckets = {"packed": info.packed, "bucket_bytes": info.packed_buffer_size_bytes}
         where = {"address": info.master_address, "port": info.master_port, "size": info.world_size}
-        joining = (link.control("join", {**where, "rank": info.rank_offset + i}) for i, link in enumerate(links))
-        for result in await asyncio.gather(*joining, return_exceptions=True):
-            if isinstance(result, BaseException):
-                raise result
+        await self._wait(link.control("join", {**where, "rank": info.rank_offset + i}) for i, link in enumerate(links))
+        self._members = links
+
+    async def leave(self) -> None:
+        """Make every engine leave the weight transfer. This ends a transfer that runs.
+
+        Raises:
+            DetcompileError: an engine failed.
+        """
+        self._end_transfer()
+        await self._require_engines()
+        await self._service.fleet.control("leave")
+
+    def _end_transfer(self) -> None:
+        self._members = []
+        for task in self._transfer:
+            task.cancel()
+
+    async def _wait(self, actions: Iterable[Coroutine[Any, Any, dict[str, Any]]]) -> None:
+        """Run actions of engines that wait for a trainer, up to the first failure."""
+        self._transfer = tasks = [asyncio.create_task(action) for action in actions]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            if any(task.cancelled() for task in done):
+                raise HTTPError(409, "another call ended this weight transfer", code="transfer_ended")
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
 
     async def begin(self) -> None:
         """Start an update of several ``receive``. One that was not finished is forgotten."""
@@ -118,6 +156,7 @@ class WeightUpdates:
         Raises:
             InvalidInput: the lists differ in length, or the transfer broke off; nothing has changed.
             DetcompileError: an engine failed.
+            HTTPError: 409 if a later call ended the transfer.
         """
         lengths = {len(info.names), len(info.dtype_names), len(info.shapes)}
         if len(lengths) > 1:
@@ -126,8 +165,11 @@ class WeightUpdates:
         tensors = {"names": info.names, "dtype_names": info.dtype_names, "shapes": info.shapes}
         given = {"packed": info.packed, "bucket_bytes": info.packed_buffer_size_bytes}
         buckets = self._buckets | {name: value for name, value in given.items() if value is not None}
+        links = self._service.fleet.links
+        if self._members != links:
+            raise InvalidInput("an engine is in no weight transfer, perhaps because it is new: init it again")
         try:
-            await self._service.fleet.control("receive", **tensors, **buckets)
+            await self._wait(link.control("receive", {**tensors, **buckets}) for link in links)
         except BaseException:
             await self._drop()
             raise
@@ -199,6 +241,10 @@ class WeightUpdates:
         Args:
             folder: the weights, for engines that start later; None if they are in no folder.
         """
+        async with self._changing:
+            await self._switch_now(folder, version)
+
+    async def _switch_now(self, folder: str | None, version: str | None) -> None:
         service, before = self._service, self._current
         number = before.number + 1
         name = str(number) if version is None else version

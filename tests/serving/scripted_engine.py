@@ -27,6 +27,7 @@ from detcompile.serving.engines.handshake import front_of
 POISON = 666
 SILENT = 667
 FICKLE = 668
+NEVER, FIRST_FAILS = 1, 2  # ports of transfers
 OTHERS = itertools.count(1000)
 TEXT = os.environ.get("SCRIPTED_TEXT")
 MODEL = os.environ.get("SCRIPTED_MODEL")
@@ -71,8 +72,16 @@ def digest_of(path: str) -> str:
     return hashlib.sha256(path.encode()).hexdigest()
 
 
-def controlled(command: protocol.Control, staged: list[str]) -> protocol.Controlled:
-    """Return the report of a control. Weights are the text of a folder's file; "bad" ones are refused."""
+def controlled(command: protocol.Control, staged: list[str]) -> protocol.Controlled | None:
+    """Return the report of a control. Weights are the text of a folder's file; "bad" ones are refused.
+
+    A transfer at port NEVER, or of a tensor of that name, waits for ever. At port FIRST_FAILS rank 1 is refused.
+    """
+    port = command.arguments.get("port")
+    if port == FIRST_FAILS and command.arguments["rank"] == 1:
+        return protocol.Controlled(command.call_id, {}, "cannot join", refused=True)
+    if port in (NEVER, FIRST_FAILS) or command.arguments.get("names") == ["never"]:
+        return None
     if command.action == "load":
         file = Path(command.arguments["path"]) / "model.safetensors"
         if not file.exists() or file.read_text() == "bad":
@@ -161,7 +170,8 @@ def serve(connection: socket.socket) -> None:
         if isinstance(command, protocol.Add):
             open_requests[command.request_id] = command
         elif isinstance(command, protocol.Control):
-            send(controlled(command, staged))
+            if (report := controlled(command, staged)) is not None:
+                send(report)
         else:
             open_requests.pop(command.request_id, None)
 

@@ -3,10 +3,8 @@
 import asyncio
 import base64
 import contextlib
-import ctypes
 import json
 import os
-import pickle
 import shutil
 import socket
 import subprocess
@@ -22,7 +20,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import detcompile
-from detcompile import weight_transfer
 from detcompile.digests import fingerprint, weights_digest
 from detcompile.errors import InvalidInput
 from detcompile.models.compiled import CompiledModel
@@ -34,6 +31,7 @@ from detcompile.serving.weight_store import WeightStore
 from detcompile.weight_transfer import TransferGroup
 from detcompile.weights import weight_digests
 from tests.serving.conftest import ROOT, Server, started
+from tests.serving.scripted_engine import FIRST_FAILS, NEVER
 from tests.serving.scripted_service import running
 from tests.serving.test_control import ASK, DRAWN, begun, call, posted, run, scripted
 
@@ -209,11 +207,9 @@ def test_received_weights_outlive_engines_if_kept(tmp_path: Path, stored: bool) 
         service = scripted(replicas=2, most_restarts=5)
         store = WeightStore(tmp_path / "store") if stored else None
         async with running(service, admin=[], store=store) as client:
-            info = {"master_address": "127.0.0.1", "master_port": 9, "rank_offset": 1, "world_size": 3}
-            await posted(client, "/init_weight_transfer_engine", json={"init_info": info})
+            await posted(client, "/init_weight_transfer_engine", json={"init_info": INIT})
             await posted(client, "/start_weight_update")
-            sent = {"names": ["w"], "dtype_names": ["float32"], "shapes": [[1]]}
-            await posted(client, "/update_weights", json={"update_info": sent})
+            await posted(client, "/update_weights", json={"update_info": SENT})
             assert (await posted(client, "/weight_info"))["weight_version"] == "0"
             await posted(client, "/finish_weight_update", json={"weight_version": "v"})
             assert (await posted(client, "/weight_info"))["weights"] == "w"
@@ -224,6 +220,77 @@ def test_received_weights_outlive_engines_if_kept(tmp_path: Path, stored: bool) 
             [choice] = (await posted(client, "/v1/completions", json=ASK))["choices"]
             assert set(choice["weight_versions"]) == {"v"} and choice["token_ids"] == DRAWN
             assert service.fleet.num_restarts == 0
+
+    run(scenario())
+
+
+INIT = {"master_address": "127.0.0.1", "master_port": 9, "rank_offset": 1, "world_size": 3}
+SENT = {"names": ["w"], "dtype_names": ["float32"], "shapes": [[1]]}
+
+
+def test_waiting_transfers_block_no_request(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        service = scripted(replicas=2)
+        async with running(service, admin=[]) as client:
+
+            async def init(port: int) -> httpx.Response:
+                body = {"init_info": INIT | {"master_port": port}}
+                return await call(client, "/init_weight_transfer_engine", json=body)
+
+            async def serves() -> None:
+                async with asyncio.timeout(5):
+                    request = asyncio.create_task(client.post("/v1/completions", json=ASK))
+                    await begun(service)
+                    for path in ("/pause?mode=keep", "/resume", "/reset_prefix_cache", "/health", "/is_paused"):
+                        await posted(client, path) if path != "/health" else await client.get(path)
+                    assert (await request).json()["choices"][0]["token_ids"] == DRAWN
+                    request = asyncio.create_task(client.post("/v1/completions", json=ASK))
+                    await begun(service)
+                    assert (await posted(client, "/abort_requests"))["aborted"] == 1
+                    await request
+                    await posted(client, "/pause?mode=wait")
+                    await posted(client, "/resume")
+                    await posted(client, "/weight_checker", json={"action": "checksum"})
+
+            waiting = asyncio.create_task(init(NEVER))
+            await serves()
+            await posted(client, "/update_weights", json={"weight_dir": new_weights(tmp_path, "b")})
+            assert (await init(9)).status_code == 200 and (await waiting).status_code == 409
+            never = {"update_info": SENT | {"names": ["never"]}}
+            for path, body in (
+                ("/init_weight_transfer_engine", {"init_info": INIT}), ("/shutdown_weight_transfer_engine", None),
+            ):  # fmt: skip
+                waiting = asyncio.create_task(call(client, "/update_weights", json=never))
+                await serves()
+                assert not waiting.done()
+                await posted(client, path, json=body)
+                assert (await waiting).status_code == 409
+            assert (await call(client, "/update_weights", json={"update_info": SENT})).status_code == 400
+            assert (await posted(client, "/weight_info"))["weights"] == "b"
+            assert (await init(9)).status_code == 200
+            assert (await posted(client, "/update_weights", json={"update_info": SENT}))["weights"] == "w"
+
+    run(scenario())
+
+
+def test_one_failing_engine_ends_a_transfer() -> None:
+    async def scenario() -> None:
+        service = scripted(replicas=2, most_restarts=5, spare=True)
+        async with running(service, admin=[]) as client:
+            never = {"update_info": SENT | {"names": ["never"]}}
+            failing = {"init_info": INIT | {"master_port": FIRST_FAILS}}
+            refused = await call(client, "/init_weight_transfer_engine", json=failing)
+            assert refused.status_code == 400 and "cannot join" in refused.text
+            silent = {"init_info": INIT | {"master_port": NEVER}}
+            for path, body in (("/init_weight_transfer_engine", silent), ("/update_weights", never)):
+                await posted(client, "/init_weight_transfer_engine", json={"init_info": INIT})
+                waiting = asyncio.create_task(call(client, path, json=body))
+                await asyncio.sleep(0.1)
+                service.fleet.links[1].kill()
+                assert (await waiting).status_code == 503
+                await service.fleet.all_ready()
+                again = await call(client, "/update_weights", json={"update_info": SENT})
+                assert again.status_code == 400 and "init it again" in again.text
 
     run(scenario())
 
@@ -494,7 +561,7 @@ def test_weights_arrive_by_the_calls_of_vllm(trainer: httpx.Client, trained: Pat
 def test_unannounced_sizes_are_refused(trainer: httpx.Client, size: int, packed: bool) -> None:
     before, tensors = trainer.get("/weight_info").json(), load_file(TINY_FOLDER / "model.safetensors")
     sender, [name, *_] = Trainer(trainer), tensors
-    with contextlib.suppress(RuntimeError):  # the receiver has left
+    with contextlib.suppress(InvalidInput):  # the receiver has left
         sender.send(tensors, packed=packed, sent=tensors | {name: torch.zeros(size, dtype=torch.bfloat16)})
     assert "bytes instead of" in sender.answer["error"]["message"]
     again = trainer.post("/update_weights", json={"update_info": {"names": [], "dtype_names": [], "shapes": []}})
@@ -553,21 +620,6 @@ def test_weights_arrive_over_nccl(tmp_path: Path, trained: Path) -> None:
                 assert sender.send(first) == 200 and drawn(client) == before
     finally:
         server.stop()
-
-
-class ncclUniqueId(ctypes.Structure):
-    """vLLM's class of this name, which it pickles."""
-
-    _fields_ = [("internal", ctypes.c_byte * 128)]
-
-
-def test_nccl_id_is_read_without_its_class() -> None:
-    sent = bytes(range(128))
-    for pickled in (pickle.dumps(ncclUniqueId.from_buffer_copy(sent)), pickle.dumps(sent)):
-        assert weight_transfer._id_of(pickled) == sent
-    for odd in (b"", b"x", pickle.dumps(b"short"), pickle.dumps(os.system), pickle.dumps({"a": 1}), pickle.dumps(None)):
-        with pytest.raises(InvalidInput, match="no NCCL id"):
-            weight_transfer._id_of(odd)
 
 
 @pytest.mark.exhaustive

@@ -1,10 +1,13 @@
 """Controls: changes of an engine's weights and caches. New weights are read and checked before any tensor changes.
 
 ``load`` and ``receive`` read weights in a thread while the engine runs. ``commit`` writes them between two steps, while
-the engine has no request.
+the engine has no request. ``join`` and ``receive`` wait for a trainer, each in its own thread; a later ``join`` takes
+the place of an earlier one, and ``drop`` that of a ``receive``.
 """
 
+import functools
 import math
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -49,12 +52,14 @@ class Controls:
         self._waiting: deque[Control] = deque()
         self._reader = ThreadPoolExecutor(1, "weights")
         self._group: TransferGroup | None = None
+        self._changing = threading.Lock()  # of the group and of what is staged
+        self._latest: dict[str, int] = {}  # call_id by action; results of earlier calls are dropped
+        self._with_trainer: Mapping[str, Action] = {"join": self._join, "receive": self._receive}
         self._beside_steps: Mapping[str, Action] = {
             "drop": self._drop,
-            "join": self._join,
+            "leave": self._leave,
             "load": self._load,
             "load_adapter": self._load_adapter,
-            "receive": self._receive,
             "save": self._save,
             "unload_adapter": self._unload_adapter,
         }
@@ -67,11 +72,15 @@ class Controls:
 
     def add(self, command: Control) -> None:
         """Queue an action."""
-        action = self._beside_steps.get(command.action)
-        if action is None:
-            self._waiting.append(command)
+        if command.action in self._with_trainer:
+            with self._changing:
+                self._latest[command.action] = command.call_id
+            action = functools.partial(self._with_trainer[command.action], command.call_id)
+            threading.Thread(target=self._run, args=(command, action), daemon=True).start()
+        elif command.action in self._beside_steps:
+            self._reader.submit(self._run, command, self._beside_steps[command.action])
         else:
-            self._reader.submit(self._run, command, action)
+            self._waiting.append(command)
 
     def step(self) -> bool:
         """Run the next action that needs to be alone; return False if there is none."""
@@ -109,17 +118,40 @@ class Controls:
         self._engine.unload_adapter(name)
         return {}
 
-    def _join(self, address: str, port: int, rank: int, size: int) -> dict[str, Any]:
+    def _join(self, call_id: int, address: str, port: int, rank: int, size: int) -> dict[str, Any]:
         """Join a weight transfer, in place of an earlier one."""
-        self._group = None
-        self._group = TransferGroup(address, port, rank, size, self._model.device)
+        with self._changing:
+            self._group, self._staged = None, {}
+            self._latest.pop("receive", None)
+        group = TransferGroup(address, port, rank, size, self._model.device)
+        with self._changing:
+            self._require_latest("join", call_id)
+            self._group = group
         return {}
 
+    def _leave(self) -> dict[str, Any]:
+        """Leave the weight transfer; what was received is forgotten."""
+        with self._changing:
+            self._group, self._staged = None, {}
+            self._latest.clear()
+        return {}
+
+    def _require_latest(self, action: str, call_id: int) -> None:
+        if self._latest.get(action) != call_id:
+            raise InvalidInput("another call ended this one")
+
     def _receive(
-        self, names: list[str], dtype_names: list[str], shapes: list[list[int]], packed: bool, bucket_bytes: int
+        self,
+        call_id: int,
+        names: list[str],
+        dtype_names: list[str],
+        shapes: list[list[int]],
+        packed: bool,
+        bucket_bytes: int,
     ) -> dict[str, Any]:
         """Stage tensors of a transfer; ``check`` says later whether they fit, so that the sender need not wait."""
-        if self._group is None:
+        group = self._group
+        if group is None:
             raise InvalidInput("an engine is in no weight transfer, perhaps because it is new: init it again")
         infos = [
             TensorInfo(name, dtype_of(dtype), tuple(shape)) for name, dtype, shape in zip(names, dtype_names, shapes)
@@ -128,14 +160,18 @@ class Controls:
         if num_bytes > MOST_BYTES * self._model.num_parameters():
             raise InvalidInput(f"shapes: {num_bytes} bytes are far more than the model has")
         try:
-            received = list(self._group.receive(infos, packed=packed, bucket_bytes=bucket_bytes))
+            received = list(group.receive(infos, packed=packed, bucket_bytes=bucket_bytes))
         except InvalidInput:
-            self._group = None  # what the sender has yet to send would be taken for the next update
+            with self._changing:
+                if self._group is group:
+                    self._group = None  # what the sender has yet to send would be taken for the next update
             raise
-        for name, tensor in received:
-            if name in self._staged:
-                raise InvalidInput(f"{name} was sent twice")
-            self._staged[name] = tensor
+        with self._changing:
+            self._require_latest("receive", call_id)
+            for name, tensor in received:
+                if name in self._staged:
+                    raise InvalidInput(f"{name} was sent twice")
+                self._staged[name] = tensor
         return {}
 
     def _check(self) -> dict[str, Any]:
@@ -143,7 +179,9 @@ class Controls:
         return {}
 
     def _drop(self) -> dict[str, Any]:
-        self._staged = {}
+        with self._changing:
+            self._staged = {}
+            self._latest.pop("receive", None)
         return {}
 
     def _save(self, path: str) -> dict[str, Any]:

@@ -207,7 +207,8 @@ def _add_posts(app: FastAPI, service: Service, demo: bool) -> None:
         async def answered(call: Call) -> Response:
             long = len(call.body) > SHORT_BODY
             parsed = await asyncio.to_thread(decode_body, call.body, kind) if long else decode_body(call.body, kind)
-            return await answer(service, parsed, call)
+            client_id = call.client_id or getattr(parsed, "request_id", None) or getattr(parsed, "rid", None) or ""
+            return await answer(service, parsed, replace(call, client_id=client_id))
 
         (schema,), _ = msgspec.json.schema_components([kind], ref_template="#/components/schemas/{name}")
         body = {"required": True, "content": {JSON: {"schema": schema}}}
@@ -239,7 +240,8 @@ def _call(request: Request, body: bytes, reservation: Reservation, held: Reserva
     """Return a request in the form that the handlers take."""
     headers = request.headers
     key, last_event = headers.get("idempotency-key"), headers.get("last-event-id")
-    return Call(request.url.path, body, owner_of(request), key, last_event, reservation, held)
+    client_id = headers.get("x-request-id", "")
+    return Call(request.url.path, body, owner_of(request), key, last_event, reservation, held, client_id)
 
 
 def _add_kept(app: FastAPI, service: Service) -> None:

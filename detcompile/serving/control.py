@@ -231,11 +231,17 @@ async def _stop(service: Service, reason: str, mode: Mode) -> None:
 
 
 def _abort(service: Service, names: list[str] | None) -> int:
-    """End running answers with the finish reason "abort"; return the number of their requests."""
+    """End running answers with the finish reason "abort"; return the number of their requests.
+
+    Args:
+        names: ids of replies, or ids that clients gave; None or none for all answers.
+    """
     chosen = [
         answer
         for answer in service.open.values()
-        if not answer.finished and not isinstance(answer, AuxiliaryTask) and (not names or answer.name in names)
+        if not answer.finished
+        and not isinstance(answer, AuxiliaryTask)
+        and (not names or not {answer.name, *answer.client_ids}.isdisjoint(names))
     ]
     for answer in chosen:
         service.fleet.cancel(answer)

@@ -210,6 +210,50 @@ def test_requests_are_aborted_by_id() -> None:
     run(scenario())
 
 
+@pytest.mark.parametrize("keyed", [False, True])
+def test_requests_are_aborted_by_client_ids(tmp_path: Path, keyed: bool) -> None:
+    """By the bare id and by those that vLLM makes of it; a header goes before the body."""
+    chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 500}
+    tokens = {"token_ids": [5], "sampling_params": {"max_tokens": 500}}
+    sglang = {"input_ids": [5], "sampling_params": {"max_new_tokens": 500}}
+    header = {"X-Request-Id": "x"}
+    cases: list[tuple[str, dict[str, Any], dict[str, str], list[str]]] = [
+        ("/v1/completions", ASK | {"max_tokens": 500}, header, ["x", "cmpl-x", "cmpl-x-0"]),
+        ("/v1/completions", ASK | {"max_tokens": 500, "request_id": "y"}, header, ["x"]),
+        ("/v1/completions", ASK | {"max_tokens": 500, "request_id": "x"}, {}, ["cmpl-x-0"]),
+        ("/v1/chat/completions", chat, header, ["x", "chatcmpl-x"]),
+        ("/v1/chat/completions", chat | {"request_id": "x"}, {}, ["x"]),
+        ("/v1/responses", {"input": "x", "max_output_tokens": 500}, header, ["x"]),
+        ("/v1/messages", chat, header, ["x"]),
+        ("/inference/v1/generate", tokens, header, ["x", "generate-tokens-x"]),
+        ("/inference/v1/generate", tokens | {"request_id": "x"}, {}, ["x"]),
+        ("/generate", sglang | {"rid": "x"}, {}, ["x"]),
+    ]
+
+    async def scenario() -> None:
+        journal = Journal(tmp_path / "j", 1 << 24, 3600) if keyed else None
+        service = scripted(chat_template="{{ messages[0].content }}", journal=journal)
+        async with running(service, admin=[]) as client:
+            for number, (path, body, headers, ids) in enumerate(cases):
+                for given in ids:
+                    more = {"Idempotency-Key": f"{number}-{given}"} if keyed else {}
+                    request = asyncio.create_task(client.post(path, json=body, headers=headers | more))
+                    await begun(service)
+                    others = {"request_ids": ["other", "y", "cmpl-", "", "cmpl-x-1", f"{given}x"]}
+                    assert (await posted(client, "/abort_requests", json=others))["aborted"] == 0
+                    aborted = await posted(client, "/abort_requests", json={"request_ids": ["other", given]})
+                    assert aborted["aborted"] == 1, (path, given)
+                    assert '"abort"' in (await request).text
+            both = [[5], [6]]
+            request = asyncio.create_task(client.post("/v1/completions", json=ASK | {"prompt": both}, headers=header))
+            await begun(service, 2)
+            assert (await posted(client, "/abort_requests", json={"request_ids": ["cmpl-x-1"]}))["aborted"] == 1
+            reasons = [choice["finish_reason"] for choice in (await request).json()["choices"]]
+            assert reasons == ["length", "abort"]
+
+    run(scenario())
+
+
 def test_deadlines_stand_still_in_a_pause() -> None:
     async def scenario() -> None:
         service = scripted(queue_timeout=0.4, timeout=1.0)

@@ -130,15 +130,16 @@ class Answer:
         num_cached_tokens: prompt tokens from the prefix cache, set at the end.
         num_preemptions: preemptions by its current engine.
         name: id of the reply or of the verification; empty before it is known.
+        client_ids: ids that /abort_requests takes, too, from the one that the client gave the request.
         owner: sha256 in hex of the request's API key; empty if the server has none.
         weights: the version that draws the next tokens; None if the weights cannot change.
     """
 
     __slots__ = (
-        "_num_repeated_logprobs", "adapter", "adapter_digest", "arrival", "cache_salt", "deaths", "deaths_alone",
-        "engine", "error", "finished", "first_token", "name", "num_cached_tokens", "num_preemptions", "owner", "params",
-        "priority", "prompt_ids", "prompt_logprobs", "queued_seconds", "request_id", "samples", "signal", "tries",
-        "weights",
+        "_num_repeated_logprobs", "adapter", "adapter_digest", "arrival", "cache_salt", "client_ids", "deaths",
+        "deaths_alone", "engine", "error", "finished", "first_token", "name", "num_cached_tokens", "num_preemptions",
+        "owner", "params", "priority", "prompt_ids", "prompt_logprobs", "queued_seconds", "request_id", "samples",
+        "signal", "tries", "weights",
     )  # fmt: skip
 
     def __init__(
@@ -160,6 +161,7 @@ class Answer:
         self.error: DetcompileError | None = None
         self.finished = False
         self.name = self.owner = ""
+        self.client_ids: tuple[str, ...] = ()
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.queued_seconds: float | None = None

@@ -36,6 +36,7 @@ class Call:
         last_event: the Last-Event-ID: resume a stream after this event.
         reservation: resources of the request, until it ends or a job takes them over.
         held: the body's bytes, until the response is built or a job takes them over.
+        client_id: the X-Request-Id, or the body's request_id or rid; empty without these.
     """
 
     endpoint: str
@@ -45,6 +46,7 @@ class Call:
     last_event: str | None = None
     reservation: Reservation = field(default_factory=Reservation, compare=False)
     held: Reservation = field(default_factory=Reservation, compare=False)
+    client_id: str = ""
 
     def __post_init__(self) -> None:
         if self.key is not None and not (0 < len(self.key) <= MOST_LETTERS and self.key.isprintable()):
@@ -94,7 +96,7 @@ class Jobs:
         """
         if call.key is None or self._journal is None:
             work = await ask()
-            answers = await self._submit(work, call.owner, call.reservation)
+            answers = await self._begin(work, call)
             return Job(work, answers, self._salt(), self._model(work.adapter), owner=call.owner)
         place = (call.owner, call.key)
         while (aborted := self._aborted(place)) is not None:
@@ -208,11 +210,20 @@ class Jobs:
         """Create a job and write its request to the journal."""
         assert call.key is not None
         work = await ask()
-        answers = await self._submit(work, call.owner, call.reservation)
+        answers = await self._begin(work, call)
         job = Job(work, answers, self._salt(), self._model(work.adapter), kept=True, owner=call.owner)
         record = record_of(job, (call.owner, call.key), (call.endpoint, call.body))
         await self._written(lambda journal: journal.add(record))
         return job
+
+    async def _begin(self, work: Ask, call: Call) -> list[Answer]:
+        """Queue a request's prompts, under the ids that vLLM makes of the client's id."""
+        answers = await self._submit(work, call.owner, call.reservation)
+        if call.client_id:
+            vllm_id = f"{work.prefix}{call.client_id}"
+            for place, answer in enumerate(answers):
+                answer.client_ids = (call.client_id, vllm_id, f"{vllm_id}-{place}")
+        return answers
 
     async def _restored(self, record: Record, call: Call) -> Job:
         """Create the job of a journaled request, with its recorded answers or by drawing them again."""
@@ -223,7 +234,7 @@ class Jobs:
             answers = [Answer("", prompt, work.params, AnswerSignal()) for prompt in work.prompts]
             restore(answers, record.outcome)
         else:
-            answers = await self._submit(work, call.owner, call.reservation)
+            answers = await self._begin(work, call)
         job = Job(
             work,
             answers,

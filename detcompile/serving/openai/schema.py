@@ -22,6 +22,7 @@ FunctionName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=20)]
 Priority = Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)]
+RequestId = Annotated[str, Meta(max_length=255)]
 CacheSalt = Annotated[str, Meta(min_length=1)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -104,6 +105,7 @@ class _CompletionFields(TextFields, kw_only=True):
     ebnf: str | None = None
     add_special_tokens: bool | None = None
     cache_salt: CacheSalt | None = None
+    request_id: RequestId | None = None
     receipt: bool | None = None
 
 

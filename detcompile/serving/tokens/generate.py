@@ -18,6 +18,7 @@ from detcompile.serving.openai.schema import (
     CompletionRequest,
     NumLogprobs,
     Priority,
+    RequestId,
     StreamOptions,
     StructuredOutputs,
     TokenId,
@@ -57,7 +58,7 @@ class GenerateRequest(GenerateFields, kw_only=True):
 
     token_ids: Annotated[list[TokenId], Meta(min_length=1)]
     sampling_params: GenerateSampling
-    request_id: Annotated[str, Meta(max_length=255)] | None = None
+    request_id: RequestId | None = None
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -98,7 +99,7 @@ async def generate(service: Service, request: GenerateRequest, call: Call) -> Re
         completion,
         [request.token_ids],
         call.owner,
-        prefix="generate-",
+        prefix="generate-tokens-",
         param="token_ids",
         defaults=defaults,
     )

@@ -15,7 +15,7 @@ from detcompile.serving.openai.completions import ask_completion
 from detcompile.serving.openai.fields import SGLangFields, SGLangSamplingFields, require_served
 from detcompile.serving.openai.parameters import prompts_of
 from detcompile.serving.openai.reply import as_int64, finite, headers_of
-from detcompile.serving.openai.schema import CacheSalt, CompletionRequest, NumLogprobs, TokenId
+from detcompile.serving.openai.schema import CacheSalt, CompletionRequest, NumLogprobs, RequestId, TokenId
 from detcompile.serving.responses import Whole
 from detcompile.serving.service import Service
 from detcompile.serving.tokenizer_pool import SampleText
@@ -54,7 +54,7 @@ class SGLangRequest(SGLangFields, kw_only=True):
     text: str | list[str] | None = None
     input_ids: list[TokenId | list[TokenId]] | None = None
     sampling_params: SGLangSampling | None = None
-    rid: Annotated[str, Meta(max_length=255)] | None = None
+    rid: RequestId | None = None
     return_logprob: bool | None = None
     logprob_start_len: Annotated[int, Meta(ge=-1)] | None = None
     top_logprobs_num: NumLogprobs | None = None

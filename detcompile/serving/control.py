@@ -28,7 +28,8 @@ from detcompile.serving.weight_updates import InitInfo, UpdateInfo, WeightUpdate
 CONTROL_PATHS = frozenset((
     "/abort_requests", "/finish_weight_update", "/get_world_size", "/init_weight_transfer_engine", "/is_paused",
     "/is_sleeping", "/pause", "/reset_prefix_cache", "/resume", "/server_info", "/shutdown_weight_transfer_engine",
-    "/sleep", "/start_weight_update", "/update_weights", "/wake_up", "/weight_checker", "/weight_info",
+    "/sleep", "/start_weight_update", "/update_weight_version", "/update_weights", "/wake_up", "/weight_checker",
+    "/weight_info",
 ))  # fmt: skip
 PAUSE, CLEAR = "pause", "clear"  # reasons of holds
 MOST_PATH_BYTES = 4095
@@ -68,6 +69,12 @@ class FinishRequest(msgspec.Struct):
     """The end of an update, and the name of the weights."""
 
     weight_version: str | None = None
+
+
+class VersionRequest(msgspec.Struct):
+    """A new name of the weights that are served."""
+
+    new_version: str
 
 
 class CheckRequest(msgspec.Struct):
@@ -186,6 +193,12 @@ def add_control(app: FastAPI, service: Service, store: WeightStore | None = None
         await updated(updates.finish(body.weight_version))
         return _json({"message": "Weight update finished", **_weight_info(service)})
 
+    async def update_weight_version(request: Request) -> Response:
+        body = await body_of(request, service, VersionRequest)
+        require_version(body.new_version)
+        await updated(updates.rename(body.new_version))
+        return _json({"success": True, "new_version": body.new_version})
+
     async def weight_checker(request: Request) -> Response:
         body = await body_of(request, service, CheckRequest)
         if body.action == "reset":
@@ -202,6 +215,7 @@ def add_control(app: FastAPI, service: Service, store: WeightStore | None = None
 
     for post in (
         pause, resume, abort_requests, reset_prefix_cache, sleep, wake_up, weight_checker, update_weights,
+        update_weight_version,
         init_weight_transfer_engine, shutdown_weight_transfer_engine, start_weight_update, finish_weight_update,
     ):  # fmt: skip
         app.add_api_route(f"/{post.__name__}", post, methods=["POST"], name=post.__name__, response_model=None)

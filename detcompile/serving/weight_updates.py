@@ -203,6 +203,26 @@ class WeightUpdates:
             await self._drop()
             raise
 
+    async def rename(self, version: str) -> None:
+        """Give the weights that are served another name. Tokens drawn from now on have it.
+
+        Raises:
+            StorageError: the store cannot be written; the name is the old one.
+        """
+        service = self._service
+        service.require_ready()
+        service.require_causal()
+        async with self._changing:
+            weights = structs.replace(self._current, version=version, number=self._current.number + 1)
+            if self._store is not None and self._store.kept is not None:
+                kept = structs.replace(self._store.kept, version=version, number=weights.number)
+                await asyncio.to_thread(self._store.keep, kept)
+            service.fleet.weights = weights
+            service.model = service.model.with_weights(weights)
+            for answer in service.open.values():
+                if answer.weights is not None:
+                    answer.weights = weights
+
     async def digests(self) -> dict[str, Any]:
         """Return the digest of every tensor, and one of all.
 

@@ -224,6 +224,43 @@ def test_received_weights_outlive_engines_if_kept(tmp_path: Path, stored: bool) 
     run(scenario())
 
 
+@pytest.mark.parametrize("stored", [True, False])
+def test_renamed_weights_name_later_tokens(tmp_path: Path, stored: bool) -> None:
+    async def scenario() -> None:
+        service = scripted(replicas=2, most_restarts=5)
+        store = WeightStore(tmp_path / "store") if stored else None
+        async with running(service, admin=[], store=store) as client:
+            for before, name in ((None, "a"), (new_weights(tmp_path / "new", "b"), "c")):
+                if before is not None:
+                    await posted(client, "/update_weights", json={"weight_dir": before})
+                info = await posted(client, "/weight_info")
+                requests = [asyncio.create_task(client.post("/v1/completions", json=ASK)) for _ in range(3)]
+                await begun(service, 3)
+                named = await posted(client, "/update_weight_version", json={"new_version": name})
+                assert named == {"success": True, "new_version": name}
+                assert await posted(client, "/weight_info") == info | {"weight_version": name}
+                for task in requests:
+                    reply = (await task).json()
+                    [choice] = reply["choices"]
+                    old = choice["weight_versions"].count(info["weight_version"])
+                    assert 0 < old < len(DRAWN) and choice["token_ids"] == DRAWN
+                    assert choice["weight_versions"][old:] == [name] * (len(DRAWN) - old)
+                    assert (reply["weight_version"], reply["system_fingerprint"]) == (name, info["fingerprint"])
+            for odd in ({}, {"new_version": ""}, {"new_version": 1}, {"new_version": "a\n"}, {"new_version": None}):
+                assert (await call(client, "/update_weight_version", json=odd)).status_code == 400
+            assert (await posted(client, "/weight_info"))["weight_version"] == "c"
+            for link in service.fleet.links:
+                link.kill()
+            await service.fleet.all_ready()
+            [choice] = (await posted(client, "/v1/completions", json=ASK))["choices"]
+            assert set(choice["weight_versions"]) == {"c"}
+        if stored:
+            kept = WeightStore(tmp_path / "store").kept
+            assert kept is not None and (kept.version, kept.digest) == ("c", "b")
+
+    run(scenario())
+
+
 INIT = {"master_address": "127.0.0.1", "master_port": 9, "rank_offset": 1, "world_size": 3}
 SENT = {"names": ["w"], "dtype_names": ["float32"], "shapes": [[1]]}
 

@@ -38,9 +38,7 @@ def add_adapters(app: FastAPI, service: Service) -> None:
     async def load(request: Request) -> Response:
         body = await body_of(request, service, LoadAdapter)
         service.require_ready()
-        if body.load_inplace and body.lora_name in service.adapters:
-            await service.unload_adapter(body.lora_name)
-        await service.load_adapter(body.lora_name, body.lora_path)
+        await service.load_adapter(body.lora_name, body.lora_path, replace_loaded=body.load_inplace)
         return Response(f"Success: LoRA adapter '{body.lora_name}' added successfully.", media_type="text/plain")
 
     async def unload(request: Request) -> Response:

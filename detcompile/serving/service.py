@@ -117,6 +117,7 @@ class Service:
         self._first_weights = first_weights
         self.adapters: dict[str, AdapterFile] = {}
         self._adapting = asyncio.Lock()
+        self._adapter_numbers = count()
 
     async def start(self, spec: EngineSpec) -> Hello:
         """Start the engines and wait until they serve.
@@ -124,7 +125,8 @@ class Service:
         Raises:
             DetcompileError: the engines cannot start.
         """
-        await self.fleet.start(spec)
+        adapters = {name: replace(file, loaded_as=self._loaded_as(name)) for name, file in spec.adapters.items()}
+        await self.fleet.start(replace(spec, adapters=adapters))
         hello = await self.fleet.settled()
         self.name = self._name or hello.name
         texts = {"special_tokens": str(sorted(hello.special_ids)), "tokenizer": str(tokenizer_digest(hello.tokenizer))}
@@ -136,7 +138,7 @@ class Service:
                 raise InvalidInput(f"the kept weights of version {first.version} have changed since they were served")
             self.fleet.weights = Weights(first.version, first.number, hello.fingerprint, digest)
             self.model = self.model.with_weights(self.fleet.weights)
-        self.adapters = {name: AdapterFile(spec.adapters[name].path, one) for name, one in hello.adapters.items()}
+        self.adapters = {name: replace(adapters[name], digest=one) for name, one in hello.adapters.items()}
         self.fleet.spec = replace(spec, adapters=self.adapters)
         if self.name in self.adapters:
             raise InvalidInput(f"adapter {self.name!r} has the model's name: choose another one")
@@ -218,42 +220,65 @@ class Service:
         whole = fingerprint(self.hello.fingerprint_parts | part)
         return ServedModel(adapter, whole, self.model.parts | part, self.model.weight_version)
 
-    async def load_adapter(self, name: str, path: str) -> None:
+    async def load_adapter(self, name: str, path: str, *, replace_loaded: bool = False) -> None:
         """Load an adapter in every engine; requests may name it from then on.
 
+        Args:
+            replace_loaded: let it take the place of an adapter of this name, which serves until then.
+
         Raises:
-            HTTPError: the name is the model's or another adapter's.
-            InvalidInput: the adapter cannot be read, or does not fit.
-            DetcompileError: an engine failed.
+            HTTPError: the name is the model's or another adapter's, or the engines sleep.
+            InvalidInput: the adapter cannot be read, or does not fit; nothing has changed.
+            DetcompileError: an engine failed; nothing has changed.
         """
         async with self._adapting:
-            if name == self.name or name in self.adapters:
+            before = self.adapters.get(name)
+            if name == self.name or (before is not None and not replace_loaded):
                 raise HTTPError(400, f"{name[:200]!r} is served already: unload it, or choose another name",
                                 param="lora_name")  # fmt: skip
-            await self.fleet.all_ready()
+            await self.engines_awake()
+            loaded_as = self._loaded_as(name)
             try:
-                results = await self.fleet.control("load_adapter", name=name, path=path)
+                results = await self.fleet.control("load_adapter", name=loaded_as, path=path)
                 if len({result["digest"] for result in results}) > 1:
                     raise InvalidInput(f"{path} differs among the machines of the engines")
             except DetcompileError:
                 with contextlib.suppress(DetcompileError):  # of engines that do not have it
-                    await self.fleet.control("unload_adapter", name=name)
+                    await self.fleet.control("unload_adapter", name=loaded_as)
                 raise
-            self._set_adapters(self.adapters | {name: AdapterFile(path, results[0]["digest"])})
+            self._set_adapters(self.adapters | {name: AdapterFile(path, results[0]["digest"], loaded_as)})
+            if before is not None:
+                with contextlib.suppress(DetcompileError):  # of engines that were lost
+                    await self.fleet.control("unload_adapter", name=before.loaded_as)
 
     async def unload_adapter(self, name: str) -> None:
         """Forget an adapter. Answers that engines have begun go on with it.
 
         Raises:
-            HTTPError: 404 for an unknown name.
+            HTTPError: 404 for an unknown name, 409 if the engines sleep.
             DetcompileError: an engine failed.
         """
         async with self._adapting:
             if name not in self.adapters:
                 raise HTTPError(404, f"unknown adapter {name[:200]!r}", param="lora_name", code="model_not_found")
+            await self.engines_awake()
+            loaded_as = self.adapters[name].loaded_as
             self._set_adapters({other: file for other, file in self.adapters.items() if other != name})
-            await self.fleet.all_ready()
-            await self.fleet.control("unload_adapter", name=name)
+            await self.fleet.control("unload_adapter", name=loaded_as)
+
+    async def engines_awake(self) -> None:
+        """Wait for all engines.
+
+        Raises:
+            HTTPError: 409 if they sleep.
+        """
+        if self.fleet.is_asleep:
+            raise HTTPError(409, "the engines sleep: POST /wake_up first", code="sleeping")
+        await self.fleet.all_ready()
+
+    def _loaded_as(self, name: str) -> str:
+        """Return a new name for engines, so that they can have two adapters that requests call the same."""
+        return f"{name}#{next(self._adapter_numbers)}"
 
     def _set_adapters(self, adapters: dict[str, AdapterFile]) -> None:
         """Serve these adapters, also by engines that start from now on."""

@@ -251,9 +251,7 @@ class WeightUpdates:
         service = self._service
         service.require_ready()
         service.require_causal()
-        if service.fleet.is_asleep:
-            raise HTTPError(409, "the engines sleep: POST /wake_up first", code="sleeping")
-        await service.fleet.all_ready()
+        await service.engines_awake()
 
     async def _switch(self, folder: str | None, version: str | None) -> None:
         """Make the engines serve what they have staged.

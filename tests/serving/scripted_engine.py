@@ -72,7 +72,7 @@ def digest_of(path: str) -> str:
     return hashlib.sha256(path.encode()).hexdigest()
 
 
-def controlled(command: protocol.Control, staged: list[str]) -> protocol.Controlled | None:
+def controlled(command: protocol.Control, staged: list[str], adapters: set[str]) -> protocol.Controlled | None:
     """Return the report of a control. Weights are the text of a folder's file; "bad" ones are refused.
 
     A transfer at port NEVER, or of a tensor of that name, waits for ever. At port FIRST_FAILS rank 1 is refused.
@@ -89,9 +89,12 @@ def controlled(command: protocol.Control, staged: list[str]) -> protocol.Control
         staged[:] = [file.read_text()]
     value = {}
     if command.action == "load_adapter":
+        adapters.add(command.arguments["name"])
         if command.arguments["path"] == "bad":
             return protocol.Controlled(command.call_id, {}, "bad cannot be read", refused=True)
         value = {"digest": digest_of(command.arguments["path"])}
+    elif command.action == "unload_adapter":
+        adapters.remove(command.arguments["name"])
     elif command.action == "receive":
         staged[:] = command.arguments["names"][:1]
     elif command.action == "save":
@@ -163,14 +166,16 @@ def serve(connection: socket.socket) -> None:
     if spec.weights is not None:
         parts = PARTS | {"weights": (Path(spec.weights) / "model.safetensors").read_text()}
         hello = structs.replace(hello, fingerprint=fingerprint(parts), fingerprint_parts=parts)
+    adapters = {file.loaded_as for file in spec.adapters.values()}
     send(hello)
     threading.Thread(target=draw, daemon=True).start()
     while True:
         command = receive()
         if isinstance(command, protocol.Add):
+            assert not command.adapter or command.adapter in adapters
             open_requests[command.request_id] = command
         elif isinstance(command, protocol.Control):
-            if (report := controlled(command, staged)) is not None:
+            if (report := controlled(command, staged, adapters)) is not None:
                 send(report)
         else:
             open_requests.pop(command.request_id, None)

@@ -30,13 +30,13 @@ def scripted(*, replicas: int = 1, spare: bool = False, most_restarts: int = 0, 
 
 @contextlib.asynccontextmanager
 async def running(
-    service: Service, digests: list[bytes] | None = None, **options: Any
+    service: Service, digests: list[bytes] | None = None, spec: EngineSpec = SPEC, **options: Any
 ) -> AsyncIterator[httpx.AsyncClient]:
     """Yield a client of a service whose engine is ready; ``options`` are those of the application."""
     app = new_app(service, "test", digests or [], **options)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", timeout=30) as client:
         try:
-            await service.start(SPEC)
+            await service.start(spec)
             yield client
         finally:
             await service.stop()

@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from msgspec.structs import replace
 
 import detcompile
 from detcompile import EngineConfig, SamplingParams
@@ -15,10 +16,11 @@ from detcompile.commands.serve import _adapters
 from detcompile.digests import fingerprint
 from detcompile.errors import InvalidInput
 from detcompile.serving.adapters import ADAPTER_PATHS
+from detcompile.serving.engines.protocol import AdapterFile
 from tests.exhaustive import EXHAUSTIVE
 from tests.serving.conftest import started
 from tests.serving.scripted_engine import PARTS, digest_of
-from tests.serving.scripted_service import running, scripted
+from tests.serving.scripted_service import SPEC, running, scripted
 from tests.serving.test_control import begun
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -132,6 +134,67 @@ def test_another_adapter_continues_no_answer(path: str, status: int) -> None:
             for task in (request, waiting):
                 assert (await task).status_code == status
             assert (await http.post("/v1/completions", json=body)).status_code == 200 and not service.open
+
+    run(scenario())
+
+
+@pytest.mark.usefixtures("in_the_root")
+@pytest.mark.parametrize("at_start", [True, False])
+def test_replacing_an_adapter_interrupts_nobody(at_start: bool) -> None:
+    """A bad adapter leaves the earlier one. A good one takes its place without a gap, also in later engines."""
+
+    async def scenario() -> None:
+        service = scripted(replicas=2, most_restarts=5)
+        spec = replace(SPEC, adapters={"sql": AdapterFile("one"), "sql#0": AdapterFile("x")} if at_start else {})
+        async with running(service, spec=spec, admin=[]) as http:
+            if not at_start:
+                assert (await http.post(LOAD, json={"lora_name": "sql", "lora_path": "one"})).status_code == 200
+            statuses: list[int] = []
+            fingerprints: list[str] = []
+            stop = asyncio.Event()
+
+            async def ask() -> None:
+                while not stop.is_set():
+                    answer = await http.post("/v1/completions", json=ASK | {"model": "sql"})
+                    statuses.append(answer.status_code)
+                    fingerprints.append(answer.json()["system_fingerprint"])
+
+            clients = [asyncio.create_task(ask()) for _ in range(4)]
+            inplace = {"lora_name": "sql", "load_inplace": True}
+            for path, status in (("bad", 400), ("two", 200), ("bad", 400), ("", 400), ("three", 200)):
+                await asyncio.sleep(0.1)
+                assert (await http.post(LOAD, json=inplace | {"lora_path": path})).status_code == status
+            await asyncio.sleep(0.2)
+            stop.set()
+            await asyncio.gather(*clients)
+            assert set(statuses) == {200}
+            wholes = [fingerprint(PARTS | {"adapter": digest_of(path)}) for path in ("one", "two", "three")]
+            assert list(dict.fromkeys(fingerprints)) == wholes
+            for link in list(service.fleet.links):
+                link.kill()
+            await asyncio.sleep(0.1)
+            await service.fleet.all_ready()
+            last = (await http.post("/v1/completions", json=ASK | {"model": "sql"})).json()
+            assert last["system_fingerprint"] == wholes[-1]
+            assert (await http.post(UNLOAD, json={"lora_name": "sql"})).status_code == 200
+            assert service.fleet.num_restarts == 2
+
+    run(scenario())
+
+
+@pytest.mark.usefixtures("in_the_root")
+def test_sleeping_engines_take_no_adapter() -> None:
+    async def scenario() -> None:
+        service = scripted()
+        async with running(service, admin=[]) as http:
+            body = {"lora_name": "sql", "lora_path": "one"}
+            assert (await http.post(LOAD, json=body)).status_code == 200
+            assert (await http.post("/sleep")).status_code == 200
+            for path in (LOAD, UNLOAD):
+                refused = await http.post(path, json=body | {"load_inplace": True})
+                assert (refused.status_code, refused.json()["error"]["code"]) == (409, "sleeping")
+            assert (await http.post("/wake_up")).status_code == 200
+            assert (await http.post("/v1/completions", json=ASK | {"model": "sql"})).status_code == 200
 
     run(scenario())
 

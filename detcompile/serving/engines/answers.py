@@ -133,13 +133,14 @@ class Answer:
         client_ids: ids that /abort_requests takes, too, from the one that the client gave the request.
         owner: sha256 in hex of the request's API key; empty if the server has none.
         weights: the version that draws the next tokens; None if the weights cannot change.
+        loaded_adapter: the adapter's name in its engine; empty for the plain model.
     """
 
     __slots__ = (
         "_num_repeated_logprobs", "adapter", "adapter_digest", "arrival", "cache_salt", "client_ids", "deaths",
-        "deaths_alone", "engine", "error", "finished", "first_token", "name", "num_cached_tokens", "num_preemptions",
-        "owner", "params", "priority", "prompt_ids", "prompt_logprobs", "queued_seconds", "request_id", "samples",
-        "signal", "tries", "weights",
+        "deaths_alone", "engine", "error", "finished", "first_token", "loaded_adapter", "name", "num_cached_tokens",
+        "num_preemptions", "owner", "params", "priority", "prompt_ids", "prompt_logprobs", "queued_seconds",
+        "request_id", "samples", "signal", "tries", "weights",
     )  # fmt: skip
 
     def __init__(
@@ -171,6 +172,7 @@ class Answer:
         self.priority = priority
         self.cache_salt = cache_salt
         self.adapter, self.adapter_digest = adapter, adapter_digest
+        self.loaded_adapter = ""
         self.weights: Weights | None = None
         self.engine: int | None = None
         self.tries = 0

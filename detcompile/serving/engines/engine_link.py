@@ -159,9 +159,8 @@ class EngineLink:
             self._send(answer.command())
             return
         params, resume = given_params(answer.params), answer.resumption()
-        self._send(
-            Add(answer.try_id, answer.prompt_ids, params, answer.priority, resume, answer.cache_salt, answer.adapter)
-        )
+        drawn_with = answer.cache_salt, answer.loaded_adapter
+        self._send(Add(answer.try_id, answer.prompt_ids, params, answer.priority, resume, *drawn_with))
 
     def cancel(self, answer: Answer) -> None:
         """Cancel an answer."""

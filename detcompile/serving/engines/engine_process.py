@@ -279,7 +279,7 @@ def _load_adapter(engine: Engine, name: str, file: AdapterFile) -> str:
     Raises:
         InvalidInput: it cannot be loaded, or has changed.
     """
-    digest = engine.load_adapter(name, file.path)
+    digest = engine.load_adapter(file.loaded_as, file.path)
     if file.digest not in ("", digest):
         raise InvalidInput(f"adapter {name!r}: {file.path} has changed since it was loaded")
     return digest

@@ -430,6 +430,7 @@ class Fleet:
             answer.fail(InvalidInput(f"adapter {answer.adapter!r} was unloaded or replaced before the answer ended"))
             self._on_progress(answer, None)
             return
+        answer.loaded_adapter = "" if file is None else file.loaded_as
         answer.engine = self.links.index(link)
         answer.weights = self.weights
         link.add(answer)

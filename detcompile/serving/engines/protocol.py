@@ -11,15 +11,22 @@ import msgspec
 from detcompile.digests import differing_parts
 from detcompile.serving.receipts.verdict import Verdict
 
-VERSION = 14
+VERSION = 15
 LENGTH = struct.Struct(">I")  # prefix of every frame: bytes that follow
 
 
 class AdapterFile(msgspec.Struct, frozen=True):
-    """A LoRA adapter: its folder in PEFT's format, and its sha256, empty before it was read."""
+    """A LoRA adapter.
+
+    Attributes:
+        path: its folder in PEFT's format.
+        digest: its sha256; empty before it was read.
+        loaded_as: its name in engines, which no other adapter has had.
+    """
 
     path: str
     digest: str = ""
+    loaded_as: str = ""
 
 
 class EngineSpec(msgspec.Struct, kw_only=True, tag=True):

@@ -1,11 +1,12 @@
 """Kill the server, its engines and the trainer of a training run: the last weights must be those of an undisturbed run.
 
-    python -m benchmarks.rl_drill [--steps 20] [--kills 6] [--runs 1] [--seed 0]
+    python -m benchmarks.rl_drill [--steps 20] [--kills 6] [--runs 1] [--parallel 1] [--seed 0]
 
 A trainer in a separate process draws rollouts from a server of the embedded model, updates the weights from them and
 sends the weights to the server as a folder. It saves weights and momentum of each step by one rename. The drill kills
 one process after another by SIGKILL at random moments and starts it again. The last weights must have the sha256 of an
-undisturbed run's: a token or a log-probability of other weights would change them.
+undisturbed run's: a token or a log-probability of other weights would change them. ``--parallel`` runs that many at a
+time. Prints a line of JSON per run, and one of all.
 """
 
 import argparse
@@ -20,6 +21,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +93,10 @@ class Run:
 
     def __init__(self, folder: Path, steps: int) -> None:
         self.folder, self.steps = folder, steps
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+        self.reserved = socket.socket()  # bound while the run lasts, so that nobody else gets the port
+        self.reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.reserved.bind(("127.0.0.1", 0))
+        self.port = self.reserved.getsockname()[1]
         self.server, self.trainer = self.start_server(), self.start_trainer()
 
     def start_server(self) -> "subprocess.Popen[bytes]":
@@ -129,15 +134,18 @@ class Run:
         else:
             self.trainer = self.start_trainer()
 
-    def watch(self, kills: int, draw: random.Random) -> list[str]:
-        """Wait for the last step; kill processes at random moments of it."""
+    def watch(self, kills: int, draw: random.Random, killed: list[str]) -> None:
+        """Wait for the last step; kill processes at random moments before it, and add them to ``killed``.
+
+        Raises:
+            RuntimeError: the server or the trainer ended by itself.
+        """
         at = sorted(draw.uniform(0, self.steps) for _ in range(kills))
-        killed: list[str] = []
         try:
             while not self.done:
                 time.sleep(draw.uniform(0, PAUSE_SECONDS))
                 if self.trainer.poll() not in (None, 0) or self.server.poll() is not None:
-                    raise SystemExit(f"the server or the trainer ended by itself after {killed}")
+                    raise RuntimeError("the server or the trainer ended by itself")
                 if at and self.num_steps() >= at[0]:
                     at.pop(0)
                     time.sleep(draw.uniform(0, 4 * PAUSE_SECONDS))  # anywhere in a step
@@ -145,12 +153,29 @@ class Run:
                     self.kill(killed[-1], draw)
         finally:
             self.trainer.kill()
+            self.trainer.wait()
             self.server.terminate()
             self.server.wait()
-        return killed
+            self.reserved.close()
 
     def digest(self) -> str:
         return hashlib.sha256((self.folder / "steps" / f"step-{self.steps}" / WEIGHTS).read_bytes()).hexdigest()
+
+
+def run(number: int, given: argparse.Namespace) -> dict[str, Any]:
+    """Do a run and print its result; run 0 is undisturbed."""
+    start, draw = time.monotonic(), random.Random(given.seed + number)
+    result: dict[str, Any] = {"run": number, "killed": []}
+    with tempfile.TemporaryDirectory() as folder:
+        current = Run(Path(folder), given.steps)
+        try:
+            current.watch(given.kills if number else 0, draw, result["killed"])
+            result["sha256"] = current.digest()
+        except RuntimeError as error:
+            result["error"] = str(error)
+    result["seconds"] = round(time.monotonic() - start, 1)
+    print(json.dumps(result), flush=True)
+    return result
 
 
 def main() -> None:
@@ -158,6 +183,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--kills", type=int, default=6)
     parser.add_argument("--runs", type=int, default=1)
+    parser.add_argument("--parallel", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--url", help=argparse.SUPPRESS)
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
@@ -165,17 +191,15 @@ def main() -> None:
     if given.train is not None:
         train(given.url, given.train, given.steps)
         return
-    expected = None
-    for number in range(given.runs + 1):
-        with tempfile.TemporaryDirectory() as folder:
-            run, start, draw = Run(Path(folder), given.steps), time.monotonic(), random.Random(given.seed + number)
-            killed = run.watch(given.kills if number else 0, draw)
-            digest = run.digest()
-        expected = expected or digest
-        print(json.dumps({"run": number, "killed": killed, "sha256": digest, "equal": digest == expected,
-                          "seconds": round(time.monotonic() - start, 1)}), flush=True)  # fmt: skip
-        if digest != expected:
-            raise SystemExit("the weights differ from those of the undisturbed run")
+    expected = run(0, given).get("sha256")
+    with ThreadPoolExecutor(given.parallel) as pool:
+        results = list(pool.map(lambda number: run(number, given), range(1, given.runs + 1)))
+    kills = Counter(target for result in results for target in result["killed"])
+    num_equal = sum(result.get("sha256", "") == expected for result in results)
+    summary = {"runs": given.runs, "equal": num_equal, "steps": given.steps, "kills": kills, "sha256": expected}
+    print(json.dumps(summary))
+    if num_equal < given.runs:
+        raise SystemExit("the weights differ from those of the undisturbed run")
 
 
 if __name__ == "__main__":

@@ -143,6 +143,13 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     Raises:
         InvalidInput: no such files, a damaged or missing file, or a tensor that is in two files or in none.
     """
+    try:
+        return _read_weights(folder)
+    except OSError as error:  # such as a name that is too long
+        raise InvalidInput(f"{folder} cannot be read: {error.strerror}") from error
+
+
+def _read_weights(folder: Path) -> dict[str, Tensor]:
     if not folder.is_dir():
         raise InvalidInput(f"{folder} is not a folder that this process can read")
     files = [path for path in _weight_files(folder) if path.suffix == ".safetensors"]

@@ -238,6 +238,7 @@ def test_a_server_draws_with_the_bits_of_an_engine(tmp_path: Path) -> None:
                 verdict = http.post("/v1/verify", content=json.dumps(answer["receipt"]), headers={
                     "Content-Type": "application/json"}).json()  # fmt: skip
                 assert verdict["outcome"] == ("equal" if name is None else "incomparable"), verdict
+                assert name is None or "a LoRA adapter drew this answer" in verdict["message"]
     finally:
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(60) == 0

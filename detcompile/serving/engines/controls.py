@@ -105,10 +105,7 @@ class Controls:
     def _load(self, path: str) -> dict[str, Any]:
         """Stage the weights of a folder, for ``check``."""
         self._staged = {}
-        try:
-            self._staged = read_weights(Path(path))
-        except OSError as error:  # such as a name that is too long
-            raise InvalidInput(f"{path} cannot be read: {error.strerror}") from error
+        self._staged = read_weights(Path(path))
         return {}
 
     def _load_adapter(self, name: str, path: str) -> dict[str, Any]:

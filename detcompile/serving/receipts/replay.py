@@ -96,6 +96,9 @@ class Replayer:
 
     Attributes:
         redrawn: what was drawn for each prompt of the last receipt that was equal.
+
+    Raises:
+        InvalidInput: a folder cannot be read, or does not fit; the model has its earlier weights.
     """
 
     def __init__(
@@ -115,13 +118,16 @@ class Replayer:
         self._parts = {name: str(part) for name, part in all_parts.items()}  # torch compares its version as numbers
         self._weights: dict[str, Path | WeightSource] = {}  # by fingerprint part
         self._first = ""  # fingerprint part of the weights that the model came with
-        for folder in folders:
-            if not self._weights:
-                self._first = self._parts["weights"]
-                self._weights[self._first] = _copy_of(model)
-            model.update_weights(read_weights(folder))
-            self._parts = {name: str(part) for name, part in model.fingerprint_parts.items()}
-            self._weights[self._parts["weights"]] = folder
+        try:
+            for folder in folders:
+                if not self._weights:
+                    self._first = self._parts["weights"]
+                    self._weights[self._first] = _copy_of(model)
+                self._write(read_weights(folder))
+                self._weights.setdefault(self._parts["weights"], folder)
+        except BaseException:
+            self.restore()
+            raise
         tokenizer, facts = model.tokenizer, model.facts
         self._tokenizer = None if tokenizer is None else tokenizer_digest(plain_tokenizer(tokenizer))
         self._admission = Admission(
@@ -202,14 +208,24 @@ class Replayer:
 
     def restore(self) -> None:
         """Give the model the weights that it came with."""
-        self._use(self._first)
+        if self._first:
+            self._use(self._first)
 
     def _use(self, weights: str) -> None:
-        """Give the model weights of ``folders``, if they are there and not in use."""
+        """Give the model weights of ``folders``, if they are there and not in use.
+
+        Raises:
+            InvalidInput: the folder has changed, or lacks weights.
+        """
         source = self._weights.get(weights)
         if source is not None and self._parts["weights"] != weights:
-            self._model.update_weights(read_weights(source) if isinstance(source, Path) else source)
-            self._parts = {name: str(part) for name, part in self._model.fingerprint_parts.items()}
+            self._write(read_weights(source) if isinstance(source, Path) else source)
+            if self._parts["weights"] != weights:
+                raise InvalidInput(f"--weights {source} has changed meanwhile, or lacks weights: give whole ones")
+
+    def _write(self, source: WeightSource) -> None:
+        self._model.update_weights(source)
+        self._parts = {name: str(part) for name, part in self._model.fingerprint_parts.items()}
 
     def _absent_weights(self, receipt: Receipt) -> Verdict | None:
         """Return a verdict if weights that drew some tokens are not here."""
@@ -321,14 +337,16 @@ class Replayer:
 
 
 def _copy_of(model: CompiledModel) -> dict[str, Tensor]:
-    """Return a copy of a model's parameters.
+    """Return a copy of a model's parameters and buffers.
 
     Raises:
         InvalidInput: they are in other processes or in an archive.
     """
     if not isinstance(model.model, nn.Module):
         raise InvalidInput("weights of several versions can only be used with a model in this process: leave out --tp")
-    return {name: parameter.detach().clone() for name, parameter in model.model.named_parameters()}
+    module = model.model
+    buffers = {name: buffer for name, buffer in module.named_buffers() if name in module.state_dict()}
+    return {name: tensor.detach().clone() for name, tensor in (*module.named_parameters(), *buffers.items())}
 
 
 def _drawers(sample: Sample, num_tokens: int, weights: str) -> list[str] | Verdict:

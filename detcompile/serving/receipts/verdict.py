@@ -74,4 +74,6 @@ def fingerprint_verdict(receipt: Receipt, parts: Mapping[str, str], tokenizer: s
     first = differing[0][0]
     field = first if first in ("tokenizer", "llguidance") else f"fingerprint_parts.{first}"
     message = f"the receipt has another {', '.join(name for name, _, _ in differing)}"
+    if "adapter" in receipt.fingerprint_parts:
+        message = f"a LoRA adapter drew this answer, and receipts of adapters cannot be replayed; {message}"
     return Verdict(outcome="incomparable", field=field, message=message, parts=differing)

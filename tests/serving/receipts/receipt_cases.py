@@ -92,7 +92,7 @@ def _other_prompt(payload: dict[str, Any]) -> None:
     payload["prompts"][0]["token_ids"][-1] ^= 1
 
 
-def _part(name: str) -> Callable[[dict[str, Any]], None]:
+def with_part(name: str) -> Callable[[dict[str, Any]], None]:
     def change(payload: dict[str, Any]) -> None:
         payload["fingerprint_parts"][name] = "0" * 64
         payload["fingerprint"] = fingerprint(payload["fingerprint_parts"])
@@ -132,8 +132,8 @@ TAMPERINGS: dict[str, Tampering] = {
     "a sample left out": Tampering(lambda p: p["prompts"][0]["samples"].pop(), "samples"),
     "samples in another order": Tampering(lambda p: p["prompts"][0]["samples"].reverse(), "samples"),
     "a fingerprint that its parts do not make": Tampering(_set("fingerprint", OTHER), "fingerprint"),
-    "other weights": Tampering(_part("weights"), "fingerprint_parts.weights", "incomparable"),
-    "another bits version": Tampering(_part("bits_version"), "fingerprint_parts.bits_version", "incomparable"),
+    "other weights": Tampering(with_part("weights"), "fingerprint_parts.weights", "incomparable"),
+    "another bits version": Tampering(with_part("bits_version"), "fingerprint_parts.bits_version", "incomparable"),
     "a grammar": Tampering(_grammar("zz*"), "token_ids"),
     "another library of grammars": Tampering(_grammar("zz*", "0.1"), "llguidance", "incomparable"),
     "another tokenizer": Tampering(lambda p: p["served"].update(tokenizer=OTHER), "tokenizer", "incomparable"),

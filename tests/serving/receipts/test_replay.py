@@ -25,7 +25,7 @@ from detcompile.serving.tokenizer_pool import TokenizerPool
 from tests.exhaustive import EXHAUSTIVE
 from tests.model_cases import compiled
 from tests.serving.conftest import Server, started
-from tests.serving.receipts.receipt_cases import PROMPT, REQUESTS, TAMPERINGS, changed, comparison
+from tests.serving.receipts.receipt_cases import PROMPT, REQUESTS, TAMPERINGS, changed, comparison, with_part
 
 BASE = {"model": "tiny", "prompt": PROMPT, "max_tokens": 20, "seed": 5, "receipt": True}
 JSON = {"Content-Type": "application/json"}
@@ -97,6 +97,13 @@ def test_a_receipt_of_other_sources_replays(http: httpx.Client, doubted: Envelop
     assert replay(model, other, decode=True).message.endswith("; sources differ, bits version equal (1)")
     before = changed(doubted, lambda payload: payload["fingerprint_parts"].pop("bits_version"), None)
     assert replay(model, before).field == "fingerprint"
+
+
+@pytest.mark.parametrize("decode", [False, True])
+def test_receipts_of_adapters_are_refused_by_name(decode: bool, doubted: Envelope, model: CompiledModel) -> None:
+    verdict = replay(model, changed(doubted, with_part("adapter"), None), decode=decode)
+    assert (verdict.outcome, verdict.field) == ("incomparable", "fingerprint_parts.adapter")
+    assert "a LoRA adapter drew this answer" in verdict.message
 
 
 def test_a_changed_token_is_found_at_its_place(doubted: Envelope, model: CompiledModel) -> None:

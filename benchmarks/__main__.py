@@ -1,6 +1,6 @@
-"""Benchmarks in turn: python -m benchmarks [templates model ...], or make bench [BENCHMARKS="templates model"].
+"""Run benchmarks in turn: python -m benchmarks [templates model ...], or make bench [BENCHMARKS="templates model"].
 
-Without names all of them, those of several GPUs where there are; cpu measures two cores of the machine. Each writes its
+Without names, all that this machine has GPUs for run; cpu measures two cores of the machine. Each writes its
 JSON to benchmarks/results/.
 """
 

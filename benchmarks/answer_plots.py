@@ -1,4 +1,4 @@
-"""Two answers of transformers to one prompt beside detcompile's, as SVG, from a run of benchmarks/real_model.py."""
+"""Draw two answers of transformers to one prompt beside detcompile's, as SVG, from real_model.py's results."""
 
 import json
 import re
@@ -15,12 +15,12 @@ COLUMNS = 3
 
 
 def answer_plots(results: Path) -> dict[str, str]:
-    """File name -> SVG."""
+    """Return SVGs by file name."""
     return {"answers.svg": answer_plot(json.loads((results / REAL_MODEL).read_text()))}
 
 
 def answer_plot(report: dict) -> str:
-    """Draw the first prompt to which transformers gave two answers; what differs is red."""
+    """Draw the first prompt to which transformers gave two answers; differences are red."""
     part = report["answers"]
     how, prompt = next(
         (how, place)

@@ -62,7 +62,7 @@ def repeat(model: CompiledModel, completions: int, tokens: int, max_num_seqs: in
 
 
 def trace(model: CompiledModel, requests: int, rate: float, policies: list[str]) -> dict[str, object]:
-    """Latencies of each of POLICIES on the same arrivals; their answers are equal, or the program ends."""
+    """Return latencies of each policy on the same arrivals; the program ends if their answers differ."""
     chosen = {name: POLICIES[name] for name in policies}
     rows = list(real_rows(model, log_normal_trace(requests, rate), chosen, None))
     lengths = "log-normal lengths: prompts 1730 (P90 5696), answers 415 (P90 834)"

@@ -1,4 +1,4 @@
-"""Bars over groups as SVG: panels below each other, each with titled axes and a line at one value."""
+"""Draw bars over groups as SVG: panels below each other, each with titled axes and a line at one value."""
 
 import math
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ class Panel(NamedTuple):
 
 
 def bar_chart(title: str, note: str, panels: Sequence[Panel]) -> str:
-    """The SVG; ``note`` stands below the last panel."""
+    """Return the SVG; ``note`` stands below the last panel."""
     height = HEAD + PANEL * len(panels) + FOOT
     parts = [f'<text x="{LEFT}" y="20" font-size="15">{escape(title)}</text>']
     for place, panel in enumerate(panels):
@@ -75,7 +75,7 @@ def _panel(panel: Panel, top: float) -> list[str]:
 
 
 def _bars(columns: list[list[float | None]], zero: float, scale: float) -> tuple[list[str], list[str]]:
-    """The bars, and their values where a bar is wide enough for its own; a column is the values of one legend."""
+    """Return the bars, and value labels for bars that are wide enough; a column has the values of one legend."""
     step = (WIDTH - LEFT - RIGHT) / len(columns[0])
     width = min(0.8 * step / len(columns), 60)
     bars, labels = [], []
@@ -94,6 +94,6 @@ def _bars(columns: list[list[float | None]], zero: float, scale: float) -> tuple
 
 
 def _centered(x: float, y: float, size: float, text: str, halo: bool = False) -> str:
-    """Text around x; a halo keeps it legible over lines."""
+    """Return text centered at x; a halo keeps it legible over lines."""
     under = ' stroke="white" stroke-width="3" paint-order="stroke"' if halo else ""
     return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size:.3g}" text-anchor="middle"{under}>{escape(text)}</text>'

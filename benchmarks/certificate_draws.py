@@ -1,4 +1,4 @@
-"""Random programs: if the certificate accepts a program, a row must have the same bits in every batch.
+"""Draw random programs: if the certificate accepts one, each row must have the same bits in every batch.
 
     python -m benchmarks.certificate_draws --commit $(git rev-parse --short HEAD) [--draws 10000 --compiled 100]
 
@@ -7,10 +7,10 @@ certified. Rejected programs are counted by the operation that was named. Certif
 sizes that share some rows (or sequences, if rows attend to earlier rows), and the shared rows are compared by bytes.
 
 The rewritten graph is run operation by operation: the templates by their own kernels, the rest by torch. torch rounds
-functions such as exp differently in a vector and in the loop's tail, so that these are computed in float64 and rounded.
+functions such as exp differently in a vector and in the loop's tail, so these are computed in float64 and rounded.
 Of the certified ones ``--compiled`` are compiled by Inductor as well, as they are served.
 
-Writes benchmarks/results/certificate-draws-cpu-<commit>.json; a failure is there with its seed.
+Writes benchmarks/results/certificate-draws-cpu-<commit>.json; it records the seed of each failure.
 """
 
 import argparse
@@ -54,7 +54,7 @@ INEXACT = (
 
 
 class Verdict(NamedTuple):
-    """Outcome of a draw: 'certified', 'refused', 'failed' (certified, and other bits), 'unfit' (cannot be run)."""
+    """Outcome of a draw: 'certified', 'refused', 'failed' (certified, but bits differ), 'unfit' (cannot be run)."""
 
     kind: str
     why: str = ""
@@ -80,7 +80,7 @@ class Traced(NamedTuple):
 
 
 def draw(seed: int, compiled: bool = False) -> Verdict:
-    """The verdict on the program of this seed; ``compiled``: run what Inductor makes of it, if it is certified."""
+    """Return the verdict on the program of this seed; ``compiled``: run it compiled by Inductor if it is certified."""
     program = Program(seed)
     try:
         traced = trace(program)
@@ -95,7 +95,7 @@ def draw(seed: int, compiled: bool = False) -> Verdict:
 
 
 def _rewritten(gm: fx.GraphModule) -> Callable[..., Tensor]:
-    """The certified graph, operation by operation; its first input is the batch, the others are weights."""
+    """Return the certified graph, run by operation; its first input is the batch, the others are weights."""
     rewrite(gm)
     x, *weights = gm.graph.find_nodes(op="placeholder")
     roles = {x.name: ROWS, **{node.name: Role("weight") for node in weights}}
@@ -104,10 +104,10 @@ def _rewritten(gm: fx.GraphModule) -> Callable[..., Tensor]:
 
 
 def trace(program: Program) -> Traced:
-    """The program as ATen operations.
+    """Trace the program to ATen operations.
 
     Raises:
-        NoFit: it settles a count, or nothing it draws fits.
+        NoFit: it specializes a count, or no operation that it draws fits.
     """
     shapes = ShapeEnv()
     with torch._dynamo.config.patch(fake_tensor_cache_enabled=False):  # half of the time, and no program comes twice
@@ -138,7 +138,7 @@ def _weights() -> list[Tensor]:
 
 
 def _compiled(gm: fx.GraphModule) -> Callable[..., Tensor]:
-    """The graph through the backend, with generated code."""
+    """Compile the graph with the backend, with generated code."""
     backend = Backend(NUMERICS, lambda _, value: ROWS if isinstance(value.shape[0], torch.SymInt) else Role("weight"))
     torch._dynamo.reset()
     compiled = torch.compile(gm, backend=backend, fullgraph=True)
@@ -156,7 +156,7 @@ def _compiled(gm: fx.GraphModule) -> Callable[..., Tensor]:
 
 
 def _batch(rng: random.Random, holds: Callable[[int, int], bool]) -> Tensor:
-    """[B, T, F] of a size that holds: normal numbers, some rounded so that elements are equal, zeros of both signs."""
+    """Return [B, T, F] of an admitted size: normal numbers, some rounded to be equal, and zeros of both signs."""
     for _ in range(50):
         batch, tokens = rng.randint(2, LARGEST_BATCH), rng.randint(2, LONGEST)
         if holds(batch, tokens):
@@ -193,7 +193,7 @@ Place = tuple[int, int]
 
 
 def _shared_rows(x: Tensor, other: Tensor, rng: random.Random) -> list[tuple[Place, Place]]:
-    """Put rows of ``x`` into ``other``, anywhere; where each was and is."""
+    """Put rows of ``x`` anywhere into ``other``; return the old and new place of each."""
     places, seats = ([(b, t) for b in range(y.shape[0]) for t in range(y.shape[1])] for y in (x, other))
     count = rng.randint(1, min(len(places), len(seats)))
     kept = list(zip(rng.sample(places, count), rng.sample(seats, count), strict=True))
@@ -212,7 +212,7 @@ def _shared_sequences(x: Tensor, other: Tensor, rng: random.Random) -> list[tupl
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """Equal bits."""
+    """Return whether all bits are equal."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return a.view(BITS[a.itemsize]).equal(b.view(BITS[b.itemsize]))
@@ -230,11 +230,11 @@ class Tally:
 
     @property
     def fit(self) -> int:
-        """Draws without those that cannot be run."""
+        """Return the number of draws that could be run."""
         return self.counts.total() - self.counts["unfit"]
 
     def add(self, seed: int, verdict: Verdict, compiled: bool = False) -> None:
-        """Count the verdict on a seed; a compiled one is counted apart."""
+        """Count the verdict on a seed; compiled ones are counted separately."""
         if verdict.kind == "failed":
             self.failures.append({"seed": seed, "compiled": compiled, "why": verdict.why})
         if compiled:
@@ -268,7 +268,7 @@ def main() -> None:
     """Make the draws and write the counts."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.certificate_draws")
     parser.add_argument("--commit", required=True)
-    parser.add_argument("--draws", type=int, default=10_000, help="without those that cannot be run")
+    parser.add_argument("--draws", type=int, default=10_000, help="draws that can be run")
     parser.add_argument(
         "--compiled", type=int, default=100, help="of the certified ones, those that Inductor compiles as well"
     )

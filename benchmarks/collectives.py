@@ -1,4 +1,4 @@
-"""Sums and moves over ranks beside NCCL's: the tree all-reduce, row-parallel GEMMs with it, a vocabulary's logits and
+"""Sums and moves beside NCCL's: the tree all-reduce, row-parallel GEMMs with it, a vocabulary's logits and
 embedding rows. One process a GPU, on all GPUs.
 
     python -m benchmarks.collectives --commit $(git rev-parse --short HEAD) [--ranks 2] [--seconds 80]
@@ -126,7 +126,7 @@ def move_rows(ranks: TensorParallel) -> Iterator[dict[str, Any]]:
 
 
 def microseconds(buffers: list[Tensor], launch: Callable[[Tensor], object]) -> float:
-    """Of one launch: median of replays of one graph over the buffers in turn, on the slowest rank."""
+    """Return microseconds of a launch: the median of a graph's replays over the buffers, on the slowest rank."""
     turns = [buffers[i % len(buffers)] for i in range(max(FEWEST_LAUNCHES, len(buffers)))]
     for buffer in turns[:2]:
         launch(buffer)
@@ -160,7 +160,7 @@ def _peer_buffer(ranks: TensorParallel) -> Tensor:
 
 
 def _two_shot_peer(num_elements: int, ranks: TensorParallel) -> float | None:
-    """None where this machine's torch does not run it."""
+    """Return the microseconds of two_shot_all_reduce_, or None if this machine's torch does not run it."""
     try:
         buffer = _peer_buffer(ranks)[:num_elements]
         return microseconds([buffer], lambda b: torch.ops.symm_mem.two_shot_all_reduce_(b, "sum", ranks.group))

@@ -1,9 +1,9 @@
-"""CPU times of the matmul template and of the tiny model beside torch's, taken in turns, on the same threads.
+"""Compare CPU times of the matmul template and the tiny model with torch's, alternating, on the same threads.
 
     python benchmarks/cpu.py --commit $(git rev-parse --short HEAD) [--threads 2] [--only gemm,model] [--isa avx2]
 
 Writes benchmarks/results/cpu-<cpu>-<commit>.json. A ratio is the peer's best time over our best: above 1 we are faster.
-Other work on the same cores disturbs a parallel kernel by whole time slices: the medians beside the best show it.
+Other work on the same cores delays a parallel kernel by whole time slices, which shows in the medians.
 """
 
 import argparse
@@ -31,7 +31,7 @@ ERROR_SHAPE = (64, 512, 2048)  # M, N, K of the comparison with float64
 
 
 def in_turns(ours: Callable[[], object], peer: Callable[[], object], seconds: float) -> dict:
-    """Best and median microseconds of both, called alternately for so long, five times at least."""
+    """Return best and median microseconds of both, called alternately for ``seconds``, at least five times."""
     times: tuple[list[float], list[float]] = ([], [])
     ours(), peer()
     end = time.perf_counter() + seconds
@@ -60,7 +60,7 @@ def gemm_rows(isa: str | None, seconds: float) -> Iterator[dict]:
 
 
 def _error_row(dtype: torch.dtype) -> dict:
-    """Relative error of both against float64, root mean square."""
+    """Return the relative error of both against float64, root mean square."""
     m, n, k = ERROR_SHAPE
     x, w = torch.randn(m, k).to(dtype), (torch.randn(n, k) * 0.02).to(dtype)
     exact = x.double() @ w.double().t()
@@ -71,7 +71,7 @@ def _error_row(dtype: torch.dtype) -> dict:
 
 
 def model_rows(isa: str | None, seconds: float) -> Iterator[dict]:
-    """A dense call ``model(ids)`` of the embedded model; torch.compile's has no KV cache to write."""
+    """Time dense calls ``model(ids)`` of the embedded model; torch.compile's writes no KV cache."""
     for dtype in DTYPES:
         model = detcompile.compile(detcompile.load_model("tiny", dtype=dtype, device="cpu"))
         torch._dynamo.reset()

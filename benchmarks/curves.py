@@ -1,4 +1,4 @@
-"""Curves over steps as SVG: panels side by side, a curve the mean of several runs, in a band from least to greatest."""
+"""Draw curves over steps as SVG, in panels: each is the mean of several runs, in a band from least to greatest."""
 
 import math
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ class CurvePanel(NamedTuple):
 
 
 def curve_chart(title: str, note: str, x: str, panels: Sequence[CurvePanel]) -> str:
-    """The SVG; ``x`` is the title of the axis of steps, and ``note`` stands below."""
+    """Return the SVG; ``x`` is the title of the axis of steps, and ``note`` stands below."""
     parts = [f'<text x="{LEFT}" y="20" font-size="15">{escape(title)}</text>']
     for place, legend in enumerate(panels[0].curves):
         across = LEFT + 270 * place
@@ -76,7 +76,7 @@ _END = 'font-size="10" text-anchor="end"'
 
 
 def _tick(highest: float) -> float:
-    """Distance between two lines, of which there are at most six: 1, 2 or 5 times a power of ten."""
+    """Return the distance between lines, 1, 2 or 5 times a power of ten, so that there are at most six."""
     highest = highest or 1.0
     power = 10.0 ** math.floor(math.log10(highest / 6))
     return next(times * power for times in (1.0, 2.0, 5.0, 10.0) if highest <= 6 * times * power)

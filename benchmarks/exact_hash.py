@@ -1,9 +1,9 @@
-"""One hash of a model's logits on every machine: exact arithmetic (docs/exact.md) over a fixed text.
+"""Hash a model's logits over a fixed text: exact arithmetic (docs/exact.md) gives one hash on every machine.
 
     python -m benchmarks.exact_hash [--models tiny,smollm2] [--variants exact16,exact8x16,exact8] [--device cuda]
 
 A row is a model and a variant: its fingerprint and the sha256 of its logits, both as their first 16 digits, and the
-seconds of the second call. EXPECTED holds the values that the CPU gave; the script fails where one differs.
+seconds of the second call. EXPECTED holds the values that the CPU gave; the script fails if one differs.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Receipts signed on one device and replayed on another: exact arithmetic (docs/exact.md).
+"""Sign receipts on one device and replay them on another, in exact arithmetic (docs/exact.md).
 
     python -m benchmarks.exact_receipts sign FOLDER [--model tiny] [--numerics exact8x16] [--device cuda]
     python -m benchmarks.exact_receipts replay FOLDER [--model tiny] [--device cpu]

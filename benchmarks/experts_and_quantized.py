@@ -1,4 +1,4 @@
-"""GPU times of experts' products and of products with quantized weights, beside torch's own.
+"""Compare GPU times of experts' products and of products with quantized weights with torch's.
 
     python -m benchmarks.experts_and_quantized --commit $(git rev-parse --short HEAD) [--only qwen,int4]
 
@@ -78,7 +78,7 @@ def expert_rows(key: str) -> Iterator[dict]:
 
 
 def _routings(tokens: int, experts: int, choices: int, k: int, shared: bool) -> Iterator[tuple[Tensor, Tensor]]:
-    """x and ids of several routings: choices of a token are distinct, every expert is as likely."""
+    """Yield x and ids of several routings: a token's choices are distinct, and all experts equally likely."""
     for _ in range(12 if tokens <= 64 else 3):
         x = torch.randn(tokens, *(() if shared else (choices,)), k, device=DEVICE, dtype=BFLOAT16)
         yield x, torch.rand(tokens, experts, device=DEVICE).argsort(-1)[:, :choices].contiguous()
@@ -189,7 +189,7 @@ def _dequantize(weight: QuantizedWeight) -> Tensor:
 
 
 def _beside(buffers: list[tuple], ours: Callable, peers: dict[str, tuple[list[tuple], Callable]]) -> dict:
-    """Medians of ours and of every peer, taken in turns; a peer that cannot run says why."""
+    """Return medians of ours and of every peer, alternating; for a peer that cannot run, the reason."""
     rounds = 3
     times: dict[str, list[float]] = {"ours": []}
     failed = {}
@@ -235,7 +235,7 @@ def _dequant_compilations(key: str) -> list[tuple]:
 
 
 def _compile_all(compile_one: Callable, arguments: list[tuple]) -> None:
-    """Every candidate once, in many processes, so that the gate and the clock find it compiled."""
+    """Compile every candidate in many processes, so that the gate and the clock find it compiled."""
     with multiprocessing.get_context("spawn").Pool(min(15, os.cpu_count() or 1)) as pool:
         pool.starmap(compile_one, arguments, chunksize=1)
 

@@ -1,4 +1,4 @@
-"""Export, load in a fresh process, compare by bytes with the JIT: sizes and times, an architecture a row.
+"""Export each architecture, load it in a fresh process, compare bytes with the JIT, and report sizes and times.
 
     python -m benchmarks.export --commit $(git rev-parse --short HEAD) [--device cuda] [--architectures llama] [--tp 2]
 
@@ -52,7 +52,7 @@ def observe(model: CompiledModel, token_counts: tuple[int, ...] = TOKEN_COUNTS) 
 
 
 def _decode(model: CompiledModel, count: int, rng: random.Random) -> Tensor:
-    """Logits [count, V] of the step in which every sequence takes its last token."""
+    """Return logits [count, V] of the step in which every sequence takes its last token."""
     rows = [Sequence([rng.randrange(model.vocab_size) for _ in range(CONTEXT + 1)]) for _ in range(count)]
     runner, blocks = model.new_runner(count * 16, block_size=16)
     for num_tokens in (CONTEXT, 1):
@@ -63,7 +63,7 @@ def _decode(model: CompiledModel, count: int, rng: random.Random) -> Tensor:
 
 
 def _serve(model: CompiledModel) -> dict[str, Tensor]:
-    """Tokens and logprobs of requests that an engine cuts into chunks and samples."""
+    """Return tokens and logprobs of requests that an engine cuts into chunks and samples."""
     rng = random.Random(0)
     prompts = [[rng.randrange(model.vocab_size) for _ in range(length)] for length in (3, 40, 130)]
     params = [SamplingParams(temperature=t, max_tokens=24, seed=7, logprobs=2, ignore_eos=True) for t in (0, 0.8, 1.2)]
@@ -89,23 +89,23 @@ def compare(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str,
 class _NoModelCode(importlib.abc.MetaPathFinder):
     def find_spec(self, name: str, path: Any, target: Any = None) -> None:
         if name.startswith("transformers.models.") and ".modeling_" in name and ".auto." not in name:
-            raise ImportError(f"{name} is not to be imported here")
+            raise ImportError(f"{name} must not be imported here")
 
 
 def _forbid_model_code() -> None:
-    """From now on no code of a model can be imported from transformers; none was so far."""
+    """Prevent imports of model code from transformers; none was imported so far."""
     sys.meta_path.insert(0, _NoModelCode())
     loaded = [name for name in sys.modules if name.startswith("transformers.models.") and ".modeling_" in name]
     assert all(".auto." in name for name in loaded), loaded
 
 
 def loaded_elsewhere(paths: list[Path], token_counts: tuple[int, ...] = TOKEN_COUNTS) -> list[dict[str, Any]]:
-    """What a fresh process sees of each archive, and how many seconds each load took.
+    """Return what a fresh process observes of each archive, and how many seconds each load took.
 
     Without a GPU, the process has no C++ compiler and nothing that one made before.
 
     Raises:
-        RuntimeError: it failed; with what it wrote.
+        RuntimeError: the process failed; the message has its output.
     """
     counts = ",".join(map(str, token_counts))
     command = [sys.executable, "-m", "benchmarks.export", "--token-counts", counts, "--load", *map(str, paths)]
@@ -119,7 +119,7 @@ def loaded_elsewhere(paths: list[Path], token_counts: tuple[int, ...] = TOKEN_CO
 
 
 def _load_and_observe(paths: list[Path], token_counts: tuple[int, ...]) -> None:
-    """The fresh process: writes what it saw beside each archive, and prints how long loading took."""
+    """In the fresh process, write observations beside each archive, and print how long loading took."""
     _forbid_model_code()
     seconds = []
     for path in paths:
@@ -131,7 +131,7 @@ def _load_and_observe(paths: list[Path], token_counts: tuple[int, ...]) -> None:
 
 
 def measure(name: str, dtype: torch.dtype, device: str, folder: Path, weights: str, tp: int = 1) -> dict[str, Any]:
-    """One architecture, exported here and loaded in a process of its own; compared with one rank in this process."""
+    """Export one architecture, load it in another process, and compare it with one rank in this process."""
     seconds = {}
     start = time.perf_counter()
     model = detcompile.compile(random_model(name, dtype, device), tp=tp, max_context=MAX_CONTEXT)
@@ -166,7 +166,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--weights", default="inside", choices=["inside", "beside"])
     parser.add_argument("--tp", type=int, default=1, help="ranks that share the model")
-    parser.add_argument("--load", type=Path, nargs="+", help="be the process that loads these archives")
+    parser.add_argument("--load", type=Path, nargs="+", help="load these archives in this process")
     parser.add_argument("--token-counts", default=",".join(map(str, TOKEN_COUNTS)))
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()

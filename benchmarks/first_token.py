@@ -1,9 +1,9 @@
-"""Seconds from the import of detcompile to the first token of an engine, with empty caches and again with full ones.
+"""Measure the seconds from importing detcompile to an engine's first token, with empty and with full caches.
 
     python -m benchmarks.first_token --commit $(git rev-parse --short HEAD) [--layers 36] [--before FOLDER]
 
 Qwen3-8B's shape in bf16 on a GPU, or the embedded model's on a CPU, with random weights that are on the device before
-the clock starts. Each measurement is a process of its own; ``--before`` measures another version's sources in the same
+the clock starts. Each measurement is a separate process; ``--before`` measures another version's sources in the same
 run, with empty caches. The token and its logprob are compared between all of them; the script fails if they differ.
 
 Writes benchmarks/results/first-token-<device>-<commit>.json.
@@ -77,7 +77,7 @@ def measure(num_layers: int, profile: bool) -> dict[str, Any]:
 
 
 def measured(num_layers: int, folder: str, sources: str, profile: bool = False) -> dict[str, Any]:
-    """``measure`` in a process whose caches are in ``folder``, with detcompile from ``sources``."""
+    """Run ``measure`` in a process with caches in ``folder`` and detcompile from ``sources``."""
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "DETCOMPILE_CACHE": f"{folder}/own"}
     paths = [sources, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment |= {"TRITON_CACHE_DIR": f"{folder}/triton", "PYTHONPATH": os.pathsep.join(paths)}
@@ -88,7 +88,7 @@ def measured(num_layers: int, folder: str, sources: str, profile: bool = False) 
 
 
 def host_seconds() -> float:
-    """Seconds of a Python loop of LOOPS additions."""
+    """Return the seconds of a Python loop of LOOPS additions."""
     started, total = time.perf_counter(), 0
     for number in range(LOOPS):
         total += number
@@ -96,7 +96,7 @@ def host_seconds() -> float:
 
 
 def main() -> int:
-    """Measure; the exit code says whether tokens differed."""
+    """Measure. Return 1 if tokens differed, otherwise 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--layers", type=int, default=36)

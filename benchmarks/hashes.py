@@ -1,10 +1,10 @@
-"""Hashes of an 8B model's tokens and logits on one GPU, its start-up time and kernel count, and workload times.
+"""Report hashes of an 8B model's tokens and logits on one GPU, start-up time, kernel count and workload times.
 
     python -m benchmarks.hashes --commit $(git rev-parse --short HEAD) [--tp-sizes 1] [--repeats 2]
 
 Qwen3-8B's shape with random weights in bf16 and the workloads of benchmarks.serve. Tokens are those of workload (c),
 logits those of a dense call. EXPECTED holds the hashes of earlier commits, equal on an H100 and an H200; the script
-fails where one differs. Writes benchmarks/results/hashes-<device>-<commit>.json.
+fails if one differs. Writes benchmarks/results/hashes-<device>-<commit>.json.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def hashed(content: bytes) -> str:
 
 
 def seconds_of(engine: Engine, name: str, repeats: int) -> tuple[list[float], str]:
-    """Seconds of a workload's runs, and the hash of its tokens."""
+    """Return the seconds of a workload's runs, and the hash of its tokens."""
     seconds, tokens = [], ""
     for _ in range(repeats):
         prompts, params = workload(name)

@@ -1,4 +1,4 @@
-"""10,000 hostile requests to one server: no answer of 500, no engine lost, no bit of another answer moved.
+"""Send 10,000 hostile requests to a server: no status 500, no lost engine, no changed bit in other answers.
 
     python -m benchmarks.hostile_requests --commit $(git rev-parse --short HEAD) [--requests 10000] [--schemathesis 5]
 
@@ -41,17 +41,17 @@ __all__ = ["Hostile"]
 NUM_CLIENTS = 4
 KEYS = ["a", "b", "", "x y", "x" * 255, "x" * 256, "é", "'; DROP TABLE requests", "\x7f"]
 ALLOWED = FINE | {409, 422}
-CODES = {"unavailable", "timeout", "journal_error", "journal_full", "record_damaged"}  # of a 503 that is meant
+CODES = {"unavailable", "timeout", "journal_error", "journal_full", "record_damaged"}  # documented codes of a 503
 NUM_FLIPS = 200
-MOST_TOKENS = 8  # of an answer whose request names no bound
+MOST_TOKENS = 8  # if the request sets no limit
 
 
 class Hostile:
-    """Clients of one server who mean no good.
+    """Hostile clients of one server.
 
     Attributes:
         statuses: how many answers had each, by the kind of request; "left" for those nobody waited for.
-        faults: requests that had another answer than they may.
+        faults: requests whose answer is not allowed.
     """
 
     def __init__(self, url: str, seed: int) -> None:
@@ -66,19 +66,19 @@ class Hostile:
         self._ids = [answer["id"]]
 
     def run(self, count: int, seconds: float) -> None:
-        """Send so many requests, or as many as there is time for."""
+        """Send ``count`` requests, or fewer if ``seconds`` are over."""
         self._end = time.monotonic() + seconds
         with concurrent.futures.ThreadPoolExecutor(NUM_CLIENTS) as pool:
             list(pool.map(self._client, range(NUM_CLIENTS), [count // NUM_CLIENTS] * NUM_CLIENTS))
 
     def require_sound(self) -> None:
-        """Require that no engine was lost, and that an answer of before comes again."""
+        """Require that no engine was lost, and that a repeated request gets its earlier answer."""
         with httpx.Client(base_url=self._url, timeout=300) as http:
             assert http.post("/v1/completions", json=CANARY).json()["choices"] == self._canary
             assert "detcompile:engine_restarts_total 0.0" in http.get("/metrics").text
 
     def ask_for_kept(self, requests: list[tuple[str, str, bytes]]) -> None:
-        """Send requests again that a journal has, by their keys, endpoints and bodies."""
+        """Repeat requests that a journal holds, given as keys, endpoints and bodies."""
         with httpx.Client(base_url=self._url, timeout=60) as http:
             for key, path, body in requests:
                 self._note("kept", *self._posted(http, "POST", path, body, {"Idempotency-Key": key}), (path, body))
@@ -107,7 +107,7 @@ class Hostile:
                 self._note(kind, *self._posted(http, method, path, body, headers), (method, path, headers, body))
 
     def _keyed(self, draw: random.Random) -> tuple[str, str, bytes, dict[str, bytes]]:
-        """A request with a key that another may have, or one for what another was answered."""
+        """Return a request with a key that another may have used, or one for another request's answer."""
         headers = {"Idempotency-Key": draw.choice(KEYS).encode("latin1")}
         name = draw.choice([*self._ids, "resp_none", "%2e%2e", b"cmpl-\x00".hex(), "x" * 3000])
         if draw.random() < 0.3:
@@ -135,7 +135,7 @@ class Hostile:
     def _posted(
         self, http: httpx.Client, method: str, path: str, body: bytes, headers: dict[str, Any]
     ) -> tuple[str, str]:
-        """Status and code of an answer."""
+        """Send a request; return the status and code of its answer."""
         try:
             answer = http.request(method, path, content=body, headers={"Content-Type": "application/json"} | headers)
         except httpx.ReadTimeout:
@@ -154,7 +154,7 @@ class Hostile:
 
 
 def started(folder: Path) -> tuple[str | None, "subprocess.Popen[str]", list[str]]:
-    """A server with a journal, once it is ready: where it listens (None where it ended), its process and its lines."""
+    """Start a server with a journal; return its URL (None if it ended), its process and its output."""
     (folder / "template").write_text(TEMPLATE)
     model = folder / "tiny"
     if not model.exists():
@@ -181,7 +181,7 @@ def schemathesis(url: str, seconds: float, seed: int) -> dict[str, Any]:
     command += ["--max-time", str(max(1, int(seconds))), "--checks", "not_a_server_error"]
     command += ["--continue-on-failure", "--no-shrink"]
     command += ["--request-timeout", "120", "--suppress-health-check", "all"]
-    with tempfile.TemporaryDirectory() as folder:  # it keeps its examples where it runs
+    with tempfile.TemporaryDirectory() as folder:  # it writes its examples to the working directory
         environment = os.environ | {"PYTHONPATH": os.getcwd()}
         ran = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
     cases = re.search(r"(\d+) (?:generated|test cases)|test cases:\s*(\d+)", ran.stdout, re.I)
@@ -189,7 +189,7 @@ def schemathesis(url: str, seconds: float, seed: int) -> dict[str, Any]:
 
 
 def flip_bits(journal: Path, count: int, draw: random.Random) -> list[tuple[str, str, bytes]]:
-    """Flip bits of a journal where its records lie; returns the keys, endpoints and bodies of its requests."""
+    """Flip bits in a journal's records; return the keys, endpoints and bodies of its requests."""
     with sqlite3.connect(journal) as file:
         kept = file.execute("SELECT key, endpoint, body FROM requests").fetchall()
     data = bytearray(journal.read_bytes())
@@ -200,12 +200,12 @@ def flip_bits(journal: Path, count: int, draw: random.Random) -> list[tuple[str,
 
 
 def main() -> int:
-    """Send all of them; the exit code says whether anything was wrong."""
+    """Send all requests. Return 1 if anything was wrong, otherwise 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--schemathesis", type=float, default=5, help="minutes that it runs; 0: none")
-    parser.add_argument("--minutes", type=float, default=60, help="after which no more are sent")
+    parser.add_argument("--minutes", type=float, default=60, help="minutes after which no more are sent")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     result: dict[str, Any] = {"commit": arguments.commit, "seed": arguments.seed}

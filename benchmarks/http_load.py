@@ -30,7 +30,7 @@ DONE = b"data: [DONE]"
 
 
 class Stream(asyncio.Protocol):
-    """One request, and what comes back.
+    """One request and its answer.
 
     Args:
         request: its bytes.
@@ -62,15 +62,15 @@ class Stream(asyncio.Protocol):
         transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        """Bytes of the answer."""
+        """Parse bytes of the answer."""
         self._parser.feed_data(data)
 
     def on_status(self, _status: bytes) -> None:
-        """The head has begun."""
+        """Note that the head has begun."""
         self.status = self._parser.get_status_code()
 
     def on_body(self, data: bytes) -> None:
-        """A piece of the body: one event or several."""
+        """Take a piece of the body: one or several events."""
         self.times.append(time.monotonic())
         self.num_events += data.count(EVENT)
         self.tail = self.tail[-1000:] + data if len(data) < 200 else data
@@ -78,7 +78,7 @@ class Stream(asyncio.Protocol):
             self.parts.append(data)
 
     def on_message_complete(self) -> None:
-        """The answer is whole."""
+        """Note that the answer is complete."""
         self._end(None)
         self._transport.close()
 
@@ -88,13 +88,13 @@ class Stream(asyncio.Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens drawn, as the last event says."""
+        """Return the number of tokens drawn, according to the last event."""
         match = USAGE.search(self.tail)
         return 0 if match is None else int(match[1])
 
     @property
     def error(self) -> str | None:
-        """Why the answer failed or is incomplete; None for a complete answer."""
+        """Return why the answer failed or is incomplete; None for a complete answer."""
         if self.failure is not None:
             return self.failure
         if self.status != 200:

@@ -1,4 +1,4 @@
-"""200 short items with one right and two wrong choices: 100 of arithmetic, 100 of cloze; the same ones in every run."""
+"""Make 200 short items with one right and two wrong choices, 100 arithmetic and 100 cloze; the same in every run."""
 
 import random
 from typing import NamedTuple
@@ -22,7 +22,7 @@ CLOZE = {
 
 
 class Item(NamedTuple):
-    """A stem and its choices, of which the first is right."""
+    """A stem and its choices; the first one is right."""
 
     stem: str
     choices: tuple[str, str, str]

@@ -1,4 +1,4 @@
-"""Seconds that llama.cpp takes for a batch of greedy answers: run by benchmarks/real_model.py under another Python.
+"""Time llama.cpp on a batch of greedy answers; benchmarks/real_model.py runs this under another Python.
 
 Reads a JSON object from standard input: model (a GGUF file), prompts (token ids), counts, tokens, threads, repeats.
 Prints an object: the version, and by count the seconds of the clock and of the CPU of each repeat. It uses llama.cpp's
@@ -14,7 +14,7 @@ import llama_cpp
 
 
 def answer(context, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
-    """Greedy answers of all prompts, decoded together."""
+    """Return greedy answers to all prompts, decoded together."""
     llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
     batch = llama_cpp.llama_batch_init(sum(map(len, prompts)), 0, 1)
     fed, lengths, answers = [list(prompt) for prompt in prompts], [0] * len(prompts), [[] for _ in prompts]

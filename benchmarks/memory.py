@@ -1,9 +1,9 @@
-"""Memory of the default engine of an 8B model on an 80 GB GPU, under the worst load, beside its limit.
+"""Compare the memory of an 8B model's default engine on an 80 GB GPU, under the worst load, with its limit.
 
     python -m benchmarks.memory --commit $(git rev-parse --short HEAD) [--layers 36] [--budgets 8192,16896]
 
 The model is Qwen3-8B's shape with random weights in bf16, the engine's config the default one at memory_fraction 0.9.
-On a larger GPU this process takes no more than one of 80 GB has. For each token budget: the three workloads of
+On a larger GPU this process takes no more than 80 GB. For each token budget: the three workloads of
 benchmarks/serve.py, once each; then a full house that asks for all that a sampler can be asked for, with prompt
 logprobs; then, without CUDA graphs, some requests again, by bytes. The program fails if memory was taken that may not
 be ("left" below 0), or if an answer differs.
@@ -68,7 +68,7 @@ def measured_engine(model: CompiledModel, config: EngineConfig) -> tuple[Engine,
 
 
 def taken(engine: Engine) -> dict[str, float]:
-    """GiB: the most that was reserved so far, what else the process holds, and what both may be together."""
+    """Return GiB: the most reserved so far, what else the process holds, and the limit for both together."""
     config, memory = engine.config, engine._pipeline._worker.memory
     free, total = torch.cuda.mem_get_info()
     allowed = total * torch.cuda.get_per_process_memory_fraction() * config.memory_fraction
@@ -86,13 +86,13 @@ def taken(engine: Engine) -> dict[str, float]:
 
 
 def served(engine: Engine, name: str) -> float:
-    """Seconds of a workload of benchmarks/serve.py."""
+    """Return the seconds of a workload of benchmarks/serve.py."""
     given, params = workload(name)
     return seconds(engine, given, params)
 
 
 def full_house(engine: Engine) -> float:
-    """Seconds of as many requests as there are seats and some more, all with everything."""
+    """Return the seconds of more requests than fit at once, all with every sampling option."""
     rng = random.Random(0)
     seats = engine.config.max_num_seqs
     lengths = [rng.choice([16, 16, 16, 700]) for _ in range(seats + 100)]
@@ -103,7 +103,7 @@ def full_house(engine: Engine) -> float:
 
 
 def seconds(engine: Engine, given: list[list[int]], params: list[SamplingParams]) -> float:
-    """Return the seconds of the requests, none of which may fail."""
+    """Return the seconds of the requests; none may fail."""
     start = time.perf_counter()
     outputs = engine.generate(given, params, progress=False)
     assert all(output.error is None and output.outputs[0].finish_reason == "length" for output in outputs)
@@ -111,7 +111,7 @@ def seconds(engine: Engine, given: list[list[int]], params: list[SamplingParams]
 
 
 def answers(engine: Engine) -> list[object]:
-    """Tokens and logprobs of some requests."""
+    """Return tokens and logprobs of some requests."""
     rng = random.Random(1)
     given = prompts(rng, [rng.randint(1, 900) for _ in range(NUM_COMPARED)])
     kinds = [{"temperature": 0, "logprobs": 2}, {"temperature": 1.0, "logprobs": 2}, EVERYTHING]
@@ -145,7 +145,7 @@ def parts(model: CompiledModel, config: EngineConfig) -> Iterator[tuple[str, obj
 
 
 def emulate_80_gb() -> float:
-    """On a larger GPU, take no more than an H100 has; the part of the GPU that may be taken."""
+    """Limit this process to the memory of an H100; return the share of the GPU that it may take."""
     _, total = torch.cuda.mem_get_info()
     fraction = min(1.0, H100_BYTES / total)
     torch.cuda.set_per_process_memory_fraction(fraction)
@@ -156,7 +156,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--commit", required=True)
     parser.add_argument("--layers", type=int, default=36)
-    parser.add_argument("--budgets", default="8192", help="max_num_batched_tokens, of one engine after the other")
+    parser.add_argument("--budgets", default="8192", help="max_num_batched_tokens of each engine, measured in turn")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
     device = torch.cuda.get_device_name().replace(" ", "-").lower()

@@ -1,9 +1,9 @@
-"""A whole model on a GPU: the axes by bytes, compile seconds, and forward times beside torch.compile and HF generate.
+"""Measure a model on a GPU: axes by bytes, compile seconds, and times beside torch.compile and HF generate.
 
     python -m benchmarks.model --commit $(git rev-parse --short HEAD) [--layers 36] [--minutes 8] [--only one,peers]
 
 The model is Qwen3-8B's shape with random weights in bf16. Writes benchmarks/results/model-<device>-<commit>.json after
-each part, so that a run that ends early keeps what it measured. Times are medians.
+each part, so that an interrupted run keeps its results. Times are medians.
 """
 
 import argparse
@@ -53,7 +53,7 @@ PACKED_PREFILL = (4, 2048)  # sequences, tokens of each
 
 
 def build(layers: int) -> PreTrainedModel:
-    """The model with random weights on the GPU; the same weights at every call."""
+    """Build the model on the GPU with random weights, the same at every call."""
     torch.manual_seed(0)
     config = AutoConfig.for_model("qwen3", num_hidden_layers=layers, **QWEN3_8B)
     with torch.device("cuda"):
@@ -61,7 +61,7 @@ def build(layers: int) -> PreTrainedModel:
 
 
 def milliseconds(run: Callable[[], object], repeats: int = 7) -> float:
-    """Median of single calls between device events, after two to warm up."""
+    """Return the median of single calls, timed by device events after two to warm up."""
     times = []
     for i in range(repeats + 2):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -78,7 +78,7 @@ def random_tokens(count: int) -> list[int]:
 
 
 def decode_replay(model: CompiledModel, batch: int, keys: int, width: int = 1) -> Callable[[], object]:
-    """One step of ``batch`` sequences of so many keys, that of the step's token among them: its CUDA graph's replay.
+    """Return a replay of a decode step's CUDA graph: ``batch`` sequences of ``keys`` keys, the new token's included.
 
     Args:
         width: least number of blocks in a sequence's table.
@@ -100,19 +100,19 @@ def decode_replay(model: CompiledModel, batch: int, keys: int, width: int = 1) -
 
 
 def decode_milliseconds(model: CompiledModel, batch: int, keys: int = CONTEXT, width: int = 1) -> float:
-    """Of such a step."""
+    """Return the milliseconds of such a step."""
     return milliseconds(decode_replay(model, batch, keys, width))
 
 
 def prefill_run(model: CompiledModel, tokens: int, count: int = 1) -> Callable[[], object]:
-    """One step of so many whole prompts of so many tokens each."""
+    """Return one step of ``count`` whole prompts of ``tokens`` tokens each."""
     runner, blocks = model.new_runner(count * tokens)
     arrays = build_step([(Sequence(random_tokens(tokens)), tokens) for _ in range(count)], blocks)
     return lambda: runner.run(arrays)
 
 
 def prefill_milliseconds(model: CompiledModel, tokens: int, count: int = 1) -> float:
-    """Of such a step."""
+    """Return the milliseconds of such a step."""
     return milliseconds(prefill_run(model, tokens, count), 3)
 
 
@@ -130,7 +130,7 @@ FAMILIES = {
 
 
 def breakdown(run: Callable[[], object], repeats: int = 5) -> dict[str, object]:
-    """Milliseconds of a step, of the host's launching it, of its kernels by family, and of the longest kernels by name.
+    """Return milliseconds of a step, of its launch by the host, of its kernels by family and the longest by name.
 
     A kernel that starts while the one before ends counts from its start, so that the sum can be more than the step. An
     all-reduce counts from its start on this rank, so that it counts the wait for other ranks too. Every copy counts as
@@ -171,7 +171,7 @@ def step_breakdown(model: CompiledModel, name: str) -> dict[str, object]:
 
 
 def measure_axes(model: CompiledModel) -> dict[str, object]:
-    """Every axis that needs no second copy of the model."""
+    """Measure every axis that needs no second copy of the model."""
     axes = [axis for axis in available_axes("cuda") if axis != "restart"]
     results = verify(model, ModelSpec("random qwen3"), axes, count=4)
     return {axis: result.to_json() | {"holds": result.holds} for axis, result in results.items()}
@@ -188,7 +188,7 @@ def measure_ours(model: CompiledModel) -> dict[str, float]:
 
 
 def measure_peers(layers: int, keep: Keep, has: Has) -> None:
-    """The Hugging Face model under torch.compile default, with cuBLAS and SDPA: prefill as it is, decode steps as CUDA
+    """Time the Hugging Face model under torch.compile default, cuBLAS and SDPA: prefill as is, decode steps as CUDA
     graphs over caches that hold CONTEXT keys; and eager generate."""
     if not has(60):
         return
@@ -217,7 +217,7 @@ def _peer_prefill(model: PreTrainedModel, tokens: int) -> float:
 
 
 def _peer_generate(model: PreTrainedModel) -> float:
-    """Milliseconds a token of eager generate."""
+    """Return the milliseconds a token of eager generate."""
     ids = torch.randint(0, QWEN3_8B["vocab_size"], (1, 16), device="cuda")
 
     def seconds(new: int) -> float:
@@ -231,7 +231,7 @@ def _peer_generate(model: PreTrainedModel) -> float:
 
 
 def _peer_decode(model: PreTrainedModel, batch: int) -> float:
-    """Milliseconds of one compiled step: each token is written into a dense cache, and SDPA attends all of it."""
+    """Return milliseconds of one compiled step, which writes to a dense cache and attends all of it by SDPA."""
     config = model.config
     shape = (batch, config.num_key_value_heads, CONTEXT, config.head_dim)
     caches = [
@@ -263,7 +263,7 @@ def _peer_decode(model: PreTrainedModel, batch: int) -> float:
 
 
 def gate_counts(model: CompiledModel) -> dict[str, int]:
-    """Problems the GEMM gate has seen so far, and schedules it admitted and refused."""
+    """Return the number of problems the GEMM gate has seen, and of schedules it admitted and refused."""
     rows = matmul_gpu.MATMUL.tuner(model.device).table()
     return {"problems": len(rows)} | {kind: sum(int(row[kind]) for row in rows) for kind in ("admitted", "refused")}
 
@@ -275,7 +275,7 @@ def compile_seconds(model: PreTrainedModel, numerics: Numerics) -> tuple[Compile
 
 
 def measure_all_sizes(layers: int, keep: Keep, has: Has) -> None:
-    """The default numerics: compile seconds, the step times, the axes and the gate."""
+    """Measure the default numerics: compile seconds, step times, axes and the gate."""
     model, seconds = compile_seconds(build(layers), Numerics())
     keep("compile seconds cold", seconds)
     keep("certificate", model.certificate.summary())
@@ -285,21 +285,21 @@ def measure_all_sizes(layers: int, keep: Keep, has: Has) -> None:
 
 
 def measure_one_size(layers: int, keep: Keep, has: Has) -> None:
-    """The step times of ``tp_sizes=(1,)``."""
+    """Measure the step times of ``tp_sizes=(1,)``."""
     if has(110):
         model, _ = compile_seconds(build(layers), Numerics(tp_sizes=(1,)))
         keep("ms, tp_sizes=(1,)", measure_ours(model))
 
 
 def measure_warm_compile(layers: int, keep: Keep, has: Has) -> None:
-    """Compile seconds where the Inductor cache holds the model."""
+    """Measure the compile seconds if the Inductor cache holds the model."""
     if has(60):
         _, seconds = compile_seconds(build(layers), Numerics())
         keep("compile seconds warm", seconds)
 
 
 def measure_regions(layers: int, keep: Keep, has: Has) -> None:
-    """One region for all layers beside one graph of all layers: the logits' bytes, and times in turns."""
+    """Compare one region for all layers with one graph of all layers: logits' bytes, and alternating times."""
     models = {"regions": detcompile.compile(build(layers))}
     with mock.patch.object(program_source, "find_repeats", lambda *_: None):
         models["one graph"], seconds = compile_seconds(build(layers), Numerics())
@@ -308,7 +308,7 @@ def measure_regions(layers: int, keep: Keep, has: Has) -> None:
 
 
 def measure_archive(layers: int, keep: Keep, has: Has) -> None:
-    """The model from an archive beside the one that was exported: the logits' bytes, and times in turns."""
+    """Compare the model from an archive with the exported one: logits' bytes, and alternating times."""
     model = detcompile.compile(build(layers))
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
@@ -321,7 +321,7 @@ def measure_archive(layers: int, keep: Keep, has: Has) -> None:
 
 
 def keep_in_turns(models: dict[str, CompiledModel], keep: Keep) -> None:
-    """Of two models whether the logits' bytes are equal, and of steps both times, taken in turns, with their ratio."""
+    """Keep whether two models' logits have equal bytes, and alternating times of their steps with the ratio."""
     name, other = models
     ids = torch.tensor([random_tokens(300)], device="cuda")
     logits = [model(ids).logits for model in models.values()]
@@ -345,7 +345,7 @@ def keep_in_turns(models: dict[str, CompiledModel], keep: Keep) -> None:
 
 
 def measure_tables(layers: int, keep: Keep, has: Has) -> None:
-    """Decode steps of few keys in a graph of tables for the longest sequence, beside one of tables for 512 keys."""
+    """Compare decode steps of few keys in graphs with block tables for the longest sequence and for 512 keys."""
     model = detcompile.compile(build(layers))
     for batch in DECODE_BATCHES:
         narrow = decode_milliseconds(model, batch)
@@ -374,7 +374,7 @@ def main() -> None:
     arguments = parser.parse_args()
     parts = arguments.only.split(",")
     if unknown := set(parts) - PARTS.keys():
-        parser.error(f"--only: {', '.join(sorted(unknown))} is none of {', '.join(PARTS)}")
+        parser.error(f"--only: {', '.join(sorted(unknown))} are not among {', '.join(PARTS)}")
     started = time.monotonic()
     name = torch.cuda.get_device_name().replace(" ", "-").lower()
     path = arguments.out / f"model-{name}-{arguments.commit}.json"

@@ -18,8 +18,8 @@ class Offline:
 
     Args:
         model: a name that compile() takes.
-        random: draw the weights, by the seed that the command line draws them by.
-        num_blocks: of the KV cache.
+        random: draw random weights, with the seed of the command line.
+        num_blocks: blocks of the KV cache.
 
     Attributes:
         has_texts: whether answers have texts.
@@ -32,7 +32,7 @@ class Offline:
         self._engine = compiled.engine(EngineConfig(num_blocks=num_blocks))
 
     def run(self, requests: list[tuple[float, dict[str, Any]]]) -> dict[str, Any]:
-        """All requests at once: seconds, tokens a second, and the texts."""
+        """Run all requests at once; return seconds, tokens a second, and the texts."""
         prompts = [body["prompt"] for _, body in requests]
         params = [SamplingParams(**{name: body[name] for name in NAMES}) for _, body in requests]
         start, used = time.monotonic(), time.process_time()
@@ -48,7 +48,7 @@ class Offline:
         }
 
     def first_tokens(self, requests: list[tuple[float, dict[str, Any]]]) -> list[float]:
-        """Seconds to the first token of requests that come when their time does, each read by ``engine.stream``."""
+        """Send each request at its time; return the seconds to its first token from ``engine.stream``."""
         return asyncio.run(self._first_tokens(requests))
 
     async def _first_tokens(self, requests: list[tuple[float, dict[str, Any]]]) -> list[float]:

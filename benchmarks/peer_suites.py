@@ -74,7 +74,7 @@ def llama_cpp(folder: Path, url: str) -> dict[str, Any]:
 
 
 def vllm(folder: Path, url: str) -> dict[str, Any]:
-    """vLLM's determinism test over HTTP: 32 prompts alone and together, tokens and log-probabilities."""
+    """Run vLLM's determinism test over HTTP: 32 prompts alone and together, tokens and log-probabilities."""
     tests = folder / "tests" / "v1" / "determinism"
     source = (tests / "utils.py").read_text()
     prompts = re.search(r"^def _random_prompt.*?(?=^def |\Z)", source, re.M | re.S)
@@ -95,7 +95,7 @@ def vllm(folder: Path, url: str) -> dict[str, Any]:
 
 
 def sglang(folder: Path, url: str) -> dict[str, Any]:
-    """SGLang's deterministic script: whether each mode has one text for one prompt."""
+    """Run SGLang's deterministic script: each mode must give one text for one prompt."""
     sys.modules["sglang.profiler"] = types.ModuleType("sglang.profiler")
     sys.modules["sglang.profiler"].run_profile = None  # type: ignore[attr-defined]
     sys.modules["sglang"] = types.ModuleType("sglang")
@@ -115,7 +115,7 @@ def sglang(folder: Path, url: str) -> dict[str, Any]:
 
 
 def open_responses(folder: Path, url: str) -> dict[str, Any]:
-    """Open Responses' compliance tests, and what is wrong with each answer that fails."""
+    """Run Open Responses' compliance tests; return what is wrong with each answer that fails."""
     command = ["npx", "tsx", "bin/compliance-test.ts", "--base-url", f"{url}/v1", "--api-key", "none"]
     command += ["--model", "tiny", "--json"]
     environment = os.environ | {"NODE_OPTIONS": "--experimental-websocket"}
@@ -127,13 +127,13 @@ def open_responses(folder: Path, url: str) -> dict[str, Any]:
 
 
 def _message(response: Any) -> str | None:
-    """The message of an answer that is an error."""
+    """Return the message of an error answer."""
     error = response.get("error") if isinstance(response, dict) else None
     return None if error is None else error["message"]
 
 
 def json_schema(folder: Path) -> dict[str, Any]:
-    """Instances of the suite under the masks of their schemas; none that is wrong may be taken."""
+    """Check the suite's instances against the masks of their schemas; no invalid one may be accepted."""
     counts: collections.Counter[str] = collections.Counter()
     taken: list[str] = []
     for file in sorted((folder / "tests" / "draft2020-12").glob("*.json")):

@@ -1,13 +1,13 @@
-"""N devices as N stages, N ranks of tensor parallelism or N replicas: tokens a second, latencies, and equal bytes.
+"""Compare N devices as N stages, N tensor-parallel ranks or N replicas: tokens a second, latencies, equal bytes.
 
     python -m benchmarks.pipeline --commit $(git rev-parse --short HEAD) [--devices 4] [--layers 36] [--only pp4,tp4]
     python -m benchmarks.pipeline --commit $(git rev-parse --short HEAD) --layers 8 --only pp1,pp2,pp2tp2 --bytes-only
 
 An arrangement is a number of replicas, stages and ranks: "pp2tp2" is one model on four devices, "4xpp1tp1" are four of
 one device each. Each replica is a process that builds Qwen3-8B's shape in bf16 with random weights, or with
-``--device cpu`` the embedded model. All serve the same two workloads: requests that are there at once, and a trace of
-Poisson arrivals, which replicas take in turn. Before that each answers the same mixed requests, with drafts and
-without, and a padded batch: one digest has to come out of all arrangements and of one device; the script fails if not.
+``--device cpu`` the embedded model. All serve the same two workloads: requests that arrive at once, and a trace of
+Poisson arrivals, which replicas take in turn. Before that, each answers the same mixed requests, with drafts and
+without, and a padded batch: the script fails unless all arrangements and one device give the same digest.
 
 With ``--bytes-only`` nothing is timed. Writes benchmarks/results/pipeline-<device>x<devices>-<layers>-<commit>.json,
 and adds to it if it is there.
@@ -45,7 +45,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 class Arrangement(NamedTuple):
-    """Replicas of a model, each of so many stages of so many ranks."""
+    """Replicas of a model, each with stages, each of them with ranks."""
 
     replicas: int
     pp: int
@@ -53,7 +53,7 @@ class Arrangement(NamedTuple):
 
     @classmethod
     def of(cls, name: str) -> "Arrangement":
-        """From "2xpp1tp2"; what is left out is 1."""
+        """Parse "2xpp1tp2"; a number that is left out is 1."""
         match = re.fullmatch(r"(?:(\d+)x)?(?:pp(\d+))?(?:tp(\d+))?", name)
         if match is None or not name:
             raise SystemExit(f"{name!r} is not an arrangement: write it like pp2tp2 or 4xpp1tp1")
@@ -86,7 +86,7 @@ def workloads(device: str, devices: int) -> Workloads:
 
 
 def compiled(device: str, layers: int, pp: int, tp: int) -> CompiledModel:
-    """The model in as many processes as it has stages and ranks; in this one if it has one of each."""
+    """Compile the model in a process for each stage and rank, or in this one if it has one of each."""
     if device == "cpu":
         return detcompile.compile("tiny", device="cpu", pp=pp, tp=tp, progress=False)
     if pp * tp == 1:
@@ -95,7 +95,7 @@ def compiled(device: str, layers: int, pp: int, tp: int) -> CompiledModel:
 
 
 def digest(model: CompiledModel) -> dict[str, str]:
-    """Digests of logits, and of tokens and logprobs of mixed requests, with drafts and without."""
+    """Return digests of logits, and of tokens and logprobs of mixed requests, with drafts and without."""
     rng = random.Random("digest")
     ids = torch.tensor([[rng.randrange(model.vocab_size) for _ in range(300)] for _ in range(2)])
     logits = model(ids.to(model.device)).logits.contiguous().cpu()
@@ -118,7 +118,7 @@ def digest(model: CompiledModel) -> dict[str, str]:
 
 
 def serve(engine: Engine, trace: Sequence[Arrival], prompts: Sequence[list[int]], start: float) -> dict[str, Any]:
-    """Serve a trace whose time 0 is ``start`` of the monotonic clock; when each token came, from there."""
+    """Serve a trace that begins at ``start`` of the monotonic clock; return when each token came, from then."""
     names: list[str] = []
     times: dict[str, list[float]] = {}
     while len(names) < len(trace) or engine.has_unfinished_requests:
@@ -162,7 +162,7 @@ def replica(device: str, devices: int, layers: int, arrangement: Arrangement, nu
 
 
 def measure(device: str, devices: int, layers: int, arrangement: Arrangement, bytes_only: bool) -> dict[str, Any]:
-    """Both workloads on an arrangement, and the digests of its replicas."""
+    """Run both workloads on an arrangement; return results and the digests of its replicas."""
     size = arrangement.pp * arrangement.tp
     command = [sys.executable, "-m", "benchmarks.pipeline", "--replica", str(arrangement), "--device", device]
     command += ["--layers", str(layers), "--devices", str(devices)]

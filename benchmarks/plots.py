@@ -1,4 +1,4 @@
-"""The plots of docs, as SVG files made from benchmarks/results: python -m benchmarks.plots.
+"""Draw the plots of the docs as SVG from benchmarks/results: python -m benchmarks.plots.
 
 Ratios are the peer's time over ours: above the line at 1 we are faster.
 """
@@ -20,7 +20,7 @@ MODELS = {"tp_sizes=(1,)": "model-nvidia-h200-e06d99a.json", "tp_sizes=(1, 2, 4,
 
 
 def gemm(report: dict) -> str:
-    """Geometric means over the shapes, by token count, tuned."""
+    """Draw geometric means over the shapes, by token count, tuned."""
     series: Series = {}
     for order in ("Sequential", "Tree(1,2,4,8)"):
         rows = [row for row in report["rows"] if row["kernel"] == "matmul" and row["order"] == order]
@@ -35,7 +35,7 @@ def gemm(report: dict) -> str:
 
 
 def attention(report: dict) -> str:
-    """Prefill beside SDPA, decode beside a copy of as many bytes and beside SDPA."""
+    """Draw prefill beside SDPA, and decode beside a copy of as many bytes and beside SDPA."""
     rows = {kind: [r for r in report["rows"] if r["kernel"] == f"attention {kind}"] for kind in ("prefill", "decode")}
     prefill = {
         f"SDPA, {peer}": {_thousands(row["keys"]): row[f"ratio to {peer}"] for row in rows["prefill"]}
@@ -56,7 +56,7 @@ def attention(report: dict) -> str:
 
 
 def model(reports: dict[str, dict]) -> str:
-    """Steps of the whole model beside torch.compile default, of one report for each numerics."""
+    """Draw steps of the whole model beside torch.compile default, from one report for each numerics."""
     series: Series = {}
     for numerics, report in reports.items():
         ours, peers = report[f"ms, {numerics}"], report["ms, peers"]
@@ -72,7 +72,7 @@ def model(reports: dict[str, dict]) -> str:
 
 
 def plots() -> dict[str, str]:
-    """File name -> SVG."""
+    """Return SVGs by file name."""
     drawn = {
         "gemm.svg": gemm(_report(GEMM)),
         "attention.svg": attention(_report(ATTENTION)),

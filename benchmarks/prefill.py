@@ -1,4 +1,4 @@
-"""A prefill step of an 8B model kernel by kernel, and its products beside cuBLAS, under sustained load on one GPU.
+"""Time a prefill step of an 8B model by kernel, and its products beside cuBLAS, under sustained load on one GPU.
 
     python -m benchmarks.prefill --commit $(git rev-parse --short HEAD) [--only products,steps] [--layers 36]
 
@@ -84,7 +84,7 @@ class Clocks:
                 self._rows.append((time.time(), clock, power))
 
     def between(self, start: float, end: float) -> dict[str, float]:
-        """Means over a span of time.time()."""
+        """Return the means over a span of time.time()."""
         rows = [row for row in self._rows if start <= row[0] <= end]
         return {"MHz": statistics.mean(r[1] for r in rows), "W": statistics.mean(r[2] for r in rows)} if rows else {}
 
@@ -94,7 +94,7 @@ class Clocks:
 
 
 def one_turn(run: Callable[[], object], clocks: Clocks) -> dict[str, float]:
-    """Microseconds of a launch over a turn, with the clock that it ran at."""
+    """Return microseconds of a launch over a turn, with the clock that it ran at."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     run()
     start.record()
@@ -112,7 +112,7 @@ def one_turn(run: Callable[[], object], clocks: Clocks) -> dict[str, float]:
 
 
 def in_turns(runs: dict[str, Callable[[], object]], clocks: Clocks) -> dict[str, dict[str, float]]:
-    """Medians by name."""
+    """Return medians by name."""
     turns: dict[str, list[dict[str, float]]] = {name: [] for name in runs}
     for _ in range(TURNS):
         for name, run in runs.items():
@@ -124,7 +124,7 @@ def in_turns(runs: dict[str, Callable[[], object]], clocks: Clocks) -> dict[str,
 
 
 def rotating(run: Callable[[torch.Tensor], object], weights: list[torch.Tensor]) -> Callable[[], object]:
-    """A launch over the next of these weights."""
+    """Return a launch that takes the next of these weights at each call."""
     state = [0]
 
     def launch() -> object:
@@ -135,7 +135,7 @@ def rotating(run: Callable[[torch.Tensor], object], weights: list[torch.Tensor])
 
 
 def cases() -> Iterator[tuple[str, str, tuple[int, ...], GemmSchedule]]:
-    """Products by name with their schedules: a label, the radices of the order, and the schedule."""
+    """Yield products with their schedules: name, label, the order's radices, and the schedule."""
     for name in PRODUCTS:
         for schedule in GATED if name == "gate_up" else SEQUENTIAL:
             yield name, str(schedule), (), schedule
@@ -156,7 +156,7 @@ def compile_kernel(name: str, radices: tuple[int, ...], schedule: GemmSchedule) 
 def launch_of(
     name: str, radices: tuple[int, ...], schedule: GemmSchedule, x: torch.Tensor, residual: torch.Tensor | None
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The launch of a case as a function of its weights; o and down have a residual, if one is given."""
+    """Return a case's launch as a function of its weights; o and down add a residual, if one is given."""
     if name == "gate_up":
         return functools.partial(run_gated, schedule, x)
     added = residual if name in ("o", "down") else None
@@ -164,7 +164,7 @@ def launch_of(
 
 
 def products(clocks: Clocks) -> Iterator[tuple[str, object]]:
-    """Each product of a layer under several schedules and orders, o and down with a residual; and cuBLAS without it."""
+    """Time a layer's products under several schedules and orders, o and down with a residual; cuBLAS without it."""
     with multiprocessing.get_context("spawn").Pool(min(12, os.cpu_count() or 1)) as pool:
         pool.starmap(compile_kernel, [(name, *rest) for name, _, *rest in cases()], chunksize=2)
     for name, (n, k) in PRODUCTS.items():
@@ -196,7 +196,7 @@ def products(clocks: Clocks) -> Iterator[tuple[str, object]]:
 
 
 def sizes() -> Iterator[tuple[str, object]]:
-    """Microseconds of trees and of gated products over fewer tokens, and cuBLAS: medians of graph replays, in turns."""
+    """Time trees, gated products and cuBLAS over fewer tokens: medians of alternating graph replays, microseconds."""
     for name, (n, k) in PRODUCTS.items():
         if name == "qkv":
             continue
@@ -214,7 +214,7 @@ def sizes() -> Iterator[tuple[str, object]]:
 
 
 def attention(clocks: Clocks) -> Iterator[tuple[str, object]]:
-    """Causal attention of whole prompts, dense, under several schedules beside cuDNN and flash."""
+    """Time causal attention of whole prompts, dense, under several schedules beside cuDNN and flash."""
     rule = AttentionRule(128**-0.5, 0, 512)
     for prompts, length in ((PROMPTS, LENGTH), (1, 8192), (1, 16384)):
         q, k, v = (torch.randn(prompts, heads, length, 128, device="cuda", dtype=BF16) for heads in (32, 8, 8))
@@ -241,7 +241,7 @@ def attention(clocks: Clocks) -> Iterator[tuple[str, object]]:
 
 
 def steps(clocks: Clocks, layers: int, tp_sizes: str) -> Iterator[tuple[str, object]]:
-    """A step's milliseconds under load, and of one step every kernel with the gaps between them."""
+    """Yield a step's milliseconds under load, and the kernels of one step with the gaps between them."""
     for name in tp_sizes.split(";"):
         started = time.perf_counter()
         model = detcompile.compile(build(layers), numerics=Numerics(tp_sizes=tuple(map(int, name.split(",")))))
@@ -264,7 +264,7 @@ def steps(clocks: Clocks, layers: int, tp_sizes: str) -> Iterator[tuple[str, obj
 
 
 def kernels_of(run: Callable[[], object]) -> dict[str, object]:
-    """Of one step: kernels by name and place in a layer, milliseconds in all, and the gaps in which none ran."""
+    """Return a step's kernels by name and place in a layer, milliseconds in all, and the gaps between them."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run()
         run()

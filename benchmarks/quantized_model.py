@@ -1,4 +1,4 @@
-"""Decode times of a model with quantized linears beside the same model dequantized, on one GPU.
+"""Compare decode times of a model with quantized linears and the same model dequantized, on one GPU.
 
     python -m benchmarks.quantized_model --commit $(git rev-parse --short HEAD) [--layers 8] [--formats int4,fp8]
 
@@ -31,19 +31,19 @@ def _scales(groups: int, blocks: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def int4(n: int, k: int) -> QuantizedWeight:
-    """Groups of 128 without zeros, as compressed-tensors has them."""
+    """Quantize in groups of 128 without zeros, as compressed-tensors does."""
     w = torch.randint(0, 256, (n, k // 2), device="cuda", dtype=torch.uint8)
     return QuantizedWeight(w, _scales(k // 128, n, torch.bfloat16), None, None, k, 128, 1)
 
 
 def fp8(n: int, k: int) -> QuantizedWeight:
-    """Blocks of 128 x 128, as DeepSeek has them."""
+    """Quantize in blocks of 128 x 128, as DeepSeek does."""
     w = torch.randn(n, k, device="cuda").to(torch.float8_e4m3fn)
     return QuantizedWeight(w, _scales(k // 128, n // 128, torch.float32), None, None, k, 128, 128)
 
 
 def q4_k(n: int, k: int) -> QuantizedWeight:
-    """Groups of 32 with a scale and a minimum, as GGUF's Q4_K with dequantize=False."""
+    """Quantize in groups of 32 with a scale and a minimum, as GGUF's Q4_K with dequantize=False."""
     w = torch.randint(0, 256, (n, k // 2), device="cuda", dtype=torch.uint8)
     scales = _scales(k // 32, n, torch.float32)
     return QuantizedWeight(w, scales, None, -8 * scales, k, 32, 1)
@@ -78,7 +78,7 @@ def measure(layers: int, make: Callable[[int, int], QuantizedWeight]) -> dict[st
         gc.collect()
         torch.cuda.empty_cache()
     if not torch.equal(logits[0].view(torch.int16), logits[1].view(torch.int16)):
-        raise SystemExit("the quantized model's logits are not those of the dequantized one")
+        raise SystemExit("the quantized model's logits differ from those of the dequantized one")
     ratios = {count: times[True][count] / times[False][count] for count in SEQUENCES}
     return {"quantized_ms": times[False], "dequantized_ms": times[True], "dequantized_over_quantized": ratios}
 

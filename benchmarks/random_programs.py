@@ -1,6 +1,6 @@
-"""Random small programs over a batch x [B, T, F], from a grammar of what models do and of what they should not.
+"""Draw small random programs over a batch x [B, T, F], from a grammar of what models do and should not do.
 
-A program is a function of the seed: drawn while it is traced, since what fits depends on the shapes so far. Dimensions
+A program depends only on its seed. It is drawn while it is traced, since what fits depends on the shapes. Dimensions
 are drawn from all that a value has, so that a reduction, a flip or a product meets rows about as often as features.
 """
 
@@ -22,11 +22,11 @@ WEIGHTS = ((FEATURES, FEATURES), (FEATURES,), (32, FEATURES), (2, 2, 4), (4, 4))
 
 
 class NoFit(Exception):
-    """The drawn operation does not fit the shapes: another one is drawn."""
+    """Raised if the drawn operation does not fit the shapes; another one is then drawn."""
 
 
 class Program:
-    """``program(x, *weights) -> y``: the same operations at every call, y [B, T, ...] or [...] where no row is left.
+    """``program(x, *weights) -> y``: the same operations at every call, y [B, T, ...] or [...] if no row is left.
 
     Attributes:
         attends: whether a row may read the rows before it in its own sequence; known after a call.
@@ -62,7 +62,7 @@ class Program:
 
 
 def _rows_first(y: Tensor, x: Tensor) -> Tensor:
-    """y with the dimensions of x's rows in front: found by their symbolic extents, which nothing else has."""
+    """Return y with the dimensions of x's rows in front, found by their symbolic extents, which are unique."""
     batch, tokens = (size.node.expr for size in x.shape[:2])
     sizes = [getattr(getattr(size, "node", None), "expr", None) for size in y.shape]
     if batch in sizes and tokens in sizes:
@@ -85,7 +85,7 @@ def _floating(y: Tensor) -> Tensor:
 
 
 def _dim(rng: random.Random, y: Tensor) -> int:
-    """Any dimension, the last one as often as all others."""
+    """Return a random dimension, the last one as often as all others together."""
     if not y.dim():
         raise NoFit
     return y.dim() - 1 if rng.random() < 0.5 else rng.randrange(y.dim())
@@ -228,7 +228,7 @@ def _multiply(rng: random.Random, y: Tensor, values: list[Tensor], weights: tupl
 
 
 def _attend(rng: random.Random, y: Tensor, *_: Any) -> Tensor:
-    """Causal attention over [B, H, T, D], or over whatever is in that place."""
+    """Apply causal attention over [B, H, T, D], whatever these dimensions of y are."""
     heads = y if y.dim() == 4 else y.unflatten(-1, (4, 4)).transpose(1, 2)
     window = rng.choice([0, 0, 3])
     out = torch.ops.detcompile.dense_attention(heads, heads * 0.5, heads, 0.5, window, 512)

@@ -1,4 +1,4 @@
-"""A chat model beside transformers: the tables of docs/real_model.md.
+"""Compare a chat model with transformers: the tables of docs/real_model.md.
 
     detcompile fetch smollm2
     python -m benchmarks.real_model --commit $(git rev-parse --short HEAD) [--parts answers,items,...] [--device cuda]
@@ -69,7 +69,7 @@ NUM_BLOCKS = 256
 
 
 class Sides:
-    """The model compiled and transformers' own, loaded when first used."""
+    """The compiled model and transformers' own, loaded when first used."""
 
     def __init__(self, name: str, device: str) -> None:
         self.name, self.device = name, device
@@ -78,20 +78,20 @@ class Sides:
 
     @property
     def ours(self) -> CompiledModel:
-        """detcompile's, in the checkpoint's dtype."""
+        """detcompile's model, in the checkpoint's dtype."""
         self._ours = self._ours or detcompile.compile(self.name, device=self.device)
         return self._ours
 
     @property
     def plain(self) -> PreTrainedModel:
-        """transformers', in the same dtype; answers have all their tokens, as the engine's with ``ignore_eos``."""
+        """transformers' model in the same dtype; it ignores end tokens, as the engine does with ``ignore_eos``."""
         self._plain = self._plain or detcompile.load_model(self.name, device=self.device)
         self._plain.generation_config.eos_token_id = None
         self._plain.generation_config.pad_token_id = 0
         return self._plain
 
     def chat(self, question: str, system: str | None = None) -> list[int]:
-        """Tokens of a chat that asks the question."""
+        """Return the tokens of a chat that asks the question."""
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": question})
         text = self.ours.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
@@ -100,7 +100,7 @@ class Sides:
 
 
 def batches_of(count: int, size: int) -> list[range]:
-    """Places of ``count`` rows, cut into batches."""
+    """Cut the indices of ``count`` rows into batches."""
     return [range(start, min(start + size, count)) for start in range(0, count, size)]
 
 
@@ -108,7 +108,7 @@ def batches_of(count: int, size: int) -> list[range]:
 
 
 def answers(sides: Sides, _: argparse.Namespace) -> dict[str, object]:
-    """Unique answers and divergence, as in benchmarks/tbik.py, and where answers part."""
+    """Return unique answers and divergence, as in benchmarks/tbik.py, and where answers first differ."""
     prompts = [sides.chat(question) for question in QUESTIONS]
     report: dict[str, object] = {"prompts": NUM_PROMPTS, "tokens": NUM_TOKENS, "questions": QUESTIONS[:NUM_PROMPTS]}
     ours: dict[str, dict[str, list[Answer]]] = {how: {} for how in HOW}
@@ -175,7 +175,7 @@ def _partings(by_way: dict[str, list[Answer]]) -> list[int | None]:
 
 
 def _texts(sides: Sides, by_way: dict[str, list[Answer]]) -> dict[str, object]:
-    """Return for each prompt the different answers, and the ways that gave each."""
+    """Return the different answers to each prompt, and the ways that gave each."""
     texts = []
     for rows in zip(*by_way.values()):
         ways: dict[tuple[int, ...], list[str]] = {}
@@ -189,7 +189,7 @@ def _texts(sides: Sides, by_way: dict[str, list[Answer]]) -> dict[str, object]:
 
 
 def items_scored(sides: Sides, _: argparse.Namespace) -> dict[str, object]:
-    """Right items, verdicts and log-likelihoods that move, and a digest of all of these, by batch size."""
+    """Return right items, changed verdicts and log-likelihoods, and a digest of all of these, by batch size."""
     tested, tokenizer = items(), sides.ours.tokenizer
     rows: list[tuple[list[int], int]] = []
     for item in tested:
@@ -255,7 +255,7 @@ def _score_rows(tested: list[Item], scores: dict[int, list[float]]) -> dict[str,
 
 @torch.no_grad()
 def prefix(sides: Sides, _: argparse.Namespace) -> dict[str, object]:
-    """Answers and log-probabilities behind a cached beginning, beside those of the whole prompt."""
+    """Compare answers and log-probabilities after a cached beginning with those of the whole prompt."""
     prompts = [sides.chat(text.format(place), SYSTEM) for place in PLACES for text in TRAVEL_QUESTIONS][:NUM_PREFIXED]
     common = next(at for at, column in enumerate(zip(*prompts)) if len(set(column)) > 1)
     report: dict[str, object] = {"prompts": len(prompts), "tokens": PREFIXED_TOKENS, "common tokens": common}
@@ -303,7 +303,7 @@ def _plain_drawn(model: PreTrainedModel, prompt: list[int], cache: Any) -> Drawn
 
 
 def _moved(cold: list[Drawn], warm: list[Drawn]) -> dict[str, object]:
-    """Answers that differ; log-probabilities are compared up to the first other token."""
+    """Count answers that differ; log-probabilities are compared up to the first different token."""
     largest, moved = 0.0, 0
     for (one, ones), (other, others) in zip(cold, warm):
         at = first_difference(one, other)
@@ -318,7 +318,7 @@ def _moved(cold: list[Drawn], warm: list[Drawn]) -> dict[str, object]:
 
 
 def drafters(sides: Sides, _: argparse.Namespace) -> dict[str, object]:
-    """Acceptance length of each drafter over the prompts, and equality of tokens and log-probabilities."""
+    """Return each drafter's acceptance length over the prompts, and whether tokens and log-probabilities are equal."""
     model, prompts = sides.ours, [sides.chat(question) for question in QUESTIONS[:NUM_PROMPTS]]
     layers = model.config.num_hidden_layers
     half = [*range(layers // 2), layers - 1]
@@ -347,7 +347,7 @@ def drafters(sides: Sides, _: argparse.Namespace) -> dict[str, object]:
 
 
 def _logged(engine: Engine, prompts: list[list[int]], temperature: float) -> list[tuple[list[int], list[str]]]:
-    """Tokens and the bytes of their log-probabilities."""
+    """Return the tokens and the bytes of their log-probabilities."""
     params = [
         SamplingParams(temperature=temperature, max_tokens=NUM_TOKENS, logprobs=0, ignore_eos=True, seed=SEED + place)
         for place in range(len(prompts))
@@ -361,7 +361,7 @@ def _logged(engine: Engine, prompts: list[list[int]], temperature: float) -> lis
 
 @torch.no_grad()
 def error(sides: Sides, _: argparse.Namespace) -> dict[str, object]:
-    """Relative error of logits, KL and top-1 of each side and dtype, beside transformers in float64."""
+    """Return the relative error of logits, KL and top-1 of each side and dtype, beside transformers in float64."""
     prompts = [sides.chat(question) for question in QUESTIONS[:NUM_PROMPTS]]
     inputs = [torch.tensor([prompt], device=sides.device) for prompt in prompts]
     exact_model = detcompile.load_model(sides.name, device=sides.device).double()
@@ -401,7 +401,7 @@ Seconds = tuple[float, float]  # of the clock, and of the CPU
 
 @torch.no_grad()
 def speed(sides: Sides, arguments: argparse.Namespace) -> dict[str, object]:
-    """Tokens a second in alternating runs, greedy, every answer with all its tokens."""
+    """Return tokens a second of alternating greedy runs that ignore end tokens."""
     prompts = [sides.chat(question) for question in QUESTIONS]
     engine = sides.ours.engine(EngineConfig(num_blocks=NUM_BLOCKS, prefix_caching=False))
     params = SamplingParams(temperature=0, max_tokens=SPEED_TOKENS, ignore_eos=True)

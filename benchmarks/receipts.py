@@ -1,4 +1,4 @@
-"""The cost of checking an answer, one teacher-forced pass, beside the cost of decoding it.
+"""Compare the cost of checking an answer, one teacher-forced pass, with the cost of decoding it.
 
     python -m benchmarks.receipts --commit $(git rev-parse --short HEAD) [--model tiny] [--tokens 256] [--rounds 5]
 

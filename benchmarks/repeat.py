@@ -1,14 +1,14 @@
-"""One prompt sent many times, greedy, among other requests: how many different answers come back?
+"""Send one greedy prompt many times among other requests, and count the different answers.
 
     python -m benchmarks.repeat --commit $(git rev-parse --short HEAD) [--completions 1000 --tokens 1000 --model tiny]
     python -m benchmarks.repeat --commit ... --shape 8b --max-num-seqs 256     # on a GPU, random weights
 
 After "Defeating Nondeterminism in LLM Inference" (Thinking Machines Lab, 2025), where 1000 completions of 1000 tokens
 at temperature 0 gave 80 different answers. Requests arrive at random steps, mixed with other prompts of random lengths,
-so that the number of tokens in a step keeps changing. Prefix caching is off, or the prompt would be computed once and
+so that the number of tokens in a step keeps changing. Prefix caching is off; else the prompt would be computed once and
 its keys shared by all.
 
-Beside it the same transformers model without detcompile, as an engine without the contract would batch it: the answers
+The peer is the same transformers model without detcompile, batched as an engine without the contract would: answers
 come from batches of the smallest and the largest size that our engine ran, then of others of its sizes at random. Once
 all rows of a batch are the prompt itself, so that the batch size alone changes; once each batch has a longer neighbor,
 to which the others are padded.
@@ -54,7 +54,7 @@ class Workload(NamedTuple):
 
     @property
     def neighbors(self) -> int:
-        """Other requests mixed in."""
+        """Return the number of other requests that are mixed in."""
         return self.completions // 4
 
 
@@ -62,7 +62,7 @@ Answer = tuple[int, ...]
 
 
 def repeat_ours(model: CompiledModel, work: Workload) -> tuple[list[Answer], list[int]]:
-    """Answers of the engine under random arrivals; and the batch size (sequences running) of each step."""
+    """Return the engine's answers under random arrivals, and the batch size (sequences running) of each step."""
     rng = random.Random(work.seed)
     longest = min(LONGEST_NEIGHBOR, model.max_context - work.tokens)
     arrivals = [(0, True)]  # one at once, so that some steps hold it alone
@@ -96,7 +96,7 @@ def repeat_ours(model: CompiledModel, work: Workload) -> tuple[list[Answer], lis
 def repeat_plain(
     model: PreTrainedModel, work: Workload, sizes: list[int], *, padded: bool = False
 ) -> tuple[list[Answer], list[int]]:
-    """Answers of Hugging Face's own greedy generate, in batches of sizes drawn from ``sizes``; and those sizes.
+    """Return answers of Hugging Face's greedy generate, in batches of sizes drawn from ``sizes``, and those sizes.
 
     Args:
         padded: each batch has one more row, a random prompt that is longer, so that the others are padded on the left.
@@ -120,7 +120,7 @@ def repeat_plain(
 
 
 def left_padded(rows: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """input_ids and attention_mask [rows, the longest], int64."""
+    """Return input_ids and attention_mask [rows, the longest], int64."""
     width = max(map(len, rows))
     ids = torch.tensor([[0] * (width - len(row)) + row for row in rows], device=device)
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
@@ -141,7 +141,7 @@ def agreement(answers: list[Answer], sizes: list[int]) -> dict[str, object]:
 
 
 def _first_difference(answers: Iterable[Answer]) -> int | None:
-    """Index of the first token on which not all answers agree."""
+    """Return the index of the first token on which not all answers agree."""
     columns = zip(*answers)
     return next((index for index, column in enumerate(columns) if len(set(column)) > 1), None)
 
@@ -156,7 +156,7 @@ def _other(rng: random.Random, vocab_size: int, longest: int, tokens: int) -> tu
 
 
 def _models(name: str, dtype: torch.dtype, device: str, random_weights: bool) -> tuple[PreTrainedModel, list[int]]:
-    """A fresh model and the prompt."""
+    """Return a fresh model and the prompt."""
     if name == "8b":
         rng = random.Random(0)
         model = build(36).to(dtype)
@@ -167,7 +167,7 @@ def _models(name: str, dtype: torch.dtype, device: str, random_weights: bool) ->
 
 
 def measure(arguments: argparse.Namespace, dtype: torch.dtype) -> dict[str, object]:
-    """Both sides in one dtype."""
+    """Measure both sides in one dtype."""
     name = arguments.shape or arguments.model
     model, prompt = _models(name, dtype, arguments.device, arguments.random)
     work = Workload(prompt, arguments.completions, arguments.tokens, arguments.max_num_seqs)
@@ -201,7 +201,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=["8b"], help="random weights on a GPU, instead of --model")
     parser.add_argument("--random", action="store_true", help="random weights: likeliest tokens are often nearly tied")
     parser.add_argument("--max-num-seqs", type=int, default=256)
-    parser.add_argument("--dtypes", help="default: bfloat16,float32; of a --shape: bfloat16")
+    parser.add_argument("--dtypes", help="default: bfloat16,float32; with --shape: bfloat16")
     parser.add_argument("--plain-completions", type=int, help="fewer for plain torch, which may be slow")
     parser.add_argument("--compile-plain", action="store_true", help="the plain model under torch.compile")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -1,10 +1,10 @@
-"""Kill the server, its engines and the trainer of a training run: the last weights must be those of an undisturbed run.
+"""Kill the server, engines and trainer of a training run: its last weights must equal an undisturbed run's.
 
     python -m benchmarks.rl_drill [--steps 20] [--kills 6] [--runs 1] [--parallel 1] [--seed 0]
 
 A trainer in a separate process draws rollouts from a server of the embedded model, updates the weights from them and
 sends the weights to the server as a folder. It saves weights and momentum of each step by one rename. The drill kills
-one process after another by SIGKILL at random moments and starts it again. The last weights must have the sha256 of an
+one process after another by SIGKILL at random moments and restarts it. The last weights must have the sha256 of an
 undisturbed run's: a token or a log-probability of other weights would change them. ``--parallel`` runs that many at a
 time. Prints a line of JSON per run, and one of all.
 """
@@ -64,7 +64,7 @@ def train(url: str, folder: Path, steps: int) -> None:
 
 
 def keep(path: Path, weights: dict[str, torch.Tensor], momentum: dict[str, torch.Tensor]) -> None:
-    """Write a step's state; it exists whole or not at all."""
+    """Write a step's state atomically."""
     new = path.with_name("new")
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
@@ -74,7 +74,7 @@ def keep(path: Path, weights: dict[str, torch.Tensor], momentum: dict[str, torch
 
 
 def rollout(client: httpx.Client, path: Path, request: dict[str, Any]) -> bytes:
-    """Return an answer of the weights of a folder; waits for a server that is starting."""
+    """Return an answer by the weights of a folder; wait for a server that is starting."""
     while True:
         try:
             if client.get("/weight_info").raise_for_status().json()["weight_version"] != path.name:
@@ -120,7 +120,7 @@ class Run:
         return max((int(path.name.removeprefix("step-")) for path in self.folder.glob("steps/step-*")), default=0)
 
     def kill(self, target: str, draw: random.Random) -> None:
-        """Kill a process and start it again; the server starts engines again itself."""
+        """Kill a process and restart it; engines are restarted by the server."""
         if target == "engine":
             children = Path(f"/proc/{self.server.pid}/task/{self.server.pid}/children").read_text().split()
             if children:

@@ -1,4 +1,4 @@
-"""The plots of reinforcement learning, drawn from what examples/rl writes."""
+"""Draw the plots of reinforcement learning from the results of examples/rl."""
 
 import json
 from pathlib import Path
@@ -11,12 +11,12 @@ RESULTS = {"rl.svg": "rl-amd-epyc-0dd4679.json", "rl-smollm2.svg": "rl-nvidia-h2
 
 
 def rl_plots(results: Path) -> dict[str, str]:
-    """File name -> SVG."""
+    """Return SVGs by file name."""
     return {name: rl_plot(json.loads((results / file).read_text())) for name, file in RESULTS.items()}
 
 
 def rl_plot(report: dict) -> str:
-    """Reward, and KL between sampler and trainer, by arm: the runs that see each batch at once."""
+    """Draw reward, and KL between sampler and trainer, by arm, for the runs without micro-batches."""
     runs = [run for run in report["runs"] if run["micro_batches"] == 1]
     arms = list(dict.fromkeys(run["arm"] for run in runs))
     panels = [

@@ -1,4 +1,4 @@
-"""The plots of docs/engine.md, drawn from benchmarks/results/schedulers-simulated-*.json by benchmarks/plots.py."""
+"""Draw the plots of docs/engine.md from benchmarks/results/schedulers-simulated-*.json, for benchmarks/plots.py."""
 
 import json
 import math
@@ -16,7 +16,7 @@ Lines = dict[str, list[tuple[float, float]]]  # legend -> points, x ascending
 
 
 def scheduler_plots(results: Path) -> dict[str, str]:
-    """File name -> SVG."""
+    """Return SVGs by file name."""
     report = json.loads((results / SIMULATED).read_text())
     rows = report["schedulers"]
     panels = {
@@ -33,7 +33,7 @@ def scheduler_plots(results: Path) -> dict[str, str]:
 
 
 def log_lines(title: str, note: str, panels: dict[str, Lines]) -> str:
-    """Panels side by side, of one set of legends, over one logarithmic scale from a power of ten to another."""
+    """Draw panels side by side, with the same legends and one logarithmic scale between powers of ten."""
     points = [point for lines in panels.values() for line in lines.values() for point in line]
     low, high = (round_(math.log10(f(y for _, y in points))) for f, round_ in ((min, math.floor), (max, math.ceil)))
     first, last = min(x for x, _ in points), max(x for x, _ in points)

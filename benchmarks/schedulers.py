@@ -1,8 +1,8 @@
-"""The three schedulers, and both ways to allocate KV blocks, on one trace: simulated, then served for real.
+"""Compare the three schedulers, and both ways to allocate KV blocks, on one trace, simulated and served.
 
     python -m benchmarks.schedulers --commit $(git rev-parse --short HEAD) [--only simulated,real] [--requests 500]
 
-Simulated: benchmarks/simulation.py, on an H200 with an 8B model that is a cost model. Real: the embedded model on a CPU
+Simulated: benchmarks/simulation.py, with a cost model of an 8B model on an H200. Real: the embedded model on a CPU
 under a small trace, or Qwen3-8B's shape with random weights on a GPU; the answers of all schedulers must be equal.
 Writes benchmarks/results/schedulers-simulated-<commit>.json and schedulers-<hardware>-<commit>.json.
 """
@@ -44,7 +44,7 @@ TIGHT_RATE = 8
 
 
 def scheduler_rows(requests: int, rates: tuple[float, ...] = RATES, seed: int = 0) -> Iterator[dict]:
-    """Each policy under each rate, with blocks for all."""
+    """Yield a row for each policy at each rate, with enough blocks."""
     for rate in rates:
         trace = log_normal_trace(requests, rate, seed)
         for name, settings in POLICIES.items():
@@ -53,7 +53,7 @@ def scheduler_rows(requests: int, rates: tuple[float, ...] = RATES, seed: int = 
 
 
 def allocation_rows(requests: int, seed: int = 0) -> Iterator[dict]:
-    """Lazy and reserved blocks where blocks are short; clients ask for max_tokens=2048 and use a fifth of it."""
+    """Compare lazy and reserved blocks with few blocks; clients set max_tokens=2048 and use a fifth of it."""
     trace = log_normal_trace(requests, TIGHT_RATE, seed)
     for blocks in TIGHT:
         for allocation in ("lazy", "reserve"):
@@ -70,7 +70,7 @@ def allocation_rows(requests: int, seed: int = 0) -> Iterator[dict]:
 def real_rows(
     model: CompiledModel, trace: list[Arrival], policies: dict[str, dict], num_blocks: int | None
 ) -> Iterator[dict]:
-    """Each policy on the same requests, sent when the trace says.
+    """Yield a row for each policy on the same requests, sent at the trace's times.
 
     Raises:
         AssertionError: a policy changed an answer.

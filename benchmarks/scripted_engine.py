@@ -1,4 +1,4 @@
-"""An engine process without a model that speaks the real protocol, and a server over it: measures the front alone.
+"""Serve from an engine process without a model that speaks the real protocol, to measure the front alone.
 
     python -m benchmarks.scripted_engine [--interval 0.02] [--port 0]
 

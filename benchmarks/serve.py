@@ -1,4 +1,4 @@
-"""The engine on one GPU: three offline workloads, the price of determinism, and equality by bytes at size.
+"""Measure the engine on one GPU: three offline workloads, the price of determinism, and equal bytes at size.
 
     python -m benchmarks.serve --commit $(git rev-parse --short HEAD) [--layers 36] [--parts ours,plain,equal,repeat]
     python -m benchmarks.serve --commit $(git rev-parse --short HEAD) --tp 2 [--layers 36]     workers on two GPUs
@@ -47,7 +47,7 @@ def prompts(rng: random.Random, lengths: list[int]) -> list[list[int]]:
 
 
 def workload(name: str) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts and parameters; the same at every call."""
+    """Return prompts and parameters, the same at every call."""
     rng = random.Random(name)
     lengths, outs = {
         "a": ([16], [128]),
@@ -58,7 +58,7 @@ def workload(name: str) -> tuple[list[list[int]], list[SamplingParams]]:
 
 
 def measure(engine: Engine, name: str) -> dict[str, float]:
-    """Seconds of a workload, and of the host in its steps."""
+    """Return the seconds of a workload, and those of the host in its steps."""
     seconds = []
     for _ in range(2):
         given, params = workload(name)
@@ -86,7 +86,7 @@ SAMPLING = {
 
 
 def host_milliseconds(engine: Engine, running: int, **kind: float) -> dict[str, float]:
-    """Host time of decode steps of so many sequences, and the time between steps."""
+    """Return host time of decode steps of ``running`` sequences, and the time between steps."""
     rng = random.Random(running)
     params = SamplingParams(**{"temperature": 0, "max_tokens": 24, "ignore_eos": True} | kind)
     before = engine.stats.num_steps
@@ -100,7 +100,7 @@ def host_milliseconds(engine: Engine, running: int, **kind: float) -> dict[str, 
 
 
 def serve(model: CompiledModel, sampling: Iterable[str] = SAMPLING) -> Iterator[tuple[str, object]]:
-    """Figures of an engine by name, as they are found."""
+    """Yield figures of an engine by name, as they are measured."""
     start = time.perf_counter()
     engine = model.engine(CONFIG)
     yield "engine seconds", time.perf_counter() - start
@@ -116,7 +116,7 @@ def serve(model: CompiledModel, sampling: Iterable[str] = SAMPLING) -> Iterator[
 
 @contextlib.contextmanager
 def plain_lowering() -> Iterator[None]:
-    """compile() without our passes, orders and proof: cuBLAS and Inductor's reductions around the same attention."""
+    """Compile without our passes, orders and proof: cuBLAS and Inductor's reductions around the same attention."""
     with contextlib.ExitStack() as stack:
         for target, name, value in (
             (backend, "rewrite", lambda gm: gm),
@@ -132,7 +132,7 @@ def plain_lowering() -> Iterator[None]:
 
 @torch.no_grad()
 def equal(model: CompiledModel) -> dict[str, object]:
-    """Random requests, with preemptions and prefix hits, against each alone by the plain forward."""
+    """Compare random requests, with preemptions and prefix hits, with each alone by the plain forward."""
     rng = random.Random(0)
     stems = prompts(rng, [rng.randint(1, 900) for _ in range(12)])
     given, params = [], []
@@ -160,7 +160,7 @@ def equal(model: CompiledModel) -> dict[str, object]:
 
 
 def _equals_alone(model: CompiledModel, tokens: list[int], params: SamplingParams, output) -> bool:  # type: ignore[no-untyped-def]
-    """One forward of the whole sequence: row t sees what comes before it alone."""
+    """Run one forward of the whole sequence, in which row t sees only what precedes it, and compare."""
     drawn = output.outputs[0]
     whole = tokens + drawn.token_ids
     runner, blocks = model.new_runner(len(whole) + 64)
@@ -176,7 +176,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--commit", required=True)
     parser.add_argument("--layers", type=int, default=36)
-    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size; above 1 there are no --parts")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size; above 1, --parts does not apply")
     parser.add_argument("--parts", default="ours,equal,plain,tree")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()

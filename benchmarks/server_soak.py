@@ -36,14 +36,14 @@ __all__ = ["ROOM", "Soak", "growth"]
 
 NUM_CLIENTS = 12
 OTHER_ROUTES = 2 / 3  # of the requests; the rest are completions
-REST_SECONDS = 120.0  # for all to end, and for lost engines to be replaced
+REST_SECONDS = 120.0  # limit for all requests to end and lost engines to be replaced
 CANARY = {"model": "tiny", "prompt": [5, 6, 7], "seed": 1, "max_tokens": 24, "logprobs": 1, "return_token_ids": True,
           "receipt": True}  # fmt: skip
-# "front MB" is the front's memory without "kept MB", its receipts and responses for who asks later, which are bounded.
+# "front MB" is the front's memory without "kept MB", the receipts and responses that it keeps, which are bounded.
 # What may differ between two rests without being growth: sockets that close, memory that Python keeps for later.
 ROOM = {"descriptors": 3.0, "tasks": 3.0, "threads": 3.0, "front MB": 12.0}
-HELD = ("open_slots", "queued_tokens", "waiting_requests", "body_bytes")  # gauges that are 0 when nobody asks
-MOST_GROWTH = 1.1  # of the front's memory, from the rest after the first stretch to the last
+HELD = ("open_slots", "queued_tokens", "waiting_requests", "body_bytes")  # gauges that are 0 without requests
+MOST_GROWTH = 1.1  # of the front's memory, from the first rest to the last
 
 
 class Soak:
@@ -54,8 +54,8 @@ class Soak:
         server: its process.
 
     Attributes:
-        rests: what the server held each time that nobody asked for anything.
-        counts: requests by what became of them.
+        rests: what the server held each time that it was idle.
+        counts: requests by outcome.
         routes: requests by their routes.
     """
 
@@ -73,15 +73,15 @@ class Soak:
     async def run(
         self, seconds: float, stretch: float, kill_every: float, *, most: float = math.inf, clients: int = NUM_CLIENTS
     ) -> None:
-        """Ask for so many seconds, with a rest after each stretch of them.
+        """Send requests for ``seconds``, with a rest after each ``stretch``.
 
         Args:
             kill_every: seconds of load between two disturbances of an engine; 0 for none.
-            most: requests after which it ends sooner.
-            clients: how many ask at a time.
+            most: requests after which it ends early.
+            clients: how many send at the same time.
 
         Raises:
-            AssertionError: an answer that is none, or another one than before; blocks that nobody holds.
+            AssertionError: an answer is invalid or differs from an earlier one, or blocks leaked.
         """
         end = time.monotonic() + seconds
         await self._rest()
@@ -109,7 +109,7 @@ class Soak:
             await self._ask(body, headers, leaves, pause)
 
     async def _other(self) -> None:
-        """One request of another route, or of a kind that is refused; its client may leave at any moment."""
+        """Send a request to another route, or an invalid one; its client may disconnect at any moment."""
         method, path, body = self._random.choice(self._others())
         self.routes[f"{method} {path.split('resp_')[0]}"] += 1
         leaves = self._random.random() ** 3 if self._random.random() < 0.4 else None  # most of them within 0.1 s
@@ -129,7 +129,7 @@ class Soak:
             self._names = [*self._names[-50:], answer.json()["id"]]
 
     def _others(self) -> list[tuple[str, str, Any]]:
-        """Requests of all routes but completions."""
+        """Return requests to all routes except completions."""
         draw = self._random
         text = "x" * draw.choice([5, 50, 500, 5000])
         length = draw.randint(1, 30)
@@ -161,7 +161,7 @@ class Soak:
         ]
 
     async def _ask(self, body: dict[str, Any], headers: dict[str, str], leaves: int | None, pause: float) -> None:
-        """One request; its client leaves after so many lines, and waits between two of them."""
+        """Send one request; disconnect after ``leaves`` lines, and pause between lines."""
         async with (
             self._http() as client,
             client.stream("POST", "/v1/completions", json=body, headers=headers) as response,
@@ -187,7 +187,7 @@ class Soak:
         return httpx.AsyncClient(base_url=self._url, timeout=180, headers={"Connection": "close"}, verify=False)
 
     async def _kill(self, every: float, stop: float) -> None:
-        """Kill or stop engines, until clients wait for their last answers."""
+        """Kill or stop engines until ``stop``, after which clients only wait for answers."""
         while time.monotonic() + every < stop:
             await asyncio.sleep(every)
             os.kill(self._random.choice(engine_processes(self._server)), self._random.choice(SIGNALS))
@@ -242,14 +242,14 @@ def _numbers(text: str) -> dict[str, float]:
 
 
 def main() -> int:
-    """Soak a server; the exit code says whether anything grew."""
+    """Soak a server. Return 1 if anything grew or the server failed, otherwise 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--stretch", type=float, default=30, help="seconds of load between two rests")
     parser.add_argument("--kill-every", type=float, default=20, help="seconds between two disturbed engines; 0: none")
-    parser.add_argument("--requests", type=int, default=10**9, help="requests after which it ends sooner")
-    parser.add_argument("--clients", type=int, default=NUM_CLIENTS, help="how many ask at a time")
+    parser.add_argument("--requests", type=int, default=10**9, help="requests after which it ends early")
+    parser.add_argument("--clients", type=int, default=NUM_CLIENTS, help="how many send at the same time")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "detcompile", "serve", "tiny", "--port", "0", "--max-restarts", "1000"]

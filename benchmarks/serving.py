@@ -1,7 +1,7 @@
-"""Throughput and latency of a server under open-loop load: requests arrive at given times.
+"""Measure throughput and latency of a server under open-loop load: requests arrive at given times.
 
     python -m benchmarks.serving --url http://127.0.0.1:8000 --rates 4,6,8       # a server that runs
-    python -m benchmarks.serving --serve --options="--tbt-slo 25" --rates 4,6,8  # one that is started for it
+    python -m benchmarks.serving --serve --options="--tbt-slo 25" --rates 4,6,8  # one that this starts
     python -m benchmarks.serving --front-alone                                   # no model behind the front
     python -m benchmarks.serving --beside-offline                                # the same by an engine without HTTP
     python -m benchmarks.serving --first-token --rates 4                         # what HTTP adds to its first tokens
@@ -110,19 +110,19 @@ class Watched:
 
 
 def children(pid: int) -> list[int]:
-    """Processes that one has started."""
+    """Return the ids of the processes that a process has started."""
     paths = Path(f"/proc/{pid}/task").glob("*/children")
     return [int(child) for path in paths for child in path.read_text().split()]
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time of a process so far, with its threads."""
+    """Return the CPU time of a process so far, with its threads."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def resident_bytes(pid: int) -> int:
-    """Memory of a process that is in RAM."""
+    """Return the resident memory of a process."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -231,7 +231,7 @@ def compared(over_http: dict[str, Any], offline: dict[str, Any]) -> dict[str, An
 
 
 def served(arguments: argparse.Namespace) -> dict[str, Any]:
-    """A server that is started with some options."""
+    """Start a server with the given options and measure it."""
     with model_of(arguments) as (model, options):
         more = [*options, *PATIENT, *shlex.split(arguments.options)]
         with serving(["detcompile", "serve", model, "--port", "0", *more]) as (url, _front):
@@ -240,7 +240,7 @@ def served(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def at_rates(arguments: argparse.Namespace, url: str) -> dict[str, Any]:
-    """The trace at each rate."""
+    """Run the trace at each rate."""
     results = {}
     for rate in arguments.rates:
         requests = requests_of(arguments, rate, arguments.vocab_size)
@@ -250,7 +250,7 @@ def at_rates(arguments: argparse.Namespace, url: str) -> dict[str, Any]:
 
 
 def own_metrics(url: str) -> dict[str, float]:
-    """Counts of the engine under names of ours, from /metrics."""
+    """Return counts of the engine from /metrics, renamed."""
     with urllib.request.urlopen(f"{url}/metrics") as answer:
         lines = [line.split() for line in answer.read().decode().splitlines() if line.startswith("detcompile:")]
     return {line[0]: float(line[1]) for line in lines if "{" not in line[0]}
@@ -258,7 +258,7 @@ def own_metrics(url: str) -> dict[str, float]:
 
 @contextlib.contextmanager
 def model_of(arguments: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
-    """What to serve, and options that it needs."""
+    """Yield the model to serve, and the options that it needs."""
     with tempfile.TemporaryDirectory() as folder:
         if arguments.shape is None:
             yield arguments.model, []
@@ -268,7 +268,7 @@ def model_of(arguments: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
 
 
 def hardware() -> str:
-    """This machine: its GPU where torch sees one, and its processor and cores."""
+    """Return this machine's GPU, if torch sees one, its processor and its number of cores."""
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     names = [line.partition(":")[2].strip() for line in info.splitlines() if line.startswith("model name")]
     processor = names[0] if names else platform.machine()
@@ -281,7 +281,7 @@ def hardware() -> str:
 
 
 def parsed() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     mode = parser.add_mutually_exclusive_group(required=True)
     mode.add_argument("--url")

@@ -1,4 +1,4 @@
-"""The real Scheduler and KVBlocks over a trace, with a cost model in the place of the model.
+"""Run the real Scheduler and KVBlocks over a trace, with a cost model instead of the model.
 
 The cost of a step is that of an H200 with an 8B model, fitted to six whole-model figures (FITTED: commit 099064d,
 Qwen3-8B shape, tp_sizes=(1, 2, 4, 8)); tests/test_schedulers.py says how well. It is a model: no step was run.
@@ -39,7 +39,7 @@ __all__ = [
 
 END = 1  # the token that ends an answer
 FITTED = "model-nvidia-h200-099064d.json"  # the results that H200_8B was fitted to
-MAX_TOKENS = 2048  # that clients ask for: what "reserve" reserves
+MAX_TOKENS = 2048  # of each client's request; "reserve" reserves as much
 NORMAL_P90 = 1.2815515655446004  # 90th percentile of the standard normal distribution
 
 
@@ -53,12 +53,12 @@ class StepCost(NamedTuple):
     per_prefill_pair: float = 1.4e-9  # a query and a key that it sees, in a prefill
 
     def seconds(self, num_tokens: int, decode_keys: int, prefill_pairs: float) -> float:
-        """Of one step."""
+        """Return the seconds of one step."""
         compute = self.per_token * max(0, num_tokens - self.free_tokens)
         return self.base + compute + self.per_decode_key * decode_keys + self.per_prefill_pair * prefill_pairs
 
     def of(self, entries: Iterable[StepEntry]) -> tuple[float, int]:
-        """Seconds of a planned step, and the keys that its decodes read."""
+        """Return the seconds of a planned step, and the keys that its decodes read."""
         num_tokens = decode_keys = 0
         pairs = 0.0
         for sequence, start, count, _ in entries:
@@ -103,7 +103,7 @@ def log_normal_trace(
     prompt: tuple[float, float, int] = (1730, 5696, 6144),
     output: tuple[float, float, int] = (415, 834, MAX_TOKENS),
 ) -> list[Arrival]:
-    """Poisson arrivals at ``rate`` a second, and log-normal lengths: (median, 90th percentile, most) each.
+    """Draw Poisson arrivals at ``rate`` a second, and log-normal lengths: (median, 90th percentile, most) each.
 
     The defaults are those of the openchat_sharegpt4 trace of Sarathi-Serve (OSDI 2024, table 2), cut to 8192 tokens.
     """
@@ -136,7 +136,7 @@ class Simulation:
     idle_share_under_load: float = 0.0  # the same until the last request came
 
     def gaps(self, *, preempted: bool = True) -> list[tuple[float, int]]:
-        """(seconds, steps) between any two tokens of an answer; without those that a preemption made, if so wished."""
+        """Return (seconds, steps) between tokens of an answer; preempted=False omits gaps caused by preemption."""
         return [
             (request.times[i] - request.times[i - 1], request.steps[i] - request.steps[i - 1])
             for request in self.served
@@ -211,7 +211,7 @@ class _Stages:
         self._busy = self._seconds = 0.0
 
     def run(self, now: float, seconds: float) -> float:
-        """Run a step that is launched now; returns when it ends."""
+        """Run a step that is launched now; return when it ends."""
         ended = self._free[-1]
         end = now
         for stage, free in enumerate(self._free):
@@ -222,12 +222,12 @@ class _Stages:
 
     @property
     def idle_share(self) -> float:
-        """Share of the stages' time in which they had no step, while steps were under way."""
+        """Return the share of the stages' time in which they had no step, while steps were under way."""
         return 1 - self._busy / (len(self._free) * self._seconds) if self._seconds else 0.0
 
 
 def latencies(first: list[float], between: list[float]) -> dict[str, float]:
-    """Percentiles of milliseconds to the first token, and between tokens."""
+    """Return percentiles of milliseconds to the first token, and between tokens."""
     return {
         "ttft_p50_ms": float(np.percentile(first, 50)),
         "ttft_p99_ms": float(np.percentile(first, 99)),
@@ -238,7 +238,7 @@ def latencies(first: list[float], between: list[float]) -> dict[str, float]:
 
 
 def summarize(simulation: Simulation) -> dict[str, float]:
-    """Milliseconds to the first token and between tokens, throughput, stalls and preemptions.
+    """Return milliseconds to the first token and between tokens, throughput, stalls and preemptions.
 
     A stall is a gap between two tokens of an answer that spans a step in which the answer had no part.
     """
@@ -270,7 +270,7 @@ def _sequence(arrival: Arrival, number: int) -> Sequence:
 
 
 def _drawn(entries: Iterable[StepEntry]) -> list[Sequence]:
-    """Sequences whose last known token a step computes; their next one is pending."""
+    """Return sequences whose last known token a step computes; their next one is pending."""
     drawn = [sequence for sequence, start, count, _ in entries if start + count == sequence.num_tokens]
     for sequence in drawn:
         sequence.num_pending += 1
@@ -278,7 +278,7 @@ def _drawn(entries: Iterable[StepEntry]) -> list[Sequence]:
 
 
 def _finish(due: _InFlight, scheduler: Scheduler, served: dict[Sequence, _Served], now: float, step: int) -> None:
-    """The tokens of a step have come; the ended sequences leave."""
+    """Take the tokens of a finished step; remove the sequences that ended."""
     for sequence in due.drawn:
         request = served[sequence]
         request.times.append(now)

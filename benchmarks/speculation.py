@@ -1,4 +1,4 @@
-"""Speculation beside plain decoding: milliseconds a token, tokens a step against the formula, and equality by bytes.
+"""Compare speculation with plain decoding: milliseconds a token, tokens a step and the formula's, equal bytes.
 
     python -m benchmarks.speculation --commit $(git rev-parse --short HEAD) [--layers 36] [--small]
 
@@ -59,7 +59,7 @@ TREE: tuple[NodePath, ...] = (
 
 
 class Steered(Drafter):
-    """Chains of ``num_tokens`` that are right at ``rate`` a token; a draft model, if there is one, really drafts first.
+    """Proposes chains of ``num_tokens``, right with probability ``rate`` a token; a draft model, if any, runs first.
 
     Args:
         truth: what each prompt is continued with.
@@ -75,7 +75,7 @@ class Steered(Drafter):
         self.random = random.Random(0)
 
     def propose(self, sequences: SequenceOf[Sequence], max_depth: SequenceOf[int]) -> list[DraftTree]:
-        """A chain for each."""
+        """Propose a chain for each sequence."""
         if self.model is None:
             return [self._chain(sequence, min(depth, self.num_tokens)) for sequence, depth in zip(sequences, max_depth)]
         trees = []
@@ -88,7 +88,7 @@ class Steered(Drafter):
         return trees
 
     def forget(self, sequence: Sequence) -> None:
-        """Nothing is kept of it here."""
+        """Do nothing: no state is kept."""
         if self.model is not None:
             self.model.forget(sequence)
 
@@ -103,7 +103,7 @@ class Steered(Drafter):
 
 
 class WrongTrees(Drafter):
-    """One tree of the shape TREE for each sequence, with tokens that never follow."""
+    """Proposes one tree of the shape TREE for each sequence, all tokens wrong."""
 
     def __init__(self, truth: dict[tuple[int, ...], list[int]]) -> None:
         right = {token for tokens in truth.values() for token in tokens}
@@ -115,11 +115,11 @@ class WrongTrees(Drafter):
         return [self.tree] * len(sequences)
 
     def forget(self, sequence: Sequence) -> None:
-        """Nothing is kept."""
+        """Do nothing: no state is kept."""
 
 
 class Workload:
-    """So many prompts of random tokens, each continued by so many."""
+    """Prompts of random tokens, and how many tokens continue each."""
 
     def __init__(self, batch: int, num_tokens: int, vocab_size: int) -> None:
         rng = random.Random(batch)
@@ -127,7 +127,7 @@ class Workload:
         self.params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
 
     def run(self, engine: Engine, repeats: int) -> tuple[float, list[RequestOutput]]:
-        """Milliseconds a token of one sequence, from the first tokens of all to the last of any; and the answers."""
+        """Return milliseconds a token of one sequence, from all first tokens to the last one, and the answers."""
         taken = []
         for _ in range(repeats + 2):  # mixed steps are captured at second sight
             outputs = engine.generate(self.prompts, self.params, progress=False)
@@ -139,7 +139,7 @@ class Workload:
 
 
 def free() -> None:
-    """Give back the memory of engines that nobody holds any more."""
+    """Release the memory of engines that are no longer referenced."""
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -149,7 +149,7 @@ def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
 
 
 class Comparison:
-    """One target under several drafters."""
+    """One target with several drafters."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class Comparison:
 
     @property
     def truth(self) -> dict[tuple[int, ...], list[int]]:
-        """The right continuation of every prompt."""
+        """Return the right continuation of every prompt."""
         return {
             tuple(prompt): tokens
             for batch, work in self.works.items()
@@ -181,7 +181,7 @@ class Comparison:
         }
 
     def rows(self) -> Iterator[dict[str, object]]:
-        """Plain decoding first, then each kind of drafts."""
+        """Yield a row for plain decoding, then one for each kind of drafts."""
         engine = self.target.engine(self.config)
         for batch, work in self.works.items():
             self.plain[batch], outputs = work.run(engine, self.repeats)
@@ -242,7 +242,7 @@ class Comparison:
         return row
 
     def _tree(self, plain: Engine) -> dict[str, object]:
-        """Milliseconds of a step that verifies TREE for one sequence, in turns with one of ``plain``."""
+        """Return milliseconds of a step that verifies TREE for one sequence, alternating with one of ``plain``."""
         speculation = SpeculationConfig(drafter=WrongTrees(self.truth), max_nodes=len(TREE), switch="always")
         engine = self.target.engine(self.config, speculation=speculation)
         turns = []
@@ -262,7 +262,7 @@ class Comparison:
 
 
 def models(arguments: argparse.Namespace) -> tuple[CompiledModel, Callable[[torch.device], CompiledModel], str]:
-    """Target, what makes the draft, and what they are."""
+    """Return the target, a function that makes the draft, and their description."""
     if arguments.small:
         target = detcompile.compile(detcompile.load_model("tiny", dtype=torch.float32, device="cpu"))
         changes = {"num_hidden_layers": 1, "layer_types": None}
@@ -276,7 +276,7 @@ def models(arguments: argparse.Namespace) -> tuple[CompiledModel, Callable[[torc
     def compile_draft(device: torch.device) -> CompiledModel:
         with device:
             draft = AutoModelForCausalLM.from_config(config, dtype=target.dtype).eval()
-        # A sum of eight leaves is the sooner one of few tokens, and a draft's order is its own affair.
+        # Sums of eight leaves are faster for few tokens, and a draft may have its own order.
         return detcompile.compile(draft, numerics=DRAFT_NUMERICS, max_context=MAX_CONTEXT)
 
     return target, compile_draft, name
@@ -288,7 +288,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="the embedded model on a CPU")
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--batches", default="1,8,32")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="of drafts beside plain decoding")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="kinds of drafts to measure")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--rate", type=float, default=0.8)
     parser.add_argument("--k", type=int, default=5)

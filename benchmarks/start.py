@@ -1,4 +1,4 @@
-"""Seconds from a model to its first call, by depth: one region a distinct layer beside one graph of all layers.
+"""Measure seconds from a model to its first call, by depth: a region for each distinct layer, or one whole graph.
 
     python -m benchmarks.start --commit $(git rev-parse --short HEAD) [--layers 4,36] [--whole 4]
 
@@ -30,7 +30,7 @@ CACHES = {"cold": "0", "warm kernels": "0", "keeping": "1", "warm": "1"}  # whet
 
 
 def cpu_seconds() -> float:
-    """CPU time of this process and of its children that have ended."""
+    """Return the CPU time of this process and of its children that have ended."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(part.ru_utime + part.ru_stime for part in used)
 
@@ -72,7 +72,7 @@ def measure(kind: str, num_layers: int) -> dict[str, Any]:
 
 
 def measured(kind: str, num_layers: int, folder: str, programs: str) -> dict[str, Any]:
-    """``measure`` in a process whose caches are in ``folder``."""
+    """Run ``measure`` in a process with caches in ``folder``."""
     caches = {"DETCOMPILE_KEEP_PROGRAMS": programs}
     caches |= {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "DETCOMPILE_CACHE": f"{folder}/detcompile"}
     command = [sys.executable, "-m", "benchmarks.start", "--one", kind, "--layers", str(num_layers)]
@@ -83,7 +83,7 @@ def measured(kind: str, num_layers: int, folder: str, programs: str) -> dict[str
 
 
 def main() -> int:
-    """Measure every depth; the exit code says whether bits differed."""
+    """Measure every depth. Return 1 if bits differed, otherwise 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--layers", default="4,36", help="depths, comma-separated")
@@ -101,7 +101,7 @@ def main() -> int:
             with tempfile.TemporaryDirectory() as folder:
                 for caches, programs in CACHES.items():
                     if kind == "one graph" and programs == "1":
-                        continue  # is not kept
+                        continue  # this one is not kept
                     result = measured(kind, num_layers, folder, programs)
                     if caches == "keeping":
                         continue

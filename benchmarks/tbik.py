@@ -1,4 +1,4 @@
-"""The table of the TBIK paper: do batch size and tensor-parallel size change answers, and probabilities by how much?
+"""Make the table of the TBIK paper: how batch size and tensor-parallel size change answers and probabilities.
 
     python -m benchmarks.tbik --commit $(git rev-parse --short HEAD) [--prompts FILE --tokens 512 --sizes 1,2,4,8]
 
@@ -8,7 +8,7 @@ bf16. Unique outputs are the different answers that a prompt got, averaged over 
 largest probabilities of a position, rank by rank, the largest over all pairs of configurations: averaged over the
 positions that all answers have (the paper's), and the maximum of all.
 
-Beside it plain torch under the same configurations: Hugging Face's generate over left-padded batches, sharded by
+The peer is plain torch under the same configurations: Hugging Face's generate over left-padded batches, sharded by
 torch.distributed.tensor.parallel along the model's own plan. A size that it cannot shard is reported as such.
 
 FILE: prompts with lines of "---" between them, or JSON lines with a "prompt" or "problem". Default: the prompts that
@@ -58,7 +58,7 @@ Answers = dict[tuple[int, int], list[Answer]]  # by tensor-parallel size and bat
 
 
 def read_prompts(path: Path | None, most: int) -> list[str]:
-    """Texts of a file, or the default's.
+    """Return the prompts of a file, or the default ones.
 
     Raises:
         InvalidInput: a JSON line without a prompt, or a file without any.
@@ -76,7 +76,7 @@ def read_prompts(path: Path | None, most: int) -> list[str]:
 
 
 def ours(path: str, tp: int, prompts: list[list[int]], tokens: int) -> dict[int, list[Answer]]:
-    """The engine's answers on ``tp`` ranks, by batch size."""
+    """Return the engine's answers on ``tp`` ranks, by batch size."""
     model = detcompile.compile(path, tp=tp)
     params = SamplingParams(temperature=0, max_tokens=tokens, logprobs=TOP, ignore_eos=True)
     answers = {}
@@ -98,10 +98,10 @@ def answer_of(completion: detcompile.CompletionOutput) -> Answer:
 
 
 def plain(path: str, tp: int, prompts: list[list[int]], tokens: int) -> dict[int, list[Answer]]:
-    """Answers of plain torch on ``tp`` ranks, each a process.
+    """Return answers of plain torch on ``tp`` ranks, each a process.
 
     Raises:
-        mp.ProcessRaisedException: it cannot be sharded so.
+        mp.ProcessRaisedException: the model cannot be sharded over so many ranks.
     """
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_plain_rank, (tp, path, prompts, tokens, folder), nprocs=tp)
@@ -146,7 +146,7 @@ def plain_answers(model: Any, rows: list[list[int]], tokens: int, **options: obj
 
 
 def compare(answers: Mapping[Any, list[Answer]]) -> dict[str, float]:
-    """Unique outputs and divergence over all configurations, as the paper has them."""
+    """Return unique outputs and divergence over all configurations, as the paper defines them."""
     settings = list(answers.values())
     unique, averages, largest = [], [], 0.0
     for of_prompt in zip(*settings, strict=True):

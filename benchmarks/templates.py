@@ -1,4 +1,4 @@
-"""GPU times of the templates beside cuBLAS, SDPA and torch.compile: medians of CUDA-graph replays over rotated buffers.
+"""Time GPU templates beside cuBLAS, SDPA and torch.compile: medians of CUDA-graph replays over rotated buffers.
 
     python -m benchmarks.templates --commit $(git rev-parse --short HEAD) [--only matmul,gated,rows] [--minutes 8]
 
@@ -55,12 +55,12 @@ GROUPS = ((1, 64), (128, 512), (1024, 8192))  # token counts over which a geomet
 
 
 def measure(buffers: list[tuple], launch: Callable) -> float:
-    """Microseconds of one launch over the given argument tuples."""
+    """Return the microseconds of one launch over the given argument tuples."""
     return 1e6 * graph_seconds([functools.partial(launch, *arguments) for arguments in buffers])
 
 
 def in_turns(buffers: list[tuple], *launches: Callable) -> list[float]:
-    """Medians of each, taken in turns: sustained matrix work lowers the clocks of whoever comes later."""
+    """Return the median of each, alternating, since sustained matrix work lowers the clocks of later launches."""
     rounds = [[measure(buffers, launch) for launch in launches] for _ in range(5)]
     return [statistics.median(times) for times in zip(*rounds)]
 
@@ -87,7 +87,7 @@ def _problem(n: int, k: int, m: int, radices: tuple[int, ...]) -> matmul_gpu.Gem
 
 
 def _compile_gemms() -> None:
-    """Every candidate once, on small operands and in many processes: the gate and the clock then find them compiled."""
+    """Compile every candidate on small operands in many processes, so that the gate and the clock need not."""
     schedules = dict.fromkeys(
         (schedule, radices)
         for n, k, row_parallel in GEMMS.values()
@@ -123,7 +123,7 @@ def _gemm(buffers: list[tuple], radices: tuple[int, ...]) -> dict:
 
 
 def gated_rows() -> Iterator[dict]:
-    """gate_up and its silu·mul: as the engine launches them, apart, and beside cuBLAS and torch.compile's kernel."""
+    """Time gate_up with silu·mul: fused as in the engine, separately, and by cuBLAS and torch.compile's kernel."""
     n, k, _ = GEMMS["Qwen3-8B gate_up"]
     weights = [torch.randn(n, k, device=DEVICE, dtype=torch.bfloat16) * 0.02 for _ in range(3)]
 
@@ -144,7 +144,7 @@ def gated_rows() -> Iterator[dict]:
 
 
 def geometric_means(rows: list[dict]) -> dict[str, dict[str, float]]:
-    """Of the GEMM ratios, tuned and by default, over GROUPS of token counts."""
+    """Return geometric means of the GEMM ratios, tuned and by default, over GROUPS of token counts."""
     result: dict[str, dict[str, float]] = {}
     for order in TREES:
         for low, high in GROUPS:
@@ -182,7 +182,7 @@ def attention_rows() -> Iterator[dict]:
 
 
 def _decode(batch: int, n: int, heads: int, kv_heads: int, d: int, page: int) -> dict:
-    """One token a sequence against n keys, which are in the cache, beside SDPA over contiguous keys and a copy."""
+    """Time one token a sequence against n cached keys, beside SDPA over contiguous keys and a copy."""
     pages = -(-n // page)
     rotated = copies(2 * 2 * batch * n * kv_heads * d)
     caches = [
@@ -245,7 +245,7 @@ def row_rows() -> Iterator[dict]:
 
 
 def gates() -> dict[str, dict[str, int]]:
-    """Schedules that the gates admitted and refused, over all problems they met on this device."""
+    """Return how many schedules the gates admitted and refused, over all problems on this device."""
     families = matmul_gpu.MATMUL, ATTENTION
     tables = {gate.family: gate.tuner(DEVICE).table() for gate in families}
     return {

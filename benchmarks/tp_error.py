@@ -1,4 +1,4 @@
-"""Errors under tensor parallelism, against float64: the tree of fp32 partial sums, and plain torch's all_reduce.
+"""Compare errors under tensor parallelism, against float64: our tree of fp32 sums, and plain torch's all_reduce.
 
     python -m benchmarks.tp_error --commit $(git rev-parse --short HEAD) [--sizes 2,4]
 
@@ -49,7 +49,7 @@ LLAMA = {
 
 
 class Errors(NamedTuple):
-    """Of one case: ours, and plain torch's."""
+    """The errors of one case: ours, and plain torch's."""
 
     ours: float
     plain: float
@@ -57,7 +57,7 @@ class Errors(NamedTuple):
 
 @torch.no_grad()
 def errors_of_products(tp: int) -> dict[str, Errors]:
-    """Of a row-parallel product [M, K] x [K, N] over the ranks of this group, by dtype and kind."""
+    """Return errors of a row-parallel product [M, K] x [K, N] over the ranks of this group, by dtype and kind."""
     ranks = tensor_parallel(tp)
     above, below = Numerics().split_radices(tp)
     share = ranks.share(K)
@@ -77,7 +77,7 @@ def errors_of_products(tp: int) -> dict[str, Errors]:
 def errors_of_logits(
     tp: int, draws: int = 1, dtype: torch.dtype = torch.bfloat16, num_layers: int = LLAMA["num_hidden_layers"]
 ) -> Errors:
-    """Of the logits [4, 48, V] of so many llamas with heavy-tailed weights, over the ranks of this group."""
+    """Return errors of the logits [4, 48, V] of ``draws`` llamas with heavy tails, over the ranks of this group."""
     draws_errors = [_errors_of_a_llama(tp, draw, dtype, num_layers) for draw in range(draws)]
     return Errors(*(math.sqrt(sum(error**2 for error in errors) / draws) for errors in zip(*draws_errors)))
 
@@ -128,7 +128,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--commit", required=True)
     parser.add_argument("--sizes", default="2,4")
-    parser.add_argument("--draws", type=int, default=8, help="llamas whose errors are put together")
+    parser.add_argument("--draws", type=int, default=8, help="llamas whose errors are combined")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
     report = {"commit": arguments.commit, "hardware": cpu_name(), "torch": torch.__version__, "M, N, K": (M, N, K)}

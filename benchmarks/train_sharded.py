@@ -1,4 +1,4 @@
-"""Training over several processes: digests of the weights, and the time of a step beside plain FSDP2's.
+"""Train over several processes: digests of the weights, and the time of a step beside plain FSDP2's.
 
     torchrun --nproc-per-node=4 -m benchmarks.train_sharded --json OUT --model-shape 8b --layers 8 --steps 20
 
@@ -6,7 +6,7 @@ A step is a global batch of sequences of one length, every rank's share in some 
 AdamW. Ranks are GPUs over NCCL, or processes over gloo where there is no GPU.
 
 ours    detcompile.trainer under trainer.shard: sha256 of all weights after the steps, for each of --splits, each with
-        another assignment of sequences to ranks; the digests of runs with other numbers of ranks compare too.
+        another assignment of sequences to ranks; digests are comparable across numbers of ranks.
 plain   the same Hugging Face model, its layers compiled by torch.compile, under fully_shard with float32 masters,
         bfloat16 computation and float32 reduction, torch's clip_grad_norm_ and AdamW.
 reduce  reduce-scatter of float64 multiples of 2^-44, of float32 and of bfloat16: time, and whether float64 is exact.
@@ -56,7 +56,7 @@ LEARNING_RATE = 1e-4
 
 
 class Work(NamedTuple):
-    """One run."""
+    """A run: its arguments, and the rank and device of this process."""
 
     arguments: argparse.Namespace
     device: torch.device
@@ -65,7 +65,7 @@ class Work(NamedTuple):
     vocab_size: int
 
     def groups(self, split: int) -> list[list[int]]:
-        """Micro-batches of this rank: numbers of sequences, in an assignment of its own for each split."""
+        """Return this rank's micro-batches as numbers of sequences; each split assigns them differently."""
         numbers = list(range(self.arguments.sequences))
         numbers = numbers[split - 1 :] + numbers[: split - 1]
         if split > 1:
@@ -74,19 +74,19 @@ class Work(NamedTuple):
         return [mine[place::split] for place in range(split)]
 
     def sequences(self, step: int) -> Tensor:
-        """The global batch of a step, [sequences, length] int64, the same on every rank."""
+        """Return the global batch of a step, [sequences, length] int64, the same on every rank."""
         generator = torch.Generator().manual_seed(step)
         shape = self.arguments.sequences, self.arguments.length
         return torch.randint(self.vocab_size, shape, generator=generator).to(self.device)
 
     @property
     def predicted(self) -> int:
-        """Tokens of the global batch that the loss is divided by."""
+        """Return the number of tokens of the global batch by which the loss is divided."""
         return int(self.arguments.sequences * (self.arguments.length - 1))
 
 
 def build(arguments: argparse.Namespace, device: torch.device) -> PreTrainedModel:
-    """The model in bfloat16, its weights drawn at random, the same on every rank and at every call."""
+    """Build the model in bfloat16 with the same weights on every rank and at every call."""
     if arguments.model_shape == "tiny":
         return detcompile.load_model("tiny", dtype=torch.bfloat16, device=device)
     sizes = dict(SHAPES[arguments.model_shape])
@@ -98,7 +98,7 @@ def build(arguments: argparse.Namespace, device: torch.device) -> PreTrainedMode
 
 
 def mesh_of(arguments: argparse.Namespace, device: torch.device) -> DeviceMesh:
-    """All ranks, or pairs of replicas of as many shards."""
+    """Return a mesh of all ranks, or of two replicas with half of them as shards each."""
     ranks = dist.get_world_size()
     if arguments.mesh == "fsdp":
         return init_device_mesh(device.type, (ranks,))
@@ -155,7 +155,7 @@ def _splits(
     clip: Callable[[float], Tensor],
     optimizer: Callable[[], torch.optim.Optimizer],
 ) -> Iterator[dict[str, Any]]:
-    """The steps with each split into micro-batches, from the same weights."""
+    """Run the steps with each split into micro-batches, from the same weights."""
     first = {name: local_part(parameter.detach()).to("cpu", copy=True) for name, parameter in parameters.items()}
     for split in work.arguments.splits:
         with torch.no_grad():
@@ -184,7 +184,7 @@ def _splits(
 
 
 def digest(parameters: dict[str, Tensor]) -> str:
-    """sha256 of all weights, which every rank gathers."""
+    """Return the sha256 of all weights, gathered by every rank."""
     hasher = hashlib.sha256()
     for name, parameter in sorted(parameters.items()):
         hasher.update(name.encode() + whole(parameter.detach()).cpu().numpy().tobytes())
@@ -233,17 +233,17 @@ PARTS = {"ours": ours, "plain": plain, "reduce": reduce_scatters}
 
 
 def model_arguments(description: str | None) -> argparse.ArgumentParser:
-    """A parser of where the report goes and of which model is trained."""
+    """Return a parser of the options for the report's path and the model."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--commit", default="")
     parser.add_argument("--model-shape", choices=["tiny", *SHAPES], default="8b", help="tiny: the embedded model")
-    parser.add_argument("--layers", type=int, help="fewer than the shape has")
+    parser.add_argument("--layers", type=int, help="number of layers; default: all of the shape")
     return parser
 
 
 def begin(cuda_backend: str) -> tuple[torch.device, dict[str, Any]]:
-    """Join torchrun's other ranks; this rank's device, and what the report says of all of them."""
+    """Join torchrun's ranks; return this rank's device, and the report's description of all of them."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:

@@ -1,10 +1,10 @@
-"""GPU times of a trainer's templates beside torch's: token_matmul and cuBLAS, attention's backward and SDPA's best.
+"""Compare GPU times of a trainer's templates with torch's: token_matmul and cuBLAS, attention's backward and SDPA's.
 
     python -m benchmarks.training_ops --commit $(git rev-parse --short HEAD) [--only token_matmul,…] [--minutes 8]
 
 Writes benchmarks/results/training-ops-<device>-<commit>.json. A ratio is the peer's time over ours: above 1 we are
 faster. cuBLAS adds all tokens in one sum, bfloat16 out; ours gives an exact float64 sum of leaves. Both are measured in
-turns, as sustained matrix work lowers the clocks of whoever comes later.
+turns, since sustained matrix work lowers the clocks of later launches.
 """
 
 import argparse
@@ -46,7 +46,7 @@ BACKENDS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)
 
 
 def in_turns(*launches: Callable[[], object]) -> list[float]:
-    """Median microseconds of each, taken in turns. No CUDA graph: autograd stays on the stream of its forward."""
+    """Return median microseconds of each, alternating. No CUDA graph: autograd stays on its forward's stream."""
     for launch in launches:
         launch()
     rounds = [[microseconds(launch) for launch in launches] for _ in range(7)]
@@ -69,7 +69,7 @@ def bf16(*shape: int) -> Tensor:
 
 
 def leaf_table(length: int, leaf: int) -> Tensor:
-    """Leaves of TOKENS tokens in sequences of ``length``."""
+    """Return the leaves of TOKENS tokens in sequences of ``length``."""
     table = [0]
     while table[-1] < TOKENS:
         end_of_sequence = (table[-1] // length + 1) * length
@@ -109,7 +109,7 @@ def flush_rows() -> Iterator[dict]:
 
 
 def sum_rows() -> Iterator[dict]:
-    """The sums of rows, beside torch's sum in float32 and its scatter of rows in float32."""
+    """Time sums of rows beside torch's float32 sum and float32 scatter of rows."""
     g, ids = bf16(TOKENS, 4096), torch.randint(0, 151936, (TOKENS,), device=DEVICE)
     wide = torch.zeros(151936, 4096, device=DEVICE)
     ours, peer = in_turns(lambda: token_sums_gpu.token_sum_cuda(g), lambda: g.sum(0, dtype=torch.float32))
@@ -148,7 +148,7 @@ def attention_rows() -> Iterator[dict]:
 
 
 def _tuned(of_keys: bool, operands: tuple[Tensor, ...], cu_seqlens: Tensor, rule: AttentionRule) -> GradientTiles:
-    """The fastest schedule that passes the gate."""
+    """Return the fastest schedule that passes the gate."""
     run = attention_gpu.key_gradients if of_keys else attention_gpu.query_gradient
     problem = attention_gpu.gradient_problem(*operands[1:4], rule, of_keys=of_keys)
     assert reference_tiles(problem) not in candidates(problem)
@@ -160,7 +160,7 @@ def _tuned(of_keys: bool, operands: tuple[Tensor, ...], cu_seqlens: Tensor, rule
 
 
 def _sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, g: Tensor, count: int) -> Callable[[], object] | None:
-    """The backward of causal SDPA over sequences as a batch, with KV heads shared; None where it does not run."""
+    """Return the backward of causal SDPA over a batch with shared KV heads; None if it does not run."""
     q, k, v, g = (rows.unflatten(0, (count, -1)).transpose(1, 2).contiguous() for rows in (q, k, v, g))
     leaves = [rows.requires_grad_() for rows in (q, k, v)]
     try:
@@ -182,7 +182,7 @@ KERNELS = {
 
 
 def main() -> None:
-    """Measure what was asked for, as far as the time goes, and write the JSON after every row."""
+    """Measure the chosen rows until time is up, and write the JSON after every row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--commit", required=True)
     parser.add_argument("--only", default=",".join(KERNELS), help="any of " + ", ".join(KERNELS))

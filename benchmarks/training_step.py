@@ -1,4 +1,4 @@
-"""A training step on one GPU beside torch.compile's: layers of Qwen3-8B's shape, float32 masters, bfloat16 forward.
+"""Compare a training step on one GPU with torch.compile's: Qwen3-8B's shape, float32 masters, bfloat16 forward.
 
     python -m benchmarks.training_step --commit $(git rev-parse --short HEAD) [--layers 8] [--tokens 16384]
 
@@ -30,7 +30,7 @@ REPEATS = 5
 
 
 def seconds(step: Callable[[], object]) -> float:
-    """The median of steps, between synchronizations, after two to warm up."""
+    """Return the median seconds of steps, between synchronizations, after two to warm up."""
     times = []
     for _ in range(REPEATS + 2):
         torch.cuda.synchronize()
@@ -42,7 +42,7 @@ def seconds(step: Callable[[], object]) -> float:
 
 
 def digest(module: torch.nn.Module) -> str:
-    """sha256 over the bytes of all parameters."""
+    """Return the sha256 over the bytes of all parameters."""
     hasher = hashlib.sha256()
     for parameter in module.parameters():
         hasher.update(parameter.detach().cpu().view(torch.uint8).numpy())
@@ -50,7 +50,7 @@ def digest(module: torch.nn.Module) -> str:
 
 
 def kernels(step: Callable[[], object]) -> dict[str, float]:
-    """Milliseconds of a step's kernels by name, of the longest and of all together."""
+    """Return milliseconds of a step's longest kernels by name, and of all kernels together."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         step()
         torch.cuda.synchronize()
@@ -60,7 +60,7 @@ def kernels(step: Callable[[], object]) -> dict[str, float]:
 
 
 def ours(layers: int, ids: Tensor, splits: Sequence[int], keep: Callable[[str, object], None]) -> float:
-    """Seconds of a step of detcompile.trainer; keeps what else is measured."""
+    """Return the seconds of a step of detcompile.trainer; keep the other measurements."""
     start = time.perf_counter()
     trainer = detcompile.trainer(build(layers), numerics=Numerics(tp_sizes=(1,)))
     torch.cuda.synchronize()
@@ -99,7 +99,7 @@ def ours(layers: int, ids: Tensor, splits: Sequence[int], keep: Callable[[str, o
 
 
 def weights_of(layers: int, keep: Callable[[str, object], None]) -> None:
-    """Seconds of update_weights of a compiled model of that depth, and its gigabytes."""
+    """Measure the seconds of update_weights of a compiled model of that depth, and its gigabytes."""
     model = detcompile.compile(build(layers), numerics=Numerics(tp_sizes=(1,)))
     given = {name: torch.randn_like(p) for name, p in build(layers).named_parameters()}
     median = seconds(lambda: model.update_weights(given.items()))
@@ -108,7 +108,7 @@ def weights_of(layers: int, keep: Callable[[str, object], None]) -> None:
 
 
 def peer(layers: int, ids: Tensor) -> dict[str, float]:
-    """Seconds of a step of torch.compile's model."""
+    """Return the seconds of a step of torch.compile's model."""
     model = build(layers).float().train()
     compiled = torch.compile(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)

@@ -20,14 +20,14 @@ PROMPTS = ['def mean(values: list[float]) -> float:\n    """Return the arithmeti
 
 
 def answers(model: CompiledModel) -> list[tuple[str, float]]:
-    """Text and the sum of its logprobs, for each prompt."""
+    """Return the answer to each prompt and the sum of its logprobs."""
     params = [SamplingParams(temperature=0.8, max_tokens=32, logprobs=1, seed=seed) for seed in range(len(PROMPTS))]
     outputs = model.engine(EngineConfig(num_blocks=64)).generate(PROMPTS, params, progress=False)
     return [(output.outputs[0].text, output.outputs[0].cumulative_logprob) for output in outputs]
 
 
 def answer_from(path: str) -> None:
-    """The other process: it has the file, and nothing of the model but that."""
+    """Answer in the other process, which has only the file."""
     start = time.perf_counter()
     model = detcompile.load(path)
     seconds = time.perf_counter() - start

@@ -1,9 +1,9 @@
-"""Judge answers by their log-probabilities, in several batches: no verdict and no bit of a score follows the batch.
+"""Judge answers by their log-probabilities, in several batches: neither verdicts nor scores depend on the batch.
 
     python examples/judge.py smollm2     # after `detcompile fetch smollm2`
-    python examples/judge.py             # the embedded model: no download; it knows Python and no capitals
+    python examples/judge.py             # the embedded model: no download; it knows Python, but not capitals
 
-Two answers to a question make a verdict: the likelier one wins. With plain transformers a score may move with the batch
+Of two answers to a question, the likelier one wins. With plain transformers a score may move with the batch
 that its answer is in, by model, machine and threads; where two answers are close, so does the verdict. Needs no GPU.
 """
 
@@ -27,12 +27,12 @@ ANSWERS = (
     " Oslo", " Paris", " Rome", " Lima", " Cairo", " Tokyo", " London", " Berlin", " Madrid", " Athens", " Vienna",
     " Dublin", " Chicago", " Boston", " Sydney", " Santiago",
 )  # fmt: skip
-Row = tuple[list[int], int]  # the tokens of a question and an answer, and where the answer begins
+Row = tuple[list[int], int]  # the tokens of a question and its answer, and the index at which the answer begins
 
 
 @torch.no_grad()
 def plain_scores(model: PreTrainedModel, batch: list[Row]) -> list[float]:
-    """Transformers' own forward over a padded batch."""
+    """Score with transformers' own forward over a padded batch."""
     longest = max(len(tokens) for tokens, _ in batch)
     input_ids = torch.tensor([tokens + [0] * (longest - len(tokens)) for tokens, _ in batch])
     mask = torch.tensor([[1] * len(tokens) + [0] * (longest - len(tokens)) for tokens, _ in batch])
@@ -44,7 +44,7 @@ def plain_scores(model: PreTrainedModel, batch: list[Row]) -> list[float]:
 
 
 def our_scores(engine: Engine, batch: list[Row]) -> list[float]:
-    """The engine reports the log-probabilities of a prompt's tokens."""
+    """Score with the engine, which reports the log-probabilities of prompt tokens."""
     params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
     outputs = engine.generate([tokens for tokens, _ in batch], params, progress=False)
     scores = []
@@ -54,7 +54,7 @@ def our_scores(engine: Engine, batch: list[Row]) -> list[float]:
 
 
 def batchings(count: int) -> list[list[list[int]]]:
-    """Ways to score the same rows: one by one, all together, and in batches drawn by chance."""
+    """Return batchings of the same rows: one by one, all together, and in random batches."""
     ways = [[[row] for row in range(count)], [list(range(count))]]
     for size in (3, 8):
         order = random.Random(size).sample(range(count), count)

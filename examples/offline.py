@@ -28,7 +28,7 @@ def main() -> None:
         for question in QUESTIONS
     ]
 
-    # Sampling, not greedy decoding. Each request has a different seed; without one it would draw a fresh seed, and
+    # Sampling, not greedy decoding. Each request has its own seed; without one it would draw a seed and
     # return it as output.seed.
     params = [SamplingParams(temperature=0.8, top_p=0.95, max_tokens=48, logprobs=3, seed=seed) for seed in range(4)]
 

@@ -1,11 +1,11 @@
 """Record an agent's turns with their seeds, then replay them in another process and another batch: equal to the byte.
 
-    python examples/replay_agent.py smollm2        # records, replays in a process of its own, and says whether equal
-    python examples/replay_agent.py                # the same with the embedded model, which needs no download
+    python examples/replay_agent.py smollm2        # records, replays in another process, and compares
+    python examples/replay_agent.py                # the same with the embedded model: no download
     python examples/replay_agent.py replay FILE    # replays a transcript; exit 1 if a byte of it differs
 
 The agent writes Python: it drafts a few tokens, a tool says whether the code parses so far, and the next turn has that
-in its prompt, so that one token that moves would change all that follows. Needs no GPU; smollm2 is there after
+in its prompt, so one changed token would change everything after it. Needs no GPU; smollm2 is there after
 `detcompile fetch smollm2`.
 """
 
@@ -49,7 +49,7 @@ def run_agent(engine: Engine, seeds: list[int | None], neighbors: list[str]) -> 
 
 
 def record(name: str, path: Path) -> None:
-    """Run the agent with fresh seeds, and keep what it takes to repeat it."""
+    """Run the agent with fresh seeds, and save all that is needed to repeat the run."""
     model = detcompile.compile(name)
     engine = model.engine(EngineConfig(num_blocks=64))
     turns = run_agent(engine, [None] * NUM_TURNS, [])
@@ -59,7 +59,7 @@ def record(name: str, path: Path) -> None:
 
 
 def replay(path: Path) -> None:
-    """Run the agent again with the seeds that were recorded, among others, in small steps and other KV blocks."""
+    """Repeat the run with the recorded seeds, among other requests, in small steps and with other KV blocks."""
     recorded = json.loads(path.read_text())
     model = detcompile.compile(recorded["model"])
     parts = recorded["fingerprint_parts"]

@@ -1,9 +1,9 @@
-"""Supervised fine-tuning: weights that no split of a batch into micro-batches, no padding and no order moves.
+"""Fine-tune on answers: the weights do not depend on micro-batches, padding or order.
 
     python examples/sft.py [MODEL]     # the embedded model, or a name as for detcompile.trainer
 
-Trains a model on a few prompts and answers, of which the answers alone have labels: once with every batch whole, then
-with each batch shuffled, cut into micro-batches whose gradients add up, and padded on the other side. The weights'
+Trains a model on a few prompts and answers (only answers have labels): once with whole batches, then
+with each batch shuffled, cut into micro-batches and padded on the other side. The weights'
 digests are equal after every step. Needs no GPU, and with the embedded model no download.
 """
 
@@ -33,13 +33,13 @@ Example = tuple[list[int], list[int]]  # token ids, labels
 
 
 def tokenized(tokenizer, prompt: str, answer: str) -> Example:
-    """Tokens of both, and labels of the answer's."""
+    """Return the tokens of both, and labels for those of the answer."""
     given, wanted = tokenizer(prompt)["input_ids"], tokenizer(answer, add_special_tokens=False)["input_ids"]
     return given + wanted, [NO_LABEL] * len(given) + wanted
 
 
 def padded(examples: list[Example], on_the_left: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Token ids, mask and labels, [B, C] each."""
+    """Return token ids, mask and labels, [B, C] each."""
     columns = max(len(tokens) for tokens, _ in examples)
     rows = []
     for tokens, labels in examples:
@@ -52,7 +52,7 @@ def padded(examples: list[Example], on_the_left: bool) -> tuple[Tensor, Tensor, 
 
 
 def train(trainer: detcompile.Trainer, start: dict[str, Tensor], micro_batches: int) -> list[str]:
-    """Train from the weights of the start; the digest of the weights after each step."""
+    """Train from the initial weights; return the digest of the weights after each step."""
     trainer.load_state_dict(start)
     optimizer = detcompile.AdamW(trainer.parameters(), lr=2e-4)
     examples = [tokenized(trainer.tokenizer, *pair) for pair in PAIRS]
@@ -60,7 +60,7 @@ def train(trainer: detcompile.Trainer, start: dict[str, Tensor], micro_batches: 
     for step in range(EPOCHS * len(examples) // BATCH):
         first = step * BATCH % len(examples)
         batch = examples[first : first + BATCH]
-        # The whole batch's number of labels, which a split does not change: this is what the caller owes.
+        # The number of labels of the whole batch: the caller passes it, since it must not depend on the split.
         num_labels = sum(label != NO_LABEL for _, labels in batch for label in labels)
         if micro_batches > 1:
             batch = random.Random(step).sample(batch, len(batch))
@@ -79,7 +79,7 @@ def train(trainer: detcompile.Trainer, start: dict[str, Tensor], micro_batches: 
 
 
 def digest(trainer: detcompile.Trainer) -> str:
-    """16 hexadecimal digits of sha256 over the bytes of all weights."""
+    """Return 16 hexadecimal digits of sha256 over the bytes of all weights."""
     hasher = hashlib.sha256()
     for weight in trainer.parameters():
         hasher.update(weight.detach().numpy())

@@ -1,1 +1,1 @@
-"""Generators of pages in docs, and checks of every architecture."""
+"""Generate pages of the docs, and check every architecture."""

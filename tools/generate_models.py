@@ -1,8 +1,8 @@
-"""Write docs/models.json and docs/models.md: what became of every causal-LM architecture of the installed transformers.
+"""Write docs/models.json and docs/models.md: the result of each causal-LM architecture of transformers.
 
-Run by `make models`. Each architecture is examined (tools/model_checks.py) in a process of its own, with a limit of
+Run by `make models`. Each architecture is examined (tools/model_checks.py) in a separate process, with a limit of
 time and of memory. Results are kept in models.json with the versions and the digest of the sources that gave them, so
-that a run that was cut short goes on where it was; --keep takes results of older sources as they are. On a machine with
+that an interrupted run continues; --keep also accepts the results of older sources. On a machine with
 a GPU, --gpu examines the named architectures there and writes models_gpu.json.
 """
 
@@ -39,7 +39,7 @@ Result = dict[str, Any]
 
 
 class Running(NamedTuple):
-    """An architecture that a process is at."""
+    """An architecture that a process examines."""
 
     model_type: str
     process: Any
@@ -48,7 +48,7 @@ class Running(NamedTuple):
 
 
 def load() -> dict[str, Result]:
-    """The rows of models.json by architecture; none of another transformers or torch."""
+    """Return the rows of models.json by architecture; no rows if another transformers or torch made them."""
     if not RESULTS.exists():
         return {}
     content = json.loads(RESULTS.read_text(encoding="utf-8"))
@@ -65,22 +65,22 @@ def save(rows: dict[str, Result], path: Path = RESULTS) -> None:
 
 
 def versions() -> dict[str, str]:
-    """What the rows were made with, besides this package."""
+    """Return the versions of what made the rows, besides this package."""
     return {"torch": version("torch").partition("+")[0], "transformers": version("transformers")}
 
 
 def run(model_types: Iterable[str], jobs: int, codegen: bool, rows: dict[str, Result]) -> None:
-    """Examine ``model_types`` and put each answer into ``rows`` and models.json as it comes."""
+    """Examine ``model_types`` and put each result into ``rows`` and models.json as it comes."""
     torch.set_num_threads(1)
     torch._inductor.config.compile_threads = 1
-    examine("llama", codegen)  # here, so that what a first compilation loads and learns is there in every process
+    examine("llama", codegen)  # here, so that every process inherits what a first compilation loads
     for name, result in _answers(model_types, jobs, "fork", _work, codegen):  # the imports take longer than most
         rows[name] = result
         save(rows)
 
 
 def run_served(model_types: Iterable[str], jobs: int, rows: dict[str, Result]) -> None:
-    """Compile and serve ``model_types`` in each dtype and put what came of it into their rows."""
+    """Compile and serve ``model_types`` in each dtype and put the results into their rows."""
     torch.set_num_threads(1)
     torch._inductor.config.compile_threads = 1
     served("llama")  # as in `run`
@@ -90,7 +90,7 @@ def run_served(model_types: Iterable[str], jobs: int, rows: dict[str, Result]) -
 
 
 def run_on_gpu(model_types: Iterable[str], jobs: int) -> None:
-    """Examine ``model_types`` on the GPU and write each answer to models_gpu.json as it comes."""
+    """Examine ``model_types`` on the GPU and write each result to models_gpu.json as it comes."""
     rows: dict[str, Result] = {}
     for name, result in _answers(model_types, jobs, "spawn", _work_on_gpu):  # CUDA does not survive a fork
         rows[name] = result
@@ -100,7 +100,7 @@ def run_on_gpu(model_types: Iterable[str], jobs: int) -> None:
 def _answers(
     model_types: Iterable[str], jobs: int, method: str, work: Callable[..., None], *arguments: Any
 ) -> Iterator[tuple[str, Result]]:
-    """Every architecture and its row, as they come, at most ``jobs`` at a time."""
+    """Yield each architecture and its row as they come, at most ``jobs`` at a time."""
     waiting, running, sources = list(model_types), [], source_digest()[:12]
     while waiting or running:
         while waiting and len(running) < jobs:
@@ -152,7 +152,7 @@ def _be_silent() -> None:
 
 
 def _finished(one: Running) -> Result | None:
-    """The answer, what stands for one that will not come, or None while it may."""
+    """Return the result, a row that says why none will come, or None while the process runs."""
     late = time.monotonic() > one.deadline
     if not one.answer.poll() and one.process.is_alive() and not late:
         return None
@@ -176,17 +176,17 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("names", nargs="*", help="architectures to examine again; default: those without a result")
     parser.add_argument("--jobs", type=int, default=1, help="at a time")
     parser.add_argument(
-        "--graphs", action="store_true", help="run certified graphs as they are, which leaves out the axes"
+        "--graphs", action="store_true", help="run certified graphs without generated code; leaves out the axes"
     )
-    parser.add_argument("--served", action="store_true", help="compile and serve what is certified, and keep the rest")
+    parser.add_argument("--served", action="store_true", help="compile and serve certified architectures")
     parser.add_argument("--keep", action="store_true", help="keep results of older sources")
     parser.add_argument("--gpu", action="store_true", help="examine the named architectures on this machine's GPU")
-    parser.add_argument("--page", action="store_true", help="examine nothing, write the page")
+    parser.add_argument("--page", action="store_true", help="write the page without examining anything")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Examine what is missing, then write the page."""
+    """Examine the architectures without a result, then write the page."""
     options = _arguments()
     unknown = set(options.names) - set(ARCHITECTURES)
     if unknown:

@@ -1,7 +1,7 @@
-"""Every architecture that is certified in float32, compiled in a 16-bit dtype: `python -m tools.half_checks bfloat16`.
+"""Compile the architectures certified in float32 in a 16-bit dtype: `python -m tools.half_checks bfloat16`.
 
 Certified graphs are run as they are, operation by operation. A line is printed for each architecture, with its error
-and that of eager in the same dtype, then the counts. With names behind the dtype only these are examined.
+and that of eager in the same dtype, then the counts. Names after the dtype restrict the run to these.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ ERROR_LIMIT = 1.5  # of the error that eager has in the same dtype
 
 
 def examine_half(model_type: str, dtype: torch.dtype) -> Result:
-    """An architecture in a 16-bit dtype.
+    """Examine an architecture in a 16-bit dtype.
 
     Returns:
         verdict: 'certified', 'refused' or 'wrong' (an infinity, other bits alone than beside another row, or an error
@@ -64,7 +64,7 @@ def examine_half(model_type: str, dtype: torch.dtype) -> Result:
 
 
 def loaded(model_type: str, dtype: torch.dtype, implementation: str | None = None) -> PreTrainedModel:
-    """``tiny_model`` saved and loaded in ``dtype``: what transformers keeps in float32 then stays so."""
+    """Save ``tiny_model`` and load it in ``dtype``; modules that transformers keeps in float32 stay so."""
     model = tiny_model(model_type, implementation)
     chosen = {} if implementation is None else {"attn_implementation": implementation}
     with tempfile.TemporaryDirectory() as folder:
@@ -76,7 +76,7 @@ def loaded(model_type: str, dtype: torch.dtype, implementation: str | None = Non
 
 
 def median_error(actual: Tensor, expected: Tensor) -> float:
-    """Of logits [B, T, V]: the norm of a token's difference, of the norm of what is expected; the median of tokens."""
+    """Return the median over tokens of norm(actual - expected) / norm(expected), for logits [B, T, V]."""
     actual, expected = actual.double(), expected.double()
     return float(((actual - expected).norm(dim=-1) / expected.norm(dim=-1)).median())
 

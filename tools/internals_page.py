@@ -1,4 +1,4 @@
-"""The site's page of the private names of torch and transformers that the package uses, from the modules' sources.
+"""Make the site's page of private names of torch and transformers that the package uses, from the sources.
 
 Sources are parsed, not imported. tools/site_links.py adds the page when the site is built.
 """

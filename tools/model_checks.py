@@ -1,7 +1,7 @@
-"""One architecture taken through everything: eager, capture, certificate, meaning, axes, and the plan for two ranks.
+"""Run every check on one architecture: eager, capture, certificate, meaning, axes, and the plan for two ranks.
 
-``examine`` answers with a dictionary of plain values for docs/models.json, ``examine_on_gpu`` with one for
-docs/models_gpu.json; nothing they meet makes them raise.
+``examine`` returns a dictionary of plain values for docs/models.json, ``examine_on_gpu`` with one for
+docs/models_gpu.json; neither raises.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ AXES_MEASURED = ("batch", "composition", "padding", "chunking", "decode", "kv")
 GPU_AXES = (*AXES_MEASURED, "cuda_graphs")
 CONFIGURATIONS = 3  # of each axis for each of two targets, the first of them the target alone
 NUMERICS = Numerics(tp_sizes=(1, 2), kv_chunk=64)
-MEANING_LIMIT = 2e-5  # norm of the logits' difference from eager float32, of the norm of eager's
+MEANING_LIMIT = 2e-5  # norm of the logits' difference from eager float32, divided by the norm of eager's
 
 SERVED = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PROMPT_LENGTHS = (9, 19, 29)
@@ -62,7 +62,7 @@ Result = dict[str, Any]
 
 
 def served(model_type: str) -> dict[str, str]:
-    """Return "yes" or what went wrong, by dtype, of an architecture compiled and served as users do it."""
+    """Compile and serve an architecture as users do; return "yes" or what went wrong, by dtype."""
     result = {}
     for name, dtype in SERVED.items():
         try:
@@ -74,7 +74,7 @@ def served(model_type: str) -> dict[str, str]:
 
 
 def require_served(model: CompiledModel) -> None:
-    """Call the model and an engine of it on three prompts, together and each alone.
+    """Run the model and an engine on three prompts, together and each alone.
 
     Raises:
         AssertionError: logits are not finite or all alike, or a prompt alone has other bits than among the others.
@@ -97,7 +97,7 @@ def require_served(model: CompiledModel) -> None:
 
 
 def examine(model_type: str, codegen: bool = True) -> Result:
-    """The row of an architecture.
+    """Return the row of an architecture.
 
     Args:
         codegen: False runs the certified graph as it is, operation by operation, which takes a fraction of the time;
@@ -117,7 +117,7 @@ def examine(model_type: str, codegen: bool = True) -> Result:
 
 
 def examine_on_gpu(model_type: str) -> Result:
-    """The row of an architecture on this machine's GPU: its meaning in float32, its axes in bfloat16.
+    """Return the row of an architecture on this machine's GPU: its meaning in float32, its axes in bfloat16.
 
     Returns:
         verdict: 'certified', 'refused' or 'wrong'; reason, meaning (against eager float32 on the CPU) and axes as in
@@ -147,7 +147,7 @@ def _examine_on_gpu(model_type: str) -> Result:
 
 
 def two_rows() -> Tensor:
-    """The ids [2, LENGTH] that every architecture is run on."""
+    """Return the ids [2, LENGTH] that every architecture is run on."""
     return torch.randint(3, VOCAB_SIZE, (2, LENGTH), generator=torch.Generator().manual_seed(5))
 
 
@@ -178,7 +178,7 @@ def _examine(model_type: str, codegen: bool) -> Result:
 
 
 def _is_causal(plain: Any, ids: Tensor, expected: Tensor) -> bool:
-    """Whether a token's logits stay when later tokens change."""
+    """Return whether a token's logits are independent of later tokens."""
     half, other = LENGTH // 2, ids.clone()
     other[:, half:] = (ids[:, half:] + 1) % VOCAB_SIZE
     with torch.no_grad():
@@ -217,7 +217,7 @@ def _plans(axes: tuple[str, ...]) -> Iterator[tuple[str, list[Configuration]]]:
 
 
 def _two_ranks(model_type: str) -> str:
-    """'yes' where both ranks' shares of the model can be made, or why not."""
+    """Return 'yes' if both ranks' shares of the model can be made, otherwise why not."""
     for rank in range(2):
         model = tiny_model(model_type)
         try:
@@ -238,13 +238,13 @@ def _two_ranks(model_type: str) -> str:
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Norm of the difference, of the norm of ``expected``; NaN where something is not finite."""
+    """Return the norm of the difference divided by that of ``expected``; NaN if a value is not finite."""
     actual, expected = actual.detach().double(), expected.detach().double()
     return float((actual - expected).norm() / expected.norm())
 
 
 def refusal_of(error: Exception) -> str:
-    """The offending operation, or the first sentence of the refusal."""
+    """Return the offending operation, or the first sentence of the refusal."""
     offenders = getattr(error, "offenders", ())
     if offenders:
         more = f" (and {len(offenders) - 1} more)" if len(offenders) > 1 else ""
@@ -253,6 +253,6 @@ def refusal_of(error: Exception) -> str:
 
 
 def one_line(error: Exception) -> str:
-    """The first line of an error, behind its class where it is none of ours."""
+    """Return the first line of an error, after its class if it is not one of ours."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__ + ': ' if not isinstance(error, DetcompileError) else ''}{lines[0] if lines else ''}"

@@ -1,7 +1,7 @@
-"""Tiny random models of every causal-LM architecture: the default configuration with its sizes shrunk by name.
+"""Build a tiny random model of each causal-LM architecture: its default configuration with sizes shrunk by name.
 
-Every layer kind that a default configuration lists stays at least once; windows and the tables of rotary positions
-become shorter than the sequences that tools/model_checks.py runs. OVERRIDES holds what no rule of names gives.
+Every layer kind that a default configuration lists is kept at least once; windows and the tables of rotary positions
+become shorter than the sequences that tools/model_checks.py runs. OVERRIDES holds the exceptions.
 """
 
 import inspect
@@ -91,7 +91,7 @@ SIZES: dict[str, int] = {
 }  # fmt: skip
 KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "num_global_key_value_heads")
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-MOST_KINDS = 4  # a list of more kinds numbers its layers; the configuration makes a new one for fewer
+MOST_KINDS = 4  # a longer list numbers the layers; the configuration makes a new one for fewer layers
 
 _TWO_EXPERTS = {"n_routed_experts": _EXPERTS, "num_experts_per_tok": 2, "n_shared_experts": 1}
 _SHARED_KEYS = {
@@ -99,7 +99,7 @@ _SHARED_KEYS = {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
     "num_kv_shared_layers": 2,
 }
-# What the rules of names do not give: values without a default, lists that several sizes share, both kinds of layers.
+# Exceptions: values without a default, lists that several sizes share, both kinds of layers.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "blenderbot": {"max_position_embeddings": MAX_POSITIONS},
@@ -142,7 +142,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {"num_hidden_layers": 3},  # the third layer attends
     "reformer": {"axial_pos_shape": [16, 16], "axial_pos_embds_dim": [32, 32]},
     "roc_bert": {"shape_vocab_size": VOCAB_SIZE, "pronunciation_vocab_size": VOCAB_SIZE},
-    "xlm": {"causal": True},  # as its causal checkpoints have it; by default it sees both ways
+    "xlm": {"causal": True},  # as in its causal checkpoints; the default is bidirectional
     "xmod": {"default_language": "en_XX"},
     "zamba": {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
               "attention_hidden_size": 2 * _HIDDEN, "attention_head_dim": 32},
@@ -161,13 +161,13 @@ OUTSIDE = {
 
 
 def tiny_config(model_type: str) -> Any:
-    """The configuration of a tiny model of this type."""
+    """Return the configuration of a tiny model of this type."""
     default = AutoConfig.for_model(model_type)
     return AutoConfig.for_model(model_type, **(_shrunk(default) | OVERRIDES.get(model_type, {})))
 
 
 def tiny_model(model_type: str, implementation: str | None = None) -> PreTrainedModel:
-    """A tiny model in eval mode on the CPU in float32; the same weights at every call.
+    """Return a tiny model in eval mode on the CPU in float32; the weights are the same at every call.
 
     Args:
         implementation: of attention and experts; "eager" is the model's own code, where "sdpa" leaves out soft caps.
@@ -193,7 +193,7 @@ def tiny_model(model_type: str, implementation: str | None = None) -> PreTrained
 
 
 def _shrunk(config: Any) -> dict[str, Any]:
-    """Keyword arguments for the configuration's class: sizes of SIZES, fewer layers, sub-configurations likewise."""
+    """Return keywords for the configuration's class: the sizes of SIZES, fewer layers; sub-configurations likewise."""
     given = config.to_dict()
     changes: dict[str, Any] = {}
     for name, value in given.items():
@@ -223,7 +223,7 @@ def _is_size(value: Any) -> bool:
 
 
 def _shrunk_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary parameters whose tables are those of short heads and whose threshold lies within the sequences."""
+    """Return rotary parameters with tables for short heads and a threshold within the sequences."""
     shrunk: dict[str, Any] = {}
     for name, value in rope.items():
         if isinstance(value, Mapping):
@@ -238,7 +238,7 @@ def _shrunk_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fewer_layers(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The lists of one entry a layer, cut to layers that hold every kind once."""
+    """Return the per-layer lists, cut to layers that contain each kind once."""
     layers = getattr(config, "num_hidden_layers", None)
     if not _is_size(layers):
         return {}

@@ -1,4 +1,4 @@
-"""docs/models.md from the rows of docs/models.json."""
+"""Make docs/models.md from the rows of docs/models.json."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ VERDICTS = ("certified", "refused", "wrong")
 
 
 def counts(rows: Mapping[str, Result]) -> dict[str, int]:
-    """Architectures by verdict, and 'eager': those whose eager forward runs from input_ids alone."""
+    """Count architectures by verdict; 'eager' counts those whose eager forward runs from input_ids alone."""
     counts = Counter(row["verdict"] for row in rows.values())
     return {verdict: counts[verdict] for verdict in (*VERDICTS, "outside")} | {
         "eager": sum(counts[verdict] for verdict in VERDICTS)
@@ -22,7 +22,7 @@ def counts(rows: Mapping[str, Result]) -> dict[str, int]:
 
 
 def page(rows: Mapping[str, Result], versions: Mapping[str, str], gpu: Mapping[str, Any]) -> str:
-    """The whole of models.md; ``gpu`` is models_gpu.json."""
+    """Return models.md; ``gpu`` is models_gpu.json."""
     return "\n".join([*_header(rows, versions, gpu), *_reasons(rows), *_table(rows, gpu["rows"]), *_outside(rows), ""])
 
 
@@ -90,7 +90,7 @@ def _reasons(rows: Mapping[str, Result]) -> list[str]:
 
 
 def _kind(reason: str) -> str:
-    """A refusal without the names of one model."""
+    """Return a refusal without the names of a particular model."""
     if ": " in reason and " at " in reason.partition(": ")[0]:
         operation, _, why = reason.partition(": ")
         return f"`{operation.split(' at ')[0]}`: {why.partition(' (and ')[0]}"
@@ -99,7 +99,7 @@ def _kind(reason: str) -> str:
 
 
 def _is_name(word: str) -> bool:
-    """Whether a word names a class, a module or a list of layers."""
+    """Return whether a word names a class, a module or a list of layers."""
     bare = word.strip(",:;()")
     return any(letter.isupper() for letter in bare[1:]) or bare.count(".") > 1 or word.startswith("[")
 

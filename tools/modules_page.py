@@ -1,4 +1,4 @@
-"""The site's table of modules: the first line of each docstring, by folder.
+"""Make the site's table of modules: the first line of each docstring, by folder.
 
 Sources are parsed, not imported. tools/site_links.py adds the page when the site is built.
 """

@@ -207,7 +207,7 @@ def try_mutant(tree: Path, mutant: Mutant) -> dict[str, Any]:
         return outcome(run)
     finally:
         place.write_text(source)
-        os.utime(place, ns=(times.st_atime_ns, times.st_mtime_ns))  # so that its bytecode is valid again
+        os.utime(place, ns=(times.st_atime_ns, times.st_mtime_ns))  # its bytecode becomes valid again
 
 
 def outcome(run: Run) -> dict[str, Any]:

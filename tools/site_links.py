@@ -1,4 +1,4 @@
-"""Copies of files that the site's pages link to, and pages that are generated when the site is built.
+"""Add to the site the files that its pages link to, and pages that are generated when it is built.
 
 mkdocs runs this as a hook (mkdocs.yml). Pages link to files of the repository by relative paths, which also work in a
 checkout. On the site a link to ``../benchmarks/results/x.json`` leads to ``repository/benchmarks/results/x.json``, and

@@ -43,7 +43,7 @@ SHARED = ARMS[2]._replace(**SPLIT, ranks=2)
 
 
 def run(arm: Arm, seed: int, num_steps: int, model: detcompile.CompiledModel, policy: Any) -> dict:
-    """All steps of one arm and seed, printed as they come; with micro-batches only those that are compared."""
+    """Run and print all steps of one arm and seed; with micro-batches only those that are compared."""
     steps = []
     num_steps = num_steps if arm.micro_batches == 1 else min(num_steps, COMPARED_STEPS)
     for number, step in enumerate(train(arm, policy, model, seed, num_steps)):
@@ -57,7 +57,7 @@ def run(arm: Arm, seed: int, num_steps: int, model: detcompile.CompiledModel, po
 
 
 def on_ranks(arguments: argparse.Namespace) -> dict:
-    """The run of seed 0 whose trainer is shared by processes, which torchrun starts."""
+    """Run seed 0 with a trainer that is sharded over processes, which torchrun starts."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "run.json"
         command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={SHARED.ranks}", "--standalone"]
@@ -67,7 +67,7 @@ def on_ranks(arguments: argparse.Namespace) -> dict:
 
 
 def as_rank(arguments: argparse.Namespace) -> None:
-    """One of the processes that share a trainer; the first writes what the steps were."""
+    """Run as one of the processes that share a trainer; the first writes the steps."""
     dist.init_process_group("gloo")
     model = detcompile.compile(arguments.model)  # every rank draws all completions: they have the same bits
     steps = run(SHARED, 0, arguments.steps, model, DetcompilePolicy(arguments.model, LR))
@@ -77,7 +77,7 @@ def as_rank(arguments: argparse.Namespace) -> None:
 
 
 def failures(runs: list[dict]) -> list[str]:
-    """What does not hold of the claims, a line each."""
+    """Return one line for each claim that does not hold."""
     broken = [
         f"{one['arm']}, seed {one['seed']}, step {number}: log-probabilities differ by {one['largest'][number]}"
         for one in runs
@@ -93,7 +93,7 @@ def failures(runs: list[dict]) -> list[str]:
 
 
 def report(arguments: argparse.Namespace) -> dict:
-    """Every run, and what it took."""
+    """Return all runs, and the time that they took."""
     started = time.perf_counter()
     name, device = arguments.model, arguments.device
     model = detcompile.compile(name, device=device)
@@ -116,7 +116,7 @@ def report(arguments: argparse.Namespace) -> dict:
 
 
 def plain_draw_seconds(model: detcompile.CompiledModel, policy: PlainPolicy) -> float:
-    """Seconds in which transformers' generate draws a step's completions, the best of three."""
+    """Return the seconds in which transformers' generate draws a step's completions, the best of three."""
     policy.reset()
     tokenizer, device = model.tokenizer, policy.model.device
     prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
@@ -134,7 +134,7 @@ def plain_draw_seconds(model: detcompile.CompiledModel, policy: PlainPolicy) -> 
 
 
 def summary(report: dict) -> str:
-    """Reward at both ends, differences and seconds by arm; and the steps whose weights no micro-batch moved."""
+    """Return a line for each arm (rewards, differences, seconds), and how many steps have equal weights."""
     lines = []
     for arm in ARMS:
         runs = [one for one in report["runs"] if one["arm"] == arm.name and one["micro_batches"] == 1]
@@ -156,7 +156,7 @@ def summary(report: dict) -> str:
 
 
 def middle(runs: list[dict], field: str) -> float:
-    """Median over all steps of some runs."""
+    """Return the median over all steps of some runs."""
     return statistics.median(value for one in runs for value in one[field])
 
 

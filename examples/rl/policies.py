@@ -1,4 +1,4 @@
-"""The policy that is trained: by plain torch, or by detcompile. Both have float32 weights, rounded for each forward."""
+"""Policies trained by plain torch and by detcompile. Both have float32 weights, rounded for each forward."""
 
 import hashlib
 
@@ -24,22 +24,22 @@ class PlainPolicy:
         self.reset()
 
     def reset(self) -> None:
-        """Back to the weights of the start, with a new optimizer."""
+        """Restore the initial weights, with a new optimizer."""
         self.trained = {name: weight.clone().requires_grad_() for name, weight in self.start.items()}
         self.optimizer = torch.optim.AdamW(self.trained.values(), lr=self.lr, weight_decay=0.0)
         self._round()
 
     def logprobs(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Log-probabilities [B, C - 1] of all tokens but the first, float32 with a gradient."""
+        """Return log-probabilities [B, C - 1] of all tokens but the first, float32 with a gradient."""
         logits = self.model(input_ids, attention_mask=attention_mask).logits.float()[:, :-1]
         return logits.log_softmax(-1).gather(2, input_ids[:, 1:, None]).squeeze(2)
 
     def loss(self, logprobs: Tensor, weighted: Tensor, denominator: int) -> Tensor:
-        """Minus the sum of log-probabilities, each times its weight and divided by ``denominator``."""
+        """Return minus the sum of log-probabilities, each times its weight and divided by ``denominator``."""
         return -(weighted * logprobs).sum() / denominator
 
     def step(self) -> None:
-        """One step of the optimizer with the gradients since the last one."""
+        """Take an optimizer step with the gradients since the last one."""
         for name, parameter in self.model.named_parameters():
             self.trained[name].grad = parameter.grad.float()
             parameter.grad = None
@@ -48,7 +48,7 @@ class PlainPolicy:
         self._round()
 
     def weights(self) -> dict[str, Tensor]:
-        """Every weight by name, as the forward reads it."""
+        """Return every weight by name, as the forward reads it."""
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
 
     @torch.no_grad()
@@ -58,7 +58,7 @@ class PlainPolicy:
 
 
 class DetcompilePolicy:
-    """A trainer whose logits are the bytes that serve, with exact gradients; ranks that there are share it."""
+    """A trainer with the logits of serving, to the byte, and exact gradients; sharded over ranks if there are any."""
 
     def __init__(self, name: str, lr: float, device: str = "cpu") -> None:
         self.trainer = detcompile.trainer(name, device=device)
@@ -71,27 +71,27 @@ class DetcompilePolicy:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Back to the weights of the start, with a new optimizer."""
+        """Restore the initial weights, with a new optimizer."""
         for name, weight in self.start.items():
             self.trained[name].copy_(weight)
         self.optimizer = detcompile.AdamW(self.trained.values(), lr=self.lr, weight_decay=0.0)
 
     def logprobs(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Log-probabilities [B, C - 1] of all tokens but the first, float32 with a gradient."""
+        """Return log-probabilities [B, C - 1] of all tokens but the first, float32 with a gradient."""
         return self.trainer.logprobs(input_ids, attention_mask)
 
     def loss(self, logprobs: Tensor, weighted: Tensor, denominator: int) -> Tensor:
-        """Minus the sum of log-probabilities, each times its weight and divided by ``denominator``, pinned."""
+        """Return minus the sum of log-probabilities, each times its weight and divided by ``denominator``."""
         return detcompile.policy_loss(logprobs, None, weighted, denominator)
 
     def step(self) -> None:
-        """One step of the optimizer with the gradients since the last one."""
+        """Take an optimizer step with the gradients since the last one."""
         self.trainer.clip_grad_norm_(MAX_NORM)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def weights(self) -> dict[str, Tensor]:
-        """Every weight by name, as the forward reads it."""
+        """Return every weight by name, as the forward reads it."""
         return self.trainer.serving_weights()
 
 
@@ -99,7 +99,7 @@ Policy = PlainPolicy | DetcompilePolicy
 
 
 def digest(policy: Policy) -> str:
-    """16 hexadecimal digits of sha256 over the float32 bytes of all trained weights, gathered from all ranks."""
+    """Return 16 hexadecimal digits of sha256 over the float32 bytes of all trained weights, from all ranks."""
     hasher = hashlib.sha256()
     for weight in policy.trained.values():
         whole = weight.detach().full_tensor() if isinstance(weight, DTensor) else weight.detach()

@@ -1,4 +1,4 @@
-"""The task: finish a line of Python. A parser gives the reward; no completion is run, and no model judges one."""
+"""The task: finish a line of Python. A parser computes the reward without running code."""
 
 import ast
 
@@ -20,7 +20,7 @@ PROMPTS = [
 
 
 def reward(prompt: str, completion: str) -> float:
-    """The share of the function's parameters that the returned expression reads; 0 where it is cut off or no Python."""
+    """Return the share of the parameters that the returned expression reads; 0 if it is cut off or not Python."""
     line, ended, _ = completion.partition("\n")
     try:
         (function,) = ast.parse(prompt + line).body

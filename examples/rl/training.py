@@ -51,7 +51,7 @@ class Row(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What one step shows.
+    """The measurements of one step.
 
     Args:
         reward: mean over the completions.
@@ -74,7 +74,7 @@ class Step(NamedTuple):
 
 
 def train(arm: Arm, policy: Policy, model: CompiledModel, seed: int, num_steps: int) -> Iterator[Step]:
-    """Train from the start; every completion is drawn with weights that the step before has made."""
+    """Train from the initial weights; each step draws completions with the weights of the step before."""
     policy.reset()
     model.update_weights(policy.weights())
     engine = model.engine(EngineConfig(num_blocks=256))
@@ -107,7 +107,7 @@ def train(arm: Arm, policy: Policy, model: CompiledModel, seed: int, num_steps: 
 
 
 def learn(arm: Arm, policy: Policy, rows: list[Row]) -> Tensor:
-    """Add the gradients of this rank's rows; returns all ranks' log-probability differences, float64 [tokens]."""
+    """Add the gradients of this rank's rows; return all ranks' log-probability differences, float64 [tokens]."""
     num_tokens = sum(len(row.logprobs) for row in rows)  # of the whole step, not of a micro-batch or a rank
     if dist.is_initialized():
         rows = rows[dist.get_rank() :: dist.get_world_size()]
@@ -129,7 +129,7 @@ def learn(arm: Arm, policy: Policy, rows: list[Row]) -> Tensor:
 
 
 def padded(rows: Sequence[Row], on_the_left: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Token ids and mask [B, C]; the sampler's log-probabilities, NaN where none, and advantages [B, C - 1]."""
+    """Return token ids and mask [B, C], the sampler's log-probabilities (or NaN) and advantages [B, C - 1]."""
     columns = max(len(row.token_ids) for row in rows)
     input_ids, mask = (torch.zeros(len(rows), columns, dtype=torch.int64) for _ in range(2))
     drawn, advantages = torch.full((len(rows), columns - 1), torch.nan), torch.zeros(len(rows), columns - 1)

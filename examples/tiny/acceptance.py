@@ -1,4 +1,4 @@
-"""How often drafts for the embedded model are right, on its held-out prompts.
+"""Measure how often drafts for the embedded model are right, on its held-out prompts.
 
     python examples/tiny/acceptance.py
 
@@ -15,7 +15,7 @@ from detcompile import Drafter, DraftTree, EngineConfig, MirrorDrafter, NGramDra
 
 
 class Counted(Drafter):
-    """A drafter whose guesses are compared with what was drawn, once that is known."""
+    """A drafter that compares each guess with the token drawn, once that is known."""
 
     def __init__(self, inner) -> None:
         self.inner = inner
@@ -32,7 +32,7 @@ class Counted(Drafter):
         self.inner.forget(sequence)
 
     def rates(self) -> tuple[float, float]:
-        """(α of the first branch, right tokens of the tree a proposal)."""
+        """Return α of the first branch, and right tokens of the tree per proposal."""
         tried = right = along = 0
         for sequence, length, tree in self.proposals:
             path, truth = (), sequence.token_ids[length:]
@@ -55,7 +55,7 @@ class Counted(Drafter):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompt-tokens", type=int, default=200, help="of each prompt, from its beginning")
+    parser.add_argument("--prompt-tokens", type=int, default=200, help="length to which each prompt is cut")
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
@@ -91,7 +91,7 @@ def main() -> None:
 
 
 def split_prompts(text: str) -> list[str]:
-    """The file's prompts."""
+    """Return the prompts of the file."""
     return text.split("\n---\n")
 
 

@@ -1,4 +1,4 @@
-"""Python sources of this machine that may be trained on, cleaned, deduplicated and split by package.
+"""Collect Python sources of this machine that may be trained on; clean, deduplicate and split them by package.
 
 Sources are the standard library and the installed packages whose metadata names a permissive license. Whole packages
 are held out by a hash of their name, and a held-out file that shares code with a training file is dropped.
@@ -75,7 +75,7 @@ def collect_corpus(limit: int | None) -> Corpus:
 
 
 def packages_of(corpus: Corpus) -> dict[str, dict]:
-    """Name -> license, MB and whether it was held out; the standard library's modules are one name per side."""
+    """Return by name the license, MB and whether it was held out; the standard library is one name per side."""
     sizes = Counter()
     for side, sources in (("train", corpus.train), ("held out", corpus.held_out)):
         for source in sources:
@@ -93,7 +93,7 @@ def is_held_out(package: str) -> bool:
 
 
 def declared_licenses() -> dict[str, str]:
-    """Top-level name in site-packages -> license, for packages all of whose owners declare a permissive one."""
+    """Return licenses by top-level name in site-packages, if all owners of it declare a permissive one."""
     licenses, refused = {}, set()
     for distribution in importlib.metadata.distributions(path=[sysconfig.get_path("purelib")]):
         metadata = distribution.metadata
@@ -112,7 +112,7 @@ def declared_licenses() -> dict[str, str]:
 
 
 def find_files(licenses: dict[str, str]) -> list[tuple[str, Path]]:
-    """(package, path) of every candidate file, sorted."""
+    """Return (package, path) of every candidate file, sorted."""
     stdlib, installed = Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("purelib"))
     paths = []
     for path in stdlib.rglob("*.py"):
@@ -126,7 +126,7 @@ def find_files(licenses: dict[str, str]) -> list[tuple[str, Path]]:
 
 
 def cleaned_text(path: Path) -> str | None:
-    """The file's text without its license header, or None if it looks generated or is not UTF-8."""
+    """Return the text without its license header, or None if it looks generated or is not UTF-8."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
@@ -142,7 +142,7 @@ def cleaned_text(path: Path) -> str | None:
 
 
 def shingles_of(text: str) -> set[int]:
-    """Hashes of every SHINGLE consecutive lines, blank lines left out."""
+    """Return the hashes of every SHINGLE consecutive lines, blank lines left out."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return {hash(tuple(lines[i : i + SHINGLE])) for i in range(max(1, len(lines) - SHINGLE + 1))}
 

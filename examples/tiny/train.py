@@ -1,4 +1,4 @@
-"""Trains the embedded model `tiny` on the Python sources of this machine, within a budget of wall-clock minutes.
+"""Train the embedded model `tiny` on the Python sources of this machine, within a budget of wall-clock minutes.
 
     python examples/tiny/train.py --out DIR --minutes 9
 
@@ -44,7 +44,7 @@ def say(message: str) -> None:
 
 
 def train_tokenizer(sources: list[Source], vocab_size: int) -> transformers.PreTrainedTokenizerFast:
-    """Byte-level BPE on a sample of about 40 MB."""
+    """Train byte-level BPE on a sample of about 40 MB."""
     texts = [source.text for source in random.Random(0).sample(sources, len(sources))]
     sizes = np.cumsum([len(text) for text in texts])
     texts = texts[: int(np.searchsorted(sizes, 40_000_000)) + 1]
@@ -70,7 +70,7 @@ def train_tokenizer(sources: list[Source], vocab_size: int) -> transformers.PreT
 
 
 def encode(tokenizer: transformers.PreTrainedTokenizerFast, sources: list[Source]) -> tuple[torch.Tensor, torch.Tensor]:
-    """All files shuffled into one stream, each followed by the end token: (tokens int32, first index of each file)."""
+    """Return all files as one shuffled stream with end tokens, int32, and the first index of each file."""
     texts = [source.text for source in random.Random(1).sample(sources, len(sources))]
     pieces, eos = [], tokenizer.eos_token_id
     for i in range(0, len(texts), 2048):
@@ -81,7 +81,7 @@ def encode(tokenizer: transformers.PreTrainedTokenizerFast, sources: list[Source
 
 
 def draw(tokens: torch.Tensor, starts: torch.Tensor, sequences: int, length: int) -> torch.Tensor:
-    """[B, T+1] int64 windows at random offsets, a quarter of them moved back to where their file begins."""
+    """Return [B, T+1] int64 windows at random offsets, a quarter of them moved back to where their file begins."""
     at = torch.randint(tokens.numel() - length - 1, (sequences,), device=tokens.device)
     first = starts[torch.searchsorted(starts, at, right=True) - 1]
     at = torch.where(torch.arange(sequences, device=at.device) % 4 == 0, first, at)
@@ -116,7 +116,7 @@ def build_model(tokenizer: transformers.PreTrainedTokenizerFast, layers: int) ->
 
 
 def causal_attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
-    """SDPA without a mask tensor, so that the flash kernel runs; the norms leave query and key in fp32."""
+    """Run SDPA without a mask tensor, so that the flash kernel is used; the norms leave query and key in fp32."""
     query, key = query.to(value.dtype), key.to(value.dtype)
     out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
     return out.transpose(1, 2).contiguous(), None
@@ -128,7 +128,7 @@ def language_loss(model: torch.nn.Module, window: torch.Tensor) -> torch.Tensor:
 
 
 def train(model: torch.nn.Module, tokens: torch.Tensor, starts: torch.Tensor, args: argparse.Namespace, save) -> dict:
-    """Train until `args.minutes` less `args.reserve` seconds have passed; the learning rate follows the clock."""
+    """Train until `args.reserve` seconds before `args.minutes`; the learning rate follows the clock."""
     device = tokens.device
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
@@ -170,7 +170,7 @@ def train(model: torch.nn.Module, tokens: torch.Tensor, starts: torch.Tensor, ar
 
 @torch.inference_mode()
 def evaluate(model: torch.nn.Module, tokens: torch.Tensor, num_bytes: int, length: int) -> dict:
-    """Held-out loss over windows of `length`, every token but the stream's first predicted once."""
+    """Return the held-out loss over windows of `length`; every token but the first is predicted once."""
     buckets = [(a, b) for a, b in ((0, 256), (256, 512), (512, 1024), (1024, 2048)) if b <= length]
     count = (tokens.numel() - 1) // length
     windows = tokens[: count * length + 1].unfold(0, length + 1, length)
@@ -193,7 +193,7 @@ def evaluate(model: torch.nn.Module, tokens: torch.Tensor, num_bytes: int, lengt
 
 
 def write_samples(model, tokenizer, path: Path, num_tokens: int) -> None:
-    """Greedy and temperature 0.8 continuations of SAMPLE_PROMPTS."""
+    """Write greedy and temperature 0.8 continuations of SAMPLE_PROMPTS."""
     torch.manual_seed(0)
     parts = []
     for prompt in SAMPLE_PROMPTS:

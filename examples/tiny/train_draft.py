@@ -1,4 +1,4 @@
-"""Trains what drafts for the embedded model: a small model and Medusa heads, both taught by its distributions.
+"""Train drafters for the embedded model: a small model and Medusa heads, both distilled from it.
 
     python examples/tiny/train_draft.py --out DIR --minutes 12
 
@@ -34,7 +34,7 @@ TEMPERATURES = (0.0, 0.8, 0.8, 1.0)
 
 
 def generated_text(target: nn.Module, tokens: Tensor, starts: Tensor, seconds: float) -> Tensor:
-    """[N, GENERATED_LENGTH] continuations of pieces of files, greedy and sampled."""
+    """Return [N, GENERATED_LENGTH] continuations of pieces of files, greedy and sampled."""
     end, parts = time.monotonic() + seconds, []
     while time.monotonic() < end or not parts:
         temperature = TEMPERATURES[len(parts) % len(TEMPERATURES)]
@@ -54,7 +54,7 @@ def generated_text(target: nn.Module, tokens: Tensor, starts: Tensor, seconds: f
 
 
 def build_draft(target: nn.Module, args: argparse.Namespace) -> transformers.Qwen3ForCausalLM:
-    """A Qwen3 of the target's vocabulary, whose embedding starts as the target's main directions."""
+    """Build a Qwen3 with the target's vocabulary, its embedding initialized from the target's principal directions."""
     config = transformers.Qwen3Config.from_dict(
         target.config.to_dict()
         | {
@@ -76,12 +76,12 @@ def build_draft(target: nn.Module, args: argparse.Namespace) -> transformers.Qwe
 
 
 def taught(logits: Tensor, teacher: Tensor) -> Tensor:
-    """Cross entropy with the teacher's distribution: logits and teacher logits [.., V]."""
+    """Return the cross entropy with the teacher's distribution, from logits and teacher logits [.., V]."""
     return -(teacher.softmax(-1) * logits.log_softmax(-1)).sum(-1).mean()
 
 
 def heads_loss(heads: MedusaHeads, lm_head: Tensor, hidden: Tensor, window: Tensor, every: int) -> Tensor:
-    """Head k learns the token that came k after the next one; nearer ones count more, as in Medusa's paper.
+    """Return the loss of the heads; head k predicts k tokens past the next one, with less weight, as in Medusa.
 
     Args:
         hidden: [B, T, H] of the target. window: [B, T] tokens. every: of so many positions one is learned from.
@@ -95,9 +95,9 @@ def heads_loss(heads: MedusaHeads, lm_head: Tensor, hidden: Tensor, window: Tens
 
 @torch.no_grad()
 def states_of(target: nn.Module, windows: Tensor, seconds: float) -> Tensor:
-    """The target's last hidden states [N', T, H] in bf16, of as many windows [N, T] as the time is enough for.
+    """Return the target's last hidden states [N', T, H] in bf16 for as many windows [N, T] as time allows.
 
-    Its part of the work is so done once, however often a window is learned from.
+    They are computed once, however often a window is used in training.
     """
     end, parts = time.monotonic() + seconds, []
     for batch in windows.split(8):
@@ -109,7 +109,7 @@ def states_of(target: nn.Module, windows: Tensor, seconds: float) -> Tensor:
 
 
 def train(target, draft, heads, windows: Tensor, states: Tensor, args: argparse.Namespace, end: float) -> dict:
-    """Until ``end``; the learning rates follow the clock.
+    """Train until ``end``; the learning rates follow the clock.
 
     Args:
         windows: [N, T] tokens. states: [N, T, H] of the target over them.
@@ -150,7 +150,7 @@ def train(target, draft, heads, windows: Tensor, states: Tensor, args: argparse.
 
 @torch.inference_mode()
 def agreement(target, draft, heads, window: Tensor, students: list[str]) -> dict:
-    """How often a student's likeliest token is the target's, over [N, T] tokens."""
+    """Return how often a student's likeliest token is the target's, over [N, T] tokens."""
     hidden = target.model(input_ids=window, use_cache=False).last_hidden_state
     lm_head = target.get_output_embeddings().weight
     wanted = (hidden @ lm_head.T).argmax(-1)
@@ -169,16 +169,16 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--students", nargs="+", choices=["draft", "heads"], default=["draft", "heads"])
     parser.add_argument("--minutes", type=float, default=12.0, help="wall-clock budget of the whole script")
-    parser.add_argument("--own-minutes", type=float, default=2.0, help="part in which the target generates text")
-    parser.add_argument("--state-minutes", type=float, default=2.0, help="of them for the target's hidden states")
-    parser.add_argument("--windows", type=int, default=2000, help="of the corpus at most, each of T tokens")
-    parser.add_argument("--max-files", type=int, default=3000, help="to find held-out ones among")
+    parser.add_argument("--own-minutes", type=float, default=2.0, help="for text that the target generates")
+    parser.add_argument("--state-minutes", type=float, default=2.0, help="for the target's hidden states")
+    parser.add_argument("--windows", type=int, default=2000, help="most windows of T tokens from the corpus")
+    parser.add_argument("--max-files", type=int, default=3000, help="most files to read")
     parser.add_argument("--train-files", type=int, default=1500, help="of the others")
     parser.add_argument("--hidden", type=int, default=128, help="of the draft model")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--head-layers", type=int, default=2)
-    parser.add_argument("--head-stride", type=int, default=2, help="heads learn from one of so many positions")
+    parser.add_argument("--head-stride", type=int, default=2, help="heads learn from every n-th position")
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--head-lr", type=float, default=5e-3)
     parser.add_argument("--sequences", type=int, default=4, help="B")

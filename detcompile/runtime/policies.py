@@ -244,7 +244,7 @@ def new_policy(name: SchedulerName) -> Policy:
 
 
 def _stall_free(step: NextStep) -> None:
-    """Every decode, then prefill chunks in the rest of the budget."""
+    """Add every decode, then prefill chunks in the rest of the budget."""
     decodes, prefills = step.ready()
     if len(decodes) >= step.budget and prefills:  # share a small budget in turn
         step.decode(decodes + prefills)

@@ -154,7 +154,7 @@ class Scheduler:
         return {sequence.adapter for sequence in (*self.running, *self.waiting)}
 
     def faulty(self) -> dict[Sequence, Exception]:
-        """Return the sequences that raise when asked what ``plan`` asks, with their exceptions."""
+        """Return sequences for which a call that ``plan`` makes raises an exception, with the exceptions."""
         errors: dict[Sequence, Exception] = {}
         step = self._next_step(())
         for sequence in (*self.running, *self.waiting):

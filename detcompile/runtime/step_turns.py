@@ -41,7 +41,7 @@ class StepTurns:
     """Lets threads take turns at steps. Thread-safe.
 
     Attributes:
-        turns: the lock held during every step, and by whoever needs that no step runs.
+        turns: the lock held during every step, and by callers during which no step may run.
         failure: the exception that a step failed with, after which there are no further steps; None if none failed.
     """
 

@@ -131,7 +131,7 @@ class DialedRank:
         """Do nothing: the process ends with its connection."""
 
     def reap(self) -> None:
-        """Do nothing: whoever started the process waits for it."""
+        """Do nothing: the program that started the process waits for it."""
 
 
 class _Beaten(Channel):

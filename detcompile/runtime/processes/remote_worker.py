@@ -100,8 +100,7 @@ def free_abandoned(group: WorkerGroup, abandoned: "deque[int]") -> None:
 class _Remote:
     """An object that the workers keep under a name for as long as this proxy lives.
 
-    Garbage collection may run at any point, so a dead proxy is only noted; the workers are told before the next
-    command.
+    Garbage collection may run at any point, so a dead proxy is only noted; the next command first tells the workers.
     """
 
     def __init__(self, group: WorkerGroup, abandoned: "deque[int]") -> None:

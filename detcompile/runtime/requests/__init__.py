@@ -1,1 +1,1 @@
-"""Requests: what they ask for, what they became, whose they are."""
+"""Requests: parameters, prompts, outputs and their receivers."""

@@ -251,7 +251,7 @@ def warn_of_end_tokens(tokenizer: Any, num_logits: int, ends: SequenceOf[int]) -
 @functools.cache
 def _warn_of_end(token: str, token_id: int, ends: tuple[int, ...]) -> None:
     logger.warning(
-        "the tokenizer's %s (token %d) is not among the model's end tokens %s: answers go on behind it. Add it to"
+        "the tokenizer's %s (token %d) is not among the model's end tokens %s: answers continue after it. Add it to"
         " generation_config.eos_token_id, or pass stop_token_ids=[%d]",
         token,
         token_id,

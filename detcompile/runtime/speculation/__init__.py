@@ -1,1 +1,1 @@
-"""Drafts: who makes them, the trees they form, and their exact verification."""
+"""Speculation: drafters, draft trees, and their exact verification."""

@@ -17,7 +17,7 @@ Path = tuple[int, ...]
 
 
 class DraftTree:
-    """Draft tokens by path, parents before children. It cannot be written: the engine verifies what it was made of.
+    """Draft tokens by path, parents before children. Immutable, so that the engine verifies what was drafted.
 
     Args:
         tokens: token id of each node.

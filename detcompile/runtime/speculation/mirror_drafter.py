@@ -21,8 +21,8 @@ class MirrorDrafter(Drafter):
     """Runs another drafter one step early.
 
     The inner drafter sees a stand-in for each sequence, whose tokens run ahead and are corrected later. Its random
-    numbers belong to the target's positions, so a won bet gives the tree that it would have given later, one level
-    shorter.
+    numbers belong to the target's positions. If the guess ahead was right, the tree is therefore the one that it would
+    have drafted later, one level shorter.
 
     Args:
         inner: a drafter that needs only tokens. If its ``device`` is a GPU, it gets its own stream.

@@ -133,6 +133,8 @@ def _drawn_first(choice: dict[str, Any]) -> list[tuple[int, float]]:
 
 def num_mixed(receipts: list[dict[str, str]], folder: Path) -> int:
     """Return how many receipts of answers by two versions are not reproduced."""
+    if not receipts:
+        return 0
     replayer = Replayer(detcompile.compile("tiny", device="cpu"), folders=[folder])
     checked = [replayer.check(decode_receipt(payload_of(Envelope(**receipt)))) for receipt in receipts]
     return sum(verdict.outcome != "equal" for verdict in checked)
@@ -184,7 +186,7 @@ async def main() -> None:
         replayed = load.crossing[:: 1 + len(load.crossing) // given.replays]
         replaying = time.monotonic()
         mixed = load.mixed + num_mixed(replayed, folders[1])
-    held = [float(each) for each in re.findall(r"held for ([\d.]+) s", "".join(lines))]
+    held = [float(each) for each in re.findall(r"held for ([\d.]+) s", "".join(lines))][-len(load.switches) :]
     print(json.dumps({
         "mode": given.mode, "replicas": given.replicas, "clients": given.clients, "answers": load.answered,
         "switches": len(load.switches), "mixed": mixed, "crossing": len(load.crossing), "replayed": len(replayed),

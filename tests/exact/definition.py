@@ -61,6 +61,12 @@ LOG = constants(
     "-0x1.fffff8p-2 0x1.555550p-2 -0x1.000432p-2 0x1.99a416p-3 -0x1.5425c0p-3 0x1.226e6ep-3 "
     "-0x1.0f4050p-3 0x1.085db6p-3 -0x1.383b80p-4"
 )
+ERF = constants("0x1.06eba8p-3 -0x1.8127p-2 0x1.ce1c44p-4 -0x1.b691b2p-6 0x1.471a58p-8 -0x1.38ep-11")
+ERF_FAR = constants(
+    "-0x1.079d0cp-3 -0x1.450aap-1 -0x1.b55cb8p-4 0x1.8d6342p-6 -0x1.fd1438p-9 0x1.91cfb2p-12 -0x1.22p-16"
+)
+TANH = constants("-0x1.5553dap-2 0x1.10b23ep-3 -0x1.ac766ap-5 0x1.01ep-6")
+(SQRT_HALF,) = constants("0x1.6a09e6p-1")
 GELU_CUBE, GELU_SCALE = constants("0x1.6e4e26p-5 -0x1.988454p+0")  # 0.044715, -2 sqrt(2 / pi)
 
 
@@ -132,6 +138,37 @@ def gelu_tanh(x: Array) -> Array:
     return x / (F(1) + exp(fma(x * x * GELU_CUBE, x, x) * GELU_SCALE))
 
 
+def erf(x: Array) -> Array:
+    t = clip(np.abs(x), 0, 4)
+    far = F(1) - exp(fma(polynomial(t, ERF_FAR), t, -t))
+    return np.where(t > F(0.927734375), np.where(x < F(0), -far, far), fma(polynomial(x * x, ERF), x, x))
+
+
+def tanh(x: Array) -> Array:
+    t, s = np.abs(x), x * x
+    far = F(1) - F(2) / (exp(t + t) + F(1))
+    return np.where(t >= F(0.55), np.where(x < F(0), -far, far), fma(s * polynomial(s, TANH), x, x))
+
+
+def log1p(x: Array) -> Array:
+    u = F(1) + x
+    y = log(u) * (x / (u - F(1)))
+    return np.where(u == F(1), x, np.where(u == F(np.inf), u, y))
+
+
+def gelu(x: Array) -> Array:
+    return (x * F(0.5)) * (F(1) + erf(x * SQRT_HALF))
+
+
+def sqrt(x: Array) -> Array:
+    return np.sqrt(x)
+
+
+def floor(x: Array) -> Array:
+    """Return the largest integer that is not above x; never -0."""
+    return np.floor(x) + F(0)
+
+
 def exp2_short(e: Array) -> Array:
     """Return 2^e for the weights of a softmax, e clipped to [-100, 0], within 2.7e-6 of the value."""
     e = clip(e, -100, 0)
@@ -155,6 +192,12 @@ FUNCTIONS: Mapping[str, Callable[[Array], Array]] = {
     "sigmoid": sigmoid,
     "silu": silu,
     "gelu_tanh": gelu_tanh,
+    "erf": erf,
+    "tanh": tanh,
+    "log1p": log1p,
+    "gelu": gelu,
+    "sqrt": sqrt,
+    "floor": floor,
 }
 
 

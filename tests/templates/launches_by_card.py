@@ -278,6 +278,7 @@ CASES: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("token_matmul", {"T": 64, "N": 1024, "K": 1024}, {}),
     ("token_sum", {"T": 64, "N": 1024}, {}),
     ("token_scatter", {"T": 64, "D": 1024}, {}),
+    ("exact_divide", ROWS, {}),
     ("exact_function", ROWS, {}),
     ("exact_rms_norm", ROWS, {}),
     ("exact_layer_norm", ROWS, {}),

@@ -114,6 +114,10 @@ def exact_function(M=3, R=8) -> Arguments:
     return {"x": rows(M, R), "name": "silu"}
 
 
+def exact_divide(M=3, R=8) -> Arguments:
+    return {"x": rows(M, R), "y": rows(M, R)}
+
+
 def exact_rms_norm(M=3, R=8) -> Arguments:
     return {"x": rows(M, R), "weight": rows(R), "eps": 1e-6}
 
@@ -284,7 +288,7 @@ OPERATIONS = (
     dense_causal_conv, wkv, dense_wkv,
     running_max, dense_running_max, linear_recurrence, dense_linear_recurrence, token_logprobs, token_logprobs_backward,
     rms_norm_backward, layer_norm_backward, softmax_backward, token_matmul, token_sum, token_scatter,
-    exact_function, exact_rms_norm, exact_layer_norm, exact_quantize, exact_linear,
+    exact_function, exact_divide, exact_rms_norm, exact_layer_norm, exact_quantize, exact_linear,
     exact_paged_attention, exact_dense_attention,
 )  # fmt: skip
 CALLS: dict[str, tuple[Callable[..., Arguments], Callable[..., Any]]] = {

@@ -26,6 +26,7 @@ _EPSILONS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 _ROWS = (0.0, 1e-8, 1e-5, 1e-4, 1e-3, 1e-2, 0.3, 1.0, 30.0, 1e4)  # sizes of rows, where an epsilon counts and where not
 _FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
+    "gelu": F.gelu,
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
     "sigmoid": torch.sigmoid,
 }

@@ -45,6 +45,7 @@ _MOVES = frozenset(
 _COPIES = frozenset(
     {"aten.clone", "aten.alias", "aten.detach", "aten.lift_fresh_copy", "detcompile_graph.layer_boundary"}
 )
+_BY_ELEMENT = (ours.exact_function.default, ours.exact_divide.default)
 _COMMUTATIVE = frozenset({"aten.add", "aten.mul"})
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -104,7 +105,7 @@ class _Hashes:
         given = {key: arg for key, arg in arguments_of(node).items() if key not in ("device", "layout", "pin_memory")}
         if name in _COPIES or (name == "prims.convert_element_type" and _dtype_of(node.args[0]) == value.dtype):
             return self._argument(node.args[0])
-        if is_pointwise(operation) or operation is ours.exact_function.default:
+        if is_pointwise(operation) or operation in _BY_ELEMENT:
             return self._pointwise(name, value, given)
         by_rows = _BY_ROWS.get(operation)
         if by_rows is not None:

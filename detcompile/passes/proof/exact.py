@@ -12,6 +12,7 @@ _TEMPLATES = frozenset(
     {
         ours.embedding.default,
         ours.exact_dense_attention.default,
+        ours.exact_divide.default,
         ours.exact_function.default,
         ours.exact_layer_norm.default,
         ours.exact_linear.default,

@@ -207,6 +207,7 @@ TEMPLATES: Mapping[Any, Template] = {
     ours.dequant_matmul_partial.default: Template("collective", rows=dequant_matmul_partial, order=order_of_partial),
     ours.embedding.default: Template("template", rows=embedding, order=sums_nothing),
     ours.exact_dense_attention.default: Template("attention", rows=dense_attention, order=exact),
+    ours.exact_divide.default: Template("template", rows=pointwise, order=sums_nothing),
     ours.exact_function.default: Template("template", rows=pointwise, order=sums_nothing),
     ours.exact_layer_norm.default: Template("template", rows=row_by_row, order=exact),
     ours.exact_linear.default: Template("template", rows=exact_linear, order=exact),

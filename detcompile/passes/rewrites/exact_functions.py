@@ -1,6 +1,8 @@
 """Functions of a graph in exact arithmetic, by the definition of docs/exact.md."""
 
 import math
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -10,53 +12,139 @@ from detcompile.templates.ops import ours
 
 aten = torch.ops.aten
 FUNCTIONS = {
+    aten.erf.default: "erf",
     aten.exp.default: "exp",
     aten.exp2.default: "exp2",
+    aten.floor.default: "floor",
     aten.log.default: "log",
+    aten.log1p.default: "log1p",
     aten.rsqrt.default: "rsqrt",
     aten.sigmoid.default: "sigmoid",
+    aten.sqrt.default: "sqrt",
+    aten.tanh.default: "tanh",
 }
 
 
 def pin_exact_functions(gm: fx.GraphModule) -> fx.GraphModule:
     """exp(x)   ->  exact_function(x, "exp"), and the other FUNCTIONS, of float32 x
-    relu(x)  ->  where(x <= 0, 0, x)
-    x / 2^k  ->  x * 2^-k, which rounds the same
-    x^2      ->  x * x
-    native_layer_norm(x, [R], weight, bias, eps)[0]  ->  exact_layer_norm(x, weight or 1, bias or 0, eps)
+
+    REWRITES make the operations that have another form out of these, selections and products.
     """
+    for target, rewrite in REWRITES.items():
+        for node in gm.graph.find_nodes(op="call_function", target=target):
+            if _is_single(node):
+                rewrite(gm.graph, node)
     for target, name in FUNCTIONS.items():
         for node in gm.graph.find_nodes(op="call_function", target=target):
-            if node.meta["val"].dtype is node.args[0].meta["val"].dtype is torch.float32:
-                replace(node, insert(gm.graph, ours.exact_function.default, (node.args[0], name), node))
-    for node in gm.graph.find_nodes(op="call_function", target=aten.relu.default):
-        zero = _filled(node, node.meta["val"], [], 0.0)
-        below = insert(gm.graph, aten.le.Scalar, (node.args[0], 0), node)
-        replace(node, insert(gm.graph, aten.where.self, (below, zero, node.args[0]), node))
-    for node in gm.graph.find_nodes(op="call_function", target=aten.div.Tensor):
-        divisor = node.args[1]
-        if isinstance(divisor, (int, float)) and math.frexp(divisor)[0] == 0.5:
-            replace(node, insert(gm.graph, aten.mul.Tensor, (node.args[0], 1 / divisor), node))
-    for node in gm.graph.find_nodes(op="call_function", target=aten.pow.Tensor_Scalar):
-        if node.args[1] == 2:
-            replace(node, insert(gm.graph, aten.mul.Tensor, (node.args[0], node.args[0]), node))
-    for node in gm.graph.find_nodes(op="call_function", target=aten.native_layer_norm.default):
-        x, shape, weight, bias, eps = node.args
-        value = x.meta["val"]
-        if len(shape) == 1 and value.dtype is torch.float32 and all(user.args[1] == 0 for user in node.users):
-            weight = weight or _filled(node, value, shape, 1.0)
-            bias = bias or _filled(node, value, shape, 0.0)
-            norm = insert(gm.graph, ours.exact_layer_norm.default, (x, weight, bias, eps), node)
-            for user in list(node.users):
-                replace(user, norm)
+            if _is_single(node):
+                replace(node, _function(gm.graph, node, node.args[0], name))
     return gm
 
 
-def _filled(node: fx.Node, value: Tensor, shape: list[int], number: float) -> fx.Node:
-    """Add a constant of a value's dtype and device before a node."""
+def _is_single(node: fx.Node) -> bool:
+    """Return whether a node makes float32 of float32."""
+    value = node.meta["val"]
+    results = value if isinstance(value, (tuple, list)) else (value,)
+    operands = [arg.meta["val"] for arg in node.all_input_nodes]
+    return all(isinstance(part, Tensor) and part.dtype is torch.float32 for part in (*results, *operands))
+
+
+def _function(graph: fx.Graph, node: fx.Node, x: fx.Node, name: str) -> fx.Node:
+    return insert(graph, ours.exact_function.default, (x, name), node)
+
+
+def _select(graph: fx.Graph, node: fx.Node, condition: fx.Node, this: Any, other: Any) -> fx.Node:
+    this, other = (part if isinstance(part, fx.Node) else _filled(node, [], part) for part in (this, other))
+    return insert(graph, aten.where.self, (condition, this, other), node)
+
+
+def _relu(graph: fx.Graph, node: fx.Node) -> None:
+    """relu(x)  ->  where(x <= 0, 0, x)"""
+    below = insert(graph, aten.le.Scalar, (node.args[0], 0), node)
+    replace(node, _select(graph, node, below, 0.0, node.args[0]))
+
+
+def _clamp(graph: fx.Graph, node: fx.Node) -> None:
+    """clamp(x, low, high)  ->  where(x < low, low, x), then where(x > high, high, x); NaN stays"""
+    x, low, high, *_ = (*node.args, None, None)
+    if node.target is aten.clamp_max.default:
+        low, high = None, low
+    for compare, bound in ((aten.lt.Scalar, low), (aten.gt.Scalar, high)):
+        if bound is not None:
+            x = _select(graph, node, insert(graph, compare, (x, bound), node), float(bound), x)
+    replace(node, x)
+
+
+def _extreme(compare: Any) -> Callable[[fx.Graph, fx.Node], None]:
+    """minimum(x, y)  ->  where((x < y) | (x != x), x, y), and the maximum with >; NaN stays"""
+
+    def rewrite(graph: fx.Graph, node: fx.Node) -> None:
+        x, y = node.args
+        kept = insert(graph, compare, (x, y), node)
+        kept = insert(graph, aten.logical_or.default, (kept, insert(graph, aten.ne.Tensor, (x, x), node)), node)
+        replace(node, _select(graph, node, kept, x, y))
+
+    return rewrite
+
+
+def _divide(graph: fx.Graph, node: fx.Node) -> None:
+    """x / 2^k  ->  x * 2^-k, which rounds the same         x / y  ->  exact_divide(x, y)"""
+    x, y = node.args
+    if isinstance(y, (int, float)) and math.frexp(y)[0] == 0.5:
+        replace(node, insert(graph, aten.mul.Tensor, (x, 1 / y), node))
+        return
+    x, y = (part if isinstance(part, fx.Node) else _filled(node, [], part) for part in (x, y))
+    replace(node, insert(graph, ours.exact_divide.default, (x, y), node))
+
+
+def _reciprocal(graph: fx.Graph, node: fx.Node) -> None:
+    """reciprocal(x)  ->  exact_divide(1, x)"""
+    replace(node, insert(graph, ours.exact_divide.default, (_filled(node, [], 1.0), node.args[0]), node))
+
+
+def _power(graph: fx.Graph, node: fx.Node) -> None:
+    """x^2  ->  x * x     x^3  ->  x * x * x     x^0.5, x^-0.5  ->  sqrt, rsqrt     x^-1  ->  1 / x"""
+    x, exponent = node.args
+    if exponent in (2, 3):
+        power = insert(graph, aten.mul.Tensor, (x, x), node)
+        replace(node, power if exponent == 2 else insert(graph, aten.mul.Tensor, (power, x), node))
+    elif exponent in (0.5, -0.5):
+        replace(node, _function(graph, node, x, "sqrt" if exponent > 0 else "rsqrt"))
+    elif exponent == -1:
+        _reciprocal(graph, node)
+
+
+def _layer_norm(graph: fx.Graph, node: fx.Node) -> None:
+    """native_layer_norm(x, [R], weight, bias, eps)[0]  ->  exact_layer_norm(x, weight or 1, bias or 0, eps)"""
+    x, shape, weight, bias, eps = node.args
+    if len(shape) == 1 and all(user.args[1] == 0 for user in node.users):
+        weight = weight or _filled(node, shape, 1.0)
+        bias = bias or _filled(node, shape, 0.0)
+        norm = insert(graph, ours.exact_layer_norm.default, (x, weight, bias, eps), node)
+        for user in list(node.users):
+            replace(user, norm)
+
+
+def _filled(node: fx.Node, shape: list[int], number: float) -> fx.Node:
+    """Add a float32 constant on the node's device before it."""
+    like = node.args[0].meta["val"]
     with node.graph.inserting_before(node):
         filled = node.graph.call_function(
-            aten.full.default, (shape, number), {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+            aten.full.default, (shape, number), {"dtype": like.dtype, "device": like.device, "pin_memory": False}
         )
-    filled.meta = {**node.meta, "val": value.new_full(shape, number)}
+    filled.meta = {**node.meta, "val": like.new_full(shape, number)}
     return filled
+
+
+REWRITES: Mapping[Any, Callable[[fx.Graph, fx.Node], None]] = {
+    aten.clamp.default: _clamp,
+    aten.clamp_max.default: _clamp,
+    aten.clamp_min.default: _clamp,
+    aten.div.Tensor: _divide,
+    aten.maximum.default: _extreme(aten.gt.Tensor),
+    aten.minimum.default: _extreme(aten.lt.Tensor),
+    aten.native_layer_norm.default: _layer_norm,
+    aten.pow.Tensor_Scalar: _power,
+    aten.reciprocal.default: _reciprocal,
+    aten.relu.default: _relu,
+}

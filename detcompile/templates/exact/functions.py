@@ -107,6 +107,51 @@ def log(x):
 
 
 @triton.jit
+def floor(x):
+    """The largest integer not above x, never -0."""
+    magnitude = tl.abs(x)
+    n = (magnitude + 8388608.0) - 8388608.0
+    n = tl.where(magnitude < 8388608.0, n, magnitude)
+    n = tl.where(x < 0.0, -n, n)
+    return tl.where(n > x, n - 1.0, n)
+
+
+@triton.jit
+def erf(x):
+    t, s = clip(tl.abs(x), 0.0, 4.0), x * x
+    y = tl.fma(tl.full(s.shape, -0.0005967617034912109, tl.float32), s, 0.004991194233298302)
+    y = tl.fma(y, s, -0.026768134906888008)
+    y = tl.fma(y, s, 0.11281992495059967)
+    y = tl.fma(y, s, -0.3761253356933594)
+    y = tl.fma(y, s, 0.12837916612625122)
+    z = tl.fma(tl.full(t.shape, -1.728534698486328e-05, tl.float32), t, 0.0003831971262115985)
+    z = tl.fma(z, t, -0.003883964382112026)
+    z = tl.fma(z, t, 0.02425462193787098)
+    z = tl.fma(z, t, -0.10677787661552429)
+    z = tl.fma(z, t, -0.6348466873168945)
+    z = tl.fma(z, t, -0.12871751189231873)
+    far = 1.0 - exp(tl.fma(z, t, -t))
+    return tl.where(t > 0.927734375, tl.where(x < 0.0, -far, far), tl.fma(y, x, x))
+
+
+@triton.jit
+def tanh(x):
+    t, s = tl.abs(x), x * x
+    y = tl.fma(tl.full(s.shape, 0.01573944091796875, tl.float32), s, -0.05230255797505379)
+    y = tl.fma(y, s, 0.13315246999263763)
+    y = tl.fma(y, s, -0.33332768082618713)
+    far = 1.0 - tl.div_rn(t * 0.0 + 2.0, exp(t + t) + 1.0)
+    return tl.where(t >= 0.550000011920929, tl.where(x < 0.0, -far, far), tl.fma(s * y, x, x))
+
+
+@triton.jit
+def log1p(x):
+    u = 1.0 + x
+    y = log(u) * tl.div_rn(x, u - 1.0)
+    return tl.where(u == 1.0, x, tl.where(u == float("inf"), u, y))
+
+
+@triton.jit
 def exp2_short(e):
     """2^e for the weights of a softmax, e <= 0."""
     e = clip(e, -100.0, 0.0)
@@ -146,5 +191,17 @@ def function(x, NAME: tl.constexpr):
         return tl.div_rn(x, 1.0 + exp(cubic * -1.5957691669464111))
     elif NAME == "bf16":
         return bf16(x)
+    elif NAME == "erf":
+        return erf(x)
+    elif NAME == "tanh":
+        return tanh(x)
+    elif NAME == "log1p":
+        return log1p(x)
+    elif NAME == "gelu":
+        return (x * 0.5) * (1.0 + erf(x * 0.7071067690849304))
+    elif NAME == "sqrt":
+        return tl.sqrt_rn(x)
+    elif NAME == "floor":
+        return floor(x)
     else:
         return exp2_short(tl.where(x == x, x, 0.0))

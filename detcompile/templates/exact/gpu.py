@@ -1,4 +1,4 @@
-"""exact_function, exact_rms_norm, exact_layer_norm, exact_quantize and exact_linear on the GPU, in plain Triton.
+"""Functions, rows and exact_linear of docs/exact.md on the GPU, in plain Triton.
 
 Legend: M rows, R row length, K input features, N output features; P planes of digits.
 
@@ -32,6 +32,24 @@ def function_cuda(x: Tensor, name: str) -> Tensor:
     if count:
         launcher(_function_kernel)[(cdiv(count, _BLOCK),)](
             x, out, count, NAME=name, BLOCK=_BLOCK, num_warps=4, enable_fp_fusion=False
+        )
+    return out
+
+
+@triton.jit
+def _divide_kernel(x_ptr, y_ptr, out_ptr, count, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + i, mask=i < count, other=1.0)
+    y = tl.load(y_ptr + i, mask=i < count, other=1.0)
+    tl.store(out_ptr + i, tl.div_rn(x, y), mask=i < count)
+
+
+def divide_cuda(x: Tensor, y: Tensor) -> Tensor:
+    """Return x / y for contiguous tensors of one shape."""
+    out, count = torch.empty_like(x), x.numel()
+    if count:
+        launcher(_divide_kernel)[(cdiv(count, _BLOCK),)](
+            x, y, out, count, BLOCK=_BLOCK, num_warps=4, enable_fp_fusion=False
         )
     return out
 

@@ -1,8 +1,9 @@
-"""exact_function, exact_rms_norm, exact_layer_norm and exact_quantize: functions and rows of docs/exact.md, in float32.
+"""Functions and rows of docs/exact.md, in float32.
 
 Legend: R row length, D digits.
 
-    exact_function: each element's exp2, exp, log, rsqrt, sigmoid, silu, gelu_tanh or bf16
+    exact_function: one of FUNCTIONS of each element
+    exact_divide: x / y, with one rounding; x and y are broadcast
     exact_rms_norm: x / rms(x) * weight; the sum of squares is a sum of integers, so its order is free
     exact_layer_norm: (x - mean) / deviation * weight + bias, of such sums
     exact_quantize: rows as integers of one or two int8 digits, and a scale a row
@@ -13,11 +14,12 @@ from torch import Tensor
 
 from detcompile.errors import InvalidInput
 from detcompile.templates.cpu import library as cpu_library
-from detcompile.templates.exact.gpu import function_cuda, layer_norm_cuda, quantize_cuda, rms_norm_cuda
+from detcompile.templates.exact.gpu import divide_cuda, function_cuda, layer_norm_cuda, quantize_cuda, rms_norm_cuda
 from detcompile.templates.registration import define
 
 # In the order of cpu/exact/rows.cpp.
 FUNCTIONS = ("exp2", "exp", "log", "rsqrt", "sigmoid", "silu", "gelu_tanh", "exp2_short", "bf16")
+FUNCTIONS += ("erf", "tanh", "log1p", "gelu", "sqrt", "floor")
 _LONGEST = 1 << 19  # elements of a row whose squares are summed
 TOP = (0, 127, 32512)  # largest quantized magnitude, by digits; 32512 = 127 * 256
 
@@ -32,6 +34,16 @@ def function_cpu(x: Tensor, name: str, isa: str | None = None) -> Tensor:
     out = torch.empty_like(x)
     cpu_library.library(isa).detcompile_exact_function(
         x.data_ptr(), out.data_ptr(), x.numel(), _index(name), cpu_library.thread_count()
+    )
+    return out
+
+
+def divide_cpu(x: Tensor, y: Tensor, isa: str | None = None) -> Tensor:
+    """Return x / y for broadcast x and y."""
+    x, y = _broadcast(x, y)
+    out = torch.empty_like(x)
+    cpu_library.library(isa).detcompile_exact_divide(
+        x.data_ptr(), y.data_ptr(), out.data_ptr(), x.numel(), cpu_library.thread_count()
     )
     return out
 
@@ -89,6 +101,23 @@ def _function_cuda(x: Tensor, name: str) -> Tensor:
     return function_cuda(x, name)
 
 
+def _divide_cuda(x: Tensor, y: Tensor) -> Tensor:
+    return divide_cuda(*_broadcast(x, y))
+
+
+def _broadcast(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Return contiguous tensors of the common shape.
+
+    Raises:
+        InvalidInput: there is none.
+    """
+    try:
+        x, y = torch.broadcast_tensors(x, y)
+    except RuntimeError as error:
+        raise InvalidInput(f"detcompile::exact_divide: {error}. Give tensors that broadcast") from error
+    return x.contiguous(), y.contiguous()
+
+
 def _rms_norm_cuda(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     _check_length(x)
     return rms_norm_cuda(x, weight, eps)
@@ -116,6 +145,13 @@ define(
     cpu=function_cpu,
     cuda=_function_cuda,
     fake=lambda x, name: x.new_empty(x.shape),
+)
+define(
+    "exact_divide(Tensor x, Tensor y) -> Tensor",
+    {"x": "float32 *", "y": "float32 *"},
+    cpu=divide_cpu,
+    cuda=_divide_cuda,
+    fake=lambda x, y: x + y,
 )
 define(
     "exact_rms_norm(Tensor x, Tensor weight, float eps) -> Tensor",

@@ -83,6 +83,8 @@ class Function(nn.Module):
 FUNCTIONS = {
     "silu": "silu",
     "swish": "silu",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_fast": "gelu_tanh",

@@ -18,6 +18,7 @@ TYPES = dict.fromkeys(("eps", "unit", "factor"), "fp32") | {"M": "i32", "table_p
 TYPES |= dict.fromkeys(("sequence_ptr", "position_ptr", "slot_ptr"), "*i64") | dict.fromkeys(BYTES, "*i8")
 KERNELS = [
     (gpu._function_kernel, {"NAME": "silu", "BLOCK": 1024}),
+    (gpu._divide_kernel, {"BLOCK": 1024}),
     (gpu._rms_norm_kernel, {"BLOCK": 1}),
     (gpu._layer_norm_kernel, {"BLOCK": 1}),
     (gpu._quantize_kernel, {"TWO": True, "BLOCK": 1}),
@@ -48,4 +49,4 @@ driver.set_active(None)
 
 
 def test_kernels_compile_with_sizes_of_one(offline_compiler: OfflineCompiler) -> None:
-    assert offline_compiler.run(COMPILE).count("True") == 7
+    assert offline_compiler.run(COMPILE).count("True") == 8

@@ -7,7 +7,14 @@ import torch
 from detcompile.errors import InvalidInput
 from detcompile.templates.exact.attention import dense_attention_cpu, paged_attention_cpu
 from detcompile.templates.exact.linear import linear_cpu
-from detcompile.templates.exact.rows import FUNCTIONS, function_cpu, layer_norm_cpu, quantize_cpu, rms_norm_cpu
+from detcompile.templates.exact.rows import (
+    FUNCTIONS,
+    divide_cpu,
+    function_cpu,
+    layer_norm_cpu,
+    quantize_cpu,
+    rms_norm_cpu,
+)
 from tests.exact import definition as exact
 from tests.exact import golden
 from tests.exact.definition import F, U
@@ -24,6 +31,12 @@ def test_function_equals_the_reference(name: str, isa: str) -> None:
     x = np.where(x == x, x, F(0)) if name == "exp2_short" else x
     for part in (x, x[:5], x.reshape(16, -1)[:, :33]):
         assert_same(function_cpu(tensor(part), name, isa), getattr(exact, name)(part))
+
+
+def test_quotient_equals_the_reference(isa: str) -> None:
+    x, y = golden.function_sample(), golden.function_sample()[::-1].copy()[:4096]
+    assert_same(divide_cpu(tensor(x), tensor(y[7:8]), isa), x / y[7:8])
+    assert_same(divide_cpu(tensor(x.reshape(16, -1)), tensor(y), isa), x.reshape(16, -1) / y)
 
 
 @EXHAUSTIVE_BY_CASE

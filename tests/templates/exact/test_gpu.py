@@ -7,7 +7,14 @@ import pytest
 from torch import Tensor
 
 from detcompile.templates.exact.attention import _paged_cuda, paged_attention_cpu
-from detcompile.templates.exact.gpu import function_cuda, layer_norm_cuda, linear_cuda, quantize_cuda, rms_norm_cuda
+from detcompile.templates.exact.gpu import (
+    divide_cuda,
+    function_cuda,
+    layer_norm_cuda,
+    linear_cuda,
+    quantize_cuda,
+    rms_norm_cuda,
+)
 from detcompile.templates.exact.rows import FUNCTIONS
 from tests.exact import definition as exact
 from tests.exact import golden
@@ -46,6 +53,11 @@ def test_function_equals_the_reference(name: str) -> None:
     x = golden.function_sample()[:: 16 if INTERPRETED else 1]
     x = np.where(x == x, x, F(0)) if name == "exp2_short" else x
     assert_same(function_cuda(tensor(x), name), getattr(exact, name)(x))
+
+
+def test_quotient_equals_the_reference() -> None:
+    x, y = golden.function_sample()[::16], golden.function_sample()[::-16].copy()
+    assert_same(divide_cuda(tensor(x), tensor(y)), x / y)
 
 
 @pytest.mark.parametrize("name", golden.kept()["sweep"])

@@ -1,4 +1,4 @@
-// exact_function, exact_rms_norm and exact_quantize: functions and rows of docs/exact.md.
+// exact_function, exact_divide, exact norms and exact_quantize: functions and rows of docs/exact.md.
 //
 // Legend: M rows, R row length.
 #include "steps.h"
@@ -26,7 +26,19 @@ EXPORT void detcompile_exact_function(const float* x, float* out, int64_t count,
     case 6: return map(x, out, count, num_threads, [](float v) { return exact::gelu_tanh(v); });
     case 7: return map(x, out, count, num_threads, [](float v) { return exact::exp2_short(v == v ? v : 0.0f); });
     case 8: return map(x, out, count, num_threads, [](float v) { return exact::bf16(v); });
+    case 9: return map(x, out, count, num_threads, [](float v) { return exact::erf(v); });
+    case 10: return map(x, out, count, num_threads, [](float v) { return exact::tanh(v); });
+    case 11: return map(x, out, count, num_threads, [](float v) { return exact::log1p(v); });
+    case 12: return map(x, out, count, num_threads, [](float v) { return exact::gelu(v); });
+    case 13: return map(x, out, count, num_threads, [](float v) { return std::sqrt(v); });
+    case 14: return map(x, out, count, num_threads, [](float v) { return exact::floor(v); });
   }
+}
+
+EXPORT void detcompile_exact_divide(const float* x, const float* y, float* out, int64_t count, int32_t num_threads) {
+  if (count < 16384) num_threads = 1;
+#pragma omp parallel for simd schedule(static) num_threads(num_threads) if (num_threads > 1)
+  for (int64_t i = 0; i < count; i++) out[i] = x[i] / y[i];
 }
 
 EXPORT void detcompile_exact_rms_norm(const float* x, const float* weight, float* out, float eps, int64_t M, int64_t R,

@@ -53,6 +53,11 @@ constexpr float kExp2Short[] = {0x1.ffffe8p-1f, 0x1.62e0dep-1f, 0x1.ec06b2p-3f, 
 constexpr float kExp[] = {0x1.fffffcp-2f, 0x1.555492p-3f, 0x1.5558b0p-5f, 0x1.12398ap-7f, 0x1.6a4d70p-10f};
 constexpr float kLog[] = {-0x1.fffff8p-2f, 0x1.555550p-2f, -0x1.000432p-2f, 0x1.99a416p-3f, -0x1.5425c0p-3f,
                           0x1.226e6ep-3f,  -0x1.0f4050p-3f, 0x1.085db6p-3f, -0x1.383b80p-4f};
+constexpr float kErf[] = {0x1.06eba8p-3f,  -0x1.8127p-2f,  0x1.ce1c44p-4f,
+                          -0x1.b691b2p-6f, 0x1.471a58p-8f, -0x1.38ep-11f};
+constexpr float kErfFar[] = {-0x1.079d0cp-3f, -0x1.450aap-1f,   -0x1.b55cb8p-4f, 0x1.8d6342p-6f,
+                             -0x1.fd1438p-9f, 0x1.91cfb2p-12f, -0x1.22p-16f};
+constexpr float kTanh[] = {-0x1.5553dap-2f, 0x1.10b23ep-3f, -0x1.ac766ap-5f, 0x1.01ep-6f};
 constexpr float kGeluCube = 0x1.6e4e26p-5f, kGeluScale = -0x1.988454p+0f;
 
 inline float exp2(float x) {
@@ -79,6 +84,24 @@ inline float rsqrt(float x) { return 1.0f / std::sqrt(x); }
 inline float sigmoid(float x) { return 1.0f / (1.0f + exp(-x)); }
 inline float silu(float x) { return x / (1.0f + exp(-x)); }
 inline float gelu_tanh(float x) { return x / (1.0f + exp(fma(x * x * kGeluCube, x, x) * kGeluScale)); }
+inline float signed_as(float y, float x) { return x < 0.0f ? -y : y; }
+inline float erf(float x) {
+  float t = clip(std::fabs(x), 0.0f, 4.0f), near_zero = fma(polynomial(x * x, kErf), x, x);
+  float far = 1.0f - exp(fma(polynomial(t, kErfFar), t, -t));
+  return t > 0x1.dbp-1f ? signed_as(far, x) : near_zero;
+}
+inline float tanh(float x) {
+  float t = std::fabs(x), s = x * x, near_zero = fma(s * polynomial(s, kTanh), x, x);
+  float far = 1.0f - 2.0f / (exp(t + t) + 1.0f);
+  return t >= 0x1.19999ap-1f ? signed_as(far, x) : near_zero;
+}
+inline float log1p(float x) {
+  float u = 1.0f + x, y = log(u) * (x / (u - 1.0f));
+  y = u == INFINITY ? u : y;
+  return u == 1.0f ? x : y;
+}
+inline float gelu(float x) { return (x * 0.5f) * (1.0f + erf(x * 0x1.6a09e6p-1f)); }
+inline float floor(float x) { return std::floor(x) + 0.0f; }  // never -0
 // v rounded to bfloat16, ties to even, and widened
 inline float bf16(float v) {
   uint32_t i = uint32_t(bits(v));

@@ -205,7 +205,7 @@ class _Compilation:
         backend = self._backend
         repeats = None if backend.layers is None else backend.layers.repeats
         if backend.numerics.is_exact:
-            pin_exact_functions(gm)
+            pin_exact_functions(gm, backend.numerics.arithmetic)
         if backend.name_inputs is not None:
             digest = exact_program_digest if backend.numerics.is_exact else program_digest
             backend.digests.append(digest(gm, backend.name_inputs(self._inputs), repeats))

@@ -35,6 +35,7 @@ from detcompile.passes.modules.attention import (
     require_plain,
     rule_of,
 )
+from detcompile.passes.modules.exact import give_kv_digits
 from detcompile.passes.modules.pooling_heads import attends_both_ways
 from detcompile.passes.modules.recurrences import Recurrences
 from detcompile.passes.release_probe import require_release
@@ -214,6 +215,7 @@ def _observe(
     def record(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **kwargs: Any):
         check_call(module, query, key, value, attention_mask, kwargs, both_ways)
         rule = rule_of(query, kv_chunk, kwargs)
+        give_kv_digits(model, module)
         require_plain(module, query, rule)
         calls.append(AttentionCall(module, query, key, value, rule, place(module)))
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None

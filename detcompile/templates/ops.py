@@ -10,6 +10,7 @@ import detcompile.templates.collectives.op
 import detcompile.templates.exact.attention
 import detcompile.templates.exact.linear
 import detcompile.templates.exact.rows
+import detcompile.templates.exact.softmax
 import detcompile.templates.experts.op
 import detcompile.templates.matmul.gate
 import detcompile.templates.matmul.op

@@ -333,6 +333,21 @@ def linear(x: Array, digits: int, w: Array, w_scale: Array, bias: Array | None =
     return y if bias is None else y + bias
 
 
+def expert_linear(x: Array, ids: Array, digits: int, w: Array, w_scale: Array, bias: Array | None = None) -> Array:
+    """Return each row of x [M, K] times the weights w [dw, E, N, K] of its experts ids [M, C]: [M, C, N]."""
+    rows = [[linear(row[None], digits, w[:, e], w_scale[e], None if bias is None else bias[e])[0] for e in chosen]
+            for row, chosen in zip(x, ids)]  # fmt: skip
+    return np.array(rows, F)
+
+
+def row_sum(x: Array) -> Array:
+    """Return the sums of rows, each from its first element to its last."""
+    total = x[..., 0]
+    for i in range(1, x.shape[-1]):
+        total = total + x[..., i]
+    return total
+
+
 # ---------------------------------------------------------------- norm, rope
 
 
@@ -457,32 +472,47 @@ def attention(
     positions: Array,
     scale: float = 0.0,
     window: int = 0,
+    softcap: float = 0.0,
+    sinks: Array | None = None,
+    slopes: Array | None = None,
+    chunk: int = 0,
 ) -> Array:
-    """Return softmax(q k * scale) v, float32 [T, H, dim], causal.
+    """Return softmax(q k * scale) v, float32 [T, H, width of v], causal.
 
     q int8 [dq, T, H, dim], q_scale [T, H] (left); k, v int8 [d, S, G, dim], scales [S, G] (right); positions [T] of
-    the queries. A query sees the `window` newest keys, or all with 0; a scale of 0 is 1 / sqrt(dim). The weights of the
-    softmax have as many digits as q.
+    the queries. A query sees the `window` newest keys, or all with 0, and none before its `chunk`; a scale of 0 is
+    1 / sqrt(dim). Sinks and slopes [H]. The weights of the softmax have as many digits as q.
     """
     _, T, H, dim = q.shape
     G, S = k.shape[2], int(positions.max()) + 1
-    factor = LOG2E * F(scale) if scale else LOG2E / np.sqrt(F(dim))
+    if softcap:
+        factor = F(scale) if scale else F(1) / np.sqrt(F(dim))
+    else:
+        factor = LOG2E * F(scale) if scale else LOG2E / np.sqrt(F(dim))
     r = np.where(q_scale == q_scale, q_scale, F(1)) * factor
     oldest = positions - (window or S) + 1  # the first key that a query sees
+    oldest = np.maximum(oldest, positions // chunk * chunk) if chunk else oldest
     k_unit, v_unit = (np.where(scale == scale, scale, F(1)) for scale in (k_scale, v_scale))
-    out = np.empty((T, H, dim), F)
+    width = v.shape[3]
+    out = np.empty((T, H, width), F)
     for h in range(H):
         g = h * G // H
-        whole = State.empty(T, dim)
+        whole = State.empty(T, width)
+        if sinks is not None:
+            z = F(sinks[h]) * LOG2E
+            peak = ceil(z)
+            count = near(exp2_short(z - peak), TOP[2]).astype(F)
+            whole = State(whole.acc, np.full(T, count, F), np.full(T, peak, F))
         for start in range(0, S, GROUP * BLOCK):
-            group, sees_group = State.empty(T, dim), np.zeros(T, bool)
+            group, sees_group = State.empty(T, width), np.zeros(T, bool)
             for first in range(start, min(start + GROUP * BLOCK, S), BLOCK):
                 keys = slice(first, min(first + BLOCK, S))
                 here = np.arange(keys.start, keys.stop)[None, :]
                 visible = (here <= positions[:, None]) & (here >= oldest[:, None])
                 block = key_block(
-                    q[:, :, h], r[:, h], k[:, keys, g], k_unit[keys, g], v[:, keys, g], v_unit[keys, g], visible
-                )
+                    q[:, :, h], r[:, h], k[:, keys, g], k_unit[keys, g], v[:, keys, g], v_unit[keys, g], visible,
+                    softcap, None if slopes is None else (F(slopes[h]) * LOG2E) * (here - positions[:, None]).astype(F),
+                )  # fmt: skip
                 group.merge(block, visible.any(1))
                 sees_group |= visible.any(1)
             whole.merge(group, sees_group)
@@ -494,10 +524,22 @@ def attention(
     return out
 
 
-def key_block(q: Array, r: Array, k: Array, k_scale: Array, v: Array, v_scale: Array, visible: Array) -> State:
+def key_block(
+    q: Array,
+    r: Array,
+    k: Array,
+    k_scale: Array,
+    v: Array,
+    v_scale: Array,
+    visible: Array,
+    softcap: float = 0.0,
+    bias: Array | None = None,
+) -> State:
     """Return the state of rows q [dq, T, dim] over a block of keys k, v [d, n, dim]; rows that see none are unused."""
     top = TOP[len(q)]
     z = (product(q, k).astype(F) * k_scale) * r[:, None]
+    z = F(softcap) * tanh(z / F(softcap)) * LOG2E if softcap else z
+    z = z if bias is None else z + bias
     peak = ceil(np.where(visible, z, F(-np.inf)).max(1))
     peak = np.where(visible.any(1), peak, F(0))
     p = np.where(visible, exp2_short(z - peak[:, None]), F(0))

@@ -92,11 +92,11 @@ def attention_cases() -> dict[str, tuple[Array, Array, Array, int]]:
     return cases
 
 
-def attended(q: Array, k: Array, v: Array, digits: int, scale: float = 0.0, window: int = 0) -> Array:
+def attended(q: Array, k: Array, v: Array, digits: int, *rule: Any) -> Array:
     """Return the reference's attention of the last len(q) of len(k) tokens."""
     keys, its_values = exact.quantize(k, digits, True), exact.quantize(v, digits, True)
     queries = exact.quantize(q, exact.QUERY_DIGITS, False)
-    return exact.attention(*queries, *keys, *its_values, np.arange(len(k) - len(q), len(k)), scale, window)
+    return exact.attention(*queries, *keys, *its_values, np.arange(len(k) - len(q), len(k)), *rule)
 
 
 def product_cases() -> dict[str, tuple[Array, Array]]:

@@ -118,6 +118,20 @@ def exact_divide(M=3, R=8) -> Arguments:
     return {"x": rows(M, R), "y": rows(M, R)}
 
 
+def exact_sum(M=3, R=8) -> Arguments:
+    return {"x": rows(M, R)}
+
+
+def exact_softmax(M=3, V=8) -> Arguments:
+    return {"x": rows(M, V)}
+
+
+def exact_expert_linear(T=3, C=2, E=4, N=5, K=70, D=2) -> Arguments:
+    w = (torch.arange(D * E * N * K) % 255 - 127).to(torch.int8).view(D, E, N, K)
+    ids = torch.arange(T * C).view(T, C) % max(1, E)
+    return {"x": rows(T, K), "ids": ids, "w": w, "w_scale": rows(E, N), "bias": rows(E, N), "x_digits": 2}
+
+
 def exact_rms_norm(M=3, R=8) -> Arguments:
     return {"x": rows(M, R), "weight": rows(R), "eps": 1e-6}
 
@@ -288,7 +302,8 @@ OPERATIONS = (
     dense_causal_conv, wkv, dense_wkv,
     running_max, dense_running_max, linear_recurrence, dense_linear_recurrence, token_logprobs, token_logprobs_backward,
     rms_norm_backward, layer_norm_backward, softmax_backward, token_matmul, token_sum, token_scatter,
-    exact_function, exact_divide, exact_rms_norm, exact_layer_norm, exact_quantize, exact_linear,
+    exact_function, exact_divide, exact_sum, exact_softmax, exact_rms_norm, exact_layer_norm, exact_quantize,
+    exact_linear, exact_expert_linear,
     exact_paged_attention, exact_dense_attention,
 )  # fmt: skip
 CALLS: dict[str, tuple[Callable[..., Arguments], Callable[..., Any]]] = {

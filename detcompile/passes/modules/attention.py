@@ -134,17 +134,18 @@ def require_plain(module: nn.Module, query: Tensor, rule: AttentionRule) -> None
     """Raise UnsupportedModel if the module's attention is exact and has another rule than exact attention."""
     if not kv_digits(module):
         return
-    plain = AttentionRule(scale=rule.scale, sliding_window=rule.sliding_window, kv_chunk=rule.kv_chunk)
-    if any(ours is not its and ours != its for ours, its in zip(rule, plain, strict=True)):
+    if rule.relative_bias is not None:
         raise UnsupportedModel(
-            f"{type(module).__name__}: exact arithmetic defines causal attention with a window and a scale of scores:"
-            " no chunk, soft cap, sink, ALiBi or bias. Compile the model without Numerics.arithmetic"
+            f"{type(module).__name__}: exact arithmetic defines no attention with biases by distance. Compile the model"
+            " without Numerics.arithmetic"
         )
 
 
-def _exact_rule(query: Tensor, rule: AttentionRule) -> tuple[float, int]:
-    """Return the scale of the scores, 0 for 1 / sqrt(head_dim), and the window."""
-    return 0.0 if rule.scale == query.shape[-1] ** -0.5 else rule.scale, rule.sliding_window
+def _exact_rule(query: Tensor, rule: AttentionRule) -> tuple[Any, ...]:
+    """Return the last arguments of exact attention; a scale of 0 is 1 / sqrt(head_dim)."""
+    scale = 0.0 if rule.scale == query.shape[-1] ** -0.5 else rule.scale
+    per_head = [None if given is None else given.float() for given in (rule.sinks, rule.alibi_slopes)]
+    return scale, rule.sliding_window, rule.softcap, *per_head, rule.attention_chunk
 
 
 def check_call(

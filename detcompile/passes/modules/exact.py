@@ -21,7 +21,7 @@ from detcompile.templates.exact.attention import row_words
 from detcompile.templates.ops import ours
 
 _ROUNDED_SUMS = ("LlamaForCausalLM", "Qwen3ForCausalLM")  # with bfloat16 residual sums, if the variant has them
-_KV_DIGITS = "_detcompile_kv_digits"  # attribute of an attention module
+_KV_DIGITS = "_detcompile_kv_digits"  # attribute of a model and its attention modules
 _EPSILONS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 _ROWS = (0.0, 1e-8, 1e-5, 1e-4, 1e-3, 1e-2, 0.3, 1.0, 30.0, 1e4)  # sizes of rows, where an epsilon counts and where not
 _FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -97,8 +97,9 @@ def use_exact_arithmetic(model: PreTrainedModel, arithmetic: str, max_context: i
     """
     chosen = ARITHMETICS[arithmetic]
     model.float()
+    setattr(model, _KV_DIGITS, chosen.kv)
     for name, module in list(model.named_modules()):
-        if isinstance(module, nn.Linear | Conv1D):
+        if type(module).forward in (nn.Linear.forward, Conv1D.forward):  # a subclass may compute more
             replace_module(model, name, ExactLinear(module, chosen))
         elif "Norm" in type(module).__name__:
             replace_module(model, name, _norm_of(module) or module)
@@ -106,8 +107,6 @@ def use_exact_arithmetic(model: PreTrainedModel, arithmetic: str, max_context: i
             replace_module(model, name, _function_of(module, model.device) or module)
         elif has_frequencies(module):
             replace_module(model, name, rotary_of(model, module, max_context))
-        elif isinstance(getattr(module, "layer_idx", None), int):
-            setattr(module, _KV_DIGITS, chosen.kv)
     if chosen.bf16_residual and type(model).__name__ in _ROUNDED_SUMS:
         for layer in model.model.layers:
             kind: Any = type(layer)
@@ -158,9 +157,15 @@ def _fixed(tensor: Tensor) -> nn.Parameter:
 
 
 def kv_digits(module: Any) -> int:
-    """Return the digits of an attention module's keys and values; 0 if they are not quantized."""
+    """Return the digits of keys and values of a model or an attention module; 0 if they are not quantized."""
     digits: int = getattr(module, _KV_DIGITS, 0)
     return digits
+
+
+def give_kv_digits(model: Any, module: Any) -> None:
+    """Quantize the keys and values of an attention module as its model's."""
+    if kv_digits(model):
+        setattr(module, _KV_DIGITS, kv_digits(model))
 
 
 def cached_shape(module: Any, key: Tensor, value: Tensor) -> tuple[int, int, int]:

@@ -20,8 +20,9 @@ _ROUNDINGS = 2e-5  # relative; of frequencies that are computed in float32, as t
 class ExactRotary(nn.Module):
     """forward(x, position_ids [B, T], layer_type) -> cos and sin [B, T, width], from tables by layer type."""
 
-    def __init__(self, tables: Mapping[str | None, tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, tables: Mapping[str | None, tuple[Tensor, Tensor]], config: Any) -> None:
         super().__init__()
+        self.config = config  # which some layers read
         for layer_type, (cos, sin) in tables.items():
             prefix = _prefix(layer_type)
             self.register_buffer(f"{prefix}cos", cos)
@@ -57,7 +58,7 @@ def rotary_of(model: PreTrainedModel, module: Any, length: int) -> nn.Module:
                 f" with the rope_type {kind!r}, only of {', '.join(ROPE_TYPES)}. Compile it without Numerics.arithmetic"
             )
         tables[layer_type] = table
-    return ExactRotary(tables)
+    return ExactRotary(tables, config)
 
 
 def _layer_types(module: nn.Module) -> list[str | None]:

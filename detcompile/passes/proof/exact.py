@@ -13,11 +13,15 @@ _TEMPLATES = frozenset(
         ours.embedding.default,
         ours.exact_dense_attention.default,
         ours.exact_divide.default,
+        ours.exact_expert_linear.default,
         ours.exact_function.default,
         ours.exact_layer_norm.default,
         ours.exact_linear.default,
         ours.exact_paged_attention.default,
+        ours.exact_quantize.default,
         ours.exact_rms_norm.default,
+        ours.exact_softmax.default,
+        ours.exact_sum.default,
     }
 )
 # One IEEE operation, a selection, a bit operation or a conversion with one rounding.

@@ -111,6 +111,17 @@ def exact_linear(node: fx.Node, ctx: Context) -> Rows:
     return Rows((x.dims[0], w.dims[1]))
 
 
+def exact_expert_linear(node: fx.Node, ctx: Context) -> Rows:
+    """A product with each row's experts, whose weights [digits, E, N, K] are quantized."""
+    x, ids, w = (ctx.rows(arg) for arg in node.args[:3])
+    require_feature(x, -1, "the sum of a matrix product")
+    for part, what in zip(node.args[2:5], ("the weights", "their scales", "the bias"), strict=True):
+        if part is not None:
+            require_weight(ctx.rows(part), what)
+    rows_of_x = Rows((*x.dims[:-1], *((),) * (len(ids.dims) - len(x.dims) + 1)))
+    return Rows((*join([rows_of_x, ids], len(ids.dims)).dims, w.dims[2]))
+
+
 def quantize_rows(node: fx.Node, ctx: Context) -> tuple[Rows, Rows]:
     """Each row, along the last dimension, gives a row of each digit and a scale."""
     value = ctx.rows(node.args[0])

@@ -43,6 +43,7 @@ from detcompile.passes.proof.template_rules import (
     dequant_expert_matmul_partial,
     dequant_matmul,
     dequant_matmul_partial,
+    exact_expert_linear,
     exact_linear,
     expert_matmul,
     expert_matmul_partial,
@@ -72,6 +73,10 @@ def sums_nothing(node: fx.Node, numerics: Numerics) -> None:
 
 def exact(node: fx.Node, numerics: Numerics) -> None:
     """Return no order: every sum is a sum of integers that none of its orders rounds."""
+
+
+def sums_in_order(node: fx.Node, numerics: Numerics) -> None:
+    """Return no order of the declared numerics: exact_sum adds a row from its first element to its last."""
 
 
 def order_of_product(node: fx.Node, numerics: Numerics) -> SumOrder:
@@ -208,12 +213,15 @@ TEMPLATES: Mapping[Any, Template] = {
     ours.embedding.default: Template("template", rows=embedding, order=sums_nothing),
     ours.exact_dense_attention.default: Template("attention", rows=dense_attention, order=exact),
     ours.exact_divide.default: Template("template", rows=pointwise, order=sums_nothing),
+    ours.exact_expert_linear.default: Template("template", rows=exact_expert_linear, order=exact),
     ours.exact_function.default: Template("template", rows=pointwise, order=sums_nothing),
     ours.exact_layer_norm.default: Template("template", rows=row_by_row, order=exact),
     ours.exact_linear.default: Template("template", rows=exact_linear, order=exact),
     ours.exact_paged_attention.default: Template("attention", rows=paged_attention, order=exact),
     ours.exact_quantize.default: Template("template", rows=quantize_rows, order=exact),
     ours.exact_rms_norm.default: Template("template", rows=row_by_row, order=exact),
+    ours.exact_softmax.default: Template("template", rows=row_by_row, order=exact),
+    ours.exact_sum.default: Template("template", rows=row_reduced, order=sums_in_order),
     ours.expert_matmul.default: Template("template", rows=expert_matmul, order=order_of_product),
     ours.expert_matmul_partial.default: Template("collective", rows=expert_matmul_partial, order=order_of_partial),
     ours.gated_matmul.default: Template("template", rows=gated_matmul, order=order_of_product),

@@ -1,13 +1,17 @@
 """Functions of a graph in exact arithmetic, by the definition of docs/exact.md."""
 
 import math
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from detcompile.orders.exact import ARITHMETICS
 from detcompile.passes.graphs import insert, replace
+from detcompile.passes.rewrites.matmuls import pin_batched_products, pin_matmuls
+from detcompile.passes.rewrites.reductions import pin_reductions
 from detcompile.templates.ops import ours
 
 aten = torch.ops.aten
@@ -25,15 +29,15 @@ FUNCTIONS = {
 }
 
 
-def pin_exact_functions(gm: fx.GraphModule) -> fx.GraphModule:
+def pin_exact_functions(gm: fx.GraphModule, arithmetic: str) -> fx.GraphModule:
     """exp(x)   ->  exact_function(x, "exp"), and the other FUNCTIONS, of float32 x
 
-    REWRITES make the operations that have another form out of these, selections and products.
+    REWRITES make the operations that have another form out of these, selections and products. Reductions and products
+    become templates of the default numerics first, which have fewer forms.
     """
-    for target, rewrite in REWRITES.items():
-        for node in gm.graph.find_nodes(op="call_function", target=target):
-            if _is_single(node):
-                rewrite(gm.graph, node)
+    _rewrite(gm, {aten.native_layer_norm.default: _layer_norm})
+    gm = pin_matmuls(pin_reductions(pin_batched_products(gm)))
+    _rewrite(gm, {ours.expert_matmul.default: _expert_product(arithmetic), **REWRITES})
     for target, name in FUNCTIONS.items():
         for node in gm.graph.find_nodes(op="call_function", target=target):
             if _is_single(node):
@@ -41,12 +45,20 @@ def pin_exact_functions(gm: fx.GraphModule) -> fx.GraphModule:
     return gm
 
 
+def _rewrite(gm: fx.GraphModule, table: Mapping[Any, Callable[[fx.Graph, fx.Node], None]]) -> None:
+    for target, rewrite in table.items():
+        for node in gm.graph.find_nodes(op="call_function", target=target):
+            if _is_single(node):
+                rewrite(gm.graph, node)
+
+
 def _is_single(node: fx.Node) -> bool:
-    """Return whether a node makes float32 of float32."""
+    """Return whether all floats that a node reads and makes are float32, and it makes some."""
     value = node.meta["val"]
-    results = value if isinstance(value, (tuple, list)) else (value,)
-    operands = [arg.meta["val"] for arg in node.all_input_nodes]
-    return all(isinstance(part, Tensor) and part.dtype is torch.float32 for part in (*results, *operands))
+    results = [part for part in (value if isinstance(value, (tuple, list)) else (value,)) if isinstance(part, Tensor)]
+    tensors = [*results, *(arg.meta["val"] for arg in node.all_input_nodes if isinstance(arg.meta["val"], Tensor))]
+    floats = [tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point]
+    return {*floats} == {torch.float32} and all(part.dtype is torch.float32 for part in results)
 
 
 def _function(graph: fx.Graph, node: fx.Node, x: fx.Node, name: str) -> fx.Node:
@@ -103,9 +115,11 @@ def _reciprocal(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _power(graph: fx.Graph, node: fx.Node) -> None:
-    """x^2  ->  x * x     x^3  ->  x * x * x     x^0.5, x^-0.5  ->  sqrt, rsqrt     x^-1  ->  1 / x"""
+    """x^1  ->  x     x^2  ->  x * x     x^3  ->  x * x * x     x^0.5, x^-0.5  ->  sqrt, rsqrt     x^-1  ->  1 / x"""
     x, exponent = node.args
-    if exponent in (2, 3):
+    if exponent == 1:
+        replace(node, x)
+    elif exponent in (2, 3):
         power = insert(graph, aten.mul.Tensor, (x, x), node)
         replace(node, power if exponent == 2 else insert(graph, aten.mul.Tensor, (power, x), node))
     elif exponent in (0.5, -0.5):
@@ -123,6 +137,50 @@ def _layer_norm(graph: fx.Graph, node: fx.Node) -> None:
         norm = insert(graph, ours.exact_layer_norm.default, (x, weight, bias, eps), node)
         for user in list(node.users):
             replace(user, norm)
+
+
+def _matmul(graph: fx.Graph, node: fx.Node) -> None:
+    """matmul(x, w, bias)  ->  exact_linear(x, *exact_quantize(w), bias), with two digits each; its order is free"""
+    x, w, bias, residual, *_ = node.args
+    if residual is None:
+        digits, scales = _quantized(graph, node, w, 2)
+        replace(node, insert(graph, ours.exact_linear.default, (x, digits, scales, bias, 2), node))
+
+
+def _expert_product(arithmetic: str) -> Callable[[fx.Graph, fx.Node], None]:
+    """expert_matmul(x, ids, w, bias)  ->  exact_expert_linear(x, ids, *exact_quantize(w), bias)"""
+    numerics = ARITHMETICS[arithmetic]
+
+    def rewrite(graph: fx.Graph, node: fx.Node) -> None:
+        x, ids, w, bias, *_ = (*node.args, None)
+        digits, scales = _quantized(graph, node, w, numerics.weights)
+        product = (x, ids, digits, scales, bias, numerics.activations)
+        replace(node, insert(graph, ours.exact_expert_linear.default, product, node))
+
+    return rewrite
+
+
+def _quantized(graph: fx.Graph, node: fx.Node, w: fx.Node, digits: int) -> list[fx.Node]:
+    """Quantize a weight in the graph, in each step: a linear's are quantized before."""
+    pair = insert(graph, ours.exact_quantize.default, (w, digits, True), node)
+    return [insert(graph, operator.getitem, (pair, place), node) for place in range(2)]
+
+
+def _sum(graph: fx.Graph, node: fx.Node) -> None:
+    """row_sum(x)  ->  exact_sum(x)"""
+    replace(node, insert(graph, ours.exact_sum.default, (node.args[0],), node))
+
+
+def _softmax(graph: fx.Graph, node: fx.Node) -> None:
+    """softmax(x)  ->  exact_softmax(x)"""
+    replace(node, insert(graph, ours.exact_softmax.default, (node.args[0],), node))
+
+
+def _rms_norm(graph: fx.Graph, node: fx.Node) -> None:
+    """rms_norm(x, weight, eps)  ->  exact_rms_norm(x, weight or 1, eps)"""
+    x, weight, eps, *_ = node.args
+    weight = weight or _filled(node, [int(x.meta["val"].shape[-1])], 1.0)
+    replace(node, insert(graph, ours.exact_rms_norm.default, (x, weight, eps), node))
 
 
 def _filled(node: fx.Node, shape: list[int], number: float) -> fx.Node:
@@ -143,8 +201,11 @@ REWRITES: Mapping[Any, Callable[[fx.Graph, fx.Node], None]] = {
     aten.div.Tensor: _divide,
     aten.maximum.default: _extreme(aten.gt.Tensor),
     aten.minimum.default: _extreme(aten.lt.Tensor),
-    aten.native_layer_norm.default: _layer_norm,
     aten.pow.Tensor_Scalar: _power,
     aten.reciprocal.default: _reciprocal,
     aten.relu.default: _relu,
+    ours.matmul.default: _matmul,
+    ours.rms_norm.default: _rms_norm,
+    ours.row_sum.default: _sum,
+    ours.softmax.default: _softmax,
 }

@@ -1,18 +1,18 @@
 """exact_paged_attention and exact_dense_attention: causal attention over quantized keys and values; see docs/exact.md.
 
-Legend: T tokens, B batch, Hq Hkv heads (Hkv divides Hq), D head dim, W words of a cached row.
+Legend: T tokens, B batch, Hq Hkv heads (Hkv divides Hq), D head dim, V width of a value, W words of a cached row.
 
-A cached row is one head's key or value of one token: its digits (D bytes each), then its float32 scale. Caches are
+A cached row is one head's key or value of one token: its digits (D or V bytes each), then its float32 scale. Caches are
 float32 tensors of W = D / 4 + 1 or D / 2 + 1 words, so that they are stored and moved as any KV cache; all words but
-the last hold bytes. Scores are multiplied by `scale`, or by 1 / sqrt(D) if it is 0. A token sees the newest `window`
-keys, itself included, or all keys if `window` is 0. A row of the result depends on its query and the keys that it
-sees, in position order.
+the last hold bytes. ExactRule describes scores and visible keys. A row of the result depends on its query and the keys
+that it sees, in position order.
 Prefill, decode, any split of a prompt, any block size and placement, and dense keys agree.
 """
 
 import ctypes
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from detcompile.step import PADDING_SLOT
 from detcompile.templates.attention.op import KEYS, check_slots
 from detcompile.templates.attention.operands import Caches, StepMetadata
 from detcompile.templates.cpu import library as cpu_library
-from detcompile.templates.exact.attention_gpu import attention_cuda
+from detcompile.templates.exact.attention_gpu import ExactRule, attention_cuda
 from detcompile.templates.exact.rows import quantize_cpu
 from detcompile.templates.registration import define
 
@@ -44,41 +44,43 @@ def paged_attention_cpu(
     caches: Caches,
     slot_mapping: Tensor,
     step: StepMetadata,
-    scale: float = 0.0,
-    window: int = 0,
+    rule: ExactRule = ExactRule(),
     isa: str | None = None,
 ) -> Tensor:
-    """Quantize k and v [T, Hkv, D] into the caches [num_blocks, block_size, Hkv, W] at slot_mapping, then attend.
+    """Quantize k [T, Hkv, D] and v [T, Hkv, V] into the caches [num_blocks, block_size, Hkv, W], then attend.
 
-    q [T, Hq, D] -> [T, Hq, D], float32. Rows past cu_seqlens[S] are padding and get zeros.
+    q [T, Hq, D] -> [T, Hq, V], float32. Rows past cu_seqlens[S] are padding and get zeros.
 
     Raises:
         InvalidInput: sizes do not match, or metadata points outside the caches; nothing is written.
     """
-    digits = _digits_of(q, k, caches)
-    _check_step(len(q), caches, slot_mapping, step, window)
+    digits = _digits_of(q, k, v, caches)
+    _check_step(len(q), caches, slot_mapping, step, rule)
     (kept,) = torch.where(slot_mapping != PADDING_SLOT)
     slots, tokens = slot_mapping[kept], kept % max(1, len(q))
     for cache, x in ((caches.k, k), (caches.v, v)):
         cache[slots // cache.shape[1], slots % cache.shape[1]] = _packed(x, digits, isa)[tokens]
-    T, Hq, D = q.shape
+    (T, Hq, D), (_, Hkv, V) = q.shape, v.shape
     q_digits, q_scale = quantize_cpu(q, QUERY_DIGITS, False, isa)
-    out = torch.empty((T, Hq, D), dtype=torch.float32, device="cpu")
+    out = torch.empty((T, Hq, V), dtype=torch.float32, device="cpu")
+    per_head = [None if given is None else given.contiguous() for given in (rule.sinks, rule.slopes)]
     S, max_blocks = step.block_table.shape
     strides = (ctypes.c_int64 * 6)(*(4 * stride for cache in caches for stride in cache.stride()[:3]))
-    sizes = (T, S, Hq, k.shape[1], D, digits, caches.k.shape[1], max_blocks, cpu_library.thread_count(), window)
+    sizes = (T, S, Hq, Hkv, D, V, digits, caches.k.shape[1], max_blocks, cpu_library.thread_count())
     cpu_library.library(isa).detcompile_exact_attention(
         q_digits.data_ptr(), q_scale.data_ptr(), caches.k.data_ptr(), caches.v.data_ptr(), strides,
-        *(tensor.data_ptr() for tensor in step), out.data_ptr(), (ctypes.c_int64 * 10)(*sizes), _factor(D, scale),
+        *(tensor.data_ptr() for tensor in step), *(given if given is None else given.data_ptr() for given in per_head),
+        out.data_ptr(), (ctypes.c_int64 * 12)(*sizes, rule.window, rule.chunk),
+        _factor(D, rule.scale, rule.softcap > 0), rule.softcap,
     )  # fmt: skip
     return out
 
 
 def dense_attention_cpu(
-    q: Tensor, k: Tensor, v: Tensor, kv_digits: int, scale: float = 0.0, window: int = 0, isa: str | None = None
+    q: Tensor, k: Tensor, v: Tensor, kv_digits: int, rule: ExactRule = ExactRule(), isa: str | None = None
 ) -> Tensor:
-    """Attend without a cache, from position 0: q [B, Hq, T, D], k and v [B, Hkv, T, D] -> [B, Hq, T, D]."""
-    attend = functools.partial(paged_attention_cpu, scale=scale, window=window, isa=isa)
+    """Attend without a cache, from position 0: q [B, Hq, T, D], k [B, Hkv, T, D], v [B, Hkv, T, V] -> [B, Hq, T, V]."""
+    attend = functools.partial(paged_attention_cpu, rule=rule, isa=isa)
     return _over_pages(attend, q, k, v, kv_digits)
 
 
@@ -90,33 +92,34 @@ def _packed(x: Tensor, digits: int, isa: str | None) -> Tensor:
 
 def _over_pages(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, kv_digits: int) -> Tensor:
     """Run paged attention over one page a sequence of the batch."""
-    (B, _, T, D), device = q.shape, q.device
+    (B, Hq, T, _), device = q.shape, q.device
     tokens = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
-    shape = (B, max(1, T), k.shape[1], row_words(D, kv_digits))
-    caches = Caches(*(torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2)))
+    words = [row_words(x.shape[3], kv_digits) for x in (k, v)]
+    caches = Caches(*(torch.empty((B, max(1, T), k.shape[1], W), dtype=torch.float32, device=device) for W in words))
     places = torch.arange(B + 1, dtype=torch.int32, device=device)
     step = StepMetadata(places * T, torch.full_like(places[1:], T), places[:-1, None].contiguous())
     out = attend(*tokens, caches, torch.arange(B * T, device=device), step)
-    return out.view(B, T, *q.shape[1::2]).transpose(1, 2)
+    return out.view(B, T, Hq, v.shape[3]).transpose(1, 2)
 
 
-def _digits_of(q: Tensor, k: Tensor, caches: Caches) -> int:
-    (_, Hq, D), Hkv, W = q.shape, k.shape[1], caches.k.shape[3]
-    if Hq % Hkv or D % 4 or D > _WIDEST_HEAD:
+def _digits_of(q: Tensor, k: Tensor, v: Tensor, caches: Caches) -> int:
+    (_, Hq, D), (_, Hkv, V) = q.shape, v.shape
+    if Hq % Hkv or D % 4 or V % 4 or max(D, V) > _WIDEST_HEAD:
         raise InvalidInput(
-            f"detcompile::exact_paged_attention: {Hq} query heads over {Hkv} key heads of {D}: the heads must divide,"
-            f" and a head must be a multiple of 4 up to {_WIDEST_HEAD}"
+            f"detcompile::exact_paged_attention: {Hq} query heads over {Hkv} key heads of {D} and {V}: the heads must"
+            f" divide, and their sizes must be multiples of 4 up to {_WIDEST_HEAD}"
         )
+    given = [cache.shape[3] for cache in caches]
     for digits in (1, 2):
-        if row_words(D, digits) == W:
+        if given == [row_words(width, digits) for width in (D, V)]:
             return digits
     raise InvalidInput(
-        f"detcompile::exact_paged_attention: cached rows of {W} words; a head of {D} takes {row_words(D, 1)} or"
-        f" {row_words(D, 2)}"
+        f"detcompile::exact_paged_attention: cached rows of {given} words; a head of {D} takes {row_words(D, 1)} or"
+        f" {row_words(D, 2)}, a value of {V} {row_words(V, 1)} or {row_words(V, 2)}"
     )
 
 
-def _check_step(T: int, caches: Caches, slot_mapping: Tensor, step: StepMetadata, window: int) -> None:
+def _check_step(T: int, caches: Caches, slot_mapping: Tensor, step: StepMetadata, rule: ExactRule) -> None:
     """Raise InvalidInput if metadata points outside the caches or contradicts itself."""
     check_slots("exact_paged_attention", slot_mapping, T)
     num_blocks, block_size = caches.k.shape[:2]
@@ -125,8 +128,10 @@ def _check_step(T: int, caches: Caches, slot_mapping: Tensor, step: StepMetadata
     counts, lengths = step.cu_seqlens.diff(), step.seq_lens
     first = torch.arange(table.shape[1]) * block_size
     visible = (first < lengths[:, None]) & (counts > 0)[:, None]
-    if window:
-        visible &= first + block_size > (lengths - counts - window + 1)[:, None]
+    if rule.window:
+        visible &= first + block_size > (lengths - counts - rule.window + 1)[:, None]
+    if rule.chunk:
+        visible &= first + block_size > ((lengths - counts) // rule.chunk * rule.chunk)[:, None]
     if len(used) and not 0 <= int(used.min()) <= int(used.max()) < num_blocks * block_size:
         fault = "slot_mapping names a slot outside the caches"
     elif len(used.unique()) < len(used):
@@ -151,19 +156,19 @@ def _paged_cuda(
     caches: Caches,
     slot_mapping: Tensor,
     step: StepMetadata,
-    scale: float = 0.0,
-    window: int = 0,
+    rule: ExactRule = ExactRule(),
 ) -> Tensor:
-    digits = _digits_of(q, k, caches)
+    digits = _digits_of(q, k, v, caches)
     check_slots("exact_paged_attention", slot_mapping, len(q))
-    return attention_cuda(q, k, v, caches, slot_mapping, step, digits, _factor(q.shape[2], scale), window)
+    factor = _factor(q.shape[2], rule.scale, rule.softcap > 0)
+    return attention_cuda(q, k, v, caches, slot_mapping, step, digits, factor, rule)
 
 
 @functools.cache
-def _factor(D: int, scale: float) -> float:
-    """Return log2(e) times the scale, or over sqrt(D) if it is 0; each operation is rounded to float32."""
-    log2_e, given, width = np.float32(_LOG2_E), np.float32(scale), np.float32(D)
-    return float(log2_e * given if scale else log2_e / np.sqrt(width))
+def _factor(D: int, scale: float, capped: bool = False) -> float:
+    """Return log2(e), or 1 before a soft cap, times the scale, or over sqrt(D) if it is 0; each step is float32."""
+    unit, given, width = np.float32(1.0 if capped else _LOG2_E), np.float32(scale), np.float32(D)
+    return float(unit * given if scale else unit / np.sqrt(width))
 
 
 def _flat(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -179,44 +184,53 @@ def _flat(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
         cu_seqlens: Tensor,
         seq_lens: Tensor,
         block_table: Tensor,
-        scale: float = 0.0,
-        window: int = 0,
+        *rule: Any,
     ) -> Tensor:
         step = StepMetadata(cu_seqlens, seq_lens, block_table)
-        return attend(q, k, v, Caches(k_cache, v_cache), slot_mapping, step, scale, window)
+        return attend(q, k, v, Caches(k_cache, v_cache), slot_mapping, step, ExactRule(*rule))
 
     return flat
 
 
+_RULE = (
+    "float scale=0.0, int window=0, float softcap=0.0, Tensor? sinks=None, Tensor? alibi_slopes=None,"
+    " int attention_chunk=0"
+)
+_RULE_OPERANDS: dict[str, str | range] = {
+    "window": range(1 << 31),
+    "sinks": "float32 Hq",
+    "alibi_slopes": "float32 Hq",
+    "attention_chunk": range(1 << 31),
+}
 define(
     "exact_paged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, "
-    "Tensor cu_seqlens, Tensor seq_lens, Tensor block_table, float scale=0.0, int window=0) -> Tensor",
+    f"Tensor cu_seqlens, Tensor seq_lens, Tensor block_table, {_RULE}) -> Tensor",
     {
         "q": "float32 T Hq>0 D>0",
         "k": "float32 T Hkv>0 D",
-        "v": "float32 T Hkv D",
+        "v": "float32 T Hkv V>0",
         "slot_mapping": "contiguous int64 Places",
-        "window": range(1 << 31),
         **KEYS,
         "k_cache": "unit float32 Blocks Size Hkv W",
-        "v_cache": "unit float32 Blocks Size Hkv W",
+        "v_cache": "unit float32 Blocks Size Hkv X",
+        **_RULE_OPERANDS,
     },
     cpu=_flat(paged_attention_cpu),
     cuda=_flat(_paged_cuda),
-    fake=lambda q, *rest: q.new_empty(q.shape),
+    fake=lambda q, k, v, *rest: q.new_empty((*q.shape[:2], v.shape[2])),
 )
 define(
-    "exact_dense_attention(Tensor q, Tensor k, Tensor v, int kv_digits, float scale=0.0, int window=0) -> Tensor",
+    f"exact_dense_attention(Tensor q, Tensor k, Tensor v, int kv_digits, {_RULE}) -> Tensor",
     {
         "q": "float32 N Hq>0 T D>0",
         "k": "float32 N Hkv>0 T D",
-        "v": "float32 N Hkv T D",
+        "v": "float32 N Hkv T V>0",
         "kv_digits": range(1, 3),
-        "window": range(1 << 31),
+        **_RULE_OPERANDS,
     },
-    cpu=dense_attention_cpu,
-    cuda=lambda q, k, v, kv_digits, scale=0.0, window=0: _over_pages(
-        functools.partial(_paged_cuda, scale=scale, window=window), q, k, v, kv_digits
+    cpu=lambda q, k, v, kv_digits, *rule: dense_attention_cpu(q, k, v, kv_digits, ExactRule(*rule)),
+    cuda=lambda q, k, v, kv_digits, *rule: _over_pages(
+        functools.partial(_paged_cuda, rule=ExactRule(*rule)), q, k, v, kv_digits
     ),
-    fake=lambda q, k, v, kv_digits, scale=0.0, window=0: q.new_empty(q.shape),
+    fake=lambda q, k, v, *rest: q.new_empty((*q.shape[:3], v.shape[3])),
 )

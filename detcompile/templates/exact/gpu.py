@@ -80,6 +80,25 @@ def rms_norm_cuda(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 @triton.jit
+def _sum_kernel(x_ptr, out_ptr, M, R, BLOCK: tl.constexpr):
+    m = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.load(x_ptr + m * R, mask=m < M, other=0.0)
+    for i in range(1, R):
+        total = total + tl.load(x_ptr + m * R + i, mask=m < M, other=0.0)
+    tl.store(out_ptr + m, total, mask=m < M)
+
+
+def sum_cuda(x: Tensor) -> Tensor:
+    """Return the sums [...] of rows x [..., R], each from its first element to its last."""
+    x, R = x.contiguous(), x.shape[-1]
+    out = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    if x.numel():
+        M = x.numel() // R
+        launcher(_sum_kernel)[(cdiv(M, 64),)](x, out, M, R, BLOCK=64, num_warps=1, enable_fp_fusion=False)
+    return out
+
+
+@triton.jit
 def _layer_norm_kernel(x_ptr, weight_ptr, bias_ptr, out_ptr, R, eps, BLOCK: tl.constexpr):
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * R + i, mask=i < R, other=0.0)
@@ -170,6 +189,57 @@ def _linear_kernel(
     if HAS_BIAS:
         y = y + tl.load(bias_ptr + n, mask=n < N, other=0.0)[None, :]
     tl.store(out_ptr + m[:, None].to(tl.int64) * N + n[None, :], y, mask=rows & columns)
+
+
+@triton.jit
+def _expert_kernel(
+    x_ptr, x_scale_ptr, ids_ptr, w_ptr, w_scale_ptr, bias_ptr, out_ptr, share, E, N, K, x_plane, w_plane,
+    DX: tl.constexpr, DW: tl.constexpr, HAS_BIAS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """One row of out [M, N]: x [DX, M / share, K] times w [DW, E, N, K] of the row's expert; zeros for other ids."""
+    row = tl.program_id(0).to(tl.int64)
+    n, k = tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, BK)
+    expert = tl.load(ids_ptr + row)
+    known = (expert >= 0) & (expert < E)
+    expert = tl.where(known, expert, 0)
+    columns = (n < N) & known
+    x_at = x_ptr + (row // share) * K + k
+    w_at = w_ptr + (expert * N + n)[:, None] * K + k[None, :]
+    total = tl.zeros([BN], tl.int64)
+    for part in range(0, K, _LONGEST):
+        high, low = tl.zeros([BN], tl.int32), tl.zeros([BN], tl.int32)
+        for first in range(part, tl.minimum(part + _LONGEST, K), BK):
+            inside = k < K - first
+            w_ok = columns[:, None] & inside[None, :]
+            x = tl.load(x_at + first, mask=inside, other=0).to(tl.int32)
+            w = tl.load(w_at + first, mask=w_ok, other=0).to(tl.int32)
+            high += tl.sum(w * x[None, :], 1)
+            if DX == 2:
+                x_low = tl.load(x_at + x_plane + first, mask=inside, other=0).to(tl.int32)
+                low += tl.sum(w * x_low[None, :], 1)
+            if DW == 2:
+                w_low = tl.load(w_at + w_plane + first, mask=w_ok, other=0).to(tl.int32)
+                low += tl.sum(w_low * x[None, :], 1)
+        total += high.to(tl.int64) * 256 + low if DX == 2 else high.to(tl.int64)
+    x_scale = tl.load(x_scale_ptr + row // share)
+    y = total.to(tl.float32) * x_scale * tl.load(w_scale_ptr + expert * N + n, mask=columns, other=0.0)
+    if HAS_BIAS:
+        y = y + tl.load(bias_ptr + expert * N + n, mask=columns, other=0.0)
+    tl.store(out_ptr + row * N + n, tl.where(known, y, 0.0), mask=n < N)
+
+
+def expert_cuda(x: Tensor, ids: Tensor, w: Tensor, w_scale: Tensor, bias: Tensor | None, x_digits: int) -> Tensor:
+    """Run the op on the GPU: x [R, K], ids [M], w [D, E, N, K], w_scale and bias [E, N] -> [M, N]."""
+    digits, x_scale = quantize_cuda(x, x_digits, False)
+    D, E, N, K = w.shape
+    out = torch.empty((len(ids), N), dtype=torch.float32, device=x.device)
+    if out.numel():
+        launcher(_expert_kernel)[(len(ids), cdiv(N, 64))](
+            digits, x_scale, ids, w, w_scale, w_scale if bias is None else bias, out, len(ids) // len(x), E, N, K,
+            x.numel(), E * N * K, DX=x_digits, DW=D, HAS_BIAS=bias is not None, BN=64, BK=128, num_warps=4,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+    return out
 
 
 def linear_cuda(x: Tensor, w: Tensor, w_scale: Tensor, bias: Tensor | None, x_digits: int) -> Tensor:

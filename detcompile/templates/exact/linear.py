@@ -1,10 +1,12 @@
-"""exact_linear: rows quantized, times a quantized weight in exact integers, scaled; see docs/exact.md.
+"""exact_linear and exact_expert_linear: quantized rows times a quantized weight in exact integers; see docs/exact.md.
 
-Legend: M tokens, N output features, K input features, D digits of the weight.
+Legend: M tokens, N output features, K input features, D digits of the weight, E experts, C experts chosen by a token.
 
     q, s = exact_quantize(x, x_digits, left)
     T    = the exact integers of q [x_digits, M, K] and w [D, N, K]; low digit times low digit is left out
     out  = (float32(T) * s) * w_scale + bias        each operation rounded once
+
+exact_expert_linear multiplies each row by the weight of its expert. The id E means no expert: such a row is zeros.
 """
 
 import torch
@@ -12,7 +14,8 @@ from torch import Tensor
 
 from detcompile.errors import InvalidInput
 from detcompile.templates.cpu import library as cpu_library
-from detcompile.templates.exact.gpu import linear_cuda
+from detcompile.templates.exact.gpu import expert_cuda, linear_cuda
+from detcompile.templates.experts.op import require_expert_ids, require_expert_rows
 from detcompile.templates.registration import define
 
 
@@ -20,7 +23,7 @@ def linear_cpu(
     x: Tensor, w: Tensor, w_scale: Tensor, bias: Tensor | None, x_digits: int, isa: str | None = None
 ) -> Tensor:
     """Run the op on the CPU: x [M, K], w [D, N, K], w_scale [N], bias [N] -> [M, N]."""
-    _check(w, x_digits)
+    _check("exact_linear", w, x_digits)
     x = x.contiguous()
     D, N, K = w.shape
     out = torch.empty((len(x), N), dtype=torch.float32, device="cpu")
@@ -31,15 +34,53 @@ def linear_cpu(
     return out
 
 
+def expert_linear_cpu(
+    x: Tensor,
+    ids: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    x_digits: int,
+    isa: str | None = None,
+) -> Tensor:
+    """Run the op on the CPU: w [D, E, N, K], w_scale and bias [E, N] -> [*ids.shape, N].
+
+    x [M, K] or [*ids.shape, K], ids [M, C] or [M] int64.
+
+    Raises:
+        InvalidInput: x's rows do not match the ids, or an id is outside [0, E].
+    """
+    _check("exact_expert_linear", w, x_digits)
+    require_expert_rows(x, ids, ())
+    require_expert_ids(ids, w.shape[1])
+    flat, rows = ids.flatten(), x.flatten(0, -2)
+    share = max(1, len(flat) // max(1, len(rows)))
+    out = torch.zeros((len(flat), w.shape[2]), dtype=torch.float32, device="cpu")
+    for expert in flat[flat < w.shape[1]].unique().tolist():
+        (chosen,) = torch.where(flat == expert)
+        parts = w[:, expert].contiguous(), w_scale[expert], None if bias is None else bias[expert]
+        out[chosen] = linear_cpu(rows[chosen // share], *parts, x_digits, isa)
+    return out.view(*ids.shape, w.shape[2])
+
+
+def _expert_linear_cuda(
+    x: Tensor, ids: Tensor, w: Tensor, w_scale: Tensor, bias: Tensor | None, x_digits: int
+) -> Tensor:
+    _check("exact_expert_linear", w, x_digits)
+    require_expert_rows(x, ids, ())
+    out = expert_cuda(x.flatten(0, -2), ids.flatten(), w, w_scale, bias, x_digits)
+    return out.view(*ids.shape, w.shape[2])
+
+
 def _linear_cuda(x: Tensor, w: Tensor, w_scale: Tensor, bias: Tensor | None, x_digits: int) -> Tensor:
-    _check(w, x_digits)
+    _check("exact_linear", w, x_digits)
     return linear_cuda(x, w, w_scale, bias, x_digits)
 
 
-def _check(w: Tensor, x_digits: int) -> None:
+def _check(op: str, w: Tensor, x_digits: int) -> None:
     if not 1 <= len(w) <= x_digits:
         raise InvalidInput(
-            f"detcompile::exact_linear: w has {len(w)} digits; with x_digits={x_digits} it must have 1 to {x_digits}"
+            f"detcompile::{op}: w has {len(w)} digits; with x_digits={x_digits} it must have 1 to {x_digits}"
         )
 
 
@@ -55,4 +96,18 @@ define(
     cpu=linear_cpu,
     cuda=_linear_cuda,
     fake=lambda x, w, w_scale, bias, x_digits: x.new_empty((x.shape[0], w.shape[1])),
+)
+define(
+    "exact_expert_linear(Tensor x, Tensor ids, Tensor w, Tensor w_scale, Tensor? bias, int x_digits) -> Tensor",
+    {
+        "x": "float32 * K>0",
+        "ids": "int64 ...",
+        "w": "contiguous int8 D E N K",
+        "w_scale": "contiguous float32 E N",
+        "bias": "contiguous float32 E N",
+        "x_digits": range(1, 3),
+    },
+    cpu=expert_linear_cpu,
+    cuda=_expert_linear_cuda,
+    fake=lambda x, ids, w, *rest: x.new_empty((*ids.shape, w.shape[2])),
 )

@@ -4,6 +4,7 @@ Legend: R row length, D digits.
 
     exact_function: one of FUNCTIONS of each element
     exact_divide: x / y, with one rounding; x and y are broadcast
+    exact_sum: the sum of each row, from its first element to its last
     exact_rms_norm: x / rms(x) * weight; the sum of squares is a sum of integers, so its order is free
     exact_layer_norm: (x - mean) / deviation * weight + bias, of such sums
     exact_quantize: rows as integers of one or two int8 digits, and a scale a row
@@ -14,7 +15,14 @@ from torch import Tensor
 
 from detcompile.errors import InvalidInput
 from detcompile.templates.cpu import library as cpu_library
-from detcompile.templates.exact.gpu import divide_cuda, function_cuda, layer_norm_cuda, quantize_cuda, rms_norm_cuda
+from detcompile.templates.exact.gpu import (
+    divide_cuda,
+    function_cuda,
+    layer_norm_cuda,
+    quantize_cuda,
+    rms_norm_cuda,
+    sum_cuda,
+)
 from detcompile.templates.registration import define
 
 # In the order of cpu/exact/rows.cpp.
@@ -59,6 +67,16 @@ def rms_norm_cpu(x: Tensor, weight: Tensor, eps: float, isa: str | None = None) 
     out, R = torch.empty_like(x), x.shape[-1]
     cpu_library.library(isa).detcompile_exact_rms_norm(
         x.data_ptr(), weight.data_ptr(), out.data_ptr(), eps, x.numel() // R, R, cpu_library.thread_count()
+    )
+    return out
+
+
+def sum_cpu(x: Tensor, isa: str | None = None) -> Tensor:
+    """Return the sums [...] of rows x [..., R], each from its first element to its last."""
+    x, R = x.contiguous(), x.shape[-1]
+    out = torch.empty(x.shape[:-1], dtype=torch.float32, device="cpu")
+    cpu_library.library(isa).detcompile_exact_sum(
+        x.data_ptr(), out.data_ptr(), x.numel() // R, R, cpu_library.thread_count()
     )
     return out
 
@@ -166,6 +184,13 @@ define(
     cpu=layer_norm_cpu,
     cuda=_layer_norm_cuda,
     fake=lambda x, weight, bias, eps: x.new_empty(x.shape),
+)
+define(
+    "exact_sum(Tensor x) -> Tensor",
+    {"x": "float32 ... R>0"},
+    cpu=sum_cpu,
+    cuda=sum_cuda,
+    fake=lambda x: x.new_empty(x.shape[:-1]),
 )
 define(
     "exact_quantize(Tensor x, int num_digits, bool right) -> (Tensor, Tensor)",

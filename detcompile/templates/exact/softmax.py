@@ -1,4 +1,4 @@
-"""softmax and log_softmax of docs/exact.md over rows of logits, for sampling and log-probabilities.
+"""exact_softmax and log_softmax of docs/exact.md over rows of logits: for routers, sampling and log-probabilities.
 
 Legend: V vocabulary.
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import detcompile.templates.exact.rows  # noqa: F401  registers torch.ops.detcompile.exact_function
+from detcompile.templates.registration import define
 
 _UNIT = 2.0**40
 
@@ -36,3 +37,12 @@ def _weights(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     finite = torch.where(shifted == shifted, exponentials, 0.0)  # no NaN is converted to an integer
     weights = (finite.double() * _UNIT).long()
     return shifted, weights, weights.sum(-1, keepdim=True)
+
+
+define(
+    "exact_softmax(Tensor x) -> Tensor",
+    {"x": "float32 ... V>0"},
+    cpu=exact_softmax,
+    cuda=exact_softmax,
+    fake=lambda x: x.new_empty(x.shape),
+)

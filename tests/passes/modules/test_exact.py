@@ -12,8 +12,17 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from detcompile.errors import UnsupportedModel
-from detcompile.passes.modules.exact import ExactFunction, ExactLayerNorm, ExactNorm, _function_of, _norm_of
+from detcompile.passes.modules.exact import (
+    ExactFunction,
+    ExactLayerNorm,
+    ExactLinear,
+    ExactNorm,
+    _function_of,
+    _norm_of,
+    use_exact_arithmetic,
+)
 from detcompile.passes.modules.exact_rotary import rotary_of
+from tests.model_cases import random_model
 
 
 class Norm(nn.Module):
@@ -110,6 +119,19 @@ def test_function_is_identified(name: str, function: str) -> None:
 @pytest.mark.parametrize("module", OTHER_FUNCTIONS.values(), ids=OTHER_FUNCTIONS)
 def test_function_that_differs_slightly_is_not_identified(module: nn.Module) -> None:
     assert _function_of(module, torch.device("cpu")) is None
+
+
+class Router(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).clamp(-1, 1)
+
+
+def test_subclass_of_linear_is_not_replaced() -> None:
+    model: Any = random_model("llama", torch.float32)
+    model.model.layers[0].mlp.gate_proj = Router(80, 176)
+    use_exact_arithmetic(model, "exact16", 64)
+    assert type(model.model.layers[0].mlp.gate_proj) is Router
+    assert type(model.model.layers[1].mlp.gate_proj) is ExactLinear
 
 
 class Turned(LlamaRotaryEmbedding):

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from detcompile.step import PADDING_SLOT
 from detcompile.templates.attention.operands import Caches, StepMetadata
-from detcompile.templates.exact.attention import row_words
+from detcompile.templates.exact.attention import ExactRule, row_words
 from tests.exact import definition as exact
+from tests.exact import golden
 from tests.exact.definition import Array, F
 
-__all__ = ["assert_same", "paged", "tensor"]
+__all__ = ["RULES", "RULE_NAMES", "assert_same", "paged", "ruled_case", "tensor"]
 
 
 def tensor(array: Array) -> Tensor:
@@ -24,6 +25,34 @@ def assert_same(actual: Tensor, expected: Array) -> None:
     """Fail unless the bytes are equal; every NaN counts as one value."""
     assert actual.shape == expected.shape
     assert exact.digest(actual.cpu().numpy()) == exact.digest(expected)
+
+
+SINKS, SLOPES = (torch.tensor(given) for given in ([-3.0, 0.25, 4.0, 11.5], [0.5, 0.0625, 1.25, 0.01]))
+# Of 4 heads; the last field is how wide values are. Their keys have 32 features.
+RULES: list[tuple[ExactRule, int]] = [
+    (ExactRule(0.25), 32),
+    (ExactRule(window=1), 32),
+    (ExactRule(0.3, 140), 32),
+    (ExactRule(window=257), 32),
+    (ExactRule(window=1100), 32),
+    (ExactRule(softcap=2.5), 32),
+    (ExactRule(0.25, 40, softcap=30.0), 20),
+    (ExactRule(sinks=SINKS), 32),
+    (ExactRule(slopes=SLOPES), 32),
+    (ExactRule(chunk=100), 32),
+    (ExactRule(), 60),
+    (ExactRule(0.4, 200, 3.0, SINKS, SLOPES, 150), 12),
+]
+RULE_NAMES = ["scale", "one key", "scale and window", "two blocks", "past a group", "cap", "cap and narrow values"]
+RULE_NAMES += ["sinks", "ALiBi", "chunks", "wide values", "all of them"]
+
+
+def ruled_case(rule: ExactRule, width: int) -> tuple[tuple[Array, Array, Array, int], Array]:
+    """Return operands of attention by a rule, and the reference's result."""
+    q, k, v, digits = golden.attention_cases()["kv 2, 1200" if rule.window == 1100 else "poisoned"]
+    v = np.concatenate([v, v[..., ::-1]], -1)[..., :width]
+    plain = [field.numpy() if isinstance(field, Tensor) else field for field in rule]
+    return (q, k, v, digits), golden.attended(q, k, v, digits, *plain)
 
 
 def paged(
@@ -43,12 +72,14 @@ def paged(
     """
     q, k, v, digits = case
     S, G, dim = k.shape
+    width = v.shape[2]
     queries = np.zeros((S, q.shape[1], dim), F)
     queries[S - len(q) :] = q
     pages = -(-S // block_size)
     table = torch.randperm(2 * pages + 1, generator=torch.Generator().manual_seed(S))[: 2 * pages].view(2, pages).int()
-    shape = (2 * pages + 1, block_size, G, row_words(dim, digits))
-    caches = Caches(*(torch.full(shape, -1, dtype=torch.int32, device=device).view(torch.float32) for _ in range(2)))
+    shapes = [(2 * pages + 1, block_size, G, row_words(size, digits)) for size in (dim, width)]
+    words = [torch.full(shape, -1, dtype=torch.int32, device=device) for shape in shapes]
+    caches = Caches(*(given.view(torch.float32) for given in words))
     edges = [0, *(cut for cut in cuts if cut < S), S]
     if write is not None:
         edges = [0, *(S - len(q) + cut for cut in (0, *cuts) if cut < len(q)), S]

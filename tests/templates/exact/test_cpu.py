@@ -1,12 +1,14 @@
 """The CPU kernels of exact-1: the bytes of the reference, on every instruction set."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
 
 from detcompile.errors import InvalidInput
-from detcompile.templates.exact.attention import dense_attention_cpu, paged_attention_cpu
-from detcompile.templates.exact.linear import linear_cpu
+from detcompile.templates.exact.attention import ExactRule, dense_attention_cpu, paged_attention_cpu
+from detcompile.templates.exact.linear import expert_linear_cpu, linear_cpu
 from detcompile.templates.exact.rows import (
     FUNCTIONS,
     divide_cpu,
@@ -14,13 +16,14 @@ from detcompile.templates.exact.rows import (
     layer_norm_cpu,
     quantize_cpu,
     rms_norm_cpu,
+    sum_cpu,
 )
 from tests.exact import definition as exact
 from tests.exact import golden
 from tests.exact.definition import F, U
 from tests.exhaustive import EXHAUSTIVE_BY_CASE
 from tests.templates.cases import ISAS
-from tests.templates.exact.cases import assert_same, paged, tensor
+from tests.templates.exact.cases import RULE_NAMES, RULES, assert_same, paged, ruled_case, tensor
 
 pytestmark = pytest.mark.parametrize("isa", ISAS)
 
@@ -81,6 +84,25 @@ def test_linear_equals_the_reference(name: str, M: int, N: int, K: int, isa: str
         assert_same(actual, exact.linear(x, left, w, w_scale, b))
 
 
+def test_sum_equals_the_reference(isa: str) -> None:
+    for x in (golden.rows(), golden.rows()[:, :1]):
+        assert_same(sum_cpu(tensor(x), isa), exact.row_sum(x))
+
+
+@pytest.mark.parametrize("name", golden.DIGITS)
+def test_products_with_experts_equal_the_reference(name: str, isa: str) -> None:
+    left, right = golden.DIGITS[name]
+    x, ids = golden.values((4, 333), 5), np.array([[0, 2], [2, 1], [0, 1], [2, 0]], np.int64)
+    w, w_scale = golden.planes((right, 3, 7, 333), 8), np.abs(golden.values((3, 7), 7))
+    bias = golden.values((3, 7), 6)
+    expected = exact.expert_linear(x, ids, left, w, w_scale, bias)
+    given = tensor(ids), tensor(w), tensor(w_scale), tensor(bias), left, isa
+    assert_same(expert_linear_cpu(tensor(x), *given), expected)
+    assert_same(expert_linear_cpu(tensor(np.repeat(x, 2, 0).reshape(4, 2, -1)), *given), expected)
+    none = torch.full((4, 2), 3)
+    assert expert_linear_cpu(tensor(x), none, *given[1:]).eq(0).all()
+
+
 def test_poisoned_rows_stay_among_themselves(isa: str) -> None:
     x, w, w_scale = golden.rows(), golden.planes((1, 3, 200), 8), np.ones(3, F)
     y = linear_cpu(tensor(x), tensor(w), tensor(w_scale), None, 2, isa)
@@ -110,10 +132,16 @@ def test_heads_of_other_sizes_equal_the_reference(H: int, G: int, dim: int, isa:
         assert_same(row.transpose(0, 1), golden.attended(q, k, v, 2))
 
 
-@pytest.mark.parametrize(("scale", "window"), [(0.25, 0), (0.0, 1), (0.3, 40), (0.0, 128), (0.0, 257), (0.0, 1100)])
-def test_windows_and_scales_equal_the_reference(scale: float, window: int, isa: str) -> None:
-    *operands, digits = golden.attention_cases()["kv 2, 1200" if window == 1100 else "poisoned"]
-    expected = golden.attended(*operands, digits, scale, window)
+@pytest.mark.parametrize(("rule", "width"), RULES, ids=RULE_NAMES)
+def test_rules_equal_the_reference(rule: ExactRule, width: int, isa: str) -> None:
+    case, expected = ruled_case(rule, width)
     for cuts in ((), (1, 40, 129)):
-        out = paged(lambda *given: paged_attention_cpu(*given, scale, window, isa), (*operands, digits), cuts, 16)
-        assert_same(out, expected)
+        assert_same(paged(lambda *given: paged_attention_cpu(*given, rule, isa), case, cuts, 16), expected)
+
+
+def test_sink_that_is_not_finite_poisons_its_head(isa: str) -> None:
+    q, k, v, digits = golden.attention_cases()["kv 1, 300"]
+    for sink in (float("nan"), float("inf"), -float("inf"), 3e38):
+        rule = ExactRule(sinks=torch.tensor([0.0, sink, 0.0, 0.0]))
+        out = paged(functools.partial(paged_attention_cpu, rule=rule, isa=isa), (q, k, v, digits), (), 16)
+        assert out.isnan().all((0, 2)).tolist() == [False, True, False, False]

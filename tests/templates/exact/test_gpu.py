@@ -6,21 +6,23 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from detcompile.templates.exact.attention import _paged_cuda, paged_attention_cpu
+from detcompile.templates.exact.attention import ExactRule, _paged_cuda, paged_attention_cpu
 from detcompile.templates.exact.gpu import (
     divide_cuda,
+    expert_cuda,
     function_cuda,
     layer_norm_cuda,
     linear_cuda,
     quantize_cuda,
     rms_norm_cuda,
+    sum_cuda,
 )
 from detcompile.templates.exact.rows import FUNCTIONS
 from tests.exact import definition as exact
 from tests.exact import golden
 from tests.exact.definition import Array, F, U
 from tests.exhaustive import exhaustive_unless
-from tests.templates.exact.cases import assert_same, paged
+from tests.templates.exact.cases import RULE_NAMES, RULES, assert_same, paged, ruled_case
 from tests.templates.exact.cases import tensor as host_tensor
 from tests.templates.triton_interpreter import DEVICE, INTERPRETED, NEEDS_GPU, NEEDS_TRITON
 
@@ -99,6 +101,24 @@ def test_linear_equals_the_reference(name: str, M: int, N: int, K: int) -> None:
     assert_same(actual, exact.linear(x, left, w, w_scale, bias))
 
 
+def test_sum_equals_the_reference() -> None:
+    for x in (golden.rows(), golden.rows()[:, :1]):
+        assert_same(sum_cuda(tensor(x)), exact.row_sum(x))
+
+
+@pytest.mark.parametrize("name", golden.DIGITS)
+def test_products_with_experts_equal_the_reference(name: str) -> None:
+    left, right = golden.DIGITS[name]
+    x, ids = golden.values((4, 333), 5), np.array([[0, 2], [2, 1], [0, 1], [2, 0]], np.int64)
+    w, w_scale = golden.planes((right, 3, 7, 333), 8), np.abs(golden.values((3, 7), 7))
+    bias = golden.values((3, 7), 6)
+    expected = exact.expert_linear(x, ids, left, w, w_scale, bias)
+    given = tensor(w), tensor(w_scale), tensor(bias), left
+    assert_same(expert_cuda(tensor(x), tensor(ids).flatten(), *given), expected.reshape(8, -1))
+    assert_same(expert_cuda(tensor(np.repeat(x, 2, 0)), tensor(ids).flatten(), *given), expected.reshape(8, -1))
+    assert expert_cuda(tensor(x), tensor(np.full(8, 3, np.int64)), *given).eq(0).all()
+
+
 QUICK = ("kv 1, 1200", "poisoned")
 
 
@@ -115,15 +135,11 @@ def test_attention_equals_the_reference(name: str, cuts: tuple[int, ...], block_
     assert_same(out, golden.attended(q, k, v, digits))
 
 
-@pytest.mark.parametrize(("scale", "window"), [(0.25, 0), (0.0, 1), (0.3, 140), (0.0, 1100)])
-def test_windows_and_scales_equal_the_reference(scale: float, window: int) -> None:
-    q, k, v, digits = golden.attention_cases()["kv 1, 1200"]
-    out = paged(
-        lambda *given: _paged_cuda(*given, scale, window),
-        (q, k, v, digits),
-        (),
-        16,
-        DEVICE,
-        (lambda *given: paged_attention_cpu(*given, scale, window)) if INTERPRETED else None,
-    )
-    assert_same(out, golden.attended(q, k, v, digits, scale, window))
+@pytest.mark.parametrize(("rule", "width"), RULES, ids=RULE_NAMES)
+def test_rules_equal_the_reference(rule: ExactRule, width: int) -> None:
+    (q, k, v, digits), expected = ruled_case(rule, width)
+    rule = ExactRule(*(field.to(DEVICE) if isinstance(field, Tensor) else field for field in rule))
+    write = None
+    if INTERPRETED:
+        q, expected, write = q[-3:], expected[-3:], lambda *given: paged_attention_cpu(*given, rule)
+    assert_same(paged(lambda *given: _paged_cuda(*given, rule), (q, k, v, digits), (), 16, DEVICE, write), expected)

@@ -41,6 +41,17 @@ EXPORT void detcompile_exact_divide(const float* x, const float* y, float* out, 
   for (int64_t i = 0; i < count; i++) out[i] = x[i] / y[i];
 }
 
+// x [M, R] -> out [M]: each row is added from its first element to its last
+EXPORT void detcompile_exact_sum(const float* x, float* out, int64_t M, int64_t R, int32_t num_threads) {
+  if (M * R < 16384) num_threads = 1;
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1)
+  for (int64_t m = 0; m < M; m++) {
+    float total = x[m * R];
+    for (int64_t i = 1; i < R; i++) total = total + x[m * R + i];
+    out[m] = total;
+  }
+}
+
 EXPORT void detcompile_exact_rms_norm(const float* x, const float* weight, float* out, float eps, int64_t M, int64_t R,
                                       int32_t num_threads) {
   if (M * R < 16384) num_threads = 1;

@@ -40,25 +40,25 @@ Body = TypeVar("Body")
 
 
 class AbortRequest(msgspec.Struct):
-    """Answers to end; without ids all of them."""
+    """Body of POST /abort_requests: ids of requests to end; all requests without ids."""
 
     request_ids: list[str] | None = None
 
 
 class InitRequest(msgspec.Struct):
-    """Where to meet a trainer."""
+    """Body of POST /init_weight_transfer_engine: the address of a trainer."""
 
     init_info: InitInfo
 
 
 class StartRequest(msgspec.Struct):
-    """The start of an update; tensors have the names and shapes of checkpoints."""
+    """Body of POST /start_weight_update; tensors have the names and shapes of checkpoints."""
 
     is_checkpoint_format: Literal[True] | None = None
 
 
 class UpdateRequest(msgspec.Struct):
-    """New weights: the folder of their safetensors files, and their name; or tensors that a trainer sends."""
+    """Body of POST /update_weights: a folder of safetensors files and its version, or tensors that a trainer sends."""
 
     weight_dir: str | None = None
     weight_version: str | None = None
@@ -66,19 +66,19 @@ class UpdateRequest(msgspec.Struct):
 
 
 class FinishRequest(msgspec.Struct):
-    """The end of an update, and the name of the weights."""
+    """Body of POST /finish_weight_update: the version of the new weights."""
 
     weight_version: str | None = None
 
 
 class VersionRequest(msgspec.Struct):
-    """A new name of the weights that are served."""
+    """Body of POST /update_weight_version: a new version for the served weights."""
 
     new_version: str
 
 
 class CheckRequest(msgspec.Struct):
-    """A check of the weights, by digests of tensors."""
+    """Body of POST /weight_checker: digests of tensors to return or compare."""
 
     action: Literal["checksum", "compare", "reset"]
     baseline: dict[str, str] | None = None
@@ -134,7 +134,9 @@ def add_control(app: FastAPI, service: Service, store: WeightStore | None = None
         async with updates.updating, changing:
             if not service.fleet.keeps_weights:
                 advice = "give --weights FOLDER, or send them from a folder"
-                raise HTTPError(409, f"the weights that were received are kept nowhere: {advice}", code="not_kept")
+                raise HTTPError(
+                    409, f"the received weights are not stored, so sleep would lose them: {advice}", code="not_kept"
+                )
             if not service.fleet.holds(SLEEP):
                 await _stop(service, SLEEP, mode)
                 await service.fleet.all_ready()
@@ -264,7 +266,7 @@ def _abort(service: Service, names: list[str] | None) -> int:
 
 
 async def _clear_caches(service: Service) -> None:
-    """Forget the prefixes that engines have cached. Running answers go on afterwards."""
+    """Forget the prefixes that engines have cached. Running answers continue afterwards."""
     if service.fleet.holds(SLEEP) or service.hello.pooling is not None:  # there are none
         return
     service.hold(CLEAR, interrupt=True)

@@ -241,7 +241,9 @@ class Service:
             try:
                 results = await self.fleet.control("load_adapter", name=loaded_as, path=path)
                 if len({result["digest"] for result in results}) > 1:
-                    raise InvalidInput(f"{path} differs among the machines of the engines")
+                    raise InvalidInput(
+                        f"{path} differs among the machines of the engines: give all of them the same files"
+                    )
             except DetcompileError:
                 with contextlib.suppress(DetcompileError):  # of engines that do not have it
                     await self.fleet.control("unload_adapter", name=loaded_as)
@@ -252,7 +254,7 @@ class Service:
                     await self.fleet.control("unload_adapter", name=before.loaded_as)
 
     async def unload_adapter(self, name: str) -> None:
-        """Forget an adapter. Answers that engines have begun go on with it.
+        """Forget an adapter. Answers that engines have begun continue with it.
 
         Raises:
             HTTPError: 404 for an unknown name, 409 if the engines sleep.

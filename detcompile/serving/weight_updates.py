@@ -109,7 +109,9 @@ class WeightUpdates:
         await self._require_engines()
         links = list(self._service.fleet.links)
         if info.rank_offset + len(links) > info.world_size:
-            raise InvalidInput(f"world_size {info.world_size}: {len(links)} engines join from {info.rank_offset} on")
+            raise InvalidInput(
+                f"world_size {info.world_size} is too small: {len(links)} engines join from rank {info.rank_offset} on"
+            )
         self._end_transfer()
         self._buckets = {"packed": info.packed, "bucket_bytes": info.packed_buffer_size_bytes}
         where = {"address": info.master_address, "port": info.master_port, "size": info.world_size}
@@ -167,7 +169,9 @@ class WeightUpdates:
         buckets = self._buckets | {name: value for name, value in given.items() if value is not None}
         links = self._service.fleet.links
         if self._members != links:
-            raise InvalidInput("an engine is in no weight transfer, perhaps because it is new: init it again")
+            raise InvalidInput(
+                "an engine has not joined the weight transfer, perhaps because it was restarted: init it again"
+            )
         try:
             await self._wait(link.control("receive", {**tensors, **buckets}) for link in links)
         except BaseException:
@@ -228,12 +232,12 @@ class WeightUpdates:
 
         Raises:
             DetcompileError: an engine failed.
-            HTTPError: 500 if engines differ, which cannot be.
+            HTTPError: 500 if the engines' weights differ, which is a bug.
         """
         await self._require_engines()
         first, *others = await self._service.fleet.control("digests")
         if any(other != first for other in others):
-            raise HTTPError(500, "the engines have different weights")
+            raise HTTPError(500, "the engines have different weights: restart the server")
         return first
 
     @property

@@ -135,7 +135,7 @@ class Controls:
 
     def _require_latest(self, action: str, call_id: int) -> None:
         if self._latest.get(action) != call_id:
-            raise InvalidInput("another call ended this one")
+            raise InvalidInput("a later call ended this weight transfer")
 
     def _receive(
         self,
@@ -149,7 +149,9 @@ class Controls:
         """Stage tensors of a transfer; ``check`` says later whether they fit, so that the sender need not wait."""
         group = self._group
         if group is None:
-            raise InvalidInput("an engine is in no weight transfer, perhaps because it is new: init it again")
+            raise InvalidInput(
+                "an engine has not joined the weight transfer, perhaps because it was restarted: init it again"
+            )
         infos = [
             TensorInfo(name, dtype_of(dtype), tuple(shape)) for name, dtype, shape in zip(names, dtype_names, shapes)
         ]
@@ -167,7 +169,7 @@ class Controls:
             self._require_latest("receive", call_id)
             for name, tensor in received:
                 if name in self._staged:
-                    raise InvalidInput(f"{name} was sent twice")
+                    raise InvalidInput(f"{name} was sent twice: send each tensor once")
                 self._staged[name] = tensor
         return {}
 

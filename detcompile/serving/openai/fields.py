@@ -259,25 +259,25 @@ if TYPE_CHECKING:  # mypy needs static base classes
         """Base of requests of Anthropic's form."""
 
     class TokenizeFields(msgspec.Struct, kw_only=True):
-        """Base of requests for tokens."""
+        """Base of requests to tokenize."""
 
     class DetokenizeFields(msgspec.Struct, kw_only=True):
-        """Base of requests for the text of tokens."""
+        """Base of requests to detokenize."""
 
     class PoolingFields(msgspec.Struct, kw_only=True):
-        """Base of requests for one thing of a sequence."""
+        """Base of requests for embeddings, classes and scores."""
 
     class GenerateFields(msgspec.Struct, kw_only=True):
         """Base of vLLM's requests by token ids."""
 
     class GenerateSamplingFields(msgspec.Struct, kw_only=True):
-        """Base of their sampling parameters."""
+        """Base of the sampling parameters in vLLM's requests by token ids."""
 
     class SGLangFields(msgspec.Struct, kw_only=True):
         """Base of SGLang's requests."""
 
     class SGLangSamplingFields(msgspec.Struct, kw_only=True):
-        """Base of their sampling parameters."""
+        """Base of the sampling parameters in SGLang's requests."""
 
 else:
 

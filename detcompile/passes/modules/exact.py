@@ -49,6 +49,12 @@ class ExactLinear(nn.Module):
         self.register_buffer("scales", scales)
         self.bias = None if linear.bias is None else _fixed(linear.bias)
 
+    @property
+    def weight(self) -> Tensor:
+        """The dequantized weight [N, K], for code that reads a linear's weight instead of calling it."""
+        high, *low = self.digits.float()
+        return (high + low[0] * 2**-8 if low else high) * self.scales[:, None]
+
     def forward(self, x: Tensor) -> Tensor:
         out = ours.exact_linear(x.flatten(0, -2), self.digits, self.scales, self.bias, self.x_digits)
         return out.view(*x.shape[:-1], self.out_features)
@@ -164,7 +170,7 @@ def kv_digits(module: Any) -> int:
 
 def give_kv_digits(model: Any, module: Any) -> None:
     """Quantize the keys and values of an attention module as its model's."""
-    if kv_digits(model):
+    if kv_digits(model) and isinstance(module, nn.Module):
         setattr(module, _KV_DIGITS, kv_digits(model))
 
 

@@ -18,20 +18,24 @@ _ROUNDINGS = 2e-5  # relative; of frequencies that are computed in float32, as t
 
 
 class ExactRotary(nn.Module):
-    """forward(x, position_ids [B, T], layer_type) -> cos and sin [B, T, width], from tables by layer type."""
+    """forward(x, position_ids [B, T], layer_type) -> cos and sin [B, T, width], from tables by layer type.
 
-    def __init__(self, tables: Mapping[str | None, tuple[Tensor, Tensor]], config: Any) -> None:
+    If the model's are complex numbers, the result is [B, T, width, 2], as of passes.adapters.modules.
+    """
+
+    def __init__(self, tables: Mapping[str | None, tuple[Tensor, Tensor]], config: Any, is_complex: bool) -> None:
         super().__init__()
         self.config = config  # which some layers read
+        self.is_complex = is_complex
         for layer_type, (cos, sin) in tables.items():
             prefix = _prefix(layer_type)
             self.register_buffer(f"{prefix}cos", cos)
             self.register_buffer(f"{prefix}sin", sin)
 
-    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
-        prefix = _prefix(layer_type)
-        cos, sin = getattr(self, f"{prefix}cos"), getattr(self, f"{prefix}sin")
-        return F.embedding(position_ids, cos), F.embedding(position_ids, sin)
+    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
+        tables = (getattr(self, f"{_prefix(layer_type)}{name}") for name in ("cos", "sin"))
+        cos, sin = (F.embedding(position_ids, table) for table in tables)
+        return torch.stack([cos, sin], -1) if self.is_complex else (cos, sin)
 
 
 def has_frequencies(module: nn.Module) -> bool:
@@ -46,7 +50,7 @@ def rotary_of(model: PreTrainedModel, module: Any, length: int) -> nn.Module:
         UnsupportedModel: the definition has no such tables.
     """
     config = getattr(module, "config", None) or model.config
-    tables = {}
+    tables, is_complex = {}, False
     for layer_type in _layer_types(module):
         parameters = getattr(config, "rope_parameters", None) or {}
         parameters = parameters if layer_type is None else parameters.get(layer_type) or {}
@@ -55,10 +59,12 @@ def rotary_of(model: PreTrainedModel, module: Any, length: int) -> nn.Module:
         if table is None:
             raise UnsupportedModel(
                 f"{type(model).__name__}: Numerics.arithmetic does not define the tables of {type(module).__name__}"
-                f" with the rope_type {kind!r}, only of {', '.join(ROPE_TYPES)}. Compile it without Numerics.arithmetic"
+                f" with the rope_type {kind!r}. It defines cos and sin of position times frequency, with the types"
+                f" {', '.join(ROPE_TYPES)}. Compile the model without Numerics.arithmetic"
             )
-        tables[layer_type] = table
-    return ExactRotary(tables, config)
+        cos, sin, is_complex = table
+        tables[layer_type] = cos, sin
+    return ExactRotary(tables, config, is_complex)
 
 
 def _layer_types(module: nn.Module) -> list[str | None]:
@@ -74,8 +80,8 @@ def _prefix(layer_type: str | None) -> str:
 
 def _tables(
     module: Any, layer_type: str | None, parameters: Mapping[str, Any], config: Any, length: int
-) -> tuple[Tensor, Tensor] | None:
-    """Return cos and sin in the layout that the module returns them in; None if it computes others."""
+) -> tuple[Tensor, Tensor, bool] | None:
+    """Return cos and sin in the module's layout, and whether its are complex numbers; None if it computes others."""
     name, its_scaling = f"{_prefix(layer_type)}{_FREQUENCIES}", f"{_prefix(layer_type)}attention_scaling"
     given, double = getattr(module, name), result_in_float64(type(module), config)
     if parameters.get("rope_theta") is None or not isinstance(double, nn.Module):
@@ -90,6 +96,8 @@ def _tables(
     positions = torch.tensor([sorted({*range(min(length, 16)), length // 2, length - 1})], device=given.device)
     arguments = (positions,) if layer_type is None else (positions, layer_type)
     result = result_in_float64(double, torch.zeros(1, 1, 1, dtype=torch.float64, device=given.device), *arguments)
+    is_complex = isinstance(result, Tensor) and result.is_complex()
+    result = (result.real, result.imag) if is_complex else result
     if not isinstance(result, tuple) or len(result) != 2:
         return None
     angles = positions[..., None] * wide
@@ -97,7 +105,7 @@ def _tables(
         expected = [layout(table) * scaling for table in (angles.cos(), angles.sin())]
         if all(agree(its, table, length) for its, table in zip(result, expected, strict=True)):
             cos, sin = (layout(table).to(given.device) for table in rope_tables(length, frequencies, scaling))
-            return cos, sin
+            return cos, sin, is_complex
     return None
 
 

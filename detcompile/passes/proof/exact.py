@@ -31,7 +31,7 @@ _POINTWISE = frozenset(
         *(aten.add, aten.sub, aten.mul, aten.neg, aten.abs, aten.maximum, aten.minimum, aten.where, aten.clone),
         *(aten.copy, aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge, prims.convert_element_type),
         *(aten.bitwise_and, aten.bitwise_or, aten.bitwise_not, aten.bitwise_xor),
-        *(aten.logical_and, aten.logical_or, aten.logical_not),
+        *(aten.logical_and, aten.logical_or, aten.logical_not, aten.clamp, aten.clamp_min, aten.clamp_max),
     )
     for operation in (getattr(packet, overload) for overload in packet.overloads())
 )
@@ -39,7 +39,8 @@ _ROUNDED = frozenset({aten.glu.default})  # counted as movement, but it computes
 # Defined for integers alone. Of 0.0 and -0.0 the machine chooses one; sums may convert floats to integers first.
 _OF_INTEGERS = frozenset(
     {aten.amax.default, aten.amin.default, aten.max.dim, aten.min.dim, aten.maximum.default, aten.minimum.default}
-    | {aten.cumsum.default, aten.cumprod.default}
+    | {aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default, aten.clamp.Tensor}
+    | {aten.clamp_min.Tensor, aten.clamp_max.Tensor, aten.cumsum.default, aten.cumprod.default}
 )
 
 

@@ -12,6 +12,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from detcompile.errors import UnsupportedModel
+from detcompile.orders.exact import ARITHMETICS
 from detcompile.passes.modules.exact import (
     ExactFunction,
     ExactLayerNorm,
@@ -132,6 +133,13 @@ def test_subclass_of_linear_is_not_replaced() -> None:
     use_exact_arithmetic(model, "exact16", 64)
     assert type(model.model.layers[0].mlp.gate_proj) is Router
     assert type(model.model.layers[1].mlp.gate_proj) is ExactLinear
+
+
+@pytest.mark.parametrize("arithmetic", ["exact8", "exact16"])
+def test_weight_of_a_linear_can_be_read(arithmetic: str) -> None:
+    linear = nn.Linear(80, 176)
+    error = (ExactLinear(linear, ARITHMETICS[arithmetic]).weight - linear.weight).abs().max()
+    assert error < linear.weight.abs().max() / (200 if arithmetic == "exact8" else 60000)
 
 
 class Turned(LlamaRotaryEmbedding):

@@ -33,6 +33,11 @@ class ExactRotary(nn.Module):
             self.register_buffer(f"{prefix}sin", sin)
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
+        if position_ids.dim() != 2:
+            raise UnsupportedModel(
+                "Numerics.arithmetic defines rotary tables of positions [batch, tokens], and those of"
+                f" {type(self.config).__name__} have {position_ids.dim()} dimensions. Compile the model without it"
+            )
         tables = (getattr(self, f"{_prefix(layer_type)}{name}") for name in ("cos", "sin"))
         cos, sin = (F.embedding(position_ids, table) for table in tables)
         return torch.stack([cos, sin], -1) if self.is_complex else (cos, sin)

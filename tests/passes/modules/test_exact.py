@@ -169,3 +169,11 @@ def test_rotary_embedding_that_differs_slightly_is_rejected() -> None:
         rotary_of(model, scaled, 64)
     cos, sin = rotary_of(model, LlamaRotaryEmbedding(config), 64)(torch.zeros(1), torch.arange(64)[None])
     assert cos.shape == sin.shape == (1, 64, 16)
+
+
+def test_positions_of_several_axes_are_rejected() -> None:
+    config = LlamaConfig(hidden_size=32, num_attention_heads=2, num_hidden_layers=1)
+    model: Any = nn.Module()
+    model.config = config
+    with pytest.raises(UnsupportedModel, match="LlamaConfig have 3 dimensions"):
+        rotary_of(model, LlamaRotaryEmbedding(config), 64)(torch.zeros(1), torch.zeros(3, 1, 8, dtype=torch.int64))

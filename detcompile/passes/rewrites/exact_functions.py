@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from detcompile.orders.exact import ARITHMETICS
-from detcompile.passes.graphs import insert, replace
+from detcompile.passes.graphs import arguments_of, insert, replace
 from detcompile.passes.rewrites.matmuls import pin_batched_products, pin_matmuls
 from detcompile.passes.rewrites.reductions import pin_reductions
 from detcompile.templates.ops import ours
@@ -78,10 +78,9 @@ def _relu(graph: fx.Graph, node: fx.Node) -> None:
 
 def _clamp(graph: fx.Graph, node: fx.Node) -> None:
     """clamp(x, low, high)  ->  where(x < low, low, x), then where(x > high, high, x); NaN stays"""
-    x, low, high, *_ = (*node.args, None, None)
-    if node.target is aten.clamp_max.default:
-        low, high = None, low
-    for compare, bound in ((aten.lt.Scalar, low), (aten.gt.Scalar, high)):
+    given = arguments_of(node)
+    x = given["self"]
+    for compare, bound in ((aten.lt.Scalar, given.get("min")), (aten.gt.Scalar, given.get("max"))):
         if bound is not None:
             x = _select(graph, node, insert(graph, compare, (x, bound), node), float(bound), x)
     replace(node, x)
@@ -141,10 +140,10 @@ def _layer_norm(graph: fx.Graph, node: fx.Node) -> None:
 
 def _matmul(graph: fx.Graph, node: fx.Node) -> None:
     """matmul(x, w, bias)  ->  exact_linear(x, *exact_quantize(w), bias), with two digits each; its order is free"""
-    x, w, bias, residual, *_ = node.args
-    if residual is None:
-        digits, scales = _quantized(graph, node, w, 2)
-        replace(node, insert(graph, ours.exact_linear.default, (x, digits, scales, bias, 2), node))
+    given = arguments_of(node)
+    if given["residual"] is None:
+        digits, scales = _quantized(graph, node, given["w"], 2)
+        replace(node, insert(graph, ours.exact_linear.default, (given["x"], digits, scales, given["bias"], 2), node))
 
 
 def _expert_product(arithmetic: str) -> Callable[[fx.Graph, fx.Node], None]:
@@ -152,9 +151,9 @@ def _expert_product(arithmetic: str) -> Callable[[fx.Graph, fx.Node], None]:
     numerics = ARITHMETICS[arithmetic]
 
     def rewrite(graph: fx.Graph, node: fx.Node) -> None:
-        x, ids, w, bias, *_ = (*node.args, None)
-        digits, scales = _quantized(graph, node, w, numerics.weights)
-        product = (x, ids, digits, scales, bias, numerics.activations)
+        given = arguments_of(node)
+        digits, scales = _quantized(graph, node, given["w"], numerics.weights)
+        product = (given["x"], given["ids"], digits, scales, given["bias"], numerics.activations)
         replace(node, insert(graph, ours.exact_expert_linear.default, product, node))
 
     return rewrite

@@ -26,8 +26,10 @@ from detcompile.templates.exact.gpu import (
 from detcompile.templates.registration import define
 
 # In the order of cpu/exact/rows.cpp.
-FUNCTIONS = ("exp2", "exp", "log", "rsqrt", "sigmoid", "silu", "gelu_tanh", "exp2_short", "bf16")
-FUNCTIONS += ("erf", "tanh", "log1p", "gelu", "sqrt", "floor")
+FUNCTIONS = (
+    *("exp2", "exp", "log", "rsqrt", "sigmoid", "silu", "gelu_tanh", "exp2_short", "bf16"),
+    *("erf", "tanh", "log1p", "gelu", "sqrt", "floor"),
+)
 _LONGEST = 1 << 19  # elements of a row whose squares are summed
 TOP = (0, 127, 32512)  # largest quantized magnitude, by digits; 32512 = 127 * 256
 

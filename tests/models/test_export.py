@@ -359,7 +359,7 @@ def test_what_cannot_be_exported_is_refused(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with monkeypatch.context() as patched, pytest.raises(UnsupportedModel, match=r"export on cpu: .* run on cuda only"):
+    with monkeypatch.context() as patched, pytest.raises(UnsupportedModel, match="tested on cuda only"):
         patched.setattr(exporting, "DEVICES", ("cuda",))
         detcompile.export(models["llama"], tmp_path / "m.pt2")
     for path in (tmp_path / "m.zip", tmp_path / "missing" / "m.pt2"):

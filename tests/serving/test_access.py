@@ -210,7 +210,8 @@ def test_a_file_that_holds_no_keys_is_refused(tmp_path: Path, text: str) -> None
 def test_other_machines_need_a_key() -> None:
     command = [sys.executable, "-m", "detcompile", "serve", "tiny", "--host", "0.0.0.0"]
     finished = subprocess.run(command, capture_output=True, text=True)
-    assert finished.returncode == 2 and "add --api-keys FILE, or --insecure" in finished.stderr
+    message = " ".join(finished.stderr.split())
+    assert finished.returncode == 2 and "add --api-keys FILE, or --insecure" in message
 
 
 @pytest.mark.parametrize("file", IMAGES, ids=lambda file: file.stem)

@@ -15,6 +15,7 @@ from detcompile.passes.rewrites.reductions import pin_reductions
 from detcompile.templates.ops import ours
 
 aten = torch.ops.aten
+_MOST_EXPONENT = 126  # of a power of two whose reciprocal is a normal float32
 FUNCTIONS = {
     aten.erf.default: "erf",
     aten.exp.default: "exp",
@@ -101,7 +102,8 @@ def _extreme(compare: Any) -> Callable[[fx.Graph, fx.Node], None]:
 def _divide(graph: fx.Graph, node: fx.Node) -> None:
     """x / 2^k  ->  x * 2^-k, which rounds the same         x / y  ->  exact_divide(x, y)"""
     x, y = node.args
-    if isinstance(y, (int, float)) and math.frexp(y)[0] == 0.5:
+    mantissa, exponent = math.frexp(y) if isinstance(y, (int, float)) else (0.0, 0)
+    if mantissa == 0.5 and abs(exponent) < _MOST_EXPONENT:
         replace(node, insert(graph, aten.mul.Tensor, (x, 1 / y), node))
         return
     x, y = (part if isinstance(part, fx.Node) else _filled(node, [], part) for part in (x, y))

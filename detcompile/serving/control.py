@@ -33,7 +33,7 @@ CONTROL_PATHS = frozenset((
 ))  # fmt: skip
 PAUSE, CLEAR = "pause", "clear"  # reasons of holds
 MOST_PATH_BYTES = 4095
-MOST_ADAPTERS = 1 << 20  # that clients may load at once; there is no limit
+MOST_ADAPTERS = 1 << 20  # reported as vLLM's max_loras; any number of adapters can be loaded
 Mode = Literal["abort", "wait", "keep"]
 Tag = Literal["weights", "kv_cache"]
 Body = TypeVar("Body")

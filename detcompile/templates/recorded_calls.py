@@ -80,7 +80,7 @@ def record(function: Callable[[], Any]) -> tuple[Any, RecordedCalls | None]:
     try:
         with kernels_replaced({kernel: recorded(kernel) for kernel in generated_kernels()}), watch:
             calls.output = function()
-    except Exception:  # libraries of AOTInductor fail where operations are watched; other errors come again below
+    except RuntimeError:  # libraries of AOTInductor fail where operations are watched; the function's errors come again
         watch.failed = True
     finally:
         calls.num_bytes = library.detcompile_end_recording()

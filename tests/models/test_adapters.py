@@ -38,9 +38,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def model(folders: dict[str, Path]) -> CompiledModel:
+def model(device: str) -> CompiledModel:
     """A model with slots."""
-    return detcompile.compile(random_model("qwen3", torch.bfloat16), max_context=MAX_CONTEXT, max_lora_rank=16)
+    return detcompile.compile(random_model("qwen3", torch.bfloat16, device), max_context=MAX_CONTEXT, max_lora_rank=16)
 
 
 def outputs(engine: Any, prompts: list[list[int]], adapter: Any = None) -> list[Any]:
@@ -55,12 +55,13 @@ def test_adapter_has_the_bits_of_a_compiled_one(model: CompiledModel, folders: d
     engine = model.engine(CONFIG)
     if name not in engine.adapters:
         engine.load_adapter(name, folders[name])
-    alone = detcompile.compile(adapted(**CONFIGS[name]), max_context=MAX_CONTEXT)
+    alone = detcompile.compile(adapted(**CONFIGS[name]).to(model.device), max_context=MAX_CONTEXT)
     assert outputs(engine, PROMPTS, name) == outputs(alone.engine(CONFIG), PROMPTS)
 
 
 def test_requests_of_many_adapters_keep_their_bits(model: CompiledModel, folders: dict[str, Path]) -> None:
-    engine, plain, fingerprint = model.engine(CONFIG), compiled("qwen3", torch.bfloat16), model.fingerprint
+    engine, fingerprint = model.engine(CONFIG), model.fingerprint
+    plain = compiled("qwen3", torch.bfloat16, model.device.type)
     for name, folder in folders.items():
         if name not in engine.adapters:
             assert len(engine.load_adapter(name, folder)) == 64
@@ -73,7 +74,7 @@ def test_requests_of_many_adapters_keep_their_bits(model: CompiledModel, folders
         for place, actual in enumerate(outputs(engine_of_all, PROMPTS * 5, chosen)):
             assert actual == expected[chosen[place]][place % 4], (place, chosen[place])
         engine_of_all.check()
-    ids = torch.tensor([PROMPTS[0]])
+    ids = torch.tensor([PROMPTS[0]], device=model.device)
     assert torch.equal(model(ids).logits, plain(ids).logits)
     assert model.fingerprint == fingerprint
     assert model.fingerprint_parts["weights"] == plain.fingerprint_parts["weights"]

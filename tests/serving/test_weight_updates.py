@@ -666,8 +666,11 @@ def test_odd_transfers_are_refused(trainer: httpx.Client) -> None:
     assert trainer.get("/weight_info").json() == before
 
 
+NEEDS_TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+@NEEDS_TWO_GPUS
 def test_weights_arrive_over_nccl(tmp_path: Path, trained: Path) -> None:
     """From the second GPU to an engine on the first."""
     tensors = load_file(trained / "model.safetensors")
@@ -690,15 +693,25 @@ def test_weights_arrive_over_nccl(tmp_path: Path, trained: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_ranks_take_new_weights(tmp_path: Path, trained: Path, trainer: httpx.Client) -> None:
+@pytest.mark.parametrize(
+    "device",
+    ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_TWO_GPUS])],
+)
+def test_ranks_take_new_weights(tmp_path: Path, trained: Path, device: str) -> None:
     """Over two ranks as over one; what one of them would lack is refused by name."""
-    trainer.post("/update_weights", json={"weight_dir": str(trained)}).raise_for_status()
-    expected, info = drawn(trainer), trainer.get("/weight_info").json()
+    options = ("--admin-key", "none", "--device", device)
+    server = started(tmp_path, *options)
+    try:
+        with httpx.Client(base_url=server.url, timeout=120) as client:
+            client.post("/update_weights", json={"weight_dir": str(trained)}).raise_for_status()
+            expected, info = drawn(client), client.get("/weight_info").json()
+    finally:
+        server.stop()
     tensors = load_file(trained / "model.safetensors")
     del tensors["model.norm.weight"]
     (tmp_path / "odd").mkdir()
     save_file(tensors, tmp_path / "odd" / "model.safetensors")
-    server = started(tmp_path, "--admin-key", "none", "--tp", "2")
+    server = started(tmp_path, *options, "--tp", "2")
     try:
         with httpx.Client(base_url=server.url, timeout=120) as client:
             before = drawn(client)

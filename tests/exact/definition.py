@@ -5,6 +5,7 @@ Nothing here is fast or shared with the product, so that the product can be comp
 
 import hashlib
 import json
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -182,6 +183,14 @@ def bf16(x: Array) -> Array:
     i = bits(x).view(U)
     i = (i + U(0x7FFF) + ((i >> U(16)) & U(1))) & U(0xFFFF0000)
     return np.where(x != x, F(np.nan), i.view(F)).astype(F)
+
+
+def add(x: Array, y: Array) -> Array:
+    return x + y
+
+
+def multiply(x: Array, y: Array) -> Array:
+    return x * y
 
 
 FUNCTIONS: Mapping[str, Callable[[Array], Array]] = {
@@ -573,29 +582,35 @@ QUERY_DIGITS = 2  # of queries and of the softmax's weights, in every variant
 
 
 class Decoder:
-    """A Qwen3 or Llama decoder over a folder with config.json and model.safetensors, one sequence at a time."""
+    """A Qwen3 or Llama decoder over a folder with config.json and model.safetensors, one sequence at a time.
 
-    def __init__(self, folder: Path, variant: Variant, rope_length: int = 512) -> None:
-        self.c, self.n = json.loads((folder / "config.json").read_text()), variant
+    Its operations are those of this module, or of an implementation with the same names.
+    """
+
+    def __init__(
+        self, folder: Path, variant: Variant, operations: Any = sys.modules[__name__], length: int = 512
+    ) -> None:
+        self.c, self.n, self.do = json.loads((folder / "config.json").read_text()), variant, operations
         self.t = read_safetensors(folder / "model.safetensors")
         self.dim = self.c.get("head_dim") or self.c["hidden_size"] // self.c["num_attention_heads"]
         theta = self.c.get("rope_theta") or self.c["rope_parameters"]["rope_theta"]
-        self.cos, self.sin = rope_tables(range(rope_length), self.dim, int(theta))
+        self.cos, self.sin = rope_tables(range(length), self.dim, int(theta))
         tied = "lm_head.weight" not in self.t
         self.head = self._quantized("model.embed_tokens.weight" if tied else "lm_head.weight")
 
     def _quantized(self, *names: str) -> tuple[Array, Array]:
-        return quantize(np.concatenate([self.t[name] for name in names]), self.n.weights, right=True)
+        return self.do.quantize(np.concatenate([self.t[name] for name in names]), self.n.weights, right=True)
 
     def _linear(self, x: Array, *names: str) -> Array:
-        return linear(x, self.n.activations, *self._quantized(*(f"{name}.weight" for name in names)))
+        return self.do.linear(x, self.n.activations, *self._quantized(*(f"{name}.weight" for name in names)))
 
     def _add(self, x: Array, y: Array) -> Array:
-        return bf16(x + y) if self.n.bf16_residual else x + y
+        total = self.do.add(x, y)
+        return self.do.bf16(total) if self.n.bf16_residual else total
 
     def forward(self, tokens: Sequence[int], cache: list[Any] | None = None) -> tuple[Array, list[Any]]:
         """Return float32 logits [T, vocabulary] and the cache: (k, k_scale, v, v_scale) a layer."""
-        c, eps, T = self.c, self.c["rms_norm_eps"], len(tokens)
+        c, do, eps, T = self.c, self.do, self.c["rms_norm_eps"], len(tokens)
         heads, groups = c["num_attention_heads"], c["num_key_value_heads"]
         past = cache[0][0].shape[1] if cache else 0
         positions = np.arange(past, past + T)
@@ -603,25 +618,26 @@ class Decoder:
         x, new_cache = self.t["model.embed_tokens.weight"][np.asarray(tokens)], []
         for i in range(c["num_hidden_layers"]):
             name = f"model.layers.{i}."
-            y = rms_norm(x, self.t[name + "input_layernorm.weight"], eps)
+            y = do.rms_norm(x, self.t[name + "input_layernorm.weight"], eps)
             q, k, v = (
                 self._linear(y, f"{name}self_attn.{part}_proj").reshape(T, -1, self.dim) for part in ("q", "k", "v")
             )
             assert q.shape[1] == heads and k.shape[1] == groups
             if name + "self_attn.q_norm.weight" in self.t:
-                q = rms_norm(q, self.t[name + "self_attn.q_norm.weight"], eps)
-                k = rms_norm(k, self.t[name + "self_attn.k_norm.weight"], eps)
-            entry = quantize(rope(k, cos, sin), self.n.kv, right=True) + quantize(v, self.n.kv, right=True)
+                q = do.rms_norm(q, self.t[name + "self_attn.q_norm.weight"], eps)
+                k = do.rms_norm(k, self.t[name + "self_attn.k_norm.weight"], eps)
+            entry = do.quantize(do.rope(k, cos, sin), self.n.kv, right=True) + do.quantize(v, self.n.kv, right=True)
             if cache:
                 entry = tuple(np.concatenate(pair, axis=1 - j % 2) for j, pair in enumerate(zip(cache[i], entry)))
             new_cache.append(entry)
-            a = attention(*quantize(rope(q, cos, sin), QUERY_DIGITS, right=False), *entry, positions)
+            a = do.attention(*do.quantize(do.rope(q, cos, sin), QUERY_DIGITS, right=False), *entry, positions)
             x = self._add(x, self._linear(a.reshape(T, -1), name + "self_attn.o_proj"))
-            y = rms_norm(x, self.t[name + "post_attention_layernorm.weight"], eps)
-            gated = silu(self._linear(y, name + "mlp.gate_proj")) * self._linear(y, name + "mlp.up_proj")
+            y = do.rms_norm(x, self.t[name + "post_attention_layernorm.weight"], eps)
+            gated = do.silu(self._linear(y, name + "mlp.gate_proj"))
+            gated = do.multiply(gated, self._linear(y, name + "mlp.up_proj"))
             x = self._add(x, self._linear(gated, name + "mlp.down_proj"))
-        x = rms_norm(x, self.t["model.norm.weight"], eps)
-        return linear(x, self.n.activations, *self.head), new_cache
+        x = do.rms_norm(x, self.t["model.norm.weight"], eps)
+        return self.do.linear(x, self.n.activations, *self.head), new_cache
 
 
 def read_safetensors(path: Path) -> dict[str, Array]:

@@ -16,7 +16,7 @@ from tests.exact.definition import Array, F, I, U
 
 PATH = Path(__file__).with_name("golden.json")
 TINY = Path(__file__).parents[2] / "detcompile" / "tiny"
-LENGTHS = (1, 40, 127, 300)  # of the fixed texts whose logits are kept
+LENGTHS = (1, 40, 64, 127, 300)  # of the fixed texts whose logits are kept
 DIGITS = {"exact8": (1, 1), "exact8x16": (2, 1), "exact16": (2, 2)}  # of left and right operands of products
 EDGES = (0.0, -0.0, 2.0**-149, 2.0**-70, -(2.0**-60), 2.0**39, -(2.0**40), 3e38, float("inf"), float("nan"))
 

@@ -62,7 +62,8 @@ _PROTOTYPE = re.compile(r"^EXPORT (void|int64_t) (\w+)\(([^)]*)\)", re.MULTILINE
 # kernel of theirs is first called.
 _SERVING, _TRAINING, _EXACT = "", "training", "exact"
 _TRAINING_SOURCES = ("packed_attention.cpp", "pointwise_training.cpp", "row_gradients.cpp")
-_VNNI = "-mavx512vnni"  # in the exact library alone, whose bits no instruction set changes
+# Integer dot products, by the CPU's flag: in the exact library alone, whose bits no instruction set changes
+_EXACT_FLAGS = {"avx512_vnni": "-mavx512vnni", "asimddp": "-march=armv8.2-a+dotprod"}
 
 
 class _Kernels(ctypes.CDLL):
@@ -137,12 +138,7 @@ def tile_faults() -> int:
 @functools.cache
 def supported_isas() -> tuple[str, ...]:
     """Return the instruction sets that this machine and the templates support, widest first."""
-    cpuinfo = Path("/proc/cpuinfo")
-    flags: set[str] = set()
-    if cpuinfo.exists():
-        lines = cpuinfo.read_text(errors="replace").splitlines()
-        flags = set(next((line for line in lines if line.startswith("flags")), "").split())
-    names = [name for name, needs in _ISA_NEEDS.items() if needs <= flags]
+    names = [name for name, needs in _ISA_NEEDS.items() if needs <= _cpu_flags()]
     return tuple(name for name in names if name != _TILES or _tiles_permitted())
 
 
@@ -242,6 +238,14 @@ def _faults(name: str) -> int:
 
 
 @functools.cache
+def _cpu_flags() -> set[str]:
+    """Return what Linux calls flags of an x86 CPU, and features of an ARM one."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(errors="replace").splitlines() if cpuinfo.exists() else []
+    return set(next((line for line in lines if line.startswith(("flags", "Features"))), "").split())
+
+
+@functools.cache
 def _tiles_permitted() -> bool:
     """Return True if Linux permits AMX tiles for this process; since 5.16 it requires a request."""
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
@@ -268,7 +272,7 @@ def _library(name: str) -> ctypes.CDLL:
 @functools.cache
 def _part_of(name: str, part: str) -> ctypes.CDLL:
     path = _library_file(name)
-    version = f"-{_digest_of(_SOURCES / _EXACT, _VNNI)[:12]}" if part == _EXACT else ""
+    version = f"-{_digest_of(_SOURCES / _EXACT, ' '.join(_isa_flags(name, part)))[:12]}" if part == _EXACT else ""
     return _load(path.with_name(f"{part}{version}-{path.name}"), name, part)
 
 
@@ -306,8 +310,10 @@ def _probe(name: str, source: str) -> ctypes.CDLL:
 
 
 def _isa_flags(name: str, part: str = _SERVING) -> list[str]:
-    more = _VNNI if part == _EXACT and "avx512_vnni" in _ISA_NEEDS[name] else ""
-    return shlex.split(f"{_ISA_FLAGS[name]} {more}") if platform.machine() in ("x86_64", "AMD64") else []
+    x86 = platform.machine() in ("x86_64", "AMD64")
+    features = _ISA_NEEDS[name] if x86 else _cpu_flags()
+    more = [flag for feature, flag in _EXACT_FLAGS.items() if part == _EXACT and feature in features]
+    return [*shlex.split(_ISA_FLAGS[name] if x86 else ""), *more]
 
 
 def _library_file(name: str) -> Path:

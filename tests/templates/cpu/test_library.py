@@ -104,6 +104,17 @@ def test_the_instruction_set_decides_bits_on_a_cpu_alone():
     assert cpu_library.isa_of(torch.device("cuda")) == ""
 
 
+def test_exact_kernels_alone_use_integer_dot_products(monkeypatch):
+    monkeypatch.setattr(cpu_library.platform, "machine", lambda: "x86_64")
+    assert "-mavx512vnni" in cpu_library._isa_flags("avx512bf16", "exact")
+    assert cpu_library._isa_flags("avx512", "exact") == ["-march=x86-64-v4"]
+    monkeypatch.setattr(cpu_library.platform, "machine", lambda: "aarch64")
+    for features, flags in (({"fp", "asimd"}, []), ({"fp", "asimd", "asimddp"}, ["-march=armv8.2-a+dotprod"])):
+        monkeypatch.setattr(cpu_library, "_cpu_flags", lambda features=features: features)
+        assert cpu_library._isa_flags("portable", "exact") == flags
+        assert cpu_library._isa_flags("portable") == []
+
+
 def test_the_probe_of_the_product_of_tiles_sees_its_absence():
     assert cpu_library.library("portable").detcompile_tile_faults() == -1
 

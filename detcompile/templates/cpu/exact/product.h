@@ -3,6 +3,10 @@
 
 #include "steps.h"
 
+#ifdef __ARM_FEATURE_DOTPROD
+#include <arm_neon.h>
+#endif
+
 namespace exact {
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
@@ -38,6 +42,19 @@ inline int32_t finish(Sums sums, int32_t) {
   for (int32_t lane : lanes) total += lane;
   return total;
 }
+#elif defined(__ARM_FEATURE_DOTPROD)
+constexpr int64_t kBytes = 16;
+using Sums = int32x4_t;
+inline Sums zero() { return vdupq_n_s32(0); }
+inline int8x16_t load_x(const int8_t* p) { return vld1q_s8(p); }
+inline int8x16_t load_w(const int8_t* p, int64_t count) {
+  if (count >= kBytes) return load_x(p);
+  int8_t bytes[kBytes] = {};
+  std::memcpy(bytes, p, count);
+  return load_x(bytes);
+}
+inline Sums add_products(Sums sums, int8x16_t x, int8x16_t w) { return vdotq_s32(sums, x, w); }
+inline int32_t finish(Sums sums, int32_t) { return vaddvq_s32(sums); }
 #else
 constexpr int64_t kBytes = 16;
 struct Bytes { int16_t v[kBytes]; };

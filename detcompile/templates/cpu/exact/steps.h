@@ -17,7 +17,7 @@ namespace exact {
 
 inline int32_t bits(float x) { return bit_cast<int32_t>(x); }
 inline float from_bits(uint32_t i) { return bit_cast<float>(i); }
-#ifdef __FMA__
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
 inline float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 #else
 inline float fma(float a, float b, float c) { return fma_lane(a, b, c); }

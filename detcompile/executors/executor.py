@@ -8,6 +8,7 @@ from torch import Tensor
 from detcompile.executors.description import ModelDescription
 from detcompile.executors.local import LocalExecutor
 from detcompile.parallel import TensorParallel
+from detcompile.runtime.adapters import AdapterSlots
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.speculation.speculator import SpeculationConfig
@@ -33,10 +34,12 @@ class Executor(Protocol):
     Attributes:
         description: the model's certificate, orders and sizes.
         ranks: the tensor-parallel group of this process; None if the model is not sharded here.
+        adapters: the adapters of a model with slots for them.
     """
 
     description: ModelDescription
     ranks: TensorParallel | None
+    adapters: AdapterSlots | None
 
     @property
     def weights(self) -> Weights:

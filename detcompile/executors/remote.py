@@ -19,6 +19,7 @@ from detcompile.executors.fingerprints import end_tokens
 from detcompile.executors.remote_weights import START_SECONDS
 from detcompile.executors.started_ranks import StartedRanks
 from detcompile.parallel import TensorParallel, rank_device
+from detcompile.runtime.adapters import AdapterSlots
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.engine_setup import EngineModel, engine_over, require_block_tables
@@ -49,6 +50,7 @@ class RemoteExecutor:
         self.pp = pp
         self.description = ranks.description
         self.ranks: TensorParallel | None = None  # this process is not a rank
+        self.adapters: AdapterSlots | None = None  # they need one process
         self.weights = ranks.weights
         self._started = ranks
         self._abandoned: deque[int] = deque()

@@ -19,6 +19,7 @@ from detcompile.models.generation import GenerationOutput, Generator
 from detcompile.models.model_object import AnyConfig
 from detcompile.models.padded_calls import padded_output, require_served, require_tensors, with_config_outputs
 from detcompile.other_names import naming_equivalents
+from detcompile.runtime.adapters import AdapterSlots
 from detcompile.runtime.dense.padded_batch import unpad
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import VLLM_NAMES, EngineConfig
@@ -155,6 +156,11 @@ class CompiledModel(CertifiedModel):
         """
         blocks = plain_blocks(self.facts, num_tokens, block_size, order, num_sequences)
         return self.executor.new_runner(blocks.pool.num_blocks, block_size, cuda_graphs, blocks.num_state_slots), blocks
+
+    @property
+    def adapters(self) -> AdapterSlots | None:
+        """The LoRA adapters that all engines of this model share; None without room for them (``max_lora_rank``)."""
+        return self.executor.adapters
 
     def head_weight(self) -> Tensor:
         """Return the whole language-model head [V, H]; all ranks must call this.

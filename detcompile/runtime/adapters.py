@@ -115,6 +115,11 @@ class AdapterSlots:
         with self._lock:
             return self._require(name)
 
+    def with_digest(self, digest: str) -> Adapter | None:
+        """Return a loaded adapter by its sha256; None if there is none."""
+        with self._lock:
+            return next((adapter for adapter in self._loaded.values() if adapter.digest == digest), None)
+
     @contextlib.contextmanager
     def active(self, adapter: Adapter | None) -> Iterator[None]:
         """Launch a step with an adapter inside, one at a time; None for the plain model."""

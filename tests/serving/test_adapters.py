@@ -3,10 +3,13 @@
 import asyncio
 import json
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -17,8 +20,10 @@ from detcompile.digests import fingerprint
 from detcompile.errors import InvalidInput
 from detcompile.serving.adapters import ADAPTER_PATHS
 from detcompile.serving.engines.protocol import AdapterFile
+from detcompile.serving.receipts.envelope import read_envelope
 from tests.exhaustive import EXHAUSTIVE
 from tests.serving.conftest import started
+from tests.serving.receipts.receipt_cases import TAMPERINGS, changed
 from tests.serving.scripted_engine import PARTS, digest_of
 from tests.serving.scripted_service import SPEC, running, scripted
 from tests.serving.test_control import begun
@@ -208,7 +213,7 @@ def test_modules_are_names_and_folders() -> None:
 
 @EXHAUSTIVE
 def test_a_server_draws_with_the_bits_of_an_engine(tmp_path: Path) -> None:
-    """Loaded at the start and by a route, before and after an engine is lost; receipts name the adapter."""
+    """Loaded at the start and by a route, before and after an engine is lost; receipts replay with the adapter."""
     peft = pytest.importorskip("peft")
     torch = pytest.importorskip("torch")
     for seed, name in enumerate(("one", "two")):
@@ -227,6 +232,7 @@ def test_a_server_draws_with_the_bits_of_an_engine(tmp_path: Path) -> None:
             assert http.post(LOAD, json={"lora_name": "two", "lora_path": str(tmp_path / "two")}).status_code == 200
             body = {"prompt": [5, 6, 7], "temperature": 1.0, "top_p": 1, "seed": 4, "max_tokens": 12, "logprobs": 0}
             body |= {"return_token_ids": True, "receipt": True}
+            answers: dict[str | None, dict[str, Any]] = {}
             for name in ("one", "two", None):
                 if name is not None:
                     engine.load_adapter(name, tmp_path / name)
@@ -235,10 +241,30 @@ def test_a_server_draws_with_the_bits_of_an_engine(tmp_path: Path) -> None:
                 [choice] = answer["choices"]
                 assert choice["token_ids"] == expected.token_ids
                 assert choice["logprobs"]["token_logprobs"] == [entry.logprob for entry in expected.logprobs]
-                verdict = http.post("/v1/verify", content=json.dumps(answer["receipt"]), headers={
-                    "Content-Type": "application/json"}).json()  # fmt: skip
-                assert verdict["outcome"] == ("equal" if name is None else "incomparable"), verdict
-                assert name is None or "a LoRA adapter drew this answer" in verdict["message"]
+                verdict = http.post("/v1/verify", json=answer["receipt"]).json()
+                assert verdict["outcome"] == "equal" and verdict["num_tokens"] == 12, verdict
+                answers[name] = answer
+            envelope = read_envelope(json.dumps(answers["one"]).encode())
+            wrong = changed(envelope, TAMPERINGS["another token"].change, None)
+            verdict = http.post("/v1/verify", json=msgspec.to_builtins(wrong)).json()
+            assert (verdict["outcome"], verdict["field"], verdict["position"]) == ("differs", "token_ids", 5), verdict
+            assert http.post(UNLOAD, json={"lora_name": "two"}).status_code == 200
+            verdict = http.post("/v1/verify", json=answers["two"]["receipt"]).json()
+            assert (verdict["outcome"], verdict["field"]) == ("incomparable", "fingerprint_parts.adapter")
+            assert "LoRA adapter 'two' drew this answer, which is not here" in verdict["message"]
     finally:
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(60) == 0
+    path = tmp_path / "answer.json"
+    path.write_text(json.dumps(answers["one"]))
+    for model, adapter, rank, code, text in [
+        (["tiny"], "one", "8", 0, "equal: all 12 tokens were reproduced"),
+        (["tiny"], "two", "8", 2, "LoRA adapter 'one' drew this answer, which is not here: give its folder"),
+        ([], "one", "8", 3, "the receipt is of LoRA adapter 'one': name the model under it as MODEL"),
+        (["tiny"], "one", "16", 2, "LoRA adapter 'one' drew this answer, with another --max-lora-rank"),
+    ]:
+        options = ["--adapter", str(tmp_path / adapter), "--max-lora-rank", rank]
+        command = [sys.executable, "-m", "detcompile", "replay", str(path), *model, *options]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+        printed = " ".join((done.stdout + done.stderr).split())
+        assert done.returncode == code and text in printed, printed

@@ -9,6 +9,7 @@ from detcompile.digests import differing_parts
 # What a different value of each part means.
 MEANINGS = {
     "weights": "other weights: a checkpoint, an update or a change in place",
+    "adapter": "another LoRA adapter, or none: the model of a request, --adapter",
     "program": "a different certified graph: code, attributes or hooks of the model, a dtype, or other passes",
     "config": "another model config",
     "end_tokens": "different end tokens: eos_token_id of generation_config",

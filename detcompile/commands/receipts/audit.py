@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from detcompile.commands.options import Loading, Random, compile_model, logs, progress_bar
-from detcompile.commands.receipts.replay import as_signed, model_name
+from detcompile.commands.options import Loading, Random, logs, progress_bar
+from detcompile.commands.receipts.replay import Adapters, MaxLoraRank, as_signed, compile_with, model_name
 from detcompile.errors import DetcompileError, InvalidInput
 from detcompile.models.compiled import CompiledModel
 from detcompile.serving.receipts.keys import read_verify_key
@@ -25,6 +25,8 @@ def command(
     seed: Annotated[int, typer.Option(help="Chooses the sample: keep it secret from the server.")] = 0,
     key: Annotated[Path | None, typer.Option(help="Public key that must have signed every line.")] = None,
     head: Annotated[str | None, typer.Option(help="sha256 of a line or a receipt that must be in the log.")] = None,
+    adapter: Adapters = None,
+    max_lora_rank: MaxLoraRank = None,
     tp: Annotated[int, typer.Option(min=1, help="Ranks, each in a process.")] = 1,
     random: Random = False,
     *,
@@ -48,7 +50,8 @@ def command(
     num_checked = 0
     if chosen:
         first = chosen[0].receipt
-        compiled = compile_model(as_signed(loading, first).spec(model_name(first, model), random), tp)
+        spec = as_signed(loading, first).spec(model_name(first, model), random)
+        compiled = compile_with(spec, tp, adapter or [], max_lora_rank)
         num_checked = _replay(log, chosen, compiled)
     for share in REPORTED_SHARES:
         missed = miss_probability(share, num_checked)

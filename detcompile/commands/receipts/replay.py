@@ -15,6 +15,8 @@ from detcompile.commands.options import Json, Loading, Random, compile_model, lo
 from detcompile.commands.receipts.whole_answers import answer_difference, require_known, uncovered
 from detcompile.errors import DetcompileError, InvalidInput
 from detcompile.models.compiled import CompiledModel
+from detcompile.models.spec import ModelSpec
+from detcompile.offline.llm_options import MAX_LORA_RANK
 from detcompile.orders.exact import ARITHMETICS
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.serving.engines.engine_process import hello_of
@@ -27,6 +29,10 @@ from detcompile.serving.receipts.verdict import Verdict, differs
 from detcompile.serving.tokenizer_pool import TokenizerPool
 
 UNREADABLE = 3  # exit code
+Adapters = Annotated[
+    list[Path] | None, typer.Option("--adapter", help="Folder of a LoRA adapter that drew answers; repeat it.")
+]
+MaxLoraRank = Annotated[int | None, typer.Option(help="The server's --max-lora-rank; 16 with --adapter, else none.")]
 ARCHIVE_SUFFIX = ".pt2"
 TOKENIZER = "another tokenizer, which decodes tokens and finds stop strings"
 
@@ -40,6 +46,8 @@ def command(
     weights: Annotated[
         list[Path] | None, typer.Option(help="Folder of weights that drew some of the tokens; repeat it.")
     ] = None,
+    adapter: Adapters = None,
+    max_lora_rank: MaxLoraRank = None,
     tp: Annotated[int, typer.Option(min=1, help="Ranks, each in a process.")] = 1,
     chunk: Annotated[int, typer.Option(min=1, help="Tokens of a step at most.")] = CHUNK,
     json_output: Json = False,
@@ -53,7 +61,8 @@ def command(
         decoded = decode_receipt(payload_of(envelope))
         fault = None if verify_key is None else unsealed(envelope, verify_key)
         if fault is None:
-            compiled = compile_model(as_signed(loading, decoded).spec(model_name(decoded, model), random), tp)
+            spec = as_signed(loading, decoded).spec(model_name(decoded, model), random)
+            compiled = compile_with(spec, tp, adapter or [], max_lora_rank)
             compare = functools.partial(_compare, answer, envelope, compiled, hidden) if answer else None
             options: dict[str, Any] = {"chunk": chunk, "decode": decode, "opening": hidden, "folders": weights or ()}
             verdict = replay(compiled, envelope, key=verify_key, compare=compare, **options)
@@ -71,11 +80,27 @@ def model_name(receipt: Receipt, given: str | None) -> str:
     """Return the name of the model to replay a receipt on.
 
     Raises:
-        InvalidInput: no model was given, and the receipt names an archive. An archive holds code: it must be named.
+        InvalidInput: no model was given, and the receipt names an adapter, or an archive. An archive holds code: it
+            must be named.
     """
+    if given is None and "adapter" in receipt.fingerprint_parts:
+        raise InvalidInput(f"the receipt is of LoRA adapter {receipt.model!r}: name the model under it as MODEL")
     if given is None and receipt.model.endswith(ARCHIVE_SUFFIX):
         raise InvalidInput(f"the receipt is of {receipt.model!r}, an archive, which holds code: name it as MODEL")
     return receipt.model if given is None else given
+
+
+def compile_with(spec: ModelSpec, tp: int, adapters: Sequence[Path], max_lora_rank: int | None) -> CompiledModel:
+    """Compile a model with room for adapters, and load them."""
+    if adapters and max_lora_rank is None:
+        max_lora_rank = MAX_LORA_RANK
+    compiled = compile_model(replace(spec, max_lora_rank=max_lora_rank), tp)
+    for folder in dict.fromkeys(adapters):
+        slots = compiled.adapters
+        if slots is None:
+            raise InvalidInput("--adapter needs a model in this process, from its checkpoint: no archive, --tp 1")
+        slots.load(str(folder), folder)
+    return compiled
 
 
 def as_signed(loading: Loading, receipt: Receipt) -> Loading:

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from detcompile.runtime.adapters import Adapter
 from detcompile.runtime.grammars.matcher import Mask
 from detcompile.runtime.kv.prefixes import LayerBlocks
 from detcompile.runtime.processes.group import WorkerGroup
@@ -263,6 +264,7 @@ class RemoteRunner(_Remote):
     def __init__(self, group: WorkerGroup, abandoned: "deque[int]", args: Sequence[Any], device: torch.device) -> None:
         super().__init__(group, abandoned)
         self.device = device
+        self.adapter: Adapter | None = None  # adapters need one process
         self._tell_abandoned()
         group.call("new_runner", self.name, *args)
 

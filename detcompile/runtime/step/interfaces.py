@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from detcompile.runtime.adapters import Adapter
 from detcompile.runtime.kv.prefixes import BlockReader
 from detcompile.runtime.step.builder import StepArrays
 from detcompile.runtime.step.worker import StepResult, StepWork
@@ -64,7 +65,13 @@ class StepWorker(BlockReader, Protocol):
 
 
 class StepRunner(Protocol):
-    """Runs steps over its own KV cache: Runner or RemoteRunner."""
+    """Runs steps over its own KV cache: Runner or RemoteRunner.
+
+    Attributes:
+        adapter: the adapter of the next steps; None for the plain model.
+    """
+
+    adapter: Adapter | None
 
     @property
     def is_lost(self) -> bool:

@@ -109,11 +109,13 @@ def redraw(
     receipt: Receipt,
     prompts: Sequence[list[int]],
     grammar: str | None = None,
+    adapter: str | None = None,
 ) -> list[RequestOutput]:
     """Draw answers to the receipt's prompts.
 
     Args:
         grammar: source of the grammar if the receipt has its hash.
+        adapter: name of the adapter that drew them; None for the plain model.
 
     Raises:
         InvalidInput: unsupported parameters.
@@ -123,7 +125,7 @@ def redraw(
     most = max((len(ids) for ids in prompts), default=1) + (params.max_tokens or model.max_context)
     blocks = params.n * (-(-min(most, model.max_context) // BLOCK_SIZE) + 1) * max(1, len(model.facts.kv_groups))
     config = EngineConfig(num_blocks=blocks + 2, max_num_seqs=min(params.n, 64), block_size=BLOCK_SIZE)
-    outputs = model.engine(config).generate(prompts, params, progress=False)
+    outputs = model.engine(config).generate(prompts, params, progress=False, adapter=adapter)
     for output in outputs:
         if output.error is not None:
             raise output.error

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -10,6 +11,7 @@ from detcompile.errors import InvalidInput
 from detcompile.models.certified import WeightSource
 from detcompile.models.checkpoints import read_weights
 from detcompile.models.compiled import CompiledModel
+from detcompile.runtime.adapters import Adapter
 from detcompile.runtime.requests.admission import Admission
 from detcompile.runtime.requests.plain_values import stop_tokens
 from detcompile.runtime.requests.request import Request
@@ -59,7 +61,7 @@ def replay(
     """Return the verdict on an envelope's receipt.
 
     Args:
-        model: a model with the receipt's fingerprint, on any number of ranks.
+        model: a model with the receipt's fingerprint, on any number of ranks. Adapters that drew answers are loaded.
         key: required signer; None checks no signature.
         chunk: maximum tokens per step; cannot change a bit.
         decode: draw the answers token by token instead of in one pass.
@@ -145,14 +147,15 @@ class Replayer:
             InvalidInput: a receipt that no server issues, or one of hashes.
         """
         self._use(receipt.fingerprint_parts.get("weights", ""))
-        mismatch = fingerprint_verdict(receipt, self._parts, self._tokenizer) or self._absent_weights(receipt)
+        adapter = self._adapter(receipt)
+        mismatch = self._mismatch(receipt, adapter) or self._absent_weights(receipt)
         if mismatch is not None:
             return mismatch
         params = params_of(receipt)
         self.redrawn = []
         num_tokens = 0
         for number, prompt in enumerate(receipt.prompts):
-            verdict = yield from self._check(prompt, params, receipt.fingerprint_parts.get("weights", ""))
+            verdict = yield from self._check(prompt, params, receipt.fingerprint_parts.get("weights", ""), adapter)
             if verdict.outcome != "equal":
                 verdict.prompt = number
                 return verdict
@@ -183,13 +186,14 @@ class Replayer:
         if any(sample.drawn_by for prompt in receipt.prompts for sample in prompt.samples):
             raise InvalidInput("weights of several versions drew this answer: replay it without --decode and --opening")
         self._use(receipt.fingerprint_parts.get("weights", ""))
-        mismatch = fingerprint_verdict(receipt, self._parts, self._tokenizer)
+        adapter = self._adapter(receipt)
+        mismatch = self._mismatch(receipt, adapter)
         prompts = opened(receipt, opening) if mismatch is None else mismatch
         if isinstance(prompts, Verdict):
             return prompts
         salt = None if receipt.level == "tokens" or opening is None else opening.salt_bytes
         source, has_text = None if opening is None else opening.grammar, self._tokenizer is not None
-        outputs = redraw(self._model, receipt, prompts, source)
+        outputs = redraw(self._model, receipt, prompts, source, adapter and adapter.name)
         made = [recorded_prompt(output, ids, salt, has_text) for output, ids in zip(outputs, prompts)]
         for number, (given, drawn) in enumerate(zip(receipt.prompts, made)):
             verdict = _prompt_difference(given, drawn)
@@ -227,6 +231,15 @@ class Replayer:
         self._model.update_weights(source)
         self._parts = {name: str(part) for name, part in self._model.fingerprint_parts.items()}
 
+    def _adapter(self, receipt: Receipt) -> Adapter | None:
+        """Return the loaded adapter that a receipt names by its digest."""
+        slots, digest = self._model.adapters, receipt.fingerprint_parts.get("adapter")
+        return None if slots is None or digest is None else slots.with_digest(digest)
+
+    def _mismatch(self, receipt: Receipt, adapter: Adapter | None) -> Verdict | None:
+        parts = self._parts if adapter is None else {**self._parts, "adapter": adapter.digest}
+        return fingerprint_verdict(receipt, parts, self._tokenizer)
+
     def _absent_weights(self, receipt: Receipt) -> Verdict | None:
         """Return a verdict if weights that drew some tokens are not here."""
         for number, prompt in enumerate(receipt.prompts):
@@ -248,14 +261,17 @@ class Replayer:
                         )
         return None
 
-    def _check(self, prompt: Prompt, params: SamplingParams, weights: str) -> Generator[None, None, Verdict]:
+    def _check(
+        self, prompt: Prompt, params: SamplingParams, weights: str, adapter: Adapter | None
+    ) -> Generator[None, None, Verdict]:
         answers = [one.token_ids for one in prompt.samples if not isinstance(one.token_ids, str)]
         if isinstance(prompt.token_ids, str) or len(answers) < len(prompt.samples):
             raise InvalidInput(HASHED)
         fault = _other_samples(prompt, params)
         if fault is not None:
             return fault
-        request = self._admission.request("receipt", prompt.token_ids, params, arrival=0, priority=0, stream_text=False)
+        how: dict[str, Any] = {"arrival": 0, "priority": 0, "stream_text": False, "adapter": adapter}
+        request = self._admission.request("receipt", prompt.token_ids, params, **how)
         fault = self._misshapen(prompt, request, answers)
         if fault is not None:
             return fault

@@ -51,7 +51,10 @@ async def verify(service: Service, envelope: Envelope, call: Call) -> Response:
     fault = None if key is None else unsealed(envelope, key.public)
     if fault is not None:
         return _json(differs("signatures", fault, signature="invalid"))
-    mismatch = fingerprint_verdict(receipt, service.hello.fingerprint_parts, tokenizer_digest(service.hello.tokenizer))
+    parts, adapter = service.hello.fingerprint_parts, receipt.fingerprint_parts.get("adapter", "")
+    if any(file.digest == adapter for file in service.adapters.values()):
+        parts = parts | {"adapter": adapter}
+    mismatch = fingerprint_verdict(receipt, parts, tokenizer_digest(service.hello.tokenizer))
     if mismatch is not None:
         return _json(mismatch)
     lengths, params = _lengths(receipt), params_of(receipt)

@@ -57,6 +57,7 @@ def teacher_forced(
     sequences = [Sequence([*prompt, *tokens[:-1]], request.params, sample_index=i) for i, tokens in enumerate(answers)]
     room = sum(-(-len(sequence.token_ids) // BLOCK_SIZE) for sequence in sequences) * BLOCK_SIZE
     runner, blocks = model.new_runner(room, num_sequences=len(sequences))
+    runner.adapter = request.sequences[0].adapter
     draw = _Draw(model, request, answers)
     while any(sequence.num_uncomputed for sequence in sequences):
         plan = _next_step(sequences, chunk)

@@ -75,5 +75,7 @@ def fingerprint_verdict(receipt: Receipt, parts: Mapping[str, str], tokenizer: s
     field = first if first in ("tokenizer", "llguidance") else f"fingerprint_parts.{first}"
     message = f"the receipt has another {', '.join(name for name, _, _ in differing)}"
     if "adapter" in receipt.fingerprint_parts:
-        message = f"a LoRA adapter drew this answer, and receipts of adapters cannot be replayed; {message}"
+        missing = any(name == "adapter" for name, _, _ in differing)
+        advice = "which is not here: give its folder with --adapter" if missing else "with another --max-lora-rank"
+        message = f"LoRA adapter {receipt.model!r} drew this answer, {advice}; {message}"
     return Verdict(outcome="incomparable", field=field, message=message, parts=differing)

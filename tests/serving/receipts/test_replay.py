@@ -1,13 +1,17 @@
 """Receipts of the session's server: every kind of answer comes out again, and every change of one is named."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import msgspec
 import pytest
 import torch
 
+import detcompile
+from detcompile.digests import fingerprint
 from detcompile.errors import InvalidInput
 from detcompile.models.compiled import CompiledModel
 from detcompile.runtime.engine_config import EngineConfig
@@ -23,9 +27,10 @@ from detcompile.serving.receipts.receipt import Receipt, Served, decode_receipt,
 from detcompile.serving.receipts.replay import Replayer, replay
 from detcompile.serving.tokenizer_pool import TokenizerPool
 from tests.exhaustive import EXHAUSTIVE
-from tests.model_cases import compiled
+from tests.model_cases import MAX_CONTEXT, compiled, random_model
 from tests.serving.conftest import Server, started
 from tests.serving.receipts.receipt_cases import PROMPT, REQUESTS, TAMPERINGS, changed, comparison, with_part
+from tests.training.cases import adapted
 
 BASE = {"model": "tiny", "prompt": PROMPT, "max_tokens": 20, "seed": 5, "receipt": True}
 JSON = {"Content-Type": "application/json"}
@@ -100,10 +105,60 @@ def test_a_receipt_of_other_sources_replays(http: httpx.Client, doubted: Envelop
 
 
 @pytest.mark.parametrize("decode", [False, True])
-def test_receipts_of_adapters_are_refused_by_name(decode: bool, doubted: Envelope, model: CompiledModel) -> None:
+def test_missing_adapters_are_refused_by_name(decode: bool, doubted: Envelope, model: CompiledModel) -> None:
     verdict = replay(model, changed(doubted, with_part("adapter"), None), decode=decode)
     assert (verdict.outcome, verdict.field) == ("incomparable", "fingerprint_parts.adapter")
-    assert "a LoRA adapter drew this answer" in verdict.message
+    assert "LoRA adapter 'tiny' drew this answer, which is not here" in verdict.message
+
+
+def test_receipts_of_adapters_replay(tmp_path: Path) -> None:
+    """With the adapter that the receipt names; a change of a token is found, and so is another adapter."""
+    pytest.importorskip("peft", reason="PEFT comes with the extra lora")
+    given = random_model("qwen3", torch.bfloat16)
+    model = detcompile.compile(given, max_context=MAX_CONTEXT, max_lora_rank=16)
+    for name, config in (("one", {}), ("two", {"r": 3, "lora_alpha": 5})):
+        adapted(**config).save_pretrained(tmp_path / name)
+    engine = model.engine(EngineConfig(num_blocks=16))
+    digests = {name: engine.load_adapter(name, tmp_path / name) for name in ("one", "two")}
+    params = SamplingParams(n=2, seed=3, temperature=0.9, max_tokens=12, logprobs=1, prompt_logprobs=0)
+
+    def receipt(adapter: str | None) -> Envelope:
+        [output] = engine.generate([[5, 6, 7]], params, progress=False, adapter=adapter)
+        parts = parts_of(model) | ({} if adapter is None else {"adapter": digests[adapter]})
+        return seal(
+            encode_receipt(
+                Receipt(
+                    id="x", created=0, model=adapter or "tiny", level="tokens", fingerprint=fingerprint(parts),
+                    fingerprint_parts=parts, served=Served(detcompile="x", tokenizer=None, chat_template=None),
+                    params=written_params(params), seed="3",
+                    prompts=[recorded_prompt(output, output.prompt_token_ids, None, has_text=False)],
+                )
+            ),
+            None,
+        )  # fmt: skip
+
+    def named(digest: str | None) -> Callable[[dict[str, Any]], None]:
+        def change(payload: dict[str, Any]) -> None:
+            payload["fingerprint_parts"] = parts_of(model) | ({} if digest is None else {"adapter": digest})
+            payload["fingerprint"] = fingerprint(payload["fingerprint_parts"])
+
+        return change
+
+    of_all = {adapter: receipt(adapter) for adapter in ("one", None, "two")}
+    for decode in (False, True):
+        for adapter, envelope in of_all.items():
+            assert replay(model, envelope, decode=decode).outcome == "equal", adapter
+        wrong = replay(model, changed(of_all["one"], TAMPERINGS["another token"].change, None), decode=decode)
+        assert (wrong.outcome, wrong.field, wrong.sample) == ("differs", "token_ids", 0)
+        for digest in (digests["two"], None):
+            verdict = replay(model, changed(of_all["one"], named(digest), None), decode=decode)
+            field = "prompt_logprobs" if decode else "token_ids"
+            assert (verdict.outcome, verdict.field) == ("differs", field), verdict
+        engine.unload_adapter("one")
+        missing = replay(model, of_all["one"], decode=decode)
+        assert (missing.outcome, missing.field) == ("incomparable", "fingerprint_parts.adapter")
+        assert "LoRA adapter 'one' drew this answer, which is not here" in missing.message
+        engine.load_adapter("one", tmp_path / "one")
 
 
 def test_a_changed_token_is_found_at_its_place(doubted: Envelope, model: CompiledModel) -> None:

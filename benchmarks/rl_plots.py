@@ -7,7 +7,7 @@ from benchmarks.curves import CurvePanel, curve_chart
 
 __all__ = ["rl_plot", "rl_plots"]
 
-RESULTS = {"rl.svg": "rl-amd-epyc-0dd4679.json", "rl-smollm2.svg": "rl-nvidia-h200-9021732.json"}
+RESULTS = {"rl.svg": "rl-amd-epyc-0dd4679.json", "rl-smollm2.svg": "rl-nvidia-h200-5e1a20ba.json"}
 
 
 def rl_plots(results: Path) -> dict[str, str]:

@@ -46,12 +46,17 @@ class Compiled(Exception):
 pytestmark = pytest.mark.usefixtures("keep_patched_programs")
 
 
+def copy_kernels(cache: Path) -> None:
+    """Copy the CPU kernels to another cache, without the folders in which other processes are building."""
+    library.library()
+    shutil.copytree(cache_directory() / "cpu", cache / "cpu", ignore=shutil.ignore_patterns("build-*"))
+
+
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CompiledModel]:
     """A compiled qwen3, and a cache in which its program alone is kept."""
     folder = tmp_path_factory.mktemp("cache")
-    library.library()
-    shutil.copytree(cache_directory() / "cpu", folder / "cpu")
+    copy_kernels(folder)
     with mock.patch.dict("os.environ", {"DETCOMPILE_CACHE": str(folder), "DETCOMPILE_KEEP_PROGRAMS": "1"}):
         model = compiled(source())
         assert len(programs.entries()) == 1
@@ -61,8 +66,7 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CompiledModel]:
 @pytest.fixture
 def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache without programs."""
-    library.library()
-    shutil.copytree(cache_directory() / "cpu", tmp_path / "cpu")
+    copy_kernels(tmp_path)
     monkeypatch.setenv("DETCOMPILE_CACHE", str(tmp_path))
 
 
@@ -378,7 +382,7 @@ print(bytes(make(source())(IDS).logits.numpy()).hex()[:4000])
 
 @EXHAUSTIVE
 def test_processes_take_it_at_once(fresh: CompiledModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.copytree(cache_directory() / "cpu", tmp_path / "cpu")
+    copy_kernels(tmp_path)
     monkeypatch.setenv("DETCOMPILE_CACHE", str(tmp_path))  # a process that ran other tests may have other settings
 
     def started(what: str) -> subprocess.Popen[str]:
@@ -454,7 +458,7 @@ def test_ranks_take_their_programs_or_all_compile(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    shutil.copytree(cache_directory() / "cpu", tmp_path / "cpu")
+    copy_kernels(tmp_path)
     monkeypatch.setenv("DETCOMPILE_CACHE", str(tmp_path))
     forwards, whole_digest = f"take a kept program of {layers}", "take the whole program's digest"
     taken = {forwards, whole_digest}

@@ -1,6 +1,7 @@
 """Trace a model over a packed step into one graph with Dynamo."""
 
 import contextlib
+import itertools
 import logging
 import types
 from collections.abc import Callable, Sequence
@@ -33,6 +34,7 @@ from detcompile.torch_internals.inductor_settings import inductor_config
 from detcompile.torch_internals.symbolic_shapes import ConstraintViolationError
 
 logger = logging.getLogger(__name__)
+_CODE_NUMBERS = itertools.count()
 
 
 class Seen(NamedTuple):
@@ -174,17 +176,20 @@ def marked_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
 
 
 def with_fresh_code(module: nn.Module) -> Callable[..., Tensor]:
-    """Return ``module.forward`` with a new code object. Dynamo caches graphs by code object, a few for each."""
+    """Return ``module.forward`` with a new code object. Dynamo caches graphs by code object, a few for each.
+
+    Its name is unique in this process: Dynamo makes symbols of numbers that differ from those of earlier code with the
+    same name.
+    """
     function = type(module).forward
-    code = function.__code__.replace(co_name=f"forward_{id(module):x}")
+    code = function.__code__.replace(co_name=f"forward_{next(_CODE_NUMBERS):x}")
     return types.MethodType(types.FunctionType(code, function.__globals__), module)
 
 
 def trace_once(module: DenseForward | PackedForward, backend: Backend, arguments: Sequence[Any]) -> None:
     """Make the first call, which compiles. Unwrap our errors and explain those of Dynamo and of the disk.
 
-    ``automatic_dynamic_shapes`` is off: Dynamo would make symbols of numbers that differ from those of an earlier model
-    with the same code name. The symbolic extents are marked explicitly.
+    ``automatic_dynamic_shapes`` is off; the symbolic extents are marked explicitly.
     """
     try:
         with torch.no_grad(), dynamo_config.patch(automatic_dynamic_shapes=False):

@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 from detcompile import UnsupportedModel
-from detcompile.passes.tracing import compiler_message
+from detcompile.passes.tracing import compiler_message, with_fresh_code
 from tests.model_cases import certified, random_model
 
 
@@ -61,3 +61,8 @@ def test_what_a_compiler_says_is_named() -> None:
     with pytest.raises(BackendCompilerFailed) as raised:
         torch.compile(torch.sin, backend=compiler)(torch.ones(2))
     assert compiler_message(raised.value) == "no room"
+
+
+def test_code_of_freed_modules_shares_no_name() -> None:
+    names = {with_fresh_code(torch.nn.Identity()).__func__.__code__.co_name for _ in range(20)}
+    assert len(names) == 20

@@ -16,7 +16,7 @@ RESULTS = Path(__file__).parent / "results"
 PLOTS = Path(__file__).parents[1] / "docs" / "plots"
 GEMM = "templates-nvidia-h200-9d88df9.json"
 ATTENTION = "templates-nvidia-h200-e06d99a.json"
-MODELS = {"tp_sizes=(1,)": "model-nvidia-h200-e06d99a.json", "tp_sizes=(1, 2, 4, 8)": "model-nvidia-h200-5db1a3a.json"}
+MODEL = "model-nvidia-h200-e06d99a.json"
 
 
 def gemm(report: dict) -> str:
@@ -55,19 +55,16 @@ def attention(report: dict) -> str:
     )
 
 
-def model(reports: dict[str, dict]) -> str:
-    """Draw steps of the whole model beside torch.compile default, from one report for each numerics."""
-    series: Series = {}
-    for numerics, report in reports.items():
-        ours, peers = report[f"ms, {numerics}"], report["ms, peers"]
-        series[f"{numerics}, commit {report['commit']}"] = {
-            step: peers[f"torch.compile {step}"] / ours[step] for step in ours if f"torch.compile {step}" in peers
-        }
+def model(report: dict) -> str:
+    """Draw steps of the whole model beside torch.compile default."""
+    numerics = "tp_sizes=(1,)"
+    ours, peers = report[f"ms, {numerics}"], report["ms, peers"]
+    ratios = {step: peers[f"torch.compile {step}"] / ours[step] for step in ours if f"torch.compile {step}" in peers}
     axis = "step: decode of so many sequences of 512 keys, prefill of so many tokens"
     return bar_chart(
         "Qwen3-8B's shape beside torch.compile default, bf16, H200",
-        "each commit beside torch.compile in the same run",
-        [Panel(axis, "torch.compile's time / ours, ratio", series)],
+        f"both in one run; commit {report['commit']}",
+        [Panel(axis, "torch.compile's time / ours, ratio", {numerics: ratios})],
     )
 
 
@@ -76,7 +73,7 @@ def plots() -> dict[str, str]:
     drawn = {
         "gemm.svg": gemm(_report(GEMM)),
         "attention.svg": attention(_report(ATTENTION)),
-        "model.svg": model({numerics: _report(name) for numerics, name in MODELS.items()}),
+        "model.svg": model(_report(MODEL)),
     }
     return drawn | scheduler_plots(RESULTS) | rl_plots(RESULTS) | answer_plots(RESULTS)
 

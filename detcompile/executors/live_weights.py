@@ -22,17 +22,17 @@ class Shares(Protocol):
         """Return tensors with the shapes and dtypes of the whole parameters, by name."""
 
     def take(self, contents: Mapping[int, Tensor]) -> Mapping[str, Tensor]:
-        """Return this rank's shard of every parameter by name; ``contents`` maps ids of tensors of ``whole``."""
+        """Return a rank's shard of every parameter by name; ``contents`` maps ids of tensors of ``whole``."""
 
 
 class LiveWeights:
-    """The weights of a compiled model, or one rank's shard of them.
+    """The weights of a compiled model, or the shard that one rank or stage holds of them.
 
     Args:
         held: returns the local tensors by name, each once.
         named: the same under every name of tied weights; default: ``held``.
         whole: digests of whole weights that cannot be computed from the local tensors; all of them for a shard.
-        is_share: the local tensors are one rank's shard.
+        is_share: the local tensors are a shard.
         shares: cuts this rank's shard out of new weights.
     """
 
@@ -105,16 +105,18 @@ class LiveWeights:
 
     def _update_share(self, source: Mapping[str, Tensor]) -> int:
         if self._shares is None:
-            raise InvalidInput(f"update_weights: ranks that share this model take no new weights: {RELOAD}")
+            raise InvalidInput(f"update_weights: processes that share this model take no new weights: {RELOAD}")
         contents = {id(target): given for target, given in _fitting(source, self._shares.whole(every_name=True))}
         canonical = self._shares.whole(every_name=False)
         missing = next((name for name, target in canonical.items() if id(target) not in contents), None)
         if missing is not None:
-            raise InvalidInput(f"update_weights: {missing} is missing: where ranks share a model, give all parameters")
-        named = self._named()
+            raise InvalidInput(f"update_weights: {missing} is missing: where processes share a model, give all parameters")
+        taken = self._shares.take(contents)
+        held = {name: target for name, target in self._named().items() if isinstance(target, nn.Parameter)}
+        assert held.keys() <= taken.keys(), "the graph reads parameters that the new weights do not reach"
         with torch.no_grad():
-            for name, tensor in self._shares.take(contents).items():
-                named[name].copy_(tensor)
+            for name, target in held.items():  # a stage holds those of its layers
+                target.copy_(taken[name])
         self._whole |= weight_digests({name: contents[id(target)] for name, target in canonical.items()})
         self._share = weight_digests(self._held())
         self._changed()

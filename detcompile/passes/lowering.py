@@ -83,8 +83,9 @@ def lower(
     """
     if model.device.type == "cpu":
         prepare_compiler()
-    vocabulary, alone = _vocabulary(model), pipeline_stage is None
-    shares = shares_of(model, numerics, max_context, ranks if alone else None, replicate_attention)
+    vocabulary, shares = _vocabulary(model), None
+    if ranks is not None or pipeline_stage is not None:
+        shares = shares_of(model, numerics, max_context, ranks, replicate_attention)
     seen, recurrences = prepare(model, numerics, max_context, shared=ranks is not None)
     whole = None
     if ranks is not None or pipeline_stage is not None:

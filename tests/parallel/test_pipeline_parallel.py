@@ -109,6 +109,37 @@ def test_a_stage_holds_its_own_weights_alone(stages: RemoteModel) -> None:
     assert ends == [True, *[False] * (pp - 2), True]
 
 
+def test_new_weights_reach_every_stage(stages: RemoteModel) -> None:
+    """All stages take them, or none does; also from replacements of lost processes."""
+    here, ids = alone(stages.device.type), IDS.to(stages.device)
+    before = {name: tensor.clone() for name, tensor in module().state_dict().items()}
+    new = {name: tensor.flip(-1) for name, tensor in before.items()}
+    logits, parts = stages(ids).logits, stages.fingerprint_parts
+    name = "model.layers.5.mlp.down_proj.weight"
+    odd = [{k: v for k, v in new.items() if k != name}, new | {name: new[name][:-1]}, new | {"other": new[name]}]
+    for refused in odd:
+        with pytest.raises(InvalidInput, match="other" if "other" in refused else name):
+            stages.update_weights(refused)
+        assert stages.fingerprint_parts == parts
+        assert_bitwise_equal(stages(ids).logits, logits)
+    try:
+        here.update_weights(new)
+        stages.update_weights(new)
+        assert stages.fingerprint_parts == here.fingerprint_parts != parts
+        assert_bitwise_equal(stages(ids).logits, here(ids).logits)
+        os.kill(stages.group.process_ids[-1], signal.SIGKILL)
+        with pytest.raises(WorkerError):
+            stages(ids)
+        with stages.engine(EngineConfig(num_blocks=16)).idle():
+            assert stages.fingerprint_parts == here.fingerprint_parts
+        assert_bitwise_equal(stages(ids).logits, here(ids).logits)
+    finally:
+        here.update_weights(before)
+        stages.update_weights(before)
+    assert stages.fingerprint_parts == parts
+    assert_bitwise_equal(stages(ids).logits, logits)
+
+
 def held(model: CompiledModel) -> list[str]:
     return [name for name, _ in model.model.named_parameters()]
 

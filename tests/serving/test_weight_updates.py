@@ -693,12 +693,13 @@ def test_weights_arrive_over_nccl(tmp_path: Path, trained: Path) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("split", ["--tp", "--pp"])
 @pytest.mark.parametrize(
     "device",
     ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_TWO_GPUS])],
 )
-def test_ranks_take_new_weights(tmp_path: Path, trained: Path, device: str) -> None:
-    """Over two ranks as over one; what one of them would lack is refused by name."""
+def test_ranks_take_new_weights(tmp_path: Path, trained: Path, device: str, split: str) -> None:
+    """Over two ranks or stages as over one; what one of them would lack is refused by name."""
     options = ("--admin-key", "none", "--device", device)
     server = started(tmp_path, *options)
     try:
@@ -711,7 +712,7 @@ def test_ranks_take_new_weights(tmp_path: Path, trained: Path, device: str) -> N
     del tensors["model.norm.weight"]
     (tmp_path / "odd").mkdir()
     save_file(tensors, tmp_path / "odd" / "model.safetensors")
-    server = started(tmp_path, *options, "--tp", "2")
+    server = started(tmp_path, *options, split, "2")
     try:
         with httpx.Client(base_url=server.url, timeout=120) as client:
             before = drawn(client)

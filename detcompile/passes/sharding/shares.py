@@ -1,4 +1,4 @@
-"""Shares: cut this rank's share out of new weights, in the way that the first weights were cut."""
+"""Shares: cut this process's share out of new weights, in the way that the first weights were cut."""
 
 from collections.abc import Mapping
 from copy import deepcopy
@@ -11,14 +11,15 @@ from detcompile.orders.numerics import Numerics
 from detcompile.parallel import TensorParallel
 from detcompile.passes.modules.quantized_linear import QuantizedLinear, QuantizedStack
 from detcompile.passes.preparation import prepare
-from detcompile.passes.sharding.shard import shard
+from detcompile.passes.sharding.shard import pin_row_parallel, shard
 
 
 class Shares:
-    """A model's structure before ranks took shares of it, without its weights.
+    """A model's structure before ranks took shares of it, or stages their layers, without its weights.
 
     Args:
         model: the whole model, before it is prepared.
+        ranks: the ranks that share the model, or this stage of it; None for one rank.
         replicate_attention: as for ``shard``.
     """
 
@@ -27,7 +28,7 @@ class Shares:
         model: PreTrainedModel,
         numerics: Numerics,
         max_context: int,
-        ranks: TensorParallel,
+        ranks: TensorParallel | None,
         replicate_attention: bool,
     ) -> None:
         hollow = {id(parameter): _hollow(parameter) for parameter in model.parameters()}
@@ -40,15 +41,18 @@ class Shares:
         return dict(self._structure.named_parameters(remove_duplicate=not every_name))
 
     def take(self, contents: Mapping[int, Tensor]) -> dict[str, Tensor]:
-        """Return this rank's share of every parameter, by each of its names.
+        """Return this rank's share of every parameter, of all layers, by each of its names.
 
         Args:
             contents: values for the tensors of ``whole``, by id.
         """
         parameters = {place: nn.Parameter(tensor, requires_grad=False) for place, tensor in contents.items()}
         model = _like(self._structure, parameters)
-        seen, _ = prepare(model, *self._declared, shared=True)
-        shard(model, seen.attention, self._declared[0], self._ranks, self._replicate_attention)
+        seen, _ = prepare(model, *self._declared, shared=self._ranks is not None)
+        if self._ranks is None:
+            pin_row_parallel(model, self._declared[0])
+        else:
+            shard(model, seen.attention, self._declared[0], self._ranks, self._replicate_attention)
         return dict(model.named_parameters(remove_duplicate=False))
 
 
@@ -59,8 +63,8 @@ def shares_of(
     ranks: TensorParallel | None,
     replicate_attention: bool,
 ) -> Shares | None:
-    """Return the Shares of a model; None without ranks, or for quantized weights, which cannot be replaced."""
-    if ranks is None or any(isinstance(module, (QuantizedLinear, QuantizedStack)) for module in model.modules()):
+    """Return the Shares of a model; None for quantized weights, which cannot be replaced."""
+    if any(isinstance(module, (QuantizedLinear, QuantizedStack)) for module in model.modules()):
         return None
     return Shares(model, numerics, max_context, ranks, replicate_attention)
 

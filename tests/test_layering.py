@@ -27,6 +27,7 @@ LAYERS = [
     {"detcompile.templates"},
     {
         "detcompile.config",
+        "detcompile.cuda_ipc",
         "detcompile.digests",
         "detcompile.other_names",
         "detcompile.orders",

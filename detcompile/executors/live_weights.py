@@ -110,7 +110,9 @@ class LiveWeights:
         canonical = self._shares.whole(every_name=False)
         missing = next((name for name, target in canonical.items() if id(target) not in contents), None)
         if missing is not None:
-            raise InvalidInput(f"update_weights: {missing} is missing: where processes share a model, give all parameters")
+            raise InvalidInput(
+                f"update_weights: {missing} is missing: where processes share a model, give all parameters"
+            )
         taken = self._shares.take(contents)
         held = {name: target for name, target in self._named().items() if isinstance(target, nn.Parameter)}
         assert held.keys() <= taken.keys(), "the graph reads parameters that the new weights do not reach"

@@ -46,9 +46,9 @@ class AbortRequest(msgspec.Struct):
 
 
 class InitRequest(msgspec.Struct):
-    """Body of POST /init_weight_transfer_engine: the address of a trainer."""
+    """Body of POST /init_weight_transfer_engine: the address of a trainer as ``InitInfo``; empty for CUDA IPC."""
 
-    init_info: InitInfo
+    init_info: dict[str, Any]
 
 
 class StartRequest(msgspec.Struct):
@@ -177,7 +177,10 @@ def add_control(app: FastAPI, service: Service, store: WeightStore | None = None
 
     async def init_weight_transfer_engine(request: Request) -> Response:
         body = await body_of(request, service, InitRequest)
-        await updates.join(body.init_info)
+        if body.init_info:
+            await updates.join(decode_body(msgspec.json.encode(body.init_info), InitInfo))
+        else:
+            await updates.prepare_ipc()
         return _json({"message": "Weight transfer initialized"})
 
     async def shutdown_weight_transfer_engine() -> Response:

@@ -43,7 +43,7 @@ class InitInfo(msgspec.Struct):
 
 
 class UpdateInfo(msgspec.Struct):
-    """Tensors that a trainer is about to send, by vLLM's names.
+    """Tensors that a trainer is about to send, or has in the memory of the engines' GPUs, by vLLM's names.
 
     Trainers for vLLM before 0.28 say here whether tensors are packed, later ones in ``InitInfo``.
     """
@@ -54,6 +54,7 @@ class UpdateInfo(msgspec.Struct):
     packed: bool | None = None
     packed_buffer_size_bytes: Size | None = None
     update_kind: Literal["dense"] = "dense"
+    ipc_handles_pickled: str | None = None
 
 
 class WeightUpdates:
@@ -118,6 +119,16 @@ class WeightUpdates:
         await self._wait(link.control("join", {**where, "rank": info.rank_offset + i}) for i, link in enumerate(links))
         self._members = links
 
+    async def prepare_ipc(self) -> None:
+        """Check that every engine can map the memory of another process.
+
+        Raises:
+            InvalidInput: an engine is not on a GPU.
+            DetcompileError: an engine failed.
+        """
+        await self._require_engines()
+        await self._service.fleet.control("prepare_ipc")
+
     async def leave(self) -> None:
         """Make every engine leave the weight transfer. This ends a transfer that runs.
 
@@ -164,11 +175,15 @@ class WeightUpdates:
         if len(lengths) > 1:
             raise InvalidInput("names, dtype_names and shapes must have the same length")
         await self._require_engines()
-        tensors = {"names": info.names, "dtype_names": info.dtype_names, "shapes": info.shapes}
+        tensors: dict[str, Any] = {"names": info.names, "dtype_names": info.dtype_names, "shapes": info.shapes}
         given = {"packed": info.packed, "bucket_bytes": info.packed_buffer_size_bytes}
         buckets = self._buckets | {name: value for name, value in given.items() if value is not None}
         links = self._service.fleet.links
-        if self._members != links:
+        if info.ipc_handles_pickled is not None:
+            if info.packed:
+                raise InvalidInput("packed: CUDA IPC takes one handle per tensor")
+            tensors["ipc_handles"] = info.ipc_handles_pickled
+        elif self._members != links:
             raise InvalidInput(
                 "an engine has not joined the weight transfer, perhaps because it was restarted: init it again"
             )

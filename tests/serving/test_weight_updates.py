@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import detcompile
+from detcompile import cuda_ipc
 from detcompile.digests import fingerprint, weights_digest
 from detcompile.errors import InvalidInput
 from detcompile.models.compiled import CompiledModel
@@ -656,7 +657,8 @@ def test_odd_transfers_are_refused(trainer: httpx.Client) -> None:
         for change in [
             {"names": []}, {"names": [1]}, {"dtype_names": ["x"]}, {"dtype_names": ["nn"]}, {"shapes": [[-1]]},
             {"shapes": [[1 << 39, 1 << 39]]}, {"shapes": [[1 << 50]]}, {"shapes": [2]}, {"update_kind": "sparse_flat"},
-            {"packed": 3}, {"packed_buffer_size_bytes": 0},
+            {"packed": 3}, {"packed_buffer_size_bytes": 0}, {"ipc_handles_pickled": ""}, {"ipc_handles_pickled": 1},
+            {"ipc_handles_pickled": "", "packed": True},
         ]
     ]  # fmt: skip
     before = trainer.get("/weight_info").json()
@@ -688,6 +690,41 @@ def test_weights_arrive_over_nccl(tmp_path: Path, trained: Path) -> None:
                 assert drawn(client) != before
                 first = load_file(TINY_FOLDER / "model.safetensors")
                 assert sender.send(first) == 200 and drawn(client) == before
+    finally:
+        server.stop()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_weights_arrive_over_cuda_ipc(tmp_path: Path, trained: Path) -> None:
+    """From this process to an engine on the same GPU, by the calls of vLLM's HTTP client."""
+    new, first = (load_file(folder / "model.safetensors") for folder in (trained, TINY_FOLDER))
+    names = list(new)
+    server = started(tmp_path, "--admin-key", "none", "--device", "cuda")
+    try:
+        with httpx.Client(base_url=server.url, timeout=120) as client:
+
+            def sent(tensors: dict[str, torch.Tensor]) -> httpx.Response:
+                on_gpu = {name: tensor.cuda() for name, tensor in tensors.items()}
+                body = {"update_info": cuda_ipc.update_info(on_gpu.items())}
+                return client.post("/update_weights", json=body)
+
+            client.post("/init_weight_transfer_engine", json={"init_info": {}}).raise_for_status()
+            before = drawn(client)
+            for parts in ([names], [names[:30], names[30:]]):
+                client.post("/start_weight_update").raise_for_status()
+                for part in parts:
+                    sent({name: new[name] for name in part}).raise_for_status()
+                client.post("/finish_weight_update").raise_for_status()
+                body = {"action": "compare", "baseline": weight_digests(new)}
+                assert client.post("/weight_checker", json=body).json()["match"]
+                after = drawn(client)
+                assert after != before
+                refused = sent(first | {names[0]: first[names[0]].float()})
+                assert refused.status_code == 400 and names[0] in refused.json()["error"]["message"], refused.text
+                assert drawn(client) == after
+                sent(first).raise_for_status()
+                assert drawn(client) == before
     finally:
         server.stop()
 

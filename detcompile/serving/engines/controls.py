@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from detcompile.cuda_ipc import gpu_uuid, read_handles, receive
 from detcompile.digests import weights_digest
 from detcompile.errors import DetcompileError, InvalidInput, StorageError
 from detcompile.models.checkpoints import read_weights
@@ -60,6 +61,7 @@ class Controls:
             "leave": self._leave,
             "load": self._load,
             "load_adapter": self._load_adapter,
+            "prepare_ipc": self._prepare_ipc,
             "save": self._save,
             "unload_adapter": self._unload_adapter,
         }
@@ -115,6 +117,11 @@ class Controls:
         self._engine.unload_adapter(name)
         return {}
 
+    def _prepare_ipc(self) -> dict[str, Any]:
+        if self._model.device.type != "cuda":
+            raise InvalidInput("CUDA IPC needs engines on a GPU; to join a group, init_info needs master_address")
+        return {}
+
     def _join(self, call_id: int, address: str, port: int, rank: int, size: int) -> dict[str, Any]:
         """Join a weight transfer, in place of an earlier one."""
         with self._changing:
@@ -145,26 +152,21 @@ class Controls:
         shapes: list[list[int]],
         packed: bool,
         bucket_bytes: int,
+        ipc_handles: str | None = None,
     ) -> dict[str, Any]:
         """Stage tensors of a transfer; ``check`` says later whether they fit, so that the sender need not wait."""
-        group = self._group
-        if group is None:
-            raise InvalidInput(
-                "an engine has not joined the weight transfer, perhaps because it was restarted: init it again"
-            )
         infos = [
             TensorInfo(name, dtype_of(dtype), tuple(shape)) for name, dtype, shape in zip(names, dtype_names, shapes)
         ]
         num_bytes = sum(math.prod(max(1, size) for size in info.shape) * info.dtype.itemsize for info in infos)
         if num_bytes > MOST_BYTES * self._model.num_parameters():
             raise InvalidInput(f"shapes: {num_bytes} bytes are far more than the model has")
-        try:
-            received = list(group.receive(infos, packed=packed, bucket_bytes=bucket_bytes))
-        except InvalidInput:
-            with self._changing:
-                if self._group is group:
-                    self._group = None  # what the sender has yet to send would be taken for the next update
-            raise
+        if ipc_handles is None:
+            received = self._broadcast(infos, packed, bucket_bytes)
+        else:
+            self._prepare_ipc()
+            handles = read_handles(ipc_handles, infos, gpu_uuid(self._model.device))
+            received = list(receive(infos, handles, self._model.device))
         with self._changing:
             self._require_latest("receive", call_id)
             for name, tensor in received:
@@ -172,6 +174,21 @@ class Controls:
                     raise InvalidInput(f"{name} was sent twice: send each tensor once")
                 self._staged[name] = tensor
         return {}
+
+    def _broadcast(self, infos: list[TensorInfo], packed: bool, bucket_bytes: int) -> list[tuple[str, Tensor]]:
+        """Receive tensors from the group's trainer."""
+        group = self._group
+        if group is None:
+            raise InvalidInput(
+                "an engine has not joined the weight transfer, perhaps because it was restarted: init it again"
+            )
+        try:
+            return list(group.receive(infos, packed=packed, bucket_bytes=bucket_bytes))
+        except InvalidInput:
+            with self._changing:
+                if self._group is group:
+                    self._group = None  # what the sender has yet to send would be taken for the next update
+            raise
 
     def _check(self) -> dict[str, Any]:
         require_whole(self._model, self._staged)

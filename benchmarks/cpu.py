@@ -1,12 +1,14 @@
-"""Compare CPU times of the matmul template and the tiny model with torch's, alternating, on the same threads.
+"""Compare CPU times of matmul, exact linears and the tiny model with torch's, alternating, on the same threads.
 
-    python benchmarks/cpu.py --commit $(git rev-parse --short HEAD) [--threads 2] [--only gemm,model] [--isa avx2]
+    python -m benchmarks.cpu --commit $(git rev-parse --short HEAD) [--threads 2] [--only gemm,exact,model] [--isa avx2]
 
 Writes benchmarks/results/cpu-<cpu>-<commit>.json. A ratio is the peer's best time over our best: above 1 we are faster.
-Other work on the same cores delays a parallel kernel by whole time slices, which shows in the medians.
+Other work on the same cores delays a parallel kernel by whole time slices, which shows in the medians. Exact linears
+are timed by the CPU seconds of all threads.
 """
 
 import argparse
+import itertools
 import json
 import re
 import statistics
@@ -16,30 +18,39 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 import detcompile
 from detcompile.templates.cpp_dispatch import direct_ops
 from detcompile.templates.cpu import library as cpu_library
 from detcompile.templates.cpu import shared_objects
+from detcompile.templates.exact.linear import linear_cpu
 from detcompile.templates.matmul.op import matmul_cpu
 
 SHAPES = ((2048, 2048), (4096, 1024), (1024, 4096))  # N, K
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048)
 STEPS = {"prefill 512": (1, 512), "decode 1": (1, 1), "decode 8": (8, 1)}  # ids [B, C] of one dense call
 DTYPES = (torch.float32, torch.bfloat16)
+EXACT_SIZES, EXACT_TOKENS, EXACT_BYTES = (1024, 2048, 4096), (1, 4, 16, 64), 1 << 26  # N = K; of weights read in turns
+EXACT_DIGITS = {"exact8": (1, 1), "exact8x16": (2, 1), "exact16": (2, 2)}  # of activations and weights
 ERROR_SHAPE = (64, 512, 2048)  # M, N, K of the comparison with float64
 
 
-def in_turns(ours: Callable[[], object], peer: Callable[[], object], seconds: float) -> dict:
+def in_turns(
+    ours: Callable[[], object],
+    peer: Callable[[], object],
+    seconds: float,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict:
     """Return best and median microseconds of both, called alternately for ``seconds``, at least five times."""
     times: tuple[list[float], list[float]] = ([], [])
     ours(), peer()
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(times[0]) < 5:
+    end = clock() + seconds
+    while clock() < end or len(times[0]) < 5:
         for call, taken in zip((ours, peer), times):
-            started = time.perf_counter()
+            started = clock()
             call()
-            taken.append(1e6 * (time.perf_counter() - started))
+            taken.append(1e6 * (clock() - started))
     (us, peer_us), (median, peer_median) = map(min, times), map(statistics.median, times)
     row = {"us": us, "peer_us": peer_us, "ratio": peer_us / us, "calls": len(times[0])}
     return row | {"median_us": median, "peer_median_us": peer_median, "median_ratio": peer_median / median}
@@ -57,6 +68,30 @@ def gemm_rows(isa: str | None, seconds: float) -> Iterator[dict]:
                 row |= in_turns(partial(ours, x, w, None, None, []), partial(torch.nn.functional.linear, x, w), seconds)
                 yield row | {"gflops": 2e-3 * m * n * k / row["us"], "peer_gflops": 2e-3 * m * n * k / row["peer_us"]}
         yield _error_row(dtype)
+
+
+def exact_rows(isa: str | None, seconds: float) -> Iterator[dict]:
+    """Time exact linears beside torch's bfloat16; each call reads other weights, as in a model."""
+    for size in EXACT_SIZES:
+        copies = EXACT_BYTES // size**2
+        weights = itertools.cycle(torch.randn(copies, size, size).bfloat16())
+        for digits in (1, 2):
+            exact = itertools.cycle(torch.randint(-127, 128, (copies, digits, size, size), dtype=torch.int8))
+            for name, left in ((name, left) for name, (left, right) in EXACT_DIGITS.items() if right == digits):
+                for m in EXACT_TOKENS:
+                    ours = _exact_call(torch.randn(m, size), exact, left, isa)
+                    peer = _linear_call(torch.randn(m, size).bfloat16(), weights)
+                    row = {"kernel": "exact_linear", "arithmetic": name, "M": m, "N": size, "K": size, "peer": "bf16"}
+                    yield row | in_turns(ours, peer, seconds, time.process_time)
+
+
+def _exact_call(x: Tensor, weights: Iterator[Tensor], digits: int, isa: str | None) -> Callable[[], Tensor]:
+    scale = torch.rand(x.shape[1])
+    return lambda: linear_cpu(x, next(weights), scale, None, digits, isa)
+
+
+def _linear_call(x: Tensor, weights: Iterator[Tensor]) -> Callable[[], Tensor]:
+    return lambda: torch.nn.functional.linear(x, next(weights))
 
 
 def _error_row(dtype: torch.dtype) -> dict:
@@ -82,7 +117,7 @@ def model_rows(isa: str | None, seconds: float) -> Iterator[dict]:
             yield row | in_turns(partial(model, ids), partial(plain, input_ids=ids, use_cache=False), 5 * seconds)
 
 
-FAMILIES = {"gemm": gemm_rows, "model": model_rows}
+FAMILIES = {"gemm": gemm_rows, "exact": exact_rows, "model": model_rows}
 
 
 def cpu_name() -> str:
@@ -114,7 +149,7 @@ def main() -> None:
             print("  ".join(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()), flush=True)
     result = {"commit": arguments.commit, "cpu": cpu_name(), "threads": arguments.threads, "torch": torch.__version__}
     result |= {"isa": arguments.isa or cpu_library.isa(), "compiler": shared_objects.compiler_version()}
-    result |= {"unit": "us: best of alternating calls; medians beside", "rows": rows}
+    result |= {"unit": "us: best of alternating calls; medians beside; exact: CPU us", "rows": rows}
     arguments.output.mkdir(parents=True, exist_ok=True)
     suffix = f"-{arguments.isa}" if arguments.isa else ""
     path = arguments.output / f"cpu-{cpu_name().replace(' ', '-').lower()}-{arguments.commit}{suffix}.json"

@@ -38,8 +38,8 @@ _ISA_FLAGS = {
 }
 _AVX512 = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _ISA_NEEDS = {
-    _TILES: _AVX512 | {"avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16"},
-    _PAIRS: _AVX512 | {"avx512_bf16", "avx512_vnni"},  # no processor has the first without the second
+    _TILES: _AVX512 | {"avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8"},
+    _PAIRS: _AVX512 | {"avx512_bf16", "avx512_vnni"},  # no CPU has bfloat16 without int8, pairs or tiles
     "avx512": _AVX512,
     "avx2": {"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"},
     "portable": set[str](),
@@ -63,7 +63,7 @@ _PROTOTYPE = re.compile(r"^EXPORT (void|int64_t) (\w+)\(([^)]*)\)", re.MULTILINE
 _SERVING, _TRAINING, _EXACT = "", "training", "exact"
 _TRAINING_SOURCES = ("packed_attention.cpp", "pointwise_training.cpp", "row_gradients.cpp")
 # Integer dot products, by the CPU's flag: in the exact library alone, whose bits no instruction set changes
-_EXACT_FLAGS = {"avx512_vnni": "-mavx512vnni", "asimddp": "-march=armv8.2-a+dotprod"}
+_EXACT_FLAGS = {"avx512_vnni": "-mavx512vnni", "amx_int8": "-mamx-int8", "asimddp": "-march=armv8.2-a+dotprod"}
 
 
 class _Kernels(ctypes.CDLL):

@@ -108,6 +108,7 @@ def test_exact_kernels_alone_use_integer_dot_products(monkeypatch):
     monkeypatch.setattr(cpu_library.platform, "machine", lambda: "x86_64")
     assert "-mavx512vnni" in cpu_library._isa_flags("avx512bf16", "exact")
     assert cpu_library._isa_flags("avx512", "exact") == ["-march=x86-64-v4"]
+    assert "-mamx-int8" in cpu_library._isa_flags("amx", "exact")
     monkeypatch.setattr(cpu_library.platform, "machine", lambda: "aarch64")
     for features, flags in (({"fp", "asimd"}, []), ({"fp", "asimd", "asimddp"}, ["-march=armv8.2-a+dotprod"])):
         monkeypatch.setattr(cpu_library, "_cpu_flags", lambda features=features: features)

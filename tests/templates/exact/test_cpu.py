@@ -71,8 +71,12 @@ def test_quantized_rows_equal_the_reference(digits: int, right: bool, isa: str) 
             assert_same(actual, expected)
 
 
+SIZES = [(1, 1, 1), (5, 7, 333), (4, 8, 64), (33, 6, 100), (3, 2, 65536 + 70)]
+SIZES += [(16, 32, 64), (40, 71, 100), (17, 33, 65536 + 70), (49, 64, 192)]  # and whole tiles of AMX
+
+
 @pytest.mark.parametrize("name", golden.DIGITS)
-@pytest.mark.parametrize(("M", "N", "K"), [(1, 1, 1), (5, 7, 333), (4, 8, 64), (33, 6, 100), (3, 2, 65536 + 70)])
+@pytest.mark.parametrize(("M", "N", "K"), SIZES)
 def test_linear_equals_the_reference(name: str, M: int, N: int, K: int, isa: str) -> None:
     left, right = golden.DIGITS[name]
     x, bias, w_scale = golden.values((M, K), 5), golden.values((N,), 6), np.abs(golden.values((N,), 7))

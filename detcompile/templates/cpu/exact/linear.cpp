@@ -1,20 +1,11 @@
 // exact_linear: rows quantized, multiplied by a quantized weight in exact integers, and scaled (docs/exact.md).
-//
-// Legend: M rows, N output features, K input features; P padded K; one or two digits of x and w.
 #include <vector>
 
-#include "product.h"
+#include "linear_amx.h"
+
+using exact::Linear;
 
 namespace {
-
-struct Linear {
-  const int8_t *x, *w;            // [x_digits, M, P], [w_digits, N, K]
-  const int32_t* sums_of_x;       // [x_digits, M, parts]: of each part of 65536 terms
-  const float *x_scale, *w_scale, *bias;
-  float* out;                     // [M, N]
-  int64_t M, N, K, P, parts;
-  int32_t x_digits, w_digits;
-};
 
 template <int MR, int NR>
 void tile(const Linear& p, int64_t m, int64_t n) {
@@ -55,6 +46,11 @@ EXPORT void detcompile_exact_linear(const float* x, const int8_t* w, const float
   std::vector<int32_t> sums(x_digits * M * parts);
   std::vector<float> scales(M);
   Linear p = {digits.data(), w, sums.data(), scales.data(), w_scale, bias, out, M, N, K, P, parts, x_digits, w_digits};
+  const int64_t panels = exact::kHasInt8Tiles && M > 1 ? N / exact::kPanel : 0;  // one token is faster without tiles
+  const int64_t tiles = panels ? x_digits * exact::token_tiles(p) : 0;
+  std::vector<char> packed(tiles * exact::tile_bytes(p));
+  auto panel = x_digits == 1 ? exact::multiply_panel<1, false> : w_digits == 1 ? exact::multiply_panel<2, false>
+                                                                               : exact::multiply_panel<2, true>;
   if (M * N * K < 65536) num_threads = 1;
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
   {
@@ -69,7 +65,14 @@ EXPORT void detcompile_exact_linear(const float* x, const int8_t* w, const float
       }
     }
 #pragma omp for schedule(static)
-    for (int64_t n = 0; n < N / 4; n++) column<4>(p, 4 * n);
+    for (int64_t i = 0; i < tiles; i++) exact::pack_tile(p, i, packed.data() + i * exact::tile_bytes(p));
+    if (panels) {
+      Tiles configured;
+#pragma omp for schedule(static)
+      for (int64_t i = 0; i < panels; i++) panel(p, i * exact::kPanel, packed.data());
+    }
+#pragma omp for schedule(static)
+    for (int64_t n = panels * exact::kPanel / 4; n < N / 4; n++) column<4>(p, 4 * n);
   }
   for (int64_t n = N / 4 * 4; n < N; n++) column<1>(p, n);
 }

@@ -9,6 +9,16 @@
 
 namespace exact {
 
+// M rows, N output features, K input features; P padded K; one or two digits of x and w
+struct Linear {
+  const int8_t *x, *w;            // [x_digits, M, P], [w_digits, N, K]
+  const int32_t* sums_of_x;       // [x_digits, M, parts]: of each part of 65536 terms
+  const float *x_scale, *w_scale, *bias;
+  float* out;                     // [M, N]
+  int64_t M, N, K, P, parts;
+  int32_t x_digits, w_digits;
+};
+
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 constexpr int64_t kBytes = 64;  // of a vector; rows of x are padded with zeros to a multiple
 using Sums = __m512i;

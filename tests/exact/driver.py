@@ -1,6 +1,6 @@
-"""The exact kernels of the product in a process of their own: built for any machine, run natively or under an emulator.
+"""The reference's operations, computed by the C++ kernels of detcompile/templates/cpu/exact.
 
-`Machine` has the reference's operations, computed by detcompile/templates/cpu/exact through driver.cpp.
+`Emulated` runs them in a process of their own, built for any machine, through driver.cpp; `Native` in this process.
 """
 
 import ctypes
@@ -38,39 +38,17 @@ def build(folder: Path, compiler: str, flags: str) -> Path:
 
 
 class Machine:
-    """The reference's operations, each by a call of a kernel in one process."""
-
-    def __init__(self, command: Sequence[str]) -> None:
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self._kernels = {name: (i, arguments.split(",")) for i, (name, arguments) in enumerate(PROTOTYPES)}
-
-    def close(self) -> int:
-        """End the process and return its status."""
-        self._process.communicate()
-        return self._process.returncode
+    """The operations, each by a call of a kernel."""
 
     def call(self, name: str, *arguments: Any) -> None:
         """Call a kernel; arrays that are not const are written."""
-        index, prototype = self._kernels[name]
-        assert len(arguments) == len(prototype), name
-        message, written = [ctypes.c_int64(index)], []
-        for declared, value in zip(prototype, arguments):
-            kind = declared.strip().rpartition(" ")[0]
-            if kind in NUMBERS:
-                message.append(NUMBERS[kind](value))
-                continue
-            assert value is None or value.flags.c_contiguous, declared
-            message.append(ctypes.c_int64(-1 if value is None else value.nbytes))
-            if value is not None:
-                message.append(value.tobytes())
-                if not kind.startswith("const"):
-                    written.append(value)
-        pipe, answers = self._process.stdin, self._process.stdout
-        assert pipe is not None and answers is not None
-        pipe.write(b"".join(bytes(part) for part in message))
-        pipe.flush()
-        for array in written:
-            array.view(np.uint8).reshape(-1)[:] = np.frombuffer(answers.read(array.nbytes), np.uint8)
+        raise NotImplementedError
+
+    def add(self, x: Array, y: Array) -> Array:
+        return x + y
+
+    def multiply(self, x: Array, y: Array) -> Array:
+        return x * y
 
     def function(self, name: str, x: Array) -> Array:
         out = np.empty_like(x)
@@ -83,21 +61,9 @@ class Machine:
     def bf16(self, x: Array) -> Array:
         return self.function("bf16", x)
 
-    def add(self, x: Array, y: Array) -> Array:
-        return self._elementwise("elementwise_add", x, y)
-
-    def multiply(self, x: Array, y: Array) -> Array:
-        return self._elementwise("elementwise_multiply", x, y)
-
     def divide(self, x: Array, y: Array) -> Array:
         out = np.empty_like(x)
         self.call("detcompile_exact_divide", x, y, out, x.size, 1)
-        return out
-
-    def _elementwise(self, name: str, x: Array, y: Array) -> Array:
-        x, y = (np.ascontiguousarray(each) for each in np.broadcast_arrays(x, y))
-        out = np.empty_like(x)
-        self.call(name, x, y, out, x.size)
         return out
 
     def row_sum(self, x: Array) -> Array:
@@ -166,4 +132,63 @@ class Machine:
             np.array([S], np.int32), np.zeros(1, np.int32), sinks, slopes, out, sizes,
             _factor(dim, scale, softcap > 0), softcap,
         )  # fmt: skip
+        return out
+
+
+class Native(Machine):
+    """The operations of an instruction set of this machine; sums and products of elements are numpy's."""
+
+    def __init__(self, isa: str) -> None:
+        self._library = library.library(isa)
+
+    def call(self, name: str, *arguments: Any) -> None:
+        getattr(self._library, name)(
+            *(value.ctypes.data if isinstance(value, np.ndarray) else value for value in arguments)
+        )
+
+
+class Emulated(Machine):
+    """The operations in a process that runs a program of `build`."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._kernels = {name: (i, arguments.split(",")) for i, (name, arguments) in enumerate(PROTOTYPES)}
+
+    def close(self) -> int:
+        """End the process and return its status."""
+        self._process.communicate()
+        return self._process.returncode
+
+    def call(self, name: str, *arguments: Any) -> None:
+        index, prototype = self._kernels[name]
+        assert len(arguments) == len(prototype), name
+        message, written = [ctypes.c_int64(index)], []
+        for declared, value in zip(prototype, arguments):
+            kind = declared.strip().rpartition(" ")[0]
+            if kind in NUMBERS:
+                message.append(NUMBERS[kind](value))
+                continue
+            assert value is None or value.flags.c_contiguous, declared
+            message.append(ctypes.c_int64(-1 if value is None else value.nbytes))
+            if value is not None:
+                message.append(value.tobytes())
+                if not kind.startswith("const"):
+                    written.append(value)
+        pipe, answers = self._process.stdin, self._process.stdout
+        assert pipe is not None and answers is not None
+        pipe.write(b"".join(bytes(part) for part in message))
+        pipe.flush()
+        for array in written:
+            array.view(np.uint8).reshape(-1)[:] = np.frombuffer(answers.read(array.nbytes), np.uint8)
+
+    def add(self, x: Array, y: Array) -> Array:
+        return self._elementwise("elementwise_add", x, y)
+
+    def multiply(self, x: Array, y: Array) -> Array:
+        return self._elementwise("elementwise_multiply", x, y)
+
+    def _elementwise(self, name: str, x: Array, y: Array) -> Array:
+        x, y = (np.ascontiguousarray(each) for each in np.broadcast_arrays(x, y))
+        out = np.empty_like(x)
+        self.call(name, x, y, out, x.size)
         return out

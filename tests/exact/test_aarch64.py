@@ -30,9 +30,9 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module", params=BUILDS)
-def machine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[driver.Machine]:
+def machine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[driver.Emulated]:
     program = driver.build(tmp_path_factory.mktemp(request.param), COMPILER, BUILDS[request.param])
-    machine = driver.Machine([EMULATOR, "-cpu", "max", str(program)])
+    machine = driver.Emulated([EMULATOR, "-cpu", "max", str(program)])
     yield machine
     assert machine.close() == 0
 

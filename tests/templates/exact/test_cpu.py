@@ -19,9 +19,9 @@ from detcompile.templates.exact.rows import (
     sum_cpu,
 )
 from tests.exact import definition as exact
-from tests.exact import golden
+from tests.exact import driver, golden
 from tests.exact.definition import F, U
-from tests.exhaustive import EXHAUSTIVE_BY_CASE
+from tests.exhaustive import EXHAUSTIVE_BY_CASE, exhaustive_unless
 from tests.templates.cases import ISAS
 from tests.templates.exact.cases import RULE_NAMES, RULES, assert_same, paged, ruled_case, tensor
 
@@ -149,3 +149,12 @@ def test_sink_that_is_not_finite_poisons_its_head(isa: str) -> None:
         rule = ExactRule(sinks=torch.tensor([0.0, sink, 0.0, 0.0]))
         out = paged(functools.partial(paged_attention_cpu, rule=rule, isa=isa), (q, k, v, digits), (), 16)
         assert out.isnan().all((0, 2)).tolist() == [False, True, False, False]
+
+
+@pytest.mark.parametrize(
+    "variant", exhaustive_unless(lambda name: name == "exact16", exact.VARIANTS, EXHAUSTIVE_BY_CASE)
+)
+def test_tiny_gives_its_golden_logits(variant: str, isa: str) -> None:
+    decoder = exact.Decoder(golden.TINY, exact.VARIANTS[variant], driver.Native(isa), 64)
+    logits, _ = decoder.forward(exact.fixed_tokens(64))
+    assert exact.digest(logits) == golden.kept()["logits"][variant]["64"]

@@ -58,9 +58,14 @@ class StartRequest(msgspec.Struct):
 
 
 class UpdateRequest(msgspec.Struct):
-    """Body of POST /update_weights: a folder of safetensors files and its version, or tensors that a trainer sends."""
+    """Body of POST /update_weights: a folder of safetensors files and its version, or tensors that a trainer sends.
+
+    Attributes:
+        partial: keep the weights that the folder lacks.
+    """
 
     weight_dir: str | None = None
+    partial: bool = False
     weight_version: str | None = None
     update_info: UpdateInfo | None = None
 
@@ -133,9 +138,9 @@ def add_control(app: FastAPI, service: Service, store: WeightStore | None = None
             raise HTTPError(400, f"level must be 1 or 2, got {level}: POST /pause stops answers only", param="level")
         async with updates.updating, changing:
             if not service.fleet.keeps_weights:
-                advice = "give --weights FOLDER, or send them from a folder"
+                advice = "give --weights FOLDER, or send whole ones from a folder"
                 raise HTTPError(
-                    409, f"the received weights are not stored, so sleep would lose them: {advice}", code="not_kept"
+                    409, f"the new weights are not stored, so sleep would lose them: {advice}", code="not_kept"
                 )
             if not service.fleet.holds(SLEEP):
                 await _stop(service, SLEEP, mode)
@@ -167,10 +172,12 @@ def add_control(app: FastAPI, service: Service, store: WeightStore | None = None
         require_version(body.weight_version)
         if (body.weight_dir is None) == (body.update_info is None):
             raise HTTPError(400, "weight_dir or update_info: give one of them", param="weight_dir")
+        if body.partial and body.weight_dir is None:
+            raise HTTPError(400, "partial: only with weight_dir", param="partial")
         if body.weight_dir is not None:
             if not 0 < len(body.weight_dir.encode()) <= MOST_PATH_BYTES or "\0" in body.weight_dir:
                 raise HTTPError(400, "weight_dir: give the path of a folder", param="weight_dir")
-            await updated(updates.load(body.weight_dir, body.weight_version))
+            await updated(updates.load(body.weight_dir, body.weight_version, partial=body.partial))
         elif body.update_info is not None:
             await updated(updates.receive(body.update_info))
         return _json({"status": "ok", "message": "Weights updated", **_weight_info(service)})

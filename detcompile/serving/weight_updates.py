@@ -78,19 +78,26 @@ class WeightUpdates:
         self._buckets = {"packed": False, "bucket_bytes": BUCKET_BYTES}  # how the trainer sends, by its ``InitInfo``
         self._started = False  # between ``begin`` and ``finish``
 
-    async def load(self, folder: str, version: str | None) -> None:
+    async def load(self, folder: str, version: str | None, *, partial: bool = False) -> None:
         """Serve the weights of a folder, which the engines can read.
+
+        Args:
+            partial: keep the weights that the folder lacks.
 
         Raises:
             InvalidInput: they do not fit the model or cannot be read; nothing has changed.
             DetcompileError: an engine or the store failed; nothing has changed.
         """
         await self._require_engines()
+        fleet = self._service.fleet
+        how = {"partial": True, "current": fleet.spec.weights} if partial else {}
         try:
-            await self._service.fleet.control("load", path=folder)
-            await self._service.fleet.control("check")
-            served = folder
-            if self._store is not None:
+            await fleet.control("load", path=folder, **how)
+            await fleet.control("check")
+            served: str | None = folder
+            if partial:
+                served = await self._saved()
+            elif self._store is not None:
                 copy = self._store.new_folder(self._current.number + 1)
                 await asyncio.to_thread(self._store.copy, Path(folder), copy)
                 served = str(copy)
@@ -212,15 +219,18 @@ class WeightUpdates:
     async def _finish(self, version: str | None) -> None:
         try:
             await self._service.fleet.control("check")
-            served = None
-            if self._store is not None:
-                copy = self._store.new_folder(self._current.number + 1)
-                await self._service.fleet.links[0].control("save", {"path": str(copy / SAVED)})
-                served = str(copy)
-            await self._switch(served, version)
+            await self._switch(await self._saved(), version)
         except BaseException:
             await self._drop()
             raise
+
+    async def _saved(self) -> str | None:
+        """Write the new weights of an engine into the store; return their folder, None without a store."""
+        if self._store is None:
+            return None
+        copy = self._store.new_folder(self._current.number + 1)
+        await self._service.fleet.links[0].control("save", {"path": str(copy / SAVED)})
+        return str(copy)
 
     async def rename(self, version: str) -> None:
         """Give the weights that are served another name. Tokens drawn from now on have it.

@@ -503,6 +503,45 @@ def test_replay_checks_each_span_with_its_weights(
     assert tiny_model.fingerprint_parts == parts
 
 
+def test_partial_updates_keep_the_other_weights(
+    trainable: Server, trainer: httpx.Client, trained: Path, tmp_path: Path
+) -> None:
+    """Digests, fingerprint and answers are those of the whole weights, also after the engine is lost."""
+    first, new = (load_file(folder / "model.safetensors") for folder in (TINY_FOLDER, trained))
+    names = ["model.layers.1.mlp.down_proj.weight", "model.norm.weight", "model.layers.0.self_attn.q_proj.weight"]
+    folders = {name: tmp_path / name for name in ("whole", "part", "unknown", "odd")}
+    parts: dict[str, dict[str, torch.Tensor]] = {
+        "whole": first | {name: new[name] for name in names},
+        "part": {name: new[name] for name in names},
+        "unknown": {"model.layers.99.weight": new[names[0]]},
+        "odd": {names[0]: new[names[0]].float()},
+    }
+    for name, folder in folders.items():
+        folder.mkdir()
+        save_file(parts[name], folder / "model.safetensors")
+
+    def update(name: str, **more: Any) -> httpx.Response:
+        return trainer.post("/update_weights", json={"weight_dir": str(folders[name])} | more)
+
+    before, info = drawn(trainer), trainer.get("/weight_info").json()
+    update("whole").raise_for_status()
+    expected, whole = drawn(trainer), trainer.get("/weight_info").json()
+    assert expected != before
+    trainer.post("/update_weights", json={"weight_dir": str(TINY_FOLDER)}).raise_for_status()
+    refused = [update("part"), update("unknown", partial=True), update("odd", partial=True), update("part", partial=1)]
+    for answer, text in zip(refused, ("is missing", "layers.99", names[0], "partial"), strict=True):
+        assert answer.status_code == 400 and text in answer.json()["error"]["message"], answer.text
+    assert trainer.post("/update_weights", json={"partial": True, "update_info": SENT}).status_code == 400
+    assert drawn(trainer) == before and trainer.get("/weight_info").json()["weights"] == info["weights"]
+    done = update("part", partial=True, weight_version="part").json()
+    assert (done["weights"], done["fingerprint"]) == (whole["weights"], whole["fingerprint"])
+    body = {"action": "compare", "baseline": weight_digests(parts["whole"])}
+    assert trainer.post("/weight_checker", json=body).json()["match"] and drawn(trainer) == expected
+    trainer.post("/sleep").raise_for_status()  # ends the engine
+    trainer.post("/wake_up").raise_for_status()
+    assert drawn(trainer) == expected and trainer.get("/weight_info").json()["weight_version"] == "part"
+
+
 def test_replayer_restores_the_weights_on_errors(trained: Path, tiny_model: CompiledModel, tmp_path: Path) -> None:
     """Whatever is wrong with the first, the second or the last folder."""
     tensors = load_file(trained / "model.safetensors")
@@ -747,8 +786,10 @@ def test_ranks_take_new_weights(tmp_path: Path, trained: Path, device: str, spli
         server.stop()
     tensors = load_file(trained / "model.safetensors")
     del tensors["model.norm.weight"]
-    (tmp_path / "odd").mkdir()
-    save_file(tensors, tmp_path / "odd" / "model.safetensors")
+    first = {name: load_file(TINY_FOLDER / "model.safetensors")[name] for name in ("model.norm.weight", *tensors)[:9]}
+    for name, part in (("odd", tensors), ("part", first)):
+        (tmp_path / name).mkdir()
+        save_file(part, tmp_path / name / "model.safetensors")
     server = started(tmp_path, *options, split, "2")
     try:
         with httpx.Client(base_url=server.url, timeout=120) as client:
@@ -756,8 +797,14 @@ def test_ranks_take_new_weights(tmp_path: Path, trained: Path, device: str, spli
             refused = client.post("/update_weights", json={"weight_dir": str(tmp_path / "odd")})
             assert refused.status_code == 400 and "model.norm.weight" in refused.json()["error"]["message"]
             assert drawn(client) == before
+            part = {"weight_dir": str(tmp_path / "part"), "partial": True}
+            refused = client.post("/update_weights", json=part)
+            assert refused.status_code == 400 and "first give whole weights" in refused.json()["error"]["message"]
             actual = client.post("/update_weights", json={"weight_dir": str(trained)}).json()
             assert actual["weights"] == info["weights"] and drawn(client) == expected
+            client.post("/update_weights", json=part).raise_for_status()
+            body = {"action": "compare", "baseline": weight_digests(tensors | first)}
+            assert client.post("/weight_checker", json=body).json()["match"] and drawn(client) != expected
     finally:
         server.stop()
 

@@ -27,6 +27,7 @@ from detcompile.runtime.engine import Engine
 from detcompile.serving.engines.engine_verifications import Verifications
 from detcompile.serving.engines.protocol import Control, Controlled
 from detcompile.weight_transfer import TensorInfo, TransferGroup
+from detcompile.weights import weight_digests
 
 Action = Callable[..., dict[str, Any]]
 MOST_BYTES = 16  # of a transfer, per parameter of the model
@@ -50,6 +51,7 @@ class Controls:
         self._verifications = verifications
         self._send = send
         self._staged: dict[str, Tensor] = {}  # new weights
+        self._kept: dict[str, Tensor] = {}  # current weights that a partial update keeps
         self._waiting: deque[Control] = deque()
         self._reader = ThreadPoolExecutor(1, "weights")
         self._group: TransferGroup | None = None
@@ -104,11 +106,42 @@ class Controls:
             report = Controlled(command.call_id, {}, f"{command.action} failed: {error!r}")
         self._send(report)
 
-    def _load(self, path: str) -> dict[str, Any]:
-        """Stage the weights of a folder, for ``check``."""
-        self._staged = {}
-        self._staged = read_weights(Path(path))
+    def _load(self, path: str, partial: bool = False, current: str | None = None) -> dict[str, Any]:
+        """Stage the weights of a folder, for ``check``.
+
+        Args:
+            partial: keep the weights that the folder lacks.
+            current: folder of the current weights, read if other processes hold them.
+        """
+        self._forget_staged()
+        staged = read_weights(Path(path))
+        kept = self._others(staged, current) if partial else {}
+        self._staged, self._kept = staged, kept
         return {}
+
+    def _others(self, staged: Mapping[str, Tensor], current: str | None) -> dict[str, Tensor]:
+        """Return the current weights that are not staged, each once.
+
+        Raises:
+            InvalidInput: other processes hold them, and ``current`` has other weights.
+        """
+        module = self._model.model
+        if isinstance(module, nn.Module):
+            held = module.state_dict(keep_vars=True)
+            by_id = {id(tensor): name for name, tensor in reversed(held.items())}
+            given = {id(held[name]) for name in staged if name in held}
+            return {name: held[name].detach() for key, name in by_id.items() if key not in given}
+        if current is None:
+            raise InvalidInput("partial: with --tp or --pp, first give whole weights from a folder")
+        whole, digests = read_weights(Path(current)), self._model.weight_digests()
+        read = weight_digests({name: tensor for name, tensor in whole.items() if name in digests})
+        changed = next((name for name, digest in read.items() if digests[name] != digest), None)
+        if changed is not None:
+            raise InvalidInput(f"partial: {current} has changed since it was loaded ({changed}): give whole weights")
+        return {name: tensor for name, tensor in whole.items() if name not in staged}
+
+    def _forget_staged(self) -> None:
+        self._staged, self._kept = {}, {}
 
     def _load_adapter(self, name: str, path: str) -> dict[str, Any]:
         return {"digest": self._engine.load_adapter(name, path)}
@@ -125,7 +158,8 @@ class Controls:
     def _join(self, call_id: int, address: str, port: int, rank: int, size: int) -> dict[str, Any]:
         """Join a weight transfer, in place of an earlier one."""
         with self._changing:
-            self._group, self._staged = None, {}
+            self._group = None
+            self._forget_staged()
             self._latest.pop("receive", None)
         group = TransferGroup(address, port, rank, size, self._model.device)
         with self._changing:
@@ -136,7 +170,8 @@ class Controls:
     def _leave(self) -> dict[str, Any]:
         """Leave the weight transfer; what was received is forgotten."""
         with self._changing:
-            self._group, self._staged = None, {}
+            self._group = None
+            self._forget_staged()
             self._latest.clear()
         return {}
 
@@ -191,19 +226,19 @@ class Controls:
             raise
 
     def _check(self) -> dict[str, Any]:
-        require_whole(self._model, self._staged)
+        require_whole(self._model, self._kept | self._staged)
         return {}
 
     def _drop(self) -> dict[str, Any]:
         with self._changing:
-            self._staged = {}
+            self._forget_staged()
             self._latest.pop("receive", None)
         return {}
 
     def _save(self, path: str) -> dict[str, Any]:
-        """Write the staged weights to a file."""
+        """Write the new weights to a file."""
         try:
-            save_file(self._staged, path)
+            save_file({name: tensor.contiguous() for name, tensor in (self._kept | self._staged).items()}, path)
         except Exception as error:  # the library has no type of its own
             raise StorageError(f"{path}: the new weights cannot be written: {error}") from error
         return {}
@@ -211,8 +246,9 @@ class Controls:
     def _commit(self) -> dict[str, Any]:
         """Write the staged weights into the model."""
         self._end_cancelled()
-        staged, self._staged = self._staged, {}
-        self._model.update_weights(staged)
+        kept, staged = self._kept, self._staged
+        self._forget_staged()
+        self._model.update_weights(staged if isinstance(self._model.model, nn.Module) else kept | staged)
         parts = {name: str(part) for name, part in self._model.fingerprint_parts.items()}
         self._verifications.follow(parts)
         return {"fingerprint_parts": parts}

@@ -126,8 +126,6 @@ def compile(
     numerics = numerics_of(numerics)
     tp, pp = plain_values.whole_number(tp, "tp"), plain_values.whole_number(pp, "pp")
     require_declared(tp, numerics)
-    if numerics.is_exact and tp * pp > 1:
-        raise InvalidInput(f"Numerics.arithmetic={numerics.arithmetic!r} runs in one process for now: tp=1 and pp=1")
     max_lora_rank = _checked_rank(max_lora_rank, tp * pp, numerics)
     if pp < 1:
         raise InvalidInput(f"pp={pp}: a pipeline has at least one stage")
@@ -192,8 +190,8 @@ def compile_here(
 
 
 def require_declared(tp: int, numerics: Numerics) -> None:
-    """Raise NumericsError unless this many ranks may share a model."""
-    if tp not in numerics.tp_sizes:
+    """Raise NumericsError unless this many ranks may share a model: any number, in exact arithmetic."""
+    if tp not in numerics.tp_sizes and not (numerics.is_exact and tp > 0):
         raise NumericsError(
             f"tp={tp} is not one of Numerics.tp_sizes={numerics.tp_sizes}: declare it, such as by"
             f" numerics=Numerics(tp_sizes=(1, {max(tp, 2)})) in Python or --tp-sizes 1,{max(tp, 2)} of a command"

@@ -30,10 +30,11 @@ class TensorParallel:
     device: torch.device | None = None
 
     def share(self, whole: int) -> slice:
-        """Return the range of ``whole`` features that this rank holds; ranks hold equal ranges, in order."""
-        assert whole % self.size == 0, f"{whole} features over {self.size} ranks"
-        size = whole // self.size
-        return slice(self.rank * size, (self.rank + 1) * size)
+        """Return the range of ``whole`` features that this rank holds: ranks hold ranges in order, equal up to one.
+
+        Only exact arithmetic takes unequal ranges; elsewhere the caller has checked that they divide.
+        """
+        return slice(self.rank * whole // self.size, (self.rank + 1) * whole // self.size)
 
     def least(self, value: int) -> int:
         """Return the smallest of all ranks' values. All ranks must call this."""

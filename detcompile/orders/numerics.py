@@ -86,7 +86,8 @@ class Numerics:
     """The declared choices about rounding. They are part of a fingerprint.
 
     Attributes:
-        tp_sizes: tensor-parallel sizes with equal bits; starts with 1, and each size divides the next.
+        tp_sizes: tensor-parallel sizes with equal bits; starts with 1, and each size divides the next. Exact arithmetic
+            has equal bits at any size.
         kv_chunk: keys in one attention chunk, counted from position 0; a multiple of 64.
         token_leaf: tokens of one sequence in one float32 sum of a weight's gradient; a multiple of 64.
         token_grid: such sums are rounded to multiples of 2^token_grid, so that they add up exactly.

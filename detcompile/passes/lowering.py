@@ -96,6 +96,7 @@ def lower(
         with stage("take this rank's share"):
             shard(model, seen.attention, numerics, ranks, replicate_attention)
         seen = Seen.of(observe_attention(model, numerics.kv_chunk))
+        ranks.require_equal({"groups of layers by the keys that they see": str(seen.groups)})
     facts = _facts(model, numerics, seen, vocabulary, max_context)
     part = "" if pipeline_stage is None else f"stage {pipeline_stage.index} of {pipeline_stage.size} of "
     source = ProgramSource(model, numerics, max_context, seen, ranks, f"{part}a forward of {ranks}", pipeline_stage)

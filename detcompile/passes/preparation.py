@@ -56,8 +56,6 @@ def prepare(
         )
     setattr(model, TAKEN, True)
     if numerics.is_exact:
-        if shared:
-            raise UnsupportedModel(f"Numerics.arithmetic={numerics.arithmetic!r} over several ranks: compile with tp=1")
         use_exact_arithmetic(model, numerics.arithmetic, max_context)
     freeze_rope(model, max_context)
     recurrences = change_modules(model, shared)

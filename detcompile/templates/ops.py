@@ -9,6 +9,7 @@ import detcompile.templates.collectives.gather
 import detcompile.templates.collectives.op
 import detcompile.templates.exact.attention
 import detcompile.templates.exact.linear
+import detcompile.templates.exact.ranks
 import detcompile.templates.exact.rows
 import detcompile.templates.exact.softmax
 import detcompile.templates.experts.op

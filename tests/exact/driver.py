@@ -92,7 +92,8 @@ class Machine:
     def linear(self, x: Array, digits: int, w: Array, w_scale: Array, bias: Array | None = None) -> Array:
         M, (D, N, K) = len(x), w.shape
         out = np.empty((M, N), F)
-        self.call("detcompile_exact_linear", np.ascontiguousarray(x), w, w_scale, bias, out, M, N, K, digits, D, 1)
+        x = np.ascontiguousarray(x)
+        self.call("detcompile_exact_linear", x, w, w_scale, bias, out, None, None, M, N, K, digits, D, 1)
         return out
 
     def rope(self, x: Array, cos: Array, sin: Array) -> Array:

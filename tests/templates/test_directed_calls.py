@@ -293,7 +293,13 @@ def sharded_embedding(V=5, D=4, T=3) -> Arguments:
     return {"weight": rows(V, D), "ids": torch.arange(T), "first": 0, "group": "nobody's"}
 
 
-COLLECTIVES = (matmul_all_reduce, tree_all_reduce, all_gather_columns, sharded_embedding)
+def exact_linear_all_reduce(M=3, N=5, K=70, D=2) -> Arguments:
+    return exact_linear(M, N, K, D) | {"group": "nobody's"}
+
+
+COLLECTIVES = (
+    matmul_all_reduce, tree_all_reduce, all_gather_columns, sharded_embedding, exact_linear_all_reduce,
+)  # fmt: skip
 OPERATIONS = (
     matmul, batched_matmul, gated_matmul, silu_mul, rms_norm, layer_norm, row_sum, row_var_mean, softmax, logsumexp,
     embedding, expert_matmul, expert_matmul_partial, dequant_matmul, dequant_matmul_partial,

@@ -52,6 +52,7 @@ class AttentionCall:
         layer: index into the step's caches.
         num_heads: heads of the queries.
         shape: extents of a cached key and value (KV heads, width of a key, width of a value).
+        head_dims: features of a query or key, and of a value.
         chunk: tokens of a chunk; a query sees no key before its chunk. 0 for no chunks.
         window: a query sees at most this many last tokens, by its window or chunk; 0 for no limit.
     """
@@ -61,6 +62,7 @@ class AttentionCall:
         self.layer = layer
         self.num_heads = query.shape[1]
         self.shape = cached_shape(module, key, value)
+        self.head_dims = (key.shape[3], value.shape[3])
         self.chunk = rule.attention_chunk
         self.window = rule.window
 

@@ -42,7 +42,7 @@ class ExactLinear(nn.Module):
         super().__init__()
         weight = linear.weight.detach().float()
         weight = weight.t().contiguous() if isinstance(linear, Conv1D) else weight
-        self.out_features = len(weight)
+        self.out_features, self.in_features = weight.shape
         self.x_digits = arithmetic.activations
         digits, scales = ours.exact_quantize(weight, arithmetic.weights, True)
         self.register_buffer("digits", digits)
@@ -54,6 +54,13 @@ class ExactLinear(nn.Module):
         """The dequantized weight [N, K], for code that reads a linear's weight instead of calling it."""
         high, *low = self.digits.float()
         return (high + low[0] * 2**-8 if low else high) * self.scales[:, None]
+
+    def keep_features(self, features: Tensor) -> None:
+        """Keep only these outputs, in this order."""
+        features = features.to(self.digits.device)
+        self.digits, self.scales = self.digits[:, features].contiguous(), self.scales[features]
+        self.bias = None if self.bias is None else _fixed(self.bias[features])
+        self.out_features = len(features)
 
     def forward(self, x: Tensor) -> Tensor:
         out = ours.exact_linear(x.flatten(0, -2), self.digits, self.scales, self.bias, self.x_digits)
@@ -104,7 +111,7 @@ def use_exact_arithmetic(model: PreTrainedModel, arithmetic: str, max_context: i
     chosen = ARITHMETICS[arithmetic]
     model.float()
     setattr(model, _KV_DIGITS, chosen.kv)
-    for name, module in list(model.named_modules()):
+    for name, module in list(model.named_modules())[1:]:  # without the model, whose class may be named for its norms
         if type(module).forward in (nn.Linear.forward, Conv1D.forward):  # a subclass may compute more
             replace_module(model, name, ExactLinear(module, chosen))
         elif "Norm" in type(module).__name__:

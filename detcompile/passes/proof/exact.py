@@ -10,6 +10,7 @@ from detcompile.templates.ops import ours
 aten, prims = torch.ops.aten, torch.ops.prims
 _TEMPLATES = frozenset(
     {
+        ours.all_gather_columns.default,
         ours.embedding.default,
         ours.exact_dense_attention.default,
         ours.exact_divide.default,
@@ -17,11 +18,13 @@ _TEMPLATES = frozenset(
         ours.exact_function.default,
         ours.exact_layer_norm.default,
         ours.exact_linear.default,
+        ours.exact_linear_all_reduce.default,
         ours.exact_paged_attention.default,
         ours.exact_quantize.default,
         ours.exact_rms_norm.default,
         ours.exact_softmax.default,
         ours.exact_sum.default,
+        ours.sharded_embedding.default,
     }
 )
 # One IEEE operation, a selection, a bit operation or a conversion with one rounding.

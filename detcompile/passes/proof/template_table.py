@@ -216,6 +216,7 @@ TEMPLATES: Mapping[Any, Template] = {
     ours.exact_expert_linear.default: Template("template", rows=exact_expert_linear, order=exact),
     ours.exact_function.default: Template("template", rows=pointwise, order=sums_nothing),
     ours.exact_layer_norm.default: Template("template", rows=row_by_row, order=exact),
+    ours.exact_linear_all_reduce.default: Template("collective", rows=exact_linear, order=exact),
     ours.exact_linear.default: Template("template", rows=exact_linear, order=exact),
     ours.exact_paged_attention.default: Template("attention", rows=paged_attention, order=exact),
     ours.exact_quantize.default: Template("template", rows=quantize_rows, order=exact),

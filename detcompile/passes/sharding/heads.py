@@ -3,6 +3,8 @@
 A rank has H / tp consecutive query heads, and the key heads that they read. If there are fewer key heads than ranks, or
 a rank's border cuts a group of query heads, several ranks hold the same key head. A rank may hold it repeatedly, so
 that each of its key heads serves equally many query heads.
+
+In exact arithmetic heads may be cut unevenly. A rank that gets none computes another rank's, which does not count.
 """
 
 import math
@@ -50,6 +52,8 @@ class HeadShare:
     Attributes:
         num_heads, num_kv_heads: heads of the whole module. q, kv: the heads that this rank holds, in order.
         head_dim, v_head_dim: features of a query or key, and of a value.
+        is_even: every rank holds equally many query heads.
+        counts: False if another rank's results of these heads are taken.
     """
 
     num_heads: int
@@ -58,14 +62,22 @@ class HeadShare:
     kv: tuple[int, ...]
     head_dim: int
     v_head_dim: int
+    is_even: bool = True
+    counts: bool = True
+
+    @property
+    def outputs(self) -> slice:
+        """The heads' results among those of all heads."""
+        return slice(self.q[0] * self.v_head_dim, (self.q[-1] + 1) * self.v_head_dim)
 
     def heads(self, projection: str) -> list[int]:
         """Return this rank's heads of a projection with a single kind of heads."""
         return list(self.q if projection.startswith("q") else self.kv)
 
     def is_partition(self, projection: str) -> bool:
-        """Return whether no two ranks hold the same head of a projection."""
-        return projection.startswith("q") or len(self.kv) * self.num_heads == len(self.q) * self.num_kv_heads
+        """Return whether ranks hold equally many heads of a projection, and no two of them the same one."""
+        distinct = projection.startswith("q") or len(self.kv) * self.num_heads == len(self.q) * self.num_kv_heads
+        return self.is_even and distinct
 
     def spans(self, norm: nn.Module) -> bool:
         """Return whether a norm spans the features of several heads."""
@@ -73,24 +85,30 @@ class HeadShare:
         return isinstance(weight, Tensor) and weight.dim() == 1 and len(weight) != self.head_dim
 
 
-def head_share(call: AttentionCall, ranks: TensorParallel, name: str, replicate: bool) -> HeadShare | None:
+def head_share(
+    call: AttentionCall, ranks: TensorParallel, name: str, replicate: bool, uneven: bool
+) -> HeadShare | None:
     """Return this rank's heads of the calling module; None if every rank holds all heads.
 
+    Args:
+        uneven: heads that do not divide among the ranks may be cut unevenly.
+
     Raises:
-        NumericsError: the heads do not divide among the ranks, and ``replicate`` is off.
+        NumericsError: the heads do not divide among the ranks, and ``replicate`` and ``uneven`` are off.
     """
-    num_kv_heads, head_dim, v_head_dim = call.shape
-    if call.num_heads % ranks.size:
-        if replicate:
-            return None
+    num_kv_heads, (head_dim, v_head_dim) = call.shape[0], call.head_dims
+    if call.num_heads % ranks.size and replicate:
+        return None
+    if call.num_heads % ranks.size and not uneven:
         fitting = [size for size in range(1, call.num_heads + 1) if call.num_heads % size == 0]
         raise NumericsError(
             f"{name}: {call.num_heads} heads over tp={ranks.size} ranks; choose tp among {fitting}, or pass "
             "replicate_attention=True, and every rank computes all of the attention"
         )
-    q = range(call.num_heads)[ranks.share(call.num_heads)]
+    share = ranks.share(call.num_heads)
+    q = range(share.start, max(share.start + 1, share.stop))
     members = call.num_heads // num_kv_heads
-    kv = [head // members for head in q[:: math.gcd(len(q), members)]]
+    kv = [head // members for head in q[:: math.gcd(q.start, len(q), members)]]
     return HeadShare(
         num_heads=call.num_heads,
         num_kv_heads=num_kv_heads,
@@ -98,6 +116,8 @@ def head_share(call: AttentionCall, ranks: TensorParallel, name: str, replicate:
         kv=tuple(kv),
         head_dim=head_dim,
         v_head_dim=v_head_dim,
+        is_even=call.num_heads % ranks.size == 0,
+        counts=share.stop > share.start,
     )
 
 

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from transformers import Conv1D
 
 from detcompile.parallel import TensorParallel
+from detcompile.passes.modules.exact import ExactLinear
 from detcompile.passes.modules.quantized_linear import QuantizedLinear
 from detcompile.templates.ops import ours
 from detcompile.templates.quantized.weights import kept_inputs
 
-Linear: TypeAlias = nn.Linear | Conv1D | QuantizedLinear
+Linear: TypeAlias = nn.Linear | Conv1D | QuantizedLinear | ExactLinear
 
 
 class RowParallelLinear(nn.Module):
@@ -103,6 +104,35 @@ class QuantizedRowShard(nn.Module):
         return out.view(*x.shape[:-1], linear.out_features)
 
 
+class ExactRowShard(nn.Module):
+    """One rank's share of a row-parallel ExactLinear: the bits of the whole one, however K is cut.
+
+    forward(x [..., K] or this rank's part of it) -> [..., N], the same on every rank.
+
+    Args:
+        share: the range of K that this rank holds.
+        counts: False if another rank counts this range: this one's weights are zeros.
+    """
+
+    digits: Tensor
+    scales: Tensor
+
+    def __init__(self, linear: ExactLinear, share: slice, counts: bool, group: str) -> None:
+        super().__init__()
+        self.whole, self.share, self.group = linear.in_features, share, group
+        self.x_digits, self.bias = linear.x_digits, linear.bias
+        kept = linear.digits[:, :, share].clone(memory_format=torch.contiguous_format)
+        self.register_buffer("digits", kept if counts else torch.zeros_like(kept))
+        self.register_buffer("scales", linear.scales)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[-1] == self.whole:
+            x = x[..., self.share]
+        weight = self.digits, self.scales, self.bias
+        out = ours.exact_linear_all_reduce(x.flatten(0, -2), *weight, self.x_digits, self.group)
+        return out.view(*x.shape[:-1], self.digits.shape[1])
+
+
 class GatheredLinear(nn.Module):
     """A linear whose outputs are computed in parts and gathered on every rank: a language-model head.
 
@@ -125,6 +155,30 @@ class GatheredLinear(nn.Module):
         """Return the whole weight [N, K]. Every rank must call this."""
         columns: Tensor = ours.all_gather_columns(self.weight.detach().t(), self.group, self.num_features)
         return columns.t().contiguous()
+
+
+class ExactGatheredLinear(nn.Module):
+    """An ExactLinear whose outputs are computed in parts and gathered on every rank: a language-model head.
+
+    forward(x [..., K]) -> [..., N]. Features that do not divide are padded with the last one, which the gather drops.
+    """
+
+    def __init__(self, linear: ExactLinear, ranks: TensorParallel) -> None:
+        super().__init__()
+        self.num_features, self.group = linear.out_features, ranks.group
+        rows_a_rank = math.ceil(self.num_features / ranks.size)
+        first = ranks.rank * rows_a_rank
+        linear.keep_features(torch.arange(first, first + rows_a_rank).clamp(max=self.num_features - 1))
+        self.linear = linear
+
+    @property
+    def weight(self) -> Tensor:
+        """This rank's part of the dequantized weight."""
+        return self.linear.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        gathered = ours.all_gather_columns(self.linear(x).flatten(0, -2), self.group, self.num_features)
+        return gathered.view(*x.shape[:-1], self.num_features)
 
 
 class ShardedEmbedding(nn.Module):
@@ -176,7 +230,7 @@ def num_features(linear: Linear) -> int:
 
 def keep_features(linear: Linear, features: Tensor) -> None:
     """Keep only these outputs of a linear, in this order."""
-    if isinstance(linear, QuantizedLinear):
+    if isinstance(linear, (QuantizedLinear, ExactLinear)):
         linear.keep_features(features)
         return
     features = features.to(linear.weight.device)

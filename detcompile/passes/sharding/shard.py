@@ -13,12 +13,15 @@ from detcompile.errors import NumericsError, UnsupportedModel
 from detcompile.orders.numerics import Numerics, matmul_order
 from detcompile.parallel import TensorParallel
 from detcompile.passes.modules.attention import AttentionCall
+from detcompile.passes.modules.exact import ExactLinear
 from detcompile.passes.modules.experts import find_experts
 from detcompile.passes.modules.low_rank import AdaptedLinear
 from detcompile.passes.modules.quantized_linear import QuantizedLinear, replace_module
 from detcompile.passes.sharding.experts import pin_expert_trees, shard_experts
 from detcompile.passes.sharding.heads import OUTPUTS, HeadShare, features_of, head_share
 from detcompile.passes.sharding.modules import (
+    ExactGatheredLinear,
+    ExactRowShard,
     GatheredLinear,
     Linear,
     NormAcrossHeads,
@@ -47,9 +50,13 @@ WIDTHS = ("split_size", "embed_dim", "all_head_size")  # features of all query h
 def pin_row_parallel(model: PreTrainedModel, numerics: Numerics) -> int:
     """Give the row-parallel linears and experts of ``model`` the tree, in place. Return their number.
 
+    Exact sums need no tree.
+
     Raises:
         NumericsError: K of a linear does not split into equal leaves; the message names the module and what fits.
     """
+    if numerics.is_exact:
+        return 0
     linears = _row_parallel(model, numerics)
     for name, module in linears:
         if isinstance(module, QuantizedLinear):
@@ -72,7 +79,8 @@ def shard(
 
     Args:
         attention: the calls of the whole model.
-        replicate_attention: if heads do not divide, every rank computes all of them instead of a refusal.
+        replicate_attention: if heads do not divide, every rank computes all of them instead of a refusal, or, in exact
+            arithmetic, of an uneven cut.
 
     Raises:
         UnsupportedModel: the architecture has no plan, or unknown modules.
@@ -83,18 +91,20 @@ def shard(
         raise UnsupportedModel(
             f"{type(model).__name__} has no tensor-parallel plan, in transformers or here: compile with tp=1"
         )
-    attending = _shard_attention(model, attention, ranks, replicate_attention)
+    attending = _shard_attention(model, attention, numerics, ranks, replicate_attention)
     for name, linear in _row_parallel(model, numerics):
-        kind = QuantizedRowShard if isinstance(linear, QuantizedLinear) else RowShardLinear
-        replace_module(model, name, kind(linear, numerics.split_radices(ranks.size), ranks).to(ranks.device))
+        heads = attending.get(name.rpartition(".")[0])
+        replace_module(model, name, _row_shard(name, linear, heads, numerics, ranks).to(ranks.device))
     mixtures = find_experts(model)
+    if mixtures and numerics.is_exact:
+        raise UnsupportedModel(f"{mixtures[0][0]}: experts in exact arithmetic over several ranks; compile with tp=1")
     for name, module in mixtures:
         shard_experts(name, module, numerics, ranks)
         module.to(ranks.device)
     styles = [
         (name, module, style_of(name, plan))
         for name, module in model.named_modules()
-        if name.rpartition(".")[0] not in attending | {mixture for mixture, _ in mixtures}
+        if name.rpartition(".")[0] not in {*attending, *(mixture for mixture, _ in mixtures)}
     ]
     for name, module, style in styles:
         if style == "column":
@@ -119,12 +129,14 @@ def moves_after_sharding(model: PreTrainedModel) -> bool:
 
 
 def _row_parallel(model: PreTrainedModel, numerics: Numerics) -> list[tuple[str, Any]]:
-    """Return the row-parallel linears, each of which must have equal leaves."""
+    """Return the row-parallel linears, each of which must have equal leaves if its sums are not exact."""
     plan = {pattern: style for pattern, style in tensor_parallel_plan(model).items() if style in ROW_STYLES}
     result = []
     planned = [(name, module) for name, module in model.named_modules() if style_of(name, plan) == "row"]
     for name, module in [part for place in planned for part in _linears(*place)]:
-        if isinstance(module, Linear):
+        if isinstance(module, Linear) and numerics.is_exact:
+            result.append((name, module))
+        elif isinstance(module, Linear):
             k = module.weight.shape[0] if isinstance(module, Conv1D) else module.in_features
             try:
                 matmul_order(k, model.dtype, numerics.radices)
@@ -132,6 +144,20 @@ def _row_parallel(model: PreTrainedModel, numerics: Numerics) -> list[tuple[str,
                 raise NumericsError(f"{name}: {error}") from error
             result.append((name, module))
     return result
+
+
+def _row_shard(
+    name: str, linear: Linear, heads: HeadShare | None, numerics: Numerics, ranks: TensorParallel
+) -> nn.Module:
+    """Return this rank's share of a row-parallel linear; of one in attention, that of the heads' results."""
+    if not numerics.is_exact:
+        kind = QuantizedRowShard if isinstance(linear, QuantizedLinear) else RowShardLinear
+        return kind(linear, numerics.split_radices(ranks.size), ranks)
+    if not isinstance(linear, ExactLinear):
+        raise UnsupportedModel(f"{name}: a {type(linear).__name__} in exact arithmetic over ranks; compile with tp=1")
+    if heads is None:
+        return ExactRowShard(linear, ranks.share(linear.in_features), True, ranks.group)
+    return ExactRowShard(linear, heads.outputs, heads.counts, ranks.group)
 
 
 def _linears(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -142,26 +168,33 @@ def _linears(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _shard_attention(
-    model: PreTrainedModel, attention: Sequence[AttentionCall], ranks: TensorParallel, replicate: bool
-) -> set[str]:
-    """Keep this rank's heads of attention modules, or all heads if they do not divide. Return the modules' names."""
-    plan = tensor_parallel_plan(model)
+    model: PreTrainedModel,
+    attention: Sequence[AttentionCall],
+    numerics: Numerics,
+    ranks: TensorParallel,
+    replicate: bool,
+) -> dict[str, HeadShare | None]:
+    """Keep this rank's heads of attention modules; return them by the modules' names, None for all heads."""
+    plan, shares = tensor_parallel_plan(model), dict[str, HeadShare | None]()
     names = {module: name for name, module in model.named_modules()}
     for call in attention:
         if call.module not in names:
             raise UnsupportedModel(f"{type(model).__name__}: a layer that runs several times, over several ranks")
         name = names[call.module]
-        share = head_share(call, ranks, name, replicate)
+        outputs = [leaf for leaf, _ in call.module.named_children() if leaf in OUTPUTS]
+        # The outputs' projection takes the heads' results; one outside of the module takes equal ranges of them.
+        uneven = numerics.is_exact and bool(outputs)
+        share = shares[name] = head_share(call, ranks, name, replicate, uneven)
         if share is not None:
-            for leaf, _ in call.module.named_children():
-                if leaf in OUTPUTS and style_of(f"{name}.{leaf}", plan) != "row":
+            for leaf in outputs:
+                if style_of(f"{name}.{leaf}", plan) != "row":
                     raise UnsupportedModel(
                         f"{name}.{leaf}: the tensor-parallel plan does not split the projection of the heads' outputs; "
                         "compile with tp=1"
                     )
             _shard_heads(call.module, share, name, model.config.get_text_config().model_type, ranks)
             call.module.to(ranks.device)
-    return {names[call.module] for call in attention}
+    return shares
 
 
 def _shard_heads(attention: Any, share: HeadShare, name: str, model_type: str, ranks: TensorParallel) -> None:
@@ -230,7 +263,7 @@ def _shard_columns(model: nn.Module, name: str, linear: nn.Module, ranks: Tensor
         raise UnsupportedModel(f"{name}: a {type(linear).__name__} cannot be cut into columns; compile with tp=1")
     width = num_features(linear)
     parts = 2 if name.rpartition(".")[2] in HALVES else 1
-    if width % (parts * ranks.size):
+    if width % parts or (width % (parts * ranks.size) and not isinstance(linear, ExactLinear)):
         what = f"two projections of {width // 2}" if parts == 2 else str(width)
         raise NumericsError(f"{name}: {what} features over tp={ranks.size} ranks; choose a tp that divides them")
     keep_features(linear, torch.arange(width, device="cpu").view(parts, -1)[:, ranks.share(width // parts)].flatten())
@@ -241,11 +274,13 @@ def _shard_vocabulary(model: PreTrainedModel, ranks: TensorParallel) -> None:
     """Shard the rows of the embedding and of the head. An embedding with a custom forward stays whole."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     names = {module: name for name, module in model.named_modules()}
-    tied = head is not None and head.weight is embedding.weight
+    tied = isinstance(head, nn.Linear) and head.weight is embedding.weight
     known = type(embedding) is nn.Embedding or type(embedding).__name__.endswith("TextScaledWordEmbedding")
     rows = ShardedEmbedding(embedding, ranks) if known and embedding.max_norm is None else None
     if rows is not None:
         replace_module(model, names[embedding], rows)
+    if isinstance(head, ExactLinear):
+        replace_module(model, names[head], ExactGatheredLinear(head, ranks))
     if isinstance(head, nn.Linear):
         gathered = GatheredLinear(head, ranks)
         if rows is not None and tied:

@@ -64,7 +64,8 @@ def shares_of(
     replicate_attention: bool,
 ) -> Shares | None:
     """Return the Shares of a model; None for quantized weights, which cannot be replaced."""
-    if any(isinstance(module, (QuantizedLinear, QuantizedStack)) for module in model.modules()):
+    quantized = (QuantizedLinear, QuantizedStack)
+    if numerics.is_exact or any(isinstance(module, quantized) for module in model.modules()):
         return None
     return Shares(model, numerics, max_context, ranks, replicate_attention)
 

@@ -127,10 +127,13 @@ def layer_norm_cuda(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tens
 
 
 @triton.jit
-def _quantize_kernel(x_ptr, digits_ptr, scale_ptr, plane, R, unit, TWO: tl.constexpr, BLOCK: tl.constexpr):
+def _quantize_kernel(
+    x_ptr, peaks_ptr, digits_ptr, scale_ptr, plane, R, unit, HAS_PEAKS: tl.constexpr, TWO: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * R + i, mask=i < R, other=0.0)
-    peak = tl.max(bits(x) & 0x7FFFFFFF, 0)
+    peak = tl.load(peaks_ptr + row) if HAS_PEAKS else tl.max(bits(x) & 0x7FFFFFFF, 0)
     whole = peak < POISON
     a = tl.where(whole, tl.maximum(from_bits(tl.where(whole, peak, 0)), 8.673617379884035e-19), 1.0)
     v = near(tl.where(whole, x, 0.0), tl.div_rn(a * 0.0 + (32512.0 if TWO else 127.0), a))
@@ -142,16 +145,20 @@ def _quantize_kernel(x_ptr, digits_ptr, scale_ptr, plane, R, unit, TWO: tl.const
     tl.store(scale_ptr + row, tl.where(whole, tl.div_rn(a, a * 0.0 + unit), float("nan")))
 
 
-def quantize_cuda(x: Tensor, num_digits: int, right: bool) -> tuple[Tensor, Tensor]:
-    """Return int8 digits [num_digits, ..., R] and float32 scales [...] of rows x [..., R]."""
+def quantize_cuda(x: Tensor, num_digits: int, right: bool, peaks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return int8 digits [num_digits, ..., R] and float32 scales [...] of rows x [..., R].
+
+    Args:
+        peaks: int32 [...], the largest magnitude of each row as bits; None: that of x.
+    """
     x, R = x.contiguous(), x.shape[-1]
     digits = torch.empty((num_digits, *x.shape), dtype=torch.int8, device=x.device)
     scales = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     unit = 32512.0 if num_digits == 2 and not right else 127.0
     if x.numel():
         launcher(_quantize_kernel)[(x.numel() // R,)](
-            x, digits, scales, x.numel(), R, unit, TWO=num_digits == 2, BLOCK=next_power_of_2(R), num_warps=_warps(R),
-            enable_fp_fusion=False,
+            x, scales if peaks is None else peaks, digits, scales, x.numel(), R, unit, HAS_PEAKS=peaks is not None,
+            TWO=num_digits == 2, BLOCK=next_power_of_2(R), num_warps=_warps(R), enable_fp_fusion=False,
         )  # fmt: skip
     return digits, scales
 
@@ -161,7 +168,10 @@ def _linear_kernel(
     x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, out_ptr, M, N, K,
     DX: tl.constexpr, DW: tl.constexpr, HAS_BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """out [M, N] of x [DX, M, K] and w [DW, N, K]. int8 tensor cores saturate: an int32 sum has 65536 terms at most."""
+    """out [M, N] of x [DX, M, K] and w [DW, N, K], scaled, or the integers if out is int64.
+
+    int8 tensor cores saturate: an int32 sum has 65536 terms at most.
+    """
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
@@ -183,12 +193,16 @@ def _linear_kernel(
             if DW == 2:
                 low = tl.dot(x, tl.load(w_at + w_plane + first, mask=w_ok, other=0), low, out_dtype=tl.int32)
         total += high.to(tl.int64) * 256 + low if DX == 2 else high.to(tl.int64)
-    x_scale = tl.load(x_scale_ptr + m, mask=m < M, other=0.0)
-    w_scale = tl.load(w_scale_ptr + n, mask=n < N, other=0.0)
-    y = total.to(tl.float32) * x_scale[:, None] * w_scale[None, :]
-    if HAS_BIAS:
-        y = y + tl.load(bias_ptr + n, mask=n < N, other=0.0)[None, :]
-    tl.store(out_ptr + m[:, None].to(tl.int64) * N + n[None, :], y, mask=rows & columns)
+    out_at = out_ptr + m[:, None].to(tl.int64) * N + n[None, :]
+    if out_ptr.dtype.element_ty == tl.int64:
+        tl.store(out_at, total, mask=rows & columns)
+    else:
+        x_scale = tl.load(x_scale_ptr + m, mask=m < M, other=0.0)
+        w_scale = tl.load(w_scale_ptr + n, mask=n < N, other=0.0)
+        y = total.to(tl.float32) * x_scale[:, None] * w_scale[None, :]
+        if HAS_BIAS:
+            y = y + tl.load(bias_ptr + n, mask=n < N, other=0.0)[None, :]
+        tl.store(out_at, y, mask=rows & columns)
 
 
 @triton.jit
@@ -245,16 +259,28 @@ def expert_cuda(x: Tensor, ids: Tensor, w: Tensor, w_scale: Tensor, bias: Tensor
 def linear_cuda(x: Tensor, w: Tensor, w_scale: Tensor, bias: Tensor | None, x_digits: int) -> Tensor:
     """Run the op on the GPU: x [M, K], w [D, N, K], w_scale [N], bias [N] -> [M, N]."""
     digits, x_scale = quantize_cuda(x, x_digits, False)
-    (M, K), N = x.shape, w.shape[1]
-    out = torch.empty((M, N), dtype=torch.float32, device=x.device)
+    out = torch.empty((len(x), w.shape[1]), dtype=torch.float32, device=x.device)
+    _multiply(digits, w, x_scale, w_scale, bias, out)
+    return out
+
+
+def totals_cuda(x: Tensor, peaks: Tensor, w: Tensor, x_digits: int) -> Tensor:
+    """Run ``totals_cpu`` on the GPU."""
+    digits, scales = quantize_cuda(x, x_digits, False, peaks.contiguous())
+    totals = torch.empty((len(x), w.shape[1]), dtype=torch.int64, device=x.device)
+    _multiply(digits, w, scales, scales, None, totals)
+    return totals
+
+
+def _multiply(x: Tensor, w: Tensor, x_scale: Tensor, w_scale: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    (DX, M, K), (DW, N, _) = x.shape, w.shape
     BM = 16 if M <= 16 else 64
     if M and N:
         launcher(_linear_kernel)[(cdiv(M, BM), cdiv(N, 64))](
-            digits, w, x_scale, w_scale, w_scale if bias is None else bias, out, M, N, K,
-            DX=x_digits, DW=len(w), HAS_BIAS=bias is not None, BM=BM, BN=64, BK=128, num_warps=4, num_stages=3,
+            x, w, x_scale, w_scale, w_scale if bias is None else bias, out, M, N, K,
+            DX=DX, DW=DW, HAS_BIAS=bias is not None, BM=BM, BN=64, BK=128, num_warps=4, num_stages=3,
             enable_fp_fusion=False,
         )  # fmt: skip
-    return out
 
 
 def _warps(R: int) -> int:

@@ -23,15 +23,31 @@ def linear_cpu(
     x: Tensor, w: Tensor, w_scale: Tensor, bias: Tensor | None, x_digits: int, isa: str | None = None
 ) -> Tensor:
     """Run the op on the CPU: x [M, K], w [D, N, K], w_scale [N], bias [N] -> [M, N]."""
-    _check("exact_linear", w, x_digits)
+    check_digits("exact_linear", w, x_digits)
     x = x.contiguous()
     D, N, K = w.shape
     out = torch.empty((len(x), N), dtype=torch.float32, device="cpu")
     cpu_library.library(isa).detcompile_exact_linear(
         x.data_ptr(), w.data_ptr(), w_scale.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(),
-        len(x), N, K, x_digits, D, cpu_library.thread_count(),
+        None, None, len(x), N, K, x_digits, D, cpu_library.thread_count(),
     )  # fmt: skip
     return out
+
+
+def totals_cpu(x: Tensor, peaks: Tensor, w: Tensor, x_digits: int, isa: str | None = None) -> Tensor:
+    """Return the exact integers T of a part of K: x [M, K], w [D, N, K] -> int64 [M, N].
+
+    Args:
+        peaks: int32 [M], the largest magnitude of each whole row as bits.
+    """
+    x, peaks = x.contiguous(), peaks.contiguous()
+    D, N, K = w.shape
+    totals = torch.empty((len(x), N), dtype=torch.int64, device="cpu")
+    cpu_library.library(isa).detcompile_exact_linear(
+        x.data_ptr(), w.data_ptr(), None, None, None, peaks.data_ptr(), totals.data_ptr(),
+        len(x), N, K, x_digits, D, cpu_library.thread_count(),
+    )  # fmt: skip
+    return totals
 
 
 def expert_linear_cpu(
@@ -50,7 +66,7 @@ def expert_linear_cpu(
     Raises:
         InvalidInput: x's rows do not match the ids, or an id is outside [0, E].
     """
-    _check("exact_expert_linear", w, x_digits)
+    check_digits("exact_expert_linear", w, x_digits)
     require_expert_rows(x, ids, ())
     require_expert_ids(ids, w.shape[1])
     flat, rows = ids.flatten(), x.flatten(0, -2)
@@ -66,18 +82,19 @@ def expert_linear_cpu(
 def _expert_linear_cuda(
     x: Tensor, ids: Tensor, w: Tensor, w_scale: Tensor, bias: Tensor | None, x_digits: int
 ) -> Tensor:
-    _check("exact_expert_linear", w, x_digits)
+    check_digits("exact_expert_linear", w, x_digits)
     require_expert_rows(x, ids, ())
     out = expert_cuda(x.flatten(0, -2), ids.flatten(), w, w_scale, bias, x_digits)
     return out.view(*ids.shape, w.shape[2])
 
 
 def _linear_cuda(x: Tensor, w: Tensor, w_scale: Tensor, bias: Tensor | None, x_digits: int) -> Tensor:
-    _check("exact_linear", w, x_digits)
+    check_digits("exact_linear", w, x_digits)
     return linear_cuda(x, w, w_scale, bias, x_digits)
 
 
-def _check(op: str, w: Tensor, x_digits: int) -> None:
+def check_digits(op: str, w: Tensor, x_digits: int) -> None:
+    """Raise InvalidInput if the weight has more digits than x, or none."""
     if not 1 <= len(w) <= x_digits:
         raise InvalidInput(
             f"detcompile::{op}: w has {len(w)} digits; with x_digits={x_digits} it must have 1 to {x_digits}"

@@ -33,9 +33,9 @@ def sharded(name: str, tp: int, rank: int = 0, replicate: bool = False, numerics
     return model
 
 
-def shares_of(num_heads: int, members: int, tp: int) -> list[HeadShare]:
-    call = mock.Mock(num_heads=num_heads, shape=(num_heads // members, 4, 4))
-    shares = [head_share(call, a_rank(tp, rank), "attention", replicate=False) for rank in range(tp)]
+def shares_of(num_heads: int, members: int, tp: int, uneven: bool = False) -> list[HeadShare]:
+    call = mock.Mock(num_heads=num_heads, shape=(num_heads // members, 4, 4), head_dims=(4, 4))
+    shares = [head_share(call, a_rank(tp, rank), "attention", False, uneven) for rank in range(tp)]
     assert None not in shares
     return shares
 
@@ -53,6 +53,19 @@ def test_each_query_head_has_one_rank_and_reads_its_own_key_head(drawn: tuple[in
         for place, head in enumerate(share.q):
             assert share.kv[place // (len(share.q) // len(share.kv))] == head // members
     assert len({(len(share.q), len(share.kv)) for share in shares}) == 1
+
+
+@given(HEADS)
+def test_uneven_cuts_count_each_head_once(drawn: tuple[int, int, int]):
+    num_kv_heads, members, tp = drawn
+    num_heads = num_kv_heads * members
+    shares = shares_of(num_heads, members, tp, uneven=True)
+    assert [head for share in shares if share.counts for head in share.q] == list(range(num_heads))
+    for share in shares:
+        assert 1 <= len(share.q) <= num_heads // tp + 1
+        assert range(num_heads * 4)[share.outputs] == range(share.q[0] * 4, share.q[-1] * 4 + 4)
+        for place, head in enumerate(share.q):
+            assert share.kv[place // (len(share.q) // len(share.kv))] == head // members
 
 
 @given(st.sampled_from([(6, 3, 3), (8, 4, 4), (8, 8, 8), (6, 2, 3), (12, 6, 4), (4, 1, 2)]))

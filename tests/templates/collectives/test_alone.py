@@ -10,6 +10,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from detcompile.templates.collectives import gather, op
 from detcompile.templates.device.cuda_graphs import warmup
+from detcompile.templates.exact import ranks
 
 RANKS, TOKENS = 2, 5
 X, W = torch.ones(TOKENS, 8), torch.ones(6, 8)
@@ -29,6 +30,11 @@ CALLS: dict[str, tuple[Callable[[str], Tensor], tuple[int, ...], torch.dtype]] =
     "sharded_embedding": (
         lambda group: gather.sharded_embedding(W, torch.tensor([[0, 7, 99]]), 0, group),
         (1, 3, 8),
+        torch.float32,
+    ),
+    "exact_linear_all_reduce": (
+        lambda group: ranks.linear_all_reduce(X, W.to(torch.int8)[None], torch.ones(6), None, 2, group),
+        (TOKENS, 6),
         torch.float32,
     ),
 }

@@ -1,6 +1,7 @@
 """The CPU kernels of exact-1: the bytes of the reference, on every instruction set."""
 
 import functools
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -8,7 +9,8 @@ import torch
 
 from detcompile.errors import InvalidInput
 from detcompile.templates.exact.attention import ExactRule, dense_attention_cpu, paged_attention_cpu
-from detcompile.templates.exact.linear import expert_linear_cpu, linear_cpu
+from detcompile.templates.exact.linear import expert_linear_cpu, linear_cpu, totals_cpu
+from detcompile.templates.exact.ranks import peaks_of, scaled
 from detcompile.templates.exact.rows import (
     FUNCTIONS,
     divide_cpu,
@@ -85,6 +87,19 @@ def test_linear_equals_the_reference(name: str, M: int, N: int, K: int, isa: str
         x[:], w[0], w[1:] = 1, -127, -128
     for b in (None, bias):
         actual = linear_cpu(tensor(x), tensor(w), tensor(w_scale), None if b is None else tensor(b), left, isa)
+        assert_same(actual, exact.linear(x, left, w, w_scale, b))
+
+
+@pytest.mark.parametrize("name", golden.DIGITS)
+@pytest.mark.parametrize("cuts", [(70,), (1, 199), (7, 8, 100)])
+def test_parts_of_k_add_up_to_the_reference(name: str, cuts: tuple[int, ...], isa: str) -> None:
+    left, right = golden.DIGITS[name]
+    x, w, w_scale, bias = golden.rows(), golden.planes((right, 38, 200), 8), *(golden.values((38,), n) for n in (7, 6))
+    parts = [slice(*edges) for edges in pairwise((0, *cuts, 200))]
+    peaks = torch.stack([peaks_of(tensor(x[:, part])) for part in parts]).amax(0)
+    totals = sum(totals_cpu(tensor(x[:, part]), peaks, tensor(w[:, :, part]), left, isa) for part in parts)
+    for b in (None, bias):
+        actual = scaled(totals, peaks, tensor(w_scale), None if b is None else tensor(b), left)
         assert_same(actual, exact.linear(x, left, w, w_scale, b))
 
 

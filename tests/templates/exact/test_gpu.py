@@ -16,8 +16,12 @@ from detcompile.templates.exact.gpu import (
     quantize_cuda,
     rms_norm_cuda,
     sum_cuda,
+    totals_cuda,
 )
+from detcompile.templates.exact.linear import totals_cpu
+from detcompile.templates.exact.ranks import peaks_of
 from detcompile.templates.exact.rows import FUNCTIONS
+from tests.bits import assert_bitwise_equal
 from tests.exact import definition as exact
 from tests.exact import golden
 from tests.exact.definition import Array, F, U
@@ -99,6 +103,16 @@ def test_linear_equals_the_reference(name: str, M: int, N: int, K: int) -> None:
         x[:], w[0], w[1:] = 1, -127, -128
     actual = linear_cuda(tensor(x), tensor(w), tensor(w_scale), tensor(bias), left)
     assert_same(actual, exact.linear(x, left, w, w_scale, bias))
+
+
+@pytest.mark.parametrize("name", golden.DIGITS)
+@pytest.mark.parametrize(("M", "N", "K"), [(34, 7, 70), (1, 2, 65536 + 70)])
+def test_totals_of_a_part_of_k_are_those_of_the_cpu(name: str, M: int, N: int, K: int) -> None:
+    left, right = golden.DIGITS[name]
+    x, w = golden.rows()[:, :K] if K < 200 else golden.values((M, K), 5), golden.planes((right, N, K), 8)
+    peaks = peaks_of(host_tensor(golden.rows() if K < 200 else x * F(3)))
+    actual = totals_cuda(tensor(x), peaks.to(DEVICE), tensor(w), left)
+    assert_bitwise_equal(actual.cpu(), totals_cpu(host_tensor(x), peaks, host_tensor(w), left))
 
 
 def test_sum_equals_the_reference() -> None:

@@ -24,6 +24,10 @@ void tile(const Linear& p, int64_t m, int64_t n) {
   }
   for (int i = 0; i < MR; i++)
     for (int j = 0; j < NR; j++) {
+      if (p.totals) {
+        p.totals[(m + i) * p.N + n + j] = t[i][j];
+        continue;
+      }
       float y = (float(t[i][j]) * p.x_scale[m + i]) * p.w_scale[n + j];
       p.out[(m + i) * p.N + n + j] = p.bias ? y + p.bias[n + j] : y;
     }
@@ -39,13 +43,16 @@ void column(const Linear& p, int64_t n) {
 }  // namespace
 
 // x [M, K] float32, w [w_digits, N, K], w_scale [N], bias [N] or null -> out [M, N]; all contiguous
-EXPORT void detcompile_exact_linear(const float* x, const int8_t* w, const float* w_scale, const float* bias, float* out, int64_t M,
-                                    int64_t N, int64_t K, int32_t x_digits, int32_t w_digits, int32_t num_threads) {
+// Of a part of K: peaks [M], peak_bits of whole rows, and the integers go to totals [M, N]. Else both are null.
+EXPORT void detcompile_exact_linear(const float* x, const int8_t* w, const float* w_scale, const float* bias, float* out,
+                                    const int32_t* peaks, int64_t* totals, int64_t M, int64_t N, int64_t K, int32_t x_digits,
+                                    int32_t w_digits, int32_t num_threads) {
   int64_t P = exact::padded(K), parts = (K + exact::kLongest - 1) / exact::kLongest;
   std::vector<int8_t> digits(x_digits * M * P, 0);
   std::vector<int32_t> sums(x_digits * M * parts);
   std::vector<float> scales(M);
-  Linear p = {digits.data(), w, sums.data(), scales.data(), w_scale, bias, out, M, N, K, P, parts, x_digits, w_digits};
+  Linear p = {digits.data(), w, sums.data(), scales.data(), w_scale, bias, out, totals, M, N, K, P, parts, x_digits,
+              w_digits};
   const int64_t panels = exact::kHasInt8Tiles && M > 1 ? N / exact::kPanel : 0;  // one token is faster without tiles
   const int64_t tiles = panels ? x_digits * exact::token_tiles(p) : 0;
   std::vector<char> packed(tiles * exact::tile_bytes(p));
@@ -57,7 +64,8 @@ EXPORT void detcompile_exact_linear(const float* x, const int8_t* w, const float
 #pragma omp for schedule(static)
     for (int64_t m = 0; m < M; m++) {
       int8_t *high = digits.data() + m * P, *low = high + (x_digits - 1) * M * P;
-      scales[m] = exact::quantize_row(x + m * K, K, x_digits, exact::kTop[x_digits], high, low);
+      int32_t peak = peaks ? peaks[m] : exact::peak_bits(x + m * K, K);
+      scales[m] = exact::quantize_row(x + m * K, K, peak, x_digits, exact::kTop[x_digits], high, low);
       for (int64_t part = 0; part < parts; part++) {
         int64_t k = part * exact::kLongest, count = min64(K - k, exact::kLongest);
         sums[m * parts + part] = exact::sum_of(high + k, count);

@@ -87,6 +87,11 @@ inline void pack_tile(const Linear& p, int64_t index, char* out) {
 // out of a tile of tokens from m on and the panel from n on, from their exact integers [features][tokens]
 inline void finish_tile(const Linear& p, int64_t m, int64_t n, const int64_t* t) {
   const int64_t tokens = min64(kLanes, p.M - m);
+  if (p.totals) {
+    for (int64_t j = 0; j < kPanel; j++)
+      for (int64_t i = 0; i < tokens; i++) p.totals[(m + i) * p.N + n + j] = t[j * kLanes + i];
+    return;
+  }
   float scale[kLanes] = {};
   for (int64_t i = 0; i < tokens; i++) scale[i] = p.x_scale[m + i];
   for (int64_t first = n; first < n + kPanel; first += kLanes) {

@@ -15,6 +15,7 @@ struct Linear {
   const int32_t* sums_of_x;       // [x_digits, M, parts]: of each part of 65536 terms
   const float *x_scale, *w_scale, *bias;
   float* out;                     // [M, N]
+  int64_t* totals;                // [M, N] or null
   int64_t M, N, K, P, parts;
   int32_t x_digits, w_digits;
 };

@@ -109,5 +109,6 @@ EXPORT void detcompile_exact_quantize(const float* x, int8_t* digits, float* sca
   if (M * R < 16384) num_threads = 1;
 #pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1)
   for (int64_t m = 0; m < M; m++)
-    scales[m] = exact::quantize_row(x + m * R, R, num_digits, unit, digits + m * R, digits + (M + m) * R);
+    scales[m] = exact::quantize_row(x + m * R, R, exact::peak_bits(x + m * R, R), num_digits, unit, digits + m * R,
+                                    digits + (M + m) * R);
 }

@@ -126,8 +126,8 @@ inline int32_t peak_bits(const float* x, int64_t count) {
 }
 
 // One row's digits; `low` is written if there are two. Returns the scale a / unit, NaN if poisoned.
-inline float quantize_row(const float* x, int64_t count, int32_t num_digits, float unit, int8_t* high, int8_t* low) {
-  int32_t peak = peak_bits(x, count);
+// peak: peak_bits of the whole row, of which x may be a part.
+inline float quantize_row(const float* x, int64_t count, int32_t peak, int32_t num_digits, float unit, int8_t* high, int8_t* low) {
   if (peak >= kPoisonBits) {
     std::memset(high, 0, count);
     if (num_digits == 2) std::memset(low, 0, count);

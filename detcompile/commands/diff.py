@@ -77,10 +77,10 @@ def _run_lines(runs: RunComparison) -> Iterator[str]:
         if numbers:
             more = " …" if len(numbers) > MOST_SHOWN else ""
             yield f"only in {name}: request {', '.join(map(str, numbers[:MOST_SHOWN]))}{more}"
-    changed = next((one for one in runs.differences if one.asked), None)
+    changed = next((one for one in runs.differences if one.inputs), None)
     if changed is not None:
         yield f"request {changed.a} of A and {changed.b} of B have different inputs:"
-        yield from (f"  {name}: {_short(x)} in A, {_short(y)} in B" for name, (x, y) in changed.asked.items())
+        yield from (f"  {name}: {_short(x)} in A, {_short(y)} in B" for name, (x, y) in changed.inputs.items())
     if runs.first is not None and runs.first.parting is not None:
         yield from _parting_lines(runs.first, runs.first.parting)
 
@@ -105,7 +105,7 @@ def _explanation(parts: list[PartDifference], runs: RunComparison | None) -> str
         return "Equal in every bit." if runs.equal else "Equal answers, to requests that are not all the same."
     if parts:
         return f"The fingerprints differ ({names}): expect different answers."
-    unexplained = [one for one in parted if not one.asked and one.parting and one.parting.what not in OUTSIDE]
+    unexplained = [one for one in parted if not one.inputs and one.parting and one.parting.what not in OUTSIDE]
     if unexplained:
         return (
             "Nothing explains this: equal fingerprints and equal requests promise equal bits. Unless a file was edited,"
@@ -124,8 +124,8 @@ OUTSIDE = {
 
 
 def _reason(request: RequestDifference) -> str:
-    if request.asked:
-        return f"requests with different inputs ({', '.join(request.asked)}) get different answers"
+    if request.inputs:
+        return f"requests with different inputs ({', '.join(request.inputs)}) get different answers"
     return OUTSIDE[request.parting.what if request.parting else "text"]
 
 

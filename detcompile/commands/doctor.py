@@ -39,7 +39,7 @@ def _show(machine: Machine, results: list[Finding], ready: bool) -> None:
     console.print()
     for finding in results:
         level = Text(finding.level.ljust(LABEL), STYLES[finding.level])
-        console.print(level + Text(f"{finding.about}: {finding.said}"), soft_wrap=True)
+        console.print(level + Text(f"{finding.about}: {finding.text}"), soft_wrap=True)
         if finding.advice:
             console.print(Text(f"{' ' * LABEL}to do: {finding.advice}"), soft_wrap=True)
     console.print("\nEverything that is needed is here." if ready else "\nSomething that is needed is missing.")

@@ -31,7 +31,7 @@ class LiveWeights:
     Args:
         held: returns the local tensors by name, each once.
         named: the same under every name of tied weights; default: ``held``.
-        whole: digests of whole weights that cannot be computed from the local tensors; all of them for a shard.
+        whole: digests of the whole weights that the local tensors do not contain; for a shard, of all weights.
         is_share: the local tensors are a shard.
         shares: cuts this rank's shard out of new weights.
     """
@@ -157,7 +157,7 @@ def tensors_by_name(source: object, what: str) -> dict[str, Tensor]:
     for name, tensor in given.items():
         if not isinstance(name, str) or type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta:
             raise InvalidInput(
-                f"update_weights: {name!r} has a {type(tensor).__name__}: give plain tensors, of a DTensor its"
+                f"update_weights: {name!r} has a {type(tensor).__name__}: give plain tensors, such as a DTensor's"
                 " full_tensor()"
             )
         if tensor.layout is not torch.strided or tensor.is_nested:

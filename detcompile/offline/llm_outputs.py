@@ -37,8 +37,8 @@ class LLMCompletion:
         stop_reason: the stop token id or stop string that ended it, if any.
         reasoning: the reasoning in the text of an answer from chat(); None without any.
         content: the rest of the text of an answer from chat(), without markers; None from generate().
-        sampling_logprobs: logprobs in the distributions that the tokens were drawn from; with all alternatives, those
-            are the tokens that filters left. None if not requested.
+        sampling_logprobs: logprobs in the distributions that the tokens were drawn from; None if not requested. If all
+            alternatives were requested, these are the tokens that the filters left.
     """
 
     index: int
@@ -53,7 +53,7 @@ class LLMCompletion:
     sampling_logprobs: list[dict[int, Logprob]] | None = None
 
     def finished(self) -> bool:
-        """Return True if the sample has ended, which is so for every returned sample."""
+        """Return True if the sample has ended; every returned sample has."""
         return self.finish_reason is not None
 
 

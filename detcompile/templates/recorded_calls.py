@@ -28,7 +28,7 @@ class RecordedCalls:
 
     Attributes:
         output: what the function returned.
-        num_bytes: of the results of its calls.
+        num_bytes: size of its calls' results.
     """
 
     def __init__(self, address: int) -> None:
@@ -59,7 +59,7 @@ class RecordedCalls:
 def record(function: Callable[[], Any]) -> tuple[Any, RecordedCalls | None]:
     """Call a function of tensors. Return its output, and its calls if they can be repeated.
 
-    They are repeated at once after all results were overwritten: a call that was not recorded then shows in the output.
+    To check them, all results are overwritten and the calls repeated: a call that was not recorded shows in the output.
     """
     is_used = direct_ops.cache_info().currsize > 0 and direct_ops()
     if not is_used or not _ONE_AT_A_TIME.acquire(blocking=False):  # a rank may wait in the function for another's
@@ -80,7 +80,7 @@ def record(function: Callable[[], Any]) -> tuple[Any, RecordedCalls | None]:
     try:
         with kernels_replaced({kernel: recorded(kernel) for kernel in generated_kernels()}), watch:
             calls.output = function()
-    except RuntimeError:  # libraries of AOTInductor fail where operations are watched; the function's errors come again
+    except RuntimeError:  # AOTInductor's libraries fail under a dispatch mode; the function runs again below
         watch.failed = True
     finally:
         calls.num_bytes = library.detcompile_end_recording()

@@ -131,7 +131,7 @@ def runs_another_forward(frame: types.FrameType) -> bool:
         frame: the frame of ``compile_wrapper``.
     """
     compiled = frame.f_locals["fn"]
-    module = getattr(compiled, "__self__", None) or getattr(compiled, "__wrapped__", None)  # of a method; wrap_inline's
+    module = getattr(compiled, "__self__", None) or getattr(compiled, "__wrapped__", None)  # the latter by wrap_inline
     callee: types.FrameType | None = None
     caller: types.FrameType | None = frame
     while caller is not None:

@@ -185,7 +185,7 @@ def test_first_difference_is_reported_as_unexplained(change, where, what, tmp_pa
     code, actual, lines = compared(tmp_path, RUN, changed(change))
     first = actual["runs"]["differences"][0]
     parting = first["parting"]
-    assert code == 1 and first["a"] == first["b"] and first["asked"] == {}
+    assert code == 1 and first["a"] == first["b"] and first["inputs"] == {}
     assert (first["a"], parting["sample"], parting["position"]) == where and parting["what"] == what
     assert parting["a"] != parting["b"] and "Nothing explains this" in actual["explanation"]
     assert f"first difference: request {where[0]} of A, {where[0]} of B, sample {where[1]}" in lines
@@ -216,7 +216,7 @@ def test_what_was_asked_explains_other_answers(tmp_path: Path) -> None:
         run[1]["params"] = PARAMS | {"temperature": 0.7}
 
     code, actual, lines = compared(tmp_path, RUN, changed(ask))
-    assert code == 1 and actual["runs"]["differences"][0]["asked"] == {"temperature": [0.8, 0.7], "seed": [8, 80]}
+    assert code == 1 and actual["runs"]["differences"][0]["inputs"] == {"temperature": [0.8, 0.7], "seed": [8, 80]}
     assert actual["explanation"].startswith("Explained: requests with different inputs (temperature, seed)")
     assert "seed: 8 in A, 80 in B" in lines
 

@@ -68,7 +68,7 @@ def missing(actual: list[Finding]) -> set[str]:
 
 
 def lines_of(actual: list[Finding]) -> str:
-    return "\n".join(f"{one.level} {one.about}: {one.said} | {one.advice}" for one in actual)
+    return "\n".join(f"{one.level} {one.about}: {one.text} | {one.advice}" for one in actual)
 
 
 def diagnosed() -> tuple[int, dict[str, Any]]:

@@ -24,13 +24,13 @@ class Finding:
     Attributes:
         level: "missing" if detcompile cannot work without it; "slow" and "fast" affect speed; "note" is information.
         about: the part of the machine.
-        said: the text: what it is, and why it matters.
+        text: what was found, and why it matters.
         advice: what to do; empty if nothing.
     """
 
     level: Level
     about: str
-    said: str
+    text: str
     advice: str = ""
 
 

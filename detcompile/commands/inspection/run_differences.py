@@ -39,13 +39,13 @@ class RequestDifference:
 
     Attributes:
         a, b: their numbers in the runs, from 1.
-        asked: inputs that differ, by name, as (in A, in B).
+        inputs: inputs that differ, by name, as (in A, in B).
         parting: where the answers first differ; None if they are equal.
     """
 
     a: int
     b: int
-    asked: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    inputs: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     parting: Parting | None = None
 
 

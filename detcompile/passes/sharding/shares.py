@@ -75,6 +75,6 @@ def _hollow(parameter: Tensor) -> nn.Parameter:
 
 
 def _like(model: PreTrainedModel, parameters: Mapping[int, nn.Parameter]) -> PreTrainedModel:
-    """Copy a model's modules over other parameters, given by the ids that they replace, and the same buffers."""
+    """Copy a model with other parameters, keyed by the ids of those that they replace. The copy shares its buffers."""
     memo = {**parameters, **{id(buffer): buffer for buffer in model.buffers()}}
     return deepcopy(model, memo)

@@ -13,7 +13,7 @@ ARGUMENTS = ("arguments", "parameters")
 SPLITS = "[ARGS]"  # between name and arguments in formats without a JSON object around both
 MOST_ESCAPE = 12  # characters of a surrogate pair's two escapes
 MOST_NAME = 256  # characters of a plain name up to and including its arguments' brace
-MOST_DEPTH = 200  # nesting that can be encoded again even from deep in Python's stack
+MOST_DEPTH = 200  # nesting that json can encode even if Python's stack is already deep
 Parser = Generator[None, None, bool]  # each yield waits for more text
 
 
@@ -132,7 +132,7 @@ class Reader:
             yield
         name, brace, _ = self._text[start:end].partition("{")
         if not brace:
-            return False  # another call may open in there
+            return False  # the text may hold another call
         self._at += len(name)
         plain = name.strip(SPACE).removesuffix(SPLITS).strip(SPACE)
         if not plain:

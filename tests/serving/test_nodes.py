@@ -81,8 +81,8 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> EngineSpec:
     return EngineSpec(model=str(folder), device="cpu", config={"num_blocks": 64}, generation_config="vllm")
 
 
-def answers() -> list[Answer]:
-    common = {"max_tokens": LENGTH, "ignore_eos": True}
+def answers(length: int = LENGTH) -> list[Answer]:
+    common = {"max_tokens": length, "ignore_eos": True}
     return [
         Answer(str(index), [5 + index, *range(20, 40)], SamplingParams(**common, **draw), AnswerSignal())
         for index, draw in enumerate(DRAWS)
@@ -102,16 +102,16 @@ def bits(actual: list[Answer]) -> list[Any]:
     """All that was drawn, log-probabilities to the last bit."""
     for answer in actual:
         assert answer.error is None, answer.error
-        assert [len(item.token_ids) for item in answer.samples] == [LENGTH] * answer.params.n
+        assert [len(item.token_ids) for item in answer.samples] == [answer.params.max_tokens] * answer.params.n
     return [
         ([(list(item.token_ids), item.logprobs, item.finish_reason) for item in answer.samples], answer.prompt_logprobs)
         for answer in actual
     ]
 
 
-async def drawn(link: EngineLink | Fleet, *, at_least: int = LENGTH) -> list[Answer]:
+async def drawn(link: EngineLink | Fleet, *, at_least: int = LENGTH, length: int = LENGTH) -> list[Answer]:
     """The answers, once each sample of them has so many tokens."""
-    actual = answers()
+    actual = answers(length)
     for answer in actual:
         link.add(answer)
     await until(lambda: all(len(item.token_ids) >= at_least for answer in actual for item in answer.samples))

@@ -73,8 +73,8 @@ def paged_attention_cpu(
     sizes = (T, S, Hq, Hkv, D, Dv, num_blocks, block_size, max_blocks, *limits, scores.extent, len(slot_mapping))
     where = ctypes.c_int64()
     fault = cpu_library.library(isa).detcompile_paged_attention(
-        *(tensor.data_ptr() for tensor in (q, k, v, *caches, slot_mapping, *step, out)),
-        (ctypes.c_int64 * 12)(*strides), (ctypes.c_int64 * 14)(*sizes), *scores.addresses,
+        q, k, v, *caches, slot_mapping, *step, out,
+        (ctypes.c_int64 * 12)(*strides), (ctypes.c_int64 * 14)(*sizes), *scores.operands,
         cpu_library.dtype_code(q), cpu_library.dtype_code(caches.k), cpu_library.thread_count(), ctypes.byref(where),
     )  # fmt: skip
     if fault:
@@ -100,9 +100,8 @@ def dense_attention_cpu(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, *,
     q, k, v = _unit_last_stride(q), _unit_last_stride(k), _unit_last_stride(v)
     scores = CpuScores(rule)
     cpu_library.library(isa).detcompile_dense_attention(
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
-        (ctypes.c_int64 * 9)(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]), B, T, Hq, Hkv, D, Dv,
-        rule.sliding_window, rule.attention_chunk, rule.kv_chunk, *scores.addresses, scores.extent,
+        q, k, v, out, (ctypes.c_int64 * 9)(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]), B, T, Hq, Hkv, D, Dv,
+        rule.sliding_window, rule.attention_chunk, rule.kv_chunk, *scores.operands, scores.extent,
         cpu_library.dtype_code(q), cpu_library.thread_count(),
     )  # fmt: skip
     return out
@@ -170,10 +169,10 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) ->
 
 
 class CpuScores:
-    """The fields of struct Scores of attention_scores.h; owns the memory that its addresses point to.
+    """The fields of struct Scores of attention_scores.h.
 
     Attributes:
-        addresses: scalars [3], slopes, sinks and biases, as the library takes them.
+        operands: scalars [3], slopes, sinks and biases, as the library takes them.
         extent: biases per row.
     """
 
@@ -182,15 +181,10 @@ class CpuScores:
         plain = rule.softcap == 0 and rule.alibi_slopes is None and bias is None
         unit = _LOG2_E if plain else 1.0
         scalars = (ctypes.c_float * 3)(rule.pre_scale * unit, rule.softcap, 1.0 if plain else _LOG2_E)
-        self._slopes = None if rule.alibi_slopes is None else rule.alibi_slopes.float().contiguous()
-        self._sinks = None if rule.sinks is None else (rule.sinks.double() * unit).float().contiguous()
-        self._relative = None if bias is None else bias.float().contiguous()
+        slopes = None if rule.alibi_slopes is None else rule.alibi_slopes.float().contiguous()
+        sinks = None if rule.sinks is None else (rule.sinks.double() * unit).float().contiguous()
+        self.operands = (scalars, slopes, sinks, None if bias is None else bias.float().contiguous())
         self.extent = 0 if bias is None else bias.shape[-1]
-        self.addresses = (scalars, *map(_address, (self._slopes, self._sinks, self._relative)))
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
 
 
 def check_slots(op: str, slot_mapping: Tensor, T: int) -> None:

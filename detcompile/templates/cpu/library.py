@@ -51,6 +51,15 @@ _loaded: dict[str, Path] = {}  # libraries that this process runs, by instructio
 _BUILDING = threading.Lock()  # a thread of compile() builds while the model is captured
 _MOST_RADICES, _MOST_LEAVES = 16, 1 << 20  # nodes[] in rowsum.h; kernels visit the leaves one by one
 
+
+class _Pointer(ctypes.c_void_p):
+    """A pointer argument of a kernel: a tensor, whose data it points to, None, or an object of ctypes."""
+
+    @classmethod
+    def from_param(cls, value: Any) -> Any:
+        return super().from_param(value.data_ptr() if isinstance(value, torch.Tensor) else value)
+
+
 _NUMBERS = {
     "int64_t": ctypes.c_int64,
     "int32_t": ctypes.c_int32,
@@ -83,13 +92,13 @@ class _Kernels(ctypes.CDLL):
 def _signatures(part: str) -> dict[str, tuple[type[ctypes.c_int64] | None, list[Any]]]:
     """Return each exported function's result type and argument types, parsed from its source.
 
-    Arguments that are not numbers are pointers.
+    Arguments that are not numbers are pointers, for which a call passes tensors or None.
     """
     signatures = {}
     for source in _sources(part):
         for result, name, taken in _PROTOTYPE.findall(source.read_text()):
             kinds = [argument.strip().rpartition(" ")[0] for argument in taken.split(",") if argument.strip()]
-            arguments = [_NUMBERS.get(kind, ctypes.c_void_p) for kind in kinds]
+            arguments = [_NUMBERS.get(kind, _Pointer) for kind in kinds]
             signatures[name] = (None if result == "void" else ctypes.c_int64, arguments)
     return signatures
 
@@ -196,6 +205,11 @@ def adopt(name: str, content: bytes) -> None:
 def thread_count() -> int:
     """Return the number of threads that a kernel may use; bits do not depend on it."""
     return torch.get_num_threads()
+
+
+def address(tensor: torch.Tensor | None) -> int:
+    """Return the address of a tensor's data, for a struct of the C ABI (0 for None)."""
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def dtype_code(tensor: torch.Tensor | None) -> int:

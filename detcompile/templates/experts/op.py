@@ -59,7 +59,7 @@ def expert_matmul_cpu(
     bias = None if bias is None else bias.contiguous()
     if num_experts:
         call = pack_call(rows, w[0], None if bias is None else bias[0], None, products, radices)
-        cpu_library.library(isa).detcompile_expert_matmul(call, counts.data_ptr(), num_experts, w.stride(0))
+        cpu_library.library(isa).detcompile_expert_matmul(call, counts, num_experts, w.stride(0))
     return torch.empty_like(products).index_copy_(0, rows_of, products).view(*ids.shape, N)
 
 

@@ -100,8 +100,8 @@ def pack_call(
         x.stride(0),
         w.data_ptr(),
         *w.stride(),
-        0 if bias is None else bias.data_ptr(),
-        0 if residual is None else residual.data_ptr(),
+        cpu_library.address(bias),
+        cpu_library.address(residual),
         0 if residual is None else residual.stride(0),
         out.data_ptr(),
         x.shape[0],
@@ -125,7 +125,7 @@ def batched_matmul_cpu(x: Tensor, w: Tensor, out_dtype: torch.dtype | None = Non
     if out.numel():
         call = pack_call(rows, w_BNK[0], None, None, out, ())
         counts = torch.full((B,), M, dtype=torch.int64, device="cpu")
-        cpu_library.library(isa).detcompile_expert_matmul(call, counts.data_ptr(), B, w_BNK.stride(0))
+        cpu_library.library(isa).detcompile_expert_matmul(call, counts, B, w_BNK.stride(0))
     return out.view(*x.shape[:-1], N)
 
 

@@ -39,16 +39,16 @@ def run_on_cpu(
     sizes: Sequence[int],
     isa: str | None,
 ) -> Tensor:
-    """Run the C++ kernel of ``op``, which fills ``out`` [T, ...]; it takes the operands' addresses, then ``sizes``.
+    """Run the C++ kernel of ``op``, which fills ``out`` [T, ...]; it takes the operands, then ``sizes``.
 
     Raises:
         InvalidInput: metadata points outside the state or the step; nothing is written.
     """
-    operands = [None if value is None else value.data_ptr() for value in (*given, state, out, *step)]
     sizes = (len(out), len(step[0]), len(state), *sizes)
     where = ctypes.c_int64()
     kernel = getattr(cpu_library.library(isa), f"detcompile_{op}")
-    fault = kernel(*operands, (ctypes.c_int64 * len(sizes))(*sizes), cpu_library.thread_count(), ctypes.byref(where))
+    arguments = ((ctypes.c_int64 * len(sizes))(*sizes), cpu_library.thread_count(), ctypes.byref(where))
+    fault = kernel(*given, state, out, *step, *arguments)
     if fault:
         raise InvalidInput(
             f"detcompile::{op}: {_FAULTS[fault].format(where=where.value)} ({len(state)} slots, T = {len(out)}). Build "

@@ -28,18 +28,9 @@ def rms_norm_cpu(
     weight = None if weight is None else weight.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device="cpu")
     cpu_library.library(isa).detcompile_rms_norm(
-        rows.data_ptr(),
-        rows.stride(0),
-        None if weight is None else weight.data_ptr(),
-        out.data_ptr(),
-        eps,
-        round_before_weight,
-        M,
-        R,
-        cpu_library.dtype_code(x),
-        cpu_library.dtype_code(weight),
-        cpu_library.thread_count(),
-    )
+        rows, rows.stride(0), weight, out, eps, round_before_weight, M, R,
+        cpu_library.dtype_code(x), cpu_library.dtype_code(weight), cpu_library.thread_count(),
+    )  # fmt: skip
     return out
 
 
@@ -50,19 +41,9 @@ def layer_norm_cpu(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: f
     bias = None if bias is None else bias.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device="cpu")
     cpu_library.library(isa).detcompile_layer_norm(
-        rows.data_ptr(),
-        rows.stride(0),
-        None if weight is None else weight.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        out.data_ptr(),
-        eps,
-        M,
-        R,
-        cpu_library.dtype_code(x),
-        cpu_library.dtype_code(weight),
-        cpu_library.dtype_code(bias),
-        cpu_library.thread_count(),
-    )
+        rows, rows.stride(0), weight, bias, out, eps, M, R,
+        *map(cpu_library.dtype_code, (x, weight, bias)), cpu_library.thread_count(),
+    )  # fmt: skip
     return out
 
 

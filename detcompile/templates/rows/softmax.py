@@ -91,16 +91,7 @@ def _launch(kind: str, x: Tensor, out: Tensor, radices: Sequence[int] | None, is
     rows, M, R = rows_of(x)
     radices = radices or ()  # AOTInductor passes None for an empty list
     cpu_library.library(isa).detcompile_softmax(
-        _KINDS[kind],
-        rows.data_ptr(),
-        rows.stride(0),
-        out.data_ptr(),
-        M,
-        R,
-        cpu_library.radices_array(tuple(radices)),
-        len(radices),
-        cpu_library.dtype_code(x),
-        cpu_library.dtype_code(out),
-        cpu_library.thread_count(),
-    )
+        _KINDS[kind], rows, rows.stride(0), out, M, R, cpu_library.radices_array(tuple(radices)), len(radices),
+        cpu_library.dtype_code(x), cpu_library.dtype_code(out), cpu_library.thread_count(),
+    )  # fmt: skip
     return out

@@ -23,15 +23,9 @@ def row_sum_cpu(x: Tensor, out_dtype: torch.dtype | None = None, isa: str | None
     rows, M, R = rows_of(x)
     out = torch.empty(x.shape[:-1], dtype=out_dtype or x.dtype, device="cpu")
     cpu_library.library(isa).detcompile_row_sum(
-        rows.data_ptr(),
-        rows.stride(0),
-        out.data_ptr(),
-        M,
-        R,
-        cpu_library.dtype_code(x),
-        cpu_library.dtype_code(out),
-        cpu_library.thread_count(),
-    )
+        rows, rows.stride(0), out, M, R,
+        cpu_library.dtype_code(x), cpu_library.dtype_code(out), cpu_library.thread_count(),
+    )  # fmt: skip
     return out
 
 
@@ -41,16 +35,9 @@ def row_var_mean_cpu(x: Tensor, correction: float, isa: str | None = None) -> tu
     var = torch.empty(x.shape[:-1], dtype=torch.float32, device="cpu")
     mean = torch.empty_like(var)
     cpu_library.library(isa).detcompile_row_var_mean(
-        rows.data_ptr(),
-        rows.stride(0),
-        var.data_ptr(),
-        mean.data_ptr(),
-        max(R - correction, 0.0),
-        M,
-        R,
-        cpu_library.dtype_code(x),
-        cpu_library.thread_count(),
-    )
+        rows, rows.stride(0), var, mean, max(R - correction, 0.0), M, R,
+        cpu_library.dtype_code(x), cpu_library.thread_count(),
+    )  # fmt: skip
     return var, mean
 
 

@@ -26,16 +26,9 @@ def embedding_cpu(weight: Tensor, ids: Tensor, isa: str | None = None) -> Tensor
     out = torch.empty((*ids.shape, D), dtype=weight.dtype, device="cpu")
     item_bytes = weight.element_size()
     bad = cpu_library.library(isa).detcompile_embedding(
-        weight.data_ptr(),
-        weight.stride(0) * item_bytes,
-        ids.data_ptr(),
-        ids.element_size(),
-        out.data_ptr(),
-        ids.numel(),
-        V,
-        D * item_bytes,
+        weight, weight.stride(0) * item_bytes, ids, ids.element_size(), out, ids.numel(), V, D * item_bytes,
         cpu_library.thread_count(),
-    )
+    )  # fmt: skip
     if bad >= 0:
         raise InvalidInput(
             f"detcompile::embedding: id {int(ids.flatten()[bad])} at index {bad} (of the flattened ids) is outside the "

@@ -58,14 +58,7 @@ def best_scores_cpu(logprobs: Tensor, keys: Tensor, isa: str | None = None) -> t
     keys = keys.contiguous()
     scores, tokens = torch.empty(T, dtype=torch.float64, device="cpu"), torch.empty(T, dtype=torch.int64, device="cpu")
     cpu_library.library(isa).detcompile_gumbel_argmax(
-        logprobs.data_ptr(),
-        logprobs.stride(0),
-        keys.data_ptr(),
-        scores.data_ptr(),
-        tokens.data_ptr(),
-        T,
-        V,
-        cpu_library.thread_count(),
+        logprobs, logprobs.stride(0), keys, scores, tokens, T, V, cpu_library.thread_count()
     )
     return scores, tokens
 

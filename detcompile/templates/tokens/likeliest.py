@@ -20,12 +20,6 @@ def likeliest_cpu(logits: Tensor, isa: str | None = None) -> Tensor:
     assert logits.device.type == "cpu" and logits.stride(1) == 1 and V > 0, "the kernel reads rows of host memory"
     out = torch.empty(R, 2, dtype=torch.int64, device="cpu")
     cpu_library.library(isa).detcompile_likeliest(
-        logits.data_ptr(),
-        logits.stride(0),
-        out.data_ptr(),
-        R,
-        V,
-        cpu_library.dtype_code(logits),
-        cpu_library.thread_count(),
+        logits, logits.stride(0), out, R, V, cpu_library.dtype_code(logits), cpu_library.thread_count()
     )
     return out

@@ -59,8 +59,8 @@ def packed_attention_cpu(
     scores = CpuScores(rule)
     sizes = (*_sizes(q, v, cu_seqlens), rule.sliding_window, rule.kv_chunk, rule.attention_chunk)
     bad = cpu_library.library(isa).detcompile_packed_attention(
-        *(tensor.data_ptr() for tensor in (q, k, v, cu_seqlens, out, lse)), (ctypes.c_int64 * 9)(*sizes),
-        *scores.addresses, scores.extent, cpu_library.dtype_code(q), cpu_library.thread_count(),
+        q, k, v, cu_seqlens, out, lse, (ctypes.c_int64 * 9)(*sizes), *scores.operands, scores.extent,
+        cpu_library.dtype_code(q), cpu_library.thread_count(),
     )  # fmt: skip
     _require_placed("packed_attention", bad, q.shape[0])
     return out, lse
@@ -84,10 +84,8 @@ def packed_attention_backward_cpu(
     scalars = (ctypes.c_float * 4)(rule.pre_scale, rule.softcap, math.log2(math.e), rule.scale)
     sizes = (ctypes.c_int64 * 8)(*_sizes(q, v, cu_seqlens), rule.sliding_window, rule.attention_chunk)
     bad = cpu_library.library(isa).detcompile_packed_attention_backward(
-        *(tensor.data_ptr() for tensor in (g, q, k, v, out, lse, cu_seqlens, dq, dk, dv)),
-        None if sinks is None else sink_rows.data_ptr(), sizes, scalars,
-        *(None if values is None else values.data_ptr() for values in (slopes, sinks)),
-        cpu_library.dtype_code(q), cpu_library.thread_count(),
+        g, q, k, v, out, lse, cu_seqlens, dq, dk, dv, None if sinks is None else sink_rows, sizes, scalars, slopes,
+        sinks, cpu_library.dtype_code(q), cpu_library.thread_count(),
     )  # fmt: skip
     _require_placed("packed_attention_backward", bad, q.shape[0])
     return dq, dk, dv, sink_rows

@@ -42,9 +42,8 @@ def token_logprobs_cpu(
     logits, targets = logits.contiguous(), _in_vocabulary(targets, logits.shape[1])
     logprobs, entropies = (torch.empty(len(logits), dtype=torch.float32, device="cpu") for _ in range(2))
     cpu_library.library(isa).detcompile_token_logprobs(
-        *(tensor.data_ptr() for tensor in (logits, targets, logprobs, entropies)), temperature, *logits.shape,
-        cpu_library.radices_array(tuple(radices)), len(radices), cpu_library.dtype_code(logits),
-        cpu_library.thread_count(),
+        logits, targets, logprobs, entropies, temperature, *logits.shape, cpu_library.radices_array(tuple(radices)),
+        len(radices), cpu_library.dtype_code(logits), cpu_library.thread_count(),
     )  # fmt: skip
     return logprobs, entropies
 
@@ -68,10 +67,8 @@ def token_logprobs_backward_cpu(
     g_entropy = None if g_entropy is None else g_entropy.contiguous()
     out = torch.empty(logits.shape, dtype=logits.dtype, device="cpu")
     cpu_library.library(isa).detcompile_token_logprobs_backward(
-        g.data_ptr(), None if g_entropy is None else g_entropy.data_ptr(),
-        *(tensor.data_ptr() for tensor in (logits, targets, out)), temperature, *logits.shape,
-        cpu_library.radices_array(tuple(radices)), len(radices), cpu_library.dtype_code(logits),
-        cpu_library.thread_count(),
+        g, g_entropy, logits, targets, out, temperature, *logits.shape, cpu_library.radices_array(tuple(radices)),
+        len(radices), cpu_library.dtype_code(logits), cpu_library.thread_count(),
     )  # fmt: skip
     return out
 

@@ -76,9 +76,8 @@ def adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor, copy: Tensor | None, step:
         return
     if p.device.type == "cpu":
         cpu_library.library().detcompile_adamw(
-            *(tensor.data_ptr() for tensor in (p, g, m, v)), None if copy is None else copy.data_ptr(),
-            (ctypes.c_float * 7)(*step.scalars), p.numel(), cpu_library.thread_count(),
-        )  # fmt: skip
+            p, g, m, v, copy, (ctypes.c_float * 7)(*step.scalars), p.numel(), cpu_library.thread_count()
+        )
         return
     adamw_cuda(p, g, m, v, copy, step)
 
@@ -98,8 +97,8 @@ def policy_terms(
     if logprobs.device.type == "cpu":
         terms, slopes = torch.empty_like(logprobs), torch.empty_like(logprobs)
         cpu_library.library().detcompile_policy_loss(
-            *(tensor.data_ptr() for tensor in (logprobs, old, advantages, terms, slopes)),
-            (ctypes.c_float * 3)(low, high, denominator), logprobs.numel(), cpu_library.thread_count(),
+            logprobs, old, advantages, terms, slopes, (ctypes.c_float * 3)(low, high, denominator), logprobs.numel(),
+            cpu_library.thread_count(),
         )  # fmt: skip
         return terms, slopes
     return policy_terms_cuda(logprobs, old, advantages, low=low, high=high, denominator=denominator)

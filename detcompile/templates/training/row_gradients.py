@@ -29,8 +29,7 @@ def rms_norm_backward_cpu(
     """Run the op on the CPU, g and x [..., R] of one dtype -> dx and weight_rows [..., R]."""
     g, x, weight, dx, rows = _prepared(g, x, weight)
     cpu_library.library(isa).detcompile_rms_norm_backward(
-        g.data_ptr(), x.data_ptr(), None if weight is None else weight.data_ptr(), dx.data_ptr(), rows.data_ptr(),
-        eps, round_before_weight, x.numel() // x.shape[-1], x.shape[-1],
+        g, x, weight, dx, rows, eps, round_before_weight, x.numel() // x.shape[-1], x.shape[-1],
         cpu_library.dtype_code(x), cpu_library.dtype_code(weight), cpu_library.thread_count(),
     )  # fmt: skip
     return dx, rows
@@ -42,8 +41,7 @@ def layer_norm_backward_cpu(
     """Run the op on the CPU, g and x [..., R] of one dtype -> dx and weight_rows [..., R]."""
     g, x, weight, dx, rows = _prepared(g, x, weight)
     cpu_library.library(isa).detcompile_layer_norm_backward(
-        g.data_ptr(), x.data_ptr(), None if weight is None else weight.data_ptr(), dx.data_ptr(), rows.data_ptr(),
-        eps, x.numel() // x.shape[-1], x.shape[-1],
+        g, x, weight, dx, rows, eps, x.numel() // x.shape[-1], x.shape[-1],
         cpu_library.dtype_code(x), cpu_library.dtype_code(weight), cpu_library.thread_count(),
     )  # fmt: skip
     return dx, rows
@@ -53,7 +51,7 @@ def softmax_backward_cpu(g: Tensor, y: Tensor, dtype: torch.dtype, isa: str | No
     """Run the op on the CPU, g and the softmax y [..., R] of one dtype -> dx [..., R] of ``dtype``."""
     g, y, _, dx, _ = _prepared(g, y, None, dtype)
     cpu_library.library(isa).detcompile_softmax_backward(
-        g.data_ptr(), y.data_ptr(), dx.data_ptr(), y.numel() // y.shape[-1], y.shape[-1],
+        g, y, dx, y.numel() // y.shape[-1], y.shape[-1],
         cpu_library.dtype_code(y), cpu_library.dtype_code(dx), cpu_library.thread_count(),
     )  # fmt: skip
     return dx

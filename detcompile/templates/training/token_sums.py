@@ -42,7 +42,7 @@ def token_matmul_cpu(
     nowhere = torch.empty(0, dtype=torch.float32, device="cpu")  # the kernel allocates a leaf's product itself
     call = pack_call(g_NT, x_KT, None, None, nowhere, ())
     bad = cpu_library.library(isa).detcompile_token_matmul(
-        call, leaves.data_ptr(), len(leaves) - 1, rows_a_token, magic_of(grid), limit_of(grid), out.data_ptr()
+        call, leaves, len(leaves) - 1, rows_a_token, magic_of(grid), limit_of(grid), out
     )
     if bad >= 0:
         raise InvalidInput(
@@ -57,7 +57,7 @@ def token_sum_cpu(g: Tensor, grid: int = GRID, isa: str | None = None) -> Tensor
     g = g if g.stride(1) == 1 else g.contiguous()
     out = torch.empty(g.shape[1], dtype=torch.float64, device="cpu")
     cpu_library.library(isa).detcompile_token_sum(
-        g.data_ptr(), g.stride(0), out.data_ptr(), *g.shape, magic_of(grid), limit_of(grid),
+        g, g.stride(0), out, *g.shape, magic_of(grid), limit_of(grid),
         cpu_library.dtype_code(g), cpu_library.thread_count(),
     )  # fmt: skip
     return out
@@ -73,7 +73,7 @@ def token_scatter_cpu(g: Tensor, ids: Tensor, num_rows: int, grid: int = GRID, i
     ids = ids.to(torch.int64).contiguous()
     out = torch.empty((num_rows, g.shape[1]), dtype=torch.float64, device="cpu")
     bad = cpu_library.library(isa).detcompile_token_scatter(
-        g.data_ptr(), g.stride(0), ids.data_ptr(), out.data_ptr(), g.shape[0], num_rows, g.shape[1],
+        g, g.stride(0), ids, out, g.shape[0], num_rows, g.shape[1],
         magic_of(grid), limit_of(grid), cpu_library.dtype_code(g), cpu_library.thread_count(),
     )  # fmt: skip
     if bad >= 0:

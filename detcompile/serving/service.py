@@ -292,6 +292,14 @@ class Service:
         if self.hello.pooling is not None:
             raise HTTPError(400, f"{self.name} {TASKS[self.hello.pooling.task]}", code="unsupported_task")
 
+    def require_generation(self, model: str | None, receipt: bool | None = None) -> None:
+        """Raise HTTPError unless the server draws answers with this model, and with a receipt if one is wanted."""
+        self.require_ready()
+        self.require_model(model)
+        self.require_causal()
+        if receipt and self.receipts.level == "off":
+            raise HTTPError(400, "receipt: this server issues no receipts (--receipts off)", param="receipt")
+
     def require_pooling(self, *tasks: str) -> PoolingFacts:
         """Return the pooling facts of a model that does one of these tasks.
 
@@ -303,11 +311,6 @@ class Service:
             task = "generate" if pooling is None else pooling.task
             raise HTTPError(400, f"{self.name} {TASKS[task]}", code="unsupported_task")
         return pooling
-
-    def require_receipts(self, wanted: bool | None) -> None:
-        """Raise HTTPError 400 if receipts are off."""
-        if wanted and self.receipts.level == "off":
-            raise HTTPError(400, "receipt: this server issues no receipts (--receipts off)", param="receipt")
 
     async def submit(self, ask: Ask, owner: str, reservation: Reservation) -> list[Answer]:
         """Queue prompts for the engines and return their answers.

@@ -12,10 +12,9 @@ from detcompile.serving.anthropic.schema import CountTokensRequest, MessagesRequ
 from detcompile.serving.engines.answers import ABORT, AnswerSample, progress
 from detcompile.serving.journal.job import Job
 from detcompile.serving.journal.jobs import Call
-from detcompile.serving.openai.chat import ask_chat
-from detcompile.serving.openai.messages import prompt_of, template_variables
+from detcompile.serving.openai.chat import ask_chat, count_chat
 from detcompile.serving.openai.reply import ReplyContext, as_int64, headers_of
-from detcompile.serving.openai.tools import ToolUse, recorded_use, tool_use
+from detcompile.serving.openai.tools import ToolUse, recorded_use
 from detcompile.serving.reasoning import num_reasoning_tokens
 from detcompile.serving.responses import JSON, Events, Whole
 from detcompile.serving.service import Service
@@ -29,10 +28,7 @@ async def create_message(service: Service, request: MessagesRequest, call: Call)
         HTTPError: the request cannot be served.
         InvalidInput: the chat template rejects the messages.
     """
-    service.require_ready()
-    service.require_model(request.model)
-    service.require_causal()
-    service.require_receipts(request.receipt)
+    service.require_generation(request.model, request.receipt)
     chat = chat_request(request)
     job = await service.jobs.job(call, functools.partial(ask_chat, service, chat, call.owner, "msg_"))
     use = recorded_use(job.ask.family, chat.tool_choice)
@@ -51,13 +47,8 @@ async def count_tokens(service: Service, request: CountTokensRequest, call: Call
     """
     service.require_ready()
     service.require_model(request.model)
-    chat = chat_request(request)
-    use = tool_use(service, chat.tools, chat.tool_choice, chat.parallel_tool_calls)
-    tools = () if use is None else use.tools
-    ids = await prompt_of(
-        service, chat.messages, tools, variables=template_variables(chat), counts=True, owner=call.owner
-    )
-    return Response(msgspec.json.encode({"input_tokens": len(ids)}), media_type=JSON)
+    count = await count_chat(service, chat_request(request), call.owner)
+    return Response(msgspec.json.encode({"input_tokens": count}), media_type=JSON)
 
 
 class MessageReply:

@@ -28,11 +28,8 @@ async def chat(service: Service, request: ChatRequest, call: Call) -> Response:
         HTTPError: the request cannot be served.
         InvalidInput: the chat template rejects the messages.
     """
-    service.require_ready()
-    service.require_model(request.model)
-    service.require_causal()
+    service.require_generation(request.model, request.receipt)
     require_served(request)
-    service.require_receipts(request.receipt)
     job = await service.jobs.job(call, functools.partial(ask_chat, service, request, call.owner))
     reply = ChatReply(
         service,
@@ -50,12 +47,15 @@ async def chat(service: Service, request: ChatRequest, call: Call) -> Response:
     return Whole(job.answers, call.reservation, reply.headers, reply.whole)
 
 
-async def ask_chat(service: Service, request: ChatRequest, owner: str, prefix: str = "chatcmpl-") -> Ask:
+async def ask_chat(
+    service: Service, request: ChatRequest, owner: str, prefix: str = "chatcmpl-", param: str = "messages"
+) -> Ask:
     """Return a request's work for the engines.
 
     Args:
         owner: sha256 of the request's API key.
         prefix: prefix of the answer's id.
+        param: the field with the messages, for errors.
 
     Raises:
         HTTPError: the request cannot be served.
@@ -74,7 +74,7 @@ async def ask_chat(service: Service, request: ChatRequest, owner: str, prefix: s
         special = bool(request.add_special_tokens)
         variables = template_variables(request)
         prompt = await prompt_of(
-            service, request.messages, tools, variables=variables, owner=owner, add_special_tokens=special
+            service, request.messages, tools, variables=variables, param=param, owner=owner, add_special_tokens=special
         )
     family = None if use is None else use.family.name
     salt = request.cache_salt or ""
@@ -83,6 +83,15 @@ async def ask_chat(service: Service, request: ChatRequest, owner: str, prefix: s
     priority = request.priority or 0
     rest = {"family": family, "cache_salt": salt, "thinking": thinking, "adapter": service.adapter_of(request.model)}
     return Ask([prompt], params, priority, prefix, template, **rest)  # type: ignore[arg-type]
+
+
+async def count_chat(service: Service, request: ChatRequest, owner: str, param: str = "messages") -> int:
+    """Return the number of tokens in a request's prompt; arguments and errors as ``ask_chat``'s."""
+    use = tool_use(service, request.tools, request.tool_choice, request.parallel_tool_calls)
+    tools, variables = () if use is None else use.tools, template_variables(request)
+    return len(
+        await prompt_of(service, request.messages, tools, variables=variables, counts=True, param=param, owner=owner)
+    )
 
 
 class ChatReply(Reply):

@@ -32,11 +32,8 @@ async def complete(service: Service, request: CompletionRequest, call: Call) -> 
         HTTPError: the request cannot be served.
         InvalidInput: the tokenizer cannot read the text.
     """
-    service.require_ready()
-    service.require_model(request.model)
-    service.require_causal()
+    service.require_generation(request.model, request.receipt)
     require_served(request)
-    service.require_receipts(request.receipt)
     prompts = prompts_of(request.prompt, "prompt")
     echo = [await _echoed(service, prompt, call.owner) for prompt in prompts] if request.echo else None
     job = await service.jobs.job(call, functools.partial(ask_completion, service, request, prompts, call.owner))

@@ -8,17 +8,15 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from detcompile.reasoning.formats import thinking_of
 from detcompile.serving.http_errors import HTTPError
 from detcompile.serving.journal.job import Ask
 from detcompile.serving.journal.jobs import Call
 from detcompile.serving.limiter import Reservation
-from detcompile.serving.openai.messages import prompt_of, template_of, template_variables
-from detcompile.serving.openai.parameters import chat_params, with_reasoning
+from detcompile.serving.openai.chat import ask_chat, count_chat
 from detcompile.serving.openai.recording import Recording
 from detcompile.serving.openai.response_schema import InputItem, ResponsesRequest, chat_request, messages_of
 from detcompile.serving.openai.schema import Message, decode_body
-from detcompile.serving.openai.tools import recorded_use, tool_use
+from detcompile.serving.openai.tools import recorded_use
 from detcompile.serving.responses import JSON, Events, Whole
 from detcompile.serving.service import Service
 
@@ -45,10 +43,7 @@ async def respond(service: Service, request: ResponsesRequest, call: Call) -> Re
         HTTPError: the request cannot be served.
         InvalidInput: the chat template rejects the messages.
     """
-    service.require_ready()
-    service.require_model(request.model)
-    service.require_causal()
-    service.require_receipts(request.receipt)
+    service.require_generation(request.model, request.receipt)
     background, stores = bool(request.background), request.store is not False
     if background and not stores:
         raise HTTPError(400, "background requires store, or the response is lost", param="background")
@@ -66,17 +61,10 @@ async def count_input(service: Service, request: ResponsesRequest, call: Call) -
         HTTPError: the request cannot be served.
         InvalidInput: the chat template rejects the messages.
     """
-    service.require_ready()
-    service.require_model(request.model)
-    service.require_causal()
+    service.require_generation(request.model)
     chat = chat_request(request, await _before(service, call.owner, request.previous_response_id))
-    use = tool_use(service, chat.tools, chat.tool_choice, chat.parallel_tool_calls)
-    tools = () if use is None else use.tools
-    variables = template_variables(chat)
-    ids = await prompt_of(
-        service, chat.messages, tools, variables=variables, counts=True, param="input", owner=call.owner
-    )
-    return _json({"object": "response.input_tokens", "input_tokens": len(ids)})
+    count = await count_chat(service, chat, call.owner, param="input")
+    return _json({"object": "response.input_tokens", "input_tokens": count})
 
 
 async def kept_response(
@@ -127,19 +115,8 @@ async def dropped_response(service: Service, place: tuple[str, str]) -> Response
 async def _ask(service: Service, request: ResponsesRequest, owner: str) -> Ask:
     """Return a request's work for the engines."""
     before = await _before(service, owner, request.previous_response_id)
-    chat = chat_request(request, before)
-    use = tool_use(service, chat.tools, chat.tool_choice, chat.parallel_tool_calls)
-    params = chat_params(chat, service.hello.default_params, use)
-    service.limiter.require(owner, 1)
-    tools = () if use is None else use.tools
-    template = template_of(service, tools).digest
-    variables = template_variables(chat)
-    prompt = await prompt_of(service, chat.messages, tools, variables=variables, param="input", owner=owner)
-    messages, family = msgspec.json.encode(before), None if use is None else use.family.name
-    thinking = thinking_of(service.reasoning_parser, service.texts.decode, prompt)
-    params = with_reasoning(params, service, thinking, use, chat.thinking_token_budget)
-    rest = (template, messages, family, chat.cache_salt or "", thinking, service.adapter_of(request.model))
-    return Ask([prompt], params, chat.priority or 0, "resp_", *rest)
+    ask = await ask_chat(service, chat_request(request, before), owner, "resp_", param="input")
+    return replace(ask, before=msgspec.json.encode(before))
 
 
 async def _recorded(

@@ -82,12 +82,9 @@ async def generate(service: Service, request: GenerateRequest, call: Call) -> Re
     Raises:
         HTTPError: the request cannot be served.
     """
-    service.require_ready()
-    service.require_model(request.model)
-    service.require_causal()
+    service.require_generation(request.model, request.receipt)
     require_served(request)
     require_served(request.sampling_params, inside="sampling_params.")
-    service.require_receipts(request.receipt)
     sampling = request.sampling_params
     drawn = {name: getattr(sampling, name) for name in SAMPLING}
     rest = {name: getattr(request, name) for name in SHARED}

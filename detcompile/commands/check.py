@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from detcompile.commands.options import Json, Loading, Model, Random, compile_model
+from detcompile.commands.loading_options import Random
+from detcompile.commands.options import Json, Loading, Model, compile_model
 from detcompile.commands.pages.certificate_page import Measurement, certificate_page, read_measurements
 from detcompile.commands.pages.refusal_page import refusal_page
 from detcompile.commands.text_files import require_place, write_text_file

@@ -17,7 +17,8 @@ from transformers import AutoTokenizer, DynamicCache, PreTrainedModel
 
 from detcompile.api import load_model
 from detcompile.commands.axes import AxisResult, Configuration, configurations, measure, padded_batch
-from detcompile.commands.options import Device, add_columns, compile_model, logs, progress_bar
+from detcompile.commands.loading_options import Device
+from detcompile.commands.options import add_columns, compile_model, logs, progress_bar
 from detcompile.commands.verification import RESTART, available_axes, prompt_texts, prompts_for
 from detcompile.errors import InvalidInput
 from detcompile.models.compiled import CompiledModel

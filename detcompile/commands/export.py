@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from detcompile.commands.options import Loading, Model, Random, compile_model
+from detcompile.commands.loading_options import Random
+from detcompile.commands.options import Loading, Model, compile_model
 from detcompile.exporting import export, require_target
 
 

@@ -10,14 +10,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from detcompile.commands.options import (
-    Loading,
-    Model,
-    Random,
-    compile_model,
-    logs,
-    progress_bar,
-)
+from detcompile.commands.loading_options import Random
+from detcompile.commands.options import Loading, Model, compile_model, logs, progress_bar
 from detcompile.commands.text_files import read_input, read_text_file
 from detcompile.digests import fingerprint
 from detcompile.errors import InvalidInput

@@ -12,11 +12,11 @@ from typing import IO, Annotated, Any, Literal
 import typer
 
 from detcompile import __version__
+from detcompile.commands.loading_options import LoadingOptions, Random, sizes
+from detcompile.commands.text_files import read_text_file
 from detcompile.config import engine_secret
 from detcompile.errors import InvalidInput
 from detcompile.reasoning.formats import ParserName
-
-__all__ = ["Bounds", "Chat", "EngineOptions", "Kept", "Loading", "Processes", "Receipts", "Web", "command"]
 
 MAX_LORA_RANK = 16  # vLLM's default
 NEEDED = ("fastapi", "uvicorn", "msgspec", "jinja2", "prometheus_client", "cryptography")
@@ -190,34 +190,21 @@ class Chat:
 
     def options(self) -> dict[str, Any]:
         """Return keyword arguments for Service; read the template file."""
-        template = None if self.chat_template is None else _read(self.chat_template)
+        template = None if self.chat_template is None else read_text_file(self.chat_template)
         names = {"tool_parser": self.tool_parser, "reasoning_parser": self.reasoning_parser}
         return {"chat_template": template, **names}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loading:
+class Loading(LoadingOptions):
     """Options for loading MODEL in the engine process, named as in EngineSpec."""
 
-    random: Annotated[bool, typer.Option("--random", help="Random weights for the model's config.json.")] = False
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: the checkpoint's.")] = None
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: a GPU if there is one.")] = None
+    random: Random = False
     tp: Annotated[int, typer.Option(min=1, help="Ranks, each in a process.")] = 1
     pp: Annotated[int, typer.Option(min=1, help="Stages of the layers, each of --tp ranks.")] = 1
-    tp_sizes: Annotated[str | None, typer.Option(help="Declared tensor-parallel sizes; default: 1,2,4,8.")] = None
-    numerics: Annotated[
-        str | None, typer.Option(help="float, or exact integers: exact16, exact8x16, exact8; default: float.")
-    ] = None
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub; default: main.")] = None
-    token: Annotated[str | None, typer.Option(help="Of the Hub; default: HF_TOKEN, or that of `hf auth`.")] = None
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the checkpoint's code.")] = False
     task: Annotated[
         Literal["generate", "classify", "embed"] | None,
         typer.Option(help="Class to load a checkpoint as; default: the one it was saved as."),
-    ] = None
-    dequantize: Annotated[
-        bool | None,
-        typer.Option(help="Dequantize .gguf files and quantized experts, or keep them quantized; default: dequantize."),
     ] = None
     generation_config: Annotated[
         Literal["auto", "vllm"],
@@ -276,7 +263,7 @@ def command(
     store = web.store()
     kept_weights = None if store is None else store.kept
     config = {key: value for key, value in asdict(engine).items() if value is not None}
-    options = asdict(loading) | {"tp_sizes": _sizes(loading.tp_sizes)}
+    options = asdict(loading) | {"tp_sizes": loading.tp_sizes and [*sizes(loading.tp_sizes)]}
     adapters = options["adapters"] = _adapters(options.pop("lora_modules") or ())
     if adapters and loading.max_lora_rank is None:
         options["max_lora_rank"] = MAX_LORA_RANK
@@ -342,17 +329,3 @@ def _adapters(modules: Sequence[str]) -> dict[str, AdapterFile]:
             raise InvalidInput(f"--lora-modules {module!r}: give NAME=FOLDER, each name once")
         adapters[name] = AdapterFile(path)
     return adapters
-
-
-def _sizes(text: str | None) -> list[int] | None:
-    try:
-        return None if text is None else [int(size) for size in text.split(",")]
-    except ValueError as error:
-        raise InvalidInput(f"--tp-sizes {text!r}: give comma-separated integers, such as 1,2,4,8") from error
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInput(f"--chat-template {path}: {error}") from error

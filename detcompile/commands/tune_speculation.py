@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from detcompile.commands.options import Json, Loading, Model, compile_model, logs, progress_bar, sizes
+from detcompile.commands.loading_options import sizes
+from detcompile.commands.options import Json, Loading, Model, compile_model, logs, progress_bar
 from detcompile.commands.text_files import require_place, write_text_file
 from detcompile.commands.tuning.draft_trials import Trial, Workload, advice, tune_speculation
 from detcompile.commands.tuning.report import advice_text, read_text, speedup_plot, trials_table

@@ -9,15 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from detcompile.commands.axes import AxisResult
-from detcompile.commands.options import (
-    Json,
-    Loading,
-    Model,
-    Random,
-    add_columns,
-    compile_model,
-    progress_bar,
-)
+from detcompile.commands.loading_options import Random
+from detcompile.commands.options import Json, Loading, Model, add_columns, compile_model, progress_bar
 from detcompile.commands.verification import available_axes, require_axes, verify
 from detcompile.digests import fingerprint
 

@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from detcompile.commands.options import Loading, Random, logs, progress_bar
+from detcompile.commands.loading_options import Random
+from detcompile.commands.options import Loading, logs, progress_bar
 from detcompile.commands.receipts.replay import Adapters, MaxLoraRank, as_signed, compile_with, model_name
 from detcompile.errors import DetcompileError, InvalidInput
 from detcompile.models.compiled import CompiledModel

@@ -11,7 +11,8 @@ import typer
 
 from detcompile.commands.inspection.fingerprint_differences import part_differences
 from detcompile.commands.inspection.recordings import Recording
-from detcompile.commands.options import Json, Loading, Random, compile_model, logs
+from detcompile.commands.loading_options import Random
+from detcompile.commands.options import Json, Loading, compile_model, logs
 from detcompile.commands.receipts.whole_answers import answer_difference, require_known, uncovered
 from detcompile.errors import DetcompileError, InvalidInput
 from detcompile.models.compiled import CompiledModel

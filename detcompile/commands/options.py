@@ -33,10 +33,10 @@ class Loading(LoadingOptions):
 
     def spec(self, model: str, random: bool = False) -> ModelSpec:
         """Return the ModelSpec of a model with these options."""
-        given = asdict(self) | {"arithmetic": self.numerics or "float"}
-        del given["numerics"], given["tp_sizes"]
-        declared = {} if self.tp_sizes is None else {"tp_sizes": sizes(self.tp_sizes)}
-        return ModelSpec(model, random, **given, **declared)
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        if self.tp_sizes is not None:
+            given["tp_sizes"] = sizes(self.tp_sizes)
+        return ModelSpec(model, random, arithmetic=given.pop("numerics", "float"), **given)
 
 
 def compile_model(spec: ModelSpec, tp: int = 1) -> CompiledModel:

@@ -3,7 +3,6 @@
 import asyncio
 import importlib
 import importlib.util
-import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import IO, Any, TypeVar
@@ -59,7 +58,7 @@ from detcompile.serving.pooling.routes import (
 from detcompile.serving.receipts.envelope import Envelope
 from detcompile.serving.receipts.routes import stored_receipt, verify
 from detcompile.serving.request_log import LogFile, RequestLog
-from detcompile.serving.responses import JSON, Reserving, unless_left
+from detcompile.serving.responses import JSON, Reserving, json_response, unless_left
 from detcompile.serving.service import Service
 from detcompile.serving.tokens.generate import GenerateRequest, generate
 from detcompile.serving.tokens.sglang import SGLangRequest, sglang_generate
@@ -268,7 +267,7 @@ def _fingerprint(service: Service) -> Response:
     content: dict[str, Any] = {"fingerprint": service.hello.fingerprint, "fingerprint_parts": parts}
     key = service.receipts.key
     content["receipts"] = {"level": service.receipts.level, "public_key": None if key is None else key.public.pem}
-    return _json(content | {"default_sampling_params": service.hello.default_params})
+    return json_response(content | {"default_sampling_params": service.hello.default_params})
 
 
 async def _ready(service: Service, log: LogFile | None) -> Response:
@@ -281,7 +280,7 @@ async def _ready(service: Service, log: LogFile | None) -> Response:
             log.require_writable()
     except StorageError as error:
         raise HTTPError(503, str(error), code="unavailable", retry_after=READY_RETRY_SECONDS) from error
-    return _json({"status": "ready"})
+    return json_response({"status": "ready"})
 
 
 def _add_gets(app: FastAPI, service: Service, version: str, log: LogFile | None, demo: bool) -> None:
@@ -300,13 +299,15 @@ def _add_gets(app: FastAPI, service: Service, version: str, log: LogFile | None,
 
     def health() -> Response:
         failure = service.fleet.failure
-        return _json({"status": "ok"}) if failure is None else _answered(error_of(failure), "/health", status=503)
+        if failure is not None:
+            return _answered(error_of(failure), "/health", status=503)
+        return json_response({"status": "ok"})
 
     get("/", page)
     get("/health", health)
-    get("/version", lambda: _json({"version": version}))
+    get("/version", lambda: json_response({"version": version}))
     get("/metrics", lambda: Response(service.metrics.text(), media_type="text/plain; version=0.0.4"))
-    get("/v1/models", lambda: _json({"object": "list", "data": _models(service)}), ready=True)
+    get("/v1/models", lambda: json_response({"object": "list", "data": _models(service)}), ready=True)
     get("/tokenizer_info", lambda: tokenizer_info(service), ready=True)
     get("/v1/fingerprint", lambda: _fingerprint(service), ready=True)
     get("/v1/certificate", lambda: Response(service.hello.certificate, media_type=JSON), ready=True)
@@ -318,7 +319,7 @@ def _add_gets(app: FastAPI, service: Service, version: str, log: LogFile | None,
 
     async def state(request: Request) -> Response:
         content = state_of(service, version, owner_of(request), demo=demo)
-        return Response(msgspec.json.encode(content), media_type=JSON)
+        return json_response(content)
 
     add("/dashboard/state", state)
 
@@ -330,7 +331,7 @@ def _add_gets(app: FastAPI, service: Service, version: str, log: LogFile | None,
     async def model(name: str) -> Response:
         service.require_ready()
         service.require_model(name)
-        return _json(next(one for one in _models(service) if one["id"] == name))
+        return json_response(next(one for one in _models(service) if one["id"] == name))
 
     add("/v1/models/{name:path}", model, "v1_model")
 
@@ -367,10 +368,6 @@ def _model(service: Service) -> dict[str, Any]:
         "max_model_len": service.hello.max_context,
         "fingerprint": service.hello.fingerprint,
     }
-
-
-def _json(content: Any) -> Response:
-    return Response(json.dumps(content), media_type=JSON)
 
 
 def _answered(error: HTTPError, path: str, status: int | None = None) -> Response:

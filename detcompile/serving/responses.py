@@ -30,6 +30,11 @@ def event(content: Any, name: str = "") -> bytes:
     return head + b"data: " + msgspec.json.encode(content) + b"\n\n"
 
 
+def json_response(content: Any, headers: Mapping[str, str] | None = None) -> Response:
+    """Return a response with a JSON value."""
+    return Response(msgspec.json.encode(content), media_type=JSON, headers=headers)
+
+
 class Reserving(Response):
     """A response created when it is sent; its reservation is released afterwards, also after a failure.
 

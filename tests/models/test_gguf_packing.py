@@ -42,7 +42,7 @@ def test_packed_values_equal_gguf_reader(
     assert_bitwise_equal(dequantized(weight, dtype), expected, kind.name)
     assert_bitwise_equal(dequantized_cpu(weight, dtype), expected, kind.name)
     x = torch.from_numpy(draws.standard_normal((3, k), dtype=np.float32)).to(dtype)
-    product = dequant_matmul_cpu(x, *weight[:4], None, None, weight.group, 1, [])
+    product = dequant_matmul_cpu(x, weight, None, None, [])
     assert_bitwise_equal(product, matmul_cpu(x, expected, None, None, []), kind.name)
 
 

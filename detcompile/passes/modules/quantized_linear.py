@@ -11,29 +11,17 @@ from detcompile.templates.ops import ours
 from detcompile.templates.quantized.weights import QuantizedWeight, dequantized, kept_features, kept_inputs
 
 
-class QuantizedLinear(nn.Module):
-    """forward(x [..., K]) -> [..., N] in x.dtype: the product with the weights dequantized to x.dtype, then the bias.
-
-    Args:
-        weight: [N, K] in few bits.
-        order: indices into x of the weight's k, if a checkpoint has sorted them by group.
-    """
+class _Quantized(nn.Module):
+    """Holds the parts of a QuantizedWeight, whose features are those of ``num_experts`` matrices one after another."""
 
     packed: Tensor
     scales: Tensor
     zeros: Tensor | None
     mins: Tensor | None
-    order: Tensor | None
-
-    def __init__(self, weight: QuantizedWeight, bias: Tensor | None, order: Tensor | None = None) -> None:
-        super().__init__()
-        self._hold(weight)
-        self.radices: list[int] = []  # of the tree, where the linear is row-parallel
-        self.register_buffer("order", order)
-        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+    num_experts = 1
 
     def _hold(self, weight: QuantizedWeight) -> None:
-        self.in_features, self.out_features = weight.k, len(weight.w)
+        self.in_features, self.out_features = weight.k, len(weight.w) // self.num_experts
         self.group, self.rows = weight.group, weight.rows
         parts = {"packed": weight.w, "scales": weight.scales, "zeros": weight.zeros, "mins": weight.mins}
         for name, value in parts.items():
@@ -43,6 +31,24 @@ class QuantizedLinear(nn.Module):
     def quantized(self) -> QuantizedWeight:
         """The weight's parts on their present device."""
         return QuantizedWeight(self.packed, self.scales, self.zeros, self.mins, self.in_features, self.group, self.rows)
+
+
+class QuantizedLinear(_Quantized):
+    """forward(x [..., K]) -> [..., N] in x.dtype: the product with the weights dequantized to x.dtype, then the bias.
+
+    Args:
+        weight: [N, K] in few bits.
+        order: indices into x of the weight's k, if a checkpoint has sorted them by group.
+    """
+
+    order: Tensor | None
+
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None, order: Tensor | None = None) -> None:
+        super().__init__()
+        self._hold(weight)
+        self.radices: list[int] = []  # of the tree, where the linear is row-parallel
+        self.register_buffer("order", order)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Return the matrix [N, K] that x is multiplied with, with K in the order of x."""
@@ -69,31 +75,13 @@ class QuantizedLinear(nn.Module):
         return f"{self.in_features}, {self.out_features}, bits={bits}, group={self.group}, rows={self.rows}"
 
 
-class QuantizedStack(nn.Module):
+class QuantizedStack(_Quantized):
     """One projection of all experts, quantized: the features of one weight [E * N, K], expert by expert."""
-
-    packed: Tensor
-    scales: Tensor
-    zeros: Tensor | None
-    mins: Tensor | None
 
     def __init__(self, weight: QuantizedWeight, num_experts: int) -> None:
         super().__init__()
         self.num_experts = num_experts
         self._hold(weight)
-
-    def _hold(self, weight: QuantizedWeight) -> None:
-        self.in_features, self.out_features = weight.k, len(weight.w) // self.num_experts
-        self.group, self.rows = weight.group, weight.rows
-        parts = {"packed": weight.w, "scales": weight.scales, "zeros": weight.zeros, "mins": weight.mins}
-        for name, value in parts.items():
-            self.register_buffer(name, value)
-
-    @property
-    def quantized(self) -> QuantizedWeight:
-        """The weight's parts on their present device."""
-        parts = (self.packed, self.scales, self.zeros, self.mins)
-        return QuantizedWeight(*parts, self.in_features, self.group, self.rows)
 
     def keep_features(self, features: Tensor) -> None:
         """Keep only these outputs of every expert, in this order."""

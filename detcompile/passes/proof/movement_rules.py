@@ -79,7 +79,7 @@ def _select(node: fx.Node, ctx: Context) -> Rows:
     value = ctx.rows(node.args[0])
     dim = node.args[1] % len(value.dims)
     require_feature(value, dim, "a choice of one element")
-    return Rows(value.dims[:dim] + value.dims[dim + 1 :])
+    return value.without(dim)
 
 
 def _unsqueeze(node: fx.Node, ctx: Context) -> Rows:
@@ -99,7 +99,7 @@ def _cat(node: fx.Node, ctx: Context) -> Rows:
     else:
         for value in values:
             require_feature(value, dim, "a concatenation")
-    others = join([Rows(value.dims[:dim] + value.dims[dim + 1 :]) for value in values], rank - 1)
+    others = join([value.without(dim) for value in values], rank - 1)
     return Rows((*others.dims[:dim], along, *others.dims[dim:]))
 
 
@@ -110,7 +110,7 @@ def _slice_scatter(node: fx.Node, ctx: Context) -> Rows:
     dim = (node.args[2] if len(node.args) > 2 else 0) % rank
     for operand in (value, part):
         require_feature(operand, dim, "a slice")
-    others = join([Rows(operand.dims[:dim] + operand.dims[dim + 1 :]) for operand in (value, part)], rank - 1)
+    others = join([operand.without(dim) for operand in (value, part)], rank - 1)
     return Rows((*others.dims[:dim], value.dims[dim], *others.dims[dim:]))
 
 
@@ -120,7 +120,7 @@ def _select_scatter(node: fx.Node, ctx: Context) -> Rows:
     rank = len(value.dims)
     dim = (node.args[2] if len(node.args) > 2 else 0) % rank
     require_feature(value, dim, "a choice of one element")
-    others = join([Rows(value.dims[:dim] + value.dims[dim + 1 :]), part], rank - 1)
+    others = join([value.without(dim), part], rank - 1)
     return Rows((*others.dims[:dim], value.dims[dim], *others.dims[dim:]))
 
 
@@ -162,7 +162,7 @@ def _unbind(node: fx.Node, ctx: Context) -> tuple[Rows, ...]:
     value = ctx.rows(node.args[0])
     dim = (node.args[1] if len(node.args) > 1 else 0) % len(value.dims)
     require_feature(value, dim, "an unbind")
-    return (Rows(value.dims[:dim] + value.dims[dim + 1 :]),) * len(node.meta["val"])
+    return (value.without(dim),) * len(node.meta["val"])
 
 
 def _unfold(node: fx.Node, ctx: Context) -> Rows:

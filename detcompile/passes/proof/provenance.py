@@ -34,6 +34,10 @@ class Rows:
     def row_spaces(self) -> tuple[str, ...]:
         return tuple(axis.row for dim in self.dims for axis in dim if axis.row)
 
+    def without(self, dim: int) -> "Rows":
+        """Return the tensor without a dimension, 0 <= dim < rank."""
+        return Rows(self.dims[:dim] + self.dims[dim + 1 :])
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -221,7 +225,5 @@ def gather(value: Rows, dim: int, idx: Rows) -> Rows:
     dim %= rank
     require_feature(value, dim, "gather")
     require_feature(idx, dim, "gather index")
-    others = join(
-        [Rows(value.dims[:dim] + value.dims[dim + 1 :]), Rows(idx.dims[:dim] + idx.dims[dim + 1 :])], rank - 1
-    )
+    others = join([value.without(dim), idx.without(dim)], rank - 1)
     return Rows((*others.dims[:dim], idx.dims[dim], *others.dims[dim:]))

@@ -86,15 +86,19 @@ class BlockPool:
         """
         if num_blocks < 0:
             raise InvalidInput(f"cannot allocate {num_blocks} blocks: ask for zero or more")
+        self.require_free(num_blocks)
+        taken = [self._empty.pop() if self._empty else self._evict() for _ in range(num_blocks)]
+        for block in taken:
+            self._references[block] = 1
+        return taken
+
+    def require_free(self, num_blocks: int) -> None:
+        """Raise InvalidInput if fewer blocks are free."""
         if num_blocks > self.num_free:
             raise InvalidInput(
                 f"the KV cache is full: {num_blocks} blocks of {self.block_size} tokens requested, {self.num_free} of"
                 f" {self.num_usable} free. Give the cache more blocks, or run fewer or shorter sequences at a time"
             )
-        taken = [self._empty.pop() if self._empty else self._evict() for _ in range(num_blocks)]
-        for block in taken:
-            self._references[block] = 1
-        return taken
 
     def share(self, blocks: Sequence[int]) -> None:
         """Add a reference to each block: one in use, or a free one found by ``lookup``."""

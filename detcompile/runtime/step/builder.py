@@ -232,11 +232,7 @@ def _allocate_missing_blocks(sequences: SequenceOf[tuple[Sequence, int]], blocks
     for sequence, n in sequences:
         tables = sequence.block_tables or [[] for _ in blocks.groups]
         missing += sum(max(0, pool.blocks_for(sequence.num_computed + n) - len(table)) for table in tables)
-    if missing > pool.num_free:
-        raise InvalidInput(
-            f"the KV cache is full: {missing} blocks of {pool.block_size} tokens requested, {pool.num_free} of"
-            f" {pool.num_usable} free. Give the cache more blocks, or run fewer or shorter sequences at a time"
-        )
+    pool.require_free(missing)
     for sequence, n in sequences:
         if not sequence.block_tables:
             blocks.admit(sequence, n, reuse=False)

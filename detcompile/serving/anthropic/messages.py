@@ -16,7 +16,7 @@ from detcompile.serving.openai.chat import ask_chat, count_chat
 from detcompile.serving.openai.reply import ReplyContext, as_int64, headers_of
 from detcompile.serving.openai.tools import ToolUse, recorded_use
 from detcompile.serving.reasoning import num_reasoning_tokens
-from detcompile.serving.responses import JSON, Events, Whole
+from detcompile.serving.responses import Events, Whole, json_response
 from detcompile.serving.service import Service
 from detcompile.serving.tokenizer_pool import SampleText
 
@@ -47,8 +47,7 @@ async def count_tokens(service: Service, request: CountTokensRequest, call: Call
     """
     service.require_ready()
     service.require_model(request.model)
-    count = await count_chat(service, chat_request(request), call.owner)
-    return Response(msgspec.json.encode({"input_tokens": count}), media_type=JSON)
+    return json_response({"input_tokens": await count_chat(service, chat_request(request), call.owner)})
 
 
 class MessageReply:

@@ -17,7 +17,7 @@ from detcompile.serving.openai.recording import Recording
 from detcompile.serving.openai.response_schema import InputItem, ResponsesRequest, chat_request, messages_of
 from detcompile.serving.openai.schema import Message, decode_body
 from detcompile.serving.openai.tools import recorded_use
-from detcompile.serving.responses import JSON, Events, Whole
+from detcompile.serving.responses import Events, Whole, json_response
 from detcompile.serving.service import Service
 
 RESPONSES = "/v1/responses"  # the path
@@ -64,7 +64,7 @@ async def count_input(service: Service, request: ResponsesRequest, call: Call) -
     service.require_generation(request.model)
     chat = chat_request(request, await _before(service, call.owner, request.previous_response_id))
     count = await count_chat(service, chat, call.owner, param="input")
-    return _json({"object": "response.input_tokens", "input_tokens": count})
+    return json_response({"object": "response.input_tokens", "input_tokens": count})
 
 
 async def kept_response(
@@ -84,7 +84,7 @@ async def kept_response(
     if stream:
         events = recording.read(0 if starting_after is None else starting_after + 1)
         return Events([recording.answer], Reservation(), {}, events, last=b"")
-    return _json(recording.response())
+    return json_response(recording.response())
 
 
 async def cancelled_response(service: Service, place: tuple[str, str]) -> Response:
@@ -96,7 +96,7 @@ async def cancelled_response(service: Service, place: tuple[str, str]) -> Respon
     recording = await _find(service, *place)
     recording.cancel()
     await recording.settled()
-    return _json(recording.response())
+    return json_response(recording.response())
 
 
 async def dropped_response(service: Service, place: tuple[str, str]) -> Response:
@@ -109,7 +109,7 @@ async def dropped_response(service: Service, place: tuple[str, str]) -> Response
     recording.cancel()
     service.responses.drop(*place)
     await service.jobs.drop(*place)
-    return _json({"id": recording.name, "object": "response", "deleted": True})
+    return json_response({"id": recording.name, "object": "response", "deleted": True})
 
 
 async def _ask(service: Service, request: ResponsesRequest, owner: str) -> Ask:
@@ -167,7 +167,7 @@ async def _answered(
         events = recording.read() if background else _once_begun(recording)
         return Events([recording.answer], reservation, headers, events, last=b"")
     if background:
-        return _json(recording.response(), headers)
+        return json_response(recording.response(), headers)
     return _Result(recording, reservation)
 
 
@@ -232,7 +232,3 @@ def _repeated(request: ResponsesRequest) -> dict[str, Any]:
         "truncation": "disabled",
         "service_tier": "default",
     }
-
-
-def _json(content: Any, headers: dict[str, str] | None = None) -> Response:
-    return Response(msgspec.json.encode(content), media_type=JSON, headers=headers)

@@ -1,8 +1,5 @@
 """POST /tokenize and /detokenize, and GET /tokenizer_info: the server's tokenizer, for clients without one."""
 
-from typing import Any
-
-import msgspec
 from starlette.responses import Response
 
 from detcompile.serving.http_errors import HTTPError
@@ -11,7 +8,7 @@ from detcompile.serving.openai.fields import require_served
 from detcompile.serving.openai.messages import prompt_of, template_variables
 from detcompile.serving.openai.schema import DetokenizeRequest, TokenizeRequest
 from detcompile.serving.openai.tools import tool_use
-from detcompile.serving.responses import JSON
+from detcompile.serving.responses import json_response
 from detcompile.serving.service import Service
 
 
@@ -43,7 +40,7 @@ async def tokenize(service: Service, request: TokenizeRequest, call: Call) -> Re
         ids = await service.texts.encode(request.prompt or "", add_special_tokens=special, owner=call.owner)
     strings = await service.texts.tokens_of(ids, owner=call.owner) if request.return_token_strs else None
     content = {"tokens": ids, "count": len(ids), "max_model_len": service.hello.max_context}
-    return _json(content if strings is None else content | {"token_strs": strings})
+    return json_response(content if strings is None else content | {"token_strs": strings})
 
 
 async def detokenize(service: Service, request: DetokenizeRequest, call: Call) -> Response:
@@ -56,7 +53,7 @@ async def detokenize(service: Service, request: DetokenizeRequest, call: Call) -
     service.require_model(request.model)
     require_served(request)
     service.texts.require_known(request.tokens, "tokens")
-    return _json({"prompt": await service.texts.text_of(request.tokens, owner=call.owner)})
+    return json_response({"prompt": await service.texts.text_of(request.tokens, owner=call.owner)})
 
 
 def tokenizer_info(service: Service) -> Response:
@@ -64,8 +61,4 @@ def tokenizer_info(service: Service) -> Response:
     template = None if service.template is None else service.template.source
     named = {"eos_token": None, "bos_token": None, "pad_token": None} | service.hello.special_tokens
     named["tokenizer_class"] = service.hello.tokenizer_class
-    return _json(named | {"chat_template": template, "model_max_length": service.hello.max_context})
-
-
-def _json(content: Any) -> Response:
-    return Response(msgspec.json.encode(content), media_type=JSON)
+    return json_response(named | {"chat_template": template, "model_max_length": service.hello.max_context})

@@ -82,9 +82,7 @@ async def embed(service: Service, request: EmbeddingRequest, call: Call) -> Resp
     if request.dimensions not in (None, facts.num_columns):
         message = f"dimensions {request.dimensions} is not supported: the embeddings have {facts.num_columns}"
         raise HTTPError(400, message, param="dimensions")
-    special = request.add_special_tokens is not False
-    prompts = await service.texts.ids_of(prompts_of(request.input, "input"), special, param="input", owner=call.owner)
-    _require_prompts(service, prompts, "input")
+    prompts = await _prompts(service, request, call.owner)
     write = _base64 if request.encoding_format == "base64" else list
 
     def result(rows: list[Row]) -> dict[str, Any]:
@@ -103,9 +101,7 @@ async def classify(service: Service, request: ClassifyRequest, call: Call) -> Re
         InvalidInput: the tokenizer cannot read the text.
     """
     facts = _facts_of(service, request, "classify")
-    special = request.add_special_tokens is not False
-    prompts = await service.texts.ids_of(prompts_of(request.input, "input"), special, param="input", owner=call.owner)
-    _require_prompts(service, prompts, "input")
+    prompts = await _prompts(service, request, call.owner)
 
     def result(rows: list[Row]) -> dict[str, Any]:
         data = [_classes(index, row, facts, request.use_activation is not False) for index, row in enumerate(rows)]
@@ -232,6 +228,14 @@ def _require_count(count: int, param: str) -> None:
     """Raise HTTPError for no texts or too many."""
     if not 1 <= count <= MAX_PROMPTS:
         raise HTTPError(400, f"{param} has {count} texts: give 1 to {MAX_PROMPTS}", param=param)
+
+
+async def _prompts(service: Service, request: EmbeddingRequest | ClassifyRequest, owner: str) -> list[list[int]]:
+    """Return the token ids of a request's input."""
+    special = request.add_special_tokens is not False
+    prompts = await service.texts.ids_of(prompts_of(request.input, "input"), special, param="input", owner=owner)
+    _require_prompts(service, prompts, "input")
+    return prompts
 
 
 def _require_prompts(service: Service, prompts: Sequence[Sequence[int]], param: str) -> None:

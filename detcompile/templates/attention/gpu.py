@@ -24,7 +24,7 @@ from detcompile.templates.attention import (
     probe,
     scores,
 )
-from detcompile.templates.attention.operands import AttentionLaunch, Caches, StepMetadata
+from detcompile.templates.attention.operands import AttentionLaunch, Caches, StepMetadata, unit_rows
 from detcompile.templates.attention.rope_cache_gpu import write_kv
 from detcompile.templates.attention.schedules import (
     DECODE_COLUMNS,
@@ -97,7 +97,7 @@ def dense_attention_cuda(
     q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, *, schedule: AttentionSchedule | None = None
 ) -> Tensor:
     """q [B, H, T, D], k and v [B, KV heads, T, D or DV] -> [B, H, T, DV], with the bits of the paged op."""
-    q, k, v = (_unit_rows(t).transpose(1, 2) for t in (q, k, v))  # [B, T, heads, D]
+    q, k, v = (unit_rows(t).transpose(1, 2) for t in (q, k, v))  # [B, T, heads, D]
     if rule.relative_bias is not None:
         rule = rule._replace(relative_bias=rule.relative_bias.transpose(1, 2))
     _check(q, k, v, rule)
@@ -166,7 +166,7 @@ def _attend_caches(
         target = q.new_empty((T, H, chunks, problem.dv), dtype=torch.float32)
         max_and_sum = q.new_empty((T, H, chunks, 2), dtype=torch.float32)
     launch = AttentionLaunch(
-        schedule, problem, rule, _unit_rows(q)[None], k, v, rows, target, max_and_sum, step, T, S, chunks, split
+        schedule, problem, rule, unit_rows(q)[None], k, v, rows, target, max_and_sum, step, T, S, chunks, split
     )  # fmt: skip
     KERNELS[schedule.kernel](launch)
     if split:
@@ -217,7 +217,3 @@ def _check(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> None:
     rule.check(where, q.shape[-2], k.shape[2])
     if q.dtype != k.dtype or k.dtype != v.dtype:
         raise InvalidInput(f"{where}: q is {q.dtype}, keys {k.dtype}, values {v.dtype}; use one dtype for all")
-
-
-def _unit_rows(t: Tensor) -> Tensor:
-    return t if t.stride(-1) == 1 else t.contiguous()

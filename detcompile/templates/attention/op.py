@@ -26,7 +26,7 @@ from torch import Tensor
 
 from detcompile.errors import InvalidInput
 from detcompile.templates.attention.gpu import dense_attention_cuda, paged_attention_cuda
-from detcompile.templates.attention.operands import Caches, StepMetadata
+from detcompile.templates.attention.operands import Caches, StepMetadata, unit_rows
 from detcompile.templates.attention.scores import RULE, AttentionRule, rule_operands
 from detcompile.templates.cpu import library as cpu_library
 from detcompile.templates.registration import define
@@ -66,7 +66,7 @@ def paged_attention_cpu(
     check_slots("paged_attention", slot_mapping, T)
     num_blocks, block_size = caches.k.shape[:2]
     out = torch.empty((T, Hq, Dv), dtype=q.dtype, device="cpu")
-    q, k, v = _unit_last_stride(q), _unit_last_stride(k), _unit_last_stride(v)
+    q, k, v = unit_rows(q), unit_rows(k), unit_rows(v)
     S, max_blocks = step.block_table.shape
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *caches.k.stride()[:3], *caches.v.stride()[:3])
     scores, limits = CpuScores(rule), (rule.sliding_window, rule.kv_chunk, rule.attention_chunk)
@@ -97,7 +97,7 @@ def dense_attention_cpu(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, *,
     Hkv, Dv = v.shape[1], v.shape[3]
     rule.check("detcompile::dense_attention", Hq, Hkv)
     out = torch.empty((B, Hq, T, Dv), dtype=q.dtype, device="cpu")
-    q, k, v = _unit_last_stride(q), _unit_last_stride(k), _unit_last_stride(v)
+    q, k, v = unit_rows(q), unit_rows(k), unit_rows(v)
     scores = CpuScores(rule)
     cpu_library.library(isa).detcompile_dense_attention(
         q, k, v, out, (ctypes.c_int64 * 9)(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]), B, T, Hq, Hkv, D, Dv,
@@ -195,7 +195,3 @@ def check_slots(op: str, slot_mapping: Tensor, T: int) -> None:
             f"detcompile::{op}: slot_mapping has {count} slots; {T} tokens need T, 2 T, … slots. Build the metadata as"
             " step.StepInputs describes."
         )
-
-
-def _unit_last_stride(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

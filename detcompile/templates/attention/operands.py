@@ -78,6 +78,11 @@ class AttentionLaunch(NamedTuple):
         return self.S * cdiv(self.T, self.schedule.block_m // heads)
 
 
+def unit_rows(rows: Tensor) -> Tensor:
+    """Return a tensor whose last dim has stride 1; a copy if it has not."""
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
 def padded(width: int) -> int:
     """Return the next power of two, at least 16: the smallest size of a product."""
     return max(16, next_power_of_2(width))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from detcompile.errors import InvalidInput
 from detcompile.orders.numerics import row_order
-from detcompile.templates.attention.operands import Caches, HeadNorm, padded
+from detcompile.templates.attention.operands import Caches, HeadNorm, padded, unit_rows
 from detcompile.templates.device.dependent_launch import launch_options, let_next_start, wait_for_earlier
 from detcompile.templates.device.launcher import cdiv, launcher, next_power_of_2
 from detcompile.templates.device.primitives import widened
@@ -68,8 +68,7 @@ def rope_cache_cuda(
 
 def write_kv(k: Tensor, v: Tensor, caches: Caches, slot_mapping: Tensor) -> None:
     """Write k [T, Hkv, D] and v [T, Hkv, Dv] into the caches at slot_mapping [C T]; negative slots are skipped."""
-    k = k if k.stride(-1) == 1 else k.contiguous()
-    v = v if v.stride(-1) == 1 else v.contiguous()
+    k, v = unit_rows(k), unit_rows(v)
     T, heads, D = k.shape
     DV, count = v.shape[-1], len(slot_mapping)
     launcher(write_kv_kernel)[(count,)](

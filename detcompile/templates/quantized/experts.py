@@ -20,7 +20,7 @@ from detcompile.templates.experts.gpu import expert_matmul_cuda
 from detcompile.templates.experts.op import require_expert_ids, require_expert_rows
 from detcompile.templates.matmul.op import matmul_cpu
 from detcompile.templates.quantized.gpu import expanded
-from detcompile.templates.quantized.op import dequantized_cpu
+from detcompile.templates.quantized.op import PART_OPERANDS, PARTS, dequantized_cpu
 from detcompile.templates.quantized.weights import QuantizedWeight, require_quantized
 from detcompile.templates.registration import define
 
@@ -86,27 +86,24 @@ def _fake(x: Tensor, ids: Tensor, w: Tensor, num_experts: int, dtype: torch.dtyp
     return x.new_empty((*ids.shape, w.shape[0] // num_experts), dtype=dtype)
 
 
-_WEIGHT = "Tensor x, Tensor ids, Tensor w, Tensor scales, Tensor? zeros, Tensor? mins"
 _OPERANDS: dict[str, str | range] = {
     "x": "float * K",
     "ids": "int64 ...",
     "w": "quantized M W",
-    "scales": "float G R",
-    "zeros": "int16 G R",
-    "mins": "float G R",
-    "group": range(1, 2**31),
-    "rows": range(1, 2**31),
+    **PART_OPERANDS,
     "num_experts": range(1, 2**31),
 }
 define(
-    f"dequant_expert_matmul({_WEIGHT}, Tensor? bias, int group, int rows, int[] radices, int num_experts) -> Tensor",
+    f"dequant_expert_matmul(Tensor x, Tensor ids, {PARTS}, Tensor? bias, int group, int rows, int[] radices, "
+    "int num_experts) -> Tensor",
     _OPERANDS | {"bias": "float E N"},
     cpu=dequant_expert_matmul,
     cuda=dequant_expert_matmul,
     fake=lambda x, ids, w, *rest: _fake(x, ids, w, rest[-1], x.dtype),
 )
 define(
-    f"dequant_expert_matmul_partial({_WEIGHT}, int group, int rows, int[] radices, int num_experts, int tp) -> Tensor",
+    f"dequant_expert_matmul_partial(Tensor x, Tensor ids, {PARTS}, int group, int rows, int[] radices, "
+    "int num_experts, int tp) -> Tensor",
     _OPERANDS | {"tp": range(1, 2**31)},
     cpu=_partial,
     cuda=_partial,

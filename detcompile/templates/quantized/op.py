@@ -11,7 +11,7 @@ at a time. A GPU dequantizes operands of the tensor cores (kernels.py), or a who
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -28,27 +28,19 @@ _TILE_BYTES = 1 << 19  # of dequantized weights per thread: they stay in its cor
 
 def dequant_matmul_cpu(
     x: Tensor,
-    w: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    mins: Tensor | None,
+    weight: QuantizedWeight,
     bias: Tensor | None,
     residual: Tensor | None,
-    group: int,
-    rows: int,
-    radices: Sequence[int] | None,
+    radices: Sequence[int],
     out_dtype: torch.dtype | None = None,
     isa: str | None = None,
 ) -> Tensor:
-    """Run the op on the CPU: x [M, K], w, scales, zeros and mins of weights.py, bias [N], residual [M, N] -> [M, N].
+    """Run the op on the CPU: x [M, K], weight [N, K], bias [N], residual [M, N] -> [M, N].
 
     Raises:
-        InvalidInput: the parts of the weight do not match.
         NumericsError: K is not a multiple of the product of the radices.
     """
-    weight = QuantizedWeight(w, scales, zeros, mins, x.shape[-1], group, rows)
-    require_quantized(weight)
-    N, K = len(w), x.shape[1]
+    N, K = len(weight.w), x.shape[1]
     out = torch.empty((len(x), N), dtype=out_dtype or x.dtype, device="cpu")
     features = max(64, _TILE_BYTES * cpu_library.thread_count() // max(1, K * x.element_size()))
     for first in range(0, N, features):
@@ -90,65 +82,49 @@ def dequantized_cpu(
     return out
 
 
-def _dequant_matmul_cuda(
-    x: Tensor,
-    w: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    mins: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    group: int,
-    rows: int,
-    radices: Sequence[int] | None,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    weight = QuantizedWeight(w, scales, zeros, mins, x.shape[-1], group, rows)
-    require_quantized(weight)
-    return dequant_matmul_cuda(x, weight, bias, residual, radices or (), out_dtype)
+def _flat(multiply: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Wrap a function that takes a QuantizedWeight as the operation, whose arguments are flat."""
+
+    def flat(x, w, scales, zeros, mins, bias, residual, group, rows, radices, out_dtype=None):
+        weight = QuantizedWeight(w, scales, zeros, mins, x.shape[-1], group, rows)
+        require_quantized(weight)
+        return multiply(x, weight, bias, residual, radices or (), out_dtype)  # AOTInductor passes None for []
+
+    return flat
+
+
+def _partial(multiply: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda x, w, scales, zeros, mins, group, rows, radices, tp: _flat(multiply)(
+        x, w, scales, zeros, mins, None, None, group, rows, radices, torch.float32
+    )
 
 
 def _fake(x, w, scales, zeros, mins, bias, residual, group, rows, radices, out_dtype=None):
     return x.new_empty((x.shape[0], w.shape[0]), dtype=out_dtype or x.dtype)
 
 
+PARTS = "Tensor w, Tensor scales, Tensor? zeros, Tensor? mins"
+PART_OPERANDS: dict[str, str | range] = {
+    "scales": "float G R",
+    "zeros": "int16 G R",
+    "mins": "float G R",
+    "group": range(1, 2**31),
+    "rows": range(1, 2**31),
+}
+_OPERANDS = {"x": "float M K", "w": "quantized N W"} | PART_OPERANDS
 define(
-    "dequant_matmul(Tensor x, Tensor w, Tensor scales, Tensor? zeros, Tensor? mins, Tensor? bias, Tensor? residual, "
-    "int group, int rows, int[] radices, ScalarType? out_dtype=None) -> Tensor",
-    {
-        "x": "float M K",
-        "w": "quantized N W",
-        "scales": "float G R",
-        "zeros": "int16 G R",
-        "mins": "float G R",
-        "bias": "float N",
-        "residual": "float M N",
-        "group": range(1, 2**31),
-        "rows": range(1, 2**31),
-    },
-    cpu=dequant_matmul_cpu,
-    cuda=_dequant_matmul_cuda,
+    f"dequant_matmul(Tensor x, {PARTS}, Tensor? bias, Tensor? residual, int group, int rows, int[] radices, "
+    "ScalarType? out_dtype=None) -> Tensor",
+    _OPERANDS | {"bias": "float N", "residual": "float M N"},
+    cpu=_flat(dequant_matmul_cpu),
+    cuda=_flat(dequant_matmul_cuda),
     fake=_fake,
 )
 define(
-    "dequant_matmul_partial(Tensor x, Tensor w, Tensor scales, Tensor? zeros, Tensor? mins, int group, int rows, "
-    "int[] radices, int tp) -> Tensor",
-    {
-        "x": "float M K",
-        "w": "quantized N W",
-        "scales": "float G R",
-        "zeros": "int16 G R",
-        "mins": "float G R",
-        "group": range(1, 2**31),
-        "rows": range(1, 2**31),
-        "tp": range(1, 2**31),
-    },
-    cpu=lambda x, w, scales, zeros, mins, group, rows, radices, tp: dequant_matmul_cpu(
-        x, w, scales, zeros, mins, None, None, group, rows, radices, torch.float32
-    ),
-    cuda=lambda x, w, scales, zeros, mins, group, rows, radices, tp: _dequant_matmul_cuda(
-        x, w, scales, zeros, mins, None, None, group, rows, radices, torch.float32
-    ),
+    f"dequant_matmul_partial(Tensor x, {PARTS}, int group, int rows, int[] radices, int tp) -> Tensor",
+    _OPERANDS | {"tp": range(1, 2**31)},
+    cpu=_partial(dequant_matmul_cpu),
+    cuda=_partial(dequant_matmul_cuda),
     fake=lambda x, w, *rest: x.new_empty((x.shape[0], w.shape[0]), dtype=torch.float32),
 )
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from detcompile.orders.numerics import KEY_BLOCK, row_order
 from detcompile.templates.attention import scores
 from detcompile.templates.attention.gpu import paged_attention_cuda
-from detcompile.templates.attention.operands import Caches, StepMetadata, padded
+from detcompile.templates.attention.operands import Caches, StepMetadata, padded, unit_rows
 from detcompile.templates.attention.scores import AttentionRule
 from detcompile.templates.device.gate import Gate, bytes_of, heavy_tailed
 from detcompile.templates.device.launcher import cdiv, launcher
@@ -70,7 +70,7 @@ def _temporary_cache(k: Tensor, v: Tensor, cu_seqlens: Tensor) -> tuple[Caches, 
 
 def attention_lse(q: Tensor, k: Tensor, cu_seqlens: Tensor, rule: AttentionRule) -> Tensor:
     """Return the log-sum-exp of each row's scores [T, H], float32; zeros for padding."""
-    q, k, T, S = _unit_rows(q), _unit_rows(k), len(q), len(cu_seqlens) - 1
+    q, k, T, S = unit_rows(q), unit_rows(k), len(q), len(cu_seqlens) - 1
     lse = q.new_zeros(q.shape[:2], dtype=torch.float32)
     slopes, sinks = (lse if values is None else values.contiguous() for values in (rule.alibi_slopes, rule.sinks))
     flags = _flags(gradient_problem(q, k, k, rule, of_keys=False))
@@ -87,7 +87,7 @@ def packed_attention_backward_cuda(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Run g [T, H, DV] and the forward's q, k, v, out, lse -> dq, dk, dv, and rows [T or 0, H] of sinks' gradients."""
     q, k, v, out, lse = attended
-    q, k, v, g, lse = _unit_rows(q), _unit_rows(k), _unit_rows(v), g.contiguous(), lse.contiguous()
+    q, k, v, g, lse = unit_rows(q), unit_rows(k), unit_rows(v), g.contiguous(), lse.contiguous()
     if not len(q) or len(cu_seqlens) == 1:
         dq, dk, dv = (torch.zeros(rows.shape, dtype=rows.dtype, device=rows.device) for rows in (q, k, v))
         return dq, dk, dv, lse.new_zeros(lse.shape if rule.sinks is not None else (0, q.shape[1]))
@@ -223,7 +223,3 @@ ATTENTION_GRADIENTS = Gate(
     candidates=candidates,
     probe=probe_bits,
 )
-
-
-def _unit_rows(rows: Tensor) -> Tensor:
-    return rows if rows.stride(-1) == 1 else rows.contiguous()

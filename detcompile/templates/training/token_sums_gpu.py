@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from detcompile.templates.attention.operands import unit_rows
 from detcompile.templates.device.cuda_graphs import graph_seconds
 from detcompile.templates.device.gate import Gate, bytes_of, heavy_tailed
 from detcompile.templates.device.launcher import cdiv, launcher
@@ -31,7 +32,7 @@ def token_matmul_cuda(g: Tensor, x: Tensor, leaves: Tensor, rows_a_token: int = 
     Raises:
         ScheduleError: during CUDA graph capture, if this problem was never launched before.
     """
-    g, x = _unit_rows(g), _unit_rows(x)
+    g, x = unit_rows(g), unit_rows(x)
     if len(leaves) == 1 or g.shape[1] == 0 or x.shape[1] == 0:
         return g.new_zeros((g.shape[1], x.shape[1]), dtype=torch.float64)
     schedule = TOKEN_MATMUL.schedule(token_problem(g, x, grid), g.device)
@@ -42,7 +43,7 @@ def run_token_matmul(
     schedule: TokenTiles, g: Tensor, x: Tensor, leaves: Tensor, rows_a_token: int = 1, grid: int = -44
 ) -> Tensor:
     """Run the op under one schedule without asking the gate: for tests, the gate itself and benchmarks."""
-    g, x = _unit_rows(g), _unit_rows(x)
+    g, x = unit_rows(g), unit_rows(x)
     N, K = g.shape[1], x.shape[1]
     out = torch.empty((N, K), dtype=torch.float64, device=g.device)
     programs = cdiv(N, schedule.block_n) * cdiv(K, schedule.block_k)
@@ -66,7 +67,7 @@ def _bits(exponent: int) -> int:
 
 def token_sum_cuda(g: Tensor, grid: int = -44) -> Tensor:
     """Run g [T, N] -> [N] float64."""
-    g = _unit_rows(g)
+    g = unit_rows(g)
     T, N = g.shape
     if T == 0 or N == 0:
         return g.new_zeros(N, dtype=torch.float64)
@@ -82,7 +83,7 @@ def token_sum_cuda(g: Tensor, grid: int = -44) -> Tensor:
 
 def token_scatter_cuda(g: Tensor, ids: Tensor, num_rows: int, grid: int = -44) -> Tensor:
     """Run g [T, D], ids [T] in [0, V) -> [V, D] float64."""
-    g, (T, D) = _unit_rows(g), g.shape
+    g, (T, D) = unit_rows(g), g.shape
     out = g.new_zeros((num_rows, D), dtype=torch.float64)
     if T and D:
         ascending, order = ids.long().sort()
@@ -142,7 +143,3 @@ def tune_token_matmul(problem: TokenProblem, device: torch.device, T: int, leaf:
         return graph_seconds([functools.partial(run_token_matmul, schedule, g, x, leaves, 1, problem.grid)] * 2)
 
     return TOKEN_MATMUL.tune(problem, device, seconds)
-
-
-def _unit_rows(rows: Tensor) -> Tensor:
-    return rows if rows.stride(1) == 1 else rows.contiguous()

@@ -146,9 +146,8 @@ def test_experts_are_summed_alike():
 def test_quantized_weights_are_summed_alike(name):
     weight = quantized_weight(name, 70, 264)
     x = sample("heavy", (9, 264), torch.bfloat16, 7)
-    given_parts = (*weight[:4], None, None, weight.group, weight.rows, (2,), torch.float32)
     expected = in_its_order(x, dequantized(weight, torch.bfloat16), (2,))
-    assert_bitwise_equal(dequant_matmul_cpu(x, *given_parts, isa="amx"), expected)
+    assert_bitwise_equal(dequant_matmul_cpu(x, weight, None, None, (2,), torch.float32, "amx"), expected)
 
 
 def test_the_probe_finds_no_fault_here():

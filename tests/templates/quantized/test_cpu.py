@@ -19,7 +19,7 @@ N, K = 37, 264
 
 def product(x: Tensor, weight: QuantizedWeight, *epilogue: Tensor | None, radices=(), isa: str | None = None) -> Tensor:
     bias, residual = (*epilogue, None, None)[:2]
-    return dequant_matmul_cpu(x, *weight[:4], bias, residual, weight.group, weight.rows, radices, isa=isa)
+    return dequant_matmul_cpu(x, weight, bias, residual, radices, isa=isa)
 
 
 @given(n=st.integers(1, 9), k=st.integers(1, 400), seed=st.integers(0, 99))

@@ -5,9 +5,8 @@ Sources are parsed, not imported. tools/site_links.py adds the page when the sit
 
 import ast
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 __all__ = ["Entry", "entries", "page"]
 
@@ -25,29 +24,26 @@ class Entry(NamedTuple):
 
 
 def entries(source: str) -> list[Entry]:
-    """Return the entries of a module.
+    """Return the entries of a module: its public functions and classes, and what it imports for others.
 
     Raises:
-        ValueError: a name of ``__all__`` does not say what it is for and what breaks without it.
+        ValueError: one of them does not say what it is for and what breaks without it.
     """
     tree = ast.parse(source)
-    values = {name: ast.literal_eval(value) for name, value in _assigned(tree) if name in ("NAMES", "__all__")}
-    texts: dict[str, str] = dict(values.get("NAMES", {}))
+    imports = (node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom))
+    imported = {alias.asname or alias.name for node in imports for alias in node.names}
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    texts = dict.fromkeys(imported - used, "") | _assigned(tree, "NAMES", {})
     for node in tree.body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
             texts[node.name] = ast.get_docstring(node) or ""
     result = []
-    for name in values["__all__"]:
-        purpose, separator, consequence = texts.get(name, "").partition(CONSEQUENCE)
+    for name in sorted(texts):
+        purpose, separator, consequence = texts[name].partition(CONSEQUENCE)
         if not separator or not purpose.strip() or not consequence.strip():
             raise ValueError(f"{name}: say what it is for, and after '{CONSEQUENCE}' what breaks")
         result.append(Entry(name, _line(purpose.split("\n\n")[0]), _line(consequence.split("\n\n")[0])))
     return result
-
-
-def read_in(source: str) -> str:
-    """Return the releases that a module was read in."""
-    return next(ast.literal_eval(value) for name, value in _assigned(ast.parse(source)) if name == "READ_IN")
 
 
 def page() -> str:
@@ -60,22 +56,22 @@ def page() -> str:
         "says what breaks if a release changes a name.",
     ]
     for library, package in PACKAGES.items():
+        read_in = _assigned(ast.parse((ROOT / "detcompile" / package / "__init__.py").read_text()), "READ_IN", "")
         for path in sorted((ROOT / "detcompile" / package).glob("*.py")):
             if path.name == "__init__.py":
                 continue
             source = path.read_text(encoding="utf-8")
             summary = _line((ast.get_docstring(ast.parse(source)) or "").split("\n\n")[0])
-            lines += ["", f"## {package}.{path.stem}", "", f"{summary} Read in {library} {read_in(source)}.", ""]
+            lines += ["", f"## {package}.{path.stem}", "", f"{summary} Read in {library} {read_in}.", ""]
             lines += ["| name | purpose | without it |", "|---|---|---|"]
             lines += [f"| `{name}` | {purpose} | {consequence} |" for name, purpose, consequence in entries(source)]
     return "\n".join([*lines, ""])
 
 
-def _assigned(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
-    """Yield the names that a module assigns, each with its value."""
-    for node in tree.body:
-        if isinstance(node, ast.Assign):
-            yield ast.unparse(node.targets[0]), node.value
+def _assigned(tree: ast.Module, name: str, default: Any) -> Any:
+    """Return the literal that a module assigns to a name."""
+    assigned = (node for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name)
+    return next((ast.literal_eval(node.value) for node in assigned), default)
 
 
 def _line(text: str) -> str:

@@ -58,13 +58,10 @@ class RankPlan(NamedTuple):
         return self.pp * self.tp
 
 
-def start_ranks(
-    plan: RankPlan, step_seconds: float | None = None, saved: IO[bytes] | None = None, nodes: Nodes | None = None
-) -> RemoteExecutor:
+def start_ranks(plan: RankPlan, saved: IO[bytes] | None = None, nodes: Nodes | None = None) -> RemoteExecutor:
     """Start the plan's processes, and wait until each has loaded its shard of the model.
 
     Args:
-        step_seconds: time after which a step counts as hung; None uses STEP_SECONDS.
         saved: the open file of ``plan.file``; the result takes ownership.
         nodes: ranks that already run and are never replaced; None starts all ranks here.
 
@@ -74,7 +71,7 @@ def start_ranks(
         Also what compile() and load() raise in the ranks.
     """
     _require_gpus(plan, plan.num_ranks if nodes is None else nodes.num_here)
-    seconds = STEP_SECONDS[plan.device_type] if step_seconds is None else step_seconds
+    seconds = STEP_SECONDS[plan.device_type]
     dialed = () if nodes is None else nodes.dialed
 
     def begin(files: Sequence[int]) -> WorkerGroup:

@@ -88,7 +88,6 @@ def compile_in_workers(
     pp: int = 1,
     numerics: Numerics,
     max_context: int | None = None,
-    step_seconds: float | None = None,
     options: Mapping[str, Any] | None = None,
     nodes: Nodes | None = None,
 ) -> RemoteModel:
@@ -99,8 +98,6 @@ def compile_in_workers(
             temporary
             file that all ranks map, kept for replacements of lost ranks; or a function, located by its module and name,
             that builds the same module on each rank's current device. Ranks on GPUs take cuda:0, cuda:1, ….
-        step_seconds: time after which a step counts as hung; None uses the default of executors.ranks.
-            ``group.step_seconds`` of the result can be set at any time.
         options: further arguments of compile().
         nodes: ``pp * tp`` processes started by torchrun, possibly on several machines; ``model`` is then a Load, and
             each rank takes the GPU of its local number.
@@ -131,7 +128,7 @@ def compile_in_workers(
             max_context=max_context,
             host=None if nodes is None else nodes.host,
         )
-        executor = start_ranks(plan, step_seconds, saved, nodes)
+        executor = start_ranks(plan, saved, nodes)
         files.pop_all()  # the executor may need the file again
     return RemoteModel(executor)
 

@@ -74,7 +74,6 @@ class AdapterSlots:
         self._loaded: dict[str, Adapter] = {}
         self._active: Adapter | None = None
         self._lock, self._stepping = threading.Lock(), threading.RLock()
-        self.max_rank = next(iter(slots.values()))[0].shape[0]
 
     @property
     def names(self) -> list[str]:

@@ -4,9 +4,6 @@ from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2_dense
 
-__all__ = ["auto_functionalized_v2_dense", "functorch_config", "make_boxed_func"]
-
-READ_IN = "2.11.0, 2.13.0, 2.14.1, 2.15.0"
 NAMES = {
     "auto_functionalized_v2_dense": "Runs an operation that writes into its arguments, and copies only those "
     "that it must. Without it: a graph that is run without a compiler copies every KV cache.",

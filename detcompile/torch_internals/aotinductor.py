@@ -10,10 +10,6 @@ from torch._inductor.virtualized import V
 
 from detcompile.torch_internals.inductor_settings import inductor_config
 
-__all__ = ["ahead_of_time"]
-
-READ_IN = "2.11.0, 2.13.0, 2.14.1, 2.15.0"
-
 
 @contextlib.contextmanager
 def ahead_of_time() -> Iterator[None]:

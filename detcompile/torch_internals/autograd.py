@@ -7,17 +7,6 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-__all__ = [
-    "backward_id",
-    "backward_keeps_graph",
-    "call_after_backward",
-    "is_traced",
-    "tensor_hooks",
-    "version_of",
-]
-
-READ_IN = "2.11.0, 2.13.0, 2.14.1, 2.15.0"
-
 
 def backward_id() -> int:
     """Return the number of the backward that runs in this thread.

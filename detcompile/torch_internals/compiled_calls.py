@@ -15,19 +15,6 @@ from torch.utils import _contextlib
 
 from detcompile.errors import UnsupportedModel
 
-__all__ = [
-    "CompileWrapper",
-    "calling_frame",
-    "compile_wrapper",
-    "enter_around_calls",
-    "is_module_call",
-    "runs_another_forward",
-    "runs_hooks",
-    "varying_rows",
-]
-
-READ_IN = "2.11.0, 2.13.0, 2.14.1, 2.15.0"
-
 # Frames between a compiled frame and torch.compile's that compute nothing for the caller.
 TRANSPARENT = {
     (module_calls.__file__, "_wrapped_call_impl"),

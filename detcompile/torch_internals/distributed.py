@@ -4,10 +4,6 @@ from typing import Any
 
 from torch.distributed import ProcessGroup, distributed_c10d
 
-__all__ = ["device_types", "fsdp_groups", "process_group"]
-
-READ_IN = "2.11.0, 2.13.0, 2.14.1, 2.15.0"
-
 _resolve: Any = distributed_c10d._resolve_process_group  # torch 2.13 has a separate type for names
 
 

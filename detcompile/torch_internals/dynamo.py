@@ -15,22 +15,6 @@ from torch._dynamo.decorators import mark_unbacked
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException, Unsupported
 from torch.fx.experimental import _config as shape_config
 
-__all__ = [
-    "FailOnRecompileLimitHit",
-    "TorchDynamoException",
-    "Unsupported",
-    "as_if_compiling",
-    "compile_lock",
-    "dynamo_config",
-    "dynamo_settings",
-    "error_on_graph_break",
-    "mark_dynamic",
-    "mark_unbacked",
-    "register_backend",
-    "shape_settings",
-]
-
-READ_IN = "2.11.0, 2.13.0, 2.14.1, 2.15.0"
 NAMES = {
     "FailOnRecompileLimitHit": "Raised when Dynamo reaches its limit of graphs per function. Without it: a "
     "user does not learn which numbers of rows to mark as varying.",

@@ -11,24 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-__all__ = [
-    "FakeTensor",
-    "FakeTensorMode",
-    "FunctionalTensorMode",
-    "TorchDispatchMode",
-    "TracingContext",
-    "detect_fake_mode",
-    "dispatch_functionalize",
-    "enable_python_dispatcher",
-    "tracing",
-    "tree_flatten",
-    "tree_leaves",
-    "unset_fake_temporarily",
-    "was_written",
-    "without_modes",
-]
-
-READ_IN = "2.11.0, 2.13.0, 2.14.1, 2.15.0"
 NAMES = {
     "FakeTensor": "The type of tensors without values. Without it: a fingerprint would hash constants without values.",
     "FakeTensorMode": "Run a model without computing. Without it: finding equal layers and certifying a batch cost "

@@ -10,23 +10,6 @@ from typing import Any
 import torch
 from torch import fx
 
-__all__ = [
-    "BASES",
-    "FUNCTIONALIZED",
-    "base_index",
-    "expression_of",
-    "first_value",
-    "forget_eager_inputs",
-    "frame_text",
-    "innermost_model_frame",
-    "mark_user_outputs",
-    "module_stack",
-    "set_source_trace",
-    "source_frames",
-    "traced_value",
-]
-
-READ_IN = "2.11.0, 2.13.0, 2.14.1, 2.15.0"
 NAMES = {
     "BASES": "The keyword of FUNCTIONALIZED for the tensors that are written. Without it: the proof does not see "
     "which caches an operation writes.",

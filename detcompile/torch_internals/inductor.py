@@ -13,16 +13,6 @@ from torch._inductor.fx_passes import joint_graph
 
 from detcompile.torch_internals.symbolic_shapes import GuardOnDataDependentSymNode
 
-__all__ = [
-    "CustomGraphPass",
-    "compile_fx",
-    "compile_fx_inner",
-    "folding_known_extents",
-    "select_decomp_table",
-    "without_patterns",
-]
-
-READ_IN = "2.11.0, 2.13.0, 2.14.1, 2.15.0"
 NAMES = {
     "CustomGraphPass": "The base of passes that Inductor runs over a graph, with a key for its cache. Without it: "
     "Inductor's cache answers with code of other passes.",

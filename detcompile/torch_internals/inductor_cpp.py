@@ -12,20 +12,6 @@ from torch._inductor.codegen import cpp
 from torch._inductor.codegen.common import OpOverrides
 from torch._inductor.codegen.cpp import CppOverrides, CppVecOverrides
 
-__all__ = [
-    "CppOverrides",
-    "CppVecOverrides",
-    "OpOverrides",
-    "commented",
-    "each_lane",
-    "generated_kernels",
-    "keeping_casts",
-    "kernel_address",
-    "kernels_replaced",
-    "vectorized_tails",
-]
-
-READ_IN = "2.11.0, 2.13.0, 2.14.1, 2.15.0"
 NAMES = {
     "CppOverrides": "Inductor's scalar C++ of each operation. Without it: an element's bits depend on the lane it is "
     "computed in.",

@@ -2,9 +2,6 @@
 
 from torch._inductor.lowering import fallbacks, lowerings
 
-__all__ = ["fallbacks", "lowerings"]
-
-READ_IN = "2.11.0, 2.13.0, 2.14.1, 2.15.0"
 NAMES = {
     "fallbacks": "Operations that Inductor leaves to ATen kernels. Without it: one of them counts as a function of "
     "each element.",

@@ -6,9 +6,6 @@ from torch._inductor.output_code import CompiledFxGraph, CompiledFxGraphConstant
 from torch._inductor.utils import BoxedBool
 from torch.utils._ordered_set import OrderedSet
 
-__all__ = ["CompiledFxGraph", "restore_code", "without_code"]
-
-READ_IN = "2.11.0, 2.13.0, 2.14.1, 2.15.0"
 NAMES = {
     "CompiledFxGraph": "The type of Inductor's code of one graph. Without it: code that cannot be kept counts as code "
     "that can.",

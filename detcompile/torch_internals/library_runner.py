@@ -6,10 +6,6 @@ import torch
 from torch._export.serde.schema import ScalarType
 from torch.torch_version import TorchVersion
 
-__all__ = ["converts_dtypes", "dtype_number", "library_runner"]
-
-READ_IN = "2.11.0, 2.13.0, 2.14.1, 2.15.0"
-
 DTYPE_NUMBERS = {ScalarType.HALF: 5, ScalarType.FLOAT: 6, ScalarType.DOUBLE: 7, ScalarType.BFLOAT16: 15}
 
 

@@ -5,10 +5,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules import module as module_calls
 
-__all__ = ["attributes_of", "buffer_table", "child_table", "global_hooks", "hooks_of", "parameter_table"]
-
-READ_IN = "2.11.0, 2.13.0, 2.14.1, 2.15.0"
-
 TABLES = ("_parameters", "_buffers", "_modules")
 HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
 NUMBERED = ("hooks", "hooks_always_called", "hooks_with_kwargs")  # name endings of tables that number their hooks

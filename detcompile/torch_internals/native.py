@@ -4,9 +4,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["encoder_layer_forward", "pad", "parse_to", "storage_at"]
-
-READ_IN = "2.11.0, 2.13.0, 2.14.1, 2.15.0"
 NAMES = {
     "encoder_layer_forward": "Called by nn.TransformerEncoderLayer in eval mode. Without it: its attention "
     "is computed by a kernel with an unspecified order.",

@@ -5,9 +5,6 @@ from typing import Any
 import torch
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
-__all__ = ["HigherOrderOperator", "OpOverload", "OpOverloadPacket", "c10d", "operation_names", "schema_of"]
-
-READ_IN = "2.11.0, 2.13.0, 2.14.1, 2.15.0"
 NAMES = {
     "HigherOrderOperator": "The type of operations that take functions or operations. Without it: fingerprints cannot "
     "name them as torch does.",

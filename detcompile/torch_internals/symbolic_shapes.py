@@ -10,17 +10,6 @@ from torch.fx.experimental.symbolic_shapes import (
     StatelessSymbolicContext,
 )
 
-__all__ = [
-    "ConstraintViolationError",
-    "DimDynamic",
-    "GuardOnDataDependentSymNode",
-    "LocalSource",
-    "ShapeEnv",
-    "StatelessSymbolicContext",
-    "make_fx",
-]
-
-READ_IN = "2.11.0, 2.13.0, 2.14.1, 2.15.0"
 NAMES = {
     "ConstraintViolationError": "Raised when a trace fixes an extent that was marked as unknown. Without it: a user is "
     "not told that the model computes a Python number from it.",

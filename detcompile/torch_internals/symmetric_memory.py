@@ -2,9 +2,6 @@
 
 from torch.distributed._symmetric_memory import empty, rendezvous
 
-__all__ = ["empty", "rendezvous"]
-
-READ_IN = "2.11.0, 2.13.0, 2.14.1, 2.15.0"
 NAMES = {
     "empty": "Allocate memory that other GPUs may map. Without it: see ``rendezvous``.",
     "rendezvous": "Map that memory on every GPU of a group; all ranks call it. Without it: every sum over ranks goes "

@@ -28,10 +28,6 @@ from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 from detcompile.errors import UnsupportedModel
 from detcompile.torch_internals.graph_nodes import innermost_model_frame
 
-__all__ = ["TracedCall"]
-
-READ_IN = "2.11.0, 2.13.0, 2.14.1, 2.15.0"
-
 # Shape functions of torch whose guards decide only strides of a fake result, or an error, never a value.
 OF_STRIDES = (
     ("_subclasses/fake_impls.py", "conv"),

@@ -8,9 +8,6 @@ from torch._inductor import cpu_vec_isa
 from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch._inductor.cpu_vec_isa import VecISA, pick_vec_isa
 
-__all__ = ["VecISA", "list_vector_isas", "pick_vec_isa", "precompile_cpp_header"]
-
-READ_IN = "2.11.0, 2.13.0, 2.14.1, 2.15.0"
 NAMES = {
     "VecISA": "The type of a set of vector instructions; as a bool, whether a program of it compiles and runs. Without "
     "it: see pick_vec_isa.",

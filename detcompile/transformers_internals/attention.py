@@ -6,10 +6,6 @@ from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["mask_functions", "set_attention_implementation", "takes_attention"]
-
-READ_IN = "5.17.0, 5.24.0"
-
 
 def set_attention_implementation(config: PretrainedConfig, name: str) -> None:
     """Make a model's code use an attention implementation by its name, whatever its class supports.

@@ -4,9 +4,6 @@ from transformers.dynamic_module_utils import init_hf_modules
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-__all__ = ["has_causal_lm", "init_hf_modules"]
-
-READ_IN = "5.17.0, 5.24.0"
 NAMES = {
     "init_hf_modules": "Make transformers' folder of such code importable. Without it: answers of worker processes "
     "about a model with its own code cannot be read.",

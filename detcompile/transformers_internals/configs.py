@@ -2,10 +2,6 @@
 
 from typing import Any
 
-__all__ = ["commit_of", "set_commit"]
-
-READ_IN = "5.17.0, 5.24.0"
-
 
 def commit_of(config: Any) -> str | None:
     """Return the commit on the Hub that a config was loaded from, or None.

@@ -6,17 +6,6 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.integrations.moe import ExpertsInterface
 
-__all__ = [
-    "ExpertsInterface",
-    "gated",
-    "leave_out",
-    "normalized",
-    "set_experts_implementation",
-    "takes_implementation",
-    "unknown_settings",
-]
-
-READ_IN = "5.17.0, 5.24.0"
 NAMES = {
     "ExpertsInterface": "The implementations of experts by name. Without it: experts are summed in an order that "
     "depends on how many tokens each of them has.",

@@ -5,9 +5,6 @@ from typing import Any
 
 from transformers import GenerationMixin, PreTrainedModel
 
-__all__ = ["cache_keyword", "prepare_generation_config"]
-
-READ_IN = "5.17.0, 5.24.0"
 NAMES = {
     "prepare_generation_config": "A method with which transformers.pipeline before 5.24 fills in its defaults. "
     "Without it: a pipeline generates by other defaults than a Hugging Face model's.",

@@ -13,9 +13,6 @@ from transformers.modeling_gguf_pytorch_utils import (
     get_gguf_hf_weights_map,
 )
 
-__all__ = ["names_in_config", "row_orders", "state_dict_of"]
-
-READ_IN = "5.17.0, 5.24.0"
 NAMES: dict[str, str] = {}
 
 

@@ -16,7 +16,7 @@ from detcompile.digests import fingerprint
 from detcompile.errors import DetcompileError, InvalidInput, WorkerError
 from detcompile.runtime.requests.poison_guard import PoisonRequestGuard
 from detcompile.serving.engines.answers import Answer
-from detcompile.serving.engines.engine_link import SILENCE_SECONDS, EngineLink
+from detcompile.serving.engines.engine_link import EngineLink
 from detcompile.serving.engines.launchers import Launcher, LocalProcess
 from detcompile.serving.engines.placement import Blocklist, Router
 from detcompile.serving.engines.protocol import Delta, EngineSpec, Hello, Statistics, Weights
@@ -55,7 +55,6 @@ class Fleet:
         replicas: number of engines.
         spare: keep an idle process with its imports done, to replace a lost engine.
         most_restarts: restarts allowed per minute, and in a row without success; beyond, the fleet fails.
-        silence: seconds without a heartbeat after which an engine counts as hanging.
 
     Attributes:
         spec: what engines load; set by ``start``.
@@ -76,7 +75,6 @@ class Fleet:
         replicas: int = 1,
         spare: bool = False,
         most_restarts: int = 5,
-        silence: float = SILENCE_SECONDS,
     ) -> None:
         self.hello: Hello | None = None
         self.weights: Weights | None = None
@@ -90,7 +88,6 @@ class Fleet:
         self._launcher = LocalProcess() if launcher is None else launcher
         self._replicas = replicas
         self._most_restarts = most_restarts
-        self._silence = silence
         self._spares = Spares(self._new_link, keeps=spare, most_lost=most_restarts)
         self._waiting: list[Answer] = []
         self._router = Router()
@@ -321,7 +318,7 @@ class Fleet:
         self.links[index].start(replace(self.spec, visible_devices=gpus), lambda: self.hello)
 
     def _new_link(self) -> EngineLink:
-        return EngineLink(self._on_progress, self._lost, self._launcher, self._silence)
+        return EngineLink(self._on_progress, self._lost, self._launcher)
 
     def _on_progress(self, answer: Answer, delta: Delta | None) -> None:
         if delta is not None:

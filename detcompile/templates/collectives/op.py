@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from detcompile.errors import InvalidInput
-from detcompile.orders.float32 import add_tree
 from detcompile.templates.collectives.gather import gather
 from detcompile.templates.collectives.gpu import LEVELS, MOST_ELEMENTS, Reduction, reduce_over_peers
 from detcompile.templates.collectives.overlapped import LEAST_TOKENS, MOST_FEATURES, reduce_overlapped
@@ -192,11 +191,6 @@ def add_partials(
     )
     cpu_library.library().detcompile_add_partials(call)
     return out
-
-
-def reference_tree_sum(partials: Tensor, radices: Sequence[int]) -> Tensor:
-    """Add float32 partials [R, M, N] -> [M, N] in the tree's order, written out."""
-    return torch.from_numpy(add_tree(list(partials.numpy()), tuple(radices)))
 
 
 def _epilogue(bias: Tensor | None, residual: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

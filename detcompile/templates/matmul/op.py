@@ -146,11 +146,6 @@ define(
 )
 
 
-def reference_batched_matmul(x: Tensor, w: Tensor) -> Tensor:
-    """Return the op's value in float64, unrounded."""
-    return x.double() @ w.double().transpose(-1, -2)
-
-
 def _batches(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     """View x as [B, M, K] and w as [B, N, K] with unit stride along N or K."""
     x_BMK, w_BNK = (value.reshape(value.shape[:-2].numel(), *value.shape[-2:]) for value in (x, w))

@@ -72,21 +72,6 @@ define(
 )
 
 
-def reference_softmax(x: Tensor) -> Tensor:
-    """Return the op's value in float64, unrounded."""
-    return torch.softmax(x.double(), -1)
-
-
-def reference_log_softmax(x: Tensor) -> Tensor:
-    """Return the op's value in float64, unrounded."""
-    return torch.log_softmax(x.double(), -1)
-
-
-def reference_logsumexp(x: Tensor) -> Tensor:
-    """Return the op's value in float64, unrounded."""
-    return torch.logsumexp(x.double(), -1)
-
-
 def _launch(kind: str, x: Tensor, out: Tensor, radices: Sequence[int] | None, isa: str | None) -> Tensor:
     rows, M, R = rows_of(x)
     radices = radices or ()  # AOTInductor passes None for an empty list

@@ -63,16 +63,6 @@ def row_square_sum(x: Tensor) -> Tensor:
     return row_sum_cuda(x, term=SQUARE) if x.is_cuda else row_sum_cpu(x * x)
 
 
-def reference_row_sum(x: Tensor) -> Tensor:
-    """Return the op's value in float64, unrounded."""
-    return x.double().sum(-1)
-
-
-def reference_row_var_mean(x: Tensor, correction: float) -> tuple[Tensor, Tensor]:
-    """Return the op's values in float64, unrounded."""
-    return torch.var_mean(x.double(), -1, correction=correction)
-
-
 def rows_of(x: Tensor) -> tuple[Tensor, int, int]:
     """Return x [..., R > 0] as [M, R] of unit last stride (a view if the strides allow it), M, and R."""
     R = x.shape[-1]

@@ -68,8 +68,3 @@ define(
     cuda=embedding_cuda,
     fake=lambda weight, ids: weight.new_empty((*ids.shape, weight.shape[1])),
 )
-
-
-def reference_embedding(weight: Tensor, ids: Tensor) -> Tensor:
-    """Return the op's value: torch's, which copies too."""
-    return torch.nn.functional.embedding(ids, weight)

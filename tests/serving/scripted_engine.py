@@ -87,6 +87,10 @@ def controlled(command: protocol.Control, staged: list[str], adapters: set[str])
         if not file.exists() or file.read_text() == "bad":
             return protocol.Controlled(command.call_id, {}, f"{file} does not fit", refused=True)
         staged[:] = [file.read_text()]
+    if command.action == "check" and not staged:
+        return protocol.Controlled(command.call_id, {}, "w is missing", refused=True)
+    if command.action in ("drop", "join", "leave"):
+        staged.clear()
     value = {}
     if command.action == "load_adapter":
         adapters.add(command.arguments["name"])

@@ -1,7 +1,11 @@
 """Control routes: who may use them, and what they do to answers, over scripted engines."""
 
 import asyncio
+import copy
 import hashlib
+import json
+import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +18,13 @@ from detcompile.errors import InvalidInput
 from detcompile.serving.control import CONTROL_PATHS
 from detcompile.serving.journal.journal import Journal
 from detcompile.serving.service import Service
-from detcompile.serving.weight_store import FIRST
+from detcompile.serving.weight_store import FIRST, WeightStore
+from tests.draws import seed_of_run
+from tests.exhaustive import EXHAUSTIVE
 from tests.serving import scripted_service
 from tests.serving.instant_fleet import EMBEDDER, InstantFleet
 from tests.serving.scripted_service import running
+from tests.serving.test_fuzz import other_value, places
 
 pytestmark = pytest.mark.usefixtures("in_the_root")
 KEY, ADMIN = "key", "admin"
@@ -376,3 +383,89 @@ def test_odd_requests_are_no_5xx() -> None:
             assert done.json()["choices"][0]["token_ids"] == DRAWN and service.fleet.num_restarts == 0
 
     run(scenario())
+
+
+BASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # a path, parameters and a body that it takes
+    ("/pause", {"mode": "keep", "clear_cache": "false"}, {}), ("/pause", {"mode": "abort"}, {}),
+    ("/pause", {"mode": "wait", "wait_for_inflight_requests": "true"}, {}), ("/resume", {}, {}), ("/resume", {}, {}),
+    ("/abort_requests", {}, {"request_ids": ["a"]}), ("/abort_requests", {}, {}), ("/reset_prefix_cache", {}, {}),
+    ("/sleep", {"level": "1", "mode": "keep"}, {}), ("/wake_up", {"tags": "weights"}, {}), ("/wake_up", {}, {}),
+    ("/update_weights", {}, {"weight_dir": "good", "weight_version": "v", "partial": False}),
+    ("/update_weights", {}, {"weight_dir": "bad", "partial": True}),
+    ("/update_weight_version", {}, {"new_version": "w"}),
+    ("/init_weight_transfer_engine", {}, {"init_info": {
+        "master_address": "127.0.0.1", "master_port": 9, "rank_offset": 1, "world_size": 3, "packed": True}}),
+    ("/init_weight_transfer_engine", {}, {"init_info": {}}), ("/shutdown_weight_transfer_engine", {}, {}),
+    ("/start_weight_update", {}, {"is_checkpoint_format": True}),
+    ("/finish_weight_update", {}, {"weight_version": "x"}),
+    ("/update_weights", {}, {"update_info": {
+        "names": ["w"], "dtype_names": ["float32"], "shapes": [[1]], "packed": True, "packed_buffer_size_bytes": 9}}),
+    ("/weight_checker", {}, {"action": "compare", "baseline": {"a": "1"}, "checksums": [{"a": "1"}]}),
+    ("/v1/load_lora_adapter", {}, {"lora_name": "a", "lora_path": "x", "load_inplace": True}),
+    ("/v1/unload_lora_adapter", {}, {"lora_name": "a", "lora_int_id": 1}),
+    *((path, {"config_format": "json", "include_dp": "false"}, {}) for path in sorted(GETS)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("count", [120, pytest.param(5000, marks=EXHAUSTIVE)])
+def test_nothing_sent_to_control_routes_loses_an_answer(count: int, tmp_path: Path) -> None:
+    """Bodies that are nearly right, between answers: no 5xx, no engine lost, no answer lost, no entry without a key."""
+    draw = random.Random(f"{seed_of_run()} control {count}")
+    folders = {name: tmp_path / name for name in ("good", "bad")}
+    for name, folder in folders.items():
+        folder.mkdir()
+        (folder / "model.safetensors").write_text(name)
+
+    def request() -> tuple[str, dict[str, Any], bytes]:
+        path, parameters, body = copy.deepcopy(draw.choice(BASES))
+        for given in (parameters, body):
+            for _ in range(draw.choice([0, 0, 1, 2])):
+                if places(given):
+                    other_value(draw, given, [other for base in BASES for other in base[1:] if other])
+        if body.get("weight_dir") in (*folders,):
+            body["weight_dir"] = str(folders[body["weight_dir"]])
+        content = json.dumps(body).encode() if body or draw.random() < 0.5 else b""
+        if draw.random() < 0.1:
+            content = content[: draw.randrange(len(content) + 1)] + draw.randbytes(draw.randrange(4))
+        sendable = {name: str(value).encode("utf-8", "replace") for name, value in parameters.items() if name.isascii()}
+        return path, sendable, content
+
+    async def scenario() -> None:
+        service = scripted(replicas=2, most_restarts=5)
+        store = WeightStore(tmp_path / "store")
+        async with running(service, DIGESTS, admin=ADMINS, store=store) as client:
+            statuses: Counter[int] = Counter()
+            answers: set[asyncio.Task[httpx.Response]] = set()
+            for number in range(count):
+                if number % 8 == 0:
+                    answers.add(asyncio.create_task(call(client, "/v1/completions", ADMIN, json=ASK)))
+                path, parameters, content = request()
+                key, refused = draw.choice([("", 401), (KEY, 403), *[(ADMIN, 0)] * 6])
+                what = {"params": parameters, "content": content, "headers": {"Content-Type": "application/json"}}
+                try:
+                    async with asyncio.timeout(0.5):  # a pause may wait for held answers: this client leaves
+                        status = (await call(client, path, key, **what)).status_code
+                except TimeoutError:
+                    continue
+                assert status == refused if refused else status in (200, 400, 404, 409), (path, status, what)
+                statuses[status] += 1
+            assert min(statuses[status] for status in (200, 400, 401, 403)) > 0, statuses
+            await posted(client, "/resume", key=ADMIN)
+            await posted(client, "/wake_up", key=ADMIN)
+            for task in answers:
+                answer = await task
+                assert answer.status_code == 200, answer.text
+                [choice] = answer.json()["choices"]
+                drawn = choice["token_ids"]
+                ends = {"abort"} if len(drawn) < len(DRAWN) else {"abort", "length"}
+                assert drawn == DRAWN[: len(drawn)] and choice["finish_reason"] in ends
+            await posted(client, "/is_paused", key=ADMIN)
+            last = (await call(client, "/v1/completions", ADMIN, json=ASK)).json()
+            assert last["choices"][0]["token_ids"] == DRAWN and not service.open
+            assert service.fleet.num_restarts == 0
+
+    async def bounded() -> None:
+        async with asyncio.timeout(60 + count):
+            await scenario()
+
+    asyncio.run(bounded())

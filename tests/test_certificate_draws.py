@@ -1,4 +1,4 @@
-"""What the certificate accepts of random programs gives a row the same bits in every batch."""
+"""Random programs that the certificate accepts give a row the same bits in every batch."""
 
 from collections import Counter
 from unittest import mock

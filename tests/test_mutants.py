@@ -1,4 +1,4 @@
-"""The mutants of tests/mutants.toml fit the sources, and their runner names the test that kills each."""
+"""Each mutant of tests/mutants.toml fits the sources, and the runner names the test that kills it."""
 
 import json
 import subprocess

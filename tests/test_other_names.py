@@ -1,4 +1,4 @@
-"""An argument that vLLM, transformers or torch.compile has under another name is refused with what to write here."""
+"""Arguments with another name in vLLM, transformers or torch.compile are rejected with our name."""
 
 import inspect
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""Another tested transformers than the installed one: the same logits, arguments and adapters, beside the same torch.
+"""Another tested release of transformers gives the same logits, arguments and adapters.
 
 It costs about 95 CPU seconds and 300 MB in a temporary folder. Other releases of torch are run by `make canary`.
 """

@@ -1,4 +1,4 @@
-"""What a user imports and installs: public names, one name a module, the contents of the wheel."""
+"""The public names, one name per module, and the contents of the wheel."""
 
 import importlib.util
 import json

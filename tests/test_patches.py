@@ -1,4 +1,4 @@
-"""A test that patches the package neither takes nor leaves a kept program, and what tests cost is counted."""
+"""Tests that patch the package do not use kept programs, and costs of tests are counted."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What compile() tells of its stages, to whom, and when it is silent."""
+"""compile() reports its stages, and when it stays silent."""
 
 import contextlib
 import io

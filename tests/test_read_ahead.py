@@ -1,4 +1,4 @@
-"""Weights come into the page cache ahead of who reads them: from where a model is found, and from the command line."""
+"""Weights are read into the page cache ahead: when a model is found, and by the command line."""
 
 import ctypes
 import mmap

@@ -1,4 +1,4 @@
-"""The experiment of many equal requests, small enough for every run of the suite; it would see a difference."""
+"""A small version of the experiment with equal requests, which would detect a difference."""
 
 import pytest
 import torch

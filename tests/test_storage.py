@@ -1,4 +1,4 @@
-"""Nothing that somebody else could have written is loaded, and a disk that refuses is named with its path."""
+"""Files that others could have written are not loaded, and disk errors name their path."""
 
 import errno
 import os

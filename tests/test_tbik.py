@@ -1,4 +1,4 @@
-"""The numbers of the TBIK table, of answers made by hand, and its prompts from files."""
+"""The numbers of the TBIK table for handmade answers, and its prompts from files."""
 
 import pytest
 

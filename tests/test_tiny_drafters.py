@@ -1,4 +1,4 @@
-"""What ships to draft for the embedded model: it is often right, and moves no bit."""
+"""The drafters shipped with the embedded model are often right and change no bit."""
 
 import functools
 

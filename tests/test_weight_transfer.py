@@ -1,4 +1,4 @@
-"""Weight transfers between processes: what a sender of other sizes does, and a sender that does nothing."""
+"""Weight transfers between processes, with senders of other sizes and senders that send nothing."""
 
 import ctypes
 import os

@@ -1,4 +1,4 @@
-"""A model in worker processes gives the bits of one in this process, through every way to use it, or fails in time."""
+"""A model in worker processes has the bits of one in this process in every use, or fails in time."""
 
 import errno
 import functools

@@ -1,4 +1,4 @@
-"""The certificate's page: whole, escaped, needing nothing beside itself; and the drawings of sums."""
+"""The certificate's page is complete, escapes its texts and loads nothing else; its drawings of sums."""
 
 import errno
 import json

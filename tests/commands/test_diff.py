@@ -1,4 +1,4 @@
-"""`detcompile diff`: which part, which weight, which request, sample and token; what explains it; bad files by name."""
+"""`detcompile diff` names the part, weight, request, sample and token that differ, and rejects bad files by name."""
 
 import copy
 import json

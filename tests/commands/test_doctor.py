@@ -1,4 +1,4 @@
-"""`detcompile doctor`: what it finds on this machine, and what it makes of machines that lack something."""
+"""`detcompile doctor` reports what this machine has, and what simulated machines lack."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""Prompts are the text that was meant, in encodings that say which they are; what is no text is refused by its byte."""
+"""Prompt files are decoded by the encoding that they declare; bytes that are not text are rejected by position."""
 
 import io
 import sys

@@ -1,4 +1,4 @@
-"""Weights that travel while a model is compiled: the same bits as of weights that were there before."""
+"""Weights that arrive while a model is compiled give the same bits as weights that were there before."""
 
 import threading
 from collections.abc import Iterator

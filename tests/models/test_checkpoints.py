@@ -1,4 +1,4 @@
-"""A checkpoint that is not whole is refused by the path of what is wrong, and none of its weights is ever random."""
+"""An incomplete checkpoint is rejected by its path, and none of its weights is left random."""
 
 import json
 from collections.abc import Callable

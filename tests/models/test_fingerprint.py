@@ -1,4 +1,4 @@
-"""The fingerprint covers the program and the weights: what changes a model's bits changes it, and nothing else does."""
+"""The fingerprint changes with everything that changes a model's bits, and with nothing else."""
 
 import types
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""generate() is Hugging Face's: the same greedy tokens under its arguments, what it shows and what it returns."""
+"""generate() gives Hugging Face's greedy tokens, outputs and side effects under its arguments."""
 
 import hashlib
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""generate() under arguments that are drawn: Hugging Face's greedy tokens, and rows that are alone in any batch."""
+"""generate() under random arguments: Hugging Face's greedy tokens, and the same row in any batch."""
 
 import pytest
 import torch

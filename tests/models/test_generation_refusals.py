@@ -1,4 +1,4 @@
-"""What generate() cannot serve it refuses by name; what asks for nothing it takes."""
+"""generate() rejects unsupported arguments by name, and accepts those without an effect."""
 
 import re
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A model by its name: folders, ids of the Hub, its cache, what is fetched, and what is refused with what to do."""
+"""Models by name: folders, ids of the Hub, its cache, downloads, and errors with advice."""
 
 import functools
 import json

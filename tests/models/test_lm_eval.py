@@ -1,4 +1,4 @@
-"""lm-evaluation-harness takes a compiled model as it is, and its figures do not depend on the batch size.
+"""lm-evaluation-harness accepts a compiled model, and its results do not depend on the batch size.
 
 It needs the extra `eval`, which `make test-all` installs.
 """

@@ -1,4 +1,4 @@
-"""A compiled model is taken for a Hugging Face model by code that was written for one; what it cannot do it refuses."""
+"""A compiled model has the attributes of a Hugging Face model; unsupported ones raise an error with advice."""
 
 import copy
 import inspect

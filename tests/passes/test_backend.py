@@ -1,4 +1,4 @@
-"""The backend on modules that are no causal LMs: torch.compile(module, backend="detcompile")."""
+"""torch.compile(module, backend="detcompile") for modules that are not causal LMs."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A model whose tokens have no tables that can be seen is refused by name, before anything of it is changed."""
+"""A model whose tokens have no visible tables is rejected by name before it is changed."""
 
 import pytest
 import torch

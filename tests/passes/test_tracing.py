@@ -1,4 +1,4 @@
-"""What torch cannot trace is refused with what it is and the model's own line."""
+"""Code that torch cannot trace is rejected with its kind and its line in the model."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""torch.set_default_device moves nothing: what has to be on the CPU says so. "meta" stands in for a GPU."""
+"""torch.set_default_device does not move tensors that belong on the CPU. "meta" stands in for a GPU."""
 
 import contextlib
 import math

@@ -1,4 +1,4 @@
-"""Settings of an engine: what cannot be is refused when they are made, or given, by its name."""
+"""EngineConfig rejects impossible settings by name."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""A step that runs out of memory is tried again in parts, and no bit of any answer moves."""
+"""A step that runs out of memory is repeated in parts, and no bit changes."""
 
 import random
 from unittest import mock

@@ -1,4 +1,4 @@
-"""An engine whose workers are lost starts others and goes on: the bits are those of a run that nothing disturbed."""
+"""An engine restarts lost workers and continues with the bits of an undisturbed run."""
 
 import math
 from collections.abc import Callable, Iterator

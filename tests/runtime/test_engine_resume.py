@@ -1,4 +1,4 @@
-"""Requests that go on at tokens that they have drawn come to the bits of one run; deltas add up to the whole output."""
+"""Resumed requests have the bits of one run, and deltas add up to the whole output."""
 
 import copy
 from dataclasses import replace

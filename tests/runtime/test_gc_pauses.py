@@ -1,4 +1,4 @@
-"""Garbage collection while requests run: what existed before is left alone, and only as long."""
+"""While requests run, garbage collection leaves older objects alone."""
 
 import gc
 

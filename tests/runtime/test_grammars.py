@@ -1,4 +1,4 @@
-"""Answers that have to match a grammar do, with the bits that they have alone, whatever is drafted or cut."""
+"""Answers match their grammar and have the bits of a run alone, with any drafts and cuts."""
 
 import importlib
 import importlib.metadata

@@ -1,5 +1,4 @@
-"""A request that raises, wherever on its way, ends alone with its error: its neighbors get the bytes they get without
-it, and the engine serves on."""
+"""A request that raises ends alone with its error; the others keep their bytes, and the engine continues."""
 
 import contextlib
 import inspect

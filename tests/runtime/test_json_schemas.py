@@ -1,4 +1,4 @@
-"""JSON schemas as masks: no spelling of a wrong value is taken, and no text begins that nothing can go on with."""
+"""JSON schemas as masks: wrong values are rejected in every spelling, and no accepted prefix is a dead end."""
 
 import functools
 import itertools

@@ -1,4 +1,4 @@
-"""An engine takes no more memory than it may: limits are read, graphs share, the worst step is measured."""
+"""An engine stays within its memory: it reads limits, shares graphs' memory and measures the worst step."""
 
 import functools
 import gc

@@ -1,4 +1,4 @@
-"""Requests that may not draw every token get, whatever runs beside them and is drafted, what they get alone."""
+"""Requests with restricted tokens get the answers of a run alone, with any neighbors and drafts."""
 
 from dataclasses import replace
 

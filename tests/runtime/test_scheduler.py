@@ -1,4 +1,4 @@
-"""Schedulers without a model: what every plan must be, and that every sequence comes to its end."""
+"""Schedulers without a model: properties of every plan, and every sequence ends."""
 
 import random
 from collections import deque

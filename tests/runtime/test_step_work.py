@@ -1,4 +1,4 @@
-"""A step of plain sequences, trees and prompts whose logprobs are wanted: whose row of logits is where."""
+"""Rows of logits in a step of plain sequences, draft trees and prompts with logprobs."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Keys: every route asks for one, and nobody lets other machines in without."""
+"""Keys: every route requires one, and a server without keys listens on this machine only."""
 
 import asyncio
 import hashlib

@@ -1,4 +1,4 @@
-"""Readers are woken in turns of the event loop, and what they have not taken yet comes with what is newer."""
+"""Readers wake up in turns of the event loop, and get everything that is new at once."""
 
 import asyncio
 from itertools import pairwise

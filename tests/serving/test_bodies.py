@@ -1,4 +1,4 @@
-"""Bodies that are held have a common bound, and what holds them lets go without a collection of cycles."""
+"""Request bodies in memory share a bound, and are freed without the cycle collector."""
 
 import asyncio
 import gc

@@ -1,4 +1,4 @@
-"""Requests that offer another protocol are answered by HTTP/1.1, however their bytes come."""
+"""Requests that offer another protocol are answered over HTTP/1.1, however their bytes arrive."""
 
 import asyncio
 import contextlib

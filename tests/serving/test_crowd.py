@@ -1,4 +1,4 @@
-"""Mixed requests under load come again by their seeds: in another crowd and order, streamed or not, and as receipts."""
+"""Mixed requests under load repeat by their seeds in another order, streamed or not, and as receipts."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""A server ends soon, and with it all processes that it has started, whenever it is told to, or killed."""
+"""A server that is told to end or is killed ends soon, with all processes that it started."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""The engine's end of the socket: what is wrong with one request, or with a frame, leaves nobody waiting."""
+"""The engine's end of the socket: a bad request or frame leaves no client waiting."""
 
 import os
 import socket

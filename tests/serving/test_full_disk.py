@@ -1,4 +1,4 @@
-"""/ready says that nothing can be written, and takes it back when there is room again."""
+"""/ready fails while nothing can be written, and recovers when there is room again."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""Requests that are nearly right, and bytes that are none: no 5xx, no engine lost, no bit of a canary moved."""
+"""Almost valid requests and random bytes cause no 5xx, lose no engine and change no bit of others."""
 
 import base64
 import copy

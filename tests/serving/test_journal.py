@@ -1,4 +1,4 @@
-"""Requests with a key: answered once, whoever comes back for them, with whatever server has their journal."""
+"""Requests with a key are answered once, for any client and any server with the journal."""
 
 import asyncio
 import collections

@@ -1,4 +1,4 @@
-"""Responses that a journal keeps: read on, asked for and gone on with at the server that is started after theirs."""
+"""Responses in a journal are read, resumed and continued on the next server."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Streams of the embedded model whose engine or server is killed at random come to the bytes of undisturbed ones."""
+"""Streams of the embedded model have the same bytes when engines and servers are killed at random."""
 
 import signal
 import subprocess

@@ -1,4 +1,4 @@
-"""Engines that somebody else starts connect over TCP, and prove that they have the secret."""
+"""Engines that somebody else starts connect over TCP and prove that they know the secret."""
 
 import asyncio
 import functools

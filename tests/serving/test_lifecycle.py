@@ -1,4 +1,4 @@
-"""Bounds, an engine that dies or hangs, and an orderly end: over a scripted engine, without a model."""
+"""Bounds, engines that die or hang, and an orderly end, over a scripted engine."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Bounds on what is open and waits: of a request, of an API key, and of all."""
+"""Bounds on open and waiting work: per request, per API key, and in total."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""What is served of a record is what was recorded, whichever model and receipts the server has now."""
+"""A record is served as it was written, whichever model and receipts the server has now."""
 
 import asyncio
 import contextlib

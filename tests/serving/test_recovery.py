@@ -1,4 +1,4 @@
-"""Answers go on where their engine is lost, and whoever kills engines ends alone: over scripted engines."""
+"""Answers continue when their engine is lost, and a request that kills engines ends alone."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""From a request to its parameters, and from tokens to chunks, without a server."""
+"""Requests become parameters and tokens become chunks, without a server."""
 
 import asyncio
 import json

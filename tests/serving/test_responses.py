@@ -1,4 +1,4 @@
-"""/v1/responses by the unmodified client: created, streamed, lost and read on, with the text that a chat has."""
+"""/v1/responses by the unmodified client: created, streamed and resumed, with the text of the chat."""
 
 import asyncio
 import hashlib

@@ -1,4 +1,4 @@
-"""Every slot comes back, wherever a request ends: its client leaves, its task is canceled, or its answer is early."""
+"""Every slot is released, whether the client leaves, its task is canceled or the answer ends early."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""What takes too long ends: answers, requests that do not arrive, clients that do not read; pages, and the log."""
+"""Timeouts: answers, slow requests and slow readers; pages, and the log."""
 
 import asyncio
 import contextlib

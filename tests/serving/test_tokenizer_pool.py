@@ -1,4 +1,4 @@
-"""The front reads long texts, and many of them, while it serves others."""
+"""The front end tokenizes long and many texts while it serves others."""
 
 import asyncio
 import itertools

@@ -1,4 +1,4 @@
-"""Calls in texts: what each family writes, broken ones, and that no cut of a text moves what is read."""
+"""Tool calls in texts: each family's format, broken calls, and the same result for every cut."""
 
 import json
 

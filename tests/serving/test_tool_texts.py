@@ -1,4 +1,4 @@
-"""What a model writes into a call and JSON can hardly hold: it is told as far as it can be, and nobody waits on."""
+"""Tool calls that JSON can hardly hold are reported as far as possible, and no client waits."""
 
 import asyncio
 import json

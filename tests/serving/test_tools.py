@@ -1,4 +1,4 @@
-"""Calls of functions over HTTP by the unmodified client: what is required is there, streamed or not."""
+"""Function calls over HTTP by the unmodified client: required calls are there, streamed or not."""
 
 import json
 

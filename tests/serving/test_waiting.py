@@ -1,4 +1,4 @@
-"""What no engine sees yet: grammars that are checked first, and texts that are tokenized; both wait within bounds."""
+"""Requests that wait for a grammar check or the tokenizer, both within bounds."""
 
 import asyncio
 import hashlib

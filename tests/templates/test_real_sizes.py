@@ -1,4 +1,4 @@
-"""The templates at the sizes of an 8B model, where a launch holds many tiles and many rows: bytes do not follow T."""
+"""At the sizes of an 8B model, with many tiles and rows per launch, bytes do not depend on the number of tokens."""
 
 import pytest
 import torch

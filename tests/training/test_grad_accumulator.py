@@ -1,4 +1,4 @@
-"""A GradAccumulator adds whatever reaches its parameter exactly, or refuses it; ``.grad`` is float32 all the time."""
+"""GradAccumulator adds all gradients of a parameter exactly, or rejects them; ``.grad`` stays float32."""
 
 import itertools
 import threading

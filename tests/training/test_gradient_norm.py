@@ -1,4 +1,4 @@
-"""The norm of all gradients is one value over ranks and orders, and torch's but for its rounding."""
+"""The gradient norm is one value for all ranks and orders, and torch's up to rounding."""
 
 import math
 import os

@@ -1,4 +1,4 @@
-"""LoRA: adapters of PEFT's are trained beside frozen weights, with log-probabilities that are an engine's."""
+"""LoRA: PEFT's adapters train beside frozen weights with an engine's log-probabilities."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What gradients rest on, taken away one by one: the comparison of splits has to see each."""
+"""Without any one of the parts that gradients rest on, the comparison of splits fails."""
 
 import pytest
 import torch

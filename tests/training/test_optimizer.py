@@ -1,4 +1,4 @@
-"""AdamW's bits are of each element alone, over any shards; its values are torch's."""
+"""AdamW's bits depend on each element alone, over any shards; its values are torch's."""
 
 import copy
 import pickle

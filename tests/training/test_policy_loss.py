@@ -1,4 +1,4 @@
-"""policy_loss is PPO's clipped objective, and a token's gradient has bits of that token alone."""
+"""policy_loss is PPO's clipped objective, and a token's gradient depends on that token alone."""
 
 import pytest
 import torch

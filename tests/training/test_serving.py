@@ -1,4 +1,4 @@
-"""A trainer's weights are served: rounded, in place, with its own log-probabilities, which are checked."""
+"""A trainer's weights are served in place, rounded, with the trainer's log-probabilities."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""A trainer's forward has the bytes that serve; its gradients those of no micro-batch, packing or order."""
+"""A trainer's forward has serving's bytes; its gradients do not depend on micro-batches, packing or order."""
 
 import copy
 import pickle

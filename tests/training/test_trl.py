@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer over an engine and a trainer of ours: on policy to the bit, and blind to micro-batches."""
+"""TRL's GRPOTrainer over our engine and trainer is on policy to the bit, in any micro-batches."""
 
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""The page in a browser, over the scripted engine: what it shows, and that nothing it is given becomes markup."""
+"""The page in a browser over the scripted engine: what it shows, and that no input becomes markup."""
 
 import base64
 import json

@@ -1,4 +1,4 @@
-"""Attention classes with a softmax of their own, and masks that models make in other ways: the meaning stays."""
+"""Attention classes with their own softmax, and masks made in other ways, keep their meaning."""
 
 import sys
 from typing import Any, ClassVar

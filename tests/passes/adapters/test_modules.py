@@ -1,4 +1,4 @@
-"""Modules that are given another forward compute what theirs did: positions, adapters, experts, attention."""
+"""Modules with a replaced forward compute the same: positions, adapters, experts, attention."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""Rotary positions of ours have the bytes of transformers' own."""
+"""Our rotary positions have the bytes of transformers'."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Scans and mixers of transformers: ours in their place give the model's own logits, before anything is compiled."""
+"""Our scans and mixers give the model's logits before anything is compiled."""
 
 import inspect
 from unittest import mock

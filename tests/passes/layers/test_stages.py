@@ -1,4 +1,4 @@
-"""A model cut where layers meet: stage after stage gives the bytes of the model that was not cut, and its proof."""
+"""A model cut between layers gives, stage after stage, the bytes and the proof of the whole model."""
 
 import gc
 import weakref

@@ -1,4 +1,4 @@
-"""Which layers are the same: seen in a run and in their modules, and never where anything tells them apart."""
+"""Layers count as equal only if neither a run nor their modules tell them apart."""
 
 import copy
 from typing import Any

@@ -1,4 +1,4 @@
-"""Modules that exact arithmetic replaces: those of a formula, and none that differs by less than float32 tells."""
+"""Exact arithmetic replaces modules that compute a formula of the definition, and no others."""
 
 import math
 from typing import Any

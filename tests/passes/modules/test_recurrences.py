@@ -1,4 +1,4 @@
-"""Layers that carry a state: what the certificate asks of them, and views that Inductor once got wrong around them."""
+"""Layers with a state: what the certificate requires of them, and views that Inductor once compiled wrongly."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""How AOTInductor's libraries are linked (nothing that a static library brings is seen outside) and what they take."""
+"""AOTInductor's libraries export no symbols of static libraries, and take the right arguments."""
 
 import operator
 import warnings

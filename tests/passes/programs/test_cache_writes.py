@@ -1,4 +1,4 @@
-"""Layers of several KV groups share their caches: programs that copy them are refused, and plain graphs do not."""
+"""Programs that copy a cache shared by KV groups are rejected; plain graphs do not copy it."""
 
 from functools import partial
 from unittest import mock

@@ -1,4 +1,4 @@
-"""Graphs that compute something else have another digest."""
+"""Graphs that compute different things have different digests."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What is compiled before the first program is what the first program then takes."""
+"""The first program uses what was compiled before it."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""What a compiled model on a CPU runs: its operations without Python, by whatever way it was compiled."""
+"""A compiled model on a CPU calls its operations without Python, however it was compiled."""
 
 from functools import partial
 

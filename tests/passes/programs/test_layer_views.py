@@ -1,4 +1,4 @@
-"""Some of a model's layers are the model that has only these, and share its weights."""
+"""A view of some of a model's layers equals a model with only these layers, and shares its weights."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Holes the certificate once had, one graph each; and habits of models that it once refused for nothing."""
+"""One graph for each hole that the certificate once had, and for each harmless model that it once rejected."""
 
 from collections.abc import Callable
 

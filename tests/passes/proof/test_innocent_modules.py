@@ -1,4 +1,4 @@
-"""Modules whose rows are apart are certified by the backend, keep a row's bits in any batch, and mean what torch means.
+"""Modules that keep rows apart are certified, have the same bits in any batch, and torch's meaning.
 
 A group of modules is compiled as one, which gives the results of all of them: most of the time is Inductor's.
 """

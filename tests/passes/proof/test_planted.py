@@ -1,4 +1,4 @@
-"""The certificate under mutation: planted into real graphs, what lets rows meet is refused by name, the rest certified.
+"""Mutations of real graphs: operations that mix rows are rejected by name, the others certified.
 
 Where a mutation goes is drawn from a seed of its name, in several models, behind the passes and before them.
 """

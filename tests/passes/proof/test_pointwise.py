@@ -1,4 +1,4 @@
-"""The table of pointwise operations covers torch's own list, and what is in none of its classes is refused."""
+"""The table of pointwise operations covers torch's own list; unlisted operations are rejected."""
 
 import pytest
 import torch

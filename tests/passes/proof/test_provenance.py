@@ -1,4 +1,4 @@
-"""The axis algebra says what values do: which row an element reads, checked by value."""
+"""The axis algebra names the row that each element reads, as checked by values."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""Tensors written in place, as what they are: a concatenation of slices, a choice by a mask; gaps are refused."""
+"""Tensors written in place become concatenations and choices by a mask; gaps are rejected."""
 
 from collections.abc import Callable
 

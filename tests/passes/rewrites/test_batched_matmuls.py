@@ -1,4 +1,4 @@
-"""Products of a few weights, and of small matrices of a row, are pinned; longer sums are left to the certificate."""
+"""Products of a few weights, and of a row's small matrices, are pinned; longer sums are not."""
 
 import pytest
 import torch

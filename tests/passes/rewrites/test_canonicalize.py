@@ -1,4 +1,4 @@
-"""What Inductor would not compile for an unknown number of rows, or not as it is meant, is spelled in another way."""
+"""Operations that Inductor compiles wrongly or not at all for an unknown number of rows are rewritten."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Linears of one input share a product: one GEMM where the model has several, the same bytes, the same memory."""
+"""Linears with one input share a GEMM, with the same bytes and the same memory."""
 
 from collections.abc import Callable
 from unittest import mock

@@ -1,4 +1,4 @@
-"""What is written like an RMSNorm keeps its meaning, whether or not it becomes the template."""
+"""Code that looks like an RMSNorm keeps its meaning, whether or not it becomes the template."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""What each rank keeps of a model: whole heads with the key heads they read, every feature once, or a refusal."""
+"""Each rank keeps whole heads with their key heads, and every feature once; other splits are rejected."""
 
 import dataclasses
 from pathlib import Path

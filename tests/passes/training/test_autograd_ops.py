@@ -1,4 +1,4 @@
-"""Every twin's gradient by finite differences in float64, through its handles, with templates in float64."""
+"""Gradients of every trainable operation against finite differences in float64."""
 
 import types
 from collections.abc import Callable, Iterator

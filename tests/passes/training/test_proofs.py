@@ -1,4 +1,4 @@
-"""A backward whose sums over tokens are not what is declared, or go where they should not, is refused by name."""
+"""A backward with an undeclared or misdirected sum over tokens is rejected by name."""
 
 import types
 from collections.abc import Callable

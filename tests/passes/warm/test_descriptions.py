@@ -1,4 +1,4 @@
-"""A model that comes out of a checkpoint is described whole, so that its program can be kept."""
+"""A model from a checkpoint is described completely, so that its program can be kept."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What code holds besides weights is a part of the key of a kept program, wherever it stands."""
+"""Everything that code holds besides weights enters the key of a kept program."""
 
 import json
 import subprocess

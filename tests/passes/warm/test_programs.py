@@ -1,4 +1,4 @@
-"""The folder of kept programs: whatever lies there, it is listed, cleared and compiled beside."""
+"""The folder of kept programs is listed and cleared, whatever lies in it, and compiling works beside it."""
 
 import json
 from pathlib import Path

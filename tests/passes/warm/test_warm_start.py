@@ -1,4 +1,4 @@
-"""A program that an earlier compile() kept: what decides it, what it gives, and what is not believed."""
+"""Programs kept by an earlier compile(): their key, their bits, and damaged or foreign ones."""
 
 import gc
 import json

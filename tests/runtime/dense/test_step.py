@@ -1,4 +1,4 @@
-"""The step of a dense call is the one that ``build_arrays`` packs, over blocks of which no two tokens share a slot."""
+"""A dense call's step is the one that ``build_arrays`` packs, with no slot used twice."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""BlockPool loses no block, frees none twice, and forgets content in the stated order, whatever the order of calls."""
+"""BlockPool loses no block, frees none twice, and evicts in the stated order, whatever the order of calls."""
 
 import pytest
 import torch

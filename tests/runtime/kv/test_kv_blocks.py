@@ -1,4 +1,4 @@
-"""KVBlocks case by case: where hits end, what is shared, what windows give back; any order of calls is next door."""
+"""KVBlocks case by case: ends of hits, sharing, freed windows. test_kv_blocks_machine.py has any order of calls."""
 
 import struct
 from hashlib import blake2b

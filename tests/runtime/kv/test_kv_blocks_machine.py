@@ -1,4 +1,4 @@
-"""KVBlocks under any order of calls: what a query can see in the cache is its own sequence's content, bit for bit.
+"""KVBlocks under any order of calls: a query sees its own sequence's content, bit for bit.
 
 The model writes into each slot whose content it is: the group, and a name for all tokens up to that position. Stale,
 overwritten, misplaced or wrongly shared content then shows as another sequence's name.

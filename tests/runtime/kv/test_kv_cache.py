@@ -1,4 +1,4 @@
-"""The tensors of keys and values: what copying blocks moves, and what it leaves."""
+"""Copying blocks of the cache moves the named keys and values, and nothing else."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""How many steps a pipeline has under way, by what the host and the stages took."""
+"""How many steps a pipeline keeps in flight, from the durations of the host and the stages."""
 
 import math
 from itertools import repeat

@@ -1,4 +1,4 @@
-"""Steps that decode hold their time, by what steps have taken, on a clock that is simulated; and no answer changes."""
+"""Steps with decodes stay within their time on a simulated clock, and no answer changes."""
 
 from collections.abc import Iterable, Iterator
 

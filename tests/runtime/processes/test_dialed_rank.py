@@ -1,4 +1,4 @@
-"""A WorkerGroup one of whose ranks somebody else has started, and is reached over TCP."""
+"""A WorkerGroup with a rank that somebody else started and that connects over TCP."""
 
 import signal
 import socket

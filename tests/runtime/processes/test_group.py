@@ -1,4 +1,4 @@
-"""WorkerGroup: commands and answers; whatever goes wrong, its caller learns which rank and no process is left."""
+"""WorkerGroup: commands, results, and failures that name their rank and leave no process."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""The rows of a step arrive in a worker process as they were, but for keys and tokens that it needs once."""
+"""A step's rows reach a worker process unchanged, without keys and tokens that it already has."""
 
 import math
 from collections import deque

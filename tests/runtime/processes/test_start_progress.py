@@ -1,4 +1,4 @@
-"""The bar of ranks that start: it adds up what they have read, and is not drawn where nothing takes long."""
+"""The progress bar of starting ranks sums what they have read, and stays hidden in short starts."""
 
 import functools
 import io

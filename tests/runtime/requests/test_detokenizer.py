@@ -1,4 +1,4 @@
-"""Detokenizer: what it gives out piece by piece is the whole text, cut at the first stop string."""
+"""Detokenizer's pieces add up to the whole text, cut at the first stop string."""
 
 import functools
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What stands for token ids or other integers is a list of them, and nothing that only goes through one by one."""
+"""Sequences of integers are accepted as token ids; other iterables are not."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Every form of a prompt that users have is served as what it means; nonsense is refused by name."""
+"""Every supported form of a prompt is understood; anything else is rejected by name."""
 
 import array
 

@@ -1,4 +1,4 @@
-"""SamplingParams refuse by name what cannot be served, and hold what they were given."""
+"""SamplingParams rejects unsupported values by name and keeps the others unchanged."""
 
 import math
 import pickle

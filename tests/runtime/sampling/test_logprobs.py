@@ -1,4 +1,4 @@
-"""Logprobs of the model itself: right, in one order, and blind to the other rows."""
+"""Logprobs of the model are right, in one order, and independent of other rows."""
 
 import torch
 from hypothesis import given

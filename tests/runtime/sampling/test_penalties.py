@@ -1,4 +1,4 @@
-"""Penalties are what their definition says of the whole history, and counts are a function of the tokens."""
+"""Penalties follow their definition over the whole history, and counts depend on the tokens alone."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Sampler: a row of a batch of anything is the row alone, bit for bit, step after step, on the device throughout."""
+"""Sampler: a row of any batch equals the row alone, bit for bit, in every step, without leaving the device."""
 
 import math
 from unittest import mock

@@ -1,4 +1,4 @@
-"""The switch drafts where that is a gain, stops where it is a loss, comes back, and loses no more than it may."""
+"""The switch drafts where it gains, stops where it loses, tries again, and bounds the loss."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""build_step puts every token where a slow construction puts it."""
+"""build_step agrees with a slow construction."""
 
 import numpy as np
 import pytest

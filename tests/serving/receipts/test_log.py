@@ -1,4 +1,4 @@
-"""Keys, envelopes and the log: each fault is told, and what a killed server left is no fault."""
+"""Keys, envelopes and the log: faults are reported, and the half-written line of a killed server is none."""
 
 import base64
 import json

@@ -1,4 +1,4 @@
-"""Receipts of the session's server: every kind of answer comes out again, and every change of one is named."""
+"""Receipts of every kind of answer replay, and every change of one is named."""
 
 import json
 from collections.abc import Callable

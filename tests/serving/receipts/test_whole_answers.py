@@ -1,4 +1,4 @@
-"""A saved answer is what its receipt makes of it: every field that anybody changes is named."""
+"""A saved answer is compared with its receipt: every changed field is named."""
 
 import copy
 import functools

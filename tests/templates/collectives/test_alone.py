@@ -1,4 +1,4 @@
-"""In a warmup that a rank runs alone, collectives meet nobody: they give zeros in the form of their results."""
+"""In a warmup on one rank, collectives return zeros in the form of their results."""
 
 from collections.abc import Callable, Iterator
 

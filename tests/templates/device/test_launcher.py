@@ -1,4 +1,4 @@
-"""A kernel that is launched again by what Triton compiled for it gives what a launch by Triton gives."""
+"""Launching Triton's compiled kernel directly gives what a launch by Triton gives."""
 
 import importlib
 import pkgutil

@@ -1,4 +1,4 @@
-"""Copies of cache blocks on the GPU: the tokens that were named, in every cache, and no byte beside them."""
+"""Copies of cache blocks on the GPU move the named tokens in every cache, and no other byte."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""embedding on the CPU: bytes are copied, and an id outside the table is named, never read."""
+"""embedding on the CPU copies bytes and rejects ids outside the table."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The likeliest tokens are argmax's, whatever stands in a row; tokens drawn before take their places."""
+"""The likeliest tokens are argmax's for any row, and pending tokens are filled in."""
 
 import math
 

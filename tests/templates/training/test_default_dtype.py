@@ -1,4 +1,4 @@
-"""What torch.set_default_dtype says moves neither the memory that templates write nor their bits."""
+"""torch.set_default_dtype changes neither the memory that templates write nor their bits."""
 
 from collections.abc import Callable
 from typing import Any

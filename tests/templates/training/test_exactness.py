@@ -1,4 +1,4 @@
-"""The guard adds up what gradients may have reached, and names the parameter whose sums may not have been exact."""
+"""The guard bounds gradients and names the parameter whose sum may be inexact."""
 
 import math
 

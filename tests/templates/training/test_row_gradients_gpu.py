@@ -1,4 +1,4 @@
-"""Gradients of rows on the GPU: whatever the neighbors, near float64's, and as the order has them."""
+"""Gradients of rows on the GPU: the order's bits with any neighbors, near float64's values."""
 
 import numpy as np
 import pytest

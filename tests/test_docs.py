@@ -31,7 +31,7 @@ def anchors(text: str) -> set[str]:
 
 
 def broken_links(text: str, folder: Path) -> list[str]:
-    """The relative links of a page in ``folder`` that lead to no file, or to no heading of it."""
+    """Return the relative links of a page in ``folder`` without a file, or without a heading in it."""
 
     def leads(link: str) -> bool:
         path, _, anchor = link.partition("#")
@@ -86,8 +86,8 @@ def test_every_result_that_is_kept_is_quoted() -> None:
 
 
 def variables_of(source: str) -> set[str]:
-    """Variables that a module asks the environment for, or sets where nobody has: strings in capitals. What it gives to
-    other processes (``os.environ | {...}``) is not among them."""
+    """Return the environment variables that a module reads or sets if unset: strings in capitals, except in what it
+    passes to other processes (``os.environ | {...}``)."""
     tree = ast.parse(source)
     given = [node for node in ast.walk(tree) if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr)]
     others = {id(inner) for node in given for inner in ast.walk(node)}

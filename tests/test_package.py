@@ -35,7 +35,7 @@ print(json.dumps({name: module.__file__ for name, module in sys.modules.items() 
 
 
 def test_the_extra_of_the_tests_brings_the_server_and_its_client():
-    """Without them tests/serving is left out, and nobody would notice."""
+    """Without them pytest would silently skip tests/serving."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert {"detcompile[serve]", "openai"} <= set(extras["test"])
     named = {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in extras["serve"]}
@@ -82,7 +82,7 @@ def test_torch_finds_the_backend_without_an_import():
 
 @pytest.mark.parametrize("given", [None, "of the caller"])
 def test_one_assembler_serves_all_kernels(given: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor takes torch's where nobody has chosen, but only in processes in which it compiles a kernel itself."""
+    """By default Inductor takes torch's, but only in processes in which it compiles a kernel itself."""
     ptxas = tmp_path / "backends/nvidia/bin/ptxas"
     ptxas.parent.mkdir(parents=True)
     ptxas.touch(0o755)

@@ -45,7 +45,7 @@ def share_cached(file: Path) -> float:
 
 
 def cached_whole(file: Path) -> bool:
-    """Whether all of a file comes into memory, which the kernel goes on with after it was advised."""
+    """Whether the whole file gets into memory; the kernel continues after the advice."""
     deadline = time.monotonic() + 60
     while (share := share_cached(file)) < 1 and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -89,7 +89,7 @@ def test_tensors_of_other_sizes_are_refused(size: int, others: int) -> None:
 
 
 def test_waits_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of nobody, of a listener that says nothing, of a store without a sender, and of a collective that hangs."""
+    """Waits for a missing host, a silent listener, a store without a sender, and a collective that hangs."""
 
     def refused(port: int, size: int = 2, address: str = "127.0.0.1") -> str:
         start = time.monotonic()

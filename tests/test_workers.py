@@ -174,7 +174,7 @@ def test_every_axis(one: RemoteModel, axis: str) -> None:
 def test_an_engine_of_any_requests(
     one: RemoteModel, params: list[SamplingParams], lengths: list[int], overlap: bool, num_blocks: int
 ) -> None:
-    """Parameters and tokens travel once; preempted, ended and repeated sequences are told apart all the same."""
+    """Parameters and tokens are sent once, also for preempted, ended and repeated sequences."""
     params = [replace(item, stop=()) for item in params]
     prompts = [[(7 * i + j) % VOCAB_SIZE for j in range(lengths[i])] for i in range(len(params))]
     config = EngineConfig(num_blocks=num_blocks, block_size=16, overlap=overlap, max_num_seqs=4)

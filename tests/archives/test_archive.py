@@ -227,7 +227,7 @@ def forged(target: Path, path: Path, more: Members = (), facts: Any = None, drop
 
 
 def sealed(path: Path) -> Path:
-    """The digest of what is no member's contents, made anew."""
+    """Recompute the digest of everything outside the members' contents."""
     content = bytearray(path.read_bytes())
     with zipfile.ZipFile(path) as archive:
         places = sorted((content.find(b"PK", i.header_offset), i.file_size) for i in archive.infolist())

@@ -266,7 +266,7 @@ def test_every_order_is_drawn_within_its_frame(order):
 
 @pytest.mark.parametrize("leaf", [Blocked(192, 128), EvenOdd(192, 32)], ids=str)
 def test_tree_leaves_are_its_ranges(leaf):
-    """What is drawn is what is summed: every k once, from left to right."""
+    """The drawing has every k once, from left to right."""
     tree = order_tree(Tree(768, (2, 2), leaf))
     drawn = [line for node in leaves(tree) for line in node.text if line.startswith("k = ")]
     ranges = [tuple(map(int, re.findall(r"\d+", line))) for line in drawn]

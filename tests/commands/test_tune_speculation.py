@@ -55,7 +55,7 @@ def test_trials_cover_all_workloads_and_kinds():
 
 
 class SlowAtFirst(NGramDrafter):
-    """As a drafter whose kernels are compiled when it is first asked."""
+    """A drafter whose first call compiles its kernels."""
 
     def __init__(self) -> None:
         super().__init__(2)

@@ -118,7 +118,7 @@ def test_sum_of_largest_digits_fits_int32() -> None:
 
 
 def test_score_factors_are_correctly_rounded() -> None:
-    """torch's square root of float32 is not: sqrt(19) comes out one unit in the last place too small."""
+    """torch's float32 square root is not: its sqrt(19) is one unit in the last place too small."""
     for dim in range(1, 1025):
         root = float(F(math.sqrt(dim)))  # rounding from float64 is innocuous for a root and a quotient
         assert _factor(dim, 0.0) == float(F(float(exact.LOG2E) / root)), dim

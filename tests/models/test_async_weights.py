@@ -67,7 +67,7 @@ def expected(folder: Path) -> tuple[Any, ...]:
 
 
 class Gate:
-    """Holds the copy of every weight until somebody waits for it."""
+    """Blocks the copy of every weight until a reader waits for it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened, self.num_copied, self.num_waits = threading.Event(), 0, 0

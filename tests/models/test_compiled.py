@@ -101,7 +101,7 @@ def test_bad_input_is_refused_with_what_to_do(message: str, call) -> None:
 
 @pytest.mark.parametrize("left", [False, True], ids=["padded right", "padded left"])
 def test_padding_moves_no_loss_whatever_its_labels(left: bool) -> None:
-    """Every label at padding and of a row's first token is left out; what is left is Hugging Face's loss."""
+    """Labels at padding and of a row's first token do not count; the rest gives Hugging Face's loss."""
     model = compiled("qwen3", torch.float32)
     rows = [PROMPT[0].tolist(), PROMPT[0, :4].tolist(), PROMPT[0, 2:5].tolist()]
     width = max(map(len, rows))

@@ -136,7 +136,7 @@ def test_traces_of_a_call_are_refused(transform: Callable[..., Any]) -> None:
 
 
 def test_it_is_not_copied() -> None:
-    """Its code would run the weights of the first, and nobody could change those of the second."""
+    """The copy's code would run the first model's weights, and its own could not be changed."""
     for act in (copy.copy, copy.deepcopy, pickle.dumps, lambda model: torch.save(model, io.BytesIO())):
         with pytest.raises(InvalidInput, match="cannot be copied or pickled"):
             act(model())

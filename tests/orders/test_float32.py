@@ -124,7 +124,7 @@ def test_fma_broadcasts_and_keeps_float32():
 
 
 def names(count: int) -> np.ndarray:
-    """Letters whose `+` writes down the addition: object arrays add by Python's own +."""
+    """Letters whose `+` writes the addition down: arrays of objects add by Python's `+`."""
     return np.array([Written(chr(ord("a") + i)) for i in range(count)], object)
 
 

@@ -329,7 +329,7 @@ def test_masked_kv_block_changes_no_bits(seed, position, window):
 
 
 def masked_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int, window: int, chunk: int) -> np.ndarray:
-    """The contract of KV, with every key of every block at hand: what is invisible is masked, never skipped."""
+    """The contract of KV over all keys of all blocks: invisible ones are masked, never skipped."""
     keys = np.arange(len(k))
     visible = (keys <= position) & ((keys > position - window) if window else True)
     k, v = np.where(visible[:, None], k, 0), np.where(visible[:, None], v, 0)

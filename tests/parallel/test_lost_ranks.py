@@ -49,7 +49,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=6, logprobs=1)
 
 
 def module(num_layers: int = 2) -> PreTrainedModel:
-    """Two KV groups, one with a window. Inductor, which has its own tests, would be most of the time of a start."""
+    """A model of two KV groups, one with a window, without Inductor, which would take most of the time of a start."""
     program_source.compile_fx_inner = run_plainly
     return random_model("granite_swa", torch.float32, num_hidden_layers=num_layers)
 
@@ -74,7 +74,7 @@ def engine_of(model: RemoteModel, config: EngineConfig = CONFIG) -> Any:
 
 
 def disturbed(model: RemoteModel, rank: int, number: int, at: int = 9) -> tuple[list[Any], Any]:
-    """The answers of an engine one of whose ranks gets a signal after some steps; and the engine."""
+    """The answers of an engine whose rank gets a signal after some steps; and the engine."""
     engine, step, pids = engine_of(model), None, model.group.process_ids
     step, count = engine.step, iter(range(10**6))
 

@@ -97,7 +97,7 @@ def served(tp: int) -> dict[str, Tensor]:
 
 
 def on_a_rank(rank: int, tp: int, which: str) -> dict[str, dict[str, Any]]:
-    """All that is asked of one of tp ranks; a case that raises leaves its traceback in its place."""
+    """The checks of one of tp ranks; a case that raises returns its traceback instead."""
     return {
         "modules": {case: attempt(lambda case=case: modules_logits(case, tp)) for case in MODULES[tp, which]},
         "graphs": {GRAPH: attempt(lambda: dense_logits(prepared(GRAPH), tp))} if which == "quick" else {},

@@ -109,7 +109,7 @@ def test_no_whole_quantized_weights_are_kept(num_experts: int) -> None:
 
 
 def gguf_layers(kinds: list[str]) -> PreTrainedModel:
-    """A layer of each type, in float32: what is not rounded shows more."""
+    """A layer of each type, in float32, where rounding hides nothing."""
     with tempfile.TemporaryDirectory() as folder:
         path = gguf_cases.write(Path(folder, "kept.gguf"), kinds)
         return detcompile.load_model(path, device="cpu", dequantize=False, dtype=torch.float32)

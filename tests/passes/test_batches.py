@@ -56,7 +56,7 @@ OF_ROWS = ("number of rows", "token or batch count", "no rule", "over [batch]", 
     ],
 )
 def test_a_planted_module_is_not_certified(name: str) -> None:
-    """Whatever of a module that its rows meet in; what it keeps from call to call, the packed trace refuses."""
+    """Anything in a module that mixes rows. The packed trace rejects state that it keeps between calls."""
     _, module, _ = planted_modules.REFUSED[name]
     with pytest.raises((DetcompileError, RuntimeError)):
         certified_over(module, features=planted_modules.D)

@@ -53,7 +53,7 @@ def test_a_count_as_a_number_of_python_is_named() -> None:
 
 
 def test_what_a_compiler_says_is_named() -> None:
-    """It has no line of the model: its own error is told, and not that some backend raised one."""
+    """It has no line of the model: the message is the compiler's, not that some backend raised an error."""
 
     def compiler(gm: fx.GraphModule, inputs: Any) -> Any:
         raise RuntimeError("no room\nfor it")

@@ -109,7 +109,7 @@ def mortal_engine(
 
 
 def answers(engine: Engine, requests: list[tuple[list[int], SamplingParams]]) -> list[Any]:
-    """What was told of each request, delta by delta and whole, without the times."""
+    """All outputs of each request, as deltas and whole, without times."""
     deltas: dict[str, list[Any]] = {}
     names = [engine.add_request(*item, stream_text=True, output_kind="delta") for item in requests]
     while engine.has_unfinished_requests:
@@ -261,7 +261,7 @@ def draws_late(work: StepWork) -> bool:
 @pytest.mark.parametrize("kills", [reads_mark, draws_late])
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_a_request_that_ends_workers_ends_alone(kills, num_stages):
-    """Twice among others and twice alone: the others have their bits, whatever they wait for meanwhile."""
+    """It ends workers twice among others and twice alone. The others keep their bits."""
     config = config_of(overlap=num_stages == 1)
     item = {"temperature": 1.0, "max_tokens": 16, "logprobs": 1}
     requested = [SamplingParams(seed=10 + row, n=1 + row % 2, **item) for row in range(5)]
@@ -282,7 +282,7 @@ def test_a_request_that_ends_workers_ends_alone(kills, num_stages):
 
 
 def test_what_comes_while_others_are_tried_waits_and_is_served():
-    """Suspects that are canceled before or during their trial keep nobody waiting."""
+    """Suspects that are canceled before or during their trial delay no other request."""
     engine, worker = mortal_engine(config_of(), some_losses([6, 4]))
     params = [SamplingParams(temperature=1.0, seed=seed, max_tokens=20) for seed in range(4)]
     names = [engine.add_request(prompt_of(30, seed), params[seed]) for seed in range(3)]

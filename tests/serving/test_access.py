@@ -77,7 +77,7 @@ def test_keys_are_read_again(tmp_path: Path) -> None:
 
 
 def test_what_one_key_has_asked_for_no_other_finds() -> None:
-    """Its id is told to its owner alone, and means to others what an unknown one does."""
+    """Only the owner learns its id; to other keys it is unknown."""
     template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     requests = {"input": "x", "max_output_tokens": 2}
     digests = [hashlib.sha256(key).digest() for key in (b"alice", b"bob")]

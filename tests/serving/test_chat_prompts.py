@@ -69,7 +69,7 @@ def test_other_fields_of_messages_are_refused_by_name(field: str, value: Any) ->
 
 
 def test_long_conversations_keep_no_short_one_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that waits behind others is told so, and not that its own messages take too long."""
+    """The error of one that waits names the wait, not the length of its own messages."""
     monkeypatch.setattr(chat_template, "RENDER_SECONDS", 0.2)
     template, go = ChatTemplate("{{ messages[0] }}"), threading.Event()
     held: Any = type("Held", (), {"__str__": lambda _self: str(go.wait(10))})()

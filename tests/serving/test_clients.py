@@ -157,7 +157,7 @@ def test_guidellm_finds_no_error(profile: str, server: Server, tmp_path: Path) -
 
 @pytest.fixture
 def brief(folder: Path, tmp_path: Path) -> Iterator[Server]:
-    """A server whose answers have eight tokens at most, whatever is asked for."""
+    """A server whose answers have eight tokens at most."""
     model = tmp_path / "model"
     shutil.copytree(model_of(folder), model)
     config = json.loads((model / "generation_config.json").read_text())

@@ -75,7 +75,7 @@ async def connected(serves: Any = app) -> AsyncIterator[tuple[asyncio.StreamRead
 
 
 async def answers(parts: Sequence[bytes]) -> list[Any]:
-    """What is told of requests whose bytes come in these parts."""
+    """The responses to requests whose bytes arrive in these parts."""
     actual: list[Any] = []
     async with connected() as (reader, writer):
         for part in parts:

@@ -257,7 +257,7 @@ def test_a_process_that_does_not_end_is_not_waited_for(monkeypatch: pytest.Monke
 
 @LOOPS
 def test_a_process_starts_beside_more_mapped_memory_than_the_machine_has(loop) -> None:
-    """A fork would fail with ENOMEM: neighboring mappings become one, whose whole size is asked for anew."""
+    """A fork would fail with ENOMEM, because the kernel counts neighboring mappings as one."""
     size = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE * 6 // 10
     mapped = [mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(4)]
 

@@ -105,7 +105,7 @@ def test_a_key_has_one_request(tmp_path: Path) -> None:
 
 
 def test_what_is_old_is_dropped(tmp_path: Path) -> None:
-    """It is found for so long and no longer, whether the server is asked for something else meanwhile or not."""
+    """A record is found for its time and no longer, even if the server gets no other request meanwhile."""
     path, now = tmp_path / "journal", [1000]
     journal = Journal(path, seconds=100, clock=lambda: now[0])
     journal.add(record("cmpl-1", "1", created=1000))

@@ -14,7 +14,7 @@ from tests.serving.conftest import started
 
 @pytest.fixture
 def drill(folder: Path, tmp_path: Path) -> Iterator[Drill]:
-    """Rounds against a server whose engines may be killed as often as one likes, and which drafts."""
+    """Rounds against a server that drafts and allows any number of killed engines."""
     options = ["--max-restarts", "1000", "--speculation", "always", "--journal", str(tmp_path / "journal")]
 
     def start() -> tuple[str, subprocess.Popen[str]]:

@@ -73,7 +73,7 @@ def test_an_engine_that_never_starts_is_told() -> None:
 
 
 def test_a_pause_of_both_processes_is_no_silence() -> None:
-    """As of a container that is paused and goes on."""
+    """As if a container is paused and continued."""
 
     async def scenario() -> None:
         link = EngineLink(launcher=LocalProcess(ENGINE), silence=0.8)

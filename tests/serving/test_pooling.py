@@ -294,7 +294,7 @@ def test_a_request_that_fails_fails_alone(pooling: Any) -> None:
 
 
 def test_an_engine_whose_device_is_lost_ends() -> None:
-    """Every step would fail in it, and another process serves what is open."""
+    """Every step would fail in it, so another process serves the open requests."""
     model: Any = Model()
     wire: Any = Wire()
     server = PoolingServer(model, wire)

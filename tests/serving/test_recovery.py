@@ -219,7 +219,7 @@ def test_an_answer_never_goes_on_with_another_model(
 
 
 def test_counts_of_the_fleet_never_fall_and_its_state_is_that_of_engines_that_live() -> None:
-    """Whoever reads counters takes one that falls for one that began anew, and adds all of it once more."""
+    """Prometheus takes a counter that falls for one that was reset, and adds all of it again."""
 
     async def scenario() -> None:
         service = scripted(replicas=2, most_restarts=5)

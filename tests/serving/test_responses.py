@@ -34,7 +34,7 @@ def client(server: Server) -> openai.OpenAI:
 
 
 def digest_of(response) -> str:
-    """sha256 of what a response says, less what is another one's each time."""
+    """sha256 of a response without the parts that differ each time."""
     items = [item.model_dump(exclude={"id", "call_id"}) for item in response.output]
     return hashlib.sha256(json.dumps([items, response.status], sort_keys=True).encode()).hexdigest()
 

@@ -102,7 +102,7 @@ def cancel_now(_waited: Any) -> None:
 
 
 def cancel_with_result(waited: Any) -> None:
-    """Cancel the task in the turn in which what it waits for ends, before it knows."""
+    """Cancel a task in the turn in which its result arrives, before it sees the result."""
     task = asyncio.current_task()
     assert task is not None
     if waited is None:  # asyncio.sleep(0)
@@ -253,7 +253,7 @@ def test_a_request_that_ends_anywhere_gives_its_slots_back(
 @pytest.mark.parametrize("name", [kind for kind in KINDS if kind != "grammar"])  # importlib.metadata leaves some behind
 @pytest.mark.parametrize("other", [{}, {"model": "other", "messages": 5, "payload": "x"}], ids=["answered", "refused"])
 def test_no_request_leaves_a_cycle_of_objects(name: str, other: dict[str, Any], tmp_path: Path) -> None:
-    """They would be freed when some thousands of objects have been made, and keep bodies of megabytes until then."""
+    """Cycles would keep bodies of megabytes until the garbage collector runs."""
 
     async def scenario() -> None:
         async with serving(KINDS[name], tmp_path) as (service, requests):
@@ -331,7 +331,7 @@ class SilentFleet(InstantFleet):
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"])
 def test_reader_who_leaves_a_shared_answer_is_gone(path: str, stream: bool, tmp_path: Path) -> None:
-    """At once, and not when the answer ends: that goes on, and what each reader held would add up until then."""
+    """At once, not when the answer ends, or readers would accumulate until then."""
     kind = next(item for item in KINDS.values() if item.path == path)
     kind = replace(kind, body=kind.body | {"stream": stream}, headers={"idempotency-key": "a"}, keeps=True)
 

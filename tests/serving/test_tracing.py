@@ -24,7 +24,7 @@ CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
 class Span(trace.NonRecordingSpan):
-    """A span that keeps what it is told."""
+    """A span that records its calls."""
 
     def __init__(self, tracer: "Tracer", name: str, parent: trace.SpanContext, start: int | None) -> None:
         number = len(tracer.spans) + 1

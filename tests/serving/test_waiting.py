@@ -157,7 +157,7 @@ def test_who_leaves_waits_for_no_grammar(checks: list[str]) -> None:
                 return {"type": "http.disconnect"}
 
             async def send(_message: Any) -> None:
-                """Nobody is there."""
+                """The client has left."""
 
             requests = asyncio.create_task(new_app(service, "test")(scope, receive, send))
             while not service.limiter.num_waiting:

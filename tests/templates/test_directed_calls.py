@@ -331,7 +331,7 @@ def resized(tensor: torch.Tensor, share: float) -> torch.Tensor:
 
 
 def without_meaning(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """What no operation can take in the place of a tensor."""
+    """Tensors that no operation can accept in place of another."""
     yield "freed", resized(tensor, 0)
     yield "cut", resized(tensor, 0.5)
     behind = torch.cat([tensor.flatten(), tensor.flatten()])[1 : 1 + tensor.numel()].view_as(tensor)

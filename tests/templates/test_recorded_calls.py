@@ -114,7 +114,7 @@ def test_what_cannot_be_repeated_is_not_recorded(name: str) -> None:
 
 
 def test_another_cache_folder_loads_no_second_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its operations would replace those of the first, and crash: nothing has told them where the kernels are."""
+    """A second copy would replace the first's operations and crash, as its kernels' addresses are not set."""
     run, _, _ = layer(torch.float32, 1)
     expected = run()
     monkeypatch.setenv("DETCOMPILE_CACHE", str(tmp_path))

@@ -65,7 +65,7 @@ def test_adapters_alone_have_products_over_tokens_and_gradients(trainer: Trainer
 
 @EXHAUSTIVE
 def test_gradients_are_those_of_linears_that_nobody_froze(trainer: Trainer):
-    """The same adapters in a model whose every weight is trained: freezing changes no bit."""
+    """Training the other weights, too, changes no bit of the adapters' gradients."""
     model = adapted()
     for parameter in model.parameters():
         parameter.requires_grad_()

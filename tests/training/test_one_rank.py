@@ -32,12 +32,12 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
 
 
 def gradients(trainer: Trainer) -> Mapping[str, Tensor]:
-    """Of all trained parameters: one without a gradient would be none here."""
+    """The gradients of all trained parameters; each must have one."""
     return {name: whole(held.grad).clone() for name, held in trainer.named_parameters() if held.requires_grad}
 
 
 def after(trainer: Trainer, *steps: int | Change) -> Mapping[str, Tensor]:
-    """Gradients after backwards of the sequences of these numbers, and changes between them."""
+    """The gradients after backwards of these sequences, with changes between them."""
     trainer.zero_grad()
     for step in steps:
         if isinstance(step, int):

@@ -73,7 +73,7 @@ def test_a_token_without_an_advantage_adds_nothing():
 
 @pytest.mark.parametrize("terms_of", [policy_terms, policy_terms_cuda])
 def test_a_token_without_an_advantage_may_have_any_old(terms_of):
-    """Padding that nobody set: NaN, and what lies so far below that the ratio is infinite."""
+    """Unset padding: NaN, or a value so low that the ratio is infinite."""
     logprobs, old, advantages = (tensor.detach() for tensor in drawn(40))
     advantages[7:] = 0
     given = {"low": 0.8, "high": 1.2, "denominator": 10.0}

@@ -27,7 +27,7 @@ def trainer(request: pytest.FixtureRequest) -> Trainer:
 
 
 def test_a_step_is_served_with_the_logprobs_of_the_trainer(trainer: Trainer):
-    """The engine was asked before, so that its prefix cache has keys of the old weights."""
+    """The engine has served before, so its prefix cache has keys of the old weights."""
     name = trainer.config.model_type
     model = detcompile.compile(random_model(name, torch.bfloat16), max_context=MAX_CONTEXT)
     engine = model.engine(EngineConfig(num_blocks=60))

@@ -102,7 +102,7 @@ def test_one_row_works_as_four_do(name: str, order: tuple[int, ...]) -> None:
 
 
 def test_one_row_is_compiled_as_four_are() -> None:
-    """By Inductor, and the marks of the call are gone from what was given."""
+    """Inductor compiles it, and the arguments lose the call's marks."""
     module, x = Held(lambda m, x: nn.functional.gelu(m.lin(x)) * m.scale).eval(), rows()
     actual = []
     for count in (1, 4):

@@ -39,7 +39,7 @@ def test_what_writes_into_its_operand_is_not_pointwise() -> None:
 
 @pytest.mark.parametrize("name", ["digamma", "polygamma", "igamma", "special_i1e", "special_zeta", "_conj_physical"])
 def test_what_torch_computes_itself_is_refused_by_name(name: str) -> None:
-    """Its vectors and what is left over round differently."""
+    """In torch's kernels, vectors and the remaining elements round differently."""
     op = getattr(torch.ops.aten, name).default
     wanted = [str(argument.type) for argument in op._schema.arguments]
 

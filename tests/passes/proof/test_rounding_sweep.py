@@ -72,7 +72,7 @@ def is_of_integers(name: str) -> bool:
 
 
 def probes(dtype: torch.dtype, draws: torch.Generator) -> Tensor:
-    """Both signs of magnitudes of every octave, angles and other small numbers, and what has its own meaning."""
+    """Both signs of magnitudes of every octave, angles and other small numbers, and special values."""
     limits = torch.finfo(dtype)
     lowest = math.log2(limits.smallest_normal) + math.log2(limits.eps)  # of the smallest subnormal
     octaves = torch.rand(COUNT, dtype=torch.float64, generator=draws) * (math.log2(limits.max) - lowest) + lowest
@@ -92,7 +92,7 @@ def operands(dtype: torch.dtype, device: str) -> list[Tensor]:
 
 
 def differing(actual: Tensor, expected: Tensor) -> int:
-    """Elements whose bytes differ, of which not both are NaN."""
+    """Elements whose bytes differ, unless both are NaN."""
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[actual.element_size()]
     return int(((actual.view(bits) != expected.view(bits)) & ~(actual.isnan() & expected.isnan())).sum())
 

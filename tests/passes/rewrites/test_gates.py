@@ -111,7 +111,7 @@ def test_a_gate_that_lies_in_columns_stays_apart(on_every_device: None) -> None:
 @NEEDS_CUDA
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_on_a_gpu_the_bytes_are_those_of_inductors_kernel(dtype: torch.dtype) -> None:
-    """In float32; what is approximated for 16 bits is lost in the rounding, almost everywhere."""
+    """In float32. In 16 bits, rounding hides the approximation almost everywhere."""
     fused = detcompile.compile(random_model("qwen3", dtype, "cuda"))
     with mock.patch.object(pipeline, "PASSES", APART):
         separate = detcompile.compile(random_model("qwen3", dtype, "cuda"))

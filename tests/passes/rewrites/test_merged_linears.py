@@ -61,7 +61,7 @@ def compiled_qwen3() -> CompiledModel:
 
 @pytest.fixture(scope="module")
 def qwen3() -> CompiledModel:
-    """With Inductor, which the tests share: no bit of it moves in any."""
+    """With Inductor, shared by the tests: none of them changes a bit of it."""
     return compiled_qwen3()
 
 
@@ -202,7 +202,7 @@ class Pair(nn.Module):
 
 @pytest.mark.parametrize("lie", [lambda w: w.t().contiguous().t(), lambda w: w[:1].expand_as(w)], ids=["turned", "one"])
 def test_weights_that_do_not_lie_in_rows_stay_where_they_are(lie: Callable[[Tensor], Tensor]) -> None:
-    """Views of one tensor would lie otherwise than what the trace was told."""
+    """As views of one tensor they would have other strides than in the trace."""
     x, weight = torch.linspace(-3, 3, 48).view(3, 16), lie(torch.linspace(1, 2, 112).view(7, 16))
     actual = []
     for second in (weight, weight.contiguous()):

@@ -45,7 +45,7 @@ def test_a_single_stage_has_a_single_step() -> None:
 
 
 def test_lanes_that_become_fewer_are_left() -> None:
-    """Steps under way whenever another is launched, of an engine whose shortest step is said to be short, then long."""
+    """Count the steps in flight at each launch, of an engine whose shortest step is reported as short, then as long."""
     config = EngineConfig(num_blocks=200, block_size=16, max_num_batched_tokens=64, overlap=False)
     engine, worker = mortal_engine(config, repeat(False), num_stages=2)
     launch, collect, under_way, seen = worker.launch, worker.collect, 0, []

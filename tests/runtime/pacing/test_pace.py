@@ -21,7 +21,7 @@ SLO = 25.0  # milliseconds
 
 
 class Hidden:
-    """The true cost of steps, which nobody is told: noise, drift, and rarely a step that takes ten times as long."""
+    """The true cost of steps, unknown to the model: noise, drift, and rarely a step that takes ten times as long."""
 
     def __init__(self, cost: StepCost = H200_8B, *, noise: float = 0.1, drift: float = 0.0, seed: int = 0) -> None:
         self._cost = cost

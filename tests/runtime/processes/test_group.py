@@ -87,7 +87,7 @@ def test_every_rank_serves_every_command_in_order(group: WorkerGroup) -> None:
     order=st.randoms(use_true_random=False),
 )
 def test_commands_of_any_size_may_be_under_way(group: WorkerGroup, sizes: list[int], order) -> None:
-    """Megabytes on the way in both directions at once: more than the sockets hold, so somebody must read."""
+    """Megabytes travel in both directions at once, more than the sockets hold, so both sides must read."""
     sent = [np.arange(size, dtype=np.uint8) for size in sizes]
     tickets = [(group.submit("echo", [array, index]), index) for index, array in enumerate(sent)]
     order.shuffle(tickets)
@@ -150,7 +150,7 @@ def test_a_rank_that_cannot_start() -> None:
 
 
 def test_a_rank_that_no_longer_reads() -> None:
-    """Busy, with a command longer than its socket holds: neither sending nor waiting goes on for ever."""
+    """It is busy, and the command is longer than its socket holds: neither sending nor waiting may last forever."""
     group = started_group(step_seconds=2.0)
 
     def act() -> None:

@@ -68,7 +68,7 @@ WISHES = {
 
 @given(wishes=st.lists(st.sampled_from(sorted(WISHES)), unique=True, max_size=3))
 def test_plain_requests_need_no_columns(wishes):
-    """What is drawn without looking closer is what looking closer finds nothing to do for."""
+    """Requests that count as plain skip the check for columns, which would find none."""
     params = SamplingParams(**{"temperature": 0} | {wish: WISHES[wish] for wish in wishes})
     row = SampleRow(params.seeded(), 1, token_ids=[5])
     quick = Sampler(VOCAB_SIZE, "cpu", eos_token_ids=[EOS]).prepare([row])

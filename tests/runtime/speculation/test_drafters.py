@@ -106,7 +106,7 @@ def test_no_drafter_moves_a_bit(kind, config, max_nodes, num_tokens, siblings, n
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_greedy_chain_in_one_launch_holds_what_its_levels_draw(count, device):
-    """Over several rounds, of which some guesses come true: keys of the others are computed over."""
+    """Over several rounds in which some guesses are right: keys of the wrong ones are overwritten."""
     rounds = [[] for _ in range(2)]
     for actual, greedy in zip(rounds, (True, False)):
         drafter = drafting_model(device).drafter(4, num_sequences=count)
@@ -127,7 +127,7 @@ def test_a_greedy_chain_in_one_launch_holds_what_its_levels_draw(count, device):
 @pytest.mark.gpu
 @NEEDS_CUDA
 def test_drafting_after_a_pause_waits_for_no_capture():
-    """Many tokens came plainly meanwhile, which the draft model reads first."""
+    """Many tokens were decoded without drafts, and the draft model reads them first."""
     drafter = drafting_model("cuda").drafter(4, num_sequences=2)
     sequences = [Sequence([7 + index] * 5, SamplingParams(temperature=0)) for index in range(2)]
     with mock.patch.object(Runner, "_capture", side_effect=AssertionError("captured")):
@@ -168,7 +168,7 @@ def test_all_layers_draft_what_the_target_draws_and_the_mirror_has_it_ready(devi
 
 
 class Counting(Drafter):
-    """Drafts that the tokens count up, with another guess beside the first; remembers what it was asked."""
+    """Drafts tokens that count up, with another guess beside the first; records its arguments."""
 
     def __init__(self) -> None:
         self.asked: list[list[int]] = []

@@ -307,7 +307,7 @@ def test_what_a_drafter_writes_moves_no_bit(write):
 
 
 class AfraidOf(NGramDrafter):
-    """Fails with one token; the last of each call says how many sequences it was asked for."""
+    """Fails with one token; records how many sequences each call had."""
 
     def __init__(self, token: int) -> None:
         super().__init__()

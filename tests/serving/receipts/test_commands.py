@@ -143,7 +143,7 @@ def test_an_audit_finds_the_answer_that_was_not_drawn(answer: Path, tmp_path: Pa
 
 @pytest.mark.parametrize("wrong", [False, True])
 def test_an_audit_tells_what_it_did_not_check(wrong: bool, answer: Path, tmp_path: Path) -> None:
-    """Answers of another fingerprint, and hashes: they are no faults, and nobody is told that they were equal."""
+    """Answers of another fingerprint and hashes are not faults, and are not reported as equal."""
     sealed, log = read_envelope(answer.read_bytes()), ReceiptLog(tmp_path / "log")
     for number in range(4):
         changes = TAMPERINGS["other weights"].change if number == 1 else lambda payload: None

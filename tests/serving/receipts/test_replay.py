@@ -269,7 +269,7 @@ def test_no_engine_setting_moves_a_receipt(how: str, model: CompiledModel) -> No
 
 
 def test_other_weights_are_found_at_a_token(doubted: Envelope, model: CompiledModel) -> None:
-    """A server whose weights were rounded, and that says otherwise: the first token that it changes tells."""
+    """A server whose weights were rounded but whose fingerprint was not: the first changed token shows it."""
     saved = {name: tensor.clone() for name, tensor in model.model.named_parameters()}
     receipt = decode_receipt(payload_of(doubted))
     try:

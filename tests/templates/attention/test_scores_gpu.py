@@ -108,7 +108,7 @@ def test_a_poisoned_token_is_invisible_to_earlier_ones(name: str) -> None:
 @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
 @pytest.mark.parametrize("dtype", QUICK_DOT_DTYPES)
 def test_head_dims(dtype: torch.dtype, dims: tuple[int, int]) -> None:
-    """Bytes over cuts, and float64's value: what is no power of two is padded inside."""
+    """Bytes over cuts, and float64's value: other dims than powers of two are padded inside."""
     n = CHUNK + 3 if INTERPRETED else CHUNK + 130
     s = sequence(n, 2, 1, *dims, dtype)
     whole = dense(s)

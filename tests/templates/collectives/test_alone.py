@@ -42,7 +42,7 @@ CALLS: dict[str, tuple[Callable[[str], Tensor], tuple[int, ...], torch.dtype]] =
 
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Rank 0 of two, of which the other never comes."""
+    """Rank 0 of two; the other never comes."""
 
     def met(*_: object, **__: object) -> None:
         raise AssertionError("a collective was begun")

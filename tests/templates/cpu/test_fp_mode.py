@@ -38,12 +38,12 @@ def summed(x: torch.Tensor) -> torch.Tensor:
 
 
 def flushed(x: torch.Tensor) -> bool:
-    """Whether there are zeros; asked of bits, as a thread that flushes takes subnormals for zeros."""
+    """Whether there are zeros, read from the bits: a thread that flushes would take subnormals for zeros."""
     return bool((x.view(torch.int32) == 0).any())
 
 
 def elsewhere(run: Callable[[], None]) -> None:
-    """In a thread of its own, which has the mode that it sets and no workers of OpenMP yet."""
+    """Run in a new thread, which has the mode that it sets and no OpenMP workers yet."""
     failed: list[BaseException] = []
 
     def guarded() -> None:

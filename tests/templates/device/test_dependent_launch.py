@@ -112,7 +112,7 @@ def test_tokens_are_read_where_the_kernel_before_put_them(weights: list[tuple[Te
 
 
 def test_weights_that_the_kernel_before_wrote_are_read_as_they_are() -> None:
-    """What is fetched ahead is fetched into the L2 cache, where the new values arrive too."""
+    """Prefetching goes to the L2 cache, which gets the new values, too."""
     x = torch.randn(1, WIDTH, device="cuda").bfloat16()
     wanted, sources = [], [torch.randn(2 * INNER, WIDTH, device="cuda").bfloat16() for _ in range(3)]
     for source in sources:

@@ -166,7 +166,7 @@ def near_the_smallest_normal(m, n, k, dtype, seed):
 
 
 def test_flushing_is_seen():
-    """The data above reaches what it is for: without flushing, bfloat16 has other bits."""
+    """The data above serves its purpose: without flushing, bfloat16 has other bits."""
     x, w = near_the_smallest_normal(9, 37, 40, torch.bfloat16, 1)
     kept = matmul_order(40, torch.bfloat16, (), cpu_library.isa()).evaluate(x.float().numpy(), w.float().numpy())
     assert (in_its_order(x, w).numpy() != kept).mean() > 0.5
@@ -177,7 +177,7 @@ def test_flushing_is_seen():
 @pytest.mark.parametrize("rows", [1, 9])
 @pytest.mark.parametrize("isa", ISAS)
 def test_nodes_and_epilogues_keep_the_subnormals_that_chains_flush(isa, rows):
-    """Two leaves of normal numbers whose sum is none; then one of two whose sum with the bias is none."""
+    """Two leaves of normal numbers with a subnormal sum; then one of two with a subnormal sum with the bias."""
     x = torch.tensor([[1.5, -1.0]], dtype=torch.bfloat16).repeat(rows, 1) * 2.0**-63
     w = torch.full((3, 2), 2.0**-63, dtype=torch.bfloat16)
     node = matmul_cpu(x, w, None, None, (2,), torch.float32, isa)

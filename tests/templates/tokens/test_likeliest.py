@@ -25,7 +25,7 @@ STRANGE = [math.nan, -math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-40, -1e-40, 1
     dtype=st.sampled_from(DTYPES),
 )
 def test_the_likeliest_is_argmaxs(isa, rows, vocab_size, seed, strange, few_values, dtype):
-    """Logits of which many are equal, or hardly any; odd rows hold strange values only."""
+    """Rows with many equal logits, with few, and with special values only."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(rows, vocab_size, generator=generator).to(dtype)
     if few_values:

@@ -26,7 +26,7 @@ STRANGE = [math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-40, -1e-40, 1.0]
     dtype=st.sampled_from([torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])),
 )
 def test_the_likeliest_is_that_of_argmax(num_rows, vocab_size, seed, strange, few_values, dtype):
-    """Logits of which many are equal, or hardly any; in odd rows nothing but what is strange."""
+    """Rows with many equal logits, with few, and with special values only."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(num_rows, vocab_size, generator=generator).to(dtype)
     if few_values:

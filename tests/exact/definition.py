@@ -512,6 +512,9 @@ def attention(
             peak = ceil(z)
             count = near(exp2_short(z - peak), TOP[2]).astype(F)
             whole = State(whole.acc, np.full(T, count, F), np.full(T, peak, F))
+            if not np.abs(z) < F(2.0**120):
+                out[:, h] = F(np.nan)
+                continue
         for start in range(0, S, GROUP * BLOCK):
             group, sees_group = State.empty(T, width), np.zeros(T, bool)
             for first in range(start, min(start + GROUP * BLOCK, S), BLOCK):

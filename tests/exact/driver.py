@@ -180,7 +180,7 @@ class Emulated(Machine):
         pipe.write(b"".join(bytes(part) for part in message))
         pipe.flush()
         for array in written:
-            array.view(np.uint8).reshape(-1)[:] = np.frombuffer(answers.read(array.nbytes), np.uint8)
+            array.reshape(-1).view(np.uint8)[:] = np.frombuffer(answers.read(array.nbytes), np.uint8)
 
     def add(self, x: Array, y: Array) -> Array:
         return self._elementwise("elementwise_add", x, y)

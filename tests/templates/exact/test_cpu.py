@@ -164,6 +164,7 @@ def test_sink_that_is_not_finite_poisons_its_head(isa: str) -> None:
         rule = ExactRule(sinks=torch.tensor([0.0, sink, 0.0, 0.0]))
         out = paged(functools.partial(paged_attention_cpu, rule=rule, isa=isa), (q, k, v, digits), (), 16)
         assert out.isnan().all((0, 2)).tolist() == [False, True, False, False]
+        assert_same(out, golden.attended(q, k, v, digits, 0.0, 0, 0.0, rule.sinks.numpy()))
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from detcompile.passes.programs.exact_form import exact_program_digest
 from detcompile.passes.proof.certificate import Certificate, certify
 from detcompile.passes.proof.context import Role
 from detcompile.passes.release_probe import require_release
-from detcompile.passes.rewrites.collectives import pin_collectives
+from detcompile.passes.rewrites.collectives import order_collectives, pin_collectives
 from detcompile.passes.rewrites.composites import take_apart
 from detcompile.passes.rewrites.exact_functions import pin_exact_functions
 from detcompile.passes.rewrites.matmuls import fuse_gated_products
@@ -205,7 +205,7 @@ class _Compilation:
         backend = self._backend
         repeats = None if backend.layers is None else backend.layers.repeats
         if backend.numerics.is_exact:
-            pin_exact_functions(gm, backend.numerics.arithmetic)
+            order_collectives(pin_exact_functions(gm, backend.numerics.arithmetic))
         if backend.name_inputs is not None:
             digest = exact_program_digest if backend.numerics.is_exact else program_digest
             backend.digests.append(digest(gm, backend.name_inputs(self._inputs), repeats))

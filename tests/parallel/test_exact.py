@@ -1,7 +1,7 @@
 """Exact integer arithmetic over ranks: the bits of one rank for any number of ranks, which may hold unequal shares.
 
 Each number of ranks runs once, with everything in it. Architectures run module by module, without a graph; `tiny` runs
-as a certified graph, and has the golden digests.
+as a certified graph, and has the golden digests. Of SERVED the certified graph serves requests.
 """
 
 import functools
@@ -25,15 +25,17 @@ from tests.exact import golden
 from tests.exhaustive import EXHAUSTIVE
 from tests.invariance.axis import tokens
 from tests.model_cases import certified
-from tests.parallel.cases import Failure, attempt
+from tests.parallel.cases import Failure, answers, attempt
 from tests.parallel.ranks import run_ranks
 from tests.parallel.test_plans import architecture
 from tools.model_configs import MAX_CONTEXT
 
 # Joined and grouped projections, norms over all heads, latents, sinks, ALiBi; four heads, which six ranks repeat.
 NAMES = ["bloom", "codegen", "gemma2", "gpt2", "granite_swa", "llama", "olmo2", "opt", "phi3", "stablelm", "youtu"]
+NAMES += ["deepseek_v3", "gpt_oss", "mixtral"]  # experts: with shared ones; transposed with a bias
 VARIANTS = {2: ["exact16"], 3: list(exact.VARIANTS), 6: ["exact8x16"]}
 ARCHITECTURES = {2: [*NAMES, "roberta-prelayernorm"], 3: NAMES, 6: NAMES}
+SERVED: dict[int, list[str]] = {2: [], 3: ["gpt_neox", "gpt_oss"], 6: []}  # the first has two sums beside each other
 MARKS = {2: (), 3: EXHAUSTIVE, 6: EXHAUSTIVE}
 LENGTH = 127  # of a text with golden logits
 
@@ -63,8 +65,14 @@ def tiny(variant: str, tp: int) -> dict[str, str]:
     return {name: exact.digest(logits.numpy()) for name, logits in results.items()} | {"print": model.fingerprint}
 
 
+def served(name: str, tp: int) -> dict[str, Tensor]:
+    numerics = Numerics(arithmetic="exact8x16")
+    return answers(certified(architecture(name), tp=tp, max_context=MAX_CONTEXT, numerics=numerics))
+
+
 def on_a_rank(rank: int, tp: int) -> dict[str, Any]:
     names = {name: attempt(lambda name=name: logits_of(name, tp)) for name in ARCHITECTURES[tp]}
+    names |= {f"{name} served": attempt(lambda name=name: served(name, tp)) for name in SERVED[tp]}
     return names | {variant: attempt(lambda variant=variant: tiny(variant, tp)) for variant in VARIANTS[tp]}
 
 
@@ -99,10 +107,18 @@ def test_ranks_give_the_logits_of_one(tp: int, name: str) -> None:
         assert_bitwise_equal(logits, whole, f"{name} on rank {rank} of {tp}")
 
 
+@pytest.mark.parametrize(("tp", "name"), cases(SERVED))
+def test_ranks_serve_the_answers_of_one(tp: int, name: str) -> None:
+    whole = served(name, 1)
+    for rank, actual in enumerate(results(tp, f"{name} served")):
+        for what, expected in whole.items():
+            assert_bitwise_equal(actual[what], expected, f"{what} of {name} on rank {rank} of {tp}")
+
+
 REFUSED = {
     "bert": r"layer\.0\.attention\.self: 4 heads over tp=3 ranks; choose tp among \[1, 2, 4\]",
     "falcon": r"self_attention\.dense: a FalconLinear in exact arithmetic over ranks; compile with tp=1",
-    "mixtral": r"layers\.0\.mlp\.experts: experts in exact arithmetic over several ranks; compile with tp=1",
+    "dbrx": "DbrxForCausalLM: experts that take no implementation from outside, over several ranks; compile with tp=1",
 }
 
 

@@ -297,8 +297,13 @@ def exact_linear_all_reduce(M=3, N=5, K=70, D=2) -> Arguments:
     return exact_linear(M, N, K, D) | {"group": "nobody's"}
 
 
+def exact_expert_linear_all_reduce() -> Arguments:
+    return exact_expert_linear() | {"group": "nobody's"}
+
+
 COLLECTIVES = (
     matmul_all_reduce, tree_all_reduce, all_gather_columns, sharded_embedding, exact_linear_all_reduce,
+    exact_expert_linear_all_reduce,
 )  # fmt: skip
 OPERATIONS = (
     matmul, batched_matmul, gated_matmul, silu_mul, rms_norm, layer_norm, row_sum, row_var_mean, softmax, logsumexp,

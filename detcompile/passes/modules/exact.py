@@ -19,6 +19,7 @@ from detcompile.passes.modules.exact_rotary import has_frequencies, rotary_of
 from detcompile.passes.modules.quantized_linear import replace_module
 from detcompile.templates.exact.attention import row_words
 from detcompile.templates.ops import ours
+from detcompile.transformers_internals.experts import takes_implementation
 
 _ROUNDED_SUMS = ("LlamaForCausalLM", "Qwen3ForCausalLM")  # with bfloat16 residual sums, if the variant has them
 _KV_DIGITS = "_detcompile_kv_digits"  # attribute of a model and its attention modules
@@ -65,6 +66,42 @@ class ExactLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out = ours.exact_linear(x.flatten(0, -2), self.digits, self.scales, self.bias, self.x_digits)
         return out.view(*x.shape[:-1], self.out_features)
+
+
+class ExactStack(nn.Module):
+    """One projection of all experts, [E, N, K], as integers of one or two digits."""
+
+    digits: Tensor
+    scales: Tensor
+
+    def __init__(self, weight: Tensor, arithmetic: ExactArithmetic) -> None:
+        super().__init__()
+        self.x_digits = arithmetic.activations
+        digits, scales = ours.exact_quantize(weight.detach().float(), arithmetic.weights, True)
+        self.register_buffer("digits", digits)
+        self.register_buffer("scales", scales)
+
+    @property
+    def in_features(self) -> int:
+        """K."""
+        return self.digits.shape[3]
+
+    def keep_features(self, features: Tensor) -> None:
+        """Keep only these outputs of every expert, in this order."""
+        features = features.to(self.digits.device)
+        self.digits, self.scales = self.digits[:, :, features].contiguous(), self.scales[:, features].contiguous()
+
+    def keep_inputs(self, share: slice) -> None:
+        """Keep only this range of K, with the scales of all of it."""
+        self.digits = self.digits[..., share].clone(memory_format=torch.contiguous_format)
+
+    def forward(self, x: Tensor, ids: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiply rows by their experts: x [M, K] or [*ids.shape, K], bias [E, N] -> [*ids.shape, N]."""
+        return ours.exact_expert_linear(x, ids, self.digits, self.scales, bias, self.x_digits)
+
+    def all_reduced(self, x: Tensor, ids: Tensor, bias: Tensor | None, group: str) -> Tensor:
+        """Multiply rows of which each rank of a group has a part, as ``forward``."""
+        return ours.exact_expert_linear_all_reduce(x, ids, self.digits, self.scales, bias, self.x_digits, group)
 
 
 class ExactNorm(nn.Module):
@@ -118,12 +155,22 @@ def use_exact_arithmetic(model: PreTrainedModel, arithmetic: str, max_context: i
             replace_module(model, name, _norm_of(module) or module)
         elif type(module).__module__ in ("torch.nn.modules.activation", "transformers.activations"):
             replace_module(model, name, _function_of(module, model.device) or module)
+        elif takes_implementation(module):
+            _quantize_experts(module, chosen)
         elif has_frequencies(module):
             replace_module(model, name, rotary_of(model, module, max_context))
     if chosen.bf16_residual and type(model).__name__ in _ROUNDED_SUMS:
         for layer in model.model.layers:
             kind: Any = type(layer)
             layer.__class__ = _with_rounded_sums(kind)
+
+
+def _quantize_experts(module: Any, arithmetic: ExactArithmetic) -> None:
+    for name in ("gate_up_proj", "up_proj", "down_proj"):
+        weight = getattr(module, name, None)
+        if isinstance(weight, nn.Parameter) and weight.dim() == 3:
+            delattr(module, name)
+            setattr(module, name, ExactStack(weight.transpose(1, 2) if module.is_transposed else weight, arithmetic))
 
 
 def _norm_of(module: nn.Module) -> nn.Module | None:

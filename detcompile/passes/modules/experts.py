@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from detcompile.errors import UnsupportedModel
+from detcompile.passes.modules.exact import ExactStack
 from detcompile.passes.modules.quantized_linear import QuantizedStack
 from detcompile.templates.ops import ours
 from detcompile.transformers_internals.experts import (
@@ -81,7 +82,10 @@ def added(outer: Tensor) -> Tensor:
 
 def _product(module: Any, x: Tensor, ids: Tensor, name: str, radices: tuple[int, ...] = ()) -> Tensor:
     bias = getattr(module, f"{name}_bias") if module.has_bias else None
-    if isinstance(stack := getattr(module, name), QuantizedStack):
+    stack = getattr(module, name)
+    if isinstance(stack, ExactStack):
+        return stack(x, ids, bias)
+    if isinstance(stack, QuantizedStack):
         return stack(x, ids, bias, list(radices))
     return ours.expert_matmul(x, ids, _weight(module, name), bias, list(radices))
 
@@ -91,6 +95,8 @@ def _down(module: Any, x: Tensor, ids: Tensor) -> Tensor:
     tree = getattr(module, "tree", ExpertTree())
     if tree.size == 1:
         return _product(module, x, ids, "down_proj", tree.radices)
+    if isinstance(module.down_proj, ExactStack):
+        return module.down_proj.all_reduced(x, ids, module.down_proj_bias if module.has_bias else None, tree.group)
     if isinstance(module.down_proj, QuantizedStack):
         partial = module.down_proj.partial(x, ids, list(tree.radices), tree.size)
     else:
@@ -114,7 +120,7 @@ def _require_known(name: str, module: nn.Module) -> None:
     given = {weight: getattr(module, weight, None) for weight in weights}
     for weight, value in given.items():
         stacked = isinstance(value, Tensor) and value.dim() == 3 and value.is_floating_point()
-        if not stacked and not isinstance(value, QuantizedStack):
+        if not stacked and not isinstance(value, (QuantizedStack, ExactStack)):
             raise UnsupportedModel(f"{name}.{weight} is not a stack of one matrix per expert")
 
 

@@ -15,6 +15,7 @@ _TEMPLATES = frozenset(
         ours.exact_dense_attention.default,
         ours.exact_divide.default,
         ours.exact_expert_linear.default,
+        ours.exact_expert_linear_all_reduce.default,
         ours.exact_function.default,
         ours.exact_layer_norm.default,
         ours.exact_linear.default,

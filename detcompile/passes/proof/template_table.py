@@ -213,6 +213,7 @@ TEMPLATES: Mapping[Any, Template] = {
     ours.embedding.default: Template("template", rows=embedding, order=sums_nothing),
     ours.exact_dense_attention.default: Template("attention", rows=dense_attention, order=exact),
     ours.exact_divide.default: Template("template", rows=pointwise, order=sums_nothing),
+    ours.exact_expert_linear_all_reduce.default: Template("collective", rows=exact_expert_linear, order=exact),
     ours.exact_expert_linear.default: Template("template", rows=exact_expert_linear, order=exact),
     ours.exact_function.default: Template("template", rows=pointwise, order=sums_nothing),
     ours.exact_layer_norm.default: Template("template", rows=row_by_row, order=exact),

@@ -20,6 +20,9 @@ from detcompile.torch_internals.operators import c10d
 aten = torch.ops.aten
 
 
+IN_TURN = (ours.exact_linear_all_reduce.default, ours.exact_expert_linear_all_reduce.default)
+
+
 class _Sum(NamedTuple):
     """wait_tensor(all_reduce(product, "sum", group)), or of a view of the product."""
 
@@ -44,6 +47,31 @@ def pin_collectives(gm: fx.GraphModule, numerics: Numerics) -> fx.GraphModule:
         if match is not None and process_group(reduced.args[2]).size() in numerics.tp_sizes:
             _pin(gm.graph, match, numerics)
     return gm
+
+
+def order_collectives(gm: fx.GraphModule) -> fx.GraphModule:
+    """all_reduce(x, ...)  ->  all_reduce(x, ..., the one before), unless it reads that one already
+
+    Ranks of exact arithmetic may hold unequal shares, for which a compiler may choose unequal orders.
+    """
+    last: fx.Node | None = None
+    for node in gm.graph.nodes:
+        if node.target in IN_TURN:
+            if last is not None and not _reads(node, last):
+                node.args = (*node.args, last)
+            last = node
+    return gm
+
+
+def _reads(node: fx.Node, other: fx.Node) -> bool:
+    """Return whether a node depends on another one."""
+    seen, waiting = {node}, [node]
+    while waiting:
+        for source in waiting.pop().all_input_nodes:
+            if source not in seen:
+                seen.add(source)
+                waiting.append(source)
+    return other in seen
 
 
 def _sum_of(reduced: fx.Node) -> _Sum | None:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from detcompile.errors import NumericsError, UnsupportedModel
 from detcompile.orders.numerics import Numerics, matmul_order
 from detcompile.parallel import TensorParallel
+from detcompile.passes.modules.exact import ExactStack
 from detcompile.passes.modules.experts import ExpertTree, find_experts
 from detcompile.passes.modules.quantized_linear import QuantizedStack
 from detcompile.transformers_internals.experts import gated
@@ -49,7 +50,7 @@ def shard_experts(name: str, module: Any, numerics: Numerics, ranks: TensorParal
             else torch.arange(2 * share.start, 2 * share.stop, device="cpu")
         )
         _require_local_gate(name, module, columns, share, features)
-    if isinstance(getattr(module, into), QuantizedStack):
+    if isinstance(getattr(module, into), (QuantizedStack, ExactStack)):
         getattr(module, into).keep_features(columns)
         getattr(module, out_of).keep_inputs(share)
     else:
@@ -57,14 +58,16 @@ def shard_experts(name: str, module: Any, numerics: Numerics, ranks: TensorParal
         _keep(module, out_of, torch.arange(share.start, share.stop, device="cpu"), 1 if module.is_transposed else 2)
     if module.has_bias:
         _keep(module, f"{into}_bias", columns, 1)
-    above, below = numerics.split_radices(ranks.size)
+    above, below = ((), ()) if numerics.is_exact else numerics.split_radices(ranks.size)
     module.tree = ExpertTree(below, above, ranks.size, ranks.group)
 
 
 def _require_leaves(name: str, module: Any, numerics: Numerics) -> int:
-    """Return the number of inner features of each expert, which must split into equal leaves."""
+    """Return the number of inner features of each expert, which must split into equal leaves if sums are not exact."""
     _, out_of = _projections(module)
     weight = getattr(module, out_of)
+    if isinstance(weight, ExactStack):
+        return weight.in_features
     if isinstance(weight, QuantizedStack):
         features, dtype = weight.in_features, module.config.dtype
     else:

@@ -210,7 +210,10 @@ def _expert_kernel(
     x_ptr, x_scale_ptr, ids_ptr, w_ptr, w_scale_ptr, bias_ptr, out_ptr, share, E, N, K, x_plane, w_plane,
     DX: tl.constexpr, DW: tl.constexpr, HAS_BIAS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """One row of out [M, N]: x [DX, M / share, K] times w [DW, E, N, K] of the row's expert; zeros for other ids."""
+    """One row of out [M, N]: x [DX, M / share, K] times w [DW, E, N, K] of the row's expert; zeros for other ids.
+
+    The integers if out is int64.
+    """
     row = tl.program_id(0).to(tl.int64)
     n, k = tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, BK)
     expert = tl.load(ids_ptr + row)
@@ -235,25 +238,41 @@ def _expert_kernel(
                 w_low = tl.load(w_at + w_plane + first, mask=w_ok, other=0).to(tl.int32)
                 low += tl.sum(w_low * x[None, :], 1)
         total += high.to(tl.int64) * 256 + low if DX == 2 else high.to(tl.int64)
-    x_scale = tl.load(x_scale_ptr + row // share)
-    y = total.to(tl.float32) * x_scale * tl.load(w_scale_ptr + expert * N + n, mask=columns, other=0.0)
-    if HAS_BIAS:
-        y = y + tl.load(bias_ptr + expert * N + n, mask=columns, other=0.0)
-    tl.store(out_ptr + row * N + n, tl.where(known, y, 0.0), mask=n < N)
+    if out_ptr.dtype.element_ty == tl.int64:
+        tl.store(out_ptr + row * N + n, total, mask=n < N)
+    else:
+        x_scale = tl.load(x_scale_ptr + row // share)
+        y = total.to(tl.float32) * x_scale * tl.load(w_scale_ptr + expert * N + n, mask=columns, other=0.0)
+        if HAS_BIAS:
+            y = y + tl.load(bias_ptr + expert * N + n, mask=columns, other=0.0)
+        tl.store(out_ptr + row * N + n, tl.where(known, y, 0.0), mask=n < N)
 
 
 def expert_cuda(x: Tensor, ids: Tensor, w: Tensor, w_scale: Tensor, bias: Tensor | None, x_digits: int) -> Tensor:
     """Run the op on the GPU: x [R, K], ids [M], w [D, E, N, K], w_scale and bias [E, N] -> [M, N]."""
     digits, x_scale = quantize_cuda(x, x_digits, False)
-    D, E, N, K = w.shape
-    out = torch.empty((len(ids), N), dtype=torch.float32, device=x.device)
+    out = torch.empty((len(ids), w.shape[2]), dtype=torch.float32, device=x.device)
+    _multiply_experts(digits, ids, w, x_scale, w_scale, bias, out)
+    return out
+
+
+def expert_totals_cuda(x: Tensor, peaks: Tensor, ids: Tensor, w: Tensor, x_digits: int) -> Tensor:
+    """Return the exact integers T of a part of K, int64 [M, N], of x [R, K] with peaks [R], ids [M], w [D, E, N, K]."""
+    digits, scales = quantize_cuda(x, x_digits, False, peaks.contiguous())
+    totals = torch.empty((len(ids), w.shape[2]), dtype=torch.int64, device=x.device)
+    _multiply_experts(digits, ids, w, scales, scales, None, totals)
+    return totals
+
+
+def _multiply_experts(
+    x: Tensor, ids: Tensor, w: Tensor, x_scale: Tensor, w_scale: Tensor, bias: Tensor | None, out: Tensor
+) -> None:
+    (DX, R, K), (DW, E, N, _) = x.shape, w.shape
     if out.numel():
         launcher(_expert_kernel)[(len(ids), cdiv(N, 64))](
-            digits, x_scale, ids, w, w_scale, w_scale if bias is None else bias, out, len(ids) // len(x), E, N, K,
-            x.numel(), E * N * K, DX=x_digits, DW=D, HAS_BIAS=bias is not None, BN=64, BK=128, num_warps=4,
-            enable_fp_fusion=False,
+            x, x_scale, ids, w, w_scale, w_scale if bias is None else bias, out, len(ids) // R, E, N, K, R * K,
+            E * N * K, DX=DX, DW=DW, HAS_BIAS=bias is not None, BN=64, BK=128, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
-    return out
 
 
 def linear_cuda(x: Tensor, w: Tensor, w_scale: Tensor, bias: Tensor | None, x_digits: int) -> Tensor:

@@ -9,6 +9,8 @@ Legend: M tokens, N output features, K input features, D digits of the weight, E
 exact_expert_linear multiplies each row by the weight of its expert. The id E means no expert: such a row is zeros.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -67,15 +69,46 @@ def expert_linear_cpu(
         InvalidInput: x's rows do not match the ids, or an id is outside [0, E].
     """
     check_digits("exact_expert_linear", w, x_digits)
+    rows = x.flatten(0, -2)
+
+    def multiply(chosen: Tensor, expert: int) -> Tensor:
+        parts = w[:, expert].contiguous(), w_scale[expert], None if bias is None else bias[expert]
+        return linear_cpu(rows[chosen], *parts, x_digits, isa)
+
+    return _by_expert(x, ids, w, torch.float32, multiply)
+
+
+def expert_totals_cpu(
+    x: Tensor, peaks: Tensor, ids: Tensor, w: Tensor, x_digits: int, isa: str | None = None
+) -> Tensor:
+    """Return the exact integers T of a part of K, int64 [*ids.shape, N]; operands as in ``expert_linear_cpu``.
+
+    Args:
+        peaks: int32 [M], the largest magnitude of each whole row of x as bits.
+
+    Raises:
+        InvalidInput: as ``expert_linear_cpu``.
+    """
+    rows = x.flatten(0, -2)
+
+    def multiply(chosen: Tensor, expert: int) -> Tensor:
+        return totals_cpu(rows[chosen], peaks[chosen], w[:, expert].contiguous(), x_digits, isa)
+
+    return _by_expert(x, ids, w, torch.int64, multiply)
+
+
+def _by_expert(
+    x: Tensor, ids: Tensor, w: Tensor, dtype: torch.dtype, multiply: Callable[[Tensor, int], Tensor]
+) -> Tensor:
+    """Return the products [*ids.shape, N] of rows with their experts; multiply(rows of x, expert) computes some."""
     require_expert_rows(x, ids, ())
     require_expert_ids(ids, w.shape[1])
-    flat, rows = ids.flatten(), x.flatten(0, -2)
-    share = max(1, len(flat) // max(1, len(rows)))
-    out = torch.zeros((len(flat), w.shape[2]), dtype=torch.float32, device="cpu")
+    flat, num_rows = ids.flatten(), x.shape[:-1].numel()
+    share = max(1, len(flat) // max(1, num_rows))
+    out = torch.zeros((len(flat), w.shape[2]), dtype=dtype, device="cpu")
     for expert in flat[flat < w.shape[1]].unique().tolist():
         (chosen,) = torch.where(flat == expert)
-        parts = w[:, expert].contiguous(), w_scale[expert], None if bias is None else bias[expert]
-        out[chosen] = linear_cpu(rows[chosen // share], *parts, x_digits, isa)
+        out[chosen] = multiply(chosen // share, expert)
     return out.view(*ids.shape, w.shape[2])
 
 

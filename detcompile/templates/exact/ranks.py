@@ -1,26 +1,36 @@
-"""exact_linear_all_reduce: exact_linear with K cut over the ranks of a group; the bits of one rank. See docs/exact.md.
+"""exact_linear_all_reduce, exact_expert_linear_all_reduce: products with K cut over ranks, with the bits of one rank.
 
-Legend: M tokens, N output features, K this rank's input features, D digits of the weight.
+Legend: M tokens, N output features, K this rank's input features, D digits of the weight, E experts.
 
     peak = the largest magnitude of a row over all ranks, as an integer
     T    = the sum over all ranks of the exact integers of x [M, K], quantized with that peak, and w [D, N, K]
     out  = (float32(T) * s) * w_scale + bias        each operation rounded once, on every rank
 
-Maxima and sums are of integers, so a communication library may take them in any order, and K may be cut anywhere.
+Maxima and sums are of integers, so a communication library may take them in any order, and K may be cut anywhere
+(docs/exact.md). ``after`` is not read: it is the result of a collective that must run before on every rank.
 """
 
 import torch
 from torch import Tensor
 
 from detcompile.templates.device.cuda_graphs import is_alone
-from detcompile.templates.exact.gpu import quantize_cuda, totals_cuda
-from detcompile.templates.exact.linear import check_digits, totals_cpu
+from detcompile.templates.exact.gpu import expert_totals_cuda, quantize_cuda, totals_cuda
+from detcompile.templates.exact.linear import check_digits, expert_totals_cpu, totals_cpu
 from detcompile.templates.exact.rows import quantize_cpu
+from detcompile.templates.experts.op import require_expert_rows
 from detcompile.templates.registration import define
 from detcompile.torch_internals.operators import c10d
 
 
-def linear_all_reduce(x: Tensor, w: Tensor, w_scale: Tensor, bias: Tensor | None, x_digits: int, group: str) -> Tensor:
+def linear_all_reduce(
+    x: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    x_digits: int,
+    group: str,
+    after: Tensor | None = None,
+) -> Tensor:
     """Run the op on any device: x [M, K], w [D, N, K], w_scale and bias [N] of whole rows -> [M, N]."""
     check_digits("exact_linear_all_reduce", w, x_digits)
     if is_alone():
@@ -28,6 +38,39 @@ def linear_all_reduce(x: Tensor, w: Tensor, w_scale: Tensor, bias: Tensor | None
     peaks = _over_ranks(peaks_of(x), "max", group)
     totals = (totals_cuda if x.is_cuda else totals_cpu)(x, peaks, w, x_digits)
     return scaled(_over_ranks(totals, "sum", group), peaks, w_scale, bias, x_digits)
+
+
+def expert_linear_all_reduce(
+    x: Tensor,
+    ids: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    x_digits: int,
+    group: str,
+    after: Tensor | None = None,
+) -> Tensor:
+    """Run the op on any device; operands as of ``linear.expert_linear_cpu``, with this rank's K -> [*ids.shape, N].
+
+    Raises:
+        InvalidInput: x's rows do not match the ids, or, on a CPU, an id is outside [0, E].
+    """
+    check_digits("exact_expert_linear_all_reduce", w, x_digits)
+    require_expert_rows(x, ids, ())
+    _, E, N, _ = w.shape
+    if is_alone():
+        return x.new_zeros((*ids.shape, N))
+    peaks = _over_ranks(peaks_of(x).flatten(), "max", group)
+    if x.is_cuda:
+        totals = expert_totals_cuda(x.flatten(0, -2), peaks, ids.flatten(), w, x_digits).view(*ids.shape, N)
+    else:
+        totals = expert_totals_cpu(x, peaks, ids, w, x_digits)
+    known = (ids >= 0) & (ids < E)
+    expert = torch.where(known, ids, 0)
+    peaks = peaks.repeat_interleave(ids.numel() // max(1, len(peaks))).view(ids.shape)
+    bias = None if bias is None else bias[expert]
+    y = scaled(_over_ranks(totals, "sum", group), peaks, w_scale[expert], bias, x_digits)
+    return torch.where(known[..., None], y, 0.0)
 
 
 def peaks_of(x: Tensor) -> Tensor:
@@ -49,15 +92,33 @@ def _over_ranks(x: Tensor, operation: str, group: str) -> Tensor:
 
 
 define(
-    "exact_linear_all_reduce(Tensor x, Tensor w, Tensor w_scale, Tensor? bias, int x_digits, str group) -> Tensor",
+    "exact_linear_all_reduce(Tensor x, Tensor w, Tensor w_scale, Tensor? bias, int x_digits, str group,"
+    " Tensor? after=None) -> Tensor",
     {
         "x": "float32 M K>0",
         "w": "contiguous int8 D N K",
         "w_scale": "contiguous float32 N",
         "bias": "contiguous float32 N",
         "x_digits": range(1, 3),
+        "after": "any *",
     },
     cpu=linear_all_reduce,
     cuda=linear_all_reduce,
     fake=lambda x, w, *rest: x.new_empty((x.shape[0], w.shape[1])),
+)
+define(
+    "exact_expert_linear_all_reduce(Tensor x, Tensor ids, Tensor w, Tensor w_scale, Tensor? bias, int x_digits,"
+    " str group, Tensor? after=None) -> Tensor",
+    {
+        "x": "float32 * K>0",
+        "ids": "int64 ...",
+        "w": "contiguous int8 D E N K",
+        "w_scale": "contiguous float32 E N",
+        "bias": "contiguous float32 E N",
+        "x_digits": range(1, 3),
+        "after": "any *",
+    },
+    cpu=expert_linear_all_reduce,
+    cuda=expert_linear_all_reduce,
+    fake=lambda x, ids, w, *rest: x.new_empty((*ids.shape, w.shape[2])),
 )

@@ -14,6 +14,7 @@ from detcompile.templates.exact import ranks
 
 RANKS, TOKENS = 2, 5
 X, W = torch.ones(TOKENS, 8), torch.ones(6, 8)
+IDS, SCALES = torch.zeros(TOKENS, 1, dtype=torch.int64), torch.ones(1, 6)  # of one expert
 
 CALLS: dict[str, tuple[Callable[[str], Tensor], tuple[int, ...], torch.dtype]] = {
     "matmul_all_reduce": (
@@ -35,6 +36,11 @@ CALLS: dict[str, tuple[Callable[[str], Tensor], tuple[int, ...], torch.dtype]] =
     "exact_linear_all_reduce": (
         lambda group: ranks.linear_all_reduce(X, W.to(torch.int8)[None], torch.ones(6), None, 2, group),
         (TOKENS, 6),
+        torch.float32,
+    ),
+    "exact_expert_linear_all_reduce": (
+        lambda group: ranks.expert_linear_all_reduce(X, IDS, W.to(torch.int8)[None, None], SCALES, None, 2, group),
+        (TOKENS, 1, 6),
         torch.float32,
     ),
 }

@@ -9,7 +9,7 @@ import torch
 
 from detcompile.errors import InvalidInput
 from detcompile.templates.exact.attention import ExactRule, dense_attention_cpu, paged_attention_cpu
-from detcompile.templates.exact.linear import expert_linear_cpu, linear_cpu, totals_cpu
+from detcompile.templates.exact.linear import expert_linear_cpu, expert_totals_cpu, linear_cpu, totals_cpu
 from detcompile.templates.exact.ranks import peaks_of, scaled
 from detcompile.templates.exact.rows import (
     FUNCTIONS,
@@ -120,6 +120,25 @@ def test_products_with_experts_equal_the_reference(name: str, isa: str) -> None:
     assert_same(expert_linear_cpu(tensor(np.repeat(x, 2, 0).reshape(4, 2, -1)), *given), expected)
     none = torch.full((4, 2), 3)
     assert expert_linear_cpu(tensor(x), none, *given[1:]).eq(0).all()
+
+
+@pytest.mark.parametrize("name", golden.DIGITS)
+def test_parts_of_k_of_experts_add_up_to_the_reference(name: str, isa: str) -> None:
+    left, right = golden.DIGITS[name]
+    x, ids = golden.values((4, 333), 5), np.array([[0, 2], [2, 3], [0, 1], [2, 0]], np.int64)
+    w = golden.planes((right, 4, 7, 333), 8)
+    w_scale = np.ones((4, 7), F)
+    for rows in (tensor(x), tensor(np.repeat(x, 2, 0)).view(4, 2, -1)):
+        peaks = peaks_of(rows).flatten()
+        totals = [
+            expert_totals_cpu(rows[..., part], peaks, tensor(ids), tensor(w[..., part]), left, isa)
+            for part in (slice(0, 100), slice(100, 333))
+        ]
+        by_pair = peaks_of(tensor(x))[:, None].expand(4, 2)
+        actual = scaled(totals[0] + totals[1], by_pair, tensor(w_scale[ids]), None, left)
+        assert_same(actual, exact.expert_linear(x, ids, left, w, w_scale))
+    none = expert_totals_cpu(rows, peaks, torch.full((4, 2), 4), tensor(w), left, isa)
+    assert none.eq(0).all()
 
 
 def test_poisoned_rows_stay_among_themselves(isa: str) -> None:

@@ -10,6 +10,7 @@ from detcompile.templates.exact.attention import ExactRule, _paged_cuda, paged_a
 from detcompile.templates.exact.gpu import (
     divide_cuda,
     expert_cuda,
+    expert_totals_cuda,
     function_cuda,
     layer_norm_cuda,
     linear_cuda,
@@ -18,7 +19,7 @@ from detcompile.templates.exact.gpu import (
     sum_cuda,
     totals_cuda,
 )
-from detcompile.templates.exact.linear import totals_cpu
+from detcompile.templates.exact.linear import expert_totals_cpu, totals_cpu
 from detcompile.templates.exact.ranks import peaks_of
 from detcompile.templates.exact.rows import FUNCTIONS
 from tests.bits import assert_bitwise_equal
@@ -131,6 +132,16 @@ def test_products_with_experts_equal_the_reference(name: str) -> None:
     assert_same(expert_cuda(tensor(x), tensor(ids).flatten(), *given), expected.reshape(8, -1))
     assert_same(expert_cuda(tensor(np.repeat(x, 2, 0)), tensor(ids).flatten(), *given), expected.reshape(8, -1))
     assert expert_cuda(tensor(x), tensor(np.full(8, 3, np.int64)), *given).eq(0).all()
+
+
+@pytest.mark.parametrize("name", golden.DIGITS)
+def test_totals_of_experts_are_those_of_the_cpu(name: str) -> None:
+    left, right = golden.DIGITS[name]
+    x, ids = golden.values((4, 70), 5), np.array([[0, 2], [2, 1], [0, 3], [2, 0]], np.int64)  # of three experts
+    w, peaks = golden.planes((right, 3, 7, 70), 8), peaks_of(host_tensor(x * F(3)))
+    expected = expert_totals_cpu(host_tensor(x), peaks, host_tensor(ids), host_tensor(w), left)
+    actual = expert_totals_cuda(tensor(x), peaks.to(DEVICE), tensor(ids).flatten(), tensor(w), left)
+    assert_bitwise_equal(actual.cpu(), expected.view(8, 7))
 
 
 QUICK = ("kv 1, 1200", "poisoned")

@@ -1,6 +1,7 @@
 """LocalExecutor: runs a model in this process, compiled here or loaded from an archive."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -36,6 +37,7 @@ class Origin(Protocol):
         """Return an executor of some of the layers that shares the weights."""
 
 
+@dataclass(eq=False, repr=False)
 class LocalExecutor:
     """An Executor in this process, which may be one of the ranks that share a model.
 
@@ -46,21 +48,12 @@ class LocalExecutor:
         adapters: the adapters of a model with slots for them.
     """
 
-    def __init__(
-        self,
-        description: ModelDescription,
-        forwards: Forwards,
-        weights: LiveWeights,
-        origin: Origin,
-        ranks: TensorParallel | None = None,
-        adapters: AdapterSlots | None = None,
-    ) -> None:
-        self.adapters = adapters
-        self.description = description
-        self.forwards = forwards
-        self.weights = weights
-        self.origin = origin
-        self.ranks = ranks
+    description: ModelDescription
+    forwards: Forwards
+    weights: LiveWeights
+    origin: Origin
+    ranks: TensorParallel | None = None
+    adapters: AdapterSlots | None = None
 
     def fingerprint_parts(self) -> dict[str, str]:
         """Return the parts of the fingerprint by name. Reads every weight."""

@@ -14,7 +14,6 @@ from transformers.modeling_outputs import CausalLMOutput
 from detcompile.errors import InvalidInput
 from detcompile.executors.executor import Executor
 from detcompile.models.certified import CertifiedModel
-from detcompile.models.drafting import draft_with
 from detcompile.models.generation import GenerationOutput, Generator
 from detcompile.models.model_object import AnyConfig
 from detcompile.models.padded_calls import padded_output, require_served, require_tensors, with_config_outputs
@@ -23,9 +22,9 @@ from detcompile.runtime.adapters import AdapterSlots
 from detcompile.runtime.dense.padded_batch import unpad
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import VLLM_NAMES, EngineConfig
-from detcompile.runtime.kv.block_pool import BLOCK_SIZE
+from detcompile.runtime.kv.block_pool import BLOCK_SIZE, whole_blocks
 from detcompile.runtime.kv.kv_blocks import KVBlocks, plain_blocks
-from detcompile.runtime.requests.plain_values import flag, kind, shown
+from detcompile.runtime.requests.plain_values import flag, kind, or_none, shown, token_list, whole_number
 from detcompile.runtime.speculation.medusa_drafter import MedusaDrafter
 from detcompile.runtime.speculation.medusa_heads import MedusaHeads
 from detcompile.runtime.speculation.model_drafter import ModelDrafter, TreeKind
@@ -35,6 +34,7 @@ from detcompile.templates.device.launcher import on_device
 
 ENGINE_NAMES = {each.name: f"pass config=EngineConfig({each.name}=...)" for each in fields(EngineConfig)}
 ENGINE_NAMES |= {name: f"{advice}; settings are config=EngineConfig(...)" for name, advice in VLLM_NAMES.items()}
+CACHE_TOKENS = 1 << 17  # default limit of a draft model's KV cache
 
 
 class CompiledModel(CertifiedModel):
@@ -98,7 +98,7 @@ class CompiledModel(CertifiedModel):
             tree: "chain", "grown" to ``max_nodes``, or a list of paths (ModelDrafter).
             num_sequences: maximum of sequences that it drafts for at a time.
             cache_tokens: capacity of its KV cache in tokens; None: ``num_sequences`` of the longest context, at most
-                drafting.CACHE_TOKENS. Sequences that do not fit get no draft.
+                CACHE_TOKENS. Sequences that do not fit get no draft.
             layers: the number of first layers, or a list of layers; None for all. Compiles them.
             cuda_graphs: replay drafts from CUDA graphs; None: True on a GPU.
 
@@ -106,9 +106,39 @@ class CompiledModel(CertifiedModel):
             InvalidInput: the model lacks a layer, shares it with other ranks, or its layers carry a state; the number
                 of sequences or tokens is 0; or the model is in worker processes.
         """
-        shape = {"num_tokens": num_tokens, "siblings": siblings, "tree": tree, "max_nodes": max_nodes}
+        facts = self.executor.description.facts
+        if facts.state_shapes:
+            raise InvalidInput("this model's layers carry a state, which cannot roll back guesses: use another drafter")
+        num_tokens = whole_number(num_tokens, "drafter: num_tokens")
+        siblings, max_nodes = whole_number(siblings, "drafter: siblings"), whole_number(max_nodes, "drafter: max_nodes")
+        if max_nodes < 1:
+            raise InvalidInput(f"drafter: max_nodes={max_nodes} must be at least 1")
+        num_sequences = whole_number(num_sequences, "drafter: num_sequences")
+        cache_tokens = or_none(whole_number)(cache_tokens, "drafter: cache_tokens")
+        cuda_graphs = or_none(flag)(cuda_graphs, "drafter: cuda_graphs")
+        if num_sequences < 1 or (cache_tokens is not None and cache_tokens < 1):
+            raise InvalidInput(
+                f"drafter: num_sequences={num_sequences} and cache_tokens={cache_tokens} must be at least 1"
+            )
         with on_device(self.device):
-            return draft_with(self.executor, layers, num_sequences, cache_tokens, cuda_graphs, self.tokenizer, shape)
+            source = self.executor.drafting(_chosen(layers))
+            if cache_tokens is None:
+                longest = whole_blocks(facts.max_context)
+                cache_tokens = min(num_sequences * longest, max(longest, CACHE_TOKENS))
+            blocks = plain_blocks(source.description.facts, cache_tokens)
+            graphs = facts.device.type == "cuda" if cuda_graphs is None else cuda_graphs
+            return ModelDrafter(
+                source.new_runner(blocks.pool.num_blocks, blocks.pool.block_size, graphs),
+                blocks,
+                vocab_size=facts.num_logits,
+                max_context=facts.max_context,
+                num_sequences=num_sequences,
+                tokenizer=self.tokenizer,
+                num_tokens=num_tokens,
+                siblings=siblings,
+                tree=tree,
+                max_nodes=max_nodes,
+            )
 
     def medusa_drafter(
         self,
@@ -258,3 +288,12 @@ def require_causal(compiled: CertifiedModel, where: str) -> CompiledModel:
         f"{where} needs a causal LM, but {compiled.name_or_path or type(compiled.model).__name__} is a"
         f" {type(compiled).__name__}, which scores or embeds whole sequences"
     )
+
+
+def _chosen(layers: Any) -> tuple[int, ...] | None:
+    """Return the indices of the first layers or of the listed layers; None for all."""
+    if layers is None:
+        return None
+    if isinstance(layers, int):
+        return tuple(range(whole_number(layers, "drafter: layers")))
+    return tuple(token_list(layers, "drafter: layers"))

@@ -51,9 +51,8 @@ def packed_attention_cpu(
     """Run the op on the CPU: q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv], cu_seqlens [S + 1] int32 -> out, lse.
 
     Raises:
-        InvalidInput: head counts do not match, or cu_seqlens is invalid.
+        InvalidInput: cu_seqlens is invalid.
     """
-    rule.check("detcompile::packed_attention", q.shape[1], k.shape[1])
     q, k, v, cu_seqlens = (tensor.contiguous() for tensor in (q, k, v, cu_seqlens))
     out, lse = _like_forward(q, v)
     scores = CpuScores(rule)
@@ -72,9 +71,8 @@ def packed_attention_backward_cpu(
     """Run the op on the CPU: g [T, Hq, Dv] -> dq, dk and dv like q, k and v, and sink_rows [T or 0, Hq] float32.
 
     Raises:
-        InvalidInput: head counts do not match, cu_seqlens is invalid, or the rule has biases by distance.
+        InvalidInput: cu_seqlens is invalid.
     """
-    _check_gradient(attended, rule)
     g, cu_seqlens = g.contiguous(), cu_seqlens.contiguous()
     q, k, v, out, lse = (tensor.contiguous() for tensor in attended)
     dq, dk, dv = (torch.zeros_like(tensor) for tensor in (q, k, v))
@@ -91,28 +89,29 @@ def packed_attention_backward_cpu(
     return dq, dk, dv, sink_rows
 
 
-def _packed_attention_cuda(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, rule: AttentionRule
-) -> tuple[Tensor, Tensor]:
-    rule.check("detcompile::packed_attention", q.shape[1], k.shape[1])
-    return packed_attention_cuda(q, k, v, cu_seqlens, rule)
-
-
-def _packed_attention_backward_cuda(
-    g: Tensor, attended: Attended, cu_seqlens: Tensor, rule: AttentionRule
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _check_gradient(attended, rule)
-    return packed_attention_backward_cuda(g, attended, cu_seqlens, rule)
-
-
 def _flat(attend: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda q, k, v, cu_seqlens, *rule: attend(q, k, v, cu_seqlens, AttentionRule(*rule))
+    """Wrap a function that takes an AttentionRule as the operation, whose arguments are flat, and check the heads."""
+
+    def flat(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *fields: Any) -> Any:
+        rule = AttentionRule(*fields)
+        rule.check("detcompile::packed_attention", q.shape[1], k.shape[1])
+        return attend(q, k, v, cu_seqlens, rule)
+
+    return flat
 
 
 def _flat_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda g, q, k, v, out, lse, cu_seqlens, *rule: backward(
-        g, Attended(q, k, v, out, lse), cu_seqlens, AttentionRule(*rule)
-    )
+    def flat(g, q, k, v, out, lse, cu_seqlens, *fields):
+        rule = AttentionRule(*fields)
+        rule.check("detcompile::packed_attention_backward", q.shape[1], k.shape[1])
+        if rule.relative_bias is not None:
+            raise InvalidInput(
+                "detcompile::packed_attention_backward: biases by distance have no gradient. Train a model without "
+                "relative_bias."
+            )
+        return backward(g, Attended(q, k, v, out, lse), cu_seqlens, rule)
+
+    return flat
 
 
 def _backward_fake(g, q, k, v, out, lse, cu_seqlens, *rule):
@@ -130,7 +129,7 @@ define(
     {"q": "float T Hq>0 D>0", "k": "q T Hkv>0 D", "v": "q T Hkv Dv>0", "cu_seqlens": "int32 S+1"}
     | rule_operands("T Hq"),
     cpu=_flat(packed_attention_cpu),
-    cuda=_flat(_packed_attention_cuda),
+    cuda=_flat(packed_attention_cuda),
     fake=lambda q, k, v, *rest: _like_forward(q, v),
 )
 define(
@@ -147,7 +146,7 @@ define(
     }
     | rule_operands("T Hq"),
     cpu=_flat_backward(packed_attention_backward_cpu),
-    cuda=_flat_backward(_packed_attention_backward_cuda),
+    cuda=_flat_backward(packed_attention_backward_cuda),
     fake=_backward_fake,
 )
 
@@ -193,15 +192,6 @@ def reference_packed_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tens
             scores = torch.cat([scores, rule.sinks.double()[:, None, None].expand(-1, end - start, 1)], -1)
         parts.append((torch.softmax(scores, -1)[..., : end - start] @ v_).transpose(0, 1))
     return torch.cat(parts)
-
-
-def _check_gradient(attended: Attended, rule: AttentionRule) -> None:
-    rule.check("detcompile::packed_attention_backward", attended.q.shape[1], attended.k.shape[1])
-    if rule.relative_bias is not None:
-        raise InvalidInput(
-            "detcompile::packed_attention_backward: biases by distance have no gradient. Train a model without "
-            "relative_bias."
-        )
 
 
 def _sizes(q: Tensor, v: Tensor, cu_seqlens: Tensor) -> tuple[int, ...]:

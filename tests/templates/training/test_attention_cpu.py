@@ -275,4 +275,4 @@ def test_gradients_that_do_not_fit_are_refused():
             torch.ops.detcompile.packed_attention_backward(bad, q, k, v, g, of, cu_seqlens, *RULES["plain"])
     biased = RULES["plain"]._replace(relative_bias=torch.zeros(8, 4, 3))
     with pytest.raises(InvalidInput, match="biases by distance have no gradient"):
-        packed_attention_backward_cpu(g, Attended(q, k, v, g, lse), cu_seqlens, biased)
+        torch.ops.detcompile.packed_attention_backward(g, q, k, v, g, lse, cu_seqlens, *biased)

@@ -126,9 +126,9 @@ class Load:
 
 
 def _drawn_first(choice: dict[str, Any]) -> list[tuple[int, float]]:
-    """Return the tokens, with their log-probabilities, that the first version drew."""
-    count = choice["weight_versions"].count(choice["weight_versions"][0])
-    return list(zip(choice["token_ids"], choice["logprobs"]["token_logprobs"]))[:count]
+    """Return the tokens, with their log-probabilities, that the first version drew before another one drew any."""
+    _, first = next(itertools.groupby(choice["weight_versions"]))
+    return list(zip(choice["token_ids"], choice["logprobs"]["token_logprobs"]))[: len(list(first))]
 
 
 def num_mixed(receipts: list[dict[str, str]], folder: Path) -> int:

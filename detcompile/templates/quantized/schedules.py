@@ -83,7 +83,7 @@ _FUSED: dict[int, list[tuple[int, int, int, int, int]]] = {
 }
 # The same for nibbles, with several blocks of 128 k per step. For up to eight tokens no larger product is computed, and
 # a warp has its own 16 features, so none is computed twice. One token takes 0.5 to 0.9 of the best time of _FUSED
-# (docs/quantization.md).
+# (docs/log/kernels.md).
 _BLOCKS: dict[int, list[tuple[int, int, int, int, int]]] = {
     16: [(8, 32, 512, 2, 3), (8, 16, 512, 1, 3), (16, 16, 512, 1, 3)],
 }

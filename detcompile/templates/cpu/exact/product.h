@@ -104,14 +104,17 @@ inline void add_dots(const int8_t* x, int64_t x_stride, const int32_t* sums_of_x
   Sums sums[MR][NR];
   for (int i = 0; i < MR; i++)
     for (int j = 0; j < NR; j++) sums[i][j] = zero();
-  for (int64_t k = 0; k < count; k += kBytes) {
+  auto add = [&](int64_t k, int64_t terms) __attribute__((always_inline)) {
     decltype(load_x(x)) rows[MR];
     for (int i = 0; i < MR; i++) rows[i] = load_x(x + i * x_stride + k);
     for (int j = 0; j < NR; j++) {
-      auto column = load_w(w + j * w_stride + k, count - k);
+      auto column = load_w(w + j * w_stride + k, terms);
       for (int i = 0; i < MR; i++) sums[i][j] = add_products(sums[i][j], rows[i], column);
     }
-  }
+  };
+  const int64_t whole = count / kBytes * kBytes;
+  for (int64_t k = 0; k < whole; k += kBytes) add(k, kBytes);
+  if (whole < count) add(whole, count - whole);
   for (int i = 0; i < MR; i++)
     for (int j = 0; j < NR; j++) out[i][j] += factor * finish(sums[i][j], sums_of_x[i]);
 }

@@ -19,13 +19,14 @@ from detcompile.errors import DetcompileError
 from detcompile.parallel import TensorParallel, tensor_parallel
 from detcompile.passes.preparation import prepare
 from detcompile.passes.sharding.shard import shard
+from detcompile.templates.exact import ranks as ranks_of_exact
 from tests.bits import assert_bitwise_equal
 from tests.exact import definition as exact
 from tests.exact import golden
 from tests.exhaustive import EXHAUSTIVE
 from tests.invariance.axis import tokens
 from tests.model_cases import certified
-from tests.parallel.cases import Failure, answers, attempt
+from tests.parallel.cases import Failure, answers, attempt, needs_gpus
 from tests.parallel.ranks import run_ranks
 from tests.parallel.test_plans import architecture
 from tools.model_configs import MAX_CONTEXT
@@ -56,23 +57,41 @@ def logits_of(name: str, tp: int) -> Tensor:
         return model(input_ids=input_ids, position_ids=torch.arange(8).repeat(4, 1), use_cache=False).logits
 
 
-def tiny(variant: str, tp: int) -> dict[str, str]:
+def tiny(variant: str, tp: int, device: str = "cpu") -> dict[str, str]:
     """Return the fingerprint of `tiny`, and digests of a text's logits: in one call, and in steps among other rows."""
-    model = certified(detcompile.load_model("tiny", device="cpu"), tp=tp, numerics=Numerics(arithmetic=variant))
+    compile_model = certified if device == "cpu" else detcompile.compile
+    model = compile_model(detcompile.load_model("tiny", device=device), tp=tp, numerics=Numerics(arithmetic=variant))
     text = tuple(exact.fixed_tokens(LENGTH))
     configuration = AXES["chunking"](text, [text, *(tokens(n, n) for n in (1, 33, 150))], random.Random(0))
-    results = {"call": model(torch.tensor([text])).logits[0], "steps": score(model, configuration)}
-    return {name: exact.digest(logits.numpy()) for name, logits in results.items()} | {"print": model.fingerprint}
+    results = {"call": model(torch.tensor([text], device=device)).logits[0], "steps": score(model, configuration)}
+    return {name: exact.digest(logits.cpu().numpy()) for name, logits in results.items()} | {"print": model.fingerprint}
 
 
-def served(name: str, tp: int) -> dict[str, Tensor]:
-    numerics = Numerics(arithmetic="exact8x16")
-    return answers(certified(architecture(name), tp=tp, max_context=MAX_CONTEXT, numerics=numerics))
+def served(name: str, tp: int, device: str = "cpu") -> dict[str, Tensor]:
+    compile_model, numerics = certified if device == "cpu" else detcompile.compile, Numerics(arithmetic="exact8x16")
+    return answers(compile_model(architecture(name).to(device), tp=tp, max_context=MAX_CONTEXT, numerics=numerics))
+
+
+def on_a_gpu(rank: int, tp: int) -> tuple[Any, Any]:
+    return attempt(lambda: tiny("exact8x16", tp, "cuda")), attempt(lambda: served("gpt_oss", tp, "cuda"))
+
+
+def gathered_and_reduced(tp: int) -> bool:
+    """Return whether this rank gets the same sums and maxima of integers in both ways."""
+    group, generator = tensor_parallel(tp).group, torch.Generator().manual_seed(torch.distributed.get_rank())
+    for dtype, operation in ((torch.int64, "sum"), (torch.int32, "max")):
+        x = torch.randint(-(1 << 30), 1 << 30, (5, 7), generator=generator, dtype=dtype) << 3
+        if not torch.equal(
+            ranks_of_exact.gathered(x, operation, group), ranks_of_exact._over_ranks(x, operation, group)
+        ):
+            return False
+    return True
 
 
 def on_a_rank(rank: int, tp: int) -> dict[str, Any]:
     names = {name: attempt(lambda name=name: logits_of(name, tp)) for name in ARCHITECTURES[tp]}
     names |= {f"{name} served": attempt(lambda name=name: served(name, tp)) for name in SERVED[tp]}
+    names |= {"collectives": attempt(lambda: gathered_and_reduced(tp))}
     return names | {variant: attempt(lambda variant=variant: tiny(variant, tp)) for variant in VARIANTS[tp]}
 
 
@@ -99,6 +118,11 @@ def test_ranks_have_the_golden_logits_and_fingerprint(tp: int, variant: str) -> 
     assert results(tp, variant) == [expected] * tp
 
 
+@pytest.mark.parametrize("tp", [pytest.param(tp, marks=MARKS[tp]) for tp in MARKS])
+def test_gathered_integers_give_the_sums_of_the_library(tp: int) -> None:
+    assert results(tp, "collectives") == [True] * tp
+
+
 @pytest.mark.parametrize(("tp", "name"), cases(ARCHITECTURES))
 def test_ranks_give_the_logits_of_one(tp: int, name: str) -> None:
     whole = logits_of(name, 1)
@@ -113,6 +137,18 @@ def test_ranks_serve_the_answers_of_one(tp: int, name: str) -> None:
     for rank, actual in enumerate(results(tp, f"{name} served")):
         for what, expected in whole.items():
             assert_bitwise_equal(actual[what], expected, f"{what} of {name} on rank {rank} of {tp}")
+
+
+@pytest.mark.parametrize("tp", [pytest.param(tp, marks=needs_gpus(tp)) for tp in (2, 3)])
+def test_gpus_have_the_golden_logits_and_serve_the_answers_of_a_cpu(tp: int) -> None:
+    logits = golden.kept()["logits"]["exact8x16"][str(LENGTH)]
+    digests = {"call": logits, "steps": logits, "print": golden.kept()["fingerprints"]["exact8x16"]}
+    whole = served("gpt_oss", 1)
+    for rank, (first, second) in enumerate(run_ranks(tp, on_a_gpu, tp, device_type="cuda")):
+        assert first == digests, f"rank {rank} of {tp}:\n{first}"
+        assert not isinstance(second, Failure), f"rank {rank} of {tp}:\n{second}"
+        for what, expected in whole.items():
+            assert_bitwise_equal(second[what], expected, f"{what} on rank {rank} of {tp}")
 
 
 REFUSED = {

@@ -6,20 +6,28 @@ Legend: M tokens, N output features, K this rank's input features, D digits of t
     T    = the sum over all ranks of the exact integers of x [M, K], quantized with that peak, and w [D, N, K]
     out  = (float32(T) * s) * w_scale + bias        each operation rounded once, on every rank
 
-Maxima and sums are of integers, so a communication library may take them in any order, and K may be cut anywhere
-(docs/exact.md). ``after`` is not read: it is the result of a collective that must run before on every rank.
+Maxima and sums are of integers, so their order is free, and K may be cut anywhere (docs/exact.md). The communication
+library adds them; GPUs that map each other's memory gather small ones instead, and each rank adds all. ``after`` is not
+read: it is the result of a collective that every rank runs before this one.
 """
+
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from detcompile.templates.collectives.gather import all_gather_columns
+from detcompile.templates.collectives.peer_memory import peer_memory
 from detcompile.templates.device.cuda_graphs import is_alone
 from detcompile.templates.exact.gpu import expert_totals_cuda, quantize_cuda, totals_cuda
 from detcompile.templates.exact.linear import check_digits, expert_totals_cpu, totals_cpu
 from detcompile.templates.exact.rows import quantize_cpu
 from detcompile.templates.experts.op import require_expert_rows
 from detcompile.templates.registration import define
+from detcompile.torch_internals.distributed import process_group
 from detcompile.torch_internals.operators import c10d
+
+_GATHERED = 1 << 20  # elements of the largest sum that is gathered; a library sends less for larger ones
 
 
 def linear_all_reduce(
@@ -35,7 +43,7 @@ def linear_all_reduce(
     check_digits("exact_linear_all_reduce", w, x_digits)
     if is_alone():
         return x.new_zeros((x.shape[0], w.shape[1]))
-    peaks = _over_ranks(peaks_of(x), "max", group)
+    peaks = _over_ranks(peaks_of(x)[:, None], "max", group)[:, 0]
     totals = (totals_cuda if x.is_cuda else totals_cpu)(x, peaks, w, x_digits)
     return scaled(_over_ranks(totals, "sum", group), peaks, w_scale, bias, x_digits)
 
@@ -60,16 +68,17 @@ def expert_linear_all_reduce(
     _, E, N, _ = w.shape
     if is_alone():
         return x.new_zeros((*ids.shape, N))
-    peaks = _over_ranks(peaks_of(x).flatten(), "max", group)
+    peaks = _over_ranks(peaks_of(x).view(-1, 1), "max", group)[:, 0]
     if x.is_cuda:
-        totals = expert_totals_cuda(x.flatten(0, -2), peaks, ids.flatten(), w, x_digits).view(*ids.shape, N)
+        totals = expert_totals_cuda(x.flatten(0, -2), peaks, ids.flatten(), w, x_digits)
     else:
-        totals = expert_totals_cpu(x, peaks, ids, w, x_digits)
+        totals = expert_totals_cpu(x, peaks, ids, w, x_digits).view(-1, N)
     known = (ids >= 0) & (ids < E)
     expert = torch.where(known, ids, 0)
     peaks = peaks.repeat_interleave(ids.numel() // max(1, len(peaks))).view(ids.shape)
     bias = None if bias is None else bias[expert]
-    y = scaled(_over_ranks(totals, "sum", group), peaks, w_scale[expert], bias, x_digits)
+    totals = _over_ranks(totals, "sum", group).view(*ids.shape, N)
+    y = scaled(totals, peaks, w_scale[expert], bias, x_digits)
     return torch.where(known[..., None], y, 0.0)
 
 
@@ -86,9 +95,19 @@ def scaled(totals: Tensor, peaks: Tensor, w_scale: Tensor, bias: Tensor | None, 
     return y if bias is None else y + bias
 
 
-def _over_ranks(x: Tensor, operation: str, group: str) -> Tensor:
+def _over_ranks(x: Tensor, operation: Literal["max", "sum"], group: str) -> Tensor:
+    """Return the maxima or sums of integers [M, N] over the ranks."""
+    if x.is_cuda and 0 < x.numel() <= _GATHERED and peer_memory(group, x.device) is not None:
+        return gathered(x, operation, group)
     reduced: Tensor = c10d.wait_tensor(c10d.all_reduce(x, operation, group))
     return reduced
+
+
+def gathered(x: Tensor, operation: Literal["max", "sum"], group: str) -> Tensor:
+    """Return the maxima or sums of integers [M, N] over the ranks, by a gather of all of them."""
+    words, num_ranks = x.view(torch.int32), process_group(group).size()
+    every = all_gather_columns(words, group, num_ranks * words.shape[1]).view(x.dtype).view(len(x), num_ranks, -1)
+    return every.amax(1) if operation == "max" else every.sum(1)
 
 
 define(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import detcompile
-from detcompile import Numerics
+from detcompile import EngineConfig, InvalidInput, Numerics, SamplingParams
 from detcompile.commands.axes import AXES, score
 from detcompile.errors import DetcompileError
 from detcompile.parallel import TensorParallel, tensor_parallel
@@ -34,8 +34,9 @@ from tools.model_configs import MAX_CONTEXT
 # Joined and grouped projections, norms over all heads, latents, sinks, ALiBi; four heads, which six ranks repeat.
 NAMES = ["bloom", "codegen", "gemma2", "gpt2", "granite_swa", "llama", "olmo2", "opt", "phi3", "stablelm", "youtu"]
 NAMES += ["deepseek_v3", "gpt_oss", "mixtral"]  # experts: with shared ones; transposed with a bias
+REPLICATED = ", replicated"  # every rank has all heads
 VARIANTS = {2: ["exact16"], 3: list(exact.VARIANTS), 6: ["exact8x16"]}
-ARCHITECTURES = {2: [*NAMES, "roberta-prelayernorm"], 3: NAMES, 6: NAMES}
+ARCHITECTURES = {2: [*NAMES, "roberta-prelayernorm"], 3: [*NAMES, f"bert{REPLICATED}"], 6: NAMES}
 SERVED: dict[int, list[str]] = {2: [], 3: ["gpt_neox", "gpt_oss"], 6: []}  # the first has two sums beside each other
 MARKS = {2: (), 3: EXHAUSTIVE, 6: EXHAUSTIVE}
 LENGTH = 127  # of a text with golden logits
@@ -43,10 +44,10 @@ LENGTH = 127  # of a text with golden logits
 
 def prepared(name: str, ranks: TensorParallel | None, variant: str = "exact8x16") -> Any:
     """Return a model in exact arithmetic, or the share of one of several ranks."""
-    model, numerics = architecture(name), Numerics(arithmetic=variant)
+    model, numerics = architecture(name.removesuffix(REPLICATED)), Numerics(arithmetic=variant)
     seen, _ = prepare(model, numerics, MAX_CONTEXT, shared=ranks is not None)
     if ranks is not None:
-        shard(model, seen.attention, numerics, ranks)
+        shard(model, seen.attention, numerics, ranks, replicate_attention=name.endswith(REPLICATED))
     return model
 
 
@@ -165,10 +166,15 @@ def test_what_ranks_cannot_share_is_rejected_by_name(name: str) -> None:
 
 
 @EXHAUSTIVE
-@pytest.mark.parametrize(("pp", "tp"), [(2, 1), (3, 2)])
-def test_stages_have_the_golden_logits_and_fingerprint(pp: int, tp: int) -> None:
+@pytest.mark.parametrize(("pp", "tp"), [(2, 1), (3, 2), (1, 3)])
+def test_workers_have_the_golden_logits_and_fingerprint(pp: int, tp: int) -> None:
     numerics = Numerics(arithmetic="exact8x16")
     with detcompile.compile("tiny", device="cpu", pp=pp, tp=tp, numerics=numerics) as model:
         logits = model(torch.tensor([exact.fixed_tokens(LENGTH)])).logits[0]
         assert exact.digest(logits.numpy()) == golden.kept()["logits"]["exact8x16"][str(LENGTH)]
         assert model.fingerprint == golden.kept()["fingerprints"]["exact8x16"], model.fingerprint_parts
+        if tp == 3:  # 1, 3 and 3 key heads
+            engine = model.engine(EngineConfig(num_blocks=20, block_size=16))
+            engine.generate([list(range(40))], SamplingParams(max_tokens=4), progress=False)
+            with pytest.raises(InvalidInput, match="unequal numbers of heads cannot be exported"):
+                engine.prefixes.export(list(range(40)))

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from detcompile.errors import InvalidInput
 from detcompile.runtime.adapters import Adapter
 from detcompile.runtime.grammars.matcher import Mask
 from detcompile.runtime.kv.prefixes import LayerBlocks
@@ -201,8 +202,16 @@ class RemoteWorker(_Remote):
         return launched.ticket
 
     def read_blocks(self, tables: Sequence[Sequence[int]]) -> list[LayerBlocks]:
-        """Return blocks of the KV caches with the heads of all ranks, given one table per KV group."""
+        """Return blocks of the KV caches with the heads of all ranks, given one table per KV group.
+
+        Raises:
+            InvalidInput: ranks hold unequal numbers of heads.
+        """
         ranks = self._group.call("read_blocks", self.name, tables)
+        if len({str([[part.shape for part in parts] for parts in layers]) for layers in ranks}) > 1:
+            raise InvalidInput(
+                "KV blocks of ranks with unequal numbers of heads cannot be exported: choose a tp that divides them"
+            )
         layers = [[[unpack_tensor(part) for part in shares] for shares in zip(*parts)] for parts in zip(*ranks)]
         return [(torch.cat(keys, 2), torch.cat(values, 2)) for keys, values in layers]
 

@@ -71,6 +71,8 @@ class AsyncGRPOTrainer(PolicyTraining, async_grpo.AsyncGRPOTrainer):
     ) -> None:
         args = async_grpo.AsyncGRPOConfig("AsyncGRPO") if args is None else args
         require_options(args, ASYNC_VALUES, keywords, REFUSED)
+        if args.world_size > 1:
+            raise InvalidInput(f"{args.world_size} processes: gradients are not summed over them. Start one process.")
         if args.max_staleness == 0 and args.token_budget != 0:
             raise InvalidInput(
                 f"max_staleness=0 needs token_budget=0, not {args.token_budget!r}: with a budget, TRL keeps a sample of"

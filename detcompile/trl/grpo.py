@@ -1,6 +1,7 @@
 """GRPOTrainer: TRL's trainer with bitwise equal log-probabilities from the sampler and the trainer."""
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ from detcompile.templates.training.pointwise import policy_terms
 from detcompile.torch_internals.autograd import version_of
 from detcompile.training.loading import trainer
 from detcompile.training.policy_loss import policy_loss
+from detcompile.training.sharding import whole_weights
 from detcompile.training.trainer import Trainer
 from detcompile.trl.policy import ONLY_VALUES, PolicyTraining, require_options, share_parameters
 
@@ -55,8 +57,10 @@ class GRPOTrainer(PolicyTraining, trl.GRPOTrainer):
 
     The sampler's and the trainer's log-probabilities are bitwise equal. The logs show it:
     ``sampling/kl`` and ``sampling/sampling_logp_difference/max`` are 0 until a step has moved the weights. The weights
-    after a step do not depend on how its batch is split into ``per_device_train_batch_size`` and
-    ``gradient_accumulation_steps``.
+    after a step do not depend on how its batch is split into ``per_device_train_batch_size``,
+    ``gradient_accumulation_steps`` and processes.
+
+    Several processes share the weights by FSDP2. Each samples its part of the batch with its own engine.
 
     Args:
         model: a name as for ``compile``, or a Hugging Face causal LM in eval mode, which keeps its parameters.
@@ -89,6 +93,8 @@ class GRPOTrainer(PolicyTraining, trl.GRPOTrainer):
         self.sampler = sampler or cast(CompiledModel, compile_model(copy.deepcopy(held)))
         reference = self._trainer_of(held) if args.beta else None
         self.policy = self._trainer_of(held)
+        if args.world_size > 1:
+            self.policy.shard()
         share_parameters(self.policy, held, recompute=args.gradient_checkpointing)
         keywords.setdefault("processing_class", tokenizer_of(held))
         without_reference = copy.copy(args)
@@ -99,6 +105,22 @@ class GRPOTrainer(PolicyTraining, trl.GRPOTrainer):
         self._engine = self.sampler.engine(engine or EngineConfig())
         self._served: tuple[int, int] | None = None  # step and weights version of the engine's weights
         self._num_drawn = 0
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the accelerator; keep it from wrapping a model whose gradients the policy adds over processes."""
+        super().create_accelerator_and_postprocess()
+        if self.args.world_size > 1:
+            self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model as TRL does. All processes must call this; the first one writes."""
+        if self.args.world_size == 1:
+            return super().save_model(output_dir, _internal_call)
+        weights = whole_weights(
+            self.policy, {name: p.dtype for name, p in self.policy.named_parameters(remove_duplicate=False)}
+        )
+        if self.args.should_save:
+            self._save(output_dir, state_dict=weights)
 
     def _trainer_of(self, model: PreTrainedModel) -> Trainer:
         """Create a trainer of a copy of the model, with the sampler's orders."""
@@ -121,8 +143,9 @@ class GRPOTrainer(PolicyTraining, trl.GRPOTrainer):
         if now != self._served:
             self.sampler.update_weights(self.policy)
             self._served, self._num_drawn = now, 0
-        first = (self.args.seed << 44) + (step << 20) + self._num_drawn
-        self._num_drawn += len(prompt_ids)
+        before = self._num_drawn + self.accelerator.process_index * len(prompt_ids)
+        first = (self.args.seed << 44) + (step << 20) + before
+        self._num_drawn += self.accelerator.num_processes * len(prompt_ids)
         params = [
             SamplingParams(
                 max_tokens=self.max_completion_length, temperature=self.temperature, logprobs=0,
@@ -186,7 +209,7 @@ class GRPOTrainer(PolicyTraining, trl.GRPOTrainer):
         terms = (
             _divergence(logprobs, inputs["ref_per_token_logps"], old, self.args.use_bias_correction_kl) * mask.float()
         )
-        self._metrics["train" if self.model.training else "eval"]["kl"].append(float(terms.detach().sum() / mask.sum()))
+        self._log_mean("kl", terms.detach()[mask.bool()])
         return loss + self.beta * terms.sum(dtype=torch.float64) / denominator
 
     def _denominator(self, inputs: dict[str, Any], num_rows: int) -> float:
@@ -194,20 +217,30 @@ class GRPOTrainer(PolicyTraining, trl.GRPOTrainer):
         training = self.model.training
         steps = self.current_gradient_accumulation_steps if training else 1
         if self.loss_type == "dr_grpo":
-            return float(num_rows * steps * self.max_completion_length)
+            return float(num_rows * self.accelerator.num_processes * steps * self.max_completion_length)
         drawn = max(1.0, float(inputs["num_items_in_batch"]))
         return drawn * steps / self.args.steps_per_generation if training else drawn
 
     def _show(self, logprobs: Tensor, entropies: Tensor, mask: Tensor, drawn: Tensor | None) -> None:
         """Log how much the trainer's log-probabilities differ from the sampler's, which are at temperature 1."""
-        metrics = self._metrics["train" if self.model.training else "eval"]
-        metrics["entropy"].append(float(entropies[mask].mean()))
+        self._log_mean("entropy", entropies[mask])
         if drawn is None or self.temperature != 1.0:
             return
         apart = (logprobs - drawn)[mask].double()
-        metrics["sampling/kl"].append(float((apart.exp() - 1 - apart).mean()))
-        metrics["sampling/sampling_logp_difference/mean"].append(float(apart.abs().mean()))
-        metrics["sampling/sampling_logp_difference/max"].append(float(apart.abs().max()))
+        self._log_mean("sampling/kl", apart.exp() - 1 - apart)
+        self._log_mean("sampling/sampling_logp_difference/mean", apart.abs())
+        most = self.accelerator.gather(apart.abs().max()).max()
+        self._metrics["train" if self.model.training else "eval"]["sampling/sampling_logp_difference/max"].append(
+            float(most)
+        )
+
+    def _log_mean(self, name: str, values: Tensor) -> None:
+        """Log the mean of the values of all processes."""
+        sums = torch.stack(
+            [values.double().sum(), torch.tensor(float(len(values)), dtype=torch.float64, device=values.device)]
+        )
+        total, count = self.accelerator.gather(sums).view(-1, 2).sum(0).tolist()
+        self._metrics["train" if self.model.training else "eval"][name].append(total / count)
 
 
 def _capped_ratio(logprobs: Tensor, old: Tensor, most: float) -> Tensor:
@@ -245,5 +278,10 @@ def require_exact(args: Any, keywords: dict[str, Any]) -> None:
         raise InvalidInput(
             f"loss_type={args.loss_type!r} weights tokens by sequence or micro-batch, or without pinned arithmetic. "
             f"Use one of {', '.join(LOSSES)}, whose weights depend on the global batch only."
+        )
+    if args.world_size > 1 and args.save_strategy != "no":
+        raise InvalidInput(
+            f"save_strategy={args.save_strategy.value!r} with {args.world_size} processes: checkpoints would lack most"
+            " of the optimizer's state. Pass 'no', and call save_model() in all processes."
         )
     require_options(args, GRPO_VALUES, keywords, REFUSED)

@@ -88,8 +88,6 @@ def require_options(
             raise InvalidInput(f"{name}={value!r} is not supported: {why}. Leave it at {supported!r}.")
     if (optim := str(getattr(args.optim, "value", args.optim))) not in OPTIMIZERS:
         raise InvalidInput(f"optim={optim!r} is not supported: use adamw_torch, or pass optimizers=(yours, None).")
-    if args.world_size > 1:
-        raise InvalidInput(f"{args.world_size} processes: gradients are not summed over processes. Start one process.")
     for name, why in refused.items():
         if keywords.get(name) is not None:
             raise InvalidInput(f"{name} is not supported: {why}.")

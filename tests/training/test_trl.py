@@ -1,5 +1,8 @@
 """TRL's GRPOTrainer over our engine and trainer is on policy to the bit, in any micro-batches."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +12,7 @@ import torch
 
 import detcompile
 from detcompile import InvalidInput
+from detcompile.weights import weight_digests
 
 trl = pytest.importorskip("trl")
 from datasets import Dataset  # noqa: E402 - comes with trl
@@ -19,6 +23,7 @@ from tests.exhaustive import EXHAUSTIVE  # noqa: E402
 
 pytestmark = EXHAUSTIVE  # the extra `trl` comes with make test-all
 
+ROOT = Path(__file__).parents[2]
 PROMPTS = ["def add(first, second):\n    return", "import json\n", "class Point:\n", "x = 1\n"]
 
 
@@ -90,6 +95,25 @@ def test_divergence_from_the_reference_follows_no_split(sampler: Any, tmp_path: 
     assert not [name for name, weight in whole.model.named_parameters() if not torch.equal(weight, other[name])]
 
 
+@pytest.mark.parametrize(
+    "changed", [{"loss_type": "dapo", "beta": 0.1}, {"loss_type": "dr_grpo", "gradient_accumulation_steps": 2}]
+)
+def test_processes_train_the_weights_of_one(changed: dict[str, Any], sampler: Any, tmp_path: Path) -> None:
+    """Two processes with half of each batch: the same weights, and nothing between sampler and trainer."""
+    whole = trained(tmp_path, sampler, **changed)
+    split = json.dumps(changed | {"per_device_train_batch_size": 4})
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "tests.training.grpo_processes", str(tmp_path), split]
+    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
+    assert finished.returncode == 0, finished.stderr[-5000:]
+    actual = json.loads((tmp_path / "run.json").read_text())
+    assert actual["digests"] == weight_digests(dict(whole.policy.named_parameters()))
+    for name in ("sampling/kl", "sampling/sampling_logp_difference/max"):
+        assert [entry[name] for entry in actual["logs"] if name in entry] == [0.0] * 3
+    for name in ("reward", "grad_norm"):
+        assert [entry[name] for entry in actual["logs"] if name in entry] == logged(whole, name), name
+
+
 @pytest.mark.parametrize("is_weighted", [True, False])
 @pytest.mark.parametrize("is_old", [True, False])
 def test_divergence_has_the_formulas_gradient(is_weighted: bool, is_old: bool) -> None:
@@ -130,6 +154,7 @@ def test_what_draws_has_the_weights_of_now_however_often_training_begins(monkeyp
         state=SimpleNamespace(global_step=0), args=SimpleNamespace(seed=0), policy=policy, _served=None, _num_drawn=0,
         sampler=SimpleNamespace(update_weights=updates.append),
         _engine=SimpleNamespace(generate=lambda prompts, params, progress: []),
+        accelerator=SimpleNamespace(process_index=0, num_processes=1),
     )  # fmt: skip
 
     def num_updates() -> int:

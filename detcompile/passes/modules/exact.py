@@ -43,7 +43,8 @@ class ExactLinear(nn.Module):
         super().__init__()
         weight = linear.weight.detach().float()
         weight = weight.t().contiguous() if isinstance(linear, Conv1D) else weight
-        self.out_features, self.in_features = weight.shape
+        self.out_features: int = weight.shape[0]
+        self.in_features: int = weight.shape[1]
         self.x_digits = arithmetic.activations
         digits, scales = ours.exact_quantize(weight, arithmetic.weights, True)
         self.register_buffer("digits", digits)

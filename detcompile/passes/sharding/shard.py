@@ -149,8 +149,10 @@ def _row_shard(
 ) -> nn.Module:
     """Return this rank's share of a row-parallel linear; of one in attention, that of the heads' results."""
     if not numerics.is_exact:
-        kind = QuantizedRowShard if isinstance(linear, QuantizedLinear) else RowShardLinear
-        return kind(linear, numerics.split_radices(ranks.size), ranks)
+        radices = numerics.split_radices(ranks.size)
+        if isinstance(linear, QuantizedLinear):
+            return QuantizedRowShard(linear, radices, ranks)
+        return RowShardLinear(linear, radices, ranks)
     if not isinstance(linear, ExactLinear):
         raise UnsupportedModel(f"{name}: a {type(linear).__name__} in exact arithmetic over ranks; compile with tp=1")
     if heads is None:

@@ -250,7 +250,7 @@ def test_chat_streams_what_it_answers_whole(client: openai.OpenAI) -> None:
 def test_the_examples_of_the_manual_run(server: Server) -> None:
     page = (ROOT / "docs" / "serving.md").read_text()
     codes = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
-    assert len(codes) == 4 and all("http://127.0.0.1:8000" in code for code in codes)
+    assert len(codes) == 2 and all("http://127.0.0.1:8000" in code for code in codes)
     for code in codes:
         if "anthropic" not in code or importlib.util.find_spec("anthropic") is not None:
             exec(code.replace("http://127.0.0.1:8000", server.url), {})

@@ -1,12 +1,13 @@
 """The reference's operations, computed by the C++ kernels of detcompile/templates/cpu/exact.
 
-`Emulated` runs them in a process of their own, built for any machine, through driver.cpp; `Native` in this process.
+`Emulated` runs them in a separate program, built for any machine, through driver.cpp; `Native` in this process.
 """
 
 import ctypes
 import re
 import shlex
 import subprocess
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -37,12 +38,12 @@ def build(folder: Path, compiler: str, flags: str) -> Path:
     return program
 
 
-class Machine:
+class Machine(ABC):
     """The operations, each by a call of a kernel."""
 
+    @abstractmethod
     def call(self, name: str, *arguments: Any) -> None:
         """Call a kernel; arrays that are not const are written."""
-        raise NotImplementedError
 
     def add(self, x: Array, y: Array) -> Array:
         return x + y

@@ -24,7 +24,7 @@ class Finding:
     Attributes:
         level: "missing" if detcompile cannot work without it; "slow" and "fast" affect speed; "note" is information.
         about: the part of the machine.
-        text: what was found, and why it matters.
+        text: what the machine has or lacks, and why it matters.
         advice: what to do; empty if nothing.
     """
 

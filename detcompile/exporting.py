@@ -75,8 +75,6 @@ def export(
             "this process is one of the ranks that share the model: compile it from a single process with tp="
             f"{compiled.ranks.size}, and export that: the bits are the same"
         )
-    if compiled.numerics.is_exact:
-        raise UnsupportedModel(f"export with Numerics.arithmetic={compiled.numerics.arithmetic!r}: not implemented yet")
     if isinstance(compiled, RemoteModel) and compiled.stages > 1:
         raise UnsupportedModel(f"export of a model in stages: compile it with pp=1 instead of pp={compiled.stages}")
     try:

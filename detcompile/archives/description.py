@@ -80,4 +80,5 @@ def read_sizes(facts: Mapping[str, Any]) -> ModelFacts:
         max_context=facts["max_context"],
         num_token_ids=facts["num_token_ids"],
         num_logits=facts["num_logits"],
+        is_exact=Numerics(**facts["numerics"]).is_exact,
     )

@@ -76,7 +76,7 @@ def load(path: str | Path, *, tp_group: ProcessGroup | None = None) -> CompiledM
     with _as_exported(path):
         numerics = Numerics(**facts["numerics"])
         read_certificate(parsed(path, CERTIFICATE, opened.read(CERTIFICATE)), numerics)
-        sound = tp in numerics.tp_sizes and all(_library_of(opened, rank) for rank in range(tp))
+        sound = (numerics.is_exact or tp in numerics.tp_sizes) and all(_library_of(opened, rank) for rank in range(tp))
     if not sound:
         raise ArchiveError(f"{path} is not what export wrote: some of {tp} ranks have no library. Export it again")
     if tp > 1 and tp_group is None and not dist.is_initialized():

@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 import detcompile
 from benchmarks.exact_receipts import check
 from detcompile import Backend, CompiledModel, EngineConfig, Numerics, SamplingParams
+from detcompile.archives.description import facts_of, read_sizes
 from detcompile.commands.axes import AXES, Configuration, score
 from detcompile.errors import NumericsError, UncertifiedOp, UnsupportedModel
 from detcompile.passes.modules.exact import use_exact_arithmetic
@@ -231,3 +233,21 @@ def test_receipts_of_another_instruction_set_replay(isa: str, tmp_path: Path) ->
     sign = [sys.executable, "-m", "benchmarks.exact_receipts", "sign", str(tmp_path), "--device", "cpu"]
     subprocess.run(sign, check=True, env=environment)
     assert check(tmp_path, tiny("exact8x16")) == 0
+
+
+def test_archive_draws_with_the_arithmetic_of_its_model() -> None:
+    model = tiny("exact16")
+    known = model.executor.description
+    facts = facts_of(known.module, known.facts, known.numerics, known.parameters, {}, {})
+    sizes = read_sizes(facts | {"machine": {"device": "cpu"}})
+    assert sizes.is_exact and sizes == replace(known.facts, hidden_size=0)
+
+
+@EXHAUSTIVE  # 30 CPU seconds
+def test_archive_has_the_golden_logits_and_draws_the_same_answers(tmp_path: Path) -> None:
+    model = tiny("exact8x16")
+    archive = detcompile.load(detcompile.export(model, tmp_path / "tiny.pt2"))
+    logits = archive(torch.tensor([exact.fixed_tokens(127)])).logits[0]
+    assert exact.digest(logits.numpy()) == golden.kept()["logits"]["exact8x16"]["127"]
+    assert archive.fingerprint == golden.kept()["fingerprints"]["exact8x16"]
+    assert answers(archive, *ENGINES["small steps"]) == answers(model, *ENGINES["small steps"])

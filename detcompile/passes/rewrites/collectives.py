@@ -18,8 +18,6 @@ from detcompile.torch_internals.distributed import process_group
 from detcompile.torch_internals.operators import c10d
 
 aten = torch.ops.aten
-
-
 IN_TURN = (ours.exact_linear_all_reduce.default, ours.exact_expert_linear_all_reduce.default)
 
 
@@ -52,7 +50,8 @@ def pin_collectives(gm: fx.GraphModule, numerics: Numerics) -> fx.GraphModule:
 def order_collectives(gm: fx.GraphModule) -> fx.GraphModule:
     """all_reduce(x, ...)  ->  all_reduce(x, ..., the one before), unless it reads that one already
 
-    Ranks of exact arithmetic may hold unequal shares, for which a compiler may choose unequal orders.
+    Ranks of exact arithmetic may hold unequal shares, for which a compiler may choose unequal orders. An argument that
+    is not needed would still cross the boundaries at which a graph is cut into layers.
     """
     last: fx.Node | None = None
     for node in gm.graph.nodes:

@@ -17,7 +17,7 @@ import numpy as np
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.kv.block_pool import BlockPool
 from detcompile.runtime.kv.kv_blocks import KVBlocks
-from detcompile.runtime.pacing.lanes import Lanes
+from detcompile.runtime.pacing.pace import Lanes
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.runtime.requests.sequence import Sequence
 from detcompile.runtime.scheduler import Scheduler, StepPlan

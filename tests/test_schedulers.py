@@ -20,7 +20,7 @@ from benchmarks.simulation import (
     summarize,
 )
 from detcompile.runtime.engine_config import EngineConfig
-from detcompile.runtime.pacing.lanes import Lanes
+from detcompile.runtime.pacing.pace import Lanes
 from tests.model_cases import compiled
 
 LONGEST = 8192  # tokens of a request of the trace

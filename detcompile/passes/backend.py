@@ -34,11 +34,10 @@ from detcompile.passes.rewrites.merged_linears import fed, joined, lift_weights,
 from detcompile.passes.roles import join_batches, refuse, role_by_source
 from detcompile.templates.cpp_dispatch import direct_ops
 from detcompile.templates.cpu.fp_mode import in_float_mode
-from detcompile.torch_internals.aot_autograd import functorch_config
 from detcompile.torch_internals.compiled_calls import enter_around_calls
 from detcompile.torch_internals.dynamo import register_backend
 from detcompile.torch_internals.graph_nodes import traced_value
-from detcompile.torch_internals.inductor import compile_fx, compile_fx_inner
+from detcompile.torch_internals.inductor import compile_fx, compile_fx_inner, functorch_config
 from detcompile.torch_internals.inductor_settings import inductor_config
 from detcompile.torch_internals.traced_call import TracedCall
 

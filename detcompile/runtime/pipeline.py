@@ -18,7 +18,7 @@ from detcompile.errors import EngineError, WorkerError
 from detcompile.runtime.device_memory import ran_out_of_memory
 from detcompile.runtime.metrics import EngineStats, StepRecord, Tally
 from detcompile.runtime.pacing.cost_model import StepClock
-from detcompile.runtime.pacing.lanes import Lanes
+from detcompile.runtime.pacing.pace import Lanes
 from detcompile.runtime.processes.restarts import Restarts
 from detcompile.runtime.request_book import RequestBook
 from detcompile.runtime.requests.sequence import Sequence

@@ -12,8 +12,7 @@ from detcompile.runtime.adapters import Adapter
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.kv.kv_blocks import KVBlocks
 from detcompile.runtime.pacing.cost_model import StepShape
-from detcompile.runtime.pacing.lanes import most_lanes
-from detcompile.runtime.pacing.pace import Pace
+from detcompile.runtime.pacing.pace import Pace, most_lanes
 from detcompile.runtime.policies import NextStep, new_policy
 from detcompile.runtime.requests.queues import Queues
 from detcompile.runtime.requests.sequence import Sequence

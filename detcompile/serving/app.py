@@ -17,10 +17,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from detcompile.errors import DetcompileError, InvalidInput, StorageError
 from detcompile.serving.access import Access, owner_of
-from detcompile.serving.adapters import ADAPTER_PATHS, add_adapters
 from detcompile.serving.anthropic.messages import count_tokens, create_message
 from detcompile.serving.anthropic.schema import CountTokensRequest, MessagesRequest
-from detcompile.serving.control import CONTROL_PATHS, add_control
+from detcompile.serving.control import ADAPTER_PATHS, CONTROL_PATHS, add_adapters, add_control
 from detcompile.serving.dashboard.routes import KillRequest, kill_engine, page, state_of
 from detcompile.serving.http_errors import FAULT, HTTPError, error_of
 from detcompile.serving.journal.jobs import Call

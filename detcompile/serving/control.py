@@ -1,4 +1,4 @@
-"""Control routes, by vLLM's names and with its bodies: pause and resume, caches, sleep, and facts for a trainer.
+"""Control routes, by vLLM's names and with its bodies: pause, sleep, caches, LoRA adapters, facts for a trainer.
 
 They exist only with ``--admin-key``. access.py lets only admin keys pass.
 """
@@ -6,10 +6,11 @@ They exist only with ``--admin-key``. access.py lets only admin keys pass.
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Query, Request
+from msgspec import Meta
 from starlette.responses import Response
 
 from detcompile.digests import weights_digest
@@ -31,11 +32,13 @@ CONTROL_PATHS = frozenset((
     "/sleep", "/start_weight_update", "/update_weight_version", "/update_weights", "/wake_up", "/weight_checker",
     "/weight_info",
 ))  # fmt: skip
+ADAPTER_PATHS = frozenset(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"))
 PAUSE, CLEAR = "pause", "clear"  # reasons of holds
 MOST_PATH_BYTES = 4095
 MOST_ADAPTERS = 1 << 20  # reported as vLLM's max_loras; any number of adapters can be loaded
 Mode = Literal["abort", "wait", "keep"]
 Tag = Literal["weights", "kv_cache"]
+Name = Annotated[str, Meta(min_length=1, max_length=255)]
 Body = TypeVar("Body")
 
 
@@ -90,6 +93,21 @@ class CheckRequest(msgspec.Struct):
     checksums: list[dict[str, str]] | None = None
 
 
+class LoadAdapter(msgspec.Struct):
+    """Body of POST /v1/load_lora_adapter."""
+
+    lora_name: Name
+    lora_path: Name
+    load_inplace: bool = False
+
+
+class UnloadAdapter(msgspec.Struct):
+    """Body of POST /v1/unload_lora_adapter."""
+
+    lora_name: Name
+    lora_int_id: int | None = None
+
+
 def add_control(app: FastAPI, service: Service, store: WeightStore | None = None) -> None:
     """Add the control routes.
 
@@ -124,7 +142,7 @@ def add_control(app: FastAPI, service: Service, store: WeightStore | None = None
         return _json({"is_paused": service.fleet.holds(PAUSE)})
 
     async def abort_requests(request: Request) -> Response:
-        body = await body_of(request, service, AbortRequest)
+        body = await _body_of(request, service, AbortRequest)
         return _json({"status": "aborted", "aborted": _abort(service, body.request_ids)})
 
     async def reset_prefix_cache() -> Response:
@@ -168,7 +186,7 @@ def add_control(app: FastAPI, service: Service, store: WeightStore | None = None
         return _json({"vllm_config": config if config_format == "json" else str(config)})
 
     async def update_weights(request: Request) -> Response:
-        body = await body_of(request, service, UpdateRequest)
+        body = await _body_of(request, service, UpdateRequest)
         require_version(body.weight_version)
         if (body.weight_dir is None) == (body.update_info is None):
             raise HTTPError(400, "weight_dir or update_info: give one of them", param="weight_dir")
@@ -183,7 +201,7 @@ def add_control(app: FastAPI, service: Service, store: WeightStore | None = None
         return _json({"status": "ok", "message": "Weights updated", **_weight_info(service)})
 
     async def init_weight_transfer_engine(request: Request) -> Response:
-        body = await body_of(request, service, InitRequest)
+        body = await _body_of(request, service, InitRequest)
         if body.init_info:
             await updates.join(decode_body(msgspec.json.encode(body.init_info), InitInfo))
         else:
@@ -195,24 +213,24 @@ def add_control(app: FastAPI, service: Service, store: WeightStore | None = None
         return _json({"message": "Weight transfer shut down"})
 
     async def start_weight_update(request: Request) -> Response:
-        await body_of(request, service, StartRequest)
+        await _body_of(request, service, StartRequest)
         await updated(updates.begin())
         return _json({"message": "Weight update started"})
 
     async def finish_weight_update(request: Request) -> Response:
-        body = await body_of(request, service, FinishRequest)
+        body = await _body_of(request, service, FinishRequest)
         require_version(body.weight_version)
         await updated(updates.finish(body.weight_version))
         return _json({"message": "Weight update finished", **_weight_info(service)})
 
     async def update_weight_version(request: Request) -> Response:
-        body = await body_of(request, service, VersionRequest)
+        body = await _body_of(request, service, VersionRequest)
         require_version(body.new_version)
         await updated(updates.rename(body.new_version))
         return _json({"success": True, "new_version": body.new_version})
 
     async def weight_checker(request: Request) -> Response:
-        body = await body_of(request, service, CheckRequest)
+        body = await _body_of(request, service, CheckRequest)
         if body.action == "reset":
             raise HTTPError(400, "action: reset is not supported, it would serve random weights", param="action")
         if body.action == "compare" and body.baseline is None:
@@ -238,6 +256,26 @@ def add_control(app: FastAPI, service: Service, store: WeightStore | None = None
         name = get.__name__
         app.add_api_route(f"/{name}", get, methods=["GET"], name=name, response_model=None)
         app.add_api_route(f"/{name}", get, methods=["HEAD"], include_in_schema=False, response_model=None)
+
+
+def add_adapters(app: FastAPI, service: Service) -> None:
+    """Add the routes that load and unload LoRA adapters."""
+
+    async def load(request: Request) -> Response:
+        body = await _body_of(request, service, LoadAdapter)
+        service.require_ready()
+        await service.load_adapter(body.lora_name, body.lora_path, replace_loaded=body.load_inplace)
+        return Response(f"Success: LoRA adapter '{body.lora_name}' added successfully.", media_type="text/plain")
+
+    async def unload(request: Request) -> Response:
+        body = await _body_of(request, service, UnloadAdapter)
+        service.require_ready()
+        await service.unload_adapter(body.lora_name)
+        return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.", media_type="text/plain")
+
+    for path, route in (("/v1/load_lora_adapter", load), ("/v1/unload_lora_adapter", unload)):
+        name = path.strip("/").replace("/", "_")
+        app.add_api_route(path, route, methods=["POST"], name=name, response_model=None)
 
 
 async def _stop(service: Service, reason: str, mode: Mode) -> None:
@@ -331,7 +369,7 @@ def _comparison(body: CheckRequest, ours: dict[str, str]) -> dict[str, Any]:
     }
 
 
-async def body_of(request: Request, service: Service, kind: type[Body]) -> Body:
+async def _body_of(request: Request, service: Service, kind: type[Body]) -> Body:
     """Return a request's body; an empty one is an empty object."""
     headers, reservation = request.headers, Reservation()
     if headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers:

@@ -26,9 +26,9 @@ from detcompile.serving.http_errors import CLIENT_LEFT, HTTPError, error_of
 from detcompile.serving.journal.job import Ask, Job, ServedModel
 from detcompile.serving.journal.jobs import Jobs
 from detcompile.serving.journal.journal import Journal
-from detcompile.serving.kept_responses import KeptResponses
 from detcompile.serving.limiter import AdmissionLimiter, Deadlines, Reservation, Slot
 from detcompile.serving.metrics import Metrics
+from detcompile.serving.owned_cache import KeptResponses
 from detcompile.serving.plain_tokenizer import tokenizer_digest
 from detcompile.serving.receipts.issuer import Issued, Issuer
 from detcompile.serving.tokenizer_pool import TokenizerPool

@@ -1,4 +1,4 @@
-"""Inductor, the compiler behind torch.compile."""
+"""Inductor and AOTAutograd, the compilers behind torch.compile."""
 
 import contextlib
 import functools
@@ -6,19 +6,33 @@ from collections.abc import Callable, Iterator
 from unittest import mock
 
 from torch import fx
+from torch._functorch import config as functorch_config
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2_dense
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes import joint_graph
+from torch._inductor.lowering import fallbacks, lowerings
 
 from detcompile.torch_internals.symbolic_shapes import GuardOnDataDependentSymNode
 
 NAMES = {
     "CustomGraphPass": "The base of passes that Inductor runs over a graph, with a key for its cache. Without it: "
     "Inductor's cache answers with code of other passes.",
+    "auto_functionalized_v2_dense": "Runs an operation that writes into its arguments, and copies only those "
+    "that it must. Without it: a graph that is run without a compiler copies every KV cache.",
     "compile_fx": "AOTAutograd and Inductor on one Dynamo graph, with passes in between. Without it: no graph "
     "is compiled.",
     "compile_fx_inner": "Inductor on one ATen graph. Without it: no certified graph is compiled.",
+    "fallbacks": "Operations that Inductor leaves to ATen kernels. Without it: one of them counts as a function of "
+    "each element.",
+    "functorch_config": "AOTAutograd's settings. Without it: its cache replaces the passes and proofs, "
+    "and a backward is compiled at its first call, outside of them.",
+    "lowerings": "Functions that lower each operation. Without it: every head of every layer recomputes sines and "
+    "cosines.",
+    "make_boxed_func": "Mark a function as one that takes its inputs in a list, as a graph's code does. Without it: "
+    "AOTAutograd warns, and keeps inputs alive for the whole call.",
     "select_decomp_table": "Inductor's decompositions. Without it: ATen holds operations that neither passes nor "
     "Inductor know.",
 }

@@ -1,6 +1,8 @@
 """Trainer: a causal LM whose logits have the bytes of serving, and whose gradients are exact sums."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
@@ -20,6 +22,7 @@ from detcompile.models.compiled import CompiledModel
 from detcompile.models.loading import tokenizer_of
 from detcompile.models.padded_calls import UNTRACED, require_served, require_tensors
 from detcompile.orders.numerics import Numerics
+from detcompile.passes.proof.certificate import Certificate
 from detcompile.runtime.dense.padded_batch import UnpaddedBatch, check_batch, repad, unpad
 from detcompile.runtime.requests.plain_values import number
 from detcompile.runtime.requests.sampling_params import LARGEST, MIN_TEMPERATURE
@@ -28,13 +31,36 @@ from detcompile.torch_internals.autograd import backward_keeps_graph
 from detcompile.training.adapters import of_adapters, save_adapters
 from detcompile.training.agreement import require_agreement, require_same_orders
 from detcompile.training.blocks import Block, StepTensors, Weight, require_no_hooks, weights_of
-from detcompile.training.certificate import TrainingCertificate, backward_of
 from detcompile.training.construction import build
 from detcompile.training.grad_accumulator import GradAccumulator
 from detcompile.training.gradient_norm import clip_grad_norm_
 from detcompile.training.packing import packed_step, padded, pieces, predicting_leaves, rows_at_once
 from detcompile.training.policy_loss import label_loss
 from detcompile.training.sharding import ExactSum, Unreplicated, mesh_of, shard_blocks, whole, whole_weights
+
+
+@dataclass(frozen=True)
+class TrainingCertificate:
+    """The certificates of a trainer; prints as two tables.
+
+    Attributes:
+        forward: each row of logits depends only on its own sequence, in the orders of serving.
+        backward: gradients of rows keep sequences apart, and gradients of weights are exact sums over tokens.
+    """
+
+    forward: Certificate
+    backward: Certificate
+
+    def to_json(self) -> str:
+        """Return one JSON object with both."""
+        return json.dumps({way: json.loads(getattr(self, way).to_json()) for way in ("forward", "backward")})
+
+    def summary(self) -> str:
+        """Return two lines: the number of certified operations of each class."""
+        return f"forward: {self.forward.summary()}\nbackward: {self.backward.summary()}"
+
+    def __str__(self) -> str:
+        return f"forward\n{self.forward}\n\nbackward\n{self.backward}"
 
 
 class Trainer(Unreplicated):
@@ -100,7 +126,7 @@ class Trainer(Unreplicated):
         calls = self._built.calls
         layers = [None, *range(len(self.blocks)), None]
         proofs = [(call.prepare(trained), layer) for call, layer in zip(calls, layers, strict=True)]
-        return TrainingCertificate(self._built.certificate, backward_of(proofs, self.numerics))
+        return TrainingCertificate(self._built.certificate, _backward_of(proofs, self.numerics))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise InvalidInput("a trainer cannot be copied or pickled: create another, and load this one's state_dict()")
@@ -330,3 +356,26 @@ class Trainer(Unreplicated):
             results.append(checkpoint(of_piece, *inputs, use_reentrant=False))
         logprobs, entropies = zip(*results, strict=True)
         return torch.cat(logprobs), torch.cat(entropies)
+
+
+def _backward_of(regions: Iterable[tuple[Certificate | None, int | None]], numerics: Numerics) -> Certificate:
+    """Merge the proofs of all regions' backwards; layers of one structure share a proof, which names all of them.
+
+    Args:
+        regions: for each region, in running order, the proof of its backward (None without one), and its layer number
+            (None if it is not a layer).
+    """
+    layers: dict[int, list[int]] = {}
+    proofs: dict[int, Certificate] = {}
+    for proof, layer in regions:
+        if proof is None:
+            continue
+        proofs[id(proof)] = proof
+        layers.setdefault(id(proof), []).extend([] if layer is None else [layer])
+    entries = tuple(
+        replace(entry, holds_for=tuple(layers[key]))
+        for key, proof in reversed(proofs.items())
+        for entry in proof.entries
+    )
+    sums = dict.fromkeys(order for proof in proofs.values() for order in proof.sums)
+    return Certificate(entries, numerics, tuple(sums))

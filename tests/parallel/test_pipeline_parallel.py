@@ -29,7 +29,7 @@ from detcompile.passes import program_source
 from detcompile.passes.program_source import layers_of_stage
 from detcompile.passes.programs.aot import run_plainly
 from detcompile.runtime.engine_config import EngineConfig
-from detcompile.runtime.pacing.lanes import Lanes, most_lanes
+from detcompile.runtime.pacing.pace import Lanes, most_lanes
 from detcompile.runtime.speculation.medusa_heads import MedusaHeads
 from detcompile.runtime.speculation.speculator import SpeculationConfig
 from tests.bits import assert_bitwise_equal

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.kv.block_pool import BlockPool
 from detcompile.runtime.kv.kv_blocks import KVBlocks
-from detcompile.runtime.pacing.lanes import most_lanes
+from detcompile.runtime.pacing.pace import most_lanes
 from detcompile.runtime.policies import PROMPT_LOGPROBS_CHUNK
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.runtime.requests.sequence import Sequence

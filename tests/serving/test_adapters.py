@@ -18,7 +18,7 @@ from detcompile import EngineConfig, SamplingParams
 from detcompile.commands.serve import _adapters
 from detcompile.digests import fingerprint
 from detcompile.errors import InvalidInput
-from detcompile.serving.adapters import ADAPTER_PATHS
+from detcompile.serving.control import ADAPTER_PATHS
 from detcompile.serving.engines.protocol import AdapterFile
 from detcompile.serving.receipts.envelope import read_envelope
 from tests.exhaustive import EXHAUSTIVE

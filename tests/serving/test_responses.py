@@ -14,8 +14,8 @@ import pytest
 
 from detcompile.reasoning.formats import Piece
 from detcompile.serving.app import new_app
-from detcompile.serving.kept_responses import KEPT_BYTES, KEPT_SECONDS, KeptResponses
 from detcompile.serving.openai.response_output import ResponseOutput
+from detcompile.serving.owned_cache import KEPT_BYTES, KEPT_SECONDS, KeptResponses
 from tests.serving.conftest import Server
 from tests.serving.scripted_service import running, scripted
 from tests.serving.test_tools import ADD, SUB, check

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from detcompile.torch_internals.aot_autograd import auto_functionalized_v2_dense, make_boxed_func
 from detcompile.torch_internals.aotinductor import ahead_of_time
 from detcompile.torch_internals.graph_nodes import FUNCTIONALIZED, expression_of
-from detcompile.torch_internals.inductor import compile_fx_inner
+from detcompile.torch_internals.inductor import auto_functionalized_v2_dense, compile_fx_inner, make_boxed_func
 
 
 def run_plainly(gm: fx.GraphModule, *_: Any, **__: Any) -> Callable[..., Any]:

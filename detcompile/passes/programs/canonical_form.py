@@ -16,9 +16,9 @@ from torch import Tensor, fx, nn
 
 from detcompile.errors import UnsupportedModel
 from detcompile.passes.programs.async_weights import wait_for_weights
-from detcompile.torch_internals.aot_autograd import make_boxed_func
 from detcompile.torch_internals.fake_tensors import FakeTensor, unset_fake_temporarily
 from detcompile.torch_internals.graph_nodes import expression_of
+from detcompile.torch_internals.inductor import make_boxed_func
 from detcompile.torch_internals.operators import HigherOrderOperator, OpOverload, schema_of
 from detcompile.weights import tensor_digest
 

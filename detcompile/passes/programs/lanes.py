@@ -21,9 +21,17 @@ from detcompile.config import inductor_folder
 from detcompile.storage import INDUCTOR_ADVICE, naming
 from detcompile.templates.cpp_dispatch import build_direct_ops
 from detcompile.templates.cpu.library import library
-from detcompile.torch_internals.inductor_cpp import CppOverrides, CppVecOverrides, OpOverrides, each_lane
-from detcompile.torch_internals.inductor_lowerings import lowerings
-from detcompile.torch_internals.vector_instructions import VecISA, list_vector_isas, pick_vec_isa, precompile_cpp_header
+from detcompile.torch_internals.inductor import lowerings
+from detcompile.torch_internals.inductor_cpp import (
+    CppOverrides,
+    CppVecOverrides,
+    OpOverrides,
+    VecISA,
+    each_lane,
+    list_vector_isas,
+    pick_vec_isa,
+    precompile_cpp_header,
+)
 
 # One IEEE operation, a comparison, a choice, bits or a cast: vectors and scalars give the same result. `masked`,
 # `index_expr` and `value_expr` hold other operations. The certificate refuses `load_seed`, `rand`, `randn` and

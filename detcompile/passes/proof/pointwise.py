@@ -14,7 +14,7 @@ from torch import fx
 from detcompile.passes.graphs import shape_of
 from detcompile.passes.proof.context import Context
 from detcompile.passes.proof.provenance import Rows, join
-from detcompile.torch_internals.inductor_lowerings import fallbacks
+from detcompile.torch_internals.inductor import fallbacks
 from detcompile.torch_internals.operators import OpOverload, schema_of
 
 

@@ -27,10 +27,9 @@ from detcompile.passes.proof.context import Role
 from detcompile.passes.proof.provenance import Layout, Rows, TokenSum
 from detcompile.passes.training.autograd_ops import LEAVES, as_templates, is_handle, to_train
 from detcompile.templates.cpp_dispatch import direct_ops
-from detcompile.torch_internals.aot_autograd import functorch_config
 from detcompile.torch_internals.dynamo import compile_lock
 from detcompile.torch_internals.fake_tensors import TracingContext, detect_fake_mode, tracing
-from detcompile.torch_internals.inductor import compile_fx, compile_fx_inner
+from detcompile.torch_internals.inductor import compile_fx, compile_fx_inner, functorch_config
 from detcompile.torch_internals.inductor_settings import inductor_config
 
 

@@ -8,8 +8,9 @@ import math
 import torch
 from torch import Tensor
 
-from detcompile.runtime.sampling.normalization import softmax
+import detcompile.templates.rows.softmax  # noqa: F401  registers torch.ops.detcompile.softmax and log_softmax
 from detcompile.templates.cpu.library import DTYPE_CODES
+from detcompile.templates.exact.softmax import exact_log_softmax, exact_softmax
 from detcompile.templates.tokens.likeliest import likeliest_cpu
 from detcompile.templates.tokens.next_tokens_gpu import LIKELIEST_DTYPES, likeliest_cuda
 
@@ -65,3 +66,13 @@ def masked(logits: Tensor, masks: Tensor) -> Tensor:
     """Return ``logits`` [Q, V] with -inf where ``masks`` [Q, at least V / 8] uint8 have a 0 bit, lowest bit first."""
     bits = (masks.unsqueeze(2) >> torch.arange(8, dtype=torch.uint8, device=masks.device)) & 1
     return logits.masked_fill(bits.flatten(1)[:, : logits.shape[1]] == 0, -math.inf)
+
+
+def softmax(logits: Tensor, is_exact: bool) -> Tensor:
+    """Return the probabilities of each row, by the definition of docs/exact.md if ``is_exact``."""
+    return exact_softmax(logits) if is_exact else torch.ops.detcompile.softmax(logits, torch.float32, [])
+
+
+def log_softmax(logits: Tensor, is_exact: bool) -> Tensor:
+    """Return the log-probabilities of each row, by the definition of docs/exact.md if ``is_exact``."""
+    return exact_log_softmax(logits) if is_exact else torch.ops.detcompile.log_softmax(logits, torch.float32, [])

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from detcompile.runtime.sampling.normalization import log_softmax
+from detcompile.runtime.sampling.filters import log_softmax
 
 ELEMENTS_AT_ONCE = 1 << 24  # bounds the memory of many rows; they are independent, so it cannot change a bit
 

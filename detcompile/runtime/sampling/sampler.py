@@ -17,9 +17,8 @@ from torch import Tensor
 from detcompile.errors import InvalidInput
 from detcompile.runtime.requests.bad_words import BadWords
 from detcompile.runtime.requests.sampling_params import SamplingParams
-from detcompile.runtime.sampling.filters import filtered, likeliest, masked, not_finite
+from detcompile.runtime.sampling.filters import filtered, likeliest, log_softmax, masked, not_finite, softmax
 from detcompile.runtime.sampling.logprobs import TokenLogprobs, joined, token_logprobs
-from detcompile.runtime.sampling.normalization import log_softmax, softmax
 from detcompile.runtime.sampling.penalties import FreshCounts, TokenCounts, penalize
 from detcompile.runtime.sampling.plan import RowGroup, RowNeeds, SamplingPlan, plan_rows
 from detcompile.runtime.sampling.rejection import resolve

@@ -8,7 +8,7 @@ import pytest
 
 from detcompile import SamplingParams
 from detcompile.runtime.engine_config import EngineConfig
-from detcompile.runtime.pacing.lanes import NEWEST, Lanes, most_lanes
+from detcompile.runtime.pacing.pace import NEWEST, Lanes, most_lanes
 from tests.runtime.test_engine_restarts import mortal_engine
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from detcompile.runtime.requests.sampling_params import SamplingParams
-from detcompile.runtime.sampling.normalization import log_softmax, softmax
+from detcompile.runtime.sampling.filters import log_softmax, softmax
 from detcompile.runtime.sampling.sampler import Sampler, SampleRow
 from tests.exact import definition as exact
 from tests.exact import golden

@@ -1,7 +1,8 @@
 """Weights in the memory of another process on the same GPU, as vLLM's IPC weight transfer names them.
 
 The trainer keeps its tensors. For each it sends the arguments of torch's ``rebuild_cuda_tensor`` by the GPU's UUID, as
-a pickle in base64. The receiver maps the memory and copies it. Reading the pickle runs no code of it.
+a pickle in base64. Or it packs several into one buffer of bytes, which it fills again for the next ones, and sends the
+arguments of this buffer. The receiver maps the memory and copies it. Reading the pickle runs no code of it.
 """
 
 import base64
@@ -15,8 +16,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from detcompile.errors import InvalidInput
-from detcompile.weight_transfer import TensorInfo
+from detcompile.weight_transfer import TensorInfo, unpacked
 
+PACKED = "the packed buffer"
 REBUILD = f"{rebuild_cuda_tensor.__module__}.{rebuild_cuda_tensor.__name__}"
 
 
@@ -52,8 +54,8 @@ def update_info(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
     return {**info, "ipc_handles_pickled": base64.b64encode(pickle.dumps(handles)).decode()}
 
 
-def read_handles(pickled: str, infos: Sequence[TensorInfo], gpu: str) -> list[Mapped]:
-    """Return the handles of tensors on a GPU.
+def read_handles(pickled: str, infos: Sequence[TensorInfo], gpu: str) -> list[Mapped] | Mapped:
+    """Return the handles of tensors on a GPU, or the one of the buffer that they are packed into.
 
     Raises:
         InvalidInput: they cannot be read, are of other tensors, or of another GPU.
@@ -62,35 +64,62 @@ def read_handles(pickled: str, infos: Sequence[TensorInfo], gpu: str) -> list[Ma
         handles = _HandleReader(io.BytesIO(base64.b64decode(pickled, validate=True))).load()
     except Exception as error:  # a pickle can raise anything
         raise InvalidInput(f"ipc_handles_pickled cannot be read: {error}") from error
+    if isinstance(handles, dict):
+        buffer = TensorInfo(PACKED, torch.uint8, (sum(info.nbytes for info in infos),))
+        return _mapped(buffer, handles, gpu, may_be_larger=True)
     if not isinstance(handles, list) or len(handles) != len(infos):
-        raise InvalidInput("ipc_handles_pickled must be a list with one entry per name")
+        raise InvalidInput("ipc_handles_pickled must have one handle per name, or that of a packed buffer")
     return [_mapped(info, by_gpu, gpu) for info, by_gpu in zip(infos, handles)]
 
 
-def receive(
-    infos: Sequence[TensorInfo], handles: Sequence[Mapped], device: torch.device
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield copies of the tensors by name, on the CPU.
+class Importer:
+    """Copies tensors out of another process's memory on a GPU.
 
-    Raises:
-        InvalidInput: a tensor cannot be mapped, for example because the trainer has ended.
+    A buffer stays mapped until ``close``: its trainer counts one mapping, however often it is filled.
     """
-    with torch.cuda.device(device):
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffer: tuple[Mapped, Tensor] | None = None
+
+    def receive(self, infos: Sequence[TensorInfo], handles: list[Mapped] | Mapped) -> Iterator[tuple[str, Tensor]]:
+        """Yield copies of the tensors by name, on the CPU.
+
+        Raises:
+            InvalidInput: a tensor cannot be mapped, for example because the trainer has ended.
+        """
+        if isinstance(handles, Mapped):
+            buffer = self._buffer
+            if buffer is None or buffer[0] != handles:
+                buffer = self._buffer = handles, self._map(PACKED, torch.uint8, handles)
+            yield from unpacked(infos, buffer[1][: sum(info.nbytes for info in infos)].cpu())
+            return
         for info, mapped in zip(infos, handles):
-            size, stride, offset, *storage, event, synced = mapped
-            handle, num_bytes, start, counter, place = storage
-            kind = torch.UntypedStorage, info.dtype, torch.cuda.current_device()
+            yield info.name, self._map(info.name, info.dtype, mapped).cpu()
+
+    def close(self) -> None:
+        """Release the buffer."""
+        self._buffer = None
+
+    def _map(self, name: str, dtype: torch.dtype, mapped: Mapped) -> Tensor:
+        size, stride, offset, *storage, event, synced = mapped
+        handle, num_bytes, start, counter, place = storage
+        with torch.cuda.device(self._device):
+            kind = torch.UntypedStorage, dtype, torch.cuda.current_device()
             try:
-                tensor = rebuild_cuda_tensor(
+                tensor: Tensor = rebuild_cuda_tensor(
                     Tensor, size, stride, offset, *kind, handle, num_bytes, start, False, counter, place, event, synced
                 )
-                yield info.name, tensor.cpu()
             except RuntimeError as error:
-                raise InvalidInput(f"{info.name} cannot be mapped from the trainer's memory: {error}") from error
+                raise InvalidInput(f"{name} cannot be mapped from the trainer's memory: {error}") from error
+        return tensor
 
 
-def _mapped(info: TensorInfo, by_gpu: Any, gpu: str) -> Mapped:
+def _mapped(info: TensorInfo, by_gpu: Any, gpu: str, *, may_be_larger: bool = False) -> Mapped:
     """Return the handle of a tensor on a GPU.
+
+    Args:
+        may_be_larger: accept a longer tensor [n].
 
     Raises:
         InvalidInput: there is none, or it is of another tensor.
@@ -114,7 +143,8 @@ def _mapped(info: TensorInfo, by_gpu: Any, gpu: str) -> Mapped:
         raise InvalidInput(f"{info.name}: its handle is not of this form of torch: {error}") from error
     if not is_valid:
         raise InvalidInput(f"{info.name}: its handle names memory outside of its storage, or is not one of CUDA")
-    if tuple(size) != info.shape or dtype != str(info.dtype):
+    is_larger = may_be_larger and len(size) == 1 and size[0] > info.shape[0]
+    if not (is_larger or tuple(size) == info.shape) or dtype != str(info.dtype):
         expected = f"{info.dtype} {list(info.shape)}"
         raise InvalidInput(f"{info.name}: its handle is of {dtype} {list(size)}, not of {expected}")
     return mapped

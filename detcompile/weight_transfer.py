@@ -20,7 +20,7 @@ import pickle
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
@@ -124,9 +124,7 @@ class TransferGroup:
         for bucket in _buckets(list(infos), packed, bucket_bytes):
             data = torch.empty(sum(info.nbytes for info in bucket), dtype=torch.uint8, device=self.device)
             self._exchange(bucket[0].name, data)
-            parts = data.cpu().split([info.nbytes for info in bucket])
-            for info, part in zip(bucket, parts):
-                yield info.name, part.clone().view(info.dtype).view(info.shape)
+            yield from unpacked(bucket, data.cpu())
 
     def _exchange(self, name: str, data: Tensor) -> None:
         """Broadcast bytes from rank 0.
@@ -151,6 +149,12 @@ class TransferGroup:
             _within(self._seconds, broadcast)
         except (RuntimeError, ValueError, OSError) as error:
             raise InvalidInput(f"the weight transfer broke off at {name}: {error}") from error
+
+
+def unpacked(infos: Sequence[TensorInfo], data: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield copies of tensors by name, whose bytes [n] on the CPU follow each other."""
+    for info, part in zip(infos, data.split([info.nbytes for info in infos])):
+        yield info.name, part.clone().view(info.dtype).view(info.shape)
 
 
 def _within(seconds: float, work: Callable[[], Result]) -> Result:

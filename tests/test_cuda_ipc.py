@@ -1,6 +1,7 @@
 """Handles of CUDA IPC: read as vLLM's trainers send them, without running what is in a pickle."""
 
 import base64
+import contextlib
 import os
 import pickle
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, rebuild_tensor
 
+from detcompile import cuda_ipc
 from detcompile.cuda_ipc import Mapped, read_handles
 from detcompile.errors import InvalidInput
 from detcompile.weight_transfer import TensorInfo
@@ -58,6 +60,56 @@ def test_handles_of_other_memory_are_refused(change: dict[str, Any], message: st
         read_handles(sent([{GPU: handle}]), [INFO], GPU)
 
 
+BUFFER = {
+    "tensor_size": torch.Size([40]), "tensor_stride": (1,), "tensor_offset": 0, "dtype": torch.uint8,
+    "storage_size_bytes": 40,
+}  # fmt: skip
+
+
+def test_packed_tensors_are_copied_from_one_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The buffer is filled again between two parts of an update."""
+    mapped = torch.zeros(40, dtype=torch.uint8)
+    calls = []
+
+    def rebuild(*arguments: Any) -> torch.Tensor:
+        calls.append(arguments)
+        return mapped
+
+    monkeypatch.setattr(cuda_ipc, "rebuild_cuda_tensor", rebuild)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    importer = cuda_ipc.Importer(torch.device("cuda", 3))
+    handle = sent({GPU: tuple((ARGUMENTS | BUFFER).values())})
+    for tensors in ([torch.randn(3), torch.randn(2, 3).bfloat16()], [torch.randn(5, 2)]):
+        infos = [TensorInfo(str(place), one.dtype, tuple(one.shape)) for place, one in enumerate(tensors)]
+        flat = torch.cat([one.view(-1).view(torch.uint8) for one in tensors])
+        mapped[: len(flat)] = flat
+        received = importer.receive(infos, read_handles(handle, infos, GPU))
+        for (name, actual), info, one in zip(list(received), infos, tensors, strict=True):
+            mapped.zero_()
+            assert name == info.name and actual.dtype == one.dtype and torch.equal(actual, one)
+    [call] = calls
+    assert call[1:7] == ((40,), (1,), 0, torch.UntypedStorage, torch.uint8, 3)
+    importer.close()
+    list(importer.receive(infos, read_handles(handle, infos, GPU)))
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tensor_size": torch.Size([11])}, r"torch.uint8 \[11\], not of torch.uint8 \[12\]"),
+        ({"tensor_size": torch.Size([20, 2]), "tensor_stride": (2, 1)}, r"not of torch.uint8 \[12\]"),
+        ({"dtype": torch.int8}, "torch.int8"),
+        ({"storage_size_bytes": 39}, "outside of its storage"),
+        ({"tensor_size": 40}, "not of this form"),
+    ],
+)
+def test_odd_packed_buffers_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInput, match=f"^the packed buffer: its handle .*{message}"):
+        read_handles(sent({GPU: tuple((ARGUMENTS | BUFFER | change).values())}), [INFO], GPU)
+
+
 class Command:
     """Creates a file where it is unpickled."""
 
@@ -72,6 +124,7 @@ def test_odd_pickles_are_refused_and_not_run(tmp_path: Any) -> None:
     arguments = tuple(ARGUMENTS.values())
     for odd in (
         "", "?", base64.b64encode(b"x").decode(), sent(None), sent([]), sent([{}, {}]), sent([None]), sent([{}]),
+        sent({}), sent({GPU: None}),
         sent([{GPU: None}]), sent([{GPU: ()}]), sent([{GPU: arguments[:-1]}]),
         sent([{GPU: (rebuild_tensor, arguments)}]),
         sent([{"another GPU": (rebuild_cuda_tensor, arguments)}]), sent([{GPU: Command(str(tmp_path / "made"))}]),

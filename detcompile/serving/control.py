@@ -49,22 +49,27 @@ class AbortRequest(msgspec.Struct):
 
 
 class InitRequest(msgspec.Struct):
-    """Body of POST /init_weight_transfer_engine: the address of a trainer as ``InitInfo``; empty for CUDA IPC."""
+    """Body of POST /init_weight_transfer_engine: the address of a trainer as ``InitInfo``; none for CUDA IPC."""
 
     init_info: dict[str, Any]
 
 
 class StartRequest(msgspec.Struct):
-    """Body of POST /start_weight_update; tensors have the names and shapes of checkpoints."""
+    """Body of POST /start_weight_update; tensors have the names and shapes of checkpoints.
+
+    Attributes:
+        partial: keep the weights that are not sent.
+    """
 
     is_checkpoint_format: Literal[True] | None = None
+    partial: bool = False
 
 
 class UpdateRequest(msgspec.Struct):
     """Body of POST /update_weights: a folder of safetensors files and its version, or tensors that a trainer sends.
 
     Attributes:
-        partial: keep the weights that the folder lacks.
+        partial: keep the weights that the folder lacks, or that are not sent.
     """
 
     weight_dir: str | None = None
@@ -190,19 +195,17 @@ def add_control(app: FastAPI, service: Service, store: WeightStore | None = None
         require_version(body.weight_version)
         if (body.weight_dir is None) == (body.update_info is None):
             raise HTTPError(400, "weight_dir or update_info: give one of them", param="weight_dir")
-        if body.partial and body.weight_dir is None:
-            raise HTTPError(400, "partial: only with weight_dir", param="partial")
         if body.weight_dir is not None:
             if not 0 < len(body.weight_dir.encode()) <= MOST_PATH_BYTES or "\0" in body.weight_dir:
                 raise HTTPError(400, "weight_dir: give the path of a folder", param="weight_dir")
             await updated(updates.load(body.weight_dir, body.weight_version, partial=body.partial))
         elif body.update_info is not None:
-            await updated(updates.receive(body.update_info))
+            await updated(updates.receive(body.update_info, partial=body.partial))
         return _json({"status": "ok", "message": "Weights updated", **_weight_info(service)})
 
     async def init_weight_transfer_engine(request: Request) -> Response:
         body = await _body_of(request, service, InitRequest)
-        if body.init_info:
+        if body.init_info.keys() - {"packed"}:  # CUDA IPC needs no address
             await updates.join(decode_body(msgspec.json.encode(body.init_info), InitInfo))
         else:
             await updates.prepare_ipc()
@@ -213,8 +216,8 @@ def add_control(app: FastAPI, service: Service, store: WeightStore | None = None
         return _json({"message": "Weight transfer shut down"})
 
     async def start_weight_update(request: Request) -> Response:
-        await _body_of(request, service, StartRequest)
-        await updated(updates.begin())
+        body = await _body_of(request, service, StartRequest)
+        await updated(updates.begin(partial=body.partial))
         return _json({"message": "Weight update started"})
 
     async def finish_weight_update(request: Request) -> Response:

@@ -55,6 +55,7 @@ class UpdateInfo(msgspec.Struct):
     packed_buffer_size_bytes: Size | None = None
     update_kind: Literal["dense"] = "dense"
     ipc_handles_pickled: str | None = None
+    tensor_sizes: list[int] | None = None  # bytes in a packed CUDA IPC buffer; they follow from dtypes and shapes
 
 
 class WeightUpdates:
@@ -77,6 +78,8 @@ class WeightUpdates:
         self._transfer: list[asyncio.Task[dict[str, Any]]] = []  # actions of engines that wait for a trainer
         self._buckets = {"packed": False, "bucket_bytes": BUCKET_BYTES}  # how the trainer sends, by its ``InitInfo``
         self._started = False  # between ``begin`` and ``finish``
+        self._partial = False  # keep the weights that this update does not send
+        self._received: list[str] = []  # names of this update
 
     async def load(self, folder: str, version: str | None, *, partial: bool = False) -> None:
         """Serve the weights of a folder, which the engines can read.
@@ -164,14 +167,21 @@ class WeightUpdates:
             for task in tasks:
                 task.cancel()
 
-    async def begin(self) -> None:
-        """Start an update of several ``receive``. One that was not finished is forgotten."""
+    async def begin(self, *, partial: bool = False) -> None:
+        """Start an update of several ``receive``. One that was not finished is forgotten.
+
+        Args:
+            partial: keep the weights that it does not send.
+        """
         await self._require_engines()
         await self._drop()
-        self._started = True
+        self._started, self._partial = True, partial
 
-    async def receive(self, info: UpdateInfo) -> None:
+    async def receive(self, info: UpdateInfo, *, partial: bool = False) -> None:
         """Receive tensors in every engine. Without ``begin`` they are the whole update, which is finished at once.
+
+        Args:
+            partial: without ``begin``: keep the weights that are not sent.
 
         Raises:
             InvalidInput: the lists differ in length, or the transfer broke off; nothing has changed.
@@ -181,14 +191,14 @@ class WeightUpdates:
         lengths = {len(info.names), len(info.dtype_names), len(info.shapes)}
         if len(lengths) > 1:
             raise InvalidInput("names, dtype_names and shapes must have the same length")
+        if partial and self._started and not self._partial:
+            raise InvalidInput("partial: this update was started without it: give it to /start_weight_update")
         await self._require_engines()
         tensors: dict[str, Any] = {"names": info.names, "dtype_names": info.dtype_names, "shapes": info.shapes}
         given = {"packed": info.packed, "bucket_bytes": info.packed_buffer_size_bytes}
         buckets = self._buckets | {name: value for name, value in given.items() if value is not None}
         links = self._service.fleet.links
         if info.ipc_handles_pickled is not None:
-            if info.packed:
-                raise InvalidInput("packed: CUDA IPC takes one handle per tensor")
             tensors["ipc_handles"] = info.ipc_handles_pickled
         elif self._members != links:
             raise InvalidInput(
@@ -199,7 +209,9 @@ class WeightUpdates:
         except BaseException:
             await self._drop()
             raise
+        self._received += info.names
         if not self._started:
+            self._partial = partial
             await self._finish(None)
 
     async def finish(self, version: str | None) -> None:
@@ -217,12 +229,16 @@ class WeightUpdates:
         await self._finish(version)
 
     async def _finish(self, version: str | None) -> None:
+        fleet = self._service.fleet
         try:
-            await self._service.fleet.control("check")
+            if self._partial:
+                await fleet.control("keep", names=self._received, current=fleet.spec.weights)
+            await fleet.control("check")
             await self._switch(await self._saved(), version)
         except BaseException:
             await self._drop()
             raise
+        self._received = []
 
     async def _saved(self) -> str | None:
         """Write the new weights of an engine into the store; return their folder, None without a store."""
@@ -321,6 +337,7 @@ class WeightUpdates:
 
     async def _drop(self) -> None:
         """Forget what engines have staged."""
+        self._received = []
         for link in self._service.fleet.links:
             try:
                 await link.control("drop", {})

@@ -3,14 +3,17 @@
 import asyncio
 import base64
 import contextlib
+import functools
+import itertools
 import json
 import os
+import pickle
 import shutil
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ import httpx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.multiprocessing.reductions import reduce_tensor
 
 import detcompile
 from detcompile import cuda_ipc
@@ -531,7 +535,6 @@ def test_partial_updates_keep_the_other_weights(
     refused = [update("part"), update("unknown", partial=True), update("odd", partial=True), update("part", partial=1)]
     for answer, text in zip(refused, ("is missing", "layers.99", names[0], "partial"), strict=True):
         assert answer.status_code == 400 and text in answer.json()["error"]["message"], answer.text
-    assert trainer.post("/update_weights", json={"partial": True, "update_info": SENT}).status_code == 400
     assert drawn(trainer) == before and trainer.get("/weight_info").json()["weights"] == info["weights"]
     done = update("part", partial=True, weight_version="part").json()
     assert (done["weights"], done["fingerprint"]) == (whole["weights"], whole["fingerprint"])
@@ -610,6 +613,7 @@ class Trainer:
         packed: bool = True,
         bucket_bytes: int = 1 << 20,
         sent: dict[str, torch.Tensor] | None = None,
+        **more: Any,
     ) -> int:
         """Announce tensors, and send them or others; return the status of /update_weights."""
         info = {
@@ -620,7 +624,7 @@ class Trainer:
             "packed_buffer_size_bytes": bucket_bytes,
             "packed_num_buffers": 2,
         }
-        with self.posting("/update_weights", {"update_info": info}) as status:
+        with self.posting("/update_weights", {"update_info": info} | more) as status:
             self.group.send((sent or tensors).items(), packed=packed, bucket_bytes=bucket_bytes)
         return status[0]
 
@@ -663,6 +667,46 @@ def test_weights_arrive_by_the_calls_of_vllm(trainer: httpx.Client, trained: Pat
     assert drawn(trainer) == before[0]
 
 
+def test_parts_are_sent_to_the_other_weights(trainer: httpx.Client, trained: Path, tmp_path: Path) -> None:
+    """In one call or in several; what does not fit, or was lost on the way, changes nothing."""
+    first, new = (load_file(folder / "model.safetensors") for folder in (TINY_FOLDER, trained))
+    names = ["model.layers.1.mlp.down_proj.weight", "model.norm.weight", "model.layers.0.self_attn.q_proj.weight"]
+    part = {name: new[name] for name in names}
+    before, info = drawn(trainer), trainer.get("/weight_info").json()
+    save_file(first | part, tmp_path / "model.safetensors")
+    whole = trainer.post("/update_weights", json={"weight_dir": str(tmp_path)}).json()
+    expected, sender = drawn(trainer), Trainer(trainer)
+    assert expected != before
+    for several in (False, True):
+        assert sender.send(first) == 200 and drawn(trainer) == before
+        if several:
+            trainer.post("/start_weight_update", json={"partial": True}).raise_for_status()
+            for name in names:
+                assert sender.send({name: new[name]}, partial=name == names[0]) == 200
+            done = trainer.post("/finish_weight_update", json={"weight_version": "part"}).json()
+        else:
+            assert sender.send(part, partial=True) == 200
+            done = sender.answer
+        assert (done["weights"], done["fingerprint"]) == (whole["weights"], whole["fingerprint"])
+        body = {"action": "compare", "baseline": weight_digests(first | part)}
+        assert trainer.post("/weight_checker", json=body).json()["match"] and drawn(trainer) == expected
+    odd = {"model.layers.99.weight": new[names[0]]}, {names[1]: new[names[1]].float()}
+    for tensors, text in zip(odd, ("layers.99", names[1]), strict=True):
+        assert sender.send(tensors, partial=True) == 400 and text in sender.answer["error"]["message"]
+    assert sender.send(part) == 400 and "is missing" in sender.answer["error"]["message"]
+    trainer.post("/start_weight_update").raise_for_status()
+    info = {"update_info": SENT, "partial": True}
+    refused = trainer.post("/update_weights", json=info)
+    assert refused.status_code == 400 and "/start_weight_update" in refused.json()["error"]["message"]
+    trainer.post("/start_weight_update", json={"partial": True}).raise_for_status()
+    assert sender.send({names[0]: first[names[0]]}) == 200
+    sender = Trainer(trainer)  # the engines forget what they received
+    assert sender.send({names[1]: first[names[1]]}) == 200
+    refused = trainer.post("/finish_weight_update")
+    assert refused.status_code == 400 and "lost" in refused.json()["error"]["message"]
+    assert trainer.post("/weight_checker", json=body).json()["match"] and drawn(trainer) == expected
+
+
 @pytest.mark.parametrize("size", [1, 1000])
 @pytest.mark.parametrize("packed", [True, False])
 def test_unannounced_sizes_are_refused(trainer: httpx.Client, size: int, packed: bool) -> None:
@@ -687,6 +731,7 @@ def test_odd_transfers_are_refused(trainer: httpx.Client) -> None:
         ]
     ] + [
         ("/init_weight_transfer_engine", {"init_info": {}}), ("/init_weight_transfer_engine", {}),
+        ("/init_weight_transfer_engine", {"init_info": {"packed": True}}), ("/start_weight_update", {"partial": 1}),
         ("/start_weight_update", {"is_checkpoint_format": False}), ("/start_weight_update", []),
         ("/finish_weight_update", {"weight_version": ""}), ("/finish_weight_update", {"weight_version": 7}),
         ("/update_weights", {"update_info": {}}), ("/update_weights", {"update_info": None}),
@@ -697,7 +742,7 @@ def test_odd_transfers_are_refused(trainer: httpx.Client) -> None:
             {"names": []}, {"names": [1]}, {"dtype_names": ["x"]}, {"dtype_names": ["nn"]}, {"shapes": [[-1]]},
             {"shapes": [[1 << 39, 1 << 39]]}, {"shapes": [[1 << 50]]}, {"shapes": [2]}, {"update_kind": "sparse_flat"},
             {"packed": 3}, {"packed_buffer_size_bytes": 0}, {"ipc_handles_pickled": ""}, {"ipc_handles_pickled": 1},
-            {"ipc_handles_pickled": "", "packed": True},
+            {"ipc_handles_pickled": "", "packed": True, "tensor_sizes": [4]}, {"tensor_sizes": 4},
         ]
     ]  # fmt: skip
     before = trainer.get("/weight_info").json()
@@ -733,6 +778,27 @@ def test_weights_arrive_over_nccl(tmp_path: Path, trained: Path) -> None:
         server.stop()
 
 
+def packed_infos(tensors: dict[str, torch.Tensor], num_bytes: int) -> Iterator[dict[str, Any]]:
+    """Fill one buffer on the GPU again and again, as vLLM's packed IPC does; yield the body of each."""
+    buffer = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+    handle = {cuda_ipc.gpu_uuid(buffer.device): reduce_tensor(buffer)[1]}
+    waiting = list(tensors.items())
+    while waiting:
+        sizes = list(itertools.accumulate(tensor.nbytes for _, tensor in waiting))
+        count = sum(size <= num_bytes for size in sizes)
+        chunk, waiting = waiting[:count], waiting[count:]
+        flat = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in chunk])
+        buffer[: len(flat)].copy_(flat)
+        torch.cuda.synchronize()
+        yield {
+            "names": [name for name, _ in chunk],
+            "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in chunk],
+            "shapes": [list(tensor.shape) for _, tensor in chunk],
+            "tensor_sizes": [tensor.nbytes for _, tensor in chunk],
+            "ipc_handles_pickled": base64.b64encode(pickle.dumps(handle)).decode(),
+        }
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_weights_arrive_over_cuda_ipc(tmp_path: Path, trained: Path) -> None:
@@ -743,10 +809,10 @@ def test_weights_arrive_over_cuda_ipc(tmp_path: Path, trained: Path) -> None:
     try:
         with httpx.Client(base_url=server.url, timeout=120) as client:
 
-            def sent(tensors: dict[str, torch.Tensor]) -> httpx.Response:
+            def sent(tensors: dict[str, torch.Tensor], **more: Any) -> httpx.Response:
                 on_gpu = {name: tensor.cuda() for name, tensor in tensors.items()}
                 body = {"update_info": cuda_ipc.update_info(on_gpu.items())}
-                return client.post("/update_weights", json=body)
+                return client.post("/update_weights", json=body | more)
 
             client.post("/init_weight_transfer_engine", json={"init_info": {}}).raise_for_status()
             before = drawn(client)
@@ -764,8 +830,37 @@ def test_weights_arrive_over_cuda_ipc(tmp_path: Path, trained: Path) -> None:
                 assert drawn(client) == after
                 sent(first).raise_for_status()
                 assert drawn(client) == before
+            sent({names[0]: new[names[0]]}, partial=True).raise_for_status()
+            body = {"action": "compare", "baseline": weight_digests(first | {names[0]: new[names[0]]})}
+            assert client.post("/weight_checker", json=body).json()["match"]
+            client.post("/init_weight_transfer_engine", json={"init_info": {"packed": True}}).raise_for_status()
+            for num_bytes in (1 << 20, sum(tensor.nbytes for tensor in new.values())):
+                sent(first).raise_for_status()
+                client.post("/start_weight_update").raise_for_status()
+                for info in packed_infos(new, num_bytes):
+                    client.post("/update_weights", json={"update_info": info}).raise_for_status()
+                client.post("/finish_weight_update").raise_for_status()
+                body = {"action": "compare", "baseline": weight_digests(new)}
+                assert client.post("/weight_checker", json=body).json()["match"] and drawn(client) == after
     finally:
         server.stop()
+
+
+@pytest.fixture(scope="module")
+def expected_of(tmp_path_factory: pytest.TempPathFactory, trained: Path) -> Callable[[str], tuple[Any, str]]:
+    """Answers and digest of the trained weights on a device, from one process."""
+
+    @functools.cache
+    def expected(device: str) -> tuple[Any, str]:
+        server = started(tmp_path_factory.mktemp(device), "--admin-key", "none", "--device", device)
+        try:
+            with httpx.Client(base_url=server.url, timeout=120) as client:
+                client.post("/update_weights", json={"weight_dir": str(trained)}).raise_for_status()
+                return drawn(client), client.get("/weight_info").json()["weights"]
+        finally:
+            server.stop()
+
+    return expected
 
 
 @pytest.mark.exhaustive
@@ -774,23 +869,18 @@ def test_weights_arrive_over_cuda_ipc(tmp_path: Path, trained: Path) -> None:
     "device",
     ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_TWO_GPUS])],
 )
-def test_ranks_take_new_weights(tmp_path: Path, trained: Path, device: str, split: str) -> None:
+def test_ranks_take_new_weights(
+    tmp_path: Path, trained: Path, expected_of: Callable[[str], tuple[Any, str]], device: str, split: str
+) -> None:
     """Over two ranks or stages as over one; what one of them would lack is refused by name."""
-    options = ("--admin-key", "none", "--device", device)
-    server = started(tmp_path, *options)
-    try:
-        with httpx.Client(base_url=server.url, timeout=120) as client:
-            client.post("/update_weights", json={"weight_dir": str(trained)}).raise_for_status()
-            expected, info = drawn(client), client.get("/weight_info").json()
-    finally:
-        server.stop()
+    expected, digest = expected_of(device)
     tensors = load_file(trained / "model.safetensors")
     del tensors["model.norm.weight"]
     first = {name: load_file(TINY_FOLDER / "model.safetensors")[name] for name in ("model.norm.weight", *tensors)[:9]}
     for name, part in (("odd", tensors), ("part", first)):
         (tmp_path / name).mkdir()
         save_file(part, tmp_path / name / "model.safetensors")
-    server = started(tmp_path, *options, split, "2")
+    server = started(tmp_path, "--admin-key", "none", "--device", device, split, "2")
     try:
         with httpx.Client(base_url=server.url, timeout=120) as client:
             before = drawn(client)
@@ -801,10 +891,20 @@ def test_ranks_take_new_weights(tmp_path: Path, trained: Path, device: str, spli
             refused = client.post("/update_weights", json=part)
             assert refused.status_code == 400 and "first give whole weights" in refused.json()["error"]["message"]
             actual = client.post("/update_weights", json={"weight_dir": str(trained)}).json()
-            assert actual["weights"] == info["weights"] and drawn(client) == expected
-            client.post("/update_weights", json=part).raise_for_status()
+            assert actual["weights"] == digest and drawn(client) == expected
             body = {"action": "compare", "baseline": weight_digests(tensors | first)}
-            assert client.post("/weight_checker", json=body).json()["match"] and drawn(client) != expected
+            client.post("/update_weights", json=part).raise_for_status()
+            assert client.post("/weight_checker", json=body).json()["match"]
+            partly = drawn(client)
+            assert partly != expected
+            if device == "cpu":
+                sender, whole = Trainer(client), load_file(trained / "model.safetensors")
+                client.post("/update_weights", json={"weight_dir": str(trained)}).raise_for_status()
+                assert sender.send(first, partial=True) == 200, sender.answer
+                assert client.post("/weight_checker", json=body).json()["match"] and drawn(client) == partly
+                assert sender.send(first, partial=True) == 400
+                assert "first give whole weights" in sender.answer["error"]["message"]
+                assert sender.send(whole) == 200 and drawn(client) == expected
     finally:
         server.stop()
 

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from detcompile.cuda_ipc import gpu_uuid, read_handles, receive
+from detcompile.cuda_ipc import Importer, gpu_uuid, read_handles
 from detcompile.digests import weights_digest
 from detcompile.errors import DetcompileError, InvalidInput, StorageError
 from detcompile.models.checkpoints import read_weights
@@ -55,11 +55,13 @@ class Controls:
         self._waiting: deque[Control] = deque()
         self._reader = ThreadPoolExecutor(1, "weights")
         self._group: TransferGroup | None = None
+        self._importer = Importer(model.device)
         self._changing = threading.Lock()  # of the group and of what is staged
         self._latest: dict[str, int] = {}  # call_id by action; results of earlier calls are dropped
         self._with_trainer: Mapping[str, Action] = {"join": self._join, "receive": self._receive}
         self._beside_steps: Mapping[str, Action] = {
             "drop": self._drop,
+            "keep": self._keep,
             "leave": self._leave,
             "load": self._load,
             "load_adapter": self._load_adapter,
@@ -140,8 +142,21 @@ class Controls:
             raise InvalidInput(f"partial: {current} has changed since it was loaded ({changed}): give whole weights")
         return {name: tensor for name, tensor in whole.items() if name not in staged}
 
+    def _keep(self, names: list[str], current: str | None) -> dict[str, Any]:
+        """Keep the current weights that a transfer did not send, for ``check``.
+
+        Args:
+            names: what was sent.
+            current: as for ``load``.
+        """
+        if self._staged.keys() != set(names):
+            raise InvalidInput("tensors of this update are lost, by another update or with an engine: send all again")
+        self._kept = self._others(self._staged, current)
+        return {}
+
     def _forget_staged(self) -> None:
         self._staged, self._kept = {}, {}
+        self._importer.close()
 
     def _load_adapter(self, name: str, path: str) -> dict[str, Any]:
         return {"digest": self._engine.load_adapter(name, path)}
@@ -201,7 +216,7 @@ class Controls:
         else:
             self._prepare_ipc()
             handles = read_handles(ipc_handles, infos, gpu_uuid(self._model.device))
-            received = list(receive(infos, handles, self._model.device))
+            received = list(self._importer.receive(infos, handles))
         with self._changing:
             self._require_latest("receive", call_id)
             for name, tensor in received:

@@ -305,7 +305,7 @@ def test_weights_that_a_function_changes_answer_for_no_older_ones(two: RemoteMod
     """The ranks' shares do not tell the whole, so that only these weights have a fingerprint again."""
     engine, greedy = two.engine(EngineConfig(num_blocks=60)), SamplingParams(temperature=0, max_tokens=4, logprobs=0)
     before, version = two.fingerprint, two.weights_version
-    with pytest.raises(InvalidInput, match="is missing: where processes share a model, give all parameters"):
+    with pytest.raises(InvalidInput, match="is missing: in exact arithmetic, and where processes share a model"):
         two.update_weights({})
 
     def answer() -> Any:

@@ -15,14 +15,26 @@ SAMPLES = 256  # elements of each tensor that change detection compares
 RELOAD = "load and compile the model again"
 
 
+class NewWeights(Protocol):
+    """New weights as a compiled model has them."""
+
+    @property
+    def share(self) -> Mapping[str, Tensor]:
+        """This rank's tensors, by each of their names."""
+
+    @property
+    def whole(self) -> Mapping[str, str]:
+        """Digests of the whole weights."""
+
+
 class Shares(Protocol):
-    """The whole model before sharding (passes.sharding.shares)."""
+    """The whole model before its weights were quantized or sharded (passes.sharding.shares)."""
 
     def whole(self, *, every_name: bool) -> Mapping[str, Tensor]:
         """Return tensors with the shapes and dtypes of the whole parameters, by name."""
 
-    def take(self, contents: Mapping[int, Tensor]) -> Mapping[str, Tensor]:
-        """Return a rank's shard of every parameter by name; ``contents`` maps ids of tensors of ``whole``."""
+    def take(self, contents: Mapping[int, Tensor]) -> NewWeights:
+        """Quantize and cut new weights; ``contents`` maps ids of tensors of ``whole``."""
 
 
 class LiveWeights:
@@ -33,7 +45,8 @@ class LiveWeights:
         named: the same under every name of tied weights; default: ``held``.
         whole: digests of the whole weights that the local tensors do not contain; for a shard, of all weights.
         is_share: the local tensors are a shard.
-        shares: cuts this rank's shard out of new weights.
+        shares: quantizes new weights and cuts this rank's shard out of them; None if they can be copied as they are,
+            or, for a shard, not at all.
     """
 
     def __init__(
@@ -91,11 +104,17 @@ class LiveWeights:
     def update(self, source: Mapping[str, Tensor]) -> int:
         """Copy new contents into the tensors that graphs read. If one does not fit, nothing is changed.
 
+        Args:
+            source: tensors of the whole model; or, if this is no shard, those that graphs read.
+
         Raises:
-            InvalidInput: a name, shape or dtype is not the model's; or a parameter is missing and this is a shard.
+            InvalidInput: a name, shape or dtype is not the model's; or a parameter is missing, and this is a shard or
+                quantized.
         """
+        if self._shares is not None and not self._has_held_names(self._shares, source):
+            return self._update_from_whole(self._shares, source)
         if self._share is not None:
-            return self._update_share(source)
+            raise InvalidInput(f"update_weights: processes that share this model take no new weights: {RELOAD}")
         pairs = _fitting(source, self._named())
         with torch.no_grad():
             for target, source_tensor in pairs:
@@ -103,24 +122,28 @@ class LiveWeights:
         self._changed()
         return self._version
 
-    def _update_share(self, source: Mapping[str, Tensor]) -> int:
-        if self._shares is None:
-            raise InvalidInput(f"update_weights: processes that share this model take no new weights: {RELOAD}")
-        contents = {id(target): given for target, given in _fitting(source, self._shares.whole(every_name=True))}
-        canonical = self._shares.whole(every_name=False)
-        missing = next((name for name, target in canonical.items() if id(target) not in contents), None)
-        if missing is not None:
-            raise InvalidInput(
-                f"update_weights: {missing} is missing: where processes share a model, give all parameters"
-            )
-        taken = self._shares.take(contents)
-        held = {name: target for name, target in self._named().items() if isinstance(target, nn.Parameter)}
-        assert held.keys() <= taken.keys(), "the graph reads parameters that the new weights do not reach"
+    def require_whole(self, source: Mapping[str, Tensor]) -> None:
+        """Raise InvalidInput unless ``update`` takes these tensors and they are all parameters of the whole model."""
+        if self._shares is not None:
+            _whole_contents(self._shares, source)
+
+    def _has_held_names(self, shares: Shares, source: Mapping[str, Tensor]) -> bool:
+        """Return whether these are tensors that graphs read, quantized ones among them, and no shard."""
+        names = source.keys()
+        held = self._share is None and names <= self._named().keys()
+        return held and not names <= shares.whole(every_name=True).keys()
+
+    def _update_from_whole(self, shares: Shares, source: Mapping[str, Tensor]) -> int:
+        new = shares.take(_whole_contents(shares, source))
+        held = self._named()
+        missing = [name for name, target in held.items() if isinstance(target, nn.Parameter) and name not in new.share]
+        assert not missing, f"the graph reads {missing[:3]}, which the new weights do not reach"
         with torch.no_grad():
-            for name, target in held.items():  # a stage holds those of its layers
-                target.copy_(taken[name])
-        self._whole |= weight_digests({name: contents[id(target)] for name, target in canonical.items()})
-        self._share = weight_digests(self._held())
+            for name in held.keys() & new.share.keys():  # a stage holds those of its layers
+                held[name].copy_(new.share[name])
+        if self._share is not None:
+            self._whole |= new.whole
+            self._share = weight_digests(self._held())
         self._changed()
         return self._version
 
@@ -133,6 +156,22 @@ class LiveWeights:
 
     def _look(self) -> list[Tensor]:
         return [torch.cat(views).view(torch.uint8) for views in self._samples]
+
+
+def _whole_contents(shares: Shares, source: Mapping[str, Tensor]) -> dict[int, Tensor]:
+    """Return all parameters of a whole model, for ``Shares.take``.
+
+    Raises:
+        InvalidInput: one is missing or does not fit.
+    """
+    contents = {id(target): given for target, given in _fitting(source, shares.whole(every_name=True))}
+    for name, target in shares.whole(every_name=False).items():
+        if id(target) not in contents:
+            raise InvalidInput(
+                f"update_weights: {name} is missing: in exact arithmetic, and where processes share a model, give all"
+                " parameters"
+            )
+    return contents
 
 
 def tensors_by_name(source: object, what: str) -> dict[str, Tensor]:
@@ -173,7 +212,7 @@ def _fitting(given: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> list
     for name, tensor in given.items():
         target = targets.get(name)
         if target is None:
-            raise InvalidInput(f"update_weights: the model has no {name}. Its names are those of state_dict()")
+            raise InvalidInput(f"update_weights: the model has no {name}. Names are those of its state_dict()")
         for what, expected, actual in (("shape", target.shape, tensor.shape), ("dtype", target.dtype, tensor.dtype)):
             if expected != actual:
                 raise InvalidInput(

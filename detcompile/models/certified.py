@@ -76,8 +76,9 @@ class CertifiedModel(ModelObject):
     def update_weights(self, source: WeightSource) -> int:
         """Write new contents into the weights, in place.
 
-        Compiled graphs and CUDA graphs stay valid; prefix caches are emptied. A subset of the weights is allowed.
-        Nothing is written unless all of them fit.
+        Compiled graphs and CUDA graphs stay valid; prefix caches are emptied. A subset of the weights is allowed,
+        except where ranks share the model, and in exact arithmetic, which quantizes them as compile() does. Nothing is
+        written unless all of them fit.
 
         Args:
             source: a trainer, whose weights are rounded to the model's dtype and gathered from the ranks that share
@@ -88,8 +89,8 @@ class CertifiedModel(ModelObject):
             The version of the weights, which counts up.
 
         Raises:
-            InvalidInput: a name, shape or dtype differs from the model's; requests are running on one of its engines;
-                or ranks share the model.
+            InvalidInput: a name, shape or dtype differs from the model's, or one is missing; or requests are running
+                on one of its engines.
         """
         weights: object = source.model if isinstance(source, CertifiedModel) else source
         if isinstance(weights, ServesWeights):

@@ -40,7 +40,7 @@ class Lowered:
         constants: tensors that the graph takes besides parameters and buffers, by name.
         whole_weights: digests of the whole weights, if this process holds a share of them.
         recurrences: the operations that carry a state from token to token; None if there are none.
-        shares: takes this rank's share of new weights; None if no ranks share the weights.
+        shares: takes this rank's share of new weights; None if they can be copied as they are.
         stage: proof and input rows of a pipeline stage; None if one process runs all layers. The forward of a stage
             takes the rows [1, T, H] of the stage before it instead of token ids, and returns rows except at the end.
     """
@@ -84,7 +84,7 @@ def lower(
     if model.device.type == "cpu":
         prepare_compiler()
     vocabulary, shares = _vocabulary(model), None
-    if ranks is not None or pipeline_stage is not None:
+    if ranks is not None or pipeline_stage is not None or numerics.is_exact:
         shares = shares_of(model, numerics, max_context, ranks, replicate_attention)
     seen, recurrences = prepare(model, numerics, max_context, shared=ranks is not None)
     whole = None

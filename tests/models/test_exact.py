@@ -1,5 +1,6 @@
 """compile() with exact integer arithmetic: the golden logits, whatever the batch; everything undefined is rejected."""
 
+import copy
 import functools
 import os
 import random
@@ -17,11 +18,12 @@ from benchmarks.exact_receipts import check
 from detcompile import Backend, CompiledModel, EngineConfig, Numerics, SamplingParams
 from detcompile.archives.description import facts_of, read_sizes
 from detcompile.commands.axes import AXES, Configuration, score
-from detcompile.errors import NumericsError, UncertifiedOp, UnsupportedModel
+from detcompile.errors import InvalidInput, NumericsError, UncertifiedOp, UnsupportedModel
 from detcompile.passes.modules.exact import use_exact_arithmetic
 from detcompile.runtime.speculation.speculator import SpeculationConfig
 from detcompile.templates.cpu.library import supported_isas
 from detcompile.templates.exact.rope import frequencies_of, rope_tables
+from detcompile.weights import weight_addresses
 from tests.exact import definition as exact
 from tests.exact import golden
 from tests.exhaustive import EXHAUSTIVE, exhaustive_unless
@@ -233,6 +235,38 @@ def test_receipts_of_another_instruction_set_replay(isa: str, tmp_path: Path) ->
     sign = [sys.executable, "-m", "benchmarks.exact_receipts", "sign", str(tmp_path), "--device", "cpu"]
     subprocess.run(sign, check=True, env=environment)
     assert check(tmp_path, tiny("exact8x16")) == 0
+
+
+def test_new_weights_become_digits_in_place() -> None:
+    model, golden_print = tiny("exact16"), golden.kept()["fingerprints"]["exact16"]
+    addresses, changed, text = weight_addresses(model.model), detcompile.load_model("tiny"), exact.fixed_tokens(40)
+    with torch.no_grad():
+        for parameter in changed.parameters():  # norms, embedding and linears
+            parameter.mul_(1 + torch.arange(parameter.shape[-1]) % 3 * 0.25)
+    fresh = detcompile.compile(copy.deepcopy(changed), numerics=Numerics(arithmetic="exact16"))
+    engine, params = model.engine(EngineConfig(num_blocks=20)), SamplingParams(max_tokens=4, logprobs=0, seed=3)
+
+    def answer() -> object:
+        (output,) = engine.generate([text], params, progress=False)
+        return output.outputs[0].logprobs
+
+    first = answer()
+    try:
+        for source in (changed, fresh):
+            model.update_weights(source)
+            assert model.fingerprint == fresh.fingerprint != golden_print
+            assert torch.equal(model(torch.tensor([text])).logits, fresh(torch.tensor([text])).logits)
+            assert answer() != first
+            model.update_weights(detcompile.load_model("tiny"))
+            assert model.fingerprint == golden_print and answer() == first
+        assert weight_addresses(model.model) == addresses
+        with pytest.raises(InvalidInput, match="is missing: in exact arithmetic"):
+            model.update_weights({"model.norm.weight": changed.model.norm.weight})
+        with pytest.raises(InvalidInput, match=r"embed_tokens\.weight has dtype torch\.float32"):
+            model.update_weights(changed.float())
+        assert model.fingerprint == golden_print
+    finally:
+        model.update_weights(detcompile.load_model("tiny"))
 
 
 def test_archive_draws_with_the_arithmetic_of_its_model() -> None:

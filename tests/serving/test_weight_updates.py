@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch.multiprocessing.reductions import reduce_tensor
 
 import detcompile
-from detcompile import cuda_ipc
+from detcompile import Numerics, cuda_ipc
 from detcompile.digests import fingerprint, weights_digest
 from detcompile.errors import InvalidInput
 from detcompile.models.compiled import CompiledModel
@@ -907,6 +907,41 @@ def test_ranks_take_new_weights(
                 assert sender.send(whole) == 200 and drawn(client) == expected
     finally:
         server.stop()
+
+
+@pytest.mark.exhaustive  # 80 CPU seconds
+def test_exact_server_quantizes_new_weights(tmp_path: Path, trained: Path) -> None:
+    """On one rank and on three: an engine that starts later has them, and a replay quantizes them, too."""
+    tensors = load_file(trained / "model.safetensors")
+    for name, part in (("odd", dict([*tensors.items()][1:])), ("wide", {n: t.float() for n, t in tensors.items()})):
+        (tmp_path / name).mkdir()
+        save_file(part, tmp_path / name / "model.safetensors")
+    model = detcompile.compile("tiny", device="cpu", numerics=Numerics(arithmetic="exact8x16"))
+    expected = None
+    for tp in ("1", "3"):
+        options = ("--admin-key", "none", "--device", "cpu", "--numerics", "exact8x16", "--tp", tp)
+        server = started(tmp_path, *options, "--weights", str(tmp_path / f"store{tp}"))
+        try:
+            with httpx.Client(base_url=server.url, timeout=120) as client:
+                before, info = drawn(client), client.get("/weight_info").json()
+                assert info["fingerprint"] == model.fingerprint
+                for folder, more in (("odd", {}), ("wide", {}), ("odd", {"partial": True})):
+                    refused = client.post("/update_weights", json={"weight_dir": str(tmp_path / folder)} | more)
+                    assert refused.status_code == 400, refused.text
+                assert drawn(client) == before and client.get("/weight_info").json() == info
+                client.post("/update_weights", json={"weight_dir": str(trained)}).raise_for_status()
+                after = drawn(client), client.get("/weight_info").json()["fingerprint"]
+                expected = expected or after
+                assert after == expected and after[0] != before
+                client.post("/sleep").raise_for_status()  # ends the engine
+                client.post("/wake_up").raise_for_status()
+                assert drawn(client) == after[0]
+                receipt = client.post("/v1/completions", json=PROMPT | {"receipt": True}).json()["receipt"]
+        finally:
+            server.stop()
+        replayed = replay(model, Envelope(**receipt), folders=[trained])
+        assert replayed.outcome == "equal", replayed
+        assert model.fingerprint == info["fingerprint"]
 
 
 @pytest.mark.exhaustive

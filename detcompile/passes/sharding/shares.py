@@ -1,7 +1,8 @@
-"""Shares: cut this process's share out of new weights, in the way that the first weights were cut."""
+"""Shares: quantize new weights and cut this process's share out of them, as it was done with the first weights."""
 
 from collections.abc import Mapping
 from copy import deepcopy
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +13,24 @@ from detcompile.parallel import TensorParallel
 from detcompile.passes.modules.quantized_linear import QuantizedLinear, QuantizedStack
 from detcompile.passes.preparation import prepare
 from detcompile.passes.sharding.shard import pin_row_parallel, shard
+from detcompile.weights import named_weights, weight_digests
+
+
+class NewWeights(NamedTuple):
+    """New weights as a compiled model has them.
+
+    Attributes:
+        share: this rank's share of every parameter, of all layers, and of the buffers that preparation makes (such as
+            quantized weights), by each of their names.
+        whole: digests of the whole weights.
+    """
+
+    share: Mapping[str, Tensor]
+    whole: Mapping[str, str]
 
 
 class Shares:
-    """A model's structure before ranks took shares of it, or stages their layers, without its weights.
+    """A model's structure without its weights, before it was prepared, and before ranks or stages took their parts.
 
     Args:
         model: the whole model, before it is prepared.
@@ -32,7 +47,7 @@ class Shares:
         replicate_attention: bool,
     ) -> None:
         hollow = {id(parameter): _hollow(parameter) for parameter in model.parameters()}
-        self._structure = _like(model, hollow)
+        self._structure, self._device = _like(model, hollow), model.device
         self._declared = numerics, max_context
         self._ranks, self._replicate_attention = ranks, replicate_attention
 
@@ -40,20 +55,25 @@ class Shares:
         """Return meta tensors with the shapes and dtypes of the whole parameters, by name."""
         return dict(self._structure.named_parameters(remove_duplicate=not every_name))
 
-    def take(self, contents: Mapping[int, Tensor]) -> dict[str, Tensor]:
-        """Return this rank's share of every parameter, of all layers, by each of its names.
+    def take(self, contents: Mapping[int, Tensor]) -> NewWeights:
+        """Return new weights as this rank holds them.
 
         Args:
             contents: values for the tensors of ``whole``, by id.
         """
-        parameters = {place: nn.Parameter(tensor, requires_grad=False) for place, tensor in contents.items()}
-        model = _like(self._structure, parameters)
+        given = {place: tensor.to(self._device) for place, tensor in contents.items()}
+        model = _like(
+            self._structure, {place: nn.Parameter(tensor, requires_grad=False) for place, tensor in given.items()}
+        )
+        before = {id(buffer) for buffer in model.buffers()}
         seen, _ = prepare(model, *self._declared, shared=self._ranks is not None)
+        whole = weight_digests(named_weights(model))
         if self._ranks is None:
             pin_row_parallel(model, self._declared[0])
         else:
             shard(model, seen.attention, self._declared[0], self._ranks, self._replicate_attention)
-        return dict(model.named_parameters(remove_duplicate=False))
+        held = named_weights(model, every_name=True)
+        return NewWeights({name: tensor for name, tensor in held.items() if id(tensor) not in before}, whole)
 
 
 def shares_of(
@@ -63,9 +83,8 @@ def shares_of(
     ranks: TensorParallel | None,
     replicate_attention: bool,
 ) -> Shares | None:
-    """Return the Shares of a model; None for quantized weights, which cannot be replaced."""
-    quantized = (QuantizedLinear, QuantizedStack)
-    if numerics.is_exact or any(isinstance(module, quantized) for module in model.modules()):
+    """Return the Shares of a model; None for the weights of a quantized checkpoint, which cannot be replaced."""
+    if any(isinstance(module, (QuantizedLinear, QuantizedStack)) for module in model.modules()):
         return None
     return Shares(model, numerics, max_context, ranks, replicate_attention)
 

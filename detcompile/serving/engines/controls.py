@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from detcompile.cuda_ipc import Importer, gpu_uuid, read_handles
 from detcompile.digests import weights_digest
 from detcompile.errors import DetcompileError, InvalidInput, StorageError
+from detcompile.executors.live_weights import LiveWeights
 from detcompile.models.checkpoints import read_weights
 from detcompile.models.compiled import CompiledModel
 from detcompile.runtime.engine import Engine
@@ -128,6 +129,8 @@ class Controls:
             InvalidInput: other processes hold them, and ``current`` has other weights.
         """
         module = self._model.model
+        if self._model.numerics.is_exact:
+            raise InvalidInput("partial: the engines hold quantized weights (--numerics): give whole ones")
         if isinstance(module, nn.Module):
             held = module.state_dict(keep_vars=True)
             by_id = {id(tensor): name for name, tensor in reversed(held.items())}
@@ -303,6 +306,10 @@ def require_whole(model: CompiledModel, tensors: Mapping[str, Tensor]) -> None:
     Raises:
         InvalidInput: names the tensor.
     """
+    if model.numerics.is_exact:  # it holds weights of other names and dtypes
+        if isinstance(model.executor.weights, LiveWeights):
+            model.executor.weights.require_whole(tensors)
+        return
     for name, digest in model.weight_digests().items():
         tensor = tensors.get(name)
         if tensor is not None:

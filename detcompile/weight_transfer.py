@@ -5,7 +5,8 @@ the store, as in vLLM's StatelessProcessGroup and PyNcclCommunicator, so that a 
 gloo, which vLLM does not have.
 
 This module's rank 0 also announces the number of processes and the size of each broadcast in the store, so that a
-mismatch is an error at once. vLLM's announces neither: a mismatch ends by the time limit.
+mismatch is an error at once. vLLM's announces neither: a mismatch ends by the time limit. A transfer that breaks off,
+for example because rank 0 is gone, is aborted: its group cannot be used again, and its kernels leave the GPU.
 
 Packed tensors are sent in buckets of bytes: tensors are added to a bucket until it exceeds ``bucket_bytes``.
 
@@ -19,6 +20,7 @@ import math
 import pickle
 import socket
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
@@ -35,6 +37,7 @@ BUCKET_BYTES = 1 << 30  # vLLM's default
 TIMEOUT_SECONDS = 300.0
 NCCL_ID = "broadcast_from/0/0"  # key of the store
 NCCL_ID_BYTES = 128
+POLL_SECONDS, ALIVE_SECONDS = 0.0005, 1.0  # between looks at the GPU, and at rank 0's store
 SIZE, SENT = "size", "sent"  # keys of the store: the number of processes, and the bytes of each broadcast
 _NCCL_UINT8, _NCCL_FLOAT32, _NCCL_SUM = 1, 7, 0  # ncclDataType_t and ncclRedOp_t
 Result = TypeVar("Result")
@@ -80,18 +83,19 @@ class TransferGroup:
         self._is_sender = rank == 0
         self._seconds = seconds
         self._num_broadcasts = 0
+        self._is_aborted = False
         timeout = timedelta(seconds=seconds)
 
-        def join() -> tuple[TCPStore, bool, Callable[[Tensor], None]]:
+        def join() -> tuple[TCPStore, bool, _Communicator | _Gloo]:
             socket.getaddrinfo(address, port)  # an unknown name fails at once; the store would try on
             store = TCPStore(address, port, size, rank == 0, timeout, wait_for_workers=rank != 0, use_libuv=False)
             announces = _compare_sizes(store, rank, size, device)
             if device.type == "cuda":
-                return store, announces, _nccl(store, rank, size, device)
-            return store, announces, _gloo(store, rank, size, timeout)
+                return store, announces, _Communicator(store, rank, size, device)
+            return store, announces, _Gloo(store, rank, size, timeout)
 
         try:
-            self._store, self._announces, self._broadcast = _within(seconds, join)
+            self._store, self._announces, self._collective = _within(seconds, join)
         except (RuntimeError, ValueError, OverflowError, OSError) as error:
             raise InvalidInput(f"cannot join the weight transfer at {address}, port {port}: {error}") from error
 
@@ -126,6 +130,11 @@ class TransferGroup:
             self._exchange(bucket[0].name, data)
             yield from unpacked(bucket, data.cpu())
 
+    def abort(self) -> None:
+        """End a transfer that runs, from any thread. The group cannot be used any more."""
+        self._is_aborted = True
+        self._collective.abort()
+
     def _exchange(self, name: str, data: Tensor) -> None:
         """Broadcast bytes from rank 0.
 
@@ -143,11 +152,15 @@ class TransferGroup:
             elif self._announces and (sent := int(self._store.get(key))) != data.numel():
                 raise RuntimeError(f"rank 0 sends {sent} bytes instead of {data.numel()}")
             if data.numel():
-                self._broadcast(data)
+                self._collective.broadcast(data)
 
         try:
-            _within(self._seconds, broadcast)
+            if not self._is_aborted:
+                _within(self._seconds, broadcast)
+            if self._is_aborted:
+                raise RuntimeError("it was aborted")
         except (RuntimeError, ValueError, OSError) as error:
+            self.abort()
             raise InvalidInput(f"the weight transfer broke off at {name}: {error}") from error
 
 
@@ -158,7 +171,7 @@ def unpacked(infos: Sequence[TensorInfo], data: Tensor) -> Iterator[tuple[str, T
 
 
 def _within(seconds: float, work: Callable[[], Result]) -> Result:
-    """Return the result of ``work``. Its thread is left behind if it takes too long: collectives cannot be interrupted.
+    """Return the result of ``work``. Its thread is left behind if it takes too long.
 
     Raises:
         TimeoutError: it took too long.
@@ -226,42 +239,73 @@ def _buckets(infos: list[TensorInfo], packed: bool, bucket_bytes: int) -> Iterat
         yield bucket
 
 
-def _gloo(store: TCPStore, rank: int, size: int, timeout: timedelta) -> Callable[[Tensor], None]:
-    """Return the broadcast of a gloo group."""
-    group: Any = ProcessGroupGloo(PrefixStore("weights", store), rank, size, timeout)
-    options = BroadcastOptions()
-    options.rootRank = 0
-    return lambda data: group.broadcast([data], options).wait()
+class _Gloo:
+    """Broadcasts of a gloo group. A wait ends by its time limit, or with the connection to rank 0."""
+
+    def __init__(self, store: TCPStore, rank: int, size: int, timeout: timedelta) -> None:
+        self._group: Any = ProcessGroupGloo(PrefixStore("weights", store), rank, size, timeout)
+        self._options = BroadcastOptions()
+        self._options.rootRank = 0
+
+    def broadcast(self, data: Tensor) -> None:
+        """Send bytes, or receive them."""
+        self._group.broadcast([data], self._options).wait()
+
+    def abort(self) -> None:
+        """Do nothing: a thread may wait up to the time limit."""
 
 
-def _nccl(store: Any, rank: int, size: int, device: torch.device) -> Callable[[Tensor], None]:
-    """Return the broadcast of an NCCL communicator. vLLM warms up new ones by a sum, in which every rank takes part."""
-    library = _nccl_library()
-    unique_id = _UniqueId()
-    if rank == 0:
-        _call_nccl(library.ncclGetUniqueId, ctypes.byref(unique_id))
-        store.set(NCCL_ID, pickle.dumps(bytes(unique_id)))
-    else:
-        unique_id = _UniqueId.from_buffer_copy(_id_of(store.get(NCCL_ID)))
-    communicator = ctypes.c_void_p()
-    with torch.cuda.device(device):
-        stream = torch.cuda.Stream()
-        _call_nccl(library.ncclCommInitRank, ctypes.byref(communicator), size, unique_id, rank)
+class _Communicator:
+    """Broadcasts of an NCCL communicator. vLLM warms up new ones by a sum, in which every rank takes part."""
+
+    def __init__(self, store: Any, rank: int, size: int, device: torch.device) -> None:
+        self._store, self._device = store, device
+        self._library = _nccl_library()
+        unique_id = _UniqueId()
+        if rank == 0:
+            _call_nccl(self._library.ncclGetUniqueId, ctypes.byref(unique_id))
+            store.set(NCCL_ID, pickle.dumps(bytes(unique_id)))
+        else:
+            unique_id = _UniqueId.from_buffer_copy(_id_of(store.get(NCCL_ID)))
+        self._communicator = ctypes.c_void_p()
+        with torch.cuda.device(device):
+            self._stream = torch.cuda.Stream()
+            _call_nccl(self._library.ncclCommInitRank, ctypes.byref(self._communicator), size, unique_id, rank)
+        self._ending = threading.Lock()
+        self._end = weakref.finalize(self, self._library.ncclCommDestroy, self._communicator)
+        self._end.atexit = False
         warmup = torch.zeros(1, device=device)
         addresses = warmup.data_ptr(), warmup.data_ptr()
-        stream.wait_stream(torch.cuda.current_stream())
-        _call_nccl(library.ncclAllReduce, *addresses, 1, _NCCL_FLOAT32, _NCCL_SUM, communicator, stream.cuda_stream)
-        stream.synchronize()
+        try:
+            self._run(self._library.ncclAllReduce, *addresses, 1, _NCCL_FLOAT32, _NCCL_SUM)
+        except RuntimeError:
+            self.abort()
+            raise
 
-    def broadcast(data: Tensor) -> None:
-        with torch.cuda.device(device):
-            stream.wait_stream(torch.cuda.current_stream())
-            arguments = data.data_ptr(), data.data_ptr(), data.numel(), _NCCL_UINT8, 0, communicator, stream.cuda_stream
-            _call_nccl(library.ncclBroadcast, *arguments)
-            stream.synchronize()
+    def broadcast(self, data: Tensor) -> None:
+        """Send bytes, or receive them.
 
-    weakref.finalize(broadcast, library.ncclCommDestroy, communicator).atexit = False
-    return broadcast
+        Raises:
+            RuntimeError: NCCL failed, or rank 0 is gone.
+        """
+        self._run(self._library.ncclBroadcast, data.data_ptr(), data.data_ptr(), data.numel(), _NCCL_UINT8, 0)
+
+    def abort(self) -> None:
+        """End kernels that wait for other processes, which would stay on the GPU."""
+        with self._ending:
+            if self._end.detach() is not None:
+                self._library.ncclCommAbort(self._communicator)
+
+    def _run(self, collective: Any, *arguments: Any) -> None:
+        with torch.cuda.device(self._device):
+            self._stream.wait_stream(torch.cuda.current_stream())
+            _call_nccl(collective, *arguments, self._communicator, self._stream.cuda_stream)
+            looked = time.monotonic()
+            while not self._stream.query():
+                time.sleep(POLL_SECONDS)
+                if time.monotonic() - looked > ALIVE_SECONDS:
+                    self._store.check([NCCL_ID])  # raises if rank 0, which serves the store, is gone
+                    looked = time.monotonic()
 
 
 class _UniqueId(ctypes.Structure):
@@ -280,7 +324,7 @@ def _nccl_library() -> ctypes.CDLL:
     library.ncclCommInitRank.argtypes = [ctypes.POINTER(pointer), integer, _UniqueId, integer]
     library.ncclAllReduce.argtypes = [pointer, pointer, ctypes.c_size_t, integer, integer, pointer, pointer]
     library.ncclBroadcast.argtypes = [pointer, pointer, ctypes.c_size_t, integer, integer, pointer, pointer]
-    library.ncclCommDestroy.argtypes = [pointer]
+    library.ncclCommDestroy.argtypes = library.ncclCommAbort.argtypes = [pointer]
     library.ncclGetErrorString.restype = ctypes.c_char_p
     return library
 

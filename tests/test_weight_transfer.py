@@ -113,14 +113,28 @@ def test_waits_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidInput, match="broke off at a"):
         group.send([("a", torch.ones(1 << 20))])  # nobody receives
     hanging = threading.Event()
-    monkeypatch.setattr(weight_transfer, "_gloo", lambda *_: lambda data: hanging.wait())
+    monkeypatch.setattr(weight_transfer._Gloo, "broadcast", lambda *_: hanging.wait())
     group, receiver = joined([2, 2], seconds=0.5)
     assert isinstance(group, TransferGroup)
     with pytest.raises(InvalidInput, match="took more than"):
         group.send([("a", torch.ones(1))])
-    monkeypatch.setattr(weight_transfer, "_gloo", lambda *_: hanging.wait())
+    with pytest.raises(InvalidInput, match="was aborted"):
+        group.send([("a", torch.ones(1))])
+    monkeypatch.setattr(weight_transfer._Gloo, "__init__", lambda *_: hanging.wait())
     assert all("took more than" in str(outcome) for outcome in joined([2, 2], seconds=0.5))
     hanging.set()
+
+
+def test_aborted_transfers_yield_nothing() -> None:
+    """Also if the collective ends as if it had received."""
+    sender, receiver = joined([2, 2])
+    assert isinstance(sender, TransferGroup) and isinstance(receiver, TransferGroup)
+    infos = [TensorInfo(name, torch.float32, (1,)) for name in "ab"]
+    received = receiver.receive(infos, packed=False)
+    together(lambda: (sender.send([("a", torch.ones(1))]), sender)[1], lambda: (next(received), receiver)[1])
+    receiver.abort()
+    with pytest.raises(InvalidInput, match="broke off at b: it was aborted"):
+        next(received)
 
 
 class ncclUniqueId(ctypes.Structure):

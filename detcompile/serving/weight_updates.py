@@ -20,12 +20,13 @@ from detcompile.serving.engines.protocol import EngineSpec, Weights
 from detcompile.serving.http_errors import HTTPError
 from detcompile.serving.service import Service
 from detcompile.serving.weight_store import Kept, WeightStore
+from detcompile.weight_transfer import BUCKET_BYTES, TIMEOUT_SECONDS
 
 UPDATE = "update"  # reason of a hold
 MOST_LETTERS = 200  # of a version's name
 MOST_RANKS = 1 << 20
+MOST_SECONDS = 3600.0
 SAVED = "model.safetensors"
-BUCKET_BYTES = 1 << 30  # vLLM's default
 MOST_DIMS = 16
 Size = Annotated[int, Meta(ge=1, lt=1 << 40)]
 logger = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class InitInfo(msgspec.Struct):
     world_size: Annotated[int, Meta(ge=2, le=MOST_RANKS)]
     packed: bool = False
     packed_buffer_size_bytes: Size = BUCKET_BYTES
+    timeout_seconds: Annotated[float, Meta(gt=0, le=MOST_SECONDS)] = TIMEOUT_SECONDS  # to join, and for each broadcast
 
 
 class UpdateInfo(msgspec.Struct):
@@ -125,7 +127,8 @@ class WeightUpdates:
             )
         self._end_transfer()
         self._buckets = {"packed": info.packed, "bucket_bytes": info.packed_buffer_size_bytes}
-        where = {"address": info.master_address, "port": info.master_port, "size": info.world_size}
+        where: dict[str, Any] = {"address": info.master_address, "port": info.master_port, "size": info.world_size}
+        where["seconds"] = info.timeout_seconds
         await self._wait(link.control("join", {**where, "rank": info.rank_offset + i}) for i, link in enumerate(links))
         self._members = links
 

@@ -13,7 +13,9 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -578,14 +580,15 @@ def test_replayer_restores_the_weights_on_errors(trained: Path, tiny_model: Comp
 class Trainer:
     """A client that makes the calls of vLLM's trainer side, and sends tensors over gloo, or from a GPU over NCCL."""
 
-    def __init__(self, client: httpx.Client, device: str = "cpu") -> None:
+    def __init__(self, client: httpx.Client, device: str = "cpu", seconds: float = 60.0) -> None:
         self._client = client
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         size = 1 + client.get("/get_world_size").json()["world_size"]
         info = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": size}
-        with self.posting("/init_weight_transfer_engine", {"init_info": info | {"packed": True}}) as status:
-            self.group = TransferGroup("127.0.0.1", port, 0, size, torch.device(device), seconds=60)
+        info |= {"packed": True, "timeout_seconds": seconds}
+        with self.posting("/init_weight_transfer_engine", {"init_info": info}) as status:
+            self.group = TransferGroup("127.0.0.1", port, 0, size, torch.device(device), seconds)
         assert status == [200]
 
     @contextlib.contextmanager
@@ -707,6 +710,66 @@ def test_parts_are_sent_to_the_other_weights(trainer: httpx.Client, trained: Pat
     assert trainer.post("/weight_checker", json=body).json()["match"] and drawn(trainer) == expected
 
 
+def test_silent_sender_is_given_up(trainer: httpx.Client, trained: Path) -> None:
+    """The server answers meanwhile, and takes another sender afterwards."""
+    tensors = load_file(trained / "model.safetensors")
+    expected = drawn(trainer), trainer.get("/weight_info").json()
+    sender = Trainer(trainer, seconds=1.5)
+    body = {"update_info": SENT | {"names": ["model.norm.weight"]}}
+    start = time.monotonic()
+    with sender.posting("/update_weights", body) as status:
+        assert (drawn(trainer), trainer.get("/weight_info").json()) == expected and status == []
+    assert status == [400] and 1 < time.monotonic() - start < 30
+    assert "the weight transfer broke off at model.norm.weight" in sender.answer["error"]["message"]
+    assert (drawn(trainer), trainer.get("/weight_info").json()) == expected
+    again = trainer.post("/update_weights", json=body)
+    assert again.status_code == 400 and "init it again" in again.json()["error"]["message"]
+    assert Trainer(trainer).send(tensors) == 200
+    baseline = {"action": "compare", "baseline": weight_digests(tensors)}
+    assert trainer.post("/weight_checker", json=baseline).json()["match"]
+
+
+DYING = """
+import sys, time, torch
+from detcompile.weight_transfer import SENT, TransferGroup
+port, size, device = int(sys.argv[1]), int(sys.argv[2]), torch.device(sys.argv[3])
+group = TransferGroup("127.0.0.1", port, 0, size, device, 60)
+group.send([("model.norm.weight", torch.ones(64))], packed=False)
+group._store.set(f"{SENT}/1", "256")  # announced, never sent
+print("announced", flush=True)
+time.sleep(600)
+"""
+
+
+def refuse_dying_sender(client: httpx.Client, device: str) -> None:
+    """Kill a sender in the middle of a transfer: the error comes long before the time limit."""
+    expected = drawn(client), client.get("/weight_info").json()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    size = 1 + client.get("/get_world_size").json()["world_size"]
+    arguments = [sys.executable, "-c", DYING, str(port), str(size), device]
+    with subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, text=True) as sender:
+        assert sender.stdout is not None
+        info = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": size}
+        client.post("/init_weight_transfer_engine", json={"init_info": info}).raise_for_status()
+        names = ["model.norm.weight", "model.layers.0.input_layernorm.weight"]
+        body = {"update_info": {"names": names, "dtype_names": ["float32"] * 2, "shapes": [[64]] * 2}}
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(client.post, "/update_weights", json=body)
+            assert sender.stdout.readline() == "announced\n"
+            time.sleep(0.5)
+            assert not waiting.done()
+            sender.kill()
+            refused = waiting.result(timeout=30)
+    assert refused.status_code == 400, refused.text
+    assert f"the weight transfer broke off at {names[1]}" in refused.json()["error"]["message"]
+    assert (drawn(client), client.get("/weight_info").json()) == expected
+
+
+def test_dying_sender_is_noticed(trainer: httpx.Client) -> None:
+    refuse_dying_sender(trainer, "cpu")
+
+
 @pytest.mark.parametrize("size", [1, 1000])
 @pytest.mark.parametrize("packed", [True, False])
 def test_unannounced_sizes_are_refused(trainer: httpx.Client, size: int, packed: bool) -> None:
@@ -727,6 +790,7 @@ def test_odd_transfers_are_refused(trainer: httpx.Client) -> None:
         ("/init_weight_transfer_engine", {"init_info": init | {name: value}})
         for name, value in [
             ("master_address", ""), ("master_address", None), ("master_port", 0), ("master_port", 1 << 20),
+            ("timeout_seconds", 0), ("timeout_seconds", 1e9), ("timeout_seconds", "1"),
             ("rank_offset", 0), ("rank_offset", 2), ("world_size", 1), ("world_size", "2"), ("world_size", 1 << 70),
         ]
     ] + [
@@ -774,6 +838,13 @@ def test_weights_arrive_over_nccl(tmp_path: Path, trained: Path) -> None:
                 assert drawn(client) != before
                 first = load_file(TINY_FOLDER / "model.safetensors")
                 assert sender.send(first) == 200 and drawn(client) == before
+            refuse_dying_sender(client, "cuda:1")
+            silent = Trainer(client, "cuda:1", seconds=20.0)
+            silent.group._store.set("sent/0", "4")  # announced, never sent: only NCCL waits
+            with silent.posting("/update_weights", {"update_info": SENT}) as status:
+                assert drawn(client) == before
+            assert status == [400] and "took more than 20 s" in silent.answer["error"]["message"]
+            assert Trainer(client, "cuda:1").send(tensors) == 200 and drawn(client) != before
     finally:
         server.stop()
 

@@ -173,13 +173,12 @@ class Controls:
             raise InvalidInput("CUDA IPC needs engines on a GPU; to join a group, init_info needs master_address")
         return {}
 
-    def _join(self, call_id: int, address: str, port: int, rank: int, size: int) -> dict[str, Any]:
+    def _join(self, call_id: int, address: str, port: int, rank: int, size: int, seconds: float) -> dict[str, Any]:
         """Join a weight transfer, in place of an earlier one."""
         with self._changing:
-            self._group = None
-            self._forget_staged()
+            self._leave_group()
             self._latest.pop("receive", None)
-        group = TransferGroup(address, port, rank, size, self._model.device)
+        group = TransferGroup(address, port, rank, size, self._model.device, seconds)
         with self._changing:
             self._require_latest("join", call_id)
             self._group = group
@@ -188,10 +187,15 @@ class Controls:
     def _leave(self) -> dict[str, Any]:
         """Leave the weight transfer; what was received is forgotten."""
         with self._changing:
-            self._group = None
-            self._forget_staged()
+            self._leave_group()
             self._latest.clear()
         return {}
+
+    def _leave_group(self) -> None:
+        if self._group is not None:
+            self._group.abort()
+        self._group = None
+        self._forget_staged()
 
     def _require_latest(self, action: str, call_id: int) -> None:
         if self._latest.get(action) != call_id:

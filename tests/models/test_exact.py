@@ -14,6 +14,7 @@ import torch
 from torch._dynamo.exc import BackendCompilerFailed
 
 import detcompile
+from benchmarks.exact_journal import resume
 from benchmarks.exact_receipts import check
 from detcompile import Backend, CompiledModel, EngineConfig, Numerics, SamplingParams
 from detcompile.archives.description import facts_of, read_sizes
@@ -235,6 +236,15 @@ def test_receipts_of_another_instruction_set_replay(isa: str, tmp_path: Path) ->
     sign = [sys.executable, "-m", "benchmarks.exact_receipts", "sign", str(tmp_path), "--device", "cpu"]
     subprocess.run(sign, check=True, env=environment)
     assert check(tmp_path, tiny("exact8x16")) == 0
+
+
+@EXHAUSTIVE  # 40 CPU seconds
+def test_answers_begun_on_another_instruction_set_go_on_from_the_journal(tmp_path: Path) -> None:
+    if "avx2" not in supported_isas():
+        pytest.skip("this machine has no avx2")
+    begin = [sys.executable, "-m", "benchmarks.exact_journal", "begin", str(tmp_path), "--device", "cpu"]
+    subprocess.run(begin, check=True, env=os.environ | {"DETCOMPILE_CPU_ISA": "avx2"})
+    assert resume(tmp_path, "cpu") == 0
 
 
 def test_new_weights_become_digits_in_place() -> None:

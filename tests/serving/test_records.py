@@ -11,6 +11,8 @@ import httpx
 import msgspec
 import pytest
 
+from detcompile.serving.journal.job import ServedModel
+from detcompile.serving.journal.records import Record, Work, differing
 from detcompile.serving.receipts.issuer import Issuer
 from detcompile.serving.receipts.keys import write_key_pair
 from detcompile.serving.receipts.log import ReceiptLog
@@ -125,3 +127,13 @@ def test_a_record_that_is_damaged_or_of_another_model_is_refused(
                 service.model = whole
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_open_record_goes_on_under_other_sources_of_its_bits_version() -> None:
+    parts = {"bits_version": "exact-1", "weights": "w", "source": "a"}
+    recorded, here = (ServedModel("m", "f", parts | more) for more in ({}, {"source": "b"}))
+    record = Record("name", "", "key", "/v1/completions", b"", 0, Work([[1]], {}, 0, "", None, None, recorded))
+    assert differing(record, here) == []
+    for part in ("bits_version", "weights"):
+        other = ServedModel("m", "f", here.parts | {part: "another"})
+        assert part in differing(record, other)

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from detcompile.digests import differing_parts
 from detcompile.reasoning.formats import Thinking
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.serving.engines.answers import Answer, given_params
@@ -124,11 +125,13 @@ def restore(answers: Sequence[Answer], outcome: Outcome) -> None:
 def differing(record: Record, model: ServedModel) -> list[str]:
     """Return the model parts that keep ``model`` from answering a record.
 
-    An unfinished record needs the same model. A finished one is only shown, under its recorded name and fingerprint.
+    An unfinished record needs the same model, of any sources with its bits version. A finished one is only shown, under
+    its recorded name and fingerprint.
     """
     ours, theirs = model.parts, record.work.model.parts
-    needed = ours.keys() | theirs.keys() if record.outcome is None else SHOWN_BY
-    return sorted(name for name in needed if ours.get(name) != theirs.get(name))
+    if record.outcome is None:
+        return sorted(differing_parts(ours, theirs))
+    return sorted(name for name in SHOWN_BY if ours.get(name) != theirs.get(name))
 
 
 def _kept(answer: Answer) -> KeptAnswer:

@@ -1,0 +1,113 @@
+"""The Triton kernels of exact-1, compiled for an NVIDIA GPU: their float instructions round once, and nothing else.
+
+Sizes of 1 are among the arguments, because Triton makes them constants. ptxas fuses no product with an explicit
+rounding, so contraction is visible in PTX.
+"""
+
+import json
+import re
+
+import pytest
+
+from detcompile.templates.exact.rows import FUNCTIONS
+from tests.templates.offline_compiler import OfflineCompiler
+from tests.templates.triton_interpreter import INTERPRETED
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+
+COMPILE = """
+import json, re, sys
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from triton.runtime import driver
+from detcompile.templates.exact import attention_gpu, gpu
+
+BYTES = {"digits_ptr", "w_ptr", "q_ptr", "k_ptr", "v_ptr"}
+TYPES = dict.fromkeys(("eps", "unit", "factor", "softcap"), "fp32") | {"M": "i32", "table_ptr": "*i32"}
+TYPES |= dict.fromkeys(("sequence_ptr", "position_ptr", "slot_ptr", "ids_ptr"), "*i64") | dict.fromkeys(BYTES, "*i8")
+
+@triton.jit
+def _planted(x_ptr, out_ptr, FAULT: tl.constexpr):
+    i = tl.arange(0, 32)
+    x = tl.load(x_ptr + i)
+    if FAULT == "quotient":
+        y = x / (x + 3.0)
+    elif FAULT == "root":
+        y = tl.sqrt(x)
+    elif FAULT == "ceil":
+        y = tl.math.ceil(x)
+    elif FAULT == "exp":
+        y = tl.exp(x)
+    else:
+        y = x * x + 3.0
+    tl.store(out_ptr + i, y)
+
+KERNELS = [(gpu._function_kernel, {"NAME": name, "BLOCK": 1024}) for name in sys.argv[1].split()] + [
+    (gpu._divide_kernel, {"BLOCK": 1024}),
+    (gpu._sum_kernel, {"BLOCK": 64}),
+    (gpu._expert_kernel, {"x_ptr": "*i8", "DX": 2, "DW": 2, "HAS_BIAS": True, "BN": 64, "BK": 128}),
+    (gpu._rms_norm_kernel, {"BLOCK": 1}),
+    (gpu._layer_norm_kernel, {"BLOCK": 1}),
+    (gpu._quantize_kernel, {"TWO": True, "BLOCK": 1}),
+    (gpu._linear_kernel, {"x_ptr": "*i8", "DX": 2, "DW": 2, "HAS_BIAS": True, "BM": 16, "BN": 64, "BK": 128}),
+    (attention_gpu._attention_kernel, {"HEADS": 1, "ROWS": 16, "D": 4, "DP": 32, "V": 4, "VP": 32, "DIGITS": 2}),
+    (attention_gpu._write_kernel, {"WORDS": 1}),
+] + [(_planted, {"FAULT": fault}) for fault in ("quotient", "root", "ceil", "exp", "contraction")]
+
+class Driver:
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+driver.set_active(Driver())
+for kernel, given in KERNELS:
+    name = given.get("NAME") or given.get("FAULT") or kernel.__name__
+    fused = given.get("FAULT") == "contraction"
+    types = TYPES | {"x_ptr": given.pop("x_ptr", "*fp32")}
+    signature, constants = {}, {}
+    for i, arg in enumerate(kernel.arg_names):
+        default = "*fp32" if arg.endswith("_ptr") else "constexpr"
+        signature[arg] = types.get(arg, default)
+        if signature[arg] == "constexpr":
+            constants[i,] = given.get(arg, 1)
+    options = {"num_warps": 4, "enable_fp_fusion": fused}
+    compiled = compile(ASTSource(kernel, signature, constants), target=Driver().get_current_target(), options=options)
+    instructions = re.findall(r"^\\s*(?:@%?!?\\w+ )?([a-z]\\w*(?:[.:]+\\w+)*)", compiled.asm["ptx"], flags=re.M)
+    print(json.dumps([name, ".entry" in compiled.asm["ptx"], sorted({*instructions})]))
+driver.set_active(None)
+"""
+PLANTED = ("quotient", "root", "ceil", "exp", "contraction")
+WITH_FMA = {"_quantize_kernel", "_attention_kernel", *FUNCTIONS}
+# One rounding, a comparison, a selection or a conversion; without .ftz, .approx, .full and .sat.
+DEFINED = re.compile(
+    r"(add|sub|mul|div|sqrt)\.rn\.f(32|64)|(abs|neg|min|max|selp)\.f(32|64)|setp\.[a-z]+\.f(32|64)"
+    r"|cvt\.rn\.f(32|64)\.[su]\d+|cvt\.f64\.f32|cvt\.rn\.f32\.f64|cvt\.rzi\.s(32|64)\.f(32|64)"
+)
+FLOATS = re.compile(r"\.(f|bf)(16|32|64)|approx|ftz")
+
+
+def undefined(instructions: list[str], has_fma: bool) -> list[str]:
+    """Return the float instructions that exact-1 does not define."""
+    floats = [name for name in instructions if FLOATS.search(name) and not re.match(r"(ld|st|mov)\.", name)]
+    return [name for name in floats if not (DEFINED.fullmatch(name) or (has_fma and name == "fma.rn.f32"))]
+
+
+@pytest.fixture(scope="module")
+def kernels(offline_compiler: OfflineCompiler) -> dict[str, list[str]]:
+    """Return the instructions of each kernel."""
+    compiled = [json.loads(line) for line in offline_compiler.run(COMPILE, " ".join(FUNCTIONS)).splitlines()]
+    assert len(compiled) == len(FUNCTIONS) + 9 + len(PLANTED) and all(has_entry for _, has_entry, _ in compiled)
+    return {name: instructions for name, _, instructions in compiled}
+
+
+def test_kernels_hold_only_defined_instructions(kernels: dict[str, list[str]]) -> None:
+    for name, instructions in kernels.items():
+        if name not in PLANTED:
+            assert undefined(instructions, name in WITH_FMA) == [], name
+    assert any("mma" in name for name in kernels["_linear_kernel"])
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_planted_fault_is_seen(kernels: dict[str, list[str]], fault: str) -> None:
+    assert undefined(kernels[fault], has_fma=False), kernels[fault]

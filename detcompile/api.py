@@ -98,8 +98,8 @@ def compile(
             result is used like any other. If torch.distributed is already initialized (torchrun), none are started:
             each process calls compile() with the same whole model, keeps its share, and from then on must make the
             same calls as the others (docs/tensor_parallel.md).
-        pp: pipeline-parallel size: the layers are divided among so many stages, in ``pp * tp`` worker processes. Bits
-            and fingerprint are those of one stage (docs/pipeline_parallel.md).
+        pp: pipeline-parallel size: number of stages that share the layers, in ``pp * tp`` worker processes. Bits and
+            fingerprint do not depend on it (docs/pipeline_parallel.md).
         numerics: the declared orders; part of the fingerprint.
         max_context: maximum number of tokens of a sequence; default: the config's max_position_embeddings. Rotary
             tables that depend on the length are frozen at it, so it is part of the fingerprint.

@@ -30,7 +30,7 @@ def weights_digest(digests: Mapping[str, str]) -> str:
 
 @functools.cache
 def source_digest() -> str:
-    """Return the sha256 over the sources of this package that decide bits, as of the first call in a process."""
+    """Return the sha256 over the sources of this package that decide bits, read at the first call in a process."""
     digest = hashlib.sha256()
     package = Path(__file__).parent
     outside = {package / name for name in ("commands", "experimental", "serving")}

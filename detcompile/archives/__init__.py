@@ -1,1 +1,1 @@
-"""The file of an exported model: members, manifest, stored weights, and what of a machine it depends on."""
+"""The file of an exported model: its members, manifest and weights, and the machine properties that it needs."""

@@ -20,7 +20,7 @@ class LoadingOptions:
         str | None, typer.Option(help="float, or exact integers: exact16, exact8x16, exact8; default: float.")
     ] = None
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub; default: main.")] = None
-    token: Annotated[str | None, typer.Option(help="Of the Hub; default: HF_TOKEN, or that of `hf auth`.")] = None
+    token: Annotated[str | None, typer.Option(help="Hub token; default: HF_TOKEN, or the login of `hf auth`.")] = None
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run Python code from the checkpoint.")
     ] = False

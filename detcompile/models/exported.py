@@ -48,7 +48,7 @@ def load(path: str | Path, *, tp_group: ProcessGroup | None = None) -> CompiledM
     Raises:
         UnsupportedRelease: the installed torch, transformers or triton is untested and fails a probe.
         ArchiveError: the file is damaged, or was made for another machine, torch or detcompile.
-        InvalidInput: the file does not exist; there are too few GPUs, or the number of processes is not that of ranks;
+        InvalidInput: the file does not exist; there are too few GPUs, or the processes are not one per rank;
             ranks load different archives; or this process runs CPU kernels of another compiler.
         UnsupportedModel: the program, in a test step, did not write its KV caches in place
             (passes.programs.binding).

@@ -163,7 +163,7 @@ def find(
         raise InvalidInput(f"token is {kind(token)}: pass a string, or True for the token of `hf auth login`")
     trust_remote_code, random = flag(trust_remote_code, "trust_remote_code"), flag(random, "random")
     if task is not None and not (isinstance(task, str) and task in TASKS):
-        raise InvalidInput(f"task={task!r}: use {', '.join(map(repr, TASKS))}, or None for that of the checkpoint")
+        raise InvalidInput(f"task={task!r}: use {', '.join(map(repr, TASKS))}, or None for the checkpoint's task")
     if gguf_file is not None:
         name = _with_file(name, gguf_file)
     place, wanted_dtype = _device(device), _dtype(dtype)

@@ -89,7 +89,7 @@ def _rendered(tokenizer: Any, conversation: Any, options: Mapping[str, Any]) -> 
     """Return a conversation as the text of a prompt."""
     if isinstance(conversation, (str, Mapping)) or not isinstance(conversation, Sequence):
         what = f"{shown(conversation)}, which is {kind(conversation)}"
-        raise InvalidInput(f"messages hold {what}: pass a list of messages, or a list of such lists")
+        raise InvalidInput(f"messages hold {what}: pass a list of messages, or a list of conversations")
     try:
         text: str = tokenizer.apply_chat_template(list(conversation), tokenize=False, **options)
     except Exception as error:  # templates are programs and raise anything

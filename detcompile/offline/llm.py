@@ -166,7 +166,7 @@ class LLM:
         Grammars and stop strings begin after the reasoning.
 
         Args:
-            messages: dicts with "role" and "content"; or a list of such lists.
+            messages: a list of dicts with "role" and "content"; or a list of such conversations.
             sampling_params, use_tqdm, priority, lora_request: as in ``generate``.
             chat_template: a Jinja template in place of the tokenizer's.
             chat_template_content_format: only "auto": the template gets the messages unchanged.

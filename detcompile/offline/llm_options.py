@@ -193,7 +193,7 @@ class LLMOptions(NamedTuple):
         max_context: maximum number of tokens of a sequence; None: the model's.
         engine: settings of the engine.
         config_defaults: True if the model's generation_config gives the default SamplingParams.
-        hub: those of compile()'s ``revision``, ``token`` and ``trust_remote_code`` that are set.
+        hub: compile()'s ``revision``, ``token`` and ``trust_remote_code``, if they are set.
         reasoning_parser: name of the format of the reasoning, or "none"; None: as the chat template says.
         max_lora_rank: the largest rank of adapters; None: no adapters.
     """

@@ -148,9 +148,7 @@ def lower_with_states(model: PreTrainedModel, numerics: Numerics, certificate: C
     Raises:
         UnsupportedModel: the logits would be summed in other orders.
     """
-    seen = Seen.of(
-        observe_attention(model, numerics.kv_chunk)
-    )  # runs the model, so it comes before the head is watched
+    seen = Seen.of(observe_attention(model, numerics.kv_chunk))  # runs the model, so do it before watching the head
     packed = StatesForward(model)
     watched = packed.watch()
     try:

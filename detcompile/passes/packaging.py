@@ -42,8 +42,8 @@ def package(
     """Compile the forward of a model that ``lower`` has rewritten, ahead of time.
 
     Args:
-        certificate, recurrences: those of Lowered.
-        program: that of Lowered; None if the model is a rank's share.
+        certificate, recurrences: from Lowered.
+        program: from Lowered; None if the model is a rank's share.
 
     Raises:
         UnsupportedModel: the graph differs from the compiled one.

@@ -24,7 +24,7 @@ class ModulePass(NamedTuple):
     """A change of a model's modules before tracing."""
 
     apply: Callable[[PreTrainedModel], Any]  # in place; returns what it changed, falsy if nothing
-    whole: str | None = None  # name of what it changes, if ranks cannot share that
+    whole: str | None = None  # what it changes, if ranks cannot share that part
 
 
 MODULE_PASSES = (

@@ -16,7 +16,7 @@ from detcompile.runtime.step.worker import PromptRows, StepWork
 
 
 class Draw(NamedTuple):
-    """A token to draw: a sequence's next one from logits in ``row``, and those of its draft tree in the rows after."""
+    """Tokens to draw: a sequence's next one from the logits in ``row``, then one per node of its draft tree."""
 
     sequence: Sequence
     row: int
@@ -45,7 +45,7 @@ def build_work(
     block_size: int,
     pending: dict[Sequence, int],
 ) -> StepWork:
-    """Build the arrays of a step; its rows of logits are those of ``draws``, then all of ``prompts``.
+    """Build the arrays of a step; its rows of logits belong to ``draws``, then to ``prompts``.
 
     Args:
         entries: sequences without a tree, in order; sequences with one, named by ``draws``, follow.

@@ -36,7 +36,7 @@ class Access:
     Args:
         inside: the application.
         digests: sha256 of each known key, read at every request.
-        admin: the same of the admin keys.
+        admin: sha256 of the admin keys.
         control: paths that need an admin key.
     """
 

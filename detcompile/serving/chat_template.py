@@ -117,7 +117,7 @@ class ChatTemplate:
 
 
 def _compared_words(tree: nodes.Template) -> frozenset[str]:
-    """Return the strings that a template compares with anything, and the keys of its dicts; not those of lookups."""
+    """Return the strings that a template compares with anything, and the keys of its dicts, not of lookups."""
     constants = {id(pair.key): pair.key for pair in tree.find_all(nodes.Pair)}
     for compare in tree.find_all(nodes.Compare):
         constants |= {id(const): const for const in compare.find_all(nodes.Const)}

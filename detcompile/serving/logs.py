@@ -18,7 +18,7 @@ class JSONLines(logging.Formatter):
 
 
 def write_logs(*, as_json: bool) -> None:
-    """Write log messages to standard error: those of this package from INFO on, of others from WARNING on."""
+    """Write log messages to standard error: this package's from INFO on, others from WARNING on."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JSONLines() if as_json else logging.Formatter("%(message)s"))
     logging.getLogger().addHandler(handler)

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 from detcompile.errors import InvalidInput, UnsupportedModel
 from detcompile.runtime.requests.prompts import require_one_reading
 
-NFC_SHRINKS = 4  # a text has at most so many times the bytes of its NFC
+NFC_SHRINKS = 4  # a text has at most this many times the bytes of its NFC
 PROBE = "A probe: Ünïcode 東京 🎉\n\tdef f(x):  return x  <s>"  # text on which both tokenizers are compared
 
 

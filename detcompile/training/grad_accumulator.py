@@ -1,7 +1,8 @@
 """GradAccumulator: the exact float64 gradient of a parameter; its ``.grad`` is that sum, rounded once.
 
 torch's AccumulateGrad adds the gradients of micro-batches to ``.grad`` in the parameter's dtype and rounds every sum. A
-GradAccumulator takes its place: it adds multiples of 2^grid in float64, which is exact, and sets ``.grad``.
+GradAccumulator takes its place: it adds multiples of 2^grid in float64, which is exact, and sets ``.grad``. The forward
+uses a *handle* of the parameter (``grad_handle``), a float64 tensor to which the backward passes the gradient.
 """
 
 import threading

@@ -41,7 +41,7 @@ def trainer(
         model: a name, or a Hugging Face causal LM in eval mode, as for ``compile``; a module is changed in place and
             unusable afterwards. Parameters with ``requires_grad=False`` are frozen: their gradients are not computed.
             In a PEFT model with LoRA of linears the adapters are trained.
-        numerics: the declared orders; those of the engine that generates with these weights.
+        numerics: the declared orders; the same as of the engine that generates with these weights.
         max_context: maximum number of tokens of a sequence; default: the config's max_position_embeddings. It must be
             the engine's if rotary tables depend on it.
         checkpoint: keep only each layer's input rows for the backward and recompute the rest: the same bits in less

@@ -56,7 +56,7 @@ class Changes:
 
     def _refuse(self) -> None:
         if not self._flags:
-            return  # the first of these callbacks took all flags
+            return  # the first callback took all flags
         changed = torch.stack(self._flags).any().int()
         self._flags.clear()
         dist.all_reduce(changed, op=dist.ReduceOp.MAX, group=self._group)
@@ -126,7 +126,7 @@ def mesh_of(mesh: Any, device: str) -> DeviceMesh:
         device: type of the parameters' device.
 
     Raises:
-        InvalidInput: there are no ranks, or ``mesh`` is not a mesh of one or two dimensions of such devices.
+        InvalidInput: there are no ranks, or ``mesh`` is not a mesh of these devices with one or two dimensions.
     """
     if not dist.is_initialized():
         raise InvalidInput(

@@ -41,7 +41,7 @@ class TensorType(NamedTuple):
         return self.block > 1
 
 
-# By the number in the file. Of each, tests compare the values with those of the package gguf, by bytes.
+# By the number in the file. Tests compare the dequantized values of each type with the package gguf's, by bytes.
 TENSOR_TYPES = {
     0: TensorType("F32", 1, 4),
     1: TensorType("F16", 1, 2),

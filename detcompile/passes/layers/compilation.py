@@ -1,4 +1,4 @@
-"""From a certified graph over the first layers to code for all layers, or for those of a pipeline stage."""
+"""Compile a certified graph over the first layers to code for all layers, or for a pipeline stage's layers."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -33,11 +33,11 @@ class GivenRows(NamedTuple):
 
 
 class Layered(NamedTuple):
-    """A program over all layers of a model, or over those of a stage."""
+    """A program over all layers of a model, or over a stage's layers."""
 
     run: LayeredProgram
     certificate: Certificate  # of all layers
-    stage: Certificate | None = None  # of what runs here, if that is a stage
+    stage: Certificate | None = None  # the stage's proof; None if all layers run here
     rows: GivenRows | None = None  # of a stage after the first
 
 

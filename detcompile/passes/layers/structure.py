@@ -40,7 +40,7 @@ PLAIN = (
     torch.layout,
     torch.memory_format,
 )
-NO_INDICES = (-1, -1)  # no number may differ
+NO_INDICES = (-1, -1)  # equals no pair of integers: none may differ
 
 
 class Repeats(NamedTuple):
@@ -92,7 +92,7 @@ def shown_by(model: PreTrainedModel, run: Callable[[PreTrainedModel], None]) -> 
 def repeats_of(
     model: PreTrainedModel, run: Callable[[PreTrainedModel], None], whole: Shown | None = None
 ) -> Repeats | None:
-    """Group a model's layers by structure; None if the first layers alone do not show all that the layers compute.
+    """Group a model's layers by structure; None if a model of only the first layers would compute something else.
 
     Args:
         run: as in `shown_by`.
@@ -142,7 +142,7 @@ class _Recorder(TorchDispatchMode):
         self._part = 0
         self._origins: dict[int, tuple[Any, ...]] = {}
         self._objects: dict[int, int] = {}
-        self._kept: list[Any] = []  # an id is that of one object only while it lives
+        self._kept: list[Any] = []  # keeps the objects alive, because Python reuses ids
         self._rows: Tensor | None = None  # output of the layer before
         self._broken = False
 

@@ -106,7 +106,7 @@ def join(values: Sequence[Rows], rank: int) -> Rows:
 def require_apart(value: Rows, sizes: Sequence[sympy.Expr], chosen: Iterable[str]) -> None:
     """Require that the axes match the extents, and that no row meets another row of its space.
 
-    Rows of the spaces in ``chosen`` were selected from other spaces by the caller; they may not meet rows of those.
+    The caller selected the rows of the spaces in ``chosen`` from other spaces, whose rows they may not meet.
     """
     spaces = value.row_spaces
     crossed = {row for row in spaces if spaces.count(row) > 1}

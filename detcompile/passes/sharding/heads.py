@@ -53,7 +53,7 @@ class HeadShare:
         num_heads, num_kv_heads: heads of the whole module. q, kv: the heads that this rank holds, in order.
         head_dim, v_head_dim: features of a query or key, and of a value.
         is_even: every rank holds equally many query heads.
-        counts: False if another rank's results of these heads are taken.
+        counts: False if another rank's results are used for these heads.
     """
 
     num_heads: int

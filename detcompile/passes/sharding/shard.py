@@ -147,7 +147,7 @@ def _row_parallel(model: PreTrainedModel, numerics: Numerics) -> list[tuple[str,
 def _row_shard(
     name: str, linear: Linear, heads: HeadShare | None, numerics: Numerics, ranks: TensorParallel
 ) -> nn.Module:
-    """Return this rank's share of a row-parallel linear; of one in attention, that of the heads' results."""
+    """Return this rank's share of a row-parallel linear; in attention, the features of the rank's heads."""
     if not numerics.is_exact:
         radices = numerics.split_radices(ranks.size)
         if isinstance(linear, QuantizedLinear):

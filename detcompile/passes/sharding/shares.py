@@ -94,6 +94,6 @@ def _hollow(parameter: Tensor) -> nn.Parameter:
 
 
 def _like(model: PreTrainedModel, parameters: Mapping[int, nn.Parameter]) -> PreTrainedModel:
-    """Copy a model with other parameters, keyed by the ids of those that they replace. The copy shares its buffers."""
+    """Copy a model with other parameters, keyed by the ids of the replaced ones. The copy shares the buffers."""
     memo = {**parameters, **{id(buffer): buffer for buffer in model.buffers()}}
     return deepcopy(model, memo)

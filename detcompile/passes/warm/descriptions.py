@@ -1,4 +1,4 @@
-"""Descriptions of values and called code as JSON. A trace cannot tell apart what has equal descriptions."""
+"""Descriptions of values and called code as JSON. Values of equal descriptions lead to equal traces."""
 
 import dataclasses
 import enum

@@ -45,7 +45,7 @@ NOTHING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetiti
 # Served arguments that exist only in the call.
 CALL_ONLY = ("cuda_graphs", "seed", "stopping_criteria", "streamer", "tokenizer")
 BEAMS = "rows are sampled or greedy here; num_return_sequences with do_sample=True gives several answers to choose from"
-PROCESSORS = "of what changes logits, penalty, temperature, top_k, top_p, min_p, bad_words_ids and suppress_tokens are"
+PROCESSORS = "only repetition_penalty, temperature, top_k, top_p, min_p, bad_words_ids and suppress_tokens are"
 FILTERS = "top_k, top_p and min_p are served"
 DRAFTS = "speculation moves no token here: model.engine(speculation=SpeculationConfig())"
 FORCED = "put the token into the prompts, or append it to the answers"

@@ -25,7 +25,7 @@ class KVStatistics(NamedTuple):
     """Counts since the start; a sequence admitted again after a preemption is counted again."""
 
     num_queried_tokens: int  # tokens of sequences that were looked up in the prefix cache
-    num_hit_tokens: int  # tokens of those that were cached
+    num_hit_tokens: int  # of these, tokens that were cached
     num_evictions: int  # cached blocks that were reused for lack of empty ones
 
 

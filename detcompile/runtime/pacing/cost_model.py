@@ -15,7 +15,7 @@ from detcompile.runtime.step.builder import StepEntry
 
 LEAST_SECONDS = 1e-6  # least duration of a step, measured or predicted
 KEPT_STEPS = 64  # steps kept per size (power of two of tokens)
-FEW_TOKENS = 64  # up to so many, a product may cost no more than reading its weights
+FEW_TOKENS = 64  # a product of at most this many tokens may cost no more than reading its weights
 FIT_STEPS = 16  # steps between fits
 LEAST_STEPS = 8  # steps needed for predictions
 OUTLIER = 5.0  # median errors: steps that compiled something or were interrupted are ignored

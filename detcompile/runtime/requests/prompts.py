@@ -64,7 +64,7 @@ def prompts_of(prompts: Any) -> list[Any]:
     if isinstance(prompts, Mapping):
         return _batch_of(prompts)
     if not _is_list(prompts):
-        raise InvalidInput(f"prompts {shown(prompts)} is {kind(prompts)}: give {WANTED}, or a list of such")
+        raise InvalidInput(f"prompts {shown(prompts)} is {kind(prompts)}: give {WANTED}, or a list of prompts")
     every = list(prompts)
     return [prompts] if every and _is_number(every[0]) else every
 

@@ -46,8 +46,8 @@ def resolve(
     Args:
         probabilities: [Q, V] of the target, after temperature and filters.
         guesses: [Q, C] int64, padded with NO_GUESS; distinct within a row.
-        sources: [Q, C] int64: index into ``distributions`` of what a guess was drawn from (given the earlier guesses),
-            or CERTAIN.
+        sources: [Q, C] int64: index in ``distributions`` of the distribution that a guess was drawn from (given the
+            earlier guesses), or CERTAIN.
         distributions: [D, V], each summing to 1; None if there are none.
         keys: noise keys [Q, 5] for acceptance and for draws from residuals (``philox.noise_keys``).
 

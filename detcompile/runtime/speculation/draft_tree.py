@@ -70,7 +70,7 @@ class DraftTree:
         return list(self._shape.children.get(path, ()))
 
     def branches(self) -> list[Path]:
-        """Return all leaves, that of the first guesses first, so that most nodes lie on the first branches."""
+        """Return all leaves, the branch of first guesses first, so that most nodes lie on the first branches."""
         return sorted(path for path in self.tokens if path not in self._shape.children)
 
     def along(self, leaf: Path) -> list[int]:
@@ -84,7 +84,7 @@ class DraftTree:
         return self.only([path for path in self.tokens if len(path) <= max_depth][: max(0, max_nodes)])
 
     def only(self, paths: Iterable[Path]) -> "DraftTree":
-        """Return the tree of these nodes, which must include their parents."""
+        """Return the tree of only these nodes, which must include their parents."""
         return DraftTree({path: self.tokens[path] for path in paths}, self.distributions)
 
 

@@ -40,7 +40,7 @@ class MirrorDrafter(Drafter):
             )
         self.inner = inner
         self.vocab_size, self.tokenizer, self.device = inner.vocab_size, inner.tokenizer, inner.device
-        self.num_ahead = self.num_used = 0  # trees drafted ahead, and those of them that were used
+        self.num_ahead = self.num_used = 0  # trees drafted ahead, and how many of them were used
         self._stand_ins: dict[Sequence, Sequence] = {}
         self._bets: dict[Sequence, tuple[list[int], int]] = {}  # tokens including the first branch, and max_depth
         self._ready: dict[Sequence, tuple[list[int], DraftTree]] = {}  # tokens before the tree drafted ahead

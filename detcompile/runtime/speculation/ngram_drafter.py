@@ -15,7 +15,7 @@ NUM_KEPT = 64  # most recent tokens that can be undone without reading the seque
 
 
 class NGramDrafter(Drafter):
-    """Drafts chains of what followed the same last few tokens earlier in the sequence.
+    """Drafts the tokens that followed the last few tokens when they occurred earlier in the sequence.
 
     The longest match wins; among equal ones, the latest.
 

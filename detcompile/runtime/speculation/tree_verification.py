@@ -27,7 +27,7 @@ class TreeLayout(NamedTuple):
     """Layout of a step for trees of one shape, independent of tokens and sequence."""
 
     paths: tuple[Path, ...]
-    leaves: tuple[Path, ...]  # one per branch, that of the first guesses first
+    leaves: tuple[Path, ...]  # one per branch; the branch of first guesses comes first
     rows: dict[Path, int]  # each node's row, branch by branch; the root's is 0
     firsts: dict[Path, int]  # the first branch through each node, which computes it
     ends: tuple[int, ...]  # number of nodes computed up to the end of each branch

@@ -1,4 +1,4 @@
-"""Interfaces of what runs steps, in this process or in others."""
+"""Interfaces of the objects that run steps, in this process or in others."""
 
 from collections.abc import Hashable
 from typing import Any, Protocol

@@ -101,7 +101,7 @@ class CountTokensRequest(MessageFields, kw_only=True):
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
-    """Body of POST /v1/messages. Fields that Anthropic does not have are those of chats."""
+    """Body of POST /v1/messages. Fields that Anthropic does not have mean the same as in a chat request."""
 
     max_tokens: Annotated[int, Meta(ge=1)]
     stop_sequences: list[str] | None = None

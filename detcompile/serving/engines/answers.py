@@ -130,7 +130,7 @@ class Answer:
         num_cached_tokens: prompt tokens from the prefix cache, set at the end.
         num_preemptions: preemptions by its current engine.
         name: id of the reply or of the verification; empty before it is known.
-        client_ids: ids that /abort_requests takes, too, from the one that the client gave the request.
+        client_ids: more ids by which /abort_requests finds it, made from the client's id of the request.
         owner: sha256 in hex of the request's API key; empty if the server has none.
         weights: the version that draws the next tokens; None if the weights cannot change.
         loaded_adapter: the adapter's name in its engine; empty for the plain model.

@@ -57,7 +57,7 @@ class Controls:
         self._reader = ThreadPoolExecutor(1, "weights")
         self._group: TransferGroup | None = None
         self._importer = Importer(model.device)
-        self._changing = threading.Lock()  # of the group and of what is staged
+        self._changing = threading.Lock()  # held while the group or the staged weights change
         self._latest: dict[str, int] = {}  # call_id by action; results of earlier calls are dropped
         self._with_trainer: Mapping[str, Action] = {"join": self._join, "receive": self._receive}
         self._beside_steps: Mapping[str, Action] = {
@@ -327,7 +327,7 @@ def require_whole(model: CompiledModel, tensors: Mapping[str, Tensor]) -> None:
     known = {**named, **dict(model.model.named_buffers(remove_duplicate=False))}
     unknown = next((name for name in tensors if name not in known), None)
     if unknown is not None:
-        raise InvalidInput(f"the model has no {unknown[:200]}: names are those of state_dict(). Nothing was changed")
+        raise InvalidInput(f"the model has no {unknown[:200]}: use the names of state_dict(). Nothing was changed")
     given_ids = {id(parameter) for name, parameter in named.items() if name in tensors}
     missing = next((name for name, parameter in named.items() if id(parameter) not in given_ids), None)
     if missing is not None:

@@ -54,11 +54,11 @@ class Fleet:
         launcher: launches engine processes; None starts them on this machine.
         replicas: number of engines.
         spare: keep an idle process with its imports done, to replace a lost engine.
-        most_restarts: restarts allowed per minute, and in a row without success; beyond, the fleet fails.
+        most_restarts: restarts per minute, and failed restarts in a row, after which the fleet fails.
 
     Attributes:
         spec: what engines load; set by ``start``.
-        hello: the engines' description of the model; None before all of them served.
+        hello: the engines' description of the model; None until all of them serve.
         weights: the version that all engines have; None if the weights cannot change.
         keeps_weights: True if an engine that starts loads these weights.
         failure: why the fleet no longer serves.
@@ -222,8 +222,8 @@ class Fleet:
         Raises:
             DetcompileError: the first error, after the action has ended everywhere.
         """
-        ending = (link.control(action, arguments) for link in self.links)
-        results = await asyncio.gather(*ending, return_exceptions=True)
+        calls = (link.control(action, arguments) for link in self.links)
+        results = await asyncio.gather(*calls, return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException):
                 raise result
@@ -243,8 +243,8 @@ class Fleet:
         """
         assert self.is_held and self.hello is not None
         before, self.spec = self.spec, spec
-        ending = (link.control("commit", {}) for link in self.links)
-        results = await asyncio.gather(*ending, return_exceptions=True)
+        calls = (link.control("commit", {}) for link in self.links)
+        results = await asyncio.gather(*calls, return_exceptions=True)
         taken = next((result for result in results if not isinstance(result, BaseException)), None)
         if taken is None:
             self.spec = before
@@ -279,8 +279,8 @@ class Fleet:
     async def roll(self) -> bool:
         """Restart the engines one after another. Their answers continue on the others, or wait.
 
-        Returns False at the first engine that does not come back; later ones are not restarted. None is restarted if it
-        would not find the current weights.
+        Returns False at the first engine that does not come back; later ones are not restarted. Restarts nothing and
+        returns False if a new engine could not load the current weights.
         """
         if not self.keeps_weights:
             return False

@@ -172,7 +172,7 @@ class _Offsets:
         self._end = 0  # of the text so far
 
     def of_prompt(self, token_ids: Sequence[int], text: str) -> list[int]:
-        """Return the offsets of a prompt's tokens. Its text may lack that of some, such as BOS."""
+        """Return the offsets of a prompt's tokens. The text may lack some of the tokens, such as BOS."""
         params = replace(self._params, skip_special_tokens=False)
         detokenizer = Detokenizer(self._texts, params) if self._texts.present else None
         offsets = []

@@ -51,7 +51,7 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True):
-    """vLLM's constraints, of which one may be given."""
+    """vLLM's constraints; at most one may be given."""
 
     json: dict[str, Any] | str | None = None
     regex: str | None = None

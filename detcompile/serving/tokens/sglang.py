@@ -163,7 +163,7 @@ async def _result(
 def _logprobs(service: Service, request: SGLangRequest, answer: Answer, drawn: list[Token]) -> dict[str, Any]:
     """Return log-probabilities of the tokens drawn, and of the prompt's from ``logprob_start_len`` on.
 
-    The first of the prompt's has none, as in SGLang.
+    The prompt's first token has none, as in SGLang.
     """
 
     def entry(logprob: float | None, token: int) -> Entry:

@@ -157,7 +157,7 @@ def hopper_decode_kernel(
     SPLIT: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, KV_HEADS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Axis 0: tokens, then KV heads x groups of BM heads, the fastest; axis 1: chunks if SPLIT. Results as in
-    kernels.attention_kernel; if SPLIT also a sum of -1 for a chunk of which the token sees no key."""
+    kernels.attention_kernel; if SPLIT also a sum of -1 for a chunk in which the token sees no key."""
     S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     ROW: gl.constexpr = gl.SliceLayout(0, S_L)
     Q_L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])

@@ -140,7 +140,7 @@ def _mapped(info: TensorInfo, by_gpu: Any, gpu: str, *, may_be_larger: bool = Fa
             and (min(size, default=1) == 0 or extent * info.dtype.itemsize <= num_bytes)
         )
     except (TypeError, ValueError) as error:
-        raise InvalidInput(f"{info.name}: its handle is not of this form of torch: {error}") from error
+        raise InvalidInput(f"{info.name}: its handle does not have torch's form: {error}") from error
     if not is_valid:
         raise InvalidInput(f"{info.name}: its handle names memory outside of its storage, or is not one of CUDA")
     is_larger = may_be_larger and len(size) == 1 and size[0] > info.shape[0]

@@ -221,7 +221,7 @@ def _fitting(given: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> list
                 )
         tied = pairs.get(id(target))
         if tied is not None and tensor_digest(tied[2]) != tensor_digest(tensor):
-            raise InvalidInput(f"update_weights: {tied[0]} and {name} are one weight, and were given two contents")
+            raise InvalidInput(f"update_weights: {tied[0]} and {name} are one weight, but got two values")
         shares_memory = tensor.untyped_storage().data_ptr() in storages
         pairs[id(target)] = (name, target, tensor.detach().clone() if shares_memory else tensor.detach())
     return [(target, tensor) for _, target, tensor in pairs.values()]

@@ -116,7 +116,7 @@ def test_a_prompt_is_truncated_to_its_end() -> None:
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"bad_words": ["ab"]}, "bad_words are text, and this engine has no tokenizer"),
+        ({"bad_words": ["ab"]}, "bad_words are texts, and this engine has no tokenizer"),
         ({"bad_words_ids": [[1, VOCAB_SIZE]]}, rf"bad_words_ids holds token \[{VOCAB_SIZE}\]"),
         ({"allowed_token_ids": [3, VOCAB_SIZE]}, rf"allowed_token_ids holds token \[{VOCAB_SIZE}\]"),
     ],

@@ -166,7 +166,7 @@ def check_call(
     """
     where = f"{type(module).__name__} (layer {getattr(module, 'layer_idx', '?')})"
     if not isinstance(getattr(module, "layer_idx", None), int):
-        raise UnsupportedModel(f"{where} has no layer_idx: its keys cannot be told from other layers'")
+        raise UnsupportedModel(f"{where} has no layer_idx: its keys cannot be distinguished from other layers'")
     if mask is not None:
         raise UnsupportedModel(f"{where} passes an attention mask of its own; only causal and sliding masks are known")
     if kwargs.get(STEP_KWARG) is None:

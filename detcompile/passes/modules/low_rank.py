@@ -130,7 +130,7 @@ def take_adapters(model: Any) -> Any:
         return model
     others = {str(getattr(config.peft_type, "value", config.peft_type)) for config in configs.values()} - {"LORA"}
     if others:
-        raise UnsupportedModel(f"adapters of PEFT's kind {', '.join(sorted(others))}: LORA alone is trained and served")
+        raise UnsupportedModel(f"adapters of PEFT's type {', '.join(sorted(others))}: only LORA is trained and served")
     if len(configs) != 1:
         raise UnsupportedModel(f"adapters {', '.join(configs)}: {ONE}; delete_adapter() the others")
     (config,) = configs.values()
@@ -156,7 +156,7 @@ def _adapted(name: str, layer: Any) -> AdaptedLinear:
         )
     base = layer.base_layer
     if type(base) not in (nn.Linear, Conv1D):
-        raise UnsupportedModel(f"{name}: an adapter of a {type(base).__name__}; only those of plain linears are known")
+        raise UnsupportedModel(f"{name}: an adapter of a {type(base).__name__}; only linears have adapters here")
     if layer.merged:
         raise UnsupportedModel(f"{name}: its adapter is merged: unmerge_adapter() first")
     if layer.disable_adapters or [*layer.active_adapters] != [*layer.lora_A]:

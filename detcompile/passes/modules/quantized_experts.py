@@ -80,7 +80,7 @@ def stack_of(
             continue
         weight, order = LAYOUTS[settings["quant_method"]].read(part, tensors, settings)
         if order is not None:
-            raise UnsupportedModel(f"{part}: experts whose K is in an order by group cannot stay quantized: {ADVICE}")
+            raise UnsupportedModel(f"{part}: experts whose K is permuted by group cannot stay quantized: {ADVICE}")
         weights.append(weight)
     try:
         weight = joined(weights)

@@ -62,7 +62,7 @@ def _unpacked(name: str, tensors: Tensors, leaf: str, bits: int, dim: int) -> Te
     """
     words = tensors[leaf]
     if words.dtype is not torch.int32 or words.dim() != 2:
-        raise UnsupportedModel(f"{name}.{leaf} is {words.dtype}, where a matrix of int32 words is read: {OTHERWISE}")
+        raise UnsupportedModel(f"{name}.{leaf} is {words.dtype}, but must be a matrix of int32 words: {OTHERWISE}")
     return unpack_words(words, bits, dim)
 
 
@@ -79,7 +79,7 @@ def float8_weight(name: str, weight: Tensor, scales: Tensor, block: tuple[int, i
         UnsupportedModel: another float8, or scales of another shape.
     """
     if weight.dtype is not torch.float8_e4m3fn:
-        raise UnsupportedModel(f"{name}.weight is {weight.dtype}, where float8_e4m3fn alone is read: " + OTHERWISE)
+        raise UnsupportedModel(f"{name}.weight is {weight.dtype}, but must be float8_e4m3fn: " + OTHERWISE)
     if scales.dtype is torch.uint8:
         raise UnsupportedModel(f"{name}: scales of eight exponent bits (mxfp8) are not read: " + OTHERWISE)
     n, k = weight.shape
@@ -269,7 +269,7 @@ def _read_compressed(name: str, tensors: Tensors, config: Mapping[str, Any]) -> 
 
 
 def _read_mxfp4(name: str, tensors: Tensors, config: Mapping[str, Any]) -> Read:
-    raise UnsupportedModel(f"{name}: mxfp4 is read for experts alone: {OTHERWISE}")
+    raise UnsupportedModel(f"{name}: mxfp4 is supported for experts only: {OTHERWISE}")
 
 
 def mxfp4_values(name: str, blocks: Tensor, scales: Tensor) -> Tensor:

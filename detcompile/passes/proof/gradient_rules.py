@@ -142,7 +142,7 @@ def _require_tokens(g: Rows, others: Dim) -> Dim:
 def _require_step(arg: fx.Node, part: str, ctx: Context) -> None:
     state = ctx.states[arg]
     if not isinstance(state, Layout) or state.part != part:
-        raise Refusal(f"{part} is not that of the step")
+        raise Refusal(f"{part} is not the step's")
 
 
 GRADIENTS: Mapping[Any, Callable[[fx.Node, Mapping[str, Any], Context], Any]] = {

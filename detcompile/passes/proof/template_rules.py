@@ -195,7 +195,7 @@ def _require_step(given: Mapping[str, fx.Node], group: int | None, ctx: Context)
     for name, arg in given.items():
         state = ctx.states[arg]
         if not isinstance(state, Layout) or state.part != METADATA[name] or state.group not in (None, group):
-            raise Refusal(f"attention's {name} is not that of the step")
+            raise Refusal(f"attention's {name} is not the step's")
 
 
 def _written_caches(node: fx.Node, ctx: Context) -> tuple[Layout, Layout]:
@@ -356,7 +356,7 @@ def packed_recurrence(operands: dict[str, tuple[str, ...]]) -> Rule:
         kwargs = node.kwargs
         for name in STEP_OF_STATE:
             if ctx.states[kwargs[name]] != Layout(name):
-                raise Refusal(f"the recurrence's {name} is not that of the step")
+                raise Refusal(f"the recurrence's {name} is not the step's")
         out = _rows(kwargs, operands, ctx, 0)
         return out, _written_state(node, ctx)
 

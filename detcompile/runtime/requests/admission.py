@@ -171,7 +171,7 @@ class Admission:
     def _bad_words(self, params: SamplingParams) -> tuple[BadWords, tuple[int, ...]]:
         """Return the bad words of two or more tokens, and the single tokens to forbid."""
         if params.bad_words and self.tokenizer is None:
-            raise InvalidInput("bad_words are text, and this engine has no tokenizer: use bad_words_ids")
+            raise InvalidInput("bad_words are texts, and this engine has no tokenizer: use bad_words_ids")
         read = functools.partial(self._tokenized, add_special_tokens=False)
         words, single = BadWords.of(params.bad_words_ids, word_tokens(params.bad_words, read, self.num_logits))
         return words if any(words) else NO_WORDS, single

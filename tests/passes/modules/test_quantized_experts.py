@@ -126,7 +126,7 @@ def test_an_expert_that_is_missing_is_refused(tmp_path: Path) -> None:
 def test_experts_stay_quantized_on_demand(name: str, tmp_path: Path) -> None:
     plain = write_mixture(tmp_path, name, torch.float16)
     if "act order" in name:
-        with pytest.raises(DetcompileError, match="experts whose K is in an order by group cannot stay quantized"):
+        with pytest.raises(DetcompileError, match="experts whose K is permuted by group cannot stay quantized"):
             detcompile.load_model(tmp_path, device="cpu", dequantize=False)
         return
     model = detcompile.load_model(tmp_path, device="cpu", dequantize=False)

@@ -129,7 +129,7 @@ def without_a_step(x, weight, state, other_state, state_slots, cu_seqlens, seq_l
 @pytest.mark.parametrize(
     ("function", "calls"),
     [
-        (swapped_lengths, "state_slots is not that of the step"),
+        (swapped_lengths, "state_slots is not the step's"),
         (rows_as_weights, ""),
         (a_part_of_a_state, ""),
         (a_state_of_its_own, ""),

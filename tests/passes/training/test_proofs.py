@@ -74,7 +74,7 @@ def plain_sum_over_tokens(graph: fx.Graph) -> None:
 
 
 MUTANTS: dict[Callable[[fx.Graph], None], str] = {
-    leaves_of_another_step: "leaves is not that of the step",
+    leaves_of_another_step: "leaves is not the step's",
     another_grid: r"on the grid 2\^-40, declared is 2\^-44",
     heads_as_tokens: "leaves of 4 rows a token",
     product_over_tokens: "the second matrix holds rows of tokens",

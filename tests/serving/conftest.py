@@ -1,6 +1,8 @@
-"""One server of the embedded model for all tests of the session, as a user starts it."""
+"""Asynchronous tests, and one server of the embedded model for all tests of the session, as a user starts it."""
 
+import asyncio
 import importlib.util
+import inspect
 import json
 import os
 import shutil
@@ -27,10 +29,26 @@ TEMPLATE = (
     "{{ '\\n' }}{% endfor %}<assistant>"
 )
 START_SECONDS = 240
+TEST_SECONDS = 240  # of an asynchronous test
 # GPU machines may lack the extra's packages; tests/test_package.py checks that the extra `test` has them.
 NEEDED = ("anthropic", "cryptography", "fastapi", "msgspec", "openai", "prometheus_client", "uvicorn")
 collect_ignore_glob = [] if all(map(importlib.util.find_spec, NEEDED)) else ["test_*.py"]
 DEFAULTS = {"temperature": 0.9, "top_p": 0.95}  # of the model's generation_config
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run an asynchronous test in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+
+    async def bounded() -> None:
+        async with asyncio.timeout(TEST_SECONDS):
+            await pyfuncitem.obj(**arguments)
+
+    asyncio.run(bounded())
+    return True
 
 
 @pytest.fixture

@@ -23,29 +23,26 @@ IMAGES = sorted((Path(__file__).parents[2] / "docker").glob("*.Dockerfile"))
 pytestmark = pytest.mark.usefixtures("in_the_root")
 
 
-def test_every_route_asks_for_a_key(tmp_path: Path) -> None:
+async def test_every_route_asks_for_a_key(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     alice, bob = hashlib.sha256(b"secret").hexdigest(), hashlib.sha256(b"other").hexdigest()
     keys.write_text(f"# ours\nalice:{alice}\nbob:{bob}\n")
 
-    async def scenario() -> None:
-        async with running(scripted(), read_keys(keys)) as client:
-            routes = ["/health", "/ready", "/metrics", "/v1/models", "/v1/fingerprint", "/openapi.json", "/nowhere"]
-            for path in routes:
-                for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic secret"}):
-                    refused = await client.get(path, headers=header)
-                    assert refused.status_code == 401, path
-                    assert refused.json()["error"]["code"] == "invalid_api_key"
-            refused = await client.post("/v1/messages", json={}, headers={"X-Api-Key": "wrong"})
-            assert refused.status_code == 401 and refused.json()["type"] == "error"
-            assert refused.json()["error"]["type"] == "authentication_error"
-            assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 401
-            for key in ("secret", "other"):
-                known = await client.get("/v1/models", headers={"Authorization": f"Bearer {key}"})
-                assert known.status_code == 200
-                assert (await client.get("/v1/models", headers={"X-Api-Key": key})).status_code == 200
-
-    asyncio.run(scenario())
+    async with running(scripted(), read_keys(keys)) as client:
+        routes = ["/health", "/ready", "/metrics", "/v1/models", "/v1/fingerprint", "/openapi.json", "/nowhere"]
+        for path in routes:
+            for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic secret"}):
+                refused = await client.get(path, headers=header)
+                assert refused.status_code == 401, path
+                assert refused.json()["error"]["code"] == "invalid_api_key"
+        refused = await client.post("/v1/messages", json={}, headers={"X-Api-Key": "wrong"})
+        assert refused.status_code == 401 and refused.json()["type"] == "error"
+        assert refused.json()["error"]["type"] == "authentication_error"
+        assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 401
+        for key in ("secret", "other"):
+            known = await client.get("/v1/models", headers={"Authorization": f"Bearer {key}"})
+            assert known.status_code == 200
+            assert (await client.get("/v1/models", headers={"X-Api-Key": key})).status_code == 200
 
 
 def test_keys_are_read_again(tmp_path: Path) -> None:
@@ -76,56 +73,53 @@ def test_keys_are_read_again(tmp_path: Path) -> None:
     KeyFile(None).read_again()
 
 
-def test_what_one_key_has_asked_for_no_other_finds() -> None:
+async def test_what_one_key_has_asked_for_no_other_finds() -> None:
     """Only the owner learns its id; to other keys it is unknown."""
     template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     requests = {"input": "x", "max_output_tokens": 2}
     digests = [hashlib.sha256(key).digest() for key in (b"alice", b"bob")]
 
-    async def scenario() -> None:
-        async with running(scripted(chat_template=template), digests) as client:
+    async with running(scripted(chat_template=template), digests) as client:
 
-            async def ask(key: str, method: str, path: str, body: Any = None) -> Any:
-                return await client.request(method, path, json=body, headers={"Authorization": f"Bearer {key}"})
+        async def ask(key: str, method: str, path: str, body: Any = None) -> Any:
+            return await client.request(method, path, json=body, headers={"Authorization": f"Bearer {key}"})
 
-            async def names_of(key: str) -> set[str]:
-                state = (await ask(key, "GET", "/dashboard/state")).json()
-                numbers = {row["request_id"] for row in state["requests"]}
-                held = {number for engine in state["engines"] for number, _ in engine["holdings"]}
-                assert held - {""} <= numbers and state["num_open"] == 1
-                return {row["name"] for row in state["requests"]}
+        async def names_of(key: str) -> set[str]:
+            state = (await ask(key, "GET", "/dashboard/state")).json()
+            numbers = {row["request_id"] for row in state["requests"]}
+            held = {number for engine in state["engines"] for number, _ in engine["holdings"]}
+            assert held - {""} <= numbers and state["num_open"] == 1
+            return {row["name"] for row in state["requests"]}
 
-            long = requests | {"max_output_tokens": 1000, "background": True}
-            open_one = (await ask("alice", "POST", "/v1/responses", long)).json()["id"]
-            done = (await ask("alice", "POST", "/v1/responses", requests)).json()["id"]
-            assert await names_of("alice") == {open_one, done} and await names_of("bob") == set()
-            for name in (open_one, done):
-                for method, path, body in (
-                    ("GET", "/v1/responses/{}", None),
-                    ("GET", "/v1/responses/{}?stream=true&starting_after=0", None),
-                    ("POST", "/v1/responses", requests | {"previous_response_id": "{}"}),
-                    ("POST", "/v1/responses/{}/cancel", None),
-                    ("DELETE", "/v1/responses/{}", None),
-                    ("GET", "/v1/receipts/{}", None),
-                ):
-                    actual = [
-                        await ask("bob", method, path.format(item), json.loads(json.dumps(body).replace("{}", item)))
-                        for item in (name, "resp_unknown")
-                    ]
-                    assert [item.status_code for item in actual] == [404, 404], (path, actual)
-                    assert actual[0].content == actual[1].content
-            assert (await ask("alice", "GET", f"/v1/receipts/{done}")).status_code == 200
-            going_on = await ask("alice", "POST", "/v1/responses", requests | {"previous_response_id": done})
-            assert going_on.status_code == 200
-            assert (await ask("alice", "GET", f"/v1/responses/{open_one}")).json()["status"] == "in_progress"
-            assert (await ask("alice", "POST", f"/v1/responses/{open_one}/cancel")).json()["status"] == "cancelled"
-            assert (await ask("alice", "DELETE", f"/v1/responses/{done}")).status_code == 200
-
-    asyncio.run(asyncio.wait_for(scenario(), 30))
+        long = requests | {"max_output_tokens": 1000, "background": True}
+        open_one = (await ask("alice", "POST", "/v1/responses", long)).json()["id"]
+        done = (await ask("alice", "POST", "/v1/responses", requests)).json()["id"]
+        assert await names_of("alice") == {open_one, done} and await names_of("bob") == set()
+        for name in (open_one, done):
+            for method, path, body in (
+                ("GET", "/v1/responses/{}", None),
+                ("GET", "/v1/responses/{}?stream=true&starting_after=0", None),
+                ("POST", "/v1/responses", requests | {"previous_response_id": "{}"}),
+                ("POST", "/v1/responses/{}/cancel", None),
+                ("DELETE", "/v1/responses/{}", None),
+                ("GET", "/v1/receipts/{}", None),
+            ):
+                actual = [
+                    await ask("bob", method, path.format(item), json.loads(json.dumps(body).replace("{}", item)))
+                    for item in (name, "resp_unknown")
+                ]
+                assert [item.status_code for item in actual] == [404, 404], (path, actual)
+                assert actual[0].content == actual[1].content
+        assert (await ask("alice", "GET", f"/v1/receipts/{done}")).status_code == 200
+        going_on = await ask("alice", "POST", "/v1/responses", requests | {"previous_response_id": done})
+        assert going_on.status_code == 200
+        assert (await ask("alice", "GET", f"/v1/responses/{open_one}")).json()["status"] == "in_progress"
+        assert (await ask("alice", "POST", f"/v1/responses/{open_one}/cancel")).json()["status"] == "cancelled"
+        assert (await ask("alice", "DELETE", f"/v1/responses/{done}")).status_code == 200
 
 
 @pytest.mark.parametrize("keys", [(), ("alice", "bob")])
-def test_prefixes_are_shared_within_a_key_and_a_salt_alone(keys: tuple[str, ...]) -> None:
+async def test_prefixes_are_shared_within_a_key_and_a_salt_alone(keys: tuple[str, ...]) -> None:
     chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
     bodies = {
         "/v1/completions": {"prompt": "x", "max_tokens": 1},
@@ -134,29 +128,26 @@ def test_prefixes_are_shared_within_a_key_and_a_salt_alone(keys: tuple[str, ...]
         "/v1/responses": {"input": "x", "max_output_tokens": 1},
     }
 
-    async def scenario() -> None:
-        service = scripted(chat_template="{{ messages[0].content }}")
-        async with running(service, [hashlib.sha256(key.encode()).digest() for key in keys]) as client:
-            salts: list[str] = []
-            add = service.fleet.add
-            service.fleet.add = lambda answer: (salts.append(answer.cache_salt), add(answer))
-            groups: dict[tuple[str, str | None], set[str]] = {}
-            for key in keys or ("",):
-                for salt in (None, "a", "b"):
-                    for path, body in bodies.items():
-                        sent = body | {"cache_salt": salt}
-                        answer = await client.post(path, json=sent, headers={"X-Api-Key": key})
-                        assert answer.status_code == 200, answer.text
-                    groups[key, salt] = set(salts)
-                    salts.clear()
-                empty = bodies["/v1/completions"] | {"cache_salt": ""}
-                refused = await client.post("/v1/completions", json=empty, headers={"X-Api-Key": key})
-                assert refused.status_code == 400 and "cache_salt" in refused.json()["error"]["message"]
-        one_each = [actual.pop() for actual in groups.values() if len(actual) == 1]
-        assert len(set(one_each)) == len(one_each) == len(groups)
-        assert ("" in one_each) == (not keys)
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+    service = scripted(chat_template="{{ messages[0].content }}")
+    async with running(service, [hashlib.sha256(key.encode()).digest() for key in keys]) as client:
+        salts: list[str] = []
+        add = service.fleet.add
+        service.fleet.add = lambda answer: (salts.append(answer.cache_salt), add(answer))
+        groups: dict[tuple[str, str | None], set[str]] = {}
+        for key in keys or ("",):
+            for salt in (None, "a", "b"):
+                for path, body in bodies.items():
+                    sent = body | {"cache_salt": salt}
+                    answer = await client.post(path, json=sent, headers={"X-Api-Key": key})
+                    assert answer.status_code == 200, answer.text
+                groups[key, salt] = set(salts)
+                salts.clear()
+            empty = bodies["/v1/completions"] | {"cache_salt": ""}
+            refused = await client.post("/v1/completions", json=empty, headers={"X-Api-Key": key})
+            assert refused.status_code == 400 and "cache_salt" in refused.json()["error"]["message"]
+    one_each = [actual.pop() for actual in groups.values() if len(actual) == 1]
+    assert len(set(one_each)) == len(one_each) == len(groups)
+    assert ("" in one_each) == (not keys)
 
 
 def test_a_proxy_may_have_the_server_under_a_path() -> None:
@@ -185,14 +176,11 @@ def test_a_proxy_may_have_the_server_under_a_path() -> None:
             new_app(scripted(), "test", root_path=path)
 
 
-def test_a_key_is_the_bytes_that_were_sent() -> None:
-    async def scenario() -> None:
-        async with running(scripted(), [hashlib.sha256("clé".encode()).digest()]) as client:
-            for key, status in (("clé", 200), ("cle", 401)):
-                header = [(b"authorization", f"Bearer {key}".encode())]
-                assert (await client.get("/health", headers=header)).status_code == status
-
-    asyncio.run(scenario())
+async def test_a_key_is_the_bytes_that_were_sent() -> None:
+    async with running(scripted(), [hashlib.sha256("clé".encode()).digest()]) as client:
+        for key, status in (("clé", 200), ("cle", 401)):
+            header = [(b"authorization", f"Bearer {key}".encode())]
+            assert (await client.get("/health", headers=header)).status_code == status
 
 
 @pytest.mark.parametrize(

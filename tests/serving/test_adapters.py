@@ -34,174 +34,155 @@ CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3, "seed":
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
-def run(scenario: Any) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 60))
+@pytest.mark.usefixtures("in_the_root")
+async def test_adapters_need_an_admin_key() -> None:
+    async with running(scripted()) as http:
+        for path in ADAPTER_PATHS:
+            assert (await http.post(path, json={"lora_name": "a", "lora_path": "a"})).status_code == 404
+    async with running(scripted(), admin=[b"0" * 32]) as http:
+        for path in ADAPTER_PATHS:
+            assert (await http.post(path, json={"lora_name": "a", "lora_path": "a"})).status_code == 401
 
 
 @pytest.mark.usefixtures("in_the_root")
-def test_adapters_need_an_admin_key() -> None:
-    async def scenario() -> None:
-        async with running(scripted()) as http:
-            for path in ADAPTER_PATHS:
-                assert (await http.post(path, json={"lora_name": "a", "lora_path": "a"})).status_code == 404
-        async with running(scripted(), admin=[b"0" * 32]) as http:
-            for path in ADAPTER_PATHS:
-                assert (await http.post(path, json={"lora_name": "a", "lora_path": "a"})).status_code == 401
+async def test_model_of_a_request_names_its_adapter() -> None:
+    service = scripted(replicas=2, most_restarts=2, chat_template=TEMPLATE)
+    async with running(service, admin=[]) as http:
+        requests = {"lora_name": "sql", "lora_path": "folder"}
+        assert (await http.post("/v1/completions", json=ASK | {"model": "sql"})).status_code == 404
+        loaded = await http.post(LOAD, json=requests)
+        assert loaded.text == "Success: LoRA adapter 'sql' added successfully." and loaded.status_code == 200
+        whole = fingerprint(PARTS | {"adapter": digest_of("folder")})
+        models = {model["id"]: model for model in (await http.get("/v1/models")).json()["data"]}
+        assert models["sql"]["fingerprint"] == whole and models["sql"]["parent"] == "scripted"
+        assert (await http.get("/v1/models/sql")).json() == models["sql"]
 
-    run(scenario())
+        async def answer() -> dict[str, Any]:
+            actual = await http.post("/v1/completions", json=ASK | {"model": "sql"})
+            assert actual.status_code == 200, actual.text
+            return actual.json()
 
-
-@pytest.mark.usefixtures("in_the_root")
-def test_model_of_a_request_names_its_adapter() -> None:
-    async def scenario() -> None:
-        service = scripted(replicas=2, most_restarts=2, chat_template=TEMPLATE)
-        async with running(service, admin=[]) as http:
-            requests = {"lora_name": "sql", "lora_path": "folder"}
-            assert (await http.post("/v1/completions", json=ASK | {"model": "sql"})).status_code == 404
-            loaded = await http.post(LOAD, json=requests)
-            assert loaded.text == "Success: LoRA adapter 'sql' added successfully." and loaded.status_code == 200
-            whole = fingerprint(PARTS | {"adapter": digest_of("folder")})
-            models = {model["id"]: model for model in (await http.get("/v1/models")).json()["data"]}
-            assert models["sql"]["fingerprint"] == whole and models["sql"]["parent"] == "scripted"
-            assert (await http.get("/v1/models/sql")).json() == models["sql"]
-
-            async def answer() -> dict[str, Any]:
-                actual = await http.post("/v1/completions", json=ASK | {"model": "sql"})
-                assert actual.status_code == 200, actual.text
-                return actual.json()
-
-            first = await answer()
-            assert (first["model"], first["system_fingerprint"]) == ("sql", whole)
-            assert first["choices"][0]["logprobs"]["token_logprobs"] == [-0.25] * 3  # the scripted engine's mark
-            plain = (await http.post("/v1/completions", json=ASK)).json()
-            assert plain["model"] == "scripted" and plain["system_fingerprint"] == "f" * 64
-            assert plain["choices"][0]["logprobs"]["token_logprobs"] == [-0.5] * 3
-            bodies: list[tuple[str, dict[str, Any]]] = [
-                ("/v1/chat/completions", CHAT),
-                ("/v1/chat/completions/tokens", CHAT | {"tokens": [5]}),
-                ("/v1/messages", CHAT),
-                ("/v1/responses", {"input": "x", "max_output_tokens": 3}),
-                ("/inference/v1/generate", {"token_ids": [5], "sampling_params": {"max_tokens": 3}}),
-            ]
-            for path, body in bodies:
-                actual = (await http.post(path, json=body | {"model": "sql"})).json()
-                assert (actual["model"], actual["system_fingerprint"]) == ("sql", whole), path
-            short = {"input_ids": [5], "lora_path": "sql", "sampling_params": {"max_new_tokens": 2}}
-            assert (await http.post("/generate", json=short)).json()["meta_info"]["system_fingerprint"] == whole
-            wrong = (await http.post("/generate", json=short | {"lora_path": "no"})).json()["error"]
-            assert wrong["param"] == "lora_path"
-            for link in list(service.fleet.links):  # new engines load it, too
-                link.kill()
-            await asyncio.sleep(0.1)
-            await service.fleet.all_ready()
-            assert (await answer())["choices"] == first["choices"]
-            for body, status, param in [
-                (requests, 400, "lora_name"),
-                (requests | {"lora_name": "scripted"}, 400, "lora_name"),
-                ({"lora_name": "b", "lora_path": "bad"}, 400, None),
-                ({"lora_name": "", "lora_path": "x"}, 400, "lora_name"),
-                ({"lora_name": "b"}, 400, "lora_path"),
-                ({"lora_name": 1, "lora_path": []}, 400, None),
-                ([], 400, None),
-            ]:
-                refused = await http.post(LOAD, json=body)
-                assert refused.status_code == status, refused.text
-                assert param is None or refused.json()["error"]["param"] == param
-            assert [*service.adapters] == ["sql"]
-            again = await http.post(LOAD, json=requests | {"load_inplace": True, "lora_path": "other"})
-            assert again.status_code == 200 and (await answer())["system_fingerprint"] != whole
-            gone = await http.post(UNLOAD, json={"lora_name": "sql", "lora_int_id": 1})
-            assert gone.text == "Success: LoRA adapter 'sql' removed successfully."
-            assert (await http.post(UNLOAD, json={"lora_name": "sql"})).status_code == 404
-            assert (await http.post("/v1/completions", json=ASK | {"model": "sql"})).status_code == 404
-
-    run(scenario())
+        first = await answer()
+        assert (first["model"], first["system_fingerprint"]) == ("sql", whole)
+        assert first["choices"][0]["logprobs"]["token_logprobs"] == [-0.25] * 3  # the scripted engine's mark
+        plain = (await http.post("/v1/completions", json=ASK)).json()
+        assert plain["model"] == "scripted" and plain["system_fingerprint"] == "f" * 64
+        assert plain["choices"][0]["logprobs"]["token_logprobs"] == [-0.5] * 3
+        bodies: list[tuple[str, dict[str, Any]]] = [
+            ("/v1/chat/completions", CHAT),
+            ("/v1/chat/completions/tokens", CHAT | {"tokens": [5]}),
+            ("/v1/messages", CHAT),
+            ("/v1/responses", {"input": "x", "max_output_tokens": 3}),
+            ("/inference/v1/generate", {"token_ids": [5], "sampling_params": {"max_tokens": 3}}),
+        ]
+        for path, body in bodies:
+            actual = (await http.post(path, json=body | {"model": "sql"})).json()
+            assert (actual["model"], actual["system_fingerprint"]) == ("sql", whole), path
+        short = {"input_ids": [5], "lora_path": "sql", "sampling_params": {"max_new_tokens": 2}}
+        assert (await http.post("/generate", json=short)).json()["meta_info"]["system_fingerprint"] == whole
+        wrong = (await http.post("/generate", json=short | {"lora_path": "no"})).json()["error"]
+        assert wrong["param"] == "lora_path"
+        for link in list(service.fleet.links):  # new engines load it, too
+            link.kill()
+        await asyncio.sleep(0.1)
+        await service.fleet.all_ready()
+        assert (await answer())["choices"] == first["choices"]
+        for body, status, param in [
+            (requests, 400, "lora_name"),
+            (requests | {"lora_name": "scripted"}, 400, "lora_name"),
+            ({"lora_name": "b", "lora_path": "bad"}, 400, None),
+            ({"lora_name": "", "lora_path": "x"}, 400, "lora_name"),
+            ({"lora_name": "b"}, 400, "lora_path"),
+            ({"lora_name": 1, "lora_path": []}, 400, None),
+            ([], 400, None),
+        ]:
+            refused = await http.post(LOAD, json=body)
+            assert refused.status_code == status, refused.text
+            assert param is None or refused.json()["error"]["param"] == param
+        assert [*service.adapters] == ["sql"]
+        again = await http.post(LOAD, json=requests | {"load_inplace": True, "lora_path": "other"})
+        assert again.status_code == 200 and (await answer())["system_fingerprint"] != whole
+        gone = await http.post(UNLOAD, json={"lora_name": "sql", "lora_int_id": 1})
+        assert gone.text == "Success: LoRA adapter 'sql' removed successfully."
+        assert (await http.post(UNLOAD, json={"lora_name": "sql"})).status_code == 404
+        assert (await http.post("/v1/completions", json=ASK | {"model": "sql"})).status_code == 404
 
 
 @pytest.mark.usefixtures("in_the_root")
 @pytest.mark.parametrize(("path", "status"), [("folder", 200), ("other", 400)])
-def test_another_adapter_continues_no_answer(path: str, status: int) -> None:
-    async def scenario() -> None:
-        service = scripted()
-        async with running(service, admin=[]) as http:
-            sql = {"lora_name": "sql", "lora_path": "folder"}
-            assert (await http.post(LOAD, json=sql)).status_code == 200
-            body = ASK | {"max_tokens": 30, "model": "sql"}
-            request = asyncio.create_task(http.post("/v1/completions", json=body))
-            await begun(service)
-            assert (await http.post("/pause?mode=keep")).status_code == 200
-            waiting = asyncio.create_task(http.post("/v1/completions", json=body))
-            while len(service.open) < 2:
-                await asyncio.sleep(0.01)
-            replaced = await http.post(LOAD, json=sql | {"lora_path": path, "load_inplace": True})
-            assert replaced.status_code == 200
-            assert (await http.post("/resume")).status_code == 200
-            for task in (request, waiting):
-                assert (await task).status_code == status
-            assert (await http.post("/v1/completions", json=body)).status_code == 200 and not service.open
-
-    run(scenario())
+async def test_another_adapter_continues_no_answer(path: str, status: int) -> None:
+    service = scripted()
+    async with running(service, admin=[]) as http:
+        sql = {"lora_name": "sql", "lora_path": "folder"}
+        assert (await http.post(LOAD, json=sql)).status_code == 200
+        body = ASK | {"max_tokens": 30, "model": "sql"}
+        request = asyncio.create_task(http.post("/v1/completions", json=body))
+        await begun(service)
+        assert (await http.post("/pause?mode=keep")).status_code == 200
+        waiting = asyncio.create_task(http.post("/v1/completions", json=body))
+        while len(service.open) < 2:
+            await asyncio.sleep(0.01)
+        replaced = await http.post(LOAD, json=sql | {"lora_path": path, "load_inplace": True})
+        assert replaced.status_code == 200
+        assert (await http.post("/resume")).status_code == 200
+        for task in (request, waiting):
+            assert (await task).status_code == status
+        assert (await http.post("/v1/completions", json=body)).status_code == 200 and not service.open
 
 
 @pytest.mark.usefixtures("in_the_root")
 @pytest.mark.parametrize("at_start", [True, False])
-def test_replacing_an_adapter_interrupts_nobody(at_start: bool) -> None:
+async def test_replacing_an_adapter_interrupts_nobody(at_start: bool) -> None:
     """A bad adapter leaves the earlier one. A good one takes its place without a gap, also in later engines."""
 
-    async def scenario() -> None:
-        service = scripted(replicas=2, most_restarts=5)
-        spec = replace(SPEC, adapters={"sql": AdapterFile("one"), "sql#0": AdapterFile("x")} if at_start else {})
-        async with running(service, spec=spec, admin=[]) as http:
-            if not at_start:
-                assert (await http.post(LOAD, json={"lora_name": "sql", "lora_path": "one"})).status_code == 200
-            statuses: list[int] = []
-            fingerprints: list[str] = []
-            stop = asyncio.Event()
+    service = scripted(replicas=2, most_restarts=5)
+    spec = replace(SPEC, adapters={"sql": AdapterFile("one"), "sql#0": AdapterFile("x")} if at_start else {})
+    async with running(service, spec=spec, admin=[]) as http:
+        if not at_start:
+            assert (await http.post(LOAD, json={"lora_name": "sql", "lora_path": "one"})).status_code == 200
+        statuses: list[int] = []
+        fingerprints: list[str] = []
+        stop = asyncio.Event()
 
-            async def ask() -> None:
-                while not stop.is_set():
-                    answer = await http.post("/v1/completions", json=ASK | {"model": "sql"})
-                    statuses.append(answer.status_code)
-                    fingerprints.append(answer.json()["system_fingerprint"])
+        async def ask() -> None:
+            while not stop.is_set():
+                answer = await http.post("/v1/completions", json=ASK | {"model": "sql"})
+                statuses.append(answer.status_code)
+                fingerprints.append(answer.json()["system_fingerprint"])
 
-            clients = [asyncio.create_task(ask()) for _ in range(4)]
-            inplace = {"lora_name": "sql", "load_inplace": True}
-            for path, status in (("bad", 400), ("two", 200), ("bad", 400), ("", 400), ("three", 200)):
-                await asyncio.sleep(0.1)
-                assert (await http.post(LOAD, json=inplace | {"lora_path": path})).status_code == status
-            await asyncio.sleep(0.2)
-            stop.set()
-            await asyncio.gather(*clients)
-            assert set(statuses) == {200}
-            wholes = [fingerprint(PARTS | {"adapter": digest_of(path)}) for path in ("one", "two", "three")]
-            assert list(dict.fromkeys(fingerprints)) == wholes
-            for link in list(service.fleet.links):
-                link.kill()
+        clients = [asyncio.create_task(ask()) for _ in range(4)]
+        inplace = {"lora_name": "sql", "load_inplace": True}
+        for path, status in (("bad", 400), ("two", 200), ("bad", 400), ("", 400), ("three", 200)):
             await asyncio.sleep(0.1)
-            await service.fleet.all_ready()
-            last = (await http.post("/v1/completions", json=ASK | {"model": "sql"})).json()
-            assert last["system_fingerprint"] == wholes[-1]
-            assert (await http.post(UNLOAD, json={"lora_name": "sql"})).status_code == 200
-            assert service.fleet.num_restarts == 2
-
-    run(scenario())
+            assert (await http.post(LOAD, json=inplace | {"lora_path": path})).status_code == status
+        await asyncio.sleep(0.2)
+        stop.set()
+        await asyncio.gather(*clients)
+        assert set(statuses) == {200}
+        wholes = [fingerprint(PARTS | {"adapter": digest_of(path)}) for path in ("one", "two", "three")]
+        assert list(dict.fromkeys(fingerprints)) == wholes
+        for link in list(service.fleet.links):
+            link.kill()
+        await asyncio.sleep(0.1)
+        await service.fleet.all_ready()
+        last = (await http.post("/v1/completions", json=ASK | {"model": "sql"})).json()
+        assert last["system_fingerprint"] == wholes[-1]
+        assert (await http.post(UNLOAD, json={"lora_name": "sql"})).status_code == 200
+        assert service.fleet.num_restarts == 2
 
 
 @pytest.mark.usefixtures("in_the_root")
-def test_sleeping_engines_take_no_adapter() -> None:
-    async def scenario() -> None:
-        service = scripted()
-        async with running(service, admin=[]) as http:
-            body = {"lora_name": "sql", "lora_path": "one"}
-            assert (await http.post(LOAD, json=body)).status_code == 200
-            assert (await http.post("/sleep")).status_code == 200
-            for path in (LOAD, UNLOAD):
-                refused = await http.post(path, json=body | {"load_inplace": True})
-                assert (refused.status_code, refused.json()["error"]["code"]) == (409, "sleeping")
-            assert (await http.post("/wake_up")).status_code == 200
-            assert (await http.post("/v1/completions", json=ASK | {"model": "sql"})).status_code == 200
-
-    run(scenario())
+async def test_sleeping_engines_take_no_adapter() -> None:
+    service = scripted()
+    async with running(service, admin=[]) as http:
+        body = {"lora_name": "sql", "lora_path": "one"}
+        assert (await http.post(LOAD, json=body)).status_code == 200
+        assert (await http.post("/sleep")).status_code == 200
+        for path in (LOAD, UNLOAD):
+            refused = await http.post(path, json=body | {"load_inplace": True})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (409, "sleeping")
+        assert (await http.post("/wake_up")).status_code == 200
+        assert (await http.post("/v1/completions", json=ASK | {"model": "sql"})).status_code == 200
 
 
 def test_modules_are_names_and_folders() -> None:

@@ -53,75 +53,60 @@ def limiter_of(keys: str = "") -> BodyLimiter:
     return BodyLimiter(LARGEST, Metrics(InstantFleet(), 8, 100), keys)
 
 
-def test_bodies_that_do_not_grow_give_way_to_others() -> None:
-    async def scenario() -> None:
-        limiter = limiter_of()
-        slow = [Sender(limiter) for _ in range(MOST_HELD * 2)]
-        for sender in slow:  # as many as there is room for, all but their ends, of half the size
-            assert await sender.send(SHORT) is None
-        assert limiter.num_bytes == MOST_HELD * LARGEST
-        other = Sender(limiter)
-        assert await other.send(LARGEST, ends=True) == 200
-        assert [sender.status for sender in slow[:3]] == [429, 429, None] and limiter.num_bytes == MOST_HELD * LARGEST
-        assert await slow[2].send(PART) is None and slow[3].status == 429  # one that goes on is not the next to go
-        for sender in [*slow, other]:
-            sender.task.cancel()
-            await asyncio.gather(sender.task, return_exceptions=True)
-            sender.reservation.release()
-        assert not (limiter.num_bytes or limiter._arriving or limiter._owners)
-
-    asyncio.run(scenario())
+async def test_bodies_that_do_not_grow_give_way_to_others() -> None:
+    limiter = limiter_of()
+    slow = [Sender(limiter) for _ in range(MOST_HELD * 2)]
+    for sender in slow:  # as many as there is room for, all but their ends, of half the size
+        assert await sender.send(SHORT) is None
+    assert limiter.num_bytes == MOST_HELD * LARGEST
+    other = Sender(limiter)
+    assert await other.send(LARGEST, ends=True) == 200
+    assert [sender.status for sender in slow[:3]] == [429, 429, None] and limiter.num_bytes == MOST_HELD * LARGEST
+    assert await slow[2].send(PART) is None and slow[3].status == 429  # one that goes on is not the next to go
+    for sender in [*slow, other]:
+        sender.task.cancel()
+        await asyncio.gather(sender.task, return_exceptions=True)
+        sender.reservation.release()
+    assert not (limiter.num_bytes or limiter._arriving or limiter._owners)
 
 
-def test_bodies_of_requests_that_run_have_the_same_bound() -> None:
-    async def scenario() -> None:
-        limiter = limiter_of()
-        held = [Sender(limiter) for _ in range(MOST_HELD)]
-        for sender in held:
-            assert await sender.send(LARGEST, ends=True) == 200
-        refused, short = Sender(limiter), Sender(limiter)
-        assert await refused.send(LARGEST, ends=True) == 429
-        assert await short.send(SHORT, ends=True) == 200  # one that is never refused
-        for sender in (held[0], refused, short):
-            sender.reservation.release()
-        assert await Sender(limiter).send(LARGEST, ends=True) == 200
-
-    asyncio.run(scenario())
+async def test_bodies_of_requests_that_run_have_the_same_bound() -> None:
+    limiter = limiter_of()
+    held = [Sender(limiter) for _ in range(MOST_HELD)]
+    for sender in held:
+        assert await sender.send(LARGEST, ends=True) == 200
+    refused, short = Sender(limiter), Sender(limiter)
+    assert await refused.send(LARGEST, ends=True) == 429
+    assert await short.send(SHORT, ends=True) == 200  # one that is never refused
+    for sender in (held[0], refused, short):
+        sender.reservation.release()
+    assert await Sender(limiter).send(LARGEST, ends=True) == 200
 
 
-def test_one_of_several_keys_holds_half_at_most() -> None:
-    async def scenario() -> None:
-        limiter = limiter_of("ab")
-        for _ in range(MOST_HELD // 2):
-            assert await Sender(limiter, "a").send(LARGEST, ends=True) == 200
-        arriving = Sender(limiter, "b")
-        assert await arriving.send(SHORT) is None
-        assert await Sender(limiter, "a").send(LARGEST, ends=True) == 429
-        assert arriving.status is None and await arriving.send(SHORT, ends=True) == 200
-
-    asyncio.run(scenario())
+async def test_one_of_several_keys_holds_half_at_most() -> None:
+    limiter = limiter_of("ab")
+    for _ in range(MOST_HELD // 2):
+        assert await Sender(limiter, "a").send(LARGEST, ends=True) == 200
+    arriving = Sender(limiter, "b")
+    assert await arriving.send(SHORT) is None
+    assert await Sender(limiter, "a").send(LARGEST, ends=True) == 429
+    assert arriving.status is None and await arriving.send(SHORT, ends=True) == 200
 
 
-def test_a_body_beyond_its_bound_is_refused() -> None:
-    async def scenario() -> None:
-        limiter = limiter_of()
-        assert await Sender(limiter).send(LARGEST + PART) == 413
-        assert await Sender(limiter).send(LARGEST, ends=True) == 200
-
-    asyncio.run(scenario())
+async def test_a_body_beyond_its_bound_is_refused() -> None:
+    limiter = limiter_of()
+    assert await Sender(limiter).send(LARGEST + PART) == 413
+    assert await Sender(limiter).send(LARGEST, ends=True) == 200
 
 
-def test_cycles_are_looked_for_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_cycles_are_looked_for_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     collected: list[int] = []
     monkeypatch.setattr(bodies_module, "COLLECTION_BYTES", 3 * LARGEST)
     monkeypatch.setattr(gc, "collect", lambda: collected.append(1))
 
-    async def scenario() -> None:
-        limiter = limiter_of()
-        for number in range(8):
-            sender = Sender(limiter)
-            assert await sender.send(LARGEST, ends=True) == 200
-            sender.reservation.release()
-            assert len(collected) == (number + 1) // 4
-
-    asyncio.run(scenario())
+    limiter = limiter_of()
+    for number in range(8):
+        sender = Sender(limiter)
+        assert await sender.send(LARGEST, ends=True) == 200
+        sender.reservation.release()
+        assert len(collected) == (number + 1) // 4

@@ -68,24 +68,21 @@ def test_other_fields_of_messages_are_refused_by_name(field: str, value: Any) ->
         prompt([requested, requested | {field: value}], "{{ messages[0].content }}")
 
 
-def test_long_conversations_keep_no_short_one_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_long_conversations_keep_no_short_one_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error of one that waits names the wait, not the length of its own messages."""
     monkeypatch.setattr(chat_template, "RENDER_SECONDS", 0.2)
     template, go = ChatTemplate("{{ messages[0] }}"), threading.Event()
     held: Any = type("Held", (), {"__str__": lambda _self: str(go.wait(10))})()
     short: Any = "short"
 
-    async def scenario() -> None:
-        long = [asyncio.create_task(template.render([held] * (chat_template.MANY + 1))) for _ in range(6)]
-        await asyncio.sleep(0)
-        assert await template.render([short]) == "short"
-        first, *others = await asyncio.gather(*long, return_exceptions=True)
-        assert isinstance(first, InvalidInput) and "for these messages" in str(first)
-        assert all(isinstance(other, OverdueError) and other.status == 503 for other in others)
-        go.set()
-        assert await template.render([held] * (chat_template.MANY + 1)) == "True"
-
-    asyncio.run(scenario())
+    long = [asyncio.create_task(template.render([held] * (chat_template.MANY + 1))) for _ in range(6)]
+    await asyncio.sleep(0)
+    assert await template.render([short]) == "short"
+    first, *others = await asyncio.gather(*long, return_exceptions=True)
+    assert isinstance(first, InvalidInput) and "for these messages" in str(first)
+    assert all(isinstance(other, OverdueError) and other.status == 503 for other in others)
+    go.set()
+    assert await template.render([held] * (chat_template.MANY + 1)) == "True"
 
 
 def test_template_without_an_end_is_a_refusal() -> None:

@@ -90,23 +90,17 @@ async def answers(parts: Sequence[bytes]) -> list[Any]:
 
 
 @pytest.mark.parametrize("offer", OFFERS, ids=["h2c", "TLS", "websocket", "none"])
-def test_an_offer_of_another_protocol_is_ignored(offer: bytes) -> None:
-    async def scenario() -> None:
-        one, two, three = requests_with(offer)
-        sent = one + two + three
-        for parts in ([sent], [one, two, three], [one[:-5], b"hello" + two, three], [bytes([item]) for item in sent]):
-            assert await answers(parts) == TOLD
-        for cut in range(1, len(sent), 7):
-            assert await answers([sent[:cut], sent[cut:]]) == TOLD, cut
-
-    asyncio.run(scenario())
+async def test_an_offer_of_another_protocol_is_ignored(offer: bytes) -> None:
+    one, two, three = requests_with(offer)
+    sent = one + two + three
+    for parts in ([sent], [one, two, three], [one[:-5], b"hello" + two, three], [bytes([item]) for item in sent]):
+        assert await answers(parts) == TOLD
+    for cut in range(1, len(sent), 7):
+        assert await answers([sent[:cut], sent[cut:]]) == TOLD, cut
 
 
-def test_many_offers_in_one_packet() -> None:
-    async def scenario() -> None:
-        assert await answers([b"".join(requests_with(OFFERS[0])) * 400]) == TOLD
-
-    asyncio.run(scenario())
+async def test_many_offers_in_one_packet() -> None:
+    assert await answers([b"".join(requests_with(OFFERS[0])) * 400]) == TOLD
 
 
 def read_ahead(count: int, request: bytes) -> tuple[float, int]:
@@ -146,7 +140,7 @@ def test_requests_that_are_sent_without_waiting_are_read_as_they_are_answered(re
     pytest.fail(f"1000 requests take {first:.2f} s of CPU time, and 4000 {second:.2f} s")
 
 
-def test_a_client_that_leaves_with_requests_unread_ends_them() -> None:
+async def test_a_client_that_leaves_with_requests_unread_ends_them() -> None:
     begun, ended = asyncio.Event(), []
 
     async def waits(scope: Any, receive: Any, send: Any) -> None:
@@ -155,15 +149,12 @@ def test_a_client_that_leaves_with_requests_unread_ends_them() -> None:
             continue
         ended.append(scope["path"])
 
-    async def scenario() -> None:
-        async with connected(waits) as (_, writer):
-            writer.write(b"GET /a HTTP/1.1\r\n\r\n" * 5)
-            await begun.wait()
-            writer.close()
-            while not ended:
-                await asyncio.sleep(0.01)
-
-    asyncio.run(scenario())
+    async with connected(waits) as (_, writer):
+        writer.write(b"GET /a HTTP/1.1\r\n\r\n" * 5)
+        await begun.wait()
+        writer.close()
+        while not ended:
+            await asyncio.sleep(0.01)
 
 
 def test_a_connection_is_freed_where_it_ends() -> None:
@@ -210,19 +201,16 @@ def test_no_address_to_listen_on_is_advice(place: tuple[str, int]) -> None:
         listen(*place)
 
 
-def test_probes_may_ask_by_head() -> None:
+async def test_probes_may_ask_by_head() -> None:
     """The status of GET without its body, so that the next answer on the connection is read."""
 
-    async def scenario() -> None:
-        async with connected(new_app(scripted(), "test")) as (reader, writer):
-            probes = {"/health": 200, "/ready": 503, "/": 200, "/version": 200}
-            others = {"/dashboard/state": 200, "/v1/models/x": 503, "/v1/receipts/x": 404, "/v1/responses/x": 404}
-            for path, status in (probes | others).items():
-                for method in ("HEAD", "GET"):
-                    writer.write(f"{method} {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
-                    head = (await reader.readuntil(b"\r\n\r\n")).decode()
-                    assert head.startswith(f"HTTP/1.1 {status} "), (method, path, head)
-                    (length,) = re.findall(r"content-length: (\d+)", head)
-                    assert int(length) and (method == "HEAD" or await reader.readexactly(int(length)))
-
-    asyncio.run(scenario())
+    async with connected(new_app(scripted(), "test")) as (reader, writer):
+        probes = {"/health": 200, "/ready": 503, "/": 200, "/version": 200}
+        others = {"/dashboard/state": 200, "/v1/models/x": 503, "/v1/receipts/x": 404, "/v1/responses/x": 404}
+        for path, status in (probes | others).items():
+            for method in ("HEAD", "GET"):
+                writer.write(f"{method} {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                assert head.startswith(f"HTTP/1.1 {status} "), (method, path, head)
+                (length,) = re.findall(r"content-length: (\d+)", head)
+                assert int(length) and (method == "HEAD" or await reader.readexactly(int(length)))

@@ -38,14 +38,6 @@ def scripted(**options: Any) -> Service:
     return scripted_service.scripted(first_weights=FIRST, **options)
 
 
-def run(scenario: Any) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(60):
-            await scenario
-
-    asyncio.run(bounded())
-
-
 async def call(client: httpx.AsyncClient, path: str, key: str = "", **options: Any) -> httpx.Response:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     method = "GET" if path.partition("?")[0] in GETS else "POST"
@@ -74,33 +66,27 @@ async def begun(service: Service, count: int = 1) -> None:
         ([], [], {"": 0, KEY: 0, ADMIN: 0}),
     ],
 )
-def test_control_route_asks_for_admin_key(
+async def test_control_route_asks_for_admin_key(
     digests: list[bytes], admin: list[bytes] | None, expected: dict[str, int]
 ) -> None:
-    async def scenario() -> None:
-        async with running(scripted(), digests, admin=admin) as client:
-            for path in sorted(CONTROL_PATHS):
-                for key, status in expected.items():
-                    answer = await call(client, path, key, params={"mode": "odd", "level": "odd"})
-                    actual = answer.status_code
-                    assert actual == status if status else actual in (200, 400, 409), (path, key, answer.text)
-                    assert actual == 200 or "message" in answer.json()["error"]
-            ordinary = {key: (await call(client, "/v1/completions", key, json=ASK)).status_code for key in expected}
-            known = {"", KEY, ADMIN} if not digests else {KEY} | ({ADMIN} if admin else set())
-            assert {key for key, status in ordinary.items() if status == 200} == known
-
-    run(scenario())
+    async with running(scripted(), digests, admin=admin) as client:
+        for path in sorted(CONTROL_PATHS):
+            for key, status in expected.items():
+                answer = await call(client, path, key, params={"mode": "odd", "level": "odd"})
+                actual = answer.status_code
+                assert actual == status if status else actual in (200, 400, 409), (path, key, answer.text)
+                assert actual == 200 or "message" in answer.json()["error"]
+        ordinary = {key: (await call(client, "/v1/completions", key, json=ASK)).status_code for key in expected}
+        known = {"", KEY, ADMIN} if not digests else {KEY} | ({ADMIN} if admin else set())
+        assert {key for key, status in ordinary.items() if status == 200} == known
 
 
-def test_open_control_routes_refuse_pages() -> None:
-    async def scenario() -> None:
-        async with running(scripted(), admin=[], origins=["https://site.example"]) as client:
-            for path in sorted(CONTROL_PATHS):
-                answer = await call(client, path, headers={"Origin": "https://site.example"})
-                assert answer.status_code == 403, path
-            assert not (await posted(client, "/is_paused"))["is_paused"]
-
-    run(scenario())
+async def test_open_control_routes_refuse_pages() -> None:
+    async with running(scripted(), admin=[], origins=["https://site.example"]) as client:
+        for path in sorted(CONTROL_PATHS):
+            answer = await call(client, path, headers={"Origin": "https://site.example"})
+            assert answer.status_code == 403, path
+        assert not (await posted(client, "/is_paused"))["is_paused"]
 
 
 def test_admin_key_option_reads_keys(tmp_path: Path) -> None:
@@ -113,30 +99,27 @@ def test_admin_key_option_reads_keys(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_kept_answers_go_on_after_a_pause(replicas: int) -> None:
-    async def scenario() -> None:
-        service = scripted(replicas=replicas)
-        async with running(service, admin=[]) as client:
-            requests = [asyncio.create_task(client.post("/v1/completions", json=ASK)) for _ in range(3)]
-            await begun(service, 3)
-            assert await posted(client, "/pause?mode=keep&clear_cache=false") == {"status": "paused"}
-            assert await posted(client, "/is_paused") == {"is_paused": True}
-            requests.append(asyncio.create_task(client.post("/v1/completions", json=ASK)))  # waits
-            while len(service.open) < 4:
-                await asyncio.sleep(0.01)
-            counts = [answer.num_tokens for answer in service.open.values()]
-            await asyncio.sleep(0.15)
-            assert [answer.num_tokens for answer in service.open.values()] == counts
-            assert await posted(client, "/resume") == {"status": "resumed"}
-            for task in requests:
-                [choice] = (await task).json()["choices"]
-                assert (choice["token_ids"], choice["finish_reason"]) == (DRAWN, "length")
-            assert service.fleet.num_resumed == 0
-
-    run(scenario())
+async def test_kept_answers_go_on_after_a_pause(replicas: int) -> None:
+    service = scripted(replicas=replicas)
+    async with running(service, admin=[]) as client:
+        requests = [asyncio.create_task(client.post("/v1/completions", json=ASK)) for _ in range(3)]
+        await begun(service, 3)
+        assert await posted(client, "/pause?mode=keep&clear_cache=false") == {"status": "paused"}
+        assert await posted(client, "/is_paused") == {"is_paused": True}
+        requests.append(asyncio.create_task(client.post("/v1/completions", json=ASK)))  # waits
+        while len(service.open) < 4:
+            await asyncio.sleep(0.01)
+        counts = [answer.num_tokens for answer in service.open.values()]
+        await asyncio.sleep(0.15)
+        assert [answer.num_tokens for answer in service.open.values()] == counts
+        assert await posted(client, "/resume") == {"status": "resumed"}
+        for task in requests:
+            [choice] = (await task).json()["choices"]
+            assert (choice["token_ids"], choice["finish_reason"]) == (DRAWN, "length")
+        assert service.fleet.num_resumed == 0
 
 
-def test_pause_aborts_with_what_was_drawn() -> None:
+async def test_pause_aborts_with_what_was_drawn() -> None:
     chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1000}
     bodies = {
         "/v1/completions": ASK | {"max_tokens": 1000},
@@ -146,79 +129,70 @@ def test_pause_aborts_with_what_was_drawn() -> None:
         "/inference/v1/generate": {"token_ids": [5], "sampling_params": {"max_tokens": 1000}},
     }
 
-    async def scenario() -> None:
-        service = scripted(chat_template="{{ messages[0].content }}")
-        async with running(service, admin=[]) as client:
-            for stream in (False, True):
-                requests = {
-                    path: asyncio.create_task(client.post(path, json=body | {"stream": stream}))
-                    for path, body in bodies.items()
-                }
-                sglang = client.post("/generate", json={"input_ids": [5], "sampling_params": {"max_new_tokens": 1000}})
-                requests["/generate"] = asyncio.create_task(sglang)
-                await begun(service, len(requests))
-                await posted(client, "/pause")
-                for path, task in requests.items():
-                    answer = await task
-                    assert answer.status_code == 200 and '"abort"' in answer.text, (path, answer.text)
-                    assert "X-Detcompile-Receipt" not in answer.headers
-                if not stream:
-                    [choice] = requests["/v1/completions"].result().json()["choices"]
-                    assert choice["finish_reason"] == "abort"
-                    assert choice["token_ids"] == list(range(40, 40 + len(choice["token_ids"])))
-                assert not service.open
-                await posted(client, "/resume")
-
-    run(scenario())
-
-
-def test_pause_waits_for_running_answers() -> None:
-    async def scenario() -> None:
-        service = scripted()
-        async with running(service, admin=[]) as client:
-            first = asyncio.create_task(client.post("/v1/completions", json=ASK))
-            await begun(service)
-            pausing = asyncio.create_task(posted(client, "/pause?mode=wait"))
-            await asyncio.sleep(0.05)
-            second = asyncio.create_task(client.post("/v1/completions", json=ASK | {"max_tokens": 2}))
-            await pausing
-            assert first.done() and (await first).json()["choices"][0]["token_ids"] == DRAWN
-            assert not second.done()
+    service = scripted(chat_template="{{ messages[0].content }}")
+    async with running(service, admin=[]) as client:
+        for stream in (False, True):
+            requests = {
+                path: asyncio.create_task(client.post(path, json=body | {"stream": stream}))
+                for path, body in bodies.items()
+            }
+            sglang = client.post("/generate", json={"input_ids": [5], "sampling_params": {"max_new_tokens": 1000}})
+            requests["/generate"] = asyncio.create_task(sglang)
+            await begun(service, len(requests))
+            await posted(client, "/pause")
+            for path, task in requests.items():
+                answer = await task
+                assert answer.status_code == 200 and '"abort"' in answer.text, (path, answer.text)
+                assert "X-Detcompile-Receipt" not in answer.headers
+            if not stream:
+                [choice] = requests["/v1/completions"].result().json()["choices"]
+                assert choice["finish_reason"] == "abort"
+                assert choice["token_ids"] == list(range(40, 40 + len(choice["token_ids"])))
+            assert not service.open
             await posted(client, "/resume")
-            assert (await second).json()["choices"][0]["token_ids"] == DRAWN[:2]
-            third = asyncio.create_task(client.post("/v1/completions", json=ASK | {"max_tokens": 1000}))
-            await begun(service)
-            pausing = asyncio.create_task(call(client, "/pause?wait_for_inflight_requests=true"))
-            while not service.fleet.holds("pause"):
-                await asyncio.sleep(0.01)
-            await posted(client, "/resume")
-            assert (await pausing).status_code == 409
-            third.cancel()
-
-    run(scenario())
 
 
-def test_requests_are_aborted_by_id() -> None:
-    async def scenario() -> None:
-        service = scripted()
-        async with running(service, admin=[]) as client:
-            requests = [asyncio.create_task(client.post("/v1/completions", json=ASK | {"max_tokens": 500, "n": 2}))]
-            await begun(service)
-            [first] = [answer.name for answer in service.open.values()]
-            requests.append(asyncio.create_task(client.post("/v1/completions", json=ASK | {"max_tokens": 20})))
-            await begun(service, 2)
-            body = {"request_ids": [first, "unknown"]}
-            assert await posted(client, "/abort_requests", json=body) == {"status": "aborted", "aborted": 1}
-            reasons = [choice["finish_reason"] for choice in (await requests[0]).json()["choices"]]
-            assert reasons == ["abort", "abort"]
-            assert (await requests[1]).json()["choices"][0]["finish_reason"] == "length"
-            assert (await posted(client, "/abort_requests"))["aborted"] == 0
+async def test_pause_waits_for_running_answers() -> None:
+    service = scripted()
+    async with running(service, admin=[]) as client:
+        first = asyncio.create_task(client.post("/v1/completions", json=ASK))
+        await begun(service)
+        pausing = asyncio.create_task(posted(client, "/pause?mode=wait"))
+        await asyncio.sleep(0.05)
+        second = asyncio.create_task(client.post("/v1/completions", json=ASK | {"max_tokens": 2}))
+        await pausing
+        assert first.done() and (await first).json()["choices"][0]["token_ids"] == DRAWN
+        assert not second.done()
+        await posted(client, "/resume")
+        assert (await second).json()["choices"][0]["token_ids"] == DRAWN[:2]
+        third = asyncio.create_task(client.post("/v1/completions", json=ASK | {"max_tokens": 1000}))
+        await begun(service)
+        pausing = asyncio.create_task(call(client, "/pause?wait_for_inflight_requests=true"))
+        while not service.fleet.holds("pause"):
+            await asyncio.sleep(0.01)
+        await posted(client, "/resume")
+        assert (await pausing).status_code == 409
+        third.cancel()
 
-    run(scenario())
+
+async def test_requests_are_aborted_by_id() -> None:
+    service = scripted()
+    async with running(service, admin=[]) as client:
+        requests = [asyncio.create_task(client.post("/v1/completions", json=ASK | {"max_tokens": 500, "n": 2}))]
+        await begun(service)
+        [first] = [answer.name for answer in service.open.values()]
+        requests.append(asyncio.create_task(client.post("/v1/completions", json=ASK | {"max_tokens": 20})))
+        await begun(service, 2)
+        body = {"request_ids": [first, "unknown"]}
+        assert await posted(client, "/abort_requests", json=body) == {"status": "aborted", "aborted": 1}
+        reasons = [choice["finish_reason"] for choice in (await requests[0]).json()["choices"]]
+        assert reasons == ["abort", "abort"]
+        assert (await requests[1]).json()["choices"][0]["finish_reason"] == "length"
+        assert (await posted(client, "/abort_requests"))["aborted"] == 0
 
 
 @pytest.mark.parametrize("keyed", [False, True])
-def test_requests_are_aborted_by_client_ids(tmp_path: Path, keyed: bool) -> None:
+async def test_requests_are_aborted_by_client_ids(tmp_path: Path, keyed: bool) -> None:
     """By the bare id and by those that vLLM makes of it; a header goes before the body."""
     chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 500}
     tokens = {"token_ids": [5], "sampling_params": {"max_tokens": 500}}
@@ -237,123 +211,105 @@ def test_requests_are_aborted_by_client_ids(tmp_path: Path, keyed: bool) -> None
         ("/generate", sglang | {"rid": "x"}, {}, ["x"]),
     ]
 
-    async def scenario() -> None:
-        journal = Journal(tmp_path / "j", 1 << 24, 3600) if keyed else None
-        service = scripted(chat_template="{{ messages[0].content }}", journal=journal)
-        async with running(service, admin=[]) as client:
-            for number, (path, body, headers, ids) in enumerate(cases):
-                for given in ids:
-                    more = {"Idempotency-Key": f"{number}-{given}"} if keyed else {}
-                    request = asyncio.create_task(client.post(path, json=body, headers=headers | more))
-                    await begun(service)
-                    others = {"request_ids": ["other", "y", "cmpl-", "", "cmpl-x-1", f"{given}x"]}
-                    assert (await posted(client, "/abort_requests", json=others))["aborted"] == 0
-                    aborted = await posted(client, "/abort_requests", json={"request_ids": ["other", given]})
-                    assert aborted["aborted"] == 1, (path, given)
-                    assert '"abort"' in (await request).text
-            both = [[5], [6]]
-            request = asyncio.create_task(client.post("/v1/completions", json=ASK | {"prompt": both}, headers=header))
-            await begun(service, 2)
-            assert (await posted(client, "/abort_requests", json={"request_ids": ["cmpl-x-1"]}))["aborted"] == 1
-            reasons = [choice["finish_reason"] for choice in (await request).json()["choices"]]
-            assert reasons == ["length", "abort"]
-
-    run(scenario())
+    journal = Journal(tmp_path / "j", 1 << 24, 3600) if keyed else None
+    service = scripted(chat_template="{{ messages[0].content }}", journal=journal)
+    async with running(service, admin=[]) as client:
+        for number, (path, body, headers, ids) in enumerate(cases):
+            for given in ids:
+                more = {"Idempotency-Key": f"{number}-{given}"} if keyed else {}
+                request = asyncio.create_task(client.post(path, json=body, headers=headers | more))
+                await begun(service)
+                others = {"request_ids": ["other", "y", "cmpl-", "", "cmpl-x-1", f"{given}x"]}
+                assert (await posted(client, "/abort_requests", json=others))["aborted"] == 0
+                aborted = await posted(client, "/abort_requests", json={"request_ids": ["other", given]})
+                assert aborted["aborted"] == 1, (path, given)
+                assert '"abort"' in (await request).text
+        both = [[5], [6]]
+        request = asyncio.create_task(client.post("/v1/completions", json=ASK | {"prompt": both}, headers=header))
+        await begun(service, 2)
+        assert (await posted(client, "/abort_requests", json={"request_ids": ["cmpl-x-1"]}))["aborted"] == 1
+        reasons = [choice["finish_reason"] for choice in (await request).json()["choices"]]
+        assert reasons == ["length", "abort"]
 
 
-def test_deadlines_stand_still_in_a_pause() -> None:
-    async def scenario() -> None:
-        service = scripted(queue_timeout=0.4, timeout=1.0)
-        async with running(service, admin=[]) as client:
-            first = asyncio.create_task(client.post("/v1/completions", json=ASK))
-            await begun(service)
-            await posted(client, "/pause?mode=keep")
-            second = asyncio.create_task(client.post("/v1/completions", json=ASK | {"max_tokens": 2}))
-            await asyncio.sleep(1.2)
-            await posted(client, "/resume")
-            assert [(await task).status_code for task in (first, second)] == [200, 200]
-            late = await client.post("/v1/completions", json=ASK | {"max_tokens": 1000})
-            assert late.status_code == 504
-
-    run(scenario())
+async def test_deadlines_stand_still_in_a_pause() -> None:
+    service = scripted(queue_timeout=0.4, timeout=1.0)
+    async with running(service, admin=[]) as client:
+        first = asyncio.create_task(client.post("/v1/completions", json=ASK))
+        await begun(service)
+        await posted(client, "/pause?mode=keep")
+        second = asyncio.create_task(client.post("/v1/completions", json=ASK | {"max_tokens": 2}))
+        await asyncio.sleep(1.2)
+        await posted(client, "/resume")
+        assert [(await task).status_code for task in (first, second)] == [200, 200]
+        late = await client.post("/v1/completions", json=ASK | {"max_tokens": 1000})
+        assert late.status_code == 504
 
 
-def test_aborted_answer_is_not_journaled(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        service = scripted(journal=Journal(tmp_path / "j", 1 << 24, 3600))
-        async with running(service, admin=[]) as client:
-            key = {"Idempotency-Key": "a"}
-            requests = asyncio.create_task(client.post("/v1/completions", json=ASK, headers=key))
-            await begun(service)
-            await posted(client, "/abort_requests")
-            assert (await requests).json()["choices"][0]["finish_reason"] == "abort"
-            again = await client.post("/v1/completions", json=ASK, headers=key)
-            assert again.json()["choices"][0]["token_ids"] == DRAWN
-
-    run(scenario())
+async def test_aborted_answer_is_not_journaled(tmp_path: Path) -> None:
+    service = scripted(journal=Journal(tmp_path / "j", 1 << 24, 3600))
+    async with running(service, admin=[]) as client:
+        key = {"Idempotency-Key": "a"}
+        requests = asyncio.create_task(client.post("/v1/completions", json=ASK, headers=key))
+        await begun(service)
+        await posted(client, "/abort_requests")
+        assert (await requests).json()["choices"][0]["finish_reason"] == "abort"
+        again = await client.post("/v1/completions", json=ASK, headers=key)
+        assert again.json()["choices"][0]["token_ids"] == DRAWN
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_sleep_ends_engines_and_wake_restores_answers(replicas: int) -> None:
-    async def scenario() -> None:
-        service = scripted(replicas=replicas, spare=True)
-        async with running(service, admin=[]) as client:
-            requests = asyncio.create_task(client.post("/v1/completions", json=ASK))
-            await begun(service)
-            assert await posted(client, "/sleep?level=2&mode=keep") is None
-            assert await posted(client, "/sleep") is None  # again
-            assert (await posted(client, "/is_sleeping"))["is_sleeping"]
-            assert not any(link.ready for link in service.fleet.links)
-            assert (await client.get("/health")).status_code == 200
-            assert (await client.get("/ready")).status_code == 503
-            assert await posted(client, "/reset_prefix_cache") == {"success": True}
-            await posted(client, "/wake_up?tags=weights")
-            assert (await posted(client, "/is_sleeping"))["is_sleeping"] and not requests.done()
-            await posted(client, "/wake_up?tags=kv_cache")
-            assert (await requests).json()["choices"][0]["token_ids"] == DRAWN
-            assert (await client.get("/ready")).status_code == 200
-            assert service.fleet.num_restarts == 0 and service.fleet.failure is None
-
-    run(scenario())
+async def test_sleep_ends_engines_and_wake_restores_answers(replicas: int) -> None:
+    service = scripted(replicas=replicas, spare=True)
+    async with running(service, admin=[]) as client:
+        requests = asyncio.create_task(client.post("/v1/completions", json=ASK))
+        await begun(service)
+        assert await posted(client, "/sleep?level=2&mode=keep") is None
+        assert await posted(client, "/sleep") is None  # again
+        assert (await posted(client, "/is_sleeping"))["is_sleeping"]
+        assert not any(link.ready for link in service.fleet.links)
+        assert (await client.get("/health")).status_code == 200
+        assert (await client.get("/ready")).status_code == 503
+        assert await posted(client, "/reset_prefix_cache") == {"success": True}
+        await posted(client, "/wake_up?tags=weights")
+        assert (await posted(client, "/is_sleeping"))["is_sleeping"] and not requests.done()
+        await posted(client, "/wake_up?tags=kv_cache")
+        assert (await requests).json()["choices"][0]["token_ids"] == DRAWN
+        assert (await client.get("/ready")).status_code == 200
+        assert service.fleet.num_restarts == 0 and service.fleet.failure is None
 
 
-def test_facts_have_the_names_of_vllm() -> None:
-    async def scenario() -> None:
-        service = scripted(replicas=2)
-        async with running(service, admin=[]) as client:
-            config = (await posted(client, "/server_info?config_format=json"))["vllm_config"]
-            assert config["model_config"]["dtype"] == "torch.float32"
-            assert config["parallel_config"]["data_parallel_size"] == 2
-            assert config["lora_config"] is None and config["weight_transfer_config"] is not None
-            service.fleet.spec = replace(service.fleet.spec, max_lora_rank=8)
-            config = (await posted(client, "/server_info?config_format=json"))["vllm_config"]
-            assert config["lora_config"]["max_lora_rank"] == 8 and config["lora_config"]["max_loras"] > 1000
-            assert config["weight_transfer_config"] is None and config["model_config"]["logprobs_mode"]
-            assert isinstance((await posted(client, "/server_info"))["vllm_config"], str)
-            assert await posted(client, "/get_world_size") == {"world_size": 2}
-            assert await posted(client, "/get_world_size?include_dp=false") == {"world_size": 1}
-            assert (await posted(client, "/weight_info"))["fingerprint"] == "f" * 64
-            requests = asyncio.create_task(client.post("/v1/completions", json=ASK))
-            await begun(service)
-            assert await posted(client, "/reset_prefix_cache?reset_running_requests=true") == {"success": True}
-            assert (await requests).json()["choices"][0]["token_ids"] == DRAWN
-
-    run(scenario())
+async def test_facts_have_the_names_of_vllm() -> None:
+    service = scripted(replicas=2)
+    async with running(service, admin=[]) as client:
+        config = (await posted(client, "/server_info?config_format=json"))["vllm_config"]
+        assert config["model_config"]["dtype"] == "torch.float32"
+        assert config["parallel_config"]["data_parallel_size"] == 2
+        assert config["lora_config"] is None and config["weight_transfer_config"] is not None
+        service.fleet.spec = replace(service.fleet.spec, max_lora_rank=8)
+        config = (await posted(client, "/server_info?config_format=json"))["vllm_config"]
+        assert config["lora_config"]["max_lora_rank"] == 8 and config["lora_config"]["max_loras"] > 1000
+        assert config["weight_transfer_config"] is None and config["model_config"]["logprobs_mode"]
+        assert isinstance((await posted(client, "/server_info"))["vllm_config"], str)
+        assert await posted(client, "/get_world_size") == {"world_size": 2}
+        assert await posted(client, "/get_world_size?include_dp=false") == {"world_size": 1}
+        assert (await posted(client, "/weight_info"))["fingerprint"] == "f" * 64
+        requests = asyncio.create_task(client.post("/v1/completions", json=ASK))
+        await begun(service)
+        assert await posted(client, "/reset_prefix_cache?reset_running_requests=true") == {"success": True}
+        assert (await requests).json()["choices"][0]["token_ids"] == DRAWN
 
 
-def test_pooling_model_takes_no_weights() -> None:
+async def test_pooling_model_takes_no_weights() -> None:
     class EmbedderFleet(InstantFleet):
         known = EMBEDDER
 
-    async def scenario() -> None:
-        async with running(Service(fleet=EmbedderFleet, first_weights=FIRST), admin=[]) as client:
-            for path in ("/pause", "/pause?mode=wait", "/resume", "/reset_prefix_cache", "/weight_info"):
-                await posted(client, path)
-            for path, body in (("/update_weights", {"weight_dir": "/x"}), ("/weight_checker", {"action": "checksum"})):
-                refused = await call(client, path, json=body)
-                assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unsupported_task")
-
-    run(scenario())
+    async with running(Service(fleet=EmbedderFleet, first_weights=FIRST), admin=[]) as client:
+        for path in ("/pause", "/pause?mode=wait", "/resume", "/reset_prefix_cache", "/weight_info"):
+            await posted(client, path)
+        for path, body in (("/update_weights", {"weight_dir": "/x"}), ("/weight_checker", {"action": "checksum"})):
+            refused = await call(client, path, json=body)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unsupported_task")
 
 
 ODD_BODIES = [
@@ -366,23 +322,20 @@ ODD_QUERIES = [
 ]  # fmt: skip
 
 
-def test_odd_requests_are_no_5xx() -> None:
-    async def scenario() -> None:
-        service = scripted(most_restarts=5)
-        async with running(service, admin=[]) as client:
-            for path in sorted(CONTROL_PATHS - {"/sleep"}):
-                for query in ODD_QUERIES:
-                    answer = await call(client, f"{path}?{query}")
-                    assert answer.status_code in (200, 400, 409), (path, query, answer.text)
-                for body in ODD_BODIES:
-                    for kind in ("application/json", "text/plain"):
-                        answer = await call(client, path, content=body, headers={"Content-Type": kind})
-                        assert answer.status_code in (200, 400, 409, 415), (path, body, answer.text)
-            await posted(client, "/resume")
-            done = await client.post("/v1/completions", json=ASK)
-            assert done.json()["choices"][0]["token_ids"] == DRAWN and service.fleet.num_restarts == 0
-
-    run(scenario())
+async def test_odd_requests_are_no_5xx() -> None:
+    service = scripted(most_restarts=5)
+    async with running(service, admin=[]) as client:
+        for path in sorted(CONTROL_PATHS - {"/sleep"}):
+            for query in ODD_QUERIES:
+                answer = await call(client, f"{path}?{query}")
+                assert answer.status_code in (200, 400, 409), (path, query, answer.text)
+            for body in ODD_BODIES:
+                for kind in ("application/json", "text/plain"):
+                    answer = await call(client, path, content=body, headers={"Content-Type": kind})
+                    assert answer.status_code in (200, 400, 409, 415), (path, body, answer.text)
+        await posted(client, "/resume")
+        done = await client.post("/v1/completions", json=ASK)
+        assert done.json()["choices"][0]["token_ids"] == DRAWN and service.fleet.num_restarts == 0
 
 
 BASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # a path, parameters and a body that it takes

@@ -142,71 +142,62 @@ def test_a_fleet_that_stops_while_a_spare_opens_ends_that(loop, monkeypatch: pyt
     run(loop, scenario())
 
 
-def test_a_spare_that_opens_beside_a_process_that_is_needed_is_kept() -> None:
-    async def scenario() -> None:
-        gates = [asyncio.Event(), asyncio.Event()]
-        made: list[EngineLink] = []
+async def test_a_spare_that_opens_beside_a_process_that_is_needed_is_kept() -> None:
+    gates = [asyncio.Event(), asyncio.Event()]
+    made: list[EngineLink] = []
 
-        class Gated(EngineLink):
-            async def open(self) -> None:
-                await gates[made.index(self)].wait()
+    class Gated(EngineLink):
+        async def open(self) -> None:
+            await gates[made.index(self)].wait()
 
-        def make() -> EngineLink:
-            made.append(Gated())
-            return made[-1]
+    def make() -> EngineLink:
+        made.append(Gated())
+        return made[-1]
 
-        spares = Spares(make, keeps=True, most_lost=1)
-        taking = asyncio.create_task(spares.take())
-        await asyncio.sleep(0)
-        keeping = asyncio.create_task(spares.keep())
-        await asyncio.sleep(0)
-        gates[1].set()
-        await keeping
-        gates[0].set()
-        assert await taking is made[0]
-        assert await spares.take() is made[1] and len(made) == 2
-
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+    spares = Spares(make, keeps=True, most_lost=1)
+    taking = asyncio.create_task(spares.take())
+    await asyncio.sleep(0)
+    keeping = asyncio.create_task(spares.keep())
+    await asyncio.sleep(0)
+    gates[1].set()
+    await keeping
+    gates[0].set()
+    assert await taking is made[0]
+    assert await spares.take() is made[1] and len(made) == 2
 
 
-def test_a_spare_that_cannot_be_started_hinders_nobody() -> None:
-    async def scenario() -> None:
-        fleet = Fleet(launcher=LocalProcess(ENGINE), spare=True, most_restarts=1)
-        await fleet.start(SPEC)
-        fleet._launcher._command = ("/no/such/program",)
-        await fleet.settled()
-        assert fleet.ready and fleet.failure is None
-        os.kill(fleet.links[0].pid, signal.SIGKILL)
-        while fleet.failure is None:  # nothing is served any more, and that is told
-            await asyncio.sleep(0.01)
-        assert "could not be started" in str(fleet.failure)
-        await fleet.stop()
-
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+async def test_a_spare_that_cannot_be_started_hinders_nobody() -> None:
+    fleet = Fleet(launcher=LocalProcess(ENGINE), spare=True, most_restarts=1)
+    await fleet.start(SPEC)
+    fleet._launcher._command = ("/no/such/program",)
+    await fleet.settled()
+    assert fleet.ready and fleet.failure is None
+    os.kill(fleet.links[0].pid, signal.SIGKILL)
+    while fleet.failure is None:  # nothing is served any more, and that is told
+        await asyncio.sleep(0.01)
+    assert "could not be started" in str(fleet.failure)
+    await fleet.stop()
 
 
-def test_an_engine_that_is_lost_while_others_start_is_told() -> None:
-    async def scenario() -> None:
-        fleet = Fleet(launcher=LocalProcess(ENGINE), replicas=2)
-        await fleet.start(SPEC)
-        settled, gate = fleet.links[1].settled, asyncio.Event()
+async def test_an_engine_that_is_lost_while_others_start_is_told() -> None:
+    fleet = Fleet(launcher=LocalProcess(ENGINE), replicas=2)
+    await fleet.start(SPEC)
+    settled, gate = fleet.links[1].settled, asyncio.Event()
 
-        async def late():
-            await gate.wait()
-            return await settled()
+    async def late():
+        await gate.wait()
+        return await settled()
 
-        fleet.links[1].settled = late
-        settling = asyncio.create_task(fleet.settled())
-        await fleet.links[0].settled()
-        os.kill(fleet.links[0].pid, signal.SIGKILL)
-        while fleet.links[0].failure is None:
-            await asyncio.sleep(0.01)
-        gate.set()
-        with pytest.raises(WorkerError, match="SIGKILL"):
-            await settling
-        await fleet.stop()
-
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+    fleet.links[1].settled = late
+    settling = asyncio.create_task(fleet.settled())
+    await fleet.links[0].settled()
+    os.kill(fleet.links[0].pid, signal.SIGKILL)
+    while fleet.links[0].failure is None:
+        await asyncio.sleep(0.01)
+    gate.set()
+    with pytest.raises(WorkerError, match="SIGKILL"):
+        await settling
+    await fleet.stop()
 
 
 @LOOPS
@@ -238,21 +229,18 @@ def test_what_an_engine_is_told_once_it_is_gone_goes_on_elsewhere(loop, monkeypa
     run(loop, scenario())
 
 
-def test_a_process_that_does_not_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_process_that_does_not_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     class Hanging:
         pid, returncode = 1, None
 
         async def wait(self) -> None:
             await asyncio.Event().wait()
 
-    async def scenario() -> None:
-        monkeypatch.setattr(launchers, "ENDING_SECONDS", 0.05)
-        connection = await LocalProcess(DEAF).open()
-        connection.kill()
-        await connection.wait()
-        await Connection(connection.reader, connection.writer, Hanging()).wait()
-
-    asyncio.run(asyncio.wait_for(scenario(), 10))
+    monkeypatch.setattr(launchers, "ENDING_SECONDS", 0.05)
+    connection = await LocalProcess(DEAF).open()
+    connection.kill()
+    await connection.wait()
+    await Connection(connection.reader, connection.writer, Hanging()).wait()
 
 
 @LOOPS
@@ -277,18 +265,15 @@ def test_a_process_starts_beside_more_mapped_memory_than_the_machine_has(loop) -
             mapping.close()
 
 
-def test_who_dials_in_too_late_is_hung_up() -> None:
-    async def scenario() -> None:
-        dial = DialIn("127.0.0.1", 0, b"0123456789abcdef")
-        host, port = await dial.address()
-        reader, writer = await asyncio.open_connection(host, port)
-        await reader.readexactly(32)
-        await dial.close()
-        writer.write(bytes(32))
-        assert await reader.read() == b""
-        writer.close()
-
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+async def test_who_dials_in_too_late_is_hung_up() -> None:
+    dial = DialIn("127.0.0.1", 0, b"0123456789abcdef")
+    host, port = await dial.address()
+    reader, writer = await asyncio.open_connection(host, port)
+    await reader.readexactly(32)
+    await dial.close()
+    writer.write(bytes(32))
+    assert await reader.read() == b""
+    writer.close()
 
 
 def test_a_drain_ends_also_where_what_is_open_cannot_be_released() -> None:
@@ -394,12 +379,9 @@ def test_a_server_ends_at_a_signal_whatever_goes_on(case: str) -> None:
         assert_ended(actual)
 
 
-def test_a_signal_while_a_service_stops_anew_changes_nothing() -> None:
-    async def scenario() -> None:
-        service = scripted(spare=True)
-        await service.start(SPEC)
-        await asyncio.gather(service.fleet.stop(), service.fleet.stop())
-        assert not started()
-        await service.stop()
-
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+async def test_a_signal_while_a_service_stops_anew_changes_nothing() -> None:
+    service = scripted(spare=True)
+    await service.start(SPEC)
+    await asyncio.gather(service.fleet.stop(), service.fleet.stop())
+    assert not started()
+    await service.stop()

@@ -1,6 +1,5 @@
 """Fields that would change an answer are served or refused by name, on every route; others are ignored."""
 
-import asyncio
 import json
 import re
 import time
@@ -74,31 +73,26 @@ SERVED = {  # fields that are served on each route, beside OpenAI's and Anthropi
 }  # fmt: skip
 
 
-def test_what_a_route_does_not_serve_is_refused_on_it(in_the_root: None) -> None:
-    async def scenario() -> None:
-        async with running(scripted(chat_template=TEMPLATE)) as http:
-            for path, (kind, good) in ROUTES.items():
-                refused = fields._refused(kind)
-                assert not SERVED[kind] & refused.keys()
-                assert (
-                    path.endswith("tokenize")
-                    or path in NESTED
-                    or not KNOWN - refused.keys() - set(kind.__struct_fields__)
-                )
-                for name in refused:
-                    await refused_by_name(http, path, good, name)
-                for name in fields._refused(NESTED[path]) if path in NESTED else ():
-                    nested = good | {"sampling_params": good["sampling_params"] | {name: ODD}}
-                    error = (await http.post(path, json=nested)).json()["error"]
-                    assert error["param"] == f"sampling_params.{name}" and error["code"] == "unsupported_parameter"
-                idle = {name: values[0] for name, values in refused.items() if values}
-                answer = await http.post(path, json=good | idle | {"a_field_of_tomorrow": 1})
-                assert answer.status_code == 200, answer.text
-            counted = {"messages": CHAT["messages"], "temperature": 3, "min_tokens": 5}
-            assert (await http.post("/v1/messages/count_tokens", json=counted)).status_code == 200
-            await refused_by_name(http, "/v1/messages/count_tokens", counted, "chat_template")
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+async def test_what_a_route_does_not_serve_is_refused_on_it(in_the_root: None) -> None:
+    async with running(scripted(chat_template=TEMPLATE)) as http:
+        for path, (kind, good) in ROUTES.items():
+            refused = fields._refused(kind)
+            assert not SERVED[kind] & refused.keys()
+            assert (
+                path.endswith("tokenize") or path in NESTED or not KNOWN - refused.keys() - set(kind.__struct_fields__)
+            )
+            for name in refused:
+                await refused_by_name(http, path, good, name)
+            for name in fields._refused(NESTED[path]) if path in NESTED else ():
+                nested = good | {"sampling_params": good["sampling_params"] | {name: ODD}}
+                error = (await http.post(path, json=nested)).json()["error"]
+                assert error["param"] == f"sampling_params.{name}" and error["code"] == "unsupported_parameter"
+            idle = {name: values[0] for name, values in refused.items() if values}
+            answer = await http.post(path, json=good | idle | {"a_field_of_tomorrow": 1})
+            assert answer.status_code == 200, answer.text
+        counted = {"messages": CHAT["messages"], "temperature": 3, "min_tokens": 5}
+        assert (await http.post("/v1/messages/count_tokens", json=counted)).status_code == 200
+        await refused_by_name(http, "/v1/messages/count_tokens", counted, "chat_template")
 
 
 CLIENTS: list[tuple[type, type]] = [
@@ -121,52 +115,46 @@ def test_every_field_of_the_clients_is_known(kind: type, params: type) -> None:
     assert not params.__annotations__.keys() - set(kind.__struct_fields__) - INERT
 
 
-def test_tokens_are_those_of_the_prompt_that_a_chat_has(in_the_root: None) -> None:
+async def test_tokens_are_those_of_the_prompt_that_a_chat_has(in_the_root: None) -> None:
     template = (
         "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
         "{% if add_generation_prompt %}<assistant>{{ thinking }}{% endif %}"
     )
     tool = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
 
-    async def scenario() -> None:
-        async with running(scripted(chat_template=template)) as http:
+    async with running(scripted(chat_template=template)) as http:
 
-            async def tokens(**requests: Any) -> list[int]:
-                answer = await http.post("/tokenize", json={"messages": CHAT["messages"]} | requests)
-                assert answer.status_code == 200, answer.text
-                return answer.json()["tokens"]
+        async def tokens(**requests: Any) -> list[int]:
+            answer = await http.post("/tokenize", json={"messages": CHAT["messages"]} | requests)
+            assert answer.status_code == 200, answer.text
+            return answer.json()["tokens"]
 
-            for tools in ([], [tool]):
-                answer = await http.post("/v1/chat/completions", json=CHAT | {"tools": tools})
-                assert answer.json()["usage"]["prompt_tokens"] == len(await tokens(tools=tools))
-            assert len(await tokens(tools=[tool])) > len(await tokens())
-            assert len(await tokens()) > len(await tokens(add_generation_prompt=False))
-            more = {"chat_template_kwargs": {"thinking": "so"}}
-            assert len(await tokens(**more)) == len(await tokens()) + 1
-            for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"):
-                sizes = [await prompt_size(http, path, requests) for requests in ({}, more)]
-                assert sizes[1] == sizes[0] + 1, path
-            answer = (await http.post("/tokenize", json={"prompt": "import json", "return_token_strs": True})).json()
-            assert "".join(answer["token_strs"]) == "importĠjson" and len(answer["token_strs"]) == answer["count"]
-            assert "tokenizer_class" in (await http.get("/tokenizer_info")).json()
-            long = {"prompt": "a b" * 5000, "return_token_strs": True}
-            assert {"a", "Ġb", "b"} >= set((await http.post("/tokenize", json=long)).json()["token_strs"])
-            last = HELLO.vocab_size - 1
-            for tokens_sent, status in ([], 200), ([5, last], 200), ([5, last + 1], 400), ([(1 << 31) - 1] * 5000, 400):
-                answer = await http.post("/detokenize", json={"tokens": tokens_sent})
-                assert answer.status_code == status and (status == 200 or "vocabulary" in answer.text)
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+        for tools in ([], [tool]):
+            answer = await http.post("/v1/chat/completions", json=CHAT | {"tools": tools})
+            assert answer.json()["usage"]["prompt_tokens"] == len(await tokens(tools=tools))
+        assert len(await tokens(tools=[tool])) > len(await tokens())
+        assert len(await tokens()) > len(await tokens(add_generation_prompt=False))
+        more = {"chat_template_kwargs": {"thinking": "so"}}
+        assert len(await tokens(**more)) == len(await tokens()) + 1
+        for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"):
+            sizes = [await prompt_size(http, path, requests) for requests in ({}, more)]
+            assert sizes[1] == sizes[0] + 1, path
+        answer = (await http.post("/tokenize", json={"prompt": "import json", "return_token_strs": True})).json()
+        assert "".join(answer["token_strs"]) == "importĠjson" and len(answer["token_strs"]) == answer["count"]
+        assert "tokenizer_class" in (await http.get("/tokenizer_info")).json()
+        long = {"prompt": "a b" * 5000, "return_token_strs": True}
+        assert {"a", "Ġb", "b"} >= set((await http.post("/tokenize", json=long)).json()["token_strs"])
+        last = HELLO.vocab_size - 1
+        for tokens_sent, status in ([], 200), ([5, last], 200), ([5, last + 1], 400), ([(1 << 31) - 1] * 5000, 400):
+            answer = await http.post("/detokenize", json={"tokens": tokens_sent})
+            assert answer.status_code == status and (status == 200 or "vocabulary" in answer.text)
 
 
 @pytest.mark.parametrize(("coding", "status"), [("gzip", 415), ("br, gzip", 415), ("identity", 200), ("Identity", 200)])
-def test_a_body_that_is_compressed_is_refused(in_the_root: None, coding: str, status: int) -> None:
-    async def scenario() -> None:
-        async with running(scripted()) as http:
-            answer = await http.post("/detokenize", json={"tokens": [5]}, headers={"Content-Encoding": coding})
-            assert answer.status_code == status and (status == 200 or coding in answer.json()["error"]["message"])
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+async def test_a_body_that_is_compressed_is_refused(in_the_root: None, coding: str, status: int) -> None:
+    async with running(scripted()) as http:
+        answer = await http.post("/detokenize", json={"tokens": [5]}, headers={"Content-Encoding": coding})
+        assert answer.status_code == status and (status == 200 or coding in answer.json()["error"]["message"])
 
 
 async def prompt_size(http: httpx.AsyncClient, path: str, requests: dict[str, Any]) -> int:
@@ -201,47 +189,41 @@ LONG_PROMPTS: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-def test_a_prompt_that_is_too_long_is_refused_in_words_that_clients_know(in_the_root: None) -> None:
-    async def scenario() -> None:
-        async with running(scripted(chat_template=TEMPLATE)) as http:
-            for path, requests, param in LONG_PROMPTS:
-                answer = await http.post(path, json=requests)
-                error = answer.json()["error"]
-                assert answer.status_code == 400 and "prompt is too long" in error["message"]  # LangChain's words
-                assert error["message"].startswith("This model's maximum context length is 2048 tokens")  # LiteLLM's
-                if path != "/v1/messages":  # Anthropic's errors have neither
-                    assert (error["code"], error["param"]) == ("context_length_exceeded", param)
-            counted = {"messages": [{"role": "user", "content": LONG}]}
-            assert (await http.post("/v1/messages/count_tokens", json=counted)).json()["input_tokens"] > 9000
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+async def test_a_prompt_that_is_too_long_is_refused_in_words_that_clients_know(in_the_root: None) -> None:
+    async with running(scripted(chat_template=TEMPLATE)) as http:
+        for path, requests, param in LONG_PROMPTS:
+            answer = await http.post(path, json=requests)
+            error = answer.json()["error"]
+            assert answer.status_code == 400 and "prompt is too long" in error["message"]  # LangChain's words
+            assert error["message"].startswith("This model's maximum context length is 2048 tokens")  # LiteLLM's
+            if path != "/v1/messages":  # Anthropic's errors have neither
+                assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+        counted = {"messages": [{"role": "user", "content": LONG}]}
+        assert (await http.post("/v1/messages/count_tokens", json=counted)).json()["input_tokens"] > 9000
 
 
-def test_responses_have_all_fields_of_their_type(in_the_root: None) -> None:
+async def test_responses_have_all_fields_of_their_type(in_the_root: None) -> None:
     item = {"prompt_cache_key": "k", "safety_identifier": "s"}
     given = {"presence_penalty": 0.0, "frequency_penalty": 0.5, "reasoning": None, "max_tool_calls": None}
     requests = {"input": "x", "max_output_tokens": 1, "frequency_penalty": 0.5, **item}
 
-    async def scenario() -> None:
-        async with running(scripted(chat_template=TEMPLATE)) as http:
-            start = int(time.time())
-            whole = (await http.post("/v1/responses", json=requests)).json()
-            streamed = (await http.post("/v1/responses", json=requests | {"stream": True})).text
-            events = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: ")]
-            actual = [event["response"] for event in events if "response" in event]
-            for response in (whole, *actual):
-                assert response.items() >= (item | given | {"service_tier": "default"}).items()
-                Response.model_validate_json(json.dumps(response), strict=True)
-                ended = response["status"] != "in_progress"
-                assert (response["completed_at"] is not None) == ended
-                assert not ended or start <= response["completed_at"] <= time.time()
-            again = (await http.get(f"/v1/responses/{whole['id']}")).json()
-            assert again == whole
-            counted = await http.post("/v1/responses/input_tokens", json={"input": "x"})
-            expected = {"object": "response.input_tokens", "input_tokens": whole["usage"]["input_tokens"]}
-            assert counted.json() == expected
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+    async with running(scripted(chat_template=TEMPLATE)) as http:
+        start = int(time.time())
+        whole = (await http.post("/v1/responses", json=requests)).json()
+        streamed = (await http.post("/v1/responses", json=requests | {"stream": True})).text
+        events = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: ")]
+        actual = [event["response"] for event in events if "response" in event]
+        for response in (whole, *actual):
+            assert response.items() >= (item | given | {"service_tier": "default"}).items()
+            Response.model_validate_json(json.dumps(response), strict=True)
+            ended = response["status"] != "in_progress"
+            assert (response["completed_at"] is not None) == ended
+            assert not ended or start <= response["completed_at"] <= time.time()
+        again = (await http.get(f"/v1/responses/{whole['id']}")).json()
+        assert again == whole
+        counted = await http.post("/v1/responses/input_tokens", json={"input": "x"})
+        expected = {"object": "response.input_tokens", "input_tokens": whole["usage"]["input_tokens"]}
+        assert counted.json() == expected
 
 
 @pytest.mark.parametrize("kind", POOLING)

@@ -1,6 +1,5 @@
 """/ready fails while nothing can be written, and recovers when there is room again."""
 
-import asyncio
 import os
 import sqlite3
 from pathlib import Path
@@ -47,7 +46,9 @@ class FullDatabase:
 
 
 @pytest.mark.parametrize("full", ["journal", "receipt log", "request log"])
-def test_ready_says_that_nothing_can_be_written(full: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_ready_says_that_nothing_can_be_written(
+    full: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     journal, log, disk = Journal(tmp_path / "journal"), ReceiptLog(tmp_path / "log"), Disk()
     service = Service(fleet=InstantFleet, receipts=Issuer(log=log), journal=journal)
     write = os.write
@@ -60,26 +61,23 @@ def test_ready_says_that_nothing_can_be_written(full: str, tmp_path: Path, monke
         else:
             disk.full = True
 
-    async def scenario() -> None:
-        await service.start(SPEC)
-        app = new_app(service, "test", request_log=disk)  # type: ignore[arg-type]
-        requested = Requests(app, Kind("/v1/completions", {"prompt": [5]}, {"idempotency-key": "{number}"}))
-        ready = Requests(app, Kind("/ready", {}, method="GET"))
+    await service.start(SPEC)
+    app = new_app(service, "test", request_log=disk)  # type: ignore[arg-type]
+    requested = Requests(app, Kind("/v1/completions", {"prompt": [5]}, {"idempotency-key": "{number}"}))
+    ready = Requests(app, Kind("/ready", {}, method="GET"))
 
-        async def status(requests: Requests) -> int:
-            await requests.ask()
-            return requests.status
+    async def status(requests: Requests) -> int:
+        await requests.ask()
+        return requests.status
 
-        assert (await status(requested), await status(ready)) == (200, 200)
-        fill()
-        assert await status(ready) == 200  # nothing was to be written
-        assert await status(requested) == {"journal": 503, "receipt log": 500, "request log": 200}[full]
-        for _ in range(2):
-            assert await status(ready) == 503 and full.encode() in ready.content, ready.content
-        monkeypatch.undo()
-        disk.full = False
-        assert (await status(ready), await status(requested), await status(ready)) == (200, 200, 200)
-        await service.stop()
-        assert len(list(read_log(tmp_path / "log"))) == (3 if full == "request log" else 2)
-
-    asyncio.run(scenario())
+    assert (await status(requested), await status(ready)) == (200, 200)
+    fill()
+    assert await status(ready) == 200  # nothing was to be written
+    assert await status(requested) == {"journal": 503, "receipt log": 500, "request log": 200}[full]
+    for _ in range(2):
+        assert await status(ready) == 503 and full.encode() in ready.content, ready.content
+    monkeypatch.undo()
+    disk.full = False
+    assert (await status(ready), await status(requested), await status(ready)) == (200, 200, 200)
+    await service.stop()
+    assert len(list(read_log(tmp_path / "log"))) == (3 if full == "request log" else 2)

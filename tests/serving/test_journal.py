@@ -271,65 +271,59 @@ def streamed_tokens(response: httpx.Response) -> list[int]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_with_a_key_is_answered_once(tmp_path: Path, stream: bool) -> None:
-    async def scenario() -> None:
-        async with keeping(tmp_path / "journal") as (service, client):
-            first, second = await asyncio.gather(*(ask(client, "a", stream=stream) for _ in range(2)))
-            third = await ask(client, "a", stream=stream)  # it has ended
-            assert next(service._numbers) == 1  # one answer was made
-        async with keeping(tmp_path / "journal") as (_, client):
-            fourth = await ask(client, "a", stream=stream)
-            another = await ask(client, "b", stream=stream)
-        actual = [first, second, third, fourth]
-        assert {response.status_code for response in actual} == {200}
-        assert len({response.headers["x-request-id"] for response in actual}) == 1
-        assert len({response.headers["x-detcompile-seed"] for response in actual}) == 1
-        assert another.headers["x-request-id"] != first.headers["x-request-id"]
-        if stream:
-            assert all(streamed_tokens(response) == WHOLE for response in actual)
-        else:
-            assert len({response.content for response in actual}) == 1
-            assert first.json()["choices"][0]["token_ids"] == WHOLE
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+async def test_a_request_with_a_key_is_answered_once(tmp_path: Path, stream: bool) -> None:
+    async with keeping(tmp_path / "journal") as (service, client):
+        first, second = await asyncio.gather(*(ask(client, "a", stream=stream) for _ in range(2)))
+        third = await ask(client, "a", stream=stream)  # it has ended
+        assert next(service._numbers) == 1  # one answer was made
+    async with keeping(tmp_path / "journal") as (_, client):
+        fourth = await ask(client, "a", stream=stream)
+        another = await ask(client, "b", stream=stream)
+    actual = [first, second, third, fourth]
+    assert {response.status_code for response in actual} == {200}
+    assert len({response.headers["x-request-id"] for response in actual}) == 1
+    assert len({response.headers["x-detcompile-seed"] for response in actual}) == 1
+    assert another.headers["x-request-id"] != first.headers["x-request-id"]
+    if stream:
+        assert all(streamed_tokens(response) == WHOLE for response in actual)
+    else:
+        assert len({response.content for response in actual}) == 1
+        assert first.json()["choices"][0]["token_ids"] == WHOLE
 
 
-def test_who_lost_a_stream_goes_on_with_it(tmp_path: Path) -> None:
+async def test_who_lost_a_stream_goes_on_with_it(tmp_path: Path) -> None:
     """By the key or by the answer's id: where it runs, where the server was started anew, and where it has ended."""
 
-    async def scenario() -> None:
-        async with keeping(tmp_path / "journal") as (service, client):
-            lost = asyncio.create_task(ask(client, "a", stream=True))
-            await until_drawn(service, 1, 5)
-            (name,) = [job.name for _, task in service.jobs._live.values() for job in [task.result()]]
-            lost.cancel()
-            await asyncio.gather(lost, return_exceptions=True)
-            assert len(service.open) == 1  # it goes on
-            for place in ("60", "5*"):  # nobody was sent that yet
-                wrong = await client.get(f"/v1/streams/{name}", headers={"Last-Event-ID": f"{name}:{place}"})
-                assert wrong.status_code == 400 and len(service.open) == 1
-            headers = {"Last-Event-ID": f"{name}:5", "Idempotency-Key": "a"}
-            rest = await client.post("/v1/completions", json=BODY | {"stream": True}, headers=headers)
-            assert streamed_tokens(rest) == WHOLE[5:]
-            ended = asyncio.create_task(ask(client, "b", stream=True))
-            await until_drawn(service, 1, 5)
-        assert "error" in (await ended).text  # the server has ended in the midst of it
-        async with keeping(tmp_path / "journal") as (_, client):
-            other = (await ask(client, "b", stream=True)).headers["x-request-id"]
-            for item in (name, other):
-                assert streamed_tokens(await client.get(f"/v1/streams/{item}")) == WHOLE
-                for place in ("7", "60", "60*"):
-                    actual = await client.get(f"/v1/streams/{item}", headers={"Last-Event-ID": f"{item}:{place}"})
-                    assert actual.status_code == 200 and streamed_tokens(actual) == WHOLE[int(place.split("*")[0]) :]
-                for place in ("x:7", f"{item}:61", f"{item}:99*", f"{item}:7*", f"{item}:7+1", f"{item}:60*+1"):
-                    wrong = await client.get(f"/v1/streams/{item}", headers={"Last-Event-ID": place})
-                    assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "Last-Event-ID"
-            assert (await client.get("/v1/streams/cmpl-none")).status_code == 404
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+    async with keeping(tmp_path / "journal") as (service, client):
+        lost = asyncio.create_task(ask(client, "a", stream=True))
+        await until_drawn(service, 1, 5)
+        (name,) = [job.name for _, task in service.jobs._live.values() for job in [task.result()]]
+        lost.cancel()
+        await asyncio.gather(lost, return_exceptions=True)
+        assert len(service.open) == 1  # it goes on
+        for place in ("60", "5*"):  # nobody was sent that yet
+            wrong = await client.get(f"/v1/streams/{name}", headers={"Last-Event-ID": f"{name}:{place}"})
+            assert wrong.status_code == 400 and len(service.open) == 1
+        headers = {"Last-Event-ID": f"{name}:5", "Idempotency-Key": "a"}
+        rest = await client.post("/v1/completions", json=BODY | {"stream": True}, headers=headers)
+        assert streamed_tokens(rest) == WHOLE[5:]
+        ended = asyncio.create_task(ask(client, "b", stream=True))
+        await until_drawn(service, 1, 5)
+    assert "error" in (await ended).text  # the server has ended in the midst of it
+    async with keeping(tmp_path / "journal") as (_, client):
+        other = (await ask(client, "b", stream=True)).headers["x-request-id"]
+        for item in (name, other):
+            assert streamed_tokens(await client.get(f"/v1/streams/{item}")) == WHOLE
+            for place in ("7", "60", "60*"):
+                actual = await client.get(f"/v1/streams/{item}", headers={"Last-Event-ID": f"{item}:{place}"})
+                assert actual.status_code == 200 and streamed_tokens(actual) == WHOLE[int(place.split("*")[0]) :]
+            for place in ("x:7", f"{item}:61", f"{item}:99*", f"{item}:7*", f"{item}:7+1", f"{item}:60*+1"):
+                wrong = await client.get(f"/v1/streams/{item}", headers={"Last-Event-ID": place})
+                assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "Last-Event-ID"
+        assert (await client.get("/v1/streams/cmpl-none")).status_code == 404
 
 
-def test_a_message_with_a_key_is_answered_once(tmp_path: Path) -> None:
+async def test_a_message_with_a_key_is_answered_once(tmp_path: Path) -> None:
     """Its stream has no event ids: who comes back for it reads it from its beginning."""
     requested = {"max_tokens": 9, "messages": [{"role": "user", "content": "x"}]}
     options = {"chat_template": "{{ messages[0].content }}"}
@@ -337,98 +331,80 @@ def test_a_message_with_a_key_is_answered_once(tmp_path: Path) -> None:
     async def send(client: httpx.AsyncClient, key: str, **fields: Any) -> httpx.Response:
         return await client.post("/v1/messages", json=requested | fields, headers={"Idempotency-Key": key})
 
-    async def scenario() -> None:
-        async with keeping(tmp_path / "journal", **options) as (service, client):
-            first, second = await asyncio.gather(send(client, "a"), send(client, "a"))
-            stream = await send(client, "b", stream=True)
-            assert next(service._numbers) == 2
-        async with keeping(tmp_path / "journal", **options) as (_, client):
-            third = await send(client, "a")
-            again = await client.get(f"/v1/streams/{stream.headers['x-request-id']}", headers={"Last-Event-ID": "x"})
-        assert first.status_code == 200 and first.json()["id"].startswith("msg_")
-        assert first.content == second.content == third.content
-        texts = [[json.loads(line[6:]) for line in item.text.splitlines() if line.startswith("data: ")]
-                 for item in (stream, again)]  # fmt: skip
-        message = ["".join(event["delta"]["text"] for event in item if "delta" in event and "text" in event["delta"])
-                for item in texts]  # fmt: skip
-        assert texts[0][0] == texts[1][0] and message[0] == message[1] == first.json()["content"][0]["text"] != ""
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+    async with keeping(tmp_path / "journal", **options) as (service, client):
+        first, second = await asyncio.gather(send(client, "a"), send(client, "a"))
+        stream = await send(client, "b", stream=True)
+        assert next(service._numbers) == 2
+    async with keeping(tmp_path / "journal", **options) as (_, client):
+        third = await send(client, "a")
+        again = await client.get(f"/v1/streams/{stream.headers['x-request-id']}", headers={"Last-Event-ID": "x"})
+    assert first.status_code == 200 and first.json()["id"].startswith("msg_")
+    assert first.content == second.content == third.content
+    texts = [[json.loads(line[6:]) for line in item.text.splitlines() if line.startswith("data: ")]
+             for item in (stream, again)]  # fmt: skip
+    message = ["".join(event["delta"]["text"] for event in item if "delta" in event and "text" in event["delta"])
+            for item in texts]  # fmt: skip
+    assert texts[0][0] == texts[1][0] and message[0] == message[1] == first.json()["content"][0]["text"] != ""
 
 
-def test_a_key_of_another_request_is_refused(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        for _ in range(2):  # while it runs, and once it is in the journal
-            async with keeping(tmp_path / "journal") as (_, client):
-                running_one = asyncio.create_task(ask(client, "a"))
-                await asyncio.sleep(0.1)
-                chat = {"messages": [{"role": "user", "content": "x"}]}
-                for path, body in (("/v1/completions", BODY | {"seed": 1}), ("/v1/chat/completions", chat)):
-                    wrong = await client.post(path, json=body, headers={"Idempotency-Key": "a"})
-                    assert wrong.status_code == 422, wrong.text
-                    assert wrong.json()["error"]["code"] == "idempotency_key_reused"
-                assert (await running_one).status_code == 200
-                for key in ("", "x" * 256, "a\tb"):
-                    assert (await ask(client, key)).status_code == 400
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+async def test_a_key_of_another_request_is_refused(tmp_path: Path) -> None:
+    for _ in range(2):  # while it runs, and once it is in the journal
+        async with keeping(tmp_path / "journal") as (_, client):
+            running_one = asyncio.create_task(ask(client, "a"))
+            await asyncio.sleep(0.1)
+            chat = {"messages": [{"role": "user", "content": "x"}]}
+            for path, body in (("/v1/completions", BODY | {"seed": 1}), ("/v1/chat/completions", chat)):
+                wrong = await client.post(path, json=body, headers={"Idempotency-Key": "a"})
+                assert wrong.status_code == 422, wrong.text
+                assert wrong.json()["error"]["code"] == "idempotency_key_reused"
+            assert (await running_one).status_code == 200
+            for key in ("", "x" * 256, "a\tb"):
+                assert (await ask(client, key)).status_code == 400
 
 
-def test_requests_belong_to_the_api_key_that_they_came_with(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with keeping(tmp_path / "journal", ("mine", "yours")) as (_, client):
-            names = []
-            for key in ("mine", "yours"):
-                client.headers["Authorization"] = f"Bearer {key}"
-                names.append((await ask(client, "a")).headers["x-request-id"])
-            assert names[0] != names[1]
-            assert (await client.get(f"/v1/streams/{names[1]}")).status_code == 200
-            assert (await client.get(f"/v1/streams/{names[0]}")).status_code == 404
-            client.headers.pop("Authorization")
-            assert (await client.get(f"/v1/streams/{names[0]}")).status_code == 401
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+async def test_requests_belong_to_the_api_key_that_they_came_with(tmp_path: Path) -> None:
+    async with keeping(tmp_path / "journal", ("mine", "yours")) as (_, client):
+        names = []
+        for key in ("mine", "yours"):
+            client.headers["Authorization"] = f"Bearer {key}"
+            names.append((await ask(client, "a")).headers["x-request-id"])
+        assert names[0] != names[1]
+        assert (await client.get(f"/v1/streams/{names[1]}")).status_code == 200
+        assert (await client.get(f"/v1/streams/{names[0]}")).status_code == 404
+        client.headers.pop("Authorization")
+        assert (await client.get(f"/v1/streams/{names[0]}")).status_code == 401
 
 
-def test_what_the_server_does_not_take_is_not_kept(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with keeping(tmp_path / "journal", max_queue=1) as (service, client):
-            first = asyncio.create_task(ask(client, "a"))
-            await until_drawn(service, 1, 1)
-            assert (await ask(client, "b")).status_code == 429
-            assert (await ask(client, "c", n=2)).status_code == 400
-            assert (await first).status_code == 200
-            for key in ("b", "c"):
-                actual = await ask(client, key)
-                assert actual.status_code == 200 and actual.json()["choices"][0]["token_ids"] == WHOLE
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+async def test_what_the_server_does_not_take_is_not_kept(tmp_path: Path) -> None:
+    async with keeping(tmp_path / "journal", max_queue=1) as (service, client):
+        first = asyncio.create_task(ask(client, "a"))
+        await until_drawn(service, 1, 1)
+        assert (await ask(client, "b")).status_code == 429
+        assert (await ask(client, "c", n=2)).status_code == 400
+        assert (await first).status_code == 200
+        for key in ("b", "c"):
+            actual = await ask(client, key)
+            assert actual.status_code == 200 and actual.json()["choices"][0]["token_ids"] == WHOLE
 
 
-def test_a_place_in_a_stream_means_nothing_without_a_key(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with keeping(tmp_path / "journal") as (service, client):
-            for place in ("cmpl-1:7", "nonsense"):
-                headers = {"Last-Event-ID": place}
-                actual = await client.post("/v1/completions", json=BODY | {"stream": True}, headers=headers)
-                assert streamed_tokens(actual) == WHOLE and not service.open
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+async def test_a_place_in_a_stream_means_nothing_without_a_key(tmp_path: Path) -> None:
+    async with keeping(tmp_path / "journal") as (service, client):
+        for place in ("cmpl-1:7", "nonsense"):
+            headers = {"Last-Event-ID": place}
+            actual = await client.post("/v1/completions", json=BODY | {"stream": True}, headers=headers)
+            assert streamed_tokens(actual) == WHOLE and not service.open
 
 
-def test_a_journal_that_cannot_be_written_is_a_503(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        async with keeping(tmp_path / "journal") as (service, client):
-            for error, code in ((StorageError("disk"), "journal_error"), (JournalFull("full"), "journal_full")):
+async def test_a_journal_that_cannot_be_written_is_a_503(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with keeping(tmp_path / "journal") as (service, client):
+        for error, code in ((StorageError("disk"), "journal_error"), (JournalFull("full"), "journal_full")):
 
-                def fails(self: Any, record: Any, error: Exception = error) -> None:
-                    raise error
+            def fails(self: Any, record: Any, error: Exception = error) -> None:
+                raise error
 
-                monkeypatch.setattr(Journal, "add", fails)
-                refused = await ask(client, "a")
-                assert refused.status_code == 503 and refused.json()["error"]["code"] == code
-                assert "retry-after" in refused.headers and not service.open
-            plain = await client.post("/v1/completions", json=BODY)
-            assert plain.json()["choices"][0]["token_ids"] == WHOLE  # requests without a key need no journal
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+            monkeypatch.setattr(Journal, "add", fails)
+            refused = await ask(client, "a")
+            assert refused.status_code == 503 and refused.json()["error"]["code"] == code
+            assert "retry-after" in refused.headers and not service.open
+        plain = await client.post("/v1/completions", json=BODY)
+        assert plain.json()["choices"][0]["token_ids"] == WHOLE  # requests without a key need no journal

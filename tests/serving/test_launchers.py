@@ -29,31 +29,28 @@ def dialed(port: int, secret: bytes = SECRET) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
 
 
-def test_engines_that_dial_in_take_each_others_places() -> None:
-    async def scenario() -> None:
-        dial = DialIn("127.0.0.1", 0, SECRET)
-        _, port = await dial.address()
-        service = Service(fleet=functools.partial(Fleet, launcher=dial, most_restarts=1))
-        impostor, first, engines = dialed(port, b"fedcba9876543210"), dialed(port), []
-        try:
-            async with running(service) as client:
-                tasks = [asyncio.create_task(complete(client, [5 + index])) for index in range(4)]
-                await until_drawn(service, 4, 3)
-                first.send_signal(signal.SIGKILL)
-                while service.fleet.num_restarts == 0:
-                    await asyncio.sleep(0.01)
-                assert (await client.get("/ready")).status_code == 503  # nobody has dialed in yet
-                engines.append(dialed(port))
-                for answer in await asyncio.gather(*tasks):
-                    assert_whole(answer)
-            assert engines[0].wait(10) == 0  # it ends with its front
-            assert impostor.wait(10) != 0 or service.fleet.num_restarts == 1
-        finally:
-            for process in (impostor, first, *engines):
-                process.kill()
-                process.wait()
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+async def test_engines_that_dial_in_take_each_others_places() -> None:
+    dial = DialIn("127.0.0.1", 0, SECRET)
+    _, port = await dial.address()
+    service = Service(fleet=functools.partial(Fleet, launcher=dial, most_restarts=1))
+    impostor, first, engines = dialed(port, b"fedcba9876543210"), dialed(port), []
+    try:
+        async with running(service) as client:
+            tasks = [asyncio.create_task(complete(client, [5 + index])) for index in range(4)]
+            await until_drawn(service, 4, 3)
+            first.send_signal(signal.SIGKILL)
+            while service.fleet.num_restarts == 0:
+                await asyncio.sleep(0.01)
+            assert (await client.get("/ready")).status_code == 503  # nobody has dialed in yet
+            engines.append(dialed(port))
+            for answer in await asyncio.gather(*tasks):
+                assert_whole(answer)
+        assert engines[0].wait(10) == 0  # it ends with its front
+        assert impostor.wait(10) != 0 or service.fleet.num_restarts == 1
+    finally:
+        for process in (impostor, first, *engines):
+            process.kill()
+            process.wait()
 
 
 @pytest.mark.parametrize(
@@ -72,35 +69,29 @@ def test_engines_share_the_gpus_that_the_front_may_see(
     assert [visible_gpus(first, 2) for first in (0, 2)] == expected
 
 
-def test_an_engine_whose_machine_vanishes_is_noticed_before_it_is_ready() -> None:
+async def test_an_engine_whose_machine_vanishes_is_noticed_before_it_is_ready() -> None:
     """No heartbeat is waited for then: the system ends the connection, at both ends."""
 
-    async def scenario() -> None:
-        dial = DialIn("127.0.0.1", 0, SECRET)
-        with await asyncio.to_thread(connected, *await dial.address(), SECRET) as engine:
-            front = (await dial.open()).writer.get_extra_info("socket")
-            for end in (engine, front):
-                assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-                assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 25_000
-        await dial.close()
-
-    asyncio.run(asyncio.wait_for(scenario(), 30))
+    dial = DialIn("127.0.0.1", 0, SECRET)
+    with await asyncio.to_thread(connected, *await dial.address(), SECRET) as engine:
+        front = (await dial.open()).writer.get_extra_info("socket")
+        for end in (engine, front):
+            assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 25_000
+    await dial.close()
 
 
-def test_who_has_not_the_secret_serves_nobody() -> None:
-    async def scenario() -> None:
-        dial = DialIn("127.0.0.1", 0, SECRET)
-        host, port = await dial.address()
-        opening = asyncio.create_task(dial.open())
-        for proof in (b"", bytes(32), SECRET * 2):
-            reader, writer = await asyncio.open_connection(host, port)
-            await reader.readexactly(32)
-            writer.write(proof)
-            writer.write_eof()
-            assert await reader.read() == b""  # it is hung up
-            writer.close()
-        assert not opening.done()
-        opening.cancel()
-        await dial.close()
-
-    asyncio.run(asyncio.wait_for(scenario(), 30))
+async def test_who_has_not_the_secret_serves_nobody() -> None:
+    dial = DialIn("127.0.0.1", 0, SECRET)
+    host, port = await dial.address()
+    opening = asyncio.create_task(dial.open())
+    for proof in (b"", bytes(32), SECRET * 2):
+        reader, writer = await asyncio.open_connection(host, port)
+        await reader.readexactly(32)
+        writer.write(proof)
+        writer.write_eof()
+        assert await reader.read() == b""  # it is hung up
+        writer.close()
+    assert not opening.done()
+    opening.cancel()
+    await dial.close()

@@ -35,28 +35,25 @@ async def until_open(service: Service, count: int) -> None:
 
 @pytest.mark.parametrize(("number", "message"), [(signal.SIGKILL, "SIGKILL"), (signal.SIGSTOP, "stopped by a signal")])
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_engine_that_may_not_be_started_again_is_a_503(number: int, message: str, stream: bool) -> None:
-    async def scenario() -> None:
-        service = scripted()
-        async with running(service) as client:
-            requests = asyncio.create_task(client.post("/v1/completions", json=LONG | {"stream": stream}))
-            await until_open(service, 1)
-            await asyncio.sleep(0.3)
-            os.kill(service.fleet.links[0].pid, number)
-            answer = await asyncio.wait_for(requests, 10)
-            if stream:  # it had begun: the error is an event, and the stream ends
-                assert answer.status_code == 200
-                assert message in answer.text and answer.text.endswith("data: [DONE]\n\n")
-            else:
-                assert answer.status_code == 503 and message in answer.json()["error"]["message"]
-            assert not service.open
-            for path in ("/ready", "/health"):
-                assert (await client.get(path)).status_code == 503
-            later = await client.post("/v1/completions", json=LONG)
-            assert later.status_code == 503 and later.headers["retry-after"]
-            assert "detcompile:engine_ready 0.0" in (await client.get("/metrics")).text
-
-    asyncio.run(scenario())
+async def test_an_engine_that_may_not_be_started_again_is_a_503(number: int, message: str, stream: bool) -> None:
+    service = scripted()
+    async with running(service) as client:
+        requests = asyncio.create_task(client.post("/v1/completions", json=LONG | {"stream": stream}))
+        await until_open(service, 1)
+        await asyncio.sleep(0.3)
+        os.kill(service.fleet.links[0].pid, number)
+        answer = await asyncio.wait_for(requests, 10)
+        if stream:  # it had begun: the error is an event, and the stream ends
+            assert answer.status_code == 200
+            assert message in answer.text and answer.text.endswith("data: [DONE]\n\n")
+        else:
+            assert answer.status_code == 503 and message in answer.json()["error"]["message"]
+        assert not service.open
+        for path in ("/ready", "/health"):
+            assert (await client.get(path)).status_code == 503
+        later = await client.post("/v1/completions", json=LONG)
+        assert later.status_code == 503 and later.headers["retry-after"]
+        assert "detcompile:engine_ready 0.0" in (await client.get("/metrics")).text
 
 
 def test_an_engine_that_never_starts_is_told() -> None:
@@ -72,51 +69,45 @@ def test_an_engine_that_never_starts_is_told() -> None:
     asyncio.run(scenario([sys.executable, "-c", "import os; os.write(int(os.sys.argv[-1]), bytes(9))"], "invalid"))
 
 
-def test_a_pause_of_both_processes_is_no_silence() -> None:
+async def test_a_pause_of_both_processes_is_no_silence() -> None:
     """As if a container is paused and continued."""
 
-    async def scenario() -> None:
-        link = EngineLink(launcher=LocalProcess(ENGINE), silence=0.8)
-        await link.open()
-        link.start(SPEC)
-        await link.settled()
-        for _ in range(2):
-            os.kill(link.pid, signal.SIGSTOP)
-            time.sleep(1.2)
-            os.kill(link.pid, signal.SIGCONT)
-            await asyncio.sleep(0.3)
-            assert link.failure is None
-        await link.stop()
-
-    asyncio.run(scenario())
+    link = EngineLink(launcher=LocalProcess(ENGINE), silence=0.8)
+    await link.open()
+    link.start(SPEC)
+    await link.settled()
+    for _ in range(2):
+        os.kill(link.pid, signal.SIGSTOP)
+        time.sleep(1.2)
+        os.kill(link.pid, signal.SIGCONT)
+        await asyncio.sleep(0.3)
+        assert link.failure is None
+    await link.stop()
 
 
-def test_requests_wait_for_the_whole_start(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_wait_for_the_whole_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine has said hello, and the front has not looked at its tokenizer yet."""
 
-    async def scenario() -> None:
-        service, gate = scripted(), asyncio.Event()
-        settled = service.fleet.settled
+    service, gate = scripted(), asyncio.Event()
+    settled = service.fleet.settled
 
-        async def late() -> Hello:
-            hello = await settled()
-            await gate.wait()
-            return hello
+    async def late() -> Hello:
+        hello = await settled()
+        await gate.wait()
+        return hello
 
-        monkeypatch.setattr(service.fleet, "settled", late)
-        app = new_app(service, "test")
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
-            starting = asyncio.create_task(service.start(SPEC))
-            while not service.fleet.ready:
-                await asyncio.sleep(0.01)
-            assert (await client.get("/ready")).status_code == 503
-            assert (await client.post("/v1/completions", json=LONG)).status_code == 503
-            gate.set()
-            await starting
-            assert (await client.get("/ready")).status_code == 200
-            await service.fleet.stop()
-
-    asyncio.run(scenario())
+    monkeypatch.setattr(service.fleet, "settled", late)
+    app = new_app(service, "test")
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        starting = asyncio.create_task(service.start(SPEC))
+        while not service.fleet.ready:
+            await asyncio.sleep(0.01)
+        assert (await client.get("/ready")).status_code == 503
+        assert (await client.post("/v1/completions", json=LONG)).status_code == 503
+        gate.set()
+        await starting
+        assert (await client.get("/ready")).status_code == 200
+        await service.fleet.stop()
 
 
 def test_a_template_that_is_none_is_refused_before_the_engine_starts() -> None:
@@ -124,48 +115,39 @@ def test_a_template_that_is_none_is_refused_before_the_engine_starts() -> None:
         Service(chat_template="{% if %}")
 
 
-def test_beyond_the_bounds_there_is_a_429() -> None:
-    async def scenario() -> None:
-        service = scripted(max_queue=2)
-        async with running(service) as client:
-            first = asyncio.create_task(client.post("/v1/completions", json={"prompt": "x", "max_tokens": 60}))
+async def test_beyond_the_bounds_there_is_a_429() -> None:
+    service = scripted(max_queue=2)
+    async with running(service) as client:
+        first = asyncio.create_task(client.post("/v1/completions", json={"prompt": "x", "max_tokens": 60}))
+        await until_open(service, 1)
+        assert (await client.post("/v1/completions", json=LONG | {"n": 2})).status_code == 429
+        refused = await client.post("/v1/completions", json=LONG | {"prompt": ["a", "b"]})
+        assert refused.status_code == 429 and 1 <= int(refused.headers["retry-after"]) <= 60
+        assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+        assert (await client.post("/v1/completions", json={"prompt": "x", "max_tokens": 2})).status_code == 200
+        assert (await first).status_code == 200 and not service.open
+        assert "detcompile:requests_refused_total 2.0" in (await client.get("/metrics")).text
+
+
+async def test_what_is_cancelled_leaves_the_engine() -> None:
+    service = scripted()
+    async with running(service) as client:
+        for stream in (False, True):
+            requests = asyncio.create_task(client.post("/v1/completions", json=LONG | {"stream": stream}))
             await until_open(service, 1)
-            assert (await client.post("/v1/completions", json=LONG | {"n": 2})).status_code == 429
-            refused = await client.post("/v1/completions", json=LONG | {"prompt": ["a", "b"]})
-            assert refused.status_code == 429 and 1 <= int(refused.headers["retry-after"]) <= 60
-            assert refused.json()["error"]["code"] == "rate_limit_exceeded"
-            assert (await client.post("/v1/completions", json={"prompt": "x", "max_tokens": 2})).status_code == 200
-            assert (await first).status_code == 200 and not service.open
-            assert "detcompile:requests_refused_total 2.0" in (await client.get("/metrics")).text
-
-    asyncio.run(scenario())
+            requests.cancel()
+            await asyncio.gather(requests, return_exceptions=True)
+            assert not service.open and not service.fleet.links[0].answers
+        while service.fleet.statistics.num_running:
+            await asyncio.sleep(0.01)
 
 
-def test_what_is_cancelled_leaves_the_engine() -> None:
-    async def scenario() -> None:
-        service = scripted()
-        async with running(service) as client:
-            for stream in (False, True):
-                requests = asyncio.create_task(client.post("/v1/completions", json=LONG | {"stream": stream}))
-                await until_open(service, 1)
-                requests.cancel()
-                await asyncio.gather(requests, return_exceptions=True)
-                assert not service.open and not service.fleet.links[0].answers
-            while service.fleet.statistics.num_running:
-                await asyncio.sleep(0.01)
-
-    asyncio.run(asyncio.wait_for(scenario(), 20))
-
-
-def test_a_late_reader_of_an_answer_has_all_of_it() -> None:
-    async def scenario() -> None:
-        async with running(scripted()) as client:
-            body = {"prompt": "x", "max_tokens": 10, "return_token_ids": True}
-            whole = (await client.post("/v1/completions", json=body)).json()["choices"][0]
-            assert whole["token_ids"] == list(range(40, 50))
-            assert isinstance(whole["text"], str) and whole["finish_reason"] == "length"
-
-    asyncio.run(scenario())
+async def test_a_late_reader_of_an_answer_has_all_of_it() -> None:
+    async with running(scripted()) as client:
+        body = {"prompt": "x", "max_tokens": 10, "return_token_ids": True}
+        whole = (await client.post("/v1/completions", json=body)).json()["choices"][0]
+        assert whole["token_ids"] == list(range(40, 50))
+        assert isinstance(whole["text"], str) and whole["finish_reason"] == "length"
 
 
 @contextlib.contextmanager

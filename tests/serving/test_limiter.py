@@ -1,6 +1,5 @@
 """Bounds on open and waiting work: per request, per API key, and in total."""
 
-import asyncio
 import contextlib
 import hashlib
 import random
@@ -119,7 +118,7 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("path", TEXTS)
-def test_a_text_waits_for_the_tokenizer_on_the_account_of_its_key(path: str, tmp_path: Path) -> None:
+async def test_a_text_waits_for_the_tokenizer_on_the_account_of_its_key(path: str, tmp_path: Path) -> None:
     kind = Kind(path, TEXTS[path], {"x-api-key": "a"}, embeds=path in ("/v1/embeddings", "/v1/score", "/v1/rerank"))
     owners: list[str] = []
 
@@ -128,10 +127,7 @@ def test_a_text_waits_for_the_tokenizer_on_the_account_of_its_key(path: str, tmp
         owners.append(owner)
         yield
 
-    async def scenario() -> None:
-        async with serving(kind, tmp_path, [hashlib.sha256(b"a").digest()]) as (service, requests):
-            service.texts._waiting = waiting
-            await requests.ask()
-
-    asyncio.run(scenario())
+    async with serving(kind, tmp_path, [hashlib.sha256(b"a").digest()]) as (service, requests):
+        service.texts._waiting = waiting
+        await requests.ask()
     assert owners and set(owners) == {hashlib.sha256(b"a").hexdigest()}

@@ -157,110 +157,98 @@ LOSSES = [
 
 @EXHAUSTIVE
 @pytest.mark.parametrize(("tp", "pp", "lose", "seconds"), LOSSES)
-def test_two_nodes_give_the_bytes_of_one_rank_and_what_they_lose_goes_on(
+async def test_two_nodes_give_the_bytes_of_one_rank_and_what_they_lose_goes_on(
     tp: int, pp: int, lose: Callable, seconds: float, spec: EngineSpec
 ) -> None:
     lost: list[Answer] = []
 
-    async def scenario() -> None:
-        dial, alone = DialIn("127.0.0.1", 0, SECRET), EngineLink(launcher=LocalProcess())
-        _, port = await dial.address()
-        over_nodes = EngineLink(on_lost=lambda _link, answers: lost.extend(answers), launcher=dial)
-        with torchruns(port, per_node=tp * pp // 2) as nodes:
-            try:
-                hello = await opened(alone, spec)
-                expected = bits(await drawn(alone))
-                shared = await opened(over_nodes, replace(spec, tp=tp, pp=pp))
-                assert shared.fingerprint == hello.fingerprint
-                assert bits(await drawn(over_nodes)) == expected
-                actual = await drawn(over_nodes, at_least=10)
-                pids = {*ranks_of(nodes[0]), *ranks_of(nodes[1])}
-                lose(nodes)
-                assert await until(lambda: over_nodes.failure is not None) < seconds
-                assert lost == actual
-                assert all(len(item.token_ids) < LENGTH for answer in actual for item in answer.samples)
-                for answer in lost:
-                    alone.add(answer)
-                await until(lambda: all(answer.finished for answer in actual))
-                assert bits(actual) == expected
-                for pid in pids:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGCONT)  # what is stopped ends when it goes on
-                await asyncio.to_thread(assert_ended, pids)
-                assert await asyncio.to_thread(nodes[0].wait, 20) == 1
-            finally:
-                await asyncio.gather(over_nodes.stop(), alone.stop())
-                await dial.close()
-
-    asyncio.run(asyncio.wait_for(scenario(), PATIENCE))
+    dial, alone = DialIn("127.0.0.1", 0, SECRET), EngineLink(launcher=LocalProcess())
+    _, port = await dial.address()
+    over_nodes = EngineLink(on_lost=lambda _link, answers: lost.extend(answers), launcher=dial)
+    with torchruns(port, per_node=tp * pp // 2) as nodes:
+        try:
+            hello = await opened(alone, spec)
+            expected = bits(await drawn(alone))
+            shared = await opened(over_nodes, replace(spec, tp=tp, pp=pp))
+            assert shared.fingerprint == hello.fingerprint
+            assert bits(await drawn(over_nodes)) == expected
+            actual = await drawn(over_nodes, at_least=10)
+            pids = {*ranks_of(nodes[0]), *ranks_of(nodes[1])}
+            lose(nodes)
+            assert await until(lambda: over_nodes.failure is not None) < seconds
+            assert lost == actual
+            assert all(len(item.token_ids) < LENGTH for answer in actual for item in answer.samples)
+            for answer in lost:
+                alone.add(answer)
+            await until(lambda: all(answer.finished for answer in actual))
+            assert bits(actual) == expected
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)  # what is stopped ends when it goes on
+            await asyncio.to_thread(assert_ended, pids)
+            assert await asyncio.to_thread(nodes[0].wait, 20) == 1
+        finally:
+            await asyncio.gather(over_nodes.stop(), alone.stop())
+            await dial.close()
 
 
 @EXHAUSTIVE
-def test_another_number_of_ranks_is_refused_and_all_of_them_end() -> None:
-    async def scenario() -> None:
-        dial = DialIn("127.0.0.1", 0, SECRET)
-        _, port = await dial.address()
-        link = EngineLink(launcher=dial)
-        with torchruns(port) as nodes:
-            try:
-                with pytest.raises(InvalidInput, match=r"needs 4 ranks \(tp=4, pp=1\), .* started 2"):
-                    await opened(link, EngineSpec(model="tiny", tp=4))
-                assert [await asyncio.to_thread(node.wait, 20) for node in nodes] == [1, 1]
-            finally:
-                await link.stop()
-                await dial.close()
-
-    asyncio.run(asyncio.wait_for(scenario(), PATIENCE))
+async def test_another_number_of_ranks_is_refused_and_all_of_them_end() -> None:
+    dial = DialIn("127.0.0.1", 0, SECRET)
+    _, port = await dial.address()
+    link = EngineLink(launcher=dial)
+    with torchruns(port) as nodes:
+        try:
+            with pytest.raises(InvalidInput, match=r"needs 4 ranks \(tp=4, pp=1\), .* started 2"):
+                await opened(link, EngineSpec(model="tiny", tp=4))
+            assert [await asyncio.to_thread(node.wait, 20) for node in nodes] == [1, 1]
+        finally:
+            await link.stop()
+            await dial.close()
 
 
 @EXHAUSTIVE
-def test_torchrun_begins_anew_and_the_answers_with_it(spec: EngineSpec) -> None:
-    async def scenario() -> None:
-        dial = DialIn("127.0.0.1", 0, SECRET)
-        _, port = await dial.address()
-        fleet = Fleet(launcher=dial, most_restarts=1)
-        with torchruns(port, max_restarts=1) as nodes:
-            try:
-                await fleet.start(replace(spec, tp=2))
-                await fleet.settled()
-                expected = bits(await drawn(fleet))
-                actual = await drawn(fleet, at_least=10)
-                killed_on_the_second_node(nodes)
-                await until(lambda: fleet.num_restarts == 1, 5.0)
-                await until(lambda: all(answer.finished for answer in actual))
-                assert bits(actual) == expected
-            finally:
-                await fleet.stop()
-
-    asyncio.run(asyncio.wait_for(scenario(), PATIENCE))
+async def test_torchrun_begins_anew_and_the_answers_with_it(spec: EngineSpec) -> None:
+    dial = DialIn("127.0.0.1", 0, SECRET)
+    _, port = await dial.address()
+    fleet = Fleet(launcher=dial, most_restarts=1)
+    with torchruns(port, max_restarts=1) as nodes:
+        try:
+            await fleet.start(replace(spec, tp=2))
+            await fleet.settled()
+            expected = bits(await drawn(fleet))
+            actual = await drawn(fleet, at_least=10)
+            killed_on_the_second_node(nodes)
+            await until(lambda: fleet.num_restarts == 1, 5.0)
+            await until(lambda: all(answer.finished for answer in actual))
+            assert bits(actual) == expected
+        finally:
+            await fleet.stop()
 
 
 @EXHAUSTIVE
 @pytest.mark.parametrize("case", ["waits for its spec", "has nothing to do", "loses its front"])
-def test_an_engine_that_is_asked_for_nothing_ends_as_well(case: str, spec: EngineSpec) -> None:
-    async def scenario() -> None:
-        dial = DialIn("127.0.0.1", 0, SECRET)
-        _, port = await dial.address()
-        link = EngineLink(launcher=dial)
-        with torchruns(port) as nodes:
-            try:
-                await link.open()
-                if case != "waits for its spec":
-                    link.start(replace(spec, tp=2))
-                    await link.settled()
-                pids = {*ranks_of(nodes[0]), *ranks_of(nodes[1])}
-                if case == "loses its front":
-                    link.kill()
-                else:
-                    killed_on_the_second_node(nodes)
-                await until(lambda: link.failure is not None, 5.0)
-                await asyncio.to_thread(assert_ended, pids)
-                assert [await asyncio.to_thread(node.wait, 20) for node in nodes] == [1, 1]
-            finally:
-                await link.stop()
-                await dial.close()
-
-    asyncio.run(asyncio.wait_for(scenario(), PATIENCE))
+async def test_an_engine_that_is_asked_for_nothing_ends_as_well(case: str, spec: EngineSpec) -> None:
+    dial = DialIn("127.0.0.1", 0, SECRET)
+    _, port = await dial.address()
+    link = EngineLink(launcher=dial)
+    with torchruns(port) as nodes:
+        try:
+            await link.open()
+            if case != "waits for its spec":
+                link.start(replace(spec, tp=2))
+                await link.settled()
+            pids = {*ranks_of(nodes[0]), *ranks_of(nodes[1])}
+            if case == "loses its front":
+                link.kill()
+            else:
+                killed_on_the_second_node(nodes)
+            await until(lambda: link.failure is not None, 5.0)
+            await asyncio.to_thread(assert_ended, pids)
+            assert [await asyncio.to_thread(node.wait, 20) for node in nodes] == [1, 1]
+        finally:
+            await link.stop()
+            await dial.close()
 
 
 @pytest.mark.parametrize(

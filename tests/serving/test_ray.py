@@ -57,23 +57,20 @@ def node_of_an_engine(cluster: Any) -> Any:
     return next(node for node in cluster.worker_nodes if node.node_id in places)
 
 
-def test_an_answer_goes_on_where_its_node_is_lost(cluster: Any) -> None:
-    async def scenario() -> None:
-        launcher = RayActors(cluster.address, module=ENGINE)
-        service = Service(fleet=functools.partial(Fleet, launcher=launcher, replicas=2, most_restarts=2))
-        async with running(service) as client:
-            tasks = [asyncio.create_task(complete(client, [5 + index])) for index in range(6)]
-            await until_drawn(service, 6, 3)
-            await asyncio.to_thread(cluster.remove_node, node_of_an_engine(cluster), allow_graceful=False)
-            for answer in await asyncio.gather(*tasks):
-                assert_whole(answer)
-            assert service.fleet.num_resumed >= 1 and sum(link.ready for link in service.fleet.links) == 1
-            cluster.add_node(**WORKER)  # in the main thread, as it sets signal handlers
-            while not all(link.ready for link in service.fleet.links):  # it takes the place that waits for room
-                await asyncio.sleep(0.05)
-            assert_whole(await complete(client, [5]))
-
-    asyncio.run(asyncio.wait_for(scenario(), 80))
+async def test_an_answer_goes_on_where_its_node_is_lost(cluster: Any) -> None:
+    launcher = RayActors(cluster.address, module=ENGINE)
+    service = Service(fleet=functools.partial(Fleet, launcher=launcher, replicas=2, most_restarts=2))
+    async with running(service) as client:
+        tasks = [asyncio.create_task(complete(client, [5 + index])) for index in range(6)]
+        await until_drawn(service, 6, 3)
+        await asyncio.to_thread(cluster.remove_node, node_of_an_engine(cluster), allow_graceful=False)
+        for answer in await asyncio.gather(*tasks):
+            assert_whole(answer)
+        assert service.fleet.num_resumed >= 1 and sum(link.ready for link in service.fleet.links) == 1
+        cluster.add_node(**WORKER)  # in the main thread, as it sets signal handlers
+        while not all(link.ready for link in service.fleet.links):  # it takes the place that waits for room
+            await asyncio.sleep(0.05)
+        assert_whole(await complete(client, [5]))
 
 
 @EXHAUSTIVE  # 26 CPU seconds, and as many of Ray's processes
@@ -108,11 +105,8 @@ def test_models_keep_their_bits_when_a_node_is_killed(cluster: Any, tmp_path: Pa
     asyncio.run(asyncio.wait_for(scenario(), 300))
 
 
-def test_without_a_cluster_it_is_said_how_to_begin_one() -> None:
-    async def scenario() -> None:
-        launcher = RayActors("127.0.0.2:1", module=ENGINE)
-        with pytest.raises(InvalidInput, match="ray start --head"):
-            await launcher.open()
-        await launcher.close()
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+async def test_without_a_cluster_it_is_said_how_to_begin_one() -> None:
+    launcher = RayActors("127.0.0.2:1", module=ENGINE)
+    with pytest.raises(InvalidInput, match="ray start --head"):
+        await launcher.open()
+    await launcher.close()

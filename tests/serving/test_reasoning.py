@@ -1,6 +1,5 @@
 """Reasoning of thinking models: apart from content and calls, on each route, whole and streamed."""
 
-import asyncio
 import functools
 import itertools
 import json
@@ -8,7 +7,7 @@ import os
 import shutil
 import signal
 import typing
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -143,10 +142,6 @@ async def served(family: Transcript, text: str, **options: Any) -> AsyncIterator
         await service.stop()
 
 
-def run(scenario: Callable[[], Any]) -> None:
-    asyncio.run(asyncio.wait_for(scenario(), 30))
-
-
 def merged(pieces: list[Piece]) -> list[Piece]:
     """Pieces with neighbors of one kind joined."""
     actual: list[Piece] = []
@@ -225,15 +220,12 @@ def test_reasoning_ends_at_its_marker(parser: str, text: str, begun: bool, expec
 
 
 @pytest.mark.parametrize("parser", [parser for parser in PARSERS.values() if parser.assumed], ids=lambda p: p.name)
-def test_assumed_reasoning_needs_no_marker(parser: Any) -> None:
+async def test_assumed_reasoning_needs_no_marker(parser: Any) -> None:
     family = Transcript(parser.name, "{{ messages[0].content }}", f"{REASONING}</think>{CONTENT}", None)
 
-    async def scenario() -> None:
-        async with served(family, family.text, reasoning_parser=parser.name) as http:
-            message = (await chat(http))["choices"][0]["message"]
-            assert (message["reasoning"], message["content"]) == (REASONING, CONTENT)
-
-    run(scenario)
+    async with served(family, family.text, reasoning_parser=parser.name) as http:
+        message = (await chat(http))["choices"][0]["message"]
+        assert (message["reasoning"], message["content"]) == (REASONING, CONTENT)
 
 
 async def chat(http: httpx.AsyncClient, **requested: Any) -> dict[str, Any]:
@@ -261,7 +253,7 @@ TRANSCRIPTS = [(name, tools) for name, each in FAMILIES.items() for tools in (Fa
 
 
 @pytest.mark.parametrize(("name", "tools"), TRANSCRIPTS)
-def test_openai_client_gets_reasoning_apart(name: str, tools: bool) -> None:
+async def test_openai_client_gets_reasoning_apart(name: str, tools: bool) -> None:
     family = FAMILIES[name]
     text = family.call if tools else family.text
     assert text is not None
@@ -270,68 +262,62 @@ def test_openai_client_gets_reasoning_apart(name: str, tools: bool) -> None:
     if tools:
         requested["tools"] = [{"type": "function", "function": ADD}]
 
-    async def scenario() -> None:
-        async with served(family, text) as http:
-            client = openai.AsyncOpenAI(base_url="http://test/v1", api_key="none", http_client=http)
-            whole = await client.chat.completions.create(**requested, extra_body=body)
-            message = whole.choices[0].message
-            assert message.reasoning == message.reasoning_content == REASONING
-            assert message.content == (None if tools else CONTENT)
-            assert [call.function.arguments for call in message.tool_calls or ()] == ['{"a": 1}'] * tools
-            usage = whole.usage
-            assert 0 < usage.completion_tokens_details.reasoning_tokens < usage.completion_tokens
-            options = {"stream": True, "stream_options": {"include_usage": True}, "extra_body": body}
-            chunks = [chunk async for chunk in await client.chat.completions.create(**requested, **options)]
-            deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
-            for field, expected in (("reasoning", REASONING), ("reasoning_content", REASONING),
-                                    ("content", "" if tools else CONTENT)):  # fmt: skip
-                assert "".join(getattr(delta, field, None) or "" for delta in deltas) == expected
-            calls = [call for delta in deltas for call in delta.tool_calls or ()]
-            assert "".join(call.function.arguments for call in calls) == '{"a": 1}' * tools
-            assert chunks[-1].usage.completion_tokens_details == usage.completion_tokens_details
-            finish = [choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason]
-            assert finish == [whole.choices[0].finish_reason] == ["tool_calls" if tools else "stop"]
+    async with served(family, text) as http:
+        client = openai.AsyncOpenAI(base_url="http://test/v1", api_key="none", http_client=http)
+        whole = await client.chat.completions.create(**requested, extra_body=body)
+        message = whole.choices[0].message
+        assert message.reasoning == message.reasoning_content == REASONING
+        assert message.content == (None if tools else CONTENT)
+        assert [call.function.arguments for call in message.tool_calls or ()] == ['{"a": 1}'] * tools
+        usage = whole.usage
+        assert 0 < usage.completion_tokens_details.reasoning_tokens < usage.completion_tokens
+        options = {"stream": True, "stream_options": {"include_usage": True}, "extra_body": body}
+        chunks = [chunk async for chunk in await client.chat.completions.create(**requested, **options)]
+        deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
+        for field, expected in (("reasoning", REASONING), ("reasoning_content", REASONING),
+                                ("content", "" if tools else CONTENT)):  # fmt: skip
+            assert "".join(getattr(delta, field, None) or "" for delta in deltas) == expected
+        calls = [call for delta in deltas for call in delta.tool_calls or ()]
+        assert "".join(call.function.arguments for call in calls) == '{"a": 1}' * tools
+        assert chunks[-1].usage.completion_tokens_details == usage.completion_tokens_details
+        finish = [choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason]
+        assert finish == [whole.choices[0].finish_reason] == ["tool_calls" if tools else "stop"]
 
-            response = await client.responses.create(model="scripted", input="x", extra_body=body | ({
-                "tools": [{"type": "function", **ADD}]} if tools else {}))  # fmt: skip
-            reasoning, other = response.output
-            assert reasoning.type == "reasoning" and [part.text for part in reasoning.content] == [REASONING]
-            assert other.type == ("function_call" if tools else "message")
-            assert tools or other.content[0].text == CONTENT
-            details = response.usage.output_tokens_details
-            assert details.reasoning_tokens == usage.completion_tokens_details.reasoning_tokens
-
-    run(scenario)
+        response = await client.responses.create(model="scripted", input="x", extra_body=body | ({
+            "tools": [{"type": "function", **ADD}]} if tools else {}))  # fmt: skip
+        reasoning, other = response.output
+        assert reasoning.type == "reasoning" and [part.text for part in reasoning.content] == [REASONING]
+        assert other.type == ("function_call" if tools else "message")
+        assert tools or other.content[0].text == CONTENT
+        details = response.usage.output_tokens_details
+        assert details.reasoning_tokens == usage.completion_tokens_details.reasoning_tokens
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_responses_stream_has_reasoning_items(name: str) -> None:
+async def test_responses_stream_has_reasoning_items(name: str) -> None:
     family = FAMILIES[name]
 
-    async def scenario() -> None:
-        async with served(family, family.text) as http:
-            client = openai.AsyncOpenAI(base_url="http://test/v1", api_key="none", http_client=http)
-            more = {"chat_template_kwargs": {"thinking": True}, "include": ["message.output_text.logprobs"]}
-            events = []
-            async with client.responses.stream(model="scripted", input="x", extra_body=more) as stream:
-                async for event in stream:
-                    events.append(event)
-                final = await stream.get_final_response()
-            deltas = {kind: "".join(event.delta for event in events if event.type == kind)
-                      for kind in ("response.reasoning_text.delta", "response.output_text.delta")}  # fmt: skip
-            assert list(deltas.values()) == [REASONING, CONTENT]
-            done = [event.text for event in events if event.type == "response.reasoning_text.done"]
-            assert done == [REASONING] and final.output[0].content[0].text == REASONING
-            shown = final.output[1].content[0]
-            assert shown.text == CONTENT and "".join(entry.token for entry in shown.logprobs).endswith(CONTENT[-4:])
-            again = await client.responses.retrieve(final.id)
-            assert again.output[0] == final.output[0] and again.output[1].content[0].text == CONTENT
-
-    run(scenario)
+    async with served(family, family.text) as http:
+        client = openai.AsyncOpenAI(base_url="http://test/v1", api_key="none", http_client=http)
+        more = {"chat_template_kwargs": {"thinking": True}, "include": ["message.output_text.logprobs"]}
+        events = []
+        async with client.responses.stream(model="scripted", input="x", extra_body=more) as stream:
+            async for event in stream:
+                events.append(event)
+            final = await stream.get_final_response()
+        deltas = {kind: "".join(event.delta for event in events if event.type == kind)
+                  for kind in ("response.reasoning_text.delta", "response.output_text.delta")}  # fmt: skip
+        assert list(deltas.values()) == [REASONING, CONTENT]
+        done = [event.text for event in events if event.type == "response.reasoning_text.done"]
+        assert done == [REASONING] and final.output[0].content[0].text == REASONING
+        shown = final.output[1].content[0]
+        assert shown.text == CONTENT and "".join(entry.token for entry in shown.logprobs).endswith(CONTENT[-4:])
+        again = await client.responses.retrieve(final.id)
+        assert again.output[0] == final.output[0] and again.output[1].content[0].text == CONTENT
 
 
 @pytest.mark.parametrize(("name", "tools"), TRANSCRIPTS)
-def test_anthropic_client_gets_thinking_blocks(name: str, tools: bool) -> None:
+async def test_anthropic_client_gets_thinking_blocks(name: str, tools: bool) -> None:
     family = FAMILIES[name]
     text = family.call if tools else family.text
     assert text is not None
@@ -340,102 +326,87 @@ def test_anthropic_client_gets_thinking_blocks(name: str, tools: bool) -> None:
     if tools:
         requested["tools"] = [{"name": "add", "input_schema": ADD["parameters"]}]
 
-    async def scenario() -> None:
-        async with served(family, text) as http:
-            app = http._transport.app
-            element = httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://test", timeout=30)
-            client = anthropic.AsyncAnthropic(base_url="http://test", api_key="none", http_client=element)
-            whole = await client.messages.create(**requested)
-            async with client.messages.stream(**requested) as stream:
-                streamed = await stream.get_final_message()
-            for message in (whole, streamed):
-                thinking, other = message.content
-                assert (thinking.type, thinking.thinking) == ("thinking", REASONING) and thinking.signature
-                assert other.input == {"a": 1} if tools else other.text == CONTENT
-                assert 0 < message.usage.output_tokens_details.thinking_tokens < message.usage.output_tokens
-            assert (streamed.content[0], streamed.stop_reason) == (whole.content[0], whole.stop_reason)
-            history = [*USER, {"role": "assistant", "content": [block.model_dump() for block in whole.content]}]
-            if not tools:
-                sizes = [
-                    (await client.messages.count_tokens(model="scripted", messages=[*messages, *USER])).input_tokens
-                    for messages in (history, [*USER, {"role": "assistant", "content": CONTENT}])
-                ]
-                assert sizes[0] > sizes[1] or "deepseek r1" in name  # whose template drops it
-
-    run(scenario)
+    async with served(family, text) as http:
+        app = http._transport.app
+        element = httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://test", timeout=30)
+        client = anthropic.AsyncAnthropic(base_url="http://test", api_key="none", http_client=element)
+        whole = await client.messages.create(**requested)
+        async with client.messages.stream(**requested) as stream:
+            streamed = await stream.get_final_message()
+        for message in (whole, streamed):
+            thinking, other = message.content
+            assert (thinking.type, thinking.thinking) == ("thinking", REASONING) and thinking.signature
+            assert other.input == {"a": 1} if tools else other.text == CONTENT
+            assert 0 < message.usage.output_tokens_details.thinking_tokens < message.usage.output_tokens
+        assert (streamed.content[0], streamed.stop_reason) == (whole.content[0], whole.stop_reason)
+        history = [*USER, {"role": "assistant", "content": [block.model_dump() for block in whole.content]}]
+        if not tools:
+            sizes = [
+                (await client.messages.count_tokens(model="scripted", messages=[*messages, *USER])).input_tokens
+                for messages in (history, [*USER, {"role": "assistant", "content": CONTENT}])
+            ]
+            assert sizes[0] > sizes[1] or "deepseek r1" in name  # whose template drops it
 
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.off is not None])
-def test_switched_off_answers_are_content(name: str) -> None:
+async def test_switched_off_answers_are_content(name: str) -> None:
     family = FAMILIES[name]
 
-    async def scenario() -> None:
-        async with served(family, CONTENT) as http:
-            answer = await chat(http, chat_template_kwargs=family.off)
-            message = answer["choices"][0]["message"]
-            assert message["content"] == CONTENT and "reasoning" not in message
-            requested = {"messages": USER, "max_tokens": 99, "thinking": {"type": "disabled"}}
-            [block] = (await http.post("/v1/messages", json=requested)).json()["content"]
-            assert block == {"type": "text", "text": CONTENT}
-
-    run(scenario)
+    async with served(family, CONTENT) as http:
+        answer = await chat(http, chat_template_kwargs=family.off)
+        message = answer["choices"][0]["message"]
+        assert message["content"] == CONTENT and "reasoning" not in message
+        requested = {"messages": USER, "max_tokens": 99, "thinking": {"type": "disabled"}}
+        [block] = (await http.post("/v1/messages", json=requested)).json()["content"]
+        assert block == {"type": "text", "text": CONTENT}
 
 
-def test_reasoning_is_left_out_or_unparsed_on_request() -> None:
+async def test_reasoning_is_left_out_or_unparsed_on_request() -> None:
     family = FAMILIES["qwen3"]
 
-    async def scenario() -> None:
-        async with served(family, family.text) as http:
-            answer = await chat(http, include_reasoning=False)
-            message = answer["choices"][0]["message"]
-            assert message["content"] == CONTENT and "reasoning" not in message
-            requested = {"messages": USER, "include_reasoning": False, "stream": True}
-            stream = await http.post("/v1/chat/completions", json=requested)
-            assert "reasoning" not in stream.text
-        async with served(family, family.text, reasoning_parser="none") as http:
-            assert (await chat(http))["choices"][0]["message"]["content"] == family.text
-
-    run(scenario)
+    async with served(family, family.text) as http:
+        answer = await chat(http, include_reasoning=False)
+        message = answer["choices"][0]["message"]
+        assert message["content"] == CONTENT and "reasoning" not in message
+        requested = {"messages": USER, "include_reasoning": False, "stream": True}
+        stream = await http.post("/v1/chat/completions", json=requested)
+        assert "reasoning" not in stream.text
+    async with served(family, family.text, reasoning_parser="none") as http:
+        assert (await chat(http))["choices"][0]["message"]["content"] == family.text
 
 
-def test_reasoning_cut_by_its_length_has_no_content() -> None:
+async def test_reasoning_cut_by_its_length_has_no_content() -> None:
     family = FAMILIES["qwen3 thinking"]
 
-    async def scenario() -> None:
-        async with served(family, family.text) as http:
-            answer = await chat(http, max_tokens=4)
-            choice, usage = answer["choices"][0], answer["usage"]
-            assert choice["finish_reason"] == "length" and choice["message"]["content"] is None
-            assert REASONING.startswith(choice["message"]["reasoning"])
-            assert usage["completion_tokens_details"]["reasoning_tokens"] == usage["completion_tokens"] == 4
-            response = (await http.post("/v1/responses", json={"input": "x", "max_output_tokens": 4})).json()
-            assert response["status"] == "incomplete" and [item["type"] for item in response["output"]] == ["reasoning"]
-
-    run(scenario)
+    async with served(family, family.text) as http:
+        answer = await chat(http, max_tokens=4)
+        choice, usage = answer["choices"][0], answer["usage"]
+        assert choice["finish_reason"] == "length" and choice["message"]["content"] is None
+        assert REASONING.startswith(choice["message"]["reasoning"])
+        assert usage["completion_tokens_details"]["reasoning_tokens"] == usage["completion_tokens"] == 4
+        response = (await http.post("/v1/responses", json={"input": "x", "max_output_tokens": 4})).json()
+        assert response["status"] == "incomplete" and [item["type"] for item in response["output"]] == ["reasoning"]
 
 
-def test_conversation_continues_with_its_reasoning() -> None:
+async def test_conversation_continues_with_its_reasoning() -> None:
     family = FAMILIES["qwen3"]
 
-    async def scenario() -> None:
-        async with served(family, family.text) as http:
-            first = (await http.post("/v1/responses", json={"input": "x"})).json()
-            sizes = []
-            for before in (
-                {"previous_response_id": first["id"], "input": "y"},
-                {"input": [*USER, *first["output"], {"role": "user", "content": "y"}]},
-                {"input": [*USER, first["output"][1], {"role": "user", "content": "y"}]},
-            ):
-                answer = await http.post("/v1/responses", json=before)
-                assert answer.status_code == 200, answer.text
-                sizes.append(answer.json()["usage"]["input_tokens"])
-            assert sizes[0] == sizes[1] > sizes[2]
-            for field in ("reasoning", "reasoning_content"):
-                before = {"role": "assistant", "content": CONTENT, field: REASONING}
-                history = [*USER, before, {"role": "user", "content": "y"}]
-                assert (await chat(http, messages=history))["usage"]["prompt_tokens"] == sizes[0]
-
-    run(scenario)
+    async with served(family, family.text) as http:
+        first = (await http.post("/v1/responses", json={"input": "x"})).json()
+        sizes = []
+        for before in (
+            {"previous_response_id": first["id"], "input": "y"},
+            {"input": [*USER, *first["output"], {"role": "user", "content": "y"}]},
+            {"input": [*USER, first["output"][1], {"role": "user", "content": "y"}]},
+        ):
+            answer = await http.post("/v1/responses", json=before)
+            assert answer.status_code == 200, answer.text
+            sizes.append(answer.json()["usage"]["input_tokens"])
+        assert sizes[0] == sizes[1] > sizes[2]
+        for field in ("reasoning", "reasoning_content"):
+            before = {"role": "assistant", "content": CONTENT, field: REASONING}
+            history = [*USER, before, {"role": "user", "content": "y"}]
+            assert (await chat(http, messages=history))["usage"]["prompt_tokens"] == sizes[0]
 
 
 @functools.cache
@@ -537,38 +508,32 @@ async def by_every_client(http: httpx.AsyncClient, budget: int, **requested: Any
 
 
 @pytest.mark.parametrize("name", BUDGETED)
-def test_budget_ends_the_reasoning(name: str) -> None:
+async def test_budget_ends_the_reasoning(name: str) -> None:
     family = FAMILIES[name]
 
-    async def scenario() -> None:
-        async with served(family, family.text) as http:
-            tokenizer = Tokenizer.from_str(hello_of(family.markers, family.added).tokenizer)
-            thoughts = tokenizer.encode(REASONING, add_special_tokens=False).ids
-            for budget in (0, 1, 3, len(thoughts), 1 << 40):
-                kept = tokenizer.decode(thoughts[:budget], skip_special_tokens=False)
-                assert await by_every_client(http, budget) == [(kept, CONTENT)] * 5
-            answer = await chat(http, thinking_token_budget=3, chat_template_kwargs={"thinking": True})
-            assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] <= 3 + 4  # and the markers
-
-    run(scenario)
+    async with served(family, family.text) as http:
+        tokenizer = Tokenizer.from_str(hello_of(family.markers, family.added).tokenizer)
+        thoughts = tokenizer.encode(REASONING, add_special_tokens=False).ids
+        for budget in (0, 1, 3, len(thoughts), 1 << 40):
+            kept = tokenizer.decode(thoughts[:budget], skip_special_tokens=False)
+            assert await by_every_client(http, budget) == [(kept, CONTENT)] * 5
+        answer = await chat(http, thinking_token_budget=3, chat_template_kwargs={"thinking": True})
+        assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] <= 3 + 4  # and the markers
 
 
 @pytest.mark.parametrize("name", [name for name, tools in TRANSCRIPTS if tools and name != "gpt-oss"])
-def test_calls_are_forced_after_the_budget(name: str) -> None:
+async def test_calls_are_forced_after_the_budget(name: str) -> None:
     family = FAMILIES[name]
     tools = [{"type": "function", "function": ADD | {"strict": True}}]
 
-    async def scenario() -> None:
-        async with served(family, family.call) as http:
-            for choice in ("required", "auto"):
-                for budget in (2, None):
-                    requested = {"tools": tools, "tool_choice": choice, "thinking_token_budget": budget}
-                    message = (await chat(http, **requested))["choices"][0]["message"]
-                    assert [json.loads(call["function"]["arguments"]) for call in message["tool_calls"]] == [{"a": 1}]
-                    assert REASONING.startswith(message["reasoning"]) is True
-                    assert (message["reasoning"] == REASONING) is (budget is None)
-
-    run(scenario)
+    async with served(family, family.call) as http:
+        for choice in ("required", "auto"):
+            for budget in (2, None):
+                requested = {"tools": tools, "tool_choice": choice, "thinking_token_budget": budget}
+                message = (await chat(http, **requested))["choices"][0]["message"]
+                assert [json.loads(call["function"]["arguments"]) for call in message["tool_calls"]] == [{"a": 1}]
+                assert REASONING.startswith(message["reasoning"]) is True
+                assert (message["reasoning"] == REASONING) is (budget is None)
 
 
 @given(data=st.data(), kind=st.sampled_from(["added", "special"]), begun=st.booleans(), budget=st.integers(0, 5))
@@ -589,50 +554,42 @@ def test_budget_forbids_nothing_before_it_is_used_up(data: st.DataObject, kind: 
         matcher.append(token)
 
 
-def test_budgets_that_cannot_be_kept_are_refused() -> None:
+async def test_budgets_that_cannot_be_kept_are_refused() -> None:
     async def refusal(http: httpx.AsyncClient, path: str, **requested: Any) -> str:
         answer = await http.post(path, json=requested)
         assert answer.status_code == 400, answer.text
         return answer.json()["error"]["message"]
 
-    async def scenario() -> None:
-        chats, messages = "/v1/chat/completions", "/v1/messages"
-        requested = {"messages": USER, "thinking_token_budget": 3}
-        async with served(FAMILIES["olmo 3"], "a") as http:
-            assert "<think> is one token" in await refusal(http, chats, **requested)
-            assert (await http.post(chats, json=requested | {"thinking_token_budget": None})).status_code == 200
-        async with served(FAMILIES["qwen3"], "a") as http:
-            assert "thinking_token_budget" in await refusal(http, chats, **requested | {"thinking_token_budget": -1})
-            assert "thinking_token_budget" in await refusal(
-                http, "/v1/completions", prompt="a", thinking_token_budget=3
-            )
-            for thinking in ({"type": "disabled", "budget_tokens": 3}, {"type": "adaptive", "budget_tokens": 3}):
-                given = {"messages": USER, "max_tokens": 9, "thinking": thinking}
-                assert 'budget_tokens requires the type "enabled"' in await refusal(http, messages, **given)
-            off = requested | {"chat_template_kwargs": FAMILIES["qwen3"].off}
-            assert (await http.post(chats, json=off)).status_code == 200
-        async with served(FAMILIES["qwen3"], "a", reasoning_parser="none") as http:
-            assert "--reasoning-parser" in await refusal(http, chats, **requested)
-
-    run(scenario)
+    chats, messages = "/v1/chat/completions", "/v1/messages"
+    requested = {"messages": USER, "thinking_token_budget": 3}
+    async with served(FAMILIES["olmo 3"], "a") as http:
+        assert "<think> is one token" in await refusal(http, chats, **requested)
+        assert (await http.post(chats, json=requested | {"thinking_token_budget": None})).status_code == 200
+    async with served(FAMILIES["qwen3"], "a") as http:
+        assert "thinking_token_budget" in await refusal(http, chats, **requested | {"thinking_token_budget": -1})
+        assert "thinking_token_budget" in await refusal(http, "/v1/completions", prompt="a", thinking_token_budget=3)
+        for thinking in ({"type": "disabled", "budget_tokens": 3}, {"type": "adaptive", "budget_tokens": 3}):
+            given = {"messages": USER, "max_tokens": 9, "thinking": thinking}
+            assert 'budget_tokens requires the type "enabled"' in await refusal(http, messages, **given)
+        off = requested | {"chat_template_kwargs": FAMILIES["qwen3"].off}
+        assert (await http.post(chats, json=off)).status_code == 200
+    async with served(FAMILIES["qwen3"], "a", reasoning_parser="none") as http:
+        assert "--reasoning-parser" in await refusal(http, chats, **requested)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_stop_strings_are_those_of_the_content(name: str) -> None:
+async def test_stop_strings_are_those_of_the_content(name: str) -> None:
     family = FAMILIES[name]
 
-    async def scenario() -> None:
-        async with served(family, family.text) as http:
-            budget = {"thinking_token_budget": 1 << 20} if name in BUDGETED else {}
-            budget["chat_template_kwargs"] = {"thinking": True}
-            for stop, content in ((" is", CONTENT.partition(" is")[0]), ("One", CONTENT)):
-                message = (await chat(http, stop=stop, **budget))["choices"][0]["message"]
-                assert (message["reasoning"], message["content"]) == (REASONING, content)
-                if name in BUDGETED:
-                    actual = await by_every_client(http, 1 << 20, stop=[stop])
-                    assert actual == [(REASONING, content)] * 5
-
-    run(scenario)
+    async with served(family, family.text) as http:
+        budget = {"thinking_token_budget": 1 << 20} if name in BUDGETED else {}
+        budget["chat_template_kwargs"] = {"thinking": True}
+        for stop, content in ((" is", CONTENT.partition(" is")[0]), ("One", CONTENT)):
+            message = (await chat(http, stop=stop, **budget))["choices"][0]["message"]
+            assert (message["reasoning"], message["content"]) == (REASONING, content)
+            if name in BUDGETED:
+                actual = await by_every_client(http, 1 << 20, stop=[stop])
+                assert actual == [(REASONING, content)] * 5
 
 
 def read(lines: Iterator[str]) -> tuple[str, str, str]:
@@ -693,18 +650,15 @@ def test_thinking_answer_survives_kills_and_replays(tools: bool, folder: Path, t
         server.process.wait()
 
 
-def test_other_grammars_after_reasoning_are_refused() -> None:
+async def test_other_grammars_after_reasoning_are_refused() -> None:
     requested = {"messages": USER, "structured_outputs": {"grammar": 'start: "a"'}}
 
-    async def scenario() -> None:
-        family = FAMILIES["qwen3"]
-        async with served(family, "a") as http:
-            answer = await http.post("/v1/chat/completions", json=requested)
-            assert answer.status_code == 400 and "after reasoning is not supported" in answer.text
-            off = requested | {"chat_template_kwargs": family.off}
-            assert (await http.post("/v1/chat/completions", json=off)).status_code == 200
-        async with served(FAMILIES["gpt-oss"], "a") as http:
-            answer = await http.post("/v1/chat/completions", json=requested | {"structured_outputs": {"json": {}}})
-            assert answer.status_code == 400 and "gpt-oss" in answer.text
-
-    run(scenario)
+    family = FAMILIES["qwen3"]
+    async with served(family, "a") as http:
+        answer = await http.post("/v1/chat/completions", json=requested)
+        assert answer.status_code == 400 and "after reasoning is not supported" in answer.text
+        off = requested | {"chat_template_kwargs": family.off}
+        assert (await http.post("/v1/chat/completions", json=off)).status_code == 200
+    async with served(FAMILIES["gpt-oss"], "a") as http:
+        answer = await http.post("/v1/chat/completions", json=requested | {"structured_outputs": {"json": {}}})
+        assert answer.status_code == 400 and "gpt-oss" in answer.text

@@ -45,7 +45,9 @@ async def answers(client: httpx.AsyncClient, **fields: Any) -> dict[str, httpx.R
 
 
 @pytest.mark.parametrize("level", ["off", "hashes", "tokens"])
-def test_another_model_serves_a_record_as_it_is(level: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_another_model_serves_a_record_as_it_is(
+    level: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Under the first server's fingerprint and name, with its receipt or none, and nothing is signed or logged.
 
     Also where the server's chat template writes calls in another way, takes no tools, or there is none.
@@ -55,38 +57,35 @@ def test_another_model_serves_a_record_as_it_is(level: Any, tmp_path: Path, monk
     monkeypatch.setenv("SCRIPTED_TEXT", CALL)
     shows = {} if level == "off" else {"receipt": True}
 
-    async def scenario() -> None:
-        model.write_text("a")
-        issuer = Issuer(level)
-        async with keeping(path, chat_template=TEMPLATE, name="first", receipts=issuer) as (service, client):
-            first = await answers(client, **shows)
-            fingerprint, made = service.hello.fingerprint, issuer
-        model.write_text("b")
-        log = ReceiptLog(tmp_path / "log")
-        issuer = Issuer("tokens", write_key_pair(tmp_path / "key"), log)
-        for template in (MISTRAL, PLAIN, None) if level == "tokens" else (MISTRAL,):
-            async with keeping(path, chat_template=template, name="second", receipts=issuer) as (service, client):
-                assert service.hello.fingerprint != fingerprint
-                for _ in range(2):
-                    again = await answers(client, **shows)
-                    assert {name: item.content for name, item in again.items()} == {
-                        name: item.content for name, item in first.items()
-                    }
-                for name, item in again.items():
-                    body = item.json()
-                    assert body["model"] == "first" and body["system_fingerprint"] == fingerprint, name
-                    assert item.headers.get("x-detcompile-receipt") == first[name].headers.get("x-detcompile-receipt")
-                    receipt = await client.get(f"/v1/receipts/{body['id']}")
-                    assert receipt.status_code == (404 if level == "off" else 200)
-                    assert level == "off" or receipt.content == made.find("", body["id"])
-                assert log.place.index == 0 and next(service._numbers) == 0, "nothing was drawn, signed or logged"
-        calls = first["tools"].json()["choices"][0]["message"]["tool_calls"]
-        assert json.loads(calls[0]["function"]["arguments"]) == {"a": 1}
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+    model.write_text("a")
+    issuer = Issuer(level)
+    async with keeping(path, chat_template=TEMPLATE, name="first", receipts=issuer) as (service, client):
+        first = await answers(client, **shows)
+        fingerprint, made = service.hello.fingerprint, issuer
+    model.write_text("b")
+    log = ReceiptLog(tmp_path / "log")
+    issuer = Issuer("tokens", write_key_pair(tmp_path / "key"), log)
+    for template in (MISTRAL, PLAIN, None) if level == "tokens" else (MISTRAL,):
+        async with keeping(path, chat_template=template, name="second", receipts=issuer) as (service, client):
+            assert service.hello.fingerprint != fingerprint
+            for _ in range(2):
+                again = await answers(client, **shows)
+                assert {name: item.content for name, item in again.items()} == {
+                    name: item.content for name, item in first.items()
+                }
+            for name, item in again.items():
+                body = item.json()
+                assert body["model"] == "first" and body["system_fingerprint"] == fingerprint, name
+                assert item.headers.get("x-detcompile-receipt") == first[name].headers.get("x-detcompile-receipt")
+                receipt = await client.get(f"/v1/receipts/{body['id']}")
+                assert receipt.status_code == (404 if level == "off" else 200)
+                assert level == "off" or receipt.content == made.find("", body["id"])
+            assert log.place.index == 0 and next(service._numbers) == 0, "nothing was drawn, signed or logged"
+    calls = first["tools"].json()["choices"][0]["message"]["tool_calls"]
+    assert json.loads(calls[0]["function"]["arguments"]) == {"a": 1}
 
 
-def test_a_record_that_is_damaged_or_of_another_model_is_refused(
+async def test_a_record_that_is_damaged_or_of_another_model_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An open one by every part, one that has ended by the parts that its reply depends on."""
@@ -102,31 +101,28 @@ def test_a_record_that_is_damaged_or_of_another_model_is_refused(
         assert answer.status_code == 409 and answer.json()["error"]["code"] == "fingerprint_changed"
         assert answer.headers["x-should-retry"] == "false" and f"differ in {part}." in answer.json()["error"]["message"]
 
-    async def scenario() -> None:
-        model.write_text("a")
-        async with keeping(path) as (service, client):
-            for key in ("ended", "damaged"):
-                assert (await ask(client, key)).status_code == 200
-            begun = asyncio.create_task(ask(client, "open"))
-            await until_drawn(service, 1, 5)
-        assert (await begun).status_code == 503
-        with contextlib.closing(sqlite3.connect(path)) as file:
-            file.execute("UPDATE requests SET created = created + 1 WHERE key = 'damaged'")
-            file.commit()
-        model.write_text("b")
-        async with keeping(path) as (service, client):
-            damaged = await ask(client, "damaged")
-            assert damaged.status_code == 503 and damaged.json()["error"]["code"] == "record_damaged"
-            assert damaged.headers["x-should-retry"] == "false"
-            await refused(client, "open", "weights")
-            assert (await ask(client, "ended")).status_code == 200
-            for part in ("tokenizer", "special_tokens", "max_context"):
-                whole = service.model
-                service.model = msgspec.structs.replace(whole, parts=whole.parts | {part: "another"})
-                await refused(client, "ended", part)
-                service.model = whole
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+    model.write_text("a")
+    async with keeping(path) as (service, client):
+        for key in ("ended", "damaged"):
+            assert (await ask(client, key)).status_code == 200
+        begun = asyncio.create_task(ask(client, "open"))
+        await until_drawn(service, 1, 5)
+    assert (await begun).status_code == 503
+    with contextlib.closing(sqlite3.connect(path)) as file:
+        file.execute("UPDATE requests SET created = created + 1 WHERE key = 'damaged'")
+        file.commit()
+    model.write_text("b")
+    async with keeping(path) as (service, client):
+        damaged = await ask(client, "damaged")
+        assert damaged.status_code == 503 and damaged.json()["error"]["code"] == "record_damaged"
+        assert damaged.headers["x-should-retry"] == "false"
+        await refused(client, "open", "weights")
+        assert (await ask(client, "ended")).status_code == 200
+        for part in ("tokenizer", "special_tokens", "max_context"):
+            whole = service.model
+            service.model = msgspec.structs.replace(whole, parts=whole.parts | {part: "another"})
+            await refused(client, "ended", part)
+            service.model = whole
 
 
 def test_open_record_goes_on_under_other_sources_of_its_bits_version() -> None:

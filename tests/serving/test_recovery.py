@@ -43,25 +43,22 @@ async def until_drawn(service: Service, count: int, num_tokens: int) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize(("replicas", "spare"), [(1, False), (1, True), (2, False)])
-def test_an_answer_goes_on_where_its_engine_is_lost(number: int, replicas: int, spare: bool) -> None:
-    async def scenario() -> None:
-        service = scripted(replicas=replicas, spare=spare, most_restarts=1)
-        async with running(service) as client:
-            tasks = [asyncio.create_task(complete(client, [5 + index])) for index in range(6)]
-            await until_drawn(service, 6, 3)
-            lost = service.fleet.links[0].pid
-            os.kill(lost, number)
-            later = asyncio.create_task(complete(client, [4]))
-            for answer in await asyncio.gather(*tasks, later):
-                assert_whole(answer)
-            while service.fleet.num_restarts < 1 or not service.fleet.links[0].ready:
-                await asyncio.sleep(0.01)
-            assert service.fleet.links[0].pid != lost
-            text = (await client.get("/metrics")).text
-            assert "detcompile:engine_restarts_total 1.0" in text and "answers_resumed_total 0.0" not in text
-            assert (await client.get("/ready")).status_code == 200
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+async def test_an_answer_goes_on_where_its_engine_is_lost(number: int, replicas: int, spare: bool) -> None:
+    service = scripted(replicas=replicas, spare=spare, most_restarts=1)
+    async with running(service) as client:
+        tasks = [asyncio.create_task(complete(client, [5 + index])) for index in range(6)]
+        await until_drawn(service, 6, 3)
+        lost = service.fleet.links[0].pid
+        os.kill(lost, number)
+        later = asyncio.create_task(complete(client, [4]))
+        for answer in await asyncio.gather(*tasks, later):
+            assert_whole(answer)
+        while service.fleet.num_restarts < 1 or not service.fleet.links[0].ready:
+            await asyncio.sleep(0.01)
+        assert service.fleet.links[0].pid != lost
+        text = (await client.get("/metrics")).text
+        assert "detcompile:engine_restarts_total 1.0" in text and "answers_resumed_total 0.0" not in text
+        assert (await client.get("/ready")).status_code == 200
 
 
 def test_a_lost_engine_is_noticed_soon() -> None:
@@ -78,44 +75,38 @@ def test_a_lost_engine_is_noticed_soon() -> None:
     asyncio.run(scenario(signal.SIGSTOP, 3.0))  # 0.6 s there
 
 
-def test_a_server_is_not_ready_while_no_engine_serves() -> None:
-    async def scenario() -> None:
-        service = scripted(most_restarts=1)
-        async with running(service) as client:
-            os.kill(service.fleet.links[0].pid, signal.SIGKILL)
-            while service.fleet.num_restarts == 0:
-                await asyncio.sleep(0.005)
-            assert (await client.get("/ready")).status_code == 503
-            assert (await client.get("/health")).status_code == 200
-            assert_whole(await complete(client, [5]))  # it waits for the engine
-            assert (await client.get("/ready")).status_code == 200
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+async def test_a_server_is_not_ready_while_no_engine_serves() -> None:
+    service = scripted(most_restarts=1)
+    async with running(service) as client:
+        os.kill(service.fleet.links[0].pid, signal.SIGKILL)
+        while service.fleet.num_restarts == 0:
+            await asyncio.sleep(0.005)
+        assert (await client.get("/ready")).status_code == 503
+        assert (await client.get("/health")).status_code == 200
+        assert_whole(await complete(client, [5]))  # it waits for the engine
+        assert (await client.get("/ready")).status_code == 200
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_a_request_that_kills_engines_ends_alone(replicas: int) -> None:
-    async def scenario() -> None:
-        service = scripted(replicas=replicas, most_restarts=5)
-        async with running(service) as client:
-            others = [asyncio.create_task(complete(client, [5 + index])) for index in range(4)]
-            await until_drawn(service, 4, 1)
-            poisoned = await complete(client, [7, POISON])
-            assert poisoned.status_code == 500, poisoned.text
-            assert "served this request alone" in poisoned.json()["error"]["message"]
-            for answer in await asyncio.gather(*others):
-                assert_whole(answer)
-            assert_whole(await complete(client, [5]))
-            assert service.fleet.num_restarts == 4  # twice among others, twice alone
-            poison: list[Any] = [7, POISON]
-            for prompt, options in ((poison, {}), (poison, {"seed": 8, "stream": True}), ([[5], poison], {})):
-                refused = await complete(client, prompt, **options)  # as clients do by themselves
-                assert refused.status_code == 500 and "not tried again for 10 minutes" in refused.text
-                assert refused.headers["x-should-retry"] == poisoned.headers["x-should-retry"] == "false"
-            assert service.fleet.num_restarts == 4 and not service.open
-            assert_whole(await complete(client, [7, 5]))
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+async def test_a_request_that_kills_engines_ends_alone(replicas: int) -> None:
+    service = scripted(replicas=replicas, most_restarts=5)
+    async with running(service) as client:
+        others = [asyncio.create_task(complete(client, [5 + index])) for index in range(4)]
+        await until_drawn(service, 4, 1)
+        poisoned = await complete(client, [7, POISON])
+        assert poisoned.status_code == 500, poisoned.text
+        assert "served this request alone" in poisoned.json()["error"]["message"]
+        for answer in await asyncio.gather(*others):
+            assert_whole(answer)
+        assert_whole(await complete(client, [5]))
+        assert service.fleet.num_restarts == 4  # twice among others, twice alone
+        poison: list[Any] = [7, POISON]
+        for prompt, options in ((poison, {}), (poison, {"seed": 8, "stream": True}), ([[5], poison], {})):
+            refused = await complete(client, prompt, **options)  # as clients do by themselves
+            assert refused.status_code == 500 and "not tried again for 10 minutes" in refused.text
+            assert refused.headers["x-should-retry"] == poisoned.headers["x-should-retry"] == "false"
+        assert service.fleet.num_restarts == 4 and not service.open
+        assert_whole(await complete(client, [7, 5]))
 
 
 def test_blocklist_matches_prompt_not_seed() -> None:
@@ -144,50 +135,44 @@ def test_blocklist_matches_prompt_not_seed() -> None:
         blocklist.require_unblocked(item)
 
 
-def test_a_suspect_that_nobody_waits_for_holds_nobody_up() -> None:
-    async def scenario() -> None:
-        service = scripted(most_restarts=5)
-        async with running(service) as client:
-            tasks = [asyncio.create_task(complete(client, [5 + index], max_tokens=2000)) for index in range(2)]
-            for _ in range(2):
-                await until_drawn(service, 2, 1)
-                while not service.fleet.links[0].ready:  # what was drawn may be of the engine before
-                    await asyncio.sleep(0.01)
-                before = service.fleet.num_restarts
-                os.kill(service.fleet.links[0].pid, signal.SIGKILL)
-                while service.fleet.num_restarts == before or not service.fleet.links[0].ready:
-                    await asyncio.sleep(0.01)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            assert_whole(await complete(client, [5]))
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+async def test_a_suspect_that_nobody_waits_for_holds_nobody_up() -> None:
+    service = scripted(most_restarts=5)
+    async with running(service) as client:
+        tasks = [asyncio.create_task(complete(client, [5 + index], max_tokens=2000)) for index in range(2)]
+        for _ in range(2):
+            await until_drawn(service, 2, 1)
+            while not service.fleet.links[0].ready:  # what was drawn may be of the engine before
+                await asyncio.sleep(0.01)
+            before = service.fleet.num_restarts
+            os.kill(service.fleet.links[0].pid, signal.SIGKILL)
+            while service.fleet.num_restarts == before or not service.fleet.links[0].ready:
+                await asyncio.sleep(0.01)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert_whole(await complete(client, [5]))
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_a_rolling_restart_fails_no_request(replicas: int) -> None:
-    async def scenario() -> None:
-        service = scripted(replicas=replicas)
-        async with running(service) as client:
-            tasks = [asyncio.create_task(complete(client, [5 + index])) for index in range(6)]
-            await until_drawn(service, 6, 3)
-            before = {link.pid for link in service.fleet.links}
-            rolling = asyncio.create_task(service.fleet.roll())
-            while not rolling.done():
-                tasks.append(asyncio.create_task(complete(client, [9])))
-                await asyncio.sleep(0.1)
-            for answer in await asyncio.gather(*tasks):
-                assert_whole(answer)
-            assert before.isdisjoint({link.pid for link in service.fleet.links})
-            assert service.fleet.num_restarts == 0
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+async def test_a_rolling_restart_fails_no_request(replicas: int) -> None:
+    service = scripted(replicas=replicas)
+    async with running(service) as client:
+        tasks = [asyncio.create_task(complete(client, [5 + index])) for index in range(6)]
+        await until_drawn(service, 6, 3)
+        before = {link.pid for link in service.fleet.links}
+        rolling = asyncio.create_task(service.fleet.roll())
+        while not rolling.done():
+            tasks.append(asyncio.create_task(complete(client, [9])))
+            await asyncio.sleep(0.1)
+        for answer in await asyncio.gather(*tasks):
+            assert_whole(answer)
+        assert before.isdisjoint({link.pid for link in service.fleet.links})
+        assert service.fleet.num_restarts == 0
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("how", ["killed", "rolled"])
-def test_an_answer_never_goes_on_with_another_model(
+async def test_an_answer_never_goes_on_with_another_model(
     how: str, replicas: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Engines of it are ended before they serve, however slowly they start; others that serve are left alone."""
@@ -196,88 +181,79 @@ def test_an_answer_never_goes_on_with_another_model(
     monkeypatch.setenv("SCRIPTED_MODEL", str(model))
     monkeypatch.setattr(fleet, "RESTART_SECONDS", 0.0)  # of a model that takes longer than a minute to start
 
-    async def scenario() -> None:
-        service = scripted(replicas=replicas, most_restarts=2)
-        async with running(service) as client:
-            tasks = [asyncio.create_task(complete(client, [5 + index], max_tokens=1500)) for index in range(4)]
-            await until_drawn(service, 4, 3)
-            model.write_text("after")
-            kept = service.fleet.links[1:]
-            if how == "rolled":
-                assert not await service.fleet.roll()
-            else:
-                os.kill(service.fleet.links[0].pid, signal.SIGKILL)
-            while service.fleet.failure is None:
-                assert service.fleet.links[1:] == kept
-                assert not service.fleet.links[0].ready or service.fleet.num_restarts == 0
-                await asyncio.sleep(0.01)
-            assert "which differs in weights" in str(service.fleet.failure)
-            assert service.fleet.num_restarts == 2
-            assert [answer.status_code for answer in await asyncio.gather(*tasks)] == [503] * 4
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+    service = scripted(replicas=replicas, most_restarts=2)
+    async with running(service) as client:
+        tasks = [asyncio.create_task(complete(client, [5 + index], max_tokens=1500)) for index in range(4)]
+        await until_drawn(service, 4, 3)
+        model.write_text("after")
+        kept = service.fleet.links[1:]
+        if how == "rolled":
+            assert not await service.fleet.roll()
+        else:
+            os.kill(service.fleet.links[0].pid, signal.SIGKILL)
+        while service.fleet.failure is None:
+            assert service.fleet.links[1:] == kept
+            assert not service.fleet.links[0].ready or service.fleet.num_restarts == 0
+            await asyncio.sleep(0.01)
+        assert "which differs in weights" in str(service.fleet.failure)
+        assert service.fleet.num_restarts == 2
+        assert [answer.status_code for answer in await asyncio.gather(*tasks)] == [503] * 4
 
 
-def test_counts_of_the_fleet_never_fall_and_its_state_is_that_of_engines_that_live() -> None:
+async def test_counts_of_the_fleet_never_fall_and_its_state_is_that_of_engines_that_live() -> None:
     """Prometheus takes a counter that falls for one that was reset, and adds all of it again."""
 
-    async def scenario() -> None:
-        service = scripted(replicas=2, most_restarts=5)
-        async with running(service) as client:
-            fleet = service.fleet
-            await asyncio.gather(*(complete(client, [5 + index]) for index in range(4)))
-            while min(link.statistics.num_steps for link in fleet.links) < LENGTH:
-                await asyncio.sleep(0.01)
-            seen = [fleet.statistics]
-            for pid in [link.pid for link in fleet.links]:
-                os.kill(pid, signal.SIGKILL)
-                while all(link.ready for link in fleet.links):
-                    await asyncio.sleep(0)
-                seen.append(fleet.statistics)
-                assert seen[-1].num_blocks == HELLO.num_blocks  # of the other one
-                while not all(link.ready and link.statistics.num_blocks for link in fleet.links):
-                    seen.append(fleet.statistics)
-                    await asyncio.sleep(0.01)
-            assert await fleet.roll()
+    service = scripted(replicas=2, most_restarts=5)
+    async with running(service) as client:
+        fleet = service.fleet
+        await asyncio.gather(*(complete(client, [5 + index]) for index in range(4)))
+        while min(link.statistics.num_steps for link in fleet.links) < LENGTH:
+            await asyncio.sleep(0.01)
+        seen = [fleet.statistics]
+        for pid in [link.pid for link in fleet.links]:
+            os.kill(pid, signal.SIGKILL)
+            while all(link.ready for link in fleet.links):
+                await asyncio.sleep(0)
             seen.append(fleet.statistics)
-            counts = [item.num_steps for item in seen]
-            assert counts == sorted(counts) and counts[0] >= 2 * LENGTH
-            bounds = [structs.replace(item, token_bound=bound) for item, bound in zip(seen, (64, 256))]
-            assert bounds[0].plus(bounds[1]).token_bound == 256
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+            assert seen[-1].num_blocks == HELLO.num_blocks  # of the other one
+            while not all(link.ready and link.statistics.num_blocks for link in fleet.links):
+                seen.append(fleet.statistics)
+                await asyncio.sleep(0.01)
+        assert await fleet.roll()
+        seen.append(fleet.statistics)
+        counts = [item.num_steps for item in seen]
+        assert counts == sorted(counts) and counts[0] >= 2 * LENGTH
+        bounds = [structs.replace(item, token_bound=bound) for item, bound in zip(seen, (64, 256))]
+        assert bounds[0].plus(bounds[1]).token_bound == 256
 
 
 @pytest.mark.parametrize("how", ["killed", "rolled"])
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_where_no_process_is_to_be_had_just_now_one_is_asked_for_again(
+async def test_where_no_process_is_to_be_had_just_now_one_is_asked_for_again(
     how: str, replicas: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where the machine has no memory for one, or a node of the cluster is lost while an engine starts."""
     monkeypatch.setattr(fleet, "RETRY_SECONDS", 0.05)
 
-    async def scenario() -> None:
-        service = scripted(replicas=replicas, most_restarts=50)
-        async with running(service) as client:
-            tasks = [asyncio.create_task(complete(client, [5 + index])) for index in range(4)]
-            await until_drawn(service, 4, 3)
-            launcher: Any = service.fleet._launcher
-            known, launcher._command = launcher._command, ("/no/such/program",)
-            if how == "rolled":
-                assert not await service.fleet.roll()
-            else:
-                os.kill(service.fleet.links[0].pid, signal.SIGKILL)
-            while service.fleet.num_restarts < 3:
-                await asyncio.sleep(0.01)
-            assert service.fleet.failure is None and service.fleet.ready == (replicas == 2)
-            launcher._command = known
-            for answer in await asyncio.gather(*tasks):
-                assert_whole(answer)
-            while not service.fleet.links[0].ready:
-                await asyncio.sleep(0.01)
-            assert service.fleet.losses[-1].seconds
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+    service = scripted(replicas=replicas, most_restarts=50)
+    async with running(service) as client:
+        tasks = [asyncio.create_task(complete(client, [5 + index])) for index in range(4)]
+        await until_drawn(service, 4, 3)
+        launcher: Any = service.fleet._launcher
+        known, launcher._command = launcher._command, ("/no/such/program",)
+        if how == "rolled":
+            assert not await service.fleet.roll()
+        else:
+            os.kill(service.fleet.links[0].pid, signal.SIGKILL)
+        while service.fleet.num_restarts < 3:
+            await asyncio.sleep(0.01)
+        assert service.fleet.failure is None and service.fleet.ready == (replicas == 2)
+        launcher._command = known
+        for answer in await asyncio.gather(*tasks):
+            assert_whole(answer)
+        while not service.fleet.links[0].ready:
+            await asyncio.sleep(0.01)
+        assert service.fleet.losses[-1].seconds
 
 
 def test_what_engines_differ_in_is_named() -> None:
@@ -288,20 +264,17 @@ def test_what_engines_differ_in_is_named() -> None:
     assert HELLO.differing(structs.replace(other, fingerprint_parts={})) == ["fingerprint"]
 
 
-def test_prompts_with_one_beginning_go_to_one_engine_and_others_to_the_idle_one() -> None:
-    async def scenario() -> None:
-        service = scripted(replicas=2)
-        prefix = list(range(100, 100 + 3 * 64))
-        async with running(service) as client:
-            first, second = service.fleet.links
-            for tail in ([1], [2], [3]):
-                task = asyncio.create_task(complete(client, [*prefix, *tail], max_tokens=3))
-                await until_drawn(service, 1, 1)
-                assert first.answers and not second.answers
-                await task
-            tasks = [asyncio.create_task(complete(client, [index] * 5)) for index in range(10)]
-            await until_drawn(service, 10, 1)
-            assert len(first.answers) == len(second.answers) == 5
-            await asyncio.gather(*tasks)
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+async def test_prompts_with_one_beginning_go_to_one_engine_and_others_to_the_idle_one() -> None:
+    service = scripted(replicas=2)
+    prefix = list(range(100, 100 + 3 * 64))
+    async with running(service) as client:
+        first, second = service.fleet.links
+        for tail in ([1], [2], [3]):
+            task = asyncio.create_task(complete(client, [*prefix, *tail], max_tokens=3))
+            await until_drawn(service, 1, 1)
+            assert first.answers and not second.answers
+            await task
+        tasks = [asyncio.create_task(complete(client, [index] * 5)) for index in range(10)]
+        await until_drawn(service, 10, 1)
+        assert len(first.answers) == len(second.answers) == 5
+        await asyncio.gather(*tasks)

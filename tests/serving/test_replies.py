@@ -192,27 +192,24 @@ def test_an_id_of_no_event_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize("begun_before", [False, True])
 @pytest.mark.parametrize("place", ["4,3*", "3*,4*", "3*,99", "2*,3*", "0*,0", "3*,3*+2"])
-def test_a_place_that_a_choice_never_had_is_refused(place: str, begun_before: bool) -> None:
+async def test_a_place_that_a_choice_never_had_is_refused(place: str, begun_before: bool) -> None:
     """At once; or where tokens that were told before are drawn again, when the choice has ended without it."""
 
     async def read(job: Job) -> bytes:
         options = {"last_event": f"{job.name}:{place}", "stream_options": StreamOptions(include_usage=True)}
         return b"".join([data async for data in CompletionReply(SERVICE, job, **options).events()])
 
-    async def scenario() -> None:
-        job = job_of(3, kept=True, n=2)
-        job.begun_before = begun_before
-        reading = asyncio.create_task(read(job))
-        if begun_before:
-            await draw(job.answers[0], [40, 41, 42])
-        with pytest.raises(HTTPError, match=rf"Last-Event-ID '{job.name}:.*' is not an event") as actual:
-            await reading
-        assert actual.value.content["error"]["message"].startswith(f"Last-Event-ID '{job.name}:{place}'")
-        if begun_before:
-            with pytest.raises(HTTPError, match="is not an event"):
-                await read(job)  # it has ended
-
-    asyncio.run(asyncio.wait_for(scenario(), 10))
+    job = job_of(3, kept=True, n=2)
+    job.begun_before = begun_before
+    reading = asyncio.create_task(read(job))
+    if begun_before:
+        await draw(job.answers[0], [40, 41, 42])
+    with pytest.raises(HTTPError, match=rf"Last-Event-ID '{job.name}:.*' is not an event") as actual:
+        await reading
+    assert actual.value.content["error"]["message"].startswith(f"Last-Event-ID '{job.name}:{place}'")
+    if begun_before:
+        with pytest.raises(HTTPError, match="is not an event"):
+            await read(job)  # it has ended
 
 
 def test_retry_after_counts_the_time_of_steps_alone() -> None:

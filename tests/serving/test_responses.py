@@ -253,59 +253,53 @@ def test_what_fails_says_so_and_the_log_counts_it(in_the_root: None) -> None:
     assert lines[2]["generated_tokens"] == 3 and lines[2]["id"] == short.json()["id"] and lines[1]["error"]
 
 
-def test_whole_response_waits_for_its_recording(in_the_root: None, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_whole_response_waits_for_its_recording(in_the_root: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The recording ends after the answer: its receipt is issued in between."""
 
-    async def scenario() -> None:
-        service = scripted(chat_template="{{ messages[0].content }}")
-        issue = service.issue
+    service = scripted(chat_template="{{ messages[0].content }}")
+    issue = service.issue
 
-        async def issue_late(job: Any) -> Any:
-            await asyncio.sleep(0.05)
-            return await issue(job)
+    async def issue_late(job: Any) -> Any:
+        await asyncio.sleep(0.05)
+        return await issue(job)
 
-        monkeypatch.setattr(service, "issue", issue_late)
-        async with running(service) as http:
-            for num_tokens in (1, 3):
-                for store in (True, False):
-                    body = {"input": "a", "max_output_tokens": num_tokens, "store": store}
-                    response = (await http.post("/v1/responses", json=body)).json()
-                    assert response["status"] == "incomplete" and response["output"][0]["status"] == "incomplete"
-                    assert response["usage"]["output_tokens"] == num_tokens
-                    if store:
-                        assert (await http.get(f"/v1/responses/{response['id']}")).json() == response
-
-    asyncio.run(asyncio.wait_for(scenario(), 30))
+    monkeypatch.setattr(service, "issue", issue_late)
+    async with running(service) as http:
+        for num_tokens in (1, 3):
+            for store in (True, False):
+                body = {"input": "a", "max_output_tokens": num_tokens, "store": store}
+                response = (await http.post("/v1/responses", json=body)).json()
+                assert response["status"] == "incomplete" and response["output"][0]["status"] == "incomplete"
+                assert response["usage"]["output_tokens"] == num_tokens
+                if store:
+                    assert (await http.get(f"/v1/responses/{response['id']}")).json() == response
 
 
-def test_only_a_response_that_was_answered_is_gone_on_with(in_the_root: None) -> None:
+async def test_only_a_response_that_was_answered_is_gone_on_with(in_the_root: None) -> None:
     """Of another one there is a part, which is another one at each moment."""
 
-    async def scenario() -> None:
-        async with running(scripted(chat_template="{{ messages[0].content }}", timeout=0.6)) as client:
+    async with running(scripted(chat_template="{{ messages[0].content }}", timeout=0.6)) as client:
 
-            async def respond(**fields: Any) -> httpx.Response:
-                return await client.post("/v1/responses", json={"input": "a", "max_output_tokens": 2} | fields)
+        async def respond(**fields: Any) -> httpx.Response:
+            return await client.post("/v1/responses", json={"input": "a", "max_output_tokens": 2} | fields)
 
-            async def require_refused(name: str, why: str) -> None:
-                refused = await respond(previous_response_id=name)
-                error = refused.json()["error"]
-                assert (refused.status_code, error["param"]) == (400, "previous_response_id"), error
-                assert error["message"].startswith(f"previous_response_id: this response {why}")
+        async def require_refused(name: str, why: str) -> None:
+            refused = await respond(previous_response_id=name)
+            error = refused.json()["error"]
+            assert (refused.status_code, error["param"]) == (400, "previous_response_id"), error
+            assert error["message"].startswith(f"previous_response_id: this response {why}")
 
-            long = {"background": True, "max_output_tokens": 2000}
-            failing, cancelled = [(await respond(**long)).json()["id"] for _ in range(2)]
-            await require_refused(failing, "still runs")
-            await client.post(f"/v1/responses/{cancelled}/cancel")
-            await require_refused(cancelled, "was canceled")
-            while (await client.get(f"/v1/responses/{failing}")).json()["status"] == "in_progress":
-                await asyncio.sleep(0.02)
-            await require_refused(failing, "has failed")
-            done = (await respond()).json()
-            assert done["status"] == "incomplete"
-            assert (await respond(previous_response_id=done["id"])).status_code == 200
-
-    asyncio.run(asyncio.wait_for(scenario(), 30))
+        long = {"background": True, "max_output_tokens": 2000}
+        failing, cancelled = [(await respond(**long)).json()["id"] for _ in range(2)]
+        await require_refused(failing, "still runs")
+        await client.post(f"/v1/responses/{cancelled}/cancel")
+        await require_refused(cancelled, "was canceled")
+        while (await client.get(f"/v1/responses/{failing}")).json()["status"] == "in_progress":
+            await asyncio.sleep(0.02)
+        await require_refused(failing, "has failed")
+        done = (await respond()).json()
+        assert done["status"] == "incomplete"
+        assert (await respond(previous_response_id=done["id"])).status_code == 200
 
 
 def test_text_behind_a_call_is_another_message() -> None:

@@ -226,28 +226,25 @@ async def pass_on(making: Coroutine[Any, Any, Any]) -> Any:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_request_that_ends_anywhere_gives_its_slots_back(
+async def test_a_request_that_ends_anywhere_gives_its_slots_back(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Canceled alone, canceled in the turn in which what it waits for ends, or left by its client."""
 
-    async def scenario() -> None:
-        async with serving(KINDS[name], tmp_path) as (service, requests):
-            await requests.ask()
-            assert requests.status == 200, requests.content
+    async with serving(KINDS[name], tmp_path) as (service, requests):
+        await requests.ask()
+        assert requests.status == 200, requests.content
 
-            def leave(_waited: Any) -> None:
-                requests.left.set()
+        def leave(_waited: Any) -> None:
+            requests.left.set()
 
-            ways = [(act, where) for act in (cancel_now, cancel_with_result) for where in ("request", "making")]
-            for act, where in [*ways, (leave, "request"), (leave, "deaf")]:
-                for at in itertools.count(1):
-                    goes_on = await reached(requests, monkeypatch, at, act, where)
-                    await settle(service)
-                    if not goes_on:
-                        break
-
-    asyncio.run(scenario())
+        ways = [(act, where) for act in (cancel_now, cancel_with_result) for where in ("request", "making")]
+        for act, where in [*ways, (leave, "request"), (leave, "deaf")]:
+            for at in itertools.count(1):
+                goes_on = await reached(requests, monkeypatch, at, act, where)
+                await settle(service)
+                if not goes_on:
+                    break
 
 
 @pytest.mark.parametrize("name", [kind for kind in KINDS if kind != "grammar"])  # importlib.metadata leaves some behind
@@ -281,44 +278,35 @@ def test_no_request_leaves_a_cycle_of_objects(name: str, other: dict[str, Any], 
         ({"x": "x" * 513}, 400),
     ],
 )
-def test_metadata_of_a_response_is_bounded(metadata: dict[str, str], status: int, tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(KINDS["response"], tmp_path) as (_, requests):
-            await requests.ask({"input": "x", "metadata": metadata})
-            assert requests.status == status and (status == 200 or b"metadata" in requests.content)
-
-    asyncio.run(scenario())
+async def test_metadata_of_a_response_is_bounded(metadata: dict[str, str], status: int, tmp_path: Path) -> None:
+    async with serving(KINDS["response"], tmp_path) as (_, requests):
+        await requests.ask({"input": "x", "metadata": metadata})
+        assert requests.status == status and (status == 200 or b"metadata" in requests.content)
 
 
-def test_a_kept_response_counts_what_it_keeps(tmp_path: Path) -> None:
+async def test_a_kept_response_counts_what_it_keeps(tmp_path: Path) -> None:
     """Also what its chat template leaves out of the prompt."""
     large = {"input": [{"role": "user", "content": "x"}, {"role": "user", "content": "y" * 300_000}]}
 
-    async def scenario() -> None:
-        async with serving(KINDS["response"], tmp_path) as (service, requests):
-            await requests.ask(large)
-            names = [json.loads(requests.content)["id"]]
-            await requests.ask({"input": "x", "previous_response_id": names[0]})
-            names.append(json.loads(requests.content)["id"])
-            first, second = (service.responses.find("", name) for name in names)
-            assert first.num_bytes > 300_000 and second.num_bytes > 300_000
-
-    asyncio.run(scenario())
+    async with serving(KINDS["response"], tmp_path) as (service, requests):
+        await requests.ask(large)
+        names = [json.loads(requests.content)["id"]]
+        await requests.ask({"input": "x", "previous_response_id": names[0]})
+        names.append(json.loads(requests.content)["id"])
+        first, second = (service.responses.find("", name) for name in names)
+        assert first.num_bytes > 300_000 and second.num_bytes > 300_000
 
 
-def test_an_answer_that_ends_before_its_request_is_written_is_kept(tmp_path: Path) -> None:
+async def test_an_answer_that_ends_before_its_request_is_written_is_kept(tmp_path: Path) -> None:
     kind = Kind("/v1/completions", {"prompt": [5], "pad": "x" * 200_000}, {"idempotency-key": "a"}, keeps=True)
 
-    async def scenario() -> None:
-        async with serving(kind, tmp_path) as (service, requests):
-            actual = set()
-            for _ in range(3):
-                await requests.ask()
-                await settle(service)
-                actual.add(requests.content)
-            assert len(actual) == 1 and next(service._numbers) == 1  # one answer was drawn
-
-    asyncio.run(scenario())
+    async with serving(kind, tmp_path) as (service, requests):
+        actual = set()
+        for _ in range(3):
+            await requests.ask()
+            await settle(service)
+            actual.add(requests.content)
+        assert len(actual) == 1 and next(service._numbers) == 1  # one answer was drawn
 
 
 class SilentFleet(InstantFleet):

@@ -33,29 +33,26 @@ STALL = 1.2
     ],
     ids=["nothing drawn", "nothing drawn in all", "not all drawn"],
 )
-def test_what_is_overdue_is_an_error_and_leaves_the_engine(
+async def test_what_is_overdue_is_an_error_and_leaves_the_engine(
     bounds: dict, requests: dict, status: int, message: str, stream: bool
 ) -> None:
-    async def scenario() -> None:
-        service = scripted(**bounds)
-        async with running(service) as client:
-            answer = await client.post("/v1/completions", json=requests | {"stream": stream})
-            if stream and requests["prompt"] == [5]:  # tokens had come
-                assert answer.status_code == 200 and answer.text.endswith("data: [DONE]\n\n")
-                error = json.loads(answer.text.split("data: ")[-2])["error"]
-            else:
-                assert answer.status_code == status and answer.headers["retry-after"]
-                error = answer.json()["error"]
-            assert message in error["message"] and error["code"] == "timeout"
-            assert "x-detcompile-receipt" not in answer.headers and "receipt" not in answer.text
-            assert not service.open and not service.deadlines._timers
-            while service.fleet.statistics.num_running:
-                await asyncio.sleep(0.01)
-            short = await client.post("/v1/completions", json={"prompt": [5], "max_tokens": 3})
-            assert short.status_code == 200 and not service.deadlines._timers
-            assert service.limiter.num_open == service.limiter.num_queued == 0  # what the bounds of the queue count
-
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+    service = scripted(**bounds)
+    async with running(service) as client:
+        answer = await client.post("/v1/completions", json=requests | {"stream": stream})
+        if stream and requests["prompt"] == [5]:  # tokens had come
+            assert answer.status_code == 200 and answer.text.endswith("data: [DONE]\n\n")
+            error = json.loads(answer.text.split("data: ")[-2])["error"]
+        else:
+            assert answer.status_code == status and answer.headers["retry-after"]
+            error = answer.json()["error"]
+        assert message in error["message"] and error["code"] == "timeout"
+        assert "x-detcompile-receipt" not in answer.headers and "receipt" not in answer.text
+        assert not service.open and not service.deadlines._timers
+        while service.fleet.statistics.num_running:
+            await asyncio.sleep(0.01)
+        short = await client.post("/v1/completions", json={"prompt": [5], "max_tokens": 3})
+        assert short.status_code == 200 and not service.deadlines._timers
+        assert service.limiter.num_open == service.limiter.num_queued == 0  # what the bounds of the queue count
 
 
 @pytest.fixture(scope="module")
@@ -207,45 +204,39 @@ def test_who_reads_slowly_or_waits_is_not_cut_off(address: tuple[str, int]) -> N
             time.sleep(0.3)
 
 
-def test_pages_of_named_sites_may_ask() -> None:
-    async def scenario() -> None:
-        service = scripted()
-        app = new_app(service, "test", [b"0" * 32], origins=["https://site.example"])
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
-            for origin, allowed in (("https://site.example", True), ("https://other.example", False)):
-                head = {"Origin": origin, "Access-Control-Request-Method": "POST"}
-                requests = await client.options("/v1/completions", headers=head | {
-                    "Access-Control-Request-Headers": "authorization,content-type"})  # fmt: skip
-                assert (requests.status_code == 200) == allowed
-                answer = await client.get("/version", headers={"Origin": origin})
-                assert answer.status_code == 401  # it still needs a key
-                assert (answer.headers.get("access-control-allow-origin") == origin) == allowed
-                assert "X-Detcompile-Seed" in answer.headers["access-control-expose-headers"]
-
-    asyncio.run(scenario())
+async def test_pages_of_named_sites_may_ask() -> None:
+    service = scripted()
+    app = new_app(service, "test", [b"0" * 32], origins=["https://site.example"])
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        for origin, allowed in (("https://site.example", True), ("https://other.example", False)):
+            head = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+            requests = await client.options("/v1/completions", headers=head | {
+                "Access-Control-Request-Headers": "authorization,content-type"})  # fmt: skip
+            assert (requests.status_code == 200) == allowed
+            answer = await client.get("/version", headers={"Origin": origin})
+            assert answer.status_code == 401  # it still needs a key
+            assert (answer.headers.get("access-control-allow-origin") == origin) == allowed
+            assert "X-Detcompile-Seed" in answer.headers["access-control-expose-headers"]
 
 
-def test_a_request_is_a_line_without_texts() -> None:
-    async def scenario() -> None:
-        service, file = scripted(), io.StringIO()
-        app = new_app(service, "test", request_log=file)
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", timeout=30) as client:
-            try:
-                await service.start(SPEC)
-                whole = await client.post("/v1/completions", json={"prompt": "a secret of mine", "max_tokens": 3})
-                requests = {"messages": [{"role": "user", "content": "a secret of mine"}]}
-                await client.post("/v1/completions", json={"prompt": "a secret", "max_tokens": 4, "stream": True})
-                await client.post("/v1/chat/completions", json=requests | {"model": "a secret"})
-                await client.get("/" + "long" * 1000)
-            finally:
-                await service.fleet.stop()
-        lines = [json.loads(line) for line in file.getvalue().splitlines()]
-        assert "secret" not in file.getvalue() and "text" not in file.getvalue()
-        assert [line["status"] for line in lines] == [200, 200, 404, 404]
-        assert lines[0]["id"] == whole.json()["id"] == whole.headers["x-request-id"]
-        assert lines[0]["receipt"] == whole.headers["x-detcompile-receipt"]
-        assert [line.get("generated_tokens") for line in lines] == [3, 4, None, None]
-        assert lines[0]["finish_reasons"] == ["length"] and lines[0]["prompt_tokens"] > 0
-        assert all(line["seconds"] >= 0 and line["time"] > 1e9 for line in lines) and len(lines[3]["path"]) == 100
-
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+async def test_a_request_is_a_line_without_texts() -> None:
+    service, file = scripted(), io.StringIO()
+    app = new_app(service, "test", request_log=file)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", timeout=30) as client:
+        try:
+            await service.start(SPEC)
+            whole = await client.post("/v1/completions", json={"prompt": "a secret of mine", "max_tokens": 3})
+            requests = {"messages": [{"role": "user", "content": "a secret of mine"}]}
+            await client.post("/v1/completions", json={"prompt": "a secret", "max_tokens": 4, "stream": True})
+            await client.post("/v1/chat/completions", json=requests | {"model": "a secret"})
+            await client.get("/" + "long" * 1000)
+        finally:
+            await service.fleet.stop()
+    lines = [json.loads(line) for line in file.getvalue().splitlines()]
+    assert "secret" not in file.getvalue() and "text" not in file.getvalue()
+    assert [line["status"] for line in lines] == [200, 200, 404, 404]
+    assert lines[0]["id"] == whole.json()["id"] == whole.headers["x-request-id"]
+    assert lines[0]["receipt"] == whole.headers["x-detcompile-receipt"]
+    assert [line.get("generated_tokens") for line in lines] == [3, 4, None, None]
+    assert lines[0]["finish_reasons"] == ["length"] and lines[0]["prompt_tokens"] > 0
+    assert all(line["seconds"] >= 0 and line["time"] > 1e9 for line in lines) and len(lines[3]["path"]) == 100

@@ -94,7 +94,7 @@ def test_long_texts_are_read_as_short_ones_are(texts: TokenizerPool) -> None:
 
 @pytest.mark.parametrize("way", ["whole", "events"])
 @pytest.mark.parametrize("params", [{"stop": ["no such text"]}, {"logprobs": 2}, {}], ids=str)
-def test_others_are_served_between_samples_which_are_read_once(
+async def test_others_are_served_between_samples_which_are_read_once(
     way: str, params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[tuple[int, int]] = []  # turn of the event loop, and tokens
@@ -112,30 +112,27 @@ def test_others_are_served_between_samples_which_are_read_once(
             await asyncio.sleep(0)
             turn += 1
 
-    async def scenario() -> None:
-        requested = SamplingParams(n=9, seed=1, max_tokens=100, **params)
-        answer = Answer("1", [5], requested, AnswerSignal())
-        tokens = [Token(42, -0.5, [(43, -1.0)])] * 100
-        deltas = [SampleDelta(index, [42] * 100, tokens, "length", None) for index in range(9)]
-        answer.extend(Delta("1", deltas, True, None, None, 0, None))
-        service = scripted()
-        service.fleet.hello, service.texts = HELLO, TokenizerPool(HELLO)
-        job = Job(Ask([[5]], requested, 0, "cmpl-"), [answer], None, MODEL)
-        reply, other = CompletionReply(service, job), asyncio.create_task(others())
-        await asyncio.sleep(0)
-        if way == "whole":
-            choices = json.loads(msgspec.json.encode(await reply.whole()))["choices"]
-            shown = [choice["text"] for choice in choices]
-        else:
-            events = b"".join([data async for data in reply.events()]).decode().split("\n\n")[:-1]
-            shown = [json.loads(data.removeprefix("data: "))["choices"][0]["text"] for data in events]
-        issued, again = await asyncio.gather(service.issue(job), service.issue(job))
-        other.cancel()
-        assert issued is again is not None and issued.digest in reply.headers.values()
-        samples = decode_receipt(payload_of(issued.envelope)).prompts[0].samples
-        assert [sample.text for sample in samples] == [commitment(text) for text in shown]
-
-    asyncio.run(scenario())
+    requested = SamplingParams(n=9, seed=1, max_tokens=100, **params)
+    answer = Answer("1", [5], requested, AnswerSignal())
+    tokens = [Token(42, -0.5, [(43, -1.0)])] * 100
+    deltas = [SampleDelta(index, [42] * 100, tokens, "length", None) for index in range(9)]
+    answer.extend(Delta("1", deltas, True, None, None, 0, None))
+    service = scripted()
+    service.fleet.hello, service.texts = HELLO, TokenizerPool(HELLO)
+    job = Job(Ask([[5]], requested, 0, "cmpl-"), [answer], None, MODEL)
+    reply, other = CompletionReply(service, job), asyncio.create_task(others())
+    await asyncio.sleep(0)
+    if way == "whole":
+        choices = json.loads(msgspec.json.encode(await reply.whole()))["choices"]
+        shown = [choice["text"] for choice in choices]
+    else:
+        events = b"".join([data async for data in reply.events()]).decode().split("\n\n")[:-1]
+        shown = [json.loads(data.removeprefix("data: "))["choices"][0]["text"] for data in events]
+    issued, again = await asyncio.gather(service.issue(job), service.issue(job))
+    other.cancel()
+    assert issued is again is not None and issued.digest in reply.headers.values()
+    samples = decode_receipt(payload_of(issued.envelope)).prompts[0].samples
+    assert [sample.text for sample in samples] == [commitment(text) for text in shown]
     assert [count for _, count in read] == [100] * 9, "each sample once"
     assert len({turn for turn, _ in read}) == 9, "one a turn"
 

@@ -96,22 +96,19 @@ def test_a_fault_of_the_server_ends_a_response(monkeypatch: pytest.MonkeyPatch, 
     run(scenario)
 
 
-def test_a_fault_of_the_server_is_an_event_of_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_fault_of_the_server_is_an_event_of_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(*_args: Any) -> None:
         raise UnicodeEncodeError("utf-8", "\ud800", 0, 1, "a fault")
 
     monkeypatch.setattr("detcompile.serving.openai.reply.Reply._tail", failing)
     monkeypatch.setattr("detcompile.serving.anthropic.messages.MessageReply._end", failing)
 
-    async def scenario() -> None:
-        service = scripted(chat_template=TEMPLATE)
-        app = new_app(service, "test")
-        async with running(service):
-            transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-            async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-                for path in ("/v1/chat/completions", "/v1/messages"):
-                    requests = {"messages": MESSAGES, "max_tokens": 3, "stream": True}
-                    events = (await client.post(path, json=requests)).text.split("\n\n")
-                    assert "data: [DONE]" not in events and FAULT in events[-2], path
-
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+    service = scripted(chat_template=TEMPLATE)
+    app = new_app(service, "test")
+    async with running(service):
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            for path in ("/v1/chat/completions", "/v1/messages"):
+                requests = {"messages": MESSAGES, "max_tokens": 3, "stream": True}
+                events = (await client.post(path, json=requests)).text.split("\n\n")
+                assert "data: [DONE]" not in events and FAULT in events[-2], path

@@ -50,16 +50,13 @@ def envelope_of(**fields: Any) -> dict[str, Any]:
     ],
     ids=["a grammar", "stop strings"],
 )
-def test_an_engine_gets_no_receipt_that_would_ruin_it(fields: dict[str, Any], message: str) -> None:
-    async def scenario() -> None:
-        async with running(scripted(timeout=5.0)) as client:  # the scripted engine answers no Verify
-            answer = await client.post("/v1/verify", json=envelope_of(**fields))
-            assert answer.status_code == 400 and message in answer.json()["error"]["message"], answer.text
-
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+async def test_an_engine_gets_no_receipt_that_would_ruin_it(fields: dict[str, Any], message: str) -> None:
+    async with running(scripted(timeout=5.0)) as client:  # the scripted engine answers no Verify
+        answer = await client.post("/v1/verify", json=envelope_of(**fields))
+        assert answer.status_code == 400 and message in answer.json()["error"]["message"], answer.text
 
 
-def test_a_grammar_of_the_journal_is_checked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_grammar_of_the_journal_is_checked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[str] = []
 
     async def require(self: GrammarCheck, grammar: Any, *_options: Any) -> None:
@@ -68,17 +65,14 @@ def test_a_grammar_of_the_journal_is_checked_again(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(GrammarCheck, "require", require)
     body = {"prompt": [5], "max_tokens": 400, "guided_regex": "a+"}
 
-    async def scenario() -> None:
-        for _ in range(2):
-            service = scripted(journal=Journal(tmp_path / "journal"))
-            async with running(service) as client:
-                requests = client.post("/v1/completions", json=body, headers={"Idempotency-Key": "a"})
-                task = asyncio.create_task(requests)
-                while not any(answer.num_tokens for answer in service.open.values()):
-                    await asyncio.sleep(0.01)
-            await asyncio.gather(task, return_exceptions=True)
-
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+    for _ in range(2):
+        service = scripted(journal=Journal(tmp_path / "journal"))
+        async with running(service) as client:
+            requests = client.post("/v1/completions", json=body, headers={"Idempotency-Key": "a"})
+            task = asyncio.create_task(requests)
+            while not any(answer.num_tokens for answer in service.open.values()):
+                await asyncio.sleep(0.01)
+        await asyncio.gather(task, return_exceptions=True)
     assert checked == ["a+", "a+"]
 
 
@@ -104,94 +98,82 @@ async def ask(client: Any, source: str, key: str = "") -> tuple[int, dict[str, A
     return answer.status_code, answer.json()
 
 
-def test_slow_grammars_of_one_key_let_others_pass(checks: list[str]) -> None:
-    async def scenario() -> None:
-        digests = [hashlib.sha256(key.encode()).digest() for key in ("a", "b")]
-        async with running(scripted(max_queue=8), digests) as client:
-            slow = [asyncio.create_task(ask(client, f"a{20 + number}", "a")) for number in range(7)]
-            while not checks:
-                await asyncio.sleep(0.01)
-            quick = await asyncio.gather(*[ask(client, f"b{number}", "b") for number in range(3)])
-            assert [status for status, _ in quick] == [200] * 3
-            assert [source[0] for source in checks][:4] == ["a", "b", "b", "b"]
-            actual = sorted(status for status, _ in await asyncio.gather(*slow))
-            assert actual == [200] * 5 + [429] * 2  # one is checked, and half of the queue waits at most
-
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+async def test_slow_grammars_of_one_key_let_others_pass(checks: list[str]) -> None:
+    digests = [hashlib.sha256(key.encode()).digest() for key in ("a", "b")]
+    async with running(scripted(max_queue=8), digests) as client:
+        slow = [asyncio.create_task(ask(client, f"a{20 + number}", "a")) for number in range(7)]
+        while not checks:
+            await asyncio.sleep(0.01)
+        quick = await asyncio.gather(*[ask(client, f"b{number}", "b") for number in range(3)])
+        assert [status for status, _ in quick] == [200] * 3
+        assert [source[0] for source in checks][:4] == ["a", "b", "b", "b"]
+        actual = sorted(status for status, _ in await asyncio.gather(*slow))
+        assert actual == [200] * 5 + [429] * 2  # one is checked, and half of the queue waits at most
 
 
-def test_a_grammar_waits_no_longer_than_the_queue_and_a_refusal_is_known(checks: list[str]) -> None:
-    async def scenario() -> None:
-        service = scripted(queue_timeout=0.3)
-        async with running(service) as client:
-            slow = asyncio.create_task(ask(client, "n60"))
-            while not checks:
-                await asyncio.sleep(0.01)
-            same = asyncio.create_task(ask(client, "n60"))
-            status, calls = await ask(client, "b0")
-            assert status == 503 and "check of its grammar for over 0.3 s" in calls["error"]["message"]
-            assert (await same)[0] == 503 and (await slow)[0] == 400
-            assert await ask(client, "n60") == await slow and checks == ["n60"]
-            assert (await ask(client, "b0"))[0] == 200 and service.limiter.num_waiting == 0
-
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+async def test_a_grammar_waits_no_longer_than_the_queue_and_a_refusal_is_known(checks: list[str]) -> None:
+    service = scripted(queue_timeout=0.3)
+    async with running(service) as client:
+        slow = asyncio.create_task(ask(client, "n60"))
+        while not checks:
+            await asyncio.sleep(0.01)
+        same = asyncio.create_task(ask(client, "n60"))
+        status, calls = await ask(client, "b0")
+        assert status == 503 and "check of its grammar for over 0.3 s" in calls["error"]["message"]
+        assert (await same)[0] == 503 and (await slow)[0] == 400
+        assert await ask(client, "n60") == await slow and checks == ["n60"]
+        assert (await ask(client, "b0"))[0] == 200 and service.limiter.num_waiting == 0
 
 
-def test_who_leaves_waits_for_no_grammar(checks: list[str]) -> None:
+async def test_who_leaves_waits_for_no_grammar(checks: list[str]) -> None:
     body = json.dumps({"prompt": [5], "max_tokens": 1, "guided_regex": "b0"}).encode()
     fields = [(b"content-type", b"application/json")]
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": fields, "query_string": b""}
 
-    async def scenario() -> None:
-        service = scripted()
-        async with running(service) as client:
-            slow = asyncio.create_task(ask(client, "a30"))
-            while not checks:
-                await asyncio.sleep(0.01)
-            left, parts = asyncio.Event(), [{"type": "http.request", "body": body, "more_body": False}]
+    service = scripted()
+    async with running(service) as client:
+        slow = asyncio.create_task(ask(client, "a30"))
+        while not checks:
+            await asyncio.sleep(0.01)
+        left, parts = asyncio.Event(), [{"type": "http.request", "body": body, "more_body": False}]
 
-            async def receive() -> dict[str, Any]:
-                if parts:
-                    return parts.pop()
-                await left.wait()
-                return {"type": "http.disconnect"}
+        async def receive() -> dict[str, Any]:
+            if parts:
+                return parts.pop()
+            await left.wait()
+            return {"type": "http.disconnect"}
 
-            async def send(_message: Any) -> None:
-                """The client has left."""
+        async def send(_message: Any) -> None:
+            """The client has left."""
 
-            requests = asyncio.create_task(new_app(service, "test")(scope, receive, send))
-            while not service.limiter.num_waiting:
-                await asyncio.sleep(0.01)
-            left.set()
-            await requests
-            assert not slow.done() and service.limiter.num_waiting == 0
-            assert (await slow)[0] == 200 and checks == ["a30"] and not service.open
-
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+        requests = asyncio.create_task(new_app(service, "test")(scope, receive, send))
+        while not service.limiter.num_waiting:
+            await asyncio.sleep(0.01)
+        left.set()
+        await requests
+        assert not slow.done() and service.limiter.num_waiting == 0
+        assert (await slow)[0] == 200 and checks == ["a30"] and not service.open
 
 
-def test_a_turn_that_comes_as_its_owner_leaves_is_the_next_ones() -> None:
-    async def scenario() -> None:
-        lock, had = FairLock(), []
+async def test_a_turn_that_comes_as_its_owner_leaves_is_the_next_ones() -> None:
+    lock, had = FairLock(), []
 
-        async def work(owner: str) -> None:
-            async with lock.hold(owner, 5):
-                had.append(owner)
-                await asyncio.sleep(0)
-
-        tasks = {owner: asyncio.create_task(work(owner)) for owner in "abc"}
-        while not had:
+    async def work(owner: str) -> None:
+        async with lock.hold(owner, 5):
+            had.append(owner)
             await asyncio.sleep(0)
-        while lock.num_waiting("b"):
-            await asyncio.sleep(0)
-        tasks["b"].cancel()  # it was granted the lock and has not run yet
-        await asyncio.gather(*tasks.values(), return_exceptions=True)
-        assert had == ["a", "c"] and not lock.num_waiting("c")
 
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+    tasks = {owner: asyncio.create_task(work(owner)) for owner in "abc"}
+    while not had:
+        await asyncio.sleep(0)
+    while lock.num_waiting("b"):
+        await asyncio.sleep(0)
+    tasks["b"].cancel()  # it was granted the lock and has not run yet
+    await asyncio.gather(*tasks.values(), return_exceptions=True)
+    assert had == ["a", "c"] and not lock.num_waiting("c")
 
 
-def test_a_prompt_that_can_never_fit_is_refused_before_it_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_prompt_that_can_never_fit_is_refused_before_it_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
     real = TokenizerPool._encode
 
@@ -202,27 +184,24 @@ def test_a_prompt_that_can_never_fit_is_refused_before_it_is_tokenized(monkeypat
     monkeypatch.setattr(TokenizerPool, "_encode", encode)
     endless = "\n" * (1 + HELLO.max_context * 4 * 32)  # of the longest token, and what NFC may make shorter
 
-    async def scenario() -> None:
-        async with running(scripted(chat_template="{{ messages[0].content }}")) as client:
-            chat = {"messages": [{"role": "user", "content": endless}]}
-            for path, body in [
-                ("/v1/completions", {"prompt": endless}),
-                ("/v1/completions", {"prompt": ["short", endless]}),
-                ("/v1/chat/completions", chat),
-                ("/v1/responses", {"input": endless}),
-                ("/v1/messages", chat | {"max_tokens": 4}),
-            ]:
-                answer = await client.post(path, json=body)
-                assert answer.status_code == 400 and not read, (path, answer.text)
-                assert "maximum context length is 2048 tokens" in answer.json()["error"]["message"], path
-            for path in ("/tokenize", "/v1/messages/count_tokens"):  # whose texts need not fit
-                answer = await client.post(path, json=chat)
-                assert answer.status_code == 200 and read.pop() == len(endless)
-
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+    async with running(scripted(chat_template="{{ messages[0].content }}")) as client:
+        chat = {"messages": [{"role": "user", "content": endless}]}
+        for path, body in [
+            ("/v1/completions", {"prompt": endless}),
+            ("/v1/completions", {"prompt": ["short", endless]}),
+            ("/v1/chat/completions", chat),
+            ("/v1/responses", {"input": endless}),
+            ("/v1/messages", chat | {"max_tokens": 4}),
+        ]:
+            answer = await client.post(path, json=body)
+            assert answer.status_code == 400 and not read, (path, answer.text)
+            assert "maximum context length is 2048 tokens" in answer.json()["error"]["message"], path
+        for path in ("/tokenize", "/v1/messages/count_tokens"):  # whose texts need not fit
+            answer = await client.post(path, json=chat)
+            assert answer.status_code == 200 and read.pop() == len(endless)
 
 
-def test_tokens_are_not_made_text_where_the_prompt_cannot_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_tokens_are_not_made_text_where_the_prompt_cannot_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths, real = [], TokenizerPool.decode
 
     def decode(self: TokenizerPool, token_ids: list[int], **options: bool) -> str:
@@ -231,18 +210,15 @@ def test_tokens_are_not_made_text_where_the_prompt_cannot_fit(monkeypatch: pytes
 
     monkeypatch.setattr(TokenizerPool, "decode", decode)
 
-    async def scenario() -> None:
-        async with running(scripted()) as client:
-            body = {"prompt": [[300] * 9, [300] * 9999], "echo": True, "max_tokens": 1}
-            answer = await client.post("/v1/completions", json=body)
-            assert answer.json()["error"]["code"] == "context_length_exceeded" and 9999 not in lengths
-            assert (await client.post("/v1/completions", json=body | {"prompt": [300] * 9})).status_code == 200
-            assert 9 in lengths
-
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+    async with running(scripted()) as client:
+        body = {"prompt": [[300] * 9, [300] * 9999], "echo": True, "max_tokens": 1}
+        answer = await client.post("/v1/completions", json=body)
+        assert answer.json()["error"]["code"] == "context_length_exceeded" and 9999 not in lengths
+        assert (await client.post("/v1/completions", json=body | {"prompt": [300] * 9})).status_code == 200
+        assert 9 in lengths
 
 
-def test_long_texts_wait_within_the_bound_and_not_before_shorter_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_long_texts_wait_within_the_bound_and_not_before_shorter_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     goes_on, real = threading.Event(), TokenizerPool._encode
 
     def encode(self: TokenizerPool, text: str, add_special_tokens: bool) -> list[int]:
@@ -252,26 +228,23 @@ def test_long_texts_wait_within_the_bound_and_not_before_shorter_ones(monkeypatc
 
     monkeypatch.setattr(TokenizerPool, "_encode", encode)
 
-    async def scenario() -> None:
-        service = scripted(max_queue=4)
-        async with running(service) as client:
-            body = {"prompt": "a " * (LONG // 2 + 1)}
-            long = [asyncio.create_task(client.post("/tokenize", json=body)) for _ in range(3)]
-            while service.limiter.num_waiting < 3:
-                await asyncio.sleep(0.01)
-            short = await client.post("/v1/completions", json={"prompt": "return " * 700, "max_tokens": 1})
-            assert short.status_code == 200, short.text
-            long.append(asyncio.create_task(client.post("/tokenize", json=body)))
-            while service.limiter.num_waiting < 4:
-                await asyncio.sleep(0.01)
-            for path in ("/v1/completions", "/tokenize"):
-                refused = await client.post(path, json={"prompt": "return " * 700})
-                assert refused.status_code == 429 and refused.headers["retry-after"]
-            goes_on.set()
-            assert [answer.status_code for answer in await asyncio.gather(*long)] == [200] * 4
-            assert service.limiter.num_waiting == 0
-
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+    service = scripted(max_queue=4)
+    async with running(service) as client:
+        body = {"prompt": "a " * (LONG // 2 + 1)}
+        long = [asyncio.create_task(client.post("/tokenize", json=body)) for _ in range(3)]
+        while service.limiter.num_waiting < 3:
+            await asyncio.sleep(0.01)
+        short = await client.post("/v1/completions", json={"prompt": "return " * 700, "max_tokens": 1})
+        assert short.status_code == 200, short.text
+        long.append(asyncio.create_task(client.post("/tokenize", json=body)))
+        while service.limiter.num_waiting < 4:
+            await asyncio.sleep(0.01)
+        for path in ("/v1/completions", "/tokenize"):
+            refused = await client.post(path, json={"prompt": "return " * 700})
+            assert refused.status_code == 429 and refused.headers["retry-after"]
+        goes_on.set()
+        assert [answer.status_code for answer in await asyncio.gather(*long)] == [200] * 4
+        assert service.limiter.num_waiting == 0
 
 
 def test_no_text_is_longer_than_said_beside_its_normal_form() -> None:

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, set_seed
 
 from detcompile.api import compile as compile_model
 from detcompile.api import load_model
@@ -26,6 +26,7 @@ from detcompile.trl.policy import ONLY_VALUES, PolicyTraining, require_options, 
 
 try:
     import trl
+    from trl.trainer import grpo_trainer
 except ImportError as error:
     raise ImportError("trl is not installed: pip install '.[trl]' in a checkout of detcompile") from error
 
@@ -46,7 +47,6 @@ GRPO_VALUES = ONLY_VALUES | {
     "use_vllm": (False, SAMPLER),
 }
 REFUSED = {  # arguments of the trainer
-    "peft_config": "adapters are not supported",
     "quantization_config": "quantized weights have no gradient",
     "rollout_func": SAMPLER,
 }
@@ -63,7 +63,8 @@ class GRPOTrainer(PolicyTraining, trl.GRPOTrainer):
     Several processes share the weights by FSDP2. Each samples its part of the batch with its own engine.
 
     Args:
-        model: a name as for ``compile``, or a Hugging Face causal LM in eval mode, which keeps its parameters.
+        model: a name as for ``compile``, or a Hugging Face causal LM in eval mode, which keeps its parameters. In a
+            PEFT model with LoRA of linears, as with ``peft_config``, only the adapter is trained, and saved.
         reward_funcs: TRL's.
         args: TRL's GRPOConfig. Losses: "dapo", "dr_grpo", "cispo".
         sampler: compiled model that samples completions, for example over several ranks. Its weights are updated
@@ -90,6 +91,8 @@ class GRPOTrainer(PolicyTraining, trl.GRPOTrainer):
         args = trl.GRPOConfig("GRPO") if args is None else args
         require_exact(args, keywords)
         held = load_model(model) if isinstance(model, (str, Path)) else model
+        if (peft_config := keywords.pop("peft_config", None)) is not None:
+            held = _adapted(held, peft_config, args.seed)
         self.sampler = sampler or cast(CompiledModel, compile_model(copy.deepcopy(held)))
         reference = self._trainer_of(held) if args.beta else None
         self.policy = self._trainer_of(held)
@@ -116,6 +119,12 @@ class GRPOTrainer(PolicyTraining, trl.GRPOTrainer):
         """Save the model as TRL does. All processes must call this; the first one writes."""
         if self.args.world_size == 1:
             return super().save_model(output_dir, _internal_call)
+        if hasattr(self.model, "peft_config"):
+            folder = output_dir or self.args.output_dir
+            self.policy.save_adapters(folder)
+            if self.args.should_save:
+                self.processing_class.save_pretrained(folder)
+            return None
         weights = whole_weights(
             self.policy, {name: p.dtype for name, p in self.policy.named_parameters(remove_duplicate=False)}
         )
@@ -266,6 +275,12 @@ def _divergence(logprobs: Tensor, reference: Tensor, old: Tensor | None, is_weig
         weights = torch.ones_like(fixed) if old is None else _capped_ratio(fixed, old, LARGEST)
         values, slopes = values * weights, (fixed - reference) * weights
     return values + slopes * (logprobs - fixed)
+
+
+def _adapted(model: PreTrainedModel, config: Any, seed: int) -> Any:
+    """Return a PEFT model with a new adapter, drawn from the seed. TRL has imported PEFT if it is there."""
+    set_seed(seed)
+    return grpo_trainer.get_peft_model(model, config, autocast_adapter_dtype=False).eval()
 
 
 def require_exact(args: Any, keywords: dict[str, Any]) -> None:

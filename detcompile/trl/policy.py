@@ -60,13 +60,15 @@ def share_parameters(policy: Trainer, model: PreTrainedModel, *, recompute: bool
     """Give the trainer's parameters to the Hugging Face model, too.
 
     Args:
+        model: or a PEFT model.
         recompute: whether the backward recomputes each layer's rows.
     """
     for block in policy.blocks:
         block.recompute = recompute
+    inner: Any = model.get_base_model() if hasattr(model, "peft_config") else model
     for name, parameter in policy.named_parameters(remove_duplicate=False):
         module, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(module), attribute, parameter)
+        setattr(inner.get_submodule(module), attribute, parameter)
 
 
 def require_options(

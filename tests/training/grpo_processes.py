@@ -22,12 +22,13 @@ def main(folder: Path, changed: dict[str, Any]) -> None:
     made.save_model(str(folder / "saved"))
     weights = {name: p.full_tensor() for name, p in made.policy.named_parameters()}  # collective
     if dist.get_rank() == 0:
-        saved = load_file(folder / "saved" / "model.safetensors")
+        file = "adapter_model.safetensors" if changed.get("adapter") else "model.safetensors"
+        saved = load_file(folder / "saved" / file)
+        named = {name: f"base_model.model.{name.replace('.default.', '.')}" for name in weights}
+        names = named if changed.get("adapter") else {name: name for name in weights}
         digests = weight_digests(weights)
-        assert (
-            saved
-            and weight_digests({name: saved[name] for name in weights if name in saved}).items() <= digests.items()
-        )
+        actual = {name: saved[names[name]] for name in weights if names[name] in saved}
+        assert actual and weight_digests(actual).items() <= digests.items()
         (folder / "run.json").write_text(json.dumps({"digests": digests, "logs": made.state.log_history}))
     dist.destroy_process_group()
 

@@ -15,6 +15,7 @@ from detcompile import InvalidInput
 from detcompile.weights import weight_digests
 
 trl = pytest.importorskip("trl")
+peft = pytest.importorskip("peft")
 from datasets import Dataset  # noqa: E402 - comes with trl
 
 from detcompile.trl import GRPOTrainer  # noqa: E402
@@ -25,6 +26,7 @@ pytestmark = EXHAUSTIVE  # the extra `trl` comes with make test-all
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = ["def add(first, second):\n    return", "import json\n", "class Point:\n", "x = 1\n"]
+LORA = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"])
 
 
 def spaces(completions: list[str], **others: Any) -> list[float]:
@@ -51,11 +53,16 @@ def config(folder: Path, **changed: Any) -> Any:
     return trl.GRPOConfig(**given | changed)
 
 
-def trained(folder: Path, sampler: detcompile.CompiledModel, **changed: Any) -> GRPOTrainer:
+def trained(
+    folder: Path, sampler: detcompile.CompiledModel | None, adapter: bool = False, **changed: Any
+) -> GRPOTrainer:
     model = detcompile.load_model("tiny-draft", device="cpu")
-    sampler.update_weights(model)
-    dataset = Dataset.from_dict({"prompt": PROMPTS})
-    made = GRPOTrainer(model, spaces, config(folder, **changed), sampler=sampler, train_dataset=dataset)
+    keywords: dict[str, Any] = {"train_dataset": Dataset.from_dict({"prompt": PROMPTS}), "sampler": sampler}
+    if adapter:
+        keywords |= {"peft_config": LORA, "sampler": None}
+    elif sampler is not None:
+        sampler.update_weights(model)
+    made = GRPOTrainer(model, spaces, config(folder, **changed), **keywords)
     made.train()
     return made
 
@@ -95,9 +102,36 @@ def test_divergence_from_the_reference_follows_no_split(sampler: Any, tmp_path: 
     assert not [name for name, weight in whole.model.named_parameters() if not torch.equal(weight, other[name])]
 
 
+def test_adapters_alone_are_trained(tmp_path: Path) -> None:
+    """The engine draws with the adapter, whether the trainer made it or got it."""
+    whole = trained(tmp_path, None, adapter=True, beta=0.1)
+    trl.trainer.grpo_trainer.set_seed(3)
+    model = peft.get_peft_model(detcompile.load_model("tiny-draft", device="cpu"), LORA, autocast_adapter_dtype=False)
+    split = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    keywords = {"sampler": whole.sampler, "train_dataset": Dataset.from_dict({"prompt": PROMPTS})}
+    parts = GRPOTrainer(model.eval(), spaces, config(tmp_path, beta=0.1, **split), **keywords)
+    start = {name: weight.detach().clone() for name, weight in parts.policy.named_parameters()}
+    parts.train()
+    for made in (whole, parts):
+        assert logged(made, "sampling/kl") == logged(made, "sampling/sampling_logp_difference/max") == [0.0] * 3
+        assert logged(made, "kl")[0] == 0.0 < min(logged(made, "kl")[1:]) and min(logged(made, "grad_norm")) > 0
+    other = dict(parts.policy.named_parameters())
+    assert not [name for name, weight in whole.policy.named_parameters() if not torch.equal(weight, other[name])]
+    changed = {name for name, weight in other.items() if not torch.equal(weight, start[name])}
+    assert changed == {name for name in other if ".lora_" in name} and len(changed) == 8
+    whole.save_model(str(tmp_path / "saved"))
+    base = detcompile.load_model("tiny-draft", device="cpu")
+    read = peft.PeftModel.from_pretrained(base, tmp_path / "saved").get_base_model().get_parameter
+    assert all(torch.equal(read(name), other[name]) for name in changed)
+
+
 @pytest.mark.parametrize(
-    "changed", [{"loss_type": "dapo", "beta": 0.1}, {"loss_type": "dr_grpo", "gradient_accumulation_steps": 2}]
-)
+    "changed",
+    [
+        {"loss_type": "dapo", "beta": 0.1}, {"loss_type": "dr_grpo", "gradient_accumulation_steps": 2},
+        {"adapter": True},
+    ],
+)  # fmt: skip
 def test_processes_train_the_weights_of_one(changed: dict[str, Any], sampler: Any, tmp_path: Path) -> None:
     """Two processes with half of each batch: the same weights, and nothing between sampler and trainer."""
     whole = trained(tmp_path, sampler, **changed)

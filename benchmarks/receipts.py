@@ -1,22 +1,24 @@
-"""Compare the cost of checking an answer, one teacher-forced pass, with the cost of decoding it.
+"""Compare the cost of checking answers, by teacher-forced steps over many of them, with the cost of drawing them.
 
-    python -m benchmarks.receipts --commit $(git rev-parse --short HEAD) [--model tiny] [--tokens 256] [--rounds 5]
+    python -m benchmarks.receipts --commit $(git rev-parse --short HEAD) [--model tiny] [--receipts 64] [--tokens 128]
 
-An engine draws each answer alone, and the replay of its receipt checks every token; the two take turns. Both run the
-same compiled model in one process. The replayer is built once, as an audit does; it reads every weight for the
-fingerprint, and those seconds are reported separately. The script fails if a verdict is not "equal".
+An engine draws some answers one after the other, the others together; a replayer then checks the receipts of all, and
+some of them one by one. All run the same compiled model in one process, on prompts of 32 random tokens. Every figure is
+the median of some rounds, in seconds an answer. The replayer is built once, as an audit does; it reads every weight for
+the fingerprint, and those seconds are reported separately. The script fails if a verdict is not "equal", or if the
+change of one token is not named.
 
-Writes benchmarks/results/receipts-<device>-<commit>.json.
+Writes receipts-<device>-<commit>.json to --out, by default benchmarks/results.
 """
 
 import argparse
 import json
 import os
+import random
 import statistics
-import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,7 +29,7 @@ from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.serving.plain_tokenizer import plain_tokenizer, tokenizer_digest
 from detcompile.serving.receipts.decoding import recorded_prompt
 from detcompile.serving.receipts.receipt import Receipt, Served, written_params
-from detcompile.serving.receipts.replay import Replayer
+from detcompile.serving.receipts.replay import CHUNK, Replayer
 
 RESULTS = Path(__file__).parent / "results"
 KINDS: dict[str, dict[str, Any]] = {
@@ -38,69 +40,119 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def receipt_of(model: Any, prompt: list[int], params: SamplingParams, output: Any) -> Receipt:
-    """Return the receipt that a server would issue for an answer."""
-    parts = {name: str(part) for name, part in model.fingerprint_parts.items()}
-    tokenizer = None if model.tokenizer is None else tokenizer_digest(plain_tokenizer(model.tokenizer))
-    return Receipt(
-        id="cmpl-1",
-        created=0,
-        model="benchmark",
-        level="tokens",
-        fingerprint=fingerprint(parts),
-        fingerprint_parts=parts,
-        served=Served(detcompile=detcompile.__version__, tokenizer=tokenizer, chat_template=None),
-        params=written_params(params),
-        seed=str(params.seed),
-        prompts=[recorded_prompt(output, prompt, None, tokenizer is not None)],
-    )
+class Issuer:
+    """Makes the receipts that a server would issue."""
+
+    def __init__(self, model: detcompile.CompiledModel) -> None:
+        self._parts = {name: str(part) for name, part in model.fingerprint_parts.items()}
+        tokenizer = model.tokenizer
+        self._tokenizer = None if tokenizer is None else tokenizer_digest(plain_tokenizer(tokenizer))
+
+    def receipt(self, output: Any, params: SamplingParams) -> Receipt:
+        """Return the receipt of an answer."""
+        parts, tokenizer = self._parts, self._tokenizer
+        return Receipt(
+            id="cmpl-1",
+            created=0,
+            model="benchmark",
+            level="tokens",
+            fingerprint=fingerprint(parts),
+            fingerprint_parts=parts,
+            served=Served(detcompile=detcompile.__version__, tokenizer=tokenizer, chat_template=None),
+            params=written_params(params),
+            seed=str(params.seed),
+            prompts=[recorded_prompt(output, output.prompt_token_ids, None, tokenizer is not None)],
+        )
 
 
-def main() -> int:
-    """Measure every kind. Return 1 if an answer was not reproduced, otherwise 0."""
+class Costs(NamedTuple):
+    """Seconds an answer."""
+
+    drawn_alone: float
+    drawn_together: float
+    checked_alone: float
+    checked_together: float
+
+
+def measure(model: detcompile.CompiledModel, replayer: Replayer, kind: str, given: argparse.Namespace) -> list[Costs]:
+    """Return the costs of some rounds; the first is a warmup.
+
+    Raises:
+        SystemExit: a verdict is wrong.
+    """
+    draw = random.Random(kind)
+    params = SamplingParams(max_tokens=given.tokens, ignore_eos=True, seed=7, **KINDS[kind])
+    num_prompts, num_alone = -(-given.receipts // params.n), -(-given.alone // params.n)
+    prompts = [[draw.randrange(5, 1000) for _ in range(32)] for _ in range(num_prompts)]
+    engine = model.engine(detcompile.EngineConfig(max_num_seqs=given.receipts))
+    issuer = Issuer(model)
+    costs: list[Costs] = []
+    for number in range(given.rounds + 1):
+        alone = prompts[:1] if number == 0 else prompts[:num_alone]
+        times = [time.perf_counter()]
+        outputs = [engine.generate([prompt], params, progress=False)[0] for prompt in alone]
+        times.append(time.perf_counter())
+        outputs += engine.generate(prompts[len(alone) :], params, progress=False)
+        times.append(time.perf_counter())
+        receipts = [issuer.receipt(output, params) for output in outputs]
+        begun = time.perf_counter()
+        verdicts = [replayer.check(receipt) for receipt in receipts[: len(alone)]]
+        checked = time.perf_counter()
+        verdicts += [verdict for _, verdict in replayer.check_all(receipts)]
+        ended = time.perf_counter()
+        wrong = [verdict for verdict in verdicts if getattr(verdict, "outcome", None) != "equal"]
+        if wrong:
+            raise SystemExit(f"{kind}: {wrong[0]}")
+        num_together = max(1, len(prompts) - len(alone))
+        costs.append(
+            Costs(
+                (times[1] - times[0]) / len(alone) / params.n,
+                (times[2] - times[1]) / num_together / params.n,
+                (checked - begun) / len(alone) / params.n,
+                (ended - checked) / len(receipts) / params.n,
+            )
+        )
+    receipts[-1].prompts[0].samples[-1].token_ids[given.tokens // 2] ^= 1  # type: ignore[index, operator]
+    [(_, verdict)] = [pair for pair in replayer.check_all(receipts) if getattr(pair[1], "outcome", None) != "equal"]
+    if getattr(verdict, "position", None) != given.tokens // 2:
+        raise SystemExit(f"{kind}: a changed token: {verdict}")
+    return costs[1:]
+
+
+def main() -> None:
+    """Measure every kind."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--model", default="tiny", help="a name, or a number of layers of Qwen3-8B's shape")
-    parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--receipts", type=int, default=64, help="answers")
+    parser.add_argument("--alone", type=int, default=8, help="answers that are drawn and checked one by one")
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--chunk", type=int, default=CHUNK, help="tokens of a replay's step")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     name = arguments.model
     model = detcompile.compile(build(int(name)) if name.isdigit() else name)
-    engine = model.engine(detcompile.EngineConfig(max_num_seqs=8))
-    prompt = list(range(5, 37))
     start = time.perf_counter()
-    replayer = Replayer(model)
+    replayer = Replayer(model, chunk=arguments.chunk)
     ready = round(time.perf_counter() - start, 4)
     print(f"ready after {ready} s", flush=True)
-    rows: list[dict[str, Any]] = []
-    for kind, settings in KINDS.items():
-        params = SamplingParams(max_tokens=arguments.tokens, ignore_eos=True, seed=7, **settings)
-        drawing, checking = [], []
-        for number in range(arguments.rounds + 1):
-            start = time.perf_counter()
-            (output,) = engine.generate([prompt], params, progress=False)
-            drawn = time.perf_counter()
-            receipt = receipt_of(model, prompt, params, output)
-            begun = time.perf_counter()
-            verdict = replayer.check(receipt)
-            checked = time.perf_counter()
-            if verdict.outcome != "equal":
-                print(f"{kind}: {verdict}", file=sys.stderr)
-                return 1
-            if number:  # the first is a warm-up
-                drawing.append(drawn - start)
-                checking.append(checked - begun)
-        row = {"kind": kind, "draw, s": statistics.median(drawing), "check, s": statistics.median(checking)}
-        row["ratio"] = row["draw, s"] / row["check, s"]
-        rows.append({key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()})
-        print(json.dumps(rows[-1]), flush=True)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()}-cores"
-    result = {"commit": arguments.commit, "device": device, "model": name, "tokens": arguments.tokens}
-    result |= {"ready, s": ready, "rows": rows}
-    file = f"receipts-{device.lower().replace(' ', '-')}-{arguments.commit}.json"
-    (RESULTS / file).write_text(json.dumps(result, indent=1) + "\n")
-    return 0
+    result: dict[str, Any] = {"commit": arguments.commit, "device": device, "model": name, "ready, s": ready}
+    result |= {key: getattr(arguments, key) for key in ("receipts", "alone", "tokens", "chunk", "rounds")}
+    rows: list[dict[str, Any]] = []
+    for kind in arguments.kinds.split(","):
+        costs = measure(model, replayer, kind, arguments)
+        median = Costs(*map(statistics.median, zip(*costs)))
+        row = {"kind": kind} | {f"{field}, s": round(seconds, 6) for field, seconds in median._asdict().items()}
+        row["drawn alone / checked together"] = round(median.drawn_alone / median.checked_together, 1)
+        row["drawn alone / checked alone"] = round(median.drawn_alone / median.checked_alone, 1)
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+        file = arguments.out / f"receipts-{device.lower().replace(' ', '-')}-{arguments.commit}.json"
+        file.write_text(json.dumps(result | {"rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

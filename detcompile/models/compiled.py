@@ -176,6 +176,7 @@ class CompiledModel(CertifiedModel):
         order: SequenceOf[int] | torch.Generator | None = None,
         cuda_graphs: bool = False,
         num_sequences: int | None = None,
+        prefix_caching: bool = False,
     ) -> tuple[StepRunner, KVBlocks]:
         """Create a KV cache for at least ``num_tokens`` tokens; return a runner of steps over it, and its blocks.
 
@@ -183,8 +184,9 @@ class CompiledModel(CertifiedModel):
             num_tokens: tokens of all sequences together, each rounded up to whole blocks by the caller.
             order: the order in which the pool hands out its blocks.
             num_sequences: sequences that have a state at a time; None: as many as blocks.
+            prefix_caching: equal prefixes share blocks; not for models with states.
         """
-        blocks = plain_blocks(self.facts, num_tokens, block_size, order, num_sequences)
+        blocks = plain_blocks(self.facts, num_tokens, block_size, order, num_sequences, prefix_caching)
         return self.executor.new_runner(blocks.pool.num_blocks, block_size, cuda_graphs, blocks.num_state_slots), blocks
 
     @property

@@ -118,13 +118,16 @@ def test_no_integer_of_a_receipt_is_too_large_to_travel(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fault", [Verdict(outcome="differs", expected=LARGE), InvalidInput("no"), ValueError("fault")])
 def test_a_receipt_whose_verdict_cannot_be_sent_fails_alone(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def steps(receipt: Any) -> Iterator[None]:
-        yield
+    def steps(receipt: Any) -> Iterator[str]:
+        yield "waits"
         if receipt.id == "bad" and isinstance(fault, Exception):
             raise fault
         return fault if receipt.id == "bad" else Verdict(outcome="equal")
 
-    monkeypatch.setattr(engine_verifications, "Replayer", lambda *_, **__: SimpleNamespace(steps=steps))
+    forcing = SimpleNamespace(step=lambda: None, free=lambda: None, has_room=True)
+    monkeypatch.setattr(
+        engine_verifications, "Replayer", lambda *_, **__: SimpleNamespace(steps=steps, forcing=forcing)
+    )
     sent: list[Any] = []
 
     def send(report: Any) -> None:

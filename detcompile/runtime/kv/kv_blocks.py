@@ -313,6 +313,7 @@ def plain_blocks(
     block_size: int = BLOCK_SIZE,
     order: SequenceOf[int] | torch.Generator | None = None,
     num_sequences: int | None = None,
+    prefix_caching: bool = False,
 ) -> KVBlocks:
     """Return the blocks of a KV cache for at least ``num_tokens`` tokens.
 
@@ -320,8 +321,9 @@ def plain_blocks(
         num_tokens: tokens of all sequences together, each rounded up to whole blocks by the caller.
         order: the pool hands out its blocks in this order.
         num_sequences: sequences that have a state at a time; None takes as many as there are blocks.
+        prefix_caching: equal prefixes share blocks; not for models with states.
     """
     whole = max(1, -(-num_tokens // block_size))
     pool = BlockPool(whole * len(facts.kv_groups) + 1, block_size, order)
     num_states = (num_sequences or whole) if facts.state_shapes else 0
-    return KVBlocks(pool, facts.kv_groups, prefix_caching=False, num_state_slots=num_states)
+    return KVBlocks(pool, facts.kv_groups, prefix_caching=prefix_caching, num_state_slots=num_states)

@@ -7,6 +7,7 @@ they are the same.
 Legend: R rows, V vocabulary size, S slots (requests with penalties).
 """
 
+import itertools
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
@@ -41,22 +42,23 @@ class TokenCounts:
         self._free_slots: list[int] = []
         self._slot_of: dict[Hashable, int] = {}
         self._num_tokens: dict[Hashable, int] = {}  # tokens counted once every planned step has run
-        self._fresh: list[tuple[int, np.ndarray, np.ndarray]] = []
+        self._fresh: list[_Fresh] = []
 
     def place(self, key: Hashable, token_ids: Sequence[int], position: int, num_generated: int) -> int:
         """Return the slot of a request that draws token ``position``, output token ``num_generated`` (from 0).
 
-        ``token_ids`` are read only if the request is new, and must then be all ``position`` tokens.
+        ``token_ids`` are read only if the request is new, and must then hold the ``position`` tokens before. New
+        requests that are placed one after the other with the same list are counted together.
         """
         if key not in self._slot_of:
-            assert len(token_ids) == position, (
+            assert len(token_ids) >= position, (
                 f"counts of request {key!r} start from {len(token_ids)} of its {position} tokens: give all of them,"
                 " and forget a request before rebuilding its counts"
             )
-            tokens, words = self._starting_words(token_ids, position - num_generated)  # may raise: before any change
+            ids = self._ids(token_ids)  # may raise: before any change
             self._slot_of[key] = self._new_slot()
             self._num_tokens[key] = position
-            self._fresh.append((self._slot_of[key], tokens, words))
+            self._fresh.append(_Fresh(self._slot_of[key], token_ids, ids, position, position - num_generated))
         counted = self._num_tokens[key]
         assert counted == position, f"request {key!r} draws token {position}, its counts hold {counted} tokens"
         self._num_tokens[key] += 1
@@ -67,17 +69,19 @@ class TokenCounts:
         if key in self._slot_of:
             slot = self._slot_of.pop(key)
             self._free_slots.append(slot)
-            self._fresh = [fresh for fresh in self._fresh if fresh[0] != slot]
+            self._fresh = [fresh for fresh in self._fresh if fresh.slot != slot]
             del self._num_tokens[key]
 
     def fresh(self) -> FreshCounts:
         """Return the starting counts of requests placed since the last call."""
-        slots, tokens, words = zip(*self._fresh) if self._fresh else ((), (), ())
-        entry_slots = np.repeat(np.array(slots, dtype=np.int64), [len(t) for t in tokens])
+        slots = torch.tensor([fresh.slot for fresh in self._fresh], dtype=torch.int64, device="cpu")
+        every = [_starting_words(list(run)) for _, run in itertools.groupby(self._fresh, lambda fresh: id(fresh.ids))]
         self._fresh = []
-        all_tokens, all_words = (torch.from_numpy(np.concatenate(parts or [np.empty(0)])) for parts in (tokens, words))
-        new_slots = torch.tensor(slots, dtype=torch.int64, device="cpu")
-        return FreshCounts(new_slots, torch.from_numpy(entry_slots), all_tokens.long(), all_words.int())
+        joined = [torch.from_numpy(np.concatenate(parts)) for parts in zip(*every)] or [
+            torch.empty(0, device="cpu")
+        ] * 3
+        entry_slots, tokens, words = joined
+        return FreshCounts(slots, entry_slots.long(), tokens.long(), words.int())
 
     def admit(self, num_slots: int, fresh: FreshCounts) -> None:
         """Write starting counts, which are on the device by now."""
@@ -99,14 +103,41 @@ class TokenCounts:
         self.num_slots += 1
         return self.num_slots - 1
 
-    def _starting_words(self, token_ids: Sequence[int], num_prompt_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the distinct tokens and their words."""
+    def _ids(self, token_ids: Sequence[int]) -> np.ndarray:
+        """Return token ids as an array: the last one, if it is of the same list."""
+        last = self._fresh[-1] if self._fresh else None
+        if last is not None and last.token_ids is token_ids and len(last.ids) == len(token_ids):
+            return last.ids
         ids = np.asarray(token_ids, dtype=np.int64)
         assert ((ids >= 0) & (ids < self.vocab_size)).all(), "counts start from tokens that the host knows"
-        tokens, place = np.unique(ids, return_inverse=True)
-        words = 2 * np.bincount(place[num_prompt_tokens:], minlength=len(tokens))
-        words[place[:num_prompt_tokens]] += 1
-        return tokens, words
+        return ids
+
+
+class _Fresh(NamedTuple):
+    """A new request, whose counts start from ``ids[:position]``."""
+
+    slot: int
+    token_ids: Sequence[int]
+    ids: np.ndarray  # of token_ids
+    position: int
+    num_prompt_tokens: int
+
+
+def _starting_words(run: list[_Fresh]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the slots, distinct tokens and words of requests with the same ids."""
+    ids, num_prompt = run[0].ids, run[0].num_prompt_tokens
+    assert all(fresh.num_prompt_tokens == num_prompt for fresh in run), "requests of one list have one prompt"
+    positions = np.array([fresh.position for fresh in run])
+    first, last = positions.min(), positions.max()
+    tokens, place = np.unique(ids[:last], return_inverse=True)
+    words = 2 * np.bincount(place[num_prompt:first], minlength=len(tokens))
+    words[place[:num_prompt]] |= 1
+    counts = np.zeros((last - first + 1, len(tokens)), np.int64)  # row i: at position first + i
+    counts[0] = words
+    counts[np.arange(1, len(counts)), place[first:last]] += 2
+    rows = counts.cumsum(0)[positions - first]
+    which, entries = np.nonzero(rows)
+    return np.array([fresh.slot for fresh in run])[which], tokens[entries], rows[which, entries]
 
 
 def penalize(logits: Tensor, words: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor) -> Tensor:

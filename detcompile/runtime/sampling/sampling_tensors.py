@@ -27,8 +27,8 @@ ALIGNMENT = 16  # bytes; each tensor begins at a multiple
 class SampleRow(NamedTuple):
     """One row of logits to draw a token from, and its parameters.
 
-    ``key`` and ``token_ids`` matter only with penalties: the first plan with a key reads all ``position`` tokens; later
-    plans follow the drawn tokens on the device and read nothing.
+    ``key`` and ``token_ids`` matter only with penalties: the first plan with a key reads the ``position`` tokens before
+    it; later plans follow the drawn tokens on the device and read nothing.
     """
 
     params: SamplingParams  # seeded, unless greedy

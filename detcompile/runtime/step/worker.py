@@ -145,11 +145,7 @@ class Worker:
             if drawn is None or plan.tensors is not None:
                 self.runner.keep(sampled.drawn)
         prompts = [_result_or_reason(functools.partial(self._prompt_logprobs, logits, item)) for item in work.prompts]
-        host = _to_host((sampled, prompts))
-        done = None
-        if self.device.type == "cuda":
-            done = torch.cuda.Event()
-            done.record()
+        host, done = to_host((sampled, prompts), self.device)
         states = self.runner.states
         hidden = None if states is None or not work.rows else states[: len(work.rows)]
         return LaunchedStep(host, done, work, {index: repr(error) for index, error in refused.items()}, hidden)
@@ -228,6 +224,16 @@ def idle_arrays(num_tokens: int, num_sequences: int, num_groups: int, width: int
         block_tables=np.zeros((num_groups, num_sequences, max(width, -(-int(counts.max()) // 16))), np.int32),
         state_slots=np.full(num_sequences, NO_SLOT, np.int32),
     )
+
+
+def to_host(value: Any, device: torch.device) -> tuple[Any, torch.cuda.Event | None]:
+    """Copy every tensor in nested tuples and lists to the host, valid after the event if there is one."""
+    host = _to_host(value)
+    if device.type != "cuda":
+        return host, None
+    done = torch.cuda.Event()
+    done.record()
+    return host, done
 
 
 def _to_host(value: Any) -> Any:

@@ -1,13 +1,15 @@
 """Replay: verifies a receipt's answers with a model, by one teacher-forced pass and the sampler at each position."""
 
+import functools
 import itertools
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from detcompile.errors import InvalidInput
+from detcompile.errors import DetcompileError, InvalidInput
 from detcompile.models.certified import WeightSource
 from detcompile.models.checkpoints import read_weights
 from detcompile.models.compiled import CompiledModel
@@ -38,12 +40,13 @@ from detcompile.serving.receipts.receipt import (
     recorded_logprobs,
     recorded_sample,
 )
-from detcompile.serving.receipts.teacher_forcing import Drawn, teacher_forced
+from detcompile.serving.receipts.teacher_forcing import Drawn, ForcedAnswers, TeacherForcing
 from detcompile.serving.receipts.verdict import Verdict, differs, fingerprint_verdict
 
-CHUNK = 512  # tokens per step
+CHUNK = 2048  # tokens per step
 HASHED = "the receipt holds hashes of its prompts and answers: give its salt and its prompts (--opening)"
 OTHER_LOGPROBS = "the logprobs of the prompt differ"
+Pause = Literal["waits", "busy"]  # a check waits for a step, or has read a chunk of tokens
 COMPARED = ("token_ids", "finish_reason", "stop_reason", "text", "logprobs")  # fields of a sample, in this order
 
 
@@ -89,14 +92,15 @@ def replay(
 
 
 class Replayer:
-    """Verifies receipts with one model.
+    """Verifies receipts with one model, several in a step.
 
     Args:
-        chunk: maximum tokens per step.
+        chunk: maximum tokens per step, and between two pauses of a check.
         parts: the model's fingerprint_parts, if already known.
         folders: weights of other versions; the model takes them to check the tokens that they drew.
 
     Attributes:
+        forcing: runs the steps; ``steps`` of all receipts wait for it.
         redrawn: what was drawn for each prompt of the last receipt that was equal.
 
     Raises:
@@ -115,6 +119,7 @@ class Replayer:
             raise InvalidInput(f"chunk {chunk} must be at least 1 token")
         self._model = model
         self._chunk = chunk
+        self._num_read = 0  # tokens of all answers
         self.redrawn: list[Redrawn] = []
         all_parts = model.fingerprint_parts if parts is None else parts
         self._parts = {name: str(part) for name, part in all_parts.items()}  # torch compares its version as numbers
@@ -130,6 +135,8 @@ class Replayer:
         except BaseException:
             self.restore()
             raise
+        self._reference = self._parts  # whatever weights other receipts need
+        self.forcing = TeacherForcing(model, chunk, self._use)
         tokenizer, facts = model.tokenizer, model.facts
         self._tokenizer = None if tokenizer is None else tokenizer_digest(plain_tokenizer(tokenizer))
         self._admission = Admission(
@@ -140,28 +147,50 @@ class Replayer:
             end_tokens=lambda: stop_tokens(model.model),
         )
 
-    def steps(self, receipt: Receipt) -> Generator[None, None, Verdict]:
-        """Return the verdict on a receipt by teacher forcing; yields between steps.
+    def steps(self, receipt: Receipt) -> Generator[Pause, None, Verdict]:
+        """Return the verdict on a receipt by teacher forcing.
+
+        Yields "waits" until the next step of ``forcing``, which the caller runs, and "busy" to go on after a pause.
 
         Raises:
             InvalidInput: a receipt that no server issues, or one of hashes.
         """
-        self._use(receipt.fingerprint_parts.get("weights", ""))
+        weights = receipt.fingerprint_parts.get("weights", "")
         adapter = self._adapter(receipt)
         mismatch = self._mismatch(receipt, adapter) or self._absent_weights(receipt)
         if mismatch is not None:
             return mismatch
         params = params_of(receipt)
-        self.redrawn = []
-        num_tokens = 0
-        for number, prompt in enumerate(receipt.prompts):
-            verdict = yield from self._check(prompt, params, receipt.fingerprint_parts.get("weights", ""), adapter)
-            if verdict.outcome != "equal":
-                verdict.prompt = number
-                return verdict
-            num_tokens += verdict.num_tokens
+        checks = [_Check(self._check(prompt, params, weights, adapter)) for prompt in receipt.prompts]
+        try:
+            verdict = yield from self._in_order(checks)
+        finally:
+            for check in checks:
+                check.steps.close()
+        if verdict is not None:
+            return verdict
+        self.redrawn = [check.redrawn for check in checks if check.redrawn is not None]
+        num_tokens = sum(check.num_tokens for check in checks)
         message = f"all {num_tokens} tokens were reproduced{self._other_sources(receipt)}"
         return Verdict(outcome="equal", message=message, num_tokens=num_tokens)
+
+    def _in_order(self, checks: "Sequence[_Check]") -> Generator[Pause, None, Verdict | None]:
+        """Advance the checks of a receipt's prompts; return the first verdict, in their order, that is not "equal"."""
+        waiting, running = deque(enumerate(checks)), deque[tuple[int, _Check]]()
+        while waiting or running:
+            while waiting and (not running or self.forcing.has_room):
+                running.append(waiting.popleft())
+                yield from running[-1][1].advanced()
+            for _, check in running:
+                yield from check.advanced()
+            while running and running[0][1].has_ended:
+                number, check = running.popleft()
+                if check.result().outcome != "equal":
+                    check.result().prompt = number
+                    return check.result()
+            if running:
+                yield "waits"
+        return None
 
     def check(self, receipt: Receipt) -> Verdict:
         """Return the verdict on a receipt by teacher forcing.
@@ -169,13 +198,49 @@ class Replayer:
         Raises:
             InvalidInput: a receipt that no server issues, or one of hashes.
         """
-        steps = self.steps(receipt)
-        while True:
-            try:
-                next(steps)
-            except StopIteration as end:
-                verdict: Verdict = end.value
-                return verdict
+        ((_, verdict),) = self.check_all([receipt])
+        if isinstance(verdict, DetcompileError):
+            raise verdict
+        return verdict
+
+    def check_all(self, receipts: Iterable[Receipt]) -> Iterator[tuple[int, Verdict | DetcompileError]]:
+        """Yield the number and the verdict of each receipt by teacher forcing, in the order in which they end.
+
+        The steps hold tokens of several receipts, which cannot change a verdict. A receipt that cannot be checked gets
+        an exception, as from ``check``.
+        """
+        waiting, running = iter(enumerate(receipts)), dict[int, Generator[Pause, None, Verdict]]()
+        try:
+            while True:
+                while not running or self.forcing.has_room:
+                    number, receipt = next(waiting, (-1, None))
+                    if receipt is None:
+                        break
+                    running[number] = self.steps(receipt)
+                    yield from self._advanced(running, number)
+                if not running:
+                    return
+                self.forcing.step()
+                for number in list(running):
+                    yield from self._advanced(running, number)
+        finally:
+            for steps in running.values():
+                steps.close()
+
+    def _advanced(
+        self, running: dict[int, Generator[Pause, None, Verdict]], number: int
+    ) -> Iterator[tuple[int, Verdict | DetcompileError]]:
+        """Advance a receipt's check until it waits; yield what it ended with."""
+        try:
+            while next(running[number]) == "busy":
+                continue
+            return
+        except StopIteration as end:
+            verdict: Verdict | DetcompileError = end.value
+        except DetcompileError as error:
+            verdict = error
+        del running[number]
+        yield number, verdict
 
     def decode(self, receipt: Receipt, opening: Opening | None = None) -> Verdict:
         """Return the verdict on a receipt by drawing the answers again with an engine.
@@ -185,9 +250,10 @@ class Replayer:
         """
         if any(sample.drawn_by for prompt in receipt.prompts for sample in prompt.samples):
             raise InvalidInput("weights of several versions drew this answer: replay it without --decode and --opening")
-        self._use(receipt.fingerprint_parts.get("weights", ""))
         adapter = self._adapter(receipt)
         mismatch = self._mismatch(receipt, adapter)
+        if mismatch is None:
+            self._use(receipt.fingerprint_parts.get("weights", ""))
         prompts = opened(receipt, opening) if mismatch is None else mismatch
         if isinstance(prompts, Verdict):
             return prompts
@@ -207,8 +273,8 @@ class Replayer:
 
     def _other_sources(self, receipt: Receipt) -> str:
         """Return a remark if the receipt's sources differ, which the bits version allows."""
-        same = receipt.fingerprint_parts.get("source") == self._parts.get("source")
-        return "" if same else f"; sources differ, bits version equal ({self._parts['bits_version']})"
+        same = receipt.fingerprint_parts.get("source") == self._reference.get("source")
+        return "" if same else f"; sources differ, bits version equal ({self._reference['bits_version']})"
 
     def restore(self) -> None:
         """Give the model the weights that it came with."""
@@ -237,7 +303,9 @@ class Replayer:
         return None if slots is None or digest is None else slots.with_digest(digest)
 
     def _mismatch(self, receipt: Receipt, adapter: Adapter | None) -> Verdict | None:
-        parts = self._parts if adapter is None else {**self._parts, "adapter": adapter.digest}
+        parts, weights = self._reference, receipt.fingerprint_parts.get("weights", "")
+        parts = {**parts, "weights": weights} if weights in self._weights else parts
+        parts = parts if adapter is None else {**parts, "adapter": adapter.digest}
         return fingerprint_verdict(receipt, parts, self._tokenizer)
 
     def _absent_weights(self, receipt: Receipt) -> Verdict | None:
@@ -245,7 +313,7 @@ class Replayer:
         for number, prompt in enumerate(receipt.prompts):
             for sample in prompt.samples:
                 for span in sample.drawn_by or ():
-                    if span.weights not in (self._parts.get("weights"), *self._weights):
+                    if span.weights not in (self._reference.get("weights"), *self._weights):
                         message = (
                             f"sample {sample.index}: the tokens from position {span.start} on were drawn by weights"
                             f" {span.version!r}, which are not here: give their folder with --weights"
@@ -257,60 +325,70 @@ class Replayer:
                             prompt=number,
                             sample=sample.index,
                             position=span.start,
-                            parts=[("weights", span.weights, self._parts.get("weights"))],
+                            parts=[("weights", span.weights, self._reference.get("weights"))],
                         )
         return None
 
     def _check(
         self, prompt: Prompt, params: SamplingParams, weights: str, adapter: Adapter | None
-    ) -> Generator[None, None, Verdict]:
+    ) -> Generator[Pause, None, tuple[Verdict, Redrawn | None]]:
         answers = [one.token_ids for one in prompt.samples if not isinstance(one.token_ids, str)]
         if isinstance(prompt.token_ids, str) or len(answers) < len(prompt.samples):
             raise InvalidInput(HASHED)
         fault = _other_samples(prompt, params)
         if fault is not None:
-            return fault
+            return fault, None
         how: dict[str, Any] = {"arrival": 0, "priority": 0, "stream_text": False, "adapter": adapter}
         request = self._admission.request("receipt", prompt.token_ids, params, **how)
         fault = self._misshapen(prompt, request, answers)
         if fault is not None:
-            return fault
+            return fault, None
         drawers = [_drawers(sample, len(tokens), weights) for sample, tokens in zip(prompt.samples, answers)]
         fault = next((drawer for drawer in drawers if isinstance(drawer, Verdict)), None)
         if fault is not None:
-            return fault
+            return fault, None
         by_position = [drawer for drawer in drawers if not isinstance(drawer, Verdict)]
         known: list[dict[int, PlainLogprobs]] = [{} for _ in answers]  # by position
         of_prompt: list[PlainLogprobs | None] = [None]
         for used in dict.fromkeys(itertools.chain.from_iterable(by_position)):
-            self._use(used)
-            for step in teacher_forced(self._model, request, answers, self._chunk):
-                for drawn in step:
-                    drawer = by_position[0][0] if drawn.sample is None else by_position[drawn.sample][drawn.position]
-                    if drawer != used:
-                        continue
-                    fault = _token_difference(drawn, answers)
+            wants = functools.partial(_is_drawn_by, by_position, used)
+            fault = yield from self._forced(ForcedAnswers(request, answers, used, wants), known, of_prompt)
+            if fault is not None:
+                return fault, None
+        logprobs = [[entries[position] for position in sorted(entries)] for entries in known]
+        prompt_commitment = recorded_logprobs(of_prompt, None)
+        if params.prompt_logprobs is not None and prompt.logprobs != prompt_commitment:
+            return differs("prompt_logprobs", OTHER_LOGPROBS, expected=prompt.logprobs, found=prompt_commitment), None
+        verdict = yield from self._read(prompt, request, answers, logprobs)
+        if verdict.outcome != "equal":
+            return verdict, None
+        kept = logprobs if params.logprobs is not None else [None] * len(answers)
+        samples = [
+            RedrawnSample(tokens, known, given.finish_reason, given.stop_reason)
+            for given, tokens, known in zip(prompt.samples, answers, kept)
+        ]
+        return verdict, Redrawn(prompt.token_ids, [] if params.prompt_logprobs is None else of_prompt, samples)
+
+    def _forced(
+        self, given: ForcedAnswers, known: list[dict[int, PlainLogprobs]], of_prompt: list[PlainLogprobs | None]
+    ) -> Generator[Pause, None, Verdict | None]:
+        """Draw answers again, and keep their log-probabilities; return the first difference."""
+        self.forcing.add(given)
+        try:
+            while not given.is_done or given.draws:
+                for drawn in given.taken():
+                    fault = _token_difference(drawn, given.answers)
                     if fault is not None:
                         return fault
                     if drawn.logprobs is not None and drawn.sample is None:
                         of_prompt.append(drawn.logprobs)
                     elif drawn.logprobs is not None and drawn.sample is not None:
                         known[drawn.sample][drawn.position] = drawn.logprobs
-                yield
-        logprobs = [[entries[position] for position in sorted(entries)] for entries in known]
-        prompt_commitment = recorded_logprobs(of_prompt, None)
-        if params.prompt_logprobs is not None and prompt.logprobs != prompt_commitment:
-            return differs("prompt_logprobs", OTHER_LOGPROBS, expected=prompt.logprobs, found=prompt_commitment)
-        verdict = yield from self._read(prompt, request, answers, logprobs)
-        if verdict.outcome == "equal":
-            kept = logprobs if params.logprobs is not None else [None] * len(answers)
-            samples = [
-                RedrawnSample(tokens, known, given.finish_reason, given.stop_reason)
-                for given, tokens, known in zip(prompt.samples, answers, kept)
-            ]
-            of_prompt = [] if params.prompt_logprobs is None else of_prompt
-            self.redrawn.append(Redrawn(prompt.token_ids, of_prompt, samples))
-        return verdict
+                if not given.is_done:
+                    yield "waits"
+            return None
+        finally:
+            self.forcing.drop(given)
 
     def _misshapen(self, prompt: Prompt, request: Request, answers: Sequence[list[int]]) -> Verdict | None:
         """Return why this cannot be an answer to the request, or None if it can."""
@@ -335,11 +413,10 @@ class Replayer:
         request: Request,
         answers: Sequence[list[int]],
         logprobs: Sequence[list[PlainLogprobs]],
-    ) -> Generator[None, None, Verdict]:
+    ) -> Generator[Pause, None, Verdict]:
         """Check each sample's end, text and logprobs."""
-        counted = itertools.count(1)  # tokens of all samples
         for sample, tokens, known in zip(prompt.samples, answers, logprobs):
-            fault = yield from _finished(request, sample.index, tokens, counted, self._chunk)
+            fault = yield from self._finished(request, sample.index, tokens)
             if fault is not None:
                 return fault
             output = request.output.outputs[sample.index]
@@ -350,6 +427,66 @@ class Replayer:
             if fault is not None:
                 return fault
         return Verdict(outcome="equal", num_tokens=sum(map(len, answers)))
+
+    def _finished(self, request: Request, index: int, tokens: Sequence[int]) -> Generator[Pause, None, Verdict | None]:
+        """Feed a sample its tokens, as an engine does; return a verdict if it ends too early or not at all."""
+        sequence = request.sequences[index]
+        for position, token in enumerate(tokens):
+            if sequence.finish_reason is not None:
+                reason = sequence.finish_reason
+                message = f"sample {index} ended before position {position} ({reason}) but has more tokens"
+                return differs("finish_reason", message, sample=index, position=position, found=reason)
+            request.add_token(index, token, None)
+            self._num_read += 1
+            if self._num_read % self._chunk == 0:
+                yield "busy"
+        if sequence.finish_reason is None:
+            message = f"sample {index} stops at position {len(tokens)} without a reason"
+            return differs("finish_reason", message, sample=index, position=len(tokens))
+        return None
+
+
+class _Check:
+    """The check of one prompt of a receipt.
+
+    Attributes:
+        has_ended: True if there is a result.
+        redrawn: what was drawn, if the verdict is "equal".
+    """
+
+    def __init__(self, steps: Generator[Pause, None, tuple[Verdict, Redrawn | None]]) -> None:
+        self.steps = steps
+        self.has_ended = False
+        self.redrawn: Redrawn | None = None
+        self._result: Verdict | Exception | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of drawn tokens that were equal."""
+        return self.result().num_tokens
+
+    def advanced(self) -> Iterator[Pause]:
+        """Advance until the check waits or ends; yield when it is busy."""
+        try:
+            while not self.has_ended and next(self.steps) == "busy":
+                yield "busy"
+            return
+        except StopIteration as end:
+            self._result, self.redrawn = end.value
+        except Exception as error:
+            self._result = error
+        self.has_ended = True
+
+    def result(self) -> Verdict:
+        """Return the verdict.
+
+        Raises:
+            Exception: the exception that ended the check.
+        """
+        if isinstance(self._result, Exception):
+            raise self._result
+        assert self._result is not None
+        return self._result
 
 
 def _copy_of(model: CompiledModel) -> dict[str, Tensor]:
@@ -382,6 +519,11 @@ def _drawers(sample: Sample, num_tokens: int, weights: str) -> list[str] | Verdi
     return [name for start, end, name in zip(starts, ends, names) for _ in range(end - start)]
 
 
+def _is_drawn_by(by_position: Sequence[Sequence[str]], weights: str, sample: int | None, position: int) -> bool:
+    """Return whether these weights draw a position; those of the first token also give the prompt's logprobs."""
+    return (by_position[0][0] if sample is None else by_position[sample][position]) == weights
+
+
 def _other_samples(prompt: Prompt, params: SamplingParams) -> Verdict | None:
     """Return a verdict unless there are n samples.
 
@@ -392,24 +534,6 @@ def _other_samples(prompt: Prompt, params: SamplingParams) -> Verdict | None:
         return None
     message = f"the receipt has samples {indices}, but n={len(expected)} were requested"
     return differs("samples", message, expected=indices, found=expected)
-
-
-def _finished(
-    request: Request, index: int, tokens: Sequence[int], counted: Iterator[int], chunk: int
-) -> Generator[None, None, Verdict | None]:
-    """Feed a sample its tokens, as an engine does; return a verdict if it ends too early or not at all."""
-    sequence = request.sequences[index]
-    for position, token in enumerate(tokens):
-        if sequence.finish_reason is not None:
-            message = f"sample {index} ended before position {position} ({sequence.finish_reason}) but has more tokens"
-            return differs("finish_reason", message, sample=index, position=position, found=sequence.finish_reason)
-        request.add_token(index, token, None)
-        if next(counted) % chunk == 0:
-            yield
-    if sequence.finish_reason is None:
-        message = f"sample {index} stops at position {len(tokens)} without a reason"
-        return differs("finish_reason", message, sample=index, position=len(tokens))
-    return None
 
 
 def _prompt_difference(given: Prompt, drawn: Prompt) -> Verdict | None:

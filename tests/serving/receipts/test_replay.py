@@ -296,7 +296,9 @@ def test_no_part_of_a_verification_reads_more_than_a_chunk(
         real(self, *arguments)
 
     monkeypatch.setattr(Request, "add_token", add_token)
-    for _ in Replayer(model, chunk=16).steps(decode_receipt(payload_of(doubted))):
+    replayer = Replayer(model, chunk=16)
+    for _ in replayer.steps(decode_receipt(payload_of(doubted))):
+        replayer.forcing.step()
         counts.append(0)
     assert sum(counts) == 40 and max(counts) == 16  # of two samples
 

@@ -122,7 +122,12 @@ class SamplingParams:
     @property
     def filtered(self) -> bool:
         """True if top_k, top_p or min_p may exclude tokens."""
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        return any(self.filters)
+
+    @property
+    def filters(self) -> tuple[bool, bool, bool]:
+        """Return whether top_k, top_p and min_p may exclude tokens."""
+        return self.top_k > 0, self.top_p < 1, self.min_p > 0
 
     @property
     def penalized(self) -> bool:

@@ -16,6 +16,7 @@ from detcompile.errors import InvalidInput
 from detcompile.runtime.device_memory import ran_out_of_memory
 from detcompile.runtime.grammars.matcher import Mask
 from detcompile.runtime.requests.sampling_params import SamplingParams
+from detcompile.runtime.sampling.filters import Filters
 from detcompile.runtime.sampling.penalties import TokenCounts
 from detcompile.runtime.sampling.sampling_tensors import (
     PackedTensors,
@@ -64,6 +65,7 @@ class RowGroup(NamedTuple):
     mask_start: int
     mask_stop: int
     first_row: int | None  # first row of the logits, if the group's rows are consecutive
+    filters: Filters
 
 
 class SamplingPlan(NamedTuple):
@@ -231,7 +233,8 @@ def _groups(
         first, last = special[start], special[stop - 1]
         first_row = first if last - first == stop - 1 - start else None  # rows of equal needs ascend
         entries = bias_start, len(bias_rows), allowed_start, len(allowed_rows), mask_start, len(masks)
-        groups.append(RowGroup(need, start, stop, *entries, first_row))
+        filters = Filters(*map(any, zip(*(rows[i].params.filters for i in special[start:stop]))))
+        groups.append(RowGroup(need, start, stop, *entries, first_row, filters))
         start = stop
     limits = allowed_tensors(allowed_rows, allowed_tokens) | mask_tensors(masks)
     return groups, bias_tensors(bias_rows, bias_tokens, bias_values) | limits

@@ -20,13 +20,14 @@ from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.runtime.sampling.filters import filtered, likeliest, log_softmax, masked, not_finite, softmax
 from detcompile.runtime.sampling.logprobs import TokenLogprobs, joined, token_logprobs
 from detcompile.runtime.sampling.penalties import FreshCounts, TokenCounts, penalize
-from detcompile.runtime.sampling.plan import RowGroup, RowNeeds, SamplingPlan, plan_rows
+from detcompile.runtime.sampling.plan import RowGroup, SamplingPlan, plan_rows
 from detcompile.runtime.sampling.rejection import resolve
 from detcompile.runtime.sampling.sampling_tensors import SampleRow, SamplingTensors
 from detcompile.templates.cpu.fp_mode import float_mode
 from detcompile.templates.tokens.gumbel import gumbel_argmax
 
 ELEMENTS_AT_ONCE = 1 << 24  # bounds the memory of a large batch; rows are independent, so it cannot change a bit
+ELEMENTS_ON_CPU = 1 << 18  # stay in the cache
 
 
 class Sampled(NamedTuple):
@@ -85,7 +86,8 @@ class Sampler:
         Raises:
             InvalidInput: a sampled row has no seed, or a biased token has no logit.
         """
-        at_once = max(1, ELEMENTS_AT_ONCE // self.vocab_size)
+        most = ELEMENTS_AT_ONCE if self.device.type == "cuda" else min(ELEMENTS_AT_ONCE, ELEMENTS_ON_CPU)
+        at_once = max(1, most // self.vocab_size)
         return plan_rows(rows, self._counts, self.device, self.eos_token_ids, at_once, refused)
 
     def forget(self, key: Hashable) -> None:
@@ -149,7 +151,7 @@ class Sampler:
         for group in plan.groups:
             if group.needs.drawn:
                 part = slice(group.start, group.stop)
-                scaled = self._scaled(self._group_logits(group, logits, tensors), group.needs, tensors, part)
+                scaled = self._scaled(self._group_logits(group, logits, tensors), group, tensors)
                 chances = softmax(scaled, self.is_exact)
                 result.index_copy_(0, tensors["rows"][part], chances)
         return result
@@ -168,7 +170,7 @@ class Sampler:
         index = tensors["rows"][part]
         logits = self._group_logits(group, rows, tensors)
         result = likeliest(logits) if needs.changed else drawn.index_select(0, index)
-        scaled = self._scaled(logits, needs, tensors, part) if needs.drawn else logits
+        scaled = self._scaled(logits, group, tensors) if needs.drawn else logits
         if scores is not None:
             scores.index_copy_(0, index, scaled)
         if needs.drawn:
@@ -208,13 +210,14 @@ class Sampler:
             )
         return logits
 
-    def _scaled(self, logits: Tensor, needs: RowNeeds, tensors: SamplingTensors, part: slice) -> Tensor:
+    def _scaled(self, logits: Tensor, group: RowGroup, tensors: SamplingTensors) -> Tensor:
         """Return logits [Q, V] after temperature and filters."""
+        part = slice(group.start, group.stop)
         # A tensor, not a number: CUDA turns a division by a number into a product with its reciprocal.
         scaled = logits / tensors["temperature"][part]
-        if needs.filtered:
+        if group.needs.filtered:
             top_k, mass_limit, min_p = tensors["top_k"][part], tensors["mass_limit"][part], tensors["min_p"][part]
-            scaled = filtered(scaled, top_k, mass_limit, min_p, self.is_exact)
+            scaled = filtered(scaled, top_k, mass_limit, min_p, self.is_exact, group.filters)
         return scaled
 
     def _draw(self, scaled: Tensor, tensors: SamplingTensors, part: slice) -> tuple[Tensor, Tensor]:

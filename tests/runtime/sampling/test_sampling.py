@@ -9,11 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from detcompile.errors import InvalidInput
+from detcompile.runtime.sampling import filters
 from detcompile.runtime.sampling import sampler as sampling
 from detcompile.runtime.sampling.filters import NO_LIMIT, PROBABILITY_UNIT, filtered
 from detcompile.runtime.sampling.philox import gumbel_noise
 from detcompile.runtime.sampling.sampler import SamplingParams, sample
+from detcompile.templates.tokens.likeliest import keep_likeliest_cpu
 from tests.bits import assert_bitwise_equal
+from tests.templates.cases import ISAS
 
 NUM_DRAWS = 100_000
 LOGITS = torch.tensor([0.3, -1.2, 2.0, 0.3, 1.1, -4.0, 0.9])
@@ -127,7 +130,7 @@ def test_filters_keep_what_their_definition_keeps(params, vocab_size, seed, devi
 
 
 @pytest.mark.parametrize(
-    ("filters", "kept"),
+    ("params", "kept"),
     [
         ({"top_k": 3}, {0, 1, 2}),
         ({"top_p": 0.5}, {0, 1, 2, 3}),
@@ -137,9 +140,9 @@ def test_filters_keep_what_their_definition_keeps(params, vocab_size, seed, devi
         ({"min_p": 1.0}, set(range(8))),
     ],
 )
-def test_filters_break_ties_by_the_lowest_id(filters, kept, device):
+def test_filters_break_ties_by_the_lowest_id(params, kept, device):
     logits = torch.tensor([[0.0, -0.0, -0.0, 0.0, -0.0, 0.0, 0.0, -0.0]], device=device)
-    filtered = filter_rows(logits, SamplingParams(**filters))
+    filtered = filter_rows(logits, SamplingParams(**params))
     assert set((filtered[0] > -math.inf).nonzero().flatten().tolist()) == kept
 
 
@@ -215,3 +218,26 @@ def test_a_tiny_top_p_keeps_the_likeliest_token() -> None:
     """So small a share once rounded to nothing, and token 0 came out whatever the logits."""
     logits = torch.tensor([[0.0, 1.0, 3.0]])
     assert sample(logits, [SamplingParams(top_p=1e-18, seed=1)], [0]).tolist() == [2]
+
+
+@given(
+    values=st.lists(st.sampled_from([-math.inf, -3.0, 0.0, 1e-40, 0.5, 0.5000001, 2.5, 88.0, math.nan]), min_size=1),
+    weighs=st.booleans(),
+    share=st.floats(0, 1.2),
+    seed=st.integers(0, 2**32),
+)
+def test_the_likeliest_are_the_same_by_a_sort_by_digits_and_on_every_cpu(values, weighs, share, seed, device):
+    """Ties of logits and of weights at the limit, and no limit; rows of equal and of random values."""
+    equal, drawn = torch.tensor(values), torch.randn(len(values), generator=torch.Generator().manual_seed(seed))
+    logits = torch.stack([equal, drawn * 5, equal.flip(0)])
+    probabilities = (logits - 90).exp() if weighs else None
+    weights = filters._weights(logits, probabilities)
+    limits = (weights.sum(1, keepdim=True).double() * share).long().clamp_min(1)
+    limits[2] = NO_LIMIT
+    kept = filters._kept_by_sort(logits, weights, limits)
+    on_device = [part.to(device) for part in (logits, weights, limits)]
+    assert_bitwise_equal(filters._kept_by_digits(*on_device).cpu(), kept)
+    assert_bitwise_equal(filters._kept_by_sort(*on_device).cpu(), kept)
+    expected = logits.masked_fill(~kept, -math.inf)
+    for isa in ISAS:
+        assert_bitwise_equal(keep_likeliest_cpu(logits, probabilities, limits, isa), expected)

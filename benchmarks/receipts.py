@@ -96,7 +96,7 @@ def measure(model: detcompile.CompiledModel, replayer: Replayer, kind: str, give
         times.append(time.perf_counter())
         receipts = [issuer.receipt(output, params) for output in outputs]
         begun = time.perf_counter()
-        verdicts = [replayer.check(receipt) for receipt in receipts[: len(alone)]]
+        verdicts: list[Any] = [replayer.check(receipt) for receipt in receipts[: len(alone)]]
         checked = time.perf_counter()
         verdicts += [verdict for _, verdict in replayer.check_all(receipts)]
         ended = time.perf_counter()
@@ -134,6 +134,7 @@ def main() -> None:
     arguments = parser.parse_args()
     name = arguments.model
     model = detcompile.compile(build(int(name)) if name.isdigit() else name)
+    assert isinstance(model, detcompile.CompiledModel)
     start = time.perf_counter()
     replayer = Replayer(model, chunk=arguments.chunk)
     ready = round(time.perf_counter() - start, 4)

@@ -8,11 +8,12 @@ import typer
 from detcompile.commands.loading_options import Random
 from detcompile.commands.options import Loading, logs, progress_bar
 from detcompile.commands.receipts.replay import Adapters, MaxLoraRank, as_signed, compile_with, model_name
-from detcompile.errors import DetcompileError, InvalidInput
+from detcompile.errors import InvalidInput
 from detcompile.models.compiled import CompiledModel
 from detcompile.serving.receipts.keys import read_verify_key
 from detcompile.serving.receipts.log import Line, checked_lines, is_sampled, miss_probability
-from detcompile.serving.receipts.replay import replay
+from detcompile.serving.receipts.replay import Replayer
+from detcompile.serving.receipts.verdict import Verdict
 
 UNCHECKED = 3  # exit code: no fault, but some of the sample could not be checked
 
@@ -66,12 +67,12 @@ def _replay(log: Path, chosen: list[Line], model: CompiledModel) -> int:
     faults, num_unchecked = 0, 0
     with progress_bar(total=True) as bar:
         task = bar.add_task("replaying", total=len(chosen))
-        for line in chosen:
-            try:
-                verdict = replay(model, line.envelope)
-                outcome, message = verdict.outcome, f"{verdict.field}: {verdict.message}"
-            except DetcompileError as error:
-                outcome, message = "incomparable" if line.receipt.level == "hashes" else "differs", str(error)
+        for number, result in Replayer(model).check_all(line.receipt for line in chosen):
+            line = chosen[number]
+            if isinstance(result, Verdict):
+                outcome, message = result.outcome, f"{result.field}: {result.message}"
+            else:
+                outcome, message = "incomparable" if line.receipt.level == "hashes" else "differs", str(result)
             num_unchecked += outcome == "incomparable"
             faults += outcome == "differs"
             if outcome != "equal":

@@ -309,11 +309,12 @@ class Replayer:
         return fingerprint_verdict(receipt, parts, self._tokenizer)
 
     def _absent_weights(self, receipt: Receipt) -> Verdict | None:
-        """Return a verdict if weights that drew some tokens are not here."""
+        """Return a verdict if weights that drew some tokens are not here; those of the fingerprint are."""
+        here = receipt.fingerprint_parts.get("weights")
         for number, prompt in enumerate(receipt.prompts):
             for sample in prompt.samples:
                 for span in sample.drawn_by or ():
-                    if span.weights not in (self._reference.get("weights"), *self._weights):
+                    if span.weights not in (here, *self._weights):
                         message = (
                             f"sample {sample.index}: the tokens from position {span.start} on were drawn by weights"
                             f" {span.version!r}, which are not here: give their folder with --weights"
@@ -325,7 +326,7 @@ class Replayer:
                             prompt=number,
                             sample=sample.index,
                             position=span.start,
-                            parts=[("weights", span.weights, self._reference.get("weights"))],
+                            parts=[("weights", span.weights, here)],
                         )
         return None
 

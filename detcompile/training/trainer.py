@@ -25,13 +25,14 @@ from detcompile.orders.numerics import Numerics
 from detcompile.passes.proof.certificate import Certificate
 from detcompile.runtime.dense.padded_batch import UnpaddedBatch, check_batch, repad, unpad
 from detcompile.runtime.requests.plain_values import number
-from detcompile.runtime.requests.sampling_params import LARGEST, MIN_TEMPERATURE
+from detcompile.runtime.requests.sampling_params import LARGEST, MIN_TEMPERATURE, SamplingParams
 from detcompile.templates.training.exactness import ExactnessGuard
 from detcompile.torch_internals.autograd import backward_keeps_graph
 from detcompile.training.adapters import of_adapters, save_adapters
 from detcompile.training.agreement import require_agreement, require_same_orders
 from detcompile.training.blocks import Block, StepTensors, Weight, require_no_hooks, weights_of
 from detcompile.training.construction import build
+from detcompile.training.filtered_logprobs import filtered_logprobs
 from detcompile.training.grad_accumulator import GradAccumulator
 from detcompile.training.gradient_norm import clip_grad_norm_
 from detcompile.training.packing import packed_step, padded, pieces, predicting_leaves, rows_at_once
@@ -239,28 +240,36 @@ class Trainer(Unreplicated):
         attention_mask: Tensor | None = None,
         temperature: float = 1.0,
         position_ids: Tensor | None = None,
+        *,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
     ) -> Tensor:
         """Return log-probabilities [B, C - 1] of all tokens but the first, float32 with a gradient, zeros at padding.
 
-        They have the bytes of an engine's ``logprobs`` at temperature 1. The tensor's attribute ``entropy`` has the
-        same shape: the entropy of the distribution of each token. Logits are computed for some rows at a time, and
-        again in the backward.
+        They have the bytes of an engine's ``logprobs`` at temperature 1, and with any temperature and filters those of
+        its ``sampling_logprobs``. The tensor's attribute ``entropy`` has the same shape: the entropy of the
+        distribution of each token before filters. Logits are computed for some rows at a time, and again in the
+        backward.
 
         Args:
             input_ids, attention_mask, position_ids: as in ``forward``.
             temperature: divisor of the logits, from 1e-5 to float32's largest number.
+            top_k, top_p, min_p: filters, as in ``SamplingParams``. A token that they exclude has -inf. Which ones they
+                exclude follows from the current logits, without a gradient; the entropy then has none, either.
 
         Raises:
-            InvalidInput: as ``forward``, or the temperature is out of range.
+            InvalidInput: as ``forward``, or the temperature or a filter is out of range.
         """
         temperature = number(temperature, "temperature")
         if not MIN_TEMPERATURE <= temperature <= LARGEST:
             raise InvalidInput(f"temperature={temperature} must be at least {MIN_TEMPERATURE}, and finite in float32")
-        logprobs, entropy = self._scored(self._batch(input_ids, attention_mask, position_ids, None), temperature)
+        params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+        logprobs, entropy = self._scored(self._batch(input_ids, attention_mask, position_ids, None), params)
         logprobs.entropy = entropy  # type: ignore[attr-defined]
         return logprobs
 
-    def _scored(self, batch: UnpaddedBatch, temperature: float) -> tuple[Tensor, Tensor]:
+    def _scored(self, batch: UnpaddedBatch, params: SamplingParams) -> tuple[Tensor, Tensor]:
         """Return (log-probabilities, entropies): both as results, because FSDP unshards for the backward of results."""
         step = packed_step(batch, self.numerics.token_leaf, self.device)
         weights = self._weights()
@@ -271,7 +280,7 @@ class Trainer(Unreplicated):
         kept = predicting.nonzero().squeeze(1).to(self.device)
         targets = step.leaves[0][0, kept + 1]
         step = step._replace(table=predicting_leaves(batch, self.numerics.token_leaf, self.device))
-        logprobs, entropy = self._chunked(rows[:, kept], targets, temperature, step, weights)
+        logprobs, entropy = self._chunked(rows[:, kept], targets, params, step, weights)
         places = torch.from_numpy(batch.mask[:, 1:] & batch.mask[:, :-1]).to(self.device)
         return padded(logprobs, places), padded(entropy, places)
 
@@ -330,13 +339,16 @@ class Trainer(Unreplicated):
         self._guard.add_loss(gradient)
 
     def _chunked(
-        self, rows: Tensor, targets: Tensor, temperature: float, step: StepTensors, weights: Mapping[str, Weight]
+        self, rows: Tensor, targets: Tensor, params: SamplingParams, step: StepTensors, weights: Mapping[str, Weight]
     ) -> tuple[Tensor, Tensor]:
         """Return log-probabilities of ``targets`` and entropies [R], from ``rows`` [1, R, H], in pieces of leaves."""
 
         def of_piece(rows: Tensor, targets: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
             logits = self._logits(rows, step._replace(table=table), weights)
-            result: tuple[Tensor, Tensor] = torch.ops.detcompile.token_logprobs(logits, targets, temperature)
+            if params.filtered:
+                _, entropy = torch.ops.detcompile.token_logprobs(logits.detach(), targets, params.temperature)
+                return filtered_logprobs(logits, targets, params), entropy
+            result: tuple[Tensor, Tensor] = torch.ops.detcompile.token_logprobs(logits, targets, params.temperature)
             return result
 
         if len(step.table) == 1:  # sequences of one token, so nothing is predicted

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from detcompile.errors import InvalidInput
 from detcompile.orders.numerics import Numerics
 from detcompile.training.loading import trainer
-from detcompile.trl.policy import ONLY_VALUES, PolicyTraining, require_options, share_parameters
+from detcompile.trl.policy import FILTER, ONLY_VALUES, PolicyTraining, require_options, share_parameters
 from detcompile.trl.weight_transfer import FolderWeightTransfer
 
 try:
@@ -30,6 +30,9 @@ with warnings.catch_warnings():
     from trl.trainer.utils import FusedCausalLMOutput
 
 ASYNC_VALUES = ONLY_VALUES | {
+    "min_p": (None, FILTER),
+    "top_k": (0, FILTER),
+    "top_p": (1.0, FILTER),
     "temperature": (1.0, "the server's log-probabilities are the model's, at temperature 1"),
 }
 REFUSED = {"peft_config": "adapters are not supported"}  # arguments of the trainer

@@ -15,6 +15,7 @@ from detcompile.errors import InvalidInput
 from detcompile.models.compiled import CompiledModel
 from detcompile.models.loading import tokenizer_of
 from detcompile.runtime.engine_config import EngineConfig
+from detcompile.runtime.requests.outputs import SamplingLogprobs
 from detcompile.runtime.requests.sampling_params import LARGEST, SamplingParams
 from detcompile.templates.training.pointwise import policy_terms
 from detcompile.torch_internals.autograd import version_of
@@ -109,6 +110,11 @@ class GRPOTrainer(PolicyTraining, trl.GRPOTrainer):
         self._served: tuple[int, int] | None = None  # step and weights version of the engine's weights
         self._num_drawn = 0
 
+    @property
+    def _filters(self) -> dict[str, Any]:
+        filters = _filters_of(self.args)
+        return {"top_k": filters.top_k, "top_p": filters.top_p, "min_p": filters.min_p}
+
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator; keep it from wrapping a model whose gradients the policy adds over processes."""
         super().create_accelerator_and_postprocess()
@@ -157,8 +163,9 @@ class GRPOTrainer(PolicyTraining, trl.GRPOTrainer):
         self._num_drawn += self.accelerator.num_processes * len(prompt_ids)
         params = [
             SamplingParams(
-                max_tokens=self.max_completion_length, temperature=self.temperature, logprobs=0,
+                max_tokens=self.max_completion_length, temperature=self.temperature, logprobs=0, sampling_logprobs=0,
                 ignore_eos=True, stop_token_ids=tuple(self.eos_token_ids), seed=(first + place) % 2**64,
+                **self._filters,
             )
             for place in range(len(prompt_ids))
         ]  # fmt: skip
@@ -167,7 +174,8 @@ class GRPOTrainer(PolicyTraining, trl.GRPOTrainer):
             if output.error is not None:
                 raise output.error
         drawn = [output.outputs[0] for output in outputs]
-        return [one.token_ids for one in drawn], [[entry.logprob for entry in one.logprobs or ()] for one in drawn]
+        logprobs = [[cast(SamplingLogprobs, entry.sampling).logprob for entry in one.logprobs or ()] for one in drawn]
+        return [one.token_ids for one in drawn], logprobs
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -190,7 +198,7 @@ class GRPOTrainer(PolicyTraining, trl.GRPOTrainer):
         logprobs, entropies = [], []
         with torch.autocast(input_ids.device.type, enabled=False):
             for ids, mask in zip(*(part.split(batch_size or len(part)) for part in (input_ids, attention_mask))):
-                scored = policy.logprobs(ids, mask, temperature=self.temperature)
+                scored = policy.logprobs(ids, mask, temperature=self.temperature, **self._filters)
                 logprobs.append(scored[:, -logits_to_keep:])
                 entropies.append(scored.entropy[:, -logits_to_keep:])
         return torch.cat(logprobs), torch.cat(entropies), None
@@ -203,6 +211,7 @@ class GRPOTrainer(PolicyTraining, trl.GRPOTrainer):
             torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
             mask.shape[1],
         )
+        logprobs = logprobs.masked_fill(mask == 0, 0.0)  # filters may exclude tokens that were not drawn
         advantages = inputs["advantages"]
         advantages = (advantages if advantages.dim() == 2 else advantages[:, None]) * mask.float()
         self._show(logprobs.detach(), entropies.detach(), mask.bool(), inputs.get("sampling_per_token_logps"))
@@ -231,9 +240,9 @@ class GRPOTrainer(PolicyTraining, trl.GRPOTrainer):
         return drawn * steps / self.args.steps_per_generation if training else drawn
 
     def _show(self, logprobs: Tensor, entropies: Tensor, mask: Tensor, drawn: Tensor | None) -> None:
-        """Log how much the trainer's log-probabilities differ from the sampler's, which are at temperature 1."""
+        """Log how much the trainer's log-probabilities differ from the sampler's."""
         self._log_mean("entropy", entropies[mask])
-        if drawn is None or self.temperature != 1.0:
+        if drawn is None:
             return
         apart = (logprobs - drawn)[mask].double()
         self._log_mean("sampling/kl", apart.exp() - 1 - apart)
@@ -300,3 +309,20 @@ def require_exact(args: Any, keywords: dict[str, Any]) -> None:
             " of the optimizer's state. Pass 'no', and call save_model() in all processes."
         )
     require_options(args, GRPO_VALUES, keywords, REFUSED)
+    if not _filters_of(args).filtered:
+        return
+    if args.beta:
+        raise InvalidInput(
+            f"beta={args.beta} with top_k, top_p or min_p: the reference would exclude other tokens than the policy, so"
+            " their divergence is not defined. Leave beta at 0.0, or the filters out."
+        )
+    if args.gradient_accumulation_steps % (args.steps_per_generation * args.num_iterations):
+        raise InvalidInput(
+            f"num_iterations={args.num_iterations} and steps_per_generation={args.steps_per_generation} with top_k,"
+            " top_p or min_p: after a step the filters exclude other tokens than in the draw. Train each batch in one"
+            f" step: num_iterations=1, and steps_per_generation={args.gradient_accumulation_steps}."
+        )
+
+
+def _filters_of(args: Any) -> SamplingParams:
+    return SamplingParams(top_k=args.top_k, top_p=args.top_p, min_p=args.min_p or 0.0)

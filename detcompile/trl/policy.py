@@ -15,10 +15,7 @@ OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")  # replaced by detcompile.Adam
 FILTER = "completions would be sampled from another distribution than the trained one"
 ONLY_VALUES: dict[str, tuple[Any, str]] = {  # field -> the only supported value, and the reason
     "fp16": (False, "a scaled loss exceeds the range in which sums are exact"),
-    "min_p": (None, FILTER),
     "repetition_penalty": (1.0, FILTER),
-    "top_k": (0, FILTER),
-    "top_p": (1.0, FILTER),
     "use_liger_kernel": (False, "layers must be those of serving"),
 }
 

@@ -126,6 +126,17 @@ def test_temperature_divides_logits_and_entropy_has_a_gradient():
     assert trainer.get_parameter("lm_head.weight").grad.abs().max() > 0
 
 
+@pytest.mark.parametrize("filters", [{"temperature": 0.7}, {"top_k": 40, "top_p": 0.9, "min_p": 0.01}])
+def test_logprobs_are_those_of_the_distribution_drawn_from(filters: dict[str, Any]):
+    params = SamplingParams(max_tokens=9, logprobs=0, sampling_logprobs=0, seed=3, ignore_eos=True, **filters)
+    engine = compiled("qwen3", torch.bfloat16).engine(EngineConfig(num_blocks=20))
+    rows = [row.tolist() for row in sequences([20, 9])]
+    for row, output in zip(rows, engine.generate(rows, params, progress=False)):
+        [sample] = output.outputs
+        actual = trained("qwen3").logprobs(torch.tensor([row + sample.token_ids]), **filters)[0, len(row) - 1 :]
+        assert actual.tolist() == [entry.sampling.logprob for entry in sample.logprobs]
+
+
 def test_sequences_of_one_token_have_no_logprobs():
     trainer = trained("qwen3")
     trainer.zero_grad()

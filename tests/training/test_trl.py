@@ -102,6 +102,24 @@ def test_divergence_from_the_reference_follows_no_split(sampler: Any, tmp_path: 
     assert not [name for name, weight in whole.model.named_parameters() if not torch.equal(weight, other[name])]
 
 
+@pytest.mark.parametrize(
+    "changed", [{"temperature": 0.7}, {"top_k": 20, "top_p": 0.9, "min_p": 0.02}, {"loss_type": "cispo", "top_p": 0.8}]
+)
+def test_filters_leave_nothing_between_sampler_and_trainer(
+    changed: dict[str, Any], sampler: Any, tmp_path: Path
+) -> None:
+    """Log-probabilities are those of the distribution drawn from."""
+    whole, parts = (
+        trained(tmp_path, sampler, **changed, **split)
+        for split in ({}, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4})
+    )
+    for made in (whole, parts):
+        assert logged(made, "sampling/kl") == logged(made, "sampling/sampling_logp_difference/max") == [0.0] * 3
+        assert len(set(logged(made, "reward"))) > 1 and min(logged(made, "grad_norm")) > 0
+    other = dict(parts.model.named_parameters())
+    assert not [name for name, weight in whole.model.named_parameters() if not torch.equal(weight, other[name])]
+
+
 def test_adapters_alone_are_trained(tmp_path: Path) -> None:
     """The engine draws with the adapter, whether the trainer made it or got it."""
     whole = trained(tmp_path, None, adapter=True, beta=0.1)
@@ -213,7 +231,10 @@ def test_what_draws_has_the_weights_of_now_however_often_training_begins(monkeyp
         ({"loss_type": "grpo"}, "loss_type='grpo'"),
         ({"loss_type": "bnpo"}, "one of cispo, dapo, dr_grpo"),
         ({"sync_ref_model": True, "beta": 0.04}, "sync_ref_model=True is not supported"),
-        ({"top_p": 0.9}, "another distribution"),
+        ({"repetition_penalty": 1.1}, "another distribution"),
+        ({"top_p": 0.9, "beta": 0.1}, "their divergence is not defined"),
+        ({"top_k": 5, "num_iterations": 2}, "Train each batch in one step"),
+        ({"min_p": 0.1, "steps_per_generation": 2}, "steps_per_generation=1"),
         ({"top_entropy_quantile": 0.2}, "micro-batches"),
         ({"optim": "sgd"}, "optim='sgd'"),
     ],

@@ -142,14 +142,16 @@ def drawing_tensors(rows: list[SampleRow]) -> SamplingTensors:
     """Return noise keys, temperatures and filters of Q rows; greedy rows get unused entries."""
     params = [row.params for row in rows]
     keys = noise_keys([p.seed or 0 for p in params], [r.position for r in rows], [r.sample_index for r in rows])
-    limits = [max(1, int(p.top_p * PROBABILITY_UNIT)) if p.top_p < 1 else NO_LIMIT for p in params]
-    return {
-        "keys": keys,
-        "temperature": _column([p.temperature for p in params], torch.float32),
-        "top_k": _column([p.top_k if p.top_k > 0 else NO_LIMIT for p in params], torch.int64),
-        "mass_limit": _column(limits, torch.int64),
-        "min_p": _column([p.min_p for p in params], torch.float64),
-    }
+    temperature = _column([p.temperature for p in params], torch.float32)
+    top_k, mass_limit, min_p = filter_limits(params)
+    return {"keys": keys, "temperature": temperature, "top_k": top_k, "mass_limit": mass_limit, "min_p": min_p}
+
+
+def filter_limits(params: Sequence[SamplingParams]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the limits top_k, mass_limit and min_p of ``filtered``, [Q, 1] each."""
+    masses = [max(1, int(p.top_p * PROBABILITY_UNIT)) if p.top_p < 1 else NO_LIMIT for p in params]
+    top_k = _column([p.top_k if p.top_k > 0 else NO_LIMIT for p in params], torch.int64)
+    return top_k, _column(masses, torch.int64), _column([p.min_p for p in params], torch.float64)
 
 
 def proposal_tensors(rows: list[SampleRow], distributions: list[Tensor]) -> SamplingTensors:

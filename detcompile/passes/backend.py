@@ -4,6 +4,7 @@ torch.compile(model, backend=Backend(numerics)) keeps the certificate; torch.com
 same by name, for any module.
 """
 
+import contextlib
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,7 @@ from detcompile.passes.programs.canonical_form import never_run, program_digest
 from detcompile.passes.programs.exact_form import exact_program_digest
 from detcompile.passes.proof.certificate import Certificate, certify
 from detcompile.passes.proof.context import Role
+from detcompile.passes.proof.exact import require_exact_code
 from detcompile.passes.release_probe import require_release
 from detcompile.passes.rewrites.collectives import order_collectives, pin_collectives
 from detcompile.passes.rewrites.composites import take_apart
@@ -37,7 +39,7 @@ from detcompile.templates.cpu.fp_mode import in_float_mode
 from detcompile.torch_internals.compiled_calls import enter_around_calls
 from detcompile.torch_internals.dynamo import register_backend
 from detcompile.torch_internals.graph_nodes import traced_value
-from detcompile.torch_internals.inductor import compile_fx, compile_fx_inner, functorch_config
+from detcompile.torch_internals.inductor import compile_fx, compile_fx_inner, functorch_config, observing_operations
 from detcompile.torch_internals.inductor_settings import inductor_config
 from detcompile.torch_internals.traced_call import TracedCall
 
@@ -124,7 +126,8 @@ class Backend:
         checked = _only_checked(gm)
         take_apart(gm, self.numerics.kv_chunk)
         compilation = _Compilation(self, traced, roles, list(example_inputs))
-        with pinned_codegen(), functorch_config.patch(enable_autograd_cache=False):
+        checked_code = observing_operations(require_exact_code) if self.numerics.is_exact else contextlib.nullcontext()
+        with pinned_codegen(), checked_code, functorch_config.patch(enable_autograd_cache=False):
             run = compile_fx(
                 gm,
                 list(example_inputs),

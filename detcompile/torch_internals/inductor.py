@@ -2,13 +2,15 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 from unittest import mock
 
 from torch import fx
 from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2_dense
+from torch._inductor.codegen.common import CSEProxy
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.decomposition import select_decomp_table
@@ -18,6 +20,8 @@ from torch._inductor.lowering import fallbacks, lowerings
 from detcompile.torch_internals.symbolic_shapes import GuardOnDataDependentSymNode
 
 NAMES = {
+    "CSEProxy": "Receives each operation that Inductor writes code for. Without it: what Inductor makes of a certified "
+    "graph is not checked.",
     "CustomGraphPass": "The base of passes that Inductor runs over a graph, with a key for its cache. Without it: "
     "Inductor's cache answers with code of other passes.",
     "auto_functionalized_v2_dense": "Runs an operation that writes into its arguments, and copies only those "
@@ -36,6 +40,27 @@ NAMES = {
     "select_decomp_table": "Inductor's decompositions. Without it: ATen holds operations that neither passes nor "
     "Inductor know.",
 }
+
+
+@contextlib.contextmanager
+def observing_operations(observe: Callable[[str, Sequence[Any]], None]) -> Iterator[None]:
+    """Call ``observe(name, operands)`` for each operation that Inductor writes code for inside the block.
+
+    Operands are variables with a dtype, numbers and dtypes; a reduction's name begins with "reduction", and its operand
+    is the value. Nothing is observed if Inductor's cache has the code. Without it: see CSEProxy.
+    """
+    write, reduce = CSEProxy._default, CSEProxy.reduction
+
+    def written(proxy: CSEProxy, name: str, args: Any, kwargs: Any) -> Any:
+        observe(name, args)
+        return write(proxy, name, args, kwargs)
+
+    def reduced(proxy: CSEProxy, dtype: Any, src_dtype: Any, kind: Any, value: Any) -> Any:
+        observe(f"reduction {kind}", [value])
+        return reduce(proxy, dtype, src_dtype, kind, value)
+
+    with mock.patch.object(CSEProxy, "_default", written), mock.patch.object(CSEProxy, "reduction", reduced):
+        yield
 
 
 @contextlib.contextmanager

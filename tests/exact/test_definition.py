@@ -1,12 +1,20 @@
 """The reference of exact-1 against its golden digests, float64 and itself in pieces."""
 
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
+import sympy
+import torch
 
-from detcompile.templates.exact.attention import _factor
-from detcompile.templates.exact.rows import FUNCTIONS
+import detcompile
+from detcompile.errors import InvalidInput
+from detcompile.templates.exact.attention import _WIDEST_HEAD, _factor
+from detcompile.templates.exact.gpu import _LONGEST as GPU_PART
+from detcompile.templates.exact.rows import _LONGEST, FUNCTIONS
+from detcompile.templates.exact.softmax import _MOST_LOGITS, exact_softmax
 from tests.exact import definition as exact
 from tests.exact import golden
 from tests.exact.definition import Array, D, F, U
@@ -111,10 +119,41 @@ def test_log_softmax_is_near_float64() -> None:
     assert np.abs(exact.log_softmax(z) - truth).max() < 2e-6
 
 
-def test_sum_of_largest_digits_fits_int32() -> None:
-    high, low = 127 * 127 * exact.LONGEST, 2 * 127 * 128 * exact.LONGEST
-    assert max(high, low) < 2**31 - 1
-    assert (256 * 127 * 127 + 2 * 127 * 128) * 512 < 2**31  # scores of heads of up to 512, and values of a block
+N, HIGH, LOW = sympy.Symbol("n", integer=True, positive=True), 127, 128  # terms; the largest digits
+T = 256 * HIGH**2 + 2 * HIGH * LOW  # of one term, with two digits on both sides
+BOUNDS = {  # of a sum of n terms of any signs, thus of every part of it in any order; terms; bits
+    "high by high": (N * HIGH**2, exact.LONGEST, 31),
+    "low by high": (N * HIGH * LOW, exact.LONGEST, 31),
+    "both cross products": (2 * N * HIGH * LOW, exact.LONGEST, 31),
+    "T of a part, in float64": (N * T, exact.LONGEST, 53),
+    "T of all parts": (N * T, 1 << 32, 63),
+    "a score": (N * T, _WIDEST_HEAD, 31),
+    "values of a block": (N * T, exact.BLOCK, 31),
+    "weights of a block, in float32": (N * 32512, exact.BLOCK, 24),
+    "squares of a norm": (N * 2**44, _LONGEST - 1, 63),
+    "elements of a norm": (N * 2**22, _LONGEST - 1, 63),
+    "weights of a softmax": (N * 2**40, _MOST_LOGITS, 63),
+}
+
+
+@pytest.mark.parametrize("bound", BOUNDS)
+def test_sums_of_integers_do_not_overflow(bound: str) -> None:
+    largest, terms, bits = BOUNDS[bound]
+    assert sympy.ask(sympy.Q.positive(sympy.diff(largest, N)))  # so the most terms give the largest sum
+    assert 0 < largest.subs(N, terms) <= 2**bits - 1
+
+
+def test_part_of_a_long_product_ends_where_the_bounds_do() -> None:
+    source = Path(detcompile.__file__).parent / "templates"
+    cut = re.search(r"kLongest = (\d+)", (source / "cpu" / "exact" / "steps.h").read_text())
+    assert cut is not None and int(cut[1]) == exact.LONGEST == GPU_PART.value
+    whole = sympy.floor((2**31 - 1) / (2 * HIGH * LOW))  # the longest sum that fits
+    assert exact.LONGEST <= whole == 66052
+
+
+def test_softmax_of_too_many_logits_is_rejected() -> None:
+    with pytest.raises(InvalidInput, match="an exact softmax of 8388608 logits"):
+        exact_softmax(torch.empty(1, _MOST_LOGITS + 1, device="meta"))
 
 
 def test_score_factors_are_correctly_rounded() -> None:

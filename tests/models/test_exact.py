@@ -6,12 +6,18 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch._dynamo.exc import BackendCompilerFailed
+from torch._inductor import config as inductor_config
+from torch._inductor import virtualized
+from torch._inductor.lowering import lowerings, make_pointwise
 
 import detcompile
 from benchmarks.exact_journal import resume
@@ -164,6 +170,30 @@ def test_undefined_operation_is_rejected(function) -> None:  # type: ignore[no-u
     backend = Backend(Numerics(arithmetic="exact8"), certify_only=True)
     run = torch.compile(lambda x: function(x), backend=backend)
     with pytest.raises(BackendCompilerFailed, match="or on the machine"), torch.no_grad():
+        run(torch.ones(3, 8))
+
+
+PLANTED: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
+    "exp": ("exp of", lambda ops, x: ops.exp(x)),
+    "contraction": ("fma of", lambda ops, x: ops.fma(x, x, x)),
+    "quotient": ("truediv of", lambda ops, x: ops.truediv(x, x)),
+    "quotient of integers": ("truediv of", lambda ops, x: ops.truediv(ops.index_expr(3, torch.int64), 7)),
+}
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_code_of_a_certified_graph_is_checked(planted: str) -> None:
+    """Inductor's lowering of an operation makes another one."""
+    torch._dynamo.reset()
+    message, function = PLANTED[planted]
+    lowering = {torch.ops.aten.neg.default: make_pointwise(lambda x: function(virtualized.ops, x))}
+    run = torch.compile(lambda x: -x, backend=Backend(Numerics(arithmetic="exact8")))
+    with (
+        mock.patch.dict(lowerings, lowering),
+        inductor_config.patch(fx_graph_cache=False),
+        pytest.raises(BackendCompilerFailed, match=f"Inductor makes {message}"),
+        torch.no_grad(),
+    ):
         run(torch.ones(3, 8))
 
 

@@ -1,8 +1,16 @@
-"""Operations that a graph of exact integer arithmetic may hold: their bits are the same on every machine."""
+"""Operations that a program of exact integer arithmetic may hold: their bits are the same on every machine.
+
+require_exact checks those of the graph, require_exact_code those that Inductor writes code for: it may make others of
+them.
+"""
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx
 
+from detcompile.errors import UncertifiedOp
 from detcompile.passes.graphs import arguments_of, operation_of
 from detcompile.passes.proof.provenance import Refusal
 from detcompile.templates.ops import ours
@@ -46,6 +54,33 @@ _OF_INTEGERS = frozenset(
     | {aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default, aten.clamp.Tensor}
     | {aten.clamp_min.Tensor, aten.clamp_max.Tensor, aten.cumsum.default, aten.cumprod.default}
 )
+# Names in Inductor's code. No division, root or fma: a GPU may approximate them, and a compiler may make one of others.
+_WRITTEN = frozenset(
+    (
+        *("abs", "add", "constant", "identity", "index_expr", "masked", "mul", "neg", "sub", "to_dtype", "value_expr"),
+        *("to_dtype_bitcast", "where", "eq", "ge", "gt", "le", "lt", "ne", "logical_and", "logical_not", "logical_or"),
+        *("logical_xor", "and_", "or_", "xor", "bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor"),
+    )
+)
+_FLOATS_OF_INTEGERS = frozenset(("rand", "randn", "reciprocal", "reduction mean", "rsqrt", "sqrt", "truediv"))
+
+
+def require_exact_code(name: str, operands: Sequence[Any]) -> None:
+    """Raise UncertifiedOp unless an operation that Inductor writes has one result on every machine.
+
+    Args:
+        name: in Inductor's code.
+        operands: variables, of which those of indices have no dtype, and numbers.
+    """
+    dtypes = [dtype for operand in operands if (dtype := getattr(operand, "dtype", None)) is not None]
+    has_floats = any(isinstance(operand, float) for operand in operands) or any(d.is_floating_point for d in dtypes)
+    if name not in _WRITTEN and (has_floats or name in _FLOATS_OF_INTEGERS):
+        shown = ", ".join(map(str, dtypes))
+        raise UncertifiedOp(
+            f"Inductor makes {name} of ({shown}) of a certified graph, and exact arithmetic does not define it, so a"
+            " machine would decide its bits. Nothing was compiled: use the releases that constraints.txt names",
+            (name,),
+        )
 
 
 def require_exact(node: fx.Node, kind: str) -> None:

@@ -274,6 +274,12 @@ def bytes_of(*tensors: Tensor) -> bytes:
 
 
 @functools.cache
+def is_hopper(device: torch.device) -> bool:
+    """Return True for a GPU of compute capability 9."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+@functools.cache
 def multiprocessors(device: torch.device) -> int:
     """Return the number of multiprocessors of a device; 2 for Triton's interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

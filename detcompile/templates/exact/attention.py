@@ -2,10 +2,10 @@
 
 Legend: T tokens, B batch, Hq Hkv heads (Hkv divides Hq), D head dim, V width of a value, W words of a cached row.
 
-A cached row is one head's key or value of one token: its digits (D or V bytes each), then its float32 scale. Caches are
-float32 tensors of W = D / 4 + 1 or D / 2 + 1 words, so that they are stored and moved as any KV cache; all words but
-the last hold bytes. ExactRule describes scores and visible keys. A row of the result depends on its query and the keys
-that it sees, in position order.
+A cached row is one head's key or value of one token: its digits (D or V bytes each), its float32 scale, and unused
+bytes up to a multiple of 16. Caches are float32 tensors of W words, so that they are stored and moved as any KV cache.
+ExactRule describes scores and visible keys. A row of the result depends on its query and the keys that it sees, in
+position order.
 Prefill, decode, any split of a prompt, any block size and placement, and dense keys agree.
 """
 
@@ -33,8 +33,8 @@ _WIDEST_HEAD = 512  # int32 holds a score of such a head
 
 
 def row_words(head_dim: int, digits: int) -> int:
-    """Return W, the float32 words of a cached row. A head has a multiple of 4 features."""
-    return digits * head_dim // 4 + 1
+    """Return W, the float32 words of a cached row, a multiple of 4. A head has a multiple of 4 features."""
+    return (digits * head_dim // 4 + 4) // 4 * 4
 
 
 def paged_attention_cpu(
@@ -87,7 +87,9 @@ def dense_attention_cpu(
 def _packed(x: Tensor, digits: int, isa: str | None) -> Tensor:
     """Return the cached rows [..., W] of x [..., D]."""
     planes, scale = quantize_cpu(x, digits, True, isa)
-    return torch.cat([*(plane.view(torch.float32) for plane in planes), scale[..., None]], -1)
+    rest = row_words(x.shape[-1], digits) - digits * x.shape[-1] // 4  # the scale, and unused words
+    end = scale[..., None].expand(*scale.shape, rest)
+    return torch.cat([*(plane.view(torch.float32) for plane in planes), end], -1)
 
 
 def _over_pages(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, kv_digits: int) -> Tensor:

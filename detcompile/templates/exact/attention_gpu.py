@@ -1,6 +1,10 @@
-"""Causal attention of docs/exact.md on the GPU, in plain Triton: one program a token and key head.
+"""Causal attention of docs/exact.md on the GPU, in plain Triton.
 
 Legend: T tokens, S sequences, Hq Hkv heads, D head dim, V width of a value, W words of a cached row (see attention.py).
+
+A program's tile has ROWS rows: tokens of one sequence times the query heads of one key head. Few tiles are split over
+the keys: several programs then share a tile's units of UNIT blocks, and a second kernel merges the units' states. Units
+are blocks or groups of the definition, so no split changes a bit.
 """
 
 from typing import NamedTuple
@@ -11,12 +15,27 @@ import triton.language as tl
 from torch import Tensor
 
 from detcompile.templates.attention.operands import Caches, StepMetadata
-from detcompile.templates.device.launcher import launcher, next_power_of_2
-from detcompile.templates.exact.functions import ceil, exp2_short, near, one_over, power_of_two, tanh
-from detcompile.templates.exact.gpu import quantize_cuda
+from detcompile.templates.attention.scores import sequence_of
+from detcompile.templates.device.dependent_launch import launch_options, let_next_start, wait_for_earlier
+from detcompile.templates.device.gate import multiprocessors
+from detcompile.templates.device.launcher import cdiv, launcher, next_power_of_2
+from detcompile.templates.exact import attention_hopper
+from detcompile.templates.exact.functions import (
+    LOG2_E,
+    MAGIC,
+    bits,
+    ceil,
+    exp2_short,
+    left_digits,
+    oldest_key,
+    one_over,
+    shift,
+    sink_state,
+    tanh,
+)
+from detcompile.templates.exact.gpu import quantized
 
 _BLOCK, _GROUP = tl.constexpr(128), tl.constexpr(8)  # keys of a block, blocks of a group
-_LOG2_E = tl.constexpr(1.4426950216293335)
 
 
 class ExactRule(NamedTuple):
@@ -40,108 +59,227 @@ class ExactRule(NamedTuple):
 
 
 @triton.jit
-def _shift(k):
-    """2^k for integers k <= 0; 0 below -126."""
-    return tl.where(k < -126.0, 0.0, power_of_two(tl.maximum(k, -126.0).to(tl.int32)))
-
-
-@triton.jit
 def _merge(acc, total, peak, acc2, total2, peak2):
     """The state of both states' keys."""
     new = tl.maximum(peak, peak2)
-    mine, its = _shift(peak - new), _shift(peak2 - new)
+    mine, its = shift(peak - new), shift(peak2 - new)
     zeros = tl.zeros_like(acc)
     return tl.fma(acc2, its[:, None] + zeros, acc * mine[:, None]), tl.fma(total2, its, total * mine), new
 
 
 @triton.jit
-def _scales(scale_ptr, at, inside):
-    """Scales of keys, 1 for those that are NaN or outside; and whether any was NaN."""
-    scale = tl.load(scale_ptr + at, mask=inside, other=1.0)
-    return tl.where(scale == scale, scale, 1.0), tl.max(tl.where(scale == scale, 0, 1), 0)
+def _block(
+    first, q_high, q_low, r, position, oldest, slope, k_ptr, k_word_ptr, v_ptr, v_word_ptr, table_ptr, block_size,
+    k_block, k_slot, v_block, v_slot, softcap, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
+    DIGITS: tl.constexpr, CAPPED: tl.constexpr, ALIBI: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """The state of each row's keys in one block, and whether it sees a key and a poisoned one.
+
+    MASKED: some row does not see some key of the block; else all see all.
+    """
+    j, d, e = tl.arange(0, _BLOCK), tl.arange(0, DP), tl.arange(0, VP)
+    key = first + j
+    newest, first_seen = tl.max(position, 0), tl.min(oldest, 0)  # of other keys the table may name no block
+    inside = (key <= newest) & (key >= first_seen)
+    page = tl.load(table_ptr + key // block_size, mask=inside, other=0).to(tl.int64)
+    k_at, v_at = page * k_block + key % block_size * k_slot, page * v_block + key % block_size * v_slot
+    k_scale, v_scale = tl.load(k_word_ptr + k_at + DIGITS * D // 4), tl.load(v_word_ptr + v_at + DIGITS * V // 4)
+    faulty = ((k_scale != k_scale) | (v_scale != v_scale)).to(tl.int32)
+    k_scale, v_scale = tl.where(k_scale == k_scale, k_scale, 1.0), tl.where(v_scale == v_scale, v_scale, 1.0)
+    k_from = k_ptr + 4 * k_at[None, :] + d[:, None]
+    k = tl.load(k_from, mask=(d < D)[:, None], other=0) if D < DP else tl.load(k_from)
+    score = tl.dot(q_high, k, out_dtype=tl.int32) * 256
+    score = tl.dot(q_low, k, score, out_dtype=tl.int32)
+    if DIGITS == 2:
+        k = tl.load(k_from + D, mask=(d < D)[:, None], other=0) if D < DP else tl.load(k_from + D)
+        score = tl.dot(q_high, k, score, out_dtype=tl.int32)
+    z = score.to(tl.float32) * k_scale[None, :] * r[:, None]
+    if CAPPED:
+        z = tanh(tl.div_rn(z, z * 0.0 + softcap)) * softcap * LOG2_E
+    if ALIBI:
+        z = z + slope[:, None] * (key[None, :] - position[:, None]).to(tl.float32)
+    if MASKED:
+        visible = (key[None, :] <= position[:, None]) & (key[None, :] >= oldest[:, None])
+        z = tl.where(visible, z, float("-inf"))
+        faulty = tl.max(tl.where(visible, faulty[None, :], 0), 1)
+        reach = tl.max(tl.where(visible, v_scale[None, :], 0.0), 1)
+        share = v_scale[None, :] * tl.div_rn(reach * 0.0 + 32512.0, reach)[:, None]
+        seen = (first <= position) & (first + _BLOCK > oldest)
+    else:
+        faulty = tl.zeros_like(position) + tl.max(faulty, 0)
+        widest = tl.max(v_scale, 0)
+        reach = tl.zeros_like(r) + widest
+        share = (v_scale * tl.div_rn(widest * 0.0 + 32512.0, widest))[None, :] + tl.zeros_like(z)
+        seen = position >= 0
+    peak = ceil(tl.max(z, 1))
+    p = exp2_short(z - peak[:, None])
+    if MASKED:
+        p = tl.where(visible, p, 0.0)
+    # fma leaves MAGIC's bits above the integer: 128 times in the sum, and not in the two low bytes.
+    count = (tl.sum(bits(tl.fma(p, tl.zeros_like(p) + 32512.0, MAGIC)), 1) + 0x60000000).to(tl.float32)
+    weight = bits(tl.fma(p, share, MAGIC))
+    high, low = _as_left(((weight + 128) >> 8).to(tl.int8)), _as_left(weight.to(tl.int8))
+    # The rows of values follow _as_left's order of keys.
+    order = j // 16 * 16 + j % 4 // 2 * 8 + j % 16 // 4 * 2 + j % 2
+    key = first + order
+    inside = (key <= newest) & (key >= first_seen)
+    page = tl.load(table_ptr + key // block_size, mask=inside, other=0).to(tl.int64)
+    v_from = v_ptr + 4 * (page * v_block + key % block_size * v_slot)[:, None] + e[None, :]
+    v = tl.load(v_from, mask=(e < V)[None, :], other=0) if V < VP else tl.load(v_from)
+    o = tl.dot(high, v, out_dtype=tl.int32) * 256
+    o = tl.dot(low, v, o, out_dtype=tl.int32)
+    if DIGITS == 2:
+        v = tl.load(v_from + V, mask=(e < V)[None, :], other=0) if V < VP else tl.load(v_from + V)
+        o = tl.dot(high, v, o, out_dtype=tl.int32)
+    return o.to(tl.float32) * reach[:, None], count, peak, seen, tl.where(seen, faulty, 0)
 
 
 @triton.jit
+def _as_left(p):
+    """Weights [ROWS, 128] with their columns in an order in which each thread that computed them multiplies them."""
+    parts = tl.reshape(p, [p.shape[0], 8, 2, 4, 2])
+    return tl.reshape(tl.permute(parts, (0, 1, 3, 2, 4)), [p.shape[0], 128])
+
+
+@triton.jit
+def _add_block(acc, total, peak, poisoned, o, count, m, seen, faulty):
+    """The state with a block's keys; rows that see none of them keep theirs."""
+    new_acc, new_total, new_peak = _merge(acc, total, peak, o, count, m)
+    acc = tl.where(seen[:, None], new_acc, acc)
+    return acc, tl.where(seen, new_total, total), tl.where(seen, new_peak, peak), tl.maximum(poisoned, faulty)
+
+
+@triton.jit(do_not_specialize=["T", "S", "units", "splits"])
 def _attention_kernel(
-    q_ptr, q_scale_ptr, k_ptr, k_word_ptr, v_ptr, v_word_ptr, sequence_ptr, position_ptr, table_ptr, sinks_ptr,
-    slopes_ptr, out_ptr, S, plane, max_blocks, block_size, k_block, k_slot, k_head, v_block, v_slot, v_head, window,
-    chunk, factor, softcap, HEADS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    q_ptr, k_ptr, k_word_ptr, v_ptr, v_word_ptr, cu_ptr, lens_ptr, table_ptr, sinks_ptr, slopes_ptr, out_ptr,
+    state_ptr, T, S, max_blocks, units, splits, block_size, k_block, k_slot, k_head, v_block, v_slot, v_head, window,
+    chunk, factor, softcap, G: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     V: tl.constexpr, VP: tl.constexpr, DIGITS: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
-    ALIBI: tl.constexpr,
+    ALIBI: tl.constexpr, UNIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """HEADS query heads a key head, as ROWS rows; strides of caches count words, k_ptr and v_ptr are bytes."""
-    t, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    i, d, j, e = tl.arange(0, ROWS), tl.arange(0, DP), tl.arange(0, _BLOCK), tl.arange(0, VP)
-    head = (t * tl.num_programs(1) + g) * HEADS + i
-    at, known = head[:, None] * D + d[None, :], (i < HEADS)[:, None] & (d < D)[None, :]
-    sequence = tl.load(sequence_ptr + t)
-    acc, total = tl.zeros([ROWS, VP], tl.float32), tl.zeros([ROWS], tl.float32)
-    if sequence < S:
-        position = tl.load(position_ptr + t)
-        q_high = tl.load(q_ptr + at, mask=known, other=0)
-        q_low = tl.load(q_ptr + plane + at, mask=known, other=0)
-        q_scale = tl.load(q_scale_ptr + head, mask=i < HEADS, other=1.0)
-        poisoned = tl.where(q_scale == q_scale, 0, 1)
-        r = tl.where(q_scale == q_scale, q_scale, 1.0) * factor
-        k_scale_at: tl.constexpr = DIGITS * D // 4
-        v_scale_at: tl.constexpr = DIGITS * V // 4
-        peak = tl.full([ROWS], -1.7014118346046923e38, tl.float32)  # -2^127
-        if SINKS:
-            sink = tl.load(sinks_ptr + g * HEADS + i, mask=i < HEADS, other=0.0) * _LOG2_E
-            finite = tl.abs(sink) < 1.329227995784916e36  # 2^120
-            sink = tl.where(finite, sink, 0.0)
-            poisoned = tl.maximum(poisoned, tl.where(finite, 0, 1))
-            peak = ceil(sink)
-            total = near(exp2_short(sink - peak), total + 32512.0).to(tl.float32)
+    """G query heads a key head, as HEADS of ROWS rows; strides of caches count words, k_ptr and v_ptr are bytes.
+
+    UNIT 0: out [T, Hq, V]. Else states: out [T, Hq, units, V], state [T, Hq, units, 3] with totals, peaks and poison.
+    """
+    let_next_start(PDL)
+    wait_for_earlier(PDL)
+    BQ: tl.constexpr = ROWS // HEADS
+    tile, g, split = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)  # long rows first
+    i, d, e = tl.arange(0, ROWS), tl.arange(0, DP), tl.arange(0, VP)
+    sequence = sequence_of(tile, cu_ptr, S, BQ, 1)
+    start = tl.load(cu_ptr + sequence)
+    real = sequence < S
+    length = tl.load(cu_ptr + sequence + 1, mask=real, other=T) - start
+    token = (tile - (start // BQ + sequence)) * BQ + i // HEADS
+    known = (token < length) & (i % HEADS < G)
+    head = (start + token).to(tl.int64) * (tl.num_programs(1) * G) + g * G + i % HEADS
+    at, inside = head[:, None] * V + e[None, :], known[:, None] & (e < V)[None, :]
+    if real & (tl.max(known.to(tl.int32), 0) > 0):
+        past = tl.load(lens_ptr + sequence) - length
+        position = past + tl.minimum(token, length - 1)
+        oldest = oldest_key(position, window, chunk)
+        q = tl.load(q_ptr + head[:, None] * D + d[None, :], mask=known[:, None] & (d < D)[None, :], other=0.0)
+        q_bits, q_scale, poisoned = left_digits(q)
+        q_high, q_low, r = ((q_bits + 128) >> 8).to(tl.int8), q_bits.to(tl.int8), q_scale * factor
         slope = tl.zeros([ROWS], tl.float32)
         if ALIBI:
-            slope = tl.load(slopes_ptr + g * HEADS + i, mask=i < HEADS, other=0.0) * _LOG2_E
-        oldest = tl.where(window > 0, tl.maximum(position + 1 - window, 0), 0)  # the first key that the token sees
-        oldest = tl.maximum(oldest, tl.where(chunk > 0, position // tl.maximum(chunk, 1) * chunk, 0))
-        for start in range(oldest // (_GROUP * _BLOCK) * (_GROUP * _BLOCK), position + 1, _GROUP * _BLOCK):
-            group_acc, group_total = tl.zeros([ROWS, VP], tl.float32), tl.zeros([ROWS], tl.float32)
-            group_peak = tl.full([ROWS], -1.7014118346046923e38, tl.float32)
-            begin = tl.maximum(start, oldest // _BLOCK * _BLOCK)
-            for first in range(begin, tl.minimum(start + _GROUP * _BLOCK, position + 1), _BLOCK):
-                key = first + j
-                seen = (key <= position) & (key >= oldest)
-                page = tl.load(table_ptr + sequence * max_blocks + key // block_size, mask=seen, other=0).to(tl.int64)
-                k_at = page * k_block + key % block_size * k_slot + g * k_head
-                v_at = page * v_block + key % block_size * v_slot + g * v_head
-                k_scale, k_poison = _scales(k_word_ptr, k_at + k_scale_at, seen)
-                v_scale, v_poison = _scales(v_word_ptr, v_at + v_scale_at, seen)
-                poisoned = tl.maximum(poisoned, tl.maximum(k_poison, v_poison))
-                k_mask, v_mask = (d < D)[:, None] & seen[None, :], seen[:, None] & (e < V)[None, :]
-                k = tl.load(k_ptr + 4 * k_at[None, :] + d[:, None], mask=k_mask, other=0)
-                score = tl.dot(q_high, k, out_dtype=tl.int32) * 256
-                score = tl.dot(q_low, k, score, out_dtype=tl.int32)
-                if DIGITS == 2:
-                    k = tl.load(k_ptr + 4 * k_at[None, :] + D + d[:, None], mask=k_mask, other=0)
-                    score = tl.dot(q_high, k, score, out_dtype=tl.int32)
-                z = score.to(tl.float32) * k_scale[None, :] * r[:, None]
-                if CAPPED:
-                    z = tanh(tl.div_rn(z, z * 0.0 + softcap)) * softcap * _LOG2_E
-                if ALIBI:
-                    z = z + slope[:, None] * (key - position).to(tl.float32)[None, :]
-                block_peak = ceil(tl.max(tl.where(seen[None, :], z, float("-inf")), 1))
-                p = tl.where(seen[None, :], exp2_short(z - block_peak[:, None]), 0.0)
-                zeros = tl.zeros_like(p)
-                count = tl.sum(near(p, zeros + 32512.0), 1).to(tl.float32)
-                reach = tl.max(tl.where(seen, v_scale, 0.0), 0)
-                weight = near(p, (v_scale * tl.div_rn(reach * 0.0 + 32512.0, reach))[None, :] + zeros)
-                high, low = ((weight + 128) >> 8).to(tl.int8), weight.to(tl.int8)
-                v = tl.load(v_ptr + 4 * v_at[:, None] + e[None, :], mask=v_mask, other=0)
-                o = tl.dot(high, v, out_dtype=tl.int32) * 256
-                o = tl.dot(low, v, o, out_dtype=tl.int32)
-                if DIGITS == 2:
-                    v = tl.load(v_ptr + 4 * v_at[:, None] + V + e[None, :], mask=v_mask, other=0)
-                    o = tl.dot(high, v, o, out_dtype=tl.int32)
-                group_acc, group_total, group_peak = _merge(
-                    group_acc, group_total, group_peak, o.to(tl.float32) * reach, count, block_peak
-                )
-            acc, total, peak = _merge(acc, total, peak, group_acc, group_total, group_peak)
+            slope = tl.load(slopes_ptr + g * G + i % HEADS, mask=known, other=0.0) * LOG2_E
+        k_word_ptr += g * k_head
+        v_word_ptr += g * v_head
+        k_ptr += 4 * g.to(tl.int64) * k_head
+        v_ptr += 4 * g.to(tl.int64) * v_head
+        table_ptr += sequence.to(tl.int64) * max_blocks
+        total, peak = tl.zeros([ROWS], tl.float32), tl.full([ROWS], -1.7014118346046923e38, tl.float32)  # -2^127
+        if SINKS and UNIT == 0:
+            peak, total, endless = sink_state(sinks_ptr, g * G + i % HEADS, known)
+            poisoned = tl.maximum(poisoned, endless)
+        SPAN: tl.constexpr = (_GROUP if UNIT == 0 else UNIT) * _BLOCK
+        begin, end = tl.min(oldest, 0), tl.max(position, 0)
+        whole_from, whole_to = tl.max(oldest, 0), tl.min(position, 0)  # all rows see these and all keys between
+        for unit in range(begin // SPAN + split, end // SPAN + 1, splits):
+            acc2, total2 = tl.zeros([ROWS, VP], tl.float32), tl.zeros([ROWS], tl.float32)
+            peak2 = tl.full([ROWS], -1.7014118346046923e38, tl.float32)
+            faulty2 = tl.zeros([ROWS], tl.int32)
+            for first in range(
+                tl.maximum(unit * SPAN, begin // _BLOCK * _BLOCK), tl.minimum(unit * SPAN + SPAN, end + 1), _BLOCK
+            ):
+                if (first >= whole_from) & (first + _BLOCK - 1 <= whole_to):
+                    o, count, m, seen, faulty = _block(
+                        first, q_high, q_low, r, position, oldest, slope, k_ptr, k_word_ptr, v_ptr, v_word_ptr,
+                        table_ptr, block_size, k_block, k_slot, v_block, v_slot, softcap, D, DP, V, VP, DIGITS, CAPPED,
+                        ALIBI, False,
+                    )  # fmt: skip
+                    acc2, total2, peak2 = _merge(acc2, total2, peak2, o, count, m)
+                    faulty2 = tl.maximum(faulty2, faulty)
+                else:
+                    o, count, m, seen, faulty = _block(
+                        first, q_high, q_low, r, position, oldest, slope, k_ptr, k_word_ptr, v_ptr, v_word_ptr,
+                        table_ptr, block_size, k_block, k_slot, v_block, v_slot, softcap, D, DP, V, VP, DIGITS, CAPPED,
+                        ALIBI, True,
+                    )  # fmt: skip
+                    acc2, total2, peak2, faulty2 = _add_block(
+                        acc2, total2, peak2, faulty2, o, count, m, seen, faulty
+                    )
+            faulty2 = tl.maximum(faulty2, poisoned)
+            if UNIT == 0:  # between groups the row's sums are in out: registers hold one group's
+                poisoned = faulty2
+                seen = (unit * SPAN <= position) & (unit * SPAN + SPAN > oldest)
+                acc = tl.zeros([ROWS, VP], tl.float32)
+                if unit > begin // SPAN:
+                    acc = tl.load(out_ptr + at, mask=inside, other=0.0)
+                acc, total, peak, poisoned = _add_block(acc, total, peak, poisoned, acc2, total2, peak2, seen, faulty2)
+                if unit == end // SPAN:
+                    acc = tl.where((poisoned != 0)[:, None], float("nan"), acc * one_over(total)[:, None])
+                tl.store(out_ptr + at, acc, mask=inside)
+            else:
+                place = head * units + unit
+                tl.store(out_ptr + place[:, None] * V + e[None, :], acc2, mask=inside)
+                tl.store(state_ptr + place * 3, total2, mask=known)
+                tl.store(state_ptr + place * 3 + 1, peak2, mask=known)
+                tl.store(state_ptr + place * 3 + 2, faulty2.to(tl.float32), mask=known)
+    elif UNIT == 0:
+        tl.store(out_ptr + at, tl.zeros([ROWS, VP], tl.float32), mask=inside)
+
+
+@triton.jit(do_not_specialize=["S", "units"])
+def _merge_kernel(
+    part_ptr, state_ptr, cu_ptr, lens_ptr, sinks_ptr, out_ptr, S, units, window, chunk, V: tl.constexpr,
+    VP: tl.constexpr, SINKS: tl.constexpr, UNIT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Merge the states of the units that a token sees, for one token (axis 0) and head (axis 1)."""
+    let_next_start(PDL)
+    wait_for_earlier(PDL)
+    t, h, e = tl.program_id(0), tl.program_id(1), tl.arange(0, VP)[None, :]
+    row = t.to(tl.int64) * tl.num_programs(1) + h + tl.arange(0, 1)
+    sequence = sequence_of(t, cu_ptr, S, 1, 0)
+    acc, total = tl.zeros([1, VP], tl.float32), tl.zeros([1], tl.float32)
+    if sequence < S:
+        position = tl.load(lens_ptr + sequence) - tl.load(cu_ptr + sequence + 1) + t
+        oldest = oldest_key(position, window, chunk)
+        peak, poisoned = tl.full([1], -1.7014118346046923e38, tl.float32), tl.zeros([1], tl.int32)
+        if SINKS:
+            peak, total, poisoned = sink_state(sinks_ptr, h + tl.arange(0, 1), tl.arange(0, 1) == 0)
+        MEMBERS: tl.constexpr = _GROUP // UNIT
+        GROUP_KEYS: tl.constexpr = _GROUP * _BLOCK
+        SPAN: tl.constexpr = UNIT * _BLOCK
+        for group in range(oldest // GROUP_KEYS, position // GROUP_KEYS + 1):
+            acc2, total2 = tl.zeros([1, VP], tl.float32), tl.zeros([1], tl.float32)
+            peak2, faulty2 = tl.full([1], -1.7014118346046923e38, tl.float32), tl.zeros([1], tl.int32)
+            for member in tl.static_range(MEMBERS):
+                unit = group * MEMBERS + member
+                seen = ((unit * SPAN <= position) & (unit * SPAN + SPAN > oldest)) & (row >= 0)
+                place = row * units + unit
+                o = tl.load(part_ptr + place[:, None] * V + e, mask=seen[:, None] & (e < V), other=0.0)
+                count, m = tl.load(state_ptr + place * 3, mask=seen), tl.load(state_ptr + place * 3 + 1, mask=seen)
+                faulty = tl.load(state_ptr + place * 3 + 2, mask=seen, other=0.0).to(tl.int32)
+                if MEMBERS == 1:
+                    acc2, total2, peak2, faulty2 = o, count, m, faulty
+                else:
+                    acc2, total2, peak2, faulty2 = _add_block(acc2, total2, peak2, faulty2, o, count, m, seen, faulty)
+            acc, total, peak = _merge(acc, total, peak, acc2, total2, peak2)
+            poisoned = tl.maximum(poisoned, faulty2)
         acc = tl.where((poisoned != 0)[:, None], float("nan"), acc * one_over(total)[:, None])
-    tl.store(out_ptr + head[:, None] * V + e[None, :], acc, mask=(i < HEADS)[:, None] & (e < V)[None, :])
+    tl.store(out_ptr + row[:, None] * V + e, acc, mask=e < V)
 
 
 def attention_cuda(
@@ -160,43 +298,91 @@ def attention_cuda(
     out = torch.empty((T, Hq, V), dtype=torch.float32, device=q.device)
     if T == 0:
         return out
-    _write(caches, slot_mapping, (k, v), digits)
-    q_digits, q_scale = quantize_cuda(q, 2, False)
-    token = torch.arange(T, device=q.device)
-    S, max_blocks = step.block_table.shape
-    sequence = torch.searchsorted(step.cu_seqlens[1:].contiguous(), token.int(), right=True)
-    last = sequence.clamp(max=S - 1)
-    position = step.seq_lens[last] - step.cu_seqlens[last + 1] + token
+    _write(caches, slot_mapping, k.contiguous(), v.contiguous(), digits)
+    q, S, group = q.contiguous(), len(step.seq_lens), Hq // Hkv
+    hopper = not rule.softcap and rule.slopes is None and attention_hopper.supports(q, v, caches, group)
+    decode = hopper and T <= 4 * S and group <= 16
+    heads = max(4, next_power_of_2(group)) if decode else next_power_of_2(group)
+    rows = attention_hopper.ROWS if hopper else max(heads, 64 if T * heads > 32 * S else 16)
+    tiles = T if decode else T // (rows // heads) + S + 1
+    unit = _unit(tiles * Hkv, q.device)
+    block_size, max_blocks = caches.k.shape[1], step.block_table.shape[1]
+    units = cdiv(block_size * max_blocks, unit * _BLOCK.value) if unit else 1
+    splits = min(units, max(1, 4 * multiprocessors(q.device) // (tiles * Hkv))) if unit else 1
+    part, state = out, out
+    if unit:
+        part = torch.empty((T, Hq, units, V), dtype=torch.float32, device=q.device)
+        state = torch.empty((T, Hq, units, 3), dtype=torch.float32, device=q.device)
     k_bytes, v_bytes = (cache.view(torch.int8) for cache in caches)
-    HEADS = Hq // Hkv
     sinks, slopes = (out if given is None else given.contiguous() for given in (rule.sinks, rule.slopes))
-    launcher(_attention_kernel)[(T, Hkv)](
-        q_digits, q_scale, k_bytes, caches.k, v_bytes, caches.v, sequence, position, step.block_table, sinks,
-        slopes, out, S, q.numel(), max_blocks, caches.k.shape[1], *caches.k.stride()[:3], *caches.v.stride()[:3],
-        rule.window, rule.chunk, factor, rule.softcap, HEADS=HEADS, ROWS=max(16, next_power_of_2(HEADS)), D=D,
-        DP=max(32, next_power_of_2(D)), V=V, VP=max(32, next_power_of_2(V)), DIGITS=digits, CAPPED=rule.softcap > 0,
-        SINKS=rule.sinks is not None, ALIBI=rule.slopes is not None, num_warps=4, num_stages=1, enable_fp_fusion=False,
-    )  # fmt: skip
+    (k_block, k_slot, k_head), (v_block, v_slot, v_head) = (cache.stride()[:3] for cache in caches)
+    overlap = launch_options(q.device)
+    common = dict(G=group, HEADS=heads, D=D, DIGITS=digits, SINKS=rule.sinks is not None, UNIT=unit, **overlap)
+    if hopper:
+        kernels = attention_hopper.hopper_exact_attention_kernel, attention_hopper.hopper_exact_decode_kernel
+        launcher(kernels[decode])[(tiles, Hkv, splits)](
+            q, k_bytes, caches.k, v_bytes, caches.v, *step, sinks, part, state, T, S, max_blocks, units, splits,
+            k_block, v_block, rule.window, rule.chunk, factor, **common, SIZE=block_size, K_SLOT=k_slot, K_HEAD=k_head,
+            V_SLOT=v_slot, V_HEAD=v_head, num_warps=4, maxnreg=128 if decode else 255, enable_fp_fusion=False,
+        )  # fmt: skip
+    else:
+        launcher(_attention_kernel)[(tiles, Hkv, splits)](
+            q, k_bytes, caches.k, v_bytes, caches.v, *step, sinks, slopes, part, state, T, S, max_blocks, units, splits,
+            block_size, k_block, k_slot, k_head, v_block, v_slot, v_head, rule.window, rule.chunk, factor, rule.softcap,
+            **common, ROWS=rows, DP=_padded(D), V=V, VP=_padded(V), CAPPED=rule.softcap > 0,
+            ALIBI=rule.slopes is not None, num_warps=4, num_stages=1, enable_fp_fusion=False,
+        )  # fmt: skip
+    if unit:
+        launcher(_merge_kernel)[(T, Hq)](
+            part, state, *step[:2], sinks, out, S, units, rule.window, rule.chunk, V=V, VP=_padded(V),
+            SINKS=rule.sinks is not None, UNIT=unit, num_warps=1, enable_fp_fusion=False, **overlap,
+        )  # fmt: skip
     return out
 
 
+def _padded(features: int) -> int:
+    return max(32, next_power_of_2(features))
+
+
+def _unit(programs: int, device: torch.device) -> int:
+    """Return the blocks of a unit of keys: 0 for no split, if so many programs fill the GPU."""
+    count = multiprocessors(device)
+    return 0 if programs >= 2 * count else _GROUP.value if 2 * programs >= count else 1
+
+
 @triton.jit
-def _write_kernel(rows_ptr, slot_ptr, cache_ptr, T, block_size, W, block, slot, head, WORDS: tl.constexpr):
-    place, h, i = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, WORDS)
-    target = tl.load(slot_ptr + place)
-    if target >= 0:
-        row = tl.load(rows_ptr + ((place % T) * tl.num_programs(1) + h) * W + i, mask=i < W, other=0)
-        at = target // block_size * block + target % block_size * slot + h * head
-        tl.store(cache_ptr + at + i, row, mask=i < W)
+def _write_row(x_ptr, cache_ptr, word_ptr, row, at, D: tl.constexpr, BLOCK: tl.constexpr, TWO: tl.constexpr):
+    """Quantize row `row` of x [.., D] as a right operand; cache_ptr are bytes, `at` is its first word."""
+    i = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * D + i, mask=i < D, other=0.0)
+    digits, low, scale = quantized(x, tl.max(bits(x) & 0x7FFFFFFF, 0), 127.0, TWO)
+    tl.store(cache_ptr + 4 * at + i, digits, mask=i < D)
+    if TWO:
+        tl.store(cache_ptr + 4 * at + D + i, low, mask=i < D)
+    tl.store(word_ptr + at + (2 * D if TWO else D) // 4, scale)
 
 
-def _write(caches: Caches, slot_mapping: Tensor, rows: tuple[Tensor, Tensor], digits: int) -> None:
-    """Write the quantized rows [T, Hkv, D] at slot_mapping; nothing is written to negative slots."""
-    for cache, x in zip(caches, rows):
-        planes, scale = quantize_cuda(x, digits, True)
-        packed = torch.cat([*(plane.view(torch.float32) for plane in planes), scale[..., None]], -1)
-        (T, Hkv, W), block_size = packed.shape, cache.shape[1]
-        launcher(_write_kernel)[(len(slot_mapping), Hkv)](
-            packed.view(torch.int32), slot_mapping, cache.view(torch.int32), T, block_size, W, *cache.stride()[:3],
-            WORDS=next_power_of_2(W), num_warps=1, enable_fp_fusion=False,
-        )  # fmt: skip
+@triton.jit(do_not_specialize=["T"])
+def _write_kernel(
+    k_ptr, v_ptr, slot_ptr, k_cache_ptr, k_word_ptr, v_cache_ptr, v_word_ptr, T, block_size, k_block, k_slot, k_head,
+    v_block, v_slot, v_head, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, TWO: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    let_next_start(PDL)
+    wait_for_earlier(PDL)
+    place, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.load(slot_ptr + place)
+    if slot >= 0:
+        row, page, inside = (place % T) * tl.num_programs(1) + h, slot // block_size, slot % block_size
+        _write_row(k_ptr, k_cache_ptr, k_word_ptr, row, page * k_block + inside * k_slot + h * k_head, D, DP, TWO)
+        _write_row(v_ptr, v_cache_ptr, v_word_ptr, row, page * v_block + inside * v_slot + h * v_head, V, VP, TWO)
+
+
+def _write(caches: Caches, slot_mapping: Tensor, k: Tensor, v: Tensor, digits: int) -> None:
+    """Write the quantized rows of k [T, Hkv, D] and v [T, Hkv, V] at slot_mapping; nothing to negative slots."""
+    (T, Hkv, D), V = k.shape, v.shape[2]
+    launcher(_write_kernel)[(len(slot_mapping), Hkv)](
+        k, v, slot_mapping, caches.k.view(torch.int8), caches.k, caches.v.view(torch.int8), caches.v, T,
+        caches.k.shape[1], *caches.k.stride()[:3], *caches.v.stride()[:3], D=D, DP=next_power_of_2(D), V=V,
+        VP=next_power_of_2(V), TWO=digits == 2, num_warps=1, enable_fp_fusion=False, **launch_options(k.device),
+    )  # fmt: skip

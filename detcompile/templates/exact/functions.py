@@ -9,6 +9,7 @@ import triton.language as tl
 
 MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds |x| <= 2^22 to the nearest even integer
 MAGIC_BITS = tl.constexpr(0x4B400000)
+LOG2_E = tl.constexpr(1.4426950216293335)
 POISON = tl.constexpr(0x53800000)  # 2^40: a row with such a magnitude, or NaN, is poisoned
 
 
@@ -154,10 +155,15 @@ def log1p(x):
 @triton.jit
 def exp2_short(e):
     """2^e for the weights of a softmax, e <= 0."""
-    e = clip(e, -100.0, 0.0)
+    return exp2_clipped(clip(e, -100.0, 0.0))
+
+
+@triton.jit
+def exp2_clipped(e):
+    """exp2_short of numbers from -100 to 0."""
     t = e + MAGIC
     f = e - (t - MAGIC)
-    y = tl.fma(tl.full(f.shape, 0.00957096554338932, tl.float32), f, 0.055917687714099884)
+    y = tl.fma(f, 0.00957096554338932, 0.055917687714099884)
     y = tl.fma(y, f, 0.24024714529514313)
     y = tl.fma(y, f, 0.6931218504905701)
     y = tl.fma(y, f, 0.9999992847442627)
@@ -205,3 +211,40 @@ def function(x, NAME: tl.constexpr):
         return floor(x)
     else:
         return exp2_short(tl.where(x == x, x, 0.0))
+
+
+@triton.jit
+def left_digits(x):
+    """Rows x [rows, features] as left operands of two digits: integers of 16 bits, scales, and 1 for poisoned rows.
+
+    A poisoned row has zeros, and the scale 1.
+    """
+    largest = tl.max(bits(x) & 0x7FFFFFFF, 1)
+    whole = largest < POISON
+    a = tl.where(whole, tl.maximum(from_bits(tl.where(whole, largest, 0)), 8.673617379884035e-19), 1.0)
+    top = a * 0.0 + 32512.0
+    x = tl.where(whole[:, None], x, 0.0)
+    return near(x, tl.div_rn(top, a)[:, None] + x * 0.0), tl.where(whole, tl.div_rn(a, top), 1.0), tl.where(whole, 0, 1)
+
+
+@triton.jit
+def shift(k):
+    """2^k for integers k <= 0; 0 below -126."""
+    return tl.where(k < -126.0, 0.0, power_of_two(tl.maximum(k, -126.0).to(tl.int32)))
+
+
+@triton.jit
+def sink_state(sinks_ptr, head, known):
+    """The peak and total of a head's sink, before any key, and 1 if the sink is not finite."""
+    sink = tl.load(sinks_ptr + head, mask=known, other=0.0) * LOG2_E
+    finite = tl.abs(sink) < 1.329227995784916e36  # 2^120
+    sink = tl.where(finite, sink, 0.0)
+    peak = ceil(sink)
+    return peak, near(exp2_short(sink - peak), sink * 0.0 + 32512.0).to(tl.float32), tl.where(finite, 0, 1)
+
+
+@triton.jit
+def oldest_key(position, window, chunk):
+    """The first key that a token sees."""
+    oldest = tl.where(window > 0, tl.maximum(position + 1 - window, 0), 0)
+    return tl.maximum(oldest, tl.where(chunk > 0, position // tl.maximum(chunk, 1) * chunk, 0))

@@ -11,15 +11,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from detcompile.templates.device.dependent_launch import (
+    fetch_rows_ahead,
+    launch_options,
+    let_next_start,
+    wait_for_earlier,
+)
 from detcompile.templates.device.launcher import cdiv, launcher, next_power_of_2
+from detcompile.templates.exact import hopper
 from detcompile.templates.exact.functions import POISON, bits, from_bits, function, near, one_over, power_of_two
 
 _BLOCK = 1024
+_AHEAD_BYTES = 16 << 20  # of weights, fetched into L2 while the previous kernel is finishing
 _LONGEST = tl.constexpr(65536)  # terms of an int32 sum of products
 
 
 @triton.jit
-def _function_kernel(x_ptr, out_ptr, count, NAME: tl.constexpr, BLOCK: tl.constexpr):
+def _function_kernel(x_ptr, out_ptr, count, NAME: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    let_next_start(PDL)
+    wait_for_earlier(PDL)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + i, mask=i < count, other=1.0)
     tl.store(out_ptr + i, function(x, NAME), mask=i < count)
@@ -31,7 +41,7 @@ def function_cuda(x: Tensor, name: str) -> Tensor:
     out, count = torch.empty_like(x), x.numel()
     if count:
         launcher(_function_kernel)[(cdiv(count, _BLOCK),)](
-            x, out, count, NAME=name, BLOCK=_BLOCK, num_warps=4, enable_fp_fusion=False
+            x, out, count, NAME=name, BLOCK=_BLOCK, num_warps=4, enable_fp_fusion=False, **launch_options(x.device)
         )
     return out
 
@@ -55,7 +65,9 @@ def divide_cuda(x: Tensor, y: Tensor) -> Tensor:
 
 
 @triton.jit
-def _rms_norm_kernel(x_ptr, weight_ptr, out_ptr, R, eps, BLOCK: tl.constexpr):
+def _rms_norm_kernel(x_ptr, weight_ptr, out_ptr, R, eps, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    let_next_start(PDL)
+    wait_for_earlier(PDL)
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * R + i, mask=i < R, other=0.0)
     peak = tl.max(bits(x) & 0x7FFFFFFF, 0)
@@ -74,8 +86,9 @@ def rms_norm_cuda(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out, R = torch.empty_like(x), x.shape[-1]
     if x.numel():
         launcher(_rms_norm_kernel)[(x.numel() // R,)](
-            x, weight, out, R, eps, BLOCK=next_power_of_2(R), num_warps=_warps(R), enable_fp_fusion=False
-        )
+            x, weight, out, R, eps, BLOCK=next_power_of_2(R), num_warps=_warps(R), enable_fp_fusion=False,
+            **launch_options(x.device),
+        )  # fmt: skip
     return out
 
 
@@ -127,22 +140,30 @@ def layer_norm_cuda(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tens
 
 
 @triton.jit
-def _quantize_kernel(
-    x_ptr, peaks_ptr, digits_ptr, scale_ptr, plane, R, unit, HAS_PEAKS: tl.constexpr, TWO: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + row * R + i, mask=i < R, other=0.0)
-    peak = tl.load(peaks_ptr + row) if HAS_PEAKS else tl.max(bits(x) & 0x7FFFFFFF, 0)
+def quantized(x, peak, unit, TWO: tl.constexpr):
+    """The digits of a row with this largest magnitude, as bits, and its scale; the second digit only if TWO."""
     whole = peak < POISON
     a = tl.where(whole, tl.maximum(from_bits(tl.where(whole, peak, 0)), 8.673617379884035e-19), 1.0)
     v = near(tl.where(whole, x, 0.0), tl.div_rn(a * 0.0 + (32512.0 if TWO else 127.0), a))
+    scale = tl.where(whole, tl.div_rn(a, a * 0.0 + unit), float("nan"))
+    return ((v + 128) >> 8 if TWO else v).to(tl.int8), v.to(tl.int8), scale
+
+
+@triton.jit
+def _quantize_kernel(
+    x_ptr, peaks_ptr, digits_ptr, scale_ptr, plane, R, unit, HAS_PEAKS: tl.constexpr, TWO: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    let_next_start(PDL)
+    wait_for_earlier(PDL)
+    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * R + i, mask=i < R, other=0.0)
+    peak = tl.load(peaks_ptr + row) if HAS_PEAKS else tl.max(bits(x) & 0x7FFFFFFF, 0)
+    high, low, scale = quantized(x, peak, unit, TWO)
+    tl.store(digits_ptr + row * R + i, high, mask=i < R)
     if TWO:
-        tl.store(digits_ptr + row * R + i, ((v + 128) >> 8).to(tl.int8), mask=i < R)
-        tl.store(digits_ptr + plane + row * R + i, v.to(tl.int8), mask=i < R)
-    else:
-        tl.store(digits_ptr + row * R + i, v.to(tl.int8), mask=i < R)
-    tl.store(scale_ptr + row, tl.where(whole, tl.div_rn(a, a * 0.0 + unit), float("nan")))
+        tl.store(digits_ptr + plane + row * R + i, low, mask=i < R)
+    tl.store(scale_ptr + row, scale)
 
 
 def quantize_cuda(x: Tensor, num_digits: int, right: bool, peaks: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -159,19 +180,25 @@ def quantize_cuda(x: Tensor, num_digits: int, right: bool, peaks: Tensor | None 
         launcher(_quantize_kernel)[(x.numel() // R,)](
             x, scales if peaks is None else peaks, digits, scales, x.numel(), R, unit, HAS_PEAKS=peaks is not None,
             TWO=num_digits == 2, BLOCK=next_power_of_2(R), num_warps=_warps(R), enable_fp_fusion=False,
+            **launch_options(x.device),
         )  # fmt: skip
     return digits, scales
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "ahead"])
 def _linear_kernel(
-    x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, out_ptr, M, N, K,
+    x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, out_ptr, M, N, K, ahead,
     DX: tl.constexpr, DW: tl.constexpr, HAS_BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """out [M, N] of x [DX, M, K] and w [DW, N, K], scaled, or the integers if out is int64.
 
-    int8 tensor cores saturate: an int32 sum has 65536 terms at most.
+    int8 tensor cores saturate: an int32 sum has 65536 terms at most. `ahead` bytes of each row of w are fetched into
+    L2 while the previous kernel is finishing.
     """
+    let_next_start(PDL)
+    fetch_rows_ahead(w_ptr, tl.program_id(1) * BN, BN, N, K, ahead, PDL)
+    wait_for_earlier(PDL)
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
@@ -293,13 +320,24 @@ def totals_cuda(x: Tensor, peaks: Tensor, w: Tensor, x_digits: int) -> Tensor:
 
 def _multiply(x: Tensor, w: Tensor, x_scale: Tensor, w_scale: Tensor, bias: Tensor | None, out: Tensor) -> None:
     (DX, M, K), (DW, N, _) = x.shape, w.shape
-    BM = 16 if M <= 16 else 64
-    if M and N:
-        launcher(_linear_kernel)[(cdiv(M, BM), cdiv(N, 64))](
-            x, w, x_scale, w_scale, w_scale if bias is None else bias, out, M, N, K,
-            DX=DX, DW=DW, HAS_BIAS=bias is not None, BM=BM, BN=64, BK=128, num_warps=4, num_stages=3,
-            enable_fp_fusion=False,
+    if hopper.supports(x, w):
+        hopper.launch(x, w, x_scale, w_scale, bias, out)
+    elif M and N:
+        BM, BN, BK, warps, stages = _blocks(M, N, DX)
+        launcher(_linear_kernel)[(cdiv(M, BM), cdiv(N, BN))](
+            x, w, x_scale, w_scale, w_scale if bias is None else bias, out, M, N, K, min(K, _AHEAD_BYTES // N),
+            DX=DX, DW=DW, HAS_BIAS=bias is not None, BM=BM, BN=BN, BK=BK, num_warps=warps, num_stages=stages,
+            enable_fp_fusion=False, **launch_options(x.device),
         )  # fmt: skip
+
+
+def _blocks(M: int, N: int, digits: int) -> tuple[int, int, int, int, int]:
+    """Return BM, BN, BK, warps and stages, measured on an H200: few rows read weights, so many programs share them."""
+    if M > 16:
+        return 64, 64, 128, 4, 3
+    if digits == 1:
+        return (16, 32, 256, 2, 4) if N >= 16384 else (16, 16, 256, 2, 4)
+    return (16, 64, 128, 4, 3) if N >= 16384 else (16, 32, 512, 4, 3)
 
 
 def _warps(R: int) -> int:

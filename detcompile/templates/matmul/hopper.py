@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from detcompile.templates.device.dependent_launch import launch_options
-from detcompile.templates.device.gate import multiprocessors
+from detcompile.templates.device.gate import is_hopper, multiprocessors
 from detcompile.templates.device.launcher import cdiv, launcher
 from detcompile.templates.matmul.hopper_tile import fetch, multiply
 from detcompile.templates.matmul.operands import Operands
@@ -38,10 +38,9 @@ _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32:
 TOTALS = gl.constexpr(gl.SwizzledSharedLayout(vec=8, per_phase=1, max_phase=8, order=[1, 0]))
 
 
-@functools.cache
 def supports(device: torch.device, dtype: torch.dtype) -> bool:
     """Return True if this kernel runs there; operands must also suit tensor descriptors, contiguous along K."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 and dtype.itemsize == 2
+    return is_hopper(device) and dtype.itemsize == 2
 
 
 def launch(schedule: HopperTiles, o: Operands) -> None:

@@ -19,7 +19,7 @@ from detcompile.templates.device.primitives import LOG2_E, widened
 
 
 @gluon.jit
-def _tile_of(work, tiles_m, tiles_n, GROUP: gl.constexpr):
+def tile_of(work, tiles_m, tiles_n, GROUP: gl.constexpr):
     """The tile of a task: GROUP tiles of M share their weights in L2 before N advances."""
     width = GROUP * tiles_n
     first = work // width * GROUP
@@ -37,14 +37,14 @@ def fetch(
     a_tiles, b_tiles, c_tiles, full, free = ring
     a_ptr, a_pitch, ahead, N = weights
     if PDL and SWAP:
-        _, tile_n = _tile_of(gl.program_id(0), tiles_m, tiles_n, GROUP)
+        _, tile_n = tile_of(gl.program_id(0), tiles_m, tiles_n, GROUP)
         row = tile_n * (64 * CONSUMERS) + gl.arange(0, 64 * CONSUMERS, layout=gl.BlockedLayout([1], [32], [1], [0]))
         fetch_ahead(a_ptr + row.to(gl.int64) * a_pitch, ahead, (row < N) & (ahead > 0))
     gluon_wait_for_earlier(PDL)
     groups = (leaf_k + BK - 1) // BK * leaves
     i = 0
     for work in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        tile_m, tile_n = _tile_of(work, tiles_m, tiles_n, GROUP)
+        tile_m, tile_n = tile_of(work, tiles_m, tiles_n, GROUP)
         if SWAP:
             a_row = tile_n * (64 * CONSUMERS)
             b_row = tile_m * BB
@@ -149,7 +149,7 @@ def multiply(
                 node, upper = _close_leaf(acc, leaf, node, upper, held, R0, R1, R2, R3, NODES, W * LEVELS)
             else:
                 node = acc
-        tile_m, tile_n = _tile_of(work, tiles_m, tiles_n, GROUP)
+        tile_m, tile_n = tile_of(work, tiles_m, tiles_n, GROUP)
         if SWAP:
             m = tile_m * BB
             n = tile_n * (64 * CONSUMERS) + W * 64

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from torch import Tensor
 
+from detcompile.templates.exact import attention_gpu
 from detcompile.templates.exact.attention import ExactRule, _paged_cuda, paged_attention_cpu
 from detcompile.templates.exact.gpu import (
     divide_cuda,
@@ -95,7 +96,9 @@ def test_quantized_rows_equal_the_reference(digits: int, right: bool) -> None:
 
 
 @pytest.mark.parametrize("name", golden.DIGITS)
-@pytest.mark.parametrize(("M", "N", "K"), [(1, 1, 1), (5, 7, 333), (65, 6, 128), (1, 2, 65536 + 70)])
+@pytest.mark.parametrize(
+    ("M", "N", "K"), [(1, 1, 1), (5, 7, 333), (65, 6, 128), (1, 2, 65536 + 70), (17, 130, 1040), (150, 260, 4112)]
+)
 def test_linear_equals_the_reference(name: str, M: int, N: int, K: int) -> None:
     left, right = golden.DIGITS[name]
     x, bias, w_scale = golden.values((M, K), 5), golden.values((N,), 6), np.abs(golden.values((N,), 7))
@@ -107,7 +110,7 @@ def test_linear_equals_the_reference(name: str, M: int, N: int, K: int) -> None:
 
 
 @pytest.mark.parametrize("name", golden.DIGITS)
-@pytest.mark.parametrize(("M", "N", "K"), [(34, 7, 70), (1, 2, 65536 + 70)])
+@pytest.mark.parametrize(("M", "N", "K"), [(34, 7, 70), (34, 7, 96), (1, 2, 65536 + 70)])
 def test_totals_of_a_part_of_k_are_those_of_the_cpu(name: str, M: int, N: int, K: int) -> None:
     left, right = golden.DIGITS[name]
     x, w = golden.rows()[:, :K] if K < 200 else golden.values((M, K), 5), golden.planes((right, N, K), 8)
@@ -158,6 +161,19 @@ def test_attention_equals_the_reference(name: str, cuts: tuple[int, ...], block_
         q, write = q[-3:] if len(k) > 200 else q[-12:], paged_attention_cpu
     out = paged(_paged_cuda, (q, k, v, digits), cuts, block_size, DEVICE, write)
     assert_same(out, golden.attended(q, k, v, digits))
+
+
+@pytest.mark.parametrize("unit", [1, 8])
+@pytest.mark.parametrize("steps", ["whole", "single tokens"])
+def test_no_split_of_the_keys_changes_a_byte(steps: str, unit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads of 64 features, which Hopper's kernels take, as tiles of tokens and as single tokens."""
+    q, k, v = (golden.values((1300, heads, 64), seed) for seed, heads in enumerate((4, 2, 2)))
+    q, write = (q[-2:], paged_attention_cpu) if INTERPRETED else (q, None)
+    cuts = () if steps == "whole" else range(len(k) - 4, len(k))
+    monkeypatch.setattr(attention_gpu, "_unit", lambda programs, device: unit)
+    for digits in (1,) if INTERPRETED else (1, 2):
+        out = paged(_paged_cuda, (q, k, v, digits), tuple(cuts), 64, DEVICE, write)
+        assert_same(out, golden.attended(q, k, v, digits))
 
 
 @pytest.mark.parametrize(("rule", "width"), RULES, ids=RULE_NAMES)

@@ -21,12 +21,21 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime import driver
-from detcompile.templates.exact import attention_gpu, gpu
+from detcompile.templates.exact import attention_gpu, attention_hopper, gpu, hopper
 
-BYTES = {"digits_ptr", "w_ptr", "q_ptr", "k_ptr", "v_ptr"}
-TYPES = dict.fromkeys(("eps", "unit", "factor", "softcap"), "fp32") | {"M": "i32", "table_ptr": "*i32"}
-TYPES |= dict.fromkeys(("sequence_ptr", "position_ptr", "slot_ptr", "ids_ptr"), "*i64") | dict.fromkeys(BYTES, "*i8")
+BYTES = {"digits_ptr", "w_ptr", "k_ptr", "v_ptr", "k_cache_ptr", "v_cache_ptr"}
+TYPES = dict.fromkeys(("eps", "unit", "factor", "softcap"), "fp32") | {"M": "i32"}
+TYPES |= dict.fromkeys(("slot_ptr", "ids_ptr", "parts_ptr"), "*i64") | dict.fromkeys(BYTES, "*i8")
+TYPES |= dict.fromkeys(("cu_ptr", "lens_ptr", "table_ptr"), "*i32")
+INTEGERS = dict.fromkeys("T S M N K share splits max_blocks units k_block v_block window chunk".split(), "i32")
+ATTENTION = {"G": 4, "HEADS": 4, "D": 64, "DIGITS": 2, "SIZE": 32, "SINKS": True, "UNIT": 0, "PDL": True}
+ATTENTION |= {"K_SLOT": 72, "K_HEAD": 36, "V_SLOT": 72, "V_HEAD": 36, "maxnreg": 255}
+TILES = {"DX": 2, "DW": 2, "HAS_BIAS": True, "BN": 128, "BK": 128, "GROUP": 16, "STAGES": 2, "PDL": True}
+DESCRIBED = {
+    f"{name}_desc": f"tensordesc<i8[{rows}, 128],{hopper._SHARED!r}>" for name, rows in (("x", 64), ("w", 128))
+}
 
 @triton.jit
 def _planted(x_ptr, out_ptr, FAULT: tl.constexpr):
@@ -53,7 +62,12 @@ KERNELS = [(gpu._function_kernel, {"NAME": name, "BLOCK": 1024}) for name in sys
     (gpu._quantize_kernel, {"TWO": True, "BLOCK": 1}),
     (gpu._linear_kernel, {"x_ptr": "*i8", "DX": 2, "DW": 2, "HAS_BIAS": True, "BM": 16, "BN": 64, "BK": 128}),
     (attention_gpu._attention_kernel, {"HEADS": 1, "ROWS": 16, "D": 4, "DP": 32, "V": 4, "VP": 32, "DIGITS": 2}),
-    (attention_gpu._write_kernel, {"WORDS": 1}),
+    (attention_gpu._merge_kernel, {"V": 4, "VP": 32}),
+    (attention_gpu._write_kernel, {"k_ptr": "*fp32", "v_ptr": "*fp32", "D": 4, "DP": 4, "V": 4, "VP": 4}),
+    (hopper._add_kernel, {"BN": 512}),
+    (hopper.hopper_exact_kernel, TILES | {"CONSUMERS": 2, "maxnreg": 168}),
+    (attention_hopper.hopper_exact_attention_kernel, ATTENTION),
+    (attention_hopper.hopper_exact_decode_kernel, ATTENTION | {"maxnreg": 128}),
 ] + [(_planted, {"FAULT": fault}) for fault in ("quotient", "root", "ceil", "exp", "contraction")]
 
 class Driver:
@@ -64,21 +78,27 @@ driver.set_active(Driver())
 for kernel, given in KERNELS:
     name = given.get("NAME") or given.get("FAULT") or kernel.__name__
     fused = given.get("FAULT") == "contraction"
-    types = TYPES | {"x_ptr": given.pop("x_ptr", "*fp32")}
+    types = TYPES | {"x_ptr": "*fp32"} | {arg: kind for arg, kind in given.items() if str(kind).startswith("*")}
+    if gluon := kernel.is_gluon():
+        types |= INTEGERS | DESCRIBED
     signature, constants = {}, {}
     for i, arg in enumerate(kernel.arg_names):
         default = "*fp32" if arg.endswith("_ptr") else "constexpr"
         signature[arg] = types.get(arg, default)
         if signature[arg] == "constexpr":
             constants[i,] = given.get(arg, 1)
-    options = {"num_warps": 4, "enable_fp_fusion": fused}
-    compiled = compile(ASTSource(kernel, signature, constants), target=Driver().get_current_target(), options=options)
+    options = {"num_warps": 4, "enable_fp_fusion": fused} | ({"maxnreg": given["maxnreg"]} if gluon else {})
+    sixteens = [i for i, arg in enumerate(kernel.arg_names) if arg.endswith(("_ptr", "_block"))]
+    aligned = {(i,): [["tt.divisibility", 16]] for i in sixteens}
+    source = (GluonASTSource if gluon else ASTSource)(kernel, signature, constants, aligned if gluon else None)
+    compiled = compile(source, target=Driver().get_current_target(), options=options)
     instructions = re.findall(r"^\\s*(?:@%?!?\\w+ )?([a-z]\\w*(?:[.:]+\\w+)*)", compiled.asm["ptx"], flags=re.M)
     print(json.dumps([name, ".entry" in compiled.asm["ptx"], sorted({*instructions})]))
 driver.set_active(None)
 """
 PLANTED = ("quotient", "root", "ceil", "exp", "contraction")
-WITH_FMA = {"_quantize_kernel", "_attention_kernel", *FUNCTIONS}
+ATTENTION = {"_attention_kernel", "_merge_kernel", "hopper_exact_attention_kernel", "hopper_exact_decode_kernel"}
+WITH_FMA = {"_quantize_kernel", "_write_kernel", *ATTENTION, *FUNCTIONS}
 # One rounding, a comparison, a selection or a conversion; without .ftz, .approx, .full and .sat.
 DEFINED = re.compile(
     r"(add|sub|mul|div|sqrt)\.rn\.f(32|64)|(abs|neg|min|max|selp)\.f(32|64)|setp\.[a-z]+\.f(32|64)"
@@ -97,7 +117,7 @@ def undefined(instructions: list[str], has_fma: bool) -> list[str]:
 def kernels(offline_compiler: OfflineCompiler) -> dict[str, list[str]]:
     """Return the instructions of each kernel."""
     compiled = [json.loads(line) for line in offline_compiler.run(COMPILE, " ".join(FUNCTIONS)).splitlines()]
-    assert len(compiled) == len(FUNCTIONS) + 9 + len(PLANTED) and all(has_entry for _, has_entry, _ in compiled)
+    assert len(compiled) == len(FUNCTIONS) + 14 + len(PLANTED) and all(has_entry for _, has_entry, _ in compiled)
     return {name: instructions for name, _, instructions in compiled}
 
 
@@ -106,6 +126,7 @@ def test_kernels_hold_only_defined_instructions(kernels: dict[str, list[str]]) -
         if name not in PLANTED:
             assert undefined(instructions, name in WITH_FMA) == [], name
     assert any("mma" in name for name in kernels["_linear_kernel"])
+    assert all(any("wgmma" in name for name in kernels[hopper]) for hopper in kernels if hopper.startswith("hopper"))
 
 
 @pytest.mark.parametrize("fault", PLANTED)

@@ -172,10 +172,11 @@ class TeacherForcing:
         self.chunk = chunk
         self._model = model
         self._use = use
-        self._sampler = Sampler(model.facts.num_logits, model.device, is_exact=model.facts.is_exact)
+        self._sampler = self._new_sampler()
         self._rows_at_once = max(1, ELEMENTS_AT_ONCE // model.facts.num_logits)  # penalties need a row of counts each
         self._answers: dict[ForcedAnswers, None] = {}  # with tokens to compute, in order
         self._launched: deque[_Launched] = deque()
+        self._most_in_flight = 1 if model.device.type == "cuda" else 0  # steps
         self._cache: tuple[StepRunner, KVBlocks] | None = None
 
     @property
@@ -201,9 +202,11 @@ class TeacherForcing:
                     self._blocks.release(sequence)
 
     def free(self) -> None:
-        """Free the KV cache. Nothing may be added or in flight."""
-        assert not self._answers and not self._launched
+        """Free the KV cache and the memory of penalties. No answers may have tokens to compute."""
+        assert not self._answers
+        self._launched.clear()  # of answers that were dropped
         self._cache = None
+        self._sampler = self._new_sampler()
 
     def step(self) -> None:
         """Launch a step, if there are tokens to compute, and read the draws of an earlier one.
@@ -217,9 +220,11 @@ class TeacherForcing:
         parts = self._plan()
         if parts:
             self._launch_parts(parts)
-        in_flight = 1 if parts and self._model.device.type == "cuda" else 0
-        while len(self._launched) > in_flight:
+        while len(self._launched) > (self._most_in_flight if parts else 0):
             self._launched.popleft().read()
+
+    def _new_sampler(self) -> Sampler:
+        return Sampler(self._model.facts.num_logits, self._model.device, is_exact=self._model.facts.is_exact)
 
     @property
     def _keeps_prefixes(self) -> bool:

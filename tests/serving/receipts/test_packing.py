@@ -94,10 +94,12 @@ def shown(result: Verdict | DetcompileError) -> Any:
 @given(
     picks=st.lists(st.tuples(st.integers(0, len(PARAMS) - 1), st.sampled_from(CHANGES)), min_size=1, max_size=9),
     chunk=st.sampled_from([13, 100, 2048]),
+    most_in_flight=st.sampled_from([0, 1]),
 )
 def test_a_pack_moves_no_verdict(
     picks: list[tuple[int, str | None]],
     chunk: int,
+    most_in_flight: int,
     model: CompiledModel,
     envelopes: list[Envelope],
     alone: dict[tuple[int, str | None], Any],
@@ -105,6 +107,7 @@ def test_a_pack_moves_no_verdict(
     """Of genuine, forged and refused receipts, in any order and number; nothing stays in the cache."""
     receipts = [receipt_of(envelopes[number], change) for number, change in picks]
     replayer = Replayer(model, chunk=chunk)
+    replayer.forcing._most_in_flight = most_in_flight  # 1: as on a GPU
     actual = dict(replayer.check_all(receipts))
     for pick, receipt in zip(picks, receipts):
         if pick not in alone:
@@ -138,8 +141,9 @@ def test_receipts_share_steps_and_prompts_share_blocks(
     assert sum(len(step.input_ids) for step in steps) == without - 64 * (2 + 2 + 1)
 
 
+@pytest.mark.parametrize("most_in_flight", [0, 1])
 def test_a_failure_of_a_step_fails_one_receipt(
-    model: CompiledModel, envelopes: list[Envelope], monkeypatch: pytest.MonkeyPatch
+    most_in_flight: int, model: CompiledModel, envelopes: list[Envelope], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever was in its step; the server goes on with the others."""
     run = Runner.run
@@ -153,15 +157,16 @@ def test_a_failure_of_a_step_fails_one_receipt(
     sent: list[Any] = []
     parts = {name: str(part) for name, part in model.fingerprint_parts.items()}
     verifications = Verifications(model, parts, sent.append)
-    for number, envelope in enumerate(envelopes):
+    for number, envelope in enumerate([*envelopes, changed(envelopes[0], TAMPERINGS["another token"].change, None)]):
         verifications.add(Verify(str(number), payload_of(envelope)))
     verifications.cancel("2")
     while verifications.step():
-        continue
+        if verifications._replayer is not None:
+            verifications._replayer.forcing._most_in_flight = most_in_flight
     equal = {report.request_id for report in sent if isinstance(report, Verified) and report.verdict.outcome == "equal"}
     (failed,) = [report.deltas[0] for report in sent if isinstance(report, Tokens)]
     assert equal == {"0", "1", "4", "5"} and failed.request_id == "3" and "out of memory" in failed.error
-    assert len(sent) == 5
+    assert len(sent) == 6  # 2 was canceled, 6 differs
 
 
 def test_a_grammar_that_fails_fails_its_receipt(

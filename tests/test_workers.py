@@ -206,12 +206,6 @@ def test_a_refusal_in_the_workers_is_raised_here_and_they_go_on(one: RemoteModel
     assert one(IDS).logits.shape == (2, 37, VOCAB_SIZE)
 
 
-def largest_weight(model: CompiledModel, least: float) -> tuple[float, list[int]]:
-    """And how many rows of the first projection this rank has."""
-    rows = model.model.get_submodule("model.layers.0.mlp.gate_proj").weight.shape[0]
-    return max(least, *(float(p.detach().abs().max()) for p in model.model.parameters())), [rows]
-
-
 class Unsendable(torch.nn.Module):
     """Holds what no pickle can."""
 

@@ -108,10 +108,6 @@ def shifted_rows(x, weight, state, other_state, state_slots, cu_seqlens, seq_len
     return ops.causal_conv(x.flip(0), weight, None, state, state_slots, cu_seqlens, seq_lens)
 
 
-def features_as_tokens(x, weight, state, other_state, state_slots, cu_seqlens, seq_lens):
-    return ops.causal_conv(x.t(), weight, None, state, state_slots, cu_seqlens, seq_lens)
-
-
 def none_at_all(x, weight, state, other_state, state_slots, cu_seqlens, seq_lens):
     return x * 2
 

@@ -42,7 +42,7 @@ def require_shares(path: Path, facts: Any) -> None:
     _require(path, facts, {"members": _named(_record(sha256=_digest, bytes=_count), plain_name), "ranks": _some(_dict)})
     for rank, share in enumerate(facts["ranks"]):
         where = f"manifest, ranks[{rank}]"
-        _require(path, share, {"weights": _record(file=_file, strides=_named(_list(_count)))}, where)
+        _require(path, share, {"weights": _record(file=_optional(_file_name), strides=_named(_list(_count)))}, where)
         if share["weights"]["file"] is not None:
             _require(path, share["weights"], {"bytes": _count, "sha256": _digest}, f"{where}.weights")
 
@@ -81,10 +81,6 @@ def _positive(value: object) -> bool:
     return _count(value) and value != 0
 
 
-def _flag(value: object) -> bool:
-    return type(value) is bool
-
-
 def _text(value: object) -> bool:
     return isinstance(value, str)
 
@@ -97,12 +93,8 @@ def _digest(value: object) -> bool:
     return isinstance(value, str) and HEX.fullmatch(value) is not None
 
 
-def _file(value: object) -> bool:
-    return value is None or (plain_name(value) and "/" not in str(value))
-
-
-def _argument(value: object) -> bool:
-    return _text(value) or _count(value)
+def _file_name(value: object) -> bool:
+    return plain_name(value) and "/" not in str(value)
 
 
 def _features(value: object) -> bool:
@@ -113,15 +105,6 @@ def _features(value: object) -> bool:
     for extent in value:
         size = min(size * extent, MOST)
     return size <= MOST_FEATURES
-
-
-def _kv_shape(value: object) -> bool:
-    return isinstance(value, list) and len(value) == 3 and _features(value)
-
-
-def _whole(value: object) -> bool:
-    """Check for None or an integer of either sign."""
-    return value is None or (type(value) is int and -MOST < value < MOST)
 
 
 def _optional(check: Check) -> Check:
@@ -170,13 +153,15 @@ MODEL: dict[str, Check] = {
     "num_parameters": lambda value: _list(_count)(value) and len(value) == 2,
     "config": _dict,  # checked by transformers
     "generation_config": lambda value: (
-        _dict(value) and _optional(_list(_count))(value.get("eos_token_id")) and _whole(value.get("pad_token_id"))
+        _dict(value)
+        and _optional(_list(_count))(value.get("eos_token_id"))
+        and _optional(lambda token: type(token) is int and -MOST < token < MOST)(value.get("pad_token_id"))
     ),
-    "kv_shapes": _list(_kv_shape),
-    "state_shapes": _pairs(_features, _flag),
+    "kv_shapes": _list(lambda value: _features(value) and len(value) == 3),
+    "state_shapes": _pairs(_features, lambda value: type(value) is bool),
     "kv_groups": _pairs(_some(_count), _optional(_count)),
 }
 SHARE: dict[str, Check] = {
-    "arguments": _some(_argument),
+    "arguments": _some(lambda value: _text(value) or _count(value)),
     "num_threads": lambda value: _positive(value) and value <= 1 << 16,
 }

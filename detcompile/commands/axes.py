@@ -200,10 +200,6 @@ def _batch(target: Tokens, prompts: SequenceOf[Tokens], rng: random.Random) -> C
     return Configuration(rows, at)
 
 
-def _composition(target: Tokens, prompts: SequenceOf[Tokens], rng: random.Random) -> Configuration:
-    return Configuration((target, *_neighbors(prompts, rng)))
-
-
 def _position(target: Tokens, prompts: SequenceOf[Tokens], rng: random.Random) -> Configuration:
     others = _neighbors(prompts, rng)
     return Configuration(*_placed(target, others, rng.randint(0, len(others))))
@@ -268,7 +264,7 @@ def _cuda_graphs(target: Tokens, prompts: SequenceOf[Tokens], rng: random.Random
 
 AXES: dict[str, Callable[[Tokens, SequenceOf[Tokens], random.Random], Configuration]] = {
     "batch": _batch,
-    "composition": _composition,
+    "composition": lambda target, prompts, rng: Configuration((target, *_neighbors(prompts, rng))),
     "position": _position,
     "padding": _padding,
     "chunking": _chunking,

@@ -68,21 +68,21 @@ def _leaf(order: Sequential | Blocked | EvenOdd, first: int) -> Node:
         return Node((f"k = {first} … {last}", "one after the other"))
     block = int(order.block)
     starts = range(first, last + 1, block)
+
+    def span(i: int) -> str:
+        return f"k = {starts[i]} … {min(starts[i] + block - 1, last)}"
+
     if isinstance(order, EvenOdd):
         return Node(
             (f"0 and {len(starts)} blocks, left to right",),
-            _shown(len(starts), lambda i: _two_chains(starts[i], min(starts[i] + block - 1, last))),
+            _shown(len(starts), lambda i: Node((span(i), "the even ones + the odd ones", "each one after the other"))),
         )
     if len(starts) == 1:
         return Node((f"k = {first} … {last}", "one after the other"))
     return Node(
         (f"{len(starts)} blocks, left to right",),
-        _shown(len(starts), lambda i: Node((f"k = {starts[i]} … {min(starts[i] + block - 1, last)}",))),
+        _shown(len(starts), lambda i: Node((span(i),))),
     )
-
-
-def _two_chains(first: int, last: int) -> Node:
-    return Node((f"k = {first} … {last}", "the even ones + the odd ones", "each one after the other"))
 
 
 def _row(order: Row) -> Node:

@@ -40,20 +40,12 @@ def _view(node: fx.Node, ctx: Context) -> Rows:
     return view(ctx.rows(node.args[0]), shape_of(node))
 
 
-def _permute(node: fx.Node, ctx: Context) -> Rows:
-    return permute(ctx.rows(node.args[0]), node.args[1])
-
-
 def _transpose(node: fx.Node, ctx: Context) -> Rows:
     value = ctx.rows(node.args[0])
     order = list(range(len(value.dims)))
     a, b = (node.args[1], node.args[2]) if len(node.args) > 2 else (-2, -1)
     order[a], order[b] = order[b], order[a]
     return permute(value, order)
-
-
-def _expand(node: fx.Node, ctx: Context) -> Rows:
-    return expand(ctx.rows(node.args[0]), shape_of(node), ctx.row_symbols)
 
 
 def _slice(node: fx.Node, ctx: Context) -> Rows:
@@ -203,10 +195,6 @@ def _iota(node: fx.Node, ctx: Context) -> Rows:
     return created([length], {})
 
 
-def _getitem(node: fx.Node, ctx: Context) -> Any:
-    return ctx.states[node.args[0]][node.args[1]]
-
-
 def _keep(node: fx.Node, ctx: Context) -> Any:
     return ctx.states[node.args[0]]
 
@@ -227,10 +215,10 @@ MOVEMENT: Mapping[Any, Rule] = {
     aten._unsafe_view.default: _view,
     aten.view.default: _view,
     aten.reshape.default: _view,
-    aten.permute.default: _permute,
+    aten.permute.default: lambda node, ctx: permute(ctx.rows(node.args[0]), node.args[1]),
     aten.t.default: _transpose,
     aten.transpose.int: _transpose,
-    aten.expand.default: _expand,
+    aten.expand.default: lambda node, ctx: expand(ctx.rows(node.args[0]), shape_of(node), ctx.row_symbols),
     aten.slice.Tensor: _slice,
     aten.select.int: _select,
     aten.unsqueeze.default: _unsqueeze,
@@ -258,12 +246,8 @@ MOVEMENT: Mapping[Any, Rule] = {
     aten.detach.default: _keep,
     aten.lift_fresh_copy.default: _keep,
     aten.copy_.default: _write_back,
-    operator.getitem: _getitem,
+    operator.getitem: lambda node, ctx: ctx.states[node.args[0]][node.args[1]],
 }
-
-
-def _index(node: fx.Node, ctx: Context) -> Rows:
-    return _indexed(node, list(node.args[1]), ctx)
 
 
 def _indexed(node: fx.Node, indices: list[fx.Node | None], ctx: Context) -> Rows:
@@ -275,10 +259,6 @@ def _indexed(node: fx.Node, indices: list[fx.Node | None], ctx: Context) -> Rows
     if any(arg.meta["val"].dtype in (torch.bool, torch.uint8) for arg in given):
         raise Refusal("a boolean mask selects a number of elements that depends on the data")
     return index(value, [None if arg is None else ctx.rows(arg, "an index") for arg in indices])
-
-
-def _gather(node: fx.Node, ctx: Context) -> Rows:
-    return gather(ctx.rows(node.args[0]), node.args[1], ctx.rows(node.args[2], "an index"))
 
 
 def _scatter_value(node: fx.Node, ctx: Context) -> Rows:
@@ -299,10 +279,6 @@ def _scattered(node: fx.Node, ctx: Context) -> Rows:
     return Rows((*idx.dims[:dim], (), *idx.dims[dim + 1 :]))
 
 
-def _index_select(node: fx.Node, ctx: Context) -> Rows:
-    return _indexed(node, [None] * (node.args[1] % len(shape_of(node))) + [node.args[2]], ctx)
-
-
 def embedding(node: fx.Node, ctx: Context) -> Rows:
     weight, ids = ctx.rows(node.args[0]), ctx.rows(node.args[1], "an index")
     require_weight(weight, "the embedding table")
@@ -310,9 +286,13 @@ def embedding(node: fx.Node, ctx: Context) -> Rows:
 
 
 INDEXING: Mapping[Any, Rule] = {
-    aten.index.Tensor: _index,
-    aten.index_select.default: _index_select,
-    aten.gather.default: _gather,
+    aten.index.Tensor: lambda node, ctx: _indexed(node, list(node.args[1]), ctx),
+    aten.index_select.default: lambda node, ctx: _indexed(
+        node, [None] * (node.args[1] % len(shape_of(node))) + [node.args[2]], ctx
+    ),
+    aten.gather.default: lambda node, ctx: gather(
+        ctx.rows(node.args[0]), node.args[1], ctx.rows(node.args[2], "an index")
+    ),
     aten.scatter.value: _scatter_value,
     aten.embedding.default: embedding,
 }

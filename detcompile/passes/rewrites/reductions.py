@@ -137,14 +137,6 @@ def _moments(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> dict[int, fx
     return {i: _restore(graph, node, _cast(graph, node, part, dtype)) for i, part in enumerate(parts)}
 
 
-def _var(graph: fx.Graph, node: fx.Node) -> None:
-    replace(node, _moments(graph, node, node.meta["val"].dtype)[0])
-
-
-def _var_mean(graph: fx.Graph, node: fx.Node) -> None:
-    _replace_parts(graph, node, _moments(graph, node, node.meta["val"][0].dtype))
-
-
 def _layer_norm(graph: fx.Graph, node: fx.Node) -> None:
     """Rewrite a layer norm without the statistics, which only a backward pass reads."""
     x, shape, weight, bias, eps = node.args
@@ -220,8 +212,10 @@ REWRITES = {
     aten.mean.default: _mean,
     aten.sum.dim_IntList: _sum,
     aten.sum.default: _sum,
-    aten.var.correction: _var,
-    aten.var_mean.correction: _var_mean,
+    aten.var.correction: lambda graph, node: replace(node, _moments(graph, node, node.meta["val"].dtype)[0]),
+    aten.var_mean.correction: lambda graph, node: _replace_parts(
+        graph, node, _moments(graph, node, node.meta["val"][0].dtype)
+    ),
     aten.native_group_norm.default: _group_norm,
     aten.native_layer_norm.default: _layer_norm,
     aten._fused_rms_norm.default: _fused_rms_norm,

@@ -222,10 +222,6 @@ def _id_lists(value: Any, name: str) -> tuple[tuple[int, ...], ...]:
     return tuple(_ids(word, f"{name}: entry {index},") for index, word in enumerate(value))
 
 
-def _distinct(value: Any, name: str) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(_ids(value, name)))
-
-
 def _biases(value: Any, name: str) -> dict[int, float]:
     """Read biases by token id. JSON keys are strings, so a decimal string counts as an id."""
     _require(isinstance(value, Mapping), f"{name} {shown(value)} is {kind(value)}: give a dict of token: bias")
@@ -282,7 +278,7 @@ RULES: dict[str, _Rule] = {
         "token ids with biases that are finite (in float32), or -inf",
     ),
     "allowed_token_ids": _Rule(
-        or_none(_distinct),
+        or_none(lambda value, name: tuple(dict.fromkeys(_ids(value, name)))),
         lambda ids: ids is None or (bool(ids) and min(ids) >= 0),
         "None, or the ids of one token or more",
     ),

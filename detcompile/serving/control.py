@@ -140,7 +140,7 @@ def add_control(app: FastAPI, service: Service, store: WeightStore | None = None
         return _json({"status": "paused"})
 
     async def resume() -> Response:
-        service.go_on(PAUSE)
+        service.end_hold(PAUSE)
         return _json({"status": "resumed"})
 
     async def is_paused() -> Response:
@@ -176,7 +176,7 @@ def add_control(app: FastAPI, service: Service, store: WeightStore | None = None
             if service.fleet.holds(SLEEP):
                 await service.fleet.wake()
                 if not tags or "kv_cache" in tags:
-                    service.go_on(SLEEP)
+                    service.end_hold(SLEEP)
         return Response()
 
     async def is_sleeping() -> Response:
@@ -325,7 +325,7 @@ async def _clear_caches(service: Service) -> None:
         await service.fleet.all_ready()
         await service.fleet.control("forget_prefixes")
     finally:
-        service.go_on(CLEAR)
+        service.end_hold(CLEAR)
 
 
 def _config(service: Service) -> dict[str, Any]:

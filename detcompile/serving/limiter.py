@@ -230,16 +230,16 @@ class Deadlines:
         if timer is not None:
             timer.cancel()
 
-    def stop(self) -> None:
-        """Stop the clock of all answers until ``go_on``: time in which no answer can run does not count."""
+    def pause(self) -> None:
+        """Stop the clock of all answers until ``resume``: time in which no answer can run does not count."""
         if self._stopped is None:
             self._stopped = asyncio.get_running_loop().time()
             for timer in self._timers.values():
                 timer.cancel()
             self._timers.clear()
 
-    def go_on(self) -> None:
-        """Let the clock go on, if it was stopped."""
+    def resume(self) -> None:
+        """Restart the clock if it was stopped."""
         if self._stopped is not None:
             passed, self._stopped = asyncio.get_running_loop().time() - self._stopped, None
             for seconds, answer, since in list(self._watched.values()):

@@ -181,13 +181,13 @@ class Service:
     def hold(self, reason: str, *, interrupt: bool) -> None:
         """Hold all answers and their deadlines, as Fleet.hold."""
         self.fleet.hold(reason, interrupt=interrupt)
-        self.deadlines.stop()
+        self.deadlines.pause()
 
-    def go_on(self, reason: str) -> None:
+    def end_hold(self, reason: str) -> None:
         """End a hold."""
-        self.fleet.go_on(reason)
+        self.fleet.end_hold(reason)
         if not self.fleet.is_held:
-            self.deadlines.go_on()
+            self.deadlines.resume()
 
     def require_ready(self) -> None:
         """Raise HTTPError 503 unless the server admits requests."""

@@ -330,7 +330,7 @@ class WeightUpdates:
                 raise
             service.follow_weights()
         finally:
-            service.go_on(UPDATE)
+            service.end_hold(UPDATE)
         held = time.monotonic() - start
         fingerprint = self._current.fingerprint
         logger.info("serving weights %s; answers were held for %.3f s; fingerprint %s", name, held, fingerprint)

@@ -135,13 +135,13 @@ class EngineLink:
         Raises:
             DetcompileError: it failed to start.
         """
-        await self.over()
+        await self.start_ended()
         if self.failure is not None:
             raise self.failure
         assert self.hello is not None
         return self.hello
 
-    async def over(self) -> None:
+    async def start_ended(self) -> None:
         """Wait until the start has succeeded or failed."""
         await self._started.wait()
 

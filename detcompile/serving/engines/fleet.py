@@ -169,7 +169,7 @@ class Fleet:
         self._place()
 
     def hold(self, reason: str, *, interrupt: bool) -> None:
-        """Give no answers to engines until ``go_on`` is called with the same reason.
+        """Give no answers to engines until ``end_hold`` is called with the same reason.
 
         Args:
             interrupt: take back the answers that engines have. Their tokens are kept, and they continue after these.
@@ -181,7 +181,7 @@ class Fleet:
             drained = [answer for link in self.links for answer in link.drain()]
             self._waiting = [answer for answer in drained if answer not in self._guard.suspects] + self._waiting
 
-    def go_on(self, reason: str) -> None:
+    def end_hold(self, reason: str) -> None:
         """End a hold; answers run once no other reason is left."""
         self._holds.discard(reason)
         self._place()
@@ -259,14 +259,14 @@ class Fleet:
                 link.kill()
 
     async def sleep(self) -> None:
-        """End all engine processes, which frees their memory. Their answers are held until ``wake`` and ``go_on``."""
+        """End all engine processes, which frees their memory. Their answers are held until ``wake`` and ``end_hold``."""
         self.hold(SLEEP, interrupt=True)
         for link in self.links:
             self._router.forget(link)
             await self._spares.end(link)
 
     async def wake(self) -> None:
-        """Start the engines again after ``sleep``; ``go_on`` lets answers run.
+        """Start the engines again after ``sleep``; ``end_hold`` lets answers run.
 
         Raises:
             DetcompileError: the fleet has failed.
@@ -386,7 +386,7 @@ class Fleet:
         self._past = self._past.plus(self.links[index].statistics.past)
         self.links[index] = link
         self._start(index)
-        await link.over()
+        await link.start_ended()
         if link.ready:
             self._num_failed_restarts = 0
             self._place()

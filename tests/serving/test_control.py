@@ -38,6 +38,11 @@ def scripted(**options: Any) -> Service:
     return scripted_service.scripted(first_weights=FIRST, **options)
 
 
+def run(scenario: Any) -> None:
+    """Run a test of test_weight_updates."""
+    asyncio.run(asyncio.wait_for(scenario, 60))
+
+
 async def call(client: httpx.AsyncClient, path: str, key: str = "", **options: Any) -> httpx.Response:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     method = "GET" if path.partition("?")[0] in GETS else "POST"

@@ -259,7 +259,7 @@ class Fleet:
                 link.kill()
 
     async def sleep(self) -> None:
-        """End all engine processes, which frees their memory. Their answers are held until ``wake`` and ``end_hold``."""
+        """End all engine processes, which frees their memory. Answers are held until ``wake`` and ``end_hold``."""
         self.hold(SLEEP, interrupt=True)
         for link in self.links:
             self._router.forget(link)

@@ -27,12 +27,15 @@ from detcompile.serving.weight_store import WeightStore
 from detcompile.serving.weight_updates import InitInfo, UpdateInfo, WeightUpdates, require_version
 
 CONTROL_PATHS = frozenset((
-    "/abort_requests", "/finish_weight_update", "/get_world_size", "/init_weight_transfer_engine", "/is_paused",
+    "/abort_requests", "/collective_rpc", "/finish_weight_update", "/get_world_size", "/init_weight_transfer_engine",
+    "/is_paused",
     "/is_sleeping", "/pause", "/reset_prefix_cache", "/resume", "/server_info", "/shutdown_weight_transfer_engine",
     "/sleep", "/start_weight_update", "/update_weight_version", "/update_weights", "/wake_up", "/weight_checker",
     "/weight_info",
 ))  # fmt: skip
-ADAPTER_PATHS = frozenset(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"))
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+RELOADS = "/load_lora_adapter", "/skyrl/v1/load_lora_adapter"  # prime-rl's and SkyRL's: in place of a loaded adapter
+ADAPTER_PATHS = frozenset((LOAD, UNLOAD, *RELOADS))
 PAUSE, CLEAR = "pause", "clear"  # reasons of holds
 MOST_PATH_BYTES = 4095
 MOST_ADAPTERS = 1 << 20  # reported as vLLM's max_loras; any number of adapters can be loaded
@@ -82,6 +85,15 @@ class FinishRequest(msgspec.Struct):
     """Body of POST /finish_weight_update: the version of the new weights."""
 
     weight_version: str | None = None
+
+
+class CallRequest(msgspec.Struct):
+    """Body of POST /collective_rpc: SkyRL's calls of methods of its vLLM workers, for the routes of weight updates."""
+
+    method: Literal[
+        "skyrl_start_weight_update", "update_weights_nccl", "update_weights_ipc", "skyrl_finish_weight_update"
+    ]
+    kwargs: dict[str, Any] = {}
 
 
 class VersionRequest(msgspec.Struct):
@@ -226,6 +238,20 @@ def add_control(app: FastAPI, service: Service, store: WeightStore | None = None
         await updated(updates.finish(body.weight_version))
         return _json({"message": "Weight update finished", **_weight_info(service)})
 
+    async def collective_rpc(request: Request) -> Response:
+        body = await _body_of(request, service, CallRequest)
+        given = msgspec.json.encode(body.kwargs)
+        if body.method == "skyrl_start_weight_update":
+            await updated(updates.begin(partial=decode_body(given, StartRequest).partial))
+        elif body.method == "skyrl_finish_weight_update":
+            await updated(updates.finish(decode_body(given, FinishRequest).weight_version))
+        else:
+            info = decode_body(given, UpdateRequest).update_info
+            if info is None:
+                raise HTTPError(400, "kwargs: update_info is missing", param="kwargs")
+            await updated(updates.receive(info))
+        return _json({"results": [None] * len(service.fleet.links)})
+
     async def update_weight_version(request: Request) -> Response:
         body = await _body_of(request, service, VersionRequest)
         require_version(body.new_version)
@@ -248,7 +274,7 @@ def add_control(app: FastAPI, service: Service, store: WeightStore | None = None
 
     for post in (
         pause, resume, abort_requests, reset_prefix_cache, sleep, wake_up, weight_checker, update_weights,
-        update_weight_version,
+        update_weight_version, collective_rpc,
         init_weight_transfer_engine, shutdown_weight_transfer_engine, start_weight_update, finish_weight_update,
     ):  # fmt: skip
         app.add_api_route(f"/{post.__name__}", post, methods=["POST"], name=post.__name__, response_model=None)
@@ -267,7 +293,8 @@ def add_adapters(app: FastAPI, service: Service) -> None:
     async def load(request: Request) -> Response:
         body = await _body_of(request, service, LoadAdapter)
         service.require_ready()
-        await service.load_adapter(body.lora_name, body.lora_path, replace_loaded=body.load_inplace)
+        in_place = body.load_inplace or request.url.path in RELOADS
+        await service.load_adapter(body.lora_name, body.lora_path, replace_loaded=in_place)
         return Response(f"Success: LoRA adapter '{body.lora_name}' added successfully.", media_type="text/plain")
 
     async def unload(request: Request) -> Response:
@@ -276,7 +303,7 @@ def add_adapters(app: FastAPI, service: Service) -> None:
         await service.unload_adapter(body.lora_name)
         return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.", media_type="text/plain")
 
-    for path, route in (("/v1/load_lora_adapter", load), ("/v1/unload_lora_adapter", unload)):
+    for path, route in ((LOAD, load), (UNLOAD, unload), *((path, load) for path in RELOADS)):
         name = path.strip("/").replace("/", "_")
         app.add_api_route(path, route, methods=["POST"], name=name, response_model=None)
 

@@ -18,7 +18,7 @@ from detcompile import EngineConfig, SamplingParams
 from detcompile.commands.serve import _adapters
 from detcompile.digests import fingerprint
 from detcompile.errors import InvalidInput
-from detcompile.serving.control import ADAPTER_PATHS
+from detcompile.serving.control import ADAPTER_PATHS, RELOADS
 from detcompile.serving.engines.protocol import AdapterFile
 from detcompile.serving.receipts.envelope import read_envelope
 from tests.exhaustive import EXHAUSTIVE
@@ -102,6 +102,10 @@ async def test_model_of_a_request_names_its_adapter() -> None:
         assert [*service.adapters] == ["sql"]
         again = await http.post(LOAD, json=requests | {"load_inplace": True, "lora_path": "other"})
         assert again.status_code == 200 and (await answer())["system_fingerprint"] != whole
+        for path in RELOADS:
+            again = await http.post(path, json=requests | {"lora_path": path})
+            expected = fingerprint(PARTS | {"adapter": digest_of(path)})
+            assert again.status_code == 200 and (await answer())["system_fingerprint"] == expected
         gone = await http.post(UNLOAD, json={"lora_name": "sql", "lora_int_id": 1})
         assert gone.text == "Success: LoRA adapter 'sql' removed successfully."
         assert (await http.post(UNLOAD, json={"lora_name": "sql"})).status_code == 404

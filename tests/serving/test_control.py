@@ -361,6 +361,11 @@ BASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # a path, parameter
     ("/weight_checker", {}, {"action": "compare", "baseline": {"a": "1"}, "checksums": [{"a": "1"}]}),
     ("/v1/load_lora_adapter", {}, {"lora_name": "a", "lora_path": "x", "load_inplace": True}),
     ("/v1/unload_lora_adapter", {}, {"lora_name": "a", "lora_int_id": 1}),
+    ("/load_lora_adapter", {}, {"lora_name": "a", "lora_path": "x"}),
+    ("/collective_rpc", {}, {"method": "skyrl_start_weight_update", "kwargs": {"is_checkpoint_format": True}}),
+    ("/collective_rpc", {}, {"method": "update_weights_nccl", "kwargs": {
+        "update_info": {"names": ["w"], "dtype_names": ["float32"], "shapes": [[1]], "packed": True}}}),
+    ("/collective_rpc", {}, {"method": "skyrl_finish_weight_update"}),
     *((path, {"config_format": "json", "include_dp": "false"}, {}) for path in sorted(GETS)),
 ]  # fmt: skip
 

@@ -40,7 +40,7 @@ from detcompile.weights import weight_digests
 from tests.serving.conftest import ROOT, Server, started
 from tests.serving.scripted_engine import FIRST_FAILS, NEVER
 from tests.serving.scripted_service import running
-from tests.serving.test_control import ASK, DRAWN, begun, call, posted, run, scripted
+from tests.serving.test_control import ASK, DRAWN, begun, call, posted, scripted
 
 pytestmark = pytest.mark.usefixtures("in_the_root")
 
@@ -58,308 +58,275 @@ def receipt_of(answer: httpx.Response) -> dict[str, Any]:
 
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("paused", [True, False])
-def test_each_token_names_its_weights(tmp_path: Path, replicas: int, paused: bool) -> None:
-    async def scenario() -> None:
-        service = scripted(replicas=replicas)
-        async with running(service, admin=[]) as client:
-            ask = ASK | {"receipt": True, "n": 2}
-            requests = [asyncio.create_task(client.post("/v1/completions", json=ask)) for _ in range(3)]
-            await begun(service, 3)
-            if paused:
-                await posted(client, "/pause?mode=keep&clear_cache=false")
-            body = {"weight_dir": new_weights(tmp_path / "new", "b"), "weight_version": "step-7"}
-            info = await posted(client, "/update_weights", json=body)
-            whole = fingerprint({"weights": "b"})
-            assert info.pop("message") == "Weights updated"
-            assert info == {"status": "ok", "weight_version": "step-7", "fingerprint": whole, "weights": "b"}
-            if paused:
-                assert (await posted(client, "/is_paused"))["is_paused"]
-                await posted(client, "/resume")
-            for task in requests:
-                answer = await task
-                reply, receipt = answer.json(), receipt_of(answer)
-                assert (reply["weight_version"], reply["system_fingerprint"]) == ("step-7", whole)
-                assert (receipt["weight_version"], receipt["fingerprint"]) == ("step-7", whole)
-                for choice, sample in zip(reply["choices"], receipt["prompts"][0]["samples"], strict=True):
-                    assert choice["token_ids"] == DRAWN
-                    versions = choice["weight_versions"]
-                    old = versions.count("0")
-                    assert 0 < old < len(DRAWN) and versions == ["0"] * old + ["step-7"] * (len(DRAWN) - old)
-                    first = {"start": 0, "version": "0", "weights": ""}
-                    assert sample["drawn_by"] == [first, {"start": old, "version": "step-7", "weights": "b"}]
-            later = await client.post("/v1/completions", json=ask)
-            assert later.json()["choices"][0]["weight_versions"] == ["step-7"] * len(DRAWN)
-            assert "drawn_by" not in receipt_of(later)["prompts"][0]["samples"][0]
-            model = (await client.get("/v1/models")).json()["data"][0]
-            assert model["fingerprint"] == whole and await posted(client, "/weight_info") == {
-                "weight_version": "step-7", "fingerprint": whole, "weights": "b",
-            }  # fmt: skip
-
-    run(scenario())
+async def test_each_token_names_its_weights(tmp_path: Path, replicas: int, paused: bool) -> None:
+    service = scripted(replicas=replicas)
+    async with running(service, admin=[]) as client:
+        ask = ASK | {"receipt": True, "n": 2}
+        requests = [asyncio.create_task(client.post("/v1/completions", json=ask)) for _ in range(3)]
+        await begun(service, 3)
+        if paused:
+            await posted(client, "/pause?mode=keep&clear_cache=false")
+        body = {"weight_dir": new_weights(tmp_path / "new", "b"), "weight_version": "step-7"}
+        info = await posted(client, "/update_weights", json=body)
+        whole = fingerprint({"weights": "b"})
+        assert info.pop("message") == "Weights updated"
+        assert info == {"status": "ok", "weight_version": "step-7", "fingerprint": whole, "weights": "b"}
+        if paused:
+            assert (await posted(client, "/is_paused"))["is_paused"]
+            await posted(client, "/resume")
+        for task in requests:
+            answer = await task
+            reply, receipt = answer.json(), receipt_of(answer)
+            assert (reply["weight_version"], reply["system_fingerprint"]) == ("step-7", whole)
+            assert (receipt["weight_version"], receipt["fingerprint"]) == ("step-7", whole)
+            for choice, sample in zip(reply["choices"], receipt["prompts"][0]["samples"], strict=True):
+                assert choice["token_ids"] == DRAWN
+                versions = choice["weight_versions"]
+                old = versions.count("0")
+                assert 0 < old < len(DRAWN) and versions == ["0"] * old + ["step-7"] * (len(DRAWN) - old)
+                first = {"start": 0, "version": "0", "weights": ""}
+                assert sample["drawn_by"] == [first, {"start": old, "version": "step-7", "weights": "b"}]
+        later = await client.post("/v1/completions", json=ask)
+        assert later.json()["choices"][0]["weight_versions"] == ["step-7"] * len(DRAWN)
+        assert "drawn_by" not in receipt_of(later)["prompts"][0]["samples"][0]
+        model = (await client.get("/v1/models")).json()["data"][0]
+        assert model["fingerprint"] == whole and await posted(client, "/weight_info") == {
+            "weight_version": "step-7", "fingerprint": whole, "weights": "b",
+        }  # fmt: skip
 
 
-def test_chunks_name_the_newest_weights(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        service = scripted(chat_template="{{ messages[0].content }}")
-        async with running(service, admin=[]) as client:
-            chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 30}
-            bodies = {
-                "/v1/completions": ASK | {"stream": True},
-                "/v1/chat/completions": chat | {"stream": True},
-                "/v1/messages": chat,
-                "/v1/responses": {"input": "x", "max_output_tokens": 30},
-            }
-            requests = {path: asyncio.create_task(client.post(path, json=body)) for path, body in bodies.items()}
-            await begun(service, len(bodies))
-            await posted(client, "/update_weights", json={"weight_dir": new_weights(tmp_path, "b")})
-            for path, task in requests.items():
-                answer = await task
-                if not path.endswith("completions"):
-                    assert answer.json()["weight_version"] == "1"
-                    continue
-                lines = [line for line in answer.text.splitlines() if line.startswith("data: {")]
-                chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
-                versions = [chunk["weight_version"] for chunk in chunks]
-                assert set(versions) == {"0", "1"} and versions == sorted(versions)
-                for chunk in chunks:
-                    whole = {"0": "f" * 64, "1": fingerprint({"weights": "b"})}[chunk["weight_version"]]
-                    assert chunk["system_fingerprint"] == whole
-
-    run(scenario())
+async def test_chunks_name_the_newest_weights(tmp_path: Path) -> None:
+    service = scripted(chat_template="{{ messages[0].content }}")
+    async with running(service, admin=[]) as client:
+        chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 30}
+        bodies = {
+            "/v1/completions": ASK | {"stream": True},
+            "/v1/chat/completions": chat | {"stream": True},
+            "/v1/messages": chat,
+            "/v1/responses": {"input": "x", "max_output_tokens": 30},
+        }
+        requests = {path: asyncio.create_task(client.post(path, json=body)) for path, body in bodies.items()}
+        await begun(service, len(bodies))
+        await posted(client, "/update_weights", json={"weight_dir": new_weights(tmp_path, "b")})
+        for path, task in requests.items():
+            answer = await task
+            if not path.endswith("completions"):
+                assert answer.json()["weight_version"] == "1"
+                continue
+            lines = [line for line in answer.text.splitlines() if line.startswith("data: {")]
+            chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
+            versions = [chunk["weight_version"] for chunk in chunks]
+            assert set(versions) == {"0", "1"} and versions == sorted(versions)
+            for chunk in chunks:
+                whole = {"0": "f" * 64, "1": fingerprint({"weights": "b"})}[chunk["weight_version"]]
+                assert chunk["system_fingerprint"] == whole
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_refused_weights_change_nothing(tmp_path: Path, replicas: int) -> None:
-    async def scenario() -> None:
-        service = scripted(replicas=replicas)
-        async with running(service, admin=[]) as client:
-            before = await posted(client, "/weight_info")
-            requests = asyncio.create_task(client.post("/v1/completions", json=ASK))
-            await begun(service)
-            good = new_weights(tmp_path / "good", "b")
-            for body in (
-                {"weight_dir": new_weights(tmp_path / "bad", "bad")}, {"weight_dir": str(tmp_path / "none")},
-                {"weight_dir": None}, {"weight_dir": 1}, {"weight_dir": ["x"]}, {}, {"update_info": 3},
-                {"weight_dir": good, "weight_version": ""}, {"weight_dir": good, "weight_version": "a\n"},
-                {"weight_dir": good, "weight_version": "x" * 300}, {"weight_dir": "\x00"}, {"weight_dir": ""},
-            ):  # fmt: skip
-                answer = await call(client, "/update_weights", json=body)
-                assert answer.status_code == 400, (body, answer.text)
-                assert await posted(client, "/weight_info") == before
-            assert set((await requests).json()["choices"][0]["weight_versions"]) == {"0"}
-            assert service.fleet.num_restarts == 0
-
-    run(scenario())
+async def test_refused_weights_change_nothing(tmp_path: Path, replicas: int) -> None:
+    service = scripted(replicas=replicas)
+    async with running(service, admin=[]) as client:
+        before = await posted(client, "/weight_info")
+        requests = asyncio.create_task(client.post("/v1/completions", json=ASK))
+        await begun(service)
+        good = new_weights(tmp_path / "good", "b")
+        for body in (
+            {"weight_dir": new_weights(tmp_path / "bad", "bad")}, {"weight_dir": str(tmp_path / "none")},
+            {"weight_dir": None}, {"weight_dir": 1}, {"weight_dir": ["x"]}, {}, {"update_info": 3},
+            {"weight_dir": good, "weight_version": ""}, {"weight_dir": good, "weight_version": "a\n"},
+            {"weight_dir": good, "weight_version": "x" * 300}, {"weight_dir": "\x00"}, {"weight_dir": ""},
+        ):  # fmt: skip
+            answer = await call(client, "/update_weights", json=body)
+            assert answer.status_code == 400, (body, answer.text)
+            assert await posted(client, "/weight_info") == before
+        assert set((await requests).json()["choices"][0]["weight_versions"]) == {"0"}
+        assert service.fleet.num_restarts == 0
 
 
 @pytest.mark.parametrize("stored", [True, False])
-def test_lost_engine_returns_with_new_weights(tmp_path: Path, stored: bool) -> None:
-    async def scenario() -> None:
-        service = scripted(replicas=2, spare=True, most_restarts=3)
-        store = WeightStore(tmp_path / "store") if stored else None
-        async with running(service, admin=[], store=store) as client:
-            given = Path(new_weights(tmp_path / "new", "b"))
-            await posted(client, "/update_weights", json={"weight_dir": str(given)})
-            if stored:
-                shutil.rmtree(given)
-            requests = [asyncio.create_task(client.post("/v1/completions", json=ASK)) for _ in range(2)]
-            await begun(service, 2)
-            for link in service.fleet.links:
-                os.kill(link.pid, 9)
-            for task in requests:
-                [choice] = (await task).json()["choices"]
-                assert choice["token_ids"] == DRAWN and set(choice["weight_versions"]) == {"1"}
-            await service.fleet.all_ready()
-            assert service.fleet.num_restarts == 2
-            assert all(link.hello.fingerprint == service.hello.fingerprint for link in service.fleet.links)
-
-    run(scenario())
-
-
-def test_engines_lost_in_the_switch_keep_old_weights(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        store = WeightStore(tmp_path / "store")
-        service = scripted(most_restarts=5)
-        async with running(service, admin=[], store=store) as client:
-            requests = asyncio.create_task(client.post("/v1/completions", json=ASK))
-            await begun(service)
-            body = {"weight_dir": new_weights(tmp_path / "new", "deadly")}
-            assert (await call(client, "/update_weights", json=body)).status_code == 503
-            [choice] = (await requests).json()["choices"]
-            assert choice["token_ids"] == DRAWN and set(choice["weight_versions"]) == {"0"}
-            assert (await posted(client, "/weight_info"))["weight_version"] == "0"
-            assert store.kept is None and not (tmp_path / "store" / "current.json").exists()
-
-    run(scenario())
-
-
-def test_next_server_starts_with_kept_weights(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        store = WeightStore(tmp_path / "store")
-        async with running(scripted(), admin=[], store=store) as client:
-            for number in range(1, 4):
-                body = {"weight_dir": new_weights(tmp_path / "new", f"w{number}"), "weight_version": f"v{number}"}
-                await posted(client, "/update_weights", json=body)
-        assert [path.name for path in sorted((tmp_path / "store").iterdir())] == ["current.json", "version-3"]
-        store = WeightStore(tmp_path / "store")
-        assert store.kept is not None and store.kept.weights == Weights("v3", 3, "", "w3")
-        assert (store.folder / "model.safetensors").read_text() == "w3"
-
-    run(scenario())
-
-
-@pytest.mark.parametrize("stored", [True, False])
-def test_received_weights_outlive_engines_if_kept(tmp_path: Path, stored: bool) -> None:
-    async def scenario() -> None:
-        service = scripted(replicas=2, most_restarts=5)
-        store = WeightStore(tmp_path / "store") if stored else None
-        async with running(service, admin=[], store=store) as client:
-            await posted(client, "/init_weight_transfer_engine", json={"init_info": INIT})
-            await posted(client, "/start_weight_update")
-            await posted(client, "/update_weights", json={"update_info": SENT})
-            assert (await posted(client, "/weight_info"))["weight_version"] == "0"
-            await posted(client, "/finish_weight_update", json={"weight_version": "v"})
-            assert (await posted(client, "/weight_info"))["weights"] == "w"
-            slept = await call(client, "/sleep")
-            assert slept.status_code == (200 if stored else 409), slept.text
-            await posted(client, "/wake_up")
-            assert await service.fleet.roll() == stored
-            [choice] = (await posted(client, "/v1/completions", json=ASK))["choices"]
-            assert set(choice["weight_versions"]) == {"v"} and choice["token_ids"] == DRAWN
-            assert service.fleet.num_restarts == 0
-
-    run(scenario())
-
-
-@pytest.mark.parametrize("stored", [True, False])
-def test_renamed_weights_name_later_tokens(tmp_path: Path, stored: bool) -> None:
-    async def scenario() -> None:
-        service = scripted(replicas=2, most_restarts=5)
-        store = WeightStore(tmp_path / "store") if stored else None
-        async with running(service, admin=[], store=store) as client:
-            for before, name in ((None, "a"), (new_weights(tmp_path / "new", "b"), "c")):
-                if before is not None:
-                    await posted(client, "/update_weights", json={"weight_dir": before})
-                info = await posted(client, "/weight_info")
-                requests = [asyncio.create_task(client.post("/v1/completions", json=ASK)) for _ in range(3)]
-                await begun(service, 3)
-                named = await posted(client, "/update_weight_version", json={"new_version": name})
-                assert named == {"success": True, "new_version": name}
-                assert await posted(client, "/weight_info") == info | {"weight_version": name}
-                for task in requests:
-                    reply = (await task).json()
-                    [choice] = reply["choices"]
-                    old = choice["weight_versions"].count(info["weight_version"])
-                    assert 0 < old < len(DRAWN) and choice["token_ids"] == DRAWN
-                    assert choice["weight_versions"][old:] == [name] * (len(DRAWN) - old)
-                    assert (reply["weight_version"], reply["system_fingerprint"]) == (name, info["fingerprint"])
-            for odd in ({}, {"new_version": ""}, {"new_version": 1}, {"new_version": "a\n"}, {"new_version": None}):
-                assert (await call(client, "/update_weight_version", json=odd)).status_code == 400
-            assert (await posted(client, "/weight_info"))["weight_version"] == "c"
-            for link in service.fleet.links:
-                link.kill()
-            await service.fleet.all_ready()
-            [choice] = (await posted(client, "/v1/completions", json=ASK))["choices"]
-            assert set(choice["weight_versions"]) == {"c"}
+async def test_lost_engine_returns_with_new_weights(tmp_path: Path, stored: bool) -> None:
+    service = scripted(replicas=2, spare=True, most_restarts=3)
+    store = WeightStore(tmp_path / "store") if stored else None
+    async with running(service, admin=[], store=store) as client:
+        given = Path(new_weights(tmp_path / "new", "b"))
+        await posted(client, "/update_weights", json={"weight_dir": str(given)})
         if stored:
-            kept = WeightStore(tmp_path / "store").kept
-            assert kept is not None and (kept.version, kept.digest) == ("c", "b")
+            shutil.rmtree(given)
+        requests = [asyncio.create_task(client.post("/v1/completions", json=ASK)) for _ in range(2)]
+        await begun(service, 2)
+        for link in service.fleet.links:
+            os.kill(link.pid, 9)
+        for task in requests:
+            [choice] = (await task).json()["choices"]
+            assert choice["token_ids"] == DRAWN and set(choice["weight_versions"]) == {"1"}
+        await service.fleet.all_ready()
+        assert service.fleet.num_restarts == 2
+        assert all(link.hello.fingerprint == service.hello.fingerprint for link in service.fleet.links)
 
-    run(scenario())
+
+async def test_engines_lost_in_the_switch_keep_old_weights(tmp_path: Path) -> None:
+    store = WeightStore(tmp_path / "store")
+    service = scripted(most_restarts=5)
+    async with running(service, admin=[], store=store) as client:
+        requests = asyncio.create_task(client.post("/v1/completions", json=ASK))
+        await begun(service)
+        body = {"weight_dir": new_weights(tmp_path / "new", "deadly")}
+        assert (await call(client, "/update_weights", json=body)).status_code == 503
+        [choice] = (await requests).json()["choices"]
+        assert choice["token_ids"] == DRAWN and set(choice["weight_versions"]) == {"0"}
+        assert (await posted(client, "/weight_info"))["weight_version"] == "0"
+        assert store.kept is None and not (tmp_path / "store" / "current.json").exists()
+
+
+async def test_next_server_starts_with_kept_weights(tmp_path: Path) -> None:
+    store = WeightStore(tmp_path / "store")
+    async with running(scripted(), admin=[], store=store) as client:
+        for number in range(1, 4):
+            body = {"weight_dir": new_weights(tmp_path / "new", f"w{number}"), "weight_version": f"v{number}"}
+            await posted(client, "/update_weights", json=body)
+    assert [path.name for path in sorted((tmp_path / "store").iterdir())] == ["current.json", "version-3"]
+    store = WeightStore(tmp_path / "store")
+    assert store.kept is not None and store.kept.weights == Weights("v3", 3, "", "w3")
+    assert (store.folder / "model.safetensors").read_text() == "w3"
+
+
+@pytest.mark.parametrize("stored", [True, False])
+async def test_received_weights_outlive_engines_if_kept(tmp_path: Path, stored: bool) -> None:
+    service = scripted(replicas=2, most_restarts=5)
+    store = WeightStore(tmp_path / "store") if stored else None
+    async with running(service, admin=[], store=store) as client:
+        await posted(client, "/init_weight_transfer_engine", json={"init_info": INIT})
+        await posted(client, "/start_weight_update")
+        await posted(client, "/update_weights", json={"update_info": SENT})
+        assert (await posted(client, "/weight_info"))["weight_version"] == "0"
+        await posted(client, "/finish_weight_update", json={"weight_version": "v"})
+        assert (await posted(client, "/weight_info"))["weights"] == "w"
+        slept = await call(client, "/sleep")
+        assert slept.status_code == (200 if stored else 409), slept.text
+        await posted(client, "/wake_up")
+        assert await service.fleet.roll() == stored
+        [choice] = (await posted(client, "/v1/completions", json=ASK))["choices"]
+        assert set(choice["weight_versions"]) == {"v"} and choice["token_ids"] == DRAWN
+        assert service.fleet.num_restarts == 0
+
+
+@pytest.mark.parametrize("stored", [True, False])
+async def test_renamed_weights_name_later_tokens(tmp_path: Path, stored: bool) -> None:
+    service = scripted(replicas=2, most_restarts=5)
+    store = WeightStore(tmp_path / "store") if stored else None
+    async with running(service, admin=[], store=store) as client:
+        for before, name in ((None, "a"), (new_weights(tmp_path / "new", "b"), "c")):
+            if before is not None:
+                await posted(client, "/update_weights", json={"weight_dir": before})
+            info = await posted(client, "/weight_info")
+            requests = [asyncio.create_task(client.post("/v1/completions", json=ASK)) for _ in range(3)]
+            await begun(service, 3)
+            named = await posted(client, "/update_weight_version", json={"new_version": name})
+            assert named == {"success": True, "new_version": name}
+            assert await posted(client, "/weight_info") == info | {"weight_version": name}
+            for task in requests:
+                reply = (await task).json()
+                [choice] = reply["choices"]
+                old = choice["weight_versions"].count(info["weight_version"])
+                assert 0 < old < len(DRAWN) and choice["token_ids"] == DRAWN
+                assert choice["weight_versions"][old:] == [name] * (len(DRAWN) - old)
+                assert (reply["weight_version"], reply["system_fingerprint"]) == (name, info["fingerprint"])
+        for odd in ({}, {"new_version": ""}, {"new_version": 1}, {"new_version": "a\n"}, {"new_version": None}):
+            assert (await call(client, "/update_weight_version", json=odd)).status_code == 400
+        assert (await posted(client, "/weight_info"))["weight_version"] == "c"
+        for link in service.fleet.links:
+            link.kill()
+        await service.fleet.all_ready()
+        [choice] = (await posted(client, "/v1/completions", json=ASK))["choices"]
+        assert set(choice["weight_versions"]) == {"c"}
+    if stored:
+        kept = WeightStore(tmp_path / "store").kept
+        assert kept is not None and (kept.version, kept.digest) == ("c", "b")
 
 
 INIT = {"master_address": "127.0.0.1", "master_port": 9, "rank_offset": 1, "world_size": 3}
 SENT = {"names": ["w"], "dtype_names": ["float32"], "shapes": [[1]]}
 
 
-def test_waiting_transfers_block_no_request(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        service = scripted(replicas=2)
-        async with running(service, admin=[]) as client:
+async def test_waiting_transfers_block_no_request(tmp_path: Path) -> None:
+    service = scripted(replicas=2)
+    async with running(service, admin=[]) as client:
 
-            async def init(port: int) -> httpx.Response:
-                body = {"init_info": INIT | {"master_port": port}}
-                return await call(client, "/init_weight_transfer_engine", json=body)
+        async def init(port: int) -> httpx.Response:
+            body = {"init_info": INIT | {"master_port": port}}
+            return await call(client, "/init_weight_transfer_engine", json=body)
 
-            async def serves() -> None:
-                async with asyncio.timeout(5):
-                    request = asyncio.create_task(client.post("/v1/completions", json=ASK))
-                    await begun(service)
-                    for path in ("/pause?mode=keep", "/resume", "/reset_prefix_cache", "/health", "/is_paused"):
-                        await posted(client, path) if path != "/health" else await client.get(path)
-                    assert (await request).json()["choices"][0]["token_ids"] == DRAWN
-                    request = asyncio.create_task(client.post("/v1/completions", json=ASK))
-                    await begun(service)
-                    assert (await posted(client, "/abort_requests"))["aborted"] == 1
-                    await request
-                    await posted(client, "/pause?mode=wait")
-                    await posted(client, "/resume")
-                    await posted(client, "/weight_checker", json={"action": "checksum"})
+        async def serves() -> None:
+            async with asyncio.timeout(5):
+                request = asyncio.create_task(client.post("/v1/completions", json=ASK))
+                await begun(service)
+                for path in ("/pause?mode=keep", "/resume", "/reset_prefix_cache", "/health", "/is_paused"):
+                    await posted(client, path) if path != "/health" else await client.get(path)
+                assert (await request).json()["choices"][0]["token_ids"] == DRAWN
+                request = asyncio.create_task(client.post("/v1/completions", json=ASK))
+                await begun(service)
+                assert (await posted(client, "/abort_requests"))["aborted"] == 1
+                await request
+                await posted(client, "/pause?mode=wait")
+                await posted(client, "/resume")
+                await posted(client, "/weight_checker", json={"action": "checksum"})
 
-            waiting = asyncio.create_task(init(NEVER))
+        waiting = asyncio.create_task(init(NEVER))
+        await serves()
+        await posted(client, "/update_weights", json={"weight_dir": new_weights(tmp_path, "b")})
+        assert (await init(9)).status_code == 200 and (await waiting).status_code == 409
+        never = {"update_info": SENT | {"names": ["never"]}}
+        for path, body in (
+            ("/init_weight_transfer_engine", {"init_info": INIT}), ("/shutdown_weight_transfer_engine", None),
+        ):  # fmt: skip
+            waiting = asyncio.create_task(call(client, "/update_weights", json=never))
             await serves()
-            await posted(client, "/update_weights", json={"weight_dir": new_weights(tmp_path, "b")})
-            assert (await init(9)).status_code == 200 and (await waiting).status_code == 409
-            never = {"update_info": SENT | {"names": ["never"]}}
-            for path, body in (
-                ("/init_weight_transfer_engine", {"init_info": INIT}), ("/shutdown_weight_transfer_engine", None),
-            ):  # fmt: skip
-                waiting = asyncio.create_task(call(client, "/update_weights", json=never))
-                await serves()
-                assert not waiting.done()
-                await posted(client, path, json=body)
-                assert (await waiting).status_code == 409
-            assert (await call(client, "/update_weights", json={"update_info": SENT})).status_code == 400
-            assert (await posted(client, "/weight_info"))["weights"] == "b"
-            assert (await init(9)).status_code == 200
-            assert (await posted(client, "/update_weights", json={"update_info": SENT}))["weights"] == "w"
-
-    run(scenario())
+            assert not waiting.done()
+            await posted(client, path, json=body)
+            assert (await waiting).status_code == 409
+        assert (await call(client, "/update_weights", json={"update_info": SENT})).status_code == 400
+        assert (await posted(client, "/weight_info"))["weights"] == "b"
+        assert (await init(9)).status_code == 200
+        assert (await posted(client, "/update_weights", json={"update_info": SENT}))["weights"] == "w"
 
 
-def test_one_failing_engine_ends_a_transfer() -> None:
-    async def scenario() -> None:
-        service = scripted(replicas=2, most_restarts=5, spare=True)
-        async with running(service, admin=[]) as client:
-            never = {"update_info": SENT | {"names": ["never"]}}
-            failing = {"init_info": INIT | {"master_port": FIRST_FAILS}}
-            refused = await call(client, "/init_weight_transfer_engine", json=failing)
-            assert refused.status_code == 400 and "cannot join" in refused.text
-            silent = {"init_info": INIT | {"master_port": NEVER}}
-            for path, body in (("/init_weight_transfer_engine", silent), ("/update_weights", never)):
-                await posted(client, "/init_weight_transfer_engine", json={"init_info": INIT})
-                waiting = asyncio.create_task(call(client, path, json=body))
-                await asyncio.sleep(0.1)
-                service.fleet.links[1].kill()
-                assert (await waiting).status_code == 503
-                await service.fleet.all_ready()
-                again = await call(client, "/update_weights", json={"update_info": SENT})
-                assert again.status_code == 400 and "init it again" in again.text
-
-    run(scenario())
+async def test_one_failing_engine_ends_a_transfer() -> None:
+    service = scripted(replicas=2, most_restarts=5, spare=True)
+    async with running(service, admin=[]) as client:
+        never = {"update_info": SENT | {"names": ["never"]}}
+        failing = {"init_info": INIT | {"master_port": FIRST_FAILS}}
+        refused = await call(client, "/init_weight_transfer_engine", json=failing)
+        assert refused.status_code == 400 and "cannot join" in refused.text
+        silent = {"init_info": INIT | {"master_port": NEVER}}
+        for path, body in (("/init_weight_transfer_engine", silent), ("/update_weights", never)):
+            await posted(client, "/init_weight_transfer_engine", json={"init_info": INIT})
+            waiting = asyncio.create_task(call(client, path, json=body))
+            await asyncio.sleep(0.1)
+            service.fleet.links[1].kill()
+            assert (await waiting).status_code == 503
+            await service.fleet.all_ready()
+            again = await call(client, "/update_weights", json={"update_info": SENT})
+            assert again.status_code == 400 and "init it again" in again.text
 
 
-def test_checksums_are_compared_by_name() -> None:
-    async def scenario() -> None:
-        async with running(scripted(replicas=2), admin=[]) as client:
+async def test_checksums_are_compared_by_name() -> None:
+    async with running(scripted(replicas=2), admin=[]) as client:
 
-            async def check(**body: Any) -> Any:
-                return await posted(client, "/weight_checker", json=body)
+        async def check(**body: Any) -> Any:
+            return await posted(client, "/weight_checker", json=body)
 
-            actual = await check(action="checksum")
-            assert actual == {"checksums": {"a": "1", "b": "2"}, "weights": "3"}
-            same = await check(action="compare", baseline=actual["checksums"])
-            assert same["match"] and same["mismatches"] == [] and same["weights"] == same["baseline"]
-            assert (await check(action="compare", baseline={"b": "2"}))["match"]
-            other = await check(action="compare", baseline={"a": "1", "b": "x", "c": "y"})
-            assert not other["match"] and other["mismatches"] == ["b", "c"]
-            report = await check(action="compare", baseline={"a": "1"}, checksums=[{"a": "1"}, {"a": "9"}])
-            assert report["mismatches"] == ["a"]
-            odd = [{"action": "compare", "baseline": [1]}, {"action": "compare", "baseline": {"a": 1}}, {}]
-            for body in (*odd, *({"action": action} for action in ("reset", "compare", "x", None))):
-                assert (await call(client, "/weight_checker", json=body)).status_code == 400, body
-
-    run(scenario())
+        actual = await check(action="checksum")
+        assert actual == {"checksums": {"a": "1", "b": "2"}, "weights": "3"}
+        same = await check(action="compare", baseline=actual["checksums"])
+        assert same["match"] and same["mismatches"] == [] and same["weights"] == same["baseline"]
+        assert (await check(action="compare", baseline={"b": "2"}))["match"]
+        other = await check(action="compare", baseline={"a": "1", "b": "x", "c": "y"})
+        assert not other["match"] and other["mismatches"] == ["b", "c"]
+        report = await check(action="compare", baseline={"a": "1"}, checksums=[{"a": "1"}, {"a": "9"}])
+        assert report["mismatches"] == ["a"]
+        odd = [{"action": "compare", "baseline": [1]}, {"action": "compare", "baseline": {"a": 1}}, {}]
+        for body in (*odd, *({"action": action} for action in ("reset", "compare", "x", None))):
+            assert (await call(client, "/weight_checker", json=body)).status_code == 400, body
 
 
 @pytest.fixture(scope="module")
@@ -708,6 +675,60 @@ def test_parts_are_sent_to_the_other_weights(trainer: httpx.Client, trained: Pat
     refused = trainer.post("/finish_weight_update")
     assert refused.status_code == 400 and "lost" in refused.json()["error"]["message"]
     assert trainer.post("/weight_checker", json=body).json()["match"] and drawn(trainer) == expected
+
+
+def test_weights_arrive_by_the_calls_of_skyrl(trainer: httpx.Client, trained: Path) -> None:
+    """As RemoteInferenceClient of skyrl 0.3.0 sends them: it calls methods of its vLLM workers."""
+    tensors = load_file(trained / "model.safetensors")
+
+    def called(method: str, **kwargs: Any) -> httpx.Response:
+        return trainer.post("/collective_rpc", json={"method": method, "kwargs": kwargs})
+
+    assert trainer.request("GET", "/get_world_size", json={}).json() == {"world_size": 1}
+    sender = Trainer(trainer)
+    trainer.post("/pause", params={"mode": "keep", "clear_cache": "false"}).raise_for_status()
+    assert called("skyrl_start_weight_update", is_checkpoint_format=True).json() == {"results": [None]}
+    info = {
+        "names": list(tensors),
+        "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
+        "shapes": [list(tensor.shape) for tensor in tensors.values()],
+        "packed": True,
+    }
+    body = {"method": "update_weights_nccl", "kwargs": {"update_info": info}}
+    with sender.posting("/collective_rpc", body) as status:
+        sender.group.send(tensors.items())
+    assert status == [200]
+    trainer.post("/collective_rpc", json={"method": "skyrl_finish_weight_update"}).raise_for_status()
+    trainer.post("/resume").raise_for_status()
+    trainer.post("/reset_prefix_cache", json={"reset_running_requests": False}).raise_for_status()
+    baseline = {"action": "compare", "baseline": weight_digests(tensors)}
+    assert trainer.post("/weight_checker", json=baseline).json()["match"]
+    ask = {"sampling_params": {"max_tokens": 4, "logprobs": 0}, "model": "tiny", "token_ids": [5, 6, 7]}
+    answer = trainer.post("/inference/v1/generate", json=ask, headers={"X-Session-ID": "a"}).json()
+    [choice] = answer["choices"]
+    assert len(choice["token_ids"]) == 4 == len([each["logprob"] for each in choice["logprobs"]["content"]])
+    assert called("skyrl_finish_weight_update").status_code == 409
+    for method in ("sleep", "update_weights_nccl", "update_weights_ipc"):
+        assert called(method).status_code == 400
+
+
+def test_weights_arrive_by_the_calls_of_prime_rl(trainer: httpx.Client, trained: Path, tmp_path: Path) -> None:
+    """As the client of prime-rl 0.8.0 sends them, with its marker in the folder; it also scores tokens."""
+    folder = tmp_path / "broadcasts" / "step_1"
+    shutil.copytree(trained, folder)
+    (folder / "NCCL_READY").touch()
+    assert trainer.get("/health").status_code == 200
+    assert "tiny" in [model["id"] for model in trainer.get("/v1/models").json()["data"]]
+    trainer.post("/pause", params={"mode": "keep", "clear_cache": "false"}).raise_for_status()
+    trainer.post("/update_weights", json={"weight_dir": folder.as_posix()}).raise_for_status()
+    trainer.post("/resume").raise_for_status()
+    baseline = {"action": "compare", "baseline": weight_digests(load_file(trained / "model.safetensors"))}
+    assert trainer.post("/weight_checker", json=baseline).json()["match"]
+    tokens = drawn(trainer)[0]
+    sampling = {"max_tokens": 1, "temperature": 1.0, "top_p": 1.0, "prompt_logprobs": 1}
+    ask = {"model": "tiny", "token_ids": tokens, "sampling_params": sampling}
+    first, *scored = trainer.post("/inference/v1/generate", json=ask).json()["prompt_logprobs"]
+    assert first is None and [int(next(iter(entry))) for entry in scored] == tokens[1:]
 
 
 def test_silent_sender_is_given_up(trainer: httpx.Client, trained: Path) -> None:

@@ -20,7 +20,7 @@ import torch
 
 import detcompile
 from benchmarks.cpu import cpu_name
-from benchmarks.receipts import KINDS, receipt_of
+from benchmarks.receipts import KINDS, Issuer
 from detcompile import Numerics
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.serving.receipts.envelope import payload_of, read_envelope, seal
@@ -43,14 +43,14 @@ def sign(folder: Path, model: Any, tokens: int) -> None:
     with tempfile.TemporaryDirectory() as private:
         key = write_key_pair(Path(private) / "key")
     (folder / "key.pub").write_text(key.public.pem)
-    engine = model.engine(detcompile.EngineConfig(max_num_seqs=8))
+    engine, issuer = model.engine(detcompile.EngineConfig(max_num_seqs=8)), Issuer(model)
     seconds = {}
     for number, (kind, settings) in enumerate(DRAWN.items()):
         params = SamplingParams(max_tokens=tokens, ignore_eos=True, seed=7 + number, **settings)
         start = time.perf_counter()
         (output,) = engine.generate([PROMPT], params, progress=False)
         seconds[kind] = round(time.perf_counter() - start, 3)
-        envelope = seal(encode_receipt(receipt_of(model, PROMPT, params, output)), key)
+        envelope = seal(encode_receipt(issuer.receipt(output, params)), key)
         (folder / f"receipt{number}.json").write_bytes(msgspec.json.encode(envelope))
         print(f"{kind}: drawn in {seconds[kind]} s", flush=True)
     about = {"machine": machine_of(model), "seconds": seconds, "fingerprint": model.fingerprint}

@@ -150,7 +150,7 @@ def use_exact_arithmetic(model: PreTrainedModel, arithmetic: str, max_context: i
     model.float()
     setattr(model, _KV_DIGITS, chosen.kv)
     for name, module in list(model.named_modules())[1:]:  # without the model, whose class may be named for its norms
-        if type(module).forward in (nn.Linear.forward, Conv1D.forward):  # a subclass may compute more
+        if type(module).forward in (nn.Linear.forward, Conv1D.forward) or _is_linear(module):
             replace_module(model, name, ExactLinear(module, chosen))
         elif "Norm" in type(module).__name__:
             replace_module(model, name, _norm_of(module) or module)
@@ -164,6 +164,24 @@ def use_exact_arithmetic(model: PreTrainedModel, arithmetic: str, max_context: i
         for layer in model.model.layers:
             kind: Any = type(layer)
             layer.__class__ = _with_rounded_sums(kind)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Return whether a subclass of nn.Linear computes what that does, such as Falcon's."""
+    if not isinstance(module, nn.Linear) or not takes_one_argument(module):
+        return False
+    if dict(module.named_parameters()).keys() - {"weight", "bias"} or any(True for _ in module.buffers()):
+        return False
+    drawn, K = float64_copy(module), module.in_features
+    rows = torch.sin(torch.arange(len(_ROWS) * K, device=module.weight.device, dtype=torch.float64) ** 1.3).view(-1, K)
+    x = rows * rows.new_tensor(_ROWS)[:, None]
+    with torch.no_grad():
+        for number, parameter in enumerate(drawn.parameters()):
+            i = torch.arange(parameter.numel(), device=x.device, dtype=torch.float64)
+            parameter.copy_((torch.cos(i * 0.7 + number) + 0.3).view_as(parameter))
+        w, b = drawn.weight, drawn.bias
+        terms = F.linear(x.abs(), w.abs(), None if b is None else b.abs())
+        return agree(result_in_float64(drawn, x), F.linear(x, w, b), terms)
 
 
 def _quantize_experts(module: Any, arithmetic: ExactArithmetic) -> None:

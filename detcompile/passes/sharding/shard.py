@@ -174,7 +174,9 @@ def _shard_attention(
     ranks: TensorParallel,
     replicate: bool,
 ) -> dict[str, HeadShare | None]:
-    """Keep this rank's heads of attention modules; return them by the modules' names, None for all heads."""
+    """Keep this rank's heads of attention modules. Return them by the names of these and of modules with a projection
+    of the results; None for all heads.
+    """
     plan, shares = tensor_parallel_plan(model), dict[str, HeadShare | None]()
     names = {module: name for name, module in model.named_modules()}
     for call in attention:
@@ -182,9 +184,12 @@ def _shard_attention(
             raise UnsupportedModel(f"{type(model).__name__}: a layer that runs several times, over several ranks")
         name = names[call.module]
         outputs = [leaf for leaf, _ in call.module.named_children() if leaf in OUTPUTS]
-        # The outputs' projection takes the heads' results; one outside of the module takes equal ranges of them.
-        uneven = numerics.is_exact and bool(outputs)
+        beside = None if outputs else _projection_beside(model, name, call)
+        # A projection of the results that is not known takes equal ranges of them.
+        uneven = numerics.is_exact and bool(outputs or beside)
         share = shares[name] = head_share(call, ranks, name, replicate, uneven)
+        if beside is not None:
+            shares[beside] = share
         if share is not None:
             for leaf in outputs:
                 if style_of(f"{name}.{leaf}", plan) != "row":
@@ -195,6 +200,18 @@ def _shard_attention(
             _shard_heads(call.module, share, name, model.config.get_text_config().model_type, ranks)
             call.module.to(ranks.device)
     return shares
+
+
+def _projection_beside(model: PreTrainedModel, name: str, call: AttentionCall) -> str | None:
+    """Return the name of a module beside an attention module that holds the projection of its results, as in BERT."""
+    plan, parent = tensor_parallel_plan(model), name.rpartition(".")[0]
+    width = call.num_heads * call.head_dims[1]
+    holders = [
+        place.rpartition(".")[0]
+        for place, module in model.get_submodule(parent).named_modules(prefix=parent)
+        if isinstance(module, ExactLinear) and module.in_features == width and style_of(place, plan) == "row"
+    ]
+    return holders[0] if len(holders) == 1 else None
 
 
 def _shard_heads(attention: Any, share: HeadShare, name: str, model_type: str, ranks: TensorParallel) -> None:

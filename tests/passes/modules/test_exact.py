@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.activations import ACT2FN
+from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
@@ -19,6 +20,7 @@ from detcompile.passes.modules.exact import (
     ExactLinear,
     ExactNorm,
     _function_of,
+    _is_linear,
     _norm_of,
     use_exact_arithmetic,
 )
@@ -133,6 +135,22 @@ def test_subclass_of_linear_is_not_replaced() -> None:
     use_exact_arithmetic(model, "exact16", 64)
     assert type(model.model.layers[0].mlp.gate_proj) is Router
     assert type(model.model.layers[1].mlp.gate_proj) is ExactLinear
+
+
+class Scaled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + 1e-7)
+
+
+class Biased(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T + self.bias * 1.0000001
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear_written_out_is_identified(bias: bool) -> None:
+    assert _is_linear(FalconLinear(24, 40, bias=bias))
+    assert not any(_is_linear(kind(24, 40)) for kind in (Router, Scaled, Biased))
 
 
 @pytest.mark.parametrize("arithmetic", ["exact8", "exact16"])

@@ -142,6 +142,12 @@ class GRPOTrainer(PolicyTraining, trl.GRPOTrainer):
         sampler = self.sampler
         return trainer(copy.deepcopy(model), numerics=sampler.numerics, max_context=sampler.max_context)
 
+    def _get_train_sampler(self, dataset: Any = None) -> Any:
+        """Return TRL's sampler, whose order in an epoch does not depend on where training began."""
+        sampler = super()._get_train_sampler(dataset)
+        sampler.set_epoch = partial(_begin_epoch, sampler)
+        return sampler
+
     def train(self, *given: Any, **keywords: Any) -> Any:
         """Train as TRL does. The first step copies the current weights to the sampler."""
         self._served = None
@@ -290,6 +296,14 @@ def _adapted(model: PreTrainedModel, config: Any, seed: int) -> Any:
     """Return a PEFT model with a new adapter, drawn from the seed. TRL has imported PEFT if it is there."""
     set_seed(seed)
     return grpo_trainer.get_peft_model(model, config, autocast_adapter_dtype=False).eval()
+
+
+def _begin_epoch(sampler: Any, epoch: int) -> None:
+    """Bring TRL's sampler to where it is after as many epochs."""
+    if sampler.shuffle:
+        sampler.generator.manual_seed(sampler.seed)
+        for _ in range(epoch):
+            torch.randperm(sampler.num_samples, generator=sampler.generator)
 
 
 def require_exact(args: Any, keywords: dict[str, Any]) -> None:

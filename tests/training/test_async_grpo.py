@@ -141,6 +141,12 @@ def test_client_of_trl_sends_weights(server: Server, monkeypatch: pytest.MonkeyP
     assert served(server, expected) == expected
 
 
+def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AsyncGRPOConfig, "world_size", property(lambda self: 2))
+    with pytest.raises(InvalidInput, match=r"2 processes: .* Start one process"):
+        AsyncGRPOTrainer(MODEL, spaces, config(tmp_path))
+
+
 def test_tree_scores_as_sequences() -> None:
     """Samples that share prompts, beginnings or everything have the values of a batch without sharing."""
     policy = detcompile.trainer(MODEL, device="cpu", max_context=64)

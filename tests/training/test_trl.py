@@ -198,6 +198,19 @@ def test_later_iterations_over_one_batch_are_off_policy(loss: str, sampler: Any,
     assert not [name for name, weight in whole.model.named_parameters() if not torch.equal(weight, other[name])]
 
 
+@pytest.mark.parametrize(("adapter", "step"), [(False, 3), (True, 2)])  # in an epoch, and at its end
+def test_resumed_run_ends_with_the_same_weights(adapter: bool, step: int, tmp_path: Path) -> None:
+    kept = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1}
+    whole = trained(tmp_path, None, adapter=adapter, **kept)
+    data = Dataset.from_dict({"prompt": PROMPTS})
+    keywords = {"train_dataset": data, "sampler": whole.sampler, "peft_config": LORA if adapter else None}
+    resumed = GRPOTrainer("tiny-draft", spaces, config(tmp_path, **kept), **keywords)
+    resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+    assert logged(resumed, "reward") == logged(whole, "reward") and logged(resumed, "sampling/kl") == [0.0] * 4
+    other = dict(resumed.policy.named_parameters())
+    assert not [name for name, weight in whole.policy.named_parameters() if not torch.equal(weight, other[name])]
+
+
 def test_what_draws_has_the_weights_of_now_however_often_training_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     """The steps of a second ``train`` begin with 0 again; its first draws are no longer those of the first one."""
     made: Any = object.__new__(GRPOTrainer)

@@ -24,6 +24,10 @@ HOPPER_ONLY = {  # the last merges what hopper_decode_kernel marks
     "attention.hopper.hopper_attention_kernel",
     "attention.hopper_decode.hopper_decode_kernel",
     "attention.merge.marked_merge_kernel",
+    "exact.attention_hopper.hopper_exact_attention_kernel",
+    "exact.attention_hopper.hopper_exact_decode_kernel",
+    "exact.hopper._add_kernel",
+    "exact.hopper.hopper_exact_kernel",
     "matmul.hopper.hopper_matmul_kernel",
 }
 AFTER_HOPPER = {"attention.merge.merge_kernel", "matmul.kernels.tma_kernel"}  # sm_90's first candidates are Hopper's

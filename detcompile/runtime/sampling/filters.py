@@ -17,8 +17,6 @@ from detcompile.templates.tokens.next_tokens_gpu import LIKELIEST_DTYPES, likeli
 
 PROBABILITY_UNIT = 2.0**56  # fixed-point probabilities: a row's sum stays far below 2^63
 NO_LIMIT = torch.iinfo(torch.int64).max
-DIGITS = ((21, 11), (10, 11), (0, 10))  # lowest bit and width of a float32's digits, the highest first
-FEWEST_FOR_DIGITS = 8  # rows
 
 
 class Filters(NamedTuple):
@@ -66,65 +64,41 @@ def filtered(
     Args:
         filters: the filters that some row has; the others exclude nothing.
     """
-    kept = scaled + 0.0  # -0.0 becomes +0.0, whose bits are compared
+    limits = (top_k, mass_limit, min_p)
+    if scaled.device.type == "cpu":
+        return _filtered_on_cpu(scaled, *limits, is_exact, filters)
+    return _filtered_by_sort(scaled, *limits, is_exact)
+
+
+def _filtered_by_sort(scaled: Tensor, top_k: Tensor, mass_limit: Tensor, min_p: Tensor, is_exact: bool) -> Tensor:
+    # -0.0 becomes +0.0: CUDA picks its sorting algorithm by batch size, and a radix sort may tell the two apart.
+    descending, ids = torch.sort(scaled + 0.0, dim=-1, descending=True, stable=True)
+    keep = torch.arange(scaled.shape[1], device=scaled.device) < top_k
+    descending = descending.masked_fill(~keep, -math.inf)
+
+    # Back in vocabulary order, in which the softmax sums.
+    top_k_logits = torch.empty_like(scaled).scatter_(1, ids, descending)
+    probabilities = softmax(top_k_logits, is_exact).double().gather(1, ids)
+
+    mass = (probabilities * PROBABILITY_UNIT).long()
+    mass_before = mass.cumsum(dim=-1) - mass
+    keep &= mass_before < mass_limit
+    keep &= probabilities >= probabilities[:, :1] * min_p
+    return torch.empty_like(scaled).scatter_(1, ids, descending.masked_fill(~keep, -math.inf))
+
+
+def _filtered_on_cpu(
+    scaled: Tensor, top_k: Tensor, mass_limit: Tensor, min_p: Tensor, is_exact: bool, filters: Filters
+) -> Tensor:
+    """Return the same by a search for the logits at the limits, which takes less time than a sort."""
+    kept = scaled + 0.0
     if filters.top_k:
-        kept = keep_likeliest(kept, None, top_k)
+        kept = keep_likeliest_cpu(kept, None, top_k)
     probabilities = softmax(kept, is_exact)
     highest = probabilities.gather(1, kept.argmax(1, keepdim=True)).double() if filters.min_p else None
     if filters.top_p:
-        kept = keep_likeliest(kept, probabilities, mass_limit)
+        kept = keep_likeliest_cpu(kept, probabilities, mass_limit)
     return kept if highest is None else kept.masked_fill(probabilities.double() < highest * min_p, -math.inf)
-
-
-def keep_likeliest(logits: Tensor, probabilities: Tensor | None, limit: Tensor) -> Tensor:
-    """Return ``logits`` [Q, V], -inf at tokens with ``limit`` [Q, 1] or more weight before them, likeliest first.
-
-    A token weighs 1, or its probability in PROBABILITY_UNIT if ``probabilities`` [Q, V] fp32 are given.
-    """
-    if logits.device.type == "cpu":
-        return keep_likeliest_cpu(logits, probabilities, limit)
-    weights = _weights(logits, probabilities)
-    by_sort = len(logits) < FEWEST_FOR_DIGITS
-    keep = _kept_by_sort(logits, weights, limit) if by_sort else _kept_by_digits(logits, weights, limit)
-    return logits.masked_fill(~keep, -math.inf)
-
-
-def _weights(logits: Tensor, probabilities: Tensor | None) -> Tensor:
-    if probabilities is None:
-        return torch.ones_like(logits, dtype=torch.int64)
-    return (probabilities.double() * PROBABILITY_UNIT).nan_to_num_(0.0).long()
-
-
-def _kept_by_sort(logits: Tensor, weights: Tensor, limit: Tensor) -> Tensor:
-    """Return whether each token is kept: sort them, and add the weights in this order."""
-    ids = torch.sort(logits, dim=-1, descending=True, stable=True).indices
-    descending = weights.gather(1, ids)
-    keep = descending.cumsum(dim=-1) - descending < limit
-    return torch.empty_like(keep).scatter_(1, ids, keep)
-
-
-def _kept_by_digits(logits: Tensor, weights: Tensor, limit: Tensor) -> Tensor:
-    """Return whether each token is kept: search the logit that reaches the limit, digit by digit.
-
-    Takes more launches than a sort, but for many rows less time. Sums of integers may be added in any order.
-    """
-    bits = logits.view(torch.int32)
-    keys = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # in the order of the logits; NaNs of a GPU have no sign
-    lowest, before = torch.zeros_like(limit, dtype=torch.int32), torch.zeros_like(limit)
-    for shift, width in DIGITS:
-        digits = keys >> shift
-        if shift + width == 32:
-            digits, counted, base = digits + (1 << width - 1), weights, -(1 << width - 1)
-        else:
-            digits, counted = digits & (1 << width) - 1, torch.where(keys >> shift + width == lowest, weights, 0)
-            base = 0
-        histogram = weights.new_zeros(len(logits), 1 << width).scatter_add_(1, digits.long(), counted)
-        above = before + histogram.flip(1).cumsum(1).flip(1) - histogram  # weight of all higher digits
-        digit = (above >= limit).sum(1, keepdim=True)
-        before, lowest = above.gather(1, digit), (lowest << width) + (digit + base).int()
-    ties = keys == lowest
-    tied = torch.where(ties, weights, 0)
-    return (keys > lowest) | (ties & (before + tied.cumsum(1) - tied < limit))
 
 
 def masked(logits: Tensor, masks: Tensor) -> Tensor:

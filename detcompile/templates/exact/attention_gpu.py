@@ -217,9 +217,7 @@ def _attention_kernel(
                         table_ptr, block_size, k_block, k_slot, v_block, v_slot, softcap, D, DP, V, VP, DIGITS, CAPPED,
                         ALIBI, True,
                     )  # fmt: skip
-                    acc2, total2, peak2, faulty2 = _add_block(
-                        acc2, total2, peak2, faulty2, o, count, m, seen, faulty
-                    )
+                    acc2, total2, peak2, faulty2 = _add_block(acc2, total2, peak2, faulty2, o, count, m, seen, faulty)
             faulty2 = tl.maximum(faulty2, poisoned)
             if UNIT == 0:  # between groups the row's sums are in out: registers hold one group's
                 poisoned = faulty2

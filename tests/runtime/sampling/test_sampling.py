@@ -96,14 +96,17 @@ def test_greedy_needs_no_seed_and_sampling_does():
         sample(LOGITS[None], [SamplingParams()], [0])
 
 
+def filter_limits(params, device):
+    """Top_k, the mass of top_p and min_p, [1, 1] each."""
+    limit = max(1, int(params.top_p * PROBABILITY_UNIT)) if params.top_p < 1 else NO_LIMIT
+    top_k = params.top_k if params.top_k > 0 else NO_LIMIT
+    columns = [torch.tensor([[value]], device=device) for value in (top_k, limit, params.min_p)]
+    return [*columns[:2], columns[2].double()]
+
+
 def filter_rows(scaled, params):
     """What the sampler keeps of [1, V]."""
-    limit = max(1, int(params.top_p * PROBABILITY_UNIT)) if params.top_p < 1 else NO_LIMIT
-    columns = [
-        torch.tensor([[value]], device=scaled.device)
-        for value in (params.top_k if params.top_k > 0 else NO_LIMIT, limit, params.min_p)
-    ]
-    return filtered(scaled, *columns[:2], columns[2].double(), False)
+    return filtered(scaled, *filter_limits(params, scaled.device), False)
 
 
 def kept_by_definition(logits, params):
@@ -221,23 +224,35 @@ def test_a_tiny_top_p_keeps_the_likeliest_token() -> None:
 
 
 @given(
-    values=st.lists(st.sampled_from([-math.inf, -3.0, 0.0, 1e-40, 0.5, 0.5000001, 2.5, 88.0, math.nan]), min_size=1),
-    weighs=st.booleans(),
-    share=st.floats(0, 1.2),
+    values=st.lists(st.sampled_from([-math.inf, -3.0, 0.0, -0.0, 1e-40, 0.5, 0.5000001, 2.5, 88.0]), min_size=1),
+    params=st.lists(PARAMS, min_size=3, max_size=3),
     seed=st.integers(0, 2**32),
 )
-def test_the_likeliest_are_the_same_by_a_sort_by_digits_and_on_every_cpu(values, weighs, share, seed, device):
-    """Ties of logits and of weights at the limit, and no limit; rows of equal and of random values."""
+def test_filters_on_a_cpu_keep_what_a_sort_keeps(values, params, seed):
+    """Rows of equal, random and infinite logits, each with its own limits."""
     equal, drawn = torch.tensor(values), torch.randn(len(values), generator=torch.Generator().manual_seed(seed))
-    logits = torch.stack([equal, drawn * 5, equal.flip(0)])
-    probabilities = (logits - 90).exp() if weighs else None
-    weights = filters._weights(logits, probabilities)
-    limits = (weights.sum(1, keepdim=True).double() * share).long().clamp_min(1)
-    limits[2] = NO_LIMIT
-    kept = filters._kept_by_sort(logits, weights, limits)
-    on_device = [part.to(device) for part in (logits, weights, limits)]
-    assert_bitwise_equal(filters._kept_by_digits(*on_device).cpu(), kept)
-    assert_bitwise_equal(filters._kept_by_sort(*on_device).cpu(), kept)
-    expected = logits.masked_fill(~kept, -math.inf)
-    for isa in ISAS:
-        assert_bitwise_equal(keep_likeliest_cpu(logits, probabilities, limits, isa), expected)
+    scaled = torch.stack([equal, drawn * 5, equal.flip(0)])
+    scaled[:, len(values) // 2] = 1.5  # no row is -inf alone
+    limits = [torch.cat(parts) for parts in zip(*(filter_limits(one, scaled.device) for one in params))]
+    by_sort = filters._filtered_by_sort(scaled, *limits, False)
+    has = filters.Filters(*map(any, zip(*(one.filters for one in params))))
+    assert_bitwise_equal(filters._filtered_on_cpu(scaled, *limits, False, has), by_sort)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@given(
+    values=st.lists(st.sampled_from([-math.inf, -3.0, 0.0, 1e-40, 0.5, 0.5000001, 2.5, math.nan]), min_size=1),
+    weighs=st.booleans(),
+    share=st.floats(0, 1.2),
+)
+def test_the_likeliest_are_those_with_less_weight_before(isa, values, weighs, share):
+    """Ties of logits and of weights at the limit, and no limit."""
+    logits = torch.tensor([values, values])
+    weights = (logits - 90).exp().nan_to_num(0.5) if weighs else torch.ones_like(logits)
+    whole = (weights.double() * (PROBABILITY_UNIT if weighs else 1)).long()
+    limits = torch.tensor([[max(1, int(whole[0].sum() * share))], [NO_LIMIT]])
+    order = torch.sort(logits, dim=-1, descending=True, stable=True).indices
+    before = whole.gather(1, order).cumsum(1) - whole.gather(1, order)
+    excluded = torch.empty_like(order, dtype=torch.bool).scatter_(1, order, before >= limits)
+    actual = keep_likeliest_cpu(logits, weights if weighs else None, limits, isa)
+    assert_bitwise_equal(actual, logits.masked_fill(excluded, -math.inf))

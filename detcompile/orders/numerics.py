@@ -92,7 +92,7 @@ class Numerics:
         token_leaf: tokens of one sequence in one float32 sum of a weight's gradient; a multiple of 64.
         token_grid: such sums are rounded to multiples of 2^token_grid, so that they add up exactly.
         train_tp_sizes: tensor-parallel sizes of a trainer with equal gradients; only (1,) for now.
-        arithmetic: "float", or "exact16", "exact8x16" or "exact8" for exact integers (docs/exact.md, a draft).
+        arithmetic: "float", or "exact16", "exact8x16" or "exact8" for exact integers (docs/exact.md).
 
     token_leaf, token_grid and train_tp_sizes only affect gradients. They are part of a trainer's fingerprint, but not
     of a compiled model's: ``repr`` leaves them out, and ``for_training`` includes them.

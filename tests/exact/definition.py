@@ -1,4 +1,4 @@
-"""exact-1 (draft) in numpy, as docs/exact.md defines it: functions, products, norm, rope, attention, a decoder.
+"""exact-1 in numpy, as docs/exact.md defines it: functions, products, norm, rope, attention, a decoder.
 
 Nothing here is fast or shared with the product, so that the product can be compared with it.
 """

@@ -38,7 +38,7 @@ class _FilteredLogprobs(torch.autograd.Function):
             # A tensor, as in the sampler: CUDA turns a division by a number into a product with its reciprocal.
             ctx.temperature = logits.new_full((), params.temperature, dtype=torch.float32)
             scaled = logits.float() / ctx.temperature
-            limits = (limit.to(logits.device).expand(len(logits), 1) for limit in filter_limits([params]))
+            limits = (limit.to(logits.device).repeat(len(logits), 1) for limit in filter_limits([params]))
             top_k, mass_limit, min_p = limits
             kept = filtered(scaled, top_k, mass_limit, min_p, False) > -math.inf
             scaled = scaled.masked_fill(~kept, -math.inf)

@@ -19,8 +19,8 @@ FILTERS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-def logits_of(dtype: torch.dtype) -> torch.Tensor:
-    return (3 * normal((ROWS, VOCABULARY), torch.float32, 1)).to(dtype)
+def logits_of(dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
+    return (3 * normal((ROWS, VOCABULARY), torch.float32, 1)).to(device, dtype)
 
 
 def drawn(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
@@ -33,8 +33,8 @@ def drawn(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, t
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
-def test_bits_are_those_of_the_sampler(filters: dict[str, Any], dtype: torch.dtype) -> None:
-    logits = logits_of(dtype)
+def test_bits_are_those_of_the_sampler(filters: dict[str, Any], dtype: torch.dtype, device: str) -> None:
+    logits = logits_of(dtype, device)
     params = SamplingParams(seed=7, logprobs=0, sampling_logprobs=0, **filters)
     tokens, expected = drawn(logits, params)
     assert_bitwise_equal(filtered_logprobs(logits, tokens, params), expected)
@@ -60,15 +60,17 @@ def test_gradient_is_that_of_the_kept_tokens(filters: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_without_excluded_tokens_bits_are_those_of_token_logprobs(temperature: float, dtype: torch.dtype) -> None:
+def test_without_excluded_tokens_bits_are_those_of_token_logprobs(
+    temperature: float, dtype: torch.dtype, device: str
+) -> None:
     params = SamplingParams(top_k=VOCABULARY, temperature=temperature)
-    tokens, weights = torch.arange(ROWS) * 7, normal((ROWS,), torch.float32, 2)
+    tokens, weights = torch.arange(ROWS, device=device) * 7, normal((ROWS,), torch.float32, 2).to(device)
     gradients = []
     for score in (
         lambda x: filtered_logprobs(x, tokens, params),
         lambda x: torch.ops.detcompile.token_logprobs(x, tokens, temperature)[0],
     ):
-        logits = logits_of(dtype).requires_grad_()
+        logits = logits_of(dtype, device).requires_grad_()
         values = score(logits)
         (values * weights).sum().backward()
         gradients.append((values.detach(), logits.grad))

@@ -98,7 +98,8 @@ def variables_of(source: str) -> set[str]:
 def test_the_page_of_the_environment_names_what_is_read() -> None:
     page = (ROOT / "docs" / "environment.md").read_text(encoding="utf-8")
     read = variables_of((ROOT / "detcompile" / "config.py").read_text(encoding="utf-8"))
-    assert sorted(re.findall(r"^\| `(\w+)` \|", page, re.M)) == sorted(read)
+    cells = re.findall(r"^\| (`[^|]*) \|", page, re.M)
+    assert sorted(name for cell in cells for name in re.findall(r"`(\w+)`", cell)) == sorted(read)
     assert {"DETCOMPILE_CACHE", "CXX", "NCCL_NVLS_ENABLE"} < read  # asked for, asked for with a default, set
 
 

@@ -35,6 +35,7 @@ from detcompile.templates.exact.functions import (
 )
 from detcompile.templates.exact.gpu import quantized
 
+_MOST_BYTES = 64 << 20  # of the states of single blocks
 _BLOCK, _GROUP = tl.constexpr(128), tl.constexpr(8)  # keys of a block, blocks of a group
 
 
@@ -303,9 +304,10 @@ def attention_cuda(
     heads = max(4, next_power_of_2(group)) if decode else next_power_of_2(group)
     rows = attention_hopper.ROWS if hopper else max(heads, 64 if T * heads > 32 * S else 16)
     tiles = T if decode else T // (rows // heads) + S + 1
-    unit = _unit(tiles * Hkv, q.device)
     block_size, max_blocks = caches.k.shape[1], step.block_table.shape[1]
-    units = cdiv(block_size * max_blocks, unit * _BLOCK.value) if unit else 1
+    blocks = cdiv(block_size * max_blocks, _BLOCK.value)
+    unit = _unit(tiles * Hkv, q.device, blocks * out.nbytes)
+    units = cdiv(blocks, unit) if unit else 1
     splits = min(units, max(1, 4 * multiprocessors(q.device) // (tiles * Hkv))) if unit else 1
     part, state = out, out
     if unit:
@@ -342,10 +344,16 @@ def _padded(features: int) -> int:
     return max(32, next_power_of_2(features))
 
 
-def _unit(programs: int, device: torch.device) -> int:
-    """Return the blocks of a unit of keys: 0 for no split, if so many programs fill the GPU."""
+def _unit(programs: int, device: torch.device, num_bytes: int) -> int:
+    """Return the blocks of a unit of keys: 0 for no split, if so many programs fill the GPU.
+
+    Args:
+        num_bytes: of the states, if each block were a unit.
+    """
     count = multiprocessors(device)
-    return 0 if programs >= 2 * count else _GROUP.value if 2 * programs >= count else 1
+    if programs >= 2 * count:
+        return 0
+    return 1 if 2 * programs < count and num_bytes <= _MOST_BYTES else _GROUP.value
 
 
 @triton.jit

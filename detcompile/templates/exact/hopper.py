@@ -89,7 +89,7 @@ def _add_kernel(
     m, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BN + tl.arange(0, BN)
     total = tl.zeros([BN], tl.int64)
     for split in range(splits):
-        total += tl.load(parts_ptr + split.to(tl.int64) * plane + m * N + n, mask=n < N, other=0)
+        total += tl.load(parts_ptr + tl.cast(split, tl.int64) * plane + m * N + n, mask=n < N, other=0)
     if out_ptr.dtype.element_ty == tl.int64:
         tl.store(out_ptr + m * N + n, total, mask=n < N)
     else:

@@ -170,7 +170,7 @@ def test_no_split_of_the_keys_changes_a_byte(steps: str, unit: int, monkeypatch:
     q, k, v = (golden.values((1300, heads, 64), seed) for seed, heads in enumerate((4, 2, 2)))
     q, write = (q[-2:], paged_attention_cpu) if INTERPRETED else (q, None)
     cuts = () if steps == "whole" else range(len(k) - 4, len(k))
-    monkeypatch.setattr(attention_gpu, "_unit", lambda programs, device: unit)
+    monkeypatch.setattr(attention_gpu, "_unit", lambda *_: unit)
     for digits in (1,) if INTERPRETED else (1, 2):
         out = paged(_paged_cuda, (q, k, v, digits), tuple(cuts), 64, DEVICE, write)
         assert_same(out, golden.attended(q, k, v, digits))

@@ -68,12 +68,23 @@ struct Best {
   }
 };
 
+// Whether all logprobs are -inf, as filters leave most of them
+inline bool none_is_possible(const float* logprobs, int count) {
+  int possible = 0;
+  for (int i = 0; i < count; i++) possible |= !(logprobs[i] == -std::numeric_limits<float>::infinity());
+  return !possible;
+}
+
 Best best_of(const float* logprobs, const int64_t* key, int64_t begin, int64_t end) {
   Best best;
   for (int64_t v = begin; v < end; v += kBlock) {
     uint32_t words[kBlock];
     double scores[kBlock];
     int count = end - v < kBlock ? int(end - v) : kBlock;
+    if (none_is_possible(logprobs + v, count)) {
+      best.take(-std::numeric_limits<double>::infinity(), v);  // whatever the noise
+      continue;
+    }
     philox(key, uint32_t(v / 4), words);
     for (int i = 0; i < kBlock; i++) scores[i] = portable_log(-portable_log((double(words[i]) + 0.5) * kUnit));
     for (int i = 0; i < count; i++) best.take(double(logprobs[v + i]) - scores[i], v + i);

@@ -3,9 +3,11 @@
 import os
 import socket
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from detcompile.errors import InvalidInput
 from detcompile.runtime.speculation.speculator import SpeculationConfig
@@ -35,8 +37,9 @@ def reading(engine: Engine, *frames: bytes) -> tuple[socket.socket, threading.Th
     ours.settimeout(20)
     for data in frames:
         ours.sendall(data)
-    verifications = Verifications(None, {}, print)
-    controls = Controls(None, engine, verifications, print)
+    model: Any = SimpleNamespace(device=torch.device("cpu"))
+    verifications = Verifications(model, {}, print)
+    controls = Controls(model, engine, verifications, print)
     server = EngineServer(engine, Wire(theirs, end_code=3), verifications, controls)
     thread = threading.Thread(target=server._read, daemon=True)
     thread.start()

@@ -143,6 +143,7 @@ def _share(compiled: CompiledModel) -> Share:
     facts = {
         "arguments": packaged.arguments,
         "views": packaged.views,
+        "kv_shapes": [list(shape) for shape in compiled.facts.kv_shapes],
         "num_threads": torch.get_num_threads(),  # for its kernels
     }
     return Share(facts, packaged.files, StoredWeights.of(packaged.weights))

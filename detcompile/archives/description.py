@@ -15,7 +15,7 @@ from detcompile.runtime.kv.kv_cache import KVShape
 from detcompile.runtime.requests.plain_values import stop_tokens
 from detcompile.step import KVGroup, ModelFacts, StateShape, StepInputs
 
-FORMAT = 4
+FORMAT = 5
 CERTIFICATE, KERNELS, TOKENIZER = (f"{EXTRA}/{name}" for name in ("certificate.json", "cpu", "tokenizer"))
 
 
@@ -49,7 +49,6 @@ def facts_of(
         "num_parameters": list(num_parameters),
         "config": _json_values(module.config.to_dict()),
         "generation_config": _json_values(generation),
-        "kv_shapes": [list(shape) for shape in sizes.kv_shapes],
         "state_shapes": [[list(state.shape), state.float32] for state in sizes.state_shapes],
         "kv_groups": [[list(group.layers), group.window] for group in sizes.kv_groups],
     }
@@ -68,11 +67,14 @@ def _json_values(values: dict[str, Any]) -> Any:
     return json.loads(json.dumps(values, default=str))
 
 
-def read_sizes(facts: Mapping[str, Any]) -> ModelFacts:
-    """Return the sizes in a manifest that ``manifest.require_model`` accepted; it has no hidden states."""
+def read_sizes(facts: Mapping[str, Any], share: Mapping[str, Any]) -> ModelFacts:
+    """Return the sizes in a manifest that ``manifest.require_model`` accepted, and in a rank's part of it.
+
+    It has no hidden states.
+    """
     kind = facts["machine"]["device"]
     return ModelFacts(
-        kv_shapes=tuple(KVShape(*shape) for shape in facts["kv_shapes"]),
+        kv_shapes=tuple(KVShape(*shape) for shape in share["kv_shapes"]),
         kv_groups=tuple(KVGroup(tuple(layers), window) for layers, window in facts["kv_groups"]),
         state_shapes=tuple(StateShape(tuple(shape), float32) for shape, float32 in facts["state_shapes"]),
         dtype=getattr(torch, facts["dtype"]),

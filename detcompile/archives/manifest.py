@@ -54,9 +54,9 @@ def require_model(path: Path, facts: Mapping[str, Any]) -> None:
     _require(path, machine, ON[machine["device"]], "manifest, machine")
     for rank, share in enumerate(facts["ranks"]):
         _require(path, share, SHARE, f"manifest, ranks[{rank}]")
-    layers = range(len(facts["kv_shapes"]))
-    if not sorted(layer for layers, _ in facts["kv_groups"] for layer in layers) == list(layers):
-        raise _forged(path, "manifest: kv_groups do not name each layer of kv_shapes once")
+        layers = range(len(share["kv_shapes"]))
+        if not sorted(layer for layers, _ in facts["kv_groups"] for layer in layers) == list(layers):
+            raise _forged(path, f"manifest: kv_groups do not name each layer of the kv_shapes of ranks[{rank}] once")
 
 
 def _require(path: Path, record: Any, checks: Mapping[str, Check], where: str = "manifest") -> None:
@@ -157,11 +157,11 @@ MODEL: dict[str, Check] = {
         and _optional(_list(_count))(value.get("eos_token_id"))
         and _optional(lambda token: type(token) is int and -MOST < token < MOST)(value.get("pad_token_id"))
     ),
-    "kv_shapes": _list(lambda value: _features(value) and len(value) == 3),
     "state_shapes": _pairs(_features, lambda value: type(value) is bool),
     "kv_groups": _pairs(_some(_count), _optional(_count)),
 }
 SHARE: dict[str, Check] = {
     "arguments": _some(lambda value: _text(value) or _count(value)),
+    "kv_shapes": _list(lambda value: _features(value) and len(value) == 3),
     "num_threads": lambda value: _positive(value) and value <= 1 << 16,
 }

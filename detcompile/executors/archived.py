@@ -103,7 +103,7 @@ def _described(archive: Archive, folder: "tempfile.TemporaryDirectory[str]") -> 
         numerics=numerics,
         certificate=read_certificate(json.loads(archive.read(CERTIFICATE)), numerics),
         program=facts["fingerprint_parts"].get("program", ""),
-        facts=read_sizes(facts),
+        facts=read_sizes(facts, archive.share),
         parameters=ParameterCount(*facts["num_parameters"]),
     )
 

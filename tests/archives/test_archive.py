@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+import itertools
 import json
 import stat
 import struct
@@ -52,10 +53,9 @@ MODEL = {
     "num_parameters": [12, 4],
     "config": {"model_type": "qwen3"},
     "generation_config": {"eos_token_id": [2], "pad_token_id": None},
-    "kv_shapes": [[2, 20, 20], [2, 20, 20]],
     "state_shapes": [[[80, 3], True]],
     "kv_groups": [[[0], None], [[1], 70]],
-    "ranks": [{"arguments": [0, "a.weight"], "num_threads": 2}],
+    "ranks": [{"arguments": [0, "a.weight"], "kv_shapes": [[2, 20, 20], [2, 20, 20]], "num_threads": 2}],
 }
 ODD: list[Any] = [None, True, -1, 0, 1 << 70, 0.5, float("nan"), "", "..", "x" * 300, {}, {"a": 1}]
 ODD += [[], [[]], [-1], [1 << 40]]
@@ -354,9 +354,11 @@ def test_forged_facts_are_rejected_or_well_typed(draw: st.DataObject) -> None:
     except (ArchiveError, DetcompileError, TypeError):
         return
     assert isinstance(getattr(torch, facts["dtype"]), torch.dtype)
-    for extents in (*facts["kv_shapes"], *(shape for shape, _ in facts["state_shapes"])):
+    layers = {layer for layers, _ in facts["kv_groups"] for layer in layers}
+    shapes = [share["kv_shapes"] for share in facts["ranks"]]
+    for extents in (*itertools.chain(*shapes), *(shape for shape, _ in facts["state_shapes"])):
         assert 0 <= torch.empty(extents, device="meta").numel() <= 1 << 24
-    assert {layer for layers, _ in facts["kv_groups"] for layer in layers} == set(range(len(facts["kv_shapes"])))
+    assert all(layers == set(range(len(of_rank))) for of_rank in shapes)
 
 
 HEADERS = [

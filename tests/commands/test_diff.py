@@ -279,12 +279,11 @@ def an_archive(place: Path, parts: dict[str, str]) -> str:
         "num_parameters": [2, 1],
         "config": {},
         "generation_config": {},
-        "kv_shapes": [],
         "state_shapes": [],
         "kv_groups": [],
     }
     weights = StoredWeights.of({"a.weight": torch.ones(2)})
-    item = Share({"arguments": ["a.weight"], "num_threads": 1}, (library,), weights)
+    item = Share({"arguments": ["a.weight"], "kv_shapes": [], "num_threads": 1}, (library,), weights)
     write_archive(place, facts, {}, [item])
     return str(place)
 

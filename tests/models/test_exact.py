@@ -313,7 +313,8 @@ def test_archive_draws_with_the_arithmetic_of_its_model() -> None:
     model = tiny("exact16")
     known = model.executor.description
     facts = facts_of(known.module, known.facts, known.numerics, known.parameters, {}, {})
-    sizes = read_sizes(facts | {"machine": {"device": "cpu"}})
+    share = {"kv_shapes": known.facts.kv_shapes}
+    sizes = read_sizes(facts | {"machine": {"device": "cpu"}}, share)
     assert sizes.is_exact and sizes == replace(known.facts, hidden_size=0)
 
 
@@ -325,3 +326,14 @@ def test_archive_has_the_golden_logits_and_draws_the_same_answers(tmp_path: Path
     assert exact.digest(logits.numpy()) == golden.kept()["logits"]["exact8x16"]["127"]
     assert archive.fingerprint == golden.kept()["fingerprints"]["exact8x16"]
     assert answers(archive, *ENGINES["small steps"]) == answers(model, *ENGINES["small steps"])
+
+
+@EXHAUSTIVE  # 150 CPU seconds
+def test_archive_of_ranks_with_unequal_heads_has_the_golden_logits(tmp_path: Path) -> None:
+    numerics = Numerics(arithmetic="exact8x16")
+    with detcompile.compile("tiny", device="cpu", tp=3, numerics=numerics) as model:
+        path = detcompile.export(model, tmp_path / "tiny.pt2")
+    with detcompile.load(path) as archive:
+        logits = archive(torch.tensor([exact.fixed_tokens(127)])).logits[0]
+        assert exact.digest(logits.numpy()) == golden.kept()["logits"]["exact8x16"]["127"]
+        assert archive.fingerprint == golden.kept()["fingerprints"]["exact8x16"]

@@ -30,7 +30,12 @@ HOPPER_ONLY = {  # the last merges what hopper_decode_kernel marks
     "exact.hopper.hopper_exact_kernel",
     "matmul.hopper.hopper_matmul_kernel",
 }
-AFTER_HOPPER = {"attention.merge.merge_kernel", "matmul.kernels.tma_kernel"}  # sm_90's first candidates are Hopper's
+AFTER_HOPPER = {  # sm_90 takes Hopper's first
+    "attention.merge.merge_kernel",
+    "exact.attention_gpu._attention_kernel",
+    "exact.gpu._linear_kernel",
+    "matmul.kernels.tma_kernel",
+}
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ import torch
 
 from detcompile.errors import DetcompileError
 from detcompile.templates.cpp_dispatch import direct_ops
+from detcompile.templates.exact.attention import row_words
 from detcompile.templates.ops import ours
 from tests.bits import assert_bitwise_equal
 
@@ -181,7 +182,7 @@ def dense_attention(B=2, T=5, Hq=4, Hkv=2, D=8, Dv=4) -> Arguments:
 
 def exact_paged_attention(T=5, Hq=4, Hkv=2, D=8, blocks=6, size=4) -> Arguments:
     arguments = paged_attention(T, Hq, Hkv, D, D, blocks, size)
-    caches = {name: torch.zeros(blocks, size, Hkv, D // 2 + 1) for name in ("k_cache", "v_cache")}
+    caches = {name: torch.zeros(blocks, size, Hkv, row_words(D, 2)) for name in ("k_cache", "v_cache")}
     return {name: arguments[name] for name in list(arguments)[:9]} | caches
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-DEFINITION = "exact-1 draft 3"  # version of docs/exact.md; another one may have other bits
+DEFINITION = "exact-1"  # of docs/exact.md; another one may have other bits
 
 
 class ExactArithmetic(NamedTuple):

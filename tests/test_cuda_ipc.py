@@ -46,12 +46,12 @@ def test_handles_are_read_as_vllm_sends_them(form: str) -> None:
         ({"tensor_offset": 5}, "outside of its storage"),
         ({"tensor_stride": (4, 1)}, "outside of its storage"),
         ({"tensor_stride": (3, -1)}, "outside of its storage"),
-        ({"tensor_stride": (3,)}, "not of this form"),
+        ({"tensor_stride": (3,)}, "does not have torch's form"),
         ({"storage_size_bytes": 2.5}, "outside of its storage"),
         ({"storage_offset_bytes": -1}, "outside of its storage"),
         ({"storage_handle": "h"}, "outside of its storage"),
         ({"event_handle": None}, "outside of its storage"),
-        ({"tensor_size": 3}, "not of this form"),
+        ({"tensor_size": 3}, "does not have torch's form"),
     ],
 )
 def test_handles_of_other_memory_are_refused(change: dict[str, Any], message: str) -> None:
@@ -102,7 +102,7 @@ def test_packed_tensors_are_copied_from_one_mapping(monkeypatch: pytest.MonkeyPa
         ({"tensor_size": torch.Size([20, 2]), "tensor_stride": (2, 1)}, r"not of torch.uint8 \[12\]"),
         ({"dtype": torch.int8}, "torch.int8"),
         ({"storage_size_bytes": 39}, "outside of its storage"),
-        ({"tensor_size": 40}, "not of this form"),
+        ({"tensor_size": 40}, "does not have torch's form"),
     ],
 )
 def test_odd_packed_buffers_are_refused(change: dict[str, Any], message: str) -> None:

@@ -20,12 +20,12 @@ from detcompile.serving.engines.protocol import EngineSpec, Weights
 from detcompile.serving.http_errors import HTTPError
 from detcompile.serving.service import Service
 from detcompile.serving.weight_store import Kept, WeightStore
-from detcompile.weight_transfer import BUCKET_BYTES, TIMEOUT_SECONDS
 
 UPDATE = "update"  # reason of a hold
 MOST_LETTERS = 200  # of a version's name
 MOST_RANKS = 1 << 20
 MOST_SECONDS = 3600.0
+BUCKET_BYTES, TIMEOUT_SECONDS = 1 << 30, 300.0  # weight_transfer's, which imports torch
 SAVED = "model.safetensors"
 MOST_DIMS = 16
 Size = Annotated[int, Meta(ge=1, lt=1 << 40)]

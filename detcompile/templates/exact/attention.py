@@ -33,8 +33,11 @@ _WIDEST_HEAD = 512  # int32 holds a score of such a head
 
 
 def row_words(head_dim: int, digits: int) -> int:
-    """Return W, the float32 words of a cached row, a multiple of 4. A head has a multiple of 4 features."""
-    return (digits * head_dim // 4 + 4) // 4 * 4
+    """Return W, the float32 words of a cached row: a multiple of 4, another for each number of digits.
+
+    A head has a multiple of 4 features.
+    """
+    return max(4 * digits, (digits * head_dim // 4 + 4) // 4 * 4)
 
 
 def paged_attention_cpu(

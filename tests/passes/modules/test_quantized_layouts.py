@@ -221,7 +221,7 @@ def test_gptq_v2_is_known_by_either_key(settings: dict, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("gptq", changed("qweight", Tensor.long), "q_proj.qweight is torch.int64, where a matrix of int32"),
+        ("gptq", changed("qweight", Tensor.long), "q_proj.qweight is torch.int64, but must be a matrix of int32"),
         ("awq", changed("qzeros", lambda t: t.view(torch.int16)), "q_proj.qzeros is torch.int16"),
         ("gptq", changed("q_proj.qweight", lambda t: t[:, :-8]), r"weight of (56, 64), and the model's linear needs"),
         ("gptq", changed("q_proj.scales", lambda t: t[:, :-8]), r"scales of (2, 56), and the model's linear needs"),

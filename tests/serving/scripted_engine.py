@@ -138,7 +138,10 @@ def serve(connection: socket.socket) -> None:
             connection.sendall(protocol.frame(report))
 
     def receive():
-        head = reader.read(4)
+        try:
+            head = reader.read(4)
+        except ConnectionResetError:  # the front ended before it had read all reports
+            head = b""
         if not head:
             os._exit(0)  # the front is gone
         (size,) = protocol.LENGTH.unpack(head)

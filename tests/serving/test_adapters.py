@@ -199,7 +199,7 @@ def test_modules_are_names_and_folders() -> None:
 @EXHAUSTIVE
 def test_a_server_draws_with_the_bits_of_an_engine(tmp_path: Path) -> None:
     """Loaded at the start and by a route, before and after an engine is lost; receipts replay with the adapter."""
-    peft = pytest.importorskip("peft")
+    peft = pytest.importorskip("peft", reason="PEFT comes with the extra lora")
     torch = pytest.importorskip("torch")
     for seed, name in enumerate(("one", "two")):
         torch.manual_seed(seed)

@@ -17,7 +17,7 @@ from tests.exhaustive import EXHAUSTIVE, exhaustive_unless
 from tests.model_cases import MAX_CONTEXT, random_model
 from tests.training.cases import TARGETS, adapted, add_gradients, gradients, sequences
 
-peft = pytest.importorskip("peft")
+peft = pytest.importorskip("peft", reason="PEFT comes with the extra lora")
 LENGTHS = [40, 7, 130, 2, 64, 15]
 
 

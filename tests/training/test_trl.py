@@ -15,7 +15,7 @@ from detcompile import InvalidInput
 from detcompile.weights import weight_digests
 
 trl = pytest.importorskip("trl")
-peft = pytest.importorskip("peft")
+peft = pytest.importorskip("peft", reason="PEFT comes with the extra lora")
 from datasets import Dataset  # noqa: E402 - comes with trl
 
 from detcompile.trl import GRPOTrainer  # noqa: E402

@@ -356,7 +356,7 @@ class TeacherForcing:
 
     def _prompt_logprobs(self, logits: Tensor, parts: "list[_Part]") -> list[TokenLogprobs | None]:
         """Return the wanted log-probabilities of each part's prompt."""
-        found: list[TokenLogprobs | None] = []
+        computed: list[TokenLogprobs | None] = []
         start = 0
         for part in parts:
             stop = start + len(part.targets)
@@ -364,9 +364,9 @@ class TeacherForcing:
             if logits.is_cuda:
                 ids = ids.pin_memory().to(logits.device, non_blocking=True)
             most = part.answers.request.params.prompt_logprobs or 0
-            found.append(self._sampler.logprobs(logits[start:stop], ids, most) if part.targets else None)
+            computed.append(self._sampler.logprobs(logits[start:stop], ids, most) if part.targets else None)
             start = stop
-        return found
+        return computed
 
 
 class _Part(NamedTuple):

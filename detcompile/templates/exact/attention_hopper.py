@@ -331,9 +331,9 @@ def hopper_exact_attention_kernel(
                 peak2 = gl.where(seen, new_peak, peak2)
             if (following % SPAN == 0) | (following >= end):
                 unit = first // SPAN
-                own = head + _zero()  # else the compiler holds these addresses in registers in the whole loop
+                opaque_head = head + _zero()  # else the compiler computes addresses before the loop, and spills them
                 if UNIT == 0:  # between groups the row's sums are in out, in this order of columns
-                    kept = out_ptr + own[:, None] * D + column[None, :]
+                    kept = out_ptr + opaque_head[:, None] * D + column[None, :]
                     earlier = gl.load(kept, mask=known[:, None] & (unit > first_unit), other=0.0)
                     merged, merged_total, merged_peak = _merge(earlier, total, peak, acc, total2, peak2, 1, O_ROW)
                     met = (unit * SPAN <= position) & (unit * SPAN + SPAN > oldest)
@@ -346,10 +346,10 @@ def hopper_exact_attention_kernel(
                         acc = acc * gl.convert_layout(one_over(total), O_ROW)[:, None]
                         acc = gl.where(gl.convert_layout(faulty2, O_ROW)[:, None] != 0, float("nan"), acc)
                         barrier()  # other threads have read what this one overwrites
-                        gl.store(out_ptr + own[:, None] * D + feature[None, :], acc, mask=known[:, None])
+                        gl.store(out_ptr + opaque_head[:, None] * D + feature[None, :], acc, mask=known[:, None])
                 else:
                     place = row_head * units + unit
-                    part = out_ptr + (own * units + unit)[:, None] * D + feature[None, :]
+                    part = out_ptr + (opaque_head * units + unit)[:, None] * D + feature[None, :]
                     gl.store(part, acc, mask=known[:, None])
                     gl.store(state_ptr + place * 3, total2, mask=row_known)
                     gl.store(state_ptr + place * 3 + 1, peak2, mask=row_known)

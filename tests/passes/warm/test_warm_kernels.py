@@ -56,10 +56,10 @@ with mock.patch.object(gate, "_reference_bits", probe), listening(Listener()):
     prompts = [[3, 4, 5], [7] * 40]
     params = [SamplingParams(max_tokens=8, temperature=0.0), SamplingParams(max_tokens=8, seed=1, top_p=0.9)]
     outputs = engine.generate(prompts, params, progress=False)
-found = {"compiled": compiled, "loaded": len(loaded), "probed": probed, "launched": launched, "stages": stages}
+counted = {"compiled": compiled, "loaded": len(loaded), "probed": probed, "launched": launched, "stages": stages}
 generated = sum(count for name, count in counters["inductor"].items() if name.startswith("fxgraph_cache"))
-found |= {"traced": counters["stats"]["unique_graphs"], "generated": generated}
-print(json.dumps(found | {"tokens": [output.outputs[0].token_ids for output in outputs]}))
+counted |= {"traced": counters["stats"]["unique_graphs"], "generated": generated}
+print(json.dumps(counted | {"tokens": [output.outputs[0].token_ids for output in outputs]}))
 """
 
 

@@ -7,7 +7,7 @@ import pytest
 from torch import Tensor
 
 from detcompile.templates.exact import attention_gpu
-from detcompile.templates.exact.attention import ExactRule, _paged_cuda, paged_attention_cpu
+from detcompile.templates.exact.attention import ExactRule, _paged_cuda, paged_attention_cpu, row_words
 from detcompile.templates.exact.gpu import (
     divide_cuda,
     expert_cuda,
@@ -161,6 +161,14 @@ def test_attention_equals_the_reference(name: str, cuts: tuple[int, ...], block_
         q, write = q[-3:] if len(k) > 200 else q[-12:], paged_attention_cpu
     out = paged(_paged_cuda, (q, k, v, digits), cuts, block_size, DEVICE, write)
     assert_same(out, golden.attended(q, k, v, digits))
+
+
+def test_cached_rows_are_aligned_and_tell_the_digits() -> None:
+    for features in range(4, 516, 4):
+        one, two = (row_words(features, digits) for digits in (1, 2))
+        assert one % 4 == two % 4 == 0
+        assert features // 4 < one < two
+        assert features // 2 < two
 
 
 @pytest.mark.parametrize("unit", [1, 8])

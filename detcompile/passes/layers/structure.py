@@ -41,6 +41,7 @@ PLAIN = (
     torch.memory_format,
 )
 NO_INDICES = (-1, -1)  # equals no pair of integers: none may differ
+NAMESPACES = ("aten", "prims", "detcompile")  # of operators whose Python code is torch's or this package's
 
 
 class Repeats(NamedTuple):
@@ -73,14 +74,19 @@ class Shown(NamedTuple):
     in_turn: bool
 
 
-def shown_by(model: PreTrainedModel, run: Callable[[PreTrainedModel], None]) -> Shown:
+def _call(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
+def shown_by(model: PreTrainedModel, run: Callable[[PreTrainedModel], None], call: Callable[..., Any] = _call) -> Shown:
     """Observe a run over fake tensors. The layers keep hooks, so pass a view that is dropped afterwards.
 
     Args:
         run: calls a model once, on the same few tokens.
+        call: calls its first argument with the others: a function that calls only code of torch and of this package.
     """
     layers = list(layer_list(model) or ())
-    recorder = _Recorder(model, layers)
+    recorder = _Recorder(model, layers, call)
     for index, layer in enumerate(layers):
         layer.register_forward_pre_hook(functools.partial(recorder.enter, index), with_kwargs=True)
         layer.register_forward_hook(functools.partial(recorder.leave, index))
@@ -129,8 +135,9 @@ class _Recorder(TorchDispatchMode):
     A layer's part begins where the layer before it ends. The first layer's part begins where it is called.
     """
 
-    def __init__(self, model: nn.Module, layers: Sequence[nn.Module]) -> None:
+    def __init__(self, model: nn.Module, layers: Sequence[nn.Module], call: Callable[..., Any]) -> None:
         super().__init__()
+        self._call = call
         self._names: dict[int, tuple[int | None, str]] = {}  # of parameters and buffers: layer and name
         for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers()):
             self._names.setdefault(id(tensor), (None, name))
@@ -169,7 +176,10 @@ class _Recorder(TorchDispatchMode):
         self._kept.append(given)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        is_known = func.namespace in NAMESPACES and all(kind is FakeTensor for kind in types)
+        return (self._call if is_known else _call)(self._record, func, args, kwargs or {})
+
+    def _record(self, func: Any, args: Any, kwargs: Any) -> Any:
         part = self._parts[self._part]
         place = len(part)
         part.append((str(func), self._encoded((args, kwargs))))
@@ -182,8 +192,15 @@ class _Recorder(TorchDispatchMode):
         return output
 
     def _encoded(self, given: Any) -> Any:
+        kind = type(given)
+        if kind is tuple or kind is list:
+            return (kind.__name__, *map(self._encoded, given))
+        if kind is dict:
+            return ("dict", *((key, self._encoded(value)) for key, value in given.items()))
+        if isinstance(given, (Tensor, *PLAIN)):
+            return self._leaf(given)
         leaves, spec = tree_flatten(given)
-        return str(spec), tuple(self._leaf(leaf) for leaf in leaves)
+        return (str(spec), *map(self._leaf, leaves))
 
     def _leaf(self, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):

@@ -49,7 +49,7 @@ def observe_run(model: PreTrainedModel) -> ObservedRun | None:
     called = CalledCode()
     try:
         with torch.no_grad(), called:
-            shown = shown_by(view_of(model), run_on_two_tokens)
+            shown = shown_by(view_of(model), run_on_two_tokens, called.unobserved)
     except (RuntimeError, RecursionError, TypeError, ValueError) as error:
         logger.debug("%s does not run over fake tensors: %s", type(model).__name__, error)
         return None

@@ -16,8 +16,11 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from detcompile.orders.numerics import Numerics
+from detcompile.passes.layers.structure import shown_by, view_of
 from detcompile.passes.preparation import prepare
 from detcompile.passes.sharding.shard import pin_row_parallel
+from detcompile.passes.tracing import run_on_two_tokens
+from detcompile.passes.warm.descriptions import CalledCode
 from detcompile.passes.warm.program_key import inductor_settings, observe_run, program_key
 from tests.model_cases import random_model
 
@@ -90,6 +93,38 @@ def key_of(model: PreTrainedModel, numerics: Numerics) -> str:
     actual = program_key(model, numerics, 256, seen, observe_run(model))
     assert actual is not None
     return actual.digest
+
+
+@torch.library.custom_op("other_package::doubled", mutates_args=())
+def doubled(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+@doubled.register_fake
+def _extents(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+class _Doubled(LlamaMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = torch.ops.other_package.doubled.default(super().forward(x))
+        return result
+
+
+def test_operators_of_torch_run_unobserved() -> None:
+    """The lines are those of a run that observes every call; other packages' operators are observed."""
+    model, runs = random_model("llama", torch.float32), []
+    for layer in model.model.layers:
+        layer.mlp.__class__ = _Doubled
+    for quick in (False, True):
+        called = CalledCode()
+        with torch.no_grad(), called:
+            shown_by(view_of(model), run_on_two_tokens, *[called.unobserved] * quick)
+        runs.append(called)
+    whole, actual = (called.lines for called in runs)
+    assert actual == whole and any("_extents" in line for line in actual)
+    mine, theirs = (sum("_subclasses" in code.co_filename for code in called._pinned) for called in reversed(runs))
+    assert theirs > 50 and mine < theirs / 2  # code of fake tensors
 
 
 @pytest.fixture(scope="module")

@@ -85,7 +85,7 @@ gpu-test:
 	@$(PYTHON) -c '$(HAS_TORCH)'
 	@$(PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make gpu-test: no CUDA GPU here")'
 	@PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 TORCHINDUCTOR_SIZE_ASSERTS=1 \
-	  $(PYTHON) -m pytest -q -r fE $(if $(shell $(PYTHON) -c 'import xdist' 2>&1),,-n auto --dist worksteal) \
+	  PYTORCH_NVML_BASED_CUDA_CHECK=1 $(PYTHON) -m pytest -q -r fE -p no:xdist -p tests.forks --forks auto \
 	  -m "gpu and not exhaustive" $(PYTEST_ARGS)
 
 bench:

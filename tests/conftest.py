@@ -57,8 +57,6 @@ settings.register_profile("ci", DRAWS, max_examples=16)
 settings.register_profile("explore", DRAWS, max_examples=500)
 settings.load_profile("ci")
 
-GPU_BYTES_OF_A_WORKER = 3 << 30
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", help="run one part of the chosen tests: 3/16 takes the fourth of 16")
@@ -115,15 +113,6 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(5_000, 20, 20)
-
-
-@pytest.hookimpl(optionalhook=True)  # without xdist there is no such hook
-def pytest_xdist_auto_num_workers() -> int:
-    """Return one worker per core, but no more than the first GPU has memory for."""
-    cores = len(os.sched_getaffinity(0))
-    if not torch.cuda.is_available():
-        return cores
-    return min(cores, torch.cuda.get_device_properties(0).total_memory // GPU_BYTES_OF_A_WORKER)
 
 
 @pytest.fixture

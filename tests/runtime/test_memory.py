@@ -2,7 +2,6 @@
 
 import functools
 import gc
-import os
 from unittest import mock
 
 import numpy as np
@@ -40,8 +39,8 @@ def on_a_gpu(test):
 
 
 ALONE = pytest.mark.skipif(
-    "PYTEST_XDIST_WORKER" in os.environ,
-    reason="counts what the whole card holds, of other workers too: run it without -n",
+    "'PYTEST_XDIST_WORKER' in os.environ or config.getoption('forks', '0') != '0'",
+    reason="counts what the whole card holds, of other workers too: run it without -n and --forks",
 )
 
 

@@ -24,6 +24,7 @@ from detcompile.templates.attention.schedules import (
 from detcompile.templates.device.dependent_launch import launch_options
 from detcompile.templates.device.gate import Tuner
 from tests.bits import assert_bitwise_equal
+from tests.gpus import is_hopper_here
 from tests.templates.attention.cases import (
     CHUNK,
     PLAIN,
@@ -46,7 +47,7 @@ from tests.templates.triton_interpreter import (
 )
 
 pytestmark = NEEDS_TRITON
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+HOPPER = is_hopper_here()
 HOPPER_SCHEDULES = [
     AttentionSchedule("hopper", 128, 8, 3),
     AttentionSchedule("hopper", 64, 4, 2),

@@ -24,10 +24,11 @@ from detcompile.templates.rows.softmax_gpu import softmax_cuda
 from detcompile.templates.rows.sums_and_norms_gpu import rms_norm_cuda
 from detcompile.templates.tokens.next_tokens_gpu import fill_pending_cuda, likeliest_cuda
 from tests.bits import assert_bitwise_equal
+from tests.gpus import is_hopper_here
 from tests.templates.triton_interpreter import NEEDS_GPU
 
 pytestmark = NEEDS_GPU
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+HOPPER = is_hopper_here()
 WIDTH, INNER, DEPTH = 1024, 4096, 12
 
 

@@ -18,6 +18,7 @@ from detcompile.templates.matmul.launch import run_schedule
 from detcompile.templates.matmul.schedules import BatchedLeaves, GemmProblem, HopperTiles, PointerTiles, TmaTiles
 from tests.bits import assert_bitwise_equal
 from tests.exhaustive import exhaustive_unless
+from tests.gpus import is_hopper_here
 from tests.templates.triton_interpreter import (
     DEVICE,
     DOT_DTYPES,
@@ -28,7 +29,7 @@ from tests.templates.triton_interpreter import (
 )
 
 pytestmark = NEEDS_TRITON
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+HOPPER = is_hopper_here()
 
 BUCKETS = [8, 16, 32, 64, 128, 256, 512, 1024]
 SMALL = [

@@ -28,16 +28,20 @@ from tests.templates.triton_interpreter import (
 pytestmark = NEEDS_TRITON
 LENGTHS = [3, 140] if INTERPRETED else [3, 700, 1, 129, 64, 1500]
 HEADS, KV_HEADS, D, DV = (4, 2, 16, 24) if INTERPRETED else (8, 2, 128, 128)
-COLLECTED_ON = DEVICE if INTERPRETED or torch.cuda.is_available() else "cpu"  # where these tests are skipped
 SLOPES, SINKS = 2.0 ** -torch.arange(1.0, HEADS + 1), torch.linspace(-1, 2, HEADS)
 RULES = {
     "plain": AttentionRule(0.25, 0, 64),
     "window": AttentionRule(0.25, 50, 64),
     "tokens in chunks": AttentionRule(0.25, 0, 64, attention_chunk=70),
-    "all": AttentionRule(-0.3, 140, 64, 3.0, SINKS.to(COLLECTED_ON), SLOPES.to(COLLECTED_ON)),
+    "all": AttentionRule(-0.3, 140, 64, 3.0, SINKS, SLOPES),
 }
 SCHEDULES = [GradientTiles(32, 64, 4, 1), GradientTiles(64, 32, 4, 2), GradientTiles(16, 64, 4, 1)]
 WIDE = GradientTiles(16, 128, 4, 1)  # not of dq
+
+
+def rule_of(name: str) -> AttentionRule:
+    rule = RULES[name]
+    return rule if rule.sinks is None else rule._replace(sinks=SINKS.to(DEVICE), alibi_slopes=SLOPES.to(DEVICE))
 
 
 def drawn(dtype: torch.dtype, heads: int = HEADS) -> tuple[Tensor, ...]:
@@ -64,9 +68,9 @@ def forward_and_backward(q, k, v, g, lengths, rule) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("name", ["all"] if INTERPRETED else RULES)
 def test_the_forward_has_servings_bytes(name, dtype):
     q, k, v, _ = drawn(dtype)
-    out, lse = gpu.packed_attention_cuda(q, k, v, cu_seqlens_of(LENGTHS).to(DEVICE), RULES[name])
+    out, lse = gpu.packed_attention_cuda(q, k, v, cu_seqlens_of(LENGTHS).to(DEVICE), rule_of(name))
     for item, *given in zip(*(split(rows, LENGTHS) for rows in (out, q, k, v))):
-        dense = dense_attention_cuda(*(rows.transpose(0, 1)[None] for rows in given), RULES[name])
+        dense = dense_attention_cuda(*(rows.transpose(0, 1)[None] for rows in given), rule_of(name))
         assert_bitwise_equal(item, dense[0].transpose(0, 1))
     assert bool(lse.isfinite().all())
 
@@ -74,15 +78,15 @@ def test_the_forward_has_servings_bytes(name, dtype):
 @pytest.mark.parametrize("dtype", QUICK_DOT_DTYPES)
 @pytest.mark.parametrize("name", exhaustive_unless("all".__eq__, RULES) if INTERPRETED else RULES)
 def test_no_schedule_moves_a_bit(name, dtype):
-    operands, cu_seqlens = operands_of(dtype, RULES[name])
+    operands, cu_seqlens = operands_of(dtype, rule_of(name))
     dq, *dkv = (
-        gpu.query_gradient(SCHEDULES[0], operands, cu_seqlens, RULES[name]),
-        *gpu.key_gradients(SCHEDULES[0], operands, cu_seqlens, RULES[name]),
+        gpu.query_gradient(SCHEDULES[0], operands, cu_seqlens, rule_of(name)),
+        *gpu.key_gradients(SCHEDULES[0], operands, cu_seqlens, rule_of(name)),
     )
     for schedule in SCHEDULES[1:]:
-        assert_bitwise_equal(gpu.query_gradient(schedule, operands, cu_seqlens, RULES[name]), dq, str(schedule))
+        assert_bitwise_equal(gpu.query_gradient(schedule, operands, cu_seqlens, rule_of(name)), dq, str(schedule))
     for schedule in (*SCHEDULES[1:], WIDE):
-        for actual, expected in zip(gpu.key_gradients(schedule, operands, cu_seqlens, RULES[name]), dkv):
+        for actual, expected in zip(gpu.key_gradients(schedule, operands, cu_seqlens, rule_of(name)), dkv):
             assert_bitwise_equal(actual, expected, str(schedule))
 
 
@@ -92,10 +96,10 @@ def test_no_schedule_moves_a_bit(name, dtype):
 def test_what_else_is_packed_does_not_matter(name, dtype):
     given = drawn(dtype)
     rows = [split(rows, LENGTHS) for rows in given]
-    expected = [split(rows, LENGTHS) for rows in forward_and_backward(*given, LENGTHS, RULES[name]) if len(rows)]
+    expected = [split(rows, LENGTHS) for rows in forward_and_backward(*given, LENGTHS, rule_of(name)) if len(rows)]
     for mine in ([1, 0],) if INTERPRETED else itertools.chain(*list(packings(len(LENGTHS)).values())[1:]):
         lengths = [LENGTHS[number] for number in mine]
-        actual = forward_and_backward(*(torch.cat([of[n] for n in mine]) for of in rows), lengths, RULES[name])
+        actual = forward_and_backward(*(torch.cat([of[n] for n in mine]) for of in rows), lengths, rule_of(name))
         for ours, whole in zip([split(part, lengths) for part in actual if len(part)], expected):
             for number, item in zip(mine, ours):
                 assert_bitwise_equal(item, whole[number], f"sequence {number} of {mine}")
@@ -106,7 +110,7 @@ def test_what_else_is_packed_does_not_matter(name, dtype):
 @pytest.mark.parametrize("name", ["all"] if INTERPRETED else RULES)
 def test_gradients_are_float64_autograds(name, dtype):
     q, k, v, g = drawn(dtype)
-    rule = RULES[name]
+    rule = rule_of(name)
     leaves = [rows.double().requires_grad_() for rows in (q, k, v)]
     sinks = None if rule.sinks is None else rule.sinks.double().requires_grad_()
     exact_out = reference_packed_attention(*leaves, cu_seqlens_of(LENGTHS), rule._replace(sinks=sinks))
@@ -123,8 +127,8 @@ def test_gradients_are_float64_autograds(name, dtype):
 def test_padding_gets_zeros(dtype):
     q, k, v, g = drawn(dtype)
     count = LENGTHS[0]
-    whole = forward_and_backward(*(rows[:count] for rows in (q, k, v, g)), LENGTHS[:1], RULES["all"])
-    for actual, item in zip(forward_and_backward(q, k, v, g, LENGTHS[:1], RULES["all"]), whole):
+    whole = forward_and_backward(*(rows[:count] for rows in (q, k, v, g)), LENGTHS[:1], rule_of("all"))
+    for actual, item in zip(forward_and_backward(q, k, v, g, LENGTHS[:1], rule_of("all")), whole):
         assert_bitwise_equal(actual[:count], item)
         assert not actual[count:].any()
 
@@ -134,7 +138,7 @@ def test_padding_gets_zeros(dtype):
 @pytest.mark.parametrize("of_keys", [True] if INTERPRETED else [False, True])
 def test_the_gate_admits_the_candidates(of_keys, dtype, tmp_path):
     q, k, v, _ = drawn(dtype)
-    problem = gpu.gradient_problem(q, k, v, RULES["plain"], of_keys=of_keys)
+    problem = gpu.gradient_problem(q, k, v, rule_of("plain"), of_keys=of_keys)
     fits = candidates(problem)[:1] if INTERPRETED else candidates(problem)
     bits = gpu.probe_bits(problem, torch.device(DEVICE))
     admitted = Tuner("gradients", {}, tmp_path).admitted(str(problem), reference_tiles(problem), fits, bits)
@@ -144,6 +148,6 @@ def test_the_gate_admits_the_candidates(of_keys, dtype, tmp_path):
 @pytest.mark.parametrize("name", [pytest.param(name, marks=NEEDS_GPU) for name in RULES])
 def test_a_second_run_has_the_same_bytes(name):
     given = drawn(torch.bfloat16)
-    first, second = (forward_and_backward(*given, LENGTHS, RULES[name]) for _ in range(2))
+    first, second = (forward_and_backward(*given, LENGTHS, rule_of(name)) for _ in range(2))
     for a, b in zip(first, second):
         assert_bitwise_equal(a, b)

@@ -1,0 +1,154 @@
+"""A pytest plugin that collects once, then runs the tests in forked processes.
+
+    python -m pytest -p tests.forks --forks 15
+
+Workers of pytest-xdist import torch and collect all tests one by one; 15 of them took 160 s on a GPU machine whose
+files are slow. Here they inherit the collected tests. A process cannot use CUDA if it was in use when the process was
+forked, so no module of tests may use it while tests are collected (tests/gpus.py).
+
+A process takes one test after the other of a file, so that they share its fixtures and kernels, then of the file with
+the most tests left for each process.
+"""
+
+import os
+import signal
+from collections import Counter, deque
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import Any
+
+import pytest
+
+from tests.gpus import num_workers
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--forks", default="0", help="run the tests in so many forked processes, or auto")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    count = session.config.getoption("forks")
+    if count == "0" or session.testsfailed or session.config.option.collectonly:
+        return None
+    session.config._tmp_path_factory.getbasetemp()  # one for all processes
+    _Dispatcher(session).run(num_workers() if count == "auto" else int(count))
+    return True
+
+
+class _Dispatcher:
+    """Hands tests to processes, and their reports to pytest."""
+
+    def __init__(self, session: pytest.Session) -> None:
+        self._session = session
+        self._left: dict[str, deque[int]] = {}  # tests of each file, by place in the session
+        for index, item in enumerate(session.items):
+            self._left.setdefault(_file_of(item), deque()).append(index)
+        self._workers: dict[Connection, tuple[int, deque[int]]] = {}  # process, and its tests that have not ended
+        self._at: dict[Connection, str] = {}  # the file of each worker
+
+    def run(self, count: int) -> None:
+        """Run all tests in up to ``count`` processes.
+
+        Raises:
+            Failed: as many tests failed as --maxfail allows.
+        """
+        try:
+            for _ in range(min(count, len(self._session.items))):
+                self._start()
+            while self._workers:
+                for connection in wait(list(self._workers)):
+                    self._read(connection)
+        finally:
+            for process, _ in self._workers.values():
+                os.kill(process, signal.SIGKILL)
+        if self._session.shouldfail:
+            raise self._session.Failed(self._session.shouldfail)
+
+    def _start(self) -> None:
+        ours, theirs = Pipe()
+        process = os.fork()
+        if process == 0:
+            status = 1
+            try:
+                _work(self._session, theirs)
+                status = 0
+            finally:
+                os._exit(status)
+        theirs.close()
+        self._workers[ours] = process, deque()
+
+    def _read(self, connection: Any) -> None:
+        process, tests = self._workers[connection]
+        hook = self._session.config.hook
+        try:
+            message = connection.recv()
+        except EOFError:
+            del self._workers[connection]
+            _, status = os.waitpid(process, 0)
+            if tests:
+                item = self._session.items[tests.popleft()]
+                hook.pytest_runtest_logreport(report=_lost(item, os.waitstatus_to_exitcode(status)))
+                for index in reversed(tests):
+                    self._left.setdefault(_file_of(self._session.items[index]), deque()).appendleft(index)
+                self._start()
+            return
+        if message is None:
+            index = self._next(connection)
+            tests.extend([] if index is None else [index])
+            connection.send(index)
+            return
+        report = hook.pytest_report_from_serializable(config=self._session.config, data=message)
+        hook.pytest_runtest_logreport(report=report)
+        if report.when == "teardown":
+            tests.popleft()
+
+    def _next(self, connection: Connection) -> int | None:
+        file = self._at.pop(connection, "")
+        if not self._left or self._session.shouldfail or self._session.shouldstop:
+            return None
+        if file not in self._left:
+            workers = Counter(self._at.values())
+            file = max(self._left, key=lambda other: len(self._left[other]) / (1 + workers[other]))
+        self._at[connection] = file
+        index = self._left[file].popleft()
+        if not self._left[file]:
+            del self._left[file]
+        return index
+
+
+def _work(session: pytest.Session, connection: Connection) -> None:
+    """Run tests, each as soon as the one after it is known: fixtures that the next one needs are kept."""
+    manager = session.config.pluginmanager
+    capture = manager.getplugin("capturemanager")
+    capture.stop_global_capturing()
+    capture.start_global_capturing()  # the parent's files are shared
+    manager.unregister(name="terminalreporter")
+    manager.register(_Sender(session.config, connection))
+
+    def following() -> pytest.Item | None:
+        connection.send(None)
+        index = connection.recv()
+        return None if index is None else session.items[index]
+
+    item = following()
+    while item is not None:
+        after = following()
+        session.config.hook.pytest_runtest_protocol(item=item, nextitem=after)
+        item = after
+
+
+class _Sender:
+    def __init__(self, config: pytest.Config, connection: Connection) -> None:
+        self._config, self._connection = config, connection
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._connection.send(self._config.hook.pytest_report_to_serializable(config=self._config, report=report))
+
+
+def _file_of(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]
+
+
+def _lost(item: pytest.Item, status: int) -> pytest.TestReport:
+    reason = f"its process ended with status {status}"
+    return pytest.TestReport(item.nodeid, item.location, {}, "failed", reason, "call")

@@ -1,0 +1,57 @@
+"""Facts of the first GPU, read in a process of their own: this one may still be forked (tests/forks.py)."""
+
+import functools
+import os
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import NamedTuple
+
+import torch
+
+BYTES_OF_A_WORKER = 3 << 30
+
+__all__ = ["FirstGPU", "first_gpu", "is_hopper_here", "num_workers"]
+
+
+class FirstGPU(NamedTuple):
+    """Its memory in bytes, and the first number of its compute capability."""
+
+    memory: int
+    capability: int
+
+
+@functools.cache
+def first_gpu() -> FirstGPU | None:
+    """Return facts of the first GPU; None without one."""
+    if not torch.cuda.is_available():
+        return None
+    if torch.cuda.is_initialized():
+        return _facts()
+    ours, theirs = get_context("fork").Pipe()
+    process = get_context("fork").Process(target=_send, args=(theirs,))
+    process.start()
+    theirs.close()
+    facts: FirstGPU = ours.recv()
+    process.join()
+    return facts
+
+
+def is_hopper_here() -> bool:
+    """Return True if the first GPU has compute capability 9."""
+    gpu = first_gpu()
+    return gpu is not None and gpu.capability == 9
+
+
+def num_workers() -> int:
+    """Return one worker per core, but no more than the first GPU has memory for."""
+    cores, gpu = len(os.sched_getaffinity(0)), first_gpu()
+    return cores if gpu is None else max(1, min(cores, gpu.memory // BYTES_OF_A_WORKER))
+
+
+def _facts() -> FirstGPU:
+    properties = torch.cuda.get_device_properties(0)
+    return FirstGPU(properties.total_memory, properties.major)
+
+
+def _send(connection: Connection) -> None:
+    connection.send(_facts())

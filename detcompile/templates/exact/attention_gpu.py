@@ -103,8 +103,9 @@ def _block(
         visible = (key[None, :] <= position[:, None]) & (key[None, :] >= oldest[:, None])
         z = tl.where(visible, z, float("-inf"))
         faulty = tl.max(tl.where(visible, faulty[None, :], 0), 1)
-        reach = tl.max(tl.where(visible, v_scale[None, :], 0.0), 1)
-        share = v_scale[None, :] * tl.div_rn(reach * 0.0 + 32512.0, reach)[:, None]
+        scale = tl.where(visible, v_scale[None, :], 0.0)  # others may be infinite, and 0 * infinity is NaN
+        reach = tl.max(scale, 1)
+        share = scale * tl.div_rn(reach * 0.0 + 32512.0, reach)[:, None]
         seen = (first <= position) & (first + _BLOCK > oldest)
     else:
         faulty = tl.zeros_like(position) + tl.max(faulty, 0)

@@ -304,9 +304,9 @@ def hopper_exact_attention_kernel(
                 z = gl.where(visible, z, -float("inf"))
                 m = ceil(gl.max(z, 1))
                 p = gl.where(visible, exp2_clipped(gl.maximum(z - m[:, None], -100.0)), 0.0)
-                scale = gl.convert_layout(v_scale, COLUMN)
-                reach = gl.max(gl.where(visible, scale[None, :], 0.0), 1)
-                weight = bits(gl.fma(p, scale[None, :] * gl.div_rn(reach * 0.0 + 32512.0, reach)[:, None], MAGIC))
+                scale = gl.where(visible, gl.convert_layout(v_scale, COLUMN)[None, :], 0.0)
+                reach = gl.max(scale, 1)
+                weight = bits(gl.fma(p, scale * gl.div_rn(reach * 0.0 + 32512.0, reach)[:, None], MAGIC))
                 hurt = gl.convert_layout(faulty, COLUMN)[None, :]
                 seen = (first <= position) & (first + _KEYS > oldest)
                 faulty2 = gl.maximum(faulty2, gl.where(seen, gl.max(gl.where(visible, hurt, 0), 1), 0))

@@ -65,7 +65,7 @@ def paged(
 ) -> Tensor:
     """Run two copies of a sequence in steps that end at `cuts`, over shuffled pages; return the rows of its queries.
 
-    Unused bytes are 0xff, which is NaN as a scale. Each step ends with a row of padding.
+    Each step ends with a row of padding. Words of unused slots are NaN or 3e38, which are also scales.
 
     Args:
         write: runs the steps before those of the queries, if given.
@@ -78,8 +78,9 @@ def paged(
     pages = -(-S // block_size)
     table = torch.randperm(2 * pages + 1, generator=torch.Generator().manual_seed(S))[: 2 * pages].view(2, pages).int()
     shapes = [(2 * pages + 1, block_size, G, row_words(size, digits)) for size in (dim, width)]
-    words = [torch.full(shape, -1, dtype=torch.int32, device=device) for shape in shapes]
-    caches = Caches(*(given.view(torch.float32) for given in words))
+    caches = Caches(*(torch.full(shape, float("nan"), device=device) for shape in shapes))
+    for cache in caches:
+        cache[:, 1::2] = 3e38
     edges = [0, *(cut for cut in cuts if cut < S), S]
     if write is not None:
         edges = [0, *(S - len(q) + cut for cut in (0, *cuts) if cut < len(q)), S]

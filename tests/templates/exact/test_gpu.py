@@ -33,17 +33,22 @@ from tests.templates.exact.cases import tensor as host_tensor
 from tests.templates.triton_interpreter import DEVICE, INTERPRETED, NEEDS_GPU, NEEDS_TRITON
 
 pytestmark = NEEDS_TRITON
+GPU_NAN = U(0x7FFFFFFF).view(F)
 
 
 @pytest.fixture(autouse=True)
 def exact_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter rounds an fma twice, and its dot is patched to take float32."""
+    """Triton's interpreter rounds an fma twice, and its dot is patched to take float32.
+
+    A GPU's NaN has all bits set.
+    """
     if not INTERPRETED:
         return
     from triton.runtime import interpreter
 
     def fma(builder, x, y, z):  # type: ignore[no-untyped-def]
-        return interpreter.TensorHandle(exact.fma(x.data, y.data, z.data), z.dtype.scalar)
+        total = exact.fma(x.data, y.data, z.data)
+        return interpreter.TensorHandle(np.where(np.isnan(total), GPU_NAN, total), z.dtype.scalar)
 
     def dot(builder, a, b, d, *_):  # type: ignore[no-untyped-def]
         return interpreter.TensorHandle(a.data.astype(np.int32) @ b.data.astype(np.int32) + d.data, d.dtype.scalar)

@@ -172,7 +172,9 @@ def _multiply(
         m = (tile_m * CONSUMERS + W) * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
         n = tile_n * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, LAYOUT))
         if W == 1:  # the other warpgroup multiplies meanwhile
-            mbarrier.wait(turn, work // gl.num_programs(0) & 1, pred=tiles * splits > gl.num_programs(0))
+            # With so few k-groups the other could be a tile ahead, and this would wait for its next turn.
+            turns = (tiles * splits > gl.num_programs(0)) & (K > STAGES * BK)
+            mbarrier.wait(turn, work // gl.num_programs(0) & 1, pred=turns)
         total = high.to(gl.int64) * 256 + low if DX == 2 else high
         out_at = out_ptr + m[:, None].to(gl.int64) * N + n[None, :]
         inside = (m < M)[:, None] & (n < N)[None, :]

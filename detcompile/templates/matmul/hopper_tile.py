@@ -157,7 +157,9 @@ def multiply(
             m = tile_m * (64 * CONSUMERS) + W * 64
             n = tile_n * (BB if GATED else BB + BC)
         if W == 1:
-            mbarrier.wait(turn, work // gl.num_programs(0) & 1, pred=tiles_m * tiles_n > gl.num_programs(0))
+            # With so few k-groups the other could be a tile ahead, and this would wait for its next turn.
+            turns = (tiles_m * tiles_n > gl.num_programs(0)) & (groups * leaves > STAGES)
+            mbarrier.wait(turn, work // gl.num_programs(0) & 1, pred=turns)
         _finish(
             node, rest if GATED else node, out_tiles.index(W * LEVELS * 2 if LEVELS > 0 else W), out_desc, pointers,
             sizes, m, n, LAYOUT, HAS_BIAS, HAS_RESIDUAL, STORED, LEVELS, BB, SWAP, GATED,

@@ -70,7 +70,7 @@ def attention(S: int, T: int, past: int, digits: int) -> dict[str, object]:
     counts = torch.arange(S + 1, dtype=torch.int32, device="cuda") * T
     lengths = torch.full((S,), keys, dtype=torch.int32, device="cuda")
     rows = [x.flatten(0, 1).contiguous() for x in (q, k[:, past:], v[:, past:])]
-    operands = (*rows, *caches, slots[:, past:].flatten(), counts, lengths, table)
+    operands = (*rows, *caches, slots[:, past:].flatten().contiguous(), counts, lengths, table)
     attend = torch.ops.detcompile.exact_paged_attention
     peers = [x.transpose(1, 2).bfloat16() for x in (q, k, v)]
     causal = past == 0 and T > 1

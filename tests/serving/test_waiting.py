@@ -132,7 +132,7 @@ async def test_who_leaves_waits_for_no_grammar(checks: list[str]) -> None:
 
     service = scripted()
     async with running(service) as client:
-        slow = asyncio.create_task(ask(client, "a30"))
+        slow = asyncio.create_task(ask(client, "a150"))
         while not checks:
             await asyncio.sleep(0.01)
         left, parts = asyncio.Event(), [{"type": "http.request", "body": body, "more_body": False}]
@@ -148,11 +148,12 @@ async def test_who_leaves_waits_for_no_grammar(checks: list[str]) -> None:
 
         requests = asyncio.create_task(new_app(service, "test")(scope, receive, send))
         while not service.limiter.num_waiting:
+            assert not slow.done(), "the check ended before the second request came"
             await asyncio.sleep(0.01)
         left.set()
         await requests
         assert not slow.done() and service.limiter.num_waiting == 0
-        assert (await slow)[0] == 200 and checks == ["a30"] and not service.open
+        assert (await slow)[0] == 200 and checks == ["a150"] and not service.open
 
 
 async def test_a_turn_that_comes_as_its_owner_leaves_is_the_next_ones() -> None:

@@ -10,7 +10,7 @@ import torch
 from tests.draws import seed_of_run
 from tools.generate_models import GPU_RESULTS, PAGE, RESULTS, versions
 from tools.half_checks import examine_half
-from tools.model_checks import AXES_MEASURED, GPU_AXES, MEANING_LIMIT, examine
+from tools.model_checks import AXES_MEASURED, EXACT_LIMIT, GPU_AXES, MEANING_LIMIT, examine, examine_exactly
 from tools.model_configs import ARCHITECTURES
 from tools.models_page import counts, page
 
@@ -57,6 +57,13 @@ def test_no_model_is_silently_wrong_on_a_gpu() -> None:
         assert set(row["axes"]) == set(GPU_AXES), name
 
 
+def test_exact_arithmetic_accepts_most_models_and_none_is_silently_wrong() -> None:
+    results = {name: row["exact"] for name, row in ROWS.items() if row["verdict"] == "certified"}
+    assert sum("meaning" in result for result in results.values()) >= 130
+    for name, result in results.items():
+        assert result["meaning"] < EXACT_LIMIT if "meaning" in result else result["reason"], name
+
+
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_row_measured_again_is_the_same(name: str) -> None:
     """Certified graphs are run as they are: the axes of compiled models have tests of their own."""
@@ -67,6 +74,9 @@ def test_a_row_measured_again_is_the_same(name: str) -> None:
         torch.set_num_threads(threads)
     assert again["verdict"] == ROWS[name]["verdict"] and again["reason"] == ROWS[name]["reason"]
     if again["verdict"] == "certified":
+        exact = examine_exactly(name)
+        assert exact.keys() == ROWS[name]["exact"].keys() and exact.get("reason") == ROWS[name]["exact"].get("reason")
+        assert exact.get("meaning", 0) < EXACT_LIMIT
         assert again["meaning"] < MEANING_LIMIT and again["tp2"] == ROWS[name]["tp2"]
 
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from detcompile.executors.fingerprints import source_digest
-from tools.model_checks import examine, examine_on_gpu, served
+from tools.model_checks import examine, examine_exactly, examine_on_gpu, served
 from tools.model_configs import ARCHITECTURES
 from tools.models_page import page
 
@@ -89,6 +89,15 @@ def run_served(model_types: Iterable[str], jobs: int, rows: dict[str, Result]) -
         save(rows)
 
 
+def run_exactly(model_types: Iterable[str], jobs: int, rows: dict[str, Result]) -> None:
+    """Certify and run ``model_types`` in exact arithmetic and put the results into their rows."""
+    torch.set_num_threads(1)
+    examine_exactly("llama")  # as in `run`
+    for name, result in _answers(model_types, jobs, "fork", _work_exactly):
+        rows[name] = rows[name] | {"exact": result["exact"], "exact_by": result["sources"]}
+        save(rows)
+
+
 def run_on_gpu(model_types: Iterable[str], jobs: int) -> None:
     """Examine ``model_types`` on the GPU and write each result to models_gpu.json as it comes."""
     rows: dict[str, Result] = {}
@@ -110,7 +119,7 @@ def _answers(
             result = _finished(one)
             if result is not None:
                 running.remove(one)
-                keys = ("verdict", "reason", "served", "seconds", "meaning")
+                keys = ("verdict", "reason", "served", "exact", "seconds", "meaning")
                 line = " ".join(str(result[key]) for key in keys if key in result)
                 print(f"{one.model_type}: {line[:300]}", flush=True)
                 yield one.model_type, result | {"sources": sources}
@@ -136,6 +145,12 @@ def _work_served(model_type: str, give: Connection) -> None:
     _be_silent()
     start = time.monotonic()
     give.send({"served": served(model_type), "seconds": round(time.monotonic() - start, 1)})
+
+
+def _work_exactly(model_type: str, give: Connection) -> None:
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_LIMIT, MEMORY_LIMIT))
+    _be_silent()
+    give.send({"exact": examine_exactly(model_type)})
 
 
 def _work_on_gpu(model_type: str, give: Connection) -> None:
@@ -179,6 +194,7 @@ def _arguments() -> argparse.Namespace:
         "--graphs", action="store_true", help="run certified graphs without generated code; leaves out the axes"
     )
     parser.add_argument("--served", action="store_true", help="compile and serve certified architectures")
+    parser.add_argument("--exact", action="store_true", help="examine certified architectures in exact16")
     parser.add_argument("--keep", action="store_true", help="keep results of older sources")
     parser.add_argument("--gpu", action="store_true", help="examine the named architectures on this machine's GPU")
     parser.add_argument("--page", action="store_true", help="write the page without examining anything")
@@ -200,11 +216,15 @@ def main() -> None:
         certified = [name for name, row in rows.items() if row["verdict"] == "certified"]
         old = [name for name in certified if not options.keep or "served" not in rows[name]]
         run_served(options.names or old, options.jobs, rows)
+    if options.exact:
+        certified = [name for name, row in rows.items() if row["verdict"] == "certified"]
+        old = [name for name in certified if not options.keep or "exact" not in rows[name]]
+        run_exactly(options.names or old, options.jobs, rows)
     fresh = {name for name, row in rows.items() if options.keep or row["sources"] == digest}
     if not options.graphs:
         fresh -= {name for name, row in rows.items() if row["verdict"] == "certified" and not row["axes"]}
     stale = [name for name in ARCHITECTURES if name not in fresh]
-    if not (options.page or options.served):
+    if not (options.page or options.served or options.exact):
         run(options.names or stale, options.jobs, not options.graphs, rows)
     gpu = json.loads(GPU_RESULTS.read_text(encoding="utf-8"))
     PAGE.write_text(page(rows, versions(), gpu), encoding="utf-8")

@@ -33,12 +33,14 @@ from tools.model_configs import MAX_CONTEXT, OUTSIDE, VOCAB_SIZE, tiny_model
 
 __all__ = [
     "AXES_MEASURED",
+    "EXACT_LIMIT",
     "GPU_AXES",
     "LENGTH",
     "MEANING_LIMIT",
     "NUMERICS",
     "Result",
     "examine",
+    "examine_exactly",
     "examine_on_gpu",
     "one_line",
     "refusal_of",
@@ -54,6 +56,7 @@ GPU_AXES = (*AXES_MEASURED, "cuda_graphs")
 CONFIGURATIONS = 3  # of each axis for each of two targets, the first of them the target alone
 NUMERICS = Numerics(tp_sizes=(1, 2), kv_chunk=64)
 MEANING_LIMIT = 2e-5  # norm of the logits' difference from eager float32, divided by the norm of eager's
+EXACT_LIMIT = 2e-2  # the same in exact16
 
 SERVED = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PROMPT_LENGTHS = (9, 19, 29)
@@ -114,6 +117,26 @@ def examine(model_type: str, codegen: bool = True) -> Result:
     with contextlib.nullcontext() if codegen else mock.patch.object(program_source, "compile_fx_inner", run_plainly):
         result = _examine(model_type, codegen)
     return result | {"seconds": round(time.monotonic() - start, 1)}
+
+
+def examine_exactly(model_type: str) -> Result:
+    """Return an architecture's result in exact16; the certified graph runs operation by operation.
+
+    Returns:
+        meaning: the relative error against eager float32. Or reason: why it is rejected, or what failed.
+    """
+    ids = two_rows()
+    with torch.no_grad():
+        expected = tiny_model(model_type, "eager")(input_ids=ids, use_cache=False).logits
+    numerics = Numerics(arithmetic="exact16")
+    try:
+        with mock.patch.object(program_source, "compile_fx_inner", run_plainly):
+            compiled = detcompile.compile(tiny_model(model_type), numerics=numerics, max_context=MAX_CONTEXT)
+        return {"meaning": relative_error(compiled(ids).logits, expected)}
+    except DetcompileError as error:
+        return {"reason": refusal_of(error)}
+    except Exception as error:
+        return {"reason": f"unexpected: {one_line(error)}"}
 
 
 def examine_on_gpu(model_type: str) -> Result:

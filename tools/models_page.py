@@ -26,7 +26,9 @@ def counts(rows: Mapping[str, Result]) -> dict[str, int]:
 
 def page(rows: Mapping[str, Result], versions: Mapping[str, str], gpu: Mapping[str, Any]) -> str:
     """Return models.md; ``gpu`` is models_gpu.json."""
-    parts = (_header(rows, versions, gpu), _certified(rows), _refused(rows), _on_gpu(gpu), _outside(rows))
+    parts = (
+        _header(rows, versions, gpu), _certified(rows), _refused(rows), _exact(rows), _on_gpu(gpu), _outside(rows)
+    )  # fmt: skip
     return "\n".join([*itertools.chain(*parts), ""])
 
 
@@ -36,6 +38,7 @@ def _header(rows: Mapping[str, Result], versions: Mapping[str, str], gpu: Mappin
     certified = [row for row in rows.values() if row["verdict"] == "certified"]
     measured = sum(bool(row["axes"]) for row in certified)
     shared = sum(row["tp2"] == "yes" for row in certified)
+    exact = sum("meaning" in row.get("exact", {}) for row in certified)
     served = sum(set(row.get("served", {"": ""}).values()) == {"yes"} for row in certified)
     both_ways = sum(row["verdict"] == "refused" and not row.get("causal", True) for row in rows.values())
     sources = {row["sources"] for row in rows.values()}
@@ -56,6 +59,7 @@ def _header(rows: Mapping[str, Result], versions: Mapping[str, str], gpu: Mappin
         f"| with an eager forward from `input_ids` alone: the denominator | {number['eager']} |",
         f"| **certified**, with eager's meaning | **{number['certified']}** ({share:.0f} %) |",
         f"| of these: axes measured, served in both dtypes, shared by two ranks | {measured}, {served}, {shared} |",
+        f"| of these: also [in exact integer arithmetic](#in-exact-integer-arithmetic) | {exact} |",
         f"| refused, with the operation or the reason | {number['refused']} |",
         f"| of these, eager's own logits of a token follow later tokens | {both_ways} |",
         f"| compiled, with another meaning or other bits: a bug | {number['wrong']} |",
@@ -105,6 +109,29 @@ def _on_gpu(gpu: Mapping[str, Any]) -> list[str]:
         f"{', '.join(GPU_AXES)} hold by bytes in bfloat16.",
         "",
         *_wrapped(rows),
+        "",
+    ]
+
+
+def _exact(rows: Mapping[str, Result]) -> list[str]:
+    """Return how near the certified architectures that exact arithmetic accepts are to eager, and the others."""
+    distances, kinds = dict[str, float](), dict[str, list[str]]()
+    for name, row in sorted(rows.items()):
+        result = row.get("exact", {})
+        if "meaning" in result:
+            distances[name] = result["meaning"]
+        elif result:
+            kinds.setdefault(_kind(result["reason"]), []).append(name)
+    *_, second, last = sorted(distances, key=lambda name: distances[name])
+    return [
+        "## In exact integer arithmetic",
+        "",
+        f"{len(distances)} certified architectures, all but these, are also certified in [exact16](exact.md#decoder).",
+        "Their graphs ran without generated code. The distance from eager's logits is the quantization's error:",
+        f"{min(distances.values()):.0e} to {distances[second]:.0e}, and {distances[last]:.0e} for {last}, where a token"
+        " chose another expert.",
+        "",
+        *_grouped(kinds),
         "",
     ]
 

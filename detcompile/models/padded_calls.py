@@ -108,4 +108,5 @@ def padded_output(
     num_states = len(batch.lengths) if facts.state_shapes else 0
     runner = executor.new_runner(num_blocks, BLOCK_SIZE, False, num_states)
     logits = repad(runner.run(arrays), mask)
-    return CausalLMOutput(loss=None if labels is None else language_loss(logits, labels, mask), logits=logits)
+    loss = None if labels is None else language_loss(logits, labels, mask, facts.is_exact)
+    return CausalLMOutput(loss=loss, logits=logits)

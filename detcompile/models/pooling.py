@@ -26,6 +26,7 @@ from detcompile.runtime.kv.block_pool import BLOCK_SIZE
 from detcompile.runtime.requests.plain_values import flag, kind, shown, token_list
 from detcompile.runtime.requests.prompts import Prompt, private_copy, prompts_of, read_prompt, tokenized
 from detcompile.templates.cpu.fp_mode import float_mode
+from detcompile.templates.ops import ours
 
 Prompts = Prompt | SequenceOf[Prompt]
 SERVED = "input_ids, attention_mask, position_ids and return_dict"
@@ -208,25 +209,31 @@ class CompiledEmbedder(_Pooling):
         places = {"last": _last, "first": _first, "mean": lambda batch: np.arange(len(batch.token_ids))}
         if chosen not in list(places):
             raise InvalidInput(f"pooling={pooling!r}: use {', '.join(map(repr, places))}, or None")
-        pooled = []
+        pooled, is_exact = [], self.facts.is_exact
         for batch in self._packs(prompts):
             states = self._run(batch, places[chosen](batch)).float()
             with float_mode(states.device):
-                pooled.append(_means(states, batch.lengths) if chosen == "mean" else states)
+                pooled.append(_means(states, batch.lengths, is_exact) if chosen == "mean" else states)
         embeddings = torch.cat(pooled)
         if not divide:
             return embeddings
         with float_mode(embeddings.device):
-            return embeddings / torch.ops.detcompile.row_sum(embeddings * embeddings).sqrt()[:, None]
+            if is_exact:
+                norms = ours.exact_function(ours.exact_sum(embeddings * embeddings), "sqrt")
+                return ours.exact_divide(embeddings, norms[:, None])
+            return embeddings / ours.row_sum(embeddings * embeddings).sqrt()[:, None]
 
     def _output(self, batch: UnpaddedBatch) -> ModelOutput:
         return BaseModelOutput(last_hidden_state=repad(self._run(batch, np.arange(len(batch.token_ids))), batch.mask))
 
 
-def _means(states: Tensor, lengths: NDArray[np.int64]) -> Tensor:
+def _means(states: Tensor, lengths: NDArray[np.int64], is_exact: bool) -> Tensor:
     """Return means [B, H] over the tokens of each row of [T, H]."""
     columns = [rows.t().contiguous() for rows in states.split(lengths.tolist())]
-    return torch.stack([torch.ops.detcompile.row_sum(column) / column.shape[1] for column in columns])
+    if is_exact:  # a GPU would multiply by the reciprocal of a number
+        counts = torch.from_numpy(lengths).to(states)[:, None]
+        return ours.exact_divide(torch.stack([ours.exact_sum(column) for column in columns]), counts)
+    return torch.stack([ours.row_sum(column) / column.shape[1] for column in columns])
 
 
 def _require_one_type(types: Any) -> None:

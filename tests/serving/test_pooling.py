@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import mpmath
 import numpy as np
 import openai
 import pytest
@@ -208,6 +209,14 @@ def test_classes_of_a_row() -> None:
         torch.tensor(row, dtype=torch.float64).sigmoid().tolist(), rel=1e-12
     )
     assert pooling_routes._classes(0, row, facts, False)["probs"] == row
+
+
+def test_the_c_library_decides_no_bit_of_a_probability() -> None:
+    values = torch.linspace(-40, 0, 2000, dtype=torch.float64).tolist()
+    with mpmath.workprec(200):
+        assert [pooling_routes._exp(value) for value in values] == [float(mpmath.exp(value)) for value in values]
+    row = pooling_routes._softmax([0.0, -1e30, -math.inf])
+    assert row == [1.0, 0.0, 0.0] and pooling_routes._sigmoid(-1e30) == 0.0
 
 
 def test_pairs_that_are_told_apart_by_types_are_refused() -> None:

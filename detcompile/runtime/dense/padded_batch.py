@@ -15,6 +15,7 @@ from torch import Tensor
 from detcompile.errors import InvalidInput
 from detcompile.runtime.kv.block_pool import BLOCK_SIZE, NULL_BLOCK
 from detcompile.runtime.requests.plain_values import token_list, whole_number
+from detcompile.runtime.sampling.filters import log_softmax
 from detcompile.runtime.step.builder import NOT_PENDING, StepArrays, token_places
 from detcompile.templates.cpu.fp_mode import float_mode
 
@@ -114,7 +115,7 @@ def repad(logits: Tensor, mask: NDArray[np.bool_]) -> Tensor:
     return padded
 
 
-def language_loss(logits: Tensor, labels: Tensor, mask: NDArray[np.bool_]) -> Tensor:
+def language_loss(logits: Tensor, labels: Tensor, mask: NDArray[np.bool_], is_exact: bool = False) -> Tensor:
     """Return the mean cross entropy, fp32, of labels one column to the right; a sum over tokens of the whole batch.
 
     A label counts only if both it and the column that predicts it are tokens. Labels at padding count as IGNORED_LABEL,
@@ -124,6 +125,7 @@ def language_loss(logits: Tensor, labels: Tensor, mask: NDArray[np.bool_]) -> Te
         logits: [B, C, V] of any float dtype.
         labels: [B, C] token ids, or IGNORED_LABEL.
         mask: [B, C], true at tokens.
+        is_exact: by the definition of docs/exact.md.
 
     Raises:
         InvalidInput: there are no labels, or one is outside the vocabulary.
@@ -136,8 +138,11 @@ def language_loss(logits: Tensor, labels: Tensor, mask: NDArray[np.bool_]) -> Te
     if len(bad):
         raise InvalidInput(f"label {int(bad[0])}: labels are 0 to {logits.shape[-1] - 1}, or {IGNORED_LABEL} for none")
     with float_mode(logits.device):
-        logprobs = torch.ops.detcompile.log_softmax(logits[:, :-1][counted], torch.float32, [])
+        logprobs = log_softmax(logits[:, :-1][counted], is_exact)
         chosen = logprobs.gather(1, wanted[counted].unsqueeze(1)).squeeze(1)
+        if is_exact:
+            total = torch.ops.detcompile.exact_sum(chosen)
+            return -torch.ops.detcompile.exact_divide(total, torch.full_like(total, chosen.numel()))
         return -torch.ops.detcompile.row_sum(chosen) / chosen.numel()
 
 

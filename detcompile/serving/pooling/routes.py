@@ -11,6 +11,7 @@ import secrets
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from decimal import Decimal
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
@@ -201,13 +202,18 @@ def _classes(index: int, row: Row, facts: PoolingFacts, activates: bool) -> dict
 
 def _sigmoid(value: float) -> float:
     if value >= 0:
-        return 1 / (1 + math.exp(-value))
-    return math.exp(value) / (1 + math.exp(value))
+        return 1 / (1 + _exp(-value))
+    return _exp(value) / (1 + _exp(value))
+
+
+def _exp(x: float) -> float:
+    """Return the rounded exp: that of the C library differs between machines."""
+    return float(Decimal(x).exp())
 
 
 def _softmax(row: Row) -> list[float]:
     top = max(row)
-    parts = [math.exp(value - top) for value in row]
+    parts = [_exp(value - top) for value in row]
     return [part / math.fsum(parts) for part in parts]
 
 

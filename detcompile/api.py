@@ -191,7 +191,9 @@ def compile_here(
 
 def require_declared(tp: int, numerics: Numerics) -> None:
     """Raise NumericsError unless this many ranks may share a model: any number, in exact arithmetic."""
-    if tp not in numerics.tp_sizes and not (numerics.is_exact and tp > 0):
+    if tp < 1:
+        raise InvalidInput(f"tp={tp}: a model has at least one rank")
+    if tp not in numerics.tp_sizes and not numerics.is_exact:
         raise NumericsError(
             f"tp={tp} is not one of Numerics.tp_sizes={numerics.tp_sizes}: declare it, such as by"
             f" numerics=Numerics(tp_sizes=(1, {max(tp, 2)})) in Python or --tp-sizes 1,{max(tp, 2)} of a command"
@@ -224,7 +226,10 @@ def _checked_rank(rank: int | None, num_processes: int, numerics: Numerics) -> i
     if not 1 <= rank <= LARGEST_RANK:
         raise InvalidInput(f"max_lora_rank={rank} must be from 1 to {LARGEST_RANK}")
     if num_processes > 1 or numerics.is_exact:
-        raise InvalidInput("max_lora_rank: adapters by name run in one process, in floating point: tp=1 and pp=1")
+        raise InvalidInput(
+            f"max_lora_rank={rank}: adapters by name run in one process and in floating point: pass tp=1 and pp=1, and"
+            " no Numerics.arithmetic"
+        )
     return rank
 
 

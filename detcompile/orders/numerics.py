@@ -113,7 +113,7 @@ class Numerics:
         return f"Numerics(tp_sizes={self.tp_sizes!r}, kv_chunk={self.kv_chunk!r}{exact})"
 
     def __post_init__(self) -> None:
-        if self.arithmetic != "float" and self.arithmetic not in ARITHMETICS:
+        if self.arithmetic not in ("float", *ARITHMETICS):
             raise NumericsError(
                 f"Numerics.arithmetic={self.arithmetic!r}: it is one of 'float', {', '.join(map(repr, ARITHMETICS))}"
             )

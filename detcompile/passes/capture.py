@@ -216,7 +216,7 @@ def _observe(
         check_call(module, query, key, value, attention_mask, kwargs, both_ways)
         rule = rule_of(query, kv_chunk, kwargs)
         give_kv_digits(model, module)
-        require_plain(module, query, rule)
+        require_plain(module, key, value, rule)
         calls.append(AttentionCall(module, query, key, value, rule, place(module)))
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 

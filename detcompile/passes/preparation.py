@@ -29,7 +29,6 @@ class ModulePass(NamedTuple):
 
 MODULE_PASSES = (
     ModulePass(give_positions),
-    ModulePass(pin_quantized),
     ModulePass(pin_experts),
     ModulePass(replace_experts, whole="experts that take no implementation from outside,"),
     ModulePass(pin_recurrences, whole="layers with a state"),
@@ -55,6 +54,7 @@ def prepare(
             "load it again"
         )
     setattr(model, TAKEN, True)
+    pin_quantized(model)
     if numerics.is_exact:
         use_exact_arithmetic(model, numerics.arithmetic, max_context)
     freeze_rope(model, max_context)

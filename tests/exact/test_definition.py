@@ -11,7 +11,7 @@ import torch
 
 import detcompile
 from detcompile.errors import InvalidInput
-from detcompile.templates.exact.attention import _WIDEST_HEAD, _factor
+from detcompile.templates.exact.attention import WIDEST_HEAD, _factor
 from detcompile.templates.exact.gpu import _LONGEST as GPU_PART
 from detcompile.templates.exact.rows import _LONGEST, FUNCTIONS
 from detcompile.templates.exact.softmax import _MOST_LOGITS, exact_softmax
@@ -127,7 +127,7 @@ BOUNDS = {  # of a sum of n terms of any signs, thus of every part of it in any 
     "both cross products": (2 * N * HIGH * LOW, exact.LONGEST, 31),
     "T of a part, in float64": (N * T, exact.LONGEST, 53),
     "T of all parts": (N * T, 1 << 32, 63),
-    "a score": (N * T, _WIDEST_HEAD, 31),
+    "a score": (N * T, WIDEST_HEAD, 31),
     "values of a block": (N * T, exact.BLOCK, 31),
     "weights of a block, in float32": (N * 32512, exact.BLOCK, 24),
     "squares of a norm": (N * 2**44, _LONGEST - 1, 63),

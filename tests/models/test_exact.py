@@ -4,6 +4,7 @@ import copy
 import functools
 import os
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,12 +13,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor import config as inductor_config
 from torch._inductor import virtualized
 from torch._inductor.lowering import lowerings, make_pointwise
+from transformers import AutoConfig, AutoModel
 
 import detcompile
 from benchmarks.exact_journal import resume
@@ -31,11 +34,13 @@ from detcompile.runtime.speculation.speculator import SpeculationConfig
 from detcompile.templates.cpu.library import supported_isas
 from detcompile.templates.exact.rope import frequencies_of, rope_tables
 from detcompile.weights import weight_addresses
+from tests.bits import assert_bitwise_equal
 from tests.exact import definition as exact
 from tests.exact import golden
 from tests.exhaustive import EXHAUSTIVE, exhaustive_unless
 from tests.invariance.axis import tokens
-from tests.model_cases import VOCAB_SIZE, certified, random_model
+from tests.model_cases import LLAMA, VOCAB_SIZE, certified, random_model
+from tests.quantized_checkpoints import CHECKPOINTS, write_checkpoint, write_mixture
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 100}
@@ -141,6 +146,64 @@ def test_rotary_tables_are_near_those_of_transformers(parameters: dict[str, obje
         assert torch.allclose(actual, table, rtol=0, atol=1e-4)
 
 
+def test_tables_of_a_context_of_one_token_have_room_for_the_probe() -> None:
+    model = certified(random_model("llama", torch.float32), numerics=Numerics(arithmetic="exact16"), max_context=1)
+    assert model(torch.tensor([[5]])).logits.isfinite().all()
+
+
+def test_frequencies_that_a_cast_has_rounded_are_rejected() -> None:
+    with pytest.raises(UnsupportedModel, match="cast to 16 bits, load it with dtype= instead"):
+        use_exact_arithmetic(random_model("llama", torch.bfloat16), "exact16", 64)
+
+
+@pytest.mark.parametrize("head_dim", [6, 516])
+def test_heads_of_other_sizes_are_rejected(head_dim: int) -> None:
+    model = random_model("llama", torch.float32, head_dim=head_dim)
+    with pytest.raises(UnsupportedModel, match=f"no heads of {head_dim} features; it takes multiples of 4 up to 512"):
+        certified(model, numerics=Numerics(arithmetic="exact16"), max_context=64)
+
+
+QUANTIZED = exhaustive_unless(lambda name: name == "compressed int8", CHECKPOINTS)  # the others take 20 CPU seconds
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantized_checkpoint_becomes_digits(name: str, tmp_path: Path) -> None:
+    ids = torch.tensor([exact.fixed_tokens(40, VOCAB_SIZE)])
+    write_checkpoint(tmp_path, name)
+    expected = certified(detcompile.load_model(tmp_path, device="cpu"), max_context=64)(ids).logits.float()
+    model = certified(detcompile.load_model(tmp_path, device="cpu"), numerics=Numerics(arithmetic="exact8"))
+    assert (model(ids).logits - expected).norm() < 0.02 * expected.norm()
+
+
+@EXHAUSTIVE  # 10 CPU seconds
+@pytest.mark.parametrize("name", ["compressed int4", "compressed int8"])
+def test_quantized_experts_become_the_digits_of_dequantized_ones(name: str, tmp_path: Path) -> None:
+    write_mixture(tmp_path, name, torch.bfloat16)
+    loaded = [detcompile.load_model(tmp_path, device="cpu", dequantize=given) for given in (None, False)]
+    kept, dequantized = [certified(model, numerics=Numerics(arithmetic="exact16")).fingerprint for model in loaded]
+    assert kept == dequantized
+
+
+def test_loss_is_by_the_definition() -> None:
+    ids = torch.tensor([exact.fixed_tokens(300)])
+    output = tiny("exact16")(ids, labels=ids)
+    chosen = exact.log_softmax(output.logits[0, :-1].numpy())[range(299), ids[0, 1:]]
+    total = np.add.accumulate(chosen)[-1]  # in order
+    assert_bitwise_equal(output.loss, torch.tensor(-(total / np.float32(299))))
+
+
+def test_embedding_is_by_the_definition() -> None:
+    config = AutoConfig.for_model("bert", **LLAMA)
+    torch.manual_seed(0)
+    embedder = certified(AutoModel.from_config(config).eval(), numerics=Numerics(arithmetic="exact16"))
+    text = exact.fixed_tokens(100, VOCAB_SIZE)
+    states = embedder(torch.tensor([text])).last_hidden_state[0].numpy()
+    mean = np.add.accumulate(states)[-1] / np.float32(len(text))
+    assert_bitwise_equal(embedder.embed([text], normalize=False)[0], torch.from_numpy(mean))
+    norm = np.sqrt(np.add.accumulate(mean * mean)[-1])
+    assert_bitwise_equal(embedder.embed([text])[0], torch.from_numpy(mean / norm))
+
+
 def test_another_rotary_embedding_is_rejected_by_name() -> None:
     model = random_model("llama", torch.float32)
     model.config.rope_parameters["rope_type"] = "dynamic"
@@ -213,9 +276,11 @@ def test_defined_operations_are_certified() -> None:
         torch.compile(defined, backend=backend)(torch.ones(3, 8))
 
 
-def test_unknown_arithmetic_is_rejected() -> None:
-    with pytest.raises(NumericsError, match=r"Numerics.arithmetic='exact4': it is one of 'float', 'exact8'"):
-        Numerics(arithmetic="exact4")
+@pytest.mark.parametrize("value", ["exact4", ["exact16"], None])
+def test_unknown_arithmetic_is_rejected(value: Any) -> None:
+    message = f"Numerics.arithmetic={value!r}: it is one of 'float', 'exact8'"
+    with pytest.raises(NumericsError, match=re.escape(message)):
+        Numerics(arithmetic=value)
 
 
 def test_arithmetic_is_part_of_the_numerics_that_fingerprints_name() -> None:

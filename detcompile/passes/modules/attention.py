@@ -12,6 +12,7 @@ from detcompile.errors import UnsupportedModel
 from detcompile.passes.modules.exact import cached_shape, kv_digits
 from detcompile.step import KVGroup, StepInputs
 from detcompile.templates.attention.scores import AttentionRule
+from detcompile.templates.exact.attention import WIDEST_HEAD
 
 IMPLEMENTATION = "detcompile"  # the model's attn_implementation
 STEP_KWARG = "detcompile_step"  # forward kwarg that carries the StepInputs down to attention
@@ -132,14 +133,20 @@ def register_attention(kv_chunk: int, groups: Sequence[KVGroup], place: Callable
     AttentionInterface.register(IMPLEMENTATION, pinned)
 
 
-def require_plain(module: nn.Module, query: Tensor, rule: AttentionRule) -> None:
-    """Raise UnsupportedModel if the module's attention is exact and has another rule than exact attention."""
+def require_plain(module: nn.Module, key: Tensor, value: Tensor, rule: AttentionRule) -> None:
+    """Raise UnsupportedModel if the module's attention is exact and exact attention has no such rule or sizes."""
     if not kv_digits(module):
         return
+    sizes, fault = {key.shape[3], value.shape[3]}, ""
     if rule.relative_bias is not None:
+        fault = "attention with biases by distance"
+    elif any(size % 4 or size > WIDEST_HEAD for size in sizes):
+        shown = " and ".join(map(str, sorted(sizes)))
+        fault = f"heads of {shown} features; it takes multiples of 4 up to {WIDEST_HEAD}"
+    if fault:
         raise UnsupportedModel(
-            f"{type(module).__name__}: exact arithmetic defines no attention with biases by distance. Compile the model"
-            " without Numerics.arithmetic"
+            f"{type(module).__name__}: exact arithmetic defines no {fault}. Compile the model without"
+            " Numerics.arithmetic"
         )
 
 

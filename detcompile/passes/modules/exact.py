@@ -16,7 +16,7 @@ from transformers import Conv1D, PreTrainedModel
 from detcompile.orders.exact import ARITHMETICS, ExactArithmetic
 from detcompile.passes.modules.exact_matching import agree, float64_copy, result_in_float64, takes_one_argument
 from detcompile.passes.modules.exact_rotary import has_frequencies, rotary_of
-from detcompile.passes.modules.quantized_linear import replace_module
+from detcompile.passes.modules.quantized_linear import QuantizedLinear, QuantizedStack, replace_module
 from detcompile.templates.exact.attention import row_words
 from detcompile.templates.ops import ours
 from detcompile.transformers_internals.experts import takes_implementation
@@ -34,19 +34,26 @@ _FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 class ExactLinear(nn.Module):
-    """forward(x [..., K]) -> [..., N]: x and the weight as integers of one or two digits."""
+    """forward(x [..., K]) -> [..., N]: x and the weight as integers of one or two digits.
+
+    Args:
+        dtype: quantized weights are dequantized to it.
+    """
 
     digits: Tensor
     scales: Tensor
 
-    def __init__(self, linear: nn.Linear | Conv1D, arithmetic: ExactArithmetic) -> None:
+    def __init__(
+        self,
+        linear: nn.Linear | Conv1D | QuantizedLinear,
+        arithmetic: ExactArithmetic,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         super().__init__()
-        weight = linear.weight.detach().float()
-        weight = weight.t().contiguous() if isinstance(linear, Conv1D) else weight
-        self.out_features: int = weight.shape[0]
-        self.in_features: int = weight.shape[1]
         self.x_digits = arithmetic.activations
-        digits, scales = ours.exact_quantize(weight, arithmetic.weights, True)
+        digits, scales = _digits_of(linear, arithmetic.weights, dtype)
+        self.out_features: int = digits.shape[1]
+        self.in_features: int = digits.shape[2]
         self.register_buffer("digits", digits)
         self.register_buffer("scales", scales)
         self.bias = None if linear.bias is None else _fixed(linear.bias)
@@ -146,8 +153,13 @@ def use_exact_arithmetic(model: PreTrainedModel, arithmetic: str, max_context: i
     Raises:
         UnsupportedModel: the definition has no such rotary tables.
     """
-    chosen = ARITHMETICS[arithmetic]
-    model.float()
+    chosen, dtype = ARITHMETICS[arithmetic], model.dtype
+    for name, module in list(model.named_modules()):
+        if isinstance(module, QuantizedLinear):
+            replace_module(model, name, ExactLinear(module, chosen, dtype))
+        elif takes_implementation(module):
+            _quantize_experts(module, chosen, dtype)
+    nn.Module.float(model)  # transformers' refuses models that were loaded quantized
     setattr(model, _KV_DIGITS, chosen.kv)
     for name, module in list(model.named_modules())[1:]:  # without the model, whose class may be named for its norms
         if type(module).forward in (nn.Linear.forward, Conv1D.forward) or _is_linear(module):
@@ -156,14 +168,34 @@ def use_exact_arithmetic(model: PreTrainedModel, arithmetic: str, max_context: i
             replace_module(model, name, _norm_of(module) or module)
         elif type(module).__module__ in ("torch.nn.modules.activation", "transformers.activations"):
             replace_module(model, name, _function_of(module, model.device) or module)
-        elif takes_implementation(module):
-            _quantize_experts(module, chosen)
         elif has_frequencies(module):
-            replace_module(model, name, rotary_of(model, module, max_context))
+            replace_module(model, name, rotary_of(model, module, max(2, max_context)))  # the probe runs 2 tokens
     if chosen.bf16_residual and type(model).__name__ in _ROUNDED_SUMS:
         for layer in model.model.layers:
             kind: Any = type(layer)
             layer.__class__ = _with_rounded_sums(kind)
+
+
+def _digits_of(
+    linear: nn.Linear | Conv1D | QuantizedLinear, num_digits: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return the digits [D, N, K] and scales [N] of a linear's weight.
+
+    A checkpoint's int8 weights with one scale an output channel are the high digits, and -128 becomes -127: the kernels
+    have no such digit.
+    """
+    if not isinstance(linear, QuantizedLinear):
+        weight = linear.weight.detach().float()
+        weight = weight.t().contiguous() if isinstance(linear, Conv1D) else weight
+    else:
+        given = linear.quantized
+        is_plain = given.zeros is None and given.mins is None and linear.order is None
+        if given.w.dtype is torch.int8 and is_plain and given.group >= given.k and given.rows == 1:
+            high = given.w.clamp(min=-127)
+            return torch.stack([high, torch.zeros_like(high)][:num_digits]), given.scales[0].float()
+        weight = linear.dequantized(dtype).float()
+    digits, scales = ours.exact_quantize(weight, num_digits, True)
+    return digits, scales
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -184,10 +216,12 @@ def _is_linear(module: nn.Module) -> bool:
         return agree(result_in_float64(drawn, x), F.linear(x, w, b), terms)
 
 
-def _quantize_experts(module: Any, arithmetic: ExactArithmetic) -> None:
+def _quantize_experts(module: Any, arithmetic: ExactArithmetic, dtype: torch.dtype) -> None:
     for name in ("gate_up_proj", "up_proj", "down_proj"):
         weight = getattr(module, name, None)
-        if isinstance(weight, nn.Parameter) and weight.dim() == 3:
+        if isinstance(weight, QuantizedStack):
+            setattr(module, name, ExactStack(weight.dequantized(dtype), arithmetic))
+        elif isinstance(weight, nn.Parameter) and weight.dim() == 3:
             delattr(module, name)
             setattr(module, name, ExactStack(weight.transpose(1, 2) if module.is_transposed else weight, arithmetic))
 

@@ -25,7 +25,7 @@ class ExactRotary(nn.Module):
 
     def __init__(self, tables: Mapping[str | None, tuple[Tensor, Tensor]], config: Any, is_complex: bool) -> None:
         super().__init__()
-        self.config = config  # which some layers read
+        self.config, self.layer_types = config, list(tables)  # which some models read
         self.is_complex = is_complex
         for layer_type, (cos, sin) in tables.items():
             prefix = _prefix(layer_type)
@@ -60,12 +60,18 @@ def rotary_of(model: PreTrainedModel, module: Any, length: int) -> nn.Module:
         parameters = getattr(config, "rope_parameters", None) or {}
         parameters = parameters if layer_type is None else parameters.get(layer_type) or {}
         kind = parameters.get("rope_type", "default")
-        table = _tables(module, layer_type, parameters, config, length) if kind in ROPE_TYPES else None
+        where = f"{type(model).__name__}: Numerics.arithmetic does not define the tables of {type(module).__name__}"
+        if kind not in ROPE_TYPES:
+            raise UnsupportedModel(
+                f"{where} with the rope_type {kind!r}. It defines {', '.join(ROPE_TYPES)}. Compile the model without"
+                " Numerics.arithmetic"
+            )
+        table = _tables(module, layer_type, parameters, config, length)
         if table is None:
             raise UnsupportedModel(
-                f"{type(model).__name__}: Numerics.arithmetic does not define the tables of {type(module).__name__}"
-                f" with the rope_type {kind!r}. It defines cos and sin of position times frequency, with the types"
-                f" {', '.join(ROPE_TYPES)}. Compile the model without Numerics.arithmetic"
+                f"{where}: they are not cos and sin of positions times the frequencies of its rope_type {kind!r}. If"
+                " the model was cast to 16 bits, load it with dtype= instead, which keeps its frequencies in float32;"
+                " otherwise compile it without Numerics.arithmetic"
             )
         cos, sin, is_complex = table
         tables[layer_type] = cos, sin

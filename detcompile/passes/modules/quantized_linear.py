@@ -92,6 +92,10 @@ class QuantizedStack(_Quantized):
         """Keep only this range of K."""
         self._hold(kept_inputs(self.quantized, share))
 
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """Return the matrices [E, N, K]."""
+        return dequantized(self.quantized, dtype).unflatten(0, (self.num_experts, self.out_features))
+
     def forward(self, x: Tensor, ids: Tensor, bias: Tensor | None, radices: list[int]) -> Tensor:
         """Return expert_matmul with the dequantized weights."""
         parts = self.quantized[:4]

@@ -29,7 +29,7 @@ from detcompile.templates.registration import define
 
 QUERY_DIGITS = 2  # of queries and of the softmax's weights
 _LOG2_E = 1.4426950216293335  # the float32
-_WIDEST_HEAD = 512  # int32 holds a score of such a head
+WIDEST_HEAD = 512  # int32 holds a score of such a head
 
 
 def row_words(head_dim: int, digits: int) -> int:
@@ -109,10 +109,10 @@ def _over_pages(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, 
 
 def _digits_of(q: Tensor, k: Tensor, v: Tensor, caches: Caches) -> int:
     (_, Hq, D), (_, Hkv, V) = q.shape, v.shape
-    if Hq % Hkv or D % 4 or V % 4 or max(D, V) > _WIDEST_HEAD:
+    if Hq % Hkv or D % 4 or V % 4 or max(D, V) > WIDEST_HEAD:
         raise InvalidInput(
             f"detcompile::exact_paged_attention: {Hq} query heads over {Hkv} key heads of {D} and {V}: the heads must"
-            f" divide, and their sizes must be multiples of 4 up to {_WIDEST_HEAD}"
+            f" divide, and their sizes must be multiples of 4 up to {WIDEST_HEAD}"
         )
     given = [cache.shape[3] for cache in caches]
     for digits in (1, 2):

@@ -25,6 +25,8 @@ from detcompile.passes.modules.exact import (
     use_exact_arithmetic,
 )
 from detcompile.passes.modules.exact_rotary import rotary_of
+from detcompile.passes.modules.quantized_linear import QuantizedLinear
+from detcompile.templates.quantized.weights import QuantizedWeight
 from tests.model_cases import random_model
 
 
@@ -158,6 +160,20 @@ def test_weight_of_a_linear_can_be_read(arithmetic: str) -> None:
     linear = nn.Linear(80, 176)
     error = (ExactLinear(linear, ARITHMETICS[arithmetic]).weight - linear.weight).abs().max()
     assert error < linear.weight.abs().max() / (200 if arithmetic == "exact8" else 60000)
+
+
+@pytest.mark.parametrize("arithmetic", ["exact8", "exact16"])
+def test_int8_weights_of_a_checkpoint_are_the_digits(arithmetic: str) -> None:
+    given = torch.arange(-128, 128).view(4, 64).to(torch.int8)
+    scales = torch.tensor([[0.5, 0.25, 2.0, 3.0]], dtype=torch.bfloat16)
+    linear = ExactLinear(
+        QuantizedLinear(QuantizedWeight(given, scales, None, None, 64, 64, 1), None), ARITHMETICS[arithmetic]
+    )
+    assert torch.equal(linear.digits[0], given.clamp(min=-127)) and torch.equal(linear.scales, scales[0].float())
+    assert not linear.digits[1:].any()
+    two_groups = QuantizedWeight(given, scales.repeat(2, 1), None, None, 64, 32, 1)  # are quantized again
+    linear = ExactLinear(QuantizedLinear(two_groups, None), ARITHMETICS[arithmetic])
+    assert torch.equal(linear.digits[0].abs().amax(1), torch.full((4,), 127))
 
 
 class Turned(LlamaRotaryEmbedding):

@@ -207,6 +207,9 @@ def test_a_projection_of_unknown_layout_is_refused():
 def test_sizes_that_were_not_declared_and_processes_that_are_not_there():
     with pytest.raises(NumericsError, match=r"tp=3 is not one of Numerics.tp_sizes=\(1, 2, 4, 8\)"):
         detcompile.compile("tiny", tp=3)
+    for numerics in (None, Numerics(arithmetic="exact16")):
+        with pytest.raises(InvalidInput, match="tp=0: a model has at least one rank"):
+            detcompile.compile("tiny", tp=0, numerics=numerics)
     with pytest.raises(InvalidInput, match="tp=2 wants 2 processes, each of which calls compile"):
         tensor_parallel(2)
 

@@ -6,19 +6,23 @@ Workers of pytest-xdist import torch and collect all tests one by one; 15 of the
 files are slow. Here they inherit the collected tests. A process cannot use CUDA if it was in use when the process was
 forked, so no module of tests may use it while tests are collected (tests/gpus.py).
 
-A process takes one test after the other of a file, so that they share its fixtures and kernels, then of the file with
-the most tests left for each process.
+A process takes one test after the other of a file, so that they share its fixtures and kernels. Then it takes the next
+file that no process has taken yet, else tests of the one whose rest would take its processes longest, by the mean of
+the tests that ended.
 """
 
+import math
 import os
 import signal
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
 import pytest
 
 from tests.gpus import num_workers
+
+GUESS = 10.0  # seconds of a test
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -45,6 +49,7 @@ class _Dispatcher:
             self._left.setdefault(_file_of(item), deque()).append(index)
         self._workers: dict[Connection, tuple[int, deque[int]]] = {}  # process, and its tests that have not ended
         self._at: dict[Connection, str] = {}  # the file of each worker
+        self._ended: defaultdict[str, list[float]] = defaultdict(list)  # seconds of each file's tests
 
     def run(self, count: int) -> None:
         """Run all tests in up to ``count`` processes.
@@ -99,6 +104,8 @@ class _Dispatcher:
             return
         report = hook.pytest_report_from_serializable(config=self._session.config, data=message)
         hook.pytest_runtest_logreport(report=report)
+        if report.when == "call":
+            self._ended[_file_of(report)].append(report.duration)
         if report.when == "teardown":
             tests.popleft()
 
@@ -108,12 +115,19 @@ class _Dispatcher:
             return None
         if file not in self._left:
             workers = Counter(self._at.values())
-            file = max(self._left, key=lambda other: len(self._left[other]) / (1 + workers[other]))
+            file = max(self._left, key=lambda other: self._seconds_left(other, workers[other]))
         self._at[connection] = file
         index = self._left[file].popleft()
         if not self._left[file]:
             del self._left[file]
         return index
+
+    def _seconds_left(self, file: str, workers: int) -> float:
+        ended = self._ended[file]
+        if not workers and not ended:
+            return math.inf
+        mean = sum(ended) / len(ended) if ended else GUESS
+        return len(self._left[file]) * mean / (1 + workers)
 
 
 def _work(session: pytest.Session, connection: Connection) -> None:
@@ -145,7 +159,7 @@ class _Sender:
         self._connection.send(self._config.hook.pytest_report_to_serializable(config=self._config, report=report))
 
 
-def _file_of(item: pytest.Item) -> str:
+def _file_of(item: pytest.Item | pytest.TestReport) -> str:
     return item.nodeid.partition("::")[0]
 
 

@@ -1,7 +1,8 @@
 """Every pointwise operation that the certificate admits, beside elements of every other magnitude.
 
 A run takes float32 in the widest vectors and one more dtype and instruction set that the run's seed draws, as far as
-compilers' time allows; `DETCOMPILE_SWEEP=all` takes all of them. On a GPU all dtypes are taken.
+compilers' time allows; `DETCOMPILE_SWEEP=all` takes all of them. On a GPU two dtypes are taken, and all by
+`make gpu-test PYTEST_ARGS="-m gpu"`.
 """
 
 import math
@@ -23,13 +24,22 @@ from detcompile.passes.programs import lanes
 from detcompile.passes.proof.pointwise import ADMITTED
 from tests.conftest import NEEDS_CUDA
 from tests.draws import seed_of_run
+from tests.exhaustive import EXHAUSTIVE
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 # By the setting of Inductor that has it: its own choice (the machine's widest vectors), 256 bits, and no vectors.
 VECTORS = {"widest": None, "256 bits": 256, "none": 1}
 ALL = [("cpu", vectors, dtype) for vectors in VECTORS for dtype in DTYPES]
 SWEPT = ALL if os.environ.get("DETCOMPILE_SWEEP") == "all" else [random.Random(seed_of_run()).choice(ALL)]
-ON_GPU = [pytest.param("cuda", "widest", dtype, marks=[pytest.mark.gpu, NEEDS_CUDA]) for dtype in DTYPES]
+ON_GPU = [
+    pytest.param(
+        "cuda",
+        "widest",
+        dtype,
+        marks=[pytest.mark.gpu, NEEDS_CUDA, *[EXHAUSTIVE] * (dtype in (torch.float64, torch.float16))],
+    )
+    for dtype in DTYPES
+]
 INTEGERS = ("bitwise", "shift__", "ldexp")
 COUNT = 1 << 15
 LENGTHS = (1, 2, 3, 5, 8, 13, 17, 31)  # of vectors' tails

@@ -24,6 +24,7 @@ from detcompile.templates.attention.schedules import (
 from detcompile.templates.device.dependent_launch import launch_options
 from detcompile.templates.device.gate import Tuner
 from tests.bits import assert_bitwise_equal
+from tests.exhaustive import exhaustive_unless
 from tests.gpus import is_hopper_here
 from tests.templates.attention.cases import (
     CHUNK,
@@ -236,9 +237,15 @@ def test_a_chunk_of_float32_loses_no_more_than_plain_attention(spread: float) ->
 class TestOnTheGpu:
     pytestmark = NEEDS_GPU
 
-    @pytest.mark.parametrize("windowed", [False, True])
-    @pytest.mark.parametrize("block_size", [0, 16, 48])
-    @pytest.mark.parametrize("dtype", QUICK_DOT_DTYPES)
+    @pytest.mark.parametrize(
+        ("dtype", "block_size", "windowed"),
+        exhaustive_unless(
+            {
+                (torch.bfloat16, page, window) for page, window in ((0, False), (16, False), (16, True), (48, True))
+            }.union({(torch.float32, 16, True)}).__contains__,
+            itertools.product(DOT_DTYPES, (0, 16, 48), (False, True)),
+        ),
+    )
     def test_every_schedule_has_one_class_of_bits(self, dtype: torch.dtype, block_size: int, windowed: bool) -> None:
         fields = {"dtype": str(dtype).removeprefix("torch."), "block_size": block_size, "chunk": 512}
         gate = Tuner("test", {}, ATTENTION.tuner(torch.device(DEVICE)).path.parent / "test")

@@ -1,5 +1,6 @@
 """Soft cap, sinks, ALiBi, any scale and any head dim in the attention kernels: one set of bytes, the right value."""
 
+import itertools
 import math
 
 import pytest
@@ -42,12 +43,18 @@ from tests.templates.triton_interpreter import (
 pytestmark = NEEDS_TRITON
 
 SHAPE = (3, 1, 16, 24) if INTERPRETED else (6, 2, 16, 24)
-FEW = ["all"]  # the interpreter is slow
+FEW = ("softcap", "sinks", "alibi", "negative scale", "all")  # of 16 bits; the interpreter, of float32, is slow
+FLAGS = [("needs_scores", "capped"), ("sinks",), ("needs_scores", "alibi"), ("needs_scores",)]
 HEAD_DIMS = [(80, 80), (96, 96), (192, 128), (256, 256)]
 
 
-@pytest.mark.parametrize("name", exhaustive_unless(FEW.__contains__, FEATURES) if INTERPRETED else FEATURES)
-@pytest.mark.parametrize("dtype", QUICK_DOT_DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    exhaustive_unless(
+        lambda case: case[1] == "all" if case[0] is torch.float32 else case[0] is torch.bfloat16 and case[1] in FEW,
+        itertools.product(DOT_DTYPES, FEATURES),
+    ),
+)
 def test_every_way_to_compute_a_token_gives_its_bytes(dtype: torch.dtype, name: str) -> None:
     n, given = CHUNK + 9, features(name, SHAPE[0], DEVICE)
     windows = (0, CHUNK // 2 + 5)
@@ -156,10 +163,14 @@ class TestOnTheGpu:
     pytestmark = NEEDS_GPU
 
     @pytest.mark.parametrize(
-        "flags", [("needs_scores", "capped"), ("sinks",), ("needs_scores", "alibi"), ("needs_scores",)]
+        ("dtype", "block_size", "flags"),
+        exhaustive_unless(
+            {(torch.bfloat16, 16, flags) for flags in FLAGS}.union(
+                {(torch.bfloat16, 0, FLAGS[1]), (torch.float32, 16, FLAGS[0])}
+            ).__contains__,
+            itertools.product(DOT_DTYPES, (0, 16), FLAGS),
+        ),
     )
-    @pytest.mark.parametrize("block_size", [0, 16])
-    @pytest.mark.parametrize("dtype", QUICK_DOT_DTYPES)
     def test_every_schedule_has_one_class_of_bits(
         self, dtype: torch.dtype, block_size: int, flags: tuple[str, ...]
     ) -> None:

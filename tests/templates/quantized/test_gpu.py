@@ -1,5 +1,6 @@
 """dequant_matmul's kernels: the bytes of matmul over dequantized weights, whatever the schedule and the token count."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -22,7 +23,7 @@ from detcompile.templates.quantized.op import reference_dequant_matmul
 from detcompile.templates.quantized.schedules import EXPAND, Fused, Int4Decode, dequant_candidates
 from detcompile.templates.quantized.weights import NIBBLE_BLOCK, QuantizedWeight, dequantized
 from tests.bits import assert_bitwise_equal
-from tests.exhaustive import EXHAUSTIVE
+from tests.exhaustive import exhaustive_unless
 from tests.templates.cases import assert_as_accurate
 from tests.templates.quantized.cases import FORMATS, quantized_weight
 from tests.templates.triton_interpreter import DEVICE, DOT_DTYPES, INTERPRETED, NEEDS_GPU, NEEDS_TRITON
@@ -176,9 +177,13 @@ def test_the_op_runs_what_is_gated() -> None:
 class TestOnTheGpu:
     pytestmark = NEEDS_GPU
 
-    @pytest.mark.parametrize("radices", [(), (2, 2, 2)], ids=str)
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=EXHAUSTIVE)])
-    @pytest.mark.parametrize("name", MODELS)
+    @pytest.mark.parametrize(
+        ("name", "dtype", "radices"),
+        exhaustive_unless(
+            lambda case: case[1] is torch.bfloat16 and (not case[2] or case[0] == next(iter(MODELS))),
+            itertools.product(MODELS, (torch.bfloat16, torch.float16), ((), (2, 2, 2))),
+        ),
+    )
     def test_every_schedule_has_the_bytes_of_matmul(self, name: str, dtype: torch.dtype, radices: tuple) -> None:
         weight = quantized_weight(name, 600, 4096, DEVICE)
         for tokens in (1, 16, 31, 64, 100, 300):

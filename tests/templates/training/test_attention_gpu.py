@@ -18,6 +18,7 @@ from tests.templates.cases import normal
 from tests.templates.training.cases import cu_seqlens_of, packings, split
 from tests.templates.triton_interpreter import (
     DEVICE,
+    DOT_DTYPES,
     INTERPRETED,
     NEEDS_GPU,
     NEEDS_TRITON,
@@ -35,6 +36,11 @@ RULES = {
     "tokens in chunks": AttentionRule(0.25, 0, 64, attention_chunk=70),
     "all": AttentionRule(-0.3, 140, 64, 3.0, SINKS, SLOPES),
 }
+CASES = exhaustive_unless(
+    {*itertools.product(RULES, (torch.bfloat16,)), ("all", torch.float32)}.__contains__,
+    itertools.product(RULES, DOT_DTYPES),
+)
+PACKED_CASES = [("all", torch.float32)] if INTERPRETED else CASES
 SCHEDULES = [GradientTiles(32, 64, 4, 1), GradientTiles(64, 32, 4, 2), GradientTiles(16, 64, 4, 1)]
 WIDE = GradientTiles(16, 128, 4, 1)  # not of dq
 
@@ -64,8 +70,7 @@ def forward_and_backward(q, k, v, g, lengths, rule) -> tuple[Tensor, ...]:
     return out, lse, *gpu.packed_attention_backward_cuda(g, (q, k, v, out, lse), cu_seqlens, rule)
 
 
-@pytest.mark.parametrize("dtype", QUICK_DOT_DTYPES)
-@pytest.mark.parametrize("name", ["all"] if INTERPRETED else RULES)
+@pytest.mark.parametrize(("name", "dtype"), PACKED_CASES)
 def test_the_forward_has_servings_bytes(name, dtype):
     q, k, v, _ = drawn(dtype)
     out, lse = gpu.packed_attention_cuda(q, k, v, cu_seqlens_of(LENGTHS).to(DEVICE), rule_of(name))
@@ -75,8 +80,7 @@ def test_the_forward_has_servings_bytes(name, dtype):
     assert bool(lse.isfinite().all())
 
 
-@pytest.mark.parametrize("dtype", QUICK_DOT_DTYPES)
-@pytest.mark.parametrize("name", exhaustive_unless("all".__eq__, RULES) if INTERPRETED else RULES)
+@pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_no_schedule_moves_a_bit(name, dtype):
     operands, cu_seqlens = operands_of(dtype, rule_of(name))
     dq, *dkv = (
@@ -91,8 +95,7 @@ def test_no_schedule_moves_a_bit(name, dtype):
 
 
 @exhaustive_interpreted
-@pytest.mark.parametrize("dtype", QUICK_DOT_DTYPES)
-@pytest.mark.parametrize("name", ["all"] if INTERPRETED else RULES)
+@pytest.mark.parametrize(("name", "dtype"), PACKED_CASES)
 def test_what_else_is_packed_does_not_matter(name, dtype):
     given = drawn(dtype)
     rows = [split(rows, LENGTHS) for rows in given]
@@ -106,8 +109,7 @@ def test_what_else_is_packed_does_not_matter(name, dtype):
 
 
 @exhaustive_interpreted
-@pytest.mark.parametrize("dtype", QUICK_DOT_DTYPES)
-@pytest.mark.parametrize("name", ["all"] if INTERPRETED else RULES)
+@pytest.mark.parametrize(("name", "dtype"), PACKED_CASES)
 def test_gradients_are_float64_autograds(name, dtype):
     q, k, v, g = drawn(dtype)
     rule = rule_of(name)

@@ -17,7 +17,6 @@ from detcompile.passes.capture import PackedForward
 from detcompile.passes.layers.structure import Repeats, layer_list
 from detcompile.passes.programs.binding import CompiledGraph, bind, binding_of, require_cache_writes
 from detcompile.passes.programs.canonical_form import never_run
-from detcompile.passes.programs.lanes import precompile_header
 from detcompile.passes.tracing import Seen, Traced, find_repeats, trace_packed
 from detcompile.passes.warm import programs
 from detcompile.passes.warm.kept_program import Program, StagePart, kept, take_program
@@ -121,8 +120,6 @@ class ProgramSource:
 
     def compile(self) -> Program:
         """Capture, certify and compile the model, and keep the program."""
-        if self.device.type == "cpu":
-            precompile_header()
         captured = self._layers() if self.repeats is None else f"{self.repeats.prefix} of {self._layers()}"
         with stage(f"capture {captured} over a batch"):
             certify_batches(self.model, self.numerics, self.seen.expected, self.repeats)

@@ -152,18 +152,14 @@ def vector_isa() -> VecISA:
 
 @functools.cache
 def prepare_compiler() -> None:
-    """Start in a thread, once per process, what every first program needs: vector instructions and our libraries.
+    """Start in threads, once per process, what every program needs: vector instructions and our libraries.
 
-    Inductor would compile a test program for every instruction set; here only the widest is compiled. Code that needs
-    a result makes it if the thread failed, and raises the error.
+    Inductor would compile a test program for every instruction set; here only the widest is compiled. The header of
+    Inductor's kernels is precompiled, or hashed if it is cached. Code that needs a result makes it if the thread
+    failed, and raises the error.
     """
-    _start(list_vector_isas, library, build_direct_ops)
-
-
-@functools.cache
-def precompile_header() -> None:
-    """Start to precompile the header of Inductor's kernels in a thread, once per process."""
-    _start(precompile_cpp_header)
+    _start(list_vector_isas, precompile_cpp_header)
+    _start(library, build_direct_ops)
 
 
 def _start(*tasks: Callable[[], object]) -> None:

@@ -36,8 +36,8 @@ def test_vectors_that_do_not_work_are_passed_over(untried: None, monkeypatch: py
 
 
 def test_kernels_take_the_header_that_was_precompiled() -> None:
-    lanes.precompile_header.cache_clear()
-    lanes.precompile_header()
+    lanes.prepare_compiler.cache_clear()
+    lanes.prepare_compiler()
     for thread in threading.enumerate():
         if thread.name == lanes.THREAD:
             thread.join()

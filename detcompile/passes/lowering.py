@@ -16,7 +16,7 @@ from detcompile.passes.layers.structure import view_of
 from detcompile.passes.modules.recurrences import Recurrences
 from detcompile.passes.preparation import prepare
 from detcompile.passes.program_source import ProgramSource, compile_packed
-from detcompile.passes.programs.lanes import prepare_compiler
+from detcompile.passes.programs.lanes import prepare_compiler, prepare_triton
 from detcompile.passes.proof.certificate import Certificate
 from detcompile.passes.sharding.shard import pin_row_parallel, shard
 from detcompile.passes.sharding.shares import Shares, shares_of
@@ -83,6 +83,8 @@ def lower(
     """
     if model.device.type == "cpu":
         prepare_compiler()
+    else:
+        prepare_triton()
     vocabulary, shares = _vocabulary(model), None
     if ranks is not None or pipeline_stage is not None or numerics.is_exact:
         shares = shares_of(model, numerics, max_context, ranks, replicate_attention)

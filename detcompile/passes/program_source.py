@@ -23,7 +23,7 @@ from detcompile.passes.warm.kept_program import Program, StagePart, kept, take_p
 from detcompile.passes.warm.program_key import ObservedRun, ProgramKey, label_of, observe_run, program_key
 from detcompile.progress import stage
 from detcompile.step import KVGroup
-from detcompile.torch_internals.inductor import compile_fx_inner
+from detcompile.torch_internals.inductor import compile_fx_inner, maybe_warm_pool
 from detcompile.torch_internals.modules import buffer_table, parameter_table
 from detcompile.weights import weight_digests
 
@@ -120,6 +120,8 @@ class ProgramSource:
 
     def compile(self) -> Program:
         """Capture, certify and compile the model, and keep the program."""
+        if self.device.type == "cuda":
+            maybe_warm_pool()
         captured = self._layers() if self.repeats is None else f"{self.repeats.prefix} of {self._layers()}"
         with stage(f"capture {captured} over a batch"):
             certify_batches(self.model, self.numerics, self.seen.expected, self.repeats)

@@ -32,6 +32,7 @@ from detcompile.torch_internals.inductor_cpp import (
     pick_vec_isa,
     precompile_cpp_header,
 )
+from detcompile.torch_internals.kept_code import triton_key
 
 # One IEEE operation, a comparison, a choice, bits or a cast: vectors and scalars give the same result. `masked`,
 # `index_expr` and `value_expr` hold other operations. The certificate refuses `load_seed`, `rand`, `randn` and
@@ -160,6 +161,12 @@ def prepare_compiler() -> None:
     """
     _start(list_vector_isas, precompile_cpp_header)
     _start(library, build_direct_ops)
+
+
+@functools.cache
+def prepare_triton() -> None:
+    """Start in a thread, once per process, to hash Triton, whose cache needs it to find the first kernel."""
+    _start(triton_key)
 
 
 def _start(*tasks: Callable[[], object]) -> None:

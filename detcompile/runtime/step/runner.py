@@ -174,6 +174,11 @@ class Runner:
         with warmup(alone=True), for_graph() if as_graph else contextlib.nullcontext():
             self._drawing(buffers.steps[0].tensors())
 
+    def capture(self, arrays: StepArrays) -> None:
+        """Capture the graph of a step's layout, unless there is one, and replay it."""
+        self._missed[self.layout(arrays)] = CAPTURE_AFTER
+        self.launch(arrays)
+
     def keep(self, drawn: Tensor) -> None:
         """Store the tokens of ``drawn`` [R, 2] int64 where the next step reads pending tokens."""
         self.sampled[: len(drawn)].copy_(drawn[:, 1])

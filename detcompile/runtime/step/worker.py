@@ -187,9 +187,7 @@ class Worker:
 
     def capture(self, tokens: int, sequences: int, width: int) -> None:
         """Capture the graph of a step with these sizes."""
-        arrays = idle_arrays(tokens, sequences, len(self.runner.kv_cache.groups), width)
-        for _ in range(1 if tokens == sequences else 2):  # a mixed step is captured the second time it occurs
-            self.runner.launch(arrays)
+        self.runner.capture(idle_arrays(tokens, sequences, len(self.runner.kv_cache.groups), width))
 
     def warm_up_chains(self, most_sequences: int, num_steps: int) -> None:
         """Capture chains of greedy decode steps; the first step has one or two tokens per sequence."""

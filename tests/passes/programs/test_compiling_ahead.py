@@ -1,12 +1,16 @@
 """The first program uses what was compiled before it."""
 
 import threading
+from unittest import mock
 
 import pytest
 import torch
 from torch._inductor import codecache, cpu_vec_isa
+from torch._inductor import config as inductor_config
+from torch._inductor.async_compile import AsyncCompile
 
 from detcompile.passes.programs import lanes
+from detcompile.torch_internals.kept_code import restore_code
 
 
 @pytest.fixture
@@ -47,3 +51,12 @@ def test_kernels_take_the_header_that_was_precompiled() -> None:
         torch.compile(lambda x: x * 3.25 + 7, fullgraph=True)(torch.ones(300))
     after = codecache._precompile_header.cache_info()
     assert (after.hits > made.hits, after.misses) == (True, made.misses)
+
+
+def test_kept_code_is_loaded_without_a_pool_of_compilers() -> None:
+    graph = mock.Mock(inputs_to_check=[], mutated_input_idxs=[])
+    graph.after_deserialization.side_effect = lambda _: AsyncCompile.use_process_pool()
+    with inductor_config.patch(compile_threads=4), mock.patch.object(AsyncCompile, "process_pool") as pool:
+        restore_code(graph)
+        pool.assert_not_called()
+    graph.after_deserialization.assert_called_once()

@@ -171,6 +171,19 @@ def test_a_step_takes_a_wider_graph_until_its_own_pays(device):
     assert not runner._worth_a_graph(narrow, is_served=True)
 
 
+def test_a_warm_up_runs_a_mixed_step_no_oftener_than_a_plain_one(device):
+    """A step whose tokens are several of a sequence is otherwise captured the second time that it occurs."""
+    counts = []
+    for tokens in (8, 16):
+        runner = new_runner(device, True)
+        runner.forward = mock.Mock(wraps=runner.forward)
+        with with_eager_graphs(device):
+            Worker(runner, Sampler(3, device)).capture(tokens, 8, 32)
+        assert runner.num_graphs == 1
+        counts.append(runner.forward.call_count)
+    assert counts[0] == counts[1]
+
+
 def test_narrow_graphs_come_when_they_are_often_missed(device):
     """With the bits of plain steps before and after."""
     results = []

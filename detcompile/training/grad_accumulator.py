@@ -134,13 +134,16 @@ class GradAccumulator:
                 gradient = round_to_grid(dense.to(torch.float64, copy=True), self.guard.grid)
             elif self._is_unchanged(gradient, arrivals):
                 self._count(arrivals[0].largest)
+                if self._exact is None and gradient.is_contiguous():
+                    self._exact, gradient = gradient.detach(), None  # nothing else holds it
             else:
                 announced = torch.stack([arrival.largest for arrival in arrivals]).sum()
                 self._count(torch.maximum(announced, _largest(gradient)))
                 self._require_handles_alone(gradient)
             if self._exact is None:
                 self._exact = torch.zeros_like(parameter, dtype=torch.float64)
-            self._exact += gradient
+            if gradient is not None:
+                self._exact += gradient
             self._bound = self.guard.bound_of(self.name)
             parameter.grad = self._exact.to(parameter.dtype)
         return (None,)

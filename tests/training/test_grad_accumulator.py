@@ -57,6 +57,18 @@ def test_a_bound_begins_anew_with_its_gradient():
     assert held.parameter.grad.tolist() == pytest.approx([0.9 * MOST] * 3)
 
 
+def test_the_first_gradient_becomes_the_sum_without_a_copy():
+    held, addresses = Held(), []
+    for slopes in ([0.5], [0.25, 1 / 3], [0.125]):
+        held.parameter.grad = None
+        for slope in slopes:
+            handle = grad_handle(held.parameter, held.accumulator)
+            handle.register_hook(lambda gradient: addresses.append(gradient.data_ptr()))
+            (handle * slope).sum().backward()
+            assert held.accumulator._exact.data_ptr() == addresses[-1 if slope == slopes[0] else -2]
+        assert held.parameter.grad.tolist() == torch.tensor([sum(slopes)] * 3).tolist()
+
+
 @pytest.mark.parametrize(
     "change",
     [

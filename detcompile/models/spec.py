@@ -67,7 +67,7 @@ class ModelSpec:
         has_defaults = replace(self, name="", tp_sizes=tuple(self.tp_sizes), token=None) == ModelSpec("")
         if not has_defaults or num_ranks != 1:
             raise InvalidInput(
-                f"{self.name} is a compiled archive: its weights, dtype, device and parallel sizes are fixed. Drop"
-                " these options, or export the model again with others"
+                f"{self.name} is a compiled archive: its weights, dtype, device, numerics and parallel sizes are fixed."
+                " Drop these options, or export the model again with others"
             )
         return load(self.name)

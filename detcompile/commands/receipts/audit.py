@@ -7,7 +7,7 @@ import typer
 
 from detcompile.commands.loading_options import Random
 from detcompile.commands.options import Loading, logs, progress_bar
-from detcompile.commands.receipts.replay import Adapters, MaxLoraRank, as_signed, compile_with, model_name
+from detcompile.commands.receipts.replay import Adapters, MaxLoraRank, compile_with, spec_of
 from detcompile.errors import InvalidInput
 from detcompile.models.compiled import CompiledModel
 from detcompile.serving.receipts.keys import read_verify_key
@@ -51,8 +51,7 @@ def command(
     print(f"{count} receipts, {checked}; {len(chosen)} to replay")
     num_checked = 0
     if chosen:
-        first = chosen[0].receipt
-        spec = as_signed(loading, first).spec(model_name(first, model), random)
+        spec = spec_of(chosen[0].receipt, model, loading, random)
         compiled = compile_with(spec, tp, adapter or [], max_lora_rank)
         num_checked = _replay(log, chosen, compiled)
     for share in REPORTED_SHARES:

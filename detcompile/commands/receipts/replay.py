@@ -16,7 +16,7 @@ from detcompile.commands.options import Json, Loading, compile_model, logs
 from detcompile.commands.receipts.whole_answers import answer_difference, require_known, uncovered
 from detcompile.errors import DetcompileError, InvalidInput
 from detcompile.models.compiled import CompiledModel
-from detcompile.models.spec import ModelSpec
+from detcompile.models.spec import ARCHIVE_SUFFIX, ModelSpec
 from detcompile.offline.llm_options import MAX_LORA_RANK
 from detcompile.orders.exact import ARITHMETICS
 from detcompile.runtime.engine_config import EngineConfig
@@ -34,7 +34,6 @@ Adapters = Annotated[
     list[Path] | None, typer.Option("--adapter", help="Folder of a LoRA adapter that drew answers; repeat it.")
 ]
 MaxLoraRank = Annotated[int | None, typer.Option(help="The server's --max-lora-rank; 16 with --adapter, else none.")]
-ARCHIVE_SUFFIX = ".pt2"
 TOKENIZER = "another tokenizer, which decodes tokens and finds stop strings"
 
 
@@ -62,7 +61,7 @@ def command(
         decoded = decode_receipt(payload_of(envelope))
         fault = None if verify_key is None else unsealed(envelope, verify_key)
         if fault is None:
-            spec = as_signed(loading, decoded).spec(model_name(decoded, model), random)
+            spec = spec_of(decoded, model, loading, random)
             compiled = compile_with(spec, tp, adapter or [], max_lora_rank)
             compare = functools.partial(_compare, answer, envelope, compiled, hidden) if answer else None
             options: dict[str, Any] = {"chunk": chunk, "decode": decode, "opening": hidden, "folders": weights or ()}
@@ -77,8 +76,11 @@ def command(
     raise typer.Exit(verdict.exit_code)
 
 
-def model_name(receipt: Receipt, given: str | None) -> str:
-    """Return the name of the model to replay a receipt on.
+def spec_of(receipt: Receipt, given: str | None, loading: Loading, random: bool) -> ModelSpec:
+    """Return the model to replay a receipt on, in its exact arithmetic unless --numerics names another one.
+
+    Args:
+        given: the model's name; None takes the receipt's.
 
     Raises:
         InvalidInput: no model was given, and the receipt names an adapter, or an archive. An archive holds code: it
@@ -88,7 +90,10 @@ def model_name(receipt: Receipt, given: str | None) -> str:
         raise InvalidInput(f"the receipt is of LoRA adapter {receipt.model!r}: name the model under it as MODEL")
     if given is None and receipt.model.endswith(ARCHIVE_SUFFIX):
         raise InvalidInput(f"the receipt is of {receipt.model!r}, an archive, which holds code: name it as MODEL")
-    return receipt.model if given is None else given
+    name, signed = receipt.model if given is None else given, receipt.fingerprint_parts.get("numerics")
+    if loading.numerics is None and signed in ARITHMETICS and not name.endswith(ARCHIVE_SUFFIX):
+        loading = replace(loading, numerics=signed)
+    return loading.spec(name, random)
 
 
 def compile_with(spec: ModelSpec, tp: int, adapters: Sequence[Path], max_lora_rank: int | None) -> CompiledModel:
@@ -102,12 +107,6 @@ def compile_with(spec: ModelSpec, tp: int, adapters: Sequence[Path], max_lora_ra
             raise InvalidInput("--adapter needs a model in this process, from its checkpoint: no archive, --tp 1")
         slots.load(str(folder), folder)
     return compiled
-
-
-def as_signed(loading: Loading, receipt: Receipt) -> Loading:
-    """Return the options with the exact arithmetic of a receipt, unless --numerics names another one."""
-    signed = receipt.fingerprint_parts.get("numerics")
-    return replace(loading, numerics=signed) if loading.numerics is None and signed in ARITHMETICS else loading
 
 
 def _compare(

@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from detcompile.commands import cli
+from detcompile.commands.options import Loading
+from detcompile.commands.receipts.replay import spec_of
 from detcompile.models.compiled import CompiledModel
 from detcompile.models.spec import ModelSpec
 from detcompile.serving.receipts.envelope import payload_digest, payload_of, read_envelope, seal
@@ -161,6 +163,14 @@ def test_an_audit_tells_what_it_did_not_check(wrong: bool, answer: Path, tmp_pat
     assert "line 3, " in done.stdout and ": not checked: the receipt holds hashes" in done.stdout
     assert "2 of 4 were not checked" in done.stdout and ("1 of 2 were not reproduced" in done.stdout) == wrong
     assert wrong or f"missed it with probability {0.9**2:.3g}" in done.stdout
+
+
+def test_a_receipt_in_exact_arithmetic_names_that_of_its_model(answer: Path) -> None:
+    receipt = decode_receipt(payload_of(read_envelope(answer.read_bytes())))
+    receipt.fingerprint_parts["numerics"] = "exact8"
+    assert spec_of(receipt, "tiny", Loading(), False).arithmetic == "exact8"
+    assert spec_of(receipt, "tiny", Loading(numerics="exact16"), False).arithmetic == "exact16"
+    assert spec_of(receipt, "model.pt2", Loading(), False) == ModelSpec("model.pt2")  # an archive takes no options
 
 
 def test_a_key_is_made_once(tmp_path: Path) -> None:

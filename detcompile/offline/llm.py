@@ -59,8 +59,9 @@ class LLM:
             ``dtype``, ``max_model_len``, ``gpu_memory_utilization``, ``max_num_seqs``, ``max_num_batched_tokens``,
             ``block_size``, ``num_gpu_blocks_override``, ``enable_prefix_caching``, ``enable_chunked_prefill``,
             ``enforce_eager``, ``enable_lora`` with ``max_lora_rank``, ``revision``, ``hf_token``,
-            ``trust_remote_code``, ``generation_config`` ("auto" or "vllm") and ``reasoning_parser`` (None: as the chat
-            template says; "none" for no parser); others are accepted only with values that have no effect.
+            ``trust_remote_code``, compile()'s ``numerics``, ``generation_config`` ("auto" or "vllm") and
+            ``reasoning_parser`` (None: as the chat template says; "none" for no parser); others are accepted only with
+            values that have no effect.
 
     Attributes:
         model: the compiled model.
@@ -290,7 +291,7 @@ def _compiled(model: str | Path | PreTrainedModel | CompiledModel, options: LLMO
     if isinstance(model, CertifiedModel):
         require_causal(model, "LLM")
     if isinstance(model, CompiledModel) or str(model).endswith(".pt2"):
-        changed = {"dtype": options.dtype, "max_model_len": options.max_context, **options.hub}
+        changed = {"dtype": options.dtype, "max_model_len": options.max_context, **options.compiling}
         changed.pop("trust_remote_code", None)  # the model's code no longer runs
         changed |= {"tensor_parallel_size": options.tp if options.tp > 1 else None}
         changed |= {"pipeline_parallel_size": options.pp if options.pp > 1 else None}
@@ -303,7 +304,7 @@ def _compiled(model: str | Path | PreTrainedModel | CompiledModel, options: LLMO
                     f"LLM({name}={value}) cannot change a model that is already compiled: pass {argument} to compile()"
                 )
         return model if isinstance(model, CompiledModel) else load(model)
-    how: dict[str, Any] = {"tp": options.tp, "pp": options.pp, "max_context": options.max_context, **options.hub}
+    how: dict[str, Any] = {"tp": options.tp, "pp": options.pp, "max_context": options.max_context, **options.compiling}
     how["max_lora_rank"] = options.max_lora_rank
     if isinstance(model, (str, Path)):
         how["dtype"] = options.dtype

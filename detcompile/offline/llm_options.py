@@ -193,7 +193,7 @@ class LLMOptions(NamedTuple):
         max_context: maximum number of tokens of a sequence; None: the model's.
         engine: settings of the engine.
         config_defaults: True if the model's generation_config gives the default SamplingParams.
-        hub: compile()'s ``revision``, ``token`` and ``trust_remote_code``, if they are set.
+        compiling: compile()'s ``numerics``, ``revision``, ``token`` and ``trust_remote_code``, if they are set.
         reasoning_parser: name of the format of the reasoning, or "none"; None: as the chat template says.
         max_lora_rank: the largest rank of adapters; None: no adapters.
     """
@@ -204,7 +204,7 @@ class LLMOptions(NamedTuple):
     max_context: int | None
     engine: EngineConfig
     config_defaults: bool
-    hub: Mapping[str, Any]
+    compiling: Mapping[str, Any]
     reasoning_parser: str | None
     max_lora_rank: int | None
 
@@ -232,8 +232,9 @@ def read_options(options: Mapping[str, Any]) -> LLMOptions:
     engine = _engine_config(rest)
     rank = whole_number(rest.pop("max_lora_rank", None) or MAX_LORA_RANK, "max_lora_rank")
     max_lora_rank = rank if flag(rest.pop("enable_lora", None) or False, "enable_lora") else None
-    hub = {"revision": rest.pop("revision", None), "token": rest.pop("hf_token", None)}
-    hub |= {"trust_remote_code": flag(rest.pop("trust_remote_code", False), "trust_remote_code") or None}
+    given = {"numerics": rest.pop("numerics", None)}
+    given |= {"revision": rest.pop("revision", None), "token": rest.pop("hf_token", None)}
+    given |= {"trust_remote_code": flag(rest.pop("trust_remote_code", False), "trust_remote_code") or None}
     for name, value in rest.items():
         if value is None:
             continue
@@ -249,7 +250,7 @@ def read_options(options: Mapping[str, Any]) -> LLMOptions:
         None if context is None else whole_number(context, "max_model_len"),
         engine,
         defaults == "auto",
-        {name: value for name, value in hub.items() if value is not None},
+        {name: value for name, value in given.items() if value is not None},
         parser,
         max_lora_rank,
     )

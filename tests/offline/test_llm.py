@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 import detcompile
-from detcompile import LLM, CompiledModel, EngineError, InvalidInput, SamplingParams
+from detcompile import LLM, CompiledModel, EngineError, InvalidInput, Numerics, SamplingParams
 from detcompile.offline.llm_options import NEUTRAL, read_options
 from detcompile.offline.llm_outputs import LLMCompletion, LLMOutput
 from detcompile.runtime.dense.padded_batch import seed_of_row
@@ -348,6 +348,7 @@ def test_arguments_of_a_request_are_refused_by_name(llm: LLM, name: str) -> None
         ({"enforce_eager": 1}, "enforce_eager 1 is an int"),
         ({"seed": -1}, "seed -1 must be"),
         ({"dtype": "bfloat16"}, r"dtype=torch.bfloat16\) cannot change a model that is already compiled"),
+        ({"numerics": Numerics()}, r"numerics=Numerics\(.*\)\) cannot change a model that is already compiled"),
         ({"tensor_parallel_size": 2}, r"tensor_parallel_size=2\) cannot change a model that is already compiled"),
         ({"pipeline_parallel_size": 2}, r"pipeline_parallel_size=2\) cannot change .*: pass pp to"),
         ({"tokenizer": "/nowhere"}, "tokenizer='/nowhere'"),
@@ -375,6 +376,11 @@ def test_a_folder_is_loaded_in_the_dtype_and_length_that_are_asked_for() -> None
         assert repr(llm) == f"LLM({llm.model!r})"
         there = options | {"dtype": "auto", "max_model_len": None}
         assert repr(LLM(llm.model, trust_remote_code=True, **there)) == repr(llm)
+    exact = Numerics(arithmetic="exact8")
+    with without_inductor(), LLM(str(folder), numerics=exact, **options) as llm:
+        assert llm.model.numerics == exact and llm.generate("def", GREEDY, use_tqdm=False)[0].error is None
+    with pytest.raises(InvalidInput, match="numerics 'exact8' is a str: give Numerics"):
+        LLM(str(folder), numerics="exact8")
 
 
 def test_a_name_on_the_hub_is_loaded_at_its_revision(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from detcompile.passes.graphs import sympy_size
 from detcompile.passes.programs.async_weights import wait_for_weights
 from detcompile.passes.proof.context import Role
 from detcompile.step import KVGroup, KVShape, StateShape, StepInputs, step_leaves
+from detcompile.templates.device.cuda_graphs import constants
 from detcompile.torch_internals.dynamo import mark_unbacked
 
 ExampleStep = tuple[Tensor, Tensor, StepInputs, Tensor]  # what a forward takes
@@ -69,7 +70,8 @@ def bind(run: Callable[..., Any], binding: Binding) -> Callable[..., Any]:
         arguments = fixed.copy()
         for position, leaf, dim in of_step:
             arguments[position] = given[leaf] if dim is None else given[leaf].shape[dim]
-        outputs = run(*arguments)
+        with constants(fixed):
+            outputs = run(*arguments)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     return forward

@@ -21,7 +21,12 @@ from detcompile.templates.attention.hopper_blocks import descriptor, row_steps, 
 from detcompile.templates.attention.hopper_decode_tile import attend_columns, copy_block, merge_columns, piece_rows
 from detcompile.templates.attention.hopper_tile import KEYS
 from detcompile.templates.attention.operands import AttentionLaunch
-from detcompile.templates.device.dependent_launch import gluon_let_next_start, gluon_wait_for_earlier, launch_options
+from detcompile.templates.device.dependent_launch import (
+    fetch_line_ahead,
+    gluon_let_next_start,
+    gluon_wait_for_earlier,
+    launch_options,
+)
 from detcompile.templates.device.launcher import cdiv, launcher
 from detcompile.templates.device.primitives import barrier
 
@@ -179,8 +184,13 @@ def hopper_decode_kernel(
         mbarrier.init(v_full.index(i), count=1)
     fence_async_shared()
     barrier()
-    gluon_wait_for_earlier(PDL)
     t = gl.program_id(0) // (KV_HEADS * GROUPS)
+    lane = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    listed_t = gl.maximum(gl.minimum(t, S - 1), 0)
+    fetch_line_ahead(cu_ptr + listed_t + 0 * lane, PDL)
+    fetch_line_ahead(lens_ptr + listed_t + 0 * lane, PDL)
+    fetch_line_ahead(table_ptr + listed_t.to(gl.int64) * table_row + gl.minimum(lane // 32 * 32, width - 1), PDL)
+    gluon_wait_for_earlier(PDL)
     group = gl.program_id(0) % (KV_HEADS * GROUPS)
     kv_head = group // GROUPS
     column = kv_head * head_columns

@@ -15,7 +15,12 @@ from torch import Tensor
 from detcompile.errors import InvalidInput
 from detcompile.orders.numerics import row_order
 from detcompile.templates.attention.operands import Caches, HeadNorm, padded, unit_rows
-from detcompile.templates.device.dependent_launch import launch_options, let_next_start, wait_for_earlier
+from detcompile.templates.device.dependent_launch import (
+    fetch_line_ahead,
+    launch_options,
+    let_next_start,
+    wait_for_earlier,
+)
 from detcompile.templates.device.launcher import cdiv, launcher, next_power_of_2
 from detcompile.templates.device.primitives import widened
 from detcompile.templates.rows.tile_sums import row_total
@@ -167,8 +172,17 @@ def _rope_cache_kernel(
     LANES: tl.constexpr, VECTOR: tl.constexpr, SHUFFLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
-    wait_for_earlier(PDL)
     program = tl.program_id(0)
+    place = tl.maximum(program - q_tiles, 0) % k_tiles * ROWS // HK
+    token = tl.where(program < q_tiles, program * ROWS // HQ, place % T).to(tl.int64)
+    line = tl.arange(0, max(W // 64, 1)) * 64
+    fetch_line_ahead(slots_ptr + place + tl.arange(0, 1), PDL)
+    fetch_line_ahead(cos_ptr + token * E + tl.minimum(line, E - 1), PDL)
+    fetch_line_ahead(sin_ptr + token * E + tl.minimum(line, E - 1), PDL)
+    if HAS_WEIGHT:
+        fetch_line_ahead(q_weight_ptr + tl.minimum(line, D - 1), PDL)
+        fetch_line_ahead(k_weight_ptr + tl.minimum(line, D - 1), PDL)
+    wait_for_earlier(PDL)
     index = tl.arange(0, ROWS)
     column = tl.arange(0, W)
     if program < q_tiles:

@@ -3,17 +3,19 @@
 import contextvars
 import functools
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 # Context variables, because a compiled program lies between the capture and the templates that read them, and its
 # operators must not have an argument for how they are launched.
 _FOR_GRAPH = contextvars.ContextVar("for_graph", default=False)
 _WARMUP = contextvars.ContextVar("warmup", default=False)
 _ALONE = contextvars.ContextVar("alone", default=False)
+_CONSTANTS: contextvars.ContextVar[frozenset[int]] = contextvars.ContextVar("constants", default=frozenset())
 
 
 def capturing() -> bool:
@@ -34,6 +36,32 @@ def for_graph() -> Iterator[None]:
 def is_for_graph() -> bool:
     """Return True inside ``for_graph``."""
     return _FOR_GRAPH.get()
+
+
+@contextmanager
+def constants(weights: Iterable[object]) -> Iterator[None]:
+    """Mark the tensors of ``weights`` as memory that no kernel launched inside writes.
+
+    It counts inside ``for_graph`` only: a CUDA graph starts after everything before it in the stream has ended.
+    """
+    storages = set()
+    if is_for_graph():
+        storages = {_storage(weight) for weight in weights if isinstance(weight, Tensor)}
+    token = _CONSTANTS.set(frozenset(storages))
+    try:
+        yield
+    finally:
+        _CONSTANTS.reset(token)
+
+
+def is_constant(tensor: Tensor) -> bool:
+    """Return True if a kernel launched now may read the tensor before the kernels ahead of it have ended."""
+    known = _CONSTANTS.get()
+    return bool(known) and _storage(tensor) in known
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 @contextmanager

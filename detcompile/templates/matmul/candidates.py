@@ -15,6 +15,7 @@ from detcompile.templates.matmul.schedules import (
     GemmSchedule,
     HopperTiles,
     PointerTiles,
+    RingTiles,
     TmaTiles,
 )
 
@@ -35,6 +36,9 @@ _HOPPER_FEW: dict[int, _Rows] = {
     32: [(32, 64, 256, 4), (32, 64, 128, 8), (32, 64, 128, 4, 2), (32, 64, 64, 8)],
     64: [(64, 64, 128, 6), (64, 64, 64, 10), (32, 64, 128, 8)],
 }
+# Up to eight tokens: smaller tiles, if the larger would leave multiprocessors without one, and for a gate.
+_RING = [RingTiles(8, 64, 256, 5), RingTiles(8, 32, 256, 10)]
+_RING_GATED = [RingTiles(8, 32, 256, 10, gated=True), RingTiles(8, 64, 256, 5, gated=True)]
 # For radix-2 trees whose leaves are summed in parallel: K over all leaves, most warps, stages.
 _BATCHED_LEAVES = [(1024, 8, 3), (1024, 4, 3), (512, 8, 4)]
 _BATCHED_LEAVES_FEATURES = 16
@@ -118,11 +122,19 @@ def _few_tokens(problem: GemmProblem) -> list[GemmSchedule]:
         plain = [*plain, *gated] if many_weights or bucket > 32 else [*gated, *plain]
     # hopper prefetches weights while the previous kernel is finishing, which pays off for many weights and few tokens.
     if many_weights:
-        return [*hopper, *plain]
+        return [*_ring(problem), *hopper, *plain]
     narrow = HopperTiles(*_NARROW)
     if bucket == 64 and problem.hopper and problem.n <= narrow.block_n * _MULTIPROCESSORS:
         return [narrow, *plain, *hopper]  # swapped tiles would leave half of the multiprocessors idle
     return [*plain, *hopper]
+
+
+def _ring(problem: GemmProblem) -> list[RingTiles]:
+    if problem.bucket > 8 or not problem.hopper or problem.radices or problem.k % 64:
+        return []
+    if problem.gated:
+        return _RING_GATED if problem.n % 16 == 0 else []
+    return _RING[::-1] if problem.n <= 32 * _MULTIPROCESSORS else _RING
 
 
 def _many_tokens(problem: GemmProblem) -> list[GemmSchedule]:

@@ -16,7 +16,7 @@ from detcompile.orders.numerics import matmul_order
 from detcompile.templates.device import dependent_launch, primitives
 from detcompile.templates.device.cuda_graphs import graph_seconds
 from detcompile.templates.device.gate import Buckets, Gate, bytes_of, heavy_tailed
-from detcompile.templates.matmul import batched_leaves, gate_gpu, hopper_tile, tree
+from detcompile.templates.matmul import batched_leaves, gate_gpu, hopper_tile, ring, tree
 from detcompile.templates.matmul import hopper as matmul_hopper
 from detcompile.templates.matmul import kernels as matmul_kernels
 from detcompile.templates.matmul import launch as matmul_launch
@@ -24,7 +24,7 @@ from detcompile.templates.matmul.candidates import candidates, reference_schedul
 from detcompile.templates.matmul.gate_gpu import silu_mul_cuda
 from detcompile.templates.matmul.launch import launch, run_schedule
 from detcompile.templates.matmul.operands import operands_of
-from detcompile.templates.matmul.schedules import GemmProblem, GemmSchedule, HopperTiles, PointerTiles
+from detcompile.templates.matmul.schedules import GemmProblem, GemmSchedule, HopperTiles, PointerTiles, RingTiles
 
 _BUCKETS = Buckets(8, 4096)
 
@@ -70,7 +70,7 @@ def gated_matmul_cuda(x: Tensor, w: Tensor) -> Tensor:
 
 def run_gated(schedule: GemmSchedule, x: Tensor, w: Tensor) -> Tensor:
     """Run ``gated_matmul_cuda`` under one schedule; in one launch if the schedule is gated."""
-    if isinstance(schedule, (PointerTiles, HopperTiles)) and schedule.gated:
+    if isinstance(schedule, (PointerTiles, HopperTiles, RingTiles)) and schedule.gated:
         operands = operands_of(x, w, None, None, (), x.dtype)
         operands = replace(operands, out=x.new_empty((x.shape[0], w.shape[0] // 2)))
         launch(schedule, operands)
@@ -170,7 +170,7 @@ def probe_bits(problem: GemmProblem, device: torch.device) -> Callable[[GemmSche
     return bits
 
 
-_KERNELS = (matmul_kernels, matmul_hopper, hopper_tile, batched_leaves, gate_gpu, tree, primitives)
+_KERNELS = (matmul_kernels, matmul_hopper, hopper_tile, ring, batched_leaves, gate_gpu, tree, primitives)
 _MODULES = (*_KERNELS, dependent_launch, matmul_launch)
 MATMUL = Gate(
     family="matmul",

@@ -16,10 +16,17 @@ from detcompile.errors import ScheduleError
 from detcompile.templates.device.dependent_launch import launch_options
 from detcompile.templates.device.gate import multiprocessors
 from detcompile.templates.device.launcher import cdiv, launcher, next_power_of_2
-from detcompile.templates.matmul import batched_leaves, hopper
+from detcompile.templates.matmul import batched_leaves, hopper, ring
 from detcompile.templates.matmul import kernels as matmul_kernels
 from detcompile.templates.matmul.operands import Operands, operands_of
-from detcompile.templates.matmul.schedules import BatchedLeaves, GemmSchedule, HopperTiles, PointerTiles, TmaTiles
+from detcompile.templates.matmul.schedules import (
+    BatchedLeaves,
+    GemmSchedule,
+    HopperTiles,
+    PointerTiles,
+    RingTiles,
+    TmaTiles,
+)
 from detcompile.templates.matmul.tree import LEVELS, tree_options
 
 
@@ -48,6 +55,8 @@ def launch(schedule: GemmSchedule, o: Operands) -> None:
         _launch_batched_leaves(schedule, o)
     elif isinstance(schedule, HopperTiles):
         _launch_hopper(schedule, o)
+    elif isinstance(schedule, RingTiles):
+        _launch_ring(schedule, o)
     elif schedule.split and o.radices:
         partial = o.out.new_empty((math.prod(o.radices), *o.out.shape), dtype=torch.float32)
         _launch_tiles(schedule, replace(o, bias=None, residual=None, out=partial), split=True)
@@ -71,6 +80,16 @@ def _launch_hopper(schedule: HopperTiles, o: Operands) -> None:
     if o.radices and o.leaf_k % schedule.block_k:
         raise ScheduleError(f"matmul: {schedule} needs whole k-groups, not leaves of {o.leaf_k}")
     hopper.launch(schedule, o)
+
+
+def _launch_ring(schedule: RingTiles, o: Operands) -> None:
+    assert not schedule.gated or o.are_gated
+    if o.radices or o.x.shape[1] % ring.BLOCK or (schedule.gated and o.out.shape[1] % 8):
+        raise ScheduleError(
+            f"matmul: {schedule} sums no tree, but K in blocks of {ring.BLOCK} and a gate of features in eights, not"
+            f" {o.radices}, K={o.x.shape[1]} and {o.out.shape[1]} features"
+        )
+    ring.launch(schedule, o)
 
 
 def _launch_batched_leaves(schedule: BatchedLeaves, o: Operands) -> None:

@@ -129,6 +129,25 @@ class HopperTiles(Tile):
 
 
 @dataclass(frozen=True, slots=True)
+class RingTiles(Tile):
+    """ring.ring_matmul_kernel, for few tokens without a tree: weights arrive before x does.
+
+    Attributes:
+        block_m: 8, the least of a warpgroup product.
+        block_n: rows of the weights, 32 or 64.
+        stages: k-groups in the ring.
+        gated: True if half of block_n is the gate's and one launch gives silu(gate) * up.
+    """
+
+    stages: int
+    _: KW_ONLY
+    gated: bool = False
+
+    def __str__(self) -> str:
+        return f"ring{'-gated' * self.gated}-{self.size}-s{self.stages}"
+
+
+@dataclass(frozen=True, slots=True)
 class BatchedLeaves(PipelinedTile):
     """batched_leaves.batched_leaves_kernel: the leaves of a tree of radix 2 in parallel, for few tokens.
 
@@ -143,4 +162,4 @@ class BatchedLeaves(PipelinedTile):
         return f"batched-leaves{'-ahead' * self.ahead}-{self.size}-w{self.warps}s{self.stages}"
 
 
-GemmSchedule: TypeAlias = PointerTiles | TmaTiles | HopperTiles | BatchedLeaves
+GemmSchedule: TypeAlias = PointerTiles | TmaTiles | HopperTiles | RingTiles | BatchedLeaves

@@ -16,7 +16,12 @@ from torch import Tensor
 
 from detcompile.orders import Row
 from detcompile.orders.numerics import row_order
-from detcompile.templates.device.dependent_launch import launch_options, let_next_start, wait_for_earlier
+from detcompile.templates.device.dependent_launch import (
+    fetch_rows_ahead,
+    launch_options,
+    let_next_start,
+    wait_for_earlier,
+)
 from detcompile.templates.device.launcher import cdiv, launcher, next_power_of_2
 from detcompile.templates.device.primitives import exponential
 from detcompile.templates.rows.tile_sums import chunk_sums, tile_total
@@ -134,6 +139,8 @@ def _rms_norm_kernel(
     SHUFFLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
+    if HAS_WEIGHT and ROWS == 1:
+        fetch_rows_ahead(weight_ptr, 0, 1, 1, 0, R, PDL)
     wait_for_earlier(PDL)
     row, column = rows_at(CHUNKS, ROWS, W, FOLDS)
     x = load_rows(x_ptr, row, column, T, heads, outer, inner, 0.0, R, UNIT, CHUNKS)

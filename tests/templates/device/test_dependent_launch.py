@@ -15,11 +15,12 @@ from detcompile.templates.attention.operands import Caches, StepMetadata
 from detcompile.templates.attention.schedules import AttentionSchedule
 from detcompile.templates.attention.scores import AttentionRule
 from detcompile.templates.device import dependent_launch
+from detcompile.templates.device.cuda_graphs import constants, for_graph
 from detcompile.templates.device.dependent_launch import launch_options, let_next_start, wait_for_earlier
 from detcompile.templates.matmul.gate_gpu import silu_mul_cuda
-from detcompile.templates.matmul.gpu import matmul_cuda
+from detcompile.templates.matmul.gpu import matmul_cuda, run_gated
 from detcompile.templates.matmul.launch import run_schedule
-from detcompile.templates.matmul.schedules import HopperTiles, PointerTiles
+from detcompile.templates.matmul.schedules import HopperTiles, PointerTiles, RingTiles
 from detcompile.templates.rows.softmax_gpu import softmax_cuda
 from detcompile.templates.rows.sums_and_norms_gpu import rms_norm_cuda
 from detcompile.templates.tokens.next_tokens_gpu import fill_pending_cuda, likeliest_cuda
@@ -132,6 +133,32 @@ def test_weights_that_the_kernel_before_wrote_are_read_as_they_are() -> None:
         for source, value in zip(sources, expected):  # our own kernel writes them, and lets the next start early
             out = matmul_cuda(x, rms_norm_cuda(source, None, 1e-6, True), None, None, ())
             assert_bitwise_equal(out, value, "after a kernel of ours")
+
+
+@pytest.mark.skipif(not HOPPER, reason="the kernel is made of a Hopper GPU's instructions")
+@pytest.mark.parametrize("stages", [3, 5])  # with 3, the next kernel's ring fits beside this one's
+def test_weights_that_arrive_before_x_leave_x_to_the_wait(stages: int, weights: list[tuple[Tensor, ...]]) -> None:
+    schedule = RingTiles(8, 64, 256, stages)
+
+    def ring_chain(x: Tensor) -> Tensor:
+        for w_in, w_out, scale in weights:
+            inner = run_gated(RingTiles(8, 64, 256, stages, gated=True), rms_norm_cuda(x, scale, 1e-6, True), w_in)
+            x = run_schedule(schedule, inner, w_out, None, x)
+        return x
+
+    xs = [torch.randn(tokens, WIDTH, device="cuda").bfloat16() for tokens in (1, 8)]
+    with apart():
+        expected = [chain(x, weights, ()) for x in xs]
+    for x, wanted in zip(xs, expected):
+        static, graph = torch.zeros_like(x), torch.cuda.CUDAGraph()
+        with for_graph(), constants([w for layer in weights for w in layer]):
+            ring_chain(static)
+            with torch.cuda.graph(graph):
+                out = ring_chain(static)
+        for _ in range(20):
+            static.copy_(x)
+            graph.replay()
+            assert_bitwise_equal(out, wanted)
 
 
 @triton.jit

@@ -10,12 +10,20 @@ from torch import Tensor
 
 from detcompile.errors import ScheduleError
 from detcompile.orders.numerics import matmul_order
+from detcompile.templates.device.cuda_graphs import constants, for_graph
 from detcompile.templates.device.gate import Tuner
 from detcompile.templates.matmul.candidates import candidates, reference_schedule
 from detcompile.templates.matmul.gate_gpu import silu_mul_cuda
 from detcompile.templates.matmul.gpu import MATMUL, gemm_problem, matmul_cuda, probe_bits, run_gated, tune_matmul
 from detcompile.templates.matmul.launch import run_schedule
-from detcompile.templates.matmul.schedules import BatchedLeaves, GemmProblem, HopperTiles, PointerTiles, TmaTiles
+from detcompile.templates.matmul.schedules import (
+    BatchedLeaves,
+    GemmProblem,
+    HopperTiles,
+    PointerTiles,
+    RingTiles,
+    TmaTiles,
+)
 from tests.bits import assert_bitwise_equal
 from tests.exhaustive import exhaustive_unless
 from tests.gpus import is_hopper_here
@@ -127,6 +135,14 @@ def test_a_gate_needs_swapped_tiles() -> None:
         run_gated(PointerTiles(16, 16, 32, 4, 2, gated=True), x, w)
 
 
+@pytest.mark.parametrize(("n", "k", "radices"), [(64, 128, (2,)), (64, 100, ()), (72, 128, ())])
+def test_the_ring_refuses_what_it_does_not_sum(n: int, k: int, radices: tuple[int, ...]) -> None:
+    x, w = torch.zeros(1, k, dtype=torch.bfloat16), torch.zeros(n, k, dtype=torch.bfloat16)
+    schedule = RingTiles(8, 64, 256, 5, gated=n == 72)
+    with pytest.raises(ScheduleError, match=f"K={k}"):
+        run_gated(schedule, x, w) if schedule.gated else run_schedule(schedule, x, w, radices=radices)
+
+
 def test_float32_sees_a_planted_order_swap() -> None:
     x, w = heavy_tailed(5, 300), heavy_tailed(18, 300, seed=1)
     order = matmul_order(300, torch.float32, ())
@@ -225,6 +241,30 @@ class TestOnTheGpu:
             run_schedule(HopperTiles(64, 96, 64, 3), x, w, radices=(2, 2))
         with pytest.raises(ScheduleError, match="leaves of 32"):
             run_schedule(HopperTiles(64, 64, 64, 3), x, w, radices=(2, 2, 2, 2))
+
+    @pytest.mark.skipif(not HOPPER, reason="the kernel is made of a Hopper GPU's instructions")
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("schedule", [RingTiles(8, 64, 256, 5), RingTiles(8, 32, 256, 10)], ids=str)
+    def test_the_ring_sums_in_the_order(self, schedule: RingTiles, dtype: torch.dtype) -> None:
+        """Tiles and k-groups that end early, several tiles a program, more tokens than a tile, each epilogue, a gate;
+        with and without weights that arrive before x."""
+        plain = PointerTiles(32, 64, 32, 4, 2)
+        for n, k in ((17000, 1024), (1000, 320), (72, 64), (336, 1984), (4096, 12288)):
+            w = heavy_tailed(n, k, dtype=dtype)
+            bias = heavy_tailed(n, dtype=dtype, seed=1)
+            for m in (1, 5, 8, 13):
+                x, residual = heavy_tailed(m, k, dtype=dtype, seed=2), heavy_tailed(m, n, dtype=dtype, seed=3)
+                for known in ([], [w]):
+                    with for_graph(), constants(known):
+                        for epilogue in ((), (bias,), (None, residual), (bias, residual)):
+                            out = run_schedule(schedule, x, w, *epilogue)
+                            assert_bitwise_equal(out, run_schedule(plain, x, w, *epilogue), f"{n} {k} {m}")
+                        exact = run_schedule(plain, x, w, out_dtype=torch.float32)
+                        out = run_schedule(schedule, x, w, out_dtype=torch.float32)
+                        assert_bitwise_equal(out, exact, f"{n} {k} {m}, unrounded")
+                        if n % 16 == 0:
+                            out = run_gated(dataclasses.replace(schedule, gated=True), x, w)
+                            assert_bitwise_equal(out, run_gated(plain, x, w), f"{n} {k} {m}, gated")
 
     @pytest.mark.parametrize("radices", [(), (2, 2, 2)])
     @pytest.mark.parametrize("dtype", DOT_DTYPES)

@@ -24,7 +24,11 @@ def problem(n: int, k: int, tokens: int, radices: tuple[int, ...] = (), **change
 @pytest.mark.parametrize(
     ("of", "first"),
     [
-        (problem(6144, 4096, 8), "hopper-swapped-16x64x256"),  # weights that a warp of its own fetches ahead
+        (problem(6144, 4096, 8), "ring-8x64x256"),  # weights that arrive before x does
+        (problem(4096, 12288, 8), "ring-8x32x256"),  # a tile for each multiprocessor
+        (problem(24576, 4096, 8, gated=True), "ring-gated-8x32x256"),
+        (problem(6144, 4080, 8), "hopper-swapped-16x64x256"),  # no whole blocks
+        (problem(6144, 4096, 16), "hopper-swapped-16x64x256"),  # weights that a warp of its own fetches ahead
         (problem(24576, 4096, 16, gated=True), "hopper-swapped-16x64x256"),
         (problem(4096, 1024, 8), "pointers-swapped-16x64x128"),  # too few for that
         (problem(6144, 1024, 8, gated=True), "pointers-swapped-gated-16x64x128"),

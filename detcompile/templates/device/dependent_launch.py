@@ -5,7 +5,8 @@ memory that another kernel writes, and before its first store. The call returns 
 their writes are visible, so memory is ordered as in an ordinary stream. `let_next_start` allows the next kernel's
 programs to become resident beside this kernel's; it orders nothing.
 
-Code before the wait must not depend on memory it reads: it may use registers, shared memory, or prefetch into L2.
+Code before the wait must not depend on memory it reads, except on weights that `cuda_graphs.is_constant` names: it may
+use registers, shared memory, or prefetch into L2.
 """
 
 import functools

@@ -23,8 +23,9 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from benchmarks.prefill import PRODUCTS
 from benchmarks.templates import L2_BYTES, measure
 from detcompile.templates.attention.operands import Caches
-from detcompile.templates.exact import attention_gpu, attention_hopper, gpu, hopper
+from detcompile.templates.exact import attention_hopper, gpu, hopper
 from detcompile.templates.exact.attention import row_words
+from detcompile.templates.exact.cache_gpu import write_heads
 
 VARIANTS = {"exact8": (1, 1), "exact8x16": (2, 1), "exact16": (2, 2)}
 HEADS, KEY_HEADS, HEAD_DIM, BLOCK = 32, 8, 128, 64
@@ -65,7 +66,7 @@ def attention(S: int, T: int, past: int, digits: int) -> dict[str, object]:
     place = torch.arange(keys, device="cuda")
     slots = table[:, place // BLOCK].long() * BLOCK + place % BLOCK
     k, v = (torch.randn(S, keys, KEY_HEADS, HEAD_DIM, device="cuda") for _ in range(2))
-    attention_gpu._write(caches, slots.flatten(), k.flatten(0, 1), v.flatten(0, 1), digits)
+    write_heads(caches, slots.flatten(), k.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), digits)
     q = torch.randn(S, T, HEADS, HEAD_DIM, device="cuda")
     counts = torch.arange(S + 1, dtype=torch.int32, device="cuda") * T
     lengths = torch.full((S,), keys, dtype=torch.int32, device="cuda")

@@ -31,6 +31,7 @@ from detcompile.passes.release_probe import require_release
 from detcompile.passes.rewrites.collectives import order_collectives, pin_collectives
 from detcompile.passes.rewrites.composites import take_apart
 from detcompile.passes.rewrites.exact_functions import pin_exact_functions
+from detcompile.passes.rewrites.exact_fusion import fuse_exact_linears
 from detcompile.passes.rewrites.matmuls import fuse_gated_products
 from detcompile.passes.rewrites.merged_linears import fed, joined, lift_weights, merge_linears
 from detcompile.passes.roles import join_batches, refuse, role_by_source
@@ -220,6 +221,8 @@ class _Compilation:
             weights = {i for i, role in enumerate(self._roles) if role.kind == "weight"}
             self._groups.extend(lift_weights(fuse_gated_products(merge_linears(gm)), weights))
             inputs = _with_joined(gm, inputs, self._groups)
+        if backend.numerics.is_exact:
+            fuse_exact_linears(gm)
         if backend.roles_of is None:
             refuse(self._traced.splits(), "the module looks at the number of rows")  # torch's decompositions may too
         if backend.layers is not None:

@@ -287,7 +287,9 @@ CASES: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("exact_layer_norm", ROWS, {}),
     ("exact_quantize", ROWS, {}),
     ("exact_linear", PRODUCT, {}),
+    ("exact_fused_linear", PRODUCT, {}),
     ("exact_paged_attention", {key: value for key, value in PAGED.items() if key != "Dv"}, {}),
+    ("exact_rotated_attention", {key: value for key, value in PAGED.items() if key != "Dv"} | {"E": 128}, {}),
     ("exact_dense_attention", {"B": 2, "T": 64, "Hq": 32, "Hkv": 8, "D": 128}, {}),
 ]  # fmt: skip
 

@@ -150,6 +150,13 @@ def exact_linear(M=3, N=5, K=70, D=2) -> Arguments:
     return {"x": rows(M, K), "w": w, "w_scale": rows(N), "bias": rows(N), "x_digits": 2}
 
 
+def exact_fused_linear(M=3, N=5, K=70, D=2) -> Arguments:
+    given = exact_linear(M, N, K, D)
+    before = {"x": given.pop("x"), "up": rows(M, K), "function": "silu", "norm": rows(K), "eps": 1e-6}
+    digits = given.pop("x_digits")
+    return before | given | {"residual": rows(M, N), "rounded": True, "x_digits": digits}
+
+
 def rule(Hq: int, *q: int) -> Arguments:
     window = {"scale": 0.3, "sliding_window": 0, "kv_chunk": 64, "softcap": 2.0}
     return window | {"sinks": rows(Hq), "alibi_slopes": rows(Hq), "attention_chunk": 0, "relative_bias": rows(*q, 2)}
@@ -184,6 +191,11 @@ def exact_paged_attention(T=5, Hq=4, Hkv=2, D=8, blocks=6, size=4) -> Arguments:
     arguments = paged_attention(T, Hq, Hkv, D, D, blocks, size)
     caches = {name: torch.zeros(blocks, size, Hkv, row_words(D, 2)) for name in ("k_cache", "v_cache")}
     return {name: arguments[name] for name in list(arguments)[:9]} | caches
+
+
+def exact_rotated_attention(T=5, Hq=4, Hkv=2, D=8, E=4, blocks=6, size=4) -> Arguments:
+    tables = {"cos": rows(T, E), "sin": rows(T, E), "q_weight": rows(D), "k_weight": rows(D), "eps": 1e-6}
+    return exact_paged_attention(T, Hq, Hkv, D, blocks, size) | tables
 
 
 def exact_dense_attention(B=2, T=5, Hq=4, Hkv=2, D=8) -> Arguments:
@@ -315,8 +327,8 @@ OPERATIONS = (
     running_max, dense_running_max, linear_recurrence, dense_linear_recurrence, token_logprobs, token_logprobs_backward,
     rms_norm_backward, layer_norm_backward, softmax_backward, token_matmul, token_sum, token_scatter,
     exact_function, exact_divide, exact_sum, exact_softmax, exact_rms_norm, exact_layer_norm, exact_quantize,
-    exact_linear, exact_expert_linear,
-    exact_paged_attention, exact_dense_attention,
+    exact_linear, exact_fused_linear, exact_expert_linear,
+    exact_paged_attention, exact_rotated_attention, exact_dense_attention,
 )  # fmt: skip
 CALLS: dict[str, tuple[Callable[..., Arguments], Callable[..., Any]]] = {
     **{make.__name__: (make, getattr(ours, make.__name__)) for make in OPERATIONS},

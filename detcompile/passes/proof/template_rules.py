@@ -11,7 +11,7 @@ from typing import Any
 import sympy
 from torch import fx
 
-from detcompile.passes.graphs import shape_of, sympy_size
+from detcompile.passes.graphs import arguments_of, shape_of, sympy_size
 from detcompile.passes.proof.context import Context
 from detcompile.passes.proof.provenance import (
     Axis,
@@ -109,6 +109,20 @@ def exact_linear(node: fx.Node, ctx: Context) -> Rows:
         if part is not None:
             require_weight(ctx.rows(part), what)
     return Rows((x.dims[0], w.dims[1]))
+
+
+def exact_fused_linear(node: fx.Node, ctx: Context) -> Rows:
+    """The same between a gate or a norm of each row, and a residual sum."""
+    given = arguments_of(node)
+    x, w = (ctx.rows(given[name]) for name in ("x", "w"))
+    if given["up"] is not None:
+        x = join([x, ctx.rows(given["up"])], 2)
+    require_feature(x, 1, "the sum of a matrix product")
+    for name in ("norm", "w", "w_scale", "bias"):
+        if given[name] is not None:
+            require_weight(ctx.rows(given[name]), f"the {name}")
+    out = Rows((x.dims[0], w.dims[1]))
+    return out if given["residual"] is None else join([out, ctx.rows(given["residual"])], 2)
 
 
 def exact_expert_linear(node: fx.Node, ctx: Context) -> Rows:
@@ -245,17 +259,29 @@ def require_per_head(sinks: Any = None, alibi_slopes: Any = None, *, ctx: Contex
             require_weight(ctx.rows(values), f"attention's {name}")
 
 
+def exact_rotated_attention(node: fx.Node, ctx: Context) -> tuple[Any, ...]:
+    """The same of heads that are normed and rotated independently, by the row's tables."""
+    kwargs = node.kwargs
+    require_per_head(kwargs["q_weight"], kwargs["k_weight"], ctx=ctx)
+    _require_tokens(kwargs, ("cos", "sin"), ctx)
+    return paged_attention(node, ctx)
+
+
 def rope_cache(node: fx.Node, ctx: Context) -> tuple[Any, ...]:
     """Row t of q, k and v is normed and rotated independently. k and v go to the row's slot."""
     kwargs = node.kwargs
     cache, _ = _written_caches(node, ctx)
     _require_step({"slot_mapping": kwargs["slot_mapping"]}, cache.group, ctx)
     require_per_head(kwargs["q_weight"], kwargs["k_weight"], ctx=ctx)
-    for name in ("q", "k", "v", "cos", "sin"):
-        dims = ctx.rows(kwargs[name]).dims
+    _require_tokens(kwargs, ("q", "k", "v", "cos", "sin"), ctx)
+    return (ctx.rows(kwargs["q"]), *(ctx.states[base] for base in kwargs[BASES]))
+
+
+def _require_tokens(given: Mapping[str, Any], names: Sequence[str], ctx: Context) -> None:
+    for name in names:
+        dims = ctx.rows(given[name]).dims
         if [axis.row for axis in dims[0]] != ["tokens"] or not all(is_feature(dim) for dim in dims[1:]):
             raise Refusal(f"{name} is {[describe(dim) for dim in dims]} instead of a row for each of tokens")
-    return (ctx.rows(kwargs["q"]), *(ctx.states[base] for base in kwargs[BASES]))
 
 
 def cached_attention(node: fx.Node, ctx: Context) -> Rows:

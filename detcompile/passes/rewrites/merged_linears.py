@@ -14,25 +14,27 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from detcompile.passes.graphs import VIEWS, insert, replace, shape_of
+from detcompile.passes.graphs import VIEWS, arguments_of, insert, replace, shape_of
 from detcompile.passes.programs.async_weights import wait_for_weights
 from detcompile.templates.ops import ours
 from detcompile.torch_internals.graph_nodes import forget_eager_inputs, set_source_trace
 
 aten = torch.ops.aten
+_JOINED = {ours.matmul.default: (1, 2), ours.exact_linear.default: (1, 2, 3)}  # places of weights, scales, biases
 
 
 def merge_linears(gm: fx.GraphModule) -> fx.GraphModule:
     """matmul(x, w_q), matmul(x, w_k)  ->  y = matmul(x, cat([w_q, w_k])), y[:, :Nq], y[:, Nq:]
 
     Only if each weight and bias is a contiguous input of the graph without other readers, all or none of the linears
-    have a bias, and no sum takes a tree or a residual.
+    have a bias, and no sum takes a tree or a residual. The same for exact_linear with weights of one digit.
     """
     gm.graph.eliminate_dead_code()  # an unused transpose would count as a reader of its weight
     groups: dict[tuple, list[fx.Node]] = defaultdict(list)
-    for node in gm.graph.find_nodes(op="call_function", target=ours.matmul.default):
-        if _is_plain(node):
-            groups[_kind(node)].append(node)
+    for target in (ours.matmul.default, ours.exact_linear.default):
+        for node in gm.graph.find_nodes(op="call_function", target=target):
+            if _is_plain(node):
+                groups[_kind(node)].append(node)
     for products in groups.values():
         if len(products) > 1:
             _fuse(gm.graph, products)
@@ -42,30 +44,35 @@ def merge_linears(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _is_plain(product: fx.Node) -> bool:
-    x, w, bias, residual, radices = product.args[:5]
-    inputs = [w] if bias is None else [w, bias]
+    x, w, *others = product.args
+    inputs = [product.args[place] for place in _JOINED[product.target] if product.args[place] is not None]
     alone = all(node.op == "placeholder" and len(node.users) == 1 and node is not x for node in inputs)
     alone &= all(node.meta["val"].is_contiguous() for node in inputs)  # as a view of the whole is
-    return alone and residual is None and not radices and len(product.args) == 5 and not product.kwargs
+    if product.target is ours.exact_linear.default:
+        return alone and w.meta["val"].shape[0] == 1
+    return alone and others[1] is None and not others[2] and len(product.args) == 5 and not product.kwargs
 
 
 def _kind(product: fx.Node) -> tuple:
-    """Return what merged linears share: the rows that they read, through any view, and dtypes."""
-    x, w, bias = product.args[:3]
+    """Return what merged linears share: the operation, the rows that they read, through any view, and dtypes."""
+    x = product.args[0]
     sizes = shape_of(x)
     while x.target in VIEWS:
         x = x.args[0]
-    return x, sizes, w.meta["val"].dtype, None if bias is None else bias.meta["val"].dtype
+    joined = [product.args[place] for place in _JOINED[product.target]]
+    dtypes = [None if node is None else node.meta["val"].dtype for node in joined]
+    return product.target, x, sizes, str(product.args[4]), *dtypes
 
 
 def _fuse(graph: fx.Graph, products: list[fx.Node]) -> None:
     """Fuse products, given in graph order, at the first of them."""
     first = products[0]
-    x, _, bias = first.args[:3]
-    weight = insert(graph, aten.cat.default, ([product.args[1] for product in products],), first)
-    if bias is not None:
-        bias = insert(graph, aten.cat.default, ([product.args[2] for product in products],), first)
-    fused = insert(graph, ours.matmul.default, (x, weight, bias, None, []), first)
+    args = list(first.args)
+    for place in _JOINED[first.target]:
+        if args[place] is not None:
+            parts = [product.args[place] for product in products]
+            args[place] = insert(graph, aten.cat.default, (parts, joined_dim(parts[0].meta["val"])), first)
+    fused = insert(graph, first.target, tuple(args), first)
     widths = [int(product.meta["val"].shape[1]) for product in products]
     parts = []
     for end, width, product in zip(itertools.accumulate(widths), widths, products, strict=True):
@@ -102,7 +109,8 @@ def lift_weights(gm: fx.GraphModule, weights: Collection[int]) -> tuple[tuple[in
     lifted = []
     for cat in gm.graph.find_nodes(op="call_function", target=aten.cat.default):
         inputs = cat.args[0]
-        alone = len(cat.args) == 1 and len(set(inputs)) == len(inputs)  # a tensor cannot be a view of two places
+        alone = len(set(inputs)) == len(inputs)  # a tensor cannot be a view of two places
+        alone &= arguments_of(cat)["dim"] == joined_dim(inputs[0].meta["val"])
         if not alone or not all(node in position and len(node.users) == 1 for node in inputs):
             continue
         lifted.append(tuple(position[node] for node in inputs))
@@ -113,20 +121,27 @@ def lift_weights(gm: fx.GraphModule, weights: Collection[int]) -> tuple[tuple[in
     return tuple(lifted)
 
 
+def joined_dim(part: Tensor) -> int:
+    """Return the dimension in which weights [N, ...] are joined; [1, N, K] are weights of one digit."""
+    return int(part.dim() == 3 and part.shape[0] == 1)
+
+
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate ``parts`` [N, ...] and make them views of the result, so that memory is not held twice.
+    """Concatenate ``parts`` [N, ...] or [1, N, K] and make them views of the result, so that memory is not held twice.
 
     Parts that another program has already placed one after the other stay where they are.
     """
     wait_for_weights()
-    first, ends = parts[0], itertools.accumulate(part.numel() * part.element_size() for part in parts)
+    first, dim = parts[0], joined_dim(parts[0])
+    sizes = (*first.shape[:dim], sum(part.shape[dim] for part in parts), *first.shape[dim + 1 :])
+    ends = itertools.accumulate(part.numel() * part.element_size() for part in parts)
     places = [first.data_ptr(), *(first.data_ptr() + end for end in ends)]
     storages = {part.untyped_storage().data_ptr() for part in parts}
     if len(storages) == 1 and all(p.is_contiguous() and p.data_ptr() == at for p, at in zip(parts, places)):
-        return first.detach().as_strided((sum(len(part) for part in parts), *first.shape[1:]), first.stride())
-    whole = torch.cat([part.detach() for part in parts])
-    for part, rows in zip(parts, whole.split([len(part) for part in parts]), strict=True):
-        part.data = rows
+        return first.detach().as_strided((math.prod(sizes),), (1,)).view(sizes)
+    whole = torch.cat([part.detach() for part in parts], dim)
+    for part, elements in zip(parts, whole.view(-1).split([part.numel() for part in parts]), strict=True):
+        part.data = elements.view(part.shape)
     return whole
 
 

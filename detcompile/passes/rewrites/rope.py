@@ -41,14 +41,18 @@ def fuse_rope(gm: fx.GraphModule) -> fx.GraphModule:
     """paged_attention(rope(norm(q)), rope(norm(k)), v, caches, ...)
     ->  cached_attention(rope_cache(q, k, v, cos, sin, ..., caches), caches, ...)
 
+    exact_paged_attention(rope(norm(q)), rope(norm(k)), v, caches, ...)
+    ->  exact_rotated_attention(q, k, v, cos, sin, ..., caches, ...)
+
     With or without norms, over all or the first features of a head with at most MOST_FEATURES. Other rotations keep
     their operations. The bits are the same either way.
     """
     for node in gm.graph.find_nodes(op="call_function", target=FUNCTIONALIZED):
-        if node.args[0] is ours.paged_attention.default and node.kwargs["q"].meta["val"].device.type in DEVICES:
+        fuse = FUSIONS.get(node.args[0])
+        if fuse is not None and node.kwargs["q"].meta["val"].device.type in DEVICES:
             q, k = (_match_heads(node.kwargs[name]) for name in ("q", "k"))
             if q is not None and k is not None and _belong_together(node, q, k):
-                _fuse(gm.graph, node, q, k)
+                fuse(gm.graph, node, q, k)
     gm.graph.eliminate_dead_code()
     return gm
 
@@ -63,13 +67,10 @@ def _belong_together(attention: fx.Node, q: Rotated, k: Rotated) -> bool:
 
 def _fuse(graph: fx.Graph, attention: fx.Node, q: Rotated, k: Rotated) -> None:
     given = attention.kwargs
-    heads = [_tokens_first(graph, attention, x.raw) for x in (q, k)]
-    tables = [insert(graph, aten.squeeze.dims, (table, [0, 1]), attention) for table in (q.cos, q.sin)]
-    weights = [None if x.norm is None else x.norm.weight for x in (q, k)]
     norm = q.norm or Norm(None, 0.0, False)
     kwargs = {
-        **dict(zip(("q", "k", "v"), (*heads, given["v"]), strict=True)),
-        **dict(zip(("cos", "sin", "q_weight", "k_weight"), (*tables, *weights), strict=True)),
+        **_operands(graph, attention, q, k),
+        "v": given["v"],
         "eps": None if q.norm is None else norm.eps,
         "round_before_weight": norm.round_before_weight,
         "slot_mapping": given["slot_mapping"],
@@ -90,6 +91,23 @@ def _fuse(graph: fx.Graph, attention: fx.Node, q: Rotated, k: Rotated) -> None:
         place = user.args[1]
         replace(user, out if place == 0 else _part(graph, attention, rope, place))
     graph.erase_node(attention)
+
+
+def _operands(graph: fx.Graph, attention: fx.Node, q: Rotated, k: Rotated) -> dict[str, fx.Node | None]:
+    operands = {name: _tokens_first(graph, attention, x.raw) for name, x in (("q", q), ("k", k))}
+    tables = {"cos": q.cos, "sin": q.sin}
+    operands |= {name: insert(graph, aten.squeeze.dims, (table, [0, 1]), attention) for name, table in tables.items()}
+    return operands | {f"{name}_weight": x.norm and x.norm.weight for name, x in (("q", q), ("k", k))}
+
+
+def _fuse_exact(graph: fx.Graph, attention: fx.Node, q: Rotated, k: Rotated) -> None:
+    eps = 0.0 if q.norm is None else q.norm.eps
+    attention.args = (ours.exact_rotated_attention.default,)
+    attention.kwargs = {**attention.kwargs, **_operands(graph, attention, q, k), "eps": eps}
+    forget_eager_inputs(attention)
+
+
+FUSIONS = {ours.paged_attention.default: _fuse, ours.exact_paged_attention.default: _fuse_exact}
 
 
 def _part(graph: fx.Graph, origin: fx.Node, node: fx.Node, index: int) -> fx.Node:
@@ -183,14 +201,21 @@ def _slice_of(node: Any) -> tuple[fx.Node, int, int] | None:
 def _with_norm(rotated: Rotated) -> Rotated:
     """Move ``raw`` before its norm, which may come before or after the swap of heads and tokens."""
     x = rotated.raw
-    if _is(x, ours.rms_norm.default):
-        return rotated._replace(raw=x.args[0], norm=Norm(*x.args[1:4]))
+    norm = _norm_of(x)
+    if norm is not None:
+        return rotated._replace(raw=x.args[0], norm=norm)
     swapped = _is(x, aten.permute.default) and list(x.args[1]) == SWAP
-    if swapped and _is(x.args[0], ours.rms_norm.default):
-        norm = x.args[0]
-        permuted = insert(x.graph, aten.permute.default, (norm.args[0], SWAP), x)
-        return rotated._replace(raw=permuted, norm=Norm(*norm.args[1:4]))
+    norm = _norm_of(x.args[0]) if swapped else None
+    if norm is not None:
+        permuted = insert(x.graph, aten.permute.default, (x.args[0].args[0], SWAP), x)
+        return rotated._replace(raw=permuted, norm=norm)
     return rotated
+
+
+def _norm_of(node: Any) -> Norm | None:
+    if _is(node, ours.rms_norm.default):
+        return Norm(*node.args[1:4])
+    return Norm(node.args[1], node.args[2], False) if _is(node, ours.exact_rms_norm.default) else None
 
 
 def _last(cat: fx.Node) -> bool:

@@ -1,4 +1,4 @@
-"""exact_paged_attention and exact_dense_attention: causal attention over quantized keys and values; see docs/exact.md.
+"""exact_paged_attention and its relatives: causal attention over quantized keys and values; see docs/exact.md.
 
 Legend: T tokens, B batch, Hq Hkv heads (Hkv divides Hq), D head dim, V width of a value, W words of a cached row.
 
@@ -7,6 +7,9 @@ bytes up to a multiple of 16. Caches are float32 tensors of W words, so that the
 ExactRule describes scores and visible keys. A row of the result depends on its query and the keys that it sees, in
 position order.
 Prefill, decode, any split of a prompt, any block size and placement, and dense keys agree.
+
+exact_rotated_attention is exact_paged_attention of q and k after an optional exact_rms_norm of a head, and a rotation:
+with x = (a, b, rest) and tables cos and sin of the width of (a, b), (a, b) * cos + (-b, a) * sin, then rest.
 """
 
 import ctypes
@@ -24,7 +27,8 @@ from detcompile.templates.attention.op import KEYS, check_slots
 from detcompile.templates.attention.operands import Caches, StepMetadata
 from detcompile.templates.cpu import library as cpu_library
 from detcompile.templates.exact.attention_gpu import ExactRule, attention_cuda
-from detcompile.templates.exact.rows import quantize_cpu
+from detcompile.templates.exact.cache_gpu import Rotation
+from detcompile.templates.exact.rows import quantize_cpu, rms_norm_cpu
 from detcompile.templates.registration import define
 
 QUERY_DIGITS = 2  # of queries and of the softmax's weights
@@ -79,12 +83,40 @@ def paged_attention_cpu(
     return out
 
 
+def rotated_attention_cpu(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    caches: Caches,
+    slot_mapping: Tensor,
+    step: StepMetadata,
+    rule: ExactRule,
+    rotation: Rotation,
+) -> Tensor:
+    """Norm and rotate q and k, then run ``paged_attention_cpu``.
+
+    Raises:
+        InvalidInput: as ``paged_attention_cpu``, or the tables have an odd width or are wider than a head.
+    """
+    _check_rotation(q, rotation)
+    q, k = (_rotated(x, weight, rotation) for x, weight in ((q, rotation.q_weight), (k, rotation.k_weight)))
+    return paged_attention_cpu(q, k, v, caches, slot_mapping, step, rule)
+
+
 def dense_attention_cpu(
     q: Tensor, k: Tensor, v: Tensor, kv_digits: int, rule: ExactRule = ExactRule(), isa: str | None = None
 ) -> Tensor:
     """Attend without a cache, from position 0: q [B, Hq, T, D], k [B, Hkv, T, D], v [B, Hkv, T, V] -> [B, Hq, T, V]."""
     attend = functools.partial(paged_attention_cpu, rule=rule, isa=isa)
     return _over_pages(attend, q, k, v, kv_digits)
+
+
+def _rotated(x: Tensor, weight: Tensor | None, rotation: Rotation) -> Tensor:
+    x = x if weight is None else rms_norm_cpu(x, weight, rotation.eps)
+    E = rotation.cos.shape[1]
+    turned = x[..., :E]
+    half = torch.cat([-turned[..., E // 2 :], turned[..., : E // 2]], -1)
+    return torch.cat([turned * rotation.cos[:, None] + half * rotation.sin[:, None], x[..., E:]], -1)
 
 
 def _packed(x: Tensor, digits: int, isa: str | None) -> Tensor:
@@ -122,6 +154,16 @@ def _digits_of(q: Tensor, k: Tensor, v: Tensor, caches: Caches) -> int:
         f"detcompile::exact_paged_attention: cached rows of {given} words; a head of {D} takes {row_words(D, 1)} or"
         f" {row_words(D, 2)}, a value of {V} {row_words(V, 1)} or {row_words(V, 2)}"
     )
+
+
+def _check_rotation(q: Tensor, rotation: Rotation) -> None:
+    E = rotation.cos.shape[1]
+    if E % 2 or not 0 < E <= q.shape[2] or (rotation.q_weight is None) != (rotation.k_weight is None):
+        raise InvalidInput(
+            f"detcompile::exact_rotated_attention: tables of {E} features for heads of {q.shape[2]}, with"
+            f" {sum(weight is not None for weight in rotation[2:4])} norms: give an even number of features, at most"
+            " the head's, and the weights of both norms or of none"
+        )
 
 
 def _check_step(T: int, caches: Caches, slot_mapping: Tensor, step: StepMetadata, rule: ExactRule) -> None:
@@ -162,11 +204,14 @@ def _paged_cuda(
     slot_mapping: Tensor,
     step: StepMetadata,
     rule: ExactRule = ExactRule(),
+    rotation: Rotation | None = None,
 ) -> Tensor:
+    if rotation is not None:
+        _check_rotation(q, rotation)
     digits = _digits_of(q, k, v, caches)
     check_slots("exact_paged_attention", slot_mapping, len(q))
     factor = _factor(q.shape[2], rule.scale, rule.softcap > 0)
-    return attention_cuda(q, k, v, caches, slot_mapping, step, digits, factor, rule)
+    return attention_cuda(q, k, v, caches, slot_mapping, step, digits, factor, rule, rotation)
 
 
 @functools.cache
@@ -197,6 +242,12 @@ def _flat(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return flat
 
 
+def _flat_rotated(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda q, k, v, cos, sin, q_weight, k_weight, eps, *rest: _flat(
+        functools.partial(attend, rotation=Rotation(cos, sin, q_weight, k_weight, eps))
+    )(q, k, v, *rest)
+
+
 _RULE = (
     "float scale=0.0, int window=0, float softcap=0.0, Tensor? sinks=None, Tensor? alibi_slopes=None,"
     " int attention_chunk=0"
@@ -207,21 +258,33 @@ _RULE_OPERANDS: dict[str, str | range] = {
     "alibi_slopes": "float32 Hq",
     "attention_chunk": range(1 << 31),
 }
+_PAGED = (
+    "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, Tensor cu_seqlens, Tensor seq_lens,"
+    f" Tensor block_table, {_RULE}) -> Tensor"
+)
+_PAGED_OPERANDS: dict[str, str | range] = {
+    "q": "float32 T Hq>0 D>0",
+    "k": "float32 T Hkv>0 D",
+    "v": "float32 T Hkv V>0",
+    "slot_mapping": "contiguous int64 Places",
+    **KEYS,
+    "k_cache": "unit float32 Blocks Size Hkv W",
+    "v_cache": "unit float32 Blocks Size Hkv X",
+    **_RULE_OPERANDS,
+}
 define(
-    "exact_paged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, "
-    f"Tensor cu_seqlens, Tensor seq_lens, Tensor block_table, {_RULE}) -> Tensor",
-    {
-        "q": "float32 T Hq>0 D>0",
-        "k": "float32 T Hkv>0 D",
-        "v": "float32 T Hkv V>0",
-        "slot_mapping": "contiguous int64 Places",
-        **KEYS,
-        "k_cache": "unit float32 Blocks Size Hkv W",
-        "v_cache": "unit float32 Blocks Size Hkv X",
-        **_RULE_OPERANDS,
-    },
+    f"exact_paged_attention(Tensor q, Tensor k, Tensor v, {_PAGED}",
+    _PAGED_OPERANDS,
     cpu=_flat(paged_attention_cpu),
     cuda=_flat(_paged_cuda),
+    fake=lambda q, k, v, *rest: q.new_empty((*q.shape[:2], v.shape[2])),
+)
+define(
+    "exact_rotated_attention(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? q_weight, Tensor? k_weight,"
+    f" float eps, {_PAGED}",
+    _PAGED_OPERANDS | {"cos": "float32 T E", "sin": "float32 T E", "q_weight": "float32 D", "k_weight": "float32 D"},
+    cpu=_flat_rotated(rotated_attention_cpu),
+    cuda=_flat_rotated(_paged_cuda),
     fake=lambda q, k, v, *rest: q.new_empty((*q.shape[:2], v.shape[2])),
 )
 define(

@@ -20,6 +20,7 @@ from detcompile.templates.device.dependent_launch import launch_options, let_nex
 from detcompile.templates.device.gate import multiprocessors
 from detcompile.templates.device.launcher import cdiv, launcher, next_power_of_2
 from detcompile.templates.exact import attention_hopper
+from detcompile.templates.exact.cache_gpu import Rotation, write_heads
 from detcompile.templates.exact.functions import (
     LOG2_E,
     MAGIC,
@@ -33,7 +34,6 @@ from detcompile.templates.exact.functions import (
     sink_state,
     tanh,
 )
-from detcompile.templates.exact.gpu import quantized
 
 _MOST_BYTES = 64 << 20  # of the states of single blocks
 _BLOCK, _GROUP = tl.constexpr(128), tl.constexpr(8)  # keys of a block, blocks of a group
@@ -292,14 +292,15 @@ def attention_cuda(
     digits: int,
     factor: float,
     rule: ExactRule,
+    rotation: Rotation | None = None,
 ) -> Tensor:
-    """Quantize k and v into the caches, then attend, as attention.paged_attention_cpu."""
+    """Norm and rotate q and k, quantize k and v into the caches, then attend, as attention.rotated_attention_cpu."""
     (T, Hq, D), (_, Hkv, V) = q.shape, v.shape
     out = torch.empty((T, Hq, V), dtype=torch.float32, device=q.device)
     if T == 0:
         return out
-    _write(caches, slot_mapping, k.contiguous(), v.contiguous(), digits)
-    q, S, group = q.contiguous(), len(step.seq_lens), Hq // Hkv
+    q = write_heads(caches, slot_mapping, q, k, v, digits, rotation)
+    S, group = len(step.seq_lens), Hq // Hkv
     hopper = not rule.softcap and rule.slopes is None and attention_hopper.supports(q, v, caches, group)
     decode = hopper and T <= 4 * S and group <= 16
     heads = max(4, next_power_of_2(group)) if decode else next_power_of_2(group)
@@ -355,41 +356,3 @@ def _unit(programs: int, device: torch.device, num_bytes: int) -> int:
     if programs >= 2 * count:
         return 0
     return 1 if 2 * programs < count and num_bytes <= _MOST_BYTES else _GROUP.value
-
-
-@triton.jit
-def _write_row(x_ptr, cache_ptr, word_ptr, row, at, D: tl.constexpr, BLOCK: tl.constexpr, TWO: tl.constexpr):
-    """Quantize row `row` of x [.., D] as a right operand; cache_ptr are bytes, `at` is its first word."""
-    i = tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + row * D + i, mask=i < D, other=0.0)
-    digits, low, scale = quantized(x, tl.max(bits(x) & 0x7FFFFFFF, 0), 127.0, TWO)
-    tl.store(cache_ptr + 4 * at + i, digits, mask=i < D)
-    if TWO:
-        tl.store(cache_ptr + 4 * at + D + i, low, mask=i < D)
-    tl.store(word_ptr + at + (2 * D if TWO else D) // 4, scale)
-
-
-@triton.jit(do_not_specialize=["T"])
-def _write_kernel(
-    k_ptr, v_ptr, slot_ptr, k_cache_ptr, k_word_ptr, v_cache_ptr, v_word_ptr, T, block_size, k_block, k_slot, k_head,
-    v_block, v_slot, v_head, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, TWO: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    let_next_start(PDL)
-    wait_for_earlier(PDL)
-    place, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    slot = tl.load(slot_ptr + place)
-    if slot >= 0:
-        row, page, inside = (place % T) * tl.num_programs(1) + h, slot // block_size, slot % block_size
-        _write_row(k_ptr, k_cache_ptr, k_word_ptr, row, page * k_block + inside * k_slot + h * k_head, D, DP, TWO)
-        _write_row(v_ptr, v_cache_ptr, v_word_ptr, row, page * v_block + inside * v_slot + h * v_head, V, VP, TWO)
-
-
-def _write(caches: Caches, slot_mapping: Tensor, k: Tensor, v: Tensor, digits: int) -> None:
-    """Write the quantized rows of k [T, Hkv, D] and v [T, Hkv, V] at slot_mapping; nothing to negative slots."""
-    (T, Hkv, D), V = k.shape, v.shape[2]
-    launcher(_write_kernel)[(len(slot_mapping), Hkv)](
-        k, v, slot_mapping, caches.k.view(torch.int8), caches.k, caches.v.view(torch.int8), caches.v, T,
-        caches.k.shape[1], *caches.k.stride()[:3], *caches.v.stride()[:3], D=D, DP=next_power_of_2(D), V=V,
-        VP=next_power_of_2(V), TWO=digits == 2, num_warps=1, enable_fp_fusion=False, **launch_options(k.device),
-    )  # fmt: skip

@@ -6,6 +6,8 @@ Sums are integers, so the number of threads, tiles and splits changes no bit. A 
 constant, which has no method ``to``: tl.cast takes both.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -19,9 +21,19 @@ from detcompile.templates.device.dependent_launch import (
 )
 from detcompile.templates.device.launcher import cdiv, launcher, next_power_of_2
 from detcompile.templates.exact import hopper
-from detcompile.templates.exact.functions import POISON, bits, from_bits, function, near, one_over, power_of_two
+from detcompile.templates.exact.functions import (
+    POISON,
+    bf16,
+    bits,
+    from_bits,
+    function,
+    near,
+    one_over,
+    power_of_two,
+)
 
 _BLOCK = 1024
+_MOST_PARTS = 8  # of a row
 _AHEAD_BYTES = 16 << 20  # of weights, fetched into L2 while the previous kernel is finishing
 _LONGEST = tl.constexpr(65536)  # terms of an int32 sum of products
 
@@ -65,19 +77,33 @@ def divide_cuda(x: Tensor, y: Tensor) -> Tensor:
 
 
 @triton.jit
+def rms_factors(x, R, eps):
+    """Factors of the RMSNorm of rows x [.., BLOCK] of R numbers and zeros: 2^(21 - e), 1 / rms, and if a row is whole.
+
+    e is the exponent of the row's largest magnitude.
+    """
+    peak = tl.max(bits(x) & 0x7FFFFFFF, len(x.shape) - 1, keep_dims=True)
+    whole = peak < POISON
+    p = power_of_two(148 - tl.minimum(tl.maximum(peak >> 23, 87), 254))
+    n = near(tl.where(whole, x, 0.0) * p, 1.0).to(tl.int64)
+    squares = tl.sum(n * n, len(x.shape) - 1, keep_dims=True).to(tl.float32)
+    return p, one_over(tl.sqrt_rn(tl.div_rn(squares, tl.cast(R, tl.float32)) + (eps * p) * p)), whole
+
+
+@triton.jit
+def normalized(x, weight, factors):
+    p, reciprocal, whole = factors
+    return tl.where(whole, (tl.where(whole, x, 0.0) * p * reciprocal) * weight, float("nan"))
+
+
+@triton.jit
 def _rms_norm_kernel(x_ptr, weight_ptr, out_ptr, R, eps, BLOCK: tl.constexpr, PDL: tl.constexpr):
     let_next_start(PDL)
     wait_for_earlier(PDL)
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * R + i, mask=i < R, other=0.0)
-    peak = tl.max(bits(x) & 0x7FFFFFFF, 0)
-    whole = peak < POISON
-    p = power_of_two(148 - tl.minimum(tl.maximum(peak >> 23, 87), 254))  # 2^(21 - e), e the exponent of the peak
-    u = tl.where(whole, x, 0.0) * p
-    n = near(u, 1.0).to(tl.int64)
-    mean = tl.div_rn(tl.sum(n * n, 0).to(tl.float32), tl.cast(R, tl.float32))
-    y = (u * one_over(tl.sqrt_rn(mean + (eps * p) * p))) * tl.load(weight_ptr + i, mask=i < R, other=0.0)
-    tl.store(out_ptr + row * R + i, tl.where(whole, y, float("nan")), mask=i < R)
+    weight = tl.load(weight_ptr + i, mask=i < R, other=0.0)
+    tl.store(out_ptr + row * R + i, normalized(x, weight, rms_factors(x, R, eps)), mask=i < R)
 
 
 def rms_norm_cuda(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -141,7 +167,7 @@ def layer_norm_cuda(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tens
 
 @triton.jit
 def quantized(x, peak, unit, TWO: tl.constexpr):
-    """The digits of a row with this largest magnitude, as bits, and its scale; the second digit only if TWO."""
+    """The digits of rows with these largest magnitudes, as bits, and their scales; the second digit only if TWO."""
     whole = peak < POISON
     a = tl.where(whole, tl.maximum(from_bits(tl.where(whole, peak, 0)), 8.673617379884035e-19), 1.0)
     v = near(tl.where(whole, x, 0.0), tl.div_rn(a * 0.0 + (32512.0 if TWO else 127.0), a))
@@ -151,47 +177,106 @@ def quantized(x, peak, unit, TWO: tl.constexpr):
 
 @triton.jit
 def _quantize_kernel(
-    x_ptr, peaks_ptr, digits_ptr, scale_ptr, plane, R, unit, HAS_PEAKS: tl.constexpr, TWO: tl.constexpr,
+    x_ptr, up_ptr, norm_ptr, peaks_ptr, digits_ptr, scale_ptr, plane, R, x_pitch, up_pitch, unit, eps,
+    GATE: tl.constexpr, HAS_NORM: tl.constexpr, HAS_PEAKS: tl.constexpr, TWO: tl.constexpr, PARTS: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Quantize a row of x, or of GATE(x) * up, or its norm; rows begin every x_pitch and up_pitch numbers.
+
+    A row is in registers, as PARTS of BLOCK numbers. A norm takes one part.
+    """
     let_next_start(PDL)
     wait_for_earlier(PDL)
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + row * R + i, mask=i < R, other=0.0)
-    peak = tl.load(peaks_ptr + row) if HAS_PEAKS else tl.max(bits(x) & 0x7FFFFFFF, 0)
-    high, low, scale = quantized(x, peak, unit, TWO)
-    tl.store(digits_ptr + row * R + i, high, mask=i < R)
-    if TWO:
-        tl.store(digits_ptr + plane + row * R + i, low, mask=i < R)
-    tl.store(scale_ptr + row, scale)
+    parts = ()
+    for part in tl.static_range(PARTS):
+        inside = i < R - part * BLOCK
+        x = tl.load(x_ptr + row * x_pitch + part * BLOCK + i, mask=inside, other=0.0)
+        if GATE != "":
+            up = tl.load(up_ptr + row * up_pitch + part * BLOCK + i, mask=inside, other=0.0)
+            x = tl.where(inside, function(x, GATE) * up, 0.0)
+        if HAS_NORM:
+            norm = tl.load(norm_ptr + i, mask=inside, other=0.0)
+            x = tl.where(inside, normalized(x, norm, rms_factors(x, R, eps)), 0.0)
+        parts = parts + (x,)  # type: ignore[assignment]
+    if HAS_PEAKS:
+        peak = tl.load(peaks_ptr + row)
+    else:
+        magnitudes = bits(parts[0]) & 0x7FFFFFFF  # type: ignore[misc]
+        for part in tl.static_range(1, PARTS):
+            magnitudes = tl.maximum(magnitudes, bits(parts[part]) & 0x7FFFFFFF)
+        peak = tl.max(magnitudes, 0)
+    for part in tl.static_range(PARTS):
+        inside = i < R - part * BLOCK
+        high, low, scale = quantized(parts[part], peak, unit, TWO)
+        tl.store(digits_ptr + row * R + part * BLOCK + i, high, mask=inside)
+        if TWO:
+            tl.store(digits_ptr + plane + row * R + part * BLOCK + i, low, mask=inside)
+        if part == 0:
+            tl.store(scale_ptr + row, scale)
 
 
-def quantize_cuda(x: Tensor, num_digits: int, right: bool, peaks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+class RowFunction(NamedTuple):
+    """What happens to a row before it is quantized: function(x) * up, if there is an `up`, then a norm.
+
+    Attributes:
+        up: like x, with any distance between rows.
+        function: a name in rows.FUNCTIONS.
+        norm: the weight [R] of an RMSNorm.
+        eps: of the norm.
+    """
+
+    up: Tensor | None = None
+    function: str = ""
+    norm: Tensor | None = None
+    eps: float = 0.0
+
+
+def quantize_cuda(
+    x: Tensor, num_digits: int, right: bool, peaks: Tensor | None = None, before: RowFunction = RowFunction()
+) -> tuple[Tensor, Tensor]:
     """Return int8 digits [num_digits, ..., R] and float32 scales [...] of rows x [..., R].
 
     Args:
         peaks: int32 [...], the largest magnitude of each row as bits; None: that of x.
+        before: applied to each row; x [M, R] then may have any distance between rows.
     """
-    x, R = x.contiguous(), x.shape[-1]
+    R = x.shape[-1]
+    up, norm = before.up, before.norm
+    if up is None and norm is None:
+        x = x.contiguous()
     digits = torch.empty((num_digits, *x.shape), dtype=torch.int8, device=x.device)
     scales = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     unit = 32512.0 if num_digits == 2 and not right else 127.0
     if x.numel():
+        pitch = R if x.is_contiguous() else x.stride(0)
+        parts, block = _parts(R) if norm is None else (1, next_power_of_2(R))
         launcher(_quantize_kernel)[(x.numel() // R,)](
-            x, scales if peaks is None else peaks, digits, scales, x.numel(), R, unit, HAS_PEAKS=peaks is not None,
-            TWO=num_digits == 2, BLOCK=next_power_of_2(R), num_warps=_warps(R), enable_fp_fusion=False,
-            **launch_options(x.device),
+            x, x if up is None else up, x if norm is None else norm.contiguous(), scales if peaks is None else peaks,
+            digits, scales, x.numel(), R, pitch, pitch if up is None else up.stride(0), unit, before.eps,
+            GATE="" if up is None else before.function, HAS_NORM=norm is not None, HAS_PEAKS=peaks is not None,
+            TWO=num_digits == 2, PARTS=parts, BLOCK=block, num_warps=_warps(R), enable_fp_fusion=False,
+            maxnreg=None if up is None else 128, **launch_options(x.device),
         )  # fmt: skip
     return digits, scales
 
 
+def _parts(R: int) -> tuple[int, int]:
+    """Return the fewest parts of a power of two that hold a row with the fewest numbers to spare."""
+    blocks = [next_power_of_2(cdiv(R, parts)) for parts in range(1, _MOST_PARTS + 1)]
+    parts = min(range(1, _MOST_PARTS + 1), key=lambda parts: (parts * blocks[parts - 1], parts))
+    return parts, blocks[parts - 1]
+
+
 @triton.jit(do_not_specialize=["M", "ahead"])
 def _linear_kernel(
-    x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, out_ptr, M, N, K, ahead,
-    DX: tl.constexpr, DW: tl.constexpr, HAS_BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    PDL: tl.constexpr,
+    x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, out_ptr, M, N, K, ahead,
+    DX: tl.constexpr, DW: tl.constexpr, HAS_BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [M, N] of x [DX, M, K] and w [DW, N, K], scaled, or the integers if out is int64.
+
+    RESIDUAL 1: plus the residual [M, N]; 2: this sum is rounded to bfloat16.
 
     int8 tensor cores saturate: an int32 sum has 65536 terms at most. `ahead` bytes of each row of w are fetched into
     L2 while the previous kernel is finishing.
@@ -229,6 +314,10 @@ def _linear_kernel(
         y = total.to(tl.float32) * x_scale[:, None] * w_scale[None, :]
         if HAS_BIAS:
             y = y + tl.load(bias_ptr + n, mask=n < N, other=0.0)[None, :]
+        if RESIDUAL:
+            y = tl.load(residual_ptr + m[:, None].to(tl.int64) * N + n[None, :], mask=rows & columns, other=0.0) + y
+        if RESIDUAL == 2:
+            y = bf16(y)
         tl.store(out_at, y, mask=rows & columns)
 
 
@@ -302,11 +391,20 @@ def _multiply_experts(
         )  # fmt: skip
 
 
-def linear_cuda(x: Tensor, w: Tensor, w_scale: Tensor, bias: Tensor | None, x_digits: int) -> Tensor:
-    """Run the op on the GPU: x [M, K], w [D, N, K], w_scale [N], bias [N] -> [M, N]."""
-    digits, x_scale = quantize_cuda(x, x_digits, False)
+def linear_cuda(
+    x: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    x_digits: int,
+    before: RowFunction = RowFunction(),
+    residual: Tensor | None = None,
+    rounded: bool = False,
+) -> Tensor:
+    """Run the op on the GPU: x [M, K], w [D, N, K], w_scale [N], bias [N], residual [M, N] -> [M, N]."""
+    digits, x_scale = quantize_cuda(x, x_digits, False, before=before)
     out = torch.empty((len(x), w.shape[1]), dtype=torch.float32, device=x.device)
-    _multiply(digits, w, x_scale, w_scale, bias, out)
+    _multiply(digits, w, x_scale, w_scale, bias, out, None if residual is None else residual.contiguous(), rounded)
     return out
 
 
@@ -318,15 +416,26 @@ def totals_cuda(x: Tensor, peaks: Tensor, w: Tensor, x_digits: int) -> Tensor:
     return totals
 
 
-def _multiply(x: Tensor, w: Tensor, x_scale: Tensor, w_scale: Tensor, bias: Tensor | None, out: Tensor) -> None:
+def _multiply(
+    x: Tensor,
+    w: Tensor,
+    x_scale: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    residual: Tensor | None = None,
+    rounded: bool = False,
+) -> None:
     (DX, M, K), (DW, N, _) = x.shape, w.shape
+    added = (w_scale if bias is None else bias), (out if residual is None else residual)
+    kinds = {"HAS_BIAS": bias is not None, "RESIDUAL": 0 if residual is None else 1 + rounded}
     if hopper.supports(x, w):
-        hopper.launch(x, w, x_scale, w_scale, bias, out)
+        hopper.launch(x, w, x_scale, w_scale, *added, out, kinds)
     elif M and N:
         BM, BN, BK, warps, stages = _blocks(M, N, DX)
         launcher(_linear_kernel)[(cdiv(M, BM), cdiv(N, BN))](
-            x, w, x_scale, w_scale, w_scale if bias is None else bias, out, M, N, K, min(K, _AHEAD_BYTES // N),
-            DX=DX, DW=DW, HAS_BIAS=bias is not None, BM=BM, BN=BN, BK=BK, num_warps=warps, num_stages=stages,
+            x, w, x_scale, w_scale, *added, out, M, N, K, min(K, _AHEAD_BYTES // N),
+            DX=DX, DW=DW, **kinds, BM=BM, BN=BN, BK=BK, num_warps=warps, num_stages=stages,
             enable_fp_fusion=False, **launch_options(x.device),
         )  # fmt: skip
 

@@ -8,6 +8,8 @@ Both digits of x meet the same tile of w, so a k-group of two digits moves as ma
 are split along K: a second kernel adds the parts' integers.
 """
 
+from collections.abc import Mapping
+
 import torch
 import triton
 import triton.language as tl
@@ -32,6 +34,7 @@ from detcompile.templates.device.dependent_launch import (
 )
 from detcompile.templates.device.gate import is_hopper, multiprocessors
 from detcompile.templates.device.launcher import cdiv, launcher
+from detcompile.templates.exact.functions import bf16
 from detcompile.templates.matmul.hopper_tile import tile_of
 
 FEWEST_ROWS = 17  # fewer are faster in plain Triton's smaller tiles
@@ -49,8 +52,21 @@ def supports(x: Tensor, w: Tensor) -> bool:
     return M >= FEWEST_ROWS and K <= _LONGEST and aligned and is_hopper(x.device)
 
 
-def launch(x: Tensor, w: Tensor, x_scale: Tensor, w_scale: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """Run the kernel: scaled products [M, N], or the integers if out is int64."""
+def launch(
+    x: Tensor,
+    w: Tensor,
+    x_scale: Tensor,
+    w_scale: Tensor,
+    bias: Tensor,
+    residual: Tensor,
+    out: Tensor,
+    kinds: Mapping[str, int],
+) -> None:
+    """Run the kernel: scaled products [M, N], or the integers if out is int64.
+
+    Args:
+        kinds: HAS_BIAS and RESIDUAL, as in gpu.py.
+    """
     (DX, M, K), (DW, N, _) = x.shape, w.shape
     consumers = 1 if M <= _ROWS else 2
     programs = multiprocessors(x.device)
@@ -62,15 +78,14 @@ def launch(x: Tensor, w: Tensor, x_scale: Tensor, w_scale: Tensor, bias: Tensor 
     splits = cdiv(K, share)
     parts = out if splits == 1 else torch.empty((splits, M, N), dtype=torch.int64, device=x.device)
     launcher(hopper_exact_kernel)[(min(tiles * splits, programs * (3 - consumers)),)](
-        _descriptor(x, _ROWS), _descriptor(w, block_n), x_scale, w_scale, w_scale if bias is None else bias, parts,
-        M, N, K, share, splits, DX=DX, DW=DW, HAS_BIAS=bias is not None, BN=block_n, BK=_BLOCK_K, GROUP=16,
-        CONSUMERS=consumers, STAGES=stages, num_warps=4, maxnreg=168 if consumers == 2 else 128,
-        enable_fp_fusion=False, **launch_options(x.device),
+        _descriptor(x, _ROWS), _descriptor(w, block_n), x_scale, w_scale, bias, residual, parts, M, N, K, share,
+        splits, DX=DX, DW=DW, **kinds, BN=block_n, BK=_BLOCK_K, GROUP=16, CONSUMERS=consumers, STAGES=stages,
+        num_warps=4, maxnreg=168 if consumers == 2 else 128, enable_fp_fusion=False, **launch_options(x.device),
     )  # fmt: skip
     if splits > 1:
         launcher(_add_kernel)[(M, cdiv(N, _FEATURES))](
-            parts, x_scale, w_scale, w_scale if bias is None else bias, out, N, M * N, splits,
-            HAS_BIAS=bias is not None, BN=_FEATURES, num_warps=4, enable_fp_fusion=False, **launch_options(x.device),
+            parts, x_scale, w_scale, bias, residual, out, N, M * N, splits, **kinds, BN=_FEATURES, num_warps=4,
+            enable_fp_fusion=False, **launch_options(x.device),
         )  # fmt: skip
 
 
@@ -80,8 +95,8 @@ def _descriptor(planes: Tensor, rows: int) -> TensorDescriptor:
 
 @triton.jit(do_not_specialize=["splits"])
 def _add_kernel(
-    parts_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, out_ptr, N, plane, splits, HAS_BIAS: tl.constexpr, BN: tl.constexpr,
-    PDL: tl.constexpr,
+    parts_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, out_ptr, N, plane, splits, HAS_BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row of out [M, N] of the integers [splits, M, N], added, and scaled unless out is int64."""
     let_next_start(PDL)
@@ -96,6 +111,10 @@ def _add_kernel(
         y = total.to(tl.float32) * tl.load(x_scale_ptr + m) * tl.load(w_scale_ptr + n, mask=n < N, other=0.0)
         if HAS_BIAS:
             y = y + tl.load(bias_ptr + n, mask=n < N, other=0.0)
+        if RESIDUAL:
+            y = tl.load(residual_ptr + m * N + n, mask=n < N, other=0.0) + y
+        if RESIDUAL == 2:
+            y = bf16(y)
         tl.store(out_ptr + m * N + n, y, mask=n < N)
 
 
@@ -133,15 +152,15 @@ def _fetch(
 @gluon.jit
 def _multiply(
     W: gl.constexpr, ring, pointers, sizes, DX: gl.constexpr, DW: gl.constexpr,
-    HAS_BIAS: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, CONSUMERS: gl.constexpr,
-    STAGES: gl.constexpr, PDL: gl.constexpr,
+    HAS_BIAS: gl.constexpr, RESIDUAL: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr,
+    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup W: 64 rows of each tile of this program."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     gluon_wait_for_earlier(PDL)
     x_tiles, w_tiles, full, free, turn = ring
     M, N, K, share, splits, tiles_m, tiles_n = sizes
-    x_scale_ptr, w_scale_ptr, bias_ptr, out_ptr = pointers
+    x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, out_ptr = pointers
     i = 0
     tiles = tiles_m * tiles_n
     for work in range(gl.program_id(0), tiles * splits, gl.num_programs(0)):
@@ -186,6 +205,10 @@ def _multiply(
             y = total.to(gl.float32) * x_scale[:, None] * w_scale[None, :]
             if HAS_BIAS:
                 y = y + gl.load(bias_ptr + n, mask=n < N, other=0.0)[None, :]
+            if RESIDUAL:
+                y = gl.load(residual_ptr + m[:, None].to(gl.int64) * N + n[None, :], mask=inside, other=0.0) + y
+            if RESIDUAL == 2:
+                y = bf16(y)
             gl.store(out_at, y, mask=inside)
         if W == 0 and CONSUMERS == 2:
             mbarrier.arrive(turn, count=1)
@@ -193,9 +216,9 @@ def _multiply(
 
 @gluon.jit(do_not_specialize=["M", "splits"])
 def hopper_exact_kernel(
-    x_desc, w_desc, x_scale_ptr, w_scale_ptr, bias_ptr, out_ptr, M, N, K, share, splits, DX: gl.constexpr,
-    DW: gl.constexpr, HAS_BIAS: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr,
-    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+    x_desc, w_desc, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, out_ptr, M, N, K, share, splits,
+    DX: gl.constexpr, DW: gl.constexpr, HAS_BIAS: gl.constexpr, RESIDUAL: gl.constexpr, BN: gl.constexpr,
+    BK: gl.constexpr, GROUP: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Persistent programs loop over the tiles; rows past M and features past N are multiplied and not stored."""
     tiles_m = (M + 64 * CONSUMERS - 1) // (64 * CONSUMERS)
@@ -211,19 +234,19 @@ def hopper_exact_kernel(
         mbarrier.init(free.index(stage), count=CONSUMERS)
     fence_async_shared()
     ring = (x_tiles, w_tiles, full, free, turn)
-    pointers = (x_scale_ptr, w_scale_ptr, bias_ptr, out_ptr)
+    pointers = (x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, out_ptr)
     sizes = (M, N, K, share, splits, tiles_m, tiles_n)
     if CONSUMERS == 1:
         gl.warp_specialize([
-            (_multiply, (gl.constexpr(0), ring, pointers, sizes, DX, DW, HAS_BIAS, BN, BK, GROUP, CONSUMERS,
-                         STAGES, PDL)),
+            (_multiply, (gl.constexpr(0), ring, pointers, sizes, DX, DW, HAS_BIAS, RESIDUAL, BN, BK, GROUP,
+                         CONSUMERS, STAGES, PDL)),
             (_fetch, (x_desc, w_desc, ring, sizes, DX, DW, BN, BK, GROUP, CONSUMERS, STAGES, PDL)),
         ], [1], [24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_multiply, (gl.constexpr(0), ring, pointers, sizes, DX, DW, HAS_BIAS, BN, BK, GROUP, CONSUMERS,
-                         STAGES, PDL)),
-            (_multiply, (gl.constexpr(1), ring, pointers, sizes, DX, DW, HAS_BIAS, BN, BK, GROUP, CONSUMERS,
-                         STAGES, PDL)),
+            (_multiply, (gl.constexpr(0), ring, pointers, sizes, DX, DW, HAS_BIAS, RESIDUAL, BN, BK, GROUP,
+                         CONSUMERS, STAGES, PDL)),
+            (_multiply, (gl.constexpr(1), ring, pointers, sizes, DX, DW, HAS_BIAS, RESIDUAL, BN, BK, GROUP,
+                         CONSUMERS, STAGES, PDL)),
             (_fetch, (x_desc, w_desc, ring, sizes, DX, DW, BN, BK, GROUP, CONSUMERS, STAGES, PDL)),
         ], [4, 1], [240, 24])  # fmt: skip

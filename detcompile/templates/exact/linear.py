@@ -1,10 +1,17 @@
-"""exact_linear and exact_expert_linear: quantized rows times a quantized weight in exact integers; see docs/exact.md.
+"""exact_linear and its relatives: quantized rows times a quantized weight in exact integers; see docs/exact.md.
 
 Legend: M tokens, N output features, K input features, D digits of the weight, E experts, C experts chosen by a token.
 
     q, s = exact_quantize(x, x_digits, left)
     T    = the exact integers of q [x_digits, M, K] and w [D, N, K]; low digit times low digit is left out
     out  = (float32(T) * s) * w_scale + bias        each operation rounded once
+
+exact_fused_linear is the same between other operations of the definition, each of which is optional:
+
+    x    = exact_function(x, function) * up
+    x    = exact_rms_norm(x, norm, eps)
+    out  = residual + exact_linear(x, w, w_scale, bias)
+    out  = exact_function(out, "bf16")                     if rounded
 
 exact_expert_linear multiplies each row by the weight of its expert. The id E means no expert: such a row is zeros.
 """
@@ -16,7 +23,8 @@ from torch import Tensor
 
 from detcompile.errors import InvalidInput
 from detcompile.templates.cpu import library as cpu_library
-from detcompile.templates.exact.gpu import expert_cuda, linear_cuda
+from detcompile.templates.exact.gpu import RowFunction, expert_cuda, function_cuda, linear_cuda
+from detcompile.templates.exact.rows import function_cpu, require_function, require_length, rms_norm_cpu
 from detcompile.templates.experts.op import require_expert_ids, require_expert_rows
 from detcompile.templates.registration import define
 
@@ -34,6 +42,30 @@ def linear_cpu(
         None, None, len(x), N, K, x_digits, D, cpu_library.thread_count(),
     )  # fmt: skip
     return out
+
+
+def fused_linear_cpu(
+    x: Tensor,
+    up: Tensor | None,
+    function: str,
+    norm: Tensor | None,
+    eps: float,
+    w: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    rounded: bool,
+    x_digits: int,
+    isa: str | None = None,
+) -> Tensor:
+    """Run the op on the CPU: x and up [M, K], norm [K], residual [M, N], the others as in ``linear_cpu``."""
+    if up is not None:
+        x = function_cpu(x, function, isa) * up
+    if norm is not None:
+        x = rms_norm_cpu(x, norm, eps, isa)
+    out = linear_cpu(x, w, w_scale, bias, x_digits, isa)
+    out = out if residual is None else residual + out
+    return function_cpu(out, "bf16", isa) if rounded else out
 
 
 def totals_cpu(x: Tensor, peaks: Tensor, w: Tensor, x_digits: int, isa: str | None = None) -> Tensor:
@@ -126,6 +158,29 @@ def _linear_cuda(x: Tensor, w: Tensor, w_scale: Tensor, bias: Tensor | None, x_d
     return linear_cuda(x, w, w_scale, bias, x_digits)
 
 
+def _fused_linear_cuda(
+    x: Tensor,
+    up: Tensor | None,
+    function: str,
+    norm: Tensor | None,
+    eps: float,
+    w: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    rounded: bool,
+    x_digits: int,
+) -> Tensor:
+    check_digits("exact_fused_linear", w, x_digits)
+    if up is not None:
+        require_function(function)
+    if norm is not None:
+        require_length(x)
+    before = RowFunction(up, function, norm, eps)
+    out = linear_cuda(x, w, w_scale, bias, x_digits, before, residual, rounded)
+    return function_cuda(out, "bf16") if rounded and residual is None else out
+
+
 def check_digits(op: str, w: Tensor, x_digits: int) -> None:
     """Raise InvalidInput if the weight has more digits than x, or none."""
     if not 1 <= len(w) <= x_digits:
@@ -146,6 +201,23 @@ define(
     cpu=linear_cpu,
     cuda=_linear_cuda,
     fake=lambda x, w, w_scale, bias, x_digits: x.new_empty((x.shape[0], w.shape[1])),
+)
+define(
+    "exact_fused_linear(Tensor x, Tensor? up, str function, Tensor? norm, float eps, Tensor w, Tensor w_scale,"
+    " Tensor? bias, Tensor? residual, bool rounded, int x_digits) -> Tensor",
+    {
+        "x": "unit float32 M K>0",
+        "up": "unit float32 M K",
+        "norm": "float32 K",
+        "w": "contiguous int8 D N K",
+        "w_scale": "contiguous float32 N",
+        "bias": "contiguous float32 N",
+        "residual": "float32 M N",
+        "x_digits": range(1, 3),
+    },
+    cpu=fused_linear_cpu,
+    cuda=_fused_linear_cuda,
+    fake=lambda x, up, function, norm, eps, w, *rest: x.new_empty((x.shape[0], w.shape[1])),
 )
 define(
     "exact_expert_linear(Tensor x, Tensor ids, Tensor w, Tensor w_scale, Tensor? bias, int x_digits) -> Tensor",

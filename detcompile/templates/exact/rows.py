@@ -43,7 +43,7 @@ def function_cpu(x: Tensor, name: str, isa: str | None = None) -> Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
     cpu_library.library(isa).detcompile_exact_function(
-        x.data_ptr(), out.data_ptr(), x.numel(), _index(name), cpu_library.thread_count()
+        x.data_ptr(), out.data_ptr(), x.numel(), require_function(name), cpu_library.thread_count()
     )
     return out
 
@@ -64,7 +64,7 @@ def rms_norm_cpu(x: Tensor, weight: Tensor, eps: float, isa: str | None = None) 
     Raises:
         InvalidInput: a row's sum of squares may exceed int64.
     """
-    _check_length(x)
+    require_length(x)
     x, weight = x.contiguous(), weight.contiguous()
     out, R = torch.empty_like(x), x.shape[-1]
     cpu_library.library(isa).detcompile_exact_rms_norm(
@@ -89,7 +89,7 @@ def layer_norm_cpu(x: Tensor, weight: Tensor, bias: Tensor, eps: float, isa: str
     Raises:
         InvalidInput: a row's sum of squares may exceed int64.
     """
-    _check_length(x)
+    require_length(x)
     x, weight, bias = x.contiguous(), weight.contiguous(), bias.contiguous()
     out, R = torch.empty_like(x), x.shape[-1]
     cpu_library.library(isa).detcompile_exact_layer_norm(
@@ -117,7 +117,7 @@ def quantize_cpu(x: Tensor, num_digits: int, right: bool, isa: str | None = None
 
 
 def _function_cuda(x: Tensor, name: str) -> Tensor:
-    _index(name)
+    require_function(name)
     return function_cuda(x, name)
 
 
@@ -139,21 +139,27 @@ def _broadcast(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rms_norm_cuda(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    _check_length(x)
+    require_length(x)
     return rms_norm_cuda(x, weight, eps)
 
 
 def _layer_norm_cuda(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    _check_length(x)
+    require_length(x)
     return layer_norm_cuda(x, weight, bias, eps)
 
 
-def _check_length(x: Tensor) -> None:
+def require_length(x: Tensor) -> None:
+    """Raise InvalidInput if a row's sum of squares may exceed int64."""
     if x.shape[-1] >= _LONGEST:
         raise InvalidInput(f"detcompile: an exact norm of rows of {x.shape[-1]}; they must be shorter than {_LONGEST}")
 
 
-def _index(name: str) -> int:
+def require_function(name: str) -> int:
+    """Return the index of a function.
+
+    Raises:
+        InvalidInput: no function has this name.
+    """
     if name not in FUNCTIONS:
         raise InvalidInput(f"detcompile::exact_function: no function is named {name!r}; take one of {FUNCTIONS}")
     return FUNCTIONS.index(name)

@@ -44,6 +44,13 @@ def test_a_layer_has_four_products(name: str) -> None:
     assert products(certified(random_model(name, BF16, num_hidden_layers=1)).certificate) == 4 + 1
 
 
+def test_a_layer_of_exact_arithmetic_has_four_products_if_weights_have_one_digit() -> None:
+    for arithmetic, count in (("exact8x16", 4 + 1), ("exact16", 7 + 1)):
+        model = random_model("qwen3", torch.float32, num_hidden_layers=1)
+        certificate = certified(model, numerics=Numerics(arithmetic=arithmetic)).certificate
+        assert sum(entry.op == "detcompile.exact_linear.default" for entry in certificate.entries) == count
+
+
 def with_biases(dtype: torch.dtype) -> nn.Module:
     """A Llama whose linears all have biases that are not zero."""
     model = random_model("llama", dtype, num_hidden_layers=1, attention_bias=True, mlp_bias=True)

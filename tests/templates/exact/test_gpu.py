@@ -7,9 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from detcompile.step import PADDING_SLOT
+from detcompile.templates.attention.operands import Caches
 from detcompile.templates.exact import attention_gpu
 from detcompile.templates.exact.attention import ExactRule, _paged_cuda, paged_attention_cpu, row_words
+from detcompile.templates.exact.cache_gpu import Rotation, write_heads
 from detcompile.templates.exact.gpu import (
+    RowFunction,
     divide_cuda,
     expert_cuda,
     expert_totals_cuda,
@@ -140,6 +144,61 @@ def test_totals_of_a_part_of_k_are_those_of_the_cpu(name: str, M: int, N: int, K
     peaks = peaks_of(host_tensor(golden.rows() if K < 200 else x * F(3)))
     actual = totals_cuda(tensor(x), peaks.to(DEVICE), tensor(w), left)
     assert_bitwise_equal(actual.cpu(), totals_cpu(host_tensor(x), peaks, host_tensor(w), left))
+
+
+@pytest.mark.parametrize("digits", [1, 2])
+@pytest.mark.parametrize("surroundings", ["gate", "norm", "sum", "rounded sum", "all"])
+@pytest.mark.parametrize("M", [5, 17, 130])
+def test_fused_linear_equals_its_parts(surroundings: str, digits: int, M: int) -> None:
+    K, N, every = 208, 130, surroundings == "all"
+    pair, norm = np.resize(golden.rows()[:, : 2 * K], (M, 2 * K)), golden.values((K,), 2)
+    w, w_scale, bias = golden.planes((1, N, K), 8), np.abs(golden.values((N,), 7)), golden.values((N,), 6)
+    residual, rounded = golden.values((M, N), 9), every or surroundings == "rounded sum"
+    x, before, columns = pair[:, :K], RowFunction(), tensor(pair)
+    if every or surroundings == "gate":
+        x = exact.silu(x) * pair[:, K:]
+        before = before._replace(up=columns[:, K:], function="silu")
+    if every or surroundings == "norm":
+        x = exact.rms_norm(x, norm, 1e-6)
+        before = before._replace(norm=tensor(norm), eps=1e-6)
+    expected = exact.linear(x, digits, w, w_scale, bias)
+    given = None
+    if every or "sum" in surroundings:
+        expected, given = residual + expected, tensor(residual)
+    expected = exact.bf16(expected) if rounded else expected
+    weight = tensor(w), tensor(w_scale), tensor(bias)
+    assert_same(linear_cuda(columns[:, :K], *weight, digits, before, given, rounded), expected)
+
+
+@pytest.mark.parametrize("digits", [1, 2])
+@pytest.mark.parametrize(("D", "E", "has_norm"), [(64, 64, True), (36, 20, False), (36, 36, True)])
+def test_heads_are_normed_and_rotated_as_their_parts(digits: int, D: int, E: int, has_norm: bool) -> None:
+    """10 heads of q and 9 of k and v, side by side in the rows of one product; two copies of 5 tokens in the cache."""
+    T, HQ, HK = 5, 10, 9
+    rows = np.resize(golden.rows(), (T, (HQ + 2 * HK) * D))
+    q, k, v = (part.reshape(T, -1, D) for part in np.split(rows, [HQ * D, (HQ + HK) * D], 1))
+    cos, sin = golden.values((T, E), 3), golden.values((T, E), 4)
+    weights = golden.values((2, D), 2) if has_norm else [None, None]
+    slots = torch.tensor([3, 9, PADDING_SLOT, 0, 7, 12, 1, 15, PADDING_SLOT, 4], device=DEVICE)
+
+    def rotated(x: Array, weight: Array | None) -> Array:
+        x = x if weight is None else exact.rms_norm(x, weight, 1e-6)
+        turned = x[..., :E]
+        half = np.concatenate([-turned[..., E // 2 :], turned[..., : E // 2]], -1)
+        return np.concatenate([turned * cos[:, None] + half * sin[:, None], x[..., E:]], -1)
+
+    def written(heads: list[Tensor], rotation: Rotation | None) -> tuple[Tensor, Tensor]:
+        zeros = [torch.zeros((4, 4, HK, row_words(D, digits)), device=DEVICE) for _ in range(2)]
+        out = write_heads(Caches(*zeros), slots, *heads, digits, rotation)
+        return out, torch.stack(zeros).view(torch.int32)
+
+    columns = tensor(rows).split([HQ * D, HK * D, HK * D], 1)
+    given = [None if weight is None else tensor(weight) for weight in weights]
+    rotation = Rotation(tensor(cos), tensor(sin), *given, 1e-6)
+    out, cached = written([part.unflatten(1, (-1, D)) for part in columns], rotation)
+    assert_same(out, rotated(q, weights[0]))
+    apart = written([tensor(x) for x in (q, rotated(k, weights[1]), v)], None)
+    assert_bitwise_equal(cached, apart[1])
 
 
 def test_sum_equals_the_reference() -> None:

@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime import driver
-from detcompile.templates.exact import attention_gpu, attention_hopper, gpu, hopper
+from detcompile.templates.exact import attention_gpu, attention_hopper, cache_gpu, gpu, hopper
 
 BYTES = {"digits_ptr", "w_ptr", "k_ptr", "v_ptr", "k_cache_ptr", "v_cache_ptr"}
 TYPES = dict.fromkeys(("eps", "unit", "factor", "softcap"), "fp32") | {"M": "i32"}
@@ -32,7 +32,9 @@ TYPES |= dict.fromkeys(("cu_ptr", "lens_ptr", "table_ptr"), "*i32")
 INTEGERS = dict.fromkeys("T S M N K share splits max_blocks units k_block v_block window chunk".split(), "i32")
 ATTENTION = {"G": 4, "HEADS": 4, "D": 64, "DIGITS": 2, "SIZE": 32, "SINKS": True, "UNIT": 0, "PDL": True}
 ATTENTION |= {"K_SLOT": 72, "K_HEAD": 36, "V_SLOT": 72, "V_HEAD": 36, "maxnreg": 255}
-TILES = {"DX": 2, "DW": 2, "HAS_BIAS": True, "BN": 128, "BK": 128, "GROUP": 16, "STAGES": 2, "PDL": True}
+PRODUCT = {"DX": 2, "DW": 2, "HAS_BIAS": True, "RESIDUAL": 2}
+TILES = PRODUCT | {"BN": 128, "BK": 128, "GROUP": 16, "STAGES": 2, "PDL": True}
+HEADS = {"k_ptr": "*fp32", "v_ptr": "*fp32", "HQ": 8, "HK": 8, "HEADS": 8, "D": 4, "W": 4, "V": 4, "WV": 4, "E": 4}
 DESCRIBED = {
     f"{name}_desc": f"tensordesc<i8[{rows}, 128],{hopper._SHARED!r}>" for name, rows in (("x", 64), ("w", 128))
 }
@@ -59,12 +61,12 @@ KERNELS = [(gpu._function_kernel, {"NAME": name, "BLOCK": 1024}) for name in sys
     (gpu._expert_kernel, {"x_ptr": "*i8", "DX": 2, "DW": 2, "HAS_BIAS": True, "BN": 64, "BK": 128}),
     (gpu._rms_norm_kernel, {"BLOCK": 1}),
     (gpu._layer_norm_kernel, {"BLOCK": 1}),
-    (gpu._quantize_kernel, {"TWO": True, "BLOCK": 1}),
-    (gpu._linear_kernel, {"x_ptr": "*i8", "DX": 2, "DW": 2, "HAS_BIAS": True, "BM": 16, "BN": 64, "BK": 128}),
+    (gpu._quantize_kernel, {"TWO": True, "BLOCK": 1, "GATE": "silu"}),
+    (gpu._linear_kernel, {"x_ptr": "*i8", "BM": 16, "BN": 64, "BK": 128} | PRODUCT),
     (attention_gpu._attention_kernel, {"HEADS": 1, "ROWS": 16, "D": 4, "DP": 32, "V": 4, "VP": 32, "DIGITS": 2}),
     (attention_gpu._merge_kernel, {"V": 4, "VP": 32}),
-    (attention_gpu._write_kernel, {"k_ptr": "*fp32", "v_ptr": "*fp32", "D": 4, "DP": 4, "V": 4, "VP": 4}),
-    (hopper._add_kernel, {"BN": 512}),
+    (cache_gpu.heads_kernel, HEADS),
+    (hopper._add_kernel, {"RESIDUAL": 2, "BN": 512}),
     (hopper.hopper_exact_kernel, TILES | {"CONSUMERS": 2, "maxnreg": 168}),
     (attention_hopper.hopper_exact_attention_kernel, ATTENTION),
     (attention_hopper.hopper_exact_decode_kernel, ATTENTION | {"maxnreg": 128}),
@@ -98,7 +100,7 @@ driver.set_active(None)
 """
 PLANTED = ("quotient", "root", "ceil", "exp", "contraction")
 ATTENTION = {"_attention_kernel", "_merge_kernel", "hopper_exact_attention_kernel", "hopper_exact_decode_kernel"}
-WITH_FMA = {"_quantize_kernel", "_write_kernel", *ATTENTION, *FUNCTIONS}
+WITH_FMA = {"_quantize_kernel", "heads_kernel", *ATTENTION, *FUNCTIONS}
 # One rounding, a comparison, a selection or a conversion; without .ftz, .approx, .full and .sat.
 DEFINED = re.compile(
     r"(add|sub|mul|div|sqrt)\.rn\.f(32|64)|(abs|neg|min|max|selp)\.f(32|64)|setp\.[a-z]+\.f(32|64)"

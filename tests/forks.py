@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from tests.gpus import num_workers
+from tests.gpus import may_fork, num_workers
 
 GUESS = 10.0  # seconds of a test
 
@@ -34,6 +34,8 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     count = session.config.getoption("forks")
     if count == "0" or session.testsfailed or session.config.option.collectonly:
         return None
+    if not may_fork():
+        raise pytest.UsageError("CUDA is in use before the tests run: set PYTORCH_NVML_BASED_CUDA_CHECK=1")
     session.config._tmp_path_factory.getbasetemp()  # one for all processes
     _Dispatcher(session).run(num_workers() if count == "auto" else int(count))
     return True

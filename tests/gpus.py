@@ -1,5 +1,6 @@
 """Facts of the first GPU, read in a process of their own: this one may still be forked (tests/forks.py)."""
 
+import contextlib
 import functools
 import os
 from multiprocessing import get_context
@@ -10,7 +11,7 @@ import torch
 
 BYTES_OF_A_WORKER = 3 << 30
 
-__all__ = ["FirstGPU", "first_gpu", "is_hopper_here", "num_workers"]
+__all__ = ["FirstGPU", "first_gpu", "is_hopper_here", "may_fork", "num_workers"]
 
 
 class FirstGPU(NamedTuple):
@@ -25,15 +26,20 @@ def first_gpu() -> FirstGPU | None:
     """Return facts of the first GPU; None without one."""
     if not torch.cuda.is_available():
         return None
-    if torch.cuda.is_initialized():
-        return _facts()
-    ours, theirs = get_context("fork").Pipe()
-    process = get_context("fork").Process(target=_send, args=(theirs,))
-    process.start()
-    theirs.close()
-    facts: FirstGPU = ours.recv()
-    process.join()
-    return facts
+    if not torch.cuda.is_initialized():
+        ours, theirs = get_context("fork").Pipe()
+        process = get_context("fork").Process(target=_send, args=(theirs,))
+        process.start()
+        theirs.close()
+        with contextlib.suppress(EOFError):
+            facts: FirstGPU = ours.recv()
+            return facts
+    return _facts()
+
+
+def may_fork() -> bool:
+    """Return whether processes forked from this one can use CUDA."""
+    return first_gpu() is None or not torch.cuda.is_initialized()
 
 
 def is_hopper_here() -> bool:
@@ -54,4 +60,5 @@ def _facts() -> FirstGPU:
 
 
 def _send(connection: Connection) -> None:
-    connection.send(_facts())
+    with contextlib.suppress(RuntimeError):  # CUDA was used before the fork
+        connection.send(_facts())

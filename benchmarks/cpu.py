@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 import detcompile
+from detcompile.orders.exact import ARITHMETICS
 from detcompile.templates.cpp_dispatch import direct_ops
 from detcompile.templates.cpu import library as cpu_library
 from detcompile.templates.cpu import shared_objects
@@ -32,7 +33,7 @@ TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048)
 STEPS = {"prefill 512": (1, 512), "decode 1": (1, 1), "decode 8": (8, 1)}  # ids [B, C] of one dense call
 DTYPES = (torch.float32, torch.bfloat16)
 EXACT_SIZES, EXACT_TOKENS, EXACT_BYTES = (1024, 2048, 4096), (1, 4, 16, 64), 1 << 26  # N = K; of weights read in turns
-EXACT_DIGITS = {"exact8": (1, 1), "exact8x16": (2, 1), "exact16": (2, 2)}  # of activations and weights
+EXACT_DIGITS = {name: (digits.activations, digits.weights) for name, digits in ARITHMETICS.items()}
 ERROR_SHAPE = (64, 512, 2048)  # M, N, K of the comparison with float64
 
 
@@ -118,6 +119,11 @@ def model_rows(isa: str | None, seconds: float) -> Iterator[dict]:
 
 
 FAMILIES = {"gemm": gemm_rows, "exact": exact_rows, "model": model_rows}
+
+
+def device_name(device: str | torch.device | None) -> str:
+    """Return the name of a device; None and "cuda" mean a GPU if there is one."""
+    return cpu_name() if str(device) == "cpu" or not torch.cuda.is_available() else torch.cuda.get_device_name()
 
 
 def cpu_name() -> str:

@@ -9,7 +9,6 @@ with a copy of the journal, reads the rest of each stream, and verifies its rece
 answer differs from the uninterrupted one, a receipt is not reproduced, or no answer was unfinished.
 """
 
-import argparse
 import base64
 import json
 import shutil
@@ -24,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import torch
 
-from benchmarks.cpu import cpu_name
+from benchmarks.cpu import device_name
+from benchmarks.exact_receipts import arguments_of
 from benchmarks.kill_drill import KINDS, started
 
 BEGUN = 12  # tokens of every answer before the server is killed
@@ -134,7 +133,7 @@ def begin(folder: Path, model: str, numerics: str, device: str | None, tokens: i
                 thread.join()
     payload = json.loads(base64.b64decode(whole[0].receipt["payload"]))
     about = {
-        "machine": machine(device),
+        "machine": device_name(device),
         "model": model,
         "numerics": numerics,
         "fingerprint": payload["fingerprint"],
@@ -156,7 +155,7 @@ def resume(folder: Path, device: str | None) -> int:
         with serving(about["model"], about["numerics"], device, journal) as (http, _):
             fingerprint = http.get("/v1/models").json()["data"][0]["fingerprint"]
             print(f"begun on {about['machine']}, fingerprint {about['fingerprint']}")
-            print(f"resumed on {machine(device)}, fingerprint {fingerprint}\n")
+            print(f"resumed on {device_name(device)}, fingerprint {fingerprint}\n")
             print("| request | tokens before | after | seconds | bits | receipt |\n|---|---|---|---|---|---|")
             failures = unfinished = 0
             for number, (body, kept) in enumerate(zip(about["requests"], about["begun"], strict=True)):
@@ -184,25 +183,12 @@ def resume(folder: Path, device: str | None) -> int:
     return 1 if failures or not unfinished else 0
 
 
-def machine(device: str | None) -> str:
-    """Return the name of the device that a server takes."""
-    return torch.cuda.get_device_name() if torch.cuda.is_available() and device != "cpu" else cpu_name()
-
-
 def main() -> int:
     """Begin or resume."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=("begin", "resume"))
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--model", default="tiny")
-    parser.add_argument("--numerics", default="exact8x16")
-    parser.add_argument("--device", help="cpu or cuda; default: a GPU if there is one")
-    parser.add_argument("--tokens", type=int, default=256)
-    arguments = parser.parse_args()
-    if arguments.action == "resume":
-        return resume(arguments.folder, arguments.device)
-    arguments.folder.mkdir(parents=True, exist_ok=True)
-    begin(arguments.folder, arguments.model, arguments.numerics, arguments.device, arguments.tokens)
+    given = arguments_of(("begin", "resume"), 256, __doc__)
+    if given.action == "resume":
+        return resume(given.folder, given.device)
+    begin(given.folder, given.model, given.numerics or "exact8x16", given.device, given.tokens)
     return 0
 
 

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 
 import detcompile
-from benchmarks.cpu import cpu_name
+from benchmarks.cpu import device_name
 from benchmarks.receipts import KINDS, Issuer
 from detcompile import Numerics
 from detcompile.runtime.requests.sampling_params import SamplingParams
@@ -53,7 +52,7 @@ def sign(folder: Path, model: Any, tokens: int) -> None:
         envelope = seal(encode_receipt(issuer.receipt(output, params)), key)
         (folder / f"receipt{number}.json").write_bytes(msgspec.json.encode(envelope))
         print(f"{kind}: drawn in {seconds[kind]} s", flush=True)
-    about = {"machine": machine_of(model), "seconds": seconds, "fingerprint": model.fingerprint}
+    about = {"machine": device_name(model.device), "seconds": seconds, "fingerprint": model.fingerprint}
     (folder / "signed.json").write_text(json.dumps(about, indent=1) + "\n")
     print(f"{len(DRAWN)} receipts signed on {about['machine']}; fingerprint {model.fingerprint}")
 
@@ -61,7 +60,7 @@ def sign(folder: Path, model: Any, tokens: int) -> None:
 def check(folder: Path, model: Any) -> int:
     """Replay the receipts and a changed copy of each. Return 1 if a verdict is wrong, else 0."""
     signed, key = json.loads((folder / "signed.json").read_text()), read_verify_key(folder / "key.pub")
-    print(f"signed on {signed['machine']}, replayed on {machine_of(model)}; fingerprint {model.fingerprint}")
+    print(f"signed on {signed['machine']}, replayed on {device_name(model.device)}; fingerprint {model.fingerprint}")
     print("| kind | drawn there, s | replayed here, s | verdict | with another token |\n|---|---|---|---|---|")
     wrong = 0
     for number, (kind, seconds) in enumerate(signed["seconds"].items()):
@@ -80,21 +79,29 @@ def check(folder: Path, model: Any) -> int:
     return 1 if wrong else 0
 
 
-def machine_of(model: Any) -> str:
-    """Return the name of a model's device."""
-    return torch.cuda.get_device_name() if model.device.type == "cuda" else cpu_name()
+def arguments_of(actions: tuple[str, str], tokens: int, text: str | None) -> argparse.Namespace:
+    """Return the command's arguments; the first action makes its folder.
+
+    Args:
+        tokens: default of --tokens.
+        text: of --help.
+    """
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=actions)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--model", default="tiny")
+    parser.add_argument("--numerics", help="default: exact8x16, or as in the folder")
+    parser.add_argument("--device", help="cpu or cuda; default: a GPU if there is one")
+    parser.add_argument("--tokens", type=int, default=tokens)
+    arguments = parser.parse_args()
+    if arguments.action == actions[0]:
+        arguments.folder.mkdir(parents=True, exist_ok=True)
+    return arguments
 
 
 def main() -> int:
     """Sign or replay."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=("sign", "replay"))
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--model", default="tiny")
-    parser.add_argument("--numerics", help="default: exact8x16, or the receipts'")
-    parser.add_argument("--device", help="cpu or cuda; default: a GPU if there is one")
-    parser.add_argument("--tokens", type=int, default=64)
-    arguments = parser.parse_args()
+    arguments = arguments_of(("sign", "replay"), 64, __doc__)
     chosen = arguments.numerics or "exact8x16"
     if arguments.action == "replay" and arguments.numerics is None:
         envelope = read_envelope((arguments.folder / "receipt0.json").read_bytes())
@@ -102,7 +109,6 @@ def main() -> int:
     model = detcompile.compile(arguments.model, device=arguments.device, numerics=Numerics(arithmetic=chosen))
     if arguments.action == "replay":
         return check(arguments.folder, model)
-    arguments.folder.mkdir(parents=True, exist_ok=True)
     sign(arguments.folder, model, arguments.tokens)
     return 0
 

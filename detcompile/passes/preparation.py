@@ -15,6 +15,7 @@ from detcompile.passes.modules.experts import pin_experts
 from detcompile.passes.modules.positions import give_positions
 from detcompile.passes.modules.quantized_linear import pin_quantized
 from detcompile.passes.modules.recurrences import Recurrences
+from detcompile.passes.programs.async_weights import wait_for_weights
 from detcompile.passes.tracing import Seen
 
 TAKEN = "_taken_by_detcompile"  # attribute of a model that compile() has changed, even if it refused it later
@@ -56,6 +57,7 @@ def prepare(
     setattr(model, TAKEN, True)
     pin_quantized(model)
     if numerics.is_exact:
+        wait_for_weights()
         use_exact_arithmetic(model, numerics.arithmetic, max_context)
     freeze_rope(model, max_context)
     recurrences = change_modules(model, shared)

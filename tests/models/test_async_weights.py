@@ -19,7 +19,7 @@ from detcompile.passes.programs.async_weights import AsyncWeightLoad, can_load_a
 from detcompile.passes.warm.kept_program import take_program
 from tests.conftest import NEEDS_CUDA
 from tests.exhaustive import exhaustive_unless
-from tests.model_cases import random_model
+from tests.model_cases import random_model, without_inductor
 
 TOKENS = torch.tensor([[3, 5, 7, 11]])
 
@@ -46,9 +46,9 @@ def small_weights_travel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LEAST_BYTES", 1 << 10)
 
 
-def compiled(folder: Path, beside: bool, device: str = "cpu") -> CompiledModel:
+def compiled(folder: Path, beside: bool, device: str = "cpu", numerics: Numerics = Numerics()) -> CompiledModel:
     with find(folder, device=device).under_way(beside=beside) as model:
-        made = compile_here(model, 1, Numerics())
+        made = compile_here(model, 1, numerics)
     assert isinstance(made, CompiledModel)
     return made
 
@@ -110,6 +110,13 @@ def test_weights_that_come_last_give_the_same_bits(
     assert facts(compiled(folder, beside=True)) == expected
     assert expected[-1] and gate.num_copied > 4 and gate.num_waits > 1
     assert taken == [True] * is_kept  # its key is the one of weights that were there
+
+
+def test_digits_are_made_of_weights_that_have_come(folder: Path, gate: Gate) -> None:
+    numerics = Numerics(arithmetic="exact16")
+    with without_inductor():
+        late = facts(compiled(folder, True, numerics=numerics))
+        assert late == facts(compiled(folder, False, numerics=numerics)) and late[-1] and gate.num_copied > 4
 
 
 @pytest.mark.parametrize("is_kept", [True, False])

@@ -23,12 +23,15 @@ from torch._inductor.lowering import lowerings, make_pointwise
 from transformers import AutoConfig, AutoModel
 
 import detcompile
+from benchmarks.exact_accuracy import exact as in_exact_arithmetic
+from benchmarks.exact_hash import EXPECTED, digest, fixed_text
 from benchmarks.exact_journal import resume
 from benchmarks.exact_receipts import check
 from detcompile import Backend, CompiledModel, EngineConfig, Numerics, SamplingParams
 from detcompile.archives.description import facts_of, read_sizes
 from detcompile.commands.axes import AXES, Configuration, score
 from detcompile.errors import InvalidInput, NumericsError, UncertifiedOp, UnsupportedModel
+from detcompile.models.wheel_models import SMOLLM2, local_file
 from detcompile.passes.modules.exact import use_exact_arithmetic
 from detcompile.runtime.speculation.speculator import SpeculationConfig
 from detcompile.templates.cpu.library import supported_isas
@@ -68,6 +71,17 @@ def test_logits_and_fingerprint_are_the_golden_ones(variant: str, device: str) -
         logits = model(torch.tensor([exact.fixed_tokens(length)], device=device)).logits[0]
         assert exact.digest(logits.cpu().numpy()) == golden.kept()["logits"][variant][str(length)]
     assert model.fingerprint == golden.kept()["fingerprints"][variant], model.fingerprint_parts
+
+
+@EXHAUSTIVE  # 20 CPU seconds
+@pytest.mark.parametrize("variant", exact.VARIANTS)
+def test_a_chat_model_has_the_recorded_logits(variant: str) -> None:
+    if local_file(SMOLLM2) is None:
+        pytest.skip("its weights are not here: run `detcompile fetch smollm2`")
+    model = in_exact_arithmetic(variant)(detcompile.load_model("smollm2", device="cpu"))
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([fixed_text(model.config.vocab_size)]), use_cache=False).logits[0]
+    assert digest(logits.numpy()) == EXPECTED["smollm2", variant][1]
 
 
 @pytest.mark.parametrize("axis", AXES)

@@ -8,6 +8,7 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from detcompile.config import pin_kernel_cache, pin_ptxas
+from detcompile.gc_pause import without_collections
 from detcompile.releases import naming_releases
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ __version__ = "0.1.0"
 
 def __getattr__(name: str) -> Any:
     if name in PLACES:
-        with naming_releases():
+        with naming_releases(), without_collections():  # each would visit all of torch
             value = getattr(importlib.import_module(PLACES[name]), name)
         globals()[name] = value
         return value

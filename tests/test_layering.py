@@ -29,6 +29,7 @@ LAYERS = [
         "detcompile.config",
         "detcompile.cuda_ipc",
         "detcompile.digests",
+        "detcompile.gc_pause",
         "detcompile.other_names",
         "detcompile.orders",
         "detcompile.parallel",

@@ -3,7 +3,6 @@
 import dataclasses
 import enum
 import functools
-import gc
 import hashlib
 import sys
 import types
@@ -178,7 +177,7 @@ class CalledCode:
     """Context around a run. ``lines`` then describes every function that was called, in no order.
 
     Code of torch, the standard library and this package is left out, and so is what import hooks call: they run only at
-    a process's first import of a module. Garbage collection is off in the block: it calls unrelated finalizers.
+    a process's first import of a module. Turn off garbage collection around it: it calls unrelated finalizers.
     """
 
     def __init__(self) -> None:
@@ -189,16 +188,12 @@ class CalledCode:
         self._read: set[tuple[Any, ...]] = set()
 
     def __enter__(self) -> "CalledCode":
-        self._collects = gc.isenabled()
-        gc.disable()
         self._before = sys.getprofile()
         sys.setprofile(self._called)
         return self
 
     def __exit__(self, *_: object) -> None:
         sys.setprofile(self._before)
-        if self._collects:
-            gc.enable()
 
     def unobserved(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function that calls only code of torch and of this package."""

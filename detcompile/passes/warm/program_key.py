@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from detcompile.config import sizes_asserted
 from detcompile.digests import source_digest
+from detcompile.gc_pause import without_collections
 from detcompile.orders.numerics import Numerics
 from detcompile.passes.layers.structure import Shown, shown_by, view_of
 from detcompile.passes.programs.lanes import vector_isa
@@ -48,7 +49,7 @@ def observe_run(model: PreTrainedModel) -> ObservedRun | None:
     """Observe a run over fake tensors; None if the model does not run over them."""
     called = CalledCode()
     try:
-        with torch.no_grad(), called:
+        with torch.no_grad(), without_collections(), called:
             shown = shown_by(view_of(model), run_on_two_tokens, called.unobserved)
     except (RuntimeError, RecursionError, TypeError, ValueError) as error:
         logger.debug("%s does not run over fake tensors: %s", type(model).__name__, error)

@@ -2,13 +2,14 @@
 
 import contextvars
 import functools
-import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from detcompile.gc_pause import without_collections
 
 # Context variables, because a compiled program lies between the capture and the templates that read them, and its
 # operators must not have an argument for how they are launched.
@@ -104,14 +105,9 @@ def capture_stream(device: int) -> torch.cuda.Stream:
 @contextmanager
 def capture(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
     """Capture like torch.cuda.graph, with garbage collection off: freeing a graph would invalidate the capture."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        with torch.cuda.graph(graph, pool=pool, stream=capture_stream(torch.cuda.current_device())):
-            yield
-    finally:
-        if was_enabled:
-            gc.enable()
+    stream = capture_stream(torch.cuda.current_device())
+    with without_collections(), torch.cuda.graph(graph, pool=pool, stream=stream):
+        yield
 
 
 def graph_seconds(launches: Sequence[Callable[[], object]]) -> float:

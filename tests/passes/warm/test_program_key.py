@@ -15,6 +15,7 @@ from torch._inductor import config as inductor_config
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from detcompile.gc_pause import without_collections
 from detcompile.orders.numerics import Numerics
 from detcompile.passes.layers.structure import shown_by, view_of
 from detcompile.passes.preparation import prepare
@@ -118,7 +119,7 @@ def test_operators_of_torch_run_unobserved() -> None:
         layer.mlp.__class__ = _Doubled
     for quick in (False, True):
         called = CalledCode()
-        with torch.no_grad(), called:
+        with torch.no_grad(), without_collections(), called:
             shown_by(view_of(model), run_on_two_tokens, *[called.unobserved] * quick)
         runs.append(called)
     whole, actual = (called.lines for called in runs)

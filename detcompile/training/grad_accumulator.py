@@ -134,8 +134,8 @@ class GradAccumulator:
                 gradient = round_to_grid(dense.to(torch.float64, copy=True), self.guard.grid)
             elif self._is_unchanged(gradient, arrivals):
                 self._count(arrivals[0].largest)
-                if self._exact is None and gradient.is_contiguous():
-                    self._exact, gradient = gradient.detach(), None  # nothing else holds it
+                if self._exact is None and (taken := _take_memory(gradient)) is not None:
+                    self._exact, gradient = taken, None
             else:
                 announced = torch.stack([arrival.largest for arrival in arrivals]).sum()
                 self._count(torch.maximum(announced, _largest(gradient)))
@@ -190,6 +190,18 @@ class GradAccumulator:
             "second loss), which autograd adds inexactly. Call backward() separately for each loss: then the sum is "
             "exact."
         )
+
+
+_TAKEN: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()  # sums, by address of their memory
+
+
+def _take_memory(gradient: Tensor) -> Tensor | None:
+    """Return a sum in a gradient's memory; None if other gradients may share it, as of two biases of one sum."""
+    memory = gradient.untyped_storage()
+    if not gradient.is_contiguous() or gradient.nbytes != memory.nbytes() or memory.data_ptr() in _TAKEN:
+        return None
+    taken = _TAKEN[memory.data_ptr()] = gradient.detach()
+    return taken
 
 
 def _largest(values: Tensor) -> Tensor:

@@ -69,6 +69,17 @@ def test_the_first_gradient_becomes_the_sum_without_a_copy():
         assert held.parameter.grad.tolist() == torch.tensor([sum(slopes)] * 3).tolist()
 
 
+@pytest.mark.parametrize("split", [lambda rows: (rows, rows), lambda rows: (rows[:3], rows[:1])], ids=["one", "views"])
+def test_parameters_that_receive_one_tensor_have_separate_sums(split: Callable[[Tensor], tuple[Tensor, ...]]):
+    helds = Held(), Held(len(split(torch.ones(3))[1]))
+    for slope in (1 + 2**-24, 2**-24, 2**-30):
+        slopes = torch.full((3,), slope, dtype=torch.float64)
+        handles = [grad_handle(held.parameter, held.accumulator) for held in helds]
+        torch.autograd.backward(handles, split(slopes))
+    for held in helds:
+        assert held.accumulator._exact.tolist() == [1 + 2**-23 + 2**-30] * len(held.parameter)
+
+
 @pytest.mark.parametrize(
     "change",
     [

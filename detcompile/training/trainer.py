@@ -83,7 +83,9 @@ class Trainer(Unreplicated):
     def __init__(self, model: PreTrainedModel, numerics: Numerics, max_context: int) -> None:
         super().__init__()
         if numerics.is_exact:
-            raise InvalidInput(f"a trainer has float arithmetic: Numerics.arithmetic={numerics.arithmetic!r}")
+            raise InvalidInput(
+                f"Numerics.arithmetic={numerics.arithmetic!r}: a trainer computes in floating point; leave arithmetic out"
+            )
         self.config, self.numerics, self.max_context = model.config, numerics, max_context
         self.vocab_size = model.get_input_embeddings().weight.shape[0]
         self.tokenizer = tokenizer_of(model)

@@ -297,6 +297,11 @@ def test_unknown_arithmetic_is_rejected(value: Any) -> None:
         Numerics(arithmetic=value)
 
 
+def test_trainer_rejects_exact_arithmetic() -> None:
+    with pytest.raises(InvalidInput, match="Numerics.arithmetic='exact16': a trainer computes in floating point"):
+        detcompile.trainer(random_model("llama", torch.float32), numerics=Numerics(arithmetic="exact16"))
+
+
 def test_arithmetic_is_part_of_the_numerics_that_fingerprints_name() -> None:
     assert repr(Numerics()) == "Numerics(tp_sizes=(1, 2, 4, 8), kv_chunk=512)"
     assert len({Numerics(arithmetic=name).digest() for name in ("float", *exact.VARIANTS)}) == 4

@@ -172,6 +172,8 @@ def compile_here(
         on_read: called with the bytes of weights read so far and in total, if ranks share the model.
         stage: the part of the layers that runs here; None for all.
     """
+    if model.device.type == "meta":
+        raise InvalidInput(f"{type(model).__name__} is on the meta device, without weights: load them first")
     ranks = tensor_parallel(tp, tp_group) if tp > 1 else None
     kind = _kind(model)
     if kind is not CompiledModel and not isinstance(model, PoolingModel):  # it is one if it was compiled before

@@ -7,6 +7,10 @@ from torch.nn.modules import module as module_calls
 
 TABLES = ("_parameters", "_buffers", "_modules")
 HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+FORWARD_HOOKS = (
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+)
 NUMBERED = ("hooks", "hooks_always_called", "hooks_with_kwargs")  # name endings of tables that number their hooks
 
 
@@ -47,9 +51,19 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
 def hooks_of(module: nn.Module) -> list[Any]:
     """Return the hooks that run around a module's forward and backward.
 
-    Without it: hooks on modules whose forward a trainer does not run are ignored, not rejected.
+    Without it: hooks on modules that are replaced, or whose forward a trainer does not run, are ignored.
     """
     return [hook for kind in HOOKS for hook in getattr(module, f"_{kind}").values()]
+
+
+def with_hooks_of(module: nn.Module, replaced: nn.Module) -> nn.Module:
+    """Give a module the forward hooks of the one that it replaces, and return it.
+
+    Without it: replacing a module drops what its hooks do.
+    """
+    for table in FORWARD_HOOKS:
+        getattr(module, table).update(getattr(replaced, table))
+    return module
 
 
 def global_hooks() -> list[Any]:

@@ -84,7 +84,7 @@ class Trainer(Unreplicated):
         super().__init__()
         if numerics.is_exact:
             raise InvalidInput(
-                f"Numerics.arithmetic={numerics.arithmetic!r}: a trainer computes in floating point; leave arithmetic out"
+                f"Numerics.arithmetic={numerics.arithmetic!r}: a trainer computes in floating point: leave it out"
             )
         self.config, self.numerics, self.max_context = model.config, numerics, max_context
         self.vocab_size = model.get_input_embeddings().weight.shape[0]

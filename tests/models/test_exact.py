@@ -170,6 +170,14 @@ def test_frequencies_that_a_cast_has_rounded_are_rejected() -> None:
         use_exact_arithmetic(random_model("llama", torch.bfloat16), "exact16", 64)
 
 
+def test_a_model_without_weights_is_rejected() -> None:
+    for arithmetic in ("float", "exact16"):
+        with pytest.raises(InvalidInput, match="LlamaForCausalLM is on the meta device, without weights"):
+            detcompile.compile(
+                random_model("llama", torch.float32).to("meta"), numerics=Numerics(arithmetic=arithmetic)
+            )
+
+
 @pytest.mark.parametrize("head_dim", [6, 516])
 def test_heads_of_other_sizes_are_rejected(head_dim: int) -> None:
     model = random_model("llama", torch.float32, head_dim=head_dim)
@@ -298,7 +306,7 @@ def test_unknown_arithmetic_is_rejected(value: Any) -> None:
 
 
 def test_trainer_rejects_exact_arithmetic() -> None:
-    with pytest.raises(InvalidInput, match="Numerics.arithmetic='exact16': a trainer computes in floating point"):
+    with pytest.raises(InvalidInput, match=r"Numerics.arithmetic='exact16': a trainer computes in"):
         detcompile.trainer(random_model("llama", torch.float32), numerics=Numerics(arithmetic="exact16"))
 
 

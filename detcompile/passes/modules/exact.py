@@ -13,15 +13,26 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Conv1D, PreTrainedModel
 
+from detcompile.errors import UnsupportedModel
 from detcompile.orders.exact import ARITHMETICS, ExactArithmetic
-from detcompile.passes.modules.exact_matching import agree, float64_copy, result_in_float64, takes_one_argument
+from detcompile.passes.modules.exact_matching import (
+    agree,
+    float64_copy,
+    has_other_forward,
+    result_in_float64,
+    takes_one_argument,
+)
 from detcompile.passes.modules.exact_rotary import has_frequencies, rotary_of
 from detcompile.passes.modules.quantized_linear import QuantizedLinear, QuantizedStack, replace_module
 from detcompile.templates.exact.attention import row_words
 from detcompile.templates.ops import ours
+from detcompile.torch_internals.modules import with_hooks_of
 from detcompile.transformers_internals.experts import takes_implementation
 
-_ROUNDED_SUMS = ("LlamaForCausalLM", "Qwen3ForCausalLM")  # with bfloat16 residual sums, if the variant has them
+_ROUNDED_SUMS = {  # layers of models with bfloat16 residual sums, if the variant has them
+    "LlamaForCausalLM": "transformers.models.llama.modeling_llama.LlamaDecoderLayer",
+    "Qwen3ForCausalLM": "transformers.models.qwen3.modeling_qwen3.Qwen3DecoderLayer",
+}
 _KV_DIGITS = "_detcompile_kv_digits"  # attribute of a model and its attention modules
 _EPSILONS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 _ROWS = (0.0, 1e-8, 1e-5, 1e-4, 1e-3, 1e-2, 0.3, 1.0, 30.0, 1e4)  # sizes of rows, where an epsilon counts and where not
@@ -151,29 +162,42 @@ def use_exact_arithmetic(model: PreTrainedModel, arithmetic: str, max_context: i
     Modules outside the definition stay as they are; the proof then rejects the graph by the name of an operation.
 
     Raises:
-        UnsupportedModel: the definition has no such rotary tables.
+        UnsupportedModel: the definition has no such rotary tables, or a quantized linear another forward.
     """
     chosen, dtype = ARITHMETICS[arithmetic], model.dtype
     for name, module in list(model.named_modules()):
         if isinstance(module, QuantizedLinear):
-            replace_module(model, name, ExactLinear(module, chosen, dtype))
+            if has_other_forward(module):
+                raise UnsupportedModel(
+                    f"{name} is quantized, and its forward is not its class's: remove it, or compile the model without"
+                    " Numerics.arithmetic"
+                )
+            _replace(model, name, ExactLinear(module, chosen, dtype))
         elif takes_implementation(module):
             _quantize_experts(module, chosen, dtype)
     nn.Module.float(model)  # transformers' refuses models that were loaded quantized
     setattr(model, _KV_DIGITS, chosen.kv)
     for name, module in list(model.named_modules())[1:]:  # without the model, whose class may be named for its norms
-        if type(module).forward in (nn.Linear.forward, Conv1D.forward) or _is_linear(module):
-            replace_module(model, name, ExactLinear(module, chosen))
+        plain = type(module).forward in (nn.Linear.forward, Conv1D.forward) and not has_other_forward(module)
+        if plain or _is_linear(module):
+            _replace(model, name, ExactLinear(module, chosen))
         elif "Norm" in type(module).__name__:
-            replace_module(model, name, _norm_of(module) or module)
+            _replace(model, name, _norm_of(module))
         elif type(module).__module__ in ("torch.nn.modules.activation", "transformers.activations"):
-            replace_module(model, name, _function_of(module, model.device) or module)
+            _replace(model, name, _function_of(module, model.device))
         elif has_frequencies(module):
             replace_module(model, name, rotary_of(model, module, max(2, max_context)))  # the probe runs 2 tokens
     if chosen.bf16_residual and type(model).__name__ in _ROUNDED_SUMS:
         for layer in model.model.layers:
             kind: Any = type(layer)
-            layer.__class__ = _with_rounded_sums(kind)
+            if f"{kind.__module__}.{kind.__qualname__}" == _ROUNDED_SUMS[type(model).__name__]:
+                layer.__class__ = _with_rounded_sums(kind)
+
+
+def _replace(model: nn.Module, name: str, module: nn.Module | None) -> None:
+    """Replace the submodule of this name, whose hooks stay, by ``module`` if there is one."""
+    if module is not None:
+        replace_module(model, name, with_hooks_of(module, model.get_submodule(name)))
 
 
 def _digits_of(

@@ -47,6 +47,11 @@ def result_in_float64(function: Callable[..., Any], *given: Any) -> Any:
         return None
 
 
+def has_other_forward(module: nn.Module) -> bool:
+    """Return whether a module's forward is not its class's."""
+    return "forward" in vars(module)
+
+
 def takes_one_argument(module: nn.Module) -> bool:
     """Return whether a module's forward takes a tensor and nothing else."""
     kinds = {parameter.kind for parameter in inspect.signature(module.forward).parameters.values()}

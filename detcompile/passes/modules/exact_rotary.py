@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from detcompile.errors import UnsupportedModel
-from detcompile.passes.modules.exact_matching import agree, result_in_float64
+from detcompile.passes.modules.exact_matching import agree, has_other_forward, result_in_float64
 from detcompile.templates.exact.rope import ROPE_TYPES, rope_tables
+from detcompile.torch_internals.modules import hooks_of
 
 _FREQUENCIES = "inv_freq"  # a buffer, or the end of a buffer's name after a layer type
 _ROUNDINGS = 2e-5  # relative; of frequencies that are computed in float32, as transformers does
@@ -66,7 +67,8 @@ def rotary_of(model: PreTrainedModel, module: Any, length: int) -> nn.Module:
                 f"{where} with the rope_type {kind!r}. It defines {', '.join(ROPE_TYPES)}. Compile the model without"
                 " Numerics.arithmetic"
             )
-        table = _tables(module, layer_type, parameters, config, length)
+        changed = has_other_forward(module) or hooks_of(module)
+        table = None if changed else _tables(module, layer_type, parameters, config, length)
         if table is None:
             raise UnsupportedModel(
                 f"{where}: they are not cos and sin of positions times the frequencies of its rope_type {kind!r}. If"

@@ -9,6 +9,7 @@ from detcompile.errors import UnsupportedModel
 from detcompile.passes.modules.quantized_layouts import block_of, float8_weight
 from detcompile.templates.ops import ours
 from detcompile.templates.quantized.weights import QuantizedWeight, dequantized, kept_features, kept_inputs
+from detcompile.torch_internals.modules import with_hooks_of
 
 
 class _Quantized(nn.Module):
@@ -117,7 +118,7 @@ def pin_quantized(model: Any) -> int:
         if type(module).__name__ == "FP8Linear" and module.weight.element_size() == 1:
             block = block_of(module.block_size)
             weight = float8_weight(name, module.weight.detach(), module.weight_scale_inv.detach(), block)
-            replace_module(model, name, QuantizedLinear(weight, module.bias))
+            replace_module(model, name, with_hooks_of(QuantizedLinear(weight, module.bias), module))
     count = sum(isinstance(module, (QuantizedLinear, QuantizedStack)) for module in model.modules())
     method = getattr(getattr(model.config, "quantization_config", None), "quant_method", None)
     if count == 0 and method is not None:

@@ -14,6 +14,7 @@ from detcompile.orders.numerics import Numerics, matmul_order
 from detcompile.parallel import TensorParallel
 from detcompile.passes.modules.attention import AttentionCall
 from detcompile.passes.modules.exact import ExactLinear
+from detcompile.passes.modules.exact_matching import has_other_forward
 from detcompile.passes.modules.experts import find_experts
 from detcompile.passes.modules.low_rank import AdaptedLinear
 from detcompile.passes.modules.quantized_linear import QuantizedLinear, replace_module
@@ -33,7 +34,7 @@ from detcompile.passes.sharding.modules import (
     num_features,
 )
 from detcompile.passes.sharding.plans import ROW_STYLES, style_of, tensor_parallel_plan
-from detcompile.torch_internals.modules import parameter_table
+from detcompile.torch_internals.modules import hooks_of, parameter_table, with_hooks_of
 
 COMPUTED_SLOPES = {"bloom", "mpt"}  # ALiBi slopes that passes.adapters.forwards computes
 KNOWN_ROPES = {"default", "linear", "llama3", "yarn"}  # transformers makes their tables when it loads the model
@@ -57,12 +58,12 @@ def pin_row_parallel(model: PreTrainedModel, numerics: Numerics) -> int:
     """
     if numerics.is_exact:
         return 0
-    linears = _row_parallel(model, numerics)
+    linears = [(name, module) for name, module in _row_parallel(model, numerics) if _is_plain(module)]
     for name, module in linears:
         if isinstance(module, QuantizedLinear):
             module.radices = list(numerics.radices)
         else:
-            replace_module(model, name, RowParallelLinear(module, numerics.radices))
+            replace_module(model, name, with_hooks_of(RowParallelLinear(module, numerics.radices), module))
     return len(linears) + (pin_expert_trees(model, numerics) if tensor_parallel_plan(model) else 0)
 
 
@@ -83,13 +84,20 @@ def shard(
             arithmetic, of an uneven cut.
 
     Raises:
-        UnsupportedModel: the architecture has no plan, or unknown modules.
+        UnsupportedModel: the architecture has no plan, or unknown modules; or a linear has hooks or another forward.
         NumericsError: heads or features do not divide; the message names the module.
     """
     plan = tensor_parallel_plan(model)
     if not plan:
         raise UnsupportedModel(
             f"{type(model).__name__} has no tensor-parallel plan, in transformers or here: compile with tp=1"
+        )
+    linears = [(name, module) for name, module in model.named_modules() if isinstance(module, Linear)]
+    changed = [name for name, linear in linears if hooks_of(linear)]
+    changed += [name for name, linear in _row_parallel(model, numerics) if not _is_plain(linear)]
+    if changed:
+        raise UnsupportedModel(
+            f"{changed[0]} has hooks or another forward, which would see one rank's share: compile with tp=1"
         )
     attending = _shard_attention(model, attention, numerics, ranks, replicate_attention)
     for name, linear in _row_parallel(model, numerics):
@@ -142,6 +150,12 @@ def _row_parallel(model: PreTrainedModel, numerics: Numerics) -> list[tuple[str,
                 raise NumericsError(f"{name}: {error}") from error
             result.append((name, module))
     return result
+
+
+def _is_plain(linear: nn.Module) -> bool:
+    """Return whether a linear computes a product and a bias, as the subclasses of transformers do."""
+    known = type(linear).__module__.startswith(("torch.", "transformers.", "detcompile."))
+    return known and not has_other_forward(linear)
 
 
 def _row_shard(

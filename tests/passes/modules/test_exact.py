@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from detcompile.errors import UnsupportedModel
 from detcompile.orders.exact import ARITHMETICS
@@ -172,8 +172,69 @@ def test_int8_weights_of_a_checkpoint_are_the_digits(arithmetic: str) -> None:
     assert torch.equal(linear.digits[0], given.clamp(min=-127)) and torch.equal(linear.scales, scales[0].float())
     assert not linear.digits[1:].any()
     two_groups = QuantizedWeight(given, scales.repeat(2, 1), None, None, 64, 32, 1)  # are quantized again
-    linear = ExactLinear(QuantizedLinear(two_groups, None), ARITHMETICS[arithmetic])
+    quantized = QuantizedLinear(two_groups, None)
+    linear = ExactLinear(quantized, ARITHMETICS[arithmetic])
     assert torch.equal(linear.digits[0].abs().amax(1), torch.full((4,), 127))
+    model: Any = random_model("llama", torch.float32)
+    model.model.layers[0].mlp.up_proj = quantized
+    replaced(quantized)
+    with pytest.raises(UnsupportedModel, match=r"layers\.0\.mlp\.up_proj is quantized, and its forward is not"):
+        use_exact_arithmetic(model, arithmetic, 64)
+
+
+def doubled(module: nn.Module) -> None:
+    module.register_forward_hook(lambda _, args, out: out * 2)
+
+
+def replaced(module: nn.Module) -> None:
+    forward = module.forward
+    module.forward = lambda x: forward(x) * 2
+
+
+CHANGES = {  # of a model, which exact arithmetic must keep
+    "hook of a linear": ("mlp.up_proj", doubled),
+    "hook before a linear": (
+        "self_attn.o_proj",
+        lambda module: module.register_forward_pre_hook(
+            lambda _, args, given: ((args[0] + 0.5,), given), with_kwargs=True
+        ),
+    ),
+    "hook of a norm": ("input_layernorm", doubled),
+    "hook before a norm": (
+        "input_layernorm",
+        lambda module: module.register_forward_pre_hook(lambda _, args: (args[0] + 0.5,)),
+    ),
+    "hook of a function": ("mlp.act_fn", doubled),
+    "forward of a linear": ("mlp.up_proj", replaced),
+    "forward of a norm": ("input_layernorm", replaced),
+    "hook of a layer": ("", doubled),
+    "class of a layer": ("", lambda layer: setattr(layer, "__class__", Doubled)),
+}
+
+
+class Doubled(LlamaDecoderLayer):
+    def forward(self, hidden_states: Tensor, **given: Any) -> Tensor:
+        return super().forward(hidden_states, **given) * 2
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_user_has_changed_stays(change: str) -> None:
+    name, apply = CHANGES[change]
+    models = [random_model("llama", torch.float32) for _ in range(2)]
+    for model in models:
+        apply(model.model.layers[0].get_submodule(name))
+    use_exact_arithmetic(models[0], "exact8x16", 64)
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        actual, expected = (model(ids, use_cache=False).logits for model in models)
+    assert (actual - expected).norm() < 0.05 * expected.norm()
+
+
+def test_hook_of_a_rotary_embedding_is_rejected() -> None:
+    model: Any = random_model("llama", torch.float32)
+    model.model.rotary_emb.register_forward_hook(lambda _, args, out: (out[0] * 0.5, out[1] * 0.5))
+    with pytest.raises(UnsupportedModel, match="they are not cos and sin of positions"):
+        use_exact_arithmetic(model, "exact16", 64)
 
 
 class Turned(LlamaRotaryEmbedding):

@@ -17,7 +17,7 @@ from detcompile.passes.capture import probe_attention
 from detcompile.passes.sharding import plans as parallel_plans
 from detcompile.passes.sharding.heads import HeadShare, features_of, head_share
 from detcompile.passes.sharding.modules import GatheredLinear, RowShardLinear, ShardedEmbedding
-from detcompile.passes.sharding.shard import moves_after_sharding, shard
+from detcompile.passes.sharding.shard import moves_after_sharding, pin_row_parallel, shard
 from tests.bits import assert_bitwise_equal
 from tests.model_cases import random_model
 
@@ -224,3 +224,33 @@ def test_radices_above_and_below_the_ranks():
 def test_a_share_is_a_value():
     share = shares_of(4, 2, 2)[1]
     assert dataclasses.replace(share) == share and share.q == (2, 3) and share.kv == (1,)
+
+
+def hooked(linear: nn.Module) -> None:
+    linear.register_forward_hook(lambda _, args, out: out * 2)
+
+
+def with_another_forward(linear: nn.Module) -> None:
+    forward = linear.forward
+    linear.forward = lambda x: forward(x) * 2
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 2
+
+
+@pytest.mark.parametrize("change", [hooked, with_another_forward, lambda linear: setattr(linear, "__class__", Doubled)])
+@pytest.mark.parametrize("name", ["mlp.down_proj", "self_attn.o_proj"])
+def test_what_a_user_has_changed_stays_or_is_rejected_over_ranks(name: str, change) -> None:
+    models = [random_model("llama", torch.float32) for _ in range(3)]
+    for model in models:
+        change(model.model.layers[0].get_submodule(name))
+    assert pin_row_parallel(models[0], Numerics()) in (3, 4)  # of two layers
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        actual, expected = (model(ids, use_cache=False).logits for model in models[:2])
+    assert (actual - expected).norm() < 1e-5 * expected.norm()
+    calls, _ = probe_attention(models[2], 64)
+    with pytest.raises(UnsupportedModel, match=rf"layers\.0\.{name} has hooks or another forward"):
+        shard(models[2], calls, Numerics(), a_rank(2), False)

@@ -1,6 +1,7 @@
 """Embeddings, classes and scores by HTTP: the bytes that the compiled model gives, whoever else asks beside."""
 
 import asyncio
+import decimal
 import functools
 import math
 import shutil
@@ -214,7 +215,10 @@ def test_classes_of_a_row() -> None:
 def test_the_c_library_decides_no_bit_of_a_probability() -> None:
     values = torch.linspace(-40, 0, 2000, dtype=torch.float64).tolist()
     with mpmath.workprec(200):
-        assert [pooling_routes._exp(value) for value in values] == [float(mpmath.exp(value)) for value in values]
+        exps = [float(mpmath.exp(value)) for value in values]
+    assert [pooling_routes._exp(value) for value in values] == exps
+    with decimal.localcontext(prec=3, traps=[decimal.Inexact]):  # as a program around the server may set it
+        assert [pooling_routes._exp(value) for value in values[:9]] == exps[:9]
     row = pooling_routes._softmax([0.0, -1e30, -math.inf])
     assert row == [1.0, 0.0, 0.0] and pooling_routes._sigmoid(-1e30) == 0.0
 

@@ -11,7 +11,7 @@ import secrets
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from decimal import Decimal
+from decimal import ROUND_HALF_EVEN, Context, Decimal
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
@@ -208,7 +208,11 @@ def _sigmoid(value: float) -> float:
 
 def _exp(x: float) -> float:
     """Return the rounded exp: that of the C library differs between machines."""
-    return float(Decimal(x).exp())
+    return float(_DECIMALS.exp(Decimal(x)))
+
+
+# A thread's context, or the default that others copy, may have been changed.
+_DECIMALS = Context(prec=28, rounding=ROUND_HALF_EVEN, Emin=-999999, Emax=999999, capitals=1, clamp=0, traps=[])
 
 
 def _softmax(row: Row) -> list[float]:

@@ -1,4 +1,4 @@
-"""Garbage collection off inside a block."""
+"""Turn garbage collection off inside a block."""
 
 import contextlib
 import gc
@@ -6,26 +6,26 @@ import threading
 from collections.abc import Iterator
 
 _LOCK = threading.RLock()  # a finalizer may open a block, too
-_open = 0  # blocks of all threads
-_collected = False  # before the first of them
+_num_open = 0  # blocks, of all threads
+_was_enabled = False  # before the first open block
 
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
-    """Collect no garbage inside the block, where a finalizer would do harm or nothing is garbage.
+    """Collect no garbage inside the block: a finalizer could do harm there, or there is no garbage.
 
-    Blocks of several threads may overlap: collections begin again with the end of the last one.
+    Blocks of several threads may overlap: collection resumes when the last one ends.
     """
-    global _open, _collected
+    global _num_open, _was_enabled
     with _LOCK:
-        if not _open:
-            _collected = gc.isenabled()
+        if not _num_open:
+            _was_enabled = gc.isenabled()
             gc.disable()
-        _open += 1
+        _num_open += 1
     try:
         yield
     finally:
         with _LOCK:
-            _open -= 1
-            if not _open and _collected:
+            _num_open -= 1
+            if not _num_open and _was_enabled:
                 gc.enable()

@@ -1,4 +1,4 @@
-"""Products of exact arithmetic take in what surrounds them: a gate or a norm before, a residual sum after."""
+"""Fuse a product of exact arithmetic with the gate or norm before it and the residual sum after it."""
 
 from itertools import pairwise
 from typing import Any
@@ -11,6 +11,7 @@ from detcompile.templates.ops import ours
 
 aten = torch.ops.aten
 DEVICES = ("cuda",)  # a CPU's operations keep rows in its cache
+_PRODUCTS = (ours.exact_linear.default, ours.exact_fused_linear.default)
 
 
 def fuse_exact_linears(gm: fx.GraphModule) -> fx.GraphModule:
@@ -50,13 +51,13 @@ def _fuse(graph: fx.Graph, product: fx.Node) -> None:
             last, rounded = rounding, True
     if up is None and norm is None and residual is None:
         return
-    given = (x, up, function, norm, eps, w, w_scale, bias, residual, rounded, x_digits)
-    fused = insert(graph, ours.exact_fused_linear.default, given, last)
+    arguments = (x, up, function, norm, eps, w, w_scale, bias, residual, rounded, x_digits)
+    fused = insert(graph, ours.exact_fused_linear.default, arguments, last)
     replace(last, fused if result is product else insert(graph, result.target, (fused, result.args[1]), last))
 
 
 def _through_views(node: fx.Node) -> fx.Node:
-    """Return what a node is a view of, if all have rows of the same length."""
+    """Return the node below views that keep the length of rows."""
     while node.target in VIEWS and shape_of(node.args[0])[-1] == shape_of(node)[-1]:
         node = node.args[0]
     return node
@@ -69,9 +70,6 @@ def _feeds_products(node: fx.Node) -> bool:
         if not (_feeds_products(user) if is_view else user.target in _PRODUCTS):
             return False
     return True
-
-
-_PRODUCTS = (ours.exact_linear.default, ours.exact_fused_linear.default)
 
 
 def _match_gate(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
@@ -117,7 +115,7 @@ def _only_user(node: fx.Node, *targets: Any) -> fx.Node | None:
 
 
 def _other_addend(total: fx.Node, one: fx.Node) -> fx.Node | None:
-    """Return what is added to a node, if it is of the same kind."""
+    """Return the other addend if it is float32 and has the shape of ``one``, else None."""
     if total.kwargs or len(total.args) != 2 or total.args[0] is total.args[1]:
         return None
     other = total.args[1] if total.args[0] is one else total.args[0]

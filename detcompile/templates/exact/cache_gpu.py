@@ -38,11 +38,11 @@ def _heads(x_ptr, token, head, column, pitch, H: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def _turned(
+def _rotated(
     x_ptr, weight_ptr, cos_ptr, sin_ptr, token, head, column, pitch, eps, H: tl.constexpr, D: tl.constexpr,
     E: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
-    """Heads after their norm and rotation. The other half of a head is loaded again: no thread waits for another."""
+    """Norm and rotate heads. Load the other half of a head again, so that no thread waits for another."""
     x = _heads(x_ptr, token, head, column, pitch, H, D)
     if E > 0:
         HALF: tl.constexpr = E // 2
@@ -77,7 +77,7 @@ def heads_kernel(
     v_head, eps, HQ: tl.constexpr, HK: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
     V: tl.constexpr, WV: tl.constexpr, E: tl.constexpr, HAS_NORM: tl.constexpr, TWO: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """For a place of slot_mapping, and for heads of v, then of k, then, if they rotate, of q."""
+    """Axis 0: entries of slot_mapping; axis 1: groups of HEADS heads of v, then of k, then, if they rotate, of q."""
     let_next_start(PDL)
     wait_for_earlier(PDL)
     place, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -86,7 +86,7 @@ def heads_kernel(
     if part >= 2 * PARTS:
         if place < T:
             head = (part - 2 * PARTS) * HEADS + tl.arange(0, HEADS)
-            q = _turned(q_ptr, q_weight_ptr, cos_ptr, sin_ptr, token, head, column, q_pitch, eps, HQ, D, E, HAS_NORM)
+            q = _rotated(q_ptr, q_weight_ptr, cos_ptr, sin_ptr, token, head, column, q_pitch, eps, HQ, D, E, HAS_NORM)
             to = out_ptr + (token * HQ + head)[:, None] * D + column[None, :]
             tl.store(to, q, mask=(head < HQ)[:, None] & (column < D)[None, :])
     else:
@@ -100,7 +100,7 @@ def heads_kernel(
                 at = page * v_block + inside * v_slot + head * v_head
                 _write(v, v_cache_ptr, v_word_ptr, at, head < HK, feature, V, TWO)
             else:
-                k = _turned(
+                k = _rotated(
                     k_ptr, k_weight_ptr, cos_ptr, sin_ptr, token, head, column, k_pitch, eps, HK, D, E, HAS_NORM
                 )  # fmt: skip
                 at = page * k_block + inside * k_slot + head * k_head
@@ -128,7 +128,7 @@ def write_heads(
     else:
         out, q_parts = torch.empty((T, HQ, D), dtype=torch.float32, device=q.device), cdiv(HQ, _HEADS)
         E, has_norm, eps = rotation.cos.shape[1], rotation.q_weight is not None, rotation.eps
-        operands = [q if given is None else given.contiguous() for given in rotation[:4]]
+        operands = [q if operand is None else operand.contiguous() for operand in rotation[:4]]
     launcher(heads_kernel)[(len(slot_mapping), 2 * cdiv(HK, _HEADS) + q_parts)](
         q, k, v, *operands, out, slot_mapping, caches.k.view(torch.int8), caches.k, caches.v.view(torch.int8),
         caches.v, T, *(x.stride(0) for x in (q, k, v)), caches.k.shape[1], *caches.k.stride()[:3],

@@ -7,9 +7,9 @@ For so few tokens a product takes as long as its weights take to arrive. One war
 a warpgroup multiplies them by x. Weights that no kernel of the CUDA graph writes (`cuda_graphs.is_constant`) fill the
 ring while the kernels before still run: only x needs the wait.
 
-A warpgroup product has 64 rows. Of a tile of 32, the others are the next block's in the ring, or beyond it; they are
-multiplied and dropped. GATED: w has a gate's features followed by up's; a tile has eight rows of each by turns, so a
-thread holds both values of a feature and writes silu(gate) * up.
+A warpgroup product reads 64 rows. With tiles of 32, the last 32 belong to the next block of the ring or lie behind the
+ring; their results are not stored. GATED: w has a gate's features followed by up's. A tile alternates eight rows of
+gate and eight of up, so a thread holds both values of a feature and writes silu(gate) * up.
 """
 
 from triton.experimental import gluon

@@ -24,7 +24,7 @@ def test_ends_its_process():
     os._exit(7)
 
 def test_skipped():
-    pytest.skip("not here")
+    pytest.skip("a test that skips")
 """
 
 

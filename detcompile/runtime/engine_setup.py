@@ -227,7 +227,6 @@ def room_for_cache(
         return Room(int(available_memory() * config.memory_fraction))
     gc.unfreeze()  # an earlier engine may have been dropped while it had requests
     gc.collect()  # a dropped engine in a reference cycle would still hold its memory
-    gc.freeze()  # the next collection visits only what is made below: a full one takes 0.3 s
     layouts, sequences, tokens, width = _step_sizes(facts, config)
     runner = Runner(forward, new_cache(facts, 2, config.block_size), False)
     step = step_needs(
@@ -244,7 +243,6 @@ def room_for_cache(
     graphs = graph_needs(worker, layouts)
     del runner, worker
     gc.collect()
-    gc.unfreeze()
     memory = gpu_memory(facts.device)
     left = int(memory.total * config.memory_fraction) - memory.used
     return Room(left - num_sharers * (step.total + sum(graphs)), step, graphs)

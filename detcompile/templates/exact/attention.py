@@ -53,14 +53,22 @@ def paged_attention_cpu(
     step: StepMetadata,
     rule: ExactRule = ExactRule(),
     isa: str | None = None,
+    rotation: Rotation | None = None,
 ) -> Tensor:
     """Quantize k [T, Hkv, D] and v [T, Hkv, V] into the caches [num_blocks, block_size, Hkv, W], then attend.
 
     q [T, Hq, D] -> [T, Hq, V], float32. Rows past cu_seqlens[S] are padding and get zeros.
 
+    Args:
+        rotation: norms and rotations of q and k before that.
+
     Raises:
-        InvalidInput: sizes do not match, or metadata points outside the caches; nothing is written.
+        InvalidInput: sizes do not match, tables have an odd width or are wider than a head, or metadata points outside
+            the caches; nothing is written.
     """
+    if rotation is not None:
+        _check_rotation(q, rotation)
+        q, k = (_rotated(x, weight, rotation) for x, weight in ((q, rotation.q_weight), (k, rotation.k_weight)))
     digits = _digits_of(q, k, v, caches)
     _check_step(len(q), caches, slot_mapping, step, rule)
     (kept,) = torch.where(slot_mapping != PADDING_SLOT)
@@ -83,26 +91,6 @@ def paged_attention_cpu(
     return out
 
 
-def rotated_attention_cpu(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    caches: Caches,
-    slot_mapping: Tensor,
-    step: StepMetadata,
-    rule: ExactRule,
-    rotation: Rotation,
-) -> Tensor:
-    """Norm and rotate q and k, then run ``paged_attention_cpu``.
-
-    Raises:
-        InvalidInput: as ``paged_attention_cpu``, or the tables have an odd width or are wider than a head.
-    """
-    _check_rotation(q, rotation)
-    q, k = (_rotated(x, weight, rotation) for x, weight in ((q, rotation.q_weight), (k, rotation.k_weight)))
-    return paged_attention_cpu(q, k, v, caches, slot_mapping, step, rule)
-
-
 def dense_attention_cpu(
     q: Tensor, k: Tensor, v: Tensor, kv_digits: int, rule: ExactRule = ExactRule(), isa: str | None = None
 ) -> Tensor:
@@ -114,9 +102,9 @@ def dense_attention_cpu(
 def _rotated(x: Tensor, weight: Tensor | None, rotation: Rotation) -> Tensor:
     x = x if weight is None else rms_norm_cpu(x, weight, rotation.eps)
     E = rotation.cos.shape[1]
-    turned = x[..., :E]
-    half = torch.cat([-turned[..., E // 2 :], turned[..., : E // 2]], -1)
-    return torch.cat([turned * rotation.cos[:, None] + half * rotation.sin[:, None], x[..., E:]], -1)
+    first = x[..., :E]
+    half = torch.cat([-first[..., E // 2 :], first[..., : E // 2]], -1)
+    return torch.cat([first * rotation.cos[:, None] + half * rotation.sin[:, None], x[..., E:]], -1)
 
 
 def _packed(x: Tensor, digits: int, isa: str | None) -> Tensor:
@@ -283,7 +271,7 @@ define(
     "exact_rotated_attention(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? q_weight, Tensor? k_weight,"
     f" float eps, {_PAGED}",
     _PAGED_OPERANDS | {"cos": "float32 T E", "sin": "float32 T E", "q_weight": "float32 D", "k_weight": "float32 D"},
-    cpu=_flat_rotated(rotated_attention_cpu),
+    cpu=_flat_rotated(paged_attention_cpu),
     cuda=_flat_rotated(_paged_cuda),
     fake=lambda q, k, v, *rest: q.new_empty((*q.shape[:2], v.shape[2])),
 )

@@ -46,26 +46,22 @@ def linear_cpu(
 
 def fused_linear_cpu(
     x: Tensor,
-    up: Tensor | None,
-    function: str,
-    norm: Tensor | None,
-    eps: float,
+    before: RowFunction,
     w: Tensor,
     w_scale: Tensor,
     bias: Tensor | None,
     residual: Tensor | None,
     rounded: bool,
     x_digits: int,
-    isa: str | None = None,
 ) -> Tensor:
-    """Run the op on the CPU: x and up [M, K], norm [K], residual [M, N], the others as in ``linear_cpu``."""
-    if up is not None:
-        x = function_cpu(x, function, isa) * up
-    if norm is not None:
-        x = rms_norm_cpu(x, norm, eps, isa)
-    out = linear_cpu(x, w, w_scale, bias, x_digits, isa)
+    """Run the op on the CPU: x [M, K], residual [M, N], the others as in ``linear_cpu``."""
+    if before.up is not None:
+        x = function_cpu(x, before.function) * before.up
+    if before.norm is not None:
+        x = rms_norm_cpu(x, before.norm, before.eps)
+    out = linear_cpu(x, w, w_scale, bias, x_digits)
     out = out if residual is None else residual + out
-    return function_cpu(out, "bf16", isa) if rounded else out
+    return function_cpu(out, "bf16") if rounded else out
 
 
 def totals_cpu(x: Tensor, peaks: Tensor, w: Tensor, x_digits: int, isa: str | None = None) -> Tensor:
@@ -160,10 +156,7 @@ def _linear_cuda(x: Tensor, w: Tensor, w_scale: Tensor, bias: Tensor | None, x_d
 
 def _fused_linear_cuda(
     x: Tensor,
-    up: Tensor | None,
-    function: str,
-    norm: Tensor | None,
-    eps: float,
+    before: RowFunction,
     w: Tensor,
     w_scale: Tensor,
     bias: Tensor | None,
@@ -172,13 +165,17 @@ def _fused_linear_cuda(
     x_digits: int,
 ) -> Tensor:
     check_digits("exact_fused_linear", w, x_digits)
-    if up is not None:
-        require_function(function)
-    if norm is not None:
+    if before.up is not None:
+        require_function(before.function)
+    if before.norm is not None:
         require_length(x)
-    before = RowFunction(up, function, norm, eps)
     out = linear_cuda(x, w, w_scale, bias, x_digits, before, residual, rounded)
     return function_cuda(out, "bf16") if rounded and residual is None else out
+
+
+def _flat(multiply: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Wrap a function that takes a RowFunction as the operation, whose arguments are flat."""
+    return lambda x, up, function, norm, eps, *rest: multiply(x, RowFunction(up, function, norm, eps), *rest)
 
 
 def check_digits(op: str, w: Tensor, x_digits: int) -> None:
@@ -215,8 +212,8 @@ define(
         "residual": "float32 M N",
         "x_digits": range(1, 3),
     },
-    cpu=fused_linear_cpu,
-    cuda=_fused_linear_cuda,
+    cpu=_flat(fused_linear_cpu),
+    cuda=_flat(_fused_linear_cuda),
     fake=lambda x, up, function, norm, eps, w, *rest: x.new_empty((x.shape[0], w.shape[1])),
 )
 define(

@@ -1,5 +1,6 @@
 """What surrounds products of exact arithmetic becomes part of them: recognized where it is, with the same bytes."""
 
+from collections import Counter
 from collections.abc import Iterator
 from unittest import mock
 
@@ -44,12 +45,12 @@ def on_every_device() -> Iterator[None]:
 
 
 def counts(certificate: detcompile.Certificate) -> dict[str, int]:
-    found: dict[str, int] = {}
+    total: Counter[str] = Counter()
     for entry in certificate.entries:
         name = entry.op.removeprefix("detcompile.").removesuffix(".default")
         if name.startswith("exact_"):
-            found[name] = found.get(name, 0) + entry.count
-    return found
+            total[name] += entry.count
+    return total
 
 
 @pytest.mark.parametrize("arithmetic", exhaustive_unless("exact8x16".__eq__, ["exact8x16", "exact16"]))

@@ -96,7 +96,7 @@ def _block(
         score = tl.dot(q_high, k, score, out_dtype=tl.int32)
     z = score.to(tl.float32) * k_scale[None, :] * r[:, None]
     if CAPPED:
-        z = tanh(tl.div_rn(z, z * 0.0 + softcap)) * softcap * LOG2_E
+        z = tanh(tl.div_rn(z, softcap)) * softcap * LOG2_E
     if ALIBI:
         z = z + slope[:, None] * (key[None, :] - position[:, None]).to(tl.float32)
     if MASKED:
@@ -105,13 +105,13 @@ def _block(
         faulty = tl.max(tl.where(visible, faulty[None, :], 0), 1)
         scale = tl.where(visible, v_scale[None, :], 0.0)  # others may be infinite, and 0 * infinity is NaN
         reach = tl.max(scale, 1)
-        share = scale * tl.div_rn(reach * 0.0 + 32512.0, reach)[:, None]
+        share = scale * tl.div_rn(32512.0, reach)[:, None]
         seen = (first <= position) & (first + _BLOCK > oldest)
     else:
         faulty = tl.zeros_like(position) + tl.max(faulty, 0)
         widest = tl.max(v_scale, 0)
         reach = tl.zeros_like(r) + widest
-        share = (v_scale * tl.div_rn(widest * 0.0 + 32512.0, widest))[None, :] + tl.zeros_like(z)
+        share = (v_scale * tl.div_rn(32512.0, widest))[None, :] + tl.zeros_like(z)
         seen = position >= 0
     peak = ceil(tl.max(z, 1))
     p = exp2_short(z - peak[:, None])

@@ -293,7 +293,7 @@ def hopper_exact_attention_kernel(
                 m = ceil(gl.max(z, 1))
                 p = exp2_clipped(gl.maximum(z - m[:, None], -100.0))
                 widest = gl.max(v_scale, 0)
-                factors = gl.convert_layout(v_scale * gl.div_rn(widest * 0.0 + 32512.0, widest), COLUMN)[None, :]
+                factors = gl.convert_layout(v_scale * gl.div_rn(32512.0, widest), COLUMN)[None, :]
                 weight = bits(gl.fma(p, factors + gl.zeros_like(p), MAGIC))
                 reach = gl.full([64], 1.0, gl.float32, ROW) * widest
                 faulty2 = gl.maximum(faulty2, gl.max(faulty, 0))
@@ -306,7 +306,7 @@ def hopper_exact_attention_kernel(
                 p = gl.where(visible, exp2_clipped(gl.maximum(z - m[:, None], -100.0)), 0.0)
                 scale = gl.where(visible, gl.convert_layout(v_scale, COLUMN)[None, :], 0.0)
                 reach = gl.max(scale, 1)
-                weight = bits(gl.fma(p, scale * gl.div_rn(reach * 0.0 + 32512.0, reach)[:, None], MAGIC))
+                weight = bits(gl.fma(p, scale * gl.div_rn(32512.0, reach)[:, None], MAGIC))
                 hurt = gl.convert_layout(faulty, COLUMN)[None, :]
                 seen = (first <= position) & (first + _KEYS > oldest)
                 faulty2 = gl.maximum(faulty2, gl.where(seen, gl.max(gl.where(visible, hurt, 0), 1), 0))
@@ -477,7 +477,7 @@ def hopper_exact_decode_kernel(
             faulty = gl.where(seen & ((k_next != k_next) | (v_next != v_next)), 1, 0)
             poisoned = gl.maximum(poisoned, gl.max(faulty, 0))
             reach = gl.max(v_scale, 0)
-            share = gl.convert_layout(v_scale * gl.div_rn(reach * 0.0 + 32512.0, reach), KEY)
+            share = gl.convert_layout(v_scale * gl.div_rn(32512.0, reach), KEY)
             following = first + _KEYS
             pages = (n0, n1, n2, n3)
             n0, n1, n2, n3 = _pages(table_ptr, following + _KEYS, end, SIZE)

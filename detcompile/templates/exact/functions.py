@@ -58,7 +58,7 @@ def scaled(y, k):
 
 @triton.jit
 def one_over(x):
-    return tl.div_rn(x * 0.0 + 1.0, x)
+    return tl.div_rn(1.0, x)
 
 
 @triton.jit
@@ -141,7 +141,7 @@ def tanh(x):
     y = tl.fma(tl.full(s.shape, 0.01573944091796875, tl.float32), s, -0.05230255797505379)
     y = tl.fma(y, s, 0.13315246999263763)
     y = tl.fma(y, s, -0.33332768082618713)
-    far = 1.0 - tl.div_rn(t * 0.0 + 2.0, exp(t + t) + 1.0)
+    far = 1.0 - tl.div_rn(2.0, exp(t + t) + 1.0)
     return tl.where(t >= 0.550000011920929, tl.where(x < 0.0, -far, far), tl.fma(s * y, x, x))
 
 
@@ -222,9 +222,8 @@ def left_digits(x):
     largest = tl.max(bits(x) & 0x7FFFFFFF, 1)
     whole = largest < POISON
     a = tl.where(whole, tl.maximum(from_bits(tl.where(whole, largest, 0)), 8.673617379884035e-19), 1.0)
-    top = a * 0.0 + 32512.0
     x = tl.where(whole[:, None], x, 0.0)
-    return near(x, tl.div_rn(top, a)[:, None] + x * 0.0), tl.where(whole, tl.div_rn(a, top), 1.0), tl.where(whole, 0, 1)
+    return near(x, tl.div_rn(32512.0, a)[:, None]), tl.where(whole, tl.div_rn(a, 32512.0), 1.0), tl.where(whole, 0, 1)
 
 
 @triton.jit
@@ -240,7 +239,7 @@ def sink_state(sinks_ptr, head, known):
     finite = tl.abs(sink) < 1.329227995784916e36  # 2^120
     sink = tl.where(finite, sink, 0.0)
     peak = ceil(sink)
-    return peak, near(exp2_short(sink - peak), sink * 0.0 + 32512.0).to(tl.float32), tl.where(finite, 0, 1)
+    return peak, near(exp2_short(sink - peak), 32512.0).to(tl.float32), tl.where(finite, 0, 1)
 
 
 @triton.jit

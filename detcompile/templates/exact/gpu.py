@@ -170,8 +170,8 @@ def quantized(x, peak, unit, TWO: tl.constexpr):
     """The digits of rows with these largest magnitudes, as bits, and their scales; the second digit only if TWO."""
     whole = peak < POISON
     a = tl.where(whole, tl.maximum(from_bits(tl.where(whole, peak, 0)), 8.673617379884035e-19), 1.0)
-    v = near(tl.where(whole, x, 0.0), tl.div_rn(a * 0.0 + (32512.0 if TWO else 127.0), a))
-    scale = tl.where(whole, tl.div_rn(a, a * 0.0 + unit), float("nan"))
+    v = near(tl.where(whole, x, 0.0), tl.div_rn(32512.0 if TWO else 127.0, a))
+    scale = tl.where(whole, tl.div_rn(a, unit), float("nan"))
     return ((v + 128) >> 8 if TWO else v).to(tl.int8), v.to(tl.int8), scale
 
 

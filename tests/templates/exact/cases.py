@@ -12,13 +12,20 @@ from detcompile.templates.attention.operands import Caches, StepMetadata
 from detcompile.templates.exact.attention import ExactRule, row_words
 from tests.exact import definition as exact
 from tests.exact import golden
-from tests.exact.definition import Array, F
+from tests.exact.definition import Array, F, U
 
-__all__ = ["RULES", "RULE_NAMES", "assert_same", "paged", "ruled_case", "tensor"]
+__all__ = ["RULES", "RULE_NAMES", "assert_same", "function_inputs", "paged", "ruled_case", "tensor"]
 
 
 def tensor(array: Array) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array))
+
+
+def function_inputs(name: str, step: int = 1) -> Array:
+    """Return inputs of a function, a multiple of 16: each step-th of golden's sample, and the ends of all ranges."""
+    ends = np.array([0, 1, 0x7FFFFF, 0x800000, 0x7F7FFFFF, 0x7F800000, 0x7FC00000, 0x3F800000], U)  # +: zero to NaN, 1
+    x = np.concatenate([golden.function_sample()[::step], ends.view(F), -ends.view(F)])
+    return np.where(x == x, x, F(0)) if name == "exp2_short" else x
 
 
 def assert_same(actual: Tensor, expected: Array) -> None:

@@ -243,13 +243,21 @@ class Drill:
 
 
 def started(command: Sequence[str]) -> tuple[str, subprocess.Popen[str]]:
-    """Start a server and wait until it is ready. Return its URL and process."""
+    """Start a server and wait until it is ready. Return its URL and process.
+
+    Raises:
+        RuntimeError: the server ended; the message has its last lines.
+    """
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
-    line = next(line for line in process.stderr if line.startswith("serving "))
-    lines: collections.deque[str] = collections.deque(maxlen=100)  # keep reading: a full pipe blocks the server
-    threading.Thread(target=lines.extend, args=(process.stderr,), daemon=True).start()
-    return line.split()[3].rstrip(";"), process
+    lines: collections.deque[str] = collections.deque(maxlen=100)
+    for line in process.stderr:
+        lines.append(line)
+        if line.startswith("serving "):
+            # Keep reading: a full pipe blocks the server.
+            threading.Thread(target=lines.extend, args=(process.stderr,), daemon=True).start()
+            return line.split()[3].rstrip(";"), process
+    raise RuntimeError(f"the server ended with status {process.wait()}:\n{''.join(lines)}")
 
 
 def summary(pauses: Sequence[float]) -> dict[str, float] | None:

@@ -84,13 +84,13 @@ HAS_TORCH := import importlib.util, sys; importlib.util.find_spec("torch") or sy
 gpu-test:
 	@$(PYTHON) -c '$(HAS_TORCH)'
 	@$(PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make gpu-test: no CUDA GPU here")'
-	@PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 TORCHINDUCTOR_SIZE_ASSERTS=1 \
+	@PYTHONPATH=$(CURDIR):$(PYTHONPATH) OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 TORCHINDUCTOR_SIZE_ASSERTS=1 \
 	  PYTORCH_NVML_BASED_CUDA_CHECK=1 $(PYTHON) -m pytest -q -r fE -p no:xdist -p tests.forks --forks auto \
 	  -m "gpu and not exhaustive" $(PYTEST_ARGS)
 
 bench:
 	@$(PYTHON) -c '$(HAS_TORCH)'
-	@PYTHONPATH=$(CURDIR) $(PYTHON) -m benchmarks $(BENCHMARKS)
+	@PYTHONPATH=$(CURDIR):$(PYTHONPATH) $(PYTHON) -m benchmarks $(BENCHMARKS)
 
 models: $(VENV)/.stamp-test
 	@OMP_NUM_THREADS=1 $(VENV_PYTHON) -m tools.generate_models $(MODELS_ARGS)

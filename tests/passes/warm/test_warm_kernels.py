@@ -80,10 +80,10 @@ def compilations(launched: list[list[str]]) -> list[list[str]]:
     """Return the commands that compile something.
 
     Torch asks a compiler for its version, preprocesses a header to hash it, and loads what its probes of instruction
-    sets once compiled; Triton asks for the installed libraries.
+    sets once compiled; Triton asks for the installed libraries; platform.architecture() asks `file` about Python.
     """
     asks = {"--version", "-v", "-E"}
-    others = {Path(sys.executable).name, "openssl", "ldconfig"}
+    others = {Path(sys.executable).name, "openssl", "ldconfig", "file"}
     return [command for command in launched if not asks & set(command) and Path(command[0]).name not in others]
 
 

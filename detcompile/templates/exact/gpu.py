@@ -6,6 +6,9 @@ Sums are integers, so the number of threads, tiles and splits changes no bit. A 
 constant, which has no method ``to``: tl.cast takes both.
 """
 
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -13,14 +16,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from detcompile.errors import ScheduleError
+from detcompile.templates.device import dependent_launch
 from detcompile.templates.device.dependent_launch import (
     fetch_rows_ahead,
     launch_options,
     let_next_start,
     wait_for_earlier,
 )
+from detcompile.templates.device.gate import Gate, bytes_of
 from detcompile.templates.device.launcher import cdiv, launcher, next_power_of_2
-from detcompile.templates.exact import hopper
+from detcompile.templates.exact import functions, hopper
 from detcompile.templates.exact.functions import (
     POISON,
     bf16,
@@ -31,6 +37,7 @@ from detcompile.templates.exact.functions import (
     one_over,
     power_of_two,
 )
+from detcompile.templates.matmul import hopper_tile
 
 _BLOCK = 1024
 _MOST_PARTS = 8  # of a row
@@ -416,6 +423,19 @@ def totals_cuda(x: Tensor, peaks: Tensor, w: Tensor, x_digits: int) -> Tensor:
     return totals
 
 
+class PlainTiles(NamedTuple):
+    """Tiles of the plain kernel, its warps and its stages."""
+
+    rows: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+
+
+Tiles = PlainTiles | hopper.Tiles
+
+
 def _multiply(
     x: Tensor,
     w: Tensor,
@@ -426,13 +446,33 @@ def _multiply(
     residual: Tensor | None = None,
     rounded: bool = False,
 ) -> None:
+    """Multiply with the tiles for this size, once they gave the host's integers on this device."""
+    (DX, M, K), (DW, N, _) = x.shape, w.shape
+    if M and N:
+        tiles = hopper.tiles_of(x, w) if hopper.supports(x, w) else _tiles(M, N, DX)
+        _require(x.device, Product(DX, DW, N % 16, K, tiles))
+        run_tiles(tiles, x, w, x_scale, w_scale, bias, out, residual, rounded)
+
+
+def run_tiles(
+    tiles: Tiles,
+    x: Tensor,
+    w: Tensor,
+    x_scale: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    residual: Tensor | None = None,
+    rounded: bool = False,
+) -> None:
+    """Multiply without asking the gate: for tests, the gate itself and benchmarks."""
     (DX, M, K), (DW, N, _) = x.shape, w.shape
     added = (w_scale if bias is None else bias), (out if residual is None else residual)
     kinds = {"HAS_BIAS": bias is not None, "RESIDUAL": 0 if residual is None else 1 + rounded}
-    if hopper.supports(x, w):
-        hopper.launch(x, w, x_scale, w_scale, *added, out, kinds)
-    elif M and N:
-        BM, BN, BK, warps, stages = _blocks(M, N, DX)
+    if isinstance(tiles, hopper.Tiles):
+        hopper.launch(tiles, x, w, x_scale, w_scale, *added, out, kinds)
+    else:
+        BM, BN, BK, warps, stages = tiles
         launcher(_linear_kernel)[(cdiv(M, BM), cdiv(N, BN))](
             x, w, x_scale, w_scale, *added, out, M, N, K, min(K, _AHEAD_BYTES // N),
             DX=DX, DW=DW, **kinds, BM=BM, BN=BN, BK=BK, num_warps=warps, num_stages=stages,
@@ -440,13 +480,77 @@ def _multiply(
         )  # fmt: skip
 
 
-def _blocks(M: int, N: int, digits: int) -> tuple[int, int, int, int, int]:
-    """Return BM, BN, BK, warps and stages, measured on an H200: few rows read weights, so many programs share them."""
+def _tiles(M: int, N: int, digits: int) -> PlainTiles:
+    """Return the tiles for M rows, measured on an H200: few rows read weights, so many programs share them."""
     if M > 16:
-        return 64, 64, 128, 4, 3
+        return PlainTiles(64, 64, 128, 4, 3)
     if digits == 1:
-        return (16, 32, 256, 2, 4) if N >= 16384 else (16, 16, 256, 2, 4)
-    return (16, 64, 128, 4, 3) if N >= 16384 else (16, 32, 512, 4, 3)
+        return PlainTiles(16, 32 if N >= 16384 else 16, 256, 2, 4)
+    return PlainTiles(16, 64, 128, 4, 3) if N >= 16384 else PlainTiles(16, 32, 512, 4, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """All that the code of a product depends on."""
+
+    x_digits: int
+    w_digits: int
+    n_mod_16: int
+    k: int
+    tiles: Tiles
+
+
+def probe_bits(product: Product, device: torch.device) -> Callable[[Tiles | None], bytes]:
+    """Return the gate's probe: the bytes of a random product under these tiles, or of the host's integers for None."""
+    generator = torch.Generator().manual_seed(23)
+    M, N = product.tiles.rows + 5, product.tiles.block_n + 16 + product.n_mod_16
+
+    def draw(planes: int, rows: int) -> Tensor:
+        digits = torch.randint(-127, 128, (planes, rows, product.k), dtype=torch.int8, generator=generator)
+        digits[:, 0] = 127  # the largest sums
+        return digits
+
+    x, w = draw(product.x_digits, M), draw(product.w_digits, N)
+    scales = torch.rand(M + N, dtype=torch.float32, generator=generator).split((M, N))
+
+    def bits(tiles: Tiles | None) -> bytes:
+        if tiles is None:
+            return bytes_of(host_integers(x, w).float() * scales[0][:, None] * scales[1])
+        out = torch.empty(M, N, dtype=torch.float32, device=device)
+        run_tiles(tiles, x.to(device), w.to(device), scales[0].to(device), scales[1].to(device), None, out)
+        return bytes_of(out)
+
+    return bits
+
+
+def host_integers(x: Tensor, w: Tensor) -> Tensor:
+    """Return the integers T [M, N] of docs/exact.md for digits on the host, as float64, which holds them exactly."""
+    x, w = x.double(), w.double()
+    total = x[0] @ w[0].T
+    if len(x) == 2:
+        total = total * 256 + x[1] @ w[0].T
+    if len(w) == 2:
+        total += x[0] @ w[1].T
+    return total
+
+
+PRODUCTS: Gate[Product, Tiles | None] = Gate(
+    family="exact_linear",
+    sources=(__file__, hopper.__file__, hopper_tile.__file__, functions.__file__, dependent_launch.__file__),
+    reference=lambda product: None,
+    candidates=lambda product: [product.tiles],
+    probe=probe_bits,
+)
+
+
+@functools.cache
+def _require(device: torch.device, product: Product) -> None:
+    if PRODUCTS.schedule(product, device) is None:
+        raise ScheduleError(
+            f"exact_linear: {product} differs on {device} from the host's integers, so exact arithmetic cannot run"
+            " there; report it with the versions of torch, Triton and the driver. The result is kept in"
+            f" {PRODUCTS.tuner(device).path}: delete this file to compare again"
+        )
 
 
 def _warps(R: int) -> int:

@@ -9,6 +9,7 @@ are split along K: a second kernel adds the parts' integers.
 """
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 import triton
@@ -52,7 +53,30 @@ def supports(x: Tensor, w: Tensor) -> bool:
     return M >= FEWEST_ROWS and K <= _LONGEST and aligned and is_hopper(x.device)
 
 
+class Tiles(NamedTuple):
+    """Tiles of a product: warpgroups that multiply, features of a tile, and whether K is split."""
+
+    consumers: int
+    block_n: int
+    split: bool
+
+    @property
+    def rows(self) -> int:
+        return self.consumers * _ROWS
+
+
+def tiles_of(x: Tensor, w: Tensor) -> Tiles:
+    """Return the tiles for x [DX, M, K] and w [DW, N, K], measured on an H200."""
+    (DX, M, K), N = x.shape, w.shape[1]
+    consumers = 1 if M <= _ROWS else 2
+    programs = multiprocessors(x.device)
+    wide = DX == 1 and cdiv(M, 2 * _ROWS) * cdiv(N, 256) >= programs
+    tiles = Tiles(consumers, 256 if wide else 128, False)
+    return tiles._replace(split=_share(tiles, M, N, K, programs) < K)
+
+
 def launch(
+    tiles: Tiles,
     x: Tensor,
     w: Tensor,
     x_scale: Tensor,
@@ -68,16 +92,14 @@ def launch(
         kinds: HAS_BIAS and RESIDUAL, as in gpu.py.
     """
     (DX, M, K), (DW, N, _) = x.shape, w.shape
-    consumers = 1 if M <= _ROWS else 2
+    consumers, block_n, _ = tiles
     programs = multiprocessors(x.device)
-    wide = DX == 1 and cdiv(M, 2 * _ROWS) * cdiv(N, 256) >= programs
-    block_n = 256 if wide else 128
-    stages = (226 << 10) // (3 - consumers) // ((consumers * _ROWS * DX + block_n * DW) * _BLOCK_K + 512)
-    tiles = cdiv(M, consumers * _ROWS) * cdiv(N, block_n)
-    share = cdiv(cdiv(K, max(1, min(programs // tiles, K // _LEAST_SHARE))), _BLOCK_K) * _BLOCK_K
+    stages = (226 << 10) // (3 - consumers) // ((tiles.rows * DX + block_n * DW) * _BLOCK_K + 512)
+    share = _share(tiles, M, N, K, programs) if tiles.split else cdiv(K, _BLOCK_K) * _BLOCK_K
     splits = cdiv(K, share)
     parts = out if splits == 1 else torch.empty((splits, M, N), dtype=torch.int64, device=x.device)
-    launcher(hopper_exact_kernel)[(min(tiles * splits, programs * (3 - consumers)),)](
+    work = cdiv(M, tiles.rows) * cdiv(N, block_n) * splits
+    launcher(hopper_exact_kernel)[(min(work, programs * (3 - consumers)),)](
         _descriptor(x, _ROWS), _descriptor(w, block_n), x_scale, w_scale, bias, residual, parts, M, N, K, share,
         splits, DX=DX, DW=DW, **kinds, BN=block_n, BK=_BLOCK_K, GROUP=16, CONSUMERS=consumers, STAGES=stages,
         num_warps=4, maxnreg=168 if consumers == 2 else 128, enable_fp_fusion=False, **launch_options(x.device),
@@ -87,6 +109,12 @@ def launch(
             parts, x_scale, w_scale, bias, residual, out, N, M * N, splits, **kinds, BN=_FEATURES, num_warps=4,
             enable_fp_fusion=False, **launch_options(x.device),
         )  # fmt: skip
+
+
+def _share(tiles: Tiles, M: int, N: int, K: int, programs: int) -> int:
+    """Return how much of K a program multiplies so that few tiles occupy all multiprocessors."""
+    count = cdiv(M, tiles.rows) * cdiv(N, tiles.block_n)
+    return cdiv(cdiv(K, max(1, min(programs // count, K // _LEAST_SHARE))), _BLOCK_K) * _BLOCK_K
 
 
 def _descriptor(planes: Tensor, rows: int) -> TensorDescriptor:

@@ -1,15 +1,19 @@
 """The Triton kernels of exact-1: the bytes of the reference. A GPU also sweeps the functions over all 2^32 inputs."""
 
+import dataclasses
 import hashlib
+import uuid
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from detcompile.errors import ScheduleError
 from detcompile.step import PADDING_SLOT
 from detcompile.templates.attention.operands import Caches
-from detcompile.templates.exact import attention_gpu
+from detcompile.templates.exact import attention_gpu, gpu
 from detcompile.templates.exact.attention import ExactRule, _paged_cuda, paged_attention_cpu, row_words
 from detcompile.templates.exact.cache_gpu import Rotation, write_heads
 from detcompile.templates.exact.gpu import (
@@ -143,6 +147,32 @@ def test_totals_of_a_part_of_k_are_those_of_the_cpu(name: str, M: int, N: int, K
     peaks = peaks_of(host_tensor(golden.rows() if K < 200 else x * F(3)))
     actual = totals_cuda(tensor(x), peaks.to(DEVICE), tensor(w), left)
     assert_bitwise_equal(actual.cpu(), totals_cpu(host_tensor(x), peaks, host_tensor(w), left))
+
+
+@pytest.mark.parametrize("K", [144, 1040])
+@pytest.mark.usefixtures("gated")
+def test_a_product_that_differs_from_the_host_is_refused(K: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It differs in the last bit of one number. The right kernel is admitted."""
+    x, w, scales = host_tensor(golden.values((17, K), 5)), host_tensor(golden.planes((1, 20, K), 8)), torch.ones(20)
+    run_tiles = gpu.run_tiles
+
+    def wrong(*operands: Any) -> None:
+        run_tiles(*operands)
+        last = operands[6][-1, -1]
+        last.copy_(last.nextafter(torch.full_like(last, float("inf"))))
+
+    def multiply() -> Tensor:
+        return linear_cuda(x.to(DEVICE), w.to(DEVICE), scales.to(DEVICE), None, 2)
+
+    monkeypatch.setattr(gpu, "_require", gpu._require.__wrapped__)
+    monkeypatch.setattr(gpu, "PRODUCTS", dataclasses.replace(gpu.PRODUCTS, family=f"planted {uuid.uuid4()}"))
+    monkeypatch.setattr(gpu, "run_tiles", wrong)
+    with pytest.raises(ScheduleError, match="host's integers"):
+        multiply()
+    monkeypatch.setattr(gpu, "PRODUCTS", dataclasses.replace(gpu.PRODUCTS, family=f"right {uuid.uuid4()}"))
+    monkeypatch.setattr(gpu, "run_tiles", run_tiles)
+    multiply()
+    assert [row["admitted"] for row in gpu.PRODUCTS.tuner(torch.device(DEVICE)).table()] == [1]
 
 
 @pytest.mark.parametrize("digits", [1, 2])

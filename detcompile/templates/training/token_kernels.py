@@ -17,15 +17,15 @@ FP32_BLOCK = tl.constexpr(128)
 
 
 @triton.jit
-def _greater_or_nan(a, b):
+def greater_or_nan(a, b):
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def _largest_of_rows(x, ON_GPU: tl.constexpr):
+def largest_of_rows(x, ON_GPU: tl.constexpr):
     """[BN, BK] -> [BN]: the largest magnitude; NaN if there is a NaN."""
     if ON_GPU:
-        return tl.reduce(tl.abs(x), 1, _greater_or_nan)
+        return tl.reduce(tl.abs(x), 1, greater_or_nan)
     else:  # the interpreter would loop over pairs; magnitudes order like their bits, with NaN on top
         bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         return tl.max(bits, 1).to(tl.float32, bitcast=True)
@@ -41,7 +41,7 @@ def _on_grid(x, most, GRID: tl.constexpr):
 
 
 @triton.jit
-def _add_leaf(upper, lower, p, GRID: tl.constexpr):
+def add_leaf(upper, lower, p, GRID: tl.constexpr):
     """Add a leaf's sum to the two integers of each element."""
     UPPER: tl.constexpr = 1.5 * 2.0 ** (46 + GRID)
     LOWER: tl.constexpr = 1.5 * 2.0 ** (23 + GRID)
@@ -52,11 +52,24 @@ def _add_leaf(upper, lower, p, GRID: tl.constexpr):
 
 
 @triton.jit
-def _carried(upper, lower, leaves, LOWER_BITS: tl.constexpr):
+def carried(upper, lower, leaves, LOWER_BITS: tl.constexpr):
     """The same sum after carrying; the lower part of `leaves` leaves, an int32, is small and without its constant."""
     lower = lower - leaves * LOWER_BITS
     carry = lower >> 23
     return upper + carry, lower - (carry << 23)
+
+
+@triton.jit
+def total_of(
+    upper, lower, worst, L, GRID: tl.constexpr, UPPER_BITS: tl.constexpr, LOWER_BITS: tl.constexpr
+):  # fmt: skip
+    """The float64 sums of L leaves. A row with a leaf beyond exactness is +inf; one with a nonfinite leaf is NaN."""
+    upper, lower = carried(upper, lower, L % 256, LOWER_BITS)
+    units = (upper - L * UPPER_BITS).to(tl.float64)
+    total = units * 2.0 ** (GRID + 23) + lower.to(tl.float64) * 2.0**GRID
+    most = tl.minimum(2.0 ** (51 + GRID) / L, 2.0 ** (45 + GRID))
+    beyond = tl.where(worst < float("inf"), float("inf"), float("nan")).to(tl.float64)
+    return tl.where((worst <= most)[:, None], total, beyond[:, None])
 
 
 @triton.jit
@@ -124,18 +137,13 @@ def token_matmul_kernel(
             )  # fmt: skip
         else:
             acc = _leaf(g, x, start, end, n, k, N, K, g_stride, x_stride, BN, BK, BT, BLOCKED, TMA)
-        upper, lower = _add_leaf(upper, lower, acc, GRID)
-        largest = _largest_of_rows(acc, ON_GPU)
-        worst = tl.maximum(worst, largest, propagate_nan=tl.PropagateNan.ALL)
+        upper, lower = add_leaf(upper, lower, acc, GRID)
+        largest = largest_of_rows(acc, ON_GPU)
+        worst = greater_or_nan(worst, largest)
         if (leaf + 1) % 256 == 0:  # the lower parts of 256 leaves, 23 bits each, fit in 32 bits
-            upper, lower = _carried(upper, lower, tl.full((1, 1), 256, tl.int32), LOWER_BITS)
+            upper, lower = carried(upper, lower, tl.full((1, 1), 256, tl.int32), LOWER_BITS)
         start = end
-    upper, lower = _carried(upper, lower, L % 256, LOWER_BITS)
-    units = (upper - L * UPPER_BITS).to(tl.float64)
-    total = units * 2.0 ** (GRID + 23) + lower.to(tl.float64) * 2.0**GRID
-    most = tl.minimum(2.0 ** (51 + GRID) / L, 2.0 ** (45 + GRID))
-    beyond = tl.where(worst < float("inf"), float("inf"), float("nan")).to(tl.float64)
-    total = tl.where((worst <= most)[:, None], total, beyond[:, None])
+    total = total_of(upper, lower, worst, L, GRID, UPPER_BITS, LOWER_BITS)
     pointers = out_ptr + n.to(tl.int64)[:, None] * K + k[None, :]
     tl.store(pointers, total, mask=(n < N)[:, None] & (k < K)[None, :])
 

@@ -11,6 +11,7 @@ _TMA = [
     (128, 128, 64, 8, 4), (128, 128, 64, 8, 5), (128, 128, 128, 8, 3), (64, 128, 64, 4, 4), (64, 128, 64, 4, 3),
     (128, 64, 64, 4, 4), (64, 256, 64, 8, 4), (128, 128, 64, 4, 4),
 ]  # fmt: skip
+_HOPPER = [(128, 128, 64, 4, 6)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +24,7 @@ class TokenProblem:
         k: features of the rows that were multiplied.
         grid: exponent of the grid.
         aligned: True if rows of both operands are aligned to 16 bytes.
+        hopper: True if token_hopper.py's kernel can run: Hopper GPU, 16-bit operands, aligned.
     """
 
     dtype: str
@@ -30,16 +32,19 @@ class TokenProblem:
     k: int
     grid: int
     aligned: bool
+    hopper: bool
 
     def __str__(self) -> str:
-        return f"{self.dtype} n={self.n} k={self.k} grid=2^{self.grid}{'' if self.aligned else ' unaligned'}"
+        layout = ("" if self.aligned else " unaligned") + " hopper" * self.hopper
+        return f"{self.dtype} n={self.n} k={self.k} grid=2^{self.grid}{layout}"
 
 
 @dataclass(frozen=True, slots=True)
 class TokenTiles:
     """A program's tile of N and K, the rows of a step, its warps, and the steps in flight.
 
-    tma: operands use tensor descriptors; group: tiles of N that share their x in L2.
+    tma: operands use tensor descriptors; group: tiles of N that share their x in L2; hopper: token_hopper.py's kernel,
+    which sets its warps itself.
     """
 
     block_n: int
@@ -49,10 +54,11 @@ class TokenTiles:
     stages: int
     tma: bool = False
     group: int = 8
+    hopper: bool = False
 
     def __str__(self) -> str:
         tile = f"{self.block_n}x{self.block_k}x{self.block_t}"
-        return f"tokens{'-tma' * self.tma}-{tile}-w{self.warps}s{self.stages}g{self.group}"
+        return f"{'hopper-' * self.hopper}tokens{'-tma' * self.tma}-{tile}-w{self.warps}s{self.stages}g{self.group}"
 
 
 def reference_schedule(problem: TokenProblem) -> TokenTiles:
@@ -72,4 +78,6 @@ def candidates(problem: TokenProblem) -> tuple[TokenTiles, ...]:
     schedules = [TokenTiles(*row) for row in rows]
     if problem.dtype != "float32" and problem.aligned:
         schedules = [*(TokenTiles(*row, tma=True) for row in _TMA), *schedules]
+    if problem.hopper:
+        schedules = [*(TokenTiles(*row, hopper=True) for row in _HOPPER), *schedules]
     return tuple(schedules)

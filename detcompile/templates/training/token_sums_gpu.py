@@ -18,12 +18,14 @@ from detcompile.templates.attention.operands import unit_rows
 from detcompile.templates.device.cuda_graphs import graph_seconds
 from detcompile.templates.device.gate import Gate, bytes_of, heavy_tailed
 from detcompile.templates.device.launcher import cdiv, launcher
+from detcompile.templates.matmul import hopper_tile
 from detcompile.templates.matmul import kernels as matmul_kernels
-from detcompile.templates.training import token_kernels
+from detcompile.templates.training import token_hopper, token_kernels
 from detcompile.templates.training.exactness import limit_of
 from detcompile.templates.training.token_schedules import TokenProblem, TokenTiles, candidates, reference_schedule
 
 _ROWS_A_PROGRAM = 512  # for token_sum
+_KERNELS = (token_kernels, token_hopper, matmul_kernels, hopper_tile)
 
 
 def token_matmul_cuda(g: Tensor, x: Tensor, leaves: Tensor, rows_a_token: int = 1, grid: int = -44) -> Tensor:
@@ -46,16 +48,20 @@ def run_token_matmul(
     g, x = unit_rows(g), unit_rows(x)
     N, K = g.shape[1], x.shape[1]
     out = torch.empty((N, K), dtype=torch.float64, device=g.device)
+    kinds = {"GRID": grid, "UPPER_BITS": _bits(46 + grid), "LOWER_BITS": _bits(23 + grid)}
+    if schedule.hopper:
+        token_hopper.launch(schedule, g, x, leaves, out, rows_a_token, kinds)
+        return out
     programs = cdiv(N, schedule.block_n) * cdiv(K, schedule.block_k)
     operands: tuple[Tensor | TensorDescriptor, ...] = g, x
     if schedule.tma:
         widths = (schedule.block_n, schedule.block_k)
         operands = tuple(TensorDescriptor.from_tensor(r, [schedule.block_t, w]) for r, w in zip((g, x), widths))
     launcher(token_kernels.token_matmul_kernel)[(programs,)](
-        *operands, leaves, out, len(leaves) - 1, rows_a_token, N, K, g.stride(0), x.stride(0), GRID=grid,
-        UPPER_BITS=_bits(46 + grid), LOWER_BITS=_bits(23 + grid), BN=schedule.block_n, BK=schedule.block_k,
-        BT=schedule.block_t, GROUP=schedule.group, BLOCKED=g.dtype is torch.float32, TMA=schedule.tma,
-        ON_GPU=g.is_cuda, num_warps=schedule.warps, num_stages=schedule.stages, enable_fp_fusion=False,
+        *operands, leaves, out, len(leaves) - 1, rows_a_token, N, K, g.stride(0), x.stride(0), **kinds,
+        BN=schedule.block_n, BK=schedule.block_k, BT=schedule.block_t, GROUP=schedule.group,
+        BLOCKED=g.dtype is torch.float32, TMA=schedule.tma, ON_GPU=g.is_cuda, num_warps=schedule.warps,
+        num_stages=schedule.stages, enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
@@ -95,14 +101,15 @@ def token_scatter_cuda(g: Tensor, ids: Tensor, num_rows: int, grid: int = -44) -
 
 
 @functools.lru_cache(4096)  # the GPU waits for the host's launches
-def _problem(dtype: torch.dtype, n: int, k: int, grid: int, aligned: bool) -> TokenProblem:
-    return TokenProblem(dtype=str(dtype).removeprefix("torch."), n=n, k=k, grid=grid, aligned=aligned)
+def _problem(dtype: torch.dtype, n: int, k: int, grid: int, aligned: bool, hopper: bool) -> TokenProblem:
+    return TokenProblem(dtype=str(dtype).removeprefix("torch."), n=n, k=k, grid=grid, aligned=aligned, hopper=hopper)
 
 
 def token_problem(g: Tensor, x: Tensor, grid: int = -44) -> TokenProblem:
     """Return the problem of a launch; it does not contain a number of rows."""
     aligned = all(rows.data_ptr() % 16 == 0 and rows.stride(0) * rows.element_size() % 16 == 0 for rows in (g, x))
-    return _problem(g.dtype, g.shape[1], x.shape[1], grid, aligned)
+    hopper = aligned and token_hopper.supports(g.device, g.dtype)
+    return _problem(g.dtype, g.shape[1], x.shape[1], grid, aligned, hopper)
 
 
 def probe_bits(problem: TokenProblem, device: torch.device) -> Callable[[TokenTiles], bytes]:
@@ -126,7 +133,7 @@ def probe_bits(problem: TokenProblem, device: torch.device) -> Callable[[TokenTi
 
 TOKEN_MATMUL = Gate(
     family="token_matmul",
-    sources=(__file__, token_kernels.__file__, matmul_kernels.__file__),
+    sources=(__file__, *(module.__file__ for module in _KERNELS)),
     reference=reference_schedule,
     candidates=candidates,
     probe=probe_bits,

@@ -1,7 +1,7 @@
-"""Modules in exact integer arithmetic (docs/exact.md).
+"""Replace a model's modules by those of exact integer arithmetic (docs/exact.md).
 
-use_exact_arithmetic replaces linears, norms, functions and rotary tables by those of the definition. It identifies
-norms and functions by their formulas (exact_matching). passes.proof.exact then rejects any other arithmetic.
+use_exact_arithmetic replaces linears, norms, activations and rotary embeddings. It identifies a module by the formula
+that it computes (exact_matching). passes.proof.exact later rejects operations that exact arithmetic does not define.
 """
 
 import functools
@@ -29,13 +29,13 @@ from detcompile.templates.ops import ours
 from detcompile.torch_internals.modules import with_hooks_of
 from detcompile.transformers_internals.experts import takes_implementation
 
-_ROUNDED_SUMS = {  # layers of models with bfloat16 residual sums, if the variant has them
+_ROUNDED_SUMS = {  # models in which exact8 and exact8x16 round residual sums to bfloat16, and their layers
     "LlamaForCausalLM": "transformers.models.llama.modeling_llama.LlamaDecoderLayer",
     "Qwen3ForCausalLM": "transformers.models.qwen3.modeling_qwen3.Qwen3DecoderLayer",
 }
 _KV_DIGITS = "_detcompile_kv_digits"  # attribute of a model and its attention modules
 _EPSILONS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
-_ROWS = (0.0, 1e-8, 1e-5, 1e-4, 1e-3, 1e-2, 0.3, 1.0, 30.0, 1e4)  # sizes of rows, where an epsilon counts and where not
+_SIZES = (0.0, 1e-8, 1e-5, 1e-4, 1e-3, 1e-2, 0.3, 1.0, 30.0, 1e4)  # of test rows; an epsilon matters in the small ones
 _FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
@@ -45,10 +45,10 @@ _FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 class ExactLinear(nn.Module):
-    """forward(x [..., K]) -> [..., N]: x and the weight as integers of one or two digits.
+    """forward(x [..., K]) -> [..., N], with x and the weight as integers of one or two digits.
 
     Args:
-        dtype: quantized weights are dequantized to it.
+        dtype: to which a quantized weight is dequantized first.
     """
 
     digits: Tensor
@@ -67,7 +67,7 @@ class ExactLinear(nn.Module):
         self.in_features: int = digits.shape[2]
         self.register_buffer("digits", digits)
         self.register_buffer("scales", scales)
-        self.bias = None if linear.bias is None else _fixed(linear.bias)
+        self.bias = None if linear.bias is None else _frozen(linear.bias)
 
     @property
     def weight(self) -> Tensor:
@@ -79,7 +79,7 @@ class ExactLinear(nn.Module):
         """Keep only these outputs, in this order."""
         features = features.to(self.digits.device)
         self.digits, self.scales = self.digits[:, features].contiguous(), self.scales[features]
-        self.bias = None if self.bias is None else _fixed(self.bias[features])
+        self.bias = None if self.bias is None else _frozen(self.bias[features])
         self.out_features = len(features)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ class ExactStack(nn.Module):
         self.digits, self.scales = self.digits[:, :, features].contiguous(), self.scales[:, features].contiguous()
 
     def keep_inputs(self, share: slice) -> None:
-        """Keep only this range of K, with the scales of all of it."""
+        """Keep only this range of K; the scales stay those of the whole K."""
         self.digits = self.digits[..., share].clone(memory_format=torch.contiguous_format)
 
     def forward(self, x: Tensor, ids: Tensor, bias: Tensor | None) -> Tensor:
@@ -119,7 +119,7 @@ class ExactStack(nn.Module):
         return ours.exact_expert_linear(x, ids, self.digits, self.scales, bias, self.x_digits)
 
     def all_reduced(self, x: Tensor, ids: Tensor, bias: Tensor | None, group: str) -> Tensor:
-        """Multiply rows of which each rank of a group has a part, as ``forward``."""
+        """Compute ``forward`` for rows and weights whose K is split over the ranks of a group."""
         return ours.exact_expert_linear_all_reduce(x, ids, self.digits, self.scales, bias, self.x_digits, group)
 
 
@@ -128,7 +128,7 @@ class ExactNorm(nn.Module):
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         super().__init__()
-        self.weight, self.eps = _fixed(weight), eps
+        self.weight, self.eps = _frozen(weight), eps
 
     def forward(self, x: Tensor) -> Tensor:
         return ours.exact_rms_norm(x, self.weight, self.eps)
@@ -139,7 +139,7 @@ class ExactLayerNorm(nn.Module):
 
     def __init__(self, weight: Tensor, bias: Tensor, eps: float) -> None:
         super().__init__()
-        self.weight, self.bias, self.eps = _fixed(weight), _fixed(bias), eps
+        self.weight, self.bias, self.eps = _frozen(weight), _frozen(bias), eps
 
     def forward(self, x: Tensor) -> Tensor:
         return ours.exact_layer_norm(x, self.weight, self.bias, self.eps)
@@ -157,27 +157,28 @@ class ExactFunction(nn.Module):
 
 
 def use_exact_arithmetic(model: PreTrainedModel, arithmetic: str, max_context: int) -> None:
-    """Change the model in place, to float32 activations and quantized weights.
+    """Change a model in place to float32 activations and quantized weights.
 
-    Modules outside the definition stay as they are; the proof then rejects the graph by the name of an operation.
+    Modules that exact arithmetic does not define stay unchanged; the proof then rejects an operation of theirs.
 
     Raises:
-        UnsupportedModel: the definition has no such rotary tables, or a quantized linear another forward.
+        UnsupportedModel: rotary tables that exact arithmetic does not define, or a quantized linear whose forward was
+            replaced.
     """
     chosen, dtype = ARITHMETICS[arithmetic], model.dtype
     for name, module in list(model.named_modules()):
         if isinstance(module, QuantizedLinear):
             if has_other_forward(module):
                 raise UnsupportedModel(
-                    f"{name} is quantized, and its forward is not its class's: remove it, or compile the model without"
-                    " Numerics.arithmetic"
+                    f"{name} is a quantized linear whose forward was replaced: restore its class's forward, or compile"
+                    " the model without Numerics.arithmetic"
                 )
             _replace(model, name, ExactLinear(module, chosen, dtype))
         elif takes_implementation(module):
             _quantize_experts(module, chosen, dtype)
-    nn.Module.float(model)  # transformers' refuses models that were loaded quantized
+    nn.Module.float(model)  # PreTrainedModel.float rejects models that were loaded quantized
     setattr(model, _KV_DIGITS, chosen.kv)
-    for name, module in list(model.named_modules())[1:]:  # without the model, whose class may be named for its norms
+    for name, module in list(model.named_modules())[1:]:  # not the model itself, whose class name may contain "Norm"
         plain = type(module).forward in (nn.Linear.forward, Conv1D.forward) and not has_other_forward(module)
         if plain or _is_linear(module):
             _replace(model, name, ExactLinear(module, chosen))
@@ -195,7 +196,7 @@ def use_exact_arithmetic(model: PreTrainedModel, arithmetic: str, max_context: i
 
 
 def _replace(model: nn.Module, name: str, module: nn.Module | None) -> None:
-    """Replace the submodule of this name, whose hooks stay, by ``module`` if there is one."""
+    """Replace the submodule of this name and keep its hooks. Do nothing if ``module`` is None."""
     if module is not None:
         replace_module(model, name, with_hooks_of(module, model.get_submodule(name)))
 
@@ -205,8 +206,8 @@ def _digits_of(
 ) -> tuple[Tensor, Tensor]:
     """Return the digits [D, N, K] and scales [N] of a linear's weight.
 
-    A checkpoint's int8 weights with one scale an output channel are the high digits, and -128 becomes -127: the kernels
-    have no such digit.
+    A checkpoint's int8 weights with one scale per output channel become the high digits unchanged, except that -128
+    becomes -127, the least digit that the kernels take.
     """
     if not isinstance(linear, QuantizedLinear):
         weight = linear.weight.detach().float()
@@ -223,14 +224,13 @@ def _digits_of(
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Return whether a subclass of nn.Linear computes what that does, such as Falcon's."""
+    """Return whether a subclass of nn.Linear, such as Falcon's, computes x @ weight.T + bias."""
     if not isinstance(module, nn.Linear) or not takes_one_argument(module):
         return False
     if dict(module.named_parameters()).keys() - {"weight", "bias"} or any(True for _ in module.buffers()):
         return False
-    drawn, K = float64_copy(module), module.in_features
-    rows = torch.sin(torch.arange(len(_ROWS) * K, device=module.weight.device, dtype=torch.float64) ** 1.3).view(-1, K)
-    x = rows * rows.new_tensor(_ROWS)[:, None]
+    drawn, rows = float64_copy(module), _test_rows(module.in_features, module.weight.device)
+    x = rows * rows.new_tensor(_SIZES)[:, None]
     with torch.no_grad():
         for number, parameter in enumerate(drawn.parameters()):
             i = torch.arange(parameter.numel(), device=x.device, dtype=torch.float64)
@@ -238,6 +238,11 @@ def _is_linear(module: nn.Module) -> bool:
         w, b = drawn.weight, drawn.bias
         terms = F.linear(x.abs(), w.abs(), None if b is None else b.abs())
         return agree(result_in_float64(drawn, x), F.linear(x, w, b), terms)
+
+
+def _test_rows(width: int, device: torch.device) -> Tensor:
+    """Return a float64 row of numbers in [-1, 1] for each of _SIZES."""
+    return torch.sin(torch.arange(len(_SIZES) * width, device=device, dtype=torch.float64) ** 1.3).view(-1, width)
 
 
 def _quantize_experts(module: Any, arithmetic: ExactArithmetic, dtype: torch.dtype) -> None:
@@ -251,7 +256,7 @@ def _quantize_experts(module: Any, arithmetic: ExactArithmetic, dtype: torch.dty
 
 
 def _norm_of(module: nn.Module) -> nn.Module | None:
-    """Return the exact norm with a module's formula; None if there is none."""
+    """Return an exact norm if a module computes its formula, else None."""
     parameters = dict(module.named_parameters())
     eps = next((value for name in _EPSILONS if isinstance(value := getattr(module, name, None), float)), None)
     weight, bias = parameters.get("weight"), parameters.get("bias")
@@ -260,11 +265,11 @@ def _norm_of(module: nn.Module) -> nn.Module | None:
     if parameters.keys() - {"weight", "bias"} or any(True for _ in module.buffers()):
         return None
     R, drawn = len(weight), float64_copy(module)
-    rows = torch.sin(torch.arange(len(_ROWS) * R, device=weight.device, dtype=torch.float64) ** 1.3).view(-1, R) + 0.4
+    rows = _test_rows(R, weight.device) + 0.4
     rows[:, R // 2] *= R  # an outlier
-    x = rows * rows.new_tensor(_ROWS)[:, None]
+    x = rows * rows.new_tensor(_SIZES)[:, None]
     with torch.no_grad():
-        for number, parameter in enumerate(drawn.parameters()):  # sizes from 0.001 to 1000
+        for number, parameter in enumerate(drawn.parameters()):  # magnitudes from 0.001 to 1000
             i = torch.arange(R, dtype=torch.float64)
             parameter.copy_((torch.cos(i * 0.7 + number) + 1.5) * 10 ** (i % 7 - 3))
     w, b, out = drawn.weight.detach(), None if bias is None else drawn.bias.detach(), result_in_float64(drawn, x)
@@ -277,7 +282,7 @@ def _norm_of(module: nn.Module) -> nn.Module | None:
 
 
 def _function_of(module: nn.Module, device: torch.device) -> nn.Module | None:
-    """Return the exact function with a module's formula; None if there is none."""
+    """Return an exact function if a module computes its formula, else None."""
     if not takes_one_argument(module) or any(True for _ in (*module.parameters(), *module.buffers())):
         return None
     far = torch.logspace(-30, 12, 600, dtype=torch.float64, device=device)
@@ -289,30 +294,31 @@ def _function_of(module: nn.Module, device: torch.device) -> nn.Module | None:
     return None
 
 
-def _fixed(tensor: Tensor) -> nn.Parameter:
+def _frozen(tensor: Tensor) -> nn.Parameter:
+    """Return a float32 copy as a parameter without a gradient."""
     return nn.Parameter(tensor.detach().float().clone(), requires_grad=False)
 
 
 def kv_digits(module: Any) -> int:
-    """Return the digits of keys and values of a model or an attention module; 0 if they are not quantized."""
+    """Return how many digits the keys and values of a model or attention module have; 0 if they are not quantized."""
     digits: int = getattr(module, _KV_DIGITS, 0)
     return digits
 
 
 def give_kv_digits(model: Any, module: Any) -> None:
-    """Quantize the keys and values of an attention module as its model's."""
+    """Give an attention module the number of KV digits that its model has."""
     if kv_digits(model) and isinstance(module, nn.Module):
         setattr(module, _KV_DIGITS, kv_digits(model))
 
 
 def cached_shape(module: Any, key: Tensor, value: Tensor) -> tuple[int, int, int]:
-    """Return extents of a cached key and value: KV heads, and words of a key and a value."""
+    """Return the number of KV heads, and the numbers of words of a cached key and of a cached value."""
     digits = kv_digits(module)
     words = [row_words(x.shape[3], digits) if digits else x.shape[3] for x in (key, value)]
     return key.shape[1], words[0], words[1]
 
 
-@functools.cache  # one class, so that layers have one structure
+@functools.cache  # layers of one class have one structure, so they share a program
 def _with_rounded_sums(layer: Any) -> Any:
     return type(f"Exact{layer.__name__}", (layer,), {"forward": _forward})
 
@@ -325,4 +331,4 @@ def _forward(self: Any, hidden_states: Tensor, **given: Any) -> Tensor:
 
 
 def _rounded(x: Tensor) -> Tensor:
-    return ours.exact_function(x, "bf16")  # torch below 2.13 drops a cast to bfloat16 and back
+    return ours.exact_function(x, "bf16")  # not a cast: torch below 2.13 drops a cast to bfloat16 and back

@@ -1,7 +1,7 @@
-"""Identify what a module computes: run a copy of it in float64 and compare with a formula.
+"""Identify what a module computes: run a copy of it in float64 and compare the result with a formula's.
 
-Float32 results of equal formulas differ by their order of steps, as much as those of similar formulas. In float64 they
-agree to about 1e-15, so that formulas which float32 could tell apart are told apart here.
+In float32, one formula in two orders of steps differs as much as two similar formulas. In float64, one formula agrees
+with itself to about 1e-15, so any two formulas that differ in float32 are told apart.
 """
 
 import copy
@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 _TOLERANCE = 1e-9  # relative; a sixtieth of float32's rounding
-_CANCELLED = 4e-15  # of the size of what a formula subtracts
+_CANCELLED = 4e-15  # relative to the terms of a sum, which may cancel
 
 
 class _Float64(TorchFunctionMode):
-    """Calls that ask for float32 give float64."""
+    """Make calls that request float32 use float64."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
@@ -39,7 +39,7 @@ def float64_copy(module: nn.Module) -> Any:
 
 @torch.no_grad()
 def result_in_float64(function: Callable[..., Any], *given: Any) -> Any:
-    """Return what a float64 module or a constructor computes in float64; None if it takes other arguments."""
+    """Call a float64 module or a constructor, with float64 in place of float32. Return None if the call fails."""
     try:
         with _Float64():
             return function(*given)
@@ -48,21 +48,21 @@ def result_in_float64(function: Callable[..., Any], *given: Any) -> Any:
 
 
 def has_other_forward(module: nn.Module) -> bool:
-    """Return whether a module's forward is not its class's."""
+    """Return whether the forward of a module instance was replaced."""
     return "forward" in vars(module)
 
 
 def takes_one_argument(module: nn.Module) -> bool:
-    """Return whether a module's forward takes a tensor and nothing else."""
-    kinds = {parameter.kind for parameter in inspect.signature(module.forward).parameters.values()}
-    return kinds == {inspect.Parameter.POSITIONAL_OR_KEYWORD} and len(inspect.signature(module.forward).parameters) == 1
+    """Return whether a module's forward has exactly one argument."""
+    kinds = [parameter.kind for parameter in inspect.signature(module.forward).parameters.values()]
+    return kinds == [inspect.Parameter.POSITIONAL_OR_KEYWORD]
 
 
 def agree(actual: Any, expected: Tensor, size: Tensor | float) -> bool:
     """Return whether float64 results agree to 1e-9 of their values.
 
     Args:
-        size: of the terms of a sum, whose float64 rounding may remain where they cancel.
+        size: magnitude of the terms of a sum; where they cancel, their rounding errors in float64 may remain.
     """
     if not isinstance(actual, Tensor) or actual.shape != expected.shape or actual.dtype != expected.dtype:
         return False

@@ -14,19 +14,19 @@ from detcompile.passes.modules.exact_matching import agree, has_other_forward, r
 from detcompile.templates.exact.rope import ROPE_TYPES, rope_tables
 from detcompile.torch_internals.modules import hooks_of
 
-_FREQUENCIES = "inv_freq"  # a buffer, or the end of a buffer's name after a layer type
-_ROUNDINGS = 2e-5  # relative; of frequencies that are computed in float32, as transformers does
+_FREQUENCIES = "inv_freq"  # a buffer; some models put a layer type before the name
+_FLOAT32_ERROR = 2e-5  # relative; transformers computes frequencies in float32
 
 
 class ExactRotary(nn.Module):
     """forward(x, position_ids [B, T], layer_type) -> cos and sin [B, T, width], from tables by layer type.
 
-    If the model's are complex numbers, the result is [B, T, width, 2], as of passes.adapters.modules.
+    If the model's tables are complex, the result is [B, T, width, 2], as in passes.adapters.modules.
     """
 
     def __init__(self, tables: Mapping[str | None, tuple[Tensor, Tensor]], config: Any, is_complex: bool) -> None:
         super().__init__()
-        self.config, self.layer_types = config, list(tables)  # which some models read
+        self.config, self.layer_types = config, list(tables)  # some models read these
         self.is_complex = is_complex
         for layer_type, (cos, sin) in tables.items():
             prefix = _prefix(layer_type)
@@ -36,8 +36,9 @@ class ExactRotary(nn.Module):
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
         if position_ids.dim() != 2:
             raise UnsupportedModel(
-                "Numerics.arithmetic defines rotary tables of positions [batch, tokens], and those of"
-                f" {type(self.config).__name__} have {position_ids.dim()} dimensions. Compile the model without it"
+                "Numerics.arithmetic needs position_ids [batch, tokens], and those of"
+                f" {type(self.config).__name__} have {position_ids.dim()} dimensions. Compile the model without"
+                " Numerics.arithmetic"
             )
         tables = (getattr(self, f"{_prefix(layer_type)}{name}") for name in ("cos", "sin"))
         cos, sin = (F.embedding(position_ids, table) for table in tables)
@@ -50,10 +51,10 @@ def has_frequencies(module: nn.Module) -> bool:
 
 
 def rotary_of(model: PreTrainedModel, module: Any, length: int) -> nn.Module:
-    """Return exact tables of a rotary embedding.
+    """Return an exact replacement of a rotary embedding, for positions below ``length``.
 
     Raises:
-        UnsupportedModel: the definition has no such tables.
+        UnsupportedModel: exact arithmetic does not define its tables.
     """
     config = getattr(module, "config", None) or model.config
     tables, is_complex = {}, False
@@ -81,7 +82,7 @@ def rotary_of(model: PreTrainedModel, module: Any, length: int) -> nn.Module:
 
 
 def _layer_types(module: nn.Module) -> list[str | None]:
-    """Return the layer types that a rotary embedding has frequencies for; None stands for all."""
+    """Return the layer types for which a rotary embedding has frequencies; None stands for all layers."""
     names = [name for name, _ in module.named_buffers(recurse=False) if name.endswith(_FREQUENCIES)]
     prefixes = [name.removesuffix(_FREQUENCIES) for name in names if not name.endswith(f"original_{_FREQUENCIES}")]
     return [prefix.removesuffix("_") or None for prefix in prefixes]
@@ -94,17 +95,17 @@ def _prefix(layer_type: str | None) -> str:
 def _tables(
     module: Any, layer_type: str | None, parameters: Mapping[str, Any], config: Any, length: int
 ) -> tuple[Tensor, Tensor, bool] | None:
-    """Return cos and sin in the module's layout, and whether its are complex numbers; None if it computes others."""
-    name, its_scaling = f"{_prefix(layer_type)}{_FREQUENCIES}", f"{_prefix(layer_type)}attention_scaling"
+    """Return cos and sin in the module's layout, and whether its tables are complex; None if it computes others."""
+    name, scaling_name = f"{_prefix(layer_type)}{_FREQUENCIES}", f"{_prefix(layer_type)}attention_scaling"
     given, double = getattr(module, name), result_in_float64(type(module), config)
     if parameters.get("rope_theta") is None or not isinstance(double, nn.Module):
         return None
     frequencies, scaling = ROPE_TYPES[parameters.get("rope_type", "default")](parameters, 2 * len(given), config)
     wide = torch.tensor(frequencies, dtype=torch.float64, device=given.device)
     double = double.to(given.device)
-    if not agree(getattr(double, name, None), wide, 0.0) or not ((given - wide).abs() <= _ROUNDINGS * wide).all():
+    if not agree(getattr(double, name, None), wide, 0.0) or not ((given - wide).abs() <= _FLOAT32_ERROR * wide).all():
         return None
-    if not math.isclose(getattr(module, its_scaling, 1.0), scaling, rel_tol=1e-12):
+    if not math.isclose(getattr(module, scaling_name, 1.0), scaling, rel_tol=1e-12):
         return None
     positions = torch.tensor([sorted({*range(min(length, 16)), length // 2, length - 1})], device=given.device)
     arguments = (positions,) if layer_type is None else (positions, layer_type)
@@ -116,7 +117,7 @@ def _tables(
     angles = positions[..., None] * wide
     for layout in _LAYOUTS:
         expected = [layout(table) * scaling for table in (angles.cos(), angles.sin())]
-        if all(agree(its, table, length) for its, table in zip(result, expected, strict=True)):
+        if all(agree(actual, table, length) for actual, table in zip(result, expected, strict=True)):
             cos, sin = (layout(table).to(given.device) for table in rope_tables(length, frequencies, scaling))
             return cos, sin, is_complex
     return None

@@ -1,10 +1,10 @@
-"""The normal form of a program in exact arithmetic, and its digest: which steps make each logit (docs/exact.md).
+"""Digest an exact program's normal form: which operations compute each logit (docs/exact.md).
 
-The graph runs over hashes: an element's hash is that of the step that makes it and of its operands' hashes, and moving
-elements moves their hashes. Layouts, copies, dead code, the order of nodes, devices and releases leave no trace, so
-two traces of one model have the same form. Weights and parts of a step are known by name. The graph runs twice, with
-other extents for its symbols, so that a length equals no constant in both runs; conditions on extents are kept beside
-the hashes.
+The graph is evaluated on hashes instead of numbers. An element's hash is computed from the operation that makes the
+element and from its operands' hashes; an operation that moves elements moves their hashes. So layouts, copies, dead
+code, the order of nodes, devices and releases change nothing, and two traces of one model have the same form. Weights
+and step inputs are identified by name. The graph is evaluated twice, with different sizes for its symbols, so that no
+symbol equals a constant both times. Conditions on sizes are part of the form.
 """
 
 import hashlib
@@ -53,12 +53,12 @@ _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 def exact_program_digest(gm: fx.GraphModule, names: Sequence[str], repeats: Sequence[Any] | None = None) -> str:
     """Return the sha256 of the normal form; the arguments are those of ``canonical_form.program_digest``."""
     with unset_fake_temporarily():  # passes run under the mode that traced the graph
-        forms = [_Hashes(gm, names, run).form() for run in range(2)]  # hashes of 128 bits, as two of 64
+        forms = [_Hashes(gm, names, run).form() for run in range(2)]  # two hashes of 64 bits for each element
     return _sha256([forms, None if repeats is None else list(repeats)]).hex()
 
 
 class _Hashes:
-    """Hashes of a graph's values, int64 tensors of the values' shapes, in one of two runs."""
+    """Hashes of a graph's values in one of two runs: int64 tensors of the values' shapes."""
 
     def __init__(self, gm: fx.GraphModule, names: Sequence[str], run: int) -> None:
         self._gm = gm
@@ -67,15 +67,15 @@ class _Hashes:
         assert len(inputs) == len(names), f"{len(names)} inputs were named, the graph has {len(inputs)}"
         self._names = dict(zip(inputs, names, strict=True))
         self._extents: dict[Any, int] = {}
-        self._numbered: dict[Any, sympy.Symbol] = {}
+        self._symbols: dict[Any, sympy.Symbol] = {}
         self._conditions: set[str] = set()
-        self._known: dict[fx.Node, Any] = {}  # a tuple as the statements and values of its parts
-        for node in sorted(inputs, key=lambda node: self._names[node]):  # symbols are numbered in order of names
+        self._known: dict[fx.Node, Any] = {}  # for a tuple, the description and the value of each part
+        for node in sorted(inputs, key=lambda node: self._names[node]):  # numbers the symbols by name
             if isinstance(node.meta.get("val"), Tensor):
                 self._shape(node.meta["val"])
 
     def form(self) -> list[str]:
-        """Return the digests of what the graph returns, then the conditions on extents."""
+        """Return the digests of the graph's outputs, then the conditions on sizes."""
         (output,) = self._gm.graph.find_nodes(op="output")
         needed = {output}
         for node in reversed(self._gm.graph.nodes):
@@ -114,27 +114,27 @@ class _Hashes:
             given = _bases_by_name(given)
         defaults = {arg.name: arg.default_value for arg in schema_of(operation).arguments if arg.has_default_value()}
         given = {key: arg for key, arg in given.items() if key not in defaults or arg != defaults[key]}
-        stated = [name, self._stated(given)]
+        description = [name, self._as_json(given)]
         if isinstance(value, Tensor):
-            return self._elements(stated, value)
-        return [([*stated, number], part) for number, part in enumerate(value)]
+            return self._elements(description, value)
+        return [([*description, number], part) for number, part in enumerate(value)]
 
     def _pointwise(self, name: str, value: Tensor, given: Mapping[str, Any]) -> Tensor:
         operands = [self._argument(arg) for arg in given.values() if isinstance(arg, fx.Node)]
-        numbers = [[key, self._stated(arg, value.dtype)] for key, arg in given.items() if not isinstance(arg, fx.Node)]
+        numbers = [[key, self._as_json(arg, value.dtype)] for key, arg in given.items() if not isinstance(arg, fx.Node)]
         places = [key for key, arg in given.items() if isinstance(arg, fx.Node)]
-        result = self._word([name, str(value.dtype), numbers, [] if name in _COMMUTATIVE else places])
+        result = self._hash_of([name, str(value.dtype), numbers, [] if name in _COMMUTATIVE else places])
         for operand in operands:
-            operand = operand if isinstance(operand, Tensor) else self._word(["number", str(operand)])
-            result = result + _mixed(operand) if name in _COMMUTATIVE else _mixed(result) + operand
-        return _mixed(result).expand(self._shape(value))
+            operand = operand if isinstance(operand, Tensor) else self._hash_of(["number", str(operand)])
+            result = result + _mix(operand) if name in _COMMUTATIVE else _mix(result) + operand
+        return _mix(result).expand(self._shape(value))
 
     def _by_rows(self, name: str, given: Mapping[str, Any], rows: str, features: int) -> Tensor:
-        """Return the hashes of an operation that computes row i of its result from row i of an argument."""
+        """Return hashes for an operation that computes row i of its result from row i of the argument ``rows``."""
         x = self._argument(given[rows])
-        row = _mixed(_mixed(x + _mixed(self._places(x.shape[-1]))).sum(-1, keepdim=True))
-        word = self._word([name, self._stated({key: arg for key, arg in given.items() if key != rows})])
-        return _mixed(_mixed(row + word) + self._places(features))
+        row = _mix(_mix(x + _mix(self._indices(x.shape[-1]))).sum(-1, keepdim=True))
+        word = self._hash_of([name, self._as_json({key: arg for key, arg in given.items() if key != rows})])
+        return _mix(_mix(row + word) + self._indices(features))
 
     def _norm(self, name: str, given: Mapping[str, Any]) -> Tensor:
         return self._by_rows(name, given, "x", self._shape(given["x"].meta["val"])[-1])
@@ -144,8 +144,8 @@ class _Hashes:
 
     def _embedding(self, name: str, given: Mapping[str, Any]) -> Tensor:
         indices = self._argument(given["indices"])
-        row = _mixed(indices + self._word([name, self._reference(given["weight"])]))
-        return _mixed(row[..., None] + self._places(self._shape(given["weight"].meta["val"])[-1]))
+        row = _mix(indices + self._hash_of([name, self._reference(given["weight"])]))
+        return _mix(row[..., None] + self._indices(self._shape(given["weight"].meta["val"])[-1]))
 
     def _argument(self, arg: Any) -> Any:
         """Return the hashes of a node's value, or its number."""
@@ -168,30 +168,30 @@ class _Hashes:
             return str(value)
         return hashlib.sha256(f"{[*value.shape]}".encode() + value.contiguous().numpy().tobytes()).hexdigest()
 
-    def _stated(self, arg: Any, dtype: torch.dtype | None = None) -> Any:
-        """Return arguments as JSON. A number beside floats is a float."""
+    def _as_json(self, arg: Any, dtype: torch.dtype | None = None) -> Any:
+        """Return an argument as JSON. An integer becomes a float if ``dtype`` is floating."""
         if isinstance(arg, fx.Node):
             return self._reference(arg)
         if isinstance(arg, Mapping):
-            return [[str(key), self._stated(part)] for key, part in arg.items()]
+            return [[str(key), self._as_json(part)] for key, part in arg.items()]
         if isinstance(arg, (list, tuple)):
-            return [self._stated(part) for part in arg]
+            return [self._as_json(part) for part in arg]
         arg = self._number(arg)
         if isinstance(arg, (int, float)) and not isinstance(arg, bool):
             floats = isinstance(arg, float) or (dtype is not None and dtype.is_floating_point)
             return float(arg).hex() if floats else arg
         return str(arg)
 
-    def _elements(self, stated: Any, value: Tensor) -> Tensor:
-        """Return a hash per element, each of the whole operation: for operations without a finer rule."""
+    def _elements(self, description: Any, value: Tensor) -> Tensor:
+        """Return a hash for each element, computed from all operands: for operations without a finer rule."""
         shape = self._shape(value)
-        return _mixed(self._word(stated) + self._places(sympy.prod(shape))).view(shape)
+        return _mix(self._hash_of(description) + self._indices(sympy.prod(shape))).view(shape)
 
-    def _places(self, count: int) -> Tensor:
+    def _indices(self, count: int) -> Tensor:
         return torch.arange(int(count), dtype=torch.int64, device="cpu")
 
-    def _word(self, stated: Any) -> Tensor:
-        word = int.from_bytes(_sha256([self._run, stated])[:8], "little", signed=True)
+    def _hash_of(self, description: Any) -> Tensor:
+        word = int.from_bytes(_sha256([self._run, description])[:8], "little", signed=True)
         return torch.tensor(word, dtype=torch.int64, device="cpu")
 
     def _shape(self, value: Tensor) -> list[int]:
@@ -202,18 +202,18 @@ class _Hashes:
             self._shape(part)
 
     def _number(self, value: Any) -> Any:
-        """Return a number, with this run's extents in place of symbols."""
+        """Return a number, with this run's sizes in place of symbols."""
         if not isinstance(value, _SYMBOLIC):
             return value
         expression = expression_of(value)
         for symbol in sorted(expression.free_symbols, key=lambda symbol: symbol.name):
             if symbol not in self._extents:
                 i = len(self._extents)
-                self._extents[symbol] = 3 + 2 * i + self._run * (1 + (i + i * i) % 61)  # no simple relation in both
-                self._numbered[symbol] = sympy.Symbol(f"n{i}", integer=True, positive=True)
+                self._extents[symbol] = 3 + 2 * i + self._run * (1 + (i + i * i) % 61)  # unrelated in both runs
+                self._symbols[symbol] = sympy.Symbol(f"n{i}", integer=True, positive=True)
         is_bool = isinstance(value, torch.SymBool)
-        if is_bool or not expression.is_polynomial():  # a minimum or a remainder may be alike in both runs
-            self._conditions.add(str(expression.xreplace(self._numbered)))
+        if is_bool or not expression.is_polynomial():  # a minimum or remainder may behave alike in both runs
+            self._conditions.add(str(expression.xreplace(self._symbols)))
         number = expression.xreplace(self._extents)
         return bool(number) if is_bool else float(number) if isinstance(value, torch.SymFloat) else int(number)
 
@@ -228,7 +228,7 @@ _BY_ROWS: Mapping[Any, Callable[[_Hashes, str, Mapping[str, Any]], Tensor]] = {
 
 
 def _bases_by_name(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a functionalized call, with those that it writes under their names."""
+    """Return the arguments of a functionalized call by name, with those that it writes."""
     named = {key: arg for key, arg in given.items() if not key.startswith("_")}
     for key, arg in given.items():
         if key.startswith("_") and key != "_all_bases":
@@ -242,12 +242,12 @@ def _dtype_of(node: Any) -> torch.dtype:
     return dtype
 
 
-def _mixed(x: Tensor) -> Tensor:
-    """Return a permutation of 64-bit integers (the finalizer of splitmix64)."""
+def _mix(x: Tensor) -> Tensor:
+    """Mix the bits of 64-bit integers, one to one (the finalizer of splitmix64)."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * (factor - (1 << 64))
     return x ^ ((x >> 31) & ((1 << 33) - 1))
 
 
-def _sha256(stated: Any) -> bytes:
-    return hashlib.sha256(json.dumps(stated).encode()).digest()
+def _sha256(description: Any) -> bytes:
+    return hashlib.sha256(json.dumps(description).encode()).digest()

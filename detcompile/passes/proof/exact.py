@@ -1,7 +1,7 @@
-"""Operations that a program of exact integer arithmetic may hold: their bits are the same on every machine.
+"""Reject operations that exact integer arithmetic does not define: their bits could differ between machines.
 
-require_exact checks those of the graph, require_exact_code those that Inductor writes code for: it may make others of
-them.
+require_exact checks the operations of a graph. require_exact_code checks the operations in Inductor's code, because
+Inductor may replace an operation by others.
 """
 
 from collections.abc import Sequence
@@ -49,38 +49,39 @@ _POINTWISE = frozenset(
     )
     for operation in (getattr(packet, overload) for overload in packet.overloads())
 )
-_ROUNDED = frozenset({aten.glu.default})  # counted as movement, but it computes a sigmoid
-# Defined for integers alone. Of 0.0 and -0.0 the machine chooses one; sums may convert floats to integers first.
-_OF_INTEGERS = frozenset(
+_NOT_MOVEMENT = frozenset({aten.glu.default})  # the certificate calls it movement, but it computes a sigmoid
+# Allowed on integers only. The extreme of 0.0 and -0.0 may be either; cumsum may convert floats to integers first.
+_INTEGERS_ONLY = frozenset(
     {aten.amax.default, aten.amin.default, aten.max.dim, aten.min.dim, aten.maximum.default, aten.minimum.default}
     | {aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default, aten.clamp.Tensor}
     | {aten.clamp_min.Tensor, aten.clamp_max.Tensor, aten.cumsum.default, aten.cumprod.default}
 )
-# Names in Inductor's code. No division, root or fma: a GPU may approximate them, and a compiler may make one of others.
-_WRITTEN = frozenset(
+# Names in Inductor's code. Division, roots and fma are left out: a machine may approximate or fuse them.
+_CODE_OPERATIONS = frozenset(
     (
         *("abs", "add", "constant", "identity", "index_expr", "masked", "mul", "neg", "sub", "to_dtype", "value_expr"),
         *("to_dtype_bitcast", "where", "eq", "ge", "gt", "le", "lt", "ne", "logical_and", "logical_not", "logical_or"),
         *("logical_xor", "and_", "or_", "xor", "bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor"),
     )
 )
+# Operations whose result is a float even for integers.
 _FLOATS_OF_INTEGERS = frozenset(("rand", "randn", "reciprocal", "reduction mean", "rsqrt", "sqrt", "truediv"))
 
 
 def require_exact_code(name: str, operands: Sequence[Any]) -> None:
-    """Raise UncertifiedOp unless an operation that Inductor writes has one result on every machine.
+    """Raise UncertifiedOp if an operation in Inductor's code could have different bits on another machine.
 
     Args:
-        name: in Inductor's code.
-        operands: variables, of which those of indices have no dtype, and numbers.
+        name: the operation's name in Inductor's code.
+        operands: its variables and numbers; variables that hold indices have no dtype.
     """
     dtypes = [dtype for operand in operands if (dtype := getattr(operand, "dtype", None)) is not None]
     has_floats = any(isinstance(operand, float) for operand in operands) or any(d.is_floating_point for d in dtypes)
-    if name not in _WRITTEN and (has_floats or name in _FLOATS_OF_INTEGERS):
+    if name not in _CODE_OPERATIONS and (has_floats or name in _FLOATS_OF_INTEGERS):
         shown = ", ".join(map(str, dtypes))
         raise UncertifiedOp(
-            f"Inductor makes {name} of ({shown}) of a certified graph, and exact arithmetic does not define it, so a"
-            " machine would decide its bits. Nothing was compiled: use the releases that constraints.txt names",
+            f"Inductor generated {name} of ({shown}), which exact arithmetic does not define: its bits could differ"
+            " between machines. Nothing was compiled. Install the releases in constraints.txt",
             (name,),
         )
 
@@ -97,8 +98,8 @@ def require_exact(node: fx.Node, kind: str) -> None:
     if kind == "pointwise":
         is_defined = str(operation) in _POINTWISE and not _leaves_bits_open(node)
     else:
-        is_defined = kind in ("movement", "order-free") and operation not in _ROUNDED
-    if not is_defined or (operation in _OF_INTEGERS and _has_floats(node)):
+        is_defined = kind in ("movement", "order-free") and operation not in _NOT_MOVEMENT
+    if not is_defined or (operation in _INTEGERS_ONLY and _has_floats(node)):
         raise Refusal("exact arithmetic does not define it, so a machine would decide its bits")
 
 
@@ -107,13 +108,13 @@ def _has_floats(node: fx.Node) -> bool:
 
 
 def _leaves_bits_open(node: fx.Node) -> bool:
-    """Return whether the operation has steps that may be fused, makes NaN an integer, or has 16-bit floats."""
+    """Return whether an operation has steps that may be fused, converts NaN to an integer, or uses 16-bit floats."""
     if arguments_of(node).get("alpha", 1) != 1:
         return True
     result: torch.dtype = node.meta["val"].dtype
     if not result.is_floating_point:
         return result != torch.bool and _has_floats(node)
-    return result.itemsize < torch.float32.itemsize  # a compiler may drop such a cast and the one back
+    return result.itemsize < torch.float32.itemsize  # a compiler may drop a cast to 16 bits and back
 
 
 def _operand_dtypes(node: fx.Node) -> list[torch.dtype]:

@@ -1,4 +1,4 @@
-"""Functions of a graph in exact arithmetic, by the definition of docs/exact.md."""
+"""Replace functions, norms and products in a graph's code by those of exact arithmetic (docs/exact.md)."""
 
 import math
 import operator
@@ -15,7 +15,7 @@ from detcompile.passes.rewrites.reductions import pin_reductions
 from detcompile.templates.ops import ours
 
 aten = torch.ops.aten
-_MOST_EXPONENT = 126  # of a power of two whose reciprocal is a normal float32
+_EXPONENT_LIMIT = 126  # below it, a power of two and its reciprocal are normal float32
 FUNCTIONS = {
     aten.erf.default: "erf",
     aten.exp.default: "exp",
@@ -31,10 +31,10 @@ FUNCTIONS = {
 
 
 def pin_exact_functions(gm: fx.GraphModule, arithmetic: str) -> fx.GraphModule:
-    """exp(x)   ->  exact_function(x, "exp"), and the other FUNCTIONS, of float32 x
+    """exp(x)  ->  exact_function(x, "exp"), and likewise the other FUNCTIONS of float32 x
 
-    REWRITES make the operations that have another form out of these, selections and products. Reductions and products
-    become templates of the default numerics first, which have fewer forms.
+    REWRITES build other operations from FUNCTIONS, selections and products. Reductions and matrix products first become
+    templates of the default numerics, which have fewer variants to match.
     """
     _rewrite(gm, {aten.native_layer_norm.default: _layer_norm})
     gm = pin_matmuls(pin_reductions(pin_batched_products(gm)))
@@ -54,7 +54,7 @@ def _rewrite(gm: fx.GraphModule, table: Mapping[Any, Callable[[fx.Graph, fx.Node
 
 
 def _is_single(node: fx.Node) -> bool:
-    """Return whether all floats that a node reads and makes are float32, and it makes some."""
+    """Return whether all results of a node are float32, and so are all floats that it reads."""
     value = node.meta["val"]
     results = [part for part in (value if isinstance(value, (tuple, list)) else (value,)) if isinstance(part, Tensor)]
     tensors = [*results, *(arg.meta["val"] for arg in node.all_input_nodes if isinstance(arg.meta["val"], Tensor))]
@@ -78,7 +78,7 @@ def _relu(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _clamp(graph: fx.Graph, node: fx.Node) -> None:
-    """clamp(x, low, high)  ->  where(x < low, low, x), then where(x > high, high, x); NaN stays"""
+    """clamp(x, low, high)  ->  x = where(x < low, low, x); where(x > high, high, x).     NaN stays NaN."""
     given = arguments_of(node)
     x = given["self"]
     for compare, bound in ((aten.lt.Scalar, given.get("min")), (aten.gt.Scalar, given.get("max"))):
@@ -88,7 +88,7 @@ def _clamp(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _extreme(compare: Any) -> Callable[[fx.Graph, fx.Node], None]:
-    """minimum(x, y)  ->  where((x < y) | (x != x), x, y), and the maximum with >; NaN stays"""
+    """minimum(x, y)  ->  where((x < y) | (x != x), x, y); maximum compares by >.     NaN stays NaN."""
 
     def rewrite(graph: fx.Graph, node: fx.Node) -> None:
         x, y = node.args
@@ -103,7 +103,7 @@ def _divide(graph: fx.Graph, node: fx.Node) -> None:
     """x / 2^k  ->  x * 2^-k, which rounds the same         x / y  ->  exact_divide(x, y)"""
     x, y = node.args
     mantissa, exponent = math.frexp(y) if isinstance(y, (int, float)) else (0.0, 0)
-    if mantissa == 0.5 and abs(exponent) < _MOST_EXPONENT:
+    if mantissa == 0.5 and abs(exponent) < _EXPONENT_LIMIT:
         replace(node, insert(graph, aten.mul.Tensor, (x, 1 / y), node))
         return
     x, y = (part if isinstance(part, fx.Node) else _filled(node, [], part) for part in (x, y))
@@ -141,7 +141,7 @@ def _layer_norm(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _matmul(graph: fx.Graph, node: fx.Node) -> None:
-    """matmul(x, w, bias)  ->  exact_linear(x, *exact_quantize(w), bias), with two digits each; its order is free"""
+    """matmul(x, w, bias)  ->  exact_linear(x, *exact_quantize(w), bias), with two digits on both sides"""
     given = arguments_of(node)
     if given["residual"] is None:
         digits, scales = _quantized(graph, node, given["w"], 2)
@@ -162,9 +162,9 @@ def _expert_product(arithmetic: str) -> Callable[[fx.Graph, fx.Node], None]:
 
 
 def _quantized(graph: fx.Graph, node: fx.Node, w: fx.Node, digits: int) -> list[fx.Node]:
-    """Quantize a weight in the graph, in each step: a linear's are quantized before."""
+    """Quantize a weight in the graph, so in every step. Linears have quantized weights and do not need this."""
     pair = insert(graph, ours.exact_quantize.default, (w, digits, True), node)
-    return [insert(graph, operator.getitem, (pair, place), node) for place in range(2)]
+    return [insert(graph, operator.getitem, (pair, index), node) for index in range(2)]
 
 
 def _sum(graph: fx.Graph, node: fx.Node) -> None:
@@ -185,7 +185,7 @@ def _rms_norm(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _filled(node: fx.Node, shape: list[int], number: float) -> fx.Node:
-    """Add a float32 constant on the node's device before it."""
+    """Insert a float32 constant before a node, on the node's device."""
     like = node.args[0].meta["val"]
     with node.graph.inserting_before(node):
         filled = node.graph.call_function(
